@@ -1,0 +1,173 @@
+"""The intermediate representation: tasks that read and write byte ranges of buffers.
+
+Both targets make a `Graph`; scheduling, memory layout and lowering know nothing else.
+"""
+
+import enum
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from nimblert.plan import Dim3, Kernel, Module
+
+
+class BufferKind(enum.Enum):
+    """What a buffer is for, and so which region of the plan it goes to."""
+
+    CONSTANT = "constant"
+    INPUT = "input"
+    OUTPUT = "output"
+    TEMPORARY = "temporary"
+    WORKSPACE = "workspace"
+    STATE = "state"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Buffer:
+    """One allocation of ``nbytes`` bytes.
+
+    ``data`` holds the (initial) contents of a constant or state buffer, None elsewhere. ``dtype``
+    and ``shape`` only describe it. Contents of a workspace do not outlive the op that uses it.
+    """
+
+    kind: BufferKind
+    nbytes: int
+    name: str = ""
+    dtype: str = "uint8"
+    shape: tuple[int, ...] = ()
+    alignment: int = 256
+    data: memoryview | None = field(default=None, repr=False, compare=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Access:
+    """``nbytes`` bytes of ``buffer`` from ``offset``."""
+
+    buffer: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """The address of byte ``offset`` of ``buffer`` stands at ``param_offset`` of the parameters."""
+
+    param_offset: int
+    buffer: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelWork:
+    """A kernel launch; the fields are those of `nimblert.plan.Launch`."""
+
+    kernel: int
+    params: bytes
+    references: tuple[Reference, ...]
+    grid: Dim3 = (1, 1, 1)
+    block: Dim3 = (1, 1, 1)
+    cluster: Dim3 = (0, 0, 0)
+    dynamic_smem_nbytes: int = 0
+    cooperative: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyWork:
+    """A device to device copy of as many bytes as ``dst`` and ``src`` have."""
+
+    dst: Access
+    src: Access
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FillWork:
+    """``dst`` filled with elements of ``element_nbytes`` bytes, each ``value``."""
+
+    dst: Access
+    value: int
+    element_nbytes: int
+
+
+Work: TypeAlias = KernelWork | CopyWork | FillWork
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One kernel launch, copy or fill.
+
+    ``programmatic_after`` is the task (a lower index) from which this one has a programmatic edge,
+    None if it has none.
+    """
+
+    op: int
+    work: Work
+    reads: tuple[Access, ...]
+    writes: tuple[Access, ...]
+    programmatic_after: int | None = None
+    duration_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """The operator a task came from.
+
+    An ``opaque`` op launched kernels whose accesses are not known exactly: its tasks keep their
+    order.
+    """
+
+    name: str
+    source: str
+    opaque: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorView:
+    """A graph input or output: a strided view of a buffer; ``strides`` in elements."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    buffer: int
+    offset: int = 0
+    sample_range: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Graph:
+    """A model as tasks in the order in which they were captured, a valid serial order."""
+
+    modules: tuple[Module, ...]
+    kernels: tuple[Kernel, ...]
+    buffers: tuple[Buffer, ...]
+    ops: tuple[Op, ...]
+    tasks: tuple[Task, ...]
+    inputs: tuple[TensorView, ...]
+    outputs: tuple[TensorView, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """Which stream runs each task, in which order tasks are issued, and who waits for whom.
+
+    ``order`` lists every task once, ``streams[task]`` its stream. Tasks of one stream run in issue
+    order. ``waits`` are the pairs (before, after) of tasks of different streams that an event
+    orders; ``before`` is issued first.
+    """
+
+    order: tuple[int, ...]
+    streams: tuple[int, ...]
+    stream_count: int
+    waits: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """``offsets[buffer]`` in its region; the sizes of the regions.
+
+    Inputs and outputs are regions of their own, so their offset is 0.
+    """
+
+    offsets: tuple[int, ...]
+    arena_nbytes: int
+    weights_nbytes: int
+    state_nbytes: int

@@ -1,0 +1,341 @@
+"""The plan: what a compiled model is, as frozen records of integers, strings and bytes.
+
+A plan holds no handle, no callable and no address. Every place in memory is a `Pointer`, a byte
+offset in a region; loading turns pointers into addresses.
+"""
+
+import enum
+from dataclasses import dataclass, field
+from math import prod
+from typing import TypeAlias
+
+
+class Target(enum.IntEnum):
+    """What runs the kernels of a plan."""
+
+    CUDA = 0
+    CPU = 1
+
+
+class Region(enum.IntEnum):
+    """The memory that a pointer counts from.
+
+    ARENA holds what lives during one run, WEIGHTS what never changes, STATE what a run leaves for
+    the next one. INPUT and OUTPUT are one region for each index.
+    """
+
+    ARENA = 0
+    WEIGHTS = 1
+    INPUT = 2
+    OUTPUT = 3
+    STATE = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pointer:
+    """A byte address: ``offset`` bytes from the start of a region.
+
+    ``index`` is the number of the input or output region, 0 elsewhere. The offset of a relocation
+    may lie outside its region: some kernels are handed the base minus a padding.
+    """
+
+    region: Region
+    index: int = 0
+    offset: int = 0
+
+
+ITEM_NBYTES = {
+    "bool": 1,
+    "uint8": 1,
+    "int8": 1,
+    "uint16": 2,
+    "int16": 2,
+    "uint32": 4,
+    "int32": 4,
+    "uint64": 8,
+    "int64": 8,
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+    "complex64": 8,
+    "complex128": 16,
+}
+"""Every dtype a plan may name, by numpy's (and ml_dtypes') name, with its bytes per element."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tensor:
+    """An input or output of a program. ``strides`` are in elements.
+
+    ``sample_range`` bounds the random integers (both ends included) that may stand in for this
+    input; None where any value of the dtype will do.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    pointer: Pointer
+    sample_range: tuple[int, int] | None = None
+
+    @property
+    def span_nbytes(self) -> int:
+        """Bytes from the first element to the end of the last one; 0 for an empty tensor."""
+        if prod(self.shape) == 0:
+            return 0
+        last = sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
+        return (last + 1) * ITEM_NBYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Module:
+    """Code: one cubin (CUDA target) or one ONNX model of a few nodes (CPU target).
+
+    ``origin`` names the library that the code came from ("aten", "cudnn", "cublas", "triton" ...).
+    """
+
+    origin: str
+    code: memoryview = field(repr=False)
+
+
+class ParameterKind(enum.IntEnum):
+    """How a kernel takes a parameter.
+
+    VALUE: bytes of the parameter buffer (every CUDA parameter). The others are the CPU target's,
+    whose parameters are all pointers: INPUT and OUTPUT are bound at each run, INITIALIZER once.
+    """
+
+    VALUE = 0
+    INPUT = 1
+    OUTPUT = 2
+    INITIALIZER = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """One parameter of a kernel: ``nbytes`` bytes at ``offset`` of the parameter buffer.
+
+    ``name``, ``dtype`` and ``shape`` are empty on the CUDA target.
+    """
+
+    offset: int
+    nbytes: int
+    kind: ParameterKind = ParameterKind.VALUE
+    name: str = ""
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """An entry point of a module, with the function attributes to set before it is launched.
+
+    ``symbol`` is the mangled name in the cubin, or the ONNX operator on the CPU target.
+    """
+
+    module: int
+    symbol: str
+    parameters: tuple[Parameter, ...]
+    max_dynamic_smem_nbytes: int = 0
+    non_portable_cluster: bool = False
+
+    @property
+    def params_nbytes(self) -> int:
+        """Size of the parameter buffer of every launch of this kernel."""
+        return max((p.offset + p.nbytes for p in self.parameters), default=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weight:
+    """A tensor of the WEIGHTS or STATE region with its (initial) contents."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    data: memoryview = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Relocation:
+    """The 8 bytes at ``param_offset`` of a parameter buffer become the address of ``pointer``."""
+
+    param_offset: int
+    pointer: Pointer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Access:
+    """A byte range that a command reads or writes."""
+
+    pointer: Pointer
+    nbytes: int
+
+
+Dim3: TypeAlias = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """Run a kernel.
+
+    ``params`` is the parameter buffer, zero where a relocation goes. On the CPU target it is an
+    array of pointers, one relocation each, in the order of the kernel's parameters. ``cluster`` is
+    (0, 0, 0) where the launch names none. ``programmatic``: the edge from the command before it on
+    its stream is a programmatic one (the kernel may start before that launch has ended, and waits
+    for it itself). ``op`` indexes `Program.ops`; ``duration_ns`` is the time measured when the plan
+    was made, 0 if it was not.
+    """
+
+    stream: int
+    op: int
+    kernel: int
+    params: bytes
+    relocations: tuple[Relocation, ...]
+    reads: tuple[Access, ...]
+    writes: tuple[Access, ...]
+    grid: Dim3 = (1, 1, 1)
+    block: Dim3 = (1, 1, 1)
+    cluster: Dim3 = (0, 0, 0)
+    dynamic_smem_nbytes: int = 0
+    cooperative: bool = False
+    programmatic: bool = False
+    duration_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memcpy:
+    """Copy ``nbytes`` bytes from ``src`` to ``dst``."""
+
+    stream: int
+    op: int
+    dst: Pointer
+    src: Pointer
+    nbytes: int
+    duration_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memset:
+    """Write ``count`` elements of ``element_nbytes`` (1, 2 or 4) bytes, each ``value``."""
+
+    stream: int
+    op: int
+    dst: Pointer
+    value: int
+    element_nbytes: int
+    count: int
+    duration_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """Mark the work issued so far on ``stream``; each event is recorded once."""
+
+    stream: int
+    event: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wait:
+    """What follows on ``stream`` starts after what ``event`` marked has ended."""
+
+    stream: int
+    event: int
+
+
+Command: TypeAlias = Launch | Memcpy | Memset | Record | Wait
+Work: TypeAlias = Launch | Memcpy | Memset
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """The operator that commands came from.
+
+    ``name``: "aten.convolution.default" or "Conv". ``source``: the module path or ONNX node name.
+    """
+
+    name: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GoldenOutput:
+    """What one output was when the plan was made.
+
+    ``sha256`` is over the bytes in C order; ``samples`` are values at evenly spaced positions (see
+    `nimblert.golden`), for machines that round differently.
+    """
+
+    sha256: bytes
+    samples: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Golden:
+    """A run to repeat: inputs drawn from ``seed``, and the outputs they gave.
+
+    ``tolerance`` is 0 where the outputs must be equal bit for bit, else the largest difference
+    between two runs of the framework, relative to the largest magnitude of the output.
+    """
+
+    seed: int
+    tolerance: float
+    outputs: tuple[GoldenOutput, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """One entry point.
+
+    ``input_nbytes[i]`` and ``output_nbytes[i]`` are the sizes of the regions INPUT(i), OUTPUT(i);
+    an input or output tensor lies in any region its pointer names. ``commands`` are in issue order.
+    """
+
+    name: str
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    input_nbytes: tuple[int, ...]
+    output_nbytes: tuple[int, ...]
+    arena_nbytes: int
+    stream_count: int
+    event_count: int
+    ops: tuple[Op, ...]
+    commands: tuple[Command, ...]
+    golden: Golden | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """The machine a plan was made on, and so what it needs.
+
+    CUDA: the GPU's name, its compute capability, multiprocessors, and the driver's CUDA version
+    (13000 for 13.0), below which a plan is refused. CPU: name "cpu", the rest 0.
+    """
+
+    name: str
+    compute_capability: tuple[int, int] = (0, 0)
+    multiprocessor_count: int = 0
+    driver_version: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A compiled model. ``producer`` and ``versions`` say what made it.
+
+    ``weights_nbytes`` and ``state_nbytes`` are the sizes of the two regions; ``weights`` and
+    ``state`` are in ascending order of offset.
+    """
+
+    producer: str
+    versions: tuple[tuple[str, str], ...]
+    target: Target
+    device: Device
+    modules: tuple[Module, ...]
+    kernels: tuple[Kernel, ...]
+    weights_nbytes: int
+    weights: tuple[Weight, ...]
+    state_nbytes: int
+    state: tuple[Weight, ...]
+    programs: tuple[Program, ...]
