@@ -7,6 +7,7 @@ offset in a region; loading turns pointers into addresses.
 import enum
 from dataclasses import dataclass, field
 from math import prod
+from os import PathLike
 from typing import TypeAlias
 
 
@@ -339,3 +340,9 @@ class Plan:
     state_nbytes: int
     state: tuple[Weight, ...]
     programs: tuple[Program, ...]
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the plan to ``path``: first to a temporary name beside it, then renamed."""
+        from nimblert import container  # container needs this module first
+
+        container.write(self, path)

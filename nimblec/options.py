@@ -1,0 +1,33 @@
+"""What a user may ask of a compilation."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+TargetChoice: TypeAlias = Literal["auto", "cuda", "cpu"]
+
+Observer: TypeAlias = Callable[[str, float | None], None]
+"""Called with (stage, None) when a stage starts and (stage, seconds) when it has ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputSpec:
+    """The static shape of a model input, and its dtype (a plan's dtype name) where it is given."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """``inputs`` fix the shapes of inputs by name; ``examples`` are arrays for inputs by name.
+
+    An integer input with an example is drawn from the example's range in later golden checks.
+    """
+
+    target: TargetChoice = "auto"
+    inputs: tuple[InputSpec, ...] = ()
+    examples: tuple[tuple[str, np.ndarray], ...] = field(default=(), compare=False)
