@@ -1,0 +1,28 @@
+"""nimblert: run a plan without the framework that made it.
+
+>>> import nimblert
+>>> with nimblert.load("model.plan") as model:
+...     y = model(x)
+"""
+
+from nimblert.errors import (
+    CudaError,
+    DeviceMismatchError,
+    InputError,
+    NimbleError,
+    PlanError,
+    PlanFormatError,
+    PlanInvalidError,
+)
+from nimblert.plan import Plan
+
+__all__ = [
+    "CudaError",
+    "DeviceMismatchError",
+    "InputError",
+    "NimbleError",
+    "Plan",
+    "PlanError",
+    "PlanFormatError",
+    "PlanInvalidError",
+]

@@ -1,0 +1,76 @@
+"""The CUDA backend: a program as an instantiated CUDA graph over its own device memory."""
+
+import numpy as np
+
+from nimblert import driver, graph
+from nimblert.driver import Context, call
+from nimblert.memory import DeviceMemory, Staging
+from nimblert.plan import Plan, Program
+
+
+class CudaBackend:
+    """A program loaded on the first visible GPU.
+
+    ``inputs`` and ``outputs`` are numpy views of page-locked memory; `run` uploads the one, replays
+    and downloads the other. `replay` runs on what the device already holds.
+    """
+
+    def __init__(self, plan: Plan, program: Program, *, poison: bool = False) -> None:
+        driver.initialise()
+        driver.check_device(plan.device, driver.describe())
+        self._context = Context()
+        try:
+            self._load(plan, program, poison=poison)
+        except BaseException:
+            self._context.close()
+            raise
+
+    def _load(self, plan: Plan, program: Program, *, poison: bool) -> None:
+        context = self._context
+        non_blocking = driver.bindings().CUstream_flags.CU_STREAM_NON_BLOCKING
+        self._stream = context.acquire(call("cuStreamCreate", non_blocking), "cuStreamDestroy")
+        self.memory = DeviceMemory(context, plan, program, poison=poison)
+        self._staged_inputs = Staging(context, program.inputs, self.memory)
+        self._staged_outputs = Staging(context, program.outputs, self.memory)
+        self.inputs: tuple[np.ndarray, ...] = self._staged_inputs.views
+        self.outputs: tuple[np.ndarray, ...] = self._staged_outputs.views
+        functions = graph.load_functions(context, plan.modules, plan.kernels)
+        self.graph = graph.build(context, program, functions, self.memory)
+        self._executable = context.acquire(call("cuGraphInstantiate", self.graph, 0), "cuGraphExecDestroy")
+        call("cuGraphUpload", self._executable, self._stream)
+        call("cuStreamSynchronize", self._stream)
+
+    def run(self) -> None:
+        """Upload the inputs, replay the graph, download the outputs, and wait."""
+        self._context.make_current()
+        self._staged_inputs.to_device(self._stream)
+        call("cuGraphLaunch", self._executable, self._stream)
+        self._staged_outputs.to_host(self._stream)
+        call("cuStreamSynchronize", self._stream)
+
+    def replay(self) -> None:
+        """Replay the graph on the inputs that the device holds, and wait."""
+        self._context.make_current()
+        call("cuGraphLaunch", self._executable, self._stream)
+        call("cuStreamSynchronize", self._stream)
+
+    def time(self, count: int) -> np.ndarray:
+        """GPU time in microseconds of each of ``count`` replays, taken by events around it."""
+        self._context.make_current()
+        begin, end = (call("cuEventCreate", 0) for _ in range(2))
+        times = np.empty(count)
+        try:
+            for i in range(count):
+                call("cuEventRecord", begin, self._stream)
+                call("cuGraphLaunch", self._executable, self._stream)
+                call("cuEventRecord", end, self._stream)
+                call("cuEventSynchronize", end)
+                times[i] = call("cuEventElapsedTime", begin, end) * 1e3
+        finally:
+            call("cuEventDestroy", begin)
+            call("cuEventDestroy", end)
+        return times
+
+    def close(self) -> None:
+        """Give back the graph, the modules and the memory."""
+        self._context.close()

@@ -1,0 +1,105 @@
+"""The CUDA driver boundary: the only place where a driver call is made and its result checked."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, TypeAlias
+
+from nimblert.errors import CudaError, DeviceMismatchError
+from nimblert.plan import Device
+
+Handle: TypeAlias = Any
+"""A CUDA object of cuda.bindings (CUmodule, CUgraphNode ...); those are not typed."""
+
+
+def bindings() -> Any:
+    """The module ``cuda.bindings.driver``, imported on first use: plans for the CPU need none."""
+    try:
+        from cuda.bindings import driver
+    except ImportError as exc:
+        raise DeviceMismatchError(
+            "this plan needs a GPU, and cuda-python is not installed: pip install 'nimblec[cuda]'"
+        ) from exc
+    return driver
+
+
+def call(api: str, *args: object) -> Any:
+    """Call a driver function: its results without the status, or CudaError naming it."""
+    status, *results = getattr(bindings(), api)(*args)
+    if status != 0:
+        raise CudaError(api, status.name)
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+def initialise() -> None:
+    """Initialise the driver; DeviceMismatchError where there is no driver or no GPU."""
+    driver = bindings()
+    try:
+        (status,) = driver.cuInit(0)
+    except RuntimeError as exc:  # cuda.bindings: libcuda cannot be loaded
+        raise DeviceMismatchError("this plan needs a GPU, and this machine has no NVIDIA driver") from exc
+    if status != 0 or call("cuDeviceGetCount") == 0:
+        raise DeviceMismatchError(f"this plan needs a GPU, and none can be used here (cuInit: {status.name})")
+
+
+def describe(ordinal: int = 0) -> Device:
+    """The GPU with this ordinal, and the CUDA version of its driver."""
+    attribute = bindings().CUdevice_attribute
+    device = call("cuDeviceGet", ordinal)
+
+    def read(name: str) -> int:
+        return int(call("cuDeviceGetAttribute", getattr(attribute, f"CU_DEVICE_ATTRIBUTE_{name}"), device))
+
+    return Device(
+        name=call("cuDeviceGetName", 128, device).split(b"\0")[0].decode(),
+        compute_capability=(read("COMPUTE_CAPABILITY_MAJOR"), read("COMPUTE_CAPABILITY_MINOR")),
+        multiprocessor_count=read("MULTIPROCESSOR_COUNT"),
+        driver_version=call("cuDriverGetVersion"),
+    )
+
+
+def check_device(needed: Device, found: Device) -> None:
+    """DeviceMismatchError unless the cubins of a plan made for ``needed`` run on ``found``.
+
+    Library cubins are built for one compute capability (sm_90a runs on nothing else), so it must
+    be equal.
+    """
+    if needed.compute_capability != found.compute_capability:
+        want, have = (".".join(map(str, d.compute_capability)) for d in (needed, found))
+        raise DeviceMismatchError(
+            f"the plan was made for compute capability {want} ({needed.name}), this machine has {have} "
+            f"({found.name}): compile it on a GPU of this generation"
+        )
+    if needed.driver_version > found.driver_version:
+        want, have = (f"{v // 1000}.{v % 1000 // 10}" for v in (needed.driver_version, found.driver_version))
+        raise DeviceMismatchError(
+            f"the plan needs a driver for CUDA {want} or newer, this machine's is for CUDA {have}: update the driver"
+        )
+
+
+class Context:
+    """The primary context of a GPU; what is acquired in it is released in reverse order."""
+
+    def __init__(self, ordinal: int = 0) -> None:
+        self._stack = ExitStack()
+        device = call("cuDeviceGet", ordinal)
+        self._handle = call("cuDevicePrimaryCtxRetain", device)
+        self._stack.callback(call, "cuDevicePrimaryCtxRelease", device)
+        self.make_current()
+
+    def make_current(self) -> None:
+        """Make this the calling thread's context."""
+        call("cuCtxSetCurrent", self._handle)
+
+    def acquire(self, handle: Handle, release: str) -> Handle:
+        """Have the driver function ``release`` called with ``handle`` when the context closes."""
+        self._stack.callback(call, release, handle)
+        return handle
+
+    def defer(self, release: Callable[[], object]) -> None:
+        """Have ``release`` called when the context closes."""
+        self._stack.callback(release)
+
+    def close(self) -> None:
+        """Release everything."""
+        self.make_current()
+        self._stack.close()

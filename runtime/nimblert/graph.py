@@ -1,0 +1,128 @@
+"""Rebuild the CUDA graph of a program: relocate the parameters, add the nodes and their edges."""
+
+import ctypes
+import struct
+from collections.abc import Sequence
+
+from nimblert.driver import Context, Handle, bindings, call
+from nimblert.edges import Edge, edges
+from nimblert.memory import DeviceMemory
+from nimblert.plan import Kernel, Launch, Memcpy, Memset, Module, Program, Record, Wait, Work
+
+_PARAM_BUFFER_POINTER = 1  # CU_LAUNCH_PARAM_BUFFER_POINTER
+_PARAM_BUFFER_SIZE = 2  # CU_LAUNCH_PARAM_BUFFER_SIZE
+_PROGRAMMATIC_PORT = 1  # CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC
+
+
+def load_functions(context: Context, modules: Sequence[Module], kernels: Sequence[Kernel]) -> list[Handle]:
+    """Load the cubins and set the attributes of their kernels: a CUfunction for each kernel."""
+    driver = bindings()
+    attribute = driver.CUfunction_attribute
+    # The driver copies the image while it loads it.
+    handles = [context.acquire(call("cuModuleLoadData", bytes(m.code)), "cuModuleUnload") for m in modules]
+    functions = []
+    for kernel in kernels:
+        function = call("cuModuleGetFunction", handles[kernel.module], kernel.symbol.encode())
+        if kernel.max_dynamic_smem_nbytes:
+            name = attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            call("cuFuncSetAttribute", function, name, kernel.max_dynamic_smem_nbytes)
+        if kernel.non_portable_cluster:
+            name = attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+            call("cuFuncSetAttribute", function, name, 1)
+        functions.append(function)
+    return functions
+
+
+def relocate(launch: Launch, memory: DeviceMemory) -> bytearray:
+    """The parameter buffer of a launch with every relocation replaced by its address."""
+    params = bytearray(launch.params)
+    for relocation in launch.relocations:
+        address = memory.address(relocation.pointer) & 0xFFFF_FFFF_FFFF_FFFF
+        struct.pack_into("<Q", params, relocation.param_offset, address)
+    return params
+
+
+def build(context: Context, program: Program, functions: Sequence[Handle], memory: DeviceMemory) -> Handle:
+    """The CUgraph of a program: one node for each launch, copy and fill."""
+    graph = context.acquire(call("cuGraphCreate", 0), "cuGraphDestroy")
+    work = [c for c in program.commands if not isinstance(c, Record | Wait)]
+    nodes: list[Handle] = []
+    for command, before in zip(work, edges(program.commands), strict=True):
+        node = _add_node(graph, command, functions, memory)
+        _add_edges(graph, nodes, node, before)
+        nodes.append(node)
+    return graph
+
+
+def _add_node(graph: Handle, command: Work, functions: Sequence[Handle], memory: DeviceMemory) -> Handle:
+    match command:
+        case Launch():
+            return _add_launch(graph, command, functions[command.kernel], relocate(command, memory))
+        case Memcpy():
+            return _add_memcpy(graph, memory.address(command.dst), memory.address(command.src), command.nbytes)
+        case Memset():
+            return _add_memset(graph, memory.address(command.dst), command)
+
+
+def _add_launch(graph: Handle, launch: Launch, function: Handle, params: bytearray) -> Handle:
+    driver = bindings()
+    # The driver copies the parameters while it adds the node, so these buffers may go afterwards.
+    buffer = (ctypes.c_uint8 * max(len(params), 1)).from_buffer_copy(params or b"\0")
+    size = ctypes.c_size_t(len(params))
+    extra = (ctypes.c_uint64 * 5)(
+        _PARAM_BUFFER_POINTER, ctypes.addressof(buffer), _PARAM_BUFFER_SIZE, ctypes.addressof(size), 0
+    )
+    node_params = driver.CUDA_KERNEL_NODE_PARAMS()
+    node_params.func = function
+    node_params.gridDimX, node_params.gridDimY, node_params.gridDimZ = launch.grid
+    node_params.blockDimX, node_params.blockDimY, node_params.blockDimZ = launch.block
+    node_params.sharedMemBytes = launch.dynamic_smem_nbytes
+    node_params.extra = ctypes.addressof(extra)
+    node = call("cuGraphAddKernelNode", graph, None, 0, node_params)
+    if any(launch.cluster):
+        value = driver.CUkernelNodeAttrValue()
+        value.clusterDim.x, value.clusterDim.y, value.clusterDim.z = launch.cluster
+        name = driver.CUkernelNodeAttrID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        call("cuGraphKernelNodeSetAttribute", node, name, value)
+    if launch.cooperative:
+        value = driver.CUkernelNodeAttrValue()
+        value.cooperative = 1
+        name = driver.CUkernelNodeAttrID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+        call("cuGraphKernelNodeSetAttribute", node, name, value)
+    return node
+
+
+def _add_memcpy(graph: Handle, dst: int, src: int, nbytes: int) -> Handle:
+    driver = bindings()
+    params = driver.CUDA_MEMCPY3D()
+    params.dstMemoryType = params.srcMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_DEVICE
+    params.dstDevice, params.srcDevice = dst, src
+    params.WidthInBytes, params.Height, params.Depth = nbytes, 1, 1
+    return call("cuGraphAddMemcpyNode", graph, None, 0, params, call("cuCtxGetCurrent"))
+
+
+def _add_memset(graph: Handle, dst: int, memset: Memset) -> Handle:
+    params = bindings().CUDA_MEMSET_NODE_PARAMS()
+    params.dst = dst
+    params.value, params.elementSize = memset.value, memset.element_nbytes
+    params.width, params.height, params.pitch = memset.count, 1, 0
+    return call("cuGraphAddMemsetNode", graph, None, 0, params, call("cuCtxGetCurrent"))
+
+
+def _add_edges(graph: Handle, nodes: Sequence[Handle], node: Handle, before: Sequence[Edge]) -> None:
+    # A call gives the data of its first edge to all of them (driver 580), so one call for each kind.
+    for programmatic in (False, True):
+        sources = [nodes[e.source] for e in before if e.programmatic is programmatic]
+        if not sources:
+            continue
+        data = [_edge_data(programmatic=programmatic) for _ in sources]
+        call("cuGraphAddDependencies", graph, sources, [node] * len(sources), data, len(sources))
+
+
+def _edge_data(*, programmatic: bool) -> Handle:
+    driver = bindings()
+    data = driver.CUgraphEdgeData()
+    if programmatic:
+        data.from_port = _PROGRAMMATIC_PORT
+        data.type = driver.CUgraphDependencyType.CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC
+    return data
