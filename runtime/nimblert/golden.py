@@ -1,0 +1,135 @@
+"""The golden record: a seeded run whose outputs are kept, so that any machine can repeat it.
+
+Inputs come from numpy's legacy generator, whose stream is frozen by NEP 19 (Mersenne Twister,
+polar Gaussian), so that the same seed gives the same inputs under every numpy.
+"""
+
+import enum
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from nimblert.dtypes import numpy_dtype
+from nimblert.plan import Golden, GoldenOutput, Program, Tensor
+
+SAMPLE_COUNT = 64
+"""At most so many values of an output are kept."""
+
+
+class Verdict(enum.Enum):
+    """How an output compares with the one that the plan recorded."""
+
+    BIT_EXACT = "bit-exact"
+    WITHIN_TOLERANCE = "within tolerance"
+    DIFFERENT = "different"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """One output against its golden record.
+
+    ``difference`` is the largest one among the sampled values, relative to the largest magnitude of
+    the output (infinite where shapes, NaNs or infinities differ); ``allowed`` what was permitted.
+    """
+
+    verdict: Verdict
+    difference: float
+    allowed: float
+
+    def __str__(self) -> str:
+        """The verdict, with its figures where bits differ."""
+        if self.verdict is Verdict.BIT_EXACT:
+            return self.verdict.value
+        if self.verdict is Verdict.DIFFERENT and self.difference <= self.allowed:
+            return "different, though the sampled values agree"
+        return f"{self.verdict.value} ({self.difference:.2g} of the largest magnitude, {self.allowed:.2g} allowed)"
+
+
+def draw_inputs(program: Program, seed: int) -> dict[str, np.ndarray]:
+    """One array for each input of ``program``, in C order; ``seed`` is 0 to 2**64 - 1.
+
+    Every input has a stream of its own, so adding an input leaves the others as they were. Floats
+    are standard normal values rounded to the dtype, complex parts likewise; integers and bools come
+    uniformly from the tensor's ``sample_range``, else from {0, 1}.
+    """
+    return {tensor.name: _draw(tensor, seed, position) for position, tensor in enumerate(program.inputs)}
+
+
+def _draw(tensor: Tensor, seed: int, position: int) -> np.ndarray:
+    stream = np.random.RandomState([seed & 0xFFFFFFFF, seed >> 32, position])
+    dtype = numpy_dtype(tensor.dtype)
+    if dtype.kind in "biu":
+        low, high = tensor.sample_range or (0, 1)
+        wide = np.uint64 if low >= 0 else np.int64
+        return np.asarray(stream.randint(low, high + 1, tensor.shape, dtype=wide)).astype(dtype)
+    if dtype.kind == "c":
+        real, imaginary = (stream.standard_normal(tensor.shape) for _ in range(2))
+        return np.asarray(real + 1j * imaginary).astype(dtype)
+    return np.asarray(stream.standard_normal(tensor.shape)).astype(dtype)
+
+
+def digest(array: np.ndarray) -> bytes:
+    """SHA-256 over the bytes of ``array`` in C order (32 bytes)."""
+    return hashlib.sha256(_flat(array).view(np.uint8)).digest()
+
+
+def samples(array: np.ndarray) -> tuple[float, ...]:
+    """Up to 64 values of ``array``, evenly spaced in C order, both ends included.
+
+    A complex array counts as its real and imaginary parts in turn.
+    """
+    parts = _parts(array)
+    count = min(parts.size, SAMPLE_COUNT)
+    positions = [i * (parts.size - 1) // max(count - 1, 1) for i in range(count)]
+    return tuple(float(value) for value in parts[positions])
+
+
+def record(seed: int, outputs: Sequence[np.ndarray], tolerance: float) -> Golden:
+    """The golden record of a run on ``draw_inputs(program, seed)``; ``outputs`` in program order."""
+    kept = tuple(GoldenOutput(sha256=digest(output), samples=samples(output)) for output in outputs)
+    return Golden(seed=seed, tolerance=tolerance, outputs=kept)
+
+
+def check(golden: Golden, outputs: Sequence[np.ndarray], *, rounding: float = 0.0) -> tuple[Comparison, ...]:
+    """Compare ``outputs``, in program order, with the golden record, one by one.
+
+    ``rounding`` is the relative difference to permit where this machine may round differently from
+    the one that made the plan; the record's own tolerance is permitted always.
+    """
+    allowed = max(golden.tolerance, rounding)
+    return tuple(
+        _compare(expected, actual, allowed) for expected, actual in zip(golden.outputs, outputs, strict=True)
+    )
+
+
+def _compare(expected: GoldenOutput, actual: np.ndarray, allowed: float) -> Comparison:
+    if digest(actual) == expected.sha256:
+        return Comparison(verdict=Verdict.BIT_EXACT, difference=0.0, allowed=allowed)
+    difference = _difference(expected.samples, actual)
+    within = allowed > 0 and difference <= allowed
+    verdict = Verdict.WITHIN_TOLERANCE if within else Verdict.DIFFERENT
+    return Comparison(verdict=verdict, difference=difference, allowed=allowed)
+
+
+def _difference(expected: tuple[float, ...], actual: np.ndarray) -> float:
+    if len(expected) != min(_parts(actual).size, SAMPLE_COUNT):
+        return float("inf")
+    before, after = np.array(expected), np.array(samples(actual))
+    differ = ~((before == after) | (np.isnan(before) & np.isnan(after)))
+    if not differ.any():
+        return 0.0
+    parts = _parts(actual).astype(np.float64)
+    scale = np.abs(parts[np.isfinite(parts)]).max(initial=0.0)
+    gap = np.abs(before[differ] - after[differ]).max()
+    return float(gap / scale) if scale > 0 and np.isfinite(gap) else float("inf")
+
+
+def _flat(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).reshape(-1)
+
+
+def _parts(array: np.ndarray) -> np.ndarray:
+    flat = _flat(array)
+    return flat.view(flat.real.dtype) if flat.dtype.kind == "c" else flat
