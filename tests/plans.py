@@ -1,0 +1,334 @@
+"""Small valid plans for tests: one of each target, and one of any size to measure with.
+
+Their code is not runnable: modules hold a few made-up bytes.
+"""
+
+import struct
+
+from nimblert.plan import (
+    Access,
+    Command,
+    Device,
+    Golden,
+    GoldenOutput,
+    Kernel,
+    Launch,
+    Memcpy,
+    Memset,
+    Module,
+    Op,
+    Parameter,
+    ParameterKind,
+    Plan,
+    Pointer,
+    Program,
+    Record,
+    Region,
+    Relocation,
+    Target,
+    Tensor,
+    Wait,
+    Weight,
+)
+
+H200 = Device(name="NVIDIA H200", compute_capability=(9, 0), multiprocessor_count=132, driver_version=13000)
+VERSIONS = (("nimblec", "0.1.0"), ("torch", "2.13.0"))
+
+
+def pointer(region: Region, offset: int = 0, index: int = 0) -> Pointer:
+    """A pointer in the order in which tests like to say it."""
+    return Pointer(region=region, index=index, offset=offset)
+
+
+def access(region: Region, offset: int, nbytes: int, index: int = 0) -> Access:
+    """``nbytes`` bytes from ``offset`` of a region."""
+    return Access(pointer=pointer(region, offset, index), nbytes=nbytes)
+
+
+def relocation(param_offset: int, region: Region, offset: int = 0, index: int = 0) -> Relocation:
+    """The pointer at ``param_offset`` of a parameter buffer."""
+    return Relocation(param_offset=param_offset, pointer=pointer(region, offset, index))
+
+
+def weight(name: str, values: tuple[float, ...], offset: int) -> Weight:
+    """A float32 vector at ``offset`` of its region."""
+    data = memoryview(struct.pack(f"<{len(values)}f", *values))
+    return Weight(name=name, dtype="float32", shape=(len(values),), offset=offset, data=data)
+
+
+def _tensor(name: str, region: Region, *, dtype: str = "float32") -> Tensor:
+    """A (4, 4) tensor, C order, in input or output 0."""
+    return Tensor(name=name, dtype=dtype, shape=(4, 4), strides=(4, 1), pointer=pointer(region))
+
+
+def cuda_plan() -> Plan:
+    """Two streams, two events, every kind of command, one module with two kernels and one with one.
+
+    y = relu(x * scale + state); the middle of it runs beside a copy.
+    """
+    kernels = (
+        Kernel(
+            module=0,
+            symbol="_Z5scalePfS_S_i",
+            parameters=(
+                Parameter(offset=0, nbytes=8),
+                Parameter(offset=8, nbytes=8),
+                Parameter(offset=16, nbytes=8),
+                Parameter(offset=24, nbytes=4),
+            ),
+        ),
+        Kernel(
+            module=0,
+            symbol="_Z3addPfS_",
+            parameters=(Parameter(offset=0, nbytes=16),),
+            max_dynamic_smem_nbytes=65536,
+            non_portable_cluster=True,
+        ),
+        Kernel(
+            module=1, symbol="relu", parameters=(Parameter(offset=0, nbytes=8), Parameter(offset=8, nbytes=8))
+        ),
+    )
+    commands: tuple[Command, ...] = (
+        Memset(
+            stream=0,
+            op=0,
+            dst=pointer(Region.ARENA, 256),
+            value=0,
+            element_nbytes=4,
+            count=16,
+            duration_ns=900,
+        ),
+        Launch(
+            stream=0,
+            op=0,
+            kernel=0,
+            params=bytes(24) + struct.pack("<i", 16),
+            relocations=(
+                relocation(0, Region.INPUT),
+                relocation(8, Region.WEIGHTS),
+                relocation(16, Region.ARENA, -64),
+            ),
+            reads=(access(Region.INPUT, 0, 64), access(Region.WEIGHTS, 0, 16)),
+            writes=(access(Region.ARENA, 0, 64),),
+            block=(32, 1, 1),
+            duration_ns=1500,
+        ),
+        Record(stream=0, event=0),
+        Wait(stream=1, event=0),
+        Memcpy(
+            stream=1,
+            op=1,
+            dst=pointer(Region.ARENA, 512),
+            src=pointer(Region.ARENA),
+            nbytes=64,
+            duration_ns=800,
+        ),
+        Record(stream=1, event=1),
+        Launch(
+            stream=0,
+            op=2,
+            kernel=1,
+            params=bytes(16),
+            relocations=(relocation(0, Region.ARENA), relocation(8, Region.STATE)),
+            reads=(access(Region.ARENA, 0, 64), access(Region.STATE, 0, 64)),
+            writes=(access(Region.ARENA, 0, 64),),
+            grid=(32, 2, 1),
+            block=(128, 2, 1),
+            cluster=(16, 1, 1),
+            dynamic_smem_nbytes=4096,
+            cooperative=True,
+        ),
+        Wait(stream=0, event=1),
+        Launch(
+            stream=0,
+            op=2,
+            kernel=2,
+            params=bytes(16),
+            relocations=(relocation(0, Region.ARENA, 512), relocation(8, Region.OUTPUT)),
+            reads=(access(Region.ARENA, 512, 64),),
+            writes=(access(Region.OUTPUT, 0, 64),),
+            block=(32, 1, 1),
+            programmatic=True,
+        ),
+    )
+    program = Program(
+        name="main",
+        inputs=(_tensor("x", Region.INPUT),),
+        outputs=(_tensor("y", Region.OUTPUT),),
+        input_nbytes=(64,),
+        output_nbytes=(64,),
+        arena_nbytes=1024,
+        stream_count=2,
+        event_count=2,
+        ops=(
+            Op(name="aten.mul.Tensor", source="model.scale"),
+            Op(name="aten.clone.default", source="model"),
+            Op(name="aten.relu.default", source="model.relu"),
+        ),
+        commands=commands,
+        golden=Golden(
+            seed=7, tolerance=0.0, outputs=(GoldenOutput(sha256=bytes(range(32)), samples=(0.5, -1.25)),)
+        ),
+    )
+    return Plan(
+        producer="nimblec 0.1.0",
+        versions=VERSIONS,
+        target=Target.CUDA,
+        device=H200,
+        modules=(
+            Module(origin="aten", code=memoryview(b"\x7fELF" + bytes(range(60)))),
+            Module(origin="triton", code=memoryview(b"\x7fELF" + bytes(5000))),
+        ),
+        kernels=kernels,
+        weights_nbytes=1024,
+        weights=(weight("scale", (1.0, 2.0, 3.0, 4.0), 0), weight("bias", (0.5, 0.25), 256)),
+        state_nbytes=256,
+        state=(weight("mean", (0.0,) * 16, 0),),
+        programs=(program,),
+    )
+
+
+def _cpu_parameter(position: int, kind: ParameterKind, name: str, shape: tuple[int, ...]) -> Parameter:
+    """A float32 tensor of a CPU kernel, the ``position``-th pointer of its parameters."""
+    return Parameter(offset=8 * position, nbytes=8, kind=kind, name=name, dtype="float32", shape=shape)
+
+
+def _cpu_kernel(
+    module: int, symbol: str, parameters: tuple[tuple[ParameterKind, str, tuple[int, ...]], ...]
+) -> Kernel:
+    """A CPU kernel of these parameters, in this order."""
+    records = tuple(_cpu_parameter(i, *parameter) for i, parameter in enumerate(parameters))
+    return Kernel(module=module, symbol=symbol, parameters=records)
+
+
+def cpu_plan() -> Plan:
+    """Two kernels on two streams: y = relu(x + bias), and the index of a sample as int64 beside it."""
+    kernels = (
+        _cpu_kernel(
+            0,
+            "Add",
+            (
+                (ParameterKind.INPUT, "x", (4, 4)),
+                (ParameterKind.INITIALIZER, "bias", (4,)),
+                (ParameterKind.OUTPUT, "sum", (4, 4)),
+            ),
+        ),
+        _cpu_kernel(1, "Relu", ((ParameterKind.INPUT, "sum", (4, 4)), (ParameterKind.OUTPUT, "y", (4, 4)))),
+    )
+    commands: tuple[Command, ...] = (
+        Launch(
+            stream=0,
+            op=0,
+            kernel=0,
+            params=bytes(24),
+            relocations=(
+                relocation(0, Region.INPUT),
+                relocation(8, Region.WEIGHTS),
+                relocation(16, Region.ARENA),
+            ),
+            reads=(access(Region.INPUT, 0, 64), access(Region.WEIGHTS, 0, 16)),
+            writes=(access(Region.ARENA, 0, 64),),
+        ),
+        Record(stream=0, event=0),
+        Wait(stream=1, event=0),
+        Launch(
+            stream=1,
+            op=1,
+            kernel=1,
+            params=bytes(16),
+            relocations=(relocation(0, Region.ARENA), relocation(8, Region.OUTPUT)),
+            reads=(access(Region.ARENA, 0, 64),),
+            writes=(access(Region.OUTPUT, 0, 64),),
+        ),
+    )
+    index = Tensor(
+        name="index",
+        dtype="int64",
+        shape=(4,),
+        strides=(1,),
+        pointer=pointer(Region.INPUT, index=1),
+        sample_range=(0, 9),
+    )
+    program = Program(
+        name="main",
+        inputs=(_tensor("x", Region.INPUT), index),
+        outputs=(_tensor("y", Region.OUTPUT),),
+        input_nbytes=(64, 32),
+        output_nbytes=(64,),
+        arena_nbytes=256,
+        stream_count=2,
+        event_count=1,
+        ops=(Op(name="Add", source="/add"), Op(name="Relu", source="/relu")),
+        commands=commands,
+    )
+    return Plan(
+        producer="nimblec 0.1.0",
+        versions=(("nimblec", "0.1.0"), ("onnxruntime", "1.23.0")),
+        target=Target.CPU,
+        device=Device(name="cpu"),
+        modules=(
+            Module(origin="onnx", code=memoryview(b"model of Add")),
+            Module(origin="onnx", code=memoryview(b"model of Relu")),
+        ),
+        kernels=kernels,
+        weights_nbytes=64,
+        weights=(weight("bias", (1.0, 2.0, 3.0, 4.0), 0),),
+        state_nbytes=0,
+        state=(),
+        programs=(program,),
+    )
+
+
+def large_plan(
+    launch_count: int, *, relocation_count: int = 6, access_count: int = 4, stream_count: int = 4
+) -> Plan:
+    """A CUDA plan of ``launch_count`` launches that go round the streams, each with its own op.
+
+    Half the accesses of a launch are reads, half writes.
+    """
+    kernel = Kernel(module=0, symbol="k", parameters=(Parameter(offset=0, nbytes=8 * relocation_count + 16),))
+    arena_nbytes = 4096 * (launch_count + access_count)
+
+    def launch(i: int) -> Launch:
+        touched = tuple(access(Region.ARENA, 4096 * (i + j), 4096) for j in range(access_count))
+        return Launch(
+            stream=i % stream_count,
+            op=i,
+            kernel=0,
+            params=bytes(8 * relocation_count) + struct.pack("<QQ", i, 2**63 + i),
+            relocations=tuple(
+                relocation(8 * j, Region.ARENA, 4096 * (i + j % access_count))
+                for j in range(relocation_count)
+            ),
+            reads=touched[: access_count // 2],
+            writes=touched[access_count // 2 :],
+            grid=(i % 1000 + 1, 1, 1),
+            block=(128, 1, 1),
+            duration_ns=1000 + i,
+        )
+
+    program = Program(
+        name="main",
+        inputs=(_tensor("x", Region.INPUT),),
+        outputs=(_tensor("y", Region.OUTPUT),),
+        input_nbytes=(64,),
+        output_nbytes=(64,),
+        arena_nbytes=arena_nbytes,
+        stream_count=stream_count,
+        event_count=0,
+        ops=tuple(Op(name="aten.add.Tensor", source=f"blocks.{i}") for i in range(launch_count)),
+        commands=tuple(launch(i) for i in range(launch_count)),
+    )
+    return Plan(
+        producer="nimblec 0.1.0",
+        versions=VERSIONS,
+        target=Target.CUDA,
+        device=H200,
+        modules=(Module(origin="triton", code=memoryview(b"\x7fELF" + bytes(100))),),
+        kernels=(kernel,),
+        weights_nbytes=256,
+        weights=(weight("scale", (1.0, 2.0), 0),),
+        state_nbytes=0,
+        state=(),
+        programs=(program,),
+    )
