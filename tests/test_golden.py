@@ -1,5 +1,6 @@
 """The golden record: frozen inputs, digests, samples and the three verdicts."""
 
+import itertools
 import math
 
 import ml_dtypes
@@ -7,11 +8,13 @@ import numpy as np
 import pytest
 
 from nimblert import golden
-from nimblert.golden import Verdict
+from nimblert.golden import Comparison, Verdict
 from nimblert.plan import Pointer, Program, Region, Tensor
 
 
-def tensor(name: str, dtype: str, shape: tuple[int, ...], sample_range: tuple[int, int] | None = None) -> Tensor:
+def tensor(
+    name: str, dtype: str, shape: tuple[int, ...], sample_range: tuple[int, int] | None = None
+) -> Tensor:
     strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
     place = Pointer(region=Region.INPUT)
     return Tensor(
@@ -37,7 +40,11 @@ def program(*inputs: Tensor) -> Program:
 def test_the_inputs_of_a_seed_never_change() -> None:
     """Values written down once: a plan's golden record outlives numpy's releases."""
     inputs = golden.draw_inputs(
-        program(tensor("x", "float32", (2, 2)), tensor("ids", "int64", (6,), (0, 99)), tensor("mask", "bool", (8,))),
+        program(
+            tensor("x", "float32", (2, 2)),
+            tensor("ids", "int64", (6,), (0, 99)),
+            tensor("mask", "bool", (8,)),
+        ),
         seed=7,
     )
     assert inputs["x"].tobytes().hex() == "5c0f23bd9698ba3ea1ba293fcb8ecc3e"
@@ -91,7 +98,9 @@ def test_digest_sees_values_in_c_order_not_memory_layout() -> None:
     assert golden.digest(array) != golden.digest(array.T)
 
 
-@pytest.mark.parametrize("array", [np.float32(2.5), np.zeros((3, 0)), np.array([1, 2], ml_dtypes.bfloat16), np.array([True])])
+@pytest.mark.parametrize(
+    "array", [np.float32(2.5), np.zeros((3, 0)), np.array([1, 2], ml_dtypes.bfloat16), np.array([True])]
+)
 def test_digest_takes_scalars_empty_arrays_and_every_dtype(array: np.ndarray) -> None:
     assert len(golden.digest(np.asarray(array))) == 32
 
@@ -100,7 +109,7 @@ def test_samples_are_evenly_spaced_and_include_both_ends() -> None:
     assert golden.samples(np.arange(5)) == (0, 1, 2, 3, 4)
     many = golden.samples(np.arange(1000))
     assert (len(many), many[0], many[-1]) == (64, 0, 999)
-    assert {round(b - a) for a, b in zip(many, many[1:], strict=False)} <= {15, 16}
+    assert {round(b - a) for a, b in itertools.pairwise(many)} <= {15, 16}
     assert golden.samples(np.array(3.5)) == (3.5,)
     assert golden.samples(np.zeros((0, 4))) == ()
     assert golden.samples(np.array([1 + 2j, 3 + 4j])) == (1, 2, 3, 4)
@@ -110,7 +119,9 @@ def test_samples_are_evenly_spaced_and_include_both_ends() -> None:
 OUTPUT = np.linspace(-8, 8, 500, dtype=np.float32)
 
 
-def compare(actual: np.ndarray, *, expected: np.ndarray = OUTPUT, tolerance: float = 0, rounding: float = 0):
+def compare(
+    actual: np.ndarray, *, expected: np.ndarray = OUTPUT, tolerance: float = 0, rounding: float = 0
+) -> Comparison:
     (result,) = golden.check(golden.record(0, [expected], tolerance), [actual], rounding=rounding)
     return result
 

@@ -44,7 +44,8 @@ class Comparison:
             return self.verdict.value
         if self.verdict is Verdict.DIFFERENT and self.difference <= self.allowed:
             return "different, though the sampled values agree"
-        return f"{self.verdict.value} ({self.difference:.2g} of the largest magnitude, {self.allowed:.2g} allowed)"
+        figures = f"{self.difference:.2g} of the largest magnitude, {self.allowed:.2g} allowed"
+        return f"{self.verdict.value} ({figures})"
 
 
 def draw_inputs(program: Program, seed: int) -> dict[str, np.ndarray]:

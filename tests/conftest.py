@@ -1,0 +1,33 @@
+"""GPU tests run where there is a GPU, and say what is missing where there is none."""
+
+from importlib.util import find_spec
+
+import pytest
+
+
+def missing_gpu_capability() -> str | None:
+    """What this machine lacks to run GPU tests; None if it lacks nothing.
+
+    Only what is known to mean "no GPU here" counts: any other failure is a failure of the tests.
+    """
+    if find_spec("cuda") is None or find_spec("cuda.bindings") is None:
+        return "needs cuda-bindings: not installed"
+    from cuda.bindings import driver
+    from cuda.pathfinder import DynamicLibNotFoundError
+
+    try:
+        (status,) = driver.cuInit(0)
+    except DynamicLibNotFoundError:
+        return "needs an NVIDIA driver: libcuda cannot be loaded"
+    if status == driver.CUresult.CUDA_ERROR_NO_DEVICE:
+        return "needs an NVIDIA GPU: the driver finds none"
+    assert status == driver.CUresult.CUDA_SUCCESS, f"the driver cannot be used: {status.name}"
+    return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip the tests marked gpu where there is none, with the reason."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked and (reason := missing_gpu_capability()):
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason=reason))
