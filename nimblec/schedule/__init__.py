@@ -1,0 +1,1 @@
+"""Scheduling and memory planning: pure functions from one frozen value to another, for both targets."""

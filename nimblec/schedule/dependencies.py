@@ -1,0 +1,171 @@
+"""Which tasks must keep their order, from the bytes that they read and write."""
+
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from nimblec.ir import Access, Buffer, BufferKind, CopyWork, FillWork, Graph, KernelWork, Task, Work
+from nimblec.schedule.dag import Dag
+
+
+def dependencies(graph: Graph) -> Dag:
+    """Return what each task of ``graph`` must come after.
+
+    Two tasks keep their captured order if they touch a common byte and one of them writes it, if
+    they stand next to each other in an opaque op, or if a programmatic edge joins them. Constants
+    order nothing. Only the latest of several writers of a byte is named: the earlier ones follow.
+    """
+    histories: defaultdict[int, list[_Segment]] = defaultdict(list)
+    last_of_op: dict[int, int] = {}
+    predecessors = []
+    for index, task in enumerate(graph.tasks):
+        before: set[int] = set()
+        for access in _ordering(task.reads, graph.buffers):
+            before |= _read(histories[access.buffer], access, index)
+        for access in _ordering(task.writes, graph.buffers):
+            before |= _write(histories[access.buffer], access, index)
+        if task.programmatic_after is not None:
+            before.add(task.programmatic_after)
+        if graph.ops[task.op].opaque and task.op in last_of_op:
+            before.add(last_of_op[task.op])
+        last_of_op[task.op] = index
+        predecessors.append(tuple(sorted(before - {index})))
+    return Dag(predecessors=tuple(predecessors))
+
+
+def conflicts(graph: Graph) -> Iterator[tuple[int, int]]:
+    """Yield every pair of tasks that must keep their order, found by comparing each with each.
+
+    The obvious definition, in quadratic time: `dependencies` must imply exactly these pairs.
+    """
+    for after, late in enumerate(graph.tasks):
+        for before, early in enumerate(graph.tasks[:after]):
+            same_opaque_op = early.op == late.op and graph.ops[late.op].opaque
+            if same_opaque_op or late.programmatic_after == before or _conflict(graph, early, late):
+                yield before, after
+
+
+def rename_workspaces(graph: Graph) -> Graph:
+    """Return ``graph`` with a workspace of its own for every op.
+
+    A library hands the same scratch memory to op after op. Contents do not flow from one op to the
+    next, so sharing it would order ops that are independent.
+    """
+    buffers = list(graph.buffers)
+    renamed: dict[tuple[int, int], int] = {}
+    owned: set[int] = set()
+
+    def name(op: int, buffer: int) -> int:
+        if graph.buffers[buffer].kind is not BufferKind.WORKSPACE:
+            return buffer
+        if (op, buffer) not in renamed:
+            renamed[op, buffer] = len(buffers) if buffer in owned else buffer
+            if buffer in owned:
+                buffers.append(graph.buffers[buffer])
+            owned.add(buffer)
+        return renamed[op, buffer]
+
+    def move(op: int, access: Access) -> Access:
+        return replace(access, buffer=name(op, access.buffer))
+
+    def move_work(op: int, work: Work) -> Work:
+        match work:
+            case KernelWork():
+                references = tuple(replace(r, buffer=name(op, r.buffer)) for r in work.references)
+                return replace(work, references=references)
+            case CopyWork():
+                return replace(work, dst=move(op, work.dst), src=move(op, work.src))
+            case FillWork():
+                return replace(work, dst=move(op, work.dst))
+
+    tasks = tuple(
+        replace(
+            task,
+            work=move_work(task.op, task.work),
+            reads=tuple(move(task.op, access) for access in task.reads),
+            writes=tuple(move(task.op, access) for access in task.writes),
+        )
+        for task in graph.tasks
+    )
+    return replace(graph, buffers=tuple(buffers), tasks=tasks)
+
+
+@dataclass(slots=True)
+class _Segment:
+    """Bytes ``start`` to ``end`` of a buffer: who wrote them last and who has read them since."""
+
+    start: int
+    end: int
+    writer: int | None
+    readers: list[int]
+
+
+def _read(segments: list[_Segment], access: Access, task: int) -> set[int]:
+    """Note the read in ``segments``, and return the tasks that it must come after."""
+    end = access.offset + access.nbytes
+    at, inside = _take(segments, access.offset, end)
+    pieces = []
+    covered = access.offset
+    for segment in inside:
+        if covered < segment.start:
+            pieces.append(_Segment(covered, segment.start, None, []))
+        pieces.append(segment)
+        covered = segment.end
+    if covered < end:
+        pieces.append(_Segment(covered, end, None, []))
+    for piece in pieces:
+        piece.readers.append(task)
+    segments[at:at] = pieces
+    return {piece.writer for piece in pieces if piece.writer is not None}
+
+
+def _write(segments: list[_Segment], access: Access, task: int) -> set[int]:
+    """Note the write in ``segments``, and return the tasks that it must come after."""
+    end = access.offset + access.nbytes
+    at, inside = _take(segments, access.offset, end)
+    segments.insert(at, _Segment(access.offset, end, task, []))
+    writers = {segment.writer for segment in inside if segment.writer is not None}
+    return writers.union(*(segment.readers for segment in inside))
+
+
+def _take(segments: list[_Segment], start: int, end: int) -> tuple[int, list[_Segment]]:
+    """Cut bytes ``start`` to ``end`` out of the sorted ``segments``.
+
+    Return the index of the hole, and the segments that were in it.
+    """
+    first = bisect_right(segments, start, key=lambda segment: segment.end)
+    last = bisect_left(segments, end, first, key=lambda segment: segment.start)
+    inside = segments[first:last]
+    left, right = [], []
+    if inside and inside[0].start < start:
+        left = [replace(inside[0], end=start, readers=inside[0].readers.copy())]
+    if inside and end < inside[-1].end:
+        right = [replace(inside[-1], start=end, readers=inside[-1].readers.copy())]
+    if left:
+        inside[0].start = start
+    if right:
+        inside[-1].end = end
+    segments[first:last] = left + right
+    return first + len(left), inside
+
+
+def _ordering(accesses: Sequence[Access], buffers: Sequence[Buffer]) -> Iterator[Access]:
+    """Yield the accesses that can order tasks."""
+    for access in accesses:
+        if access.nbytes and buffers[access.buffer].kind is not BufferKind.CONSTANT:
+            yield access
+
+
+def _conflict(graph: Graph, early: Task, late: Task) -> bool:
+    """Tell whether the tasks touch a common byte that one of them writes."""
+    pairs = (
+        *((a, b) for a in early.writes for b in (*late.reads, *late.writes)),
+        *((a, b) for a in early.reads for b in late.writes),
+    )
+    return any(
+        a.buffer == b.buffer
+        and graph.buffers[a.buffer].kind is not BufferKind.CONSTANT
+        and max(a.offset, b.offset) < min(a.offset + a.nbytes, b.offset + b.nbytes)
+        for a, b in pairs
+    )

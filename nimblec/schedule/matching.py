@@ -1,0 +1,128 @@
+"""Chains of tasks from bipartite matchings, and the antichain that proves them fewest.
+
+Each task stands on the left, as the one before, and on the right, as the one after. A matching is a
+choice of at most one next task for each task, and so a division of the tasks into chains.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import maximum_bipartite_matching
+
+from nimblec.schedule.dag import Dag, descendants, members, task_set
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chains:
+    """A division of the tasks into the fewest chains.
+
+    ``following[task]`` is the next task of its chain, None at its end. ``antichain`` are as many
+    tasks as there are chains, none of which comes before another (Dilworth's theorem).
+    """
+
+    following: tuple[int | None, ...]
+    antichain: tuple[int, ...]
+
+    @property
+    def chain_of(self) -> tuple[int, ...]:
+        """The number of each task's chain; chains are numbered by their first task."""
+        heads = set(range(len(self.following))) - set(self.following)
+        chain = [0] * len(self.following)
+        for number, head in enumerate(sorted(heads)):
+            task: int | None = head
+            while task is not None:
+                chain[task] = number
+                task = self.following[task]
+        return tuple(chain)
+
+
+def maximum_matching(reduced: Dag) -> tuple[int | None, ...]:
+    """Return the next task of each task: a maximum matching of the edges of ``reduced``.
+
+    Nimble (NeurIPS 2020), Algorithm 1; by Hopcroft and Karp's algorithm.
+    """
+    count = reduced.task_count
+    if not reduced.edges:
+        return (None,) * count
+    before, after = np.array(reduced.edges, dtype=np.int32).T
+    graph = csr_array((np.ones(len(before), dtype=np.int8), (before, after)), shape=(count, count))
+    matched = maximum_bipartite_matching(graph, perm_type="column")
+    return tuple(int(task) if task >= 0 else None for task in matched)
+
+
+def fewest_chains(reduced: Dag) -> Chains:
+    """Return the fewest chains, joining those of `maximum_matching` end to start where one precedes.
+
+    Two tasks of a chain are always ordered already, so chains cost no concurrency. Joining keeps
+    every matched edge while that is enough for the fewest chains, and gives some up only if not.
+    """
+    matching = _Matching(descendants(reduced), maximum_matching(reduced))
+    matching.grow(allowed=matching.unmatched)
+    reached = matching.grow(allowed=(1 << reduced.task_count) - 1)
+    return Chains(following=tuple(matching.following), antichain=matching.antichain(reached))
+
+
+class _Matching:
+    """A matching of the transitive closure, while it grows."""
+
+    def __init__(self, after: Sequence[int], following: Sequence[int | None]) -> None:
+        self.after = after
+        self.following = list(following)
+        self.preceding: list[int | None] = [None] * len(following)
+        for task, successor in enumerate(following):
+            if successor is not None:
+                self.preceding[successor] = task
+        self.unmatched = task_set(task for task, before in enumerate(self.preceding) if before is None)
+
+    def grow(self, *, allowed: int) -> int:
+        """Add augmenting paths until there is none whose right side lies in ``allowed``.
+
+        Return the right side that alternating paths from the unmatched left side reach. What a
+        failed search has seen can never be part of a later path (Kuhn's algorithm), so all failed
+        searches together see each task once.
+        """
+        unseen = allowed
+        for root in range(len(self.following)):
+            if self.following[root] is None:
+                seen = self._augment(root, unseen)
+                unseen &= ~seen
+        return allowed & ~unseen
+
+    def antichain(self, reached: int) -> tuple[int, ...]:
+        """Return the tasks left uncovered by Koenig's vertex cover of the closure, on both sides."""
+        return tuple(
+            task
+            for task, successor in enumerate(self.following)
+            if not reached >> task & 1 and (successor is None or reached >> successor & 1)
+        )
+
+    def _augment(self, root: int, unseen: int) -> int:
+        """Look, breadth first, for an augmenting path from ``root``; return what was seen in vain."""
+        start = unseen
+        parent: dict[int, int] = {}
+        queue = [root]
+        for left in queue:
+            fresh = self.after[left] & unseen
+            if free := fresh & self.unmatched:
+                self._flip(left, next(members(free)), parent)
+                return 0
+            unseen &= ~fresh
+            for right in members(fresh):
+                parent[right] = left
+                holder = self.preceding[right]
+                assert holder is not None, "an unmatched task would have ended the search"
+                queue.append(holder)
+        return start & ~unseen
+
+    def _flip(self, left: int, right: int, parent: dict[int, int]) -> None:
+        """Match ``left`` to ``right`` and, back to the root, everyone who lost a partner by it."""
+        self.unmatched &= ~(1 << right)
+        while True:
+            lost = self.following[left]
+            self.following[left] = right
+            self.preceding[right] = left
+            if lost is None:
+                return
+            left, right = parent[lost], lost
