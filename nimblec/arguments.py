@@ -1,0 +1,128 @@
+"""The command line's own notations: --input NAME:SHAPE[:DTYPE], NAME=FILE.npy, safe file names."""
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import click
+import numpy as np
+
+from nimblec.options import InputSpec
+from nimblert.dtypes import numpy_dtype
+from nimblert.errors import InputError
+from nimblert.plan import ITEM_NBYTES, Tensor
+
+_SHAPE = re.compile(r"\d+(x\d+)*|scalar|")
+
+
+def parse_spec(text: str) -> InputSpec:
+    """``NAME:SHAPE[:DTYPE]``, read from the right, since a name may contain colons.
+
+    SHAPE is ``1x3x224x224``, ``16``, or ``scalar`` (or nothing) for a tensor without dimensions.
+    """
+    fields = text.split(":")
+    dtype = fields.pop() if len(fields) > 2 and fields[-1] in ITEM_NBYTES else None
+    shape = fields.pop()
+    name = ":".join(fields)
+    if not name or not _SHAPE.fullmatch(shape):
+        raise click.BadParameter(
+            f"{text!r} is not NAME:SHAPE[:DTYPE], such as image:1x3x224x224 or ids:1x16:int64 "
+            f"(dtypes: {', '.join(ITEM_NBYTES)})"
+        )
+    sizes = () if shape in {"", "scalar"} else tuple(map(int, shape.split("x")))
+    return InputSpec(name=name, shape=sizes, dtype=dtype)
+
+
+class Spec(click.ParamType):
+    """The type of ``compile --input``."""
+
+    name = "NAME:SHAPE[:DTYPE]"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> InputSpec:
+        """Parse one value."""
+        del param, ctx
+        return parse_spec(value)
+
+
+class NamedFile(click.ParamType):
+    """The type of ``NAME=FILE.npy``, split at the first equals sign."""
+
+    name = "NAME=FILE.npy"
+
+    def convert(
+        self, value: str, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str, Path]:
+        """Split one value; the file is read later."""
+        name, _, file = value.partition("=")
+        if not name or not file:
+            self.fail(f"{value!r} is not NAME=FILE.npy, such as image=photo.npy", param, ctx)
+        return name, Path(file)
+
+
+def read_arrays(files: Iterable[tuple[str, Path]]) -> dict[str, np.ndarray]:
+    """The arrays of ``NAME=FILE.npy`` options by name, each given once."""
+    arrays: dict[str, np.ndarray] = {}
+    for name, path in files:
+        if name in arrays:
+            raise InputError(f"input {name!r} was given twice: give it once")
+        arrays[name] = read_array(path)
+    return arrays
+
+
+def read_array(path: Path) -> np.ndarray:
+    """The one array of an .npy file; OSError where it cannot be read, InputError where it is none."""
+    try:
+        array = np.load(path, allow_pickle=False)
+    except (ValueError, EOFError) as exc:
+        raise InputError(f"{path}: not an .npy file, or a damaged one: write it with numpy.save") from exc
+    if not isinstance(array, np.ndarray):
+        raise InputError(f"{path}: an .npz archive, expected one array: write it with numpy.save")
+    return array
+
+
+def restore_dtype(array: np.ndarray, tensor: Tensor) -> np.ndarray:
+    """``array`` as bfloat16 where an .npy file has lost that: numpy writes it as 2 raw bytes."""
+    raw = array.dtype.kind == "V" and array.dtype.itemsize == ITEM_NBYTES[tensor.dtype]
+    return array.view(numpy_dtype(tensor.dtype)) if raw else array
+
+
+def file_names(names: Iterable[str]) -> dict[str, str]:
+    """A file name for each tensor name: letters, digits, ``.``, ``_`` and ``-``, no two the same."""
+    taken: set[str] = set()
+    chosen: dict[str, str] = {}
+    for name in names:
+        stem = re.sub(r"[^A-Za-z0-9._-]+", "_", name).strip(".")[:100] or "output"
+        candidate, count = stem, 1
+        while candidate.lower() in taken:  # some file systems do not tell A from a
+            count += 1
+            candidate = f"{stem}_{count}"
+        taken.add(candidate.lower())
+        chosen[name] = f"{candidate}.npy"
+    return chosen
+
+
+def write_arrays(directory: Path, arrays: Mapping[str, np.ndarray]) -> tuple[Path, ...]:
+    """Write each array as NAME.npy: to a temporary name first, so that no old file is half replaced."""
+    directory.mkdir(parents=True, exist_ok=True)
+    paths = tuple(directory / file for file in file_names(arrays).values())
+    for path, array in zip(paths, arrays.values(), strict=True):
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            with temporary.open("wb") as file:
+                np.save(file, array, allow_pickle=False)
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+    return paths
+
+
+def check_writable(path: Path) -> None:
+    """OSError where a file cannot be written at ``path``, before minutes are spent on its contents."""
+    if path.is_dir():
+        raise IsADirectoryError(None, "is a directory, expected the name of a file to write", str(path))
+    if not path.parent.is_dir():
+        raise FileNotFoundError(None, f"cannot be written: {path.parent} is not a directory", str(path))
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise PermissionError(None, f"cannot be written: {path.parent} is not writable", str(path))

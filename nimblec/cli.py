@@ -1,0 +1,323 @@
+"""The command line: compile | run | inspect | verify. It parses, calls and prints."""
+
+import json
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import click
+from rich.console import Console
+
+import nimblec
+from nimblec import arguments, inspection, report, verification
+from nimblec.options import InputSpec, Options, TargetChoice
+from nimblec.progress import StageProgress
+from nimblec.verification import Result
+from nimblert import container, golden, load
+from nimblert.errors import InputError, NimbleError, PlanInvalidError
+from nimblert.executable import Executable
+
+PIPE_WIDTH = 160
+"""Columns of a table that no terminal shows."""
+
+WARM_UPS = 20
+"""At most so many runs before latencies count."""
+
+DEBUG = "nimblec.debug"
+
+
+class Command(click.Command):
+    """A command whose refusals are one sentence, or a traceback with --debug."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.params.append(
+            click.Option(
+                ["--debug"],
+                is_flag=True,
+                expose_value=False,
+                callback=_remember_debug,
+                help="Print the traceback of a refusal.",
+            )
+        )
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command, and turn what it refuses into a message for the terminal."""
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            raise  # click ends quietly when the reader has gone
+        except (NimbleError, OSError) as exc:
+            if ctx.meta[DEBUG]:
+                traceback.print_exc()
+            raise click.ClickException(_sentence(exc)) from exc
+
+
+def _remember_debug(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
+    ctx.meta[DEBUG] = value
+
+
+def _sentence(exc: NimbleError | OSError) -> str:
+    if isinstance(exc, OSError) and exc.strerror:
+        return f"{exc.filename}: {exc.strerror}" if exc.filename else exc.strerror
+    return " ".join(str(exc).split())
+
+
+@click.group(
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    invoke_without_command=True,
+)
+@click.version_option(nimblec.__version__, prog_name="nimblec")
+@click.pass_context
+def cli(ctx: click.Context) -> None:
+    """Compile a neural network into one plan file, and run it without the framework.
+
+    A plan holds the kernels of a model, its weights and the order of its work. It is made once,
+    by `compile`, and runs on every machine of its kind with nothing but nimblert.
+
+    \b
+    Examples:
+      nimblec compile model.onnx -o model.plan
+      nimblec run model.plan --input image=photo.npy
+      nimblec inspect model.plan
+      nimblec verify model.plan
+
+    Exit status: 0 on success, 2 where something was refused, with one sentence on standard error.
+    """
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
+
+
+@cli.command(cls=Command)
+@click.argument("model")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    required=True,
+    metavar="PLAN",
+    help="The file to write.",
+)
+@click.option(
+    "--target",
+    type=click.Choice(get_args(TargetChoice)),
+    default="auto",
+    show_default=True,
+    help="What shall run the plan. auto: cuda where a GPU and cuda-python are here, else cpu.",
+)
+@click.option(
+    "--input",
+    "inputs",
+    type=arguments.Spec(),
+    multiple=True,
+    help="Fix the shape (and dtype) of an input: image:1x3x224x224, ids:1x16:int64, scale:scalar. "
+    "Needed for every input with a dynamic dimension. Repeatable.",
+)
+@click.option(
+    "--example",
+    "examples",
+    type=arguments.NamedFile(),
+    multiple=True,
+    help="An array for an input; its integers bound the ones drawn in checks. Repeatable.",
+)
+@click.option("-v", "--verbose", is_flag=True, help="Print each stage as it ends, also to a pipe.")
+@click.option("-q", "--quiet", is_flag=True, help="Print errors only.")
+def compile(  # noqa: A001  # the command's name
+    model: str,
+    output: Path,
+    target: TargetChoice,
+    inputs: tuple[InputSpec, ...],
+    examples: tuple[tuple[str, Path], ...],
+    verbose: bool,
+    quiet: bool,
+) -> None:
+    """Compile MODEL into a plan file.
+
+    MODEL is an ONNX file (.onnx, external data too), a file of torch.export.save (.pt2), or
+    package.module:callable, which is imported with the current directory on the path, called, and
+    returns (module, example_inputs).
+
+    The last stage runs the plan and compares its outputs with the framework's; a difference is an
+    error. PLAN is written to a temporary name and renamed, so an old file stays whole until the
+    new one is complete.
+
+    \b
+    Examples:
+      nimblec compile resnet.onnx -o resnet.plan
+      nimblec compile bert.onnx -o bert.plan --target cpu \\
+          --input input_ids:1x128 --example input_ids=tokens.npy
+      nimblec compile samples.resnet:resnet18 -o resnet18.plan --target cuda
+    """
+    if verbose and quiet:
+        raise click.UsageError("--verbose and --quiet contradict each other.")
+    arguments.check_writable(output)
+    arrays = arguments.read_arrays(examples)
+
+    from nimblec.compiler import choose_target, compile_model  # brings in the frameworks
+
+    chosen, reason = choose_target(target)
+    if not quiet:
+        click.echo(f"target: {chosen.name.lower()} ({reason})", err=True)
+    resolved: TargetChoice = "cuda" if chosen.name == "CUDA" else "cpu"
+    options = Options(target=resolved, inputs=inputs, examples=tuple(arrays.items()))
+    with StageProgress(verbose=verbose, quiet=quiet) as observer:
+        made = compile_model(model, options=options, output=output, observer=observer)
+    if quiet:
+        return
+    for note in made.notes:
+        click.echo(f"note: {note}", err=True)
+    console = _console()
+    console.print(report.compiled(made.plan, made.stages, file_nbytes=output.stat().st_size))
+    console.print(f"wrote {output}")
+
+
+@cli.command(cls=Command)
+@click.argument("plan", type=click.Path(path_type=Path))
+@click.option(
+    "--input",
+    "files",
+    type=arguments.NamedFile(),
+    multiple=True,
+    help="The array of an input. Inputs not given are drawn from the seed. Repeatable.",
+)
+@click.option(
+    "--output-dir",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="DIR",
+    help="Write every output to DIR as NAME.npy; characters that suit no file name become _.",
+)
+@click.option(
+    "--repeat",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Measure the latency of N runs, warmed up first.",
+)
+@click.option(
+    "--seed",
+    type=click.IntRange(0, 2**64 - 1),
+    default=0,
+    show_default=True,
+    metavar="S",
+    help="What inputs not given are drawn from.",
+)
+def run(
+    plan: Path, files: tuple[tuple[str, Path], ...], output_dir: Path | None, repeat: int | None, seed: int
+) -> None:
+    """Run PLAN once and print its outputs.
+
+    Prints the name, type and digest (the first 6 bytes of SHA-256) of every output, and the values
+    of small ones.
+
+    \b
+    Examples:
+      nimblec run digits.plan --input image=samples/digit_7.npy
+      nimblec run resnet.plan --repeat 1000
+      nimblec run bert.plan --input input_ids=tokens.npy --output-dir out
+    """
+    given = arguments.read_arrays(files)
+    with load(plan) as executable:
+        tensors = {tensor.name: tensor for tensor in executable.inputs}
+        if unknown := [name for name in given if name not in tensors]:
+            raise InputError(f"input {unknown[0]!r} is not one of the plan's inputs {list(tensors)}")
+        restored = {name: arguments.restore_dtype(array, tensors[name]) for name, array in given.items()}
+        drawn = golden.draw_inputs(executable.program, seed)
+        outputs = executable.run({**drawn, **restored})
+        latencies = measure(executable, repeat) if repeat else []
+    console = _console()
+    if missing := [name for name in tensors if name not in given]:
+        console.print(f"drawn from seed {seed}: {', '.join(missing)}")
+    digests = {name: golden.digest(array) for name, array in outputs.items()}
+    console.print(report.outputs(outputs, digests))
+    if latencies:
+        console.print(report.latency_text(latencies))
+    if output_dir is not None:
+        for path in arguments.write_arrays(output_dir, outputs):
+            console.print(f"wrote {path}")
+
+
+def measure(executable: Executable, repeat: int) -> list[float]:
+    """Seconds of each of ``repeat`` synchronised runs on inputs that are already in place."""
+    for _ in range(min(repeat, WARM_UPS)):
+        executable.replay()
+    seconds = []
+    for _ in range(repeat):
+        start = time.perf_counter()
+        executable.replay()
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+@cli.command(cls=Command)
+@click.argument("plan", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+def inspect(plan: Path, as_json: bool) -> None:
+    """Show what PLAN holds: target, inputs, outputs, commands, kernels, memory, weights, sizes.
+
+    Works on every machine, whatever the plan was made for.
+
+    \b
+    Examples:
+      nimblec inspect model.plan
+      nimblec inspect model.plan --json | jq .sizes
+    """
+    facts = inspection.describe(container.read(plan), file_nbytes=plan.stat().st_size)
+    if as_json:
+        click.echo(json.dumps(facts, indent=2, ensure_ascii=False))
+        return
+    console = _console()
+    for table in report.inspected(facts):
+        console.print(table)
+
+
+@cli.command(cls=Command)
+@click.argument("plan", type=click.Path(path_type=Path))
+def verify(plan: Path) -> None:
+    """Check PLAN without running it and, on a machine that can run it, by running it.
+
+    \b
+    format   the file is complete and undamaged
+    rules    references, bounds, launch limits, overlap of live buffers
+    hazards  conflicting accesses are ordered by streams and events
+    symbols  every cubin holds the kernels that are launched from it
+    golden   the recorded run, repeated, gives the recorded outputs
+
+    One line for each check; exit status 2 if one failed.
+
+    \b
+    Example:
+      nimblec verify model.plan
+    """
+    failed: list[str] = []
+    for check in verification.verify(plan):
+        for sentence in check.sentences:
+            click.echo(f"{check.result.value:<8} {check.name}: {sentence}")
+        if check.result is Result.FAILED:
+            failed += [f"{check.name}: {sentence}" for sentence in check.sentences]
+    if failed:
+        raise PlanInvalidError([f"{plan}: {failed[0]}", *failed[1:]])
+
+
+def _console() -> Console:
+    console = Console(markup=False, highlight=False, emoji=False, soft_wrap=False)
+    if not console.is_terminal:
+        console.width = PIPE_WIDTH
+    return console
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run the command line and exit: 0 on success, 2 with one sentence where it refuses."""
+    try:
+        status = cli.main(args, prog_name="nimblec", standalone_mode=False)
+    except click.UsageError as exc:
+        command = exc.ctx.command_path if exc.ctx else "nimblec"
+        click.echo(f"nimblec: {exc.format_message().rstrip('.')}: see {command} --help", err=True)
+        status = 2
+    except click.ClickException as exc:
+        click.echo(f"nimblec: {exc.format_message()}", err=True)
+        status = 2
+    except click.Abort:
+        status = 130  # interrupted: 128 + SIGINT
+    sys.exit(status)

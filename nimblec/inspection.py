@@ -1,0 +1,193 @@
+"""A plan as a dict of strings and numbers: what `nimblec inspect` shows, and prints with --json."""
+
+from collections import Counter
+from math import prod
+from typing import Any, TypeAlias
+
+from nimblert.plan import (
+    ITEM_NBYTES,
+    Command,
+    Device,
+    Launch,
+    Memcpy,
+    Memset,
+    Plan,
+    Pointer,
+    Program,
+    Region,
+    Target,
+    Tensor,
+    Weight,
+)
+
+Json: TypeAlias = dict[str, Any]
+
+COMMAND_KINDS = ("launch", "memcpy", "memset", "record", "wait")
+
+
+def describe(plan: Plan, *, file_nbytes: int) -> Json:
+    """Everything about a plan but its bytes, in an order that does not change; sizes in bytes.
+
+    ``file_nbytes`` is the size of the file that the plan came from.
+    """
+    return {
+        "producer": plan.producer,
+        "versions": dict(plan.versions),
+        "target": plan.target.name.lower(),
+        "device": _device(plan),
+        "sizes": sizes(plan, file_nbytes=file_nbytes),
+        "modules": modules_by_origin(plan),
+        "kernels": kernels_by_origin(plan),
+        "weights": [_weight(weight) for weight in plan.weights],
+        "state": [_weight(weight) for weight in plan.state],
+        "programs": [_program(program) for program in plan.programs],
+    }
+
+
+def sizes(plan: Plan, *, file_nbytes: int) -> dict[str, int]:
+    """Bytes of the file, and what they are; and of the memory a run needs.
+
+    ``metadata`` is what is neither code nor contents of weights and state: the FlatBuffer, the
+    trailer and the padding.
+    """
+    code = sum(module.code.nbytes for module in plan.modules)
+    weights = sum(weight.data.nbytes for weight in plan.weights)
+    state = sum(weight.data.nbytes for weight in plan.state)
+    return {
+        "file": file_nbytes,
+        "code": code,
+        "weights": weights,
+        "state": state,
+        "metadata": file_nbytes - code - weights - state,
+        "arena": max((program.arena_nbytes for program in plan.programs), default=0),
+    }
+
+
+def modules_by_origin(plan: Plan) -> dict[str, Json]:
+    """Modules of each origin: how many, and their bytes."""
+    origins = sorted({module.origin for module in plan.modules})
+    return {origin: _modules_of(plan, origin) for origin in origins}
+
+
+def _modules_of(plan: Plan, origin: str) -> Json:
+    code = [module.code.nbytes for module in plan.modules if module.origin == origin]
+    return {"count": len(code), "nbytes": sum(code)}
+
+
+def kernels_by_origin(plan: Plan) -> list[Json]:
+    """Every kernel with its origin and its launches: by origin, most launched first."""
+    launches = Counter(
+        command.kernel
+        for program in plan.programs
+        for command in program.commands
+        if isinstance(command, Launch)
+    )
+    rows = [
+        {
+            "origin": plan.modules[kernel.module].origin,
+            "symbol": kernel.symbol,
+            "module": kernel.module,
+            "launches": launches[index],
+        }
+        for index, kernel in enumerate(plan.kernels)
+    ]
+    return sorted(rows, key=lambda row: (row["origin"], -row["launches"], row["symbol"], row["module"]))
+
+
+def pointer_text(pointer: Pointer) -> str:
+    """A place in memory as people write it: ``arena+4096``, ``input[0]+0``."""
+    indexed = pointer.region in {Region.INPUT, Region.OUTPUT}
+    region = pointer.region.name.lower() + (f"[{pointer.index}]" if indexed else "")
+    return f"{region}{pointer.offset:+d}"
+
+
+def shape_text(dtype: str, shape: tuple[int, ...]) -> str:
+    """A tensor type as people write it: ``float32 1x3x224x224``, ``int64 scalar``."""
+    return f"{dtype} {'x'.join(map(str, shape)) or 'scalar'}"
+
+
+def command_counts(program: Program) -> dict[str, int]:
+    """How many commands of each kind a program issues."""
+    counts = Counter(type(command).__name__.lower() for command in program.commands)
+    return {kind: counts[kind] for kind in COMMAND_KINDS}
+
+
+def _device(plan: Plan) -> Json:
+    device: Device = plan.device
+    if plan.target is Target.CPU:
+        return {"name": device.name}
+    return {
+        "name": device.name,
+        "compute_capability": "{}.{}".format(*device.compute_capability),
+        "multiprocessor_count": device.multiprocessor_count,
+        "driver_version": device.driver_version,
+    }
+
+
+def _weight(weight: Weight) -> Json:
+    return {
+        "name": weight.name,
+        "dtype": weight.dtype,
+        "shape": list(weight.shape),
+        "offset": weight.offset,
+        "nbytes": weight.data.nbytes,
+    }
+
+
+def _tensor(tensor: Tensor) -> Json:
+    return {
+        "name": tensor.name,
+        "dtype": tensor.dtype,
+        "shape": list(tensor.shape),
+        "strides": list(tensor.strides),
+        "nbytes": prod(tensor.shape) * ITEM_NBYTES[tensor.dtype],
+        "place": pointer_text(tensor.pointer),
+    }
+
+
+def _program(program: Program) -> Json:
+    golden = program.golden
+    return {
+        "name": program.name,
+        "inputs": [_tensor(tensor) for tensor in program.inputs],
+        "outputs": [_tensor(tensor) for tensor in program.outputs],
+        "streams": program.stream_count,
+        "events": program.event_count,
+        "ops": len(program.ops),
+        "commands": command_counts(program),
+        "memory": {
+            "arena": program.arena_nbytes,
+            "inputs": list(program.input_nbytes),
+            "outputs": list(program.output_nbytes),
+        },
+        "arena_map": arena_map(program),
+        "golden": None if golden is None else {"seed": golden.seed, "tolerance": golden.tolerance},
+    }
+
+
+def arena_map(program: Program) -> list[Json]:
+    """The byte ranges of the arena that commands touch, with the first and last command to do so.
+
+    In ascending order of offset; ranges overlap where buffers take turns in the same bytes.
+    """
+    spans: dict[tuple[int, int], tuple[int, int]] = {}
+    for index, command in enumerate(program.commands):
+        for pointer, nbytes in _touched(command):
+            if pointer.region is Region.ARENA:
+                first, _ = spans.get((pointer.offset, nbytes), (index, index))
+                spans[pointer.offset, nbytes] = (first, index)
+    return [
+        {"offset": offset, "nbytes": nbytes, "first_command": first, "last_command": last}
+        for (offset, nbytes), (first, last) in sorted(spans.items())
+    ]
+
+
+def _touched(command: Command) -> list[tuple[Pointer, int]]:
+    match command:
+        case Launch():
+            return [(access.pointer, access.nbytes) for access in command.reads + command.writes]
+        case Memcpy():
+            return [(command.src, command.nbytes), (command.dst, command.nbytes)]
+        case Memset():
+            return [(command.dst, command.count * command.element_nbytes)]
+    return []

@@ -1,0 +1,49 @@
+"""The stages of a compilation, shown as they go by."""
+
+import sys
+from types import TracebackType
+from typing import Self
+
+import click
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+
+from nimblec.report import seconds_text
+
+
+class StageProgress:
+    """An Observer of a compilation, entered with ``with``.
+
+    Shows the running stage on a terminal; with ``verbose`` prints a line for each stage that has
+    ended, to a pipe as well. Everything goes to standard error.
+    """
+
+    def __init__(self, *, verbose: bool, quiet: bool) -> None:
+        self._verbose = verbose
+        self._progress = Progress(
+            SpinnerColumn(finished_text=" "),
+            TextColumn("{task.description}", markup=False),
+            TimeElapsedColumn(),
+            console=Console(stderr=True),
+            transient=True,
+            disable=quiet or not sys.stderr.isatty(),
+        )
+        self._tasks: dict[str, TaskID] = {}
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def __call__(self, stage: str, seconds: float | None) -> None:
+        """Take notice that a stage starts (``seconds`` is None) or has ended."""
+        if seconds is None:
+            self._tasks[stage] = self._progress.add_task(stage, total=1)
+            return
+        self._progress.update(self._tasks[stage], completed=1)
+        if self._verbose:
+            click.echo(f"{stage}: {seconds_text(seconds)}", err=True)

@@ -1,0 +1,178 @@
+"""What the command line prints: tables of rich, made of plain values."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from rich import box
+from rich.table import Table
+
+from nimblec.inspection import COMMAND_KINDS, Json, command_counts, shape_text, sizes
+from nimblert.plan import Plan
+
+ROWS = 20
+"""Rows of a table before "and N more"."""
+
+SMALL = 16
+"""Outputs of up to so many elements are printed."""
+
+
+def nbytes_text(nbytes: int) -> str:
+    """A size in decimal units: 640 B, 66.5 kB, 1.2 GB."""
+    size, units = float(nbytes), ["B", "kB", "MB", "GB", "TB"]
+    while size >= 999.95 and len(units) > 1:
+        size, units = size / 1000, units[1:]
+    return f"{nbytes} B" if units[0] == "B" else f"{size:.1f} {units[0]}"
+
+
+def seconds_text(seconds: float) -> str:
+    """A duration with three digits: 1.25 s, 4.31 ms, 66.3 us."""
+    scales = (("s", 1), ("ms", 1e3), ("us", 1e6))
+    unit, scale = next((pair for pair in scales if seconds * pair[1] >= 1), scales[-1])
+    value = seconds * scale
+    decimals = 2 if value < 10 else 1 if value < 100 else 0
+    return f"{value:.{decimals}f} {unit}"
+
+
+def table(title: str, *columns: str, right: Sequence[str] = ()) -> Table:
+    """An empty table; the columns named in ``right`` are aligned to the right."""
+    made = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        made.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    return made
+
+
+def compiled(plan: Plan, stages: Iterable[tuple[str, float]], *, file_nbytes: int) -> Table:
+    """What came out of a compilation, and where the time went."""
+    launches = sum(command_counts(program)["launch"] for program in plan.programs)
+    size = sizes(plan, file_nbytes=file_nbytes)
+    made = table("", "plan", "value", right=("value",))
+    made.show_header = False
+    made.add_row("kernels", f"{len(plan.kernels)} ({launches} launches)")
+    made.add_row("modules", f"{len(plan.modules)} ({nbytes_text(size['code'])})")
+    made.add_row("weights", nbytes_text(size["weights"]))
+    made.add_row("arena", nbytes_text(size["arena"]))
+    made.add_row("file", nbytes_text(file_nbytes), end_section=True)
+    timed = list(stages)
+    for stage, seconds in timed:
+        made.add_row(stage, seconds_text(seconds))
+    made.add_row("all stages", seconds_text(sum(seconds for _, seconds in timed)))
+    return made
+
+
+def inspected(facts: Json) -> list[Table]:
+    """The tables of `nimblec inspect`, out of `inspection.describe`."""
+    return [
+        _origin(facts),
+        _sizes(facts),
+        *(made for program in facts["programs"] for made in (_tensors(program), _commands(program))),
+        _kernels(facts),
+        _memory_map(facts),
+        _weights(facts),
+    ]
+
+
+def _origin(facts: Json) -> Table:
+    made = table("Plan", "", "")
+    made.show_header = False
+    made.add_row("target", facts["target"])
+    made.add_row("made on", ", ".join(f"{_words(key)} {value}" for key, value in facts["device"].items()))
+    made.add_row("made by", facts["producer"])
+    made.add_row("versions", ", ".join(f"{name} {version}" for name, version in facts["versions"].items()))
+    return made
+
+
+def _words(key: str) -> str:
+    return "" if key == "name" else key.replace("_", " ")
+
+
+def _sizes(facts: Json) -> Table:
+    size = facts["sizes"]
+    made = table("Sizes", "what", "bytes", "", right=("bytes", ""))
+    for key, value in size.items():
+        made.add_row(key, f"{value:,}", nbytes_text(value))
+    return made
+
+
+def _tensors(program: Json) -> Table:
+    made = table(f"Program {program['name']!r}: inputs and outputs", "", "name", "type", "place")
+    for role in ("inputs", "outputs"):
+        for tensor in program[role]:
+            made.add_row(
+                role[:-1], tensor["name"], shape_text(tensor["dtype"], tensor["shape"]), tensor["place"]
+            )
+    return made
+
+
+def _commands(program: Json) -> Table:
+    columns = ("ops", "streams", "events", *COMMAND_KINDS, "golden")
+    made = table(f"Program {program['name']!r}: commands", *columns, right=columns)
+    golden = program["golden"]
+    made.add_row(
+        *(str(program[key]) for key in ("ops", "streams", "events")),
+        *(str(program["commands"][kind]) for kind in COMMAND_KINDS),
+        "none" if golden is None else f"seed {golden['seed']}, tolerance {golden['tolerance']:g}",
+    )
+    return made
+
+
+def _kernels(facts: Json) -> Table:
+    kernels: Counter[tuple[str, str]] = Counter()
+    launches: Counter[tuple[str, str]] = Counter()
+    for kernel in facts["kernels"]:
+        kernels[kernel["origin"], kernel["symbol"]] += 1
+        launches[kernel["origin"], kernel["symbol"]] += kernel["launches"]
+    made = table("Kernels", "origin", "symbol", "kernels", "launches", right=("kernels", "launches"))
+    rows = [(*key, str(kernels[key]), str(count)) for key, count in launches.most_common()]
+    return _capped(made, rows)
+
+
+def _memory_map(facts: Json) -> Table:
+    made = table("Memory map", "region", "bytes", "holds", right=("bytes",))
+    made.add_row("weights", f"{facts['sizes']['weights']:,}", f"{len(facts['weights'])} tensors")
+    made.add_row("state", f"{facts['sizes']['state']:,}", f"{len(facts['state'])} tensors")
+    for program in facts["programs"]:
+        memory = program["memory"]
+        ranges = len(program["arena_map"])
+        made.add_row("arena", f"{memory['arena']:,}", f"{ranges} ranges of program {program['name']!r}")
+        for role in ("inputs", "outputs"):
+            for index, nbytes in enumerate(memory[role]):
+                made.add_row(f"{role[:-1]}[{index}]", f"{nbytes:,}", "")
+    return made
+
+
+def _weights(facts: Json) -> Table:
+    made = table("Weights", "name", "type", "offset", "bytes", right=("offset", "bytes"))
+    rows = [
+        (row["name"], shape_text(row["dtype"], row["shape"]), f"{row['offset']:,}", f"{row['nbytes']:,}")
+        for row in facts["weights"]
+    ]
+    return _capped(made, rows)
+
+
+def _capped(made: Table, rows: Sequence[tuple[str, ...]]) -> Table:
+    for row in rows[:ROWS]:
+        made.add_row(*row)
+    if len(rows) > ROWS:
+        made.add_row(f"... and {len(rows) - ROWS} more (--json lists all)")
+    return made
+
+
+def outputs(arrays: dict[str, np.ndarray], digests: dict[str, bytes]) -> Table:
+    """What a run gave: types, the first 6 bytes of each digest, and the values of small outputs."""
+    made = table("", "output", "type", "sha256", "values")
+    for name, array in arrays.items():
+        made.add_row(name, shape_text(array.dtype.name, array.shape), digests[name][:6].hex(), _values(array))
+    return made
+
+
+def _values(array: np.ndarray) -> str:
+    if array.size > SMALL:
+        return f"({array.size:,} elements)"
+    return np.array2string(array, precision=4, suppress_small=True, separator=" ", max_line_width=60)
+
+
+def latency_text(latencies: Sequence[float]) -> str:
+    """Median, 5th and 95th percentile of the seconds of single runs."""
+    low, median, high = (seconds_text(float(q)) for q in np.percentile(latencies, [5, 50, 95]))
+    return f"latency of {len(latencies)} runs: median {median}, p5 {low}, p95 {high}"

@@ -1,0 +1,109 @@
+"""What `nimblec verify` checks of a plan file, one result after the other."""
+
+import enum
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import nimblert
+from nimblert import container, cubin, golden, hazards
+from nimblert.errors import DeviceMismatchError, PlanError, PlanFormatError, PlanInvalidError
+from nimblert.golden import Verdict
+from nimblert.plan import Plan, Program, Target
+
+CPU_ROUNDING = 1e-4
+"""ONNX Runtime chooses its kernels by the CPU's instruction set, so another CPU may round otherwise."""
+
+
+class Result(enum.Enum):
+    """How a check ended; SKIPPED where this machine or this plan gives it nothing to check."""
+
+    PASSED = "ok"
+    FAILED = "FAILED"
+    SKIPPED = "skipped"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One check: what it looked at, and a sentence for each thing it found."""
+
+    name: str
+    result: Result
+    sentences: tuple[str, ...]
+
+
+def verify(path: Path) -> Iterator[Check]:
+    """Check a plan file: without running it first, then by its golden record where it can run.
+
+    The checks stop at the first that makes those after it meaningless. Raises OSError where the
+    file cannot be read.
+    """
+    try:
+        plan = container.read(path)
+    except PlanInvalidError as exc:
+        yield _passed("format", "decodes, undamaged")
+        yield Check(name="rules", result=Result.FAILED, sentences=exc.problems)
+        return
+    except PlanError as exc:
+        yield Check(name="format", result=Result.FAILED, sentences=(str(exc),))
+        return
+    yield _passed("format", "decodes, undamaged")
+    yield _passed("rules", "references, bounds, launch limits and live buffers are in order")
+    yield _judged("hazards", _hazards(plan), "conflicting accesses are ordered by streams and events")
+    yield _symbols(plan)
+    for program in plan.programs:
+        yield _golden(plan, program)
+
+
+def _passed(name: str, sentence: str) -> Check:
+    return Check(name=name, result=Result.PASSED, sentences=(sentence,))
+
+
+def _judged(name: str, problems: Iterable[str], sentence: str) -> Check:
+    found = tuple(problems)
+    return Check(name=name, result=Result.FAILED, sentences=found) if found else _passed(name, sentence)
+
+
+def _hazards(plan: Plan) -> Iterator[str]:
+    for program in plan.programs:
+        for hazard in hazards.hazards(program):
+            yield f"program {program.name!r}: {hazard}"
+
+
+def _symbols(plan: Plan) -> Check:
+    if plan.target is not Target.CUDA:
+        return Check(name="symbols", result=Result.SKIPPED, sentences=("the plan holds no cubins",))
+    sentence = f"{len(plan.modules)} cubins hold the {len(plan.kernels)} kernels"
+    return _judged("symbols", missing_symbols(plan), sentence)
+
+
+def missing_symbols(plan: Plan) -> Iterator[str]:
+    """Every kernel whose symbol is not an entry point of its cubin, and every cubin that is none."""
+    entries: dict[int, frozenset[str]] = {}
+    for index, module in enumerate(plan.modules):
+        try:
+            entries[index] = cubin.entry_symbols(module.code)
+        except PlanFormatError as exc:
+            yield f"modules[{index}]: {exc}"
+    for index, kernel in enumerate(plan.kernels):
+        if kernel.module in entries and kernel.symbol not in entries[kernel.module]:
+            yield f"kernels[{index}].symbol: {kernel.symbol!r} is not in modules[{kernel.module}]"
+
+
+def _golden(plan: Plan, program: Program) -> Check:
+    name = "golden" if len(plan.programs) == 1 else f"golden of {program.name!r}"
+    if program.golden is None:
+        return Check(name=name, result=Result.SKIPPED, sentences=("the plan holds no golden record",))
+    try:
+        executable = nimblert.load(plan, program=program.name)
+    except DeviceMismatchError as exc:
+        return Check(name=name, result=Result.SKIPPED, sentences=(str(exc),))
+    with executable:
+        outputs = executable.run(golden.draw_inputs(program, program.golden.seed))
+    rounding = CPU_ROUNDING if plan.target is Target.CPU else 0.0
+    compared = golden.check(program.golden, tuple(outputs.values()), rounding=rounding)
+    sentences = tuple(
+        f"output {output!r}: {comparison}" for output, comparison in zip(outputs, compared, strict=True)
+    )
+    different = any(comparison.verdict is Verdict.DIFFERENT for comparison in compared)
+    return Check(name=name, result=Result.FAILED if different else Result.PASSED, sentences=sentences)
