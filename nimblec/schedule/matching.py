@@ -70,11 +70,8 @@ class _Matching:
     def __init__(self, after: Sequence[int], following: Sequence[int | None]) -> None:
         self.after = after
         self.following = list(following)
-        self.preceding: list[int | None] = [None] * len(following)
-        for task, successor in enumerate(following):
-            if successor is not None:
-                self.preceding[successor] = task
-        self.unmatched = task_set(task for task, before in enumerate(self.preceding) if before is None)
+        self.preceding = {after: task for task, after in enumerate(following) if after is not None}
+        self.unmatched = task_set(task for task in range(len(following)) if task not in self.preceding)
 
     def grow(self, *, allowed: int) -> int:
         """Add augmenting paths until there is none whose right side lies in ``allowed``.
@@ -111,9 +108,7 @@ class _Matching:
             unseen &= ~fresh
             for right in members(fresh):
                 parent[right] = left
-                holder = self.preceding[right]
-                assert holder is not None, "an unmatched task would have ended the search"
-                queue.append(holder)
+                queue.append(self.preceding[right])
         return start & ~unseen
 
     def _flip(self, left: int, right: int, parent: dict[int, int]) -> None:
