@@ -44,7 +44,7 @@ class Header(NamedTuple):
 
 
 class Section(NamedTuple):
-    """Section header; fields named as in the gABI without their ``sh_``. ``name``: offset into ``.shstrtab``."""
+    """Section header; fields named as in the gABI without ``sh_``. ``name``: offset into ``.shstrtab``."""
 
     name: int
     type: int
@@ -109,24 +109,20 @@ def read_header(file: memoryview) -> Header:
 
 
 def read_sections(file: memoryview) -> tuple[Section, ...]:
-    """Return the section headers of a cubin; the contents of each lie inside ``file``."""
+    """Return the section headers of a cubin; only their number is checked against the file yet."""
     header = read_header(file)
-    end = header.shoff + header.shnum * SECTION.size
-    if header.shnum == 0 or end > len(file):
-        raise PlanFormatError(
-            f"cubin: {header.shnum} section headers at {header.shoff}, expected some before {len(file)}"
-        )
-    sections = tuple(map(Section._make, SECTION.iter_unpack(file[header.shoff : end])))
-    for index, section in enumerate(sections):
-        if section.type != SHT_NOBITS and section.offset + section.size > len(file):
-            raise PlanFormatError(
-                f"cubin: section {index} ends at {section.offset + section.size}, the file at {len(file)}"
-            )
-        if section.type == SHT_SYMTAB and (
-            section.entsize != SYMBOL.size or section.size % SYMBOL.size or section.link >= len(sections)
-        ):
-            raise PlanFormatError(f"cubin: section {index} is no symbol table of {SYMBOL.size}-byte entries")
-    return sections
+    count = header.shnum or _extended_count(file, header)
+    end = header.shoff + count * SECTION.size
+    if count == 0 or end > len(file):
+        raise PlanFormatError(f"cubin: {count} section headers at {header.shoff} of {len(file)} bytes")
+    return tuple(map(Section._make, SECTION.iter_unpack(file[header.shoff : end])))
+
+
+def _extended_count(file: memoryview, header: Header) -> int:
+    """Return the number of sections where it does not fit the header (gABI: ``sh_size`` of section 0)."""
+    if header.shoff + SECTION.size > len(file):
+        raise PlanFormatError(f"cubin: section headers at {header.shoff} of {len(file)} bytes")
+    return Section(*SECTION.unpack_from(file, header.shoff)).size
 
 
 def symbol_table(sections: tuple[Section, ...]) -> Section:
@@ -134,19 +130,27 @@ def symbol_table(sections: tuple[Section, ...]) -> Section:
     tables = [section for section in sections if section.type == SHT_SYMTAB]
     if len(tables) != 1:
         raise PlanFormatError(f"cubin: {len(tables)} symbol tables, expected 1")
-    if sections[tables[0].link].type != SHT_STRTAB:
-        raise PlanFormatError(f"cubin: section {tables[0].link} names the symbols and is no string table")
-    return tables[0]
+    table = tables[0]
+    if table.entsize != SYMBOL.size or table.size % SYMBOL.size:
+        raise PlanFormatError(f"cubin: {table.size} bytes of symbols, expected entries of {SYMBOL.size}")
+    if table.link >= len(sections) or sections[table.link].type != SHT_STRTAB:
+        raise PlanFormatError(
+            f"cubin: section {table.link} should hold the symbols' names, is no string table"
+        )
+    return table
 
 
 def read_symbols(file: memoryview, table: Section) -> Iterator[Symbol]:
-    """Yield the entries of a symbol table that ``read_sections`` returned."""
+    """Yield the entries of the table that ``symbol_table`` returned."""
     return map(Symbol._make, SYMBOL.iter_unpack(contents(file, table)))
 
 
 def contents(file: memoryview, section: Section) -> memoryview:
     """Return a section's bytes: none for NOBITS."""
-    return file[section.offset : section.offset + (0 if section.type == SHT_NOBITS else section.size)]
+    nbytes = 0 if section.type == SHT_NOBITS else section.size
+    if section.offset + nbytes > len(file):
+        raise PlanFormatError(f"cubin: section ends at {section.offset + nbytes}, the file at {len(file)}")
+    return file[section.offset : section.offset + nbytes]
 
 
 def read_name(strings: bytes, offset: int) -> str:
