@@ -1,0 +1,1 @@
+"""What `flatc --python --gen-onefile` makes of schema/plan.fbs, unedited."""

@@ -1,0 +1,321 @@
+"""Whether a plan agrees with itself: every rule that needs no device.
+
+Each rule yields a sentence, `path: actual, expected`. The rules hold for whatever a plan file may
+decode to, so nothing here raises. Which commands may run side by side is judged elsewhere.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from math import inf, prod
+from typing import TypeAlias
+
+from nimblert import launch_limits
+from nimblert.plan import (
+    ITEM_NBYTES,
+    Golden,
+    Kernel,
+    Launch,
+    Memcpy,
+    Memset,
+    Parameter,
+    ParameterKind,
+    Plan,
+    Pointer,
+    Program,
+    Record,
+    Region,
+    Relocation,
+    Target,
+    Tensor,
+    Wait,
+    Weight,
+    Work,
+)
+
+MAX_NBYTES = 1 << 48
+"""No region is as large as this: it is the address space of a process."""
+MAX_BIAS = 1 << 40
+"""How far from its region a relocation may point; see `Pointer`."""
+MAX_RANK = 64
+
+Sizes: TypeAlias = Mapping[tuple[Region, int], int]
+"""Bytes of each region by (region, index)."""
+
+
+def problems(plan: Plan) -> Iterator[str]:
+    """Yield a sentence for each rule that the plan breaks; none for a plan that can be loaded."""
+    if not plan.programs:
+        yield "programs: the plan has none"
+    yield from _repeated("programs", [program.name for program in plan.programs])
+    for i, module in enumerate(plan.modules):
+        if not module.code.nbytes or not module.code.c_contiguous:
+            yield f"modules[{i}].code: is empty or not contiguous"
+    for i, kernel in enumerate(plan.kernels):
+        yield from _under(f"kernels[{i}]", _kernel_problems(kernel, plan))
+    yield from _weights_problems("weights", plan.weights, plan.weights_nbytes)
+    yield from _weights_problems("state", plan.state, plan.state_nbytes)
+    for i, program in enumerate(plan.programs):
+        yield from _under(f"programs[{i}]", _program_problems(program, plan))
+
+
+def _under(path: str, sentences: Iterable[str]) -> Iterator[str]:
+    """The sentences with the path of the record that they are about."""
+    return (f"{path}.{sentence}" for sentence in sentences)
+
+
+def _repeated(path: str, names: Sequence[str]) -> Iterator[str]:
+    if len(set(names)) != len(names):
+        yield f"{path}: two have the same name"
+
+
+def _index_problems(path: str, index: int, count: int, what: str) -> Iterator[str]:
+    if not 0 <= index < count:
+        yield f"{path}: {index} is out of range (there are {count} {what})"
+
+
+def _array_problems(dtype: str, shape: Sequence[int]) -> Iterator[str]:
+    """Rules that let `_nbytes` be computed."""
+    if dtype not in ITEM_NBYTES:
+        yield f"dtype: {dtype!r} is not one that a plan may name"
+    elif len(shape) > MAX_RANK:
+        yield f"shape: {len(shape)} dimensions, expected at most {MAX_RANK}"
+    elif min(shape, default=0) < 0:
+        yield f"shape: {shape} has a negative dimension"
+
+
+def _nbytes(dtype: str, shape: Sequence[int]) -> int:
+    """Size of a tensor whose elements lie side by side, 0 where `_array_problems` objects."""
+    return prod(shape) * ITEM_NBYTES.get(dtype, 0) if len(shape) <= MAX_RANK else 0
+
+
+def _weights_problems(path: str, weights: Sequence[Weight], region_nbytes: int) -> Iterator[str]:
+    if not 0 <= region_nbytes < MAX_NBYTES:
+        yield f"{path}_nbytes: {region_nbytes}, expected less than {MAX_NBYTES}"
+    end = 0
+    for i, weight in enumerate(weights):
+        yield from _under(f"{path}[{i}]", _array_problems(weight.dtype, weight.shape))
+        nbytes = _nbytes(weight.dtype, weight.shape)
+        if weight.data.nbytes != nbytes or not weight.data.c_contiguous:
+            yield f"{path}[{i}].data: {weight.data.nbytes} bytes, expected {nbytes}, contiguous"
+        if weight.offset < end:
+            yield f"{path}[{i}].offset: {weight.offset} lies in the tensor before it, which ends at {end}"
+        end = max(end, weight.offset + weight.data.nbytes)
+        if end > region_nbytes:
+            yield f"{path}[{i}]: ends at {end}, outside the region ({region_nbytes} bytes)"
+
+
+def _kernel_problems(kernel: Kernel, plan: Plan) -> Iterator[str]:
+    yield from _index_problems("module", kernel.module, len(plan.modules), "modules")
+    if not kernel.symbol or "\0" in kernel.symbol:
+        yield f"symbol: {kernel.symbol!r} is not a name"
+    if kernel.params_nbytes > launch_limits.MAX_PARAMS_NBYTES and plan.target == Target.CUDA:
+        yield f"parameters: {kernel.params_nbytes} bytes, expected at most {launch_limits.MAX_PARAMS_NBYTES}"
+    if kernel.max_dynamic_smem_nbytes > launch_limits.MAX_DYNAMIC_SMEM_NBYTES:
+        yield f"max_dynamic_smem_nbytes: {kernel.max_dynamic_smem_nbytes} is more than a device has"
+    if plan.target == Target.CUDA:
+        for i, parameter in enumerate(kernel.parameters):
+            if parameter.kind != ParameterKind.VALUE:
+                yield f"parameters[{i}].kind: {parameter.kind.name}, expected VALUE on the CUDA target"
+    else:
+        yield from _repeated("parameters", [parameter.name for parameter in kernel.parameters])
+        for i, parameter in enumerate(kernel.parameters):
+            yield from _under(f"parameters[{i}]", _cpu_parameter_problems(i, parameter))
+
+
+def _cpu_parameter_problems(position: int, parameter: Parameter) -> Iterator[str]:
+    """On the CPU target parameters are an array of pointers."""
+    if parameter.kind == ParameterKind.VALUE:
+        yield "kind: VALUE, expected a pointer on the CPU target"
+    if (parameter.offset, parameter.nbytes) != (8 * position, 8):
+        yield f"offset: {parameter.nbytes} bytes at {parameter.offset}, expected 8 at {8 * position}"
+    if not parameter.name:
+        yield "name: is empty"
+    yield from _array_problems(parameter.dtype, parameter.shape)
+
+
+def _program_problems(program: Program, plan: Plan) -> Iterator[str]:
+    sizes = _sizes(program, plan)
+    for (region, index), nbytes in sizes.items():
+        if not 0 <= nbytes < MAX_NBYTES:
+            yield f"{region.name}({index}): {nbytes} bytes, expected less than {MAX_NBYTES}"
+    for path, tensors in (("inputs", program.inputs), ("outputs", program.outputs)):
+        yield from _repeated(path, [tensor.name for tensor in tensors])
+        for i, tensor in enumerate(tensors):
+            yield from _under(f"{path}[{i}]", _tensor_problems(tensor, sizes))
+    # A reader makes streams and events before it sees the commands.
+    if program.stream_count > max(1, len(program.commands)):
+        yield f"stream_count: {program.stream_count}, more than the {len(program.commands)} commands"
+    for i, command in enumerate(program.commands):
+        path = f"commands[{i}]"
+        yield from _index_problems(f"{path}.stream", command.stream, program.stream_count, "streams")
+        if isinstance(command, Launch | Memcpy | Memset):
+            yield from _under(path, _work_problems(command, program, plan, sizes))
+    yield from _event_problems(program)
+    yield from _programmatic_problems(program, plan)
+    if program.golden is not None:
+        yield from _under("golden", _golden_problems(program.golden, len(program.outputs)))
+
+
+def _sizes(program: Program, plan: Plan) -> Sizes:
+    return {
+        (Region.ARENA, 0): program.arena_nbytes,
+        (Region.WEIGHTS, 0): plan.weights_nbytes,
+        (Region.STATE, 0): plan.state_nbytes,
+        **{(Region.INPUT, i): nbytes for i, nbytes in enumerate(program.input_nbytes)},
+        **{(Region.OUTPUT, i): nbytes for i, nbytes in enumerate(program.output_nbytes)},
+    }
+
+
+def _extent_problems(path: str, pointer: Pointer, nbytes: int, sizes: Sizes) -> Iterator[str]:
+    """``nbytes`` bytes from ``pointer`` lie in its region."""
+    region_nbytes = sizes.get((pointer.region, pointer.index))
+    if region_nbytes is None:
+        yield f"{path}: the program has no region {pointer.region.name}({pointer.index})"
+    elif nbytes < 0 or pointer.offset < 0 or pointer.offset + nbytes > region_nbytes:
+        yield (
+            f"{path}: {nbytes} bytes at {pointer.offset} lie outside"
+            f" {pointer.region.name}({pointer.index}) ({region_nbytes} bytes)"
+        )
+
+
+def _tensor_problems(tensor: Tensor, sizes: Sizes) -> Iterator[str]:
+    broken = tuple(_array_problems(tensor.dtype, tensor.shape))
+    yield from broken
+    if len(tensor.strides) != len(tensor.shape):
+        yield f"strides: {len(tensor.strides)}, expected one for each of {len(tensor.shape)} dimensions"
+    elif min(tensor.strides, default=0) < 0:
+        yield f"strides: {tensor.strides} has a negative one"
+    elif not broken:
+        yield from _extent_problems("pointer", tensor.pointer, tensor.span_nbytes, sizes)
+    if tensor.sample_range is not None and tensor.sample_range[0] > tensor.sample_range[1]:
+        yield f"sample_range: {tensor.sample_range} is empty"
+
+
+def _work_problems(work: Work, program: Program, plan: Plan, sizes: Sizes) -> Iterator[str]:
+    yield from _index_problems("op", work.op, len(program.ops), "ops")
+    match work:
+        case Launch():
+            yield from _launch_problems(work, plan, sizes)
+        case Memcpy():
+            yield from _memcpy_problems(work, sizes)
+        case Memset():
+            yield from _memset_problems(work, sizes)
+
+
+def _launch_problems(launch: Launch, plan: Plan, sizes: Sizes) -> Iterator[str]:
+    for i, access in enumerate(launch.reads):
+        yield from _extent_problems(f"reads[{i}]", access.pointer, access.nbytes, sizes)
+    for i, access in enumerate(launch.writes):
+        yield from _extent_problems(f"writes[{i}]", access.pointer, access.nbytes, sizes)
+    if not 0 <= launch.kernel < len(plan.kernels):
+        yield f"kernel: {launch.kernel} is out of range (there are {len(plan.kernels)} kernels)"
+        return
+    kernel = plan.kernels[launch.kernel]
+    if len(launch.params) != kernel.params_nbytes:
+        yield f"params: {len(launch.params)} bytes, the kernel takes {kernel.params_nbytes}"
+    yield from _relocation_problems(launch)
+    if plan.target == Target.CUDA:
+        yield from launch_limits.problems(launch, kernel)
+        for i, relocation in enumerate(launch.relocations):
+            yield from _biased_problems(f"relocations[{i}].pointer", relocation.pointer, sizes)
+    else:
+        yield from _cpu_launch_problems(launch.relocations, kernel.parameters, sizes)
+
+
+def _relocation_problems(launch: Launch) -> Iterator[str]:
+    """Relocations are 8 zero bytes of the parameters each, apart from one another."""
+    for i, relocation in enumerate(launch.relocations):
+        at = relocation.param_offset
+        if launch.params[at : at + 8] != bytes(8):
+            yield f"relocations[{i}].param_offset: {at} is not the start of 8 zero bytes of params"
+    offsets = sorted(relocation.param_offset for relocation in launch.relocations)
+    if any(after - before < 8 for before, after in pairwise(offsets)):
+        yield "relocations: two of them overlap"
+
+
+def _biased_problems(path: str, pointer: Pointer, sizes: Sizes) -> Iterator[str]:
+    if (pointer.region, pointer.index) not in sizes:
+        yield f"{path}: the program has no region {pointer.region.name}({pointer.index})"
+    elif abs(pointer.offset) > MAX_BIAS:
+        yield f"{path}: offset {pointer.offset}, expected within {MAX_BIAS} of the region"
+
+
+def _cpu_launch_problems(
+    relocations: Sequence[Relocation], parameters: Sequence[Parameter], sizes: Sizes
+) -> Iterator[str]:
+    """On the CPU target each relocation is one parameter, and points to the whole of its tensor."""
+    if [r.param_offset for r in relocations] != [p.offset for p in parameters]:
+        yield f"relocations: expected one for each of {len(parameters)} parameters, in order"
+        return
+    for i, (relocation, parameter) in enumerate(zip(relocations, parameters, strict=True)):
+        path = f"relocations[{i}].pointer"
+        nbytes = _nbytes(parameter.dtype, parameter.shape)
+        yield from _extent_problems(path, relocation.pointer, nbytes, sizes)
+        in_weights = relocation.pointer.region == Region.WEIGHTS
+        if parameter.kind == ParameterKind.INITIALIZER and not in_weights:
+            yield f"{path}: an initializer in {relocation.pointer.region.name}, expected WEIGHTS"
+        if parameter.kind == ParameterKind.OUTPUT and in_weights:
+            yield f"{path}: an output in WEIGHTS, which never change"
+
+
+def _memcpy_problems(memcpy: Memcpy, sizes: Sizes) -> Iterator[str]:
+    yield from _extent_problems("dst", memcpy.dst, memcpy.nbytes, sizes)
+    yield from _extent_problems("src", memcpy.src, memcpy.nbytes, sizes)
+    if memcpy.dst.region == Region.WEIGHTS:
+        yield "dst: is in WEIGHTS, which never change"
+    same_region = (memcpy.dst.region, memcpy.dst.index) == (memcpy.src.region, memcpy.src.index)
+    if same_region and abs(memcpy.dst.offset - memcpy.src.offset) < memcpy.nbytes:
+        yield "dst: overlaps src"
+
+
+def _memset_problems(memset: Memset, sizes: Sizes) -> Iterator[str]:
+    yield from _extent_problems("dst", memset.dst, memset.count * memset.element_nbytes, sizes)
+    if memset.dst.region == Region.WEIGHTS:
+        yield "dst: is in WEIGHTS, which never change"
+    if memset.element_nbytes not in (1, 2, 4):
+        yield f"element_nbytes: {memset.element_nbytes}, expected 1, 2 or 4"
+        return
+    if not 0 <= memset.value < 1 << 8 * memset.element_nbytes:
+        yield f"value: {memset.value} does not fit {memset.element_nbytes} bytes"
+    if memset.dst.offset % memset.element_nbytes:
+        yield f"dst: {memset.dst.offset} is not a multiple of the element size {memset.element_nbytes}"
+
+
+def _event_problems(program: Program) -> Iterator[str]:
+    """Each event is recorded once, and waited for only after that."""
+    recorded: set[int] = set()
+    for i, command in enumerate(program.commands):
+        if isinstance(command, Record):
+            path = f"commands[{i}].event"
+            yield from _index_problems(path, command.event, program.event_count, "events")
+            if command.event in recorded:
+                yield f"{path}: {command.event} is recorded twice"
+            recorded.add(command.event)
+        elif isinstance(command, Wait) and command.event not in recorded:
+            yield f"commands[{i}].event: {command.event} is not recorded before this wait"
+    if len(recorded) != program.event_count:
+        yield f"event_count: {program.event_count}, but {len(recorded)} are recorded"
+
+
+def _programmatic_problems(program: Program, plan: Plan) -> Iterator[str]:
+    """A programmatic edge runs from a launch to a launch."""
+    last: dict[int, Work] = {}
+    for i, command in enumerate(program.commands):
+        if isinstance(command, Record | Wait):
+            continue
+        if isinstance(command, Launch) and command.programmatic:
+            if plan.target != Target.CUDA:
+                yield f"commands[{i}].programmatic: expected on the CUDA target only"
+            elif not isinstance(last.get(command.stream), Launch):
+                yield f"commands[{i}].programmatic: no launch is before it on stream {command.stream}"
+        last[command.stream] = command
+
+
+def _golden_problems(golden: Golden, output_count: int) -> Iterator[str]:
+    if not 0 <= golden.tolerance < inf:
+        yield f"tolerance: {golden.tolerance}, expected a finite number from 0"
+    if len(golden.outputs) != output_count:
+        yield f"outputs: {len(golden.outputs)}, expected {output_count}, as the program"
+    for i, output in enumerate(golden.outputs):
+        if len(output.sha256) != 32:
+            yield f"outputs[{i}].sha256: {len(output.sha256)} bytes, expected 32"
