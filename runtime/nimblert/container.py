@@ -52,7 +52,7 @@ def write(plan: Plan, path: str | os.PathLike[str]) -> None:
     if problems:
         raise PlanInvalidError(problems)
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    temporary = path.with_name(f".{secrets.token_hex(8)}.plan.tmp")
     try:
         if path.exists() and not path.is_file():
             raise NimbleError(f"{path}: cannot be written: it is not a regular file")
@@ -92,10 +92,12 @@ def read(path: str | os.PathLike[str], *, check_digest: bool = True) -> Plan:
 def map_file(path: str | os.PathLike[str]) -> memoryview:
     """Map a plan file, read only, and check its identifier and its length."""
     try:
-        if stat.S_ISDIR(Path(path).stat().st_mode):
+        # Before open, which would wait for ever at a pipe.
+        mode = Path(path).stat().st_mode
+        if stat.S_ISDIR(mode):
             raise PlanError(f"{path}: is a directory, expected a plan file")
-        if not stat.S_ISREG(Path(path).stat().st_mode):
-            raise PlanError(f"{path}: is not a regular file")
+        if not stat.S_ISREG(mode):
+            raise PlanError(f"{path}: is not a regular file, expected a plan file")
         with Path(path).open("rb") as file:
             if os.fstat(file.fileno()).st_size == 0:
                 raise PlanFormatError(f"{path}: is empty, expected a plan file")

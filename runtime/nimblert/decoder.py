@@ -53,9 +53,9 @@ def decode(image: memoryview, flatbuffer_nbytes: int) -> Plan:
         root = FlatBuffer(image[:flatbuffer_nbytes]).root()
         _check_version(root)
         return _Decoder(image, flatbuffer_nbytes).plan(root)
-    except (struct_error, TypeError, IndexError, UnicodeDecodeError, ValueError, OverflowError) as exc:
-        if isinstance(exc, PlanFormatError):
-            raise
+    except PlanFormatError:
+        raise
+    except (struct_error, TypeError, IndexError, ValueError, OverflowError) as exc:
         raise PlanFormatError(f"flatbuffer is damaged: {exc}") from exc
 
 

@@ -56,7 +56,13 @@ def encode(plan: Plan) -> Encoded:
     encoder = _Encoder()
     try:
         buffer = encoder.finish(plan)
-    except (struct.error, TypeError, OverflowError, flatbuffers.builder.BuilderSizeError) as exc:
+    except (
+        struct.error,
+        TypeError,
+        UnicodeEncodeError,
+        OverflowError,
+        flatbuffers.builder.BuilderSizeError,
+    ) as exc:
         raise PlanFormatError(f"the plan does not fit its file format: {exc}") from exc
     placed = segments.place(plan, len(buffer))
     end = placed[-1].offset + placed[-1].nbytes if placed else len(buffer)

@@ -59,7 +59,7 @@ def check(segments: Iterable[Segment], image: memoryview, start: int) -> None:
                 f"segment at byte {segment.offset}: the one before it ends at byte {start},"
                 f" expected less than {ALIGNMENT} bytes between"
             )
-        if any(image[start : segment.offset]):
+        if image[start : segment.offset] != bytes(segment.offset - start):
             raise PlanFormatError(f"bytes {start} to {segment.offset}: expected zero padding")
         start = segment.offset + segment.nbytes
         if start > len(image):
