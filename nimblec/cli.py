@@ -16,9 +16,9 @@ from nimblec import arguments, inspection, report, verification
 from nimblec.options import InputSpec, Options, TargetChoice
 from nimblec.progress import StageProgress
 from nimblec.verification import Result
-from nimblert import container, golden, load
+from nimblert import container, golden
 from nimblert.errors import InputError, NimbleError, PlanInvalidError
-from nimblert.executable import Executable
+from nimblert.executable import Executable, load
 
 PIPE_WIDTH = 160
 """Columns of a table that no terminal shows."""
@@ -290,14 +290,14 @@ def verify(plan: Path) -> None:
     Example:
       nimblec verify model.plan
     """
-    failed: list[str] = []
+    failed = []
     for check in verification.verify(plan):
         for sentence in check.sentences:
             click.echo(f"{check.result.value:<8} {check.name}: {sentence}")
         if check.result is Result.FAILED:
-            failed += [f"{check.name}: {sentence}" for sentence in check.sentences]
+            failed += check.sentences
     if failed:
-        raise PlanInvalidError([f"{plan}: {failed[0]}", *failed[1:]])
+        raise PlanInvalidError(failed)
 
 
 def _console() -> Console:

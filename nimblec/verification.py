@@ -5,9 +5,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import nimblert
 from nimblert import container, cubin, golden, hazards
-from nimblert.errors import DeviceMismatchError, PlanError, PlanFormatError, PlanInvalidError
+from nimblert.errors import DeviceMismatchError, PlanFormatError, PlanInvalidError
+from nimblert.executable import load
 from nimblert.golden import Verdict
 from nimblert.plan import Plan, Program, Target
 
@@ -35,7 +35,7 @@ class Check:
 def verify(path: Path) -> Iterator[Check]:
     """Check a plan file: without running it first, then by its golden record where it can run.
 
-    The checks stop at the first that makes those after it meaningless. Raises OSError where the
+    The checks stop at the first that makes those after it meaningless. Raises PlanError where the
     file cannot be read.
     """
     try:
@@ -44,7 +44,7 @@ def verify(path: Path) -> Iterator[Check]:
         yield _passed("format", "decodes, undamaged")
         yield Check(name="rules", result=Result.FAILED, sentences=exc.problems)
         return
-    except PlanError as exc:
+    except PlanFormatError as exc:
         yield Check(name="format", result=Result.FAILED, sentences=(str(exc),))
         return
     yield _passed("format", "decodes, undamaged")
@@ -95,7 +95,7 @@ def _golden(plan: Plan, program: Program) -> Check:
     if program.golden is None:
         return Check(name=name, result=Result.SKIPPED, sentences=("the plan holds no golden record",))
     try:
-        executable = nimblert.load(plan, program=program.name)
+        executable = load(plan, program=program.name)
     except DeviceMismatchError as exc:
         return Check(name=name, result=Result.SKIPPED, sentences=(str(exc),))
     with executable:

@@ -1,8 +1,12 @@
-"""GPU tests run where there is a GPU, and say what is missing where there is none."""
+"""GPU tests run where there is a GPU and say what is missing where there is none; shared fixtures."""
 
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from command_line import CommandLine
 
 
 def missing_gpu_capability() -> str | None:
@@ -31,3 +35,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if marked and (reason := missing_gpu_capability()):
         for item in marked:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def missing_gpu() -> str | None:
+    """What this machine lacks to run GPU tests; None if it lacks nothing."""
+    return missing_gpu_capability()
+
+
+@pytest.fixture
+def nimblec(capsys: pytest.CaptureFixture[str]) -> "CommandLine":
+    """The command line."""
+    from command_line import CommandLine  # so that other tests need none of it
+
+    return CommandLine(capsys)

@@ -1,0 +1,276 @@
+"""The command line around the compiler and the runtime: notations, help, refusals, what it hands on."""
+
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import ml_dtypes
+import numpy as np
+import pytest
+from command_line import CommandLine
+from plans import cpu_plan, pointer
+
+from nimblec import arguments
+from nimblec.errors import UnsupportedModelError
+from nimblec.options import InputSpec, Observer, Options
+from nimblert.errors import InputError
+from nimblert.plan import Region, Target, Tensor
+
+# --- notations
+
+
+@pytest.mark.parametrize(
+    ("text", "spec"),
+    [
+        ("image:1x3x224x224", InputSpec(name="image", shape=(1, 3, 224, 224))),
+        ("ids:1x16:int64", InputSpec(name="ids", shape=(1, 16), dtype="int64")),
+        ("x:7", InputSpec(name="x", shape=(7,))),
+        ("x:", InputSpec(name="x", shape=())),
+        ("x:scalar", InputSpec(name="x", shape=())),
+        ("x::float32", InputSpec(name="x", shape=(), dtype="float32")),
+        ("serving/x:0:1x4", InputSpec(name="serving/x:0", shape=(1, 4))),
+        ("x:0:2x2:bool", InputSpec(name="x:0", shape=(2, 2), dtype="bool")),
+        ("float32:3", InputSpec(name="float32", shape=(3,))),
+    ],
+)
+def test_an_input_specification_is_read_from_the_right(text: str, spec: InputSpec) -> None:
+    assert arguments.parse_spec(text) == spec
+
+
+@pytest.mark.parametrize(
+    "text", ["image", ":1x3", "x:1x-3", "x:ax3", "x:1x3:float99", "x:1,3", "", ":", "x:1x", "x:float32"]
+)
+def test_a_wrong_specification_is_refused_with_an_example(nimblec: CommandLine, text: str) -> None:
+    sentence = nimblec.refused("compile", "m.onnx", "-o", "m.plan", "--input", text)
+    assert repr(text) in sentence
+    assert "image:1x3x224x224" in sentence
+
+
+def test_file_names_are_safe_and_distinct() -> None:
+    names = ["a/b:0", "a_b_0", "A_B_0", "", "..", "../../etc/passwd", "x" * 300, "é", "con\n"]
+    files = arguments.file_names(names)
+    assert list(files) == names
+    assert len({file.lower() for file in files.values()}) == len(names)
+    for file in files.values():
+        assert Path(file).name == file
+        assert not file.startswith(".")
+        assert len(file) < 120
+    assert (files["a/b:0"], files["a_b_0"]) == ("a_b_0.npy", "a_b_0_2.npy")
+
+
+def test_names_made_distinct_do_not_meet_other_names() -> None:
+    assert len(set(arguments.file_names(["a", "A", "a_2", "a:2"]).values())) == 4
+
+
+def test_bfloat16_survives_npy_files(tmp_path: Path) -> None:
+    array = np.array([1.5, -2], ml_dtypes.bfloat16)
+    (path,) = arguments.write_arrays(tmp_path / "new" / "dir", {"x": array})
+    tensor = Tensor(name="x", dtype="bfloat16", shape=(2,), strides=(1,), pointer=pointer(Region.INPUT))
+    restored = arguments.restore_dtype(arguments.read_array(path), tensor)
+    assert restored.dtype == array.dtype
+    assert np.array_equal(restored, array)
+
+
+def test_a_failed_write_leaves_the_old_array_and_no_litter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments.write_arrays(tmp_path, {"x": np.arange(3)})
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(arguments.np, "save", full)
+    with pytest.raises(OSError, match="No space left"):
+        arguments.write_arrays(tmp_path, {"x": np.zeros(3)})
+    assert [path.name for path in tmp_path.iterdir()] == ["x.npy"]
+    assert np.load(tmp_path / "x.npy").tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("content", [b"", b"text", b"\x93NUMPY\x01", b"\x93NUMPY\x01\x00\xff\xff{"])
+def test_a_damaged_array_is_an_input_error(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "x.npy"
+    path.write_bytes(content)
+    with pytest.raises(InputError, match=r"x\.npy: not an \.npy file, or a damaged one"):
+        arguments.read_array(path)
+
+
+def test_pickles_and_archives_are_no_arrays(tmp_path: Path) -> None:
+    np.save(tmp_path / "o.npy", np.array([{}], dtype=object), allow_pickle=True)
+    np.savez(tmp_path / "z.npz", np.zeros(1))
+    for name in ("o.npy", "z.npz"):
+        with pytest.raises(InputError, match=r"numpy\.save"):
+            arguments.read_array(tmp_path / name)
+
+
+# --- help and usage
+
+
+@pytest.mark.parametrize("args", [(), ("--help",), ("-h",)])
+def test_help_lists_the_commands(nimblec: CommandLine, args: tuple[str, ...]) -> None:
+    done = nimblec(*args)
+    assert done.status == 0
+    assert all(f"\n  {command} " in done.out for command in ("compile", "run", "inspect", "verify"))
+    assert "Exit status" in done.out
+
+
+@pytest.mark.parametrize("command", ["compile", "run", "inspect", "verify"])
+def test_every_command_explains_itself_with_an_example(nimblec: CommandLine, command: str) -> None:
+    done = nimblec(command, "--help")
+    assert done.status == 0
+    assert f"\n    nimblec {command} " in done.out
+    assert "--debug" in done.out
+    assert max(map(len, done.out.splitlines())) <= 100
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("compile", "m.onnx"), "-o"),
+        (("compile",), "MODEL"),
+        (("frob",), "frob"),
+        (("run", "p.plan", "--frob"), "--frob"),
+        (("run", "p.plan", "--repeat", "0"), "--repeat"),
+        (("run", "p.plan", "--seed", "-1"), "--seed"),
+        (("run", "p.plan", "--input", "image"), "image=photo.npy"),
+        (("compile", "m.onnx", "-o", "p", "--target", "tpu"), "tpu"),
+        (("compile", "m.onnx", "-o", "p", "-v", "-q"), "--quiet"),
+    ],
+)
+def test_wrong_usage_is_one_sentence_that_points_to_help(
+    nimblec: CommandLine, args: tuple[str, ...], words: str
+) -> None:
+    sentence = nimblec.refused(*args)
+    assert words in sentence
+    assert "--help" in sentence
+
+
+def test_python_dash_m_is_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    import runpy
+
+    monkeypatch.setattr(sys, "argv", ["nimblec", "--version"])
+    with pytest.raises(SystemExit) as exit_info:
+        runpy.run_module("nimblec", run_name="__main__")
+    assert not exit_info.value.code
+
+
+# --- compile, with a stand-in for the compiler
+
+
+class Compiler(ModuleType):
+    """Stands in for nimblec.compiler: writes a plan of another model and remembers what it was asked."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        super().__init__("nimblec.compiler")
+        self.error = error
+        self.asked: list[tuple[object, Options]] = []
+
+    @staticmethod
+    def choose_target(choice: str) -> tuple[Target, str]:
+        """Take the CPU, whatever is wanted."""
+        return Target.CPU, f"asked for {choice}"
+
+    def compile_model(
+        self, model: str, *, options: Options, output: Path, observer: Observer
+    ) -> SimpleNamespace:
+        """Pretend two stages."""
+        self.asked.append((model, options))
+        observer("capture", None)
+        if self.error:
+            raise self.error
+        observer("capture", 1.234)
+        plan = cpu_plan()
+        plan.save(output)
+        return SimpleNamespace(
+            plan=plan, stages=(("capture", 1.234), ("check", 0.0123)), notes=("mind [this]",)
+        )
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
+    made = Compiler()
+    monkeypatch.setitem(sys.modules, "nimblec.compiler", made)
+    return made
+
+
+def test_compile_hands_on_what_was_asked_and_reports(
+    nimblec: CommandLine, compiler: Compiler, tmp_path: Path
+) -> None:
+    np.save(tmp_path / "ids.npy", np.arange(4))
+    done = nimblec(
+        "compile", "pkg.module:make", "-o", tmp_path / "m.plan", "--input", "x:1x4", "--input", "ids:4:int64",
+        "--example", f"ids={tmp_path / 'ids.npy'}",
+    )  # fmt: skip
+    assert done.status == 0, done.err
+    ((model, options),) = compiler.asked
+    assert model == "pkg.module:make"
+    assert options.target == "cpu"
+    assert options.inputs == (
+        InputSpec(name="x", shape=(1, 4)),
+        InputSpec(name="ids", shape=(4,), dtype="int64"),
+    )
+    ((name, array),) = options.examples
+    assert (name, array.tolist()) == ("ids", [0, 1, 2, 3])
+    assert done.err.splitlines() == ["target: cpu (asked for auto)", "note: mind [this]"]
+    for words in (
+        "kernels",
+        "2 (2 launches)",
+        "modules",
+        "weights",
+        "arena",
+        "256 B",
+        "file",
+        "1.23 s",
+        "12.3 ms",
+    ):
+        assert words in done.out
+    assert f"wrote {tmp_path / 'm.plan'}" in done.out.replace("\n", "")
+
+
+def test_verbose_prints_stages_and_quiet_nothing(
+    nimblec: CommandLine, compiler: Compiler, tmp_path: Path
+) -> None:
+    assert compiler.error is None
+    verbose = nimblec("compile", "m.onnx", "-o", tmp_path / "m.plan", "-v")
+    assert "capture: 1.23 s" in verbose.err.splitlines()
+    quiet = nimblec("compile", "m.onnx", "-o", tmp_path / "m.plan", "-q")
+    assert (quiet.status, quiet.out, quiet.err) == (0, "", "")
+
+
+def test_a_refused_model_is_one_sentence_and_touches_nothing(
+    nimblec: CommandLine, compiler: Compiler, tmp_path: Path
+) -> None:
+    compiler.error = UnsupportedModelError("node 'n' (Frob):\n no such operator")
+    output = tmp_path / "m.plan"
+    output.write_bytes(b"old")
+    assert nimblec.refused("compile", "m.onnx", "-o", output, "-q") == "node 'n' (Frob): no such operator"
+    assert output.read_bytes() == b"old"
+    traced = nimblec("compile", "m.onnx", "-o", output, "-q", "--debug")
+    assert traced.status == 2
+    assert "Traceback" in traced.err
+    assert traced.err.splitlines()[-1] == "nimblec: node 'n' (Frob): no such operator"
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_compiling(
+    nimblec: CommandLine, compiler: Compiler, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    for output, words in [
+        (tmp_path, "is a directory"),
+        (tmp_path / "none" / "m.plan", "none is not a directory"),
+        (tmp_path / "file" / "m.plan", "file is not a directory"),
+    ]:
+        sentence = nimblec.refused("compile", "m.onnx", "-o", output)
+        assert str(output) in sentence
+        assert words in sentence
+    assert compiler.asked == []
+
+
+def test_a_missing_or_repeated_example_is_refused(
+    nimblec: CommandLine, compiler: Compiler, tmp_path: Path
+) -> None:
+    compile_ = ("compile", "m.onnx", "-o", tmp_path / "m.plan")
+    assert "none.npy" in nimblec.refused(*compile_, "--example", f"x={tmp_path / 'none.npy'}")
+    np.save(tmp_path / "x.npy", np.zeros(1))
+    twice = ("--example", f"x={tmp_path / 'x.npy'}") * 2
+    assert "'x' was given twice" in nimblec.refused(*compile_, *twice)
+    assert compiler.asked == []

@@ -1,0 +1,252 @@
+"""run, inspect and verify on plan files, and the refusal of every kind of bad file."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from command_line import CommandLine
+from plans import cpu_plan, cuda_plan
+
+from nimblec.inspection import describe
+from nimblert import container
+from nimblert.plan import Plan
+
+ROOT = Path(__file__).parent.parent
+DIGITS = ROOT / "samples" / "digits.onnx"
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The digits sample, compiled for the CPU once."""
+    import nimblec
+
+    path = tmp_path_factory.mktemp("plans") / "digits.plan"
+    nimblec.compile(DIGITS, target="cpu").save(path)
+    return path
+
+
+@pytest.fixture
+def cuda(tmp_path: Path) -> Path:
+    """A CUDA plan whose cubins are none."""
+    path = tmp_path / "cuda.plan"
+    cuda_plan().save(path)
+    return path
+
+
+# --- run
+
+
+@pytest.mark.parametrize("digit", [0, 3, 7, 9])
+def test_run_reads_the_digit(nimblec: CommandLine, digits: Path, digit: int) -> None:
+    done = nimblec("run", digits, "--input", f"image={ROOT / 'samples' / f'digit_{digit}.npy'}")
+    assert done.status == 0, done.err
+    (line,) = [line for line in done.out.splitlines() if line.startswith("digit")]
+    assert line.split()[1:3] == ["int64", "1"]
+    assert line.rstrip().endswith(f"[{digit}]")
+    assert "drawn" not in done.out
+
+
+def test_the_same_seed_draws_the_same_run(nimblec: CommandLine, digits: Path) -> None:
+    first, again, other = (nimblec("run", digits, "--seed", seed).out for seed in (5, 5, 6))
+    assert "drawn from seed 5: image" in first
+    assert first == again
+    assert other.replace("seed 6", "seed 5") != first
+
+
+def test_run_writes_its_outputs(nimblec: CommandLine, digits: Path, tmp_path: Path) -> None:
+    done = nimblec("run", digits, "--output-dir", tmp_path / "new")
+    assert done.status == 0, done.err
+    probabilities = np.load(tmp_path / "new" / "probabilities.npy")
+    assert (probabilities.shape, probabilities.dtype) == ((1, 10), np.float32)
+    assert probabilities.sum() == pytest.approx(1, abs=1e-5)
+    assert np.load(tmp_path / "new" / "digit.npy").tolist() == [int(probabilities.argmax())]
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["digit.npy", "probabilities.npy"]
+
+
+def test_repeat_prints_the_latency(nimblec: CommandLine, digits: Path) -> None:
+    out = nimblec("run", digits, "--repeat", "3").out
+    (line,) = [line for line in out.splitlines() if line.startswith("latency")]
+    assert line.startswith("latency of 3 runs: median ")
+    assert line.count(" us") + line.count(" ms") == 3
+
+
+@pytest.mark.parametrize(
+    ("array", "words"),
+    [
+        (np.zeros((1, 1, 8, 8)), "dtype float64, expected float32"),
+        (np.zeros((1, 1, 9, 8), np.float32), "shape (1, 1, 9, 8), expected (1, 1, 8, 8)"),
+    ],
+)
+def test_a_wrong_input_is_refused(
+    nimblec: CommandLine, digits: Path, tmp_path: Path, array: np.ndarray, words: str
+) -> None:
+    np.save(tmp_path / "x.npy", array)
+    out = tmp_path / "out"
+    sentence = nimblec.refused("run", digits, "--input", f"image={tmp_path / 'x.npy'}", "--output-dir", out)
+    assert words in sentence
+    assert "'image'" in sentence
+    assert not out.exists()
+
+
+def test_an_unknown_input_name_is_refused_with_the_known_ones(
+    nimblec: CommandLine, digits: Path, tmp_path: Path
+) -> None:
+    np.save(tmp_path / "x.npy", np.zeros(1))
+    sentence = nimblec.refused("run", digits, "--input", f"img={tmp_path / 'x.npy'}")
+    assert "'img'" in sentence
+    assert "image" in sentence
+
+
+def test_an_output_directory_that_is_a_file_is_refused(
+    nimblec: CommandLine, digits: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    assert "file" in nimblec.refused("run", digits, "--output-dir", tmp_path / "file")
+    assert "file" in nimblec.refused("run", digits, "--output-dir", tmp_path / "file" / "below")
+
+
+# --- every command on files that are no plans
+
+
+def truncated(content: bytes) -> bytes:
+    return content[:-1]
+
+
+def altered(content: bytes) -> bytes:
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+
+
+@pytest.mark.parametrize("command", ["run", "inspect", "verify"])
+@pytest.mark.parametrize("damage", [truncated, altered, lambda _: b"", lambda _: b"hello\n" * 100])
+def test_a_damaged_plan_is_refused(
+    nimblec: CommandLine, tmp_path: Path, command: str, damage: Callable[[bytes], bytes]
+) -> None:
+    path = tmp_path / "broken.plan"
+    cpu_plan().save(path)
+    path.write_bytes(damage(path.read_bytes()))
+    assert "broken.plan" in nimblec.refused(command, path)
+
+
+@pytest.mark.parametrize("command", ["run", "inspect", "verify"])
+def test_a_missing_plan_and_a_directory_are_refused(
+    nimblec: CommandLine, tmp_path: Path, command: str
+) -> None:
+    assert nimblec.refused(command, tmp_path / "none.plan").endswith("none.plan: no such file")
+    assert str(tmp_path) in nimblec.refused(command, tmp_path)
+
+
+def test_an_onnx_file_is_no_plan_and_the_message_says_compile(nimblec: CommandLine) -> None:
+    assert "compile" in nimblec.refused("run", DIGITS)
+
+
+def test_a_cuda_plan_is_refused_where_there_is_no_gpu(
+    nimblec: CommandLine, cuda: Path, request: pytest.FixtureRequest
+) -> None:
+    if request.getfixturevalue("missing_gpu") is None:
+        pytest.skip("needs a machine without a GPU")
+    assert "this plan needs a GPU" in nimblec.refused("run", cuda)
+
+
+# --- inspect
+
+
+def test_inspect_prints_what_describe_says_as_json(nimblec: CommandLine, cuda: Path) -> None:
+    facts = json.loads(nimblec("inspect", cuda, "--json").out)
+    assert facts == json.loads(json.dumps(describe(container.read(cuda), file_nbytes=cuda.stat().st_size)))
+
+
+def test_inspect_shows_every_part(nimblec: CommandLine, cuda: Path) -> None:
+    done = nimblec("inspect", cuda)
+    assert done.status == 0, done.err
+    for words in ("NVIDIA H200", "_Z5scalePfS_S_i", "triton", "float32 4x4", "arena", "Weights", "13.0"):
+        assert words in done.out
+
+
+def test_inspect_ends_quietly_when_its_reader_has_gone(cuda: Path) -> None:
+    command = f"{sys.executable} -m nimblec inspect --json {cuda} | head -n 1"
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'runtime'}"}
+    done = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, check=True, env=environment, timeout=60
+    )
+    assert (done.stdout, done.stderr) == ("{\n", "")
+
+
+# --- verify
+
+
+def lines(out: str) -> dict[str, str]:
+    """The result of each check by its name."""
+    return {line[9:].partition(":")[0]: line[:8].strip() for line in out.splitlines()}
+
+
+def test_verify_repeats_the_recorded_run(nimblec: CommandLine, digits: Path) -> None:
+    done = nimblec("verify", digits)
+    assert done.status == 0, done.err
+    assert lines(done.out) == {
+        "format": "ok",
+        "rules": "ok",
+        "hazards": "ok",
+        "symbols": "skipped",
+        "golden": "ok",
+    }
+    assert "output 'digit': bit-exact" in done.out
+
+
+def changed(digits: Path, path: Path, change: Callable[[Plan], Plan]) -> Path:
+    """A copy of a plan with a change."""
+    change(container.read(digits)).save(path)
+    return path
+
+
+def other_seed(plan: Plan) -> Plan:
+    (program,) = plan.programs
+    assert program.golden is not None
+    golden = replace(program.golden, seed=program.golden.seed + 1)
+    return replace(plan, programs=(replace(program, golden=golden),))
+
+
+def test_verify_fails_where_the_run_gives_something_else(
+    nimblec: CommandLine, digits: Path, tmp_path: Path
+) -> None:
+    sentence = nimblec.refused("verify", changed(digits, tmp_path / "m.plan", other_seed))
+    assert "output 'probabilities': different (" in sentence
+
+
+def without_order(plan: Plan) -> Plan:
+    """Drop the events that order the two streams."""
+    (program,) = plan.programs
+    commands = tuple(
+        command for command in program.commands if type(command).__name__ not in {"Record", "Wait"}
+    )
+    return replace(plan, programs=(replace(program, commands=commands, event_count=0),))
+
+
+def test_verify_finds_a_hazard(nimblec: CommandLine, tmp_path: Path) -> None:
+    path = tmp_path / "racy.plan"
+    without_order(cpu_plan()).save(path)
+    done = nimblec("verify", path)
+    assert done.status == 2
+    assert lines(done.out)["hazards"] == "FAILED"
+    assert "nothing orders" in done.err
+
+
+def test_verify_finds_cubins_that_are_none(nimblec: CommandLine, cuda: Path) -> None:
+    done = nimblec("verify", cuda)
+    assert done.status == 2
+    assert lines(done.out)["symbols"] == "FAILED"
+    assert "modules[0]: cubin" in done.err
+
+
+def test_a_plan_without_a_record_is_not_run(nimblec: CommandLine, tmp_path: Path) -> None:
+    path = tmp_path / "m.plan"
+    cpu_plan().save(path)
+    done = nimblec("verify", path)
+    assert done.status == 0, done.err
+    assert "skipped  golden: the plan holds no golden record" in done.out

@@ -1,0 +1,81 @@
+"""Every sample runs, and does what the README says of it."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from subprocesses import FRAMEWORKS, ROOT, python
+
+SAMPLES = ROOT / "samples"
+RUN = "import runpy, sys; sys.argv.pop(0); runpy.run_path(sys.argv[0], run_name='__main__')"
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The digits sample, compiled for the CPU in a process without torch."""
+    path = tmp_path_factory.mktemp("plans") / "digits.plan"
+    code = (
+        "import sys; from nimblec.cli import main; main(['compile', *sys.argv[1:], '--target', 'cpu', '-q'])"
+    )
+    python(code, SAMPLES / "digits.onnx", "-o", path, without=["torch", "triton"])
+    return path
+
+
+def test_training_the_digits_again_gives_the_accuracy_of_the_readme(tmp_path: Path) -> None:
+    out = python(RUN, SAMPLES / "train_digits.py", tmp_path)
+    (line,) = out.splitlines()
+    assert line.startswith("test accuracy: ")
+    accuracy = float(line.split()[2])
+    assert accuracy > 0.98  # other versions of PyTorch train to other bits
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        path.name for path in SAMPLES.iterdir() if path.suffix in {".npy", ".onnx"}
+    )
+
+
+def test_the_digits_model_is_one_small_file_without_paths() -> None:
+    content = (SAMPLES / "digits.onnx").read_bytes()
+    assert len(content) < 200_000
+    assert b"site-packages" not in content
+    assert b".py" not in content
+
+
+@pytest.mark.parametrize("digit", [0, 3, 7, 9])
+def test_the_lean_server_reads_digits_without_a_framework(digits: Path, digit: int) -> None:
+    out = python(
+        RUN,
+        SAMPLES / "serve_lean.py",
+        digits,
+        SAMPLES / f"digit_{digit}.npy",
+        without=[*FRAMEWORKS, "nimblec"],
+    )
+    assert out.startswith(f"digit: [{digit}]\n")
+    assert out.endswith("frameworks imported: none\n")
+
+
+def test_the_lean_server_notices_a_framework(digits: Path) -> None:
+    code = "import nimblec\n" + RUN
+    with pytest.raises(AssertionError, match=r"the lean runtime imported \['nimblec'\]"):
+        python(code, SAMPLES / "serve_lean.py", digits, SAMPLES / "digit_7.npy")
+
+
+def test_resnet18_compiles_from_its_name_and_agrees_with_torch(tmp_path: Path) -> None:
+    import torch
+
+    import nimblert
+
+    plan = tmp_path / "resnet18.plan"
+    code = (
+        "import sys; from nimblec.cli import main; main(['compile', *sys.argv[1:], '--target', 'cpu', '-q'])"
+    )
+    python(code, "samples.resnet:resnet18", "-o", plan)
+    assert "samples" not in sys.modules
+    from samples.resnet import resnet18
+
+    module, (image,) = resnet18()
+    with torch.inference_mode():
+        expected = module(image).numpy()
+    with nimblert.load(plan) as executable:
+        actual = executable(image.numpy())
+    assert isinstance(actual, np.ndarray)
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-4 * np.abs(expected).max())
