@@ -14,15 +14,18 @@ from nimblert.errors import (
     PlanFormatError,
     PlanInvalidError,
 )
+from nimblert.executable import Executable, load
 from nimblert.plan import Plan
 
 __all__ = [
     "CudaError",
     "DeviceMismatchError",
+    "Executable",
     "InputError",
     "NimbleError",
     "Plan",
     "PlanError",
     "PlanFormatError",
     "PlanInvalidError",
+    "load",
 ]

@@ -1,0 +1,9 @@
+"""NASNet-A large, random weights, batch 1: timm's, where the installed release has it."""
+
+import timm
+import torch
+
+
+def fp32() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
+    """As eager PyTorch runs it."""
+    return timm.create_model("nasnetalarge").eval(), (torch.randn(1, 3, 331, 331),)

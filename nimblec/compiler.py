@@ -1,0 +1,136 @@
+"""The pipeline: a model as a user gives it becomes a checked plan."""
+
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nimblec.cuda.compile import Source, compile_cuda
+from nimblec.errors import CompileError, UnsupportedModelError
+from nimblec.options import Observer, Options, TargetChoice
+from nimblert import container, driver
+from nimblert.errors import CudaError, DeviceMismatchError
+from nimblert.plan import Plan, Target
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compiled:
+    """A plan, the seconds of each stage that made it, and what the user should know."""
+
+    plan: Plan
+    stages: tuple[tuple[str, float], ...]
+    notes: tuple[str, ...]
+
+
+def choose_target(choice: TargetChoice) -> tuple[Target, str]:
+    """The target to compile for, and why in a few words.
+
+    Raises DeviceMismatchError where CUDA is asked for and not here.
+    """
+    if choice == "cpu":
+        return Target.CPU, "asked for"
+    try:
+        driver.initialise()
+        found = driver.describe().name
+    except (DeviceMismatchError, CudaError) as exc:
+        if choice == "cuda":
+            raise
+        return Target.CPU, str(exc).removeprefix("this plan needs a GPU, and ")
+    return Target.CUDA, f"found {found}"
+
+
+class _Stopwatch:
+    """Passes stages on to an observer and keeps their seconds."""
+
+    def __init__(self, observer: Observer) -> None:
+        self._observer = observer
+        self.stages: list[tuple[str, float]] = []
+
+    def __call__(self, stage: str, seconds: float | None) -> None:
+        if seconds is not None:
+            self.stages.append((stage, seconds))
+        self._observer(stage, seconds)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Time the block as a stage."""
+        self(name, None)
+        begin = time.perf_counter()
+        yield
+        self(name, time.perf_counter() - begin)
+
+
+def compile_model(
+    model: Any,
+    example_inputs: Any = None,
+    *,
+    options: Options,
+    output: Path | None = None,
+    observer: Observer,
+) -> Compiled:
+    """Compile a model to a plan, in the file ``output`` where one is named.
+
+    ``model`` is the path of an ``.onnx`` or ``.pt2`` file, "package.module:callable", or a module
+    with ``example_inputs``. The file is written under another name, checked, and renamed: whatever
+    goes wrong, an older file is still there. Raises CompileError, DeviceMismatchError.
+    """
+    target, _ = choose_target(options.target)
+    stopwatch = _Stopwatch(observer)
+    with tempfile.TemporaryDirectory(prefix=".nimblec-", dir=_folder(output)) as folder:
+        source = _source(model, example_inputs, Path(folder))
+        written = Path(folder) / "model.plan"
+        if target is Target.CUDA:
+            notes = compile_cuda(source, options, written, stopwatch)
+        else:
+            from nimblec.cpu.compile import compile_cpu  # brings in onnx and ONNX Runtime
+
+            notes = compile_cpu(source, options, written, stopwatch)
+        if output is not None:
+            os.replace(written, output)  # noqa: PTH105 - one call that cannot leave half a file
+        plan = container.read(output or written)  # the mapping outlives the temporary file
+    return Compiled(plan=plan, stages=tuple(stopwatch.stages), notes=notes)
+
+
+def _folder(output: Path | None) -> Path | None:
+    """Where to build the file: beside its final place, so that renaming it is atomic."""
+    if output is None:
+        return None
+    folder = output.resolve().parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise CompileError(f"{output}: the folder {folder} does not exist or cannot be written")
+    if output.is_dir():
+        raise CompileError(f"{output}: is a folder, expected the name of a file")
+    return folder
+
+
+def _source(model: Any, example_inputs: Any, folder: Path) -> Source:
+    if not isinstance(model, str | Path):
+        return _save_module(model, example_inputs, folder)
+    name = str(model)
+    suffix = Path(name).suffix.lower()
+    if suffix in (".onnx", ".pt2"):
+        if not Path(name).is_file():
+            raise CompileError(f"{name}: no such file")
+        return Source(kind="onnx" if suffix == ".onnx" else "exported", model=str(Path(name).resolve()))
+    module, colon, attribute = name.partition(":")
+    if colon and all(part.isidentifier() for part in (*module.split("."), attribute)):
+        return Source(kind="callable", model=name)
+    if Path(name).exists():
+        raise UnsupportedModelError(f"{name}: expected an .onnx or .pt2 file, or package.module:callable")
+    raise CompileError(f"{name}: no such file, and not of the form package.module:callable")
+
+
+def _save_module(module: Any, example_inputs: Any, folder: Path) -> Source:
+    from nimblec.frontend import pytorch  # brings in torch, which whoever holds a module has
+
+    if not hasattr(module, "state_dict"):
+        raise CompileError(f"the model is a {type(module).__name__}: expected a torch.nn.Module or a path")
+    if example_inputs is None:
+        raise CompileError("a module needs example inputs: compile(module, (x,))")
+    path = folder / "model.pt"
+    pytorch.save(module, example_inputs, path)
+    return Source(kind="saved", model=str(path))

@@ -1,0 +1,181 @@
+"""A bump allocator under torch: every allocation is one buffer with an address of its own.
+
+Nothing is reused inside a zone while it is recorded, so an address names its allocation for good.
+Two captures run in two zones whose i-th allocations differ by ``shift + i * step`` bytes, each i
+another distance: the difference of a word in two captures names the allocation it points to.
+"""
+
+import ctypes
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from nimblert.driver import Handle, bindings, call
+
+_ALIGNMENT = 512
+_CHUNK_NBYTES = 256 << 20
+_RESERVED_NBYTES = 512 << 30
+
+STEP_NBYTES = 3 * _ALIGNMENT
+"""By how much the distance between two zones grows with each allocation."""
+
+
+class Zone:
+    """A range of addresses that memory is put behind as allocations ask for it.
+
+    ``addresses`` and ``sizes`` list the allocations in order; ``live`` those not yet freed.
+    """
+
+    def __init__(self, *, first_offset: int = 0, gap_nbytes: int = 0) -> None:
+        self.addresses: list[int] = []
+        self.sizes: list[int] = []
+        self.live: set[int] = set()
+        self._gap_nbytes = gap_nbytes
+        self._reserved = int(call("cuMemAddressReserve", _RESERVED_NBYTES, 0, 0, 0))
+        self._mapped_end = self._reserved
+        self.base = self._cursor = self._reserved + first_offset
+
+    @property
+    def end(self) -> int:
+        """One past the last reserved address."""
+        return self._reserved + _RESERVED_NBYTES
+
+    def allocate(self, nbytes: int) -> int:
+        """The address of ``nbytes`` new bytes."""
+        address = self._cursor
+        self._cursor += -(-nbytes // _ALIGNMENT) * _ALIGNMENT + self._gap_nbytes
+        self._map_up_to(self._cursor)
+        self.addresses.append(address)
+        self.sizes.append(nbytes)
+        self.live.add(address)
+        return address
+
+    def free(self, address: int) -> None:
+        """Mark the allocation at ``address`` as freed."""
+        self.live.discard(address)
+
+    def trim(self) -> None:
+        """Forget the freed allocations behind the last live one; their addresses may come again."""
+        while self.addresses and self.addresses[-1] not in self.live:
+            self._cursor = self.addresses.pop()
+            self.sizes.pop()
+
+    def find(self, address: int) -> int | None:
+        """The index of the allocation that holds ``address``."""
+        index = bisect_right(self.addresses, address) - 1
+        if index < 0 or address >= self.addresses[index] + max(self.sizes[index], 1):
+            return None
+        return index
+
+    def _map_up_to(self, address: int) -> None:
+        while self._mapped_end < address:
+            nbytes = -(-max(address - self._mapped_end, _CHUNK_NBYTES) // _CHUNK_NBYTES) * _CHUNK_NBYTES
+            _map(self._mapped_end, nbytes)
+            self._mapped_end += nbytes
+
+
+def _map(address: int, nbytes: int) -> None:
+    """Put device memory behind a reserved range."""
+    driver = bindings()
+    location = driver.CUmemLocation()
+    location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    location.id = 0
+    properties = driver.CUmemAllocationProp()
+    properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    properties.location = location
+    memory: Handle = call("cuMemCreate", nbytes, properties, 0)
+    call("cuMemMap", address, nbytes, 0, memory, 0)
+    call("cuMemRelease", memory)  # the mapping keeps it
+    access = driver.CUmemAccessDesc()
+    access.location = location
+    access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    call("cuMemSetAccess", address, nbytes, [access], 1)
+
+
+_Malloc = ctypes.CFUNCTYPE(ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
+_Free = ctypes.CFUNCTYPE(None, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
+
+
+class BumpAllocator:
+    """Torch's device allocator for this process, from `install` on.
+
+    ``resident`` serves everything outside a recording. ``error`` holds what a callback from torch
+    could not raise through its C++ frames.
+    """
+
+    def __init__(self) -> None:
+        self.resident: Zone
+        self._zones: list[Zone] = []
+        self._current: Zone
+        self.error: BaseException | None = None
+        self._callbacks = (_Malloc(self._malloc), _Free(self._free))
+
+    def install(self) -> None:
+        """Make torch allocate here; must come before torch initialises CUDA."""
+        import torch
+
+        malloc, free = (ctypes.cast(c, ctypes.c_void_p).value for c in self._callbacks)
+        torch._C._cuda_changeCurrentAllocator(torch._C._cuda_customAllocator(malloc, free))
+        torch.cuda.init()
+        call("cuCtxSetCurrent", call("cuDevicePrimaryCtxRetain", call("cuDeviceGet", 0)))
+        self.resident = self._current = Zone()
+        self._zones.append(self.resident)
+
+    def zone_pair(self) -> tuple[Zone, Zone, int]:
+        """Two zones for two captures, and the distance of their first allocations.
+
+        The distance has non-zero low 32 bits: else an int beside a stale half pointer would look
+        like an address that moved.
+        """
+        first = Zone()
+        second = Zone(first_offset=0x1234_5600, gap_nbytes=STEP_NBYTES)
+        self._zones += (first, second)
+        return first, second, second.base - first.base
+
+    @contextmanager
+    def allocating_in(self, zone: Zone) -> Iterator[None]:
+        """Serve allocations from ``zone`` inside the block."""
+        before, self._current = self._current, zone
+        try:
+            yield
+        finally:
+            self._current = before
+
+    def _malloc(self, nbytes: int, _device: int, _stream: int) -> int:
+        try:
+            return self._current.allocate(nbytes)
+        except BaseException as exc:  # noqa: BLE001 - torch's C++ frames cannot carry it: raised by check()
+            self.error = self.error or exc
+            return 0
+
+    def _free(self, address: int, _nbytes: int, _device: int, _stream: int) -> None:
+        for zone in self._zones:
+            if zone.base <= address < zone.end:
+                zone.free(address)
+
+    def check(self) -> None:
+        """Raise what went wrong inside a callback."""
+        if self.error is not None:
+            raise self.error
+
+
+class Shift:
+    """How far the allocations of two zones lie apart.
+
+    ``shift`` bytes for the first, `STEP_NBYTES` more for each one after it.
+    """
+
+    def __init__(self, first: Sequence[int], shift: int) -> None:
+        self._addresses = first
+        self._shift = shift
+
+    def locate(self, in_first: int, in_second: int) -> tuple[int, int] | None:
+        """(allocation, offset) that a word points to, from its values in two captures.
+
+        The offset may be negative or beyond the end: a biased pointer. None for a word that did not
+        move as any allocation does.
+        """
+        index, rest = divmod((in_second - in_first) - self._shift, STEP_NBYTES)
+        if rest or not 0 <= index < len(self._addresses):
+            return None
+        return index, in_first - self._addresses[index]

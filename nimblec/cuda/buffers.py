@@ -1,0 +1,133 @@
+"""Allocations of a capture as buffers of the IR."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from nimblec.cuda.allocator import Zone
+from nimblec.cuda.capture import ByteRange
+from nimblec.cuda.relocation import Target
+from nimblec.errors import UnsupportedModelError
+from nimblec.ir import Access, Buffer, BufferKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Content:
+    """What an allocation that outlives the run holds before it: a weight, an input, a state.
+
+    ``dtype`` and ``shape`` describe ``data``. ``is_input`` for the memory of a model input;
+    ``mutated`` where a run was seen to change it.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: memoryview = field(repr=False)
+    is_input: bool = False
+    mutated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """The ``index``-th allocation of the capture's zone, or of the resident zone."""
+
+    index: int
+    resident: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Bytes [offset, offset + nbytes) of an allocation."""
+
+    allocation: Allocation
+    offset: int
+    nbytes: int
+
+
+class BufferTable:
+    """Buffers of the IR, numbered as they are first asked for."""
+
+    def __init__(self, zone: Zone, resident: Zone, contents: Mapping[Allocation, Content]) -> None:
+        self._zone = zone
+        self._resident = resident
+        self._contents = contents
+        self._numbers: dict[Allocation, int] = {}
+        self._tensors: set[Allocation] = set()
+        self._outputs: set[Allocation] = set()
+
+    def span(self, where: ByteRange) -> Span | None:
+        """The allocation under absolute addresses of the first capture; None for foreign memory."""
+        for zone, resident in ((self._zone, False), (self._resident, True)):
+            index = zone.find(where.begin)
+            if index is not None and (not resident or zone.addresses[index] in zone.live):
+                allocation = Allocation(index, resident)
+                self._tensors.add(allocation)
+                offset = where.begin - zone.addresses[index]
+                return Span(allocation=allocation, offset=offset, nbytes=where.end - where.begin)
+        return None
+
+    def output(self, where: ByteRange) -> Span | None:
+        """As `span`, for a tensor that the model returns."""
+        found = self.span(where)
+        if found is not None:
+            self._outputs.add(found.allocation)
+        return found
+
+    def number(self, allocation: Allocation) -> int:
+        """The buffer's number."""
+        return self._numbers.setdefault(allocation, len(self._numbers))
+
+    def access(self, span: Span) -> Access:
+        """A span as an access of its buffer."""
+        return Access(buffer=self.number(span.allocation), offset=span.offset, nbytes=span.nbytes)
+
+    def whole(self, allocation: Allocation) -> Span:
+        """Every byte of an allocation."""
+        return Span(allocation=allocation, offset=0, nbytes=self._nbytes(allocation))
+
+    def is_temporary(self, allocation: Allocation) -> bool:
+        """Whether its contents neither come from before the run nor are a model input."""
+        return allocation not in self._contents
+
+    def is_mutated(self, allocation: Allocation) -> bool:
+        """Whether a run was seen to change a weight or input, declared or not."""
+        content = self._contents.get(allocation)
+        return content is not None and content.mutated
+
+    def buffers(self, written: Iterable[int]) -> tuple[Buffer, ...]:
+        """All buffers, by number; a weight among the ``written`` ones is state."""
+        changed = set(written)
+        return tuple(self._buffer(a, written=n in changed) for a, n in self._numbers.items())
+
+    def _nbytes(self, allocation: Allocation) -> int:
+        return (self._resident if allocation.resident else self._zone).sizes[allocation.index]
+
+    def _buffer(self, allocation: Allocation, *, written: bool) -> Buffer:
+        nbytes = self._nbytes(allocation)
+        content = self._contents.get(allocation)
+        if content is None:
+            if allocation.resident:
+                raise UnsupportedModelError(
+                    f"{nbytes} bytes that were allocated before the run are used in it, and no tensor that Python "
+                    "can see owns them: keep such tensors as parameters, buffers or attributes of the module"
+                )
+            return Buffer(kind=self._temporary_kind(allocation), nbytes=nbytes)
+        if content.is_input:
+            return Buffer(kind=BufferKind.INPUT, nbytes=nbytes, name=content.name)
+        return Buffer(
+            kind=BufferKind.STATE if written else BufferKind.CONSTANT,
+            nbytes=content.data.nbytes,
+            name=content.name,
+            dtype=content.dtype,
+            shape=content.shape,
+            data=content.data,
+        )
+
+    def _temporary_kind(self, allocation: Allocation) -> BufferKind:
+        if allocation in self._outputs:
+            return BufferKind.OUTPUT
+        return BufferKind.TEMPORARY if allocation in self._tensors else BufferKind.WORKSPACE
+
+
+def allocation_of(target: Target) -> Allocation:
+    """The allocation that a relocation points to."""
+    return Allocation(target.index, target.resident)

@@ -1,0 +1,202 @@
+"""Run a model once under stream capture, and note which op launched which nodes on which memory."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from nimblec.cuda.allocator import Zone
+from nimblec.errors import TraceError
+from nimblert.driver import call
+
+# Schemas that do not tell that the running statistics are written: (mean, var, training) positions.
+_WRITES_RUNNING_STATISTICS = {
+    "aten.native_batch_norm.default": (3, 4, 5),
+    "aten.cudnn_batch_norm.default": (3, 4, 5),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ByteRange:
+    """Bytes [begin, end) at absolute device addresses."""
+
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpRecord:
+    """One call of an ATen op that launched the nodes [first_node, end_node).
+
+    The tensors it was given and returned are in ``reads`` and ``writes``.
+    """
+
+    name: str
+    source: str
+    first_node: int
+    end_node: int
+    reads: tuple[ByteRange, ...]
+    writes: tuple[ByteRange, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capture:
+    """A captured run: the torch graph that owns the nodes, its ops, and what the model returned."""
+
+    graph: torch.cuda.CUDAGraph
+    ops: tuple[OpRecord, ...]
+    result: Any
+    zone: Zone
+
+    @property
+    def handle(self) -> int:
+        """The CUgraph."""
+        return int(self.graph.raw_cuda_graph())
+
+
+class SourceTracker:
+    """Where in the model the running code is: a module path, or what a front end sets itself."""
+
+    def __init__(self, root: object) -> None:
+        self.current = ""
+        self._paths: dict[int, str] = {}
+        if isinstance(root, torch.nn.Module):
+            self._paths = {id(m): path for path, m in root.named_modules()}
+
+    @contextmanager
+    def following_modules(self) -> Iterator[None]:
+        """Follow calls of modules inside the block."""
+        stack: list[str] = []
+
+        def enter(module: torch.nn.Module, _args: object) -> None:
+            stack.append(self.current)
+            self.current = self._paths.get(id(module), self.current)
+
+        def leave(_module: torch.nn.Module, _args: object, _result: object) -> None:
+            self.current = stack.pop()
+
+        hooks = torch.nn.modules.module
+        handles = (
+            hooks.register_module_forward_pre_hook(enter),
+            hooks.register_module_forward_hook(leave, always_call=True),
+        )
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+class _OpRecorder(TorchDispatchMode):
+    """Sees every op that reaches a device, and counts the nodes of the graph around it."""
+
+    def __init__(self, stream: torch.cuda.Stream, sources: SourceTracker) -> None:
+        super().__init__()
+        self.ops: list[OpRecord] = []
+        self._stream = stream.cuda_stream
+        self._sources = sources
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        before = self._node_count()
+        result = self._call(func, args, kwargs)
+        after = self._node_count()
+        if after > before:
+            reads, writes = _accesses(func, args, kwargs, result)
+            self.ops.append(
+                OpRecord(
+                    name=str(func),
+                    source=self._sources.current,
+                    first_node=before,
+                    end_node=after,
+                    reads=reads,
+                    writes=writes,
+                )
+            )
+        return result
+
+    def _call(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default):
+            raise TraceError(
+                f"{self._where(func)}: its result decides what runs next, and a plan is static: "
+                "take data-dependent sizes and .item() out of the model"
+            )
+        try:
+            return func(*args, **kwargs)
+        except (RuntimeError, NotImplementedError) as exc:
+            first_line = str(exc).split("\n", 1)[0]
+            raise TraceError(f"{self._where(func)}: {first_line}") from exc
+
+    def _where(self, func: torch._ops.OpOverload) -> str:
+        return f"{func} in {self._sources.current or 'the model'}"
+
+    def _node_count(self) -> int:
+        graph = call("cuStreamGetCaptureInfo", self._stream)[2]
+        return int(call("cuGraphGetNodes", graph, 0)[1])
+
+
+def _accesses(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+) -> tuple[tuple[ByteRange, ...], tuple[ByteRange, ...]]:
+    reads: list[ByteRange] = []
+    writes: list[ByteRange] = []
+    statistics = _WRITES_RUNNING_STATISTICS.get(str(func))
+    for position, argument in enumerate(func._schema.arguments):
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        written = argument.alias_info is not None and argument.alias_info.is_write
+        if statistics and position in statistics[:2]:
+            written = bool(args[statistics[2]])
+        (writes if written else reads).extend(_ranges(value))
+    writes.extend(_ranges(result))
+    return tuple(reads), tuple(writes)
+
+
+def _ranges(value: Any) -> Iterator[ByteRange]:
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, torch.Tensor) and leaf.is_cuda and leaf.numel():
+            span = sum((n - 1) * s for n, s in zip(leaf.shape, leaf.stride(), strict=True)) + 1
+            begin = leaf.data_ptr()
+            yield ByteRange(begin=begin, end=begin + span * leaf.element_size())
+
+
+def capture(run: Callable[[], Any], zone: Zone, sources: SourceTracker, *, see_ops: bool) -> Capture:
+    """Capture one call of ``run``, whose allocations come from ``zone``.
+
+    ``see_ops`` off leaves the dispatcher alone: a compiled callable would fall back to eager under
+    a dispatch mode. Raises TraceError where something cannot be captured, naming op and module.
+    """
+    torch._C._cuda_clearCublasWorkspaces()  # else the sequence depends on what ran before
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    stream = torch.cuda.Stream()
+    recorder = _OpRecorder(stream, sources)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        graph.capture_begin(capture_error_mode="relaxed")
+        try:
+            if see_ops:
+                with sources.following_modules(), recorder:
+                    result = run()
+            else:
+                result = run()
+        except BaseException:
+            _abandon(stream)
+            raise
+        graph.capture_end()
+    return Capture(graph=graph, ops=tuple(recorder.ops), result=result, zone=zone)
+
+
+def _abandon(stream: torch.cuda.Stream) -> None:
+    """End a capture that failed; what it held is of no use, the first error is the one to tell."""
+    from cuda.bindings import driver
+
+    driver.cuStreamEndCapture(stream.cuda_stream)

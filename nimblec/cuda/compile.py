@@ -1,0 +1,139 @@
+"""Compile for the CUDA target: drive the capture process, then check its plan in a lean one."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nimblec import errors
+from nimblec.errors import CompileError
+from nimblec.options import Observer, Options
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A model as another process can load it.
+
+    ``kind``: "callable" ("package.module:callable"), "exported" (.pt2), "saved" (a live module) or
+    "onnx"; ``model`` its name or path.
+    """
+
+    kind: str
+    model: str
+
+
+def compile_cuda(source: Source, options: Options, output: Path, observer: Observer) -> tuple[str, ...]:
+    """Write the plan of a model to ``output`` and check it; what the user should know comes back.
+
+    Raises the error that the capture process met, or CompileError where it died or where the lean
+    replay is not what the framework computed.
+    """
+    with tempfile.TemporaryDirectory(prefix="nimblec-") as folder:
+        request = _write_request(Path(folder), source, options, output)
+        notes = _run_worker(request, observer)
+    observer("check", None)
+    seconds = check(output)
+    observer("check", seconds)
+    return tuple(notes)
+
+
+def _write_request(folder: Path, source: Source, options: Options, output: Path) -> Path:
+    examples = ""
+    if options.examples:
+        examples = str(folder / "examples.npz")
+        np.savez(examples, **dict(options.examples))  # type: ignore[arg-type]  # numpy's stub of savez
+    request = folder / "request.json"
+    content = {
+        "kind": source.kind,
+        "model": source.model,
+        "inputs": [asdict(s) for s in options.inputs],
+        "examples": examples,
+        "output": str(output),
+        "sys_path": [p for p in sys.path if p],
+    }
+    request.write_text(json.dumps(content))
+    return request
+
+
+def _environment() -> dict[str, str]:
+    """This process's environment, in which the packages of this installation are found."""
+    import nimblec
+    import nimblert
+
+    roots = dict.fromkeys(str(Path(next(iter(p.__path__))).parent) for p in (nimblec, nimblert))
+    inherited = os.environ.get("PYTHONPATH")
+    path = os.pathsep.join([*roots, inherited] if inherited else roots)
+    return {**os.environ, "PYTHONPATH": path}
+
+
+def _run_worker(request: Path, observer: Observer) -> list[str]:
+    read_end, write_end = os.pipe()
+    command = [sys.executable, "-m", "nimblec.cuda.worker", str(request), str(write_end)]
+    with _started(command, pass_fds=(write_end,)) as process:
+        os.close(write_end)
+        notes: list[str] = []
+        stage = "starting"
+        with os.fdopen(read_end) as events:
+            for line in events:
+                message = json.loads(line)
+                if "error" in message:
+                    raise _error(message)
+                if "note" in message:
+                    notes.append(message["note"])
+                else:
+                    stage = message["stage"]
+                    observer(stage, message["seconds"])
+        status = process.wait()
+    if status:
+        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        raise CompileError(f"the capture process {how} in the stage {stage!r}: what it printed stands above")
+    return notes
+
+
+@contextmanager
+def _started(command: list[str], **options: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """A child process that does not outlive the block."""
+    process = subprocess.Popen(command, env=_environment(), stdin=subprocess.DEVNULL, stdout=sys.stderr, **options)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait()
+
+
+def _error(message: dict[str, str]) -> errors.NimbleError:
+    kind = getattr(errors, message["error"], CompileError)
+    try:
+        return kind(message["message"])
+    except TypeError:  # an error of several arguments (CudaError): its sentence is enough
+        return CompileError(message["message"])
+
+
+def check(plan: Path) -> float:
+    """Replay the golden record of a plan file in a process without the framework: its seconds.
+
+    Raises CompileError naming the first output that differs from what the framework computed.
+    """
+    command = [sys.executable, "-m", "nimblert.check", str(plan)]
+    done = subprocess.run(command, env=_environment(), stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    if done.returncode:
+        last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        raise CompileError(f"the plan does not replay in a process without the framework: {' '.join(last)}")
+    found = json.loads(done.stdout)
+    for output in found["outputs"]:
+        if "different" in (output["verdict"], output["repeat"]):
+            raise CompileError(
+                f"output {output['name']!r}: the replay differs from what the framework computed by "
+                f"{output['difference']:.2g} of its largest magnitude"
+            )
+    return float(sum(found["seconds"].values()))

@@ -1,0 +1,72 @@
+"""Find the cubin behind every kernel, and hold each one once."""
+
+from collections import defaultdict
+from functools import cached_property
+
+from nimblec.cuda.cubin import cut
+from nimblec.cuda.cupti import CodeRecorder
+from nimblec.cuda.elf import UnfamiliarCubinError
+from nimblec.cuda.nodes import Function
+from nimblec.errors import UnsupportedModelError
+from nimblert.cubin import entry_symbols
+
+_ORIGINS = (
+    ("triton", ("triton_",)),
+    ("cudnn", ("cudnn", "conv2d_c1", "xmma", "implicit_convolve", "winograd")),
+    ("cublas", ("nvjet", "cublas", "gemv", "gemmk1", "splitKreduce", "dot_kernel", "cutlass")),
+    ("aten", ("at6native", "at_cuda", "2at4cuda")),
+)
+
+
+class CodeIndex:
+    """The cubins recorded so far, searchable by the kernels of this process."""
+
+    def __init__(self, recorder: CodeRecorder) -> None:
+        self._recorder = recorder
+
+    @cached_property
+    def _by_symbol(self) -> dict[str, list[bytes]]:
+        found: defaultdict[str, list[bytes]] = defaultdict(list)
+        for digest, image in self._recorder.images.items():
+            for symbol in entry_symbols(memoryview(image)):
+                found[symbol].append(digest)
+        return found
+
+    def digest(self, function: Function) -> bytes:
+        """The SHA-256 of the cubin that holds ``function``.
+
+        A module or library handle tells it where a callback showed the pair: cuDNN's and Triton's
+        kernels repeat names with different code. The fat binaries of the frameworks are found by
+        name. Raises UnsupportedModelError where nothing or more than one image matches.
+        """
+        known = self._recorder.of_library.get(function.library) or self._recorder.of_module.get(
+            function.module
+        )
+        if known:
+            return known
+        matches = self._by_symbol.get(function.symbol, [])
+        if len(matches) != 1:
+            raise UnsupportedModelError(
+                f"kernel {function.symbol}: {len(matches)} loaded modules hold a kernel of this name, expected one"
+            )
+        return matches[0]
+
+    def image(self, digest: bytes) -> bytes:
+        """The cubin with this digest."""
+        return self._recorder.images[digest]
+
+
+def origin(symbols: list[str]) -> str:
+    """The library that kernels with these names come from: a label for people."""
+    for name, marks in _ORIGINS:
+        if any(mark in symbol for symbol in symbols for mark in marks):
+            return name
+    return "other"
+
+
+def shrink(image: bytes, symbols: list[str]) -> bytes:
+    """The cubin with nothing but the needed kernels; as it was where its parts are not all understood."""
+    try:
+        return cut(image, symbols)
+    except UnfamiliarCubinError:
+        return image

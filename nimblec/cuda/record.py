@@ -1,0 +1,158 @@
+"""Record a model on the GPU: two captures become a graph, two plain runs what it should compute."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from nimblec.cuda.allocator import BumpAllocator, Shift, Zone
+from nimblec.cuda.buffers import BufferTable, Span
+from nimblec.cuda.capture import ByteRange, Capture, SourceTracker, capture
+from nimblec.cuda.cupti import CodeRecorder
+from nimblec.cuda.modules import CodeIndex
+from nimblec.cuda.relocation import Relocator
+from nimblec.cuda.residents import Resident, contents, find_residents, move_into, note_mutations
+from nimblec.cuda.tasks import build_graph
+from nimblec.errors import UnsupportedModelError
+from nimblec.frontend.pytorch import DTYPE_NAMES, TorchModel, name_outputs
+from nimblec.ir import Graph, TensorView
+from nimblert.dtypes import numpy_dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recording:
+    """A model's graph and the capture it came from, whose memory still holds every intermediate."""
+
+    graph: Graph
+    first: Capture
+    residents: tuple[Resident, ...]
+
+
+class ModelRecorder:
+    """Records one model. ``code`` and ``allocator`` must have been started before CUDA was."""
+
+    def __init__(self, model: TorchModel, sources: SourceTracker, code: CodeRecorder, allocator: BumpAllocator) -> None:
+        self._model = model
+        self._sources = sources
+        self._code = code
+        self._allocator = allocator
+        self._residents = find_residents(model.root, model.inputs)
+
+    def warm_up(self) -> None:
+        """Run twice, so that every library has chosen and loaded its kernels."""
+        for _ in range(2):
+            self._run()
+        self._capture(self._allocator.resident)  # torch's generator allocates its state at the first
+        self._restore()
+
+    def record(self) -> Recording:
+        """Capture twice and compare."""
+        first_zone, second_zone, shift = self._allocator.zone_pair()
+        first = self._capture_in(first_zone)
+        outputs = [(name, t, t.data_ptr()) for name, t in name_outputs(first.result)]
+        self._replay(first)
+        note_mutations(first_zone, self._residents)
+        second = self._capture_in(second_zone)
+        buffers = BufferTable(first_zone, self._allocator.resident, contents(self._residents))
+        graph = build_graph(
+            first,
+            second,
+            code=CodeIndex(self._code),
+            relocator=Relocator(Shift(first_zone.addresses, shift), self._allocator.resident),
+            buffers=buffers,
+            inputs=self._input_views(first_zone, buffers),
+            outputs=_output_views(outputs, buffers),
+        )
+        return Recording(graph=graph, first=first, residents=tuple(self._residents))
+
+    def compute(self, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+        """What the framework computes from these inputs, uncaptured, state as at the start."""
+        self._restore()
+        with torch.no_grad():
+            for name, tensor in self._model.inputs:
+                tensor.copy_(_as_tensor(inputs[name]))
+        outputs = [_as_array(t) for _, t in name_outputs(self._run())]
+        self._restore()
+        return outputs
+
+    def _run(self) -> Any:
+        with torch.no_grad():
+            result = self._model.run()
+        torch.cuda.synchronize()
+        self._allocator.check()
+        return result
+
+    def _capture(self, zone: Zone) -> Capture:
+        with self._allocator.allocating_in(zone), torch.no_grad():
+            captured = capture(self._model.run, zone, self._sources, see_ops=not self._model.compiled)
+        self._allocator.check()
+        return captured
+
+    def _capture_in(self, zone: Zone) -> Capture:
+        move_into(zone, self._residents, self._allocator)
+        return self._capture(zone)
+
+    def _replay(self, captured: Capture) -> None:
+        captured.graph.instantiate()
+        captured.graph.replay()
+        torch.cuda.synchronize()
+
+    def _restore(self) -> None:
+        for resident in self._residents:
+            resident.restore()
+        torch.cuda.synchronize()
+
+    def _input_views(self, zone: Zone, buffers: BufferTable) -> tuple[TensorView, ...]:
+        addresses = {r.storage.data_ptr(): zone.addresses[i] for i, r in enumerate(self._residents)}
+        views = []
+        for name, tensor in self._model.inputs:
+            span = buffers.span(_first_element(tensor, addresses.get(tensor.untyped_storage().data_ptr(), 0)))
+            views.append(_view(name, tensor, span, buffers, _sample_range(tensor)))
+        return tuple(views)
+
+
+def _output_views(outputs: Iterable[tuple[str, torch.Tensor, int]], buffers: BufferTable) -> tuple[TensorView, ...]:
+    return tuple(_view(n, t, buffers.output(_first_element(t, at)), buffers, None) for n, t, at in outputs)
+
+
+def _first_element(tensor: torch.Tensor, address: int) -> ByteRange:
+    return ByteRange(begin=address, end=address + tensor.element_size())
+
+
+def _view(
+    name: str, tensor: torch.Tensor, span: Span | None, buffers: BufferTable, sample_range: tuple[int, int] | None
+) -> TensorView:
+    if span is None:
+        raise UnsupportedModelError(f"{name!r} is empty or on {tensor.device}: a CUDA plan holds tensors of its device")
+    return TensorView(
+        name=name,
+        dtype=DTYPE_NAMES[tensor.dtype],
+        shape=tuple(tensor.shape),
+        strides=tuple(tensor.stride()),
+        buffer=buffers.number(span.allocation),
+        offset=span.offset,
+        sample_range=sample_range,
+    )
+
+
+def _sample_range(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """The range of an integer input's example, from which later inputs may be drawn."""
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype is torch.bool:
+        return None
+    values = tensor.to(torch.int64)
+    return int(values.min()), int(values.max())
+
+
+def _as_tensor(array: np.ndarray) -> torch.Tensor:
+    if array.dtype.name == "bfloat16":
+        return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def _as_array(tensor: torch.Tensor) -> np.ndarray:
+    host = tensor.detach().cpu().contiguous()
+    if host.dtype is torch.bfloat16:
+        return host.view(torch.uint16).numpy().view(numpy_dtype("bfloat16"))
+    return host.numpy()

@@ -1,0 +1,164 @@
+"""The capture process: ``python -m nimblec.cuda.worker REQUEST.json EVENTS_FD``.
+
+CUPTI must be subscribed before CUDA starts, and torch's allocator exchanged, so every capture has a
+fresh process. It reads one request, writes the plan file, and reports on a pipe: one JSON object a
+line, {"stage", "seconds"}, {"note"}, or {"error", "message"} as the last.
+"""
+
+import ctypes
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from nimblec.errors import CompileError
+from nimblec.options import InputSpec
+from nimblert import container, driver, golden
+from nimblert.errors import NimbleError
+from nimblert.plan import Device, Plan, Target
+
+_ADDR_NO_RANDOMIZE = 0x0040000
+_SEED = 0
+
+
+def main(request_path: str, events_fd: int) -> int:
+    """Serve one request; 0 where the plan file was written."""
+    _fix_addresses()
+    request = json.loads(Path(request_path).read_text())
+    sys.path[:0] = request["sys_path"]
+    with os.fdopen(events_fd, "w", buffering=1) as events:
+        try:
+            _Worker(request, events).compile()
+        except NimbleError as exc:
+            _send(events, error=type(exc).__name__, message=str(exc))
+            return 2
+    return 0
+
+
+def _fix_addresses() -> None:
+    """Start again without address randomisation, once.
+
+    Kernels are handed padding from the host's stack; at equal addresses it is equal in every build.
+    """
+    libc = ctypes.CDLL(None)
+    now = libc.personality(0xFFFFFFFF)
+    if now & _ADDR_NO_RANDOMIZE or libc.personality(now | _ADDR_NO_RANDOMIZE) < 0:
+        return
+    if libc.personality(0xFFFFFFFF) & _ADDR_NO_RANDOMIZE:
+        os.execv(sys.executable, [sys.executable, "-m", "nimblec.cuda.worker", *sys.argv[1:]])
+
+
+def _send(events: IO[str], **message: Any) -> None:
+    events.write(json.dumps(message) + "\n")
+
+
+class _Worker:
+    def __init__(self, request: dict[str, Any], events: IO[str]) -> None:
+        self._request = request
+        self._events = events
+
+    @contextmanager
+    def _stage(self, name: str) -> Iterator[None]:
+        _send(self._events, stage=name, seconds=None)
+        begin = time.perf_counter()
+        yield
+        _send(self._events, stage=name, seconds=time.perf_counter() - begin)
+
+    def compile(self) -> None:
+        with self._stage("import the framework"):
+            from nimblec.cuda.allocator import BumpAllocator
+            from nimblec.cuda.capture import SourceTracker
+            from nimblec.cuda.cupti import CodeRecorder
+            from nimblec.cuda.record import ModelRecorder
+        driver.bindings()
+        code = CodeRecorder()
+        code.start()
+        driver.initialise()
+        allocator = BumpAllocator()
+        allocator.install()
+        with self._stage("load the model"):
+            model = self._load_model()
+            sources = SourceTracker(model.root)
+            recorder = ModelRecorder(model, sources, code, allocator)
+        for note in model.notes:
+            _send(self._events, note=note)
+        with self._stage("warm up"):
+            recorder.warm_up()
+        with self._stage("capture"):
+            recording = recorder.record()
+        with self._stage("plan"):
+            from nimblec.planning import make_plan
+
+            plan = make_plan(
+                recording.graph, target=Target.CUDA, device=_needed_device(), versions=_versions()
+            )
+        with self._stage("run the framework"):
+            plan = self._with_golden(plan, recorder)
+        with self._stage("write"):
+            container.write(plan, self._request["output"])
+
+    def _load_model(self) -> Any:
+        import torch
+
+        from nimblec.frontend import pytorch
+
+        torch.manual_seed(_SEED)
+        specs = tuple(InputSpec(**{**s, "shape": tuple(s["shape"])}) for s in self._request["inputs"])
+        examples = dict(np.load(self._request["examples"])) if self._request["examples"] else {}
+        model = self._request["model"]
+        match self._request["kind"]:
+            case "callable":
+                module, example_inputs = pytorch.import_callable(model)
+            case "exported":
+                module, example_inputs = pytorch.load_exported(Path(model))
+            case "saved":
+                module, example_inputs = pytorch.load_saved(Path(model))
+            case kind:
+                raise CompileError(f"request of kind {kind!r} is not known")
+        return pytorch.place(module, example_inputs, device="cuda", specs=specs, examples=examples)
+
+    def _with_golden(self, plan: Plan, recorder: Any) -> Plan:
+        """The plan with what the framework computes from seeded inputs, and how far two runs differ."""
+        (program,) = plan.programs
+        inputs = golden.draw_inputs(program, _SEED)
+        first, second = recorder.compute(inputs), recorder.compute(inputs)
+        tolerance = max(_spread(a, b) for a, b in zip(first, second, strict=True))
+        if tolerance:
+            _send(
+                self._events,
+                note=f"two runs of the framework on equal inputs differ by {tolerance:.2g} of the largest magnitude: "
+                "the plan is checked within that spread",
+            )
+        record = golden.record(_SEED, first, tolerance)
+        return replace(plan, programs=(replace(program, golden=record),))
+
+
+def _spread(first: np.ndarray, second: np.ndarray) -> float:
+    if first.tobytes() == second.tobytes():
+        return 0.0
+    a, b = first.astype(np.float64), second.astype(np.float64)
+    return float(np.nanmax(np.abs(a - b)) / max(float(np.nanmax(np.abs(a))), 1e-30))
+
+
+def _needed_device() -> Device:
+    found = driver.describe()
+    # Within a major version of CUDA a driver runs the cubins of every minor one.
+    return replace(found, driver_version=found.driver_version // 1000 * 1000)
+
+
+def _versions() -> tuple[tuple[str, str], ...]:
+    import torch
+
+    found = {"torch": torch.__version__, "cuda": torch.version.cuda or "", "cudnn": str(torch.backends.cudnn.version())}
+    return tuple(sorted(found.items()))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], int(sys.argv[2])))
