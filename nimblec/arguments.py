@@ -116,13 +116,3 @@ def write_arrays(directory: Path, arrays: Mapping[str, np.ndarray]) -> tuple[Pat
             temporary.unlink(missing_ok=True)
             raise
     return paths
-
-
-def check_writable(path: Path) -> None:
-    """OSError where a file cannot be written at ``path``, before minutes are spent on its contents."""
-    if path.is_dir():
-        raise IsADirectoryError(None, "is a directory, expected the name of a file to write", str(path))
-    if not path.parent.is_dir():
-        raise FileNotFoundError(None, f"cannot be written: {path.parent} is not a directory", str(path))
-    if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise PermissionError(None, f"cannot be written: {path.parent} is not writable", str(path))

@@ -17,7 +17,7 @@ from nimblec.options import InputSpec, Options, TargetChoice
 from nimblec.progress import StageProgress
 from nimblec.verification import Result
 from nimblert import container, golden
-from nimblert.errors import InputError, NimbleError, PlanInvalidError
+from nimblert.errors import InputError, NimbleError, PlanError
 from nimblert.executable import Executable, load
 
 PIPE_WIDTH = 160
@@ -66,7 +66,17 @@ def _sentence(exc: NimbleError | OSError) -> str:
     return " ".join(str(exc).split())
 
 
+class Group(click.Group):
+    """Lists its commands in the order in which they are used."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The names of the commands, as they were added."""
+        del ctx
+        return list(self.commands)
+
+
 @click.group(
+    cls=Group,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     invoke_without_command=True,
 )
@@ -153,14 +163,13 @@ def compile(  # noqa: A001  # the command's name
     """
     if verbose and quiet:
         raise click.UsageError("--verbose and --quiet contradict each other.")
-    arguments.check_writable(output)
     arrays = arguments.read_arrays(examples)
 
     from nimblec.compiler import choose_target, compile_model  # brings in the frameworks
 
     chosen, reason = choose_target(target)
     if not quiet:
-        click.echo(f"target: {chosen.name.lower()} ({reason})", err=True)
+        click.echo(f"target: {chosen.name.lower()} ({reason})")
     resolved: TargetChoice = "cuda" if chosen.name == "CUDA" else "cpu"
     options = Options(target=resolved, inputs=inputs, examples=tuple(arrays.items()))
     with StageProgress(verbose=verbose, quiet=quiet) as observer:
@@ -168,7 +177,7 @@ def compile(  # noqa: A001  # the command's name
     if quiet:
         return
     for note in made.notes:
-        click.echo(f"note: {note}", err=True)
+        click.echo(f"note: {note}")
     console = _console()
     console.print(report.compiled(made.plan, made.stages, file_nbytes=output.stat().st_size))
     console.print(f"wrote {output}")
@@ -250,7 +259,7 @@ def measure(executable: Executable, repeat: int) -> list[float]:
     return seconds
 
 
-@cli.command(cls=Command)
+@cli.command(cls=Command, short_help="Show what PLAN holds.")
 @click.argument("plan", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 def inspect(plan: Path, as_json: bool) -> None:
@@ -272,15 +281,15 @@ def inspect(plan: Path, as_json: bool) -> None:
         console.print(table)
 
 
-@cli.command(cls=Command)
+@cli.command(cls=Command, short_help="Check PLAN, and repeat its recorded run.")
 @click.argument("plan", type=click.Path(path_type=Path))
 def verify(plan: Path) -> None:
     """Check PLAN without running it and, on a machine that can run it, by running it.
 
     \b
     format   the file is complete and undamaged
-    rules    references, bounds, launch limits, overlap of live buffers
-    hazards  conflicting accesses are ordered by streams and events
+    rules    references, bounds, launch limits
+    hazards  accesses that conflict, those of buffers that share bytes too, are ordered
     symbols  every cubin holds the kernels that are launched from it
     golden   the recorded run, repeated, gives the recorded outputs
 
@@ -295,9 +304,10 @@ def verify(plan: Path) -> None:
         for sentence in check.sentences:
             click.echo(f"{check.result.value:<8} {check.name}: {sentence}")
         if check.result is Result.FAILED:
-            failed += check.sentences
+            failed.append(check)
     if failed:
-        raise PlanInvalidError(failed)
+        names = ", ".join(check.name for check in failed)
+        raise PlanError(f"{plan}: failed the checks of {names}: {failed[0].sentences[0]}")
 
 
 def _console() -> Console:

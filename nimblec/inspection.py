@@ -38,6 +38,7 @@ def describe(plan: Plan, *, file_nbytes: int) -> Json:
         "sizes": sizes(plan, file_nbytes=file_nbytes),
         "modules": modules_by_origin(plan),
         "kernels": kernels_by_origin(plan),
+        "regions": {"weights": plan.weights_nbytes, "state": plan.state_nbytes},
         "weights": [_weight(weight) for weight in plan.weights],
         "state": [_weight(weight) for weight in plan.state],
         "programs": [_program(program) for program in plan.programs],
@@ -77,10 +78,7 @@ def _modules_of(plan: Plan, origin: str) -> Json:
 def kernels_by_origin(plan: Plan) -> list[Json]:
     """Every kernel with its origin and its launches: by origin, most launched first."""
     launches = Counter(
-        command.kernel
-        for program in plan.programs
-        for command in program.commands
-        if isinstance(command, Launch)
+        command.kernel for program in plan.programs for command in program.commands if isinstance(command, Launch)
     )
     rows = [
         {
@@ -120,7 +118,7 @@ def _device(plan: Plan) -> Json:
         "name": device.name,
         "compute_capability": "{}.{}".format(*device.compute_capability),
         "multiprocessor_count": device.multiprocessor_count,
-        "driver_version": device.driver_version,
+        "driver": f"CUDA {device.driver_version // 1000}.{device.driver_version % 1000 // 10}",
     }
 
 
@@ -155,7 +153,7 @@ def _program(program: Program) -> Json:
         "events": program.event_count,
         "ops": len(program.ops),
         "commands": command_counts(program),
-        "memory": {
+        "regions": {
             "arena": program.arena_nbytes,
             "inputs": list(program.input_nbytes),
             "outputs": list(program.output_nbytes),

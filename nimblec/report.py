@@ -66,6 +66,7 @@ def inspected(facts: Json) -> list[Table]:
         _origin(facts),
         _sizes(facts),
         *(made for program in facts["programs"] for made in (_tensors(program), _commands(program))),
+        _modules(facts),
         _kernels(facts),
         _memory_map(facts),
         _weights(facts),
@@ -76,7 +77,7 @@ def _origin(facts: Json) -> Table:
     made = table("Plan", "", "")
     made.show_header = False
     made.add_row("target", facts["target"])
-    made.add_row("made on", ", ".join(f"{_words(key)} {value}" for key, value in facts["device"].items()))
+    made.add_row("made on", ", ".join(f"{_words(key)} {value}".strip() for key, value in facts["device"].items()))
     made.add_row("made by", facts["producer"])
     made.add_row("versions", ", ".join(f"{name} {version}" for name, version in facts["versions"].items()))
     return made
@@ -98,9 +99,7 @@ def _tensors(program: Json) -> Table:
     made = table(f"Program {program['name']!r}: inputs and outputs", "", "name", "type", "place")
     for role in ("inputs", "outputs"):
         for tensor in program[role]:
-            made.add_row(
-                role[:-1], tensor["name"], shape_text(tensor["dtype"], tensor["shape"]), tensor["place"]
-            )
+            made.add_row(role[:-1], tensor["name"], shape_text(tensor["dtype"], tensor["shape"]), tensor["place"])
     return made
 
 
@@ -127,16 +126,23 @@ def _kernels(facts: Json) -> Table:
     return _capped(made, rows)
 
 
+def _modules(facts: Json) -> Table:
+    made = table("Modules", "origin", "modules", "bytes", right=("modules", "bytes"))
+    for origin, module in facts["modules"].items():
+        made.add_row(origin, str(module["count"]), f"{module['nbytes']:,}")
+    return made
+
+
 def _memory_map(facts: Json) -> Table:
     made = table("Memory map", "region", "bytes", "holds", right=("bytes",))
-    made.add_row("weights", f"{facts['sizes']['weights']:,}", f"{len(facts['weights'])} tensors")
-    made.add_row("state", f"{facts['sizes']['state']:,}", f"{len(facts['state'])} tensors")
+    for region, nbytes in facts["regions"].items():
+        made.add_row(region, f"{nbytes:,}", f"{len(facts[region])} tensors")
     for program in facts["programs"]:
-        memory = program["memory"]
+        regions = program["regions"]
         ranges = len(program["arena_map"])
-        made.add_row("arena", f"{memory['arena']:,}", f"{ranges} ranges of program {program['name']!r}")
+        made.add_row("arena", f"{regions['arena']:,}", f"{ranges} ranges of program {program['name']!r}")
         for role in ("inputs", "outputs"):
-            for index, nbytes in enumerate(memory[role]):
+            for index, nbytes in enumerate(regions[role]):
                 made.add_row(f"{role[:-1]}[{index}]", f"{nbytes:,}", "")
     return made
 

@@ -39,6 +39,50 @@ def cuda(tmp_path: Path) -> Path:
     return path
 
 
+# --- compile
+
+
+def test_compile_prints_the_parts_and_the_stages(nimblec: CommandLine, tmp_path: Path) -> None:
+    done = nimblec("compile", DIGITS, "-o", tmp_path / "d.plan", "--target", "cpu")
+    assert (done.status, done.err) == (0, "")
+    assert done.out.startswith("target: cpu (asked for)\n")
+    for words in ("kernels", "modules", "weights", "arena", "file", "all stages", "d.plan"):
+        assert words in done.out
+
+
+def test_an_output_that_cannot_be_written_is_refused(nimblec: CommandLine, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for output in (tmp_path, tmp_path / "none" / "m.plan", tmp_path / "file" / "m.plan"):
+        assert str(output) in nimblec.refused("compile", DIGITS, "-o", output, "--target", "cpu")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("model", ["none.onnx", "none.pt2", "none", "none:", "README.md"])
+def test_what_is_no_model_is_refused_by_name(nimblec: CommandLine, tmp_path: Path, model: str) -> None:
+    output = tmp_path / "m.plan"
+    output.write_bytes(b"old")
+    assert model in nimblec.refused("compile", model, "-o", output, "--target", "cpu")
+    assert output.read_bytes() == b"old"
+
+
+def test_a_file_that_is_no_onnx_model_is_refused(nimblec: CommandLine, tmp_path: Path) -> None:
+    for name, content in [
+        ("empty.onnx", b""),
+        ("text.onnx", b"hello\n" * 50),
+        ("cut.onnx", DIGITS.read_bytes()[:5000]),
+    ]:
+        path = tmp_path / name
+        path.write_bytes(content)
+        assert name in nimblec.refused("compile", path, "-o", tmp_path / "m.plan", "--target", "cpu")
+    assert not (tmp_path / "m.plan").exists()
+
+
+def test_an_input_that_the_model_has_not_is_refused(nimblec: CommandLine, tmp_path: Path) -> None:
+    compile_ = ("compile", DIGITS, "-o", tmp_path / "m.plan", "--target", "cpu")
+    assert "img" in nimblec.refused(*compile_, "--input", "img:1x1x8x8")
+    assert "image" in nimblec.refused(*compile_, "--input", "image:1x1x9x9")
+
+
 # --- run
 
 
@@ -103,9 +147,7 @@ def test_an_unknown_input_name_is_refused_with_the_known_ones(
     assert "image" in sentence
 
 
-def test_an_output_directory_that_is_a_file_is_refused(
-    nimblec: CommandLine, digits: Path, tmp_path: Path
-) -> None:
+def test_an_output_directory_that_is_a_file_is_refused(nimblec: CommandLine, digits: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert "file" in nimblec.refused("run", digits, "--output-dir", tmp_path / "file")
     assert "file" in nimblec.refused("run", digits, "--output-dir", tmp_path / "file" / "below")
@@ -135,9 +177,7 @@ def test_a_damaged_plan_is_refused(
 
 
 @pytest.mark.parametrize("command", ["run", "inspect", "verify"])
-def test_a_missing_plan_and_a_directory_are_refused(
-    nimblec: CommandLine, tmp_path: Path, command: str
-) -> None:
+def test_a_missing_plan_and_a_directory_are_refused(nimblec: CommandLine, tmp_path: Path, command: str) -> None:
     assert nimblec.refused(command, tmp_path / "none.plan").endswith("none.plan: no such file")
     assert str(tmp_path) in nimblec.refused(command, tmp_path)
 
@@ -212,9 +252,7 @@ def other_seed(plan: Plan) -> Plan:
     return replace(plan, programs=(replace(program, golden=golden),))
 
 
-def test_verify_fails_where_the_run_gives_something_else(
-    nimblec: CommandLine, digits: Path, tmp_path: Path
-) -> None:
+def test_verify_fails_where_the_run_gives_something_else(nimblec: CommandLine, digits: Path, tmp_path: Path) -> None:
     sentence = nimblec.refused("verify", changed(digits, tmp_path / "m.plan", other_seed))
     assert "output 'probabilities': different (" in sentence
 
@@ -222,9 +260,7 @@ def test_verify_fails_where_the_run_gives_something_else(
 def without_order(plan: Plan) -> Plan:
     """Drop the events that order the two streams."""
     (program,) = plan.programs
-    commands = tuple(
-        command for command in program.commands if type(command).__name__ not in {"Record", "Wait"}
-    )
+    commands = tuple(command for command in program.commands if type(command).__name__ not in {"Record", "Wait"})
     return replace(plan, programs=(replace(program, commands=commands, event_count=0),))
 
 
@@ -241,7 +277,8 @@ def test_verify_finds_cubins_that_are_none(nimblec: CommandLine, cuda: Path) -> 
     done = nimblec("verify", cuda)
     assert done.status == 2
     assert lines(done.out)["symbols"] == "FAILED"
-    assert "modules[0]: cubin" in done.err
+    assert "failed the checks of" in done.err
+    assert "modules[0]: cubin" in done.out
 
 
 def test_a_plan_without_a_record_is_not_run(nimblec: CommandLine, tmp_path: Path) -> None:

@@ -47,6 +47,8 @@ def test_commands_kernels_and_modules_are_counted() -> None:
         ("triton", "relu", 1),
     ]
     assert facts["device"]["compute_capability"] == "9.0"
+    assert facts["device"]["driver"] == "CUDA 13.0"
+    assert facts["regions"] == {"weights": 1024, "state": 256}
     assert program["golden"] == {"seed": 7, "tolerance": 0.0}
 
 
