@@ -18,7 +18,7 @@ SAMPLE_COUNT = 64
 """At most so many values of an output are kept."""
 
 
-class Verdict(enum.Enum):
+class Verdict(enum.StrEnum):
     """How an output compares with the one that the plan recorded."""
 
     BIT_EXACT = "bit-exact"
@@ -41,11 +41,11 @@ class Comparison:
     def __str__(self) -> str:
         """The verdict, with its figures where bits differ."""
         if self.verdict is Verdict.BIT_EXACT:
-            return self.verdict.value
+            return str(self.verdict)
         if self.verdict is Verdict.DIFFERENT and self.difference <= self.allowed:
             return "different, though the sampled values agree"
         figures = f"{self.difference:.2g} of the largest magnitude, {self.allowed:.2g} allowed"
-        return f"{self.verdict.value} ({figures})"
+        return f"{self.verdict} ({figures})"
 
 
 def draw_inputs(program: Program, seed: int) -> dict[str, np.ndarray]:
@@ -73,7 +73,7 @@ def _draw(tensor: Tensor, seed: int, position: int) -> np.ndarray:
 
 def digest(array: np.ndarray) -> bytes:
     """SHA-256 over the bytes of ``array`` in C order (32 bytes)."""
-    return hashlib.sha256(_flat(array).view(np.uint8)).digest()
+    return hashlib.sha256(_flat(array).view(np.uint8).data).digest()
 
 
 def samples(array: np.ndarray) -> tuple[float, ...]:
