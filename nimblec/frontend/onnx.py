@@ -1,0 +1,119 @@
+"""ONNX to ATen: a model becomes a flat fx graph of ATen calls.
+
+The nodes are walked in order. The function of the table `nimblec.frontend.onnx_ops` for a node's
+operator is called on the values of its inputs under a `Recorder`: what is known at import is
+computed at once, the rest is written down. Operators that the table lacks are replaced by their
+function body, where the model or the ONNX schema has one.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from onnx import ModelProto
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+from nimblec.errors import UnsupportedModelError
+from nimblec.frontend import onnx_file
+from nimblec.frontend.onnx_ops.creation import ELEMENT_TYPES
+from nimblec.frontend.onnx_tensors import dense_of, tensor_of
+from nimblec.frontend.onnx_walk import FAILED, Frame, Walk
+from nimblec.frontend.recorder import Recorder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnnxInput:
+    """An input of the model in the model's order; ``dtype`` is torch's name, "float32" for example."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnnxProgram:
+    """A model as ATen calls.
+
+    ``module`` takes the inputs in order and returns a tuple of the outputs. Its constants are
+    buffers on the device. ``meta["source"]`` of each fx node names the ONNX node that it came from,
+    ``meta["val"]`` is a fake tensor of its dtype, shape and strides.
+    """
+
+    module: fx.GraphModule
+    inputs: tuple[OnnxInput, ...]
+    outputs: tuple[str, ...]
+
+
+def import_model(model: ModelProto, *, device: str = "cpu") -> OnnxProgram:
+    """Translate a model whose inputs have static shapes; constants and calls are on ``device``.
+
+    Raises UnsupportedModelError with a sentence for each node that cannot be translated.
+    """
+    recorder = Recorder(torch.device(device))
+    inputs = tuple(_input(value) for value in onnx_file.inputs(model))
+    walk = Walk(model, recorder)
+    with recorder:
+        scope = _constants(model, recorder)
+        for i, described in enumerate(inputs):
+            dtype = getattr(torch, described.dtype)
+            scope[described.name] = recorder.placeholder(f"input_{i}", dtype, described.shape)
+        frame = Frame(opsets=walk.opsets)
+        walk.nodes(model.graph.node, scope, frame)
+        outputs = [scope.get(value.name, FAILED) for value in model.graph.output]
+        _refuse(walk.problems, model, outputs)
+        recorder.output([_separate(value, outputs[:i]) for i, value in enumerate(outputs)])
+    return OnnxProgram(
+        module=_module(recorder),
+        inputs=inputs,
+        outputs=tuple(value.name for value in model.graph.output),
+    )
+
+
+def _input(value: onnx_file.ModelTensor) -> OnnxInput:
+    shape = value.shape
+    if shape is None or None in shape:
+        raise UnsupportedModelError(f"input '{value.name}': shape {shape} is dynamic; fix it with --input")
+    return OnnxInput(name=value.name, dtype=value.dtype, shape=tuple(n for n in shape if n is not None))
+
+
+def _constants(model: ModelProto, recorder: Recorder) -> dict[str, object]:
+    scope: dict[str, object] = {}
+    for proto in model.graph.initializer:
+        scope[proto.name] = tensor_of(proto)
+    for sparse in model.graph.sparse_initializer:
+        scope[sparse.values.name] = dense_of(sparse)
+    for name, tensor in scope.items():
+        recorder.label(tensor, f"initializer '{name}'")
+    return scope
+
+
+def _refuse(problems: Sequence[str], model: ModelProto, outputs: Sequence[object]) -> None:
+    """Raise one error for all problems."""
+    if problems:
+        listed = "\n".join(f"  {problem}" for problem in problems)
+        raise UnsupportedModelError(
+            problems[0] if len(problems) == 1 else f"{len(problems)} problems in the model:\n{listed}"
+        )
+    for value, output in zip(model.graph.output, outputs, strict=True):
+        if not isinstance(output, Tensor):
+            raise UnsupportedModelError(f"output '{value.name}': no node makes a tensor of that name")
+
+
+def _separate(value: Tensor, earlier: Sequence[Tensor]) -> Tensor:
+    """Copy an output that would be a view of an input, of a constant or of an earlier output."""
+    return value
+
+
+def _module(recorder: Recorder) -> fx.GraphModule:
+    graph = recorder.graph
+    graph.eliminate_dead_code()
+    graph.lint()
+    used = {node.target for node in graph.nodes if node.op == "get_attr"}
+    constants = {name: tensor for name, tensor in recorder.constants.items() if name in used}
+    return fx.GraphModule(on_device(constants, recorder.device), graph, class_name="OnnxModel")
+
+
+def on_device(constants: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Move constants; those that are views of one storage stay views of one storage."""
+    return {name: tensor.to(device) for name, tensor in constants.items()}

@@ -1,0 +1,222 @@
+"""Element-wise arithmetic."""
+
+from functools import reduce
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from nimblec.frontend.onnx_ops.table import Refused, op
+from nimblec.frontend.onnx_ops.unsigned import WIDER, bitwise, by_value, ordered
+
+UNARY = {
+    "Acos": torch.acos,
+    "Acosh": torch.acosh,
+    "Asin": torch.asin,
+    "Asinh": torch.asinh,
+    "Atan": torch.atan,
+    "Atanh": torch.atanh,
+    "Ceil": torch.ceil,
+    "Cos": torch.cos,
+    "Cosh": torch.cosh,
+    "Erf": torch.erf,
+    "Exp": torch.exp,
+    "Floor": torch.floor,
+    "Log": torch.log,
+    "Reciprocal": torch.reciprocal,
+    "Round": torch.round,
+    "Sin": torch.sin,
+    "Sinh": torch.sinh,
+    "Sqrt": torch.sqrt,
+    "Tan": torch.tan,
+}
+
+
+def _enter_unary(name: str) -> None:
+    function = UNARY[name]
+
+    @op(name)
+    def unary(x: Tensor) -> Tensor:
+        return function(x)
+
+
+for _name in UNARY:
+    _enter_unary(_name)
+
+
+@op("Identity")
+def identity(x: Tensor) -> Tensor:
+    return x
+
+
+@op("Abs")
+def absolute(x: Tensor) -> Tensor:
+    return x if not x.dtype.is_signed else torch.abs(x)
+
+
+@op("Neg")
+def negative(x: Tensor) -> Tensor:
+    return torch.neg(x)
+
+
+@op("Sign")
+@by_value
+def sign(x: Tensor) -> Tensor:
+    return torch.where(torch.isnan(x), x, torch.sign(x)) if x.dtype.is_floating_point else torch.sign(x)
+
+
+@op("Add", since=7)
+@bitwise
+def add(a: Tensor, b: Tensor) -> Tensor:
+    return torch.add(a, b)
+
+
+@op("Sub", since=7)
+@bitwise
+def subtract(a: Tensor, b: Tensor) -> Tensor:
+    return torch.sub(a, b)
+
+
+@op("Mul", since=7)
+@bitwise
+def multiply(a: Tensor, b: Tensor) -> Tensor:
+    return torch.mul(a, b)
+
+
+@op("Div", since=7)
+@by_value
+def divide(a: Tensor, b: Tensor) -> Tensor:
+    return torch.div(a, b, rounding_mode=None if a.dtype.is_floating_point else "trunc")
+
+
+@op("Mod", since=10)
+@by_value
+def modulo(a: Tensor, b: Tensor, *, fmod: int = 0) -> Tensor:
+    return torch.fmod(a, b) if fmod else torch.remainder(a, b)
+
+
+@op("Pow", since=7)
+def power(x: Tensor, y: Tensor) -> Tensor:
+    if x.dtype in WIDER or y.dtype in WIDER:
+        raise Refused(f"has inputs of {x.dtype} and {y.dtype}; expected a signed or floating point dtype")
+    if not isinstance(y, FakeTensor) and y.dim() == 0 and x.dtype.is_floating_point:
+        return torch.pow(x, y.item())
+    return torch.pow(x, y).to(x.dtype)
+
+
+@op("Max", since=6)
+@by_value
+def maximum(*data_0: Tensor) -> Tensor:
+    return reduce(torch.maximum, data_0)
+
+
+@op("Min", since=6)
+@by_value
+def minimum(*data_0: Tensor) -> Tensor:
+    return reduce(torch.minimum, data_0)
+
+
+@op("Sum", since=6)
+def total(*data_0: Tensor) -> Tensor:
+    return reduce(torch.add, data_0)
+
+
+@op("Mean", since=6)
+def mean(*data_0: Tensor) -> Tensor:
+    return reduce(torch.add, data_0) / len(data_0)
+
+
+@op("Clip", since=6)
+def clip_to_attributes(
+    x: Tensor, *, min: float = -3.4028234663852886e38, max: float = 3.4028234663852886e38  # noqa: A002
+) -> Tensor:
+    return torch.clamp(x, min, max)
+
+
+@op("Clip", since=11)
+@by_value
+def clip(x: Tensor, min: Tensor | None = None, max: Tensor | None = None) -> Tensor:  # noqa: A002
+    if min is None and max is None:
+        return x
+    return torch.clamp(x, _number_if_known(min), _number_if_known(max))
+
+
+def _number_if_known(bound: Tensor | None) -> Tensor | float | None:
+    """Return a number for a known bound, so that one kernel clamps without reading it."""
+    return bound if bound is None or isinstance(bound, FakeTensor) else bound.item()
+
+
+@op("BitShift", since=11)
+def bit_shift(x: Tensor, y: Tensor, *, direction: str) -> Tensor:
+    if direction not in ("LEFT", "RIGHT"):
+        raise Refused(f"attribute 'direction' is {direction!r}; expected LEFT or RIGHT")
+    bits = 8 * x.element_size()
+    if x.dtype == torch.uint64:
+        return _shift_uint64(x, y, direction)
+    wide, amount = x.to(torch.int64), y.to(torch.int64)
+    inside = (amount >= 0) & (amount < bits)
+    amount = amount.clamp(0, bits - 1)
+    if direction == "LEFT":
+        shifted = torch.where(inside, wide << amount, 0)
+    else:
+        shifted = torch.where(inside, wide >> amount, wide >> (bits - 1) >> 1)
+    return shifted.to(x.dtype)
+
+
+def _shift_uint64(x: Tensor, y: Tensor, direction: str) -> Tensor:
+    """Shift 64 bit words, with zeros moving in; 64 places or more leave nothing."""
+    word, amount = x.view(torch.int64), ordered(y) ^ torch.tensor(-(1 << 63))
+    inside = (amount >= 0) & (amount < 64)
+    amount = amount.clamp(0, 63)
+    if direction == "LEFT":
+        shifted = word << amount
+    else:
+        low_bits = (torch.tensor((1 << 63) - 1) >> (amount - 1).clamp(min=0))
+        shifted = torch.where(amount == 0, word, (word >> amount) & low_bits)
+    return torch.where(inside, shifted, 0).view(torch.uint64)
+
+
+@op("BitwiseAnd", since=18)
+@bitwise
+def bitwise_and(a: Tensor, b: Tensor) -> Tensor:
+    return torch.bitwise_and(a, b)
+
+
+@op("BitwiseOr", since=18)
+@bitwise
+def bitwise_or(a: Tensor, b: Tensor) -> Tensor:
+    return torch.bitwise_or(a, b)
+
+
+@op("BitwiseXor", since=18)
+@bitwise
+def bitwise_xor(a: Tensor, b: Tensor) -> Tensor:
+    return torch.bitwise_xor(a, b)
+
+
+@op("BitwiseNot", since=18)
+@bitwise
+def bitwise_not(x: Tensor) -> Tensor:
+    return torch.bitwise_not(x)
+
+
+def _summed(x: Tensor, axis: int, exclusive: int, reverse: int, product: bool) -> Tensor:
+    if reverse:
+        x = torch.flip(x, [axis])
+    if exclusive:
+        first = torch.full_like(x.narrow(axis, 0, min(1, x.shape[axis])), int(product))
+        x = torch.cat([first, x.narrow(axis, 0, max(0, x.shape[axis] - 1))], axis)
+    x = (torch.cumprod if product else torch.cumsum)(x, axis, dtype=x.dtype)
+    return torch.flip(x, [axis]) if reverse else x
+
+
+@op("CumSum", since=11)
+@bitwise
+def cumulative_sum(x: Tensor, axis: int, *, exclusive: int = 0, reverse: int = 0) -> Tensor:
+    return _summed(x, axis, exclusive, reverse, product=False)
+
+
+@op("CumProd", since=26)
+@bitwise
+def cumulative_product(x: Tensor, axis: int, *, exclusive: int = 0, reverse: int = 0) -> Tensor:
+    return _summed(x, axis, exclusive, reverse, product=True)

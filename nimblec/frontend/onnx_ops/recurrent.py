@@ -1,0 +1,304 @@
+"""RNN, GRU and LSTM, one step of time after another.
+
+The product of the inputs with their weights is one matrix product for all steps; each step then
+takes one product with the recurrent weights. Sequence lengths that are shorter than the longest
+keep a sequence's state as it is beyond its end.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own name for it
+from torch import Tensor
+
+from nimblec.frontend.onnx_ops.indexing import reversed_steps
+from nimblec.frontend.onnx_ops.table import Floats, Refused, Strings, op
+
+Activation = Callable[[Tensor], Tensor]
+State = tuple[Tensor, ...]
+Step = Callable[[Tensor, State], State]
+"""Given the inputs' part of the gates and the state, return the next state; its first part is the output."""
+
+ACTIVATIONS: dict[str, Callable[[float, float], Activation]] = {
+    "relu": lambda alpha, beta: torch.relu,
+    "tanh": lambda alpha, beta: torch.tanh,
+    "sigmoid": lambda alpha, beta: torch.sigmoid,
+    "affine": lambda alpha, beta: lambda x: alpha * x + beta,
+    "leakyrelu": lambda alpha, beta: lambda x: F.leaky_relu(x, alpha),
+    "thresholdedrelu": lambda alpha, beta: lambda x: torch.where(x > alpha, x, 0.0),
+    "scaledtanh": lambda alpha, beta: lambda x: alpha * torch.tanh(beta * x),
+    "hardsigmoid": lambda alpha, beta: lambda x: torch.clamp(alpha * x + beta, 0, 1),
+    "elu": lambda alpha, beta: lambda x: F.elu(x, alpha),
+    "softsign": lambda alpha, beta: F.softsign,
+    "softplus": lambda alpha, beta: F.softplus,
+}
+DEFAULT_ALPHA = {"leakyrelu": 0.01, "thresholdedrelu": 1.0, "hardsigmoid": 0.2, "elu": 1.0, "affine": 1.0}
+DEFAULT_BETA = {"hardsigmoid": 0.5}
+TAKES_ALPHA = {"affine", "leakyrelu", "thresholdedrelu", "scaledtanh", "hardsigmoid", "elu"}
+TAKES_BETA = {"affine", "scaledtanh", "hardsigmoid"}
+
+
+def _activations(names: Strings, alphas: Floats | None, betas: Floats | None) -> list[Activation]:
+    given_alphas, given_betas = list(alphas or ()), list(betas or ())
+    found = []
+    for name in (name.lower() for name in names):
+        if name not in ACTIVATIONS:
+            raise Refused(f"activation {name!r} is unknown; expected one of {', '.join(ACTIVATIONS)}")
+        alpha = given_alphas.pop(0) if name in TAKES_ALPHA and given_alphas else DEFAULT_ALPHA.get(name, 1.0)
+        beta = given_betas.pop(0) if name in TAKES_BETA and given_betas else DEFAULT_BETA.get(name, 0.0)
+        found.append(ACTIVATIONS[name](alpha, beta))
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """What RNN, GRU and LSTM nodes have in common; tensors as ONNX lays them out.
+
+    ``x`` is (steps, batch, input size); weights carry the directions first.
+    """
+
+    x: Tensor
+    w: Tensor
+    r: Tensor
+    b: Tensor | None
+    lengths: Tensor | None
+    states: tuple[Tensor | None, ...]
+    hidden_size: int
+    directions: int
+    backward: tuple[bool, ...]
+
+
+def _layer(
+    x: Tensor,
+    w: Tensor,
+    r: Tensor,
+    b: Tensor | None,
+    lengths: Tensor | None,
+    states: tuple[Tensor | None, ...],
+    direction: str,
+    hidden_size: int | None,
+    layout: int,
+) -> Layer:
+    turns = {"forward": (False,), "reverse": (True,), "bidirectional": (False, True)}
+    if direction not in turns or layout not in (0, 1):
+        raise Refused(f"direction {direction!r} and layout {layout}; expected forward, reverse or bidirectional, 0 or 1")
+    if layout:
+        x = x.transpose(0, 1)
+        states = tuple(None if state is None else state.transpose(0, 1) for state in states)
+    hidden = r.shape[-1] if hidden_size is None else hidden_size
+    if w.shape[0] != len(turns[direction]) or r.shape[-1] != hidden:
+        raise Refused(f"weights of shape {tuple(w.shape)} and {tuple(r.shape)} do not fit {direction}, {hidden}")
+    return Layer(
+        x=x,
+        w=w,
+        r=r,
+        b=b,
+        lengths=_unless_full(lengths, x.shape[0]),
+        states=states,
+        hidden_size=hidden,
+        directions=len(turns[direction]),
+        backward=turns[direction],
+    )
+
+
+def _unless_full(lengths: Tensor | None, steps: int) -> Tensor | None:
+    """Return None for lengths known to be all of ``steps``."""
+    if lengths is None or isinstance(lengths, torch._subclasses.FakeTensor):
+        return lengths
+    return None if bool((lengths == steps).all()) else lengths
+
+
+def _run(layer: Layer, cells: Sequence[tuple[Tensor, Step]], layout: int) -> tuple[Tensor, ...]:
+    """Run each direction; return Y and the last states, stacked by direction."""
+    outputs, finals = [], []
+    for i, (gates, step) in enumerate(cells):
+        states = tuple(_initial(layer, state, i) for state in layer.states)
+        sequence, final = _run_direction(gates, step, states, layer.lengths, layer.backward[i])
+        outputs.append(sequence)
+        finals.append(final)
+    y = torch.stack(outputs, 1)
+    last = [torch.stack(parts) for parts in zip(*finals, strict=True)]
+    if layout:
+        return y.permute(2, 0, 1, 3), *[state.transpose(0, 1) for state in last]
+    return y, *last
+
+
+def _initial(layer: Layer, state: Tensor | None, direction: int) -> Tensor:
+    if state is not None:
+        return state[direction]
+    return torch.zeros(layer.x.shape[1], layer.hidden_size, dtype=layer.x.dtype)
+
+
+def _run_direction(
+    gates: Tensor, step: Step, state: State, lengths: Tensor | None, backward: bool
+) -> tuple[Tensor, State]:
+    order = reversed(range(gates.shape[0])) if backward and lengths is None else range(gates.shape[0])
+    turn = None
+    if backward and lengths is not None:
+        turn = reversed_steps(gates, lengths, 1, 0)
+        gates = torch.gather(gates, 0, turn)
+    outputs = {}
+    for t in order:
+        following = step(gates[t], state)
+        if lengths is None:
+            state, outputs[t] = following, following[0]
+        else:
+            alive = (lengths > t).unsqueeze(1)
+            state = tuple(torch.where(alive, new, old) for new, old in zip(following, state, strict=True))
+            outputs[t] = torch.where(alive, following[0], 0.0)
+    sequence = torch.stack([outputs[t] for t in range(gates.shape[0])])
+    if turn is not None:
+        sequence = torch.gather(sequence, 0, turn[..., : sequence.shape[-1]])
+    return sequence, state
+
+
+def _input_gates(layer: Layer, direction: int, bias: Tensor | None) -> Tensor:
+    """Return x W' + bias for all steps: (steps, batch, gates)."""
+    steps, batch, size = layer.x.shape
+    rows = layer.x.reshape(steps * batch, size)
+    weight = layer.w[direction].t()
+    flat = torch.mm(rows, weight) if bias is None else torch.addmm(bias, rows, weight)
+    return flat.reshape(steps, batch, -1)
+
+
+def _clipped(x: Tensor, clip: float | None) -> Tensor:
+    return x if clip is None else torch.clamp(x, -clip, clip)
+
+
+def _both_biases(layer: Layer, direction: int) -> Tensor | None:
+    if layer.b is None:
+        return None
+    half = layer.b.shape[-1] // 2
+    return layer.b[direction][:half] + layer.b[direction][half:]
+
+
+def _names(names: Strings | None, defaults: Strings, directions: int) -> Strings:
+    chosen = defaults * directions if names is None else names
+    if len(chosen) != len(defaults) * directions:
+        raise Refused(f"attribute 'activations' is {chosen}; expected {len(defaults) * directions} names")
+    return chosen
+
+
+@op("RNN", since=7)
+def rnn(
+    x: Tensor,
+    w: Tensor,
+    r: Tensor,
+    b: Tensor | None = None,
+    sequence_lens: Tensor | None = None,
+    initial_h: Tensor | None = None,
+    *,
+    activation_alpha: Floats | None = None,
+    activation_beta: Floats | None = None,
+    activations: Strings = ("Tanh", "Tanh"),
+    clip: float | None = None,
+    direction: str = "forward",
+    hidden_size: int | None = None,
+    layout: int = 0,
+) -> tuple[Tensor, ...]:
+    layer = _layer(x, w, r, b, sequence_lens, (initial_h,), direction, hidden_size, layout)
+    functions = _activations(activations[: layer.directions], activation_alpha, activation_beta)
+
+    def cell(i: int) -> tuple[Tensor, Step]:
+        def step(gates: Tensor, state: State) -> State:
+            return (functions[i](_clipped(torch.addmm(gates, state[0], r[i].t()), clip)),)
+
+        return _input_gates(layer, i, _both_biases(layer, i)), step
+
+    return _run(layer, [cell(i) for i in range(layer.directions)], layout)
+
+
+@op("GRU", since=7)
+def gru(
+    x: Tensor,
+    w: Tensor,
+    r: Tensor,
+    b: Tensor | None = None,
+    sequence_lens: Tensor | None = None,
+    initial_h: Tensor | None = None,
+    *,
+    activation_alpha: Floats | None = None,
+    activation_beta: Floats | None = None,
+    activations: Strings | None = None,
+    clip: float | None = None,
+    direction: str = "forward",
+    hidden_size: int | None = None,
+    layout: int = 0,
+    linear_before_reset: int = 0,
+) -> tuple[Tensor, ...]:
+    layer = _layer(x, w, r, b, sequence_lens, (initial_h,), direction, hidden_size, layout)
+    names = _names(activations, ("Sigmoid", "Tanh"), layer.directions)
+    functions = _activations(names, activation_alpha, activation_beta)
+    size = layer.hidden_size
+
+    def cell(i: int) -> tuple[Tensor, Step]:
+        f, g = functions[2 * i], functions[2 * i + 1]
+        recurrent = r[i].t()
+        bias = torch.zeros(6 * size, dtype=x.dtype) if b is None else b[i]
+
+        def step(gates: Tensor, state: State) -> State:
+            h = state[0]
+            if linear_before_reset:
+                product = torch.addmm(bias[3 * size :], h, recurrent)
+                update_reset = f(_clipped(gates[:, : 2 * size] + product[:, : 2 * size], clip))
+                z, reset = update_reset[:, :size], update_reset[:, size:]
+                new = gates[:, 2 * size :] + reset * product[:, 2 * size :]
+            else:
+                total = torch.addmm(gates[:, : 2 * size] + bias[3 * size : 5 * size], h, recurrent[:, : 2 * size])
+                update_reset = f(_clipped(total, clip))
+                z, reset = update_reset[:, :size], update_reset[:, size:]
+                new = torch.addmm(gates[:, 2 * size :] + bias[5 * size :], reset * h, recurrent[:, 2 * size :])
+            new = g(_clipped(new, clip))
+            return (new + z * (h - new),)
+
+        return _input_gates(layer, i, bias[: 3 * size]), step
+
+    return _run(layer, [cell(i) for i in range(layer.directions)], layout)
+
+
+@op("LSTM", since=7)
+def lstm(
+    x: Tensor,
+    w: Tensor,
+    r: Tensor,
+    b: Tensor | None = None,
+    sequence_lens: Tensor | None = None,
+    initial_h: Tensor | None = None,
+    initial_c: Tensor | None = None,
+    p: Tensor | None = None,
+    *,
+    activation_alpha: Floats | None = None,
+    activation_beta: Floats | None = None,
+    activations: Strings | None = None,
+    clip: float | None = None,
+    direction: str = "forward",
+    hidden_size: int | None = None,
+    input_forget: int = 0,
+    layout: int = 0,
+) -> tuple[Tensor, ...]:
+    if input_forget:
+        raise Refused(f"attribute 'input_forget' is {input_forget}; expected 0")
+    layer = _layer(x, w, r, b, sequence_lens, (initial_h, initial_c), direction, hidden_size, layout)
+    names = _names(activations, ("Sigmoid", "Tanh", "Tanh"), layer.directions)
+    functions = _activations(names, activation_alpha, activation_beta)
+    size = layer.hidden_size
+
+    def cell(i: int) -> tuple[Tensor, Step]:
+        f, g, h_function = functions[3 * i : 3 * i + 3]
+        recurrent = r[i].t()
+        peephole = None if p is None else p[i].split(size)
+
+        def step(gates: Tensor, state: State) -> State:
+            h, c = state
+            entry, out, forget, new = torch.addmm(gates, h, recurrent).split(size, 1)
+            if peephole is not None:
+                entry, forget = entry + peephole[0] * c, forget + peephole[2] * c
+            c = f(_clipped(forget, clip)) * c + f(_clipped(entry, clip)) * g(_clipped(new, clip))
+            if peephole is not None:
+                out = out + peephole[1] * c
+            return f(_clipped(out, clip)) * h_function(c), c
+
+        return _input_gates(layer, i, _both_biases(layer, i)), step
+
+    return _run(layer, [cell(i) for i in range(layer.directions)], layout)

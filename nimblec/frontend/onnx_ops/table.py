@@ -1,0 +1,147 @@
+"""The table of operators, filled by the decorator `op`.
+
+The signature of a function says how a node is bound to it:
+
+- positional parameters are the node's inputs in order, keyword-only ones its attributes, with the
+  defaults of the ONNX schema; an attribute that has no parameter makes the node refused;
+- an input is a `Tensor` (real or fake), or must be known at import: `Known` (a real tensor),
+  `Ints`, `Floats`, ``int``, ``float``, ``bool`` (host values), or is only described: `Description`;
+- ``X | None`` is an optional input or attribute, ``*xs: Tensor`` a variadic input;
+- a parameter of type `Node` gets the node itself.
+"""
+
+import inspect
+import types
+import typing
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+Known: TypeAlias = Annotated[Tensor, "known"]
+Ints: TypeAlias = tuple[int, ...]
+Floats: TypeAlias = tuple[float, ...]
+Strings: TypeAlias = tuple[str, ...]
+
+MICROSOFT = "com.microsoft"
+LATEST_OPSET = 28
+"""The newest opset of the default domain whose operators the table was written for."""
+
+
+class Refused(Exception):  # noqa: N818 - it reads as a sentence where it is raised
+    """A node that cannot be imported; the message says what was found and what was expected."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Description:
+    """What is known about any tensor without its values."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """The node that is imported: its operator, opset, and which of its outputs are used."""
+
+    op_type: str
+    opset: int
+    outputs: tuple[bool, ...]
+
+    def wants(self, index: int) -> bool:
+        """Whether output ``index`` has a name."""
+        return index < len(self.outputs) and self.outputs[index]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """An input or attribute of an operator: ``kind`` is the type of its annotation."""
+
+    name: str
+    kind: Any
+    optional: bool
+    default: Any = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operator:
+    """A row of the table: what ``name`` does from opset ``since`` up to the next row."""
+
+    domain: str
+    name: str
+    since: int
+    function: Callable[..., Any]
+    inputs: tuple[Parameter, ...]
+    variadic: Parameter | None
+    attributes: dict[str, Parameter]
+    node_parameter: str | None
+
+
+_ROWS: dict[tuple[str, str], list[Operator]] = {}
+
+Function = typing.TypeVar("Function", bound=Callable[..., Any])
+
+
+def op(*names: str, since: int = 1, domain: str = "") -> Callable[[Function], Function]:
+    """Enter the decorated function into the table, for each of ``names``."""
+
+    def enter(function: Function) -> Function:
+        for name in names:
+            rows = _ROWS.setdefault((domain, name), [])
+            rows.append(_operator(function, domain, name, since))
+            rows.sort(key=lambda row: row.since)
+        return function
+
+    return enter
+
+
+def find(domain: str, name: str, opset: int) -> Operator | None:
+    """Return the row for an operator at an opset, None where the table lacks it."""
+    rows = _ROWS.get((domain, name), [])
+    index = bisect_right(rows, opset, key=lambda row: row.since)
+    return rows[index - 1] if index else None
+
+
+def operators() -> tuple[Operator, ...]:
+    """Return every row, by domain, name and opset."""
+    return tuple(row for key in sorted(_ROWS) for row in _ROWS[key])
+
+
+def _operator(function: Callable[..., Any], domain: str, name: str, since: int) -> Operator:
+    inputs: list[Parameter] = []
+    attributes: dict[str, Parameter] = {}
+    variadic = node_parameter = None
+    hints = typing.get_type_hints(function, include_extras=True)
+    for parameter in inspect.signature(function).parameters.values():
+        kind, optional = _strip_optional(hints[parameter.name])
+        has_default = parameter.default is not inspect.Parameter.empty
+        default = parameter.default if has_default else None
+        row = Parameter(name=parameter.name, kind=kind, optional=optional or has_default, default=default)
+        if kind is Node:
+            node_parameter = parameter.name
+        elif parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+            variadic = row
+        elif parameter.kind is inspect.Parameter.KEYWORD_ONLY:
+            attributes[parameter.name] = row
+        else:
+            inputs.append(row)
+    return Operator(
+        domain=domain,
+        name=name,
+        since=since,
+        function=function,
+        inputs=tuple(inputs),
+        variadic=variadic,
+        attributes=attributes,
+        node_parameter=node_parameter,
+    )
+
+
+def _strip_optional(hint: Any) -> tuple[Any, bool]:
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        members = [member for member in typing.get_args(hint) if member is not types.NoneType]
+        return members[0], True
+    return hint, False

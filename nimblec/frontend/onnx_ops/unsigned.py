@@ -1,0 +1,85 @@
+"""Arithmetic on uint16, uint32 and uint64, for which torch has little more than conversions."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nimblec.frontend.onnx_ops.table import Refused
+
+SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+WIDER = {torch.uint16: torch.int32, torch.uint32: torch.int64}
+
+
+def bitwise(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Run a function on the bits of wide unsigned tensors seen as signed ones.
+
+    Right for whatever only moves elements, and for + - * & | ^ ~ << in two's complement. Outputs
+    of the signed dtype become unsigned again.
+    """
+
+    @wraps(function)
+    def on_bits(*args: Any, **kwargs: Any) -> Any:
+        unsigned = _wide_dtype(args)
+        if unsigned is None:
+            return function(*args, **kwargs)
+        signed = SIGNED[unsigned]
+        return _retype(function(*[_reinterpret(a, unsigned, signed) for a in args], **kwargs), signed, unsigned)
+
+    return on_bits
+
+
+def by_value(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Run a function on the values of wide unsigned tensors in a signed dtype that holds them all.
+
+    No signed dtype holds all of uint64: those are refused. Outputs of the wider dtype become
+    unsigned again.
+    """
+
+    @wraps(function)
+    def on_values(*args: Any, **kwargs: Any) -> Any:
+        unsigned = _wide_dtype(args)
+        if unsigned is None:
+            return function(*args, **kwargs)
+        if unsigned not in WIDER:
+            raise Refused("has uint64 inputs, which torch cannot compute with; expected another dtype")
+        wide = WIDER[unsigned]
+        result = function(*[_convert(a, unsigned, wide) for a in args], **kwargs)
+        return _convert(result, wide, unsigned)
+
+    return on_values
+
+
+def ordered(x: Tensor) -> Tensor:
+    """Return a signed tensor whose elements are in the order of the unsigned ones."""
+    if x.dtype in WIDER:
+        return x.to(WIDER[x.dtype])
+    if x.dtype == torch.uint64:
+        return x.view(torch.int64) ^ torch.tensor(-(1 << 63))
+    return x
+
+
+def _wide_dtype(args: tuple[Any, ...]) -> torch.dtype | None:
+    for arg in args:
+        members = arg if isinstance(arg, (list, tuple)) else [arg]
+        for member in members:
+            if isinstance(member, Tensor) and member.dtype in SIGNED:
+                return member.dtype
+    return None
+
+
+def _reinterpret(value: Any, old: torch.dtype, new: torch.dtype) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)(_reinterpret(item, old, new) for item in value)
+    return value.view(new) if isinstance(value, Tensor) and value.dtype == old else value
+
+
+_retype = _reinterpret
+
+
+def _convert(value: Any, old: torch.dtype, new: torch.dtype) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)(_convert(item, old, new) for item in value)
+    return value.to(new) if isinstance(value, Tensor) and value.dtype == old else value

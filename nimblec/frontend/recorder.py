@@ -1,0 +1,164 @@
+"""Record tensor code as a flat graph of ATen calls, computing at once whatever is known.
+
+Code runs under the `Recorder` as it would in eager torch. A call whose tensors are all real runs
+for real, on the CPU: that is constant folding. A call that touches a fake tensor (one that stands
+for a value of the running model) is written to the graph and gives fake tensors; real tensors
+among its arguments become constants of the graph. So the graph holds no call that could have been
+made at import, no ``.item()`` and no copy from host to device.
+"""
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+aten = torch.ops.aten
+
+WHOLE = frozenset({
+    aten.reshape.default,
+    aten.scaled_dot_product_attention.default,
+})
+"""Composite calls that stay one call: the first is a view or a copy as strides will have it, the
+second picks the fused kernel of the device."""
+
+AS_RESHAPE = frozenset({aten.view.default, aten._unsafe_view.default})
+"""Written as ``reshape``, which stays right whatever strides the kernels before it choose."""
+
+
+class Recorder(TorchDispatchMode):
+    """A dispatch mode that writes calls on fake tensors of ``device`` to ``graph``.
+
+    ``source`` is put into ``meta["source"]`` of every call written while it is set;
+    ``meta["val"]`` is the fake tensor, so that dtype, shape and strides of each value are known.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.graph = fx.Graph()
+        self.device = device
+        self.source = ""
+        self.constants: dict[str, Tensor] = {}
+        self._fake_mode = FakeTensorMode()
+        self._nodes: dict[int, fx.Node] = {}
+        self._lifted: dict[int, FakeTensor] = {}
+        self._labels: dict[int, str] = {}
+        self._kept: list[Tensor] = []
+        self._guards: list[Any] = []
+
+    def __enter__(self) -> "Recorder":
+        # Below autograd, composite calls arrive whole, and results carry no history.
+        guard = torch._C._AutoDispatchBelowAutograd()
+        guard.__enter__()
+        self._guards.append(guard)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        super().__exit__(*exc)
+        self._guards.pop().__exit__(*exc)
+
+    def placeholder(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> FakeTensor:
+        """Return a fake tensor for an input of the graph."""
+        fake = self._fake(torch.empty(tuple(shape), dtype=dtype, device="meta"))
+        self._write(self.graph.placeholder(name), fake)
+        return fake
+
+    def label(self, tensor: Tensor, name: str) -> None:
+        """Say what the real ``tensor`` is called, for the ``source`` of its constant."""
+        self._labels[id(tensor)] = name
+        self._kept.append(tensor)
+
+    def constant(self, tensor: Tensor) -> FakeTensor:
+        """Return the fake tensor for a real one, which becomes a constant of the graph."""
+        known = self._lifted.get(id(tensor))
+        if known is not None:
+            return known
+        name = f"constant_{len(self.constants)}"
+        self.constants[name] = tensor
+        fake = self._fake(tensor)
+        self._write(self.graph.create_node("get_attr", name), fake)
+        self._nodes[id(fake)].meta["source"] = self._labels.get(id(tensor), self.source)
+        self._lifted[id(tensor)] = fake
+        return fake
+
+    def output(self, values: Sequence[Tensor]) -> None:
+        """End the graph with ``values``."""
+        self.graph.output(tuple(self._argument(value) for value in values))
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not any(_has_fake(value) for value in (*args, *kwargs.values())):
+            return func(*args, **kwargs)
+        if func is torch.ops.prim.device.default:
+            return self.device
+        if func not in WHOLE and func._can_decompose():
+            with self:
+                return func.decompose(*args, **kwargs)
+        args = tuple(_map_tensors(value, self._as_fake) for value in args)
+        kwargs = {key: _map_tensors(value, self._as_fake) for key, value in kwargs.items()}
+        with self._fake_mode:
+            result = func(*args, **kwargs)
+        return self._record(func, args, kwargs, result)
+
+    def _record(
+        self,
+        func: torch._ops.OpOverload,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        result: Any,
+    ) -> Any:
+        written = aten.reshape.default if func in AS_RESHAPE else func
+        node = self.graph.call_function(
+            written,
+            tuple(_map_tensors(value, self._argument) for value in args),
+            {key: _map_tensors(value, self._argument) for key, value in kwargs.items()},
+        )
+        if isinstance(result, Tensor):
+            self._write(node, result)
+            return result
+        node.meta["source"] = self.source
+        node.meta["val"] = result
+        for i, part in enumerate(result):
+            if isinstance(part, Tensor):
+                self._write(self.graph.call_function(operator.getitem, (node, i)), part)
+        return result
+
+    def _write(self, node: fx.Node, fake: Tensor) -> None:
+        node.meta["source"] = self.source
+        node.meta["val"] = fake
+        self._nodes[id(fake)] = node
+        self._kept.append(fake)
+
+    def _fake(self, tensor: Tensor) -> FakeTensor:
+        with self._fake_mode:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device)
+
+    def _as_fake(self, tensor: Tensor) -> Tensor:
+        return tensor if isinstance(tensor, FakeTensor) else self.constant(tensor)
+
+    def _argument(self, tensor: Tensor) -> fx.Node:
+        return self._nodes[id(self._as_fake(tensor))]
+
+
+def _has_fake(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(_has_fake(item) for item in value)
+    return isinstance(value, FakeTensor)
+
+
+def _map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, (list, tuple)):
+        return [_map_tensors(item, function) for item in value]
+    return value
