@@ -1,0 +1,143 @@
+"""An ONNX file as a Graph: one task for each node that ONNX Runtime's optimiser leaves."""
+
+import hashlib
+from collections.abc import Sequence
+from os import PathLike
+from pathlib import Path
+
+import numpy as np
+from onnx import ModelProto, NodeProto, TensorProto, numpy_helper
+
+from nimblec.cpu import kernels, optimizer, values
+from nimblec.cpu.values import TensorType
+from nimblec.frontend import onnx_file
+from nimblec.ir import Access, Buffer, BufferKind, Graph, KernelWork, Op, Reference, Task, TensorView
+from nimblec.options import InputSpec
+from nimblert.plan import Kernel, Module, ParameterKind
+
+
+def capture(path: str | PathLike[str], inputs: Sequence[InputSpec] = ()) -> Graph:
+    """The model in the ONNX file ``path``, its input shapes fixed by ``inputs`` where they are dynamic.
+
+    Raises CompileError for a file that cannot be read, UnsupportedModelError for a model that no
+    plan can hold.
+    """
+    model = onnx_file.fix_shapes(onnx_file.load(path, external_data=False), inputs)
+    onnx_file.outputs(model)  # refuses outputs that are no tensors, by name
+    return _build(optimizer.optimize(model, Path(path).parent))
+
+
+def _build(model: ModelProto) -> Graph:
+    builder = _Builder(model)
+    for tensor in onnx_file.inputs(model):
+        builder.add_input(tensor.name)
+    for node in model.graph.node:
+        builder.add_node(node)
+    return builder.graph()
+
+
+class _Builder:
+    """The Graph under construction: buffers, kernels and tasks in the order in which they are met."""
+
+    def __init__(self, model: ModelProto) -> None:
+        self._model = model
+        self._header = kernels.header(model)
+        self._constants = optimizer.initializers(model)
+        self._types = values.infer(model, onnx_file.inputs(model))
+        self._returned = {value.name for value in model.graph.output}
+        self._buffers: list[Buffer] = []
+        self._buffer_of: dict[str, int] = {}
+        self._constant_of: dict[bytes, int] = {}
+        self._modules: dict[Module, int] = {}
+        self._kernels: dict[Kernel, int] = {}
+        self._ops: list[Op] = []
+        self._tasks: list[Task] = []
+        self._inputs: list[TensorView] = []
+
+    def add_input(self, name: str) -> None:
+        """A graph input and its buffer."""
+        self._buffer_of[name] = self._add_buffer(BufferKind.INPUT, name, self._types[name])
+        self._inputs.append(self._view(name, self._types[name]))
+
+    def add_node(self, node: NodeProto) -> None:
+        """The task of a node, with buffers for what it writes."""
+        built = kernels.build(node, self._types, self._constants, self._header)
+        for name in filter(None, node.output):
+            kind = BufferKind.OUTPUT if name in self._returned else BufferKind.TEMPORARY
+            self._buffer_of[name] = self._add_buffer(kind, name, self._types[name])
+        module = self._modules.setdefault(built.module, len(self._modules))
+        kernel = Kernel(module=module, symbol=built.symbol, parameters=built.parameters)
+        operands = [self._buffer(name) for name in built.values]
+        accesses = [Access(buffer=b, offset=0, nbytes=self._buffers[b].nbytes) for b in operands]
+        roles = [parameter.kind for parameter in built.parameters]
+        self._ops.append(Op(name=built.symbol, source=onnx_file.node_name(node)))
+        self._tasks.append(
+            Task(
+                op=len(self._ops) - 1,
+                work=KernelWork(
+                    kernel=self._kernels.setdefault(kernel, len(self._kernels)),
+                    params=bytes(kernel.params_nbytes),
+                    references=tuple(
+                        Reference(param_offset=parameter.offset, buffer=buffer, offset=0)
+                        for parameter, buffer in zip(built.parameters, operands, strict=True)
+                    ),
+                ),
+                reads=tuple(a for a, role in zip(accesses, roles, strict=True) if role is not ParameterKind.OUTPUT),
+                writes=tuple(a for a, role in zip(accesses, roles, strict=True) if role is ParameterKind.OUTPUT),
+            )
+        )
+
+    def graph(self) -> Graph:
+        """The finished Graph."""
+        outputs = tuple(self._view(value.name, self._type(value.name)) for value in self._model.graph.output)
+        return Graph(
+            modules=tuple(self._modules),
+            kernels=tuple(self._kernels),
+            buffers=tuple(self._buffers),
+            ops=tuple(self._ops),
+            tasks=tuple(self._tasks),
+            inputs=tuple(self._inputs),
+            outputs=outputs,
+        )
+
+    def _type(self, name: str) -> TensorType:
+        return kernels.constant_type(self._constants[name]) if name in self._constants else self._types[name]
+
+    def _view(self, name: str, tensor_type: TensorType) -> TensorView:
+        strides = np.cumprod((1, *tensor_type.shape[:0:-1]), dtype=np.int64)[::-1] if tensor_type.shape else ()
+        return TensorView(
+            name=name,
+            dtype=tensor_type.dtype,
+            shape=tensor_type.shape,
+            strides=tuple(int(n) for n in strides),
+            buffer=self._buffer(name),
+        )
+
+    def _buffer(self, name: str) -> int:
+        """The buffer of a value; that of a constant is made when it is first used."""
+        if name not in self._buffer_of:
+            self._buffer_of[name] = self._add_constant(self._constants[name])
+        return self._buffer_of[name]
+
+    def _add_buffer(self, kind: BufferKind, name: str, tensor_type: TensorType, data: memoryview | None = None) -> int:
+        self._buffers.append(
+            Buffer(
+                kind=kind,
+                nbytes=tensor_type.nbytes,
+                name=name,
+                dtype=tensor_type.dtype,
+                shape=tensor_type.shape,
+                data=data,
+            )
+        )
+        return len(self._buffers) - 1
+
+    def _add_constant(self, tensor: TensorProto) -> int:
+        """The buffer that holds the bytes of ``tensor``, shared by all constants that are equal."""
+        data = memoryview(np.ascontiguousarray(numpy_helper.to_array(tensor)).reshape(-1).view(np.uint8)).toreadonly()
+        digest = hashlib.sha256(data).digest()
+        if digest not in self._constant_of:
+            self._constant_of[digest] = self._add_buffer(
+                BufferKind.CONSTANT, tensor.name, kernels.constant_type(tensor), data
+            )
+        return self._constant_of[digest]

@@ -1,0 +1,216 @@
+"""One node of an optimised model as a model of its own: a module and a kernel of the plan.
+
+Names are canonical (i0, i1 ... o0, o1 ...), so that equal nodes give equal bytes and are stored once.
+Small constants (shapes, axes, scalars: what shape inference reads) are part of the model; larger
+ones are initializers without data, whose memory the runtime binds when it opens the session.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from onnx import (
+    AttributeProto,
+    FunctionProto,
+    GraphProto,
+    ModelProto,
+    NodeProto,
+    OperatorSetIdProto,
+    TensorProto,
+    ValueInfoProto,
+    helper,
+)
+
+from nimblec.cpu.values import TensorType
+from nimblec.frontend import onnx_file
+from nimblert.onnx_session import EXTERNAL_FILE, ORIGIN, nchwc_block_size
+from nimblert.plan import ITEM_NBYTES, Module, Parameter, ParameterKind
+
+NCHWC_DOMAIN = "com.microsoft.nchwc"
+
+_EMBEDDED_NBYTES = 64
+_EMBEDDED_INTEGER_NBYTES = 1024
+
+_POINTER_NBYTES = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeKernel:
+    """The code of a node. ``values[i]`` is the value of the whole model that parameter i stands for."""
+
+    module: Module
+    symbol: str
+    parameters: tuple[Parameter, ...]
+    values: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+    """What every one-node model takes from the whole one."""
+
+    ir_version: int
+    opsets: Mapping[str, int]
+    functions: Sequence[FunctionProto]
+
+
+def header(model: ModelProto) -> Header:
+    """The header of the models that the nodes of ``model`` become."""
+    opsets = {opset.domain: opset.version for opset in model.opset_import}
+    return Header(ir_version=model.ir_version, opsets=opsets, functions=tuple(model.functions))
+
+
+def symbol(node: NodeProto) -> str:
+    """The operator's name, with its domain unless it is ONNX's own."""
+    return f"{node.domain}.{node.op_type}" if node.domain else node.op_type
+
+
+def is_embedded(tensor: TensorProto) -> bool:
+    """Whether a constant becomes part of the code of the kernels that read it."""
+    dtype = onnx_file.dtype_name(tensor.data_type)
+    if dtype is None:
+        return True
+    limit = _EMBEDDED_INTEGER_NBYTES if dtype.startswith(("int", "uint")) else _EMBEDDED_NBYTES
+    return prod(tensor.dims) * ITEM_NBYTES[dtype] <= limit
+
+
+def build(
+    node: NodeProto, types: Mapping[str, TensorType], constants: Mapping[str, TensorProto], header: Header
+) -> NodeKernel:
+    """The kernel of one node. ``types`` has every value, ``constants`` every initializer."""
+    reads = tuple(dict.fromkeys(name for name in (*node.input, *_captured(node)) if name))
+    writes = tuple(name for name in node.output if name)
+    names = _canonical_names(node, reads, writes)
+
+    model = ModelProto(ir_version=header.ir_version)
+    model.functions.extend(f for f in header.functions)
+    for domain in sorted(_domains(node, header)):
+        model.opset_import.append(OperatorSetIdProto(domain=domain, version=header.opsets[domain]))
+    model.graph.name = "kernel"
+    model.graph.node.append(_canonical_node(node, names))
+
+    parameters: list[Parameter] = []
+    values: list[str] = []
+
+    def add(kind: ParameterKind, value: str, tensor_type: TensorType) -> None:
+        offset = _POINTER_NBYTES * len(parameters)
+        parameters.append(
+            Parameter(
+                offset=offset,
+                nbytes=_POINTER_NBYTES,
+                kind=kind,
+                name=names[value],
+                dtype=tensor_type.dtype,
+                shape=tensor_type.shape,
+            )
+        )
+        values.append(value)
+
+    for name in reads:
+        if name not in constants:
+            add(ParameterKind.INPUT, name, types[name])
+            model.graph.input.append(_value_info(names[name], types[name]))
+        elif is_embedded(constants[name]):
+            model.graph.initializer.append(_renamed(constants[name], names[name]))
+        else:
+            tensor_type = constant_type(constants[name])
+            add(ParameterKind.INITIALIZER, name, tensor_type)
+            model.graph.initializer.append(_external(names[name], tensor_type))
+    for name in writes:
+        add(ParameterKind.OUTPUT, name, types[name])
+        model.graph.output.append(_value_info(names[name], types[name]))
+    return NodeKernel(
+        module=Module(origin=_origin(node), code=memoryview(model.SerializeToString(deterministic=True))),
+        symbol=symbol(node),
+        parameters=tuple(parameters),
+        values=tuple(values),
+    )
+
+
+def constant_type(tensor: TensorProto) -> TensorType:
+    """The type of a constant that a plan can hold."""
+    dtype = onnx_file.dtype_name(tensor.data_type)
+    assert dtype is not None
+    return TensorType(dtype=dtype, shape=tuple(tensor.dims))
+
+
+def _origin(node: NodeProto) -> str:
+    return f"{ORIGIN} nchwc{nchwc_block_size()}" if node.domain == NCHWC_DOMAIN else ORIGIN
+
+
+def _captured(node: NodeProto) -> Iterator[str]:
+    """Values of the main graph that the subgraphs of ``node`` use."""
+    for graph in onnx_file.subgraphs(node):
+        yield from _free_names(graph)
+
+
+def _free_names(graph: GraphProto) -> Iterator[str]:
+    """Names that ``graph`` uses and does not define; ONNX names are unique down the nesting."""
+    defined = {tensor.name for tensor in (*graph.input, *graph.initializer)}
+    for node in graph.node:
+        for name in (*node.input, *_captured(node)):
+            if name and name not in defined:
+                yield name
+        defined.update(node.output)
+    for value in graph.output:
+        if value.name not in defined:
+            yield value.name
+
+
+def _canonical_names(node: NodeProto, reads: Sequence[str], writes: Sequence[str]) -> dict[str, str]:
+    """New names of the values; the old ones where a subgraph captures values by name."""
+    if onnx_file.subgraphs(node):
+        return {name: name for name in (*reads, *writes)}
+    return {name: f"i{i}" for i, name in enumerate(reads)} | {name: f"o{i}" for i, name in enumerate(writes)}
+
+
+def _canonical_node(node: NodeProto, names: Mapping[str, str]) -> NodeProto:
+    attributes = sorted((_without_text(a) for a in node.attribute), key=lambda a: a.name)
+    return NodeProto(
+        op_type=node.op_type,
+        domain=node.domain,
+        overload=node.overload,
+        input=[names.get(name, "") for name in node.input],
+        output=[names.get(name, "") for name in node.output],
+        attribute=attributes,
+    )
+
+
+def _without_text(attribute: AttributeProto) -> AttributeProto:
+    copy = AttributeProto()
+    copy.CopyFrom(attribute)
+    copy.ClearField("doc_string")
+    return copy
+
+
+def _domains(node: NodeProto, header: Header) -> set[str]:
+    """The domains whose opset the node's model must import."""
+    used = {node.domain, *(inner.domain for graph in onnx_file.subgraphs(node) for inner in onnx_file.nodes(graph))}
+    if header.functions:
+        used.update(header.opsets)
+    return used
+
+
+def _value_info(name: str, tensor_type: TensorType) -> ValueInfoProto:
+    return helper.make_tensor_value_info(name, onnx_file.element_type(tensor_type.dtype), tensor_type.shape)
+
+
+def _renamed(tensor: TensorProto, name: str) -> TensorProto:
+    copy = TensorProto()
+    copy.CopyFrom(tensor)
+    copy.name = name
+    copy.ClearField("doc_string")
+    return copy
+
+
+def _external(name: str, tensor_type: TensorType) -> TensorProto:
+    """An initializer whose data the runtime supplies."""
+    tensor = TensorProto(
+        name=name,
+        data_type=onnx_file.element_type(tensor_type.dtype),
+        dims=tensor_type.shape,
+        data_location=TensorProto.EXTERNAL,
+    )
+    tensor.external_data.add(key="location", value=EXTERNAL_FILE)
+    tensor.external_data.add(key="offset", value="0")
+    tensor.external_data.add(key="length", value=str(tensor_type.nbytes))
+    return tensor

@@ -1,0 +1,46 @@
+"""ONNX Runtime's own optimiser, run ahead of time: fusions, folded constants, blocked convolutions.
+
+The level is the one that a plain `InferenceSession(model)` uses, so that results are equal bit for
+bit. Its last step lays convolutions out in blocks (NCHWc) of this machine's vector width; weights
+come out reordered, and the runtime refuses them on a machine with other blocks.
+"""
+
+import tempfile
+from pathlib import Path
+
+import onnx
+from onnx import ModelProto, TensorProto
+
+from nimblec.errors import UnsupportedModelError
+from nimblert.onnx_session import onnxruntime, runtime_errors, session_options
+
+_WEIGHTS = "weights.bin"
+_EMBEDDED_NBYTES = 1024
+"""Initializers below this stay in the model's protobuf."""
+
+
+def optimize(model: ModelProto, folder: Path) -> ModelProto:
+    """``model``, with static input shapes, as ONNX Runtime would run it; all data in the result.
+
+    ``folder`` is where the model's external data are, if it has any.
+    """
+    ort = onnxruntime()
+    with tempfile.TemporaryDirectory(prefix="nimblec-") as scratch:
+        path = Path(scratch, "model.onnx")
+        options = session_options()
+        options.optimized_model_filepath = str(path)
+        options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder.resolve()))
+        options.add_session_config_entry("session.optimized_model_external_initializers_file_name", _WEIGHTS)
+        options.add_session_config_entry(
+            "session.optimized_model_external_initializers_min_size_in_bytes", str(_EMBEDDED_NBYTES)
+        )
+        try:
+            ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        except runtime_errors() as exc:
+            raise UnsupportedModelError(f"ONNX Runtime {ort.__version__} refuses the model: {exc}") from exc
+        return onnx.load(path)
+
+
+def initializers(model: ModelProto) -> dict[str, TensorProto]:
+    """The constants of the main graph by name."""
+    return {tensor.name: tensor for tensor in model.graph.initializer}

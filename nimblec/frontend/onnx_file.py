@@ -1,0 +1,314 @@
+"""Reading an ONNX file: load it, check its operators, fix the shapes of its inputs.
+
+Both ways in start here: the CPU target, and the translation of ONNX to ATen. Every error is one
+sentence that names the input, node or file at fault.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path, PurePosixPath
+
+import onnx
+from google.protobuf.message import DecodeError
+from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
+
+from nimblec.errors import CompileError, UnsupportedModelError
+from nimblec.options import InputSpec
+from nimblert.plan import ITEM_NBYTES
+
+_DTYPES = {
+    TensorProto.BOOL: "bool",
+    TensorProto.UINT8: "uint8",
+    TensorProto.INT8: "int8",
+    TensorProto.UINT16: "uint16",
+    TensorProto.INT16: "int16",
+    TensorProto.UINT32: "uint32",
+    TensorProto.INT32: "int32",
+    TensorProto.UINT64: "uint64",
+    TensorProto.INT64: "int64",
+    TensorProto.FLOAT16: "float16",
+    TensorProto.BFLOAT16: "bfloat16",
+    TensorProto.FLOAT: "float32",
+    TensorProto.DOUBLE: "float64",
+    TensorProto.COMPLEX64: "complex64",
+    TensorProto.COMPLEX128: "complex128",
+}
+assert set(_DTYPES.values()) == set(ITEM_NBYTES)
+
+_SCHEMA_DOMAINS = ("", "ai.onnx.ml")
+_CONTRIB_DOMAIN = "com.microsoft"
+"""ONNX Runtime's own operators; their schemas are not in the onnx package."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelTensor:
+    """An input or output of an ONNX model.
+
+    ``shape`` is None where the rank is not known, and has None for each dimension that is not.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int | None, ...] | None
+
+
+def load(path: str | PathLike[str], *, external_data: bool = True) -> ModelProto:
+    """The model in the file ``path``, with its operators checked.
+
+    External data are found beside the file and checked for size; they are read into the model
+    unless ``external_data`` is false. Raises CompileError for a file that is missing or not ONNX,
+    UnsupportedModelError for a model with unknown operators.
+    """
+    path = Path(path)
+    try:
+        model = onnx.load(path, load_external_data=False)
+    except FileNotFoundError as exc:
+        raise CompileError(f"{path}: no such file") from exc
+    except OSError as exc:
+        raise CompileError(f"{path}: cannot be read ({exc.strerror})") from exc
+    except DecodeError as exc:
+        raise CompileError(f"{path}: not an ONNX file") from exc
+    if not (model.ir_version and model.opset_import and model.HasField("graph") and model.graph.output):
+        raise CompileError(f"{path}: not an ONNX file")
+    check_operators(model)
+    _check_external_data(model, path)
+    if external_data:
+        onnx.load_external_data_for_model(model, str(path.parent))
+    return model
+
+
+def dtype_name(element_type: int) -> str | None:
+    """A plan's name of an ONNX element type; None where a plan has none (strings, 8 bit floats)."""
+    return _DTYPES.get(element_type)
+
+
+def element_type(dtype: str) -> int:
+    """The ONNX element type of a plan's dtype name."""
+    return next(number for number, name in _DTYPES.items() if name == dtype)
+
+
+def inputs(model: ModelProto) -> tuple[ModelTensor, ...]:
+    """What a caller gives: the graph inputs that are no initializers."""
+    constant = {tensor.name for tensor in model.graph.initializer}
+    constant.update(sparse.values.name for sparse in model.graph.sparse_initializer)
+    return tuple(_tensor("input", value) for value in model.graph.input if value.name not in constant)
+
+
+def outputs(model: ModelProto) -> tuple[ModelTensor, ...]:
+    """What the model returns. Their dtypes are those that the file declares."""
+    return tuple(_tensor("output", value) for value in model.graph.output)
+
+
+def fix_shapes(model: ModelProto, specs: Sequence[InputSpec]) -> ModelProto:
+    """A copy of ``model`` in which every input has a static shape and initializers are no inputs.
+
+    A named dimension that one spec fixes is fixed wherever the name stands. Raises
+    UnsupportedModelError where a spec fits no input, or a dimension stays dynamic.
+    """
+    known = {tensor.name: tensor for tensor in inputs(model)}
+    by_name: dict[str, InputSpec] = {}
+    for spec in specs:
+        if spec.name not in known:
+            names = ", ".join(repr(name) for name in known) or "none"
+            raise UnsupportedModelError(f"--input {spec.name}: the model has no such input; its inputs are {names}")
+        if spec.name in by_name:
+            raise UnsupportedModelError(f"--input {spec.name}: given twice; give it once")
+        _check_spec(spec, known[spec.name])
+        by_name[spec.name] = spec
+
+    fixed = ModelProto()
+    fixed.CopyFrom(model)
+    graph_inputs = [value for value in fixed.graph.input if value.name in known]
+    sizes = _named_sizes(graph_inputs, by_name)
+    for value in graph_inputs:
+        if value.name in by_name:
+            _set_shape(value, by_name[value.name].shape)
+    for value in (*graph_inputs, *fixed.graph.value_info, *fixed.graph.output):
+        for dim in value.type.tensor_type.shape.dim:
+            if dim.dim_param in sizes:
+                dim.dim_value = sizes[dim.dim_param]
+    problems = [problem for value in graph_inputs for problem in _dynamic_dimensions(value)]
+    if problems:
+        raise UnsupportedModelError("; ".join(problems))
+    del fixed.graph.input[:]
+    fixed.graph.input.extend(graph_inputs)
+    return fixed
+
+
+def nodes(graph: GraphProto) -> Iterator[NodeProto]:
+    """The nodes of a graph and of the subgraphs in it, in order."""
+    for node in graph.node:
+        yield node
+        for subgraph in subgraphs(node):
+            yield from nodes(subgraph)
+
+
+def subgraphs(node: NodeProto) -> tuple[GraphProto, ...]:
+    """The bodies of a control-flow node."""
+    one = [a.g for a in node.attribute if a.type == AttributeProto.GRAPH]
+    many = [g for a in node.attribute if a.type == AttributeProto.GRAPHS for g in a.graphs]
+    return (*one, *many)
+
+
+def node_name(node: NodeProto) -> str:
+    """The node's name; its first output's where it has none."""
+    return node.name or next((name for name in node.output if name), "")
+
+
+def check_operators(model: ModelProto) -> None:
+    """Raise UnsupportedModelError that lists every node whose operator is not known."""
+    versions = {_domain(opset.domain): opset.version for opset in model.opset_import}
+    functions = {(_domain(f.domain), f.name) for f in model.functions}
+    unknown = []
+    for node in _all_nodes(model):
+        domain = _domain(node.domain)
+        if (domain, node.op_type) in functions or domain == _CONTRIB_DOMAIN:
+            continue
+        newest = onnx.defs.onnx_opset_version() if domain == "" else 2**31 - 1
+        version = min(versions.get(domain, 1), newest)
+        if domain not in _SCHEMA_DOMAINS or not _has_schema(node.op_type, version, domain):
+            full = f"{domain}.{node.op_type}" if domain else node.op_type
+            unknown.append(f"node {node_name(node)!r}: unknown operator {full} (opset {versions.get(domain, 'not imported')})")
+    if unknown:
+        raise UnsupportedModelError("; ".join(unknown))
+
+
+def _has_schema(op_type: str, version: int, domain: str) -> bool:
+    if not onnx.defs.has(op_type, max_inclusive_version=version, domain=domain):
+        return False
+    return not onnx.defs.get_schema(op_type, max_inclusive_version=version, domain=domain).deprecated
+
+
+def _domain(name: str) -> str:
+    return "" if name == "ai.onnx" else name
+
+
+def _all_nodes(model: ModelProto) -> Iterator[NodeProto]:
+    yield from nodes(model.graph)
+    for function in model.functions:
+        for node in function.node:
+            yield node
+            for subgraph in subgraphs(node):
+                yield from nodes(subgraph)
+
+
+def _tensors(model: ModelProto) -> Iterator[TensorProto]:
+    """Every tensor stored in the model: initializers and attributes, subgraphs' too."""
+    graphs = [model.graph]
+    for node in _all_nodes(model):
+        graphs.extend(subgraphs(node))
+        for attribute in node.attribute:
+            if attribute.type == AttributeProto.TENSOR:
+                yield attribute.t
+            yield from attribute.tensors
+    for graph in graphs:
+        yield from graph.initializer
+
+
+def _check_external_data(model: ModelProto, path: Path) -> None:
+    for tensor in _tensors(model):
+        if tensor.data_location != TensorProto.EXTERNAL:
+            continue
+        entry = {item.key: item.value for item in tensor.external_data}
+        location = entry.get("location", "")
+        relative = PurePosixPath(location)
+        if not location or relative.is_absolute() or ".." in relative.parts:
+            raise CompileError(
+                f"{path}: initializer {tensor.name!r} names the data file {location!r}, expected one below the "
+                f"model's folder"
+            )
+        data = path.parent / location
+        if not data.is_file():
+            raise CompileError(f"{data}: missing; initializer {tensor.name!r} of {path} is stored in it")
+        try:
+            offset = int(entry.get("offset", "0"))
+            length = int(entry["length"]) if "length" in entry else 0
+        except ValueError as exc:
+            raise CompileError(f"{path}: initializer {tensor.name!r} has an offset or length that is no number") from exc
+        size = data.stat().st_size
+        if offset < 0 or length < 0 or offset + length > size:
+            raise CompileError(
+                f"{data}: has {size} bytes, initializer {tensor.name!r} of {path} needs {offset + length}; the file "
+                f"was cut short or belongs to another model"
+            )
+
+
+def _tensor(role: str, value: ValueInfoProto) -> ModelTensor:
+    kind = value.type.WhichOneof("value")
+    if kind != "tensor_type":
+        what = kind.removesuffix("_type").replace("_", " ") if kind else "value without a type"
+        raise UnsupportedModelError(f"{role} {value.name!r} is a {what}, expected a tensor")
+    tensor = value.type.tensor_type
+    dtype = dtype_name(tensor.elem_type)
+    if dtype is None:
+        shown = TensorProto.DataType.Name(tensor.elem_type) if tensor.elem_type in TensorProto.DataType.values() else "?"
+        raise UnsupportedModelError(f"{role} {value.name!r} has the dtype {shown.lower()}, which a plan cannot hold")
+    if not tensor.HasField("shape"):
+        return ModelTensor(name=value.name, dtype=dtype, shape=None)
+    shape = tuple(d.dim_value if _is_static(d) else None for d in tensor.shape.dim)
+    return ModelTensor(name=value.name, dtype=dtype, shape=shape)
+
+
+def _is_static(dim: onnx.TensorShapeProto.Dimension) -> bool:
+    return dim.HasField("dim_value") and dim.dim_value >= 0
+
+
+def _check_spec(spec: InputSpec, tensor: ModelTensor) -> None:
+    if spec.dtype is not None and spec.dtype != tensor.dtype:
+        raise UnsupportedModelError(f"--input {spec.name}: dtype {spec.dtype}, the model's input has {tensor.dtype}")
+    if tensor.shape is None:
+        return
+    shown = "x".join("?" if n is None else str(n) for n in tensor.shape)
+    if len(spec.shape) != len(tensor.shape):
+        raise UnsupportedModelError(
+            f"--input {spec.name}: {len(spec.shape)} dimensions, the model's input has {len(tensor.shape)} ({shown})"
+        )
+    for axis, (given, declared) in enumerate(zip(spec.shape, tensor.shape, strict=True)):
+        if declared is not None and given != declared:
+            raise UnsupportedModelError(
+                f"--input {spec.name}: {given} at axis {axis}, the model's input has {declared} there ({shown})"
+            )
+
+
+def _named_sizes(graph_inputs: Sequence[ValueInfoProto], specs: dict[str, InputSpec]) -> dict[str, int]:
+    """What the specs make of the named dimensions."""
+    sizes: dict[str, tuple[int, str]] = {}
+    for value in graph_inputs:
+        if value.name not in specs:
+            continue
+        for dim, size in zip(value.type.tensor_type.shape.dim, specs[value.name].shape, strict=False):
+            if not dim.dim_param:
+                continue
+            before, where = sizes.setdefault(dim.dim_param, (size, value.name))
+            if before != size:
+                raise UnsupportedModelError(
+                    f"--input {value.name}: dimension {dim.dim_param!r} is {size}, --input {where} makes it {before}"
+                )
+    return {name: size for name, (size, _) in sizes.items()}
+
+
+def _set_shape(value: ValueInfoProto, shape: tuple[int, ...]) -> None:
+    proto = value.type.tensor_type.shape
+    del proto.dim[:]
+    for size in shape:
+        proto.dim.add(dim_value=size)
+    proto.SetInParent()  # a scalar has a shape without dimensions
+
+
+def _dynamic_dimensions(value: ValueInfoProto) -> Iterator[str]:
+    tensor = value.type.tensor_type
+    if not tensor.HasField("shape"):
+        yield f"input {value.name!r} has no shape: give --input {value.name}:<shape>"
+        return
+    dims = list(enumerate(tensor.shape.dim))
+    example = "x".join(str(d.dim_value) if _is_static(d) else _example_size(axis, d.dim_param) for axis, d in dims)
+    for axis, dim in dims:
+        if not _is_static(dim):
+            named = f"the dynamic dimension {dim.dim_param!r}" if dim.dim_param else "a dynamic dimension"
+            yield f"input {value.name!r} has {named} (axis {axis}): give --input {value.name}:{example}"
+            return
+
+
+def _example_size(axis: int, name: str) -> str:
+    return "1" if axis == 0 else f"<{name or axis}>"

@@ -1,0 +1,87 @@
+"""Host memory of a program: one aligned allocation for each region, weights where the file lies."""
+
+from bisect import bisect_right
+from math import prod
+
+import numpy as np
+
+from nimblert.dtypes import numpy_dtype
+from nimblert.errors import PlanInvalidError
+from nimblert.plan import ITEM_NBYTES, Plan, Pointer, Program, Region, Tensor, Weight
+
+ALIGNMENT = 256
+"""Bytes; a plan aligns its tensors no further."""
+
+_READ_ALIGNMENT = 64
+"""What vector instructions want: weights of a mapped file are used in place where it holds."""
+
+_READ_ONLY = (Region.WEIGHTS, Region.INPUT)
+
+
+class HostMemory:
+    """The regions of a program as byte arrays. Every range handed out is within its region."""
+
+    def __init__(self, plan: Plan, program: Program, *, poison: bool = False) -> None:
+        regions = {(Region.ARENA, 0): _allocate(program.arena_nbytes, poison=poison)}
+        regions |= {(Region.INPUT, i): _allocate(n) for i, n in enumerate(program.input_nbytes)}
+        regions |= {(Region.OUTPUT, i): _allocate(n, poison=poison) for i, n in enumerate(program.output_nbytes)}
+        state = regions[Region.STATE, 0] = _allocate(plan.state_nbytes)
+        for part in plan.state:
+            state[part.offset : part.offset + part.data.nbytes] = np.frombuffer(part.data, np.uint8)
+        self._regions = regions
+        self._nothing = _allocate(0)
+        self._weight_offsets = [weight.offset for weight in plan.weights]
+        self._weights = [_in_place(weight) for weight in plan.weights]
+
+    def range(self, pointer: Pointer, nbytes: int, *, written: bool = False) -> np.ndarray:
+        """``nbytes`` bytes from ``pointer`` as uint8. Raises PlanInvalidError where they are not there."""
+        place = f"{pointer.region.name.lower()}({pointer.index})"
+        if written and pointer.region in _READ_ONLY:
+            raise PlanInvalidError([f"{place}: is written, it may only be read"])
+        if nbytes == 0:
+            return self._nothing
+        base, start = self._region(pointer)
+        if start < 0 or start + nbytes > base.nbytes:
+            raise PlanInvalidError([f"{place}: bytes {pointer.offset} to {pointer.offset + nbytes} are outside it"])
+        return base[start : start + nbytes]
+
+    def array(self, pointer: Pointer, dtype: str, shape: tuple[int, ...], *, written: bool = False) -> np.ndarray:
+        """A tensor in C order that starts at ``pointer``."""
+        nbytes = prod(shape) * ITEM_NBYTES[dtype]
+        return self.range(pointer, nbytes, written=written).view(numpy_dtype(dtype)).reshape(shape)
+
+    def tensor(self, tensor: Tensor) -> np.ndarray:
+        """The strided view that a program's input or output is."""
+        dtype = numpy_dtype(tensor.dtype)
+        strides = tuple(stride * dtype.itemsize for stride in tensor.strides)
+        memory = self.range(tensor.pointer, tensor.span_nbytes)
+        return np.ndarray(tensor.shape, dtype, buffer=memory, strides=strides)
+
+    def _region(self, pointer: Pointer) -> tuple[np.ndarray, int]:
+        """The array that ``pointer`` lies in, and where."""
+        if pointer.region is not Region.WEIGHTS:
+            if (pointer.region, pointer.index) not in self._regions:
+                raise PlanInvalidError([f"{pointer.region.name.lower()}({pointer.index}): there is no such region"])
+            return self._regions[pointer.region, pointer.index], pointer.offset
+        index = bisect_right(self._weight_offsets, pointer.offset) - 1
+        if index < 0:
+            raise PlanInvalidError([f"weights: no weight holds byte {pointer.offset}"])
+        return self._weights[index], pointer.offset - self._weight_offsets[index]
+
+
+def _allocate(nbytes: int, *, poison: bool = False) -> np.ndarray:
+    """Aligned bytes, zero or 0xFF; there is memory behind no bytes too, so that they have an address."""
+    memory = np.full(nbytes + ALIGNMENT, 0xFF, np.uint8) if poison else np.zeros(nbytes + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return memory[start : start + nbytes]
+
+
+def _in_place(weight: Weight) -> np.ndarray:
+    """The bytes of a weight, read only; a copy only where the file's address does not serve."""
+    data = np.frombuffer(weight.data, np.uint8)
+    if data.nbytes == 0 or data.ctypes.data % _READ_ALIGNMENT == 0:
+        return data
+    copy = _allocate(data.nbytes)
+    copy[:] = data
+    copy.flags.writeable = False
+    return copy

@@ -1,0 +1,221 @@
+"""The only file that imports onnxruntime: sessions for the kernels of a CPU plan.
+
+onnxruntime is imported when the first CPU plan is loaded, not before.
+"""
+
+import contextlib
+import tempfile
+import threading
+from functools import cache, partial
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from nimblert.errors import DeviceMismatchError, PlanInvalidError
+from nimblert.host_memory import HostMemory
+from nimblert.plan import Kernel, Launch, Parameter, ParameterKind, Plan, Pointer
+
+EXTERNAL_FILE = "weights"
+"""The file that an initializer of a kernel's model names. It never holds anything: ONNX Runtime takes
+the memory it is given for the initializer, but insists that the file exists."""
+
+ORIGIN = "onnxruntime"
+"""Origin of a module. With blocked convolutions (NCHWc) the block follows: "onnxruntime nchwc16"."""
+
+_ELEMENT_TYPES = {
+    "bool": ("tensor(bool)", 9),
+    "uint8": ("tensor(uint8)", 2),
+    "int8": ("tensor(int8)", 3),
+    "uint16": ("tensor(uint16)", 4),
+    "int16": ("tensor(int16)", 5),
+    "uint32": ("tensor(uint32)", 12),
+    "int32": ("tensor(int32)", 6),
+    "uint64": ("tensor(uint64)", 13),
+    "int64": ("tensor(int64)", 7),
+    "float16": ("tensor(float16)", 10),
+    "bfloat16": ("tensor(bfloat16)", 16),
+    "float32": ("tensor(float)", 1),
+    "float64": ("tensor(double)", 11),
+    "complex64": ("tensor(complex64)", 14),
+    "complex128": ("tensor(complex128)", 15),
+}
+"""ONNX Runtime's name of each dtype, and the number that ONNX gives it (TensorProto.DataType)."""
+
+_REORDER_MODEL = bytes.fromhex(
+    "08083a560a290a0178120179220c52656f72646572496e7075743a13636f6d2e6d6963726f736f66742e6e6368776312"
+    "01675a1b0a017812160a14080112100a0208010a0208040a0208010a02080162090a017912040a02080142040a001011"
+    "42170a13636f6d2e6d6963726f736f66742e6e636877631001"
+)
+"""ReorderInput of a (1, 4, 1, 1) float32 tensor x into y: its channels come out rounded up to a block.
+Serialized with the onnx package, which the runtime does not import."""
+
+_pool_is_shared = threading.Event()
+
+
+@cache
+def onnxruntime() -> ModuleType:
+    """The onnxruntime package."""
+    try:
+        import onnxruntime as ort
+    except ImportError as exc:
+        raise DeviceMismatchError("a CPU plan runs on ONNX Runtime: pip install nimblec[cpu]") from exc
+    return ort
+
+
+def share_thread_pool() -> None:
+    """Let the sessions opened from now on share one pool with a thread for each core.
+
+    For a process that is ours, such as `nimblec run`. ONNX Runtime refuses every later
+    `InferenceSession(model)` of default options in a process with such a pool, so a library must not
+    ask for it unbidden. Without it a kernel runs on the thread of its stream alone: a pool for each
+    session would be a spinning thread a core for every kernel (measured: 15 times slower).
+    """
+    ort = onnxruntime()
+    if not _pool_is_shared.is_set():
+        with contextlib.suppress(ort.capi.onnxruntime_pybind11_state.Fail):  # somebody has made it already
+            ort.set_global_thread_pool_sizes(0, 1)  # 0: as many threads as a session of its own would have
+        _pool_is_shared.set()
+
+
+def session_options() -> Any:
+    """SessionOptions with the threads of this process, that say nothing on stderr."""
+    options = onnxruntime().SessionOptions()
+    if _pool_is_shared.is_set():
+        options.use_per_session_threads = False
+    else:
+        options.intra_op_num_threads = 1
+    options.log_severity_level = 4  # failures come as exceptions
+    return options
+
+
+@cache
+def runtime_errors() -> tuple[type[Exception], ...]:
+    """What ONNX Runtime raises: its status codes have no common class but Exception."""
+    state = onnxruntime().capi.onnxruntime_pybind11_state
+    names = (
+        "Fail",
+        "InvalidArgument",
+        "NoSuchFile",
+        "NoModel",
+        "EngineError",
+        "RuntimeException",
+        "InvalidProtobuf",
+        "NotImplemented",
+        "InvalidGraph",
+        "EPFail",
+    )
+    return (RuntimeError, ValueError, *(getattr(state, name) for name in names))
+
+
+@cache
+def nchwc_block_size() -> int:
+    """Channels in a block of ONNX Runtime's own convolution layout on this machine (8 or 16; 1: none)."""
+    try:
+        (reordered,) = open_session(_REORDER_MODEL).run(None, {"x": np.zeros((1, 4, 1, 1), np.float32)})
+    except runtime_errors():
+        return 1
+    return int(reordered.shape[1])
+
+
+def open_session(code: bytes, initializers: dict[str, Any] | None = None, folder: str = "/nonexistent") -> Any:
+    """An InferenceSession that runs the model as it is written.
+
+    ``initializers`` are OrtValues by name, used where they lie. Files that the model names are
+    looked for in ``folder`` only.
+    """
+    ort = onnxruntime()
+    options = session_options()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.enable_cpu_mem_arena = False  # one arena a session would keep each kernel's largest workspace
+    options.enable_mem_pattern = False
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
+    for name, value in (initializers or {}).items():
+        options.add_initializer(name, value)
+    return ort.InferenceSession(code, options, providers=["CPUExecutionProvider"])
+
+
+class SessionCache:
+    """The sessions of a plan while its launches are bound: one for each kernel and its initializers.
+
+    Used in a ``with`` block: sessions and bindings outlive it, the placeholder file does not.
+    """
+
+    def __init__(self, plan: Plan, memory: HostMemory) -> None:
+        self._plan = plan
+        self._memory = memory
+        self._sessions: dict[tuple[object, ...], Any] = {}
+        self._options = onnxruntime().RunOptions()
+        self._folder = tempfile.TemporaryDirectory(prefix="nimblert-")
+
+    def __enter__(self) -> Self:
+        Path(self._folder.name, EXTERNAL_FILE).touch()
+        for module in self._plan.modules:
+            _check_origin(module.origin)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._folder.cleanup()
+
+    def bind(self, launch: Launch, where: str) -> "partial[object]":
+        """A call that runs the launch. Raises PlanInvalidError where kernel and launch do not fit."""
+        kernel = self._plan.kernels[launch.kernel]
+        pointers = {relocation.param_offset: relocation.pointer for relocation in launch.relocations}
+        if sorted(pointers) != sorted(p.offset for p in kernel.parameters):
+            raise PlanInvalidError([f"{where}: its relocations do not match the parameters of kernel {launch.kernel}"])
+        session = self._session(launch.kernel, pointers)
+        binding = session.io_binding()
+        for parameter in kernel.parameters:
+            if parameter.kind is ParameterKind.INITIALIZER:
+                continue
+            written = parameter.kind is ParameterKind.OUTPUT
+            array = self._memory.array(pointers[parameter.offset], parameter.dtype, parameter.shape, written=written)
+            bind = binding.bind_output if written else binding.bind_input
+            bind(parameter.name, "cpu", 0, _element_type(parameter, array), parameter.shape, array.ctypes.data)
+        return partial(session.run_with_iobinding, binding, self._options)
+
+    def _session(self, index: int, pointers: dict[int, Pointer]) -> Any:
+        kernel = self._plan.kernels[index]
+        constant = [p for p in kernel.parameters if p.kind is ParameterKind.INITIALIZER]
+        key = (index, *(pointers[p.offset] for p in constant))
+        if key not in self._sessions:
+            self._sessions[key] = self._open(kernel, {p.name: self._value(p, pointers[p.offset]) for p in constant})
+        return self._sessions[key]
+
+    def _value(self, parameter: Parameter, pointer: Pointer) -> Any:
+        array = self._memory.array(pointer, parameter.dtype, parameter.shape)
+        number = _ELEMENT_TYPES[parameter.dtype][1]
+        return onnxruntime().OrtValue.ortvalue_from_numpy_with_onnx_type(array, number)
+
+    def _open(self, kernel: Kernel, initializers: dict[str, Any]) -> Any:
+        code = bytes(self._plan.modules[kernel.module].code)
+        try:
+            session = open_session(code, initializers, self._folder.name)
+        except runtime_errors() as exc:
+            version = onnxruntime().__version__
+            raise PlanInvalidError([f"kernel {kernel.symbol}: ONNX Runtime {version} refuses its model: {exc}"]) from exc
+        declared = {tensor.name: tensor.type for tensor in (*session.get_inputs(), *session.get_outputs())}
+        bound = {p.name: _ELEMENT_TYPES[p.dtype][0] for p in kernel.parameters if p.name not in initializers}
+        if declared != bound:
+            raise PlanInvalidError([f"kernel {kernel.symbol}: parameters {bound}, its model has {declared}"])
+        return session
+
+
+def _element_type(parameter: Parameter, array: np.ndarray) -> Any:
+    """What IOBinding wants: numpy's type, or ONNX's number where numpy has none of its own."""
+    return array.dtype.type if array.dtype.isbuiltin == 1 else _ELEMENT_TYPES[parameter.dtype][1]
+
+
+def _check_origin(origin: str) -> None:
+    """Raise DeviceMismatchError where weights are in blocks of another size than this CPU's."""
+    name, _, layout = origin.partition(" ")
+    if name != ORIGIN:
+        raise PlanInvalidError([f"module of origin {origin!r}: a CPU plan has modules of {ORIGIN} only"])
+    if layout and layout != f"nchwc{nchwc_block_size()}":
+        raise DeviceMismatchError(
+            f"the plan was made for a CPU with convolution layout {layout}, this one has nchwc{nchwc_block_size()}: "
+            f"compile it again here"
+        )
