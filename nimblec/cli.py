@@ -164,6 +164,8 @@ def compile(  # noqa: A001  # the command's name
     if verbose and quiet:
         raise click.UsageError("--verbose and --quiet contradict each other.")
     arrays = arguments.read_arrays(examples)
+    if ":" in model and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))  # as `python -m` does, for package.module:callable
 
     from nimblec.compiler import choose_target, compile_model  # brings in the frameworks
 

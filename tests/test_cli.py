@@ -219,6 +219,18 @@ def test_compile_hands_on_what_was_asked_and_reports(nimblec: CommandLine, compi
     assert f"wrote {tmp_path / 'm.plan'}" in done.out.replace("\n", "")
 
 
+def test_a_callable_is_imported_from_the_current_directory(
+    nimblec: CommandLine, compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    monkeypatch.chdir(tmp_path)
+    nimblec("compile", "m.onnx", "-o", "m.plan")
+    assert str(tmp_path) not in sys.path
+    nimblec("compile", "mine:model", "-o", "m.plan")
+    assert sys.path[0] == str(tmp_path)
+    assert [model for model, _ in compiler.asked] == ["m.onnx", "mine:model"]
+
+
 def test_verbose_prints_stages_and_quiet_nothing(nimblec: CommandLine, compiler: Compiler, tmp_path: Path) -> None:
     assert compiler.error is None
     verbose = nimblec("compile", "m.onnx", "-o", tmp_path / "m.plan", "-v")
