@@ -106,7 +106,7 @@ def map_file(path: str | os.PathLike[str]) -> memoryview:
         raise PlanError(f"{path}: no such file") from exc
     except OSError as exc:
         raise PlanError(f"{path}: cannot be read: {exc.strerror}") from exc
-    _check_frame(image, path)
+    check_frame(image, path)
     return image
 
 
@@ -143,7 +143,7 @@ def parse(image: memoryview, path: str | os.PathLike[str]) -> Plan:
     return plan
 
 
-def _check_frame(image: memoryview, path: str | os.PathLike[str]) -> None:
+def check_frame(image: memoryview, path: str | os.PathLike[str]) -> None:
     """Raise PlanFormatError unless the file starts and ends as a plan does, with the lengths it names."""
     if image[4:8] != schema.IDENTIFIER:
         raise PlanFormatError(f"{path}: is not a plan file{_resemblance(image)}")

@@ -1,0 +1,420 @@
+"""Encoding a plan and decoding it again: the same plan, the same bytes, the same as flatc reads."""
+
+import json
+import shutil
+import struct
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import flatbuffers
+import plans
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nimblert import container, decoder, encoder, schema
+from nimblert._generated import plan_generated as fb
+from nimblert.errors import PlanFormatError
+from nimblert.plan import (
+    Access,
+    Device,
+    Golden,
+    GoldenOutput,
+    Kernel,
+    Launch,
+    Memcpy,
+    Memset,
+    Module,
+    Op,
+    Parameter,
+    ParameterKind,
+    Plan,
+    Pointer,
+    Program,
+    Record,
+    Region,
+    Relocation,
+    Target,
+    Tensor,
+    Wait,
+    Weight,
+)
+from nimblert.segments import ALIGNMENT
+
+ROOT = Path(__file__).parents[1]
+SCHEMA = ROOT / "schema" / "plan.fbs"
+RELEASED = sorted((ROOT / "schema" / "released").glob("*.fbs"))
+
+needs_flatc = pytest.mark.skipif(shutil.which("flatc") is None, reason="flatc is not installed")
+
+u8, u16, u32, u64 = (st.integers(0, 2**bits - 1) for bits in (8, 16, 32, 64))
+i64 = st.integers(-(2**63), 2**63 - 1)
+text = st.text(max_size=8)
+data = st.binary(max_size=40).map(memoryview)
+dim3 = st.tuples(u32, u32, u32)
+number = st.floats(allow_nan=False)
+
+
+def several(items: st.SearchStrategy) -> st.SearchStrategy:
+    return st.lists(items, max_size=3).map(tuple)
+
+
+pointers = st.builds(Pointer, region=st.sampled_from(Region), index=u32, offset=i64)
+accesses = several(st.builds(Access, pointer=pointers, nbytes=u64))
+tensors = st.builds(
+    Tensor,
+    name=text,
+    dtype=text,
+    shape=several(i64),
+    strides=several(i64),
+    pointer=pointers,
+    sample_range=st.none() | st.tuples(i64, i64),
+)
+weights = st.builds(Weight, name=text, dtype=text, shape=several(i64), offset=u64, data=data)
+parameters = st.builds(
+    Parameter,
+    offset=u32,
+    nbytes=u32,
+    kind=st.sampled_from(ParameterKind),
+    name=text,
+    dtype=text,
+    shape=several(i64),
+)
+kernels = st.builds(
+    Kernel,
+    module=u32,
+    symbol=text,
+    parameters=several(parameters),
+    max_dynamic_smem_nbytes=u32,
+    non_portable_cluster=st.booleans(),
+)
+launches = st.builds(
+    Launch,
+    stream=u32,
+    op=u32,
+    kernel=u32,
+    params=st.binary(max_size=20),
+    relocations=several(st.builds(Relocation, param_offset=u32, pointer=pointers)),
+    reads=accesses,
+    writes=accesses,
+    grid=dim3,
+    block=dim3,
+    cluster=dim3,
+    dynamic_smem_nbytes=u32,
+    cooperative=st.booleans(),
+    programmatic=st.booleans(),
+    duration_ns=u64,
+)
+commands = st.one_of(
+    launches,
+    st.builds(Memcpy, stream=u32, op=u32, dst=pointers, src=pointers, nbytes=u64, duration_ns=u64),
+    st.builds(
+        Memset,
+        stream=u32,
+        op=u32,
+        dst=pointers,
+        value=u32,
+        element_nbytes=u8,
+        count=u64,
+        duration_ns=u64,
+    ),
+    st.builds(Record, stream=u32, event=u32),
+    st.builds(Wait, stream=u32, event=u32),
+)
+goldens = st.builds(
+    Golden,
+    seed=u64,
+    tolerance=number,
+    outputs=several(st.builds(GoldenOutput, sha256=st.binary(max_size=32), samples=several(number))),
+)
+programs = st.builds(
+    Program,
+    name=text,
+    inputs=several(tensors),
+    outputs=several(tensors),
+    input_nbytes=several(u64),
+    output_nbytes=several(u64),
+    arena_nbytes=u64,
+    stream_count=u32,
+    event_count=u32,
+    ops=several(st.builds(Op, name=text, source=text)),
+    commands=several(commands),
+    golden=st.none() | goldens,
+)
+any_plan = st.builds(
+    Plan,
+    producer=text,
+    versions=several(st.tuples(text, text)),
+    target=st.sampled_from(Target),
+    device=st.builds(
+        Device,
+        name=text,
+        compute_capability=st.tuples(u16, u16),
+        multiprocessor_count=u32,
+        driver_version=u32,
+    ),
+    modules=several(st.builds(Module, origin=text, code=data)),
+    kernels=several(kernels),
+    weights_nbytes=u64,
+    weights=several(weights),
+    state_nbytes=u64,
+    state=several(weights),
+    programs=several(programs),
+)
+
+
+def decode_file(file: bytes) -> Plan:
+    """The plan in a file's bytes, whether or not it agrees with itself."""
+    return decoder.decode(memoryview(file), flatbuffer_nbytes(file))
+
+
+def flatbuffer_nbytes(file: bytes) -> int:
+    return struct.unpack_from("<Q", file, len(file) - 56)[0]
+
+
+@settings(max_examples=200, deadline=None)
+@given(any_plan)
+def test_round_trip_of_any_plan(plan: Plan) -> None:
+    file = container.encode_file(plan)
+    decoded = decode_file(file)
+    assert decoded == plan
+    assert container.encode_file(decoded) == file
+
+
+@pytest.mark.parametrize("make", [plans.cuda_plan, plans.cpu_plan])
+def test_equal_plans_give_equal_bytes(make: Callable[[], Plan]) -> None:
+    assert container.encode_file(make()) == container.encode_file(make())
+
+
+def test_round_trip_of_a_plan_with_many_launches() -> None:
+    plan = plans.large_plan(1400)
+    assert decode_file(container.encode_file(plan)) == plan
+
+
+def test_code_and_weights_are_slices_of_the_file() -> None:
+    file = container.encode_file(plans.cuda_plan())
+    plan = decode_file(file)
+    for view in (plan.modules[1].code, plan.weights[0].data, plan.state[0].data):
+        assert view.obj is file
+
+
+def test_neighbouring_weights_keep_their_distance_in_the_file() -> None:
+    encoded = encoder.encode(plans.cuda_plan())
+    code, more_code, scale, bias, mean = encoded.segments
+    assert code.offset % ALIGNMENT == more_code.offset % ALIGNMENT == 0
+    assert scale.offset % ALIGNMENT == mean.offset % ALIGNMENT == 0
+    assert bias.offset - scale.offset == 256
+
+
+def test_structs_are_laid_out_as_flatc_says() -> None:
+    plan = plans.cuda_plan()
+    root = fb.Plan.GetRootAs(encoder.encode(plan).flatbuffer, 0)
+    program = root.Programs(0)
+    command = program.Commands(1)
+    assert command.ActionType() == fb.Action.Launch
+    launch = fb.Launch()
+    launch.Init(command.Action().Bytes, command.Action().Pos)
+    expected = plan.programs[0].commands[1]
+    assert isinstance(expected, Launch)
+    for i, relocation in enumerate(expected.relocations):
+        read = launch.Relocations(i)
+        pointer = read.Pointer(fb.Pointer())
+        assert read.ParamOffset() == relocation.param_offset
+        assert (pointer.Region(), pointer.Index(), pointer.Offset()) == (
+            relocation.pointer.region,
+            relocation.pointer.index,
+            relocation.pointer.offset,
+        )
+    for i, access in enumerate(expected.reads):
+        read = launch.Reads(i)
+        assert read.Nbytes() == access.nbytes
+        assert read.Pointer(fb.Pointer()).Region() == access.pointer.region
+    assert (schema.RELOCATION.size, schema.ACCESS.size) == (fb.Relocation.SizeOf(), fb.Access.SizeOf())
+    assert (schema.POINTER.size, schema.DIM3.size) == (fb.Pointer.SizeOf(), fb.Dim3.SizeOf())
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        Tensor(name="x", dtype="float32", shape=(2**63,), strides=(1,), pointer=plans.pointer(Region.ARENA)),
+        Tensor(name="x", dtype="float32", shape=(), strides=(), pointer=plans.pointer(Region.ARENA, 2**63)),
+        Tensor(name="\ud800", dtype="float32", shape=(), strides=(), pointer=plans.pointer(Region.ARENA)),
+    ],
+)
+def test_what_does_not_fit_its_field_is_refused(tensor: Tensor) -> None:
+    plan = plans.cpu_plan()
+    program = plan.programs[0]
+    with pytest.raises(PlanFormatError, match="does not fit its file format"):
+        encoder.encode(_with_program(plan, inputs=(tensor, *program.inputs)))
+
+
+def _with_program(plan: Plan, **changes: object) -> Plan:
+    """The plan with fields of its first program replaced."""
+    return replace(plan, programs=(replace(plan.programs[0], **changes), *plan.programs[1:]))
+
+
+def _patched(position_of: Callable[[fb.Plan], int], value: bytes) -> bytes:
+    """The CPU plan's file with ``value`` at a position found through the generated accessors."""
+    file = bytearray(container.encode_file(plans.cpu_plan()))
+    position = position_of(fb.Plan.GetRootAs(file, 0))
+    file[position : position + len(value)] = value
+    return bytes(file)
+
+
+def test_newer_major_version_is_refused() -> None:
+    file = _patched(lambda root: root.Schema()._tab.Pos, struct.pack("<HH", 2, 3))
+    with pytest.raises(PlanFormatError, match=r"plan schema 2\.3, this nimblert reads 1\.x; install a newer"):
+        decode_file(file)
+
+
+def test_older_major_version_is_refused() -> None:
+    file = _patched(lambda root: root.Schema()._tab.Pos, struct.pack("<HH", 0, 9))
+    with pytest.raises(PlanFormatError, match=r"plan schema 0\.9.*compile the model again"):
+        decode_file(file)
+
+
+def test_newer_minor_version_is_read() -> None:
+    file = _patched(lambda root: root.Schema()._tab.Pos, struct.pack("<HH", schema.MAJOR, 60000))
+    assert decode_file(file) == plans.cpu_plan()
+
+
+def test_unknown_action_is_refused() -> None:
+    def kind_of_first_command(root: fb.Plan) -> int:
+        table = root.Programs(0).Commands(0)._tab
+        return table.Pos + table.Offset(4)
+
+    with pytest.raises(PlanFormatError, match="command of kind 6: this nimblert knows kinds 1 to 5"):
+        decode_file(_patched(kind_of_first_command, b"\x06"))
+
+
+def test_unknown_region_is_refused() -> None:
+    def region_of_first_input(root: fb.Plan) -> int:
+        return root.Programs(0).Inputs(0).Pointer()._tab.Pos + 12
+
+    with pytest.raises(PlanFormatError, match="9 is not a valid Region"):
+        decode_file(_patched(region_of_first_input, b"\x09"))
+
+
+def test_shared_tables_cannot_make_a_small_file_large() -> None:
+    # 20,000 commands of 4 bytes each, all of them one launch with 20,000 relocations: 400 million
+    # records in 0.6 MB.
+    builder = flatbuffers.Builder(1 << 20)
+    builder.StartVector(schema.RELOCATION.size, 20_000, 8)
+    builder.Pad(schema.RELOCATION.size * 20_000)
+    relocations = builder.EndVector()
+    fb.LaunchStart(builder)
+    fb.LaunchAddRelocations(builder, relocations)
+    fb.LaunchAddGrid(builder, fb.CreateDim3(builder, 1, 1, 1))
+    fb.LaunchAddBlock(builder, fb.CreateDim3(builder, 1, 1, 1))
+    launch = fb.LaunchEnd(builder)
+    fb.CommandStart(builder)
+    fb.CommandAddActionType(builder, fb.Action.Launch)
+    fb.CommandAddAction(builder, launch)
+    command = fb.CommandEnd(builder)
+    builder.StartVector(4, 20_000, 4)
+    for _ in range(20_000):
+        builder.PrependUOffsetTRelative(command)
+    commands = builder.EndVector()
+    fb.ProgramStart(builder)
+    fb.ProgramAddCommands(builder, commands)
+    program = fb.ProgramEnd(builder)
+    builder.StartVector(4, 1, 4)
+    builder.PrependUOffsetTRelative(program)
+    programs = builder.EndVector()
+    fb.DeviceStart(builder)
+    device = fb.DeviceEnd(builder)
+    fb.PlanStart(builder)
+    fb.PlanAddSchema(builder, fb.CreateSchemaVersion(builder, schema.MAJOR, schema.MINOR))
+    fb.PlanAddTrailer(builder, fb.CreateSegment(builder, 0, 64))
+    fb.PlanAddDevice(builder, device)
+    fb.PlanAddPrograms(builder, programs)
+    builder.Finish(fb.PlanEnd(builder), schema.IDENTIFIER)
+    buffer = builder.Output()
+    with pytest.raises(PlanFormatError, match="are more than it has"):
+        decoder.decode(memoryview(buffer), len(buffer))
+
+
+@needs_flatc
+def test_generated_code_is_what_flatc_writes(tmp_path: Path) -> None:
+    flatc("--python", "--gen-onefile", "-o", tmp_path, SCHEMA)
+    committed = ROOT / "runtime" / "nimblert" / "_generated" / "plan_generated.py"
+    assert (tmp_path / "plan_generated.py").read_text() == committed.read_text()
+
+
+@needs_flatc
+def test_flatc_reads_a_plan_file_as_it_is(tmp_path: Path) -> None:
+    plan = plans.cuda_plan()
+    container.write(plan, tmp_path / "model.plan")
+    flatc("--json", "--raw-binary", "--strict-json", "-o", tmp_path, SCHEMA, "--", tmp_path / "model.plan")
+    read = json.loads((tmp_path / "model.json").read_text())
+    assert read["producer"] == plan.producer
+    assert [kernel["symbol"] for kernel in read["kernels"]] == [kernel.symbol for kernel in plan.kernels]
+    commands = read["programs"][0]["commands"]
+    assert [command["action_type"] for command in commands] == [
+        type(command).__name__ for command in plan.programs[0].commands
+    ]
+    assert commands[1]["action"]["relocations"][2] == {
+        "pointer": {"offset": -64, "index": 0, "region": "ARENA"},
+        "param_offset": 16,
+    }
+    code = read["modules"][0]["code"]
+    file = (tmp_path / "model.plan").read_bytes()
+    assert file[code["offset"] : code["offset"] + code["nbytes"]] == plan.modules[0].code
+
+
+@needs_flatc
+def test_fields_of_a_newer_minor_version_are_ignored(tmp_path: Path) -> None:
+    newer = tmp_path / "newer.fbs"
+    added = "  policy: string;  // what a later version says\n}\n\nroot_type Plan;"
+    newer.write_text(SCHEMA.read_text().replace("}\n\nroot_type Plan;", added))
+    facts = {
+        "schema": {"major": schema.MAJOR, "minor": schema.MINOR + 1},
+        "trailer": {"offset": 0, "nbytes": 64},
+        "producer": "a later nimblec",
+        "device": {"name": "cpu"},
+        "policy": "critical path",
+    }
+    source = tmp_path / "later.json"
+    source.write_text(json.dumps(facts))
+    flatc("--binary", "-o", tmp_path, newer, source)
+    length = (tmp_path / "later.plan").stat().st_size
+    facts["trailer"] = {"offset": length, "nbytes": 64}
+    source.write_text(json.dumps(facts))
+    flatc("--binary", "-o", tmp_path, newer, source)
+    buffer = (tmp_path / "later.plan").read_bytes()
+    assert b"critical path" in buffer
+    plan = decoder.decode(memoryview(buffer + bytes(64)), length)
+    assert (plan.producer, plan.programs) == ("a later nimblec", ())
+
+
+@needs_flatc
+@pytest.mark.parametrize("released", RELEASED, ids=lambda path: path.stem)
+def test_schema_conforms_to_every_released_one(released: Path) -> None:
+    flatc("--conform", released, SCHEMA)
+
+
+@needs_flatc
+def test_conform_sees_a_changed_field(tmp_path: Path) -> None:
+    changed = tmp_path / "plan.fbs"
+    changed.write_text(SCHEMA.read_text().replace("driver_version: uint;", "driver_version: ulong;"))
+    with pytest.raises(subprocess.CalledProcessError):
+        flatc("--conform", RELEASED[-1], changed)
+
+
+def test_no_change_of_the_schema_without_a_new_version() -> None:
+    released = ROOT / "schema" / "released" / f"plan-{schema.MAJOR}.{schema.MINOR}.fbs"
+    assert released.read_text() == SCHEMA.read_text(), "see the last lines of schema/README.md"
+
+
+@pytest.mark.parametrize("released", RELEASED, ids=lambda path: path.stem)
+def test_a_file_of_every_version_is_read(released: Path) -> None:
+    plan = container.read(ROOT / "tests" / "data" / released.with_suffix(".plan").name)
+    assert [kernel.symbol for kernel in plan.kernels] == ["_Z5scalePfS_S_i", "_Z3addPfS_", "relu"]
+    assert [len(program.commands) for program in plan.programs] == [9]
+
+
+def flatc(*arguments: str | Path) -> None:
+    """Run flatc; it must succeed."""
+    subprocess.run(["flatc", *map(str, arguments)], check=True, capture_output=True)

@@ -1,0 +1,255 @@
+"""Writing and reading plan files: whole or not at all, and one clear sentence for each kind of damage."""
+
+import os
+import re
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import plans
+import pytest
+
+from nimblert import container
+from nimblert.errors import NimbleError, PlanError, PlanFormatError, PlanInvalidError
+from nimblert.plan import Plan, Weight
+
+
+@pytest.fixture
+def plan_path(tmp_path: Path) -> Path:
+    path = tmp_path / "model.plan"
+    container.write(plans.cuda_plan(), path)
+    return path
+
+
+def refusal(path: Path) -> str:
+    """The message with which reading ``path`` is refused, without the path before it."""
+    with pytest.raises(PlanError) as caught:
+        container.read(path)
+    message = str(caught.value)
+    assert message.startswith(f"{path}: ")
+    assert "\n" not in message
+    return message.removeprefix(f"{path}: ")
+
+
+@pytest.mark.parametrize("plan", [plans.cuda_plan(), plans.cpu_plan()], ids=["cuda", "cpu"])
+def test_read_gives_what_was_written(plan: Plan, tmp_path: Path) -> None:
+    path = tmp_path / "model.plan"
+    plan.save(path)
+    assert container.read(path) == plan
+    assert container.read(str(path), check_digest=False) == plan
+    assert path.read_bytes() == container.encode_file(plan)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_written_file_has_the_permissions_of_any_new_file(plan_path: Path) -> None:
+    other = plan_path.with_name("other")
+    other.touch()
+    assert plan_path.stat().st_mode == other.stat().st_mode
+
+
+def test_a_plan_can_be_written_over_the_file_it_was_read_from(plan_path: Path) -> None:
+    plan = container.read(plan_path)
+    container.write(plan, plan_path)
+    assert container.read(plan_path) == plan == plans.cuda_plan()
+
+
+def test_weights_of_any_shape_and_none(tmp_path: Path) -> None:
+    matrix = np.arange(12, dtype=np.float32).reshape(3, 4)
+    empty = np.zeros((0, 4), dtype=np.float32)
+    weights = (
+        Weight(name="empty", dtype="float32", shape=(0, 4), offset=0, data=memoryview(empty)),
+        Weight(name="matrix", dtype="float32", shape=(3, 4), offset=256, data=memoryview(matrix)),
+    )
+    path = tmp_path / "model.plan"
+    container.write(replace(plans.cuda_plan(), weights=weights), path)
+    read = container.read(path)
+    assert [weight.data.nbytes for weight in read.weights] == [0, 48]
+    assert np.array_equal(np.frombuffer(read.weights[1].data, np.float32).reshape(3, 4), matrix)
+
+
+def test_code_and_weights_cannot_be_written_through_the_map(plan_path: Path) -> None:
+    plan = container.read(plan_path)
+    assert plan.weights[0].data.readonly
+    assert plan.modules[0].code.readonly
+
+
+def test_digest_can_be_checked_beside_the_decoding(plan_path: Path) -> None:
+    image = container.map_file(plan_path)
+    digests: list[bytes] = []
+    thread = threading.Thread(target=lambda: digests.append(container.digest(image)))
+    thread.start()
+    assert container.parse(image, plan_path) == plans.cuda_plan()
+    thread.join()
+    assert digests == [bytes(image[-32:])]
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    assert refusal(tmp_path / "none.plan") == "no such file"
+
+
+def test_directory(tmp_path: Path) -> None:
+    assert refusal(tmp_path) == "is a directory, expected a plan file"
+
+
+def test_pipe(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    assert refusal(tmp_path / "pipe") == "is not a regular file, expected a plan file"
+
+
+def test_path_below_a_file(plan_path: Path) -> None:
+    assert refusal(plan_path / "inside") == "cannot be read: Not a directory"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is empty, expected a plan file"),
+        (b"hi", "is not a plan file"),
+        (b"some text that is no plan at all", "is not a plan file"),
+        (b"PK\x03\x04" + bytes(100), "it looks like a zip archive"),
+        (b"\x08\x08\x12\x07pytorch" + bytes(100), "it looks like an ONNX model: compile it first"),
+        (b"\x7fELF" + bytes(100), "it looks like an ELF file"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "it looks like a Git LFS pointer: run"),
+        (bytes(4) + b"NPLN" + bytes(100), "the end of its 108 bytes is missing or damaged"),
+    ],
+)
+def test_not_a_plan(content: bytes, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    assert message in refusal(path)
+
+
+@pytest.mark.parametrize("missing", [1, 63, 64, 65, 5000, 12000])
+def test_cut_short(missing: int, plan_path: Path) -> None:
+    whole = plan_path.read_bytes()
+    plan_path.write_bytes(whole[:-missing])
+    actual = len(whole) - missing
+    assert refusal(plan_path) == f"is cut short: {actual} bytes, expected {len(whole)}; copy it again"
+
+
+def test_bytes_behind_the_end(plan_path: Path) -> None:
+    whole = plan_path.read_bytes()
+    plan_path.write_bytes(whole + b"\n")
+    expected = f"has bytes behind its end: {len(whole) + 1} bytes, expected {len(whole)}; copy it again"
+    assert refusal(plan_path) == expected
+
+
+@pytest.mark.parametrize("position", [40, 9000, -70, -40, -1])
+def test_altered(position: int, plan_path: Path) -> None:
+    content = bytearray(plan_path.read_bytes())
+    content[position] ^= 1
+    plan_path.write_bytes(content)
+    assert refusal(plan_path).startswith("was altered after it was written (SHA-256 differs)")
+
+
+def test_a_plan_that_contradicts_itself_is_neither_written_nor_read(plan_path: Path) -> None:
+    bad = replace(plans.cuda_plan(), kernels=())
+    before = plan_path.read_bytes()
+    with pytest.raises(PlanInvalidError, match=r"commands\[1\]\.kernel: 0 is out of range"):
+        container.write(bad, plan_path)
+    assert plan_path.read_bytes() == before
+    plan_path.write_bytes(container.encode_file(bad))
+    with pytest.raises(PlanInvalidError, match=r"commands\[1\]\.kernel: 0 is out of range") as caught:
+        container.read(plan_path)
+    assert len(caught.value.problems) == 3
+
+
+def test_writing_to_a_missing_directory(tmp_path: Path) -> None:
+    path = tmp_path / "none" / "model.plan"
+    with pytest.raises(NimbleError, match=re.escape(f"{path}: cannot be written: No such file or directory")):
+        container.write(plans.cpu_plan(), path)
+
+
+def test_writing_over_a_directory(tmp_path: Path) -> None:
+    with pytest.raises(NimbleError, match="it is not a regular file"):
+        container.write(plans.cpu_plan(), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_writing_to_a_read_only_directory(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(NimbleError, match="cannot be written: Permission denied"):
+        container.write(plans.cpu_plan(), tmp_path / "model.plan")
+
+
+def test_disk_full_when_the_bytes_are_flushed(plan_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    before = plan_path.read_bytes()
+    with pytest.raises(NimbleError, match=re.escape(f"{plan_path}: cannot be written: No space left")):
+        container.write(plans.cpu_plan(), plan_path)
+    assert plan_path.read_bytes() == before
+    assert list(plan_path.parent.iterdir()) == [plan_path]
+
+
+LIMITED = """
+import resource, sys, plans
+from nimblert import NimbleError, container
+resource.setrlimit(resource.RLIMIT_FSIZE, (8192, resource.RLIM_INFINITY))
+try:
+    container.write(plans.cuda_plan(), sys.argv[1])
+except NimbleError as exc:
+    print(exc)
+"""
+
+KILLED = """
+import os, signal, sys, plans
+from nimblert import container, segments
+
+def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def contents(plan):
+    yield plan.modules[0].code
+    die()
+
+if sys.argv[2] == "while writing":
+    segments.contents = contents
+else:
+    os.fsync = die
+container.write(plans.cuda_plan(), sys.argv[1])
+"""
+
+
+def python(code: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run ``code`` in a process of its own that finds what this one finds."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_disk_full_while_writing(tmp_path: Path) -> None:
+    path = tmp_path / "model.plan"
+    container.write(plans.cpu_plan(), path)
+    before = path.read_bytes()
+    result = python(LIMITED, path)
+    assert result.stdout == f"{path}: cannot be written: File too large; nothing was changed there\n"
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("when", ["while writing", "before renaming"])
+@pytest.mark.parametrize("old", [True, False], ids=["over an old file", "a new file"])
+def test_killed_half_way(when: str, old: bool, tmp_path: Path) -> None:
+    path = tmp_path / "model.plan"
+    if old:
+        container.write(plans.cpu_plan(), path)
+    result = python(KILLED, path, when)
+    assert result.returncode == -9, result.stderr
+    if old:
+        assert container.read(path) == plans.cpu_plan()
+    else:
+        assert not path.exists()
+
+
+def test_not_a_plan_error_is_a_format_error(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"x" * 200)
+    with pytest.raises(PlanFormatError):
+        container.read(path)

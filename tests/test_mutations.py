@@ -1,0 +1,136 @@
+"""Whatever the bytes, reading ends in PlanError or in a plan that can be written and read again.
+
+Each damage is tried twice: as it is, where the digest gives it away, and with trailer and digest made
+to match, so that the decoder and the verifier see it.
+"""
+
+import hashlib
+import random
+import struct
+import tracemalloc
+from collections.abc import Iterator
+
+import plans
+import pytest
+
+from nimblert import container
+from nimblert.errors import PlanError
+from nimblert.plan import Plan
+
+FILES = {"cuda": container.encode_file(plans.cuda_plan()), "cpu": container.encode_file(plans.cpu_plan())}
+MEMORY_LIMIT_NBYTES = 64 << 20
+INTERESTING = (0, 1, 2, 3, 7, 8, 127, 128, 255, 256, 4095, 4096, 65535, 65536)
+EDGES = tuple((1 << bits) + delta for bits in (16, 31, 32, 40, 48, 63, 64) for delta in (-9, -2, -1, 0, 1))
+
+
+def parse(file: bytes) -> Plan:
+    """What `container.read` does to a file's bytes, without the file."""
+    image = memoryview(file)
+    container.check_frame(image, "file")
+    container.verify_digest(image, "file")
+    return container.parse(image, "file")
+
+
+def flatbuffer_nbytes(file: bytes) -> int:
+    return struct.unpack_from("<Q", file, len(file) - 56)[0]
+
+
+def signed(content: bytes, flatbuffer_size: int) -> bytes:
+    """A file of this content, with a trailer that agrees with it."""
+    head = content + struct.pack("<8sQQ8x", container.MAGIC, flatbuffer_size, len(content) + 64)
+    return head + hashlib.sha256(head).digest()
+
+
+def mutated(content: bytes, flatbuffer_size: int, rng: random.Random) -> bytes:
+    """The content with one to three damages, most of them in the FlatBuffer."""
+    damaged = bytearray(content)
+    for _ in range(rng.choice((1, 1, 1, 2, 3))):
+        within = flatbuffer_size if rng.random() < 0.9 else len(damaged)
+        at = rng.randrange(max(1, min(within, len(damaged))))
+        kind = rng.randrange(6)
+        if kind == 0:
+            damaged[at : at + 1] = bytes([damaged[at] ^ 1 << rng.randrange(8)]) if damaged else b""
+        elif kind == 1:
+            damaged[at : at + 1] = bytes([rng.choice(INTERESTING) & 255])
+        elif kind in (2, 3):
+            nbytes = rng.choice((4, 8))
+            value = rng.choice(INTERESTING + EDGES) * rng.choice((1, -1))
+            aligned = at - at % 4
+            word = (value % (1 << 8 * nbytes)).to_bytes(nbytes, "little")
+            damaged[aligned : aligned + nbytes] = word[: len(damaged) - aligned]
+        elif kind == 4:
+            del damaged[at : at + rng.choice((1, 2, 4, 8, 100))]
+        else:
+            damaged[at:at] = rng.randbytes(rng.choice((1, 2, 4, 8, 100)))
+    return bytes(damaged)
+
+
+def read_or_refused(file: bytes) -> bool:
+    """Whether ``file`` is read; if so it must hold a sound plan. Any exception but PlanError escapes."""
+    try:
+        plan = parse(file)
+    except PlanError:
+        return False
+    # Not `==`: damage can make a NaN of a number.
+    assert repr(parse(container.encode_file(plan))) == repr(plan)
+    return True
+
+
+@pytest.fixture
+def bounded_memory() -> Iterator[None]:
+    """Fail the test if more than the limit is allocated at any time."""
+    tracemalloc.start()
+    yield
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < MEMORY_LIMIT_NBYTES
+
+
+@pytest.mark.usefixtures("bounded_memory")
+@pytest.mark.parametrize("target", FILES)
+@pytest.mark.parametrize("seed", range(5))
+def test_ten_thousand_mutations(target: str, seed: int) -> None:
+    file = FILES[target]
+    content, size = file[:-64], flatbuffer_nbytes(file)
+    rng = random.Random(f"{target} {seed}")  # noqa: S311 (reproducible damage, no secrets)
+    accepted = 0
+    for _ in range(1000):
+        damaged = mutated(content, size, rng)
+        if damaged != content:
+            with pytest.raises(PlanError):
+                parse(damaged + file[-64:])
+        accepted += read_or_refused(signed(damaged, min(size, len(damaged))))
+    # Most damage must be refused, and some (a name, a duration) cannot be: the test sees both.
+    assert 0 < accepted < 500
+
+
+@pytest.mark.usefixtures("bounded_memory")
+@pytest.mark.parametrize("target", FILES)
+def test_every_truncation(target: str) -> None:
+    file = FILES[target]
+    content, size = file[:-64], flatbuffer_nbytes(file)
+    for length in range(len(file)):
+        with pytest.raises(PlanError):
+            parse(file[:length])
+    # Behind the FlatBuffer all lengths are refused alike: some of them will do.
+    for length in (*range(size), *range(size, len(content), 61)):
+        with pytest.raises(PlanError):
+            parse(signed(content[:length], min(size, length)))
+
+
+@pytest.mark.usefixtures("bounded_memory")
+@pytest.mark.parametrize("target", FILES)
+def test_every_length_of_the_flatbuffer(target: str) -> None:
+    file = FILES[target]
+    size = flatbuffer_nbytes(file)
+    accepted = [length for length in range(size + 100) if read_or_refused(signed(file[:-64], length))]
+    assert size in accepted
+
+
+@pytest.mark.usefixtures("bounded_memory")
+def test_every_word_of_the_flatbuffer_made_extreme() -> None:
+    file = FILES["cpu"]
+    content, size = file[:-64], flatbuffer_nbytes(file)
+    for at in range(0, size, 4):
+        for word in (b"\xff\xff\xff\xff", b"\xff\xff\xff\x7f", b"\x00\x00\x00\x80", bytes(4)):
+            read_or_refused(signed(content[:at] + word + content[at + 4 :], size))
