@@ -26,7 +26,6 @@ class Lifetimes:
 
     ``uses[i]`` are the tasks that use ``buffers[i]``, in order of issue; ``sizes`` its bytes.
     ``precedes[i, j]``: every use of ``buffers[i]`` ends before any of ``buffers[j]`` starts.
-    ``live_nbytes[task]``: bytes of the buffers with a use at or before ``task`` and one at or after.
     An arena buffer that holds a graph input is also used before every task, one that holds an
     output after every task: by two imagined tasks, numbered ``len(tasks)`` and ``len(tasks) + 1``.
     """
@@ -35,7 +34,6 @@ class Lifetimes:
     uses: tuple[tuple[int, ...], ...]
     sizes: NDArray[np.int64]
     precedes: NDArray[np.bool_]
-    live_nbytes: NDArray[np.int64]
 
     @property
     def conflicts(self) -> NDArray[np.bool_]:
@@ -76,57 +74,43 @@ def lifetimes(graph: Graph, schedule: Schedule) -> Lifetimes:
     after = (*(tasks | 1 << end for tasks in scheduled_descendants(schedule)), everything | 1 << end, 0)
     before = (*(tasks | 1 << start for tasks in scheduled_ancestors(schedule)), 0, everything | 1 << start)
     uses = tuple(tuple(dict.fromkeys(tasks)) for tasks in used.values())
-    sizes = np.array([graph.buffers[buffer].nbytes for buffer in used], dtype=np.int64)
     return Lifetimes(
         buffers=tuple(used),
         uses=uses,
-        sizes=sizes,
-        precedes=_precedes(uses, after),
-        live_nbytes=_live_nbytes(uses, sizes, before, after),
+        sizes=np.array([graph.buffers[buffer].nbytes for buffer in used], dtype=np.int64),
+        precedes=_precedes(uses, before, after),
     )
 
 
-def _precedes(uses: Sequence[Sequence[int]], after: Sequence[int]) -> NDArray[np.bool_]:
-    """Return the matrix ``[i, j]``: all of ``uses[j]`` come after all of ``uses[i]``."""
-    result = np.empty((len(uses), len(uses)), dtype=np.bool_)
-    if not uses:
-        return result
-    flat = np.concatenate(uses)
-    firsts = np.cumsum([0, *map(len, uses[:-1])])
+def _precedes(uses: Sequence[Sequence[int]], before: Sequence[int], after: Sequence[int]) -> NDArray[np.bool_]:
+    """Return the matrix ``[i, j]``: all of ``uses[j]`` come after all of ``uses[i]``.
+
+    It is enough that those of ``uses[j]`` do that come after no other of them; mostly one does not.
+    """
     after_all = []
+    earliest: list[list[int]] = []
     for tasks in uses:
         common = after[tasks[0]]
         for task in tasks[1:]:
             common &= after[task]
         after_all.append(common)
+        own = task_set(tasks)
+        earliest.append([task for task in tasks if not before[task] & own])
+    rounds = []
+    for nth in range(max(map(len, earliest), default=0)):
+        having = [index for index, tasks in enumerate(earliest) if len(tasks) > nth]
+        rounds.append((np.array(having), np.array([earliest[index][nth] for index in having])))
+    result = np.ones((len(uses), len(uses)), dtype=np.bool_)
     for row in range(0, len(uses), _CHUNK):
         bits = _unpack(after_all[row : row + _CHUNK], len(after))
-        result[row : row + _CHUNK] = np.minimum.reduceat(bits[:, flat], firsts, axis=1)
+        for columns, firsts in rounds:
+            result[row : row + _CHUNK, columns] &= bits[:, firsts]
     return result
 
 
-def _live_nbytes(
-    uses: Sequence[Sequence[int]], sizes: NDArray[np.int64], before: Sequence[int], after: Sequence[int]
-) -> NDArray[np.int64]:
-    """Return, for each task, the bytes of the buffers used both by then and from then on.
-
-    Float64 sums are exact up to 2^53 bytes.
-    """
-    live = []
-    for tasks in uses:
-        until = since = task_set(tasks)
-        for task in tasks:
-            until |= before[task]
-            since |= after[task]
-        live.append(until & since)
-    total = np.zeros(len(after))
-    for row in range(0, len(uses), _CHUNK):
-        total += sizes[row : row + _CHUNK].astype(np.float64) @ _unpack(live[row : row + _CHUNK], len(after))
-    return total.astype(np.int64)
-
-
-def _unpack(rows: Sequence[int], width: int) -> NDArray[np.uint8]:
+def _unpack(rows: Sequence[int], width: int) -> NDArray[np.bool_]:
     """Return the lowest ``width`` bits of each of ``rows``, one a byte: shape (rows, width)."""
     nbytes = (width + 7) // 8
     packed = np.frombuffer(b"".join(row.to_bytes(nbytes, "little") for row in rows), dtype=np.uint8)
-    return np.unpackbits(packed.reshape(len(rows), nbytes), axis=1, count=width, bitorder="little")
+    bits = np.unpackbits(packed.reshape(len(rows), nbytes), axis=1, count=width, bitorder="little")
+    return bits.view(np.bool_)

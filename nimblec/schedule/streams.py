@@ -3,11 +3,12 @@
 Each takes the dependencies of a graph and returns a valid schedule.
 """
 
+import heapq
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from nimblec.ir import Schedule
-from nimblec.schedule.dag import Dag, ancestors, transitive_reduction
+from nimblec.schedule.dag import Dag, transitive_reduction
 from nimblec.schedule.matching import fewest_chains
 
 
@@ -27,6 +28,58 @@ def maximal(dag: Dag) -> Schedule:
     """
     reduced = transitive_reduction(dag)
     return arrange(reduced, range(dag.task_count), fewest_chains(reduced).chain_of)
+
+
+def certificate(dag: Dag) -> tuple[int, ...]:
+    """Return as many tasks as `maximal` uses streams, any two of which may run at the same time.
+
+    By Dilworth's theorem the proof that fewer streams would cost concurrency.
+    """
+    return fewest_chains(transitive_reduction(dag)).antichain
+
+
+def limited(dag: Dag, n: int, durations: Sequence[int]) -> Schedule:
+    """Return a schedule on at most ``n`` streams, in the captured order of issue.
+
+    `maximal` if that needs no more; else each task in turn goes where it can start first.
+    ``durations`` are in ns, by task.
+    """
+    widest = maximal(dag)
+    if widest.stream_count <= n:
+        return widest
+    board = _Board(dag, n, durations, edge_cost=0)
+    for task in range(dag.task_count):
+        board.put(task)
+    return arrange(dag, range(dag.task_count), board.streams)
+
+
+def critical_path(dag: Dag, durations: Sequence[int], edge_cost: int, n: int) -> Schedule:
+    """Return a list schedule on at most ``n`` streams that runs the longest remaining path first.
+
+    The upward rank of HEFT (Topcuoglu et al., 2002): of the tasks that are ready, the one with the
+    most ns of work on a path from it goes next, to the stream where it can start first, an edge
+    between streams costing ``edge_cost`` ns. Tasks are issued in the order in which they start.
+    """
+    rank = _upward_rank(dag, durations)
+    successors = dag.successors
+    missing = [len(before) for before in dag.predecessors]
+    board = _Board(dag, n, durations, edge_cost)
+    coming = [(0, task) for task, count in enumerate(missing) if count == 0]  # (ready at, task)
+    ready: list[tuple[int, int]] = []  # (-rank, task)
+    while coming or ready:
+        now = min(board.free) if ready else max(min(board.free), coming[0][0])
+        while coming and coming[0][0] <= now:
+            _, task = heapq.heappop(coming)
+            heapq.heappush(ready, (-rank[task], task))
+        _, task = heapq.heappop(ready)
+        board.put(task)
+        for successor in successors[task]:
+            missing[successor] -= 1
+            if missing[successor] == 0:
+                at = max(board.end[before] for before in dag.predecessors[successor])
+                heapq.heappush(coming, (at, successor))
+    order = sorted(range(dag.task_count), key=lambda task: (board.start[task], -rank[task], task))
+    return arrange(dag, order, board.streams)
 
 
 def random_schedule(dag: Dag, seed: int) -> Schedule:
@@ -77,48 +130,37 @@ def _waits(dag: Dag, order: Sequence[int], streams: Sequence[int]) -> tuple[tupl
     return tuple((before, after) for before, after in pairs if streams[before] != streams[after])
 
 
-def problems(dag: Dag, schedule: Schedule, antichain: Sequence[int] | None = None) -> Iterator[str]:
-    """Yield a sentence for each way in which ``schedule`` breaks its promises.
+class _Board:
+    """Streams that fill up with tasks, and when each of them would run."""
 
-    With ``antichain`` also those of `maximal`: the streams are no more than the tasks of the
-    antichain, and every wait is an edge of the reduction.
-    """
-    if sorted(schedule.order) != list(range(dag.task_count)):
-        yield f"order: must list each of the {dag.task_count} tasks once"
-        return
-    position = {task: place for place, task in enumerate(schedule.order)}
-    latest: list[dict[int, int]] = []  # by position: the last position on each stream that is before it
-    on_stream: dict[int, dict[int, int]] = {}
-    waits: dict[int, list[int]] = {}
-    for before, after in schedule.waits:
-        waits.setdefault(after, []).append(before)
-        if position[before] >= position[after]:
-            yield f"waits: task {after} is issued before task {before}, for which it waits"
-            return
-    for place, task in enumerate(schedule.order):
-        known = dict(on_stream.get(schedule.streams[task], {}))
-        for before in waits.get(task, ()):
-            for stream, seen in latest[position[before]].items():
-                known[stream] = max(known.get(stream, -1), seen)
+    def __init__(self, dag: Dag, n: int, durations: Sequence[int], edge_cost: int) -> None:
+        self.predecessors = dag.predecessors
+        self.durations = durations
+        self.edge_cost = edge_cost
+        self.free = [0] * n
+        self.streams = [-1] * dag.task_count
+        self.start = [0] * dag.task_count
+        self.end = [0] * dag.task_count
+
+    def put(self, task: int) -> None:
+        """Append ``task`` to the stream where it can start first, best to one it leaves no gap on."""
+        ends = {before: self.end[before] for before in self.predecessors[task]}
+
+        def start_on(stream: int) -> int:
+            costs = (end if self.streams[before] == stream else end + self.edge_cost for before, end in ends.items())
+            return max(self.free[stream], *costs, 0)
+
+        stream = min(range(len(self.free)), key=lambda s: (start_on(s), -self.free[s]))
+        self.streams[task] = stream
+        self.start[task] = start_on(stream)
+        self.end[task] = self.free[stream] = self.start[task] + max(1, self.durations[task])
+
+
+def _upward_rank(dag: Dag, durations: Sequence[int]) -> list[int]:
+    """Return the length, in ns, of the longest path from the start of each task."""
+    rank = [0] * dag.task_count
+    for task in reversed(range(dag.task_count)):
+        rank[task] += max(1, durations[task])
         for before in dag.predecessors[task]:
-            if known.get(schedule.streams[before], -1) < position[before]:
-                yield f"task {task}: may start before task {before}, which it depends on, has ended"
-        known[schedule.streams[task]] = place
-        latest.append(known)
-        on_stream[schedule.streams[task]] = known
-    if antichain is not None:
-        yield from _certificate_problems(dag, schedule, antichain)
-
-
-def _certificate_problems(dag: Dag, schedule: Schedule, antichain: Sequence[int]) -> Iterator[str]:
-    if len(set(antichain)) != schedule.stream_count:
-        yield f"antichain: {len(set(antichain))} tasks do not prove {schedule.stream_count} streams fewest"
-    before = ancestors(dag)
-    for task in antichain:
-        for other in antichain:
-            if before[task] >> other & 1:
-                yield f"antichain: task {other} comes before task {task}"
-    edges = set(transitive_reduction(dag).edges)
-    for wait in schedule.waits:
-        if wait not in edges:
-            yield f"waits: {wait} is no edge of the reduced graph"
+            rank[before] = max(rank[before], rank[task])
+    return rank
