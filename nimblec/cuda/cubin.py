@@ -9,14 +9,13 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
-from nimblert.cubin import SHT_NOBITS, SHT_STRTAB, SHT_SYMTAB, STT_FUNC, entry_symbols
-
 from nimblec.cuda import symbol_references
 from nimblec.cuda.elf import (
     SHF_ALLOC,
     SHF_EXECINSTR,
     SHF_INFO_LINK,
     SHF_WRITE,
+    SHT_CUDA_PROTOTYPE,
     Elf,
     NamedSection,
     NamedSymbol,
@@ -25,6 +24,7 @@ from nimblec.cuda.elf import (
     write,
 )
 from nimblec.errors import CompileError
+from nimblert.cubin import SHT_NOBITS, SHT_STRTAB, SHT_SYMTAB, STT_FUNC, entry_symbols
 
 __all__ = ["UnfamiliarCubinError", "cut", "entry_symbols"]
 
@@ -40,6 +40,7 @@ _KNOWN_TYPES = {
     _SHT_NOTE,
     0x7000000B,  # .nv.rel.action: by type of relocation
     0x70000086,  # .nv.compat: of the whole file
+    SHT_CUDA_PROTOTYPE,
     *symbol_references.HOLDERS,
 }
 _KNOWN_FLAGS = SHF_WRITE | SHF_ALLOC | SHF_EXECINSTR | SHF_INFO_LINK
@@ -69,11 +70,7 @@ def cut(cubin: bytes | memoryview, keep: Collection[str]) -> bytes:
     return write(
         _select(
             elf,
-            [
-                index
-                for index, root in enumerate(roots)
-                if root not in dropped and not _is_debug(elf.sections[root])
-            ],
+            [index for index, root in enumerate(roots) if root not in dropped and not _is_debug(elf.sections[root])],
         )
     )
 
@@ -82,20 +79,24 @@ def _unfamiliar(elf: Elf) -> Iterator[str]:
     """Yield what ``cut`` has no rule for."""
     if elf.header.type != _ET_EXEC:
         yield f"ELF type {elf.header.type}, expected {_ET_EXEC} (linked)"
-    for index, section in enumerate(elf.sections):
-        for reason in _unfamiliar_header(elf, index):
-            yield f"section {index} ({section.name}): {reason}"
     for index, entry in enumerate(elf.symbols):
         if len(elf.sections) <= entry.symbol.shndx != _SHN_ABS:
             yield f"symbol {index} ({entry.name}): in section {entry.symbol.shndx:#x}"
-    for section in elf.sections:
-        if section.header.type not in symbol_references.HOLDERS:
-            continue
-        for symbol in symbol_references.named_symbols(section):
-            if symbol >= len(elf.symbols):
-                yield f"{section.name}: names symbol {symbol} of {len(elf.symbols)}"
-            elif symbol_references.is_description(section) and not _is_function(elf.symbols[symbol]):
-                yield f"{section.name}: describes symbol {symbol}, which is no function"
+    for index, section in enumerate(elf.sections):
+        for reason in _unfamiliar_header(elf, index):
+            yield f"section {index} ({section.name}): {reason}"
+        if section.header.type in symbol_references.HOLDERS:
+            for reason in _unfamiliar_references(elf, section):
+                yield f"{section.name}: {reason}"
+
+
+def _unfamiliar_references(elf: Elf, section: NamedSection) -> Iterator[str]:
+    """Yield why the symbols that ``section`` names cannot be what they are taken for."""
+    for symbol in symbol_references.named_symbols(section):
+        if symbol >= len(elf.symbols):
+            yield f"names symbol {symbol} of {len(elf.symbols)}"
+        elif symbol_references.is_description(section) and not _is_function(elf.symbols[symbol]):
+            yield f"describes symbol {symbol}, which is no function"
 
 
 def _unfamiliar_header(elf: Elf, index: int) -> Iterator[str]:
@@ -110,7 +111,7 @@ def _unfamiliar_header(elf: Elf, index: int) -> Iterator[str]:
         yield f"flags {header.flags:#x}, address {header.addr:#x}"
     if max(header.link, header.info if linked else 0) >= len(elf.sections):
         yield f"names a section out of {len(elf.sections)}"
-    if header.type in symbol_references.HOLDERS and header.link != elf.symtab:
+    if header.type in {SHT_CUDA_PROTOTYPE, *symbol_references.HOLDERS} and header.link != elf.symtab:
         yield f"names symbols of section {header.link}, expected {elf.symtab}"
     if is_text and not _names_its_function(elf, index):
         yield f"sh_info {header.info:#x}, expected the symbol of its function"
@@ -121,11 +122,7 @@ def _unfamiliar_header(elf: Elf, index: int) -> Iterator[str]:
 def _names_its_function(elf: Elf, index: int) -> bool:
     """Whether the low 24 bits of ``sh_info`` of a code section are its function's symbol (above: registers)."""
     symbol = elf.sections[index].header.info & 0xFFFFFF
-    return (
-        symbol < len(elf.symbols)
-        and elf.symbols[symbol].symbol.shndx == index
-        and _is_function(elf.symbols[symbol])
-    )
+    return symbol < len(elf.symbols) and elf.symbols[symbol].symbol.shndx == index and _is_function(elf.symbols[symbol])
 
 
 def _is_function(entry: NamedSymbol) -> bool:
@@ -186,19 +183,19 @@ def _select(elf: Elf, sections: list[int]) -> Elf:
     )
     return Elf(
         header=elf.header._replace(shstrndx=section_at[elf.header.shstrndx]),
-        sections=tuple(_moved(elf.sections[old], section_at, symbol_at, entries) for old in sections),
+        sections=tuple(_moved(elf.sections[old], section_at, symbol_at) for old in sections),
         symbols=entries,
+        prototypes=tuple(
+            replace(prototype, symbol=symbol_at[prototype.symbol])
+            for prototype in elf.prototypes
+            if prototype.symbol in symbol_at
+        ),
         segments=tuple(segments),
         symtab=section_at[elf.symtab],
     )
 
 
-def _moved(
-    section: NamedSection,
-    section_at: dict[int, int],
-    symbol_at: dict[int, int],
-    symbols: tuple[NamedSymbol, ...],
-) -> NamedSection:
+def _moved(section: NamedSection, section_at: dict[int, int], symbol_at: dict[int, int]) -> NamedSection:
     """Return ``section`` with the new numbers of sections and symbols in its header and its bytes."""
     header, content = section.header, section.content
     if header.link not in section_at:
@@ -211,6 +208,6 @@ def _moved(
     elif header.flags & SHF_EXECINSTR:
         info = info & ~0xFFFFFF | symbol_at[info & 0xFFFFFF]
     elif header.type == SHT_SYMTAB:
-        info = 1 + max(index for index, entry in enumerate(symbols) if entry.symbol.info >> 4 == 0)
+        info = sum(old < info for old in symbol_at)  # first global, or past the last local: as the linker had it
     header = header._replace(link=section_at[header.link], info=info)
     return replace(section, header=header, content=content)

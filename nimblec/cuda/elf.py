@@ -9,6 +9,7 @@ import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from nimblec.errors import CompileError
 from nimblert.cubin import (
     HEADER,
     SECTION,
@@ -26,8 +27,6 @@ from nimblert.cubin import (
     symbol_table,
 )
 
-from nimblec.errors import CompileError
-
 SHF_WRITE = 0x1
 SHF_ALLOC = 0x2
 SHF_EXECINSTR = 0x4
@@ -35,6 +34,9 @@ SHF_INFO_LINK = 0x40
 PT_LOAD = 1
 PT_PHDR = 6
 PF_W = 0x2
+SHT_CUDA_PROTOTYPE = 0x70000002
+
+_PROTOTYPE = struct.Struct("<II")  # symbol, offset of the text in the symbols' string table
 
 _SEGMENT = struct.Struct("<IIQQQQQQ")
 _TABLE_ALIGN = 8  # of the two header tables
@@ -62,6 +64,14 @@ class NamedSymbol:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Prototype:
+    """The encoded parameters of a function that other modules may have been linked with."""
+
+    symbol: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
     """A program header: the indices of the sections it maps, or none where it maps the program headers."""
 
@@ -78,6 +88,7 @@ class Elf:
     header: Header
     sections: tuple[NamedSection, ...]
     symbols: tuple[NamedSymbol, ...]
+    prototypes: tuple[Prototype, ...]
     segments: tuple[Segment, ...]
     symtab: int
 
@@ -100,6 +111,9 @@ def parse(cubin: bytes | memoryview) -> Elf:
         raise UnfamiliarCubinError("cubin: extended ELF numbering or an ELF header of another size")
     if headers[header.shstrndx].type != SHT_STRTAB or header.shstrndx == table.link:
         raise UnfamiliarCubinError("cubin: sections and symbols share a string table")
+    prototypes = [section.size for section in headers if section.type == SHT_CUDA_PROTOTYPE]
+    if len(prototypes) > 1 or sum(prototypes) % _PROTOTYPE.size:
+        raise UnfamiliarCubinError(f"cubin: sections of prototypes with {prototypes} bytes")
     section_names = bytes(contents(file, headers[header.shstrndx]))
     symbol_names = bytes(contents(file, headers[table.link]))
     return Elf(
@@ -115,6 +129,12 @@ def parse(cubin: bytes | memoryview) -> Elf:
         symbols=tuple(
             NamedSymbol(name=read_name(symbol_names, symbol.name), symbol=symbol)
             for symbol in read_symbols(file, table)
+        ),
+        prototypes=tuple(
+            Prototype(symbol=symbol, text=read_name(symbol_names, offset))
+            for section in headers
+            if section.type == SHT_CUDA_PROTOTYPE
+            for symbol, offset in _PROTOTYPE.iter_unpack(contents(file, section))
         ),
         segments=_read_segments(file, header, headers),
         symtab=headers.index(table),
@@ -158,13 +178,19 @@ def _segment_of(section: Section, segments: Sequence[tuple[int, ...]], phoff: in
 def write(elf: Elf) -> bytes:
     """Return ``elf`` as a file. Equal records give equal bytes."""
     section_names, section_name_at = _string_table(section.name for section in elf.sections)
-    symbol_names, symbol_name_at = _string_table(symbol.name for symbol in elf.symbols)
+    symbol_names, symbol_name_at = _string_table(
+        [symbol.name for symbol in elf.symbols] + [prototype.text for prototype in elf.prototypes]
+    )
     generated = {
         elf.header.shstrndx: section_names,
         elf.strtab: symbol_names,
         elf.symtab: b"".join(
             SYMBOL.pack(*entry.symbol._replace(name=symbol_name_at[entry.name])) for entry in elf.symbols
         ),
+    } | {
+        index: b"".join(_PROTOTYPE.pack(p.symbol, symbol_name_at[p.text]) for p in elf.prototypes)
+        for index, section in enumerate(elf.sections)
+        if section.header.type == SHT_CUDA_PROTOTYPE
     }
     file = bytearray(HEADER.size)
     headers = []
@@ -203,9 +229,7 @@ def _segment_bytes(segments: Sequence[Segment], headers: Sequence[Section], phof
             start = min(section.offset for section in mapped)
             end = max(s.offset + (0 if s.type == SHT_NOBITS else s.size) for s in mapped)
         memory = end - start + sum(section.size for section in nobits)
-        packed.append(
-            _SEGMENT.pack(segment.type, segment.flags, start, 0, 0, end - start, memory, segment.align)
-        )
+        packed.append(_SEGMENT.pack(segment.type, segment.flags, start, 0, 0, end - start, memory, segment.align))
     return packed
 
 

@@ -20,9 +20,7 @@ HOLDERS = {SHT_CUDA_INFO, SHT_CUDA_CALLGRAPH, *RELOCATIONS}
 Renumber = Callable[[int], int | None]
 """New index of a symbol, None if it is dropped."""
 
-_CALL = struct.Struct(
-    "<Ii"
-)  # caller and callee; 0 with a small negative number heads a list, here always empty
+_CALL = struct.Struct("<Ii")  # caller and callee; 0 with a small negative number heads a list, here always empty
 _RECORD = struct.Struct("<BBH")  # format, attribute, value
 _WORD = struct.Struct("<I")
 _FORMAT_SIZED = 4  # EIFMT_SVAL: the value counts the bytes that follow
@@ -163,9 +161,7 @@ def _records(section: NamedSection) -> Iterator[tuple[int, int, int, bytes]]:
 
 def _entries(section: NamedSection, layout: struct.Struct) -> Iterator[tuple[int, ...]]:
     if len(section.content) % layout.size:
-        raise UnfamiliarCubinError(
-            f"{section.name}: {len(section.content)} bytes, entries have {layout.size}"
-        )
+        raise UnfamiliarCubinError(f"{section.name}: {len(section.content)} bytes, entries have {layout.size}")
     return layout.iter_unpack(section.content)
 
 

@@ -134,9 +134,7 @@ def symbol_table(sections: tuple[Section, ...]) -> Section:
     if table.entsize != SYMBOL.size or table.size % SYMBOL.size:
         raise PlanFormatError(f"cubin: {table.size} bytes of symbols, expected entries of {SYMBOL.size}")
     if table.link >= len(sections) or sections[table.link].type != SHT_STRTAB:
-        raise PlanFormatError(
-            f"cubin: section {table.link} should hold the symbols' names, is no string table"
-        )
+        raise PlanFormatError(f"cubin: section {table.link} should hold the symbols' names, is no string table")
     return table
 
 
