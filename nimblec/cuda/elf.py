@@ -40,6 +40,8 @@ _PROTOTYPE = struct.Struct("<II")  # symbol, offset of the text in the symbols' 
 
 _SEGMENT = struct.Struct("<IIQQQQQQ")
 _TABLE_ALIGN = 8  # of the two header tables
+_MAX_ALIGN = 4096
+_MAX_NBYTES = 1 << 32
 
 
 class UnfamiliarCubinError(CompileError):
@@ -114,6 +116,11 @@ def parse(cubin: bytes | memoryview) -> Elf:
     prototypes = [section.size for section in headers if section.type == SHT_CUDA_PROTOTYPE]
     if len(prototypes) > 1 or sum(prototypes) % _PROTOTYPE.size:
         raise UnfamiliarCubinError(f"cubin: sections of prototypes with {prototypes} bytes")
+    nbytes = sum(section.size for section in headers if section.type != SHT_NOBITS)
+    if nbytes > len(file):
+        raise UnfamiliarCubinError(f"cubin: {nbytes} bytes of sections that overlap in {len(file)}")
+    if any(section.addralign > _MAX_ALIGN or section.size > _MAX_NBYTES for section in headers):
+        raise UnfamiliarCubinError("cubin: an alignment above a page, or a section above 4 GiB")
     section_names = bytes(contents(file, headers[header.shstrndx]))
     symbol_names = bytes(contents(file, headers[table.link]))
     return Elf(
