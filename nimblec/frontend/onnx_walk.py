@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nimblec.errors import UnsupportedModelError
 from nimblec.frontend import onnx_ops  # noqa: F401 - fills the table
+from nimblec.frontend.onnx_control import CONTROL
 from nimblec.frontend.onnx_ops import binding
 from nimblec.frontend.onnx_ops.creation import ELEMENT_TYPES
 from nimblec.frontend.onnx_ops.table import LATEST_OPSET, Node, Refused, find
@@ -76,7 +77,8 @@ class Walk:
             raise Refused(f"the model imports no opset of domain '{proto.domain}'")
         function = self.functions.get((domain, proto.op_type))
         operator = find(domain, proto.op_type, frame.opsets[domain])
-        if function is None and operator is None and _schema_function(domain, proto.op_type, frame) is None:
+        control = CONTROL.get(proto.op_type) if domain == "" else None
+        if function is None and operator is None and control is None and _schema_function(domain, proto.op_type, frame) is None:
             raise Refused("the operator is not supported")
         inputs = [_lookup(name, scope) for name in proto.input]
         if any(value is FAILED for value in inputs):
@@ -85,6 +87,8 @@ class Walk:
         attributes = self._attributes(proto, frame)
         if function is not None:
             return self._call_function(function, proto, inputs, attributes, frame)
+        if control is not None:
+            return control(self, proto, inputs, attributes, scope, frame)
         if operator is None:
             function = _schema_function_body(domain, proto, inputs, frame)
             return self._call_function(function, proto, inputs, attributes, frame)
@@ -92,7 +96,7 @@ class Walk:
             op_type=proto.op_type, opset=frame.opsets[domain], outputs=tuple(bool(name) for name in proto.output)
         )
         result = binding.call(operator, node, inputs, attributes)
-        values = [result] if isinstance(result, Tensor) else list(result)
+        values = list(result) if isinstance(result, tuple) else [result]
         missing = [name for name in proto.output[len(values) :] if name]
         if missing:
             raise Refused(f"output '{missing[0]}' is not supported")
@@ -121,7 +125,7 @@ class Walk:
             raise Refused(f"functions nest more than {DEEPEST} deep")
         defaults = {attribute.name: attribute_of(attribute) for attribute in function.attribute_proto}
         inner = Frame(
-            opsets={_domain(entry.domain): entry.version for entry in function.opset_import},
+            opsets={**frame.opsets, **{_domain(e.domain): e.version for e in function.opset_import}},
             attributes={**defaults, **attributes},
             within=frame.within or describe(proto),
             depth=frame.depth + 1,
@@ -129,7 +133,8 @@ class Walk:
         padded = [*inputs, *[None] * (len(function.input) - len(inputs))]
         scope: Scope = dict(zip(function.input, padded, strict=False))
         self.nodes(function.node, scope, inner)
-        return [_lookup(name, scope) for name in function.output][: len(proto.output)]
+        wanted = zip(function.output, proto.output, strict=False)
+        return [_lookup(name, scope) if output else None for name, output in wanted]
 
 
 def describe(proto: NodeProto) -> str:

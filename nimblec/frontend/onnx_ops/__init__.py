@@ -16,6 +16,12 @@ from nimblec.frontend.onnx_ops import (
     recurrent,
     reduction,
     resize,
+    quantization,
+    vision,
+    signal,
+    loss,
+    sequence,
+    text,
     shape,
 )
 
@@ -32,5 +38,11 @@ __all__ = [
     "recurrent",
     "reduction",
     "resize",
+    "quantization",
+    "vision",
+    "signal",
+    "loss",
+    "sequence",
+    "text",
     "shape",
 ]

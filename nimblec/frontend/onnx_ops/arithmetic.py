@@ -1,13 +1,14 @@
 """Element-wise arithmetic."""
 
 from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from nimblec.frontend.onnx_ops.table import Refused, op
-from nimblec.frontend.onnx_ops.unsigned import WIDER, bitwise, by_value, ordered
+from nimblec.frontend.onnx_ops.unsigned import SIGNED, bitwise, by_value, divide_uint64, ordered
 
 UNARY = {
     "Acos": torch.acos,
@@ -45,7 +46,7 @@ for _name in UNARY:
 
 
 @op("Identity")
-def identity(x: Tensor) -> Tensor:
+def identity(x: Any) -> Any:
     return x
 
 
@@ -84,36 +85,62 @@ def multiply(a: Tensor, b: Tensor) -> Tensor:
 
 
 @op("Div", since=7)
-@by_value
 def divide(a: Tensor, b: Tensor) -> Tensor:
+    return divide_uint64(a, b) if a.dtype == torch.uint64 else _divide(a, b)
+
+
+@by_value
+def _divide(a: Tensor, b: Tensor) -> Tensor:
     return torch.div(a, b, rounding_mode=None if a.dtype.is_floating_point else "trunc")
 
 
 @op("Mod", since=10)
-@by_value
 def modulo(a: Tensor, b: Tensor, *, fmod: int = 0) -> Tensor:
+    if a.dtype == torch.uint64:
+        return subtract(a, multiply(divide_uint64(a, b), b))
+    return _modulo(a, b, fmod)
+
+
+@by_value
+def _modulo(a: Tensor, b: Tensor, fmod: int) -> Tensor:
     return torch.fmod(a, b) if fmod else torch.remainder(a, b)
 
 
 @op("Pow", since=7)
 def power(x: Tensor, y: Tensor) -> Tensor:
-    if x.dtype in WIDER or y.dtype in WIDER:
-        raise Refused(f"has inputs of {x.dtype} and {y.dtype}; expected a signed or floating point dtype")
+    if torch.uint64 in (x.dtype, y.dtype):
+        raise Refused(f"has inputs of {x.dtype} and {y.dtype}; expected other dtypes than uint64")
     if not isinstance(y, FakeTensor) and y.dim() == 0 and x.dtype.is_floating_point:
         return torch.pow(x, y.item())
-    return torch.pow(x, y).to(x.dtype)
+    return torch.pow(ordered(x), ordered(y)).to(x.dtype)
 
 
 @op("Max", since=6)
-@by_value
 def maximum(*data_0: Tensor) -> Tensor:
-    return reduce(torch.maximum, data_0)
+    return reduce(_larger, data_0)
 
 
 @op("Min", since=6)
-@by_value
 def minimum(*data_0: Tensor) -> Tensor:
-    return reduce(torch.minimum, data_0)
+    return reduce(_smaller, data_0)
+
+
+def _larger(a: Tensor, b: Tensor) -> Tensor:
+    if a.dtype in SIGNED:
+        return choose(ordered(a) >= ordered(b), a, b)
+    return torch.maximum(a, b)
+
+
+def _smaller(a: Tensor, b: Tensor) -> Tensor:
+    if a.dtype in SIGNED:
+        return choose(ordered(a) <= ordered(b), a, b)
+    return torch.minimum(a, b)
+
+
+@bitwise
+def choose(condition: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """Return ``x`` where the condition holds, else ``y``, for every dtype."""
+    return torch.where(condition, x, y)
 
 
 @op("Sum", since=6)

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from nimblec.frontend.onnx_ops.arithmetic import choose
 from nimblec.frontend.onnx_ops.table import op
 from nimblec.frontend.onnx_ops.unsigned import bitwise, ordered
 
@@ -70,6 +71,5 @@ def is_infinite(x: Tensor, *, detect_negative: int = 1, detect_positive: int = 1
 
 
 @op("Where", since=9)
-@bitwise
 def where(condition: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    return torch.where(condition, x, y)
+    return choose(condition, x, y)

@@ -39,7 +39,7 @@ class Axis:
         if mode == "asymmetric":
             return x / s
         if mode == "align_corners":
-            return x * (n - 1) / (m - 1) if m > 1 else np.zeros(m)
+            return x * (n - 1) / (s * n - 1) if m > 1 else np.zeros(m)
         if mode == "pytorch_half_pixel":
             return (x + 0.5) / s - 0.5 if m > 1 else np.full(m, -0.5)
         if mode == "tf_half_pixel_for_nn":

@@ -103,25 +103,25 @@ def concatenate(*inputs: Tensor, axis: int) -> Tensor:
 
 
 @op("Split", since=2)
-def split_attribute(x: Tensor, *, node: Node, axis: int = 0, split: Ints | None = None) -> Sequence[Tensor]:
+def split_attribute(x: Tensor, *, node: Node, axis: int = 0, split: Ints | None = None) -> tuple[Tensor, ...]:
     return _split(x, node, axis, split)
 
 
 @op("Split", since=13)
-def split_input(x: Tensor, split: Ints | None = None, *, node: Node, axis: int = 0) -> Sequence[Tensor]:
+def split_input(x: Tensor, split: Ints | None = None, *, node: Node, axis: int = 0) -> tuple[Tensor, ...]:
     return _split(x, node, axis, split)
 
 
 @op("Split", since=18)
 def split_evenly(
     x: Tensor, split: Ints | None = None, *, node: Node, axis: int = 0, num_outputs: int | None = None
-) -> Sequence[Tensor]:
+) -> tuple[Tensor, ...]:
     if split is None and num_outputs not in (None, len(node.outputs)):
         raise Refused(f"attribute 'num_outputs' is {num_outputs}; the node has {len(node.outputs)} outputs")
     return _split(x, node, axis, split)
 
 
-def _split(x: Tensor, node: Node, axis: int, sizes: Ints | None) -> Sequence[Tensor]:
+def _split(x: Tensor, node: Node, axis: int, sizes: Ints | None) -> tuple[Tensor, ...]:
     axis = axis_of(axis, x.dim())
     length, count = x.shape[axis], len(node.outputs)
     if sizes is None:
@@ -131,7 +131,7 @@ def _split(x: Tensor, node: Node, axis: int, sizes: Ints | None) -> Sequence[Ten
             raise Refused(f"axis {axis} of length {length} does not split evenly into {count}")
     if sum(sizes) != length or len(sizes) != count or min(sizes) < 0:
         raise Refused(f"split {sizes} does not make {count} parts of axis {axis} of length {length}")
-    return torch.split_with_sizes(x, sizes, axis)
+    return tuple(torch.split_with_sizes(x, sizes, axis))
 
 
 @op("Slice")

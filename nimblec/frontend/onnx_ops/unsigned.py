@@ -83,3 +83,15 @@ def _convert(value: Any, old: torch.dtype, new: torch.dtype) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_convert(item, old, new) for item in value)
     return value.to(new) if isinstance(value, Tensor) and value.dtype == old else value
+
+
+def divide_uint64(a: Tensor, b: Tensor) -> Tensor:
+    """Divide 64 bit words as unsigned numbers (Warren, Hacker's Delight, section 9-3)."""
+    n, d = a.view(torch.int64), b.view(torch.int64)
+    half = torch.bitwise_right_shift(n, 1) & torch.tensor((1 << 63) - 1)
+    small = d > 0
+    quotient = torch.div(half, torch.where(small, d, 1), rounding_mode="floor") << 1
+    remainder = n - quotient * d
+    quotient = torch.where(ordered(remainder.view(torch.uint64)) >= ordered(b), quotient + 1, quotient)
+    large = (ordered(a) >= ordered(b)).to(torch.int64)
+    return torch.where(small, quotient, large).view(torch.uint64)
