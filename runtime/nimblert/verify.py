@@ -5,6 +5,7 @@ decode to, so nothing here raises. Which commands may run side by side is judged
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from math import inf, prod
 from typing import TypeAlias
@@ -54,8 +55,20 @@ def problems(plan: Plan) -> Iterator[str]:
         yield from _under(f"kernels[{i}]", _kernel_problems(kernel, plan))
     yield from _weights_problems("weights", plan.weights, plan.weights_nbytes)
     yield from _weights_problems("state", plan.state, plan.state_nbytes)
+    params_nbytes = tuple(kernel.params_nbytes for kernel in plan.kernels)
     for i, program in enumerate(plan.programs):
-        yield from _under(f"programs[{i}]", _program_problems(program, plan))
+        scope = _Scope(plan=plan, program=program, sizes=_sizes(program, plan), params_nbytes=params_nbytes)
+        yield from _under(f"programs[{i}]", _program_problems(scope))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Scope:
+    """What the rules of a command refer to; ``params_nbytes`` is that of each kernel."""
+
+    plan: Plan
+    program: Program
+    sizes: Sizes
+    params_nbytes: tuple[int, ...]
 
 
 def _under(path: str, sentences: Iterable[str]) -> Iterator[str]:
@@ -133,25 +146,26 @@ def _cpu_parameter_problems(position: int, parameter: Parameter) -> Iterator[str
     yield from _array_problems(parameter.dtype, parameter.shape)
 
 
-def _program_problems(program: Program, plan: Plan) -> Iterator[str]:
-    sizes = _sizes(program, plan)
+def _program_problems(scope: _Scope) -> Iterator[str]:
+    program, sizes = scope.program, scope.sizes
     for (region, index), nbytes in sizes.items():
         if not 0 <= nbytes < MAX_NBYTES:
             yield f"{region.name}({index}): {nbytes} bytes, expected less than {MAX_NBYTES}"
-    for path, tensors in (("inputs", program.inputs), ("outputs", program.outputs)):
-        yield from _repeated(path, [tensor.name for tensor in tensors])
-        for i, tensor in enumerate(tensors):
-            yield from _under(f"{path}[{i}]", _tensor_problems(tensor, sizes))
-    # A reader makes streams and events before it sees the commands.
+    yield from _tensors_problems("inputs", program.inputs, sizes)
+    yield from _tensors_problems("outputs", program.outputs, sizes)
+    # More would cost a reader threads or handles for nothing.
     if program.stream_count > max(1, len(program.commands)):
         yield f"stream_count: {program.stream_count}, more than the {len(program.commands)} commands"
+    for i, tensor in enumerate(program.inputs):
+        if tensor.pointer.region == Region.WEIGHTS:
+            yield f"inputs[{i}].pointer: is in WEIGHTS, which never change"
     for i, command in enumerate(program.commands):
         path = f"commands[{i}]"
         yield from _index_problems(f"{path}.stream", command.stream, program.stream_count, "streams")
         if isinstance(command, Launch | Memcpy | Memset):
-            yield from _under(path, _work_problems(command, program, plan, sizes))
+            yield from _under(path, _work_problems(command, scope))
     yield from _event_problems(program)
-    yield from _programmatic_problems(program, plan)
+    yield from _programmatic_problems(program, scope.plan)
     if program.golden is not None:
         yield from _under("golden", _golden_problems(program.golden, len(program.outputs)))
 
@@ -178,6 +192,12 @@ def _extent_problems(path: str, pointer: Pointer, nbytes: int, sizes: Sizes) -> 
         )
 
 
+def _tensors_problems(path: str, tensors: Sequence[Tensor], sizes: Sizes) -> Iterator[str]:
+    yield from _repeated(path, [tensor.name for tensor in tensors])
+    for i, tensor in enumerate(tensors):
+        yield from _under(f"{path}[{i}]", _tensor_problems(tensor, sizes))
+
+
 def _tensor_problems(tensor: Tensor, sizes: Sizes) -> Iterator[str]:
     broken = tuple(_array_problems(tensor.dtype, tensor.shape))
     yield from broken
@@ -191,18 +211,19 @@ def _tensor_problems(tensor: Tensor, sizes: Sizes) -> Iterator[str]:
         yield f"sample_range: {tensor.sample_range} is empty"
 
 
-def _work_problems(work: Work, program: Program, plan: Plan, sizes: Sizes) -> Iterator[str]:
-    yield from _index_problems("op", work.op, len(program.ops), "ops")
+def _work_problems(work: Work, scope: _Scope) -> Iterator[str]:
+    yield from _index_problems("op", work.op, len(scope.program.ops), "ops")
     match work:
         case Launch():
-            yield from _launch_problems(work, plan, sizes)
+            yield from _launch_problems(work, scope)
         case Memcpy():
-            yield from _memcpy_problems(work, sizes)
+            yield from _memcpy_problems(work, scope.sizes)
         case Memset():
-            yield from _memset_problems(work, sizes)
+            yield from _memset_problems(work, scope.sizes)
 
 
-def _launch_problems(launch: Launch, plan: Plan, sizes: Sizes) -> Iterator[str]:
+def _launch_problems(launch: Launch, scope: _Scope) -> Iterator[str]:
+    plan, sizes = scope.plan, scope.sizes
     for i, access in enumerate(launch.reads):
         yield from _extent_problems(f"reads[{i}]", access.pointer, access.nbytes, sizes)
     for i, access in enumerate(launch.writes):
@@ -211,8 +232,9 @@ def _launch_problems(launch: Launch, plan: Plan, sizes: Sizes) -> Iterator[str]:
         yield f"kernel: {launch.kernel} is out of range (there are {len(plan.kernels)} kernels)"
         return
     kernel = plan.kernels[launch.kernel]
-    if len(launch.params) != kernel.params_nbytes:
-        yield f"params: {len(launch.params)} bytes, the kernel takes {kernel.params_nbytes}"
+    params_nbytes = scope.params_nbytes[launch.kernel]
+    if len(launch.params) != params_nbytes:
+        yield f"params: {len(launch.params)} bytes, the kernel takes {params_nbytes}"
     yield from _relocation_problems(launch)
     if plan.target == Target.CUDA:
         yield from launch_limits.problems(launch, kernel)
@@ -244,7 +266,8 @@ def _cpu_launch_problems(
     relocations: Sequence[Relocation], parameters: Sequence[Parameter], sizes: Sizes
 ) -> Iterator[str]:
     """On the CPU target each relocation is one parameter, and points to the whole of its tensor."""
-    if [r.param_offset for r in relocations] != [p.offset for p in parameters]:
+    offsets = [relocation.param_offset for relocation in relocations]
+    if len(offsets) != len(parameters) or offsets != [parameter.offset for parameter in parameters]:
         yield f"relocations: expected one for each of {len(parameters)} parameters, in order"
         return
     for i, (relocation, parameter) in enumerate(zip(relocations, parameters, strict=True)):
