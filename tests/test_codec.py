@@ -97,6 +97,11 @@ def test_structs_are_laid_out_as_flatc_says() -> None:
     assert (schema.POINTER.size, schema.DIM3.size) == (fb.Pointer.SizeOf(), fb.Dim3.SizeOf())
 
 
+def test_actions_are_numbered_as_flatc_says() -> None:
+    generated = {name.upper(): number for name, number in vars(fb.Action).items() if name[0] != "_"}
+    assert {"NONE": 0} | {action.name: action.value for action in schema.Action} == generated
+
+
 @pytest.mark.parametrize(
     "tensor",
     [

@@ -16,7 +16,6 @@ from typing import BinaryIO
 
 from nimblert import schema, segments, verify
 from nimblert.decoder import decode, file_nbytes
-from nimblert.encoder import encode
 from nimblert.errors import NimbleError, PlanError, PlanFormatError, PlanInvalidError
 from nimblert.plan import Plan
 
@@ -125,9 +124,7 @@ def digest(image: memoryview) -> bytes:
 def verify_digest(image: memoryview, path: str | os.PathLike[str]) -> None:
     """Raise PlanFormatError where the bytes are not those that were written; ``path`` is for the message."""
     if digest(image) != image[-_DIGEST_NBYTES:]:
-        raise PlanFormatError(
-            f"{path}: was altered after it was written (SHA-256 differs); copy or compile it again"
-        )
+        raise PlanFormatError(f"{path}: was altered after it was written (SHA-256 differs); copy or compile it again")
 
 
 def parse(image: memoryview, path: str | os.PathLike[str]) -> Plan:
@@ -170,6 +167,8 @@ def _resemblance(image: memoryview) -> str:
 
 def _stream(plan: Plan, file: BinaryIO) -> None:
     """Write the file's bytes in order, each of them once."""
+    from nimblert.encoder import encode  # with the generated code, which readers need not import
+
     encoded = encode(plan)
     sha256 = hashlib.sha256()
     position = 0

@@ -7,7 +7,6 @@ from struct import Struct
 from struct import error as struct_error
 
 from nimblert import schema, segments
-from nimblert._generated.plan_generated import Action
 from nimblert.errors import PlanFormatError
 from nimblert.flatbuffer import FlatBuffer, Table
 from nimblert.plan import (
@@ -36,6 +35,7 @@ from nimblert.plan import (
     Wait,
     Weight,
 )
+from nimblert.schema import Action
 from nimblert.segments import Segment
 
 _I64 = Struct("<q")
@@ -184,17 +184,17 @@ class _Decoder:
     def _command(self, table: Table) -> Command:
         kind, action = table.u8(0), table.table(1)
         match kind:
-            case Action.Launch:
+            case Action.LAUNCH:
                 return self._launch(action)
-            case Action.Memcpy:
+            case Action.MEMCPY:
                 return self._memcpy(action)
-            case Action.Memset:
+            case Action.MEMSET:
                 return self._memset(action)
-            case Action.Record:
+            case Action.RECORD:
                 return Record(stream=action.u32(0), event=action.u32(1))
-            case Action.Wait:
+            case Action.WAIT:
                 return Wait(stream=action.u32(0), event=action.u32(1))
-        raise PlanFormatError(f"command of kind {kind}: this nimblert knows kinds 1 to {Action.Wait}")
+        raise PlanFormatError(f"command of kind {kind}: this nimblert knows kinds 1 to {Action.WAIT}")
 
     def _launch(self, table: Table) -> Launch:
         return Launch(
