@@ -134,9 +134,7 @@ def _tensor(view: ir.TensorView, locate: _Locate) -> Tensor:
     )
 
 
-def _commands(
-    graph: ir.Graph, schedule: ir.Schedule, locate: _Locate, new_op: dict[int, int]
-) -> Iterator[Command]:
+def _commands(graph: ir.Graph, schedule: ir.Schedule, locate: _Locate, new_op: dict[int, int]) -> Iterator[Command]:
     """Yield the commands in issue order: a task's waits, its work, and the record of its event."""
     awaited: dict[int, list[int]] = {}
     for before, after in schedule.waits:
@@ -166,8 +164,7 @@ def _work(task: ir.Task, stream: int, op: int, locate: _Locate, *, programmatic:
                 kernel=work.kernel,
                 params=work.params,
                 relocations=tuple(
-                    Relocation(param_offset=r.param_offset, pointer=locate(r.buffer, r.offset))
-                    for r in work.references
+                    Relocation(param_offset=r.param_offset, pointer=locate(r.buffer, r.offset)) for r in work.references
                 ),
                 reads=_accesses(task.reads, locate),
                 writes=_accesses(task.writes, locate),

@@ -39,9 +39,7 @@ def edges(commands: Iterable[Command]) -> tuple[tuple[Edge, ...], ...]:
             case _:
                 sources, implied = _reduced(frontier.get(stream, set()), before)
                 early = isinstance(command, Launch) and command.programmatic
-                result.append(
-                    tuple(Edge(source=s, programmatic=early and s == last.get(stream)) for s in sources)
-                )
+                result.append(tuple(Edge(source=s, programmatic=early and s == last.get(stream)) for s in sources))
                 last[stream] = len(before)
                 frontier[stream] = {len(before)}
                 before.append(implied)

@@ -30,15 +30,13 @@ class _Touches:
 
 
 def hazards(program: Program) -> Iterator[str]:
-    """Yield a sentence for each pair of conflicting commands that nothing orders.
+    """Yield a sentence for each pair of commands, in each region, that conflict and nothing orders.
 
     And for each read of arena bytes that no earlier command, no input and not the command itself
     writes. The program must be verified otherwise: its indices and events in range.
     """
     works = [
-        (place, command)
-        for place, command in enumerate(program.commands)
-        if not isinstance(command, Record | Wait)
+        (place, command) for place, command in enumerate(program.commands) if not isinstance(command, Record | Wait)
     ]
     before = _before(edges(program.commands))
     for region, touches in _touches([work for _, work in works]).items():

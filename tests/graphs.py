@@ -1,0 +1,107 @@
+"""Graphs for the tests of scheduling, memory and lowering: small ones by hand, random ones by hypothesis."""
+
+from random import Random
+
+from hypothesis import settings
+from hypothesis import strategies as st
+
+from nimblec.ir import Access, Buffer, BufferKind, Graph, KernelWork, Op, Task, TensorView
+
+settings.register_profile("passes", deadline=None, derandomize=True)  # the same on a busy machine
+settings.load_profile("passes")
+
+
+def access(buffer: int, offset: int = 0, nbytes: int = 64) -> Access:
+    """``nbytes`` bytes of a buffer, in the order in which tests like to say it."""
+    return Access(buffer=buffer, offset=offset, nbytes=nbytes)
+
+
+def kernel(
+    reads: tuple[Access, ...],
+    writes: tuple[Access, ...],
+    *,
+    op: int = 0,
+    programmatic_after: int | None = None,
+) -> Task:
+    """A launch of kernel 0 that needs no parameters."""
+    work = KernelWork(kernel=0, params=b"", references=())
+    return Task(op=op, work=work, reads=reads, writes=writes, programmatic_after=programmatic_after)
+
+
+def graph(
+    buffers: list[Buffer],
+    tasks: list[Task],
+    *,
+    opaque: tuple[int, ...] = (),
+    inputs: tuple[TensorView, ...] = (),
+    outputs: tuple[TensorView, ...] = (),
+) -> Graph:
+    """A graph whose ops are named by their number."""
+    count = max((task.op for task in tasks), default=-1) + 1
+    ops = tuple(Op(name=f"op{index}", source="", opaque=index in opaque) for index in range(count))
+    return Graph(
+        modules=(),
+        kernels=(),
+        buffers=tuple(buffers),
+        ops=ops,
+        tasks=tuple(tasks),
+        inputs=inputs,
+        outputs=outputs,
+    )
+
+
+def temporaries(*sizes: int) -> list[Buffer]:
+    """One temporary buffer for each size."""
+    return [Buffer(kind=BufferKind.TEMPORARY, nbytes=nbytes) for nbytes in sizes]
+
+
+def dataflow(*sources: tuple[int, ...], sizes: tuple[int, ...] = ()) -> Graph:
+    """Task ``i`` writes temporary ``i`` of ``sizes[i]`` (64) bytes and reads those of ``sources[i]``."""
+    nbytes = sizes or (64,) * len(sources)
+    tasks = [
+        kernel(tuple(access(s, 0, nbytes[s]) for s in before), (access(i, 0, nbytes[i]),), op=i)
+        for i, before in enumerate(sources)
+    ]
+    return graph(temporaries(*nbytes), tasks)
+
+
+def random_graph(random: Random, task_count: int, *, chained: bool = True) -> Graph:
+    """A graph with buffers of all kinds; what a task reads of the arena has been written.
+
+    ``chained``: some ops are opaque, some edges programmatic.
+    """
+    kinds = [kind for kind in BufferKind for _ in range(random.randint(1, 3))]
+    buffers = [Buffer(kind=kind, nbytes=random.randint(1, 40), alignment=8) for kind in kinds]
+    op_count = max(1, task_count // 2)
+    ops = sorted(random.randrange(op_count) for _ in range(task_count))
+    written: list[tuple[int, Access]] = []
+    tasks = []
+    for index, op in enumerate(ops):
+        reads = []
+        for _ in range(random.randint(0, 2)):
+            buffer = random.randrange(len(buffers))
+            if buffers[buffer].kind is BufferKind.TEMPORARY:
+                known = [a for _, a in written if a.buffer == buffer]
+            elif buffers[buffer].kind is BufferKind.WORKSPACE:
+                known = [a for writer, a in written if a.buffer == buffer and writer == op]
+            else:
+                known = [_random_access(random, buffers, buffer)]
+            reads += [random.choice(known)] if known else []
+        writable = [b for b, record in enumerate(buffers) if record.kind is not BufferKind.CONSTANT]
+        writes = [_random_access(random, buffers, random.choice(writable)) for _ in range(random.randint(0, 2))]
+        written += [(op, access) for access in writes]
+        after = random.randrange(index) if chained and index and random.random() < 0.1 else None
+        tasks.append(kernel(tuple(reads), tuple(writes), op=op, programmatic_after=after))
+    opaque = tuple(op for op in range(op_count) if chained and random.random() < 0.1)
+    return graph(buffers, tasks, opaque=opaque)
+
+
+def graphs(*, max_tasks: int = 12, chained: bool = True) -> st.SearchStrategy[Graph]:
+    """Random graphs of at most ``max_tasks`` tasks."""
+    randoms = st.randoms(use_true_random=False)
+    return st.builds(random_graph, randoms, st.integers(0, max_tasks), chained=st.just(chained))
+
+
+def _random_access(random: Random, buffers: list[Buffer], buffer: int) -> Access:
+    offset = random.randrange(buffers[buffer].nbytes)
+    return access(buffer, offset, random.randint(0, buffers[buffer].nbytes - offset))

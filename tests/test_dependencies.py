@@ -1,0 +1,100 @@
+"""What must keep its order does, and nothing else."""
+
+from dataclasses import replace
+
+import networkx as nx
+import pytest
+from graphs import access, dataflow, graph, graphs, kernel, temporaries
+from hypothesis import given
+
+from nimblec.ir import Buffer, BufferKind, CopyWork, FillWork, Graph, Reference, Task
+from nimblec.schedule.dag import Dag, ancestors, descendants, members, transitive_reduction
+from nimblec.schedule.dependencies import conflicts, dependencies, rename_workspaces
+
+
+def closure_of_conflicts(model: Graph) -> tuple[int, ...]:
+    """The tasks before each task, from the obvious definition."""
+    lists: list[list[int]] = [[] for _ in model.tasks]
+    for before, after in conflicts(model):
+        lists[after].append(before)
+    return ancestors(Dag(predecessors=tuple(map(tuple, lists))))
+
+
+@given(graphs())
+def test_every_conflicting_pair_is_ordered_and_no_other(model: Graph) -> None:
+    dag = dependencies(model)
+    assert set(dag.edges) <= set(conflicts(model))
+    assert ancestors(dag) == closure_of_conflicts(model)
+
+
+@given(graphs())
+def test_reduction_keeps_the_paths_and_is_least(model: Graph) -> None:
+    dag = dependencies(model)
+    reduced = transitive_reduction(dag)
+    reference = nx.DiGraph(dag.edges)
+    assert set(reduced.edges) == set(nx.transitive_reduction(reference).edges)
+    assert ancestors(reduced) == ancestors(dag)
+
+
+@given(graphs())
+def test_descendants_mirror_ancestors(model: Graph) -> None:
+    dag = dependencies(model)
+    pairs = {(before, after) for after, tasks in enumerate(ancestors(dag)) for before in members(tasks)}
+    assert pairs == {(before, after) for before, tasks in enumerate(descendants(dag)) for after in members(tasks)}
+
+
+def test_slices_of_a_concatenation_written_by_different_kernels_are_independent() -> None:
+    model = graph(
+        temporaries(128),
+        [
+            kernel((), (access(0, 0, 64),)),
+            kernel((), (access(0, 64, 64),)),
+            kernel((access(0, 0, 128),), ()),
+            kernel((), (access(0, 32, 64),)),
+        ],
+    )
+    assert dependencies(model).predecessors == ((), (), (0, 1), (0, 1, 2))
+
+
+def test_only_the_latest_writer_of_each_byte_is_named() -> None:
+    model = graph(
+        temporaries(64),
+        [kernel((), (access(0),)), kernel((access(0),), (access(0),)), kernel((access(0),), ())],
+    )
+    assert dependencies(model).predecessors == ((), (0,), (1,))
+
+
+def test_readers_do_not_order_each_other() -> None:
+    model = dataflow((), (0,), (0,), (1, 2))
+    assert dependencies(model).predecessors == ((), (0,), (0,), (1, 2))
+
+
+@pytest.mark.parametrize(("kind", "expected"), [(BufferKind.CONSTANT, ()), (BufferKind.STATE, (0,))])
+def test_constants_order_nothing(kind: BufferKind, expected: tuple[int, ...]) -> None:
+    model = graph([Buffer(kind=kind, nbytes=64)], [kernel((access(0),), ()), kernel((), (access(0),))])
+    assert dependencies(model).predecessors[1] == expected
+
+
+def test_opaque_ops_keep_their_order_and_programmatic_edges_order() -> None:
+    tasks = [kernel((), (), op=0), kernel((), (), op=1), kernel((), (), op=0), kernel((), (), op=1)]
+    tasks.append(kernel((), (), op=1, programmatic_after=1))
+    assert dependencies(graph([], tasks, opaque=(0,))).predecessors == ((), (), (0,), (), (1,))
+
+
+def test_a_workspace_shared_by_two_ops_becomes_two() -> None:
+    workspace = Buffer(kind=BufferKind.WORKSPACE, nbytes=64)
+    first = kernel((), (access(0),), op=0)
+    second = kernel((access(0),), (), op=0)
+    other = kernel((), (access(0),), op=1)
+    other = replace(other, work=replace(other.work, references=(Reference(param_offset=8, buffer=0, offset=16),)))
+    copy = Task(op=1, work=CopyWork(dst=access(0), src=access(0)), reads=(access(0),), writes=(access(0),))
+    fill = Task(op=2, work=FillWork(dst=access(0), value=0, element_nbytes=1), reads=(), writes=(access(0),))
+    renamed = rename_workspaces(graph([workspace], [first, second, other, copy, fill]))
+    assert renamed.buffers == (workspace,) * 3
+    assert renamed.tasks[:2] == (first, second)
+    assert renamed.tasks[2].writes == (access(1),)
+    assert renamed.tasks[2].work.references == (Reference(param_offset=8, buffer=1, offset=16),)
+    assert renamed.tasks[3].work == CopyWork(dst=access(1), src=access(1))
+    assert renamed.tasks[4].work == FillWork(dst=access(2), value=0, element_nbytes=1)
+    assert dependencies(renamed).predecessors == ((), (0,), (), (2,), ())
+    assert rename_workspaces(renamed) == renamed

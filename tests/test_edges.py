@@ -1,0 +1,98 @@
+"""The edges of the graph are what streams and events say, no more and no less."""
+
+from graphs import graphs
+from hypothesis import given
+from hypothesis import strategies as st
+from test_streams import schedules
+
+from nimblec.ir import Graph
+from nimblec.lower import lower
+from nimblec.schedule.dag import scheduled_ancestors, task_set
+from nimblec.schedule.dependencies import dependencies, rename_workspaces
+from nimblec.schedule.memory import layout
+from nimblert.edges import Edge, edges
+from nimblert.plan import Command, Launch, Memset, Pointer, Record, Region, Wait
+
+
+def launch(stream: int, *, programmatic: bool = False) -> Launch:
+    return Launch(
+        stream=stream,
+        op=0,
+        kernel=0,
+        params=b"",
+        relocations=(),
+        reads=(),
+        writes=(),
+        programmatic=programmatic,
+    )
+
+
+def fill(stream: int) -> Memset:
+    dst = Pointer(region=Region.ARENA)
+    return Memset(stream=stream, op=0, dst=dst, value=0, element_nbytes=1, count=1)
+
+
+def record(stream: int, event: int) -> Record:
+    return Record(stream=stream, event=event)
+
+
+def wait(stream: int, event: int) -> Wait:
+    return Wait(stream=stream, event=event)
+
+
+def sources(*commands: Command) -> list[list[int]]:
+    return [[edge.source for edge in row] for row in edges(commands)]
+
+
+def test_a_stream_is_a_chain() -> None:
+    assert sources(launch(0), fill(0), launch(1), launch(0)) == [[], [0], [], [1]]
+
+
+def test_a_wait_is_an_edge_from_the_work_recorded() -> None:
+    commands = (launch(0), record(0, 0), launch(0), wait(1, 0), fill(1), launch(1))
+    assert sources(*commands) == [[], [0], [0], [2]]
+
+
+def test_an_event_without_work_carries_what_its_stream_waits_for() -> None:
+    commands = (launch(0), record(0, 0), wait(1, 0), record(1, 1), wait(2, 1), launch(2), launch(1))
+    assert sources(*commands) == [[], [0], [0]]
+
+
+def test_an_event_of_an_empty_stream_orders_nothing() -> None:
+    assert sources(record(0, 0), wait(1, 0), launch(1)) == [[]]
+
+
+def test_an_event_marks_what_was_issued_before_it_only() -> None:
+    commands = (launch(0), record(0, 0), launch(1), wait(0, 0), launch(0))
+    assert sources(*commands) == [[], [], [0]]
+    later = (launch(0), record(0, 0), launch(2), record(2, 1), wait(0, 1), wait(1, 0), launch(1))
+    assert sources(*later) == [[], [], [0]]
+
+
+def test_equal_and_implied_edges_are_left_out() -> None:
+    twice = (launch(0), record(0, 0), wait(0, 0), launch(0))
+    assert sources(*twice) == [[], [0]]
+    detour = (launch(0), record(0, 0), wait(1, 0), launch(1), record(1, 1), wait(0, 1), wait(0, 0), launch(0))
+    assert sources(*detour) == [[], [0], [1]]
+
+
+def test_only_the_edge_along_the_stream_is_programmatic() -> None:
+    commands = (launch(0), launch(1), record(1, 0), wait(0, 0), launch(0, programmatic=True))
+    assert edges(commands)[2] == (Edge(source=0, programmatic=True), Edge(source=1))
+    alone = (launch(1), record(1, 0), wait(0, 0), launch(0, programmatic=True))
+    assert edges(alone)[1] == (Edge(source=0),)
+
+
+@given(graphs(), st.integers(0, 1000))
+def test_edges_of_a_lowered_schedule_order_what_it_orders(model: Graph, seed: int) -> None:
+    model = rename_workspaces(model)
+    for schedule in schedules(dependencies(model), seed):
+        derived = edges(lower(model, schedule, layout(model, schedule)).commands)
+        before: list[int] = []
+        for row in derived:
+            before.append(task_set(edge.source for edge in row))
+            for edge in row:
+                before[-1] |= before[edge.source]
+        for place, task in enumerate(schedule.order):
+            tasks = {schedule.order[source] for source in range(len(before)) if before[place] >> source & 1}
+            assert task_set(tasks) == scheduled_ancestors(schedule)[task]
