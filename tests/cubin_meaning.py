@@ -98,7 +98,7 @@ def meaning(cubin: bytes, keep: set[str]) -> dict[str, Any]:
     def of_other(section: str) -> bool:
         return any(section.endswith("." + name) for name in others)
 
-    told = {}
+    told: dict[str, Any] = {}
     for row in sections(cubin):
         if row["type"] in {0, 2, 3} or "debug" in row["name"] or of_other(row["name"]):
             continue
