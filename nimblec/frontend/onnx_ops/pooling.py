@@ -185,7 +185,7 @@ def _window_sizes(window: Window, count_include_pad: int) -> Tensor:
     return aten.convolution(inside, ones, None, window.strides, zeros, window.dilations, False, zeros, 1)
 
 
-@op("AveragePool", since=7)
+@op("AveragePool")
 def average_pool_7(
     x: Tensor,
     *,

@@ -1,0 +1,273 @@
+"""Run ONNX's backend cases through nimblec: the yardstick of the ONNX front end.
+
+    python bench/onnx_coverage.py [--target aten|cpu] [--match TEXT] [--workers N] [--json PATH]
+
+``aten``: import each case as ATen calls and run these with torch on the CPU. ``cpu``: compile it
+for the CPU target, save the plan, load it and run it. Worker processes survive crashes and hangs.
+The first input of a case stays an input, the others become initializers.
+"""
+
+import argparse
+import importlib.util
+import json
+import multiprocessing
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+
+import numpy as np
+from onnx import ModelProto
+
+from nimblec.errors import CompileError
+from nimblert.errors import NimbleError
+
+if importlib.util.find_spec("bench") is None:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench.onnx_cases import Case, cases, difference, static_form
+
+RESULTS = Path(__file__).parent / "results" / "cpu" / "onnx_coverage.json"
+SECONDS_A_CASE = 120
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What became of a case: pass, refused, wrong, error, crash or hang."""
+
+    name: str
+    kind: str
+    core: bool
+    operators: tuple[str, ...]
+    status: str
+    message: str
+    seconds: float
+
+
+def run_aten(model: ModelProto, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Import a model and run its ATen calls with torch."""
+    from nimblec.frontend.onnx import import_model
+
+    module = import_model(model).module
+    return [_to_array(tensor) for tensor in module(*(_to_tensor(array) for array in inputs))]
+
+
+def _to_tensor(array: np.ndarray) -> "torch.Tensor":  # noqa: F821 - torch is imported where it is needed
+    import torch
+
+    if array.dtype.name == "bfloat16":
+        return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
+    return torch.from_numpy(array.copy())
+
+
+def _to_array(tensor: "torch.Tensor") -> np.ndarray:  # noqa: F821
+    import ml_dtypes
+    import torch
+
+    if tensor.dtype == torch.bfloat16:
+        return tensor.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.numpy()
+
+
+def run_cpu(model: ModelProto, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Compile a model for the CPU target; save, load and run the plan."""
+    import nimblec
+    import nimblert
+
+    with tempfile.TemporaryDirectory() as folder:
+        source, target = Path(folder) / "model.onnx", Path(folder) / "model.plan"
+        source.write_bytes(model.SerializeToString())
+        nimblec.compile(source, target="cpu").save(target)
+        with nimblert.load(target) as executable:
+            outputs = executable(*inputs)
+        return [np.array(output) for output in (outputs if isinstance(outputs, tuple) else (outputs,))]
+
+
+RUNNERS = {"aten": run_aten, "cpu": run_cpu}
+
+
+def run_case(case: Case, target: str) -> Result:
+    """Run every data set of a case."""
+    start = time.perf_counter()
+    status, message = "pass", ""
+    try:
+        for data in case.data_sets():
+            model, inputs = static_form(case.model, data.inputs)
+            message = difference(RUNNERS[target](model, inputs), data.outputs)
+            if message:
+                status = "wrong"
+                break
+    except (CompileError, NimbleError) as exc:
+        status, message = "refused", str(exc)
+    except Exception as exc:  # noqa: BLE001 - whatever else comes out is what this run looks for
+        status, message = "error", f"{type(exc).__name__}: {exc}"
+    return Result(
+        name=case.name,
+        kind=case.kind,
+        core=case.core,
+        operators=case.operators,
+        status=status,
+        message=message,
+        seconds=round(time.perf_counter() - start, 4),
+    )
+
+
+def _work(connection: Connection, target: str) -> None:
+    """Answer the index of a case with its result until None comes."""
+    if target == "aten":
+        import torch
+
+        torch.set_num_threads(1)
+    every = cases()
+    while (index := connection.recv()) is not None:
+        connection.send(run_case(every[index], target))
+
+
+class Worker:
+    """A process that runs cases, one at a time."""
+
+    def __init__(self, target: str) -> None:
+        self.target = target
+        self.case: int | None = None
+        self._start()
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.connection, other = context.Pipe()
+        self.process = context.Process(target=_work, args=(other, self.target), daemon=True)
+        self.process.start()
+        other.close()
+
+    def give(self, case: int) -> None:
+        """Start a case."""
+        self.case, self.since = case, time.monotonic()
+        self.connection.send(case)
+
+    def take(self) -> Result | None:
+        """Return the result of the case, or what killed its process; None while it runs."""
+        assert self.case is not None
+        if self.connection.poll():
+            try:
+                result: Result = self.connection.recv()
+            except EOFError:
+                return self._lost("crash", "the process died")
+            self.case = None
+            return result
+        if time.monotonic() - self.since > SECONDS_A_CASE:
+            return self._lost("hang", f"no answer in {SECONDS_A_CASE} s")
+        return None
+
+    def _lost(self, status: str, message: str) -> Result:
+        assert self.case is not None
+        case, self.case = cases()[self.case], None
+        self.process.kill()
+        self.process.join()
+        message = f"{message} (exit code {self.process.exitcode})"
+        self._start()
+        return Result(
+            name=case.name,
+            kind=case.kind,
+            core=case.core,
+            operators=case.operators,
+            status=status,
+            message=message,
+            seconds=time.monotonic() - self.since,
+        )
+
+    def stop(self) -> None:
+        """End the process."""
+        self.connection.close()
+        self.process.kill()
+        self.process.join()
+
+
+def run(indices: Sequence[int], target: str, worker_count: int) -> list[Result]:
+    """Run cases on ``worker_count`` processes; return their results in the order of the cases."""
+    waiting = list(reversed(indices))
+    results: list[Result] = []
+    workers = [Worker(target) for _ in range(min(worker_count, max(1, len(waiting))))]
+    try:
+        while len(results) < len(indices):
+            for worker in workers:
+                if worker.case is None and waiting:
+                    worker.give(waiting.pop())
+            wait([worker.connection for worker in workers if worker.case is not None], timeout=1)
+            results += [result for worker in workers if worker.case is not None and (result := worker.take())]
+    finally:
+        for worker in workers:
+            worker.stop()
+    order = {cases()[index].name: place for place, index in enumerate(indices)}
+    return sorted(results, key=lambda result: order[result.name])
+
+
+def known_failures(path: Path) -> dict[str, str]:
+    """Read a file of lines ``case: reason``; lines that start with # are headings."""
+    lines = [line for line in path.read_text().splitlines() if line and not line.startswith("#")]
+    return dict(line.split(": ", 1) for line in lines)
+
+
+def write_known_failures(path: Path, results: Sequence[Result]) -> None:
+    """Write the cases that do not pass with what was said about each."""
+    lines = []
+    for heading, core in (("# Core cases", True), ("# Other cases", False)):
+        lines.append(heading)
+        lines += [
+            f"{r.name}: {r.status}: {' '.join(r.message.split())[:160]}"
+            for r in sorted(results, key=lambda r: r.name)
+            if r.core == core and r.status != "pass"
+        ]
+    path.write_text("\n".join(lines) + "\n")
+
+
+def report(results: Sequence[Result]) -> None:
+    """Print counts by status and by operator, and the operators that are not supported."""
+    for title, chosen in (("core cases", [r for r in results if r.core]), ("all cases", list(results))):
+        counts = Counter(result.status for result in chosen)
+        print(f"{title}: {counts['pass']} of {len(chosen)} pass; " + _listed(counts))
+    by_operator: dict[str, Counter[str]] = defaultdict(Counter)
+    for result in results:
+        for operator in result.operators:
+            by_operator[operator][result.status] += 1
+    print("\noperators of cases that do not all pass:")
+    for operator, counts in sorted(by_operator.items()):
+        if set(counts) != {"pass"}:
+            print(f"  {operator:<36} {counts['pass']:>4} of {counts.total():>4}; {_listed(counts)}")
+    missing = {r.message.split(" ")[0] for r in results if r.message.endswith("the operator is not supported")}
+    print(f"\nunsupported operators ({len(missing)}): {', '.join(sorted(missing))}")
+    for result in results:
+        if result.status not in ("pass", "refused"):
+            print(f"{result.status}: {result.name}: {' '.join(result.message.split())[:200]}")
+
+
+def _listed(counts: Counter[str]) -> str:
+    return ", ".join(f"{count} {status}" for status, count in sorted(counts.items()) if status != "pass")
+
+
+def main() -> None:
+    """Run the cases and print the report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", choices=sorted(RUNNERS), default="aten")
+    parser.add_argument("--match", default="", help="run only cases whose name contains this")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--json", type=Path, help=f"where to write the results (default: {RESULTS.name}, whole runs only)")
+    parser.add_argument("--write-known", type=Path, help="write the cases that do not pass to this file")
+    options = parser.parse_args()
+    indices = [i for i, case in enumerate(cases()) if options.match in case.name]
+    start = time.monotonic()
+    results = run(indices, options.target, options.workers)
+    report(results)
+    print(f"{len(results)} cases in {time.monotonic() - start:.1f} s")
+    if options.write_known:
+        write_known_failures(options.write_known, results)
+    target = options.json or (RESULTS.with_stem(f"onnx_coverage_{options.target}") if not options.match else None)
+    if target:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
