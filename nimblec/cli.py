@@ -26,6 +26,9 @@ PIPE_WIDTH = 160
 WARM_UPS = 20
 """At most so many runs before latencies count."""
 
+EXTRAS = {"onnx": "cpu", "onnxruntime": "cpu", "scipy": "cpu", "torch": "compile", "onnxscript": "compile"}
+"""Packages that a plain installation lacks, and the extra that brings each."""
+
 DEBUG = "nimblec.debug"
 
 
@@ -50,7 +53,9 @@ class Command(click.Command):
             return super().invoke(ctx)
         except BrokenPipeError:
             raise  # click ends quietly when the reader has gone
-        except (NimbleError, OSError) as exc:
+        except (NimbleError, OSError, ModuleNotFoundError) as exc:
+            if isinstance(exc, ModuleNotFoundError) and exc.name not in EXTRAS:
+                raise
             if ctx.meta[DEBUG]:
                 traceback.print_exc()
             raise click.ClickException(_sentence(exc)) from exc
@@ -60,7 +65,9 @@ def _remember_debug(ctx: click.Context, _param: click.Parameter, value: bool) ->
     ctx.meta[DEBUG] = value
 
 
-def _sentence(exc: NimbleError | OSError) -> str:
+def _sentence(exc: NimbleError | OSError | ModuleNotFoundError) -> str:
+    if isinstance(exc, ModuleNotFoundError) and exc.name:
+        return f"{exc.name} is not installed, and this needs it: pip install 'nimblec[{EXTRAS[exc.name]}]'"
     if isinstance(exc, OSError) and exc.strerror:
         return f"{exc.filename}: {exc.strerror}" if exc.filename else exc.strerror
     return " ".join(str(exc).split())
@@ -308,7 +315,7 @@ def verify(plan: Path) -> None:
         if check.result is Result.FAILED:
             failed.append(check)
     if failed:
-        names = ", ".join(check.name for check in failed)
+        names = ", ".join(dict.fromkeys(check.name for check in failed))
         raise PlanError(f"{plan}: failed the checks of {names}: {failed[0].sentences[0]}")
 
 

@@ -52,7 +52,7 @@ def verify(path: Path) -> Iterator[Check]:
     yield _judged("hazards", _hazards(plan), "conflicting accesses, those of buffers that share bytes too, are ordered")
     yield _symbols(plan)
     for program in plan.programs:
-        yield _golden(plan, program)
+        yield from _golden(plan, program)
 
 
 def _passed(name: str, sentence: str) -> Check:
@@ -90,18 +90,20 @@ def missing_symbols(plan: Plan) -> Iterator[str]:
             yield f"kernels[{index}].symbol: {kernel.symbol!r} is not in modules[{kernel.module}]"
 
 
-def _golden(plan: Plan, program: Program) -> Check:
+def _golden(plan: Plan, program: Program) -> Iterator[Check]:
     name = "golden" if len(plan.programs) == 1 else f"golden of {program.name!r}"
     if program.golden is None:
-        return Check(name=name, result=Result.SKIPPED, sentences=("the plan holds no golden record",))
+        yield Check(name=name, result=Result.SKIPPED, sentences=("the plan holds no golden record",))
+        return
     try:
         executable = load(plan, program=program.name)
     except DeviceMismatchError as exc:
-        return Check(name=name, result=Result.SKIPPED, sentences=(str(exc),))
+        yield Check(name=name, result=Result.SKIPPED, sentences=(str(exc),))
+        return
     with executable:
         outputs = executable.run(golden.draw_inputs(program, program.golden.seed))
     rounding = CPU_ROUNDING if plan.target is Target.CPU else 0.0
     compared = golden.check(program.golden, tuple(outputs.values()), rounding=rounding)
-    sentences = tuple(f"output {output!r}: {comparison}" for output, comparison in zip(outputs, compared, strict=True))
-    different = any(comparison.verdict is Verdict.DIFFERENT for comparison in compared)
-    return Check(name=name, result=Result.FAILED if different else Result.PASSED, sentences=sentences)
+    for output, comparison in zip(outputs, compared, strict=True):
+        result = Result.FAILED if comparison.verdict is Verdict.DIFFERENT else Result.PASSED
+        yield Check(name=name, result=result, sentences=(f"output {output!r}: {comparison}",))
