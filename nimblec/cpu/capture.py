@@ -1,7 +1,7 @@
 """An ONNX file as a Graph: one task for each node that ONNX Runtime's optimiser leaves."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 
@@ -22,16 +22,26 @@ def capture(path: str | PathLike[str], inputs: Sequence[InputSpec] = ()) -> Grap
     Raises CompileError for a file that cannot be read, UnsupportedModelError for a model that no
     plan can hold.
     """
+    return capture_model(read(path, inputs), Path(path).parent)
+
+
+def read(path: str | PathLike[str], inputs: Sequence[InputSpec] = ()) -> ModelProto:
+    """The model in a file, checked, with static input shapes; its external data stay where they are."""
     model = onnx_file.fix_shapes(onnx_file.load(path, external_data=False), inputs)
     onnx_file.outputs(model)  # refuses outputs that are no tensors, by name
-    return _build(optimizer.optimize(model, Path(path).parent))
+    return model
 
 
-def _build(model: ModelProto) -> Graph:
-    builder = _Builder(model)
-    for tensor in onnx_file.inputs(model):
-        builder.add_input(tensor.name)
-    for node in model.graph.node:
+def capture_model(model: ModelProto, folder: Path, sample_ranges: Mapping[str, tuple[int, int]] | None = None) -> Graph:
+    """The Graph of a model that `read` gave, whose external data are in ``folder``.
+
+    ``sample_ranges`` bound the random integers that may stand in for inputs, by name.
+    """
+    optimized = optimizer.optimize(model, folder)
+    builder = _Builder(optimized)
+    for tensor in onnx_file.inputs(optimized):
+        builder.add_input(tensor.name, (sample_ranges or {}).get(tensor.name))
+    for node in optimized.graph.node:
         builder.add_node(node)
     return builder.graph()
 
@@ -54,10 +64,10 @@ class _Builder:
         self._tasks: list[Task] = []
         self._inputs: list[TensorView] = []
 
-    def add_input(self, name: str) -> None:
+    def add_input(self, name: str, sample_range: tuple[int, int] | None) -> None:
         """A graph input and its buffer."""
         self._buffer_of[name] = self._add_buffer(BufferKind.INPUT, name, self._types[name])
-        self._inputs.append(self._view(name, self._types[name]))
+        self._inputs.append(self._view(name, self._types[name], sample_range))
 
     def add_node(self, node: NodeProto) -> None:
         """The task of a node, with buffers for what it writes."""
@@ -103,7 +113,7 @@ class _Builder:
     def _type(self, name: str) -> TensorType:
         return kernels.constant_type(self._constants[name]) if name in self._constants else self._types[name]
 
-    def _view(self, name: str, tensor_type: TensorType) -> TensorView:
+    def _view(self, name: str, tensor_type: TensorType, sample_range: tuple[int, int] | None = None) -> TensorView:
         strides = np.cumprod((1, *tensor_type.shape[:0:-1]), dtype=np.int64)[::-1] if tensor_type.shape else ()
         return TensorView(
             name=name,
@@ -111,6 +121,7 @@ class _Builder:
             shape=tensor_type.shape,
             strides=tuple(int(n) for n in strides),
             buffer=self._buffer(name),
+            sample_range=sample_range,
         )
 
     def _buffer(self, name: str) -> int:
@@ -134,7 +145,8 @@ class _Builder:
 
     def _add_constant(self, tensor: TensorProto) -> int:
         """The buffer that holds the bytes of ``tensor``, shared by all constants that are equal."""
-        data = memoryview(np.ascontiguousarray(numpy_helper.to_array(tensor)).reshape(-1).view(np.uint8)).toreadonly()
+        array = np.ascontiguousarray(numpy_helper.to_array(tensor))
+        data = array.reshape(-1).view(np.uint8).data.toreadonly()
         digest = hashlib.sha256(data).digest()
         if digest not in self._constant_of:
             self._constant_of[digest] = self._add_buffer(

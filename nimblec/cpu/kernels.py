@@ -7,7 +7,6 @@ ones are initializers without data, whose memory the runtime binds when it opens
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 
 from onnx import (
     AttributeProto,
@@ -24,7 +23,7 @@ from onnx import (
 from nimblec.cpu.values import TensorType
 from nimblec.frontend import onnx_file
 from nimblert.onnx_session import EXTERNAL_FILE, ORIGIN, nchwc_block_size
-from nimblert.plan import ITEM_NBYTES, Module, Parameter, ParameterKind
+from nimblert.plan import Module, Parameter, ParameterKind
 
 NCHWC_DOMAIN = "com.microsoft.nchwc"
 
@@ -70,7 +69,7 @@ def is_embedded(tensor: TensorProto) -> bool:
     if dtype is None:
         return True
     limit = _EMBEDDED_INTEGER_NBYTES if dtype.startswith(("int", "uint")) else _EMBEDDED_NBYTES
-    return prod(tensor.dims) * ITEM_NBYTES[dtype] <= limit
+    return constant_type(tensor).nbytes <= limit
 
 
 def build(

@@ -7,6 +7,7 @@ come out reordered, and the runtime refuses them on a machine with other blocks.
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import onnx
 from onnx import ModelProto, TensorProto
@@ -29,7 +30,7 @@ def optimize(model: ModelProto, folder: Path) -> ModelProto:
         path = Path(scratch, "model.onnx")
         options = session_options()
         options.optimized_model_filepath = str(path)
-        options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder.resolve()))
+        read_external_data_from(folder, options)
         options.add_session_config_entry("session.optimized_model_external_initializers_file_name", _WEIGHTS)
         options.add_session_config_entry(
             "session.optimized_model_external_initializers_min_size_in_bytes", str(_EMBEDDED_NBYTES)
@@ -39,6 +40,11 @@ def optimize(model: ModelProto, folder: Path) -> ModelProto:
         except runtime_errors() as exc:
             raise UnsupportedModelError(f"ONNX Runtime {ort.__version__} refuses the model: {exc}") from exc
         return onnx.load(path)
+
+
+def read_external_data_from(folder: Path, options: Any) -> None:
+    """Let a session that is opened on bytes find its external data in ``folder``."""
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder.resolve()))
 
 
 def initializers(model: ModelProto) -> dict[str, TensorProto]:

@@ -73,7 +73,7 @@ def _with_all_outputs(model: ModelProto, names: Sequence[str] | dict[str, NodePr
 
 def _dtype(value: Any, node: NodeProto) -> str:
     """The plan's dtype name of what ONNX Runtime calls "tensor(float)"."""
-    inner = value.type.removeprefix("tensor(").removesuffix(")")
+    inner: str = value.type.removeprefix("tensor(").removesuffix(")")
     name = _TYPE_NAMES.get(inner, inner)
     if not value.type.startswith("tensor(") or name not in ITEM_NBYTES:
         raise UnsupportedModelError(
@@ -100,7 +100,11 @@ def _observe(
         try:
             results = session.run(list(names), _draw(inputs, seed))
         except runtime_errors() as exc:
-            raise UnsupportedModelError(f"the shape of {names[0]!r} is not known before a run, and a run on random inputs failed: {exc}") from exc
+            node = makers[names[0]]
+            raise UnsupportedModelError(
+                f"node {onnx_file.node_name(node)!r} ({node.op_type}): the shape of output {names[0]!r} is not known "
+                f"before a run, and a run on random inputs failed: {exc}"
+            ) from exc
         seen.append([np.shape(result) for result in results])
     for name, first, second in zip(names, *seen, strict=True):
         if first != second:

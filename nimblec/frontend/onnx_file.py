@@ -17,7 +17,7 @@ from nimblec.errors import CompileError, UnsupportedModelError
 from nimblec.options import InputSpec
 from nimblert.plan import ITEM_NBYTES
 
-_DTYPES = {
+_DTYPES: dict[int, str] = {
     TensorProto.BOOL: "bool",
     TensorProto.UINT8: "uint8",
     TensorProto.INT8: "int8",
@@ -169,7 +169,8 @@ def check_operators(model: ModelProto) -> None:
         version = min(versions.get(domain, 1), newest)
         if domain not in _SCHEMA_DOMAINS or not _has_schema(node.op_type, version, domain):
             full = f"{domain}.{node.op_type}" if domain else node.op_type
-            unknown.append(f"node {node_name(node)!r}: unknown operator {full} (opset {versions.get(domain, 'not imported')})")
+            opset = versions.get(domain, "not imported")
+            unknown.append(f"node {node_name(node)!r}: unknown operator {full} (opset {opset})")
     if unknown:
         raise UnsupportedModelError("; ".join(unknown))
 
@@ -225,7 +226,7 @@ def _check_external_data(model: ModelProto, path: Path) -> None:
             offset = int(entry.get("offset", "0"))
             length = int(entry["length"]) if "length" in entry else 0
         except ValueError as exc:
-            raise CompileError(f"{path}: initializer {tensor.name!r} has an offset or length that is no number") from exc
+            raise CompileError(f"{path}: initializer {tensor.name!r} has an offset that is no number") from exc
         size = data.stat().st_size
         if offset < 0 or length < 0 or offset + length > size:
             raise CompileError(
@@ -242,8 +243,9 @@ def _tensor(role: str, value: ValueInfoProto) -> ModelTensor:
     tensor = value.type.tensor_type
     dtype = dtype_name(tensor.elem_type)
     if dtype is None:
-        shown = TensorProto.DataType.Name(tensor.elem_type) if tensor.elem_type in TensorProto.DataType.values() else "?"
-        raise UnsupportedModelError(f"{role} {value.name!r} has the dtype {shown.lower()}, which a plan cannot hold")
+        known = tensor.elem_type in TensorProto.DataType.values()
+        shown = TensorProto.DataType.Name(tensor.elem_type).lower() if known else str(tensor.elem_type)
+        raise UnsupportedModelError(f"{role} {value.name!r} has the dtype {shown}, which a plan cannot hold")
     if not tensor.HasField("shape"):
         return ModelTensor(name=value.name, dtype=dtype, shape=None)
     shape = tuple(d.dim_value if _is_static(d) else None for d in tensor.shape.dim)

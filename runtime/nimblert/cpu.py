@@ -18,7 +18,7 @@ import numpy as np
 
 from nimblert.errors import InputError, PlanInvalidError
 from nimblert.host_memory import HostMemory
-from nimblert.onnx_session import runtime_errors, SessionCache
+from nimblert.onnx_session import SessionCache, runtime_errors
 from nimblert.plan import Command, Launch, Memcpy, Memset, Plan, Program, Record, Wait
 
 Step = Callable[[], object]
@@ -75,7 +75,7 @@ class CpuBackend:
         """The steps of each stream that has any, in issue order."""
         streams: list[list[tuple[Command, Step]]] = [[] for _ in range(program.stream_count)]
         recorded: set[int] = set()
-        with SessionCache(plan, self.memory) as sessions:
+        with SessionCache(plan, program, self.memory) as sessions:
             for index, command in enumerate(program.commands):
                 if isinstance(command, Record):
                     recorded.add(command.event)

@@ -3,10 +3,11 @@
 onnxruntime is imported when the first CPU plan is loaded, not before.
 """
 
-import contextlib
+import os
 import tempfile
-import threading
 from functools import cache, partial
+from importlib import import_module
+from math import prod
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, Self
@@ -15,7 +16,7 @@ import numpy as np
 
 from nimblert.errors import DeviceMismatchError, PlanInvalidError
 from nimblert.host_memory import HostMemory
-from nimblert.plan import Kernel, Launch, Parameter, ParameterKind, Plan, Pointer
+from nimblert.plan import ITEM_NBYTES, Kernel, Launch, Parameter, ParameterKind, Plan, Pointer, Program
 
 EXTERNAL_FILE = "weights"
 """The file that an initializer of a kernel's model names. It never holds anything: ONNX Runtime takes
@@ -51,41 +52,33 @@ _REORDER_MODEL = bytes.fromhex(
 """ReorderInput of a (1, 4, 1, 1) float32 tensor x into y: its channels come out rounded up to a block.
 Serialized with the onnx package, which the runtime does not import."""
 
-_pool_is_shared = threading.Event()
+_THREADED_NBYTES = 256 << 10
+"""A kernel that touches less than this runs on its stream's thread alone: waking others takes longer."""
+
+_THREAD_BUDGET = 256
+"""At most about so many threads in the pools of one program's sessions together."""
 
 
 @cache
 def onnxruntime() -> ModuleType:
     """The onnxruntime package."""
     try:
-        import onnxruntime as ort
+        return import_module("onnxruntime")
     except ImportError as exc:
         raise DeviceMismatchError("a CPU plan runs on ONNX Runtime: pip install nimblec[cpu]") from exc
-    return ort
 
 
-def share_thread_pool() -> None:
-    """Let the sessions opened from now on share one pool with a thread for each core.
+def session_options(threads: int = 1) -> Any:
+    """SessionOptions for sessions of ``threads`` threads (the caller's included), silent on stderr.
 
-    For a process that is ours, such as `nimblec run`. ONNX Runtime refuses every later
-    `InferenceSession(model)` of default options in a process with such a pool, so a library must not
-    ask for it unbidden. Without it a kernel runs on the thread of its stream alone: a pool for each
-    session would be a spinning thread a core for every kernel (measured: 15 times slower).
+    Threads of a session sleep while it does not run: those of many sessions, spinning as is ONNX
+    Runtime's custom, would take the cores from the one that runs (measured: 15 times slower). One
+    pool for all would be better still, but ONNX Runtime then refuses every `InferenceSession(model)`
+    of default options in the same process, and a library may not do that to its host.
     """
-    ort = onnxruntime()
-    if not _pool_is_shared.is_set():
-        with contextlib.suppress(ort.capi.onnxruntime_pybind11_state.Fail):  # somebody has made it already
-            ort.set_global_thread_pool_sizes(0, 1)  # 0: as many threads as a session of its own would have
-        _pool_is_shared.set()
-
-
-def session_options() -> Any:
-    """SessionOptions with the threads of this process, that say nothing on stderr."""
     options = onnxruntime().SessionOptions()
-    if _pool_is_shared.is_set():
-        options.use_per_session_threads = False
-    else:
-        options.intra_op_num_threads = 1
+    options.intra_op_num_threads = threads
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.log_severity_level = 4  # failures come as exceptions
     return options
 
@@ -119,14 +112,16 @@ def nchwc_block_size() -> int:
     return int(reordered.shape[1])
 
 
-def open_session(code: bytes, initializers: dict[str, Any] | None = None, folder: str = "/nonexistent") -> Any:
+def open_session(
+    code: bytes, initializers: dict[str, Any] | None = None, folder: str = "/nonexistent", threads: int = 1
+) -> Any:
     """An InferenceSession that runs the model as it is written.
 
     ``initializers`` are OrtValues by name, used where they lie. Files that the model names are
     looked for in ``folder`` only.
     """
     ort = onnxruntime()
-    options = session_options()
+    options = session_options(threads)
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.enable_cpu_mem_arena = False  # one arena a session would keep each kernel's largest workspace
     options.enable_mem_pattern = False
@@ -142,9 +137,10 @@ class SessionCache:
     Used in a ``with`` block: sessions and bindings outlive it, the placeholder file does not.
     """
 
-    def __init__(self, plan: Plan, memory: HostMemory) -> None:
+    def __init__(self, plan: Plan, program: Program, memory: HostMemory) -> None:
         self._plan = plan
         self._memory = memory
+        self._threads = _threads(plan, program)
         self._sessions: dict[tuple[object, ...], Any] = {}
         self._options = onnxruntime().RunOptions()
         self._folder = tempfile.TemporaryDirectory(prefix="nimblert-")
@@ -175,14 +171,17 @@ class SessionCache:
             array = self._memory.array(pointers[parameter.offset], parameter.dtype, parameter.shape, written=written)
             bind = binding.bind_output if written else binding.bind_input
             bind(parameter.name, "cpu", 0, _element_type(parameter, array), parameter.shape, array.ctypes.data)
-        return partial(session.run_with_iobinding, binding, self._options)
+        # The method of the extension itself: 1.6 us a call where the Python wrapper around it takes 5
+        # (30 with RunOptions), most of it to look for a WebGPU graph.
+        return partial(session._sess.run_with_iobinding, binding._iobinding, self._options)  # noqa: SLF001
 
     def _session(self, index: int, pointers: dict[int, Pointer]) -> Any:
         kernel = self._plan.kernels[index]
         constant = [p for p in kernel.parameters if p.kind is ParameterKind.INITIALIZER]
         key = (index, *(pointers[p.offset] for p in constant))
         if key not in self._sessions:
-            self._sessions[key] = self._open(kernel, {p.name: self._value(p, pointers[p.offset]) for p in constant})
+            initializers = {p.name: self._value(p, pointers[p.offset]) for p in constant}
+            self._sessions[key] = self._open(kernel, initializers)
         return self._sessions[key]
 
     def _value(self, parameter: Parameter, pointer: Pointer) -> Any:
@@ -193,15 +192,30 @@ class SessionCache:
     def _open(self, kernel: Kernel, initializers: dict[str, Any]) -> Any:
         code = bytes(self._plan.modules[kernel.module].code)
         try:
-            session = open_session(code, initializers, self._folder.name)
+            threads = self._threads if _touched_nbytes(kernel) >= _THREADED_NBYTES else 1
+            session = open_session(code, initializers, self._folder.name, threads)
         except runtime_errors() as exc:
             version = onnxruntime().__version__
-            raise PlanInvalidError([f"kernel {kernel.symbol}: ONNX Runtime {version} refuses its model: {exc}"]) from exc
+            raise PlanInvalidError(
+                [f"kernel {kernel.symbol}: ONNX Runtime {version} refuses its model: {exc}"]
+            ) from exc
         declared = {tensor.name: tensor.type for tensor in (*session.get_inputs(), *session.get_outputs())}
         bound = {p.name: _ELEMENT_TYPES[p.dtype][0] for p in kernel.parameters if p.name not in initializers}
         if declared != bound:
             raise PlanInvalidError([f"kernel {kernel.symbol}: parameters {bound}, its model has {declared}"])
         return session
+
+
+def _touched_nbytes(kernel: Kernel) -> int:
+    return sum(prod(p.shape) * ITEM_NBYTES[p.dtype] for p in kernel.parameters)
+
+
+def _threads(plan: Plan, program: Program) -> int:
+    """Threads of each session that has any of its own: streams share the cores, sessions the budget."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    launches = [command for command in program.commands if isinstance(command, Launch)]
+    large = sum(_touched_nbytes(plan.kernels[launch.kernel]) >= _THREADED_NBYTES for launch in launches)
+    return max(1, min(cores // program.stream_count, _THREAD_BUDGET // max(large, 1)))
 
 
 def _element_type(parameter: Parameter, array: np.ndarray) -> Any:

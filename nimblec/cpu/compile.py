@@ -1,0 +1,103 @@
+"""Compile for the CPU target: a model file in, a checked plan file out."""
+
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import ModelProto
+
+from nimblec import __version__
+from nimblec.cpu import capture, optimizer
+from nimblec.cuda.compile import Source, check
+from nimblec.errors import CompileError
+from nimblec.options import InputSpec, Observer, Options
+from nimblec.planning import make_plan
+from nimblert import container, golden
+from nimblert.onnx_session import onnxruntime, runtime_errors
+from nimblert.plan import Device, Plan, Target
+
+_SEED = 0
+
+
+def compile_cpu(source: Source, options: Options, output: Path, observer: Observer) -> tuple[str, ...]:
+    """Write the plan of a model to ``output`` and check it; what the user should know comes back.
+
+    Raises CompileError where the model cannot be compiled, or where the replay is not what a plain
+    ONNX Runtime session computes.
+    """
+    with tempfile.TemporaryDirectory(prefix="nimblec-") as scratch:
+        path = Path(source.model)
+        if source.kind != "onnx":
+            with _stage(observer, "export to ONNX"):
+                from nimblec.frontend.onnx_export import export  # brings in torch
+
+                path = export(source.kind, source.model, Path(scratch))
+        with _stage(observer, "read"):
+            model = capture.read(path, _specs(options))
+        with _stage(observer, "optimise"):
+            graph = capture.capture_model(model, path.parent, _sample_ranges(options))
+        with _stage(observer, "plan"):
+            plan = make_plan(graph, target=Target.CPU, device=Device(name="cpu"), versions=_versions())
+        with _stage(observer, "golden run"):
+            plan = _with_golden(plan, model, path.parent)
+    with _stage(observer, "write"):
+        container.write(plan, output)
+    observer("check", None)
+    observer("check", check(output))
+    return ()
+
+
+@contextmanager
+def _stage(observer: Observer, name: str) -> Iterator[None]:
+    observer(name, None)
+    begin = time.perf_counter()
+    yield
+    observer(name, time.perf_counter() - begin)
+
+
+def _specs(options: Options) -> tuple[InputSpec, ...]:
+    """Shapes that were asked for, and those of the examples of other inputs."""
+    named = {spec.name for spec in options.inputs}
+    examples = tuple(
+        InputSpec(name=name, shape=array.shape, dtype=array.dtype.name)
+        for name, array in options.examples
+        if name not in named
+    )
+    return (*options.inputs, *examples)
+
+
+def _sample_ranges(options: Options) -> dict[str, tuple[int, int]]:
+    integers = {name: array for name, array in options.examples if array.dtype.kind in "iu" and array.size}
+    return {name: (int(array.min()), int(array.max())) for name, array in integers.items()}
+
+
+def _versions() -> tuple[tuple[str, str], ...]:
+    return (("nimblec", __version__), ("onnx", onnx.__version__), ("onnxruntime", onnxruntime().__version__))
+
+
+def _with_golden(plan: Plan, model: ModelProto, folder: Path) -> Plan:
+    """The plan with the record of what a plain ONNX Runtime session makes of random inputs."""
+    (program,) = plan.programs
+    outputs = run_reference(model, folder, golden.draw_inputs(program, _SEED))
+    return replace(plan, programs=(replace(program, golden=golden.record(_SEED, outputs, 0.0)),))
+
+
+def run_reference(model: ModelProto, folder: Path, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+    """What `InferenceSession(model)` of default options computes."""
+    ort = onnxruntime()
+    options = ort.SessionOptions()
+    options.log_severity_level = 4  # failures come as exceptions
+    optimizer.read_external_data_from(folder, options)
+    try:
+        session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        return [np.asarray(output) for output in session.run(None, dict(inputs))]
+    except runtime_errors() as exc:
+        raise CompileError(
+            f"ONNX Runtime cannot run the model on random inputs: {exc}; where integers must be in a range, "
+            f"give --example NAME=FILE.npy"
+        ) from exc

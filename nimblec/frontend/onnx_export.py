@@ -1,0 +1,44 @@
+"""A PyTorch model as an ONNX file, through torch.onnx.export, for the CPU target."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nimblec.errors import CompileError, TraceError
+from nimblec.frontend import pytorch
+
+
+def export(kind: str, model: str, folder: Path) -> Path:
+    """Export a model to an ONNX file in ``folder``: its path.
+
+    ``kind``: "callable" ("package.module:callable"), "exported" (.pt2) or "saved" (a live module).
+    Raises TraceError where torch.onnx.export refuses the model.
+    """
+    module, example_inputs = _load(kind, model)
+    args, kwargs = pytorch.split_arguments(example_inputs)
+    with torch.no_grad():
+        names = [name for name, _ in pytorch.name_outputs(module(*args, **kwargs))]
+    path = folder / "model.onnx"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the exporter to its own developers
+            torch.onnx.export(
+                module, args, path, kwargs=kwargs, output_names=names, dynamo=True, verbose=False, external_data=True
+            )
+    except (torch.onnx.OnnxExporterError, RuntimeError, ValueError, TypeError) as exc:
+        first = str(exc).strip().partition("\n")[0]
+        raise TraceError(f"{model}: torch.onnx.export refuses the model: {first}") from exc
+    return path
+
+
+def _load(kind: str, model: str) -> tuple[Any, Any]:
+    match kind:
+        case "callable":
+            return pytorch.import_callable(model)
+        case "exported":
+            return pytorch.load_exported(Path(model))
+        case "saved":
+            return pytorch.load_saved(Path(model))
+    raise CompileError(f"a model of kind {kind!r} is not known")

@@ -1,0 +1,102 @@
+"""Compile small ONNX models for the CPU target and run them, in tests."""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+from onnx import NodeProto, TensorProto, ValueInfoProto, helper
+
+from nimblec.cpu.capture import capture
+from nimblec.lower import lower, state, weights
+from nimblec.options import InputSpec
+from nimblec.schedule.dependencies import dependencies
+from nimblec.schedule.memory import layout
+from nimblec.schedule.streams import maximal, serial
+from nimblert.cpu import CpuBackend
+from nimblert.plan import Device, Plan, Target
+
+Value = tuple[str, int, Sequence[Any] | None]
+"""Name, ONNX element type and shape of an input or output."""
+
+
+def write_model(
+    path: Path,
+    nodes: Sequence[NodeProto],
+    inputs: Sequence[Value],
+    outputs: Sequence[Value],
+    *,
+    constants: Mapping[str, np.ndarray] | None = None,
+    opset: int = 18,
+    **fields: Any,
+) -> Path:
+    """Save a model; ``fields`` go to helper.make_model."""
+    graph = helper.make_graph(
+        nodes,
+        "model",
+        [_value(*value) for value in inputs],
+        [_value(*value) for value in outputs],
+        [onnx.numpy_helper.from_array(array, name) for name, array in (constants or {}).items()],
+    )
+    opsets = [helper.make_opsetid("", opset), helper.make_opsetid("com.microsoft", 1)]
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=9, **fields), path)
+    return path
+
+
+def _value(name: str, element_type: int, shape: Sequence[Any] | None) -> ValueInfoProto:
+    return helper.make_tensor_value_info(name, element_type, shape)
+
+
+def floats(name: str, *shape: int | str) -> Value:
+    """A float32 input or output."""
+    return name, TensorProto.FLOAT, shape
+
+
+def plan_file(path: Path, specs: Sequence[InputSpec] = (), *, streams: int | None = 1) -> Plan:
+    """The plan of an ONNX file, on one stream, or on as many as can run side by side (None)."""
+    graph = capture(path, specs)
+    schedule = (serial if streams == 1 else maximal)(dependencies(graph))
+    memory = layout(graph, schedule)
+    return Plan(
+        producer="test",
+        versions=(),
+        target=Target.CPU,
+        device=Device(name="cpu"),
+        modules=graph.modules,
+        kernels=graph.kernels,
+        weights_nbytes=memory.weights_nbytes,
+        weights=weights(graph, memory),
+        state_nbytes=memory.state_nbytes,
+        state=state(graph, memory),
+        programs=(lower(graph, schedule, memory),),
+    )
+
+
+def run_plan(plan: Plan, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+    """Outputs of a run in poisoned memory."""
+    backend = CpuBackend(plan, plan.programs[0], poison=True)
+    try:
+        for tensor, view in zip(plan.programs[0].inputs, backend.inputs, strict=True):
+            np.copyto(view, inputs[tensor.name])
+        backend.run()
+        return [view.copy() for view in backend.outputs]
+    finally:
+        backend.close()
+
+
+def run_onnxruntime(path: Path, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+    """Outputs of a plain session of the whole model."""
+    session = onnxruntime.InferenceSession(os.fspath(path), providers=["CPUExecutionProvider"])
+    return [np.asarray(output) for output in session.run(None, dict(inputs))]
+
+
+def assert_same(path: Path, inputs: Mapping[str, np.ndarray], *, plan: Plan | None = None) -> Plan:
+    """The plan of a model gives what ONNX Runtime gives, bit for bit."""
+    plan = plan or plan_file(path)
+    for actual, expected in zip(run_plan(plan, inputs), run_onnxruntime(path, inputs), strict=True):
+        assert actual.dtype == expected.dtype
+        np.testing.assert_array_equal(actual, expected, strict=True)
+    return plan
