@@ -1,15 +1,13 @@
 """What must keep its order does, and nothing else."""
 
-from dataclasses import replace
-
 import networkx as nx
 import pytest
 from graphs import access, dataflow, graph, graphs, kernel, temporaries
 from hypothesis import given
 
-from nimblec.ir import Buffer, BufferKind, CopyWork, FillWork, Graph, Reference, Task
+from nimblec.ir import Buffer, BufferKind, CopyWork, FillWork, Graph, KernelWork, Reference, Task
 from nimblec.schedule.dag import Dag, ancestors, descendants, members, transitive_reduction
-from nimblec.schedule.dependencies import conflicts, dependencies, rename_workspaces
+from nimblec.schedule.dependencies import conflicts, dependencies, programmatic_edges, rename_workspaces
 
 
 def closure_of_conflicts(model: Graph) -> tuple[int, ...]:
@@ -78,22 +76,26 @@ def test_constants_order_nothing(kind: BufferKind, expected: tuple[int, ...]) ->
 def test_opaque_ops_keep_their_order_and_programmatic_edges_order() -> None:
     tasks = [kernel((), (), op=0), kernel((), (), op=1), kernel((), (), op=0), kernel((), (), op=1)]
     tasks.append(kernel((), (), op=1, programmatic_after=1))
-    assert dependencies(graph([], tasks, opaque=(0,))).predecessors == ((), (), (0,), (), (1,))
+    model = graph([], tasks, opaque=(0,))
+    assert dependencies(model).predecessors == ((), (), (0,), (), (1,))
+    assert programmatic_edges(model) == ((1, 4),)
 
 
 def test_a_workspace_shared_by_two_ops_becomes_two() -> None:
     workspace = Buffer(kind=BufferKind.WORKSPACE, nbytes=64)
     first = kernel((), (access(0),), op=0)
     second = kernel((access(0),), (), op=0)
-    other = kernel((), (access(0),), op=1)
-    other = replace(other, work=replace(other.work, references=(Reference(param_offset=8, buffer=0, offset=16),)))
+    reference = Reference(param_offset=8, buffer=0, offset=16)
+    launch = KernelWork(kernel=0, params=b"", references=(reference,))
+    other = Task(op=1, work=launch, reads=(), writes=(access(0),))
     copy = Task(op=1, work=CopyWork(dst=access(0), src=access(0)), reads=(access(0),), writes=(access(0),))
     fill = Task(op=2, work=FillWork(dst=access(0), value=0, element_nbytes=1), reads=(), writes=(access(0),))
     renamed = rename_workspaces(graph([workspace], [first, second, other, copy, fill]))
     assert renamed.buffers == (workspace,) * 3
     assert renamed.tasks[:2] == (first, second)
     assert renamed.tasks[2].writes == (access(1),)
-    assert renamed.tasks[2].work.references == (Reference(param_offset=8, buffer=1, offset=16),)
+    moved = Reference(param_offset=8, buffer=1, offset=16)
+    assert renamed.tasks[2].work == KernelWork(kernel=0, params=b"", references=(moved,))
     assert renamed.tasks[3].work == CopyWork(dst=access(1), src=access(1))
     assert renamed.tasks[4].work == FillWork(dst=access(2), value=0, element_nbytes=1)
     assert dependencies(renamed).predecessors == ((), (0,), (), (2,), ())

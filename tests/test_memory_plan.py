@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_streams import schedules
 
-from nimblec.ir import Buffer, BufferKind, Graph, Layout, Reference, Schedule, TensorView
+from nimblec.ir import Buffer, BufferKind, Graph, KernelWork, Layout, Reference, Schedule, TensorView
 from nimblec.schedule.bound import arena_lower_bound
 from nimblec.schedule.dag import scheduled_ancestors
 from nimblec.schedule.dependencies import dependencies, rename_workspaces
@@ -116,7 +116,7 @@ def test_arena_inputs_and_outputs_are_kept() -> None:
 def test_a_buffer_known_only_by_address_is_in_use() -> None:
     tasks = [kernel((), (access(0, 0, 256),)), kernel((access(0, 0, 256),), ())]
     reference = Reference(param_offset=0, buffer=1, offset=0)
-    tasks[0] = replace(tasks[0], work=replace(tasks[0].work, references=(reference,)))
+    tasks[0] = replace(tasks[0], work=KernelWork(kernel=0, params=b"", references=(reference,)))
     model = graph(temporaries(256, 256, 256), tasks)
     assert layout(model, serial(dependencies(model))).arena_nbytes == 512
 

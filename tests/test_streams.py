@@ -75,6 +75,24 @@ def test_matching_is_as_large_as_any(dag: Dag) -> None:
     assert len({after for _, after in matched}) == len(matched) == largest_matching(list(reduced.edges))
 
 
+@given(dags(max_tasks=8), st.data())
+def test_preferred_edges_cost_nothing(dag: Dag, data: st.DataObject) -> None:
+    reduced = transitive_reduction(dag)
+    preferred = data.draw(st.sets(st.sampled_from(reduced.edges))) if reduced.edges else set()
+    matched = {(before, after) for before, after in enumerate(maximum_matching(reduced, preferred)) if after}
+    assert matched <= set(reduced.edges)
+    assert len({after for _, after in matched}) == len(matched) == largest_matching(list(reduced.edges))
+    schedule = maximal(dag, preferred)
+    assert list(problems(dag, schedule, certificate(dag))) == []
+
+
+@pytest.mark.parametrize("branch", [1, 2])
+def test_preferred_edges_stay_within_a_stream(branch: int) -> None:
+    schedule = maximal(DIAMOND, [(0, branch)])
+    assert schedule.streams[0] == schedule.streams[branch]
+    assert (schedule.stream_count, len(schedule.waits)) == (2, 2)
+
+
 @given(dags(max_tasks=8))
 def test_maximal_uses_as_many_streams_as_tasks_can_run_at_once(dag: Dag) -> None:
     assert maximal(dag).stream_count == len(certificate(dag)) == width(dag)
@@ -135,6 +153,14 @@ def test_chains_that_follow_one_another_share_a_stream() -> None:
     dag = Dag(predecessors=((), (0,), (0,), (1, 2), (3,), (3,), (4, 5)))
     assert sum(after is None for after in maximum_matching(dag)) == 3
     assert maximal(dag).stream_count == 2
+
+
+def test_fewest_streams_may_cost_a_wait_more_than_the_formula() -> None:
+    """A graph, found by chance, in which no maximum matching of the reduction joins to four chains."""
+    dag = Dag(predecessors=((), (), (), (), (0, 2, 3), (1, 2), (5,), (1, 4), (4,), (5, 8), (8,)))
+    matched = sum(after is not None for after in maximum_matching(dag))
+    schedule = maximal(dag)
+    assert (schedule.stream_count, len(schedule.waits)) == (4, len(dag.edges) - matched + 1)
 
 
 def test_a_false_certificate_is_refused() -> None:

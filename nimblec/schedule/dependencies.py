@@ -34,6 +34,15 @@ def dependencies(graph: Graph) -> Dag:
     return Dag(predecessors=tuple(predecessors))
 
 
+def programmatic_edges(graph: Graph) -> tuple[tuple[int, int], ...]:
+    """Return the (before, after) that a library launched with a programmatic edge."""
+    return tuple(
+        (task.programmatic_after, index)
+        for index, task in enumerate(graph.tasks)
+        if task.programmatic_after is not None
+    )
+
+
 def conflicts(graph: Graph) -> Iterator[tuple[int, int]]:
     """Yield every pair of tasks that must keep their order, found by comparing each with each.
 

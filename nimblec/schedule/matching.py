@@ -4,8 +4,9 @@ Each task stands on the left, as the one before, and on the right, as the one af
 choice of at most one next task for each task, and so a division of the tasks into chains.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 from scipy.sparse import csr_array
@@ -38,34 +39,59 @@ class Chains:
         return tuple(chain)
 
 
-def maximum_matching(reduced: Dag) -> tuple[int | None, ...]:
+Edge: TypeAlias = tuple[int, int]
+"""(before, after)."""
+
+
+def maximum_matching(reduced: Dag, preferred: Iterable[Edge] = ()) -> tuple[int | None, ...]:
     """Return the next task of each task: a maximum matching of the edges of ``reduced``.
 
-    Nimble (NeurIPS 2020), Algorithm 1; by Hopcroft and Karp's algorithm.
+    Nimble (NeurIPS 2020), Algorithm 1; by Hopcroft and Karp's algorithm. Edges of ``preferred`` come
+    first, and are given up only where a matching with them would be smaller.
     """
-    count = reduced.task_count
-    if not reduced.edges:
-        return (None,) * count
-    before, after = np.array(reduced.edges, dtype=np.int32).T
-    graph = csr_array((np.ones(len(before), dtype=np.int8), (before, after)), shape=(count, count))
+    edges = reduced.edges
+    chosen: dict[int, int] = {}
+    taken: set[int] = set()
+    for before, after in sorted(set(preferred) & set(edges)):
+        if before not in chosen and after not in taken:
+            chosen[before] = after
+            taken.add(after)
+    rest = [(before, after) for before, after in edges if before not in chosen and after not in taken]
+    following = [chosen.get(task) for task in range(reduced.task_count)]
+    for before, after in _hopcroft_karp(rest, reduced.task_count):
+        following[before] = after
+    if chosen:
+        matching = _Matching([task_set(after) for after in reduced.successors], following)
+        matching.grow(allowed=(1 << reduced.task_count) - 1)
+        following = matching.following
+    return tuple(following)
+
+
+def _hopcroft_karp(edges: Sequence[Edge], task_count: int) -> Iterator[Edge]:
+    """Yield the edges of a maximum matching of ``edges``."""
+    if not edges:
+        return
+    before, after = np.array(edges, dtype=np.int32).T
+    ones = np.ones(len(edges), dtype=np.int8)
+    graph = csr_array((ones, (before, after)), shape=(task_count, task_count))
     matched = maximum_bipartite_matching(graph, perm_type="column")
-    return tuple(int(task) if task >= 0 else None for task in matched)
+    yield from ((task, int(successor)) for task, successor in enumerate(matched) if successor >= 0)
 
 
-def fewest_chains(reduced: Dag) -> Chains:
+def fewest_chains(reduced: Dag, preferred: Iterable[Edge] = ()) -> Chains:
     """Return the fewest chains, joining those of `maximum_matching` end to start where one precedes.
 
     Two tasks of a chain are always ordered already, so chains cost no concurrency. Joining keeps
     every matched edge while that is enough for the fewest chains, and gives some up only if not.
     """
-    matching = _Matching(descendants(reduced), maximum_matching(reduced))
+    matching = _Matching(descendants(reduced), maximum_matching(reduced, preferred))
     matching.grow(allowed=matching.unmatched)
     reached = matching.grow(allowed=(1 << reduced.task_count) - 1)
     return Chains(following=tuple(matching.following), antichain=matching.antichain(reached))
 
 
 class _Matching:
-    """A matching of the transitive closure, while it grows."""
+    """A matching while it grows; ``after[task]`` are the tasks that may be matched to ``task``."""
 
     def __init__(self, after: Sequence[int], following: Sequence[int | None]) -> None:
         self.after = after

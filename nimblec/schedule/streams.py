@@ -18,16 +18,17 @@ def serial(dag: Dag) -> Schedule:
     return Schedule(order=tuple(range(count)), streams=(0,) * count, stream_count=min(count, 1), waits=())
 
 
-def maximal(dag: Dag) -> Schedule:
+def maximal(dag: Dag, preferred: Iterable[tuple[int, int]] = ()) -> Schedule:
     """Return the schedule that orders no two tasks without need, on the fewest streams.
 
     Nimble (NeurIPS 2020), Algorithm 1: chains from a maximum matching of the minimum equivalent
     graph E', and a wait for each edge of E' between chains. Chains that always follow one another
     then share a stream, so the streams are as many as the largest set of tasks that may run at the
-    same time.
+    same time. Of the edges (before, after) that may lie within a stream, those ``preferred`` do
+    where that costs nothing: the programmatic ones, which become full edges between streams.
     """
     reduced = transitive_reduction(dag)
-    return arrange(reduced, range(dag.task_count), fewest_chains(reduced).chain_of)
+    return arrange(reduced, range(dag.task_count), fewest_chains(reduced, preferred).chain_of)
 
 
 def certificate(dag: Dag) -> tuple[int, ...]:
