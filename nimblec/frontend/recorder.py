@@ -9,10 +9,12 @@ made at import, no ``.item()`` and no copy from host to device.
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._C import DispatchKey
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -77,6 +79,8 @@ class Recorder(TorchDispatchMode):
         known = self._lifted.get(id(tensor))
         if known is not None:
             return known
+        if tensor.device.type != "cpu":
+            raise RuntimeError(f"a tensor on {tensor.device} was made at import; expected the CPU")
         name = f"constant_{len(self.constants)}"
         self.constants[name] = tensor
         fake = self._fake(tensor)
@@ -101,9 +105,11 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         if func is torch.ops.prim.device.default:
             return self.device
-        if func not in WHOLE and func._can_decompose():
+        if func._schema.is_mutable:
+            raise RuntimeError(f"{func} writes into its arguments; expected a call that returns a new tensor")
+        if func not in WHOLE and _is_composite(func):
             with self:
-                return func.decompose(*args, **kwargs)
+                return func._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
         args = tuple(_map_tensors(value, self._as_fake) for value in args)
         kwargs = {key: _map_tensors(value, self._as_fake) for key, value in kwargs.items()}
         with self._fake_mode:
@@ -148,6 +154,12 @@ class Recorder(TorchDispatchMode):
 
     def _argument(self, tensor: Tensor) -> fx.Node:
         return self._nodes[id(self._as_fake(tensor))]
+
+
+@cache
+def _is_composite(func: torch._ops.OpOverload) -> bool:
+    """Whether the dispatcher itself, not a Python decomposition, makes a call of others."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 
 
 def _has_fake(value: Any) -> bool:

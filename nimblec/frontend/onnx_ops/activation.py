@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import Tensor
 
-from nimblec.frontend.onnx_ops.axes import axis_of
+from nimblec.frontend.onnx_ops.axes import axis_of, zero_like
 from nimblec.frontend.onnx_ops.table import Refused, op
 
 
@@ -65,7 +65,7 @@ def selu(x: Tensor, *, alpha: float = 1.6732631921768188, gamma: float = 1.05070
 
 @op("ThresholdedRelu", since=10)
 def thresholded_relu(x: Tensor, *, alpha: float = 1.0) -> Tensor:
-    return torch.where(x > alpha, x, 0.0)
+    return torch.where(x > alpha, x, zero_like(x))
 
 
 @op("HardSigmoid")
@@ -97,8 +97,7 @@ def swiglu(a: Tensor, b: Tensor, *, alpha: float = 1.0) -> Tensor:
 
 @op("Shrink", since=9)
 def shrink(x: Tensor, *, bias: float = 0.0, lambd: float = 0.5) -> Tensor:
-    zero = torch.zeros((), dtype=x.dtype)
-    return torch.where(x < -lambd, x + bias, torch.where(x > lambd, x - bias, zero)).to(x.dtype)
+    return torch.where(x < -lambd, x + bias, torch.where(x > lambd, x - bias, zero_like(x))).to(x.dtype)
 
 
 def _as_matrix(x: Tensor, axis: int) -> Tensor:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from nimblec.frontend.onnx_ops.axes import zero_like
 from nimblec.frontend.onnx_ops.table import Refused, op
 from nimblec.frontend.onnx_ops.unsigned import SIGNED, bitwise, by_value, divide_uint64, ordered
 
@@ -184,7 +185,7 @@ def bit_shift(x: Tensor, y: Tensor, *, direction: str) -> Tensor:
     inside = (amount >= 0) & (amount < bits)
     amount = amount.clamp(0, bits - 1)
     if direction == "LEFT":
-        shifted = torch.where(inside, wide << amount, 0)
+        shifted = torch.where(inside, wide << amount, zero_like(wide))
     else:
         shifted = torch.where(inside, wide >> amount, wide >> (bits - 1) >> 1)
     return shifted.to(x.dtype)
@@ -200,7 +201,7 @@ def _shift_uint64(x: Tensor, y: Tensor, direction: str) -> Tensor:
     else:
         low_bits = (torch.tensor((1 << 63) - 1) >> (amount - 1).clamp(min=0))
         shifted = torch.where(amount == 0, word, (word >> amount) & low_bits)
-    return torch.where(inside, shifted, 0).view(torch.uint64)
+    return torch.where(inside, shifted, zero_like(shifted)).view(torch.uint64)
 
 
 @op("BitwiseAnd", since=18)

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from math import prod
 
+import torch
 from torch import Tensor
 
 from nimblec.frontend.onnx_ops.table import Ints, Refused
@@ -43,6 +44,11 @@ def repeated(values: Sequence[int] | None, count: int, default: int, name: str) 
     if len(values) != count:
         raise Refused(f"attribute '{name}' is {tuple(values)}; expected {count} values")
     return tuple(values)
+
+
+def zero_like(x: Tensor) -> Tensor:
+    """Return a zero of the dtype of ``x``, known at import."""
+    return torch.zeros((), dtype=x.dtype)
 
 
 def along(vector: Tensor, axis: int, rank: int) -> Tensor:

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from nimblec.frontend.onnx_ops.axes import sizes_of
+from nimblec.frontend.onnx_ops.axes import sizes_of, zero_like
 from nimblec.frontend.onnx_ops.table import Description, Floats, Ints, Known, Refused, op
 
 ELEMENT_TYPES = {
@@ -156,7 +156,7 @@ def triangle(x: Tensor, k: int = 0, *, upper: int = 1) -> Tensor:
     rows, columns = x.shape[-2:]
     above = torch.arange(columns)[None, :] - torch.arange(rows)[:, None]
     kept = above >= k if upper else above <= k
-    return torch.where(kept, x, torch.zeros((), dtype=x.dtype))
+    return torch.where(kept, x, zero_like(x))
 
 
 def _enter_window(name: str, constant: float, once: float, twice: float) -> None:

@@ -45,7 +45,7 @@ def _flat_index(indices: Tensor, shape: Ints) -> Tensor:
     """Return positions in a tensor of ``shape`` flattened; the last axis of ``indices`` is a point."""
     flat = torch.zeros((), dtype=torch.int64)
     for i, length in enumerate(shape):
-        flat = flat * length + _from_front(indices[..., i], length)
+        flat = flat * length + _from_front(indices.select(-1, i), length)
     return flat
 
 
@@ -148,7 +148,7 @@ def one_hot(indices: Tensor, depth: int, values: Tensor, *, axis: int = -1) -> T
     index = indices.to(torch.int64).unsqueeze(axis)
     index = torch.where(index < 0, index + depth, index)
     hit = index == along(torch.arange(depth), axis, index.dim())
-    return torch.where(hit, values[1], values[0])
+    return torch.where(hit, values.select(0, 1), values.select(0, 0))
 
 
 @op("TopK")

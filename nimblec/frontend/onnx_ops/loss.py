@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from nimblec.frontend.onnx_ops.axes import zero_like
 from nimblec.frontend.onnx_ops.table import Refused, op
 
 
@@ -20,14 +21,14 @@ def negative_log_likelihood(
     label = target.to(torch.int64)
     ignored = None if ignore_index is None else label == ignore_index
     if ignored is not None:
-        label = torch.where(ignored, 0, label)
+        label = torch.where(ignored, zero_like(label), label)
     loss = -torch.gather(input, 1, label.unsqueeze(1)).squeeze(1)
     factor = None
     if weight is not None:
         factor = torch.index_select(weight, 0, label.reshape(-1)).reshape(label.shape)
     if ignored is not None:
         ones = torch.ones((), dtype=input.dtype) if factor is None else factor
-        factor = torch.where(ignored, torch.zeros((), dtype=input.dtype), ones)
+        factor = torch.where(ignored, zero_like(input), ones)
     if factor is not None:
         loss = loss * factor
     if reduction == "none":

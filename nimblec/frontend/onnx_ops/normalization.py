@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from nimblec.frontend.onnx_ops.axes import along, axes_of, axis_of
+from nimblec.frontend.onnx_ops.axes import along, axes_of, axis_of, zero_like
 from nimblec.frontend.onnx_ops.table import Ints, Node, Refused, op
 
 aten = torch.ops.aten
@@ -171,7 +171,7 @@ def lp_normalization(x: Tensor, *, axis: int = -1, p: int = 2) -> Tensor:
     if p not in (1, 2):
         raise Refused(f"attribute 'p' is {p}; expected 1 or 2")
     norm = torch.linalg.vector_norm(x, p, axis_of(axis, x.dim()), keepdim=True)
-    return torch.where(norm == 0, torch.zeros((), dtype=x.dtype), x / norm)
+    return torch.where(norm == 0, zero_like(x), x / norm)
 
 
 @op("MeanVarianceNormalization", since=9)

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import Tensor
 
+from nimblec.frontend.onnx_ops.axes import zero_like
 from nimblec.frontend.onnx_ops.indexing import reversed_steps
 from nimblec.frontend.onnx_ops.table import Floats, Refused, Strings, op
 
@@ -26,7 +27,7 @@ ACTIVATIONS: dict[str, Callable[[float, float], Activation]] = {
     "sigmoid": lambda alpha, beta: torch.sigmoid,
     "affine": lambda alpha, beta: lambda x: alpha * x + beta,
     "leakyrelu": lambda alpha, beta: lambda x: F.leaky_relu(x, alpha),
-    "thresholdedrelu": lambda alpha, beta: lambda x: torch.where(x > alpha, x, 0.0),
+    "thresholdedrelu": lambda alpha, beta: lambda x: torch.where(x > alpha, x, zero_like(x)),
     "scaledtanh": lambda alpha, beta: lambda x: alpha * torch.tanh(beta * x),
     "hardsigmoid": lambda alpha, beta: lambda x: torch.clamp(alpha * x + beta, 0, 1),
     "elu": lambda alpha, beta: lambda x: F.elu(x, alpha),
@@ -126,7 +127,7 @@ def _run(layer: Layer, cells: Sequence[tuple[Tensor, Step]], layout: int) -> tup
 
 def _initial(layer: Layer, state: Tensor | None, direction: int) -> Tensor:
     if state is not None:
-        return state[direction]
+        return state.select(0, direction)
     return torch.zeros(layer.x.shape[1], layer.hidden_size, dtype=layer.x.dtype)
 
 
@@ -140,16 +141,16 @@ def _run_direction(
         gates = torch.gather(gates, 0, turn)
     outputs = {}
     for t in order:
-        following = step(gates[t], state)
+        following = step(gates.select(0, t), state)
         if lengths is None:
             state, outputs[t] = following, following[0]
         else:
             alive = (lengths > t).unsqueeze(1)
             state = tuple(torch.where(alive, new, old) for new, old in zip(following, state, strict=True))
-            outputs[t] = torch.where(alive, following[0], 0.0)
+            outputs[t] = torch.where(alive, following[0], zero_like(gates))
     sequence = torch.stack([outputs[t] for t in range(gates.shape[0])])
     if turn is not None:
-        sequence = torch.gather(sequence, 0, turn[..., : sequence.shape[-1]])
+        sequence = torch.gather(sequence, 0, turn.narrow(-1, 0, sequence.shape[-1]))
     return sequence, state
 
 
@@ -157,7 +158,7 @@ def _input_gates(layer: Layer, direction: int, bias: Tensor | None) -> Tensor:
     """Return x W' + bias for all steps: (steps, batch, gates)."""
     steps, batch, size = layer.x.shape
     rows = layer.x.reshape(steps * batch, size)
-    weight = layer.w[direction].t()
+    weight = layer.w.select(0, direction).t()
     flat = torch.mm(rows, weight) if bias is None else torch.addmm(bias, rows, weight)
     return flat.reshape(steps, batch, -1)
 
@@ -170,7 +171,7 @@ def _both_biases(layer: Layer, direction: int) -> Tensor | None:
     if layer.b is None:
         return None
     half = layer.b.shape[-1] // 2
-    return layer.b[direction][:half] + layer.b[direction][half:]
+    return torch.add(*layer.b.select(0, direction).split(half))
 
 
 def _names(names: Strings | None, defaults: Strings, directions: int) -> Strings:
@@ -202,7 +203,7 @@ def rnn(
 
     def cell(i: int) -> tuple[Tensor, Step]:
         def step(gates: Tensor, state: State) -> State:
-            return (functions[i](_clipped(torch.addmm(gates, state[0], r[i].t()), clip)),)
+            return (functions[i](_clipped(torch.addmm(gates, state[0], r.select(0, i).t()), clip)),)
 
         return _input_gates(layer, i, _both_biases(layer, i)), step
 
@@ -234,25 +235,28 @@ def gru(
 
     def cell(i: int) -> tuple[Tensor, Step]:
         f, g = functions[2 * i], functions[2 * i + 1]
-        recurrent = r[i].t()
-        bias = torch.zeros(6 * size, dtype=x.dtype) if b is None else b[i]
+        recurrent = r.select(0, i).t()
+        first, second = recurrent.split((2 * size, size), 1)
+        bias = torch.zeros(6 * size, dtype=x.dtype) if b is None else b.select(0, i)
+        input_bias, recurrent_bias = bias.split(3 * size)
+        if not linear_before_reset:
+            input_bias = input_bias + recurrent_bias
 
         def step(gates: Tensor, state: State) -> State:
             h = state[0]
+            gate, candidate = gates.split((2 * size, size), 1)
             if linear_before_reset:
-                product = torch.addmm(bias[3 * size :], h, recurrent)
-                update_reset = f(_clipped(gates[:, : 2 * size] + product[:, : 2 * size], clip))
-                z, reset = update_reset[:, :size], update_reset[:, size:]
-                new = gates[:, 2 * size :] + reset * product[:, 2 * size :]
+                head, tail = torch.addmm(recurrent_bias, h, recurrent).split((2 * size, size), 1)
+                z, reset = f(_clipped(gate + head, clip)).split(size, 1)
+                new = candidate + reset * tail
             else:
-                total = torch.addmm(gates[:, : 2 * size] + bias[3 * size : 5 * size], h, recurrent[:, : 2 * size])
-                update_reset = f(_clipped(total, clip))
-                z, reset = update_reset[:, :size], update_reset[:, size:]
-                new = torch.addmm(gates[:, 2 * size :] + bias[5 * size :], reset * h, recurrent[:, 2 * size :])
+                total = torch.addmm(gate, h, first)
+                z, reset = f(_clipped(total, clip)).split(size, 1)
+                new = torch.addmm(candidate, reset * h, second)
             new = g(_clipped(new, clip))
             return (new + z * (h - new),)
 
-        return _input_gates(layer, i, bias[: 3 * size]), step
+        return _input_gates(layer, i, input_bias), step
 
     return _run(layer, [cell(i) for i in range(layer.directions)], layout)
 
@@ -286,8 +290,8 @@ def lstm(
 
     def cell(i: int) -> tuple[Tensor, Step]:
         f, g, h_function = functions[3 * i : 3 * i + 3]
-        recurrent = r[i].t()
-        peephole = None if p is None else p[i].split(size)
+        recurrent = r.select(0, i).t()
+        peephole = None if p is None else p.select(0, i).split(size)
 
         def step(gates: Tensor, state: State) -> State:
             h, c = state

@@ -71,7 +71,8 @@ def dft(
     x = input.movedim(axis, -2)
     halved = bool(inverse and onesided)
     length = dft_length or (2 * (x.shape[-2] - 1) if halved else x.shape[-2])
-    x = x[..., : length // 2 + 1 if halved else length, :]
+    used = min(x.shape[-2], length // 2 + 1 if halved else length)
+    x = x.narrow(-2, 0, used)
     if halved:
         if x.shape[-1] != 2:
             raise Refused("a one-sided inverse transform of real values; expected complex ones")

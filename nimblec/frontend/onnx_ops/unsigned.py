@@ -90,7 +90,7 @@ def divide_uint64(a: Tensor, b: Tensor) -> Tensor:
     n, d = a.view(torch.int64), b.view(torch.int64)
     half = torch.bitwise_right_shift(n, 1) & torch.tensor((1 << 63) - 1)
     small = d > 0
-    quotient = torch.div(half, torch.where(small, d, 1), rounding_mode="floor") << 1
+    quotient = torch.div(half, torch.where(small, d, torch.ones_like(d)), rounding_mode="floor") << 1
     remainder = n - quotient * d
     quotient = torch.where(ordered(remainder.view(torch.uint64)) >= ordered(b), quotient + 1, quotient)
     large = (ordered(a) >= ordered(b)).to(torch.int64)

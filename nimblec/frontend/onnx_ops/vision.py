@@ -73,7 +73,7 @@ def roi_align(
         raise Refused(f"mode {mode!r} with {coordinate_transformation_mode!r} is not supported")
     half_pixel = coordinate_transformation_mode == "half_pixel"
     boxes = rois * spatial_scale - (0.5 if half_pixel else 0.0)
-    sizes = boxes[:, 2:] - boxes[:, :2]
+    sizes = boxes.narrow(1, 2, 2) - boxes.narrow(1, 0, 2)
     if not half_pixel:
         sizes = torch.clamp(sizes, min=1)
     bins = sizes / torch.tensor([output_width, output_height], dtype=x.dtype)
@@ -85,9 +85,9 @@ def roi_align(
     pooled = [
         _pool_regions(
             x,
-            boxes[i : i + 1],
-            bins[i : i + 1],
-            batch_indices[i : i + 1],
+            boxes.narrow(0, i, 1),
+            bins.narrow(0, i, 1),
+            batch_indices.narrow(0, i, 1),
             grid,
             (max(0, math.ceil(float(height))), max(0, math.ceil(float(width)))),
             mode,
@@ -112,7 +112,7 @@ def _pool_regions(
     lines = []
     for axis, (count, each) in enumerate(zip(grid, samples, strict=True)):
         place = (torch.arange(count * each, dtype=x.dtype) + 0.5) / each
-        lines.append(boxes[:, 1 - axis, None] + place * bins[:, 1 - axis, None])
+        lines.append(boxes.narrow(1, 1 - axis, 1) + place * bins.narrow(1, 1 - axis, 1))
     corners = _corners(x, batch_indices, *lines)
     shape = (boxes.shape[0], x.shape[1], grid[0], samples[0], grid[1], samples[1])
     if mode == "avg":
@@ -130,9 +130,9 @@ def _corners(x: Tensor, batch_indices: Tensor, rows: Tensor, columns: Tensor) ->
     found = []
     for row, row_weight in zip((low_row, high_row), row_weights, strict=True):
         for column, column_weight in zip((low_column, high_column), column_weights, strict=True):
-            place = (row[:, :, None] * width + column[:, None, :]).reshape(rows.shape[0], 1, -1)
+            place = (row.unsqueeze(2) * width + column.unsqueeze(1)).reshape(rows.shape[0], 1, -1)
             value = torch.gather(image, 2, place.expand(-1, x.shape[1], -1))
-            weight = (row_weight[:, :, None] * column_weight[:, None, :]).reshape(rows.shape[0], 1, -1)
+            weight = (row_weight.unsqueeze(2) * column_weight.unsqueeze(1)).reshape(rows.shape[0], 1, -1)
             found.append((value * weight).reshape(*image.shape[:2], rows.shape[1], columns.shape[1]))
     return found
 
@@ -143,7 +143,7 @@ def _neighbours(place: Tensor, length: int) -> tuple[Tensor, Tensor, tuple[Tenso
     place = torch.clamp(place, 0, length - 1)
     low = torch.floor(place)
     fraction = place - low
-    weights = (torch.where(inside, 1 - fraction, 0.0), torch.where(inside, fraction, 0.0))
+    weights = ((1 - fraction) * inside, fraction * inside)
     high = torch.clamp(low + 1, max=length - 1)
     return low.to(torch.int64), high.to(torch.int64), weights
 
@@ -177,7 +177,7 @@ def deformable_convolution(
         start = torch.arange(out) * strides[axis] - pads[axis]
         tap = tap[:, None].expand(kernel_h, kernel_w) if axis == 0 else tap[None, :].expand(kernel_h, kernel_w)
         start = start[:, None] if axis == 0 else start[None, :]
-        place = shifts[:, :, axis] + (tap.reshape(taps, 1, 1) + start).to(x.dtype)
+        place = shifts.select(2, axis) + (tap.reshape(taps, 1, 1) + start).to(x.dtype)
         # grid_sample wants -1 and 1 at the centres of the corner pixels.
         places.append(place * (2 / max(1, x.shape[2 + axis] - 1)) - 1)
     grid = torch.stack((places[1], places[0]), -1).reshape(n * offset_group, taps * out_h, out_w, 2)
