@@ -41,9 +41,9 @@ class Zone:
         return self._reserved + _RESERVED_NBYTES
 
     def allocate(self, nbytes: int) -> int:
-        """The address of ``nbytes`` new bytes."""
+        """The address of ``nbytes`` new bytes; torch asks for 0 too, and frees what it gets."""
         address = self._cursor
-        self._cursor += -(-nbytes // _ALIGNMENT) * _ALIGNMENT + self._gap_nbytes
+        self._cursor += -(-max(nbytes, 1) // _ALIGNMENT) * _ALIGNMENT + self._gap_nbytes
         self._map_up_to(self._cursor)
         self.addresses.append(address)
         self.sizes.append(nbytes)

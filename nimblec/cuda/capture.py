@@ -1,7 +1,7 @@
 """Run a model once under stream capture, and note which op launched which nodes on which memory."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -189,14 +189,9 @@ def capture(run: Callable[[], Any], zone: Zone, sources: SourceTracker, *, see_o
             else:
                 result = run()
         except BaseException:
-            _abandon(stream)
+            with suppress(RuntimeError):  # the first error is the one to tell; torch aborts on a graph left open
+                graph.capture_end()
             raise
         graph.capture_end()
     return Capture(graph=graph, ops=tuple(recorder.ops), result=result, zone=zone)
 
-
-def _abandon(stream: torch.cuda.Stream) -> None:
-    """End a capture that failed; what it held is of no use, the first error is the one to tell."""
-    from cuda.bindings import driver
-
-    driver.cuStreamEndCapture(stream.cuda_stream)

@@ -91,10 +91,12 @@ class CodeRecorder:
             self._inside_load.clear()
         elif info.function_return_value and not ctypes.c_int.from_address(info.function_return_value).value:
             params = _LoadParams.from_address(info.function_params)
+            handle = params.handle.contents.value or 0
             if cbid == _LIBRARY_LOAD_DATA:
-                self._on_library_loaded(params)
-            elif len(set(self._inside_load)) == 1:
-                self.of_module[params.handle.contents.value or 0] = self._inside_load[0]
+                _pair(self.of_library, handle, self._keep_elf(params.image or 0))
+            else:
+                loaded = set(self._inside_load)
+                _pair(self.of_module, handle, loaded.pop() if len(loaded) == 1 else None)
 
     def _on_module_loaded(self, data: int) -> None:
         descriptor = _ResourceData.from_address(data).descriptor
@@ -103,16 +105,22 @@ class CodeRecorder:
             # The memory is the driver's and may go after the callback.
             self._inside_load.append(self._keep(ctypes.string_at(module.cubin, module.cubin_nbytes)))
 
-    def _on_library_loaded(self, params: _LoadParams) -> None:
-        nbytes = _elf_nbytes(params.image or 0)
-        if nbytes:
-            digest = self._keep(ctypes.string_at(params.image, nbytes))
-            self.of_library[params.handle.contents.value or 0] = digest
+    def _keep_elf(self, address: int) -> bytes | None:
+        nbytes = _elf_nbytes(address)
+        return self._keep(ctypes.string_at(address, nbytes)) if nbytes else None
 
     def _keep(self, image: bytes) -> bytes:
         digest = sha256(image).digest()
         self.images.setdefault(digest, image)
         return digest
+
+
+def _pair(images: dict[int, bytes], handle: int, digest: bytes | None) -> None:
+    """Note the image of a handle; a handle may have had another one before."""
+    if digest is None:
+        images.pop(handle, None)
+    else:
+        images[handle] = digest
 
 
 def _elf_nbytes(address: int) -> int:

@@ -117,19 +117,16 @@ def _read_kernel(node: Handle) -> KernelNode:
     params = call("cuGraphKernelNodeGetParams", node)
     function = _describe(int(params.func), int(params.kern))
     names = bindings().CUkernelNodeAttrID
-    cluster = call(
-        "cuGraphKernelNodeGetAttribute", node, names.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-    ).clusterDim
-    cooperative = call(
-        "cuGraphKernelNodeGetAttribute", node, names.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
-    ).cooperative
+    # Members are views of the value, which must outlive them.
+    cluster = call("cuGraphKernelNodeGetAttribute", node, names.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION)
+    cooperative = call("cuGraphKernelNodeGetAttribute", node, names.CU_LAUNCH_ATTRIBUTE_COOPERATIVE)
     return KernelNode(
         function=function,
         grid=(params.gridDimX, params.gridDimY, params.gridDimZ),
         block=(params.blockDimX, params.blockDimY, params.blockDimZ),
-        cluster=(cluster.x, cluster.y, cluster.z),
+        cluster=(cluster.clusterDim.x, cluster.clusterDim.y, cluster.clusterDim.z),
         dynamic_smem_nbytes=params.sharedMemBytes,
-        cooperative=bool(cooperative),
+        cooperative=bool(cooperative.cooperative),
         params=_read_params(function.parameters, int(params.kernelParams or 0), int(params.extra or 0)),
     )
 

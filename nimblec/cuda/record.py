@@ -15,7 +15,7 @@ from nimblec.cuda.modules import CodeIndex
 from nimblec.cuda.relocation import Relocator
 from nimblec.cuda.residents import Resident, contents, find_residents, move_into, note_mutations
 from nimblec.cuda.tasks import build_graph
-from nimblec.errors import UnsupportedModelError
+from nimblec.errors import TraceError, UnsupportedModelError
 from nimblec.frontend.pytorch import DTYPE_NAMES, TorchModel, name_outputs
 from nimblec.ir import Graph, TensorView
 from nimblert.dtypes import numpy_dtype
@@ -44,7 +44,8 @@ class ModelRecorder:
         """Run twice, so that every library has chosen and loaded its kernels."""
         for _ in range(2):
             self._run()
-        self._capture(self._allocator.resident)  # torch's generator allocates its state at the first
+        # Torch's generator allocates its state at the first capture, and keeps it while a graph lives.
+        self._generator_owner = self._capture(self._allocator.resident)
         self._restore()
 
     def record(self) -> Recording:
@@ -55,6 +56,11 @@ class ModelRecorder:
         self._replay(first)
         note_mutations(first_zone, self._residents)
         second = self._capture_in(second_zone)
+        if first_zone.sizes != second_zone.sizes:
+            raise TraceError(
+                f"two captures of the model allocated differently ({len(first_zone.sizes)} and "
+                f"{len(second_zone.sizes)} times): it does not run the same way each time"
+            )
         buffers = BufferTable(first_zone, self._allocator.resident, contents(self._residents))
         graph = build_graph(
             first,

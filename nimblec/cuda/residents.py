@@ -14,9 +14,13 @@ from nimblert.driver import call
 
 @dataclass(slots=True)
 class Resident:
-    """One storage on the device, with a copy of what it held before any run."""
+    """One storage on the device, with a copy of what it held before any run.
+
+    ``bytes`` is the storage as a uint8 tensor, which follows it when it moves.
+    """
 
     storage: torch.UntypedStorage
+    bytes: torch.Tensor
     pristine: torch.Tensor
     name: str
     dtype: str
@@ -24,13 +28,9 @@ class Resident:
     is_input: bool
     mutated: bool = False
 
-    def bytes(self) -> torch.Tensor:
-        """The storage as a uint8 tensor over the same memory."""
-        return torch.empty(0, dtype=torch.uint8, device="cuda").set_(self.storage)
-
     def restore(self) -> None:
         """Bring back what it held before any run."""
-        self.bytes().copy_(self.pristine)
+        self.bytes.copy_(self.pristine)
 
     def move(self) -> None:
         """Allocate it anew, with what it held before any run."""
@@ -62,9 +62,11 @@ def _resident(sharing: list[torch.Tensor], name: str, *, is_input: bool) -> Resi
     storage = sharing[0].untyped_storage()
     spanning = [t for t in sharing if t.numel() * t.element_size() == storage.nbytes() and t.dtype in DTYPE_NAMES]
     described = max(spanning, key=lambda t: t.ndim, default=None)
+    contents = torch.empty(0, dtype=torch.uint8, device="cuda").set_(storage)
     return Resident(
         storage=storage,
-        pristine=torch.empty(0, dtype=torch.uint8, device="cuda").set_(storage).clone(),
+        bytes=contents,
+        pristine=contents.clone(),
         name=name,
         dtype="uint8" if described is None else DTYPE_NAMES[described.dtype],
         shape=(storage.nbytes(),) if described is None else tuple(described.shape),

@@ -14,7 +14,6 @@ from nimblec.ir import CopyWork, FillWork, Graph, KernelWork, Op, Reference, Tas
 from nimblert.plan import Kernel, Module
 
 _MAX_PORTABLE_CLUSTER = 8
-_DEFAULT_DYNAMIC_SMEM_NBYTES = 48 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,9 +90,8 @@ class _KernelTable:
             self._numbers[key] = len(self._kernels)
             self._kernels[key] = Kernel(module=module, symbol=symbol, parameters=node.function.parameters)
         kernel = self._kernels[key]
-        smem = node.dynamic_smem_nbytes
-        if smem >= _DEFAULT_DYNAMIC_SMEM_NBYTES and smem > kernel.max_dynamic_smem_nbytes:
-            kernel = replace(kernel, max_dynamic_smem_nbytes=smem)
+        if node.dynamic_smem_nbytes > kernel.max_dynamic_smem_nbytes:
+            kernel = replace(kernel, max_dynamic_smem_nbytes=node.dynamic_smem_nbytes)
         x, y, z = node.cluster
         if x * y * z > _MAX_PORTABLE_CLUSTER:
             kernel = replace(kernel, non_portable_cluster=True)

@@ -19,6 +19,7 @@ class CudaBackend:
         driver.initialise()
         driver.check_device(plan.device, driver.describe())
         self._context = Context()
+        self._modules = plan.modules  # the driver reads their code when a kernel is first used
         try:
             self._load(plan, program, poison=poison)
         except BaseException:
@@ -34,7 +35,7 @@ class CudaBackend:
         self._staged_outputs = Staging(context, program.outputs, self.memory)
         self.inputs: tuple[np.ndarray, ...] = self._staged_inputs.views
         self.outputs: tuple[np.ndarray, ...] = self._staged_outputs.views
-        functions = graph.load_functions(context, plan.modules, plan.kernels)
+        functions = graph.load_functions(context, self._modules, plan.kernels)
         self.graph = graph.build(context, program, functions, self.memory)
         self._executable = context.acquire(call("cuGraphInstantiate", self.graph, 0), "cuGraphExecDestroy")
         call("cuGraphUpload", self._executable, self._stream)

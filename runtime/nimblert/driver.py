@@ -1,6 +1,5 @@
 """The CUDA driver boundary: the only place where a driver call is made and its result checked."""
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, TypeAlias
 
@@ -83,7 +82,7 @@ class Context:
         self._stack = ExitStack()
         device = call("cuDeviceGet", ordinal)
         self._handle = call("cuDevicePrimaryCtxRetain", device)
-        self._stack.callback(call, "cuDevicePrimaryCtxRelease", device)
+        self._stack.callback(_release, "cuDevicePrimaryCtxRelease", device)
         self.make_current()
 
     def make_current(self) -> None:
@@ -92,14 +91,19 @@ class Context:
 
     def acquire(self, handle: Handle, release: str) -> Handle:
         """Have the driver function ``release`` called with ``handle`` when the context closes."""
-        self._stack.callback(call, release, handle)
+        self._stack.callback(_release, release, handle)
         return handle
-
-    def defer(self, release: Callable[[], object]) -> None:
-        """Have ``release`` called when the context closes."""
-        self._stack.callback(release)
 
     def close(self) -> None:
         """Release everything."""
-        self.make_current()
+        _release("cuCtxSetCurrent", self._handle)
         self._stack.close()
+
+
+def _release(api: str, handle: Handle) -> None:
+    """Release a handle, whatever the driver says.
+
+    After a kernel has failed, a context refuses every call and its memory goes with it: the error
+    that broke it is the one to tell.
+    """
+    getattr(bindings(), api)(handle)

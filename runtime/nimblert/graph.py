@@ -4,6 +4,8 @@ import ctypes
 import struct
 from collections.abc import Sequence
 
+import numpy as np
+
 from nimblert.driver import Context, Handle, bindings, call
 from nimblert.edges import Edge, edges
 from nimblert.memory import DeviceMemory
@@ -15,11 +17,13 @@ _PROGRAMMATIC_PORT = 1  # CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC
 
 
 def load_functions(context: Context, modules: Sequence[Module], kernels: Sequence[Kernel]) -> list[Handle]:
-    """Load the cubins and set the attributes of their kernels: a CUfunction for each kernel."""
-    driver = bindings()
-    attribute = driver.CUfunction_attribute
-    # The driver copies the image while it loads it.
-    handles = [context.acquire(call("cuModuleLoadData", bytes(m.code)), "cuModuleUnload") for m in modules]
+    """Load the cubins and set the attributes of their kernels: a CUfunction for each kernel.
+
+    The driver loads lazily: the modules' code must stay where it is as long as the context.
+    """
+    attribute = bindings().CUfunction_attribute
+    images = [np.frombuffer(m.code, np.uint8).ctypes.data for m in modules]
+    handles = [context.acquire(call("cuModuleLoadData", image), "cuModuleUnload") for image in images]
     functions = []
     for kernel in kernels:
         function = call("cuModuleGetFunction", handles[kernel.module], kernel.symbol.encode())
