@@ -157,7 +157,7 @@ def test_chains_that_follow_one_another_share_a_stream() -> None:
 
 def test_fewest_streams_may_cost_a_wait_more_than_the_formula() -> None:
     """A graph, found by chance, in which no maximum matching of the reduction joins to four chains."""
-    dag = Dag(predecessors=((), (), (), (), (0, 2, 3), (1, 2), (5,), (1, 4), (4,), (5, 8), (8,)))
+    dag = Dag(predecessors=((), (), (), (), (0, 2, 3), (1, 2), (5,), (1, 4), (4,), (5,), (8,)))
     matched = sum(after is not None for after in maximum_matching(dag))
     schedule = maximal(dag)
     assert (schedule.stream_count, len(schedule.waits)) == (4, len(dag.edges) - matched + 1)
