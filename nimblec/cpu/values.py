@@ -5,13 +5,14 @@ shape functions, loops), the model is run on two sets of inputs and the shapes a
 that depend on values are refused, since a plan's memory is laid out before it runs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import numpy as np
-from onnx import ModelProto, NodeProto, ValueInfoProto
+import onnx
+from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto
 
 from nimblec.errors import UnsupportedModelError
 from nimblec.frontend import onnx_file
@@ -22,6 +23,9 @@ from nimblert.plan import ITEM_NBYTES
 
 SIZED_BY_VALUE = frozenset({"NonZero", "Unique", "NonMaxSuppression", "Compress", "SequenceAt", "StringSplit"})
 """Operators whose output sizes depend on values by their nature."""
+
+_READ_BY_INFERENCE = 64
+"""Shape inference reads constants (shapes, axes) of at most so many elements."""
 
 _TYPE_NAMES = {"float": "float32", "double": "float64"}
 
@@ -41,28 +45,56 @@ class TensorType:
 
 def infer(model: ModelProto, inputs: Sequence[ModelTensor]) -> dict[str, TensorType]:
     """The type of every node output of the main graph, and of its inputs, by name."""
+    types = {tensor.name: TensorType(dtype=tensor.dtype, shape=_static(tensor)) for tensor in inputs}
     makers = {name: node for node in model.graph.node for name in node.output if name}
+    if not makers:
+        return types
     session = open_session(_with_all_outputs(model, makers).SerializeToString())
-    shapes: dict[str, tuple[int, ...]] = {}
-    dtypes: dict[str, str] = {}
-    unknown = []
-    for value in session.get_outputs():
-        if value.name not in makers:
-            continue
-        dtypes[value.name] = _dtype(value, makers[value.name])
-        if all(isinstance(n, int) and n >= 0 for n in value.shape):
-            shapes[value.name] = tuple(value.shape)
-        else:
-            unknown.append(value.name)
+    found = {value.name: value for value in session.get_outputs()}
+    dtypes = {name: _dtype(found[name], node) for name, node in makers.items()}
+    shapes = {name: tuple(value.shape) for name, value in found.items() if _is_known(value)}
+    if len(shapes) < len(makers):
+        shapes |= {name: () for name in _scalars(model) if name in makers}
+    unknown = [name for name in makers if name not in shapes]
+    for name in unknown:
+        if _is_sized_by_value(makers[name], shapes, makers):
+            raise _sized_by_value(makers[name], name)
     if unknown:
         shapes |= _observe(session, inputs, unknown, makers)
-    types = {name: TensorType(dtype=dtypes[name], shape=shapes[name]) for name in makers}
-    for tensor in inputs:
-        types[tensor.name] = TensorType(dtype=tensor.dtype, shape=_static(tensor))
-    return types
+    return types | {name: TensorType(dtype=dtypes[name], shape=shapes[name]) for name in makers}
 
 
-def _with_all_outputs(model: ModelProto, names: Sequence[str] | dict[str, NodeProto]) -> ModelProto:
+def _is_known(value: Any) -> bool:
+    """Whether ONNX Runtime knows the shape; it says [] of a scalar and of a value of unknown rank."""
+    return bool(value.shape) and all(isinstance(n, int) and n >= 0 for n in value.shape)
+
+
+def _scalars(model: ModelProto) -> set[str]:
+    """The values that ONNX's own shape inference finds to have no dimensions."""
+    bare = ModelProto()
+    bare.CopyFrom(model)
+    for tensor in bare.graph.initializer:
+        if prod(tensor.dims) > _READ_BY_INFERENCE:
+            tensor.CopyFrom(TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims))
+    inferred = onnx.shape_inference.infer_shapes(bare, data_prop=True)
+    values = (*inferred.graph.value_info, *inferred.graph.output)
+    tensors = {value.name: value.type.tensor_type for value in values}
+    return {name for name, tensor in tensors.items() if tensor.HasField("shape") and not tensor.shape.dim}
+
+
+def _is_sized_by_value(node: NodeProto, shapes: Mapping[str, object], makers: Mapping[str, NodeProto]) -> bool:
+    """Whether an output's size is unknown for no other reason than that it depends on values.
+
+    True of an operator of ONNX itself if the shapes of its operands are known. Loops, branches and
+    ONNX Runtime's own operators may merely lack a rule.
+    """
+    if node.op_type in SIZED_BY_VALUE:
+        return True
+    has_rule = not node.domain and not onnx_file.subgraphs(node)
+    return has_rule and all(name in shapes or name not in makers for name in node.input)
+
+
+def _with_all_outputs(model: ModelProto, names: Iterable[str]) -> ModelProto:
     """The model with every value of the main graph as an output."""
     exposed = ModelProto()
     exposed.CopyFrom(model)
@@ -92,9 +124,6 @@ def _observe(
     session: Any, inputs: Sequence[ModelTensor], names: Sequence[str], makers: dict[str, NodeProto]
 ) -> dict[str, tuple[int, ...]]:
     """Shapes that two runs on different inputs agree on."""
-    for name in names:
-        if makers[name].op_type in SIZED_BY_VALUE:
-            raise _sized_by_value(makers[name], name)
     seen: list[list[tuple[int, ...]]] = []
     for seed in range(2):
         try:

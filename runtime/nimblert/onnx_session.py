@@ -143,12 +143,12 @@ class SessionCache:
         self._threads = _threads(plan, program)
         self._sessions: dict[tuple[object, ...], Any] = {}
         self._options = onnxruntime().RunOptions()
-        self._folder = tempfile.TemporaryDirectory(prefix="nimblert-")
+        for origin in sorted({module.origin for module in plan.modules}):
+            _check_origin(origin)
 
     def __enter__(self) -> Self:
+        self._folder = tempfile.TemporaryDirectory(prefix="nimblert-")
         Path(self._folder.name, EXTERNAL_FILE).touch()
-        for module in self._plan.modules:
-            _check_origin(module.origin)
         return self
 
     def __exit__(
@@ -215,7 +215,7 @@ def _threads(plan: Plan, program: Program) -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     launches = [command for command in program.commands if isinstance(command, Launch)]
     large = sum(_touched_nbytes(plan.kernels[launch.kernel]) >= _THREADED_NBYTES for launch in launches)
-    return max(1, min(cores // program.stream_count, _THREAD_BUDGET // max(large, 1)))
+    return max(1, min(cores // max(program.stream_count, 1), _THREAD_BUDGET // max(large, 1)))
 
 
 def _element_type(parameter: Parameter, array: np.ndarray) -> Any:

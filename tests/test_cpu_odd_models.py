@@ -1,0 +1,265 @@
+"""Models at the edges of what ONNX allows, on the CPU target, against ONNX Runtime."""
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from cpu_plans import Value, assert_same, floats, plan_file, write_model
+from onnx import TensorProto, helper
+
+from nimblec.errors import CompileError, UnsupportedModelError
+from nimblec.options import InputSpec
+from nimblert import verify
+
+RNG = np.random.default_rng(0)
+X = RNG.standard_normal((2, 3)).astype(np.float32)
+INT64 = TensorProto.INT64
+node = helper.make_node
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "model.onnx"
+
+
+def test_an_output_that_is_an_input(path: Path) -> None:
+    write_model(path, [node("Relu", ["x"], ["y"])], [floats("x", 2, 3)], [floats("y", 2, 3), floats("x", 2, 3)])
+    plan = assert_same(path, {"x": X})
+    assert list(verify.problems(plan)) == []
+
+
+def test_an_output_that_is_a_constant(path: Path) -> None:
+    write_model(
+        path,
+        [node("Relu", ["x"], ["y"])],
+        [floats("x", 2, 3)],
+        [floats("c", 2, 3), floats("y", 2, 3)],
+        constants={"c": X},
+    )
+    plan = assert_same(path, {"x": X})
+    assert list(verify.problems(plan)) == []
+
+
+def test_a_model_that_computes_nothing_from_its_input(path: Path) -> None:
+    nodes = [node("Shape", ["x"], ["s"]), node("Cast", ["s"], ["y"], to=TensorProto.FLOAT)]
+    write_model(path, nodes, [floats("x", 2, 3)], [floats("y", 2)])
+    assert_same(path, {"x": X})
+
+
+def test_one_value_as_two_outputs(path: Path) -> None:
+    nodes = [node("Relu", ["x"], ["r"]), node("Identity", ["r"], ["y"]), node("Identity", ["r"], ["z"])]
+    write_model(path, nodes, [floats("x", 2, 3)], [floats("y", 2, 3), floats("z", 2, 3), floats("r", 2, 3)])
+    assert_same(path, {"x": X})
+
+
+def test_a_value_used_twice_by_one_node(path: Path) -> None:
+    write_model(path, [node("Mul", ["x", "x"], ["y"])], [floats("x", 2, 3)], [floats("y", 2, 3)])
+    assert_same(path, {"x": X})
+
+
+def test_an_unused_input(path: Path) -> None:
+    write_model(path, [node("Relu", ["x"], ["y"])], [floats("x", 2, 3), floats("spare", 5)], [floats("y", 2, 3)])
+    assert_same(path, {"x": X, "spare": np.zeros(5, np.float32)})
+
+
+def test_empty_tensors(path: Path) -> None:
+    nodes = [node("Relu", ["e"], ["r"]), node("Concat", ["x", "r"], ["y"], axis=0)]
+    outputs = [floats("y", 2, 3), floats("r", 0, 3)]
+    write_model(path, nodes, [floats("x", 2, 3), floats("e", 0, 3)], outputs)
+    plan = assert_same(path, {"x": X, "e": np.zeros((0, 3), np.float32)})
+    assert list(verify.problems(plan)) == []
+
+
+def test_scalars(path: Path) -> None:
+    nodes = [node("ReduceSum", ["x"], ["s"], keepdims=0), node("Mul", ["s", "k"], ["y"])]
+    write_model(path, nodes, [floats("x", 2, 3), floats("k")], [floats("y"), floats("s")])
+    assert_same(path, {"x": X, "k": np.array(2.5, np.float32)})
+
+
+def test_missing_optional_inputs_and_outputs(path: Path) -> None:
+    nodes = [
+        node("Clip", ["x", "", "top"], ["c"]),
+        node("MaxPool", ["image"], ["pooled", "where"], kernel_shape=[2, 2]),
+        node("LSTM", ["steps", "w", "r", "", "", "h"], ["", "last"], hidden_size=4),
+    ]
+    write_model(
+        path,
+        nodes,
+        [floats("x", 2, 3), floats("image", 1, 1, 4, 4), floats("steps", 5, 1, 3)],
+        [floats("c", 2, 3), ("where", INT64, (1, 1, 3, 3)), floats("last", 1, 1, 4)],
+        constants={
+            "top": np.array(0.5, np.float32),
+            "w": RNG.standard_normal((1, 16, 3)).astype(np.float32),
+            "r": RNG.standard_normal((1, 16, 4)).astype(np.float32),
+            "h": np.zeros((1, 1, 4), np.float32),
+        },
+    )
+    shapes = {"image": (1, 1, 4, 4), "steps": (5, 1, 3)}
+    assert_same(path, {"x": X} | {n: RNG.standard_normal(s).astype(np.float32) for n, s in shapes.items()})
+
+
+def test_duplicate_and_empty_node_names(path: Path) -> None:
+    nodes = [
+        node("Sin", ["x"], ["a"], name="same"),
+        node("Cos", ["a"], ["b"], name="same"),
+        node("Tan", ["b"], ["y"], name=""),
+    ]
+    write_model(path, nodes, [floats("x", 2, 3)], [floats("y", 2, 3)])
+    plan = plan_file(path)  # ONNX Runtime refuses to load names that stand twice
+    assert [op.source for op in plan.programs[0].ops] == ["same", "b", "y"]
+    for named in nodes:
+        named.name = ""
+    write_model(path, nodes, [floats("x", 2, 3)], [floats("y", 2, 3)])
+    assert_same(path, {"x": X}, plan=plan)
+
+
+@pytest.mark.parametrize(
+    "element_type", ["BOOL", "UINT8", "INT8", "UINT16", "INT16", "UINT32", "INT32", "UINT64", "INT64", "DOUBLE"]
+)
+def test_dtypes_in_and_out(path: Path, element_type: str) -> None:
+    number = TensorProto.DataType.Value(element_type)
+    dtype = helper.tensor_dtype_to_np_dtype(number)
+    weight = np.arange(40).reshape(4, 10).astype(dtype)
+    write_model(
+        path,
+        [node("Gather", ["w", "i"], ["g"], axis=0), node("Concat", ["g", "x"], ["y"], axis=0)],
+        [("i", INT64, (2,)), ("x", number, (1, 10))],
+        [("y", number, (3, 10))],
+        constants={"w": weight},
+    )
+    assert_same(path, {"i": np.array([3, 1]), "x": weight[:1]})
+
+
+@pytest.mark.parametrize("element_type", [TensorProto.FLOAT16, TensorProto.BFLOAT16])
+def test_half_precision(path: Path, element_type: int) -> None:
+    weight = RNG.standard_normal((64, 32)).astype(np.float32)
+    nodes = [
+        node("Cast", ["x"], ["h"], to=element_type),
+        node("Cast", ["w"], ["v"], to=element_type),
+        node("Reshape", ["h", "shape"], ["r"]),
+        node("Concat", ["r", "v"], ["c"], axis=0),
+        node("Cast", ["c"], ["y"], to=TensorProto.FLOAT),
+    ]
+    write_model(
+        path,
+        nodes,
+        [floats("x", 64)],
+        [floats("y", 66, 32), ("r", element_type, (2, 32))],
+        constants={"w": weight, "shape": np.array([2, 32])},
+    )
+    plan = plan_file(path)
+    assert {tensor.dtype for tensor in plan.programs[0].outputs} >= {"float32"}
+    if element_type == TensorProto.FLOAT16:  # a session returns no bfloat16 to numpy
+        assert_same(path, {"x": RNG.standard_normal(64).astype(np.float32)}, plan=plan)
+
+
+def test_control_flow_is_one_kernel_that_captures_values(path: Path) -> None:
+    inner = [floats("out", 2, 3)]
+    then = helper.make_graph(
+        [node("MatMul", ["r", "w"], ["out"])], "then", [], [helper.make_tensor_value_info(*inner[0])]
+    )
+    other = helper.make_graph([node("Neg", ["x"], ["out"])], "else", [], [helper.make_tensor_value_info(*inner[0])])
+    nodes = [node("Sin", ["x"], ["r"]), node("If", ["c"], ["y"], then_branch=then, else_branch=other)]
+    weight = RNG.standard_normal((3, 3)).astype(np.float32)
+    big = RNG.standard_normal((3, 100)).astype(np.float32)
+    nodes.append(node("MatMul", ["y", "big"], ["z"]))
+    write_model(
+        path,
+        nodes,
+        [floats("x", 2, 3), ("c", TensorProto.BOOL, ())],
+        [floats("y", 2, 3), floats("z", 2, 100)],
+        constants={"w": weight, "big": big},
+    )
+    for condition in (True, False):
+        plan = assert_same(path, {"x": X, "c": np.array(condition)})
+        assert "If" in [op.name for op in plan.programs[0].ops]
+
+
+def test_loop_whose_trip_count_is_constant(path: Path) -> None:
+    scalar = helper.make_tensor_value_info("go", TensorProto.BOOL, ())
+    state = helper.make_tensor_value_info("next", TensorProto.FLOAT, (2, 3))
+    body = helper.make_graph(
+        [node("Identity", ["keep"], ["go"]), node("Add", ["s", "x"], ["next"]), node("Identity", ["next"], ["scan"])],
+        "body",
+        [
+            helper.make_tensor_value_info("i", INT64, ()),
+            helper.make_tensor_value_info("keep", TensorProto.BOOL, ()),
+            helper.make_tensor_value_info("s", TensorProto.FLOAT, (2, 3)),
+        ],
+        [scalar, state, helper.make_tensor_value_info("scan", TensorProto.FLOAT, (2, 3))],
+    )
+    nodes = [node("Loop", ["n", "", "x"], ["last", "all"], body=body)]
+    outputs = [floats("last", 2, 3), floats("all", "n", 2, 3)]
+    write_model(path, nodes, [floats("x", 2, 3)], outputs, constants={"n": np.array(4)})
+    plan = assert_same(path, {"x": X})
+    assert plan.programs[0].outputs[1].shape == (4, 2, 3)
+
+
+def test_model_local_function(path: Path) -> None:
+    function = helper.make_function(
+        "local", "Twice", ["a"], ["b"], [node("Add", ["a", "a"], ["b"])], [helper.make_opsetid("", 18)]
+    )
+    nodes = [node("Twice", ["x"], ["t"], domain="local"), node("Relu", ["t"], ["y"])]
+    write_model(path, nodes, [floats("x", 2, 3)], [floats("y", 2, 3)], functions=[function])
+    model = onnx.load(path)
+    model.opset_import.append(helper.make_opsetid("local", 1))
+    onnx.save(model, path)
+    assert_same(path, {"x": X})
+
+
+def test_dynamic_batch_fixed_by_a_spec(path: Path) -> None:
+    write_model(path, [node("Relu", ["x"], ["y"])], [floats("x", "batch", 3)], [floats("y", "batch", 3)])
+    plan = plan_file(path, [InputSpec(name="x", shape=(2, 3))])
+    assert plan.programs[0].outputs[0].shape == (2, 3)
+    assert_same(path, {"x": X}, plan=plan)
+
+
+def test_external_data(path: Path) -> None:
+    weight = RNG.standard_normal((3, 500)).astype(np.float32)
+    write_model(
+        path, [node("MatMul", ["x", "w"], ["y"])], [floats("x", 2, 3)], [floats("y", 2, 500)], constants={"w": weight}
+    )
+    onnx.save(onnx.load(path), path, save_as_external_data=True, location="model.data", size_threshold=0)
+    assert path.stat().st_size < weight.nbytes
+    assert_same(path, {"x": X})
+    (path.parent / "model.data").write_bytes(b"short")
+    with pytest.raises(CompileError, match=r"model\.data: has 5 bytes, initializer 'w' .* needs 6000"):
+        plan_file(path)
+    (path.parent / "model.data").unlink()
+    with pytest.raises(CompileError, match=r"model\.data: missing; initializer 'w'"):
+        plan_file(path)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "outputs", "message"),
+    [
+        (
+            [node("NonZero", ["x"], ["y"], name="where")],
+            [("y", INT64, (2, "n"))],
+            r"node 'where' \(NonZero\): the size of output 'y' depends on values",
+        ),
+        ([node("Unique", ["x"], ["y"], name="u")], [floats("y", "n")], r"node 'u' \(Unique\): the size of output 'y'"),
+        (
+            [node("SplitToSequence", ["x"], ["s"], name="split"), node("SequenceLength", ["s"], ["y"])],
+            [("y", INT64, ())],
+            r"node 'split' \(SplitToSequence\): output 's' is a seq\(tensor\(float\)\)",
+        ),
+        (
+            [
+                node("ReduceMax", ["x"], ["m"], keepdims=0),
+                node("Cast", ["m"], ["k"], to=INT64),
+                node("Range", ["a", "k", "b"], ["y"], name="r"),
+            ],
+            [("y", INT64, ("n",))],
+            r"node 'r' \(Range\)",
+        ),
+    ],
+)
+def test_what_a_plan_cannot_hold_is_refused_by_name(
+    path: Path, nodes: list, outputs: list[Value], message: str
+) -> None:
+    constants = {"a": np.array(0), "b": np.array(1)}
+    write_model(path, nodes, [floats("x", 2, 3)], outputs, constants=constants)
+    with pytest.raises(UnsupportedModelError, match=message):
+        plan_file(path)

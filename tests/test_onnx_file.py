@@ -1,0 +1,213 @@
+"""Reading ONNX files: what is wrong with one is said in one sentence; dynamic shapes are fixed."""
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from cpu_plans import floats, write_model
+from onnx import ModelProto, TensorProto, helper
+
+from nimblec.errors import CompileError, UnsupportedModelError
+from nimblec.frontend import onnx_file
+from nimblec.frontend.onnx_file import ModelTensor
+from nimblec.options import InputSpec
+from nimblert.plan import ITEM_NBYTES
+
+node = helper.make_node
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "model.onnx"
+
+
+def image_model(path: Path) -> ModelProto:
+    """Two images of a dynamic batch and size, the second from a constant's shape on."""
+    write_model(
+        path,
+        [node("Add", ["x", "z"], ["s"]), node("Mul", ["s", "w"], ["y"])],
+        [floats("x", "batch", 3, "height", 8), floats("z", "batch", 3, "height", 8), floats("w", 8)],
+        [floats("y", "batch", 3, "height", 8)],
+        constants={"w": np.ones(8, np.float32)},
+    )
+    return onnx_file.load(path)
+
+
+def test_a_missing_file(path: Path) -> None:
+    with pytest.raises(CompileError, match=r"model\.onnx: no such file"):
+        onnx_file.load(path)
+
+
+def test_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(CompileError, match="cannot be read"):
+        onnx_file.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\n", b"import torch\n", bytes(4096), b"PK\x03\x04" + bytes(100), b"\x08\x08"]
+)
+def test_what_is_not_an_onnx_file(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+    with pytest.raises(CompileError, match=r"model\.onnx: not an ONNX file"):
+        onnx_file.load(path)
+
+
+def test_every_truncation_is_refused_or_says_what_is_missing(path: Path) -> None:
+    image_model(path)
+    whole = path.read_bytes()
+    for length in range(0, len(whole), 7):
+        path.write_bytes(whole[:length])
+        with pytest.raises(CompileError):
+            onnx_file.load(path)
+
+
+def test_unknown_operators_are_listed_all(path: Path) -> None:
+    inner = helper.make_graph(
+        [node("Lost", [], ["b"], name="third")], "inner", [], [helper.make_empty_tensor_value_info("b")]
+    )
+    nodes = [
+        node("Frobnicate", ["x"], ["a"], name="first"),
+        node("Relu", ["a"], ["c"], name="known"),
+        node("Mish2", ["c"], ["d"], domain="my.ops"),
+        node("If", ["k"], ["y"], then_branch=inner, else_branch=inner),
+        node("FusedMatMul", ["x", "x"], ["e"], domain="com.microsoft"),
+    ]
+    write_model(path, nodes, [floats("x", 2), ("k", TensorProto.BOOL, ())], [floats("y", 2)])
+    with pytest.raises(UnsupportedModelError) as caught:
+        onnx_file.load(path)
+    message = str(caught.value)
+    assert "node 'first': unknown operator Frobnicate (opset 18)" in message
+    assert "node 'd': unknown operator my.ops.Mish2 (opset not imported)" in message
+    assert "node 'third': unknown operator Lost" in message
+    assert "Relu" not in message
+    assert "FusedMatMul" not in message
+
+
+def test_an_operator_that_a_later_opset_brought_is_unknown_before(path: Path) -> None:
+    nodes = [node("Gelu", ["x"], ["y"])]
+    with pytest.raises(UnsupportedModelError, match=r"unknown operator Gelu \(opset 18\)"):
+        onnx_file.load(write_model(path, nodes, [floats("x", 2)], [floats("y", 2)], opset=18))
+    onnx_file.load(write_model(path, nodes, [floats("x", 2)], [floats("y", 2)], opset=20))
+
+
+def test_functions_of_the_model_are_known_and_their_bodies_checked(path: Path) -> None:
+    def save(op_type: str) -> None:
+        body = [node(op_type, ["a"], ["b"], name="inside")]
+        function = helper.make_function("local", "F", ["a"], ["b"], body, [helper.make_opsetid("", 18)])
+        write_model(
+            path, [node("F", ["x"], ["y"], domain="local")], [floats("x", 2)], [floats("y", 2)], functions=[function]
+        )
+
+    save("Relu")
+    onnx_file.load(path)
+    save("Frob")
+    with pytest.raises(UnsupportedModelError, match="node 'inside': unknown operator Frob"):
+        onnx_file.load(path)
+
+
+def test_signature(path: Path) -> None:
+    model = image_model(path)
+    assert onnx_file.inputs(model) == (
+        ModelTensor(name="x", dtype="float32", shape=(None, 3, None, 8)),
+        ModelTensor(name="z", dtype="float32", shape=(None, 3, None, 8)),
+    )
+    assert [tensor.name for tensor in onnx_file.outputs(model)] == ["y"]
+
+
+def test_every_dtype_of_a_plan_has_an_element_type() -> None:
+    for name in ITEM_NBYTES:
+        assert onnx_file.dtype_name(onnx_file.element_type(name)) == name
+    assert onnx_file.dtype_name(TensorProto.STRING) is None
+
+
+def test_a_dynamic_dimension_names_itself_and_the_flag(path: Path) -> None:
+    write_model(path, [node("Relu", ["x"], ["y"])], [floats("x", "batch", 3, 224, 224)], [floats("y", None)])
+    with pytest.raises(UnsupportedModelError) as caught:
+        onnx_file.fix_shapes(onnx_file.load(path), ())
+    assert str(caught.value) == ("input 'x' has the dynamic dimension 'batch' (axis 0): give --input x:1x3x224x224")
+
+
+def test_all_dynamic_inputs_are_named_and_sizes_left_to_the_user(path: Path) -> None:
+    model = image_model(path)
+    with pytest.raises(UnsupportedModelError) as caught:
+        onnx_file.fix_shapes(model, ())
+    assert "input 'x'" in str(caught.value)
+    assert "--input z:1x3x<height>x8" in str(caught.value)
+
+
+def test_an_input_without_any_shape_needs_a_spec(path: Path) -> None:
+    write_model(path, [node("Relu", ["x"], ["y"])], [("x", TensorProto.FLOAT, None)], [("y", TensorProto.FLOAT, None)])
+    model = onnx_file.load(path)
+    with pytest.raises(UnsupportedModelError, match="input 'x' has no shape: give --input x:"):
+        onnx_file.fix_shapes(model, ())
+    for shape in ((2, 5), ()):
+        fixed = onnx_file.fix_shapes(model, [InputSpec(name="x", shape=shape)])
+        assert onnx_file.inputs(fixed)[0].shape == shape
+
+
+def test_one_spec_fixes_the_named_dimension_everywhere(path: Path) -> None:
+    model = image_model(path)
+    before = model.SerializeToString()
+    fixed = onnx_file.fix_shapes(model, [InputSpec(name="x", shape=(2, 3, 5, 8))])
+    assert [tensor.shape for tensor in onnx_file.inputs(fixed)] == [(2, 3, 5, 8)] * 2
+    assert onnx_file.outputs(fixed)[0].shape == (2, 3, 5, 8)
+    assert [value.name for value in fixed.graph.input] == ["x", "z"]
+    assert model.SerializeToString() == before
+    onnx.checker.check_model(fixed)
+
+
+@pytest.mark.parametrize(
+    ("specs", "message"),
+    [
+        ([InputSpec(name="q", shape=(1,))], r"--input q: the model has no such input; its inputs are 'x', 'z'"),
+        ([InputSpec(name="w", shape=(8,))], r"--input w: the model has no such input"),
+        ([InputSpec(name="x", shape=(1, 3))], r"--input x: 2 dimensions, the model's input has 4 \(\?x3x\?x8\)"),
+        ([InputSpec(name="x", shape=(1, 4, 5, 8))], r"--input x: 4 at axis 1, the model's input has 3 there"),
+        ([InputSpec(name="x", shape=(1, 3, 5, 8), dtype="int64")], r"--input x: dtype int64, .* has float32"),
+        ([InputSpec(name="x", shape=(1, 3, 5, 8))] * 2, r"--input x: given twice"),
+        (
+            [InputSpec(name="x", shape=(1, 3, 5, 8)), InputSpec(name="z", shape=(2, 3, 5, 8))],
+            r"--input z: dimension 'batch' is 2, --input x makes it 1",
+        ),
+    ],
+)
+def test_specs_that_do_not_fit(path: Path, specs: list[InputSpec], message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        onnx_file.fix_shapes(image_model(path), specs)
+
+
+@pytest.mark.parametrize(
+    ("element_type", "shown"), [(TensorProto.STRING, "string"), (TensorProto.FLOAT8E4M3FN, "float8e4m3fn")]
+)
+def test_dtypes_that_no_plan_holds(path: Path, element_type: int, shown: str) -> None:
+    write_model(path, [node("Identity", ["x"], ["y"])], [("x", element_type, (2,))], [("y", element_type, (2,))])
+    model = onnx_file.load(path)
+    with pytest.raises(UnsupportedModelError, match=f"input 'x' has the dtype {shown}, which a plan cannot hold"):
+        onnx_file.inputs(model)
+
+
+def test_inputs_that_are_no_tensors(path: Path) -> None:
+    write_model(path, [node("SequenceLength", ["s"], ["y"])], [floats("x", 2)], [("y", TensorProto.INT64, ())])
+    model = onnx_file.load(path)
+    model.graph.input.append(helper.make_tensor_sequence_value_info("s", TensorProto.FLOAT, None))
+    with pytest.raises(UnsupportedModelError, match="input 's' is a sequence, expected a tensor"):
+        onnx_file.inputs(model)
+
+
+@pytest.mark.parametrize("location", ["/etc/passwd", "../model.data", ""])
+def test_external_data_outside_the_models_folder(path: Path, location: str) -> None:
+    model = image_model(path)
+    tensor = model.graph.initializer[0]
+    tensor.ClearField("raw_data")
+    tensor.data_location = TensorProto.EXTERNAL
+    tensor.external_data.add(key="location", value=location)
+    path.write_bytes(model.SerializeToString())
+    with pytest.raises(CompileError, match=r"initializer 'w' names the data file .*, expected one below"):
+        onnx_file.load(path)
+
+
+def test_external_data_are_read_into_the_model_where_asked(path: Path) -> None:
+    onnx.save(image_model(path), path, save_as_external_data=True, location="data", size_threshold=0)
+    assert onnx_file.load(path).graph.initializer[0].raw_data == np.ones(8, np.float32).tobytes()
+    assert not onnx_file.load(path, external_data=False).graph.initializer[0].raw_data
