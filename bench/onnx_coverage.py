@@ -31,7 +31,7 @@ if importlib.util.find_spec("bench") is None:
 
 from bench.onnx_cases import Case, cases, difference, static_form
 
-RESULTS = Path(__file__).parent / "results" / "cpu" / "onnx_coverage.json"
+RESULTS = Path(__file__).parent / "results" / "cpu"
 SECONDS_A_CASE = 120
 
 
@@ -88,6 +88,7 @@ def run_cpu(model: ModelProto, inputs: Sequence[np.ndarray]) -> list[np.ndarray]
 
 
 RUNNERS = {"aten": run_aten, "cpu": run_cpu}
+RESULT_NAMES = {"aten": "onnx_coverage.json", "cpu": "onnx_coverage_cpu_target.json"}
 
 
 def run_case(case: Case, target: str) -> Result:
@@ -253,7 +254,7 @@ def main() -> None:
     parser.add_argument("--target", choices=sorted(RUNNERS), default="aten")
     parser.add_argument("--match", default="", help="run only cases whose name contains this")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--json", type=Path, help=f"where to write the results (default: {RESULTS.name}, whole runs only)")
+    parser.add_argument("--json", type=Path, help="where to write the results (whole runs write them anyway)")
     parser.add_argument("--write-known", type=Path, help="write the cases that do not pass to this file")
     options = parser.parse_args()
     indices = [i for i, case in enumerate(cases()) if options.match in case.name]
@@ -263,7 +264,7 @@ def main() -> None:
     print(f"{len(results)} cases in {time.monotonic() - start:.1f} s")
     if options.write_known:
         write_known_failures(options.write_known, results)
-    target = options.json or (RESULTS.with_stem(f"onnx_coverage_{options.target}") if not options.match else None)
+    target = options.json or (None if options.match else RESULTS / RESULT_NAMES[options.target])
     if target:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")

@@ -6,17 +6,15 @@ computed at once, the rest is written down. Operators that the table lacks are r
 function body, where the model or the ONNX schema has one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from onnx import ModelProto
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensor
 
 from nimblec.errors import UnsupportedModelError
 from nimblec.frontend import onnx_file
-from nimblec.frontend.onnx_ops.creation import ELEMENT_TYPES
 from nimblec.frontend.onnx_tensors import dense_of, tensor_of
 from nimblec.frontend.onnx_walk import FAILED, Frame, Walk
 from nimblec.frontend.recorder import Recorder
@@ -62,7 +60,7 @@ def import_model(model: ModelProto, *, device: str = "cpu") -> OnnxProgram:
         walk.nodes(model.graph.node, scope, frame)
         outputs = [scope.get(value.name, FAILED) for value in model.graph.output]
         _refuse(walk.problems, model, outputs)
-        recorder.output([_separate(value, outputs[:i]) for i, value in enumerate(outputs)])
+        recorder.output(outputs)
     return OnnxProgram(
         module=_module(recorder),
         inputs=inputs,
@@ -100,11 +98,6 @@ def _refuse(problems: Sequence[str], model: ModelProto, outputs: Sequence[object
             raise UnsupportedModelError(f"output '{value.name}': no node makes a tensor of that name")
 
 
-def _separate(value: Tensor, earlier: Sequence[Tensor]) -> Tensor:
-    """Copy an output that would be a view of an input, of a constant or of an earlier output."""
-    return value
-
-
 def _module(recorder: Recorder) -> fx.GraphModule:
     graph = recorder.graph
     graph.eliminate_dead_code()
@@ -114,6 +107,22 @@ def _module(recorder: Recorder) -> fx.GraphModule:
     return fx.GraphModule(on_device(constants, recorder.device), graph, class_name="OnnxModel")
 
 
-def on_device(constants: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Move constants; those that are views of one storage stay views of one storage."""
-    return {name: tensor.to(device) for name, tensor in constants.items()}
+def on_device(constants: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Move constants; those that share a storage share one on the device, where that saves memory."""
+    if device.type == "cpu":
+        return dict(constants)
+    groups: dict[tuple[int, torch.dtype], list[str]] = {}
+    for name, tensor in constants.items():
+        groups.setdefault((tensor.untyped_storage().data_ptr(), tensor.dtype), []).append(name)
+    moved: dict[str, Tensor] = {}
+    for names in groups.values():
+        first = constants[names[0]]
+        whole = torch.empty(0, dtype=first.dtype).set_(first.untyped_storage())
+        if sum(constants[name].numel() for name in names) <= whole.numel():
+            moved.update((name, constants[name].to(device)) for name in names)
+            continue
+        base = whole.to(device)
+        for name in names:
+            view = constants[name]
+            moved[name] = base.as_strided(view.shape, view.stride(), view.storage_offset())
+    return moved

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from onnx import GraphProto, NodeProto
+from onnx import GraphProto
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -31,7 +31,7 @@ def run_graph(walk: "Walk", graph: GraphProto, inputs: Sequence[Any], scope: "Sc
 
 
 def branch(
-    walk: "Walk", proto: NodeProto, inputs: Sequence[Any], attributes: Mapping[str, Any], scope: "Scope", frame: "Frame"
+    walk: "Walk", inputs: Sequence[Any], attributes: Mapping[str, Any], scope: "Scope", frame: "Frame"
 ) -> list[Any]:
     """Evaluate the branch that the condition, known at import, takes."""
     chosen = attributes["then_branch" if _truth(inputs[0], "condition") else "else_branch"]
@@ -45,7 +45,7 @@ def _truth(value: Any, what: str) -> bool:
 
 
 def loop(
-    walk: "Walk", proto: NodeProto, inputs: Sequence[Any], attributes: Mapping[str, Any], scope: "Scope", frame: "Frame"
+    walk: "Walk", inputs: Sequence[Any], attributes: Mapping[str, Any], scope: "Scope", frame: "Frame"
 ) -> list[Any]:
     """Unroll a loop whose trip count and conditions are known at import."""
     body: GraphProto = attributes["body"]
@@ -87,7 +87,7 @@ def _stacked(values: Sequence[Tensor], declared: Any, axis: int) -> Tensor:
 
 
 def scan(
-    walk: "Walk", proto: NodeProto, inputs: Sequence[Any], attributes: Mapping[str, Any], scope: "Scope", frame: "Frame"
+    walk: "Walk", inputs: Sequence[Any], attributes: Mapping[str, Any], scope: "Scope", frame: "Frame"
 ) -> list[Any]:
     """Unroll a scan over the slices of its inputs (opset 9 and up)."""
     if frame.opsets[""] < 9:

@@ -1,6 +1,7 @@
 """ONNX tensors and attributes as torch tensors and Python values."""
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -42,27 +43,27 @@ def _from_array(array: np.ndarray) -> Tensor:
 
 
 def attribute_of(proto: AttributeProto) -> Any:
-    """Return an attribute as a number, string, tuple, tensor or graph; None for other kinds."""
-    kind = proto.type
-    if kind == AttributeProto.FLOAT:
-        return proto.f
-    if kind == AttributeProto.INT:
-        return proto.i
-    if kind == AttributeProto.STRING:
-        return proto.s.decode("utf-8", errors="replace")
-    if kind == AttributeProto.TENSOR:
-        return tensor_of(proto.t)
-    if kind == AttributeProto.FLOATS:
-        return tuple(proto.floats)
-    if kind == AttributeProto.INTS:
-        return tuple(proto.ints)
-    if kind == AttributeProto.STRINGS:
-        return tuple(item.decode("utf-8", errors="replace") for item in proto.strings)
-    if kind == AttributeProto.GRAPH:
-        return proto.g
-    raise UnsupportedModelError(
-        f"attribute '{proto.name}': kind {onnx.AttributeProto.AttributeType.Name(kind)} is not supported"
-    )
+    """Return an attribute as a number, string, tuple, tensor or graph; refuse other kinds."""
+    read = READ_ATTRIBUTE.get(proto.type)
+    if read is None:
+        raise UnsupportedModelError(f"attribute '{proto.name}': kind {proto.type} is not supported")
+    return read(proto)
+
+
+READ_ATTRIBUTE: dict[int, Callable[[AttributeProto], Any]] = {
+    AttributeProto.FLOAT: lambda proto: proto.f,
+    AttributeProto.INT: lambda proto: proto.i,
+    AttributeProto.STRING: lambda proto: _text(proto.s),
+    AttributeProto.TENSOR: lambda proto: tensor_of(proto.t),
+    AttributeProto.FLOATS: lambda proto: tuple(proto.floats),
+    AttributeProto.INTS: lambda proto: tuple(proto.ints),
+    AttributeProto.STRINGS: lambda proto: tuple(_text(item) for item in proto.strings),
+    AttributeProto.GRAPH: lambda proto: proto.g,
+}
+
+
+def _text(data: bytes) -> str:
+    return data.decode("utf-8", errors="replace")
 
 
 def dense_of(proto: onnx.SparseTensorProto) -> Tensor:

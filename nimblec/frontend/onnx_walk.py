@@ -67,9 +67,10 @@ class Walk:
             except (Refused, UnsupportedModelError, *MODEL_ERRORS) as exc:
                 opset = frame.opsets.get(_domain(proto.domain), "?")
                 inside = f" in {frame.within}" if frame.within else ""
-                self.problems.append(f"{describe(proto)}{inside} (opset {opset}): {_sentence(exc)}")
+                problem = f"{describe(proto)}{inside} (opset {opset}): {_sentence(exc)}"
+                self.problems += [problem] if problem not in self.problems else []
                 outputs = [FAILED] * len(proto.output)
-            scope.update((name, value) for name, value in zip(proto.output, outputs, strict=False) if name)
+            scope.update({name: value for name, value in zip(proto.output, outputs, strict=False) if name})
 
     def _evaluate(self, proto: NodeProto, scope: Scope, frame: Frame) -> Sequence[Any]:
         domain = _domain(proto.domain)
@@ -78,7 +79,8 @@ class Walk:
         function = self.functions.get((domain, proto.op_type))
         operator = find(domain, proto.op_type, frame.opsets[domain])
         control = CONTROL.get(proto.op_type) if domain == "" else None
-        if function is None and operator is None and control is None and _schema_function(domain, proto.op_type, frame) is None:
+        body = None if function or operator or control else _schema_function(domain, proto.op_type, frame)
+        if not (function or operator or control or body):
             raise Refused("the operator is not supported")
         inputs = [_lookup(name, scope) for name in proto.input]
         if any(value is FAILED for value in inputs):
@@ -88,9 +90,10 @@ class Walk:
         if function is not None:
             return self._call_function(function, proto, inputs, attributes, frame)
         if control is not None:
-            return control(self, proto, inputs, attributes, scope, frame)
+            return control(self, inputs, attributes, scope, frame)
         if operator is None:
-            function = _schema_function_body(domain, proto, inputs, frame)
+            assert body is not None
+            function = _schema_function_body(body, proto, inputs, frame.opsets[domain])
             return self._call_function(function, proto, inputs, attributes, frame)
         node = Node(
             op_type=proto.op_type, opset=frame.opsets[domain], outputs=tuple(bool(name) for name in proto.output)
@@ -178,11 +181,10 @@ def _schema_function(domain: str, name: str, frame: Frame) -> onnx.defs.OpSchema
     return None
 
 
-def _schema_function_body(domain: str, proto: NodeProto, inputs: Sequence[Any], frame: Frame) -> FunctionProto:
+def _schema_function_body(
+    schema: onnx.defs.OpSchema, proto: NodeProto, inputs: Sequence[Any], opset: int
+) -> FunctionProto:
     """Return the body that the ONNX schema gives an operator, for these inputs."""
-    schema = _schema_function(domain, proto.op_type, frame)
-    assert schema is not None
-    opset = frame.opsets[domain]
     if schema.has_function:
         versions = [v for v in schema.function_opset_versions if v <= opset] or schema.function_opset_versions
         return FunctionProto.FromString(schema.get_function_with_opset_version(max(versions)))

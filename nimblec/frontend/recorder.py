@@ -10,7 +10,7 @@ made at import, no ``.item()`` and no copy from host to device.
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, fx
@@ -48,10 +48,11 @@ class Recorder(TorchDispatchMode):
         self._nodes: dict[int, fx.Node] = {}
         self._lifted: dict[int, FakeTensor] = {}
         self._labels: dict[int, str] = {}
+        self._given: set[int] = set()
         self._kept: list[Tensor] = []
         self._guards: list[Any] = []
 
-    def __enter__(self) -> "Recorder":
+    def __enter__(self) -> Self:
         # Below autograd, composite calls arrive whole, and results carry no history.
         guard = torch._C._AutoDispatchBelowAutograd()
         guard.__enter__()
@@ -67,6 +68,7 @@ class Recorder(TorchDispatchMode):
         """Return a fake tensor for an input of the graph."""
         fake = self._fake(torch.empty(tuple(shape), dtype=dtype, device="meta"))
         self._write(self.graph.placeholder(name), fake)
+        self._given.add(_storage(fake))
         return fake
 
     def label(self, tensor: Tensor, name: str) -> None:
@@ -82,16 +84,30 @@ class Recorder(TorchDispatchMode):
         if tensor.device.type != "cpu":
             raise RuntimeError(f"a tensor on {tensor.device} was made at import; expected the CPU")
         name = f"constant_{len(self.constants)}"
-        self.constants[name] = tensor
-        fake = self._fake(tensor)
+        # Views with holes or overlaps would not keep their strides on their way to a device.
+        dense = tensor if _is_dense(tensor) else tensor.contiguous()
+        self.constants[name] = dense
+        fake = self._fake(dense)
         self._write(self.graph.create_node("get_attr", name), fake)
         self._nodes[id(fake)].meta["source"] = self._labels.get(id(tensor), self.source)
         self._lifted[id(tensor)] = fake
+        self._given.add(_storage(fake))
+        self._kept.append(tensor)
         return fake
 
     def output(self, values: Sequence[Tensor]) -> None:
-        """End the graph with ``values``."""
-        self.graph.output(tuple(self._argument(value) for value in values))
+        """End the graph with ``values``, each in memory of its own.
+
+        What would be a view of an input, of a constant or of an earlier output is copied.
+        """
+        taken = set(self._given)
+        separate = []
+        for value in values:
+            fake = self._as_fake(value)
+            own = fake.clone() if _storage(fake) in taken else fake
+            taken.add(_storage(own))
+            separate.append(self._nodes[id(own)])
+        self.graph.output(tuple(separate))
 
     def __torch_dispatch__(
         self,
@@ -154,6 +170,20 @@ class Recorder(TorchDispatchMode):
 
     def _argument(self, tensor: Tensor) -> fx.Node:
         return self._nodes[id(self._as_fake(tensor))]
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill their memory once each, in whatever order."""
+    expected = 1
+    for stride, length in sorted((s, n) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n != 1):
+        if stride != expected:
+            return False
+        expected *= length
+    return True
+
+
+def _storage(fake: Tensor) -> int:
+    return fake.untyped_storage()._cdata
 
 
 @cache

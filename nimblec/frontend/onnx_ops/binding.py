@@ -78,7 +78,7 @@ def _bind_input(index: int, parameter: Parameter, value: Any) -> Any:
 
 
 def _host_value(where: str, kind: Any, value: Tensor) -> Any:
-    if kind == Ints or kind == Floats:
+    if kind in (Ints, Floats):
         if value.dim() > 1:
             raise Refused(f"{where} has shape {tuple(value.shape)}; expected one dimension")
         return tuple(_number(where, int if kind == Ints else float, item) for item in value.reshape(-1).tolist())

@@ -54,11 +54,11 @@ def constant(
 
 
 @op("ConstantOfShape", since=9)
-def constant_of_shape(shape: Ints, *, value: Known | None = None) -> Tensor:
+def constant_of_shape(input: Ints, *, value: Known | None = None) -> Tensor:  # noqa: A002
     element = torch.zeros(1) if value is None else value
     if element.numel() != 1:
         raise Refused(f"attribute 'value' has {element.numel()} elements; expected one")
-    return element.reshape(()).expand(sizes_of(shape))
+    return element.reshape(()).expand(sizes_of(input))
 
 
 @op("Range", since=11)
@@ -106,20 +106,20 @@ def cast_rounding(x: Tensor, *, round_mode: str = "up", saturate: int = 1, to: i
 
 
 @op("CastLike", since=15)
-def cast_like(x: Tensor, target: Description) -> Tensor:
-    return convert(x, target.dtype)
+def cast_like(x: Tensor, target_type: Description) -> Tensor:
+    return convert(x, target_type.dtype)
 
 
 @op("CastLike", since=19)
-def cast_like_saturating(x: Tensor, target: Description, *, saturate: int = 1) -> Tensor:
-    return convert(x, target.dtype)
+def cast_like_saturating(x: Tensor, target_type: Description, *, saturate: int = 1) -> Tensor:
+    return convert(x, target_type.dtype)
 
 
 @op("CastLike", since=24)
 def cast_like_rounding(
-    x: Tensor, target: Description, *, round_mode: str = "up", saturate: int = 1
+    x: Tensor, target_type: Description, *, round_mode: str = "up", saturate: int = 1
 ) -> Tensor:
-    return convert(x, target.dtype)
+    return convert(x, target_type.dtype)
 
 
 def convert(x: Tensor, dtype: torch.dtype) -> Tensor:

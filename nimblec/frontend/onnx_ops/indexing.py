@@ -1,12 +1,11 @@
 """Gather, scatter, sort and select."""
 
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from nimblec.frontend.onnx_ops.axes import along, axis_of
-from nimblec.frontend.onnx_ops.table import Ints, Known, Node, Refused, op
+from nimblec.frontend.onnx_ops.table import Ints, Known, Refused, op
 from nimblec.frontend.onnx_ops.unsigned import SIGNED, bitwise, ordered
 
 

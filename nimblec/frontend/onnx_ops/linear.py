@@ -21,6 +21,9 @@ def float_matmul(a: Tensor, b: Tensor) -> Tensor:
     if a.dim() > 1 and b.dim() == 2:
         rows = a.reshape(-1, a.shape[-1]) if a.numel() else a.reshape(a.shape[:-1].numel(), a.shape[-1])
         return torch.mm(rows, b).reshape([*a.shape[:-1], b.shape[1]])
+    if a.dim() == b.dim() > 2 and a.shape[:-2] == b.shape[:-2] and a.numel() and b.numel():
+        batches = a.reshape(-1, *a.shape[-2:]), b.reshape(-1, *b.shape[-2:])
+        return torch.bmm(*batches).reshape([*a.shape[:-1], b.shape[-1]])
     return torch.matmul(a, b)
 
 

@@ -69,9 +69,9 @@ def _moved(running: Tensor, current: Tensor, momentum: float) -> Tensor:
 
 
 def _normalize_batch(x: Tensor, scale: Tensor, b: Tensor, mean: Tensor, var: Tensor, epsilon: float) -> Tensor:
-    if x.dtype != torch.float64 and x.dim() > 1 and scale.dtype == b.dtype == mean.dtype == var.dtype:
-        if x.dtype == scale.dtype or scale.dtype == torch.float32:
-            return aten._native_batch_norm_legit_no_training(x, scale, b, mean, var, 0.1, epsilon)[0]
+    one_dtype = scale.dtype == b.dtype == mean.dtype == var.dtype
+    if x.dim() > 1 and one_dtype and scale.dtype in (x.dtype, torch.float32):
+        return aten._native_batch_norm_legit_no_training(x, scale, b, mean, var, 0.1, epsilon)[0]
     rank = x.dim()
     factor = scale / torch.sqrt(var + epsilon)
     offset = b - mean * factor

@@ -7,6 +7,7 @@ keep a sequence's state as it is beyond its end.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
@@ -21,35 +22,51 @@ State = tuple[Tensor, ...]
 Step = Callable[[Tensor, State], State]
 """Given the inputs' part of the gates and the state, return the next state; its first part is the output."""
 
-ACTIVATIONS: dict[str, Callable[[float, float], Activation]] = {
-    "relu": lambda alpha, beta: torch.relu,
-    "tanh": lambda alpha, beta: torch.tanh,
-    "sigmoid": lambda alpha, beta: torch.sigmoid,
-    "affine": lambda alpha, beta: lambda x: alpha * x + beta,
-    "leakyrelu": lambda alpha, beta: lambda x: F.leaky_relu(x, alpha),
-    "thresholdedrelu": lambda alpha, beta: lambda x: torch.where(x > alpha, x, zero_like(x)),
-    "scaledtanh": lambda alpha, beta: lambda x: alpha * torch.tanh(beta * x),
-    "hardsigmoid": lambda alpha, beta: lambda x: torch.clamp(alpha * x + beta, 0, 1),
-    "elu": lambda alpha, beta: lambda x: F.elu(x, alpha),
-    "softsign": lambda alpha, beta: F.softsign,
-    "softplus": lambda alpha, beta: F.softplus,
+PLAIN: dict[str, Activation] = {
+    "relu": torch.relu,
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "softsign": F.softsign,
+    "softplus": F.softplus,
 }
-DEFAULT_ALPHA = {"leakyrelu": 0.01, "thresholdedrelu": 1.0, "hardsigmoid": 0.2, "elu": 1.0, "affine": 1.0}
-DEFAULT_BETA = {"hardsigmoid": 0.5}
-TAKES_ALPHA = {"affine", "leakyrelu", "thresholdedrelu", "scaledtanh", "hardsigmoid", "elu"}
-TAKES_BETA = {"affine", "scaledtanh", "hardsigmoid"}
+WITH_ALPHA: dict[str, tuple[float, Callable[[Tensor, float], Tensor]]] = {
+    "leakyrelu": (0.01, F.leaky_relu),
+    "thresholdedrelu": (1.0, lambda x, alpha: torch.where(x > alpha, x, zero_like(x))),
+    "elu": (1.0, F.elu),
+}
+WITH_BOTH: dict[str, tuple[float, float, Callable[[Tensor, float, float], Tensor]]] = {
+    "affine": (1.0, 0.0, lambda x, alpha, beta: alpha * x + beta),
+    "scaledtanh": (1.0, 1.0, lambda x, alpha, beta: alpha * torch.tanh(beta * x)),
+    "hardsigmoid": (0.2, 0.5, lambda x, alpha, beta: torch.clamp(alpha * x + beta, 0, 1)),
+}
+"""Activations with the defaults of their alpha and beta."""
 
 
 def _activations(names: Strings, alphas: Floats | None, betas: Floats | None) -> list[Activation]:
-    given_alphas, given_betas = list(alphas or ()), list(betas or ())
-    found = []
+    """Return the named functions; each that takes an alpha or beta takes the next one given."""
+    next_alpha, next_beta = iter(alphas or ()), iter(betas or ())
+    found: list[Activation] = []
     for name in (name.lower() for name in names):
-        if name not in ACTIVATIONS:
-            raise Refused(f"activation {name!r} is unknown; expected one of {', '.join(ACTIVATIONS)}")
-        alpha = given_alphas.pop(0) if name in TAKES_ALPHA and given_alphas else DEFAULT_ALPHA.get(name, 1.0)
-        beta = given_betas.pop(0) if name in TAKES_BETA and given_betas else DEFAULT_BETA.get(name, 0.0)
-        found.append(ACTIVATIONS[name](alpha, beta))
+        if name in PLAIN:
+            found.append(PLAIN[name])
+        elif name in WITH_ALPHA:
+            default, function = WITH_ALPHA[name]
+            found.append(partial(_with_alpha, function, next(next_alpha, default)))
+        elif name in WITH_BOTH:
+            alpha, beta, scaled = WITH_BOTH[name]
+            found.append(partial(_with_both, scaled, next(next_alpha, alpha), next(next_beta, beta)))
+        else:
+            known = ", ".join([*PLAIN, *WITH_ALPHA, *WITH_BOTH])
+            raise Refused(f"activation {name!r} is unknown; expected one of {known}")
     return found
+
+
+def _with_alpha(function: Callable[[Tensor, float], Tensor], alpha: float, x: Tensor) -> Tensor:
+    return function(x, alpha)
+
+
+def _with_both(function: Callable[[Tensor, float, float], Tensor], alpha: float, beta: float, x: Tensor) -> Tensor:
+    return function(x, alpha, beta)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +100,7 @@ def _layer(
 ) -> Layer:
     turns = {"forward": (False,), "reverse": (True,), "bidirectional": (False, True)}
     if direction not in turns or layout not in (0, 1):
-        raise Refused(f"direction {direction!r} and layout {layout}; expected forward, reverse or bidirectional, 0 or 1")
+        raise Refused(f"direction {direction!r} and layout {layout} are not supported")
     if layout:
         x = x.transpose(0, 1)
         states = tuple(None if state is None else state.transpose(0, 1) for state in states)

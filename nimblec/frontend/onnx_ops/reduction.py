@@ -79,10 +79,7 @@ AXES_ARE_AN_INPUT_SINCE = {"ReduceSum": 13}
 
 def _reduce(function: Reduction, x: Tensor, axes: Ints | None, keepdims: int, noop: int) -> Tensor:
     if not axes:
-        if noop:
-            axes = ()
-        else:
-            axes = tuple(range(x.dim()))
+        axes = () if noop else tuple(range(x.dim()))
     chosen = list(axes_of(axes, x.dim()))
     if x.dtype == torch.uint64:
         raise Refused("has uint64 inputs, which torch cannot compute with; expected another dtype")

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import Tensor
 
 from nimblec.frontend.onnx_ops.axes import axes_of, sizes_of
@@ -36,24 +35,26 @@ class Axis:
         """Return where in the input each element of the output lies (float64)."""
         x = np.arange(self.wanted, dtype=np.float64)
         n, m, s = self.length, self.wanted, self.scale
-        if mode == "asymmetric":
-            return x / s
-        if mode == "align_corners":
-            return x * (n - 1) / (s * n - 1) if m > 1 else np.zeros(m)
-        if mode == "pytorch_half_pixel":
-            return (x + 0.5) / s - 0.5 if m > 1 else np.full(m, -0.5)
-        if mode == "tf_half_pixel_for_nn":
-            return (x + 0.5) / s
-        if mode == "tf_crop_and_resize":
-            start, end = self.roi
-            if m > 1:
-                return start * (n - 1) + x * (end - start) * (n - 1) / (m - 1)
-            return np.full(m, 0.5 * (start + end) * (n - 1))
-        offset = 0.0
-        if mode == "half_pixel_symmetric":
-            adjustment = m / (s * n)
-            offset = n / 2 * (1 - adjustment)
-        return offset + (x + 0.5) / s - 0.5
+        start, end = self.roi
+        match mode:
+            case "asymmetric":
+                position = x / s
+            case "align_corners":
+                position = x * (n - 1) / (s * n - 1) if m > 1 else np.zeros(m)
+            case "pytorch_half_pixel":
+                position = (x + 0.5) / s - 0.5 if m > 1 else np.full(m, -0.5)
+            case "tf_half_pixel_for_nn":
+                position = (x + 0.5) / s
+            case "tf_crop_and_resize" if m > 1:
+                position = start * (n - 1) + x * (end - start) * (n - 1) / (m - 1)
+            case "tf_crop_and_resize":
+                position = np.full(m, 0.5 * (start + end) * (n - 1))
+            case "half_pixel_symmetric":
+                # The centres of input and output coincide, also where scale * n is no whole number.
+                position = n / 2 * (1 - m / (s * n)) + (x + 0.5) / s - 0.5
+            case _:
+                position = (x + 0.5) / s - 0.5
+        return position
 
 
 def _nearest(position: np.ndarray, nearest_mode: str) -> np.ndarray:
@@ -167,11 +168,10 @@ def upsample_attribute(x: Tensor, *, mode: str = "nearest", scales: Floats) -> T
 @op("Resize", since=10)
 def upsample(x: Tensor, scales: Floats, *, mode: str = "nearest") -> Tensor:
     whole = all(float(scale).is_integer() for scale in scales)
-    if mode == "nearest" and x.dim() == 4 and whole and scales[:2] == (1.0, 1.0):
+    images = x.dim() == 4 and x.dtype.is_floating_point
+    if mode == "nearest" and images and whole and scales[:2] == (1.0, 1.0):
         sizes = sizes_of(length * int(scale) for length, scale in zip(x.shape, scales, strict=True))
-        return torch.ops.aten.upsample_nearest2d(x, list(sizes[2:])) if x.dtype.is_floating_point else F.interpolate(
-            x.to(torch.float64), sizes[2:]
-        ).to(x.dtype)
+        return torch.ops.aten.upsample_nearest2d(x, list(sizes[2:]))
     return resized(x, _axes_by_scale(x.shape, scales, None), mode, "asymmetric", "floor", -0.75, 0, 0, 0.0)
 
 
@@ -225,7 +225,10 @@ def resize(
         raise Refused("needs either input 2 'scales' or input 3 'sizes'")
     plan = {i: Axis(length, length, 1.0, (0.0, 1.0)) for i, length in enumerate(x.shape)}
     lengths = [x.shape[i] for i in chosen]
-    new = _axes_by_scale(lengths, scales, roi) if scales else _axes_by_size(lengths, sizes or (), roi, keep_aspect_ratio_policy)
+    if scales:
+        new = _axes_by_scale(lengths, scales, roi)
+    else:
+        new = _axes_by_size(lengths, sizes or (), roi, keep_aspect_ratio_policy)
     plan.update(zip(chosen, new, strict=True))
     return resized(
         x,

@@ -27,11 +27,13 @@ def tf_idf(
     mode: str,
     ngram_counts: Ints,
     ngram_indexes: Ints,
-    pool_int64s: Ints,
+    pool_int64s: Ints | None = None,
     weights: Floats | None = None,
 ) -> Tensor:
     if mode not in ("TF", "IDF", "TFIDF"):
         raise Refused(f"attribute 'mode' is {mode!r}; expected TF, IDF or TFIDF")
+    if pool_int64s is None:
+        raise Refused("attribute 'pool_strings' is not supported")
     rows = x.reshape(1, -1) if x.dim() < 2 else x
     width = max(ngram_indexes) + 1
     counts = torch.zeros((rows.shape[0], width), dtype=torch.float32)

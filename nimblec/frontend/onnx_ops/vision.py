@@ -10,7 +10,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from nimblec.frontend.onnx_ops.axes import repeated
 from nimblec.frontend.onnx_ops.table import Ints, Refused, op
 
-SAMPLE_MODES = {"linear": "bilinear", "bilinear": "bilinear", "nearest": "nearest", "cubic": "bicubic", "bicubic": "bicubic"}
+SAMPLE_MODES = {
+    "linear": "bilinear",
+    "bilinear": "bilinear",
+    "nearest": "nearest",
+    "cubic": "bicubic",
+    "bicubic": "bicubic",
+}
 
 
 @op("GridSample", since=16)
