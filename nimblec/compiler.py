@@ -2,16 +2,14 @@
 
 import os
 import tempfile
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nimblec.cuda.compile import Source, compile_cuda
-from nimblec.errors import CompileError, UnsupportedModelError
+from nimblec.cuda.compile import compile_cuda
+from nimblec.errors import CompileError
 from nimblec.options import Observer, Options, TargetChoice
+from nimblec.source import find_source
 from nimblert import container, driver
 from nimblert.errors import CudaError, DeviceMismatchError
 from nimblert.plan import Plan, Target
@@ -55,14 +53,6 @@ class _Stopwatch:
             self.stages.append((stage, seconds))
         self._observer(stage, seconds)
 
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Time the block as a stage."""
-        self(name, None)
-        begin = time.perf_counter()
-        yield
-        self(name, time.perf_counter() - begin)
-
 
 def compile_model(
     model: Any,
@@ -81,7 +71,7 @@ def compile_model(
     target, _ = choose_target(options.target)
     stopwatch = _Stopwatch(observer)
     with tempfile.TemporaryDirectory(prefix=".nimblec-", dir=_folder(output)) as folder:
-        source = _source(model, example_inputs, Path(folder))
+        source = find_source(model, example_inputs, Path(folder))
         written = Path(folder) / "model.plan"
         if target is Target.CUDA:
             notes = compile_cuda(source, options, written, stopwatch)
@@ -105,32 +95,3 @@ def _folder(output: Path | None) -> Path | None:
     if output.is_dir():
         raise CompileError(f"{output}: is a folder, expected the name of a file")
     return folder
-
-
-def _source(model: Any, example_inputs: Any, folder: Path) -> Source:
-    if not isinstance(model, str | Path):
-        return _save_module(model, example_inputs, folder)
-    name = str(model)
-    suffix = Path(name).suffix.lower()
-    if suffix in (".onnx", ".pt2"):
-        if not Path(name).is_file():
-            raise CompileError(f"{name}: no such file")
-        return Source(kind="onnx" if suffix == ".onnx" else "exported", model=str(Path(name).resolve()))
-    module, colon, attribute = name.partition(":")
-    if colon and all(part.isidentifier() for part in (*module.split("."), attribute)):
-        return Source(kind="callable", model=name)
-    if Path(name).exists():
-        raise UnsupportedModelError(f"{name}: expected an .onnx or .pt2 file, or package.module:callable")
-    raise CompileError(f"{name}: no such file, and not of the form package.module:callable")
-
-
-def _save_module(module: Any, example_inputs: Any, folder: Path) -> Source:
-    from nimblec.frontend import pytorch  # brings in torch, which whoever holds a module has
-
-    if not hasattr(module, "state_dict"):
-        raise CompileError(f"the model is a {type(module).__name__}: expected a torch.nn.Module or a path")
-    if example_inputs is None:
-        raise CompileError("a module needs example inputs: compile(module, (x,))")
-    path = folder / "model.pt"
-    pytorch.save(module, example_inputs, path)
-    return Source(kind="saved", model=str(path))

@@ -1,9 +1,7 @@
 """Compile for the CPU target: a model file in, a checked plan file out."""
 
 import tempfile
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,10 +11,12 @@ from onnx import ModelProto
 
 from nimblec import __version__
 from nimblec.cpu import capture, optimizer
-from nimblec.cuda.compile import Source, check
 from nimblec.errors import CompileError
+from nimblec.lean import differing_output
 from nimblec.options import InputSpec, Observer, Options
 from nimblec.planning import make_plan
+from nimblec.source import Source
+from nimblec.stages import stage
 from nimblert import container, golden
 from nimblert.onnx_session import onnxruntime, runtime_errors
 from nimblert.plan import Device, Plan, Target
@@ -33,31 +33,25 @@ def compile_cpu(source: Source, options: Options, output: Path, observer: Observ
     with tempfile.TemporaryDirectory(prefix="nimblec-") as scratch:
         path = Path(source.model)
         if source.kind != "onnx":
-            with _stage(observer, "export to ONNX"):
+            with stage(observer, "export to ONNX"):
                 from nimblec.frontend.onnx_export import export  # brings in torch
 
                 path = export(source.kind, source.model, Path(scratch))
-        with _stage(observer, "read"):
+        with stage(observer, "read"):
             model = capture.read(path, _specs(options))
-        with _stage(observer, "optimise"):
+        with stage(observer, "optimise"):
             graph = capture.capture_model(model, path.parent, _sample_ranges(options))
-        with _stage(observer, "plan"):
+        with stage(observer, "plan"):
             plan = make_plan(graph, target=Target.CPU, device=Device(name="cpu"), versions=_versions())
-        with _stage(observer, "golden run"):
+        with stage(observer, "golden run"):
             plan = _with_golden(plan, model, path.parent)
-    with _stage(observer, "write"):
+    with stage(observer, "write"):
         container.write(plan, output)
-    observer("check", None)
-    observer("check", check(output))
+    with stage(observer, "check"):
+        problem = differing_output(output)
+        if problem:
+            raise CompileError(problem)
     return ()
-
-
-@contextmanager
-def _stage(observer: Observer, name: str) -> Iterator[None]:
-    observer(name, None)
-    begin = time.perf_counter()
-    yield
-    observer(name, time.perf_counter() - begin)
 
 
 def _specs(options: Options) -> tuple[InputSpec, ...]:

@@ -98,6 +98,10 @@ class BufferTable:
         changed = set(written)
         return tuple(self._buffer(a, written=n in changed) for a, n in self._numbers.items())
 
+    def addresses(self) -> tuple[int, ...]:
+        """Where the first capture had each buffer, by number."""
+        return tuple((self._resident if a.resident else self._zone).addresses[a.index] for a in self._numbers)
+
     def _nbytes(self, allocation: Allocation) -> int:
         return (self._resident if allocation.resident else self._zone).sizes[allocation.index]
 

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from nimblec.cuda.allocator import Zone
 from nimblec.errors import TraceError
+from nimblec.frontend.fx_graph import SetSource
 from nimblert.driver import call
 
 # Schemas that do not tell that the running statistics are written: (mean, var, training) positions.
@@ -66,6 +67,10 @@ class SourceTracker:
         self._paths: dict[int, str] = {}
         if isinstance(root, torch.nn.Module):
             self._paths = {id(m): path for path, m in root.named_modules()}
+
+    def set(self, source: str) -> None:
+        """Name the part of the model that runs next."""
+        self.current = source
 
     @contextmanager
     def following_modules(self) -> Iterator[None]:
@@ -169,7 +174,7 @@ def _ranges(value: Any) -> Iterator[ByteRange]:
             yield ByteRange(begin=begin, end=begin + span * leaf.element_size())
 
 
-def capture(run: Callable[[], Any], zone: Zone, sources: SourceTracker, *, see_ops: bool) -> Capture:
+def capture(run: Callable[[SetSource], Any], zone: Zone, sources: SourceTracker, *, see_ops: bool) -> Capture:
     """Capture one call of ``run``, whose allocations come from ``zone``.
 
     ``see_ops`` off leaves the dispatcher alone: a compiled callable would fall back to eager under
@@ -185,9 +190,9 @@ def capture(run: Callable[[], Any], zone: Zone, sources: SourceTracker, *, see_o
         try:
             if see_ops:
                 with sources.following_modules(), recorder:
-                    result = run()
+                    result = run(sources.set)
             else:
-                result = run()
+                result = run(sources.set)
         except BaseException:
             with suppress(RuntimeError):  # the first error is the one to tell; torch aborts on a graph left open
                 graph.capture_end()

@@ -1,4 +1,4 @@
-"""Compile for the CUDA target: drive the capture process, then check its plan in a lean one."""
+"""Compile for the CUDA target: drive the capture process."""
 
 import json
 import os
@@ -8,7 +8,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +17,7 @@ import numpy as np
 from nimblec import errors
 from nimblec.errors import CompileError
 from nimblec.options import Observer, Options
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """A model as another process can load it.
-
-    ``kind``: "callable" ("package.module:callable"), "exported" (.pt2), "saved" (a live module) or
-    "onnx"; ``model`` its name or path.
-    """
-
-    kind: str
-    model: str
+from nimblec.source import Source
 
 
 def compile_cuda(source: Source, options: Options, output: Path, observer: Observer) -> tuple[str, ...]:
@@ -39,11 +28,7 @@ def compile_cuda(source: Source, options: Options, output: Path, observer: Obser
     """
     with tempfile.TemporaryDirectory(prefix="nimblec-") as folder:
         request = _write_request(Path(folder), source, options, output)
-        notes = _run_worker(request, observer)
-    observer("check", None)
-    seconds = check(output)
-    observer("check", seconds)
-    return tuple(notes)
+        return tuple(_run_worker(request, observer))
 
 
 def _write_request(folder: Path, source: Source, options: Options, output: Path) -> Path:
@@ -118,22 +103,3 @@ def _error(message: dict[str, str]) -> errors.NimbleError:
     except TypeError:  # an error of several arguments (CudaError): its sentence is enough
         return CompileError(message["message"])
 
-
-def check(plan: Path) -> float:
-    """Replay the golden record of a plan file in a process without the framework: its seconds.
-
-    Raises CompileError naming the first output that differs from what the framework computed.
-    """
-    command = [sys.executable, "-m", "nimblert.check", str(plan)]
-    done = subprocess.run(command, env=_environment(), stdin=subprocess.DEVNULL, capture_output=True, check=False)
-    if done.returncode:
-        last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
-        raise CompileError(f"the plan does not replay in a process without the framework: {' '.join(last)}")
-    found = json.loads(done.stdout)
-    for output in found["outputs"]:
-        if "different" in (output["verdict"], output["repeat"]):
-            raise CompileError(
-                f"output {output['name']!r}: the replay differs from what the framework computed by "
-                f"{output['difference']:.2g} of its largest magnitude"
-            )
-    return float(sum(found["seconds"].values()))

@@ -16,18 +16,34 @@ from nimblec.cuda.relocation import Relocator
 from nimblec.cuda.residents import Resident, contents, find_residents, move_into, note_mutations
 from nimblec.cuda.tasks import build_graph
 from nimblec.errors import TraceError, UnsupportedModelError
-from nimblec.frontend.pytorch import DTYPE_NAMES, TorchModel, name_outputs
+from nimblec.frontend.pytorch import DTYPE_NAMES, TorchModel, as_tensor, name_outputs
 from nimblec.ir import Graph, TensorView
+from nimblert.driver import call
 from nimblert.dtypes import numpy_dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """A model's graph and the capture it came from, whose memory still holds every intermediate."""
+    """A model's graph and the capture it came from.
+
+    ``addresses`` are those of the graph's buffers in that capture, all different, so that after
+    `replay` every intermediate result is still there.
+    """
 
     graph: Graph
-    first: Capture
+    capture: Capture
+    addresses: tuple[int, ...]
     residents: tuple[Resident, ...]
+    inputs: tuple[tuple[str, torch.Tensor], ...]
+
+    def replay(self, inputs: Mapping[str, np.ndarray]) -> None:
+        """Replay the captured graph on these inputs, by name, all else as before any run."""
+        given = {name: _like(tensor, inputs[name]) for name, tensor in self.inputs}
+        for index, resident in enumerate(self.residents):
+            source = given[resident.name] if resident.is_input else resident.pristine
+            call("cuMemcpyDtoD", self.capture.zone.addresses[index], source.data_ptr(), resident.pristine.nbytes)
+        self.capture.graph.replay()
+        torch.cuda.synchronize()
 
 
 class ModelRecorder:
@@ -71,21 +87,27 @@ class ModelRecorder:
             inputs=self._input_views(first_zone, buffers),
             outputs=_output_views(outputs, buffers),
         )
-        return Recording(graph=graph, first=first, residents=tuple(self._residents))
+        return Recording(
+            graph=graph,
+            capture=first,
+            addresses=buffers.addresses(),
+            residents=tuple(self._residents),
+            inputs=self._model.inputs,
+        )
 
     def compute(self, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
         """What the framework computes from these inputs, uncaptured, state as at the start."""
         self._restore()
         with torch.no_grad():
             for name, tensor in self._model.inputs:
-                tensor.copy_(_as_tensor(inputs[name]))
+                tensor.copy_(as_tensor(inputs[name]))
         outputs = [_as_array(t) for _, t in name_outputs(self._run())]
         self._restore()
         return outputs
 
     def _run(self) -> Any:
         with torch.no_grad():
-            result = self._model.run()
+            result = self._model.run(self._sources.set)
         torch.cuda.synchronize()
         self._allocator.check()
         return result
@@ -151,10 +173,11 @@ def _sample_range(tensor: torch.Tensor) -> tuple[int, int] | None:
     return int(values.min()), int(values.max())
 
 
-def _as_tensor(array: np.ndarray) -> torch.Tensor:
-    if array.dtype.name == "bfloat16":
-        return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
-    return torch.from_numpy(array)
+def _like(tensor: torch.Tensor, array: np.ndarray) -> torch.Tensor:
+    """The array's values on the device, with the strides of ``tensor``."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cuda").copy_(
+        as_tensor(array)
+    )
 
 
 def _as_array(tensor: torch.Tensor) -> np.ndarray:

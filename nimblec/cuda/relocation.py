@@ -73,7 +73,8 @@ class Relocator:
         index = self._resident.find(first)
         if index is not None:
             address = self._resident.addresses[index]
-            return Target(index=index, offset=first - address, resident=True) if address in self._resident.live else None
+            alive = address in self._resident.live
+            return Target(index=index, offset=first - address, resident=True) if alive else None
         if not self._resident.base <= first < self._resident.end and self._is_registered(first):
             raise UnsupportedModelError(
                 f"it is given the address {first:#x} of memory that a library holds outside torch's "

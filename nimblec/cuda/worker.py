@@ -9,9 +9,7 @@ import ctypes
 import json
 import os
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
@@ -19,7 +17,9 @@ from typing import IO, Any
 import numpy as np
 
 from nimblec.errors import CompileError
+from nimblec.lean import differing_output
 from nimblec.options import InputSpec
+from nimblec.stages import stage
 from nimblert import container, driver, golden
 from nimblert.errors import NimbleError
 from nimblert.plan import Device, Plan, Target
@@ -64,18 +64,15 @@ class _Worker:
         self._request = request
         self._events = events
 
-    @contextmanager
-    def _stage(self, name: str) -> Iterator[None]:
-        _send(self._events, stage=name, seconds=None)
-        begin = time.perf_counter()
-        yield
-        _send(self._events, stage=name, seconds=time.perf_counter() - begin)
+    def _stage(self, name: str) -> AbstractContextManager[None]:
+        return stage(lambda stage, seconds: _send(self._events, stage=stage, seconds=seconds), name)
 
     def compile(self) -> None:
         with self._stage("import the framework"):
             from nimblec.cuda.allocator import BumpAllocator
             from nimblec.cuda.capture import SourceTracker
             from nimblec.cuda.cupti import CodeRecorder
+            from nimblec.cuda.diagnosis import first_difference
             from nimblec.cuda.record import ModelRecorder
         driver.bindings()
         code = CodeRecorder()
@@ -101,8 +98,14 @@ class _Worker:
             )
         with self._stage("run the framework"):
             plan = self._with_golden(plan, recorder)
+        output = Path(self._request["output"])
         with self._stage("write"):
-            container.write(plan, self._request["output"])
+            container.write(plan, output)
+        with self._stage("check"):
+            problem = differing_output(output)
+            if problem:
+                inputs = golden.draw_inputs(plan.programs[0], _SEED)
+                raise CompileError(f"{problem}; {first_difference(recording, plan.device, inputs)}")
 
     def _load_model(self) -> Any:
         import torch
@@ -120,6 +123,10 @@ class _Worker:
                 module, example_inputs = pytorch.load_exported(Path(model))
             case "saved":
                 module, example_inputs = pytorch.load_saved(Path(model))
+            case "onnx":
+                from nimblec.frontend.onnx_model import load_onnx
+
+                return load_onnx(Path(model), device="cuda", specs=specs, examples=examples)
             case kind:
                 raise CompileError(f"request of kind {kind!r} is not known")
         return pytorch.place(module, example_inputs, device="cuda", specs=specs, examples=examples)

@@ -13,6 +13,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from nimblec.errors import CompileError, TraceError, UnsupportedModelError
+from nimblec.frontend.fx_graph import SetSource, run_nodes
 from nimblec.options import InputSpec
 
 DTYPE_NAMES = {
@@ -37,18 +38,20 @@ DTYPE_NAMES = {
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchModel:
     """A model on its device with example arguments.
 
     ``inputs`` are the tensors among the arguments by name; calling ``run`` computes the result from
-    what they hold. ``root`` is the module whose submodules name the ops; ``compiled`` where it goes
-    through torch.compile, whose kernels the dispatcher does not see.
+    what they hold, and tells the function it is given where in the model it is. ``root`` is the
+    module whose submodules name the ops; ``compiled`` where it goes through torch.compile, whose
+    kernels the dispatcher does not see.
     """
 
     root: object
     inputs: tuple[tuple[str, torch.Tensor], ...]
-    run: Callable[[], Any]
+    run: Callable[[SetSource], Any]
     compiled: bool = False
     notes: tuple[str, ...] = ()
 
@@ -124,10 +127,14 @@ def place(
         module = module.to(device)
         if module.training:
             notes = ("the module is in training mode: call .eval() first if the plan is for inference",)
+
+    def call(_: SetSource) -> Any:
+        return module(*args, **kwargs)
+
     return TorchModel(
         root=module,
         inputs=inputs,
-        run=lambda: module(*args, **kwargs),
+        run=run_nodes(module, leaves) if isinstance(module, torch.fx.GraphModule) else call,
         compiled=_is_compiled(module),
         notes=notes,
     )
@@ -193,8 +200,15 @@ def _replacements(
         dtype = _DTYPES[spec.dtype] if spec.dtype else leaves[spec.name].dtype
         replaced[spec.name] = torch.zeros(spec.shape, dtype=dtype)
     for name, array in examples.items():
-        replaced[name] = torch.from_numpy(np.ascontiguousarray(array))
+        replaced[name] = as_tensor(np.ascontiguousarray(array))
     return replaced
+
+
+def as_tensor(array: np.ndarray) -> torch.Tensor:
+    """A tensor over the array's memory, bfloat16 too."""
+    if array.dtype.name == "bfloat16":
+        return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
 
 
 def name_outputs(result: Any) -> list[tuple[str, torch.Tensor]]:

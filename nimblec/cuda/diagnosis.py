@@ -1,0 +1,107 @@
+"""Find the first op whose replay differs from the framework's own graph.
+
+Every allocation of a capture has an address of its own, so after a replay of the captured graph all
+intermediate results are still there. The plan's kernels run beside it with a buffer each, and the
+two memories are compared in task order.
+"""
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from nimblec.cuda.record import Recording
+from nimblec.ir import BufferKind, Graph, Layout
+from nimblec.lower import lower, state, weights
+from nimblec.schedule.dependencies import dependencies
+from nimblec.schedule.streams import serial
+from nimblert.cuda import CudaBackend
+from nimblert.driver import call
+from nimblert.plan import Device, Plan, Pointer, Region, Target
+
+_ALIGNMENT = 512
+_COMPARED = (BufferKind.TEMPORARY, BufferKind.OUTPUT)
+
+
+def first_difference(recording: Recording, device: Device, inputs: Mapping[str, np.ndarray]) -> str:
+    """A sentence naming the first op whose result differs from the captured graph's.
+
+    ``inputs`` by name. Says so where the kernels agree one by one.
+    """
+    graph = recording.graph
+    recording.replay(inputs)
+    layout = separate(graph)
+    plan = _plan(graph, layout, device)
+    (program,) = plan.programs
+    backend = CudaBackend(plan, program, poison=True)
+    try:
+        for tensor, view in zip(program.inputs, backend.inputs, strict=True):
+            np.copyto(view, inputs[tensor.name])
+        backend.run()
+        for task, buffer, offset, nbytes in _last_writes(graph):
+            pointer = _pointer(graph, layout, buffer, offset)
+            expected = _read(recording.addresses[buffer] + offset, nbytes)
+            found = _read(backend.memory.address(pointer), nbytes)
+            if not np.array_equal(expected, found):
+                op = graph.ops[graph.tasks[task].op]
+                where = f" in {op.source}" if op.source else ""
+                count = int(np.count_nonzero(expected != found))
+                return f"the first op whose result differs is {op.name}{where} (task {task}, {count} of {nbytes} bytes)"
+    finally:
+        backend.close()
+    return "each kernel alone computes what the framework's did: the order or the memory layout is wrong"
+
+
+def separate(graph: Graph) -> Layout:
+    """A layout in which no two buffers share bytes."""
+    offsets = [0] * len(graph.buffers)
+    ends = dict.fromkeys(Region, 0)
+    regions = {BufferKind.CONSTANT: Region.WEIGHTS, BufferKind.STATE: Region.STATE}
+    for number, buffer in enumerate(graph.buffers):
+        if buffer.kind in (BufferKind.INPUT, BufferKind.OUTPUT):
+            continue
+        region = regions.get(buffer.kind, Region.ARENA)
+        offsets[number] = ends[region]
+        ends[region] += -(-buffer.nbytes // _ALIGNMENT) * _ALIGNMENT
+    return Layout(
+        offsets=tuple(offsets),
+        arena_nbytes=ends[Region.ARENA],
+        weights_nbytes=ends[Region.WEIGHTS],
+        state_nbytes=ends[Region.STATE],
+    )
+
+
+def _plan(graph: Graph, layout: Layout, device: Device) -> Plan:
+    return Plan(
+        producer="nimblec diagnosis",
+        versions=(),
+        target=Target.CUDA,
+        device=device,
+        modules=graph.modules,
+        kernels=graph.kernels,
+        weights_nbytes=layout.weights_nbytes,
+        weights=weights(graph, layout),
+        state_nbytes=layout.state_nbytes,
+        state=state(graph, layout),
+        programs=(lower(graph, serial(dependencies(graph)), layout),),
+    )
+
+
+def _last_writes(graph: Graph) -> Iterator[tuple[int, int, int, int]]:
+    """(task, buffer, offset, nbytes) of the last write of each tensor, in task order."""
+    last = {a.buffer: (t, a) for t, task in enumerate(graph.tasks) for a in task.writes}
+    for task, access in sorted(last.values(), key=lambda item: item[0]):
+        if graph.buffers[access.buffer].kind in _COMPARED:
+            yield task, access.buffer, access.offset, access.nbytes
+
+
+def _pointer(graph: Graph, layout: Layout, buffer: int, offset: int) -> Pointer:
+    if graph.buffers[buffer].kind is BufferKind.OUTPUT:
+        outputs = [n for n, b in enumerate(graph.buffers) if b.kind is BufferKind.OUTPUT]
+        return Pointer(region=Region.OUTPUT, index=outputs.index(buffer), offset=offset)
+    return Pointer(region=Region.ARENA, offset=layout.offsets[buffer] + offset)
+
+
+def _read(address: int, nbytes: int) -> np.ndarray:
+    host = np.empty(nbytes, np.uint8)
+    call("cuMemcpyDtoH", host.ctypes.data, address, nbytes)
+    return host

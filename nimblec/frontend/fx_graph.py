@@ -1,0 +1,39 @@
+"""Run a model that is an FX graph of ATen calls (an ONNX import, torch.export) node by node."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+from torch import fx
+
+SetSource: TypeAlias = Callable[[str], None]
+"""Told, while a model runs, which part of it comes next."""
+
+
+class _SourceInterpreter(fx.Interpreter):
+    """Runs a graph and tells, before each call, where in the model it came from."""
+
+    def __init__(self, module: fx.GraphModule, set_source: SetSource) -> None:
+        super().__init__(module)
+        self._set_source = set_source
+
+    def run_node(self, n: fx.Node) -> Any:
+        self._set_source(_source(n))
+        return super().run_node(n)
+
+
+def _source(node: fx.Node) -> str:
+    """The ONNX node, or the path of the innermost module, that a node came from."""
+    if "source" in node.meta:
+        return str(node.meta["source"])
+    innermost = list((node.meta.get("nn_module_stack") or {}).values())[-1:]
+    return str(innermost[0][0]) if innermost else ""
+
+
+def run_nodes(module: fx.GraphModule, flat_inputs: Sequence[Any]) -> Callable[[SetSource], Any]:
+    """A function that runs ``module`` on these flattened arguments and returns what it returns."""
+
+    def run(set_source: SetSource) -> Any:
+        outputs = _SourceInterpreter(module, set_source).run(*flat_inputs, enable_io_processing=False)
+        return module.graph.process_outputs(outputs)
+
+    return run

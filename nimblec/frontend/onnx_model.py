@@ -1,0 +1,40 @@
+"""An ONNX file as a model that PyTorch runs."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from nimblec.frontend import onnx_file
+from nimblec.frontend.fx_graph import SetSource, run_nodes
+from nimblec.frontend.onnx import OnnxInput, import_model
+from nimblec.frontend.pytorch import TorchModel, as_tensor
+from nimblec.options import InputSpec
+
+
+def load_onnx(
+    path: Path, *, device: str, specs: tuple[InputSpec, ...] = (), examples: Mapping[str, np.ndarray] | None = None
+) -> TorchModel:
+    """An ONNX file as ATen calls on ``device``; ``examples`` are arrays for its inputs by name."""
+    given = dict(examples or {})
+    shapes = {name: InputSpec(name=name, shape=array.shape) for name, array in given.items()}
+    shapes |= {spec.name: spec for spec in specs}
+    program = import_model(onnx_file.fix_shapes(onnx_file.load(path), tuple(shapes.values())), device=device)
+    inputs = tuple((i.name, _example(i, given.get(i.name)).to(device)) for i in program.inputs)
+    run = run_nodes(program.module, [tensor for _, tensor in inputs])
+
+    def call(set_source: SetSource) -> Any:
+        return dict(zip(program.outputs, run(set_source), strict=True))
+
+    return TorchModel(root=program.module, inputs=inputs, run=call)
+
+
+def _example(described: OnnxInput, given: np.ndarray | None) -> torch.Tensor:
+    """What an input holds while the model is captured: zeros and ones where nothing is given."""
+    if given is not None:
+        return as_tensor(np.ascontiguousarray(given))
+    count = int(np.prod(described.shape, dtype=np.int64))
+    values = torch.arange(count, dtype=torch.int64).remainder(2)
+    return values.reshape(described.shape).to(getattr(torch, described.dtype))

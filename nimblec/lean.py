@@ -1,0 +1,34 @@
+"""Replay a plan's golden record in a process that cannot import the framework."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from nimblec.errors import CompileError
+
+_TIMEOUT_S = 60
+
+
+def differing_output(plan: Path) -> str | None:
+    """A sentence about the first output that is not what the framework computed; None if all are.
+
+    Raises CompileError where the plan does not run at all.
+    """
+    command = [sys.executable, "-m", "nimblert.check", str(plan)]
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, check=False, timeout=_TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired as exc:
+        raise CompileError(f"the plan did not end in {_TIMEOUT_S} s in a process without the framework") from exc
+    if done.returncode:
+        last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        raise CompileError(f"the plan does not run in a process without the framework: {' '.join(last)}")
+    for output in json.loads(done.stdout)["outputs"]:
+        if "different" in (output["verdict"], output["repeat"]):
+            return (
+                f"output {output['name']!r}: the replay differs from what the framework computed by "
+                f"{output['difference']:.2g} of its largest magnitude"
+            )
+    return None
