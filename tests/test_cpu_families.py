@@ -32,7 +32,7 @@ def export(name: str, path: Path, *, dynamo: bool) -> Path:
     module, args = importlib.import_module(f"families.{name}").small()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the exporters' deprecations are not what is tested
-        torch.onnx.export(module.eval(), args, path, dynamo=dynamo, verbose=False)
+        torch.onnx.export(module, args, path, dynamo=dynamo, verbose=False)
     return path
 
 

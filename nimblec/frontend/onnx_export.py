@@ -1,6 +1,9 @@
 """A PyTorch model as an ONNX file, through torch.onnx.export, for the CPU target."""
 
+import logging
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +25,7 @@ def export(kind: str, model: str, folder: Path) -> Path:
         names = [name for name, _ in pytorch.name_outputs(module(*args, **kwargs))]
     path = folder / "model.onnx"
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the exporter to its own developers
+        with _quiet():
             torch.onnx.export(
                 module, args, path, kwargs=kwargs, output_names=names, dynamo=True, verbose=False, external_data=True
             )
@@ -31,6 +33,20 @@ def export(kind: str, model: str, folder: Path) -> Path:
         first = str(exc).strip().partition("\n")[0]
         raise TraceError(f"{model}: torch.onnx.export refuses the model: {first}") from exc
     return path
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what the exporter tells its own developers (deprecations, packages it does without)."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
 
 
 def _load(kind: str, model: str) -> tuple[Any, Any]:

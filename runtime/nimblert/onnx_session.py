@@ -3,8 +3,10 @@
 onnxruntime is imported when the first CPU plan is loaded, not before.
 """
 
+import contextlib
 import os
 import tempfile
+import threading
 from functools import cache, partial
 from importlib import import_module
 from math import prod
@@ -52,8 +54,10 @@ _REORDER_MODEL = bytes.fromhex(
 """ReorderInput of a (1, 4, 1, 1) float32 tensor x into y: its channels come out rounded up to a block.
 Serialized with the onnx package, which the runtime does not import."""
 
-_THREADED_NBYTES = 256 << 10
+_THREADED_NBYTES = 128 << 10
 """A kernel that touches less than this runs on its stream's thread alone: waking others takes longer."""
+
+_pool_is_shared = threading.Event()
 
 _THREAD_BUDGET = 256
 """At most about so many threads in the pools of one program's sessions together."""
@@ -68,17 +72,32 @@ def onnxruntime() -> ModuleType:
         raise DeviceMismatchError("a CPU plan runs on ONNX Runtime: pip install nimblec[cpu]") from exc
 
 
+def share_thread_pool() -> None:
+    """Let all sessions opened from now on share one pool with a thread for each core.
+
+    The fastest way to run kernels one after the other: the threads of one pool may spin, and need no
+    waking. But ONNX Runtime refuses every later `InferenceSession(model)` of default options in a
+    process that has such a pool. So a library may not ask for it unbidden; a process of our own may.
+    """
+    if not _pool_is_shared.is_set():
+        ort = onnxruntime()
+        with contextlib.suppress(ort.capi.onnxruntime_pybind11_state.Fail):  # the process has one already
+            ort.set_global_thread_pool_sizes(0, 1)  # 0: as many threads as a session of its own would have
+        _pool_is_shared.set()
+
+
 def session_options(threads: int = 1) -> Any:
     """SessionOptions for sessions of ``threads`` threads (the caller's included), silent on stderr.
 
     Threads of a session sleep while it does not run: those of many sessions, spinning as is ONNX
-    Runtime's custom, would take the cores from the one that runs (measured: 15 times slower). One
-    pool for all would be better still, but ONNX Runtime then refuses every `InferenceSession(model)`
-    of default options in the same process, and a library may not do that to its host.
+    Runtime's custom, would take the cores from the one that runs (measured: 15 times slower).
     """
     options = onnxruntime().SessionOptions()
-    options.intra_op_num_threads = threads
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    if _pool_is_shared.is_set():
+        options.use_per_session_threads = False
+    else:
+        options.intra_op_num_threads = threads
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.log_severity_level = 4  # failures come as exceptions
     return options
 

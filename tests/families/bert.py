@@ -52,4 +52,4 @@ def small() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     """Two narrow layers and 16 tokens, the last three of them masked."""
     mask = torch.ones(1, 16, dtype=torch.int64)
     mask[:, -3:] = 0
-    return Bert(vocabulary=100, width=64, heads=4, layers=2), (torch.randint(100, (1, 16)), mask)
+    return Bert(vocabulary=100, width=64, heads=4, layers=2).eval(), (torch.randint(100, (1, 16)), mask)

@@ -49,4 +49,4 @@ class Inception(nn.Module):
 
 def small() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     """Three narrow blocks and an image of 64 pixels."""
-    return Inception(width=16, blocks=3, classes=10), (torch.randn(1, 3, 64, 64),)
+    return Inception(width=16, blocks=3, classes=10).eval(), (torch.randn(1, 3, 64, 64),)

@@ -54,4 +54,4 @@ class MobileNet(nn.Module):
 
 def small() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     """A shallow MobileNetV2 and an image of 64 pixels."""
-    return MobileNet(classes=10, depth=(1, 2, 2, 2, 1, 1, 1)), (torch.randn(1, 3, 64, 64),)
+    return MobileNet(classes=10, depth=(1, 2, 2, 2, 1, 1, 1)).eval(), (torch.randn(1, 3, 64, 64),)

@@ -49,4 +49,4 @@ class ResNet(nn.Module):
 
 def small() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     """A narrow ResNet-18 and an image of 64 pixels."""
-    return ResNet(width=16, classes=10), (torch.randn(1, 3, 64, 64),)
+    return ResNet(width=16, classes=10).eval(), (torch.randn(1, 3, 64, 64),)

@@ -39,4 +39,4 @@ class UNet(nn.Module):
 
 def small() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     """A narrow U-Net and an image of 32 pixels."""
-    return UNet(width=8), (torch.randn(1, 3, 32, 32),)
+    return UNet(width=8).eval(), (torch.randn(1, 3, 32, 32),)
