@@ -1,6 +1,6 @@
 """What running node by node costs on the CPU: a plan against a whole-model ONNX Runtime session.
 
-    python bench/cpu_overhead.py [--repeats 200] [--threads N] [--json FILE]
+    python bench/cpu_overhead.py [--repeats 200] [--threads N] [--streams] [--shared-pool] [--json FILE]
 
 Models come from tests/families in their full width with random weights, batch 1. Plan and session
 take turns on the same input, so that both see the same neighbours on a busy machine; the results must
@@ -65,7 +65,7 @@ def take_turns(runs: Sequence[Callable[[], object]], repeats: int) -> np.ndarray
     return times
 
 
-def measure(path: Path, repeats: int, *, threads: int, many_streams: bool) -> dict[str, Any]:
+def measure(path: Path, repeats: int, *, threads: int, shared: bool, many_streams: bool) -> dict[str, Any]:
     """One model: the plan's and the session's times, and what the plan is made of."""
     import onnxruntime
     from cpu_plans import plan_file
@@ -82,6 +82,7 @@ def measure(path: Path, repeats: int, *, threads: int, many_streams: bool) -> di
     begin = time.perf_counter()
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
+    options.use_per_session_threads = not shared
     session = onnxruntime.InferenceSession(os.fspath(path), options, providers=["CPUExecutionProvider"])
     session_open = time.perf_counter() - begin
     for tensor, view in zip(program.inputs, backend.inputs, strict=True):
@@ -108,12 +109,17 @@ def measure(path: Path, repeats: int, *, threads: int, many_streams: bool) -> di
 
 def main() -> None:
     """Measure every case and print a table."""
+    from nimblert import onnx_session
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=200)
     parser.add_argument("--threads", type=int, default=0, help="cores, and threads of the session; 0: all")
     parser.add_argument("--streams", action="store_true", help="as many streams as can run side by side")
+    parser.add_argument("--shared-pool", action="store_true", help="one thread pool for plan and session")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if options.shared_pool:
+        onnx_session.share_thread_pool()
     cores = sorted(os.sched_getaffinity(0))[: options.threads or None]
     os.sched_setaffinity(0, cores)
     results = {}
@@ -123,7 +129,7 @@ def main() -> None:
             path = Path(folder, "model.onnx")
             export(*case, path)
             result = results[name] = measure(
-                path, options.repeats, threads=options.threads, many_streams=options.streams
+                path, options.repeats, threads=options.threads, shared=options.shared_pool, many_streams=options.streams
             )
             ours, theirs = (
                 f"{t['median']:.3f} ({t['p5']:.3f} to {t['p95']:.3f})"
