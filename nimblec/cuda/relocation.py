@@ -32,9 +32,9 @@ class RelocatedParams:
 class Relocator:
     """Classifies the 8-byte words of parameter buffers.
 
-    A word that moved as an allocation did is a pointer to it. Any other half word that differs is
-    what the stack held under padding: zero (the other half may be a number). A word that stayed is
-    a number, unless it is the address of a resident allocation, or of memory that CUDA knows and
+    A word that moved as an allocation did is a pointer to it. Any other byte that differs is what
+    the stack held under padding: zero (the bytes beside it may be a number of one byte). A word
+    that stayed is a number, unless it is the address of a resident allocation, or of memory that CUDA knows and
     the allocator never saw, which is refused.
     """
 
@@ -49,8 +49,7 @@ class Relocator:
         a = np.frombuffer(first, "<u8", words)
         b = np.frombuffer(second, "<u8", words)
         kept = np.frombuffer(first, np.uint8).copy()
-        halves = kept[: len(first) // 4 * 4].view("<u4")
-        halves[halves != np.frombuffer(second, "<u4", halves.size)] = 0
+        kept[kept != np.frombuffer(second, np.uint8)] = 0
         targets = []
         for i in np.flatnonzero((a != b) | (a >= _LOWEST_POINTER)).tolist():
             target = self._classify(int(a[i]), int(b[i]))

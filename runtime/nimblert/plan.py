@@ -287,6 +287,36 @@ class Golden:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A schedule that the compiler tried.
+
+    ``policy``: "1", "max", a number of streams, "critical-path-4" ...; ``duration_ns`` is the GPU
+    time of one run, 0 where it was not measured.
+    """
+
+    policy: str
+    stream_count: int
+    event_count: int
+    arena_nbytes: int
+    duration_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleRecord:
+    """Why the commands are ordered as they are.
+
+    ``antichain`` are positions among the work commands (launches, copies, fills) none of which
+    depends on another: no schedule needs more streams than the largest one has members.
+    ``arena_lower_bound_nbytes`` is what the buffers that live together need under this schedule.
+    """
+
+    policy: str
+    antichain: tuple[int, ...]
+    arena_lower_bound_nbytes: int
+    candidates: tuple[Candidate, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
     """One entry point.
 
@@ -305,6 +335,7 @@ class Program:
     ops: tuple[Op, ...]
     commands: tuple[Command, ...]
     golden: Golden | None = None
+    schedule: ScheduleRecord | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
