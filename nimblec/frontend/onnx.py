@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from nimblec.errors import UnsupportedModelError
 from nimblec.frontend import onnx_file
-from nimblec.frontend.onnx_tensors import dense_of, tensor_of
+from nimblec.frontend.onnx_tensors import dense_of, narrow_type, tensor_of
 from nimblec.frontend.onnx_walk import FAILED, Frame, Walk
 from nimblec.frontend.recorder import Recorder
 
@@ -94,7 +94,7 @@ def _refuse(problems: Sequence[str], model: ModelProto, outputs: Sequence[object
             problems[0] if len(problems) == 1 else f"{len(problems)} problems in the model:\n{listed}"
         )
     for value, output in zip(model.graph.output, outputs, strict=True):
-        if not isinstance(output, Tensor):
+        if not isinstance(output, Tensor) or narrow_type(output):
             raise UnsupportedModelError(f"output '{value.name}': no node makes a tensor of that name")
 
 

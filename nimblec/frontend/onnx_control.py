@@ -17,7 +17,7 @@ from nimblec.frontend.onnx_tensors import tensor_of
 if TYPE_CHECKING:
     from nimblec.frontend.onnx_walk import Frame, Scope, Walk
 
-MOST_NODES = 100_000
+MOST_NODES = 20_000
 """A loop may unroll to this many nodes."""
 
 

@@ -14,6 +14,19 @@ from nimblec.errors import UnsupportedModelError
 from nimblec.frontend.onnx_ops.axes import sizes_of
 from nimblec.frontend.onnx_ops.creation import ELEMENT_TYPES
 
+NARROW = {
+    TensorProto.INT4: np.int8,
+    TensorProto.UINT4: np.uint8,
+    TensorProto.INT2: np.int8,
+    TensorProto.UINT2: np.uint8,
+    TensorProto.FLOAT8E4M3FN: np.float32,
+    TensorProto.FLOAT8E4M3FNUZ: np.float32,
+    TensorProto.FLOAT8E5M2: np.float32,
+    TensorProto.FLOAT8E5M2FNUZ: np.float32,
+    TensorProto.FLOAT4E2M1: np.float32,
+}
+"""Element types without a dtype of their own, and one that holds all their values."""
+
 
 def tensor_of(proto: TensorProto) -> Tensor:
     """Return the CPU tensor of an initializer, on the proto's own bytes where they allow it.
@@ -21,16 +34,32 @@ def tensor_of(proto: TensorProto) -> Tensor:
     Raises UnsupportedModelError for dtypes that torch lacks and data that do not fit the shape.
     """
     dtype = ELEMENT_TYPES.get(proto.data_type)
-    if dtype is None:
-        name = TensorProto.DataType.Name(proto.data_type) if proto.data_type in TensorProto.DataType.values() else "?"
-        raise UnsupportedModelError(f"tensor '{proto.name}': element type {name} ({proto.data_type}) is not supported")
+    if dtype is None and proto.data_type not in NARROW:
+        raise UnsupportedModelError(f"tensor '{proto.name}': element type {proto.data_type} is not supported")
     try:
         array = numpy_helper.to_array(proto)
     except (ValueError, TypeError, RuntimeError, OSError) as exc:
         raise UnsupportedModelError(f"tensor '{proto.name}': its data do not fit its shape ({exc})") from exc
+    if dtype is None:
+        return _widened(array, proto.data_type)
     if dtype == torch.bfloat16:
         return _from_array(array.view(np.int16)).view(torch.bfloat16)
     return _from_array(array)
+
+
+def _widened(array: np.ndarray, element_type: int) -> Tensor:
+    """Return narrow numbers in a dtype that holds them all, marked as what they are."""
+    tensor = torch.from_numpy(array.astype(NARROW[element_type]))
+    tensor.narrow_type = TensorProto.DataType.Name(element_type)  # type: ignore[attr-defined]
+    return tensor
+
+
+def narrow_type(value: Any) -> str | None:
+    """Return the ONNX element type of a tensor that torch holds in a wider dtype, None for others.
+
+    Such a tensor stands for weights: only DequantizeLinear may read it.
+    """
+    return getattr(value, "narrow_type", None)
 
 
 def _from_array(array: np.ndarray) -> Tensor:

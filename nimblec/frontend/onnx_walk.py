@@ -15,7 +15,7 @@ from nimblec.frontend.onnx_control import CONTROL
 from nimblec.frontend.onnx_ops import binding
 from nimblec.frontend.onnx_ops.creation import ELEMENT_TYPES
 from nimblec.frontend.onnx_ops.table import LATEST_OPSET, Node, Refused, find
-from nimblec.frontend.onnx_tensors import attribute_of
+from nimblec.frontend.onnx_tensors import attribute_of, narrow_type
 from nimblec.frontend.recorder import Recorder
 
 Scope = MutableMapping[str, Any]
@@ -208,6 +208,10 @@ def _type_proto(value: Any) -> onnx.TypeProto:
 
 def _check_dtypes(domain: str, proto: NodeProto, opset: int, inputs: Sequence[Any]) -> None:
     """Refuse inputs of different dtypes where the schema wants one: torch would promote them."""
+    for name, value in zip(proto.input, inputs, strict=True):
+        narrow = narrow_type(value)
+        if narrow and (domain, proto.op_type) != ("", "DequantizeLinear"):
+            raise Refused(f"input '{name}' is {narrow}, which only DequantizeLinear may read")
     types: dict[str, tuple[str, Any]] = {}
     for i, (parameter, homogeneous) in enumerate(_typed_inputs(domain, proto.op_type, opset, len(inputs))):
         value = inputs[i]

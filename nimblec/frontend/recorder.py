@@ -27,6 +27,12 @@ WHOLE = frozenset({
 """Composite calls that stay one call: the first is a view or a copy as strides will have it, the
 second picks the fused kernel of the device."""
 
+RESHAPES = frozenset({aten.reshape.default, aten.view.default, aten._unsafe_view.default, aten.expand.default})
+"""Calls that do nothing where the shape stays."""
+
+ALIASES = frozenset({aten.alias.default, aten.detach.default})
+"""Calls that never do anything here."""
+
 AS_RESHAPE = frozenset({aten.view.default, aten._unsafe_view.default})
 """Written as ``reshape``, which stays right whatever strides the kernels before it choose."""
 
@@ -100,7 +106,7 @@ class Recorder(TorchDispatchMode):
 
         What would be a view of an input, of a constant or of an earlier output is copied.
         """
-        taken = set(self._given)
+        taken = self._given
         separate = []
         for value in values:
             fake = self._as_fake(value)
@@ -130,6 +136,10 @@ class Recorder(TorchDispatchMode):
         kwargs = {key: _map_tensors(value, self._as_fake) for key, value in kwargs.items()}
         with self._fake_mode:
             result = func(*args, **kwargs)
+        if func in ALIASES or (func in RESHAPES and result.shape == args[0].shape):
+            self._nodes[id(result)] = self._nodes[id(args[0])]
+            self._kept.append(result)
+            return result
         return self._record(func, args, kwargs, result)
 
     def _record(

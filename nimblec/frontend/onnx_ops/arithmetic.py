@@ -92,7 +92,7 @@ def divide(a: Tensor, b: Tensor) -> Tensor:
 
 @by_value
 def _divide(a: Tensor, b: Tensor) -> Tensor:
-    return torch.div(a, b, rounding_mode=None if a.dtype.is_floating_point else "trunc")
+    return torch.div(a, b) if a.dtype.is_floating_point else torch.div(a, b, rounding_mode="trunc")
 
 
 @op("Mod", since=10)

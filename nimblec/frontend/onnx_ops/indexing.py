@@ -3,6 +3,7 @@
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from nimblec.frontend.onnx_ops.axes import along, axis_of
 from nimblec.frontend.onnx_ops.table import Ints, Known, Refused, op
@@ -11,13 +12,14 @@ from nimblec.frontend.onnx_ops.unsigned import SIGNED, bitwise, ordered
 
 def _from_front(indices: Tensor, length: int) -> Tensor:
     """Return indices counted from the front as int64; at import, refuse those out of range."""
-    if isinstance(indices, torch._subclasses.FakeTensor):
-        wide = indices.to(torch.int64)
-        return torch.where(wide < 0, wide + length, wide)
     wide = indices.to(torch.int64)
-    if wide.numel() and not (-length <= int(wide.min()) and int(wide.max()) < length):
-        raise Refused(f"an index is out of range for an axis of length {length}")
-    return torch.where(wide < 0, wide + length, wide)
+    if length == 0:
+        return wide
+    if not isinstance(wide, FakeTensor) and wide.numel():
+        lowest, highest = int(wide.min()), int(wide.max())
+        if not -length <= lowest <= highest < length:
+            raise Refused(f"index {lowest if lowest < -length else highest} is out of range for length {length}")
+    return torch.remainder(wide, length)
 
 
 @op("Gather")

@@ -12,6 +12,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from nimblec.frontend.onnx_ops.axes import zero_like
 from nimblec.frontend.onnx_ops.indexing import reversed_steps
@@ -122,7 +123,7 @@ def _layer(
 
 def _unless_full(lengths: Tensor | None, steps: int) -> Tensor | None:
     """Return None for lengths known to be all of ``steps``."""
-    if lengths is None or isinstance(lengths, torch._subclasses.FakeTensor):
+    if lengths is None or isinstance(lengths, FakeTensor):
         return lengths
     return None if bool((lengths == steps).all()) else lengths
 

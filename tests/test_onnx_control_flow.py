@@ -1,0 +1,99 @@
+"""If, Loop and Scan: taken or unrolled at import, or refused by name."""
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import ModelProto, TensorProto, helper, numpy_helper
+
+from nimblec.errors import UnsupportedModelError
+from nimblec.frontend.onnx import import_model
+
+BRANCHES = """
+    y = If (c) <
+        then_branch = yes () => (float[2] a) { a = Add (x, x) },
+        else_branch = no () => (float[2] b) { b = Neg (x) }
+    >
+"""
+LOOP = """
+    last, all = Loop (trip, keep, x) <body = step (int64 i, bool go, float[2] v) => (bool go2, float[2] w, float[2] out)
+    {
+        go2 = Identity (go)
+        f = Cast <to = 1> (i)
+        w = Add (v, f)
+        out = Mul (w, x)
+    }>
+"""
+SCAN = """
+    total, sums = Scan <
+        num_scan_inputs = 1,
+        scan_input_directions = [1],
+        scan_output_axes = [1],
+        body = step (float[2] s, float[2] row) => (float[2] t, float[2] kept) { t = Add (s, row)  kept = Identity (t) }
+    > (start, x)
+"""
+
+
+def model_of(body: str, signature: str, **initializers: np.ndarray) -> ModelProto:
+    text = f'<ir_version: 10, opset_import: ["": 19]> main {signature} {{ {body} }}'
+    model = onnx.parser.parse_model(text)
+    model.graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in initializers.items())
+    return model
+
+
+@pytest.mark.parametrize(("condition", "expected"), [(True, 6.0), (False, -3.0)])
+def test_a_known_condition_takes_its_branch(condition: bool, expected: float) -> None:
+    program = import_model(model_of(BRANCHES, "(float[2] x) => (float[2] y)", c=np.array(condition)))
+    assert len([n for n in program.module.graph.nodes if n.op == "call_function"]) == 1
+    assert torch.equal(program.module(torch.full((2,), 3.0))[0], torch.full((2,), expected))
+
+
+def test_an_unknown_condition_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"If '-> y' \(opset 19\): its condition is computed"):
+        import_model(model_of(BRANCHES, "(float[2] x, bool c) => (float[2] y)"))
+
+
+@pytest.mark.parametrize("trip", [0, 1, 4])
+def test_a_loop_of_a_known_count_is_unrolled(trip: int) -> None:
+    signature = "(float[2] x) => (float[2] last, float[N,2] all)"
+    program = import_model(model_of(LOOP, signature, trip=np.array(trip), keep=np.array(True)))
+    x = np.array([1, 2], np.float32)
+    last, collected = (tensor.numpy() for tensor in program.module(torch.from_numpy(x)))
+    states = [x + sum(range(i + 1)) for i in range(trip)]
+    np.testing.assert_array_equal(last, states[-1] if states else x)
+    np.testing.assert_array_equal(collected, np.array([s * x for s in states]).reshape(-1, 2))
+
+
+def test_a_loop_of_unknown_count_or_without_end_is_refused() -> None:
+    signature = "(float[2] x, int64 trip) => (float[2] last)"
+    with pytest.raises(UnsupportedModelError, match="'M' is computed while the model runs"):
+        import_model(model_of(LOOP, signature, keep=np.array(True)))
+    endless = model_of(LOOP, "(float[2] x) => (float[2] last)", keep=np.array(True), trip=np.array(1 << 40))
+    with pytest.raises(UnsupportedModelError, match="unrolls to more than 20000 nodes"):
+        import_model(endless)
+
+
+def test_a_scan_is_unrolled_in_its_direction() -> None:
+    start = np.zeros(2, np.float32)
+    signature = "(float[3,2] x) => (float[2] total, float[2,3] sums)"
+    program = import_model(model_of(SCAN, signature, start=start))
+    x = np.arange(6, dtype=np.float32).reshape(3, 2)
+    total, sums = (tensor.numpy() for tensor in program.module(torch.from_numpy(x)))
+    np.testing.assert_array_equal(total, x.sum(0))
+    np.testing.assert_array_equal(sums, np.cumsum(x[::-1], 0).T)
+
+
+def test_a_body_that_cannot_be_imported_is_named_once() -> None:
+    body = LOOP.replace("w = Add (v, f)", "w = NonMaxSuppression (v, f)")
+    model = model_of(body, "(float[2] x) => (float[2] last)", trip=np.array(5), keep=np.array(True))
+    with pytest.raises(UnsupportedModelError) as caught:
+        import_model(model)
+    assert str(caught.value).count("NonMaxSuppression") == 1
+
+
+def test_a_branch_has_initializers_of_its_own() -> None:
+    model = model_of(BRANCHES, "(float[2] x) => (float[2] y)", c=np.array(True))
+    branch = model.graph.node[0].attribute[0].g
+    branch.initializer.append(helper.make_tensor("own", TensorProto.FLOAT, [2], [1.0, 2.0]))
+    branch.node[0].input[1] = "own"
+    assert import_model(model).module(torch.zeros(2))[0].tolist() == [1.0, 2.0]

@@ -1,0 +1,326 @@
+"""What comes out of `import_model`: the graph, its constants, its names; and what is refused."""
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import ModelProto, TensorProto, helper, numpy_helper
+
+from nimblec.errors import UnsupportedModelError
+from nimblec.frontend import onnx as frontend
+from nimblec.frontend.onnx import OnnxInput, OnnxProgram, import_model
+
+OPSET = 21
+
+
+def model_of(body: str, signature: str, opset: int = OPSET, **initializers: np.ndarray) -> ModelProto:
+    """Parse ``body`` as the nodes of a model with initializers by name."""
+    text = f'<ir_version: 10, opset_import: ["": {opset}, "test": 1, "com.microsoft": 1]> main {signature} {{ {body} }}'
+    model = onnx.parser.parse_model(text)
+    model.graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in initializers.items())
+    return model
+
+
+def calls(program: OnnxProgram) -> list[str]:
+    """Name the ATen calls of a program in order."""
+    return [str(node.target) for node in program.module.graph.nodes if node.op == "call_function"]
+
+
+def run(program: OnnxProgram, *inputs: Any) -> list[np.ndarray]:
+    """Run a program on arrays."""
+    return [tensor.numpy() for tensor in program.module(*(torch.from_numpy(np.asarray(x)) for x in inputs))]
+
+
+def random(*shape: int) -> np.ndarray:
+    return np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
+
+
+def test_inputs_and_outputs_keep_the_names_and_order_of_the_model() -> None:
+    model = model_of("s = Sub (b, a)  p = Mul (a, b)", "(float[2,3] b, float[2,3] a) => (float[2,3] p, float[2,3] s)")
+    program = import_model(model)
+    assert program.inputs == (
+        OnnxInput(name="b", dtype="float32", shape=(2, 3)),
+        OnnxInput(name="a", dtype="float32", shape=(2, 3)),
+    )
+    assert program.outputs == ("p", "s")
+    b, a = random(2, 3), random(2, 3) + 1
+    product, difference = run(program, b, a)
+    np.testing.assert_array_equal(product, a * b)
+    np.testing.assert_array_equal(difference, b - a)
+
+
+def test_every_call_names_the_onnx_node_it_came_from() -> None:
+    model = model_of("y = Relu (x)  z = Softmax (y)", "(float[2,3] x) => (float[2,3] z)")
+    model.graph.node[0].name = "first"
+    sources = [n.meta["source"] for n in import_model(model).module.graph.nodes if n.op == "call_function"]
+    assert sources == ["Relu 'first'", "Softmax '-> z'"]
+
+
+def test_every_value_has_a_fake_tensor_of_its_dtype_and_shape() -> None:
+    model = model_of("y = Conv (x, w)", "(float[1,3,8,8] x) => (float[1,4,6,6] y)", w=random(4, 3, 3, 3))
+    shapes = [tuple(n.meta["val"].shape) for n in import_model(model).module.graph.nodes if n.op != "output"]
+    assert sorted(shapes) == [(1, 3, 8, 8), (1, 4, 6, 6), (4, 3, 3, 3)]
+
+
+def test_shape_arithmetic_leaves_no_trace() -> None:
+    model = model_of(
+        """
+        shape = Shape (x)
+        zero = Constant <value_int = 0> ()
+        batch = Gather (shape, zero)
+        axes = Constant <value_ints = [0]> ()
+        batch1 = Unsqueeze (batch, axes)
+        rest = Constant <value_ints = [-1]> ()
+        target = Concat <axis = 0> (batch1, rest)
+        r = Reshape (x, target)
+        y = Relu (r)
+        """,
+        "(float[2,3,4] x) => (float[2,12] y)",
+    )
+    program = import_model(model)
+    assert calls(program) == ["aten.reshape.default", "aten.relu.default"]
+    assert not [n for n in program.module.graph.nodes if n.op == "get_attr"]
+
+
+def test_what_is_known_is_computed_at_import() -> None:
+    body = "t = Transpose (w)  s = Sqrt (t)  y = MatMul (x, s)"
+    w = np.abs(random(5, 3))
+    program = import_model(model_of(body, "(float[2,3] x) => (float[2,5] y)", w=w))
+    assert calls(program) == ["aten.mm.default"]
+    x = random(2, 3)
+    np.testing.assert_allclose(run(program, x)[0], x @ np.sqrt(w.T), rtol=1e-5)
+
+
+def test_fused_calls_stay_fused() -> None:
+    body = """
+        c = Conv (x, w)
+        n = BatchNormalization (c, one, one, one, one)
+        f = Flatten (n)
+        g = Gemm <transB = 1> (f, v, one)
+        y = LayerNormalization (g, one, one)
+    """
+    weights = {"w": random(4, 3, 1, 1), "one": np.ones(4, np.float32), "v": random(4, 16)}
+    program = import_model(model_of(body, "(float[1,3,2,2] x) => (float[1,4] y)", **weights))
+    assert [call for call in calls(program) if "getitem" not in call] == [
+        "aten.convolution.default",
+        "aten._native_batch_norm_legit_no_training.default",
+        "aten.reshape.default",
+        "aten.addmm.default",
+        "aten.native_layer_norm.default",
+    ]
+
+
+def test_an_initializer_is_one_constant_wherever_it_is_used() -> None:
+    body = "a = MatMul (x, w)  b = MatMul (a, w)  y = Add (b, w)"
+    program = import_model(model_of(body, "(float[3,3] x) => (float[3,3] y)", w=random(3, 3), unused=random(9)))
+    constants = dict(program.module.named_buffers())
+    assert [tuple(tensor.shape) for tensor in constants.values()] == [(3, 3)]
+    sources = {n.meta["source"] for n in program.module.graph.nodes if n.op == "get_attr"}
+    assert sources == {"initializer 'w'"}
+
+
+def test_a_transposed_use_of_a_weight_shares_its_memory() -> None:
+    body = "e = Gather (w, ids)  t = Transpose (w)  y = MatMul (e, t)"
+    program = import_model(model_of(body, "(int64[2] ids) => (float[2,7] y)", w=random(7, 3)))
+    first, second = program.module.buffers()
+    assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+
+
+def test_moved_constants_share_storage_where_that_saves_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, small = torch.arange(12.0).reshape(3, 4), torch.arange(100.0)
+    constants = {"w": weight, "t": weight.t(), "s": small[:5], "u": small[5:10]}
+    moved_sizes: list[int] = []
+    real_to = torch.Tensor.to
+
+    def to(tensor: torch.Tensor, _: Any) -> torch.Tensor:
+        moved_sizes.append(tensor.numel())
+        return real_to(tensor, torch.float32, copy=True)
+
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    moved = frontend.on_device(constants, torch.device("meta"))
+    assert sorted(moved_sizes) == [5, 5, 12]
+    assert moved["w"].untyped_storage().data_ptr() == moved["t"].untyped_storage().data_ptr()
+    assert all(torch.equal(moved[name], constants[name]) for name in constants)
+    assert all(moved[name].stride() == constants[name].stride() for name in constants)
+
+
+def test_outputs_have_memory_of_their_own() -> None:
+    body = "y = Identity (x)  z = Reshape (x, flat)  c = Identity (w)  d = Identity (w)"
+    model = model_of(
+        body,
+        "(float[2,2] x) => (float[2,2] y, float[4] z, float[2] c, float[2] d)",
+        flat=np.array([4]),
+        w=random(2),
+    )
+    program = import_model(model)
+    x = torch.ones(2, 2)
+    outputs = program.module(x)
+    memory = [t.untyped_storage().data_ptr() for t in (x, *program.module.buffers(), *outputs)]
+    assert len(set(memory)) == len(memory)
+    np.testing.assert_array_equal(outputs[2], numpy_helper.to_array(model.graph.initializer[1]))
+
+
+def test_the_graph_for_cuda_is_the_graph_for_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    body = """
+        c = Conv <pads = [1, 1, 1, 1]> (x, w)
+        p = MaxPool <kernel_shape = [3, 3], pads = [1, 1, 1, 1]> (c)
+        r = Resize <mode = "linear"> (p, , scales)
+        q = QuantizeLinear (r, scale, zero)
+        d = DequantizeLinear (q, scale, zero)
+        f = Flatten (d)
+        i = Cast <to = 7> (f)
+        y = MatMul (i, m)
+    """
+    model = model_of(
+        body,
+        "(float[1,3,4,4] x) => (int64[1,2] y)",
+        w=random(4, 3, 3, 3),
+        scales=np.array([1, 1, 2, 2], np.float32),
+        scale=np.array(0.1, np.float32),
+        zero=np.array(3, np.uint8),
+        m=np.ones((256, 2), np.int64),
+    )
+    monkeypatch.setattr(frontend, "on_device", lambda constants, _: dict(constants))
+    cuda, cpu = import_model(model, device="cuda"), import_model(model)
+    assert calls(cuda) == calls(cpu)
+    for node in cuda.module.graph.nodes:
+        assert node.op == "output" or isinstance(node.meta["val"], tuple) or node.meta["val"].device.type == "cuda"
+    assert not any("mkldnn" in call or "copy_" in call for call in calls(cuda))
+
+
+def test_integers_multiply_exactly_and_without_an_integer_matrix_product() -> None:
+    rng = np.random.default_rng(1)
+    for dtype in (np.int32, np.uint32, np.int64, np.uint64):
+        limits = np.iinfo(dtype)
+        a, b = (rng.integers(limits.min, limits.max, shape, dtype, endpoint=True) for shape in ((3, 40), (40, 5)))
+        name = np.dtype(dtype).name
+        program = import_model(model_of("y = MatMul (a, b)", f"({name}[3,40] a, {name}[40,5] b) => ({name}[3,5] y)"))
+        np.testing.assert_array_equal(run(program, a, b)[0], a @ b)
+        products = [n for n in program.module.graph.nodes if str(n.target) in ("aten.mm.default", "aten.bmm.default")]
+        assert products
+        assert all(n.meta["val"].dtype == torch.float64 for n in products)
+
+
+def test_indices_from_the_model_may_count_from_the_end() -> None:
+    program = import_model(model_of("y = Gather <axis = 1> (w, i)", "(int64[3] i) => (float[2,3] y)", w=random(2, 5)))
+    np.testing.assert_array_equal(run(program, np.array([-1, 0, -5]))[0], random(2, 5)[:, [-1, 0, -5]])
+
+
+def test_weights_keep_their_dtype() -> None:
+    model = model_of("y = Add (x, w)", "(bfloat16[2] x) => (bfloat16[2] y)", w=np.ones(2, ml_dtypes.bfloat16))
+    program = import_model(model)
+    assert [tensor.dtype for tensor in program.module.buffers()] == [torch.bfloat16]
+    assert torch.equal(program.module(torch.ones(2, dtype=torch.bfloat16))[0], torch.full((2,), 2.0).bfloat16())
+
+
+def test_int4_weights_are_dequantized_and_nothing_else() -> None:
+    weights = helper.make_tensor("w", TensorProto.INT4, [4], [-8, -1, 0, 7])
+    body, signature = "d = DequantizeLinear (w, s)  y = Mul (x, d)", "(float[4] x) => (float[4] y)"
+    model = model_of(body, signature, s=np.array(0.5, np.float32))
+    model.graph.initializer.append(weights)
+    np.testing.assert_array_equal(run(import_model(model), np.ones(4, np.float32))[0], [-4, -0.5, 0, 3.5])
+    cast = model_of("d = Cast <to = 1> (w)  y = Mul (x, d)", "(float[4] x) => (float[4] y)")
+    cast.graph.initializer.append(weights)
+    with pytest.raises(UnsupportedModelError, match="'w' is INT4, which only DequantizeLinear may read"):
+        import_model(cast)
+
+
+def test_scalars_and_empty_tensors() -> None:
+    body = "a = Add (x, s)  y = Concat <axis = 0> (a, e)  n = ReduceMax (e, axes)"
+    signature = "(float[2] x) => (float[2] y, float[1] n)"
+    constants = {"s": np.array(1, np.float32), "e": np.zeros(0, np.float32), "axes": np.array([0])}
+    y, lowest = run(import_model(model_of(body, signature, **constants)), np.zeros(2, np.float32))
+    np.testing.assert_array_equal(y, [1, 1])
+    assert lowest == -np.inf
+
+
+def test_names_need_not_be_identifiers() -> None:
+    model = model_of("y = Relu (x)", "(float[2] x) => (float[2] y)")
+    model.graph.node[0].input[0] = model.graph.input[0].name = "a/b:0"
+    model.graph.node[0].output[0] = model.graph.output[0].name = "1 - 2"
+    program = import_model(model)
+    assert (program.inputs[0].name, program.outputs) == ("a/b:0", ("1 - 2",))
+    assert (run(program, np.ones(2, np.float32))[0] == 1).all()
+
+
+FUNCTIONS = """
+<ir_version: 10, opset_import: ["": 18, "test": 1]>
+main (float[2] x) => (float[2] y) { y = test.Twice <slope = 0.5> (x) }
+<domain: "test", opset_import: ["": 18, "test": 1]>
+Leak <slope> (a) => (b) { b = LeakyRelu <alpha: float = @slope> (a) }
+<domain: "test", opset_import: ["": 18, "test": 1]>
+Twice <slope> (a) => (b) { c = test.Leak <slope: float = @slope> (a)  b = test.Leak <slope: float = @slope> (c) }
+"""
+
+
+def test_functions_of_the_model_are_inlined_with_their_attributes() -> None:
+    program = import_model(onnx.parser.parse_model(FUNCTIONS))
+    assert calls(program) == ["aten.leaky_relu.default"] * 2
+    np.testing.assert_array_equal(run(program, np.array([-4, 4], np.float32))[0], [-1, 4])
+    assert {n.meta["source"] for n in program.module.graph.nodes if n.op == "call_function"} == {"test.Twice '-> y'"}
+
+
+def test_a_function_that_calls_itself_is_refused() -> None:
+    model = onnx.parser.parse_model(FUNCTIONS.replace("b = LeakyRelu", "b = test.Twice").replace("alpha", "slope"))
+    with pytest.raises(UnsupportedModelError, match="functions nest more than"):
+        import_model(model)
+
+
+def test_every_problem_is_told_at_once() -> None:
+    body = "a = test.Odd (x)  b = Relu (a)  c = test.Even (b)  y = Reshape (x, x)  z = Squeeze (x, axes)"
+    signature = "(float[2] x) => (float[2] c, float[2] y, float[2] z)"
+    with pytest.raises(UnsupportedModelError) as caught:
+        import_model(model_of(body, signature, axes=np.array([0])))
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "4 problems in the model:"
+    assert [line.split(" (")[0].strip() for line in lines[1:]] == [
+        "test.Odd '-> a'",
+        "test.Even '-> c'",
+        "Reshape '-> y'",
+        "Squeeze '-> z'",
+    ]
+    assert lines[3].endswith("input 1 'shape' is computed while the model runs; it must be known at import")
+
+
+REFUSED = {
+    "input 0 'x' is missing": ("y = Relu (Z)", {}),
+    "attribute 'axis' is 0.5; expected int": ("y = Softmax <axis = 0.5> (x)", {}),
+    "attribute 'strange' is not supported": ("y = Relu <strange = 1> (x)", {}),
+    "is torch.int64; expected torch.float32": ("y = Add (x, w)", {"w": np.ones(2, np.int64)}),
+    "has 3 inputs; expected at most 2": ("y = Add (x, x, x)", {}),
+    "input 'w' is made by no node before it": ("y = Add (x, w)", {}),
+    "axis 5 is out of range for 1 dimensions": ("y = Concat <axis = 5> (x, x)", {}),
+    "index 7 is out of range": ("y = Gather (x, w)", {"w": np.array([7])}),
+    "expected an integer": ("y = Reshape (x, w)", {"w": np.array([1.5])}),
+    "elements; expected at most": ("y = Expand (x, w)", {"w": np.array([1 << 40, 2])}),
+}
+
+
+@pytest.mark.parametrize("sentence", REFUSED)
+def test_refusals_name_the_node_and_say_what_was_found(sentence: str) -> None:
+    body, constants = REFUSED[sentence]
+    model = model_of(body, "(float[2] x) => (float[2] y)", **constants)
+    for name in [i for i, value in enumerate(model.graph.node[0].input) if value == "Z"]:
+        model.graph.node[0].input[name] = ""
+    with pytest.raises(UnsupportedModelError, match=r"^\w+ '-> y' \(opset 21\): ") as caught:
+        import_model(model)
+    assert sentence in str(caught.value)
+
+
+def test_a_model_of_a_newer_opset_is_refused() -> None:
+    model = model_of("y = Relu (x)", "(float[2] x) => (float[2] y)", opset=99)
+    with pytest.raises(UnsupportedModelError, match="needs opset 99; this version knows opsets up to 28"):
+        import_model(model)
+
+
+def test_a_dynamic_input_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedModelError, match="input 'x': shape"):
+        import_model(model_of("y = Relu (x)", "(float[N] x) => (float[N] y)"))
+
+
+def test_an_output_that_nothing_makes_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="output 'z': no node makes a tensor of that name"):
+        import_model(model_of("y = Relu (x)", "(float[2] x) => (float[2] z)"))
