@@ -208,6 +208,16 @@ def test_model_local_function(path: Path) -> None:
     assert_same(path, {"x": X})
 
 
+def test_sparse_initializer(path: Path) -> None:
+    write_model(path, [node("MatMul", ["x", "w"], ["y"])], [floats("x", 2, 3)], [floats("y", 2, 40)])
+    model = onnx.load(path)
+    values = onnx.numpy_helper.from_array(np.array([1.5, -2], np.float32), "w")
+    indices = onnx.numpy_helper.from_array(np.array([[0, 7], [2, 39]]), "places")
+    model.graph.sparse_initializer.append(helper.make_sparse_tensor(values, indices, [3, 40]))
+    onnx.save(model, path)
+    assert_same(path, {"x": X})
+
+
 def test_dynamic_batch_fixed_by_a_spec(path: Path) -> None:
     write_model(path, [node("Relu", ["x"], ["y"])], [floats("x", "batch", 3)], [floats("y", "batch", 3)])
     plan = plan_file(path, [InputSpec(name="x", shape=(2, 3))])

@@ -6,10 +6,10 @@ from os import PathLike
 from pathlib import Path
 
 import numpy as np
-from onnx import ModelProto, NodeProto, TensorProto, numpy_helper
+from onnx import ModelProto, NodeProto, TensorProto
 
 from nimblec.cpu import kernels, optimizer, values
-from nimblec.cpu.values import TensorType
+from nimblec.cpu.constants import TensorType, array_of, type_of
 from nimblec.frontend import onnx_file
 from nimblec.ir import Access, Buffer, BufferKind, Graph, KernelWork, Op, Reference, Task, TensorView
 from nimblec.options import InputSpec
@@ -116,7 +116,7 @@ class _Builder:
         )
 
     def _type(self, name: str) -> TensorType:
-        return kernels.constant_type(self._constants[name]) if name in self._constants else self._types[name]
+        return type_of(self._constants[name]) if name in self._constants else self._types[name]
 
     def _view(self, name: str, tensor_type: TensorType, sample_range: tuple[int, int] | None = None) -> TensorView:
         strides = np.cumprod((1, *tensor_type.shape[:0:-1]), dtype=np.int64)[::-1] if tensor_type.shape else ()
@@ -150,11 +150,8 @@ class _Builder:
 
     def _add_constant(self, tensor: TensorProto) -> int:
         """The buffer that holds the bytes of ``tensor``, shared by all constants that are equal."""
-        array = np.ascontiguousarray(numpy_helper.to_array(tensor))
-        data = array.reshape(-1).view(np.uint8).data.toreadonly()
+        data = array_of(tensor).reshape(-1).view(np.uint8).data.toreadonly()
         digest = hashlib.sha256(data).digest()
         if digest not in self._constant_of:
-            self._constant_of[digest] = self._add_buffer(
-                BufferKind.CONSTANT, tensor.name, kernels.constant_type(tensor), data
-            )
+            self._constant_of[digest] = self._add_buffer(BufferKind.CONSTANT, tensor.name, type_of(tensor), data)
         return self._constant_of[digest]

@@ -20,15 +20,12 @@ from onnx import (
     helper,
 )
 
-from nimblec.cpu.values import TensorType
+from nimblec.cpu.constants import TensorType, external, is_embedded, type_of
 from nimblec.frontend import onnx_file
-from nimblert.onnx_session import EXTERNAL_FILE, ORIGIN, nchwc_block_size
+from nimblert.onnx_session import ORIGIN, nchwc_block_size
 from nimblert.plan import Module, Parameter, ParameterKind
 
 NCHWC_DOMAIN = "com.microsoft.nchwc"
-
-_EMBEDDED_NBYTES = 64
-_EMBEDDED_INTEGER_NBYTES = 1024
 
 _POINTER_NBYTES = 8
 
@@ -61,15 +58,6 @@ def header(model: ModelProto) -> Header:
 def symbol(node: NodeProto) -> str:
     """The operator's name, with its domain unless it is ONNX's own."""
     return f"{node.domain}.{node.op_type}" if node.domain else node.op_type
-
-
-def is_embedded(tensor: TensorProto) -> bool:
-    """Whether a constant becomes part of the code of the kernels that read it."""
-    dtype = onnx_file.dtype_name(tensor.data_type)
-    if dtype is None:
-        return True
-    limit = _EMBEDDED_INTEGER_NBYTES if dtype.startswith(("int", "uint")) else _EMBEDDED_NBYTES
-    return constant_type(tensor).nbytes <= limit
 
 
 def build(
@@ -111,9 +99,9 @@ def build(
         elif is_embedded(constants[name]):
             model.graph.initializer.append(_renamed(constants[name], names[name]))
         else:
-            tensor_type = constant_type(constants[name])
+            tensor_type = type_of(constants[name])
             add(ParameterKind.INITIALIZER, name, tensor_type)
-            model.graph.initializer.append(_external(names[name], tensor_type))
+            model.graph.initializer.append(external(names[name], tensor_type))
     for name in writes:
         add(ParameterKind.OUTPUT, name, types[name])
         model.graph.output.append(_value_info(names[name], types[name]))
@@ -123,13 +111,6 @@ def build(
         parameters=tuple(parameters),
         values=tuple(values),
     )
-
-
-def constant_type(tensor: TensorProto) -> TensorType:
-    """The type of a constant that a plan can hold."""
-    dtype = onnx_file.dtype_name(tensor.data_type)
-    assert dtype is not None
-    return TensorType(dtype=dtype, shape=tuple(tensor.dims))
 
 
 def _origin(node: NodeProto) -> str:
@@ -199,17 +180,3 @@ def _renamed(tensor: TensorProto, name: str) -> TensorProto:
     copy.name = name
     copy.ClearField("doc_string")
     return copy
-
-
-def _external(name: str, tensor_type: TensorType) -> TensorProto:
-    """An initializer whose data the runtime supplies."""
-    tensor = TensorProto(
-        name=name,
-        data_type=onnx_file.element_type(tensor_type.dtype),
-        dims=tensor_type.shape,
-        data_location=TensorProto.EXTERNAL,
-    )
-    tensor.external_data.add(key="location", value=EXTERNAL_FILE)
-    tensor.external_data.add(key="offset", value="0")
-    tensor.external_data.add(key="length", value=str(tensor_type.nbytes))
-    return tensor

@@ -12,6 +12,7 @@ from typing import Any
 import onnx
 from onnx import ModelProto, TensorProto
 
+from nimblec.cpu.constants import dense_of
 from nimblec.errors import UnsupportedModelError
 from nimblert.onnx_session import onnxruntime, runtime_errors, session_options
 
@@ -39,7 +40,11 @@ def optimize(model: ModelProto, folder: Path) -> ModelProto:
             ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
         except runtime_errors() as exc:
             raise UnsupportedModelError(f"ONNX Runtime {ort.__version__} refuses the model: {exc}") from exc
-        return onnx.load(path)
+        optimized = onnx.load(path)
+    dense = [dense_of(sparse) for sparse in optimized.graph.sparse_initializer]
+    optimized.graph.initializer.extend(dense)
+    del optimized.graph.sparse_initializer[:]
+    return optimized
 
 
 def read_external_data_from(folder: Path, options: Any) -> None:

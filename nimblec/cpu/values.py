@@ -6,7 +6,6 @@ that depend on values are refused, since a plan's memory is laid out before it r
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -14,11 +13,12 @@ import numpy as np
 import onnx
 from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto
 
+from nimblec.cpu.constants import TensorType, array_of, external, is_embedded, type_of
 from nimblec.errors import UnsupportedModelError
 from nimblec.frontend import onnx_file
 from nimblec.frontend.onnx_file import ModelTensor
 from nimblert.dtypes import numpy_dtype
-from nimblert.onnx_session import open_session, runtime_errors
+from nimblert.onnx_session import initializer_folder, open_session, ort_value, runtime_errors
 from nimblert.plan import ITEM_NBYTES
 
 SIZED_BY_VALUE = frozenset({"NonZero", "Unique", "NonMaxSuppression", "Compress", "SequenceAt", "StringSplit"})
@@ -30,26 +30,16 @@ _READ_BY_INFERENCE = 64
 _TYPE_NAMES = {"float": "float32", "double": "float64"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorType:
-    """Dtype (a plan's name) and static shape of a value."""
-
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the dense tensor."""
-        return prod(self.shape) * ITEM_NBYTES[self.dtype]
-
-
 def infer(model: ModelProto, inputs: Sequence[ModelTensor]) -> dict[str, TensorType]:
     """The type of every node output of the main graph, and of its inputs, by name."""
     types = {tensor.name: TensorType(dtype=tensor.dtype, shape=_static(tensor)) for tensor in inputs}
     makers = {name: node for node in model.graph.node for name in node.output if name}
     if not makers:
         return types
-    session = open_session(_with_all_outputs(model, makers).SerializeToString())
+    arrays = _large_constants(model)  # lives as long as the session, which does not copy them
+    data = {name: ort_value(array, array.dtype.name) for name, array in arrays.items()}
+    with initializer_folder() as folder:
+        session = open_session(_with_all_outputs(model, makers).SerializeToString(), data, folder)
     found = {value.name: value for value in session.get_outputs()}
     dtypes = {name: _dtype(found[name], node) for name, node in makers.items()}
     shapes = {name: tuple(value.shape) for name, value in found.items() if _is_known(value)}
@@ -95,12 +85,22 @@ def _is_sized_by_value(node: NodeProto, shapes: Mapping[str, object], makers: Ma
 
 
 def _with_all_outputs(model: ModelProto, names: Iterable[str]) -> ModelProto:
-    """The model with every value of the main graph as an output."""
+    """The model with every value of the main graph as an output, and large constants without data."""
     exposed = ModelProto()
     exposed.CopyFrom(model)
     del exposed.graph.output[:]
     exposed.graph.output.extend(ValueInfoProto(name=name) for name in names)
+    for tensor in exposed.graph.initializer:
+        if not is_embedded(tensor):
+            tensor.CopyFrom(external(tensor.name, type_of(tensor)))
     return exposed
+
+
+def _large_constants(model: ModelProto) -> dict[str, np.ndarray]:
+    """The constants that nodes of ``model`` read and that `_with_all_outputs` leaves without data."""
+    used = {name for node in onnx_file.nodes(model.graph) for name in node.input}
+    large = [tensor for tensor in model.graph.initializer if tensor.name in used and not is_embedded(tensor)]
+    return {tensor.name: array_of(tensor) for tensor in large}
 
 
 def _dtype(value: Any, node: NodeProto) -> str:

@@ -7,6 +7,7 @@ import contextlib
 import os
 import tempfile
 import threading
+from collections.abc import Iterator
 from functools import cache, partial
 from importlib import import_module
 from math import prod
@@ -150,6 +151,19 @@ def open_session(
     return ort.InferenceSession(code, options, providers=["CPUExecutionProvider"])
 
 
+def ort_value(array: np.ndarray, dtype: str) -> Any:
+    """An OrtValue over the memory of ``array``, which it does not copy."""
+    return onnxruntime().OrtValue.ortvalue_from_numpy_with_onnx_type(array, _ELEMENT_TYPES[dtype][1])
+
+
+@contextlib.contextmanager
+def initializer_folder() -> Iterator[str]:
+    """A folder that holds nothing but the empty file that initializers name."""
+    with tempfile.TemporaryDirectory(prefix="nimblert-") as folder:
+        Path(folder, EXTERNAL_FILE).touch()
+        yield folder
+
+
 class SessionCache:
     """The sessions of a plan while its launches are bound: one for each kernel and its initializers.
 
@@ -162,18 +176,18 @@ class SessionCache:
         self._threads = _threads(plan, program)
         self._sessions: dict[tuple[object, ...], Any] = {}
         self._options = onnxruntime().RunOptions()
+        self._resources = contextlib.ExitStack()
         for origin in sorted({module.origin for module in plan.modules}):
             _check_origin(origin)
 
     def __enter__(self) -> Self:
-        self._folder = tempfile.TemporaryDirectory(prefix="nimblert-")
-        Path(self._folder.name, EXTERNAL_FILE).touch()
+        self._folder = self._resources.enter_context(initializer_folder())
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._folder.cleanup()
+        self._resources.close()
 
     def bind(self, launch: Launch, where: str) -> "partial[object]":
         """A call that runs the launch. Raises PlanInvalidError where kernel and launch do not fit."""
@@ -205,14 +219,13 @@ class SessionCache:
 
     def _value(self, parameter: Parameter, pointer: Pointer) -> Any:
         array = self._memory.array(pointer, parameter.dtype, parameter.shape)
-        number = _ELEMENT_TYPES[parameter.dtype][1]
-        return onnxruntime().OrtValue.ortvalue_from_numpy_with_onnx_type(array, number)
+        return ort_value(array, parameter.dtype)
 
     def _open(self, kernel: Kernel, initializers: dict[str, Any]) -> Any:
         code = bytes(self._plan.modules[kernel.module].code)
         try:
             threads = self._threads if _touched_nbytes(kernel) >= _THREADED_NBYTES else 1
-            session = open_session(code, initializers, self._folder.name, threads)
+            session = open_session(code, initializers, self._folder, threads)
         except runtime_errors() as exc:
             version = onnxruntime().__version__
             raise PlanInvalidError(
