@@ -1,0 +1,70 @@
+"""The whole way to a CPU plan file: golden record, examples, PyTorch modules, and what is refused."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from cpu_plans import floats, write_model
+from families import mobilenet
+from onnx import TensorProto, helper
+
+import nimblec
+from nimblec.cpu.compile import compile_cpu
+from nimblec.cuda.compile import Source
+from nimblec.errors import CompileError
+from nimblec.options import Options
+from nimblert import container, executable, golden
+
+node = helper.make_node
+
+
+def compile_file(path: Path, output: Path, **options: object) -> list[str]:
+    """Compile an ONNX file; the stages that were reported as ended."""
+    stages = []
+    source = Source(kind="onnx", model=str(path))
+    compile_cpu(source, Options(**options), output, lambda stage, seconds: seconds is not None and stages.append(stage))
+    return stages
+
+
+@pytest.fixture
+def embedding(tmp_path: Path) -> Path:
+    """Rows 1 to 4 of a table, by index minus 9: indices 0 and 1 are out of it."""
+    return write_model(
+        tmp_path / "embedding.onnx",
+        [node("Sub", ["i", "base"], ["k"]), node("Gather", ["w", "k"], ["y"], name="table")],
+        [("i", TensorProto.INT64, ("batch",))],
+        [floats("y", "batch", 40)],
+        constants={"w": np.arange(160, dtype=np.float32).reshape(4, 40), "base": np.array(9)},
+    )
+
+
+def test_an_example_gives_shape_and_range(embedding: Path, tmp_path: Path) -> None:
+    output = tmp_path / "model.plan"
+    stages = compile_file(embedding, output, examples=(("i", np.array([9, 12, 10])),))
+    assert stages == ["read", "optimise", "plan", "golden run", "write", "check"]
+    plan = container.read(output)
+    (tensor,) = plan.programs[0].inputs
+    assert (tensor.shape, tensor.sample_range) == ((3,), (9, 12))
+    with executable.load(plan) as model:
+        np.testing.assert_array_equal(model(np.array([12, 9, 9]))[:, 0], [120, 0, 0])
+
+
+def test_random_integers_out_of_range_point_to_the_example_flag(embedding: Path, tmp_path: Path) -> None:
+    spec = nimblec.options.InputSpec(name="i", shape=(3,))
+    with pytest.raises(CompileError, match=r"out of data bounds.*give --example NAME=FILE\.npy"):
+        compile_file(embedding, tmp_path / "model.plan", inputs=(spec,))
+    assert not (tmp_path / "model.plan").exists()
+
+
+def test_a_pytorch_module_through_onnx() -> None:
+    torch.manual_seed(0)
+    module, (x,) = mobilenet.small()
+    plan = nimblec.compile(module, x, target="cpu")
+    assert plan.programs[0].golden is not None
+    with executable.load(plan) as model, torch.no_grad():
+        assert [tensor.name for tensor in model.inputs] == ["x"]
+        np.testing.assert_allclose(model(x.numpy()), module(x).numpy(), rtol=1e-4, atol=1e-5)
+        outputs = model.run(golden.draw_inputs(model.program, plan.programs[0].golden.seed))
+        verdicts = golden.check(plan.programs[0].golden, list(outputs.values()))
+    assert [comparison.verdict for comparison in verdicts] == [golden.Verdict.BIT_EXACT]
