@@ -4,6 +4,7 @@ from hypothesis import strategies as st
 
 from nimblert.plan import (
     Access,
+    Candidate,
     Device,
     Golden,
     GoldenOutput,
@@ -21,6 +22,7 @@ from nimblert.plan import (
     Record,
     Region,
     Relocation,
+    ScheduleRecord,
     Target,
     Tensor,
     Wait,
@@ -107,6 +109,14 @@ goldens = st.builds(
     tolerance=number,
     outputs=several(st.builds(GoldenOutput, sha256=st.binary(max_size=32), samples=several(number))),
 )
+candidates = st.builds(Candidate, policy=text, stream_count=u32, event_count=u32, arena_nbytes=u64, duration_ns=u64)
+schedules = st.builds(
+    ScheduleRecord,
+    policy=text,
+    antichain=several(u32),
+    arena_lower_bound_nbytes=u64,
+    candidates=several(candidates),
+)
 programs = st.builds(
     Program,
     name=text,
@@ -120,6 +130,7 @@ programs = st.builds(
     ops=several(st.builds(Op, name=text, source=text)),
     commands=several(commands),
     golden=st.none() | goldens,
+    schedule=st.none() | schedules,
 )
 any_plan = st.builds(
     Plan,

@@ -7,6 +7,7 @@ import struct
 
 from nimblert.plan import (
     Access,
+    Candidate,
     Command,
     Device,
     Golden,
@@ -25,6 +26,7 @@ from nimblert.plan import (
     Record,
     Region,
     Relocation,
+    ScheduleRecord,
     Target,
     Tensor,
     Wait,
@@ -84,9 +86,7 @@ def cuda_plan() -> Plan:
             max_dynamic_smem_nbytes=65536,
             non_portable_cluster=True,
         ),
-        Kernel(
-            module=1, symbol="relu", parameters=(Parameter(offset=0, nbytes=8), Parameter(offset=8, nbytes=8))
-        ),
+        Kernel(module=1, symbol="relu", parameters=(Parameter(offset=0, nbytes=8), Parameter(offset=8, nbytes=8))),
     )
     commands: tuple[Command, ...] = (
         Memset(
@@ -166,8 +166,15 @@ def cuda_plan() -> Plan:
             Op(name="aten.relu.default", source="model.relu"),
         ),
         commands=commands,
-        golden=Golden(
-            seed=7, tolerance=0.0, outputs=(GoldenOutput(sha256=bytes(range(32)), samples=(0.5, -1.25)),)
+        golden=Golden(seed=7, tolerance=0.0, outputs=(GoldenOutput(sha256=bytes(range(32)), samples=(0.5, -1.25)),)),
+        schedule=ScheduleRecord(
+            policy="max",
+            antichain=(0, 1),
+            arena_lower_bound_nbytes=576,
+            candidates=(
+                Candidate(policy="1", stream_count=1, event_count=0, arena_nbytes=768, duration_ns=5200),
+                Candidate(policy="max", stream_count=2, event_count=2, arena_nbytes=1024, duration_ns=4900),
+            ),
         ),
     )
     return Plan(
@@ -193,9 +200,7 @@ def _cpu_parameter(position: int, kind: ParameterKind, name: str, shape: tuple[i
     return Parameter(offset=8 * position, nbytes=8, kind=kind, name=name, dtype="float32", shape=shape)
 
 
-def _cpu_kernel(
-    module: int, symbol: str, parameters: tuple[tuple[ParameterKind, str, tuple[int, ...]], ...]
-) -> Kernel:
+def _cpu_kernel(module: int, symbol: str, parameters: tuple[tuple[ParameterKind, str, tuple[int, ...]], ...]) -> Kernel:
     """A CPU kernel of these parameters, in this order."""
     records = tuple(_cpu_parameter(i, *parameter) for i, parameter in enumerate(parameters))
     return Kernel(module=module, symbol=symbol, parameters=records)
@@ -279,9 +284,7 @@ def cpu_plan() -> Plan:
     )
 
 
-def large_plan(
-    launch_count: int, *, relocation_count: int = 6, access_count: int = 4, stream_count: int = 4
-) -> Plan:
+def large_plan(launch_count: int, *, relocation_count: int = 6, access_count: int = 4, stream_count: int = 4) -> Plan:
     """A CUDA plan of ``launch_count`` launches that go round the streams, each with its own op.
 
     Half the accesses of a launch are reads, half writes.
@@ -297,8 +300,7 @@ def large_plan(
             kernel=0,
             params=bytes(8 * relocation_count) + struct.pack("<QQ", i, 2**63 + i),
             relocations=tuple(
-                relocation(8 * j, Region.ARENA, 4096 * (i + j % access_count))
-                for j in range(relocation_count)
+                relocation(8 * j, Region.ARENA, 4096 * (i + j % access_count)) for j in range(relocation_count)
             ),
             reads=touched[: access_count // 2],
             writes=touched[access_count // 2 :],

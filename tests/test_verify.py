@@ -11,6 +11,7 @@ from hypothesis import given, settings
 
 from nimblert import verify
 from nimblert.plan import (
+    Candidate,
     Command,
     GoldenOutput,
     Kernel,
@@ -75,6 +76,16 @@ def pointed(launch: int, relocation: int, param_offset: int, region: Region, **w
 
 def golden(**changes: object) -> Change:
     return lambda plan: program(golden=replace(plan.programs[0].golden, **changes))(plan)
+
+
+def schedule(**changes: object) -> Change:
+    return lambda plan: program(schedule=replace(plan.programs[0].schedule, **changes))(plan)
+
+
+def candidate(**changes: object) -> Change:
+    """The only schedule that was tried, a sound one but for the changes."""
+    sound = Candidate(policy="1", stream_count=1, event_count=0, arena_nbytes=0)
+    return schedule(candidates=(replace(sound, **changes),))
 
 
 def inserted(index: int, new: Command) -> Change:
@@ -275,6 +286,41 @@ CUDA_MISTAKES = [
     (
         golden(outputs=(GoldenOutput(sha256=bytes(31), samples=()),)),
         [f"{P}golden.outputs[0].sha256: 31 bytes, expected 32"],
+    ),
+    (schedule(policy=""), [f"{P}schedule.policy: '', expected 1 to 64 printable characters"]),
+    (
+        schedule(policy="a" * 65),
+        [f"{P}schedule.policy: '{'a' * 65}', expected 1 to 64 printable characters"],
+    ),
+    (
+        schedule(policy="\x1b[2J"),
+        [f"{P}schedule.policy: '\\x1b[2J', expected 1 to 64 printable characters"],
+    ),
+    (schedule(antichain=(1, 0)), [f"{P}schedule.antichain: is not in ascending order, each once"]),
+    (schedule(antichain=(1, 1)), [f"{P}schedule.antichain: is not in ascending order, each once"]),
+    (
+        schedule(antichain=(0, 5)),
+        [f"{P}schedule.antichain: names work that is not there (there are 5 launches, copies and fills)"],
+    ),
+    (
+        schedule(arena_lower_bound_nbytes=1025),
+        [f"{P}schedule.arena_lower_bound_nbytes: 1025, more than the arena has (1024 bytes)"],
+    ),
+    (
+        candidate(policy="a\nb"),
+        [f"{P}schedule.candidates[0].policy: 'a\\nb', expected 1 to 64 printable characters"],
+    ),
+    (
+        candidate(stream_count=6),
+        [f"{P}schedule.candidates[0].stream_count: 6, more than the 5 launches, copies and fills"],
+    ),
+    (
+        candidate(event_count=26),
+        [f"{P}schedule.candidates[0].event_count: 26, more than pairs of launches, copies and fills (25)"],
+    ),
+    (
+        candidate(arena_nbytes=1 << 48),
+        [f"{P}schedule.candidates[0].arena_nbytes: {1 << 48}, expected less than {1 << 48}"],
     ),
 ]
 

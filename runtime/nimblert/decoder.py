@@ -11,6 +11,7 @@ from nimblert.errors import PlanFormatError
 from nimblert.flatbuffer import FlatBuffer, Table
 from nimblert.plan import (
     Access,
+    Candidate,
     Command,
     Device,
     Dim3,
@@ -30,6 +31,7 @@ from nimblert.plan import (
     Record,
     Region,
     Relocation,
+    ScheduleRecord,
     Target,
     Tensor,
     Wait,
@@ -38,6 +40,7 @@ from nimblert.plan import (
 from nimblert.schema import Action
 from nimblert.segments import Segment
 
+_U32 = Struct("<I")
 _I64 = Struct("<q")
 _U64 = Struct("<Q")
 _F64 = Struct("<d")
@@ -155,7 +158,7 @@ class _Decoder:
         )
 
     def _program(self, table: Table) -> Program:
-        golden = table.optional_table(10)
+        golden, schedule = table.optional_table(10), table.optional_table(11)
         return Program(
             name=table.string(0),
             inputs=tuple(map(self._tensor, table.tables(1))),
@@ -168,6 +171,7 @@ class _Decoder:
             ops=tuple(Op(name=op.string(0), source=op.string(1)) for op in table.tables(8)),
             commands=tuple(map(self._command, table.tables(9))),
             golden=None if golden is None else _golden(golden),
+            schedule=None if schedule is None else _schedule(schedule),
         )
 
     def _tensor(self, table: Table) -> Tensor:
@@ -272,6 +276,25 @@ def _golden(table: Table) -> Golden:
         outputs=tuple(
             GoldenOutput(sha256=output.data(0), samples=output.numbers(1, _F64)) for output in table.tables(2)
         ),
+    )
+
+
+def _schedule(table: Table) -> ScheduleRecord:
+    return ScheduleRecord(
+        policy=table.string(0),
+        antichain=table.numbers(1, _U32),
+        arena_lower_bound_nbytes=table.u64(2),
+        candidates=tuple(map(_candidate, table.tables(3))),
+    )
+
+
+def _candidate(table: Table) -> Candidate:
+    return Candidate(
+        policy=table.string(0),
+        stream_count=table.u32(1),
+        event_count=table.u32(2),
+        arena_nbytes=table.u64(3),
+        duration_ns=table.u64(4),
     )
 
 

@@ -16,6 +16,7 @@ from nimblert._generated import plan_generated as fb
 from nimblert.errors import PlanFormatError
 from nimblert.plan import (
     Access,
+    Candidate,
     Command,
     Device,
     Golden,
@@ -32,6 +33,7 @@ from nimblert.plan import (
     Program,
     Record,
     Relocation,
+    ScheduleRecord,
     Tensor,
     Wait,
     Weight,
@@ -108,7 +110,7 @@ class _Encoder:
         return int(builder.EndVector())
 
     def _numbers(self, code: str, numbers: Iterable[float]) -> int:
-        """A vector of 8-byte numbers of the `struct` format ``code``."""
+        """A vector of numbers of the `struct` format ``code``."""
         return self._records(struct.Struct(f"<{code}"), [(number,) for number in numbers])
 
     def _tables(self, offsets: Sequence[int]) -> int:
@@ -227,6 +229,7 @@ class _Encoder:
         ops = self._tables([self._op(op) for op in program.ops])
         commands = self._tables([self._command(command) for command in program.commands])
         golden = self._golden(program.golden) if program.golden else 0
+        schedule = self._schedule(program.schedule) if program.schedule else 0
         fb.ProgramStart(builder)
         fb.ProgramAddName(builder, name)
         fb.ProgramAddInputs(builder, inputs)
@@ -239,6 +242,7 @@ class _Encoder:
         fb.ProgramAddOps(builder, ops)
         fb.ProgramAddCommands(builder, commands)
         fb.ProgramAddGolden(builder, golden)
+        fb.ProgramAddSchedule(builder, schedule)
         return int(fb.ProgramEnd(builder))
 
     def _tensor(self, tensor: Tensor) -> int:
@@ -355,6 +359,29 @@ class _Encoder:
         fb.GoldenOutputAddSha256(self._builder, sha256)
         fb.GoldenOutputAddSamples(self._builder, samples)
         return int(fb.GoldenOutputEnd(self._builder))
+
+    def _schedule(self, record: ScheduleRecord) -> int:
+        builder = self._builder
+        policy = self._string(record.policy)
+        antichain = self._numbers("I", record.antichain)
+        candidates = self._tables([self._candidate(candidate) for candidate in record.candidates])
+        fb.ScheduleRecordStart(builder)
+        fb.ScheduleRecordAddPolicy(builder, policy)
+        fb.ScheduleRecordAddAntichain(builder, antichain)
+        fb.ScheduleRecordAddArenaLowerBoundNbytes(builder, record.arena_lower_bound_nbytes)
+        fb.ScheduleRecordAddCandidates(builder, candidates)
+        return int(fb.ScheduleRecordEnd(builder))
+
+    def _candidate(self, candidate: Candidate) -> int:
+        builder = self._builder
+        policy = self._string(candidate.policy)
+        fb.CandidateStart(builder)
+        fb.CandidateAddPolicy(builder, policy)
+        fb.CandidateAddStreamCount(builder, candidate.stream_count)
+        fb.CandidateAddEventCount(builder, candidate.event_count)
+        fb.CandidateAddArenaNbytes(builder, candidate.arena_nbytes)
+        fb.CandidateAddDurationNs(builder, candidate.duration_ns)
+        return int(fb.CandidateEnd(builder))
 
 
 def _relocation(relocation: Relocation) -> tuple[int, int, int, int]:

@@ -13,6 +13,7 @@ from typing import TypeAlias
 from nimblert import launch_limits
 from nimblert.plan import (
     ITEM_NBYTES,
+    Candidate,
     Golden,
     Kernel,
     Launch,
@@ -26,6 +27,7 @@ from nimblert.plan import (
     Record,
     Region,
     Relocation,
+    ScheduleRecord,
     Target,
     Tensor,
     Wait,
@@ -38,6 +40,7 @@ MAX_NBYTES = 1 << 48
 MAX_BIAS = 1 << 40
 """How far from its region a relocation may point; see `Pointer`."""
 MAX_RANK = 64
+MAX_POLICY_LENGTH = 64
 
 Sizes: TypeAlias = Mapping[tuple[Region, int], int]
 """Bytes of each region by (region, index)."""
@@ -168,6 +171,8 @@ def _program_problems(scope: _Scope) -> Iterator[str]:
     yield from _programmatic_problems(program, scope.plan)
     if program.golden is not None:
         yield from _under("golden", _golden_problems(program.golden, len(program.outputs)))
+    if program.schedule is not None:
+        yield from _under("schedule", _schedule_problems(program.schedule, program))
 
 
 def _sizes(program: Program, plan: Plan) -> Sizes:
@@ -342,3 +347,36 @@ def _golden_problems(golden: Golden, output_count: int) -> Iterator[str]:
     for i, output in enumerate(golden.outputs):
         if len(output.sha256) != 32:
             yield f"outputs[{i}].sha256: {len(output.sha256)} bytes, expected 32"
+
+
+def _schedule_problems(record: ScheduleRecord, program: Program) -> Iterator[str]:
+    """Whether the record can be about this program; what it claims is judged by `nimblec verify`."""
+    work_count = sum(not isinstance(command, Record | Wait) for command in program.commands)
+    yield from _policy_problems(record.policy)
+    if any(before >= after for before, after in pairwise(record.antichain)):
+        yield "antichain: is not in ascending order, each once"
+    if record.antichain and not 0 <= min(record.antichain) <= max(record.antichain) < work_count:
+        yield f"antichain: names work that is not there (there are {work_count} launches, copies and fills)"
+    if not 0 <= record.arena_lower_bound_nbytes <= program.arena_nbytes:
+        yield (
+            f"arena_lower_bound_nbytes: {record.arena_lower_bound_nbytes},"
+            f" more than the arena has ({program.arena_nbytes} bytes)"
+        )
+    for i, candidate in enumerate(record.candidates):
+        yield from _under(f"candidates[{i}]", _candidate_problems(candidate, work_count))
+
+
+def _candidate_problems(candidate: Candidate, work_count: int) -> Iterator[str]:
+    yield from _policy_problems(candidate.policy)
+    if not 0 <= candidate.stream_count <= max(1, work_count):
+        yield f"stream_count: {candidate.stream_count}, more than the {work_count} launches, copies and fills"
+    if not 0 <= candidate.event_count <= work_count**2:
+        yield (f"event_count: {candidate.event_count}, more than pairs of launches, copies and fills ({work_count**2})")
+    if not 0 <= candidate.arena_nbytes < MAX_NBYTES:
+        yield f"arena_nbytes: {candidate.arena_nbytes}, expected less than {MAX_NBYTES}"
+
+
+def _policy_problems(policy: str) -> Iterator[str]:
+    """A policy is shown as it is, in a table."""
+    if not 0 < len(policy) <= MAX_POLICY_LENGTH or not policy.isprintable():
+        yield f"policy: {policy!r}, expected 1 to {MAX_POLICY_LENGTH} printable characters"

@@ -1487,6 +1487,169 @@ def GoldenStartOutputsVector(builder, numElems): return builder.StartVector(4, n
 def GoldenEnd(builder): return builder.EndObject()
 
 
+class Candidate(object):
+    __slots__ = ['_tab']
+
+    @classmethod
+    def GetRootAs(cls, buf, offset=0):
+        n = flatbuffers.encode.Get(flatbuffers.packer.uoffset, buf, offset)
+        x = Candidate()
+        x.Init(buf, n + offset)
+        return x
+
+    @classmethod
+    def GetRootAsCandidate(cls, buf, offset=0):
+        """This method is deprecated. Please switch to GetRootAs."""
+        return cls.GetRootAs(buf, offset)
+    @classmethod
+    def CandidateBufferHasIdentifier(cls, buf, offset, size_prefixed=False):
+        return flatbuffers.util.BufferHasIdentifier(buf, offset, b"\x4E\x50\x4C\x4E", size_prefixed=size_prefixed)
+
+    # Candidate
+    def Init(self, buf, pos):
+        self._tab = flatbuffers.table.Table(buf, pos)
+
+    # Candidate
+    def Policy(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(4))
+        if o != 0:
+            return self._tab.String(o + self._tab.Pos)
+        return None
+
+    # Candidate
+    def StreamCount(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(6))
+        if o != 0:
+            return self._tab.Get(flatbuffers.number_types.Uint32Flags, o + self._tab.Pos)
+        return 0
+
+    # Candidate
+    def EventCount(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(8))
+        if o != 0:
+            return self._tab.Get(flatbuffers.number_types.Uint32Flags, o + self._tab.Pos)
+        return 0
+
+    # Candidate
+    def ArenaNbytes(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(10))
+        if o != 0:
+            return self._tab.Get(flatbuffers.number_types.Uint64Flags, o + self._tab.Pos)
+        return 0
+
+    # Candidate
+    def DurationNs(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(12))
+        if o != 0:
+            return self._tab.Get(flatbuffers.number_types.Uint64Flags, o + self._tab.Pos)
+        return 0
+
+def CandidateStart(builder): builder.StartObject(5)
+def CandidateAddPolicy(builder, policy): builder.PrependUOffsetTRelativeSlot(0, flatbuffers.number_types.UOffsetTFlags.py_type(policy), 0)
+def CandidateAddStreamCount(builder, streamCount): builder.PrependUint32Slot(1, streamCount, 0)
+def CandidateAddEventCount(builder, eventCount): builder.PrependUint32Slot(2, eventCount, 0)
+def CandidateAddArenaNbytes(builder, arenaNbytes): builder.PrependUint64Slot(3, arenaNbytes, 0)
+def CandidateAddDurationNs(builder, durationNs): builder.PrependUint64Slot(4, durationNs, 0)
+def CandidateEnd(builder): return builder.EndObject()
+
+
+class ScheduleRecord(object):
+    __slots__ = ['_tab']
+
+    @classmethod
+    def GetRootAs(cls, buf, offset=0):
+        n = flatbuffers.encode.Get(flatbuffers.packer.uoffset, buf, offset)
+        x = ScheduleRecord()
+        x.Init(buf, n + offset)
+        return x
+
+    @classmethod
+    def GetRootAsScheduleRecord(cls, buf, offset=0):
+        """This method is deprecated. Please switch to GetRootAs."""
+        return cls.GetRootAs(buf, offset)
+    @classmethod
+    def ScheduleRecordBufferHasIdentifier(cls, buf, offset, size_prefixed=False):
+        return flatbuffers.util.BufferHasIdentifier(buf, offset, b"\x4E\x50\x4C\x4E", size_prefixed=size_prefixed)
+
+    # ScheduleRecord
+    def Init(self, buf, pos):
+        self._tab = flatbuffers.table.Table(buf, pos)
+
+    # ScheduleRecord
+    def Policy(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(4))
+        if o != 0:
+            return self._tab.String(o + self._tab.Pos)
+        return None
+
+    # ScheduleRecord
+    def Antichain(self, j):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(6))
+        if o != 0:
+            a = self._tab.Vector(o)
+            return self._tab.Get(flatbuffers.number_types.Uint32Flags, a + flatbuffers.number_types.UOffsetTFlags.py_type(j * 4))
+        return 0
+
+    # ScheduleRecord
+    def AntichainAsNumpy(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(6))
+        if o != 0:
+            return self._tab.GetVectorAsNumpy(flatbuffers.number_types.Uint32Flags, o)
+        return 0
+
+    # ScheduleRecord
+    def AntichainLength(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(6))
+        if o != 0:
+            return self._tab.VectorLen(o)
+        return 0
+
+    # ScheduleRecord
+    def AntichainIsNone(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(6))
+        return o == 0
+
+    # ScheduleRecord
+    def ArenaLowerBoundNbytes(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(8))
+        if o != 0:
+            return self._tab.Get(flatbuffers.number_types.Uint64Flags, o + self._tab.Pos)
+        return 0
+
+    # ScheduleRecord
+    def Candidates(self, j):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(10))
+        if o != 0:
+            x = self._tab.Vector(o)
+            x += flatbuffers.number_types.UOffsetTFlags.py_type(j) * 4
+            x = self._tab.Indirect(x)
+            obj = Candidate()
+            obj.Init(self._tab.Bytes, x)
+            return obj
+        return None
+
+    # ScheduleRecord
+    def CandidatesLength(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(10))
+        if o != 0:
+            return self._tab.VectorLen(o)
+        return 0
+
+    # ScheduleRecord
+    def CandidatesIsNone(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(10))
+        return o == 0
+
+def ScheduleRecordStart(builder): builder.StartObject(4)
+def ScheduleRecordAddPolicy(builder, policy): builder.PrependUOffsetTRelativeSlot(0, flatbuffers.number_types.UOffsetTFlags.py_type(policy), 0)
+def ScheduleRecordAddAntichain(builder, antichain): builder.PrependUOffsetTRelativeSlot(1, flatbuffers.number_types.UOffsetTFlags.py_type(antichain), 0)
+def ScheduleRecordStartAntichainVector(builder, numElems): return builder.StartVector(4, numElems, 4)
+def ScheduleRecordAddArenaLowerBoundNbytes(builder, arenaLowerBoundNbytes): builder.PrependUint64Slot(2, arenaLowerBoundNbytes, 0)
+def ScheduleRecordAddCandidates(builder, candidates): builder.PrependUOffsetTRelativeSlot(3, flatbuffers.number_types.UOffsetTFlags.py_type(candidates), 0)
+def ScheduleRecordStartCandidatesVector(builder, numElems): return builder.StartVector(4, numElems, 4)
+def ScheduleRecordEnd(builder): return builder.EndObject()
+
+
 class Program(object):
     __slots__ = ['_tab']
 
@@ -1697,7 +1860,17 @@ class Program(object):
             return obj
         return None
 
-def ProgramStart(builder): builder.StartObject(11)
+    # Program
+    def Schedule(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(26))
+        if o != 0:
+            x = self._tab.Indirect(o + self._tab.Pos)
+            obj = ScheduleRecord()
+            obj.Init(self._tab.Bytes, x)
+            return obj
+        return None
+
+def ProgramStart(builder): builder.StartObject(12)
 def ProgramAddName(builder, name): builder.PrependUOffsetTRelativeSlot(0, flatbuffers.number_types.UOffsetTFlags.py_type(name), 0)
 def ProgramAddInputs(builder, inputs): builder.PrependUOffsetTRelativeSlot(1, flatbuffers.number_types.UOffsetTFlags.py_type(inputs), 0)
 def ProgramStartInputsVector(builder, numElems): return builder.StartVector(4, numElems, 4)
@@ -1715,6 +1888,7 @@ def ProgramStartOpsVector(builder, numElems): return builder.StartVector(4, numE
 def ProgramAddCommands(builder, commands): builder.PrependUOffsetTRelativeSlot(9, flatbuffers.number_types.UOffsetTFlags.py_type(commands), 0)
 def ProgramStartCommandsVector(builder, numElems): return builder.StartVector(4, numElems, 4)
 def ProgramAddGolden(builder, golden): builder.PrependUOffsetTRelativeSlot(10, flatbuffers.number_types.UOffsetTFlags.py_type(golden), 0)
+def ProgramAddSchedule(builder, schedule): builder.PrependUOffsetTRelativeSlot(11, flatbuffers.number_types.UOffsetTFlags.py_type(schedule), 0)
 def ProgramEnd(builder): return builder.EndObject()
 
 
