@@ -26,8 +26,12 @@ class Options:
     """``inputs`` fix the shapes of inputs by name; ``examples`` are arrays for inputs by name.
 
     An integer input with an example is drawn from the example's range in later golden checks.
+    ``streams``: "auto", "1", "max" or a number of streams; ``memory_limit``: bytes the arena may
+    have.
     """
 
     target: TargetChoice = "auto"
     inputs: tuple[InputSpec, ...] = ()
     examples: tuple[tuple[str, np.ndarray], ...] = field(default=(), compare=False)
+    streams: str = "auto"
+    memory_limit: int | None = None

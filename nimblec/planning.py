@@ -1,29 +1,158 @@
-"""From a captured graph to a plan: the passes that both targets share."""
+"""From a captured graph to a plan: the passes that both targets share, and the choice of a schedule."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 from nimblec import __version__
-from nimblec.ir import Graph
+from nimblec.errors import CompileError
+from nimblec.ir import Graph, Layout, Schedule
 from nimblec.lower import lower, state, weights
-from nimblec.schedule.dependencies import dependencies, rename_workspaces
+from nimblec.schedule.bound import arena_lower_bound
+from nimblec.schedule.dag import Dag
+from nimblec.schedule.dependencies import dependencies, programmatic_edges, rename_workspaces
+from nimblec.schedule.launch_order import interleaved
+from nimblec.schedule.lifetimes import lifetimes
 from nimblec.schedule.memory import layout
-from nimblec.schedule.streams import serial
-from nimblert.plan import Device, Plan, Target
+from nimblec.schedule.streams import certificate, critical_path, limited, maximal, serial
+from nimblert.plan import Candidate, Device, Plan, ScheduleRecord, Target
+
+_AUTO_LIMITS = (2, 4, 8, 16)
+_CROSS_EDGE_NS = 1_000
+_WORTHWHILE = 0.99
 
 
-def make_plan(graph: Graph, *, target: Target, device: Device, versions: tuple[tuple[str, str], ...]) -> Plan:
-    """Schedule the graph, lay out its memory and write it down as a plan without a golden record."""
-    renamed = rename_workspaces(graph)
-    schedule = serial(dependencies(renamed))
-    memory = layout(renamed, schedule)
+class Timer(Protocol):
+    """Measures plans of one graph on the device they are for.
+
+    ``max_streams`` are as many as can be worth trying there.
+    """
+
+    max_streams: int
+
+    def command_durations(self, plan: Plan) -> Sequence[int]:
+        """Nanoseconds of each launch, copy and fill of a plan of one stream, in issue order."""
+
+    def duration(self, plan: Plan) -> int:
+        """Nanoseconds of one run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provenance:
+    """What a plan says about where it comes from."""
+
+    target: Target
+    device: Device
+    versions: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tried:
+    """A schedule with its memory layout, and how long a run takes (measured or estimated)."""
+
+    policy: str
+    schedule: Schedule
+    memory: Layout
+    duration_ns: int = 0
+
+    @property
+    def candidate(self) -> Candidate:
+        return Candidate(
+            policy=self.policy,
+            stream_count=self.schedule.stream_count,
+            event_count=len({before for before, _ in self.schedule.waits}),
+            arena_nbytes=self.memory.arena_nbytes,
+            duration_ns=self.duration_ns,
+        )
+
+
+def make_plan(
+    graph: Graph, provenance: Provenance, timer: Timer, *, streams: str = "auto", memory_limit: int | None = None
+) -> Plan:
+    """The plan of a graph, without a golden record.
+
+    ``streams``: "1" is the captured order, "max" the paper's Algorithm 1, a number at most so many
+    streams, "auto" the fastest of several as ``timer`` measures them, never slower than "1". Raises
+    CompileError where no schedule tried fits into an arena of ``memory_limit`` bytes.
+    """
+    graph = rename_workspaces(graph)
+    dag = dependencies(graph)
+    captured = _try("1", graph, serial(dag))
+    durations = timer.command_durations(_plan(graph, captured, provenance, None))
+    graph = replace(graph, tasks=tuple(replace(t, duration_ns=d) for t, d in zip(graph.tasks, durations, strict=True)))
+    tried = [_try(p, graph, s) for p, s in _schedules(graph, dag, streams, timer.max_streams)]
+    fitting = [t for t in tried if memory_limit is None or t.memory.arena_nbytes <= memory_limit]
+    if not fitting:
+        least = min(t.memory.arena_nbytes for t in (captured, *tried))
+        raise CompileError(
+            f"memory limit: {memory_limit} bytes are too few for the arena, the least found is {least}; "
+            "allow more, or ask for fewer streams"
+        )
+    if len(fitting) > 1:
+        fitting = [replace(t, duration_ns=timer.duration(_plan(graph, t, provenance, None))) for t in fitting]
+    chosen = _choose(fitting)
+    record = ScheduleRecord(
+        policy=chosen.policy,
+        antichain=_positions(certificate(dag), chosen.schedule),
+        arena_lower_bound_nbytes=arena_lower_bound(lifetimes(graph, chosen.schedule)),
+        candidates=tuple(t.candidate for t in fitting),
+    )
+    return _plan(graph, chosen, provenance, record)
+
+
+def _schedules(graph: Graph, dag: Dag, streams: str, most: int) -> Iterator[tuple[str, Schedule]]:
+    """Every schedule that the policy lets us try, the captured order first."""
+    durations = [t.duration_ns for t in graph.tasks]
+    if streams == "1":
+        yield "1", serial(dag)
+    elif streams == "max":
+        yield "max", maximal(dag, programmatic_edges(graph))
+    elif streams != "auto":
+        yield streams, limited(dag, int(streams), durations)
+    else:
+        yield from _automatic(graph, dag, durations, most)
+
+
+def _automatic(graph: Graph, dag: Dag, durations: Sequence[int], most: int) -> Iterator[tuple[str, Schedule]]:
+    yield "1", serial(dag)
+    widest = maximal(dag, programmatic_edges(graph))
+    counts = [n for n in _AUTO_LIMITS if n <= most and n < widest.stream_count]
+    for count in counts:
+        yield str(count), limited(dag, count, durations)
+    if 1 < widest.stream_count <= most:
+        yield "max", widest
+        yield "max-interleaved", interleaved(graph, widest)
+    for count in counts[-2:]:
+        yield f"critical-path-{count}", critical_path(dag, durations, _CROSS_EDGE_NS, count)
+
+
+def _try(policy: str, graph: Graph, schedule: Schedule) -> _Tried:
+    return _Tried(policy=policy, schedule=schedule, memory=layout(graph, schedule))
+
+
+def _choose(tried: Sequence[_Tried]) -> _Tried:
+    """The fastest; the first one (the captured order) where the gain is within the noise."""
+    fastest = min(tried, key=lambda t: t.duration_ns)
+    return fastest if fastest.duration_ns < _WORTHWHILE * tried[0].duration_ns else tried[0]
+
+
+def _positions(tasks: Sequence[int], schedule: Schedule) -> tuple[int, ...]:
+    place: Mapping[int, int] = {task: position for position, task in enumerate(schedule.order)}
+    return tuple(sorted(place[t] for t in tasks))
+
+
+def _plan(graph: Graph, tried: _Tried, provenance: Provenance, record: ScheduleRecord | None) -> Plan:
+    program = replace(lower(graph, tried.schedule, tried.memory), schedule=record)
     return Plan(
         producer=f"nimblec {__version__}",
-        versions=versions,
-        target=target,
-        device=device,
-        modules=renamed.modules,
-        kernels=renamed.kernels,
-        weights_nbytes=memory.weights_nbytes,
-        weights=weights(renamed, memory),
-        state_nbytes=memory.state_nbytes,
-        state=state(renamed, memory),
-        programs=(lower(renamed, schedule, memory),),
+        versions=provenance.versions,
+        target=provenance.target,
+        device=provenance.device,
+        modules=graph.modules,
+        kernels=graph.kernels,
+        weights_nbytes=tried.memory.weights_nbytes,
+        weights=weights(graph, tried.memory),
+        state_nbytes=tried.memory.state_nbytes,
+        state=state(graph, tried.memory),
+        programs=(program,),
     )

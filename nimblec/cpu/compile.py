@@ -11,10 +11,11 @@ from onnx import ModelProto
 
 from nimblec import __version__
 from nimblec.cpu import capture, optimizer
+from nimblec.cpu.timing import CpuTimer
 from nimblec.errors import CompileError
 from nimblec.lean import differing_output
 from nimblec.options import InputSpec, Observer, Options
-from nimblec.planning import make_plan
+from nimblec.planning import Provenance, make_plan
 from nimblec.source import Source
 from nimblec.stages import stage
 from nimblert import container, golden
@@ -41,8 +42,11 @@ def compile_cpu(source: Source, options: Options, output: Path, observer: Observ
             model = capture.read(path, _specs(options))
         with stage(observer, "optimise"):
             graph = capture.capture_model(model, path.parent, _sample_ranges(options))
-        with stage(observer, "plan"):
-            plan = make_plan(graph, target=Target.CPU, device=Device(name="cpu"), versions=_versions())
+        with stage(observer, "schedule"):
+            provenance = Provenance(target=Target.CPU, device=Device(name="cpu"), versions=_versions())
+            plan = make_plan(
+                graph, provenance, CpuTimer(), streams=options.streams, memory_limit=options.memory_limit
+            )
         with stage(observer, "golden run"):
             plan = _with_golden(plan, model, path.parent)
     with stage(observer, "write"):

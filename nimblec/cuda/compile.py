@@ -43,6 +43,8 @@ def _write_request(folder: Path, source: Source, options: Options, output: Path)
         "inputs": [asdict(s) for s in options.inputs],
         "examples": examples,
         "output": str(output),
+        "streams": options.streams,
+        "memory_limit": options.memory_limit,
         "sys_path": [p for p in sys.path if p],
     }
     request.write_text(json.dumps(content))

@@ -9,16 +9,19 @@ import ctypes
 import json
 import os
 import sys
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
+from nimblec.cuda.timing import CudaTimer
 from nimblec.errors import CompileError
+from nimblec.ir import Graph
 from nimblec.lean import differing_output
 from nimblec.options import InputSpec
+from nimblec.planning import Provenance, make_plan
 from nimblec.stages import stage
 from nimblert import container, driver, golden
 from nimblert.errors import NimbleError
@@ -90,12 +93,8 @@ class _Worker:
             recorder.warm_up()
         with self._stage("capture"):
             recording = recorder.record()
-        with self._stage("plan"):
-            from nimblec.planning import make_plan
-
-            plan = make_plan(
-                recording.graph, target=Target.CUDA, device=_needed_device(), versions=_versions()
-            )
+        with self._stage("schedule"):
+            plan = self._schedule(recording.graph)
         with self._stage("run the framework"):
             plan = self._with_golden(plan, recorder)
         output = Path(self._request["output"])
@@ -106,6 +105,17 @@ class _Worker:
             if problem:
                 inputs = golden.draw_inputs(plan.programs[0], _SEED)
                 raise CompileError(f"{problem}; {first_difference(recording, plan.device, inputs)}")
+
+    def _schedule(self, graph: Graph) -> Plan:
+        provenance = Provenance(target=Target.CUDA, device=_needed_device(), versions=_versions())
+        with closing(CudaTimer()) as timer:
+            return make_plan(
+                graph,
+                provenance,
+                timer,
+                streams=self._request["streams"],
+                memory_limit=self._request["memory_limit"],
+            )
 
     def _load_model(self) -> Any:
         import torch

@@ -11,8 +11,8 @@ import time
 _FRAMEWORKS = ("torch", "onnx", "triton", "nimblec")
 
 
-def main(path: str, dump: str | None) -> int:
-    """Check the first program of the plan at ``path``; ``dump`` names a file for the outputs (.npz)."""
+def main(path: str) -> int:
+    """Check the first program of the plan at ``path``."""
     for name in _FRAMEWORKS:
         sys.modules[name] = None  # type: ignore[assignment]  # makes an import of it raise
     seconds = {}
@@ -23,12 +23,14 @@ def main(path: str, dump: str | None) -> int:
         return now
 
     now = time.perf_counter()
-    import numpy as np
-
     from nimblert import container, executable, golden
+    from nimblert.onnx_session import share_thread_pool
+    from nimblert.plan import Target
 
     now = lap("import", now)
     plan = container.read(path)
+    if plan.target is Target.CPU:
+        share_thread_pool()
     now = lap("read", now)
     with executable.load(plan, poison=True) as loaded:
         now = lap("load", now)
@@ -38,20 +40,18 @@ def main(path: str, dump: str | None) -> int:
             return 2
         inputs = golden.draw_inputs(loaded.program, record.seed)
         now = lap("draw inputs", now)
-        outputs = loaded.run(inputs)
+        outputs = list(loaded.run(inputs).values())
         lap("first run", now)
-        again = loaded.run(inputs)
-        compared = golden.check(record, list(outputs.values()))
-        repeated = golden.check(golden.record(record.seed, list(outputs.values()), record.tolerance), list(again.values()))
-    if dump:
-        np.savez(dump, **{f"output_{i}": v.view(np.uint8) if v.ndim else v for i, v in enumerate(outputs.values())})
+        again = list(loaded.run(inputs).values())
+        compared = golden.check(record, outputs)
+        repeated = golden.check(golden.record(record.seed, outputs, record.tolerance), again)
     verdicts = [
-        {"name": name, "verdict": c.verdict.value, "difference": c.difference, "repeat": r.verdict.value}
-        for name, c, r in zip(outputs, compared, repeated, strict=True)
+        {"name": t.name, "verdict": c.verdict.value, "difference": c.difference, "repeat": r.verdict.value}
+        for t, c, r in zip(loaded.outputs, compared, repeated, strict=True)
     ]
     json.dump({"outputs": verdicts, "seconds": seconds}, sys.stdout)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None))
+    sys.exit(main(sys.argv[1]))

@@ -9,10 +9,12 @@ Runtime, which finds no file (see `sessions`) and knows no operators but its own
 """
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 
@@ -63,6 +65,15 @@ class CpuBackend:
     def replay(self) -> None:
         """Compute again on the same inputs; in host memory nothing needs moving."""
         self.run()
+
+    def profile(self) -> list[int]:
+        """Run the commands of the only stream one by one: nanoseconds of each, in issue order."""
+        (stream,) = self._streams
+        ticks = [time.perf_counter_ns()]
+        for _, step in stream:
+            step()
+            ticks.append(time.perf_counter_ns())
+        return [after - before for before, after in pairwise(ticks)]
 
     def close(self) -> None:
         """End the threads and drop sessions and memory."""

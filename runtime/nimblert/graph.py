@@ -52,13 +52,14 @@ def build(context: Context, program: Program, functions: Sequence[Handle], memor
     work = [c for c in program.commands if not isinstance(c, Record | Wait)]
     nodes: list[Handle] = []
     for command, before in zip(work, edges(program.commands), strict=True):
-        node = _add_node(graph, command, functions, memory)
+        node = add_node(graph, command, functions, memory)
         _add_edges(graph, nodes, node, before)
         nodes.append(node)
     return graph
 
 
-def _add_node(graph: Handle, command: Work, functions: Sequence[Handle], memory: DeviceMemory) -> Handle:
+def add_node(graph: Handle, command: Work, functions: Sequence[Handle], memory: DeviceMemory) -> Handle:
+    """Add one command to a graph, without edges: its node."""
     match command:
         case Launch():
             return _add_launch(graph, command, functions[command.kernel], relocate(command, memory))
@@ -121,6 +122,11 @@ def _add_edges(graph: Handle, nodes: Sequence[Handle], node: Handle, before: Seq
             continue
         data = [_edge_data(programmatic=programmatic) for _ in sources]
         call("cuGraphAddDependencies", graph, sources, [node] * len(sources), data, len(sources))
+
+
+def add_edge(graph: Handle, before: Handle, after: Handle) -> None:
+    """Have ``after`` start when ``before`` has ended."""
+    call("cuGraphAddDependencies", graph, [before], [after], [_edge_data(programmatic=False)], 1)
 
 
 def _edge_data(*, programmatic: bool) -> Handle:

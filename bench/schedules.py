@@ -1,0 +1,124 @@
+"""What the schedule is worth: the same kernels in the captured order and as `auto` chose.
+
+Usage: python -m bench.schedules [--markdown] [MODEL ...], a model being package.module:callable.
+Writes bench/results/h200/schedules.json (on an H200), or prints its table with --markdown.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench import environment
+from nimblec.compiler import compile_model
+from nimblec.options import Options
+from nimblert import container, golden
+from nimblert.cuda import CudaBackend
+from nimblert.executable import load
+from nimblert.hazards import hazards
+
+RESULTS = Path(__file__).parent / "results" / "h200" / "schedules.json"
+MODELS = (
+    "bench.models.inception_v3:fp16",
+    "bench.models.nasnet_a_large:fp32",
+    "bench.models.googlenet:fp16",
+    "bench.models.pnasnet_5_large:fp32",
+    "bench.models.two_towers:fp16",
+    "bench.models.bert_base:fp16",
+    "bench.models.gpt2:bf16",
+    "bench.models.resnet50:fp32",
+    "bench.models.mobilenet_v2:fp16",
+    "bench.models.bert_base:fp16_compiled",
+    "bench.models.resnet50:fp16_compiled",
+)
+
+
+def measure(spec: str, folder: Path) -> dict[str, Any]:
+    """Compile one model with ``auto`` and measure it, bit-exactness and torch's own graph included."""
+    path = folder / "model.plan"
+    stages: dict[str, float] = {}
+    made = compile_model(spec, options=Options(target="cuda"), output=path, observer=lambda *_: None)
+    stages.update(made.stages)
+    plan = container.read(path)
+    (program,) = plan.programs
+    record = program.schedule
+    assert record is not None
+    with load(plan) as loaded:
+        assert isinstance(loaded.backend, CudaBackend)
+        outputs = list(loaded.run(golden.draw_inputs(program, 0)).values())
+        exact = golden.record(0, outputs, 0.0).outputs == program.golden.outputs
+        loaded.backend.time(50)
+        gpu = loaded.backend.time(200)
+        wall = []
+        for _ in range(200):
+            begin = time.perf_counter()
+            loaded.replay()
+            wall.append((time.perf_counter() - begin) * 1e6)
+    command = [sys.executable, "-m", "bench.torch_graph", spec]
+    peer = subprocess.run(command, capture_output=True, text=True, check=False)
+    return {
+        "bit_exact": exact,
+        "hazards": sum(1 for _ in hazards(program)),
+        "commands": len(program.commands),
+        "streams": program.stream_count,
+        "events": program.event_count,
+        "policy": record.policy,
+        "antichain": len(record.antichain),
+        "candidates": {
+            c.policy: [c.stream_count, c.event_count, c.arena_nbytes, c.duration_ns] for c in record.candidates
+        },
+        "arena_nbytes": program.arena_nbytes,
+        "arena_lower_bound_nbytes": record.arena_lower_bound_nbytes,
+        "gpu_us": _spread(gpu),
+        "wall_us": _spread(np.array(wall)),
+        "torch": json.loads(peer.stdout) if peer.returncode == 0 else peer.stderr.strip().splitlines()[-1],
+        "stages_s": {name: round(seconds, 3) for name, seconds in stages.items()},
+        "code_nbytes": sum(m.code.nbytes for m in plan.modules),
+        "weights_nbytes": plan.weights_nbytes,
+        "file_nbytes": path.stat().st_size,
+    }
+
+
+def _spread(times: np.ndarray) -> dict[str, float]:
+    p5, median, p95 = np.percentile(times, (5, 50, 95))
+    return {"p5": round(float(p5), 2), "median": round(float(median), 2), "p95": round(float(p95), 2)}
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """The table of the README."""
+    lines = [
+        "| model | chain, us | auto, us | gain | policy | streams / syncs | arena / bound | torch's graph pool |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for spec, r in results["models"].items():
+        chain, chosen = (r["candidates"][p][3] / 1e3 for p in ("1", r["policy"]))
+        pool = r["torch"]["graph_pool_nbytes"] / 2**20 if isinstance(r["torch"], dict) else float("nan")
+        lines.append(
+            f"| {spec.removeprefix('bench.models.')} | {chain:.0f} | {chosen:.0f} | {chain / chosen:.2f} "
+            f"| {r['policy']} | {r['streams']} / {r['events']} | {r['arena_nbytes'] / 2**20:.1f} / "
+            f"{r['arena_lower_bound_nbytes'] / 2**20:.1f} MiB | {pool:.1f} MiB |"
+        )
+    return "\n".join(lines)
+
+
+def main(arguments: list[str]) -> None:
+    """Measure the models named, or all."""
+    if "--markdown" in arguments:
+        print(markdown(json.loads(RESULTS.read_text())))
+        return
+    results: dict[str, Any] = {"models": {}}
+    with tempfile.TemporaryDirectory() as folder:
+        for spec in arguments or MODELS:
+            results["models"][spec] = measure(spec, Path(folder))
+            print(spec, json.dumps(results["models"][spec]), flush=True)
+    environment.write(RESULTS, results)
+    print(markdown(results))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

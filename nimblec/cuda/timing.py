@@ -1,0 +1,108 @@
+"""Measure plans on this GPU, in the process that captured them."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+
+import numpy as np
+
+from nimblert import golden, graph
+from nimblert.driver import Context, Handle, bindings, call
+from nimblert.memory import DeviceMemory, Staging
+from nimblert.plan import Plan, Program, Record, Wait
+
+_REPEATS = 15
+_EMPTY_INTERVALS = 16
+_TARGET_US = 50_000.0
+_WARM_UPS = 5
+
+
+class CudaTimer:
+    """Times plans that share kernels and weights, which are loaded once."""
+
+    max_streams = 1 << 16  # of a CUDA graph: the driver shares its queues out
+
+    def __init__(self) -> None:
+        self._context = Context()
+        self._stream = self._context.acquire(
+            call("cuStreamCreate", bindings().CUstream_flags.CU_STREAM_NON_BLOCKING), "cuStreamDestroy"
+        )
+        self._functions: list[Handle] = []
+        self._resident: DeviceMemory | None = None
+
+    def command_durations(self, plan: Plan) -> list[int]:
+        """Nanoseconds of each launch, copy and fill, run one after another as in the captured order.
+
+        One graph holds an event between any two commands, so caches are as they are in the network.
+        """
+        (program,) = plan.programs
+        work = [c for c in program.commands if not isinstance(c, Record | Wait)]
+        with self._loaded(plan, program) as (scope, memory):
+            chain = scope.acquire(call("cuGraphCreate", 0), "cuGraphDestroy")
+            events = [
+                scope.acquire(call("cuEventCreate", 0), "cuEventDestroy")
+                for _ in range(len(work) + 1 + _EMPTY_INTERVALS)
+            ]
+            last = call("cuGraphAddEventRecordNode", chain, None, 0, events[0])
+            for position, event in enumerate(events[1:]):
+                if position < len(work):
+                    node = graph.add_node(chain, work[position], self._functions, memory)
+                    graph.add_edge(chain, last, node)
+                    last = node
+                last = call("cuGraphAddEventRecordNode", chain, [last], 1, event)
+            executable = scope.acquire(call("cuGraphInstantiate", chain, 0), "cuGraphExecDestroy")
+            rows = [self._intervals(executable, events) for _ in range(_REPEATS + _WARM_UPS)][_WARM_UPS:]
+        medians = np.median(np.array(rows), axis=0)
+        overhead = float(np.median(medians[len(work) :]))
+        return [max(1, round((d - overhead) * 1e6)) for d in medians[: len(work)]]
+
+    def _intervals(self, executable: Handle, events: list[Handle]) -> list[float]:
+        """Milliseconds between each event and the next."""
+        call("cuGraphLaunch", executable, self._stream)
+        call("cuStreamSynchronize", self._stream)
+        return [call("cuEventElapsedTime", a, b) for a, b in pairwise(events)]
+
+    def duration(self, plan: Plan) -> int:
+        """Nanoseconds of one run: the median of GPU times by events around a graph launch."""
+        (program,) = plan.programs
+        with self._loaded(plan, program) as (scope, memory):
+            built = graph.build(scope, program, self._functions, memory)
+            executable = scope.acquire(call("cuGraphInstantiate", built, 0), "cuGraphExecDestroy")
+            events = [scope.acquire(call("cuEventCreate", 0), "cuEventDestroy") for _ in range(2)]
+            first = [self._time_once(executable, events) for _ in range(_WARM_UPS)]
+            count = int(np.clip(_TARGET_US / max(first[-1], 1.0), 10, 200))
+            return round(float(np.median([self._time_once(executable, events) for _ in range(count)])) * 1e3)
+
+    def _time_once(self, executable: Handle, events: list[Handle]) -> float:
+        call("cuEventRecord", events[0], self._stream)
+        call("cuGraphLaunch", executable, self._stream)
+        call("cuEventRecord", events[1], self._stream)
+        call("cuEventSynchronize", events[1])
+        return float(call("cuEventElapsedTime", *events)) * 1e3
+
+    @contextmanager
+    def _loaded(self, plan: Plan, program: Program) -> Iterator[tuple[Context, DeviceMemory]]:
+        """Memory for one plan, given back at the end; its kernels and weights stay for the next."""
+        if self._resident is None:
+            self._modules = plan.modules
+            self._functions = graph.load_functions(self._context, plan.modules, plan.kernels)
+            self._resident = DeviceMemory(self._context, plan, program)
+        scope = Context()
+        try:
+            memory = DeviceMemory(scope, plan, program, resident=self._resident)
+            self._fill_inputs(scope, program, memory)
+            yield scope, memory
+        finally:
+            scope.close()
+
+    def _fill_inputs(self, scope: Context, program: Program, memory: DeviceMemory) -> None:
+        staging = Staging(scope, program.inputs, memory)
+        drawn = golden.draw_inputs(program, 0)
+        for tensor, view in zip(program.inputs, staging.views, strict=True):
+            np.copyto(view, drawn[tensor.name])
+        staging.to_device(self._stream)
+        call("cuStreamSynchronize", self._stream)
+
+    def close(self) -> None:
+        """Give everything back."""
+        self._context.close()
