@@ -181,9 +181,12 @@ class Worker:
 
     def stop(self) -> None:
         """End the process."""
-        self.connection.close()
+        if self.case is None:
+            self.connection.send(None)
+            self.process.join(timeout=5)
         self.process.kill()
         self.process.join()
+        self.connection.close()
 
 
 def run(indices: Sequence[int], target: str, worker_count: int) -> list[Result]:

@@ -15,6 +15,8 @@ from torch import Tensor, fx
 
 from nimblec.errors import UnsupportedModelError
 from nimblec.frontend import onnx_file
+from nimblec.frontend.onnx_ops.axes import sizes_of
+from nimblec.frontend.onnx_ops.table import Refused
 from nimblec.frontend.onnx_tensors import dense_of, narrow_type, tensor_of
 from nimblec.frontend.onnx_walk import FAILED, Frame, Walk
 from nimblec.frontend.recorder import Recorder
@@ -72,7 +74,11 @@ def _input(value: onnx_file.ModelTensor) -> OnnxInput:
     shape = value.shape
     if shape is None or None in shape:
         raise UnsupportedModelError(f"input '{value.name}': shape {shape} is dynamic; fix it with --input")
-    return OnnxInput(name=value.name, dtype=value.dtype, shape=tuple(n for n in shape if n is not None))
+    try:
+        sizes = sizes_of(n for n in shape if n is not None)
+    except Refused as exc:
+        raise UnsupportedModelError(f"input '{value.name}': {exc}") from exc
+    return OnnxInput(name=value.name, dtype=value.dtype, shape=sizes)
 
 
 def _constants(model: ModelProto, recorder: Recorder) -> dict[str, object]:

@@ -71,6 +71,8 @@ def load(path: str | PathLike[str], *, external_data: bool = True) -> ModelProto
         raise CompileError(f"{path}: not an ONNX file") from exc
     if not (model.ir_version and model.opset_import and model.HasField("graph") and model.graph.output):
         raise CompileError(f"{path}: not an ONNX file")
+    if not all(isinstance(text, str) for text in _names(model)):
+        raise CompileError(f"{path}: damaged: a name in it is not UTF-8")
     check_operators(model)
     _check_external_data(model, path)
     if external_data:
@@ -192,6 +194,21 @@ def _all_nodes(model: ModelProto) -> Iterator[NodeProto]:
             yield node
             for subgraph in subgraphs(node):
                 yield from nodes(subgraph)
+
+
+def _names(model: ModelProto) -> Iterator[str]:
+    """Every name in the model: str, or bytes where protobuf could not decode one."""
+    yield from (opset.domain for opset in model.opset_import)
+    for function in model.functions:
+        yield from (function.name, function.domain, *function.input, *function.output, *function.attribute)
+    graphs = [model.graph]
+    for node in _all_nodes(model):
+        graphs.extend(subgraphs(node))
+        yield from (node.op_type, node.domain, node.name, *node.input, *node.output)
+        yield from (text for attribute in node.attribute for text in (attribute.name, attribute.ref_attr_name))
+    for graph in graphs:
+        yield from (value.name for value in (*graph.input, *graph.output, *graph.value_info, *graph.initializer))
+        yield from (dim.dim_param for value in graph.input for dim in value.type.tensor_type.shape.dim)
 
 
 def _tensors(model: ModelProto) -> Iterator[TensorProto]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from nimblec.errors import UnsupportedModelError
 from nimblec.frontend.onnx_ops.axes import sizes_of
 from nimblec.frontend.onnx_ops.creation import ELEMENT_TYPES
+from nimblec.frontend.onnx_ops.table import Refused
 
 NARROW = {
     TensorProto.INT4: np.int8,
@@ -99,7 +100,10 @@ def dense_of(proto: onnx.SparseTensorProto) -> Tensor:
     """Return a sparse initializer as a dense tensor."""
     values, indices = tensor_of(proto.values), tensor_of(proto.indices)
     sizes = tuple(proto.dims)
-    flat = torch.zeros(sizes_of(sizes), dtype=values.dtype).reshape(-1)
+    try:
+        flat = torch.zeros(sizes_of(sizes), dtype=values.dtype).reshape(-1)
+    except Refused as exc:
+        raise UnsupportedModelError(f"sparse tensor '{proto.values.name}': {exc}") from exc
     if indices.dim() == 2:
         weights = [int(np.prod(sizes[i + 1 :])) for i in range(len(sizes))]
         indices = (indices * torch.tensor(weights)).sum(1)

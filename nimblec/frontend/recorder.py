@@ -7,8 +7,10 @@ among its arguments become constants of the graph. So the graph holds no call th
 made at import, no ``.item()`` and no copy from host to device.
 """
 
+import logging
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, Self
 
@@ -134,7 +136,7 @@ class Recorder(TorchDispatchMode):
                 return func._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
         args = tuple(_map_tensors(value, self._as_fake) for value in args)
         kwargs = {key: _map_tensors(value, self._as_fake) for key, value in kwargs.items()}
-        with self._fake_mode:
+        with self._fake_mode, _without_tracebacks():
             result = func(*args, **kwargs)
         if func in ALIASES or (func in RESHAPES and result.shape == args[0].shape):
             self._nodes[id(result)] = self._nodes[id(args[0])]
@@ -180,6 +182,17 @@ class Recorder(TorchDispatchMode):
 
     def _argument(self, tensor: Tensor) -> fx.Node:
         return self._nodes[id(self._as_fake(tensor))]
+
+
+@contextmanager
+def _without_tracebacks() -> Iterator[None]:
+    """Keep torch from printing the traceback of a call that is refused: the error says it all."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def _is_dense(tensor: Tensor) -> bool:

@@ -32,8 +32,10 @@ def sizes_of(shape: Iterable[int]) -> Ints:
     sizes = tuple(shape)
     if any(size < 0 for size in sizes):
         raise Refused(f"shape {sizes} has a negative size")
-    if prod(sizes) > LARGEST:
-        raise Refused(f"shape {sizes} has {prod(sizes)} elements; expected at most {LARGEST}")
+    # An empty tensor may not have absurd sizes either: its strides would overflow.
+    count = prod(max(1, size) for size in sizes)
+    if count > LARGEST:
+        raise Refused(f"shape {sizes} has {count} elements; expected at most {LARGEST}")
     return sizes
 
 
