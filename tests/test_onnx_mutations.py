@@ -122,8 +122,7 @@ def import_file(data: bytes, path: Path) -> bool:
     path.write_bytes(data)
     try:
         import_model(onnx_file.fix_shapes(onnx_file.load(path), ()))
-    except NimbleError as exc:
-        assert str(exc).strip()
+    except NimbleError:
         return False
     return True
 
