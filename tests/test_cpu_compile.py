@@ -42,7 +42,7 @@ def embedding(tmp_path: Path) -> Path:
 def test_an_example_gives_shape_and_range(embedding: Path, tmp_path: Path) -> None:
     output = tmp_path / "model.plan"
     stages = compile_file(embedding, output, examples=(("i", np.array([9, 12, 10])),))
-    assert stages == ["read", "optimise", "plan", "golden run", "write", "check"]
+    assert stages == ["read", "optimise", "schedule", "golden run", "write", "check"]
     plan = container.read(output)
     (tensor,) = plan.programs[0].inputs
     assert (tensor.shape, tensor.sample_range) == ((3,), (9, 12))

@@ -19,6 +19,7 @@ from nimblec.planning import Provenance, make_plan
 from nimblec.source import Source
 from nimblec.stages import stage
 from nimblert import container, golden
+from nimblert.errors import InputError
 from nimblert.onnx_session import onnxruntime, runtime_errors
 from nimblert.plan import Device, Plan, Target
 
@@ -44,9 +45,12 @@ def compile_cpu(source: Source, options: Options, output: Path, observer: Observ
             graph = capture.capture_model(model, path.parent, _sample_ranges(options))
         with stage(observer, "schedule"):
             provenance = Provenance(target=Target.CPU, device=Device(name="cpu"), versions=_versions())
-            plan = make_plan(
-                graph, provenance, CpuTimer(), streams=options.streams, memory_limit=options.memory_limit
-            )
+            try:
+                plan = make_plan(
+                    graph, provenance, CpuTimer(), streams=options.streams, memory_limit=options.memory_limit
+                )
+            except InputError as exc:
+                raise _refused_inputs(exc) from exc
         with stage(observer, "golden run"):
             plan = _with_golden(plan, model, path.parent)
     with stage(observer, "write"):
@@ -95,7 +99,11 @@ def run_reference(model: ModelProto, folder: Path, inputs: Mapping[str, np.ndarr
         session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
         return [np.asarray(output) for output in session.run(None, dict(inputs))]
     except runtime_errors() as exc:
-        raise CompileError(
-            f"ONNX Runtime cannot run the model on random inputs: {exc}; where integers must be in a range, "
-            f"give --example NAME=FILE.npy"
-        ) from exc
+        raise _refused_inputs(exc) from exc
+
+
+def _refused_inputs(reason: Exception) -> CompileError:
+    return CompileError(
+        f"ONNX Runtime cannot run the model on random inputs: {reason}; where integers must be in a range, "
+        "give --example NAME=FILE.npy"
+    )

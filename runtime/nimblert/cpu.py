@@ -14,7 +14,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
-from itertools import pairwise
 
 import numpy as np
 
@@ -67,13 +66,11 @@ class CpuBackend:
         self.run()
 
     def profile(self) -> list[int]:
-        """Run the commands of the only stream one by one: nanoseconds of each, in issue order."""
+        """Run the only stream: nanoseconds of each command, in issue order. Raises InputError as `run` does."""
         (stream,) = self._streams
-        ticks = [time.perf_counter_ns()]
-        for _, step in stream:
-            step()
-            ticks.append(time.perf_counter_ns())
-        return [after - before for before, after in pairwise(ticks)]
+        durations: list[int] = []
+        self._walk([(command, partial(_time, step, durations)) for command, step in stream])
+        return durations
 
     def close(self) -> None:
         """End the threads and drop sessions and memory."""
@@ -130,6 +127,13 @@ class CpuBackend:
             return f"event {command.event}"
         op = self._program.ops[command.op]
         return f"op {op.name} ({op.source})"
+
+
+def _time(step: Step, durations: list[int]) -> None:
+    """Run a step and append its nanoseconds."""
+    begin = time.perf_counter_ns()
+    step()
+    durations.append(time.perf_counter_ns() - begin)
 
 
 def _pass(gate: threading.Lock) -> None:
