@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -27,7 +28,7 @@ class Options:
 
     An integer input with an example is drawn from the example's range in later golden checks.
     ``streams``: "auto", "1", "max" or a number of streams; ``memory_limit``: bytes the arena may
-    have.
+    have. ``timing_cache`` is the file that keeps measured times, the user's own by default.
     """
 
     target: TargetChoice = "auto"
@@ -35,3 +36,4 @@ class Options:
     examples: tuple[tuple[str, np.ndarray], ...] = field(default=(), compare=False)
     streams: str = "auto"
     memory_limit: int | None = None
+    timing_cache: Path = field(default_factory=lambda: Path.home() / ".cache" / "nimblec" / "timings.json")

@@ -11,13 +11,14 @@ from onnx import ModelProto
 
 from nimblec import __version__
 from nimblec.cpu import capture, optimizer
-from nimblec.cpu.timing import CpuTimer
+from nimblec.cpu.timing import CpuTimer, processor
 from nimblec.errors import CompileError
 from nimblec.lean import differing_output
 from nimblec.options import InputSpec, Observer, Options
 from nimblec.planning import Provenance, make_plan
 from nimblec.source import Source
 from nimblec.stages import stage
+from nimblec.timing_cache import CachedTimer, TimingCache
 from nimblert import container, golden
 from nimblert.errors import InputError
 from nimblert.onnx_session import onnxruntime, runtime_errors
@@ -45,12 +46,13 @@ def compile_cpu(source: Source, options: Options, output: Path, observer: Observ
             graph = capture.capture_model(model, path.parent, _sample_ranges(options))
         with stage(observer, "schedule"):
             provenance = Provenance(target=Target.CPU, device=Device(name="cpu"), versions=_versions())
+            cache = TimingCache(options.timing_cache)
+            timer = CachedTimer(CpuTimer(), cache, replace(provenance.device, name=processor()))
             try:
-                plan = make_plan(
-                    graph, provenance, CpuTimer(), streams=options.streams, memory_limit=options.memory_limit
-                )
+                plan = make_plan(graph, provenance, timer, streams=options.streams, memory_limit=options.memory_limit)
             except InputError as exc:
                 raise _refused_inputs(exc) from exc
+            cache.save()
         with stage(observer, "golden run"):
             plan = _with_golden(plan, model, path.parent)
     with stage(observer, "write"):

@@ -45,6 +45,7 @@ def _write_request(folder: Path, source: Source, options: Options, output: Path)
         "output": str(output),
         "streams": options.streams,
         "memory_limit": options.memory_limit,
+        "timing_cache": str(options.timing_cache),
         "sys_path": [p for p in sys.path if p],
     }
     request.write_text(json.dumps(content))

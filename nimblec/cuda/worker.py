@@ -23,6 +23,7 @@ from nimblec.lean import differing_output
 from nimblec.options import InputSpec
 from nimblec.planning import Provenance, make_plan
 from nimblec.stages import stage
+from nimblec.timing_cache import CachedTimer, TimingCache
 from nimblert import container, driver, golden
 from nimblert.errors import NimbleError
 from nimblert.plan import Device, Plan, Target
@@ -108,14 +109,13 @@ class _Worker:
 
     def _schedule(self, graph: Graph) -> Plan:
         provenance = Provenance(target=Target.CUDA, device=_needed_device(), versions=_versions())
+        cache = TimingCache(Path(self._request["timing_cache"]))
+        streams, memory_limit = self._request["streams"], self._request["memory_limit"]
         with closing(CudaTimer()) as timer:
-            return make_plan(
-                graph,
-                provenance,
-                timer,
-                streams=self._request["streams"],
-                memory_limit=self._request["memory_limit"],
-            )
+            cached = CachedTimer(timer, cache, provenance.device)
+            plan = make_plan(graph, provenance, cached, streams=streams, memory_limit=memory_limit)
+        cache.save()
+        return plan
 
     def _load_model(self) -> Any:
         import torch

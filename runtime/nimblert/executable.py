@@ -2,9 +2,11 @@
 
 import threading
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from os import PathLike
 from types import TracebackType
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 import numpy as np
 
@@ -12,6 +14,9 @@ from nimblert import container, verify
 from nimblert.dtypes import numpy_dtype
 from nimblert.errors import InputError, PlanInvalidError
 from nimblert.plan import Plan, Program, Target, Tensor
+
+if TYPE_CHECKING:
+    from nimblert.driver import Context
 
 
 class Backend(Protocol):
@@ -136,17 +141,38 @@ def load(plan: Plan | str | PathLike[str], *, program: str | None = None, poison
     ``poison`` fills memory that nothing should read with 0xFF bytes first. Raises PlanError for a
     plan that is damaged or contradicts itself, DeviceMismatchError where this machine cannot run it.
     """
-    if not isinstance(plan, Plan):
-        plan = container.read(plan)
-    elif problems := list(verify.problems(plan)):
-        raise PlanInvalidError(problems)
-    selected = select_program(plan, program)
-    return Executable(plan, selected, _backend(plan, selected, poison=poison))
+    if isinstance(plan, Plan):
+        if problems := list(verify.problems(plan)):
+            raise PlanInvalidError(problems)
+        return _loaded(plan, program, poison=poison)
+    image = container.map_file(plan)
+    with ThreadPoolExecutor(1) as pool, ExitStack() as started:
+        # Hashing takes as long as starting the GPU; no code is handed over before both are done.
+        digest = pool.submit(container.verify_digest, image, plan)
+        parsed = container.parse(image, plan)
+        if parsed.target is Target.CUDA:
+            started.callback(_start_device(parsed).close)
+        digest.result()
+        return _loaded(parsed, program, poison=poison)
+
+
+def _start_device(plan: Plan) -> "Context":
+    """Start the GPU that a plan needs: the context keeps it started."""
+    from nimblert import driver  # each target imports only what it runs on
+
+    driver.initialise()
+    driver.check_device(plan.device, driver.describe())
+    return driver.Context()
+
+
+def _loaded(plan: Plan, name: str | None, *, poison: bool) -> Executable:
+    program = select_program(plan, name)
+    return Executable(plan, program, _backend(plan, program, poison=poison))
 
 
 def _backend(plan: Plan, program: Program, *, poison: bool) -> Backend:
     if plan.target is Target.CPU:
-        from nimblert.cpu import CpuBackend  # each target imports only what it runs on
+        from nimblert.cpu import CpuBackend
 
         return CpuBackend(plan, program, poison=poison)
     from nimblert.cuda import CudaBackend

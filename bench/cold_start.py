@@ -1,0 +1,99 @@
+"""From process start to the first output: a plan in nimblert, and the same model in torch.
+
+Usage: python -m bench.cold_start [--markdown] [MODEL]; writes bench/results/h200/cold_start.json.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench import environment
+from nimblec.compiler import compile_model
+from nimblec.options import Options
+from nimblert import container
+
+RESULTS = Path(__file__).parent / "results" / "h200" / "cold_start.json"
+_REPEATS = 7
+
+_LEAN = """
+import resource, sys, numpy as np, nimblert
+with nimblert.load(sys.argv[1]) as model:
+    inputs = {t.name: np.load(sys.argv[2]) for t in model.inputs}
+    outputs = model.run(inputs)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+_TORCH = """
+import resource, sys, numpy as np, torch
+from nimblec.frontend.pytorch import import_callable
+module, (example,) = import_callable(sys.argv[1])
+module = module.cuda()
+x = torch.from_numpy(np.load(sys.argv[2])).cuda()
+with torch.no_grad():
+    module(x).cpu()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+def _run(code: str, *arguments: str) -> tuple[float, float]:
+    """Seconds of a process, and the largest resident memory it had in MiB."""
+    begin = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
+    return time.perf_counter() - begin, int(done.stdout.split()[-1]) / 1024
+
+
+def measure(spec: str, folder: Path) -> dict[str, Any]:
+    """Both starts, several times each, the first of each (cold files) left out."""
+    path, array = folder / "model.plan", folder / "x.npy"
+    made = compile_model(spec, options=Options(target="cuda"), output=path, observer=lambda *_: None)
+    plan = container.read(path)
+    (tensor,) = plan.programs[0].inputs
+    np.save(array, np.random.default_rng(0).standard_normal(tensor.shape, np.float32).astype(tensor.dtype))
+    lean = [_run(_LEAN, str(path), str(array)) for _ in range(_REPEATS + 1)][1:]
+    torch = [_run(_TORCH, spec, str(array)) for _ in range(3)][1:]
+    code, weights = sum(m.code.nbytes for m in plan.modules), plan.weights_nbytes
+    return {
+        "model": spec,
+        "lean_s": sorted(s for s, _ in lean),
+        "lean_resident_mib": max(m for _, m in lean),
+        "torch_s": sorted(s for s, _ in torch),
+        "torch_resident_mib": max(m for _, m in torch),
+        "plan_nbytes": {"code": code, "weights": weights, "metadata": path.stat().st_size - code - weights},
+        "stages_s": dict(made.stages),
+    }
+
+
+def markdown(r: dict[str, Any]) -> str:
+    """The table of the README."""
+    lean, torch = (float(np.median(r[k])) for k in ("lean_s", "torch_s"))
+    sizes = {name: nbytes / 1e6 for name, nbytes in r["plan_nbytes"].items()}
+    return "\n".join([
+        f"| {r['model'].removeprefix('bench.models.')} | nimblert | torch |",
+        "|---|---|---|",
+        f"| process start to first output | {lean:.2f} s | {torch:.2f} s |",
+        f"| resident memory | {r['lean_resident_mib']:.0f} MiB | {r['torch_resident_mib']:.0f} MiB |",
+        "",
+        "Plan: " + ", ".join(f"{name} {size:.1f} MB" for name, size in sizes.items()) + ".",
+        "Compiled in " + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in r["stages_s"].items()) + ".",
+    ])
+
+
+def main(arguments: list[str]) -> None:
+    """Measure, or print the table of what was measured."""
+    if "--markdown" in arguments:
+        print(markdown(json.loads(RESULTS.read_text())))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        figures = measure((*arguments, "bench.models.resnet50:fp32")[0], Path(folder))
+    environment.write(RESULTS, figures)
+    print(markdown(figures))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

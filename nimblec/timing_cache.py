@@ -1,0 +1,105 @@
+"""Remember measured times between compilations, so that the next one of the same model measures nothing.
+
+One JSON file of nanoseconds by key; a key is the SHA-256 of all that a time depends on: the device,
+the code and the launch for one command, the whole program for one run. So a second compilation on
+the same machine also makes the same decisions, and the same plan.
+"""
+
+import json
+import os
+from collections import defaultdict
+from collections.abc import Sequence
+from hashlib import sha256
+from pathlib import Path
+from statistics import median_low
+
+from nimblec.planning import Timer
+from nimblert.errors import NimbleError
+from nimblert.plan import Device, Launch, Plan, Record, Wait, Work
+
+
+class TimingCache:
+    """The times in one file; a file that is not one counts as empty."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._new: dict[str, int] = {}
+        self._known = self._read()
+
+    def __getitem__(self, key: str) -> int:
+        return self._known[key]
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._known
+
+    def __setitem__(self, key: str, duration_ns: int) -> None:
+        self._known[key] = self._new[key] = duration_ns
+
+    def save(self) -> None:
+        """Add what is new to the file, which another process may have written meanwhile."""
+        if not self._new:
+            return
+        merged = self._read() | self._new
+        temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(json.dumps(merged, sort_keys=True))
+            temporary.replace(self._path)
+        except OSError as exc:
+            raise NimbleError(f"timing cache {self._path}: cannot be written: {exc.strerror}") from exc
+
+    def _read(self) -> dict[str, int]:
+        try:
+            found = json.loads(self._path.read_text())
+        except (FileNotFoundError, ValueError):
+            return {}
+        except OSError as exc:
+            raise NimbleError(f"timing cache {self._path}: cannot be read: {exc.strerror}") from exc
+        return {k: v for k, v in found.items() if isinstance(v, int)} if isinstance(found, dict) else {}
+
+
+class CachedTimer:
+    """A timer that asks another one only for what the cache does not hold."""
+
+    def __init__(self, timer: Timer, cache: TimingCache, device: Device) -> None:
+        self.max_streams = timer.max_streams
+        self._timer = timer
+        self._cache = cache
+        self._device = repr(device)
+        self._code: dict[int, str] = {}
+
+    def command_durations(self, plan: Plan) -> Sequence[int]:
+        """Nanoseconds of each command; commands that are the same launch count the same."""
+        keys = self._command_keys(plan)
+        if any(key not in self._cache for key in keys):
+            measured = defaultdict(list)
+            for key, duration in zip(keys, self._timer.command_durations(plan), strict=True):
+                measured[key].append(duration)
+            for key, durations in measured.items():
+                self._cache[key] = median_low(durations)
+        return [self._cache[key] for key in keys]
+
+    def duration(self, plan: Plan) -> int:
+        """Nanoseconds of one run."""
+        (program,) = plan.programs
+        key = self._key("run", *self._command_keys(plan), program.commands, program.arena_nbytes)
+        if key not in self._cache:
+            self._cache[key] = self._timer.duration(plan)
+        return self._cache[key]
+
+    def _command_keys(self, plan: Plan) -> list[str]:
+        (program,) = plan.programs
+        for index, module in enumerate(plan.modules):
+            self._code.setdefault(index, sha256(module.code).hexdigest())
+        work = (c for c in program.commands if not isinstance(c, Record | Wait))
+        return [self._key(*self._describe(plan, command)) for command in work]
+
+    def _describe(self, plan: Plan, command: Work) -> tuple[object, ...]:
+        if not isinstance(command, Launch):
+            return (type(command).__name__, getattr(command, "nbytes", 0), getattr(command, "count", 0))
+        kernel = plan.kernels[command.kernel]
+        launch = (command.grid, command.block, command.cluster, command.dynamic_smem_nbytes, command.params)
+        return (self._code[kernel.module], kernel.symbol, *launch)
+
+    def _key(self, *parts: object) -> str:
+        return sha256(repr((self._device, parts)).encode()).hexdigest()
