@@ -1,6 +1,7 @@
 """The walk over the nodes of an ONNX graph, its functions and its subgraphs."""
 
 from collections.abc import Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -14,7 +15,7 @@ from nimblec.frontend import onnx_ops  # noqa: F401 - fills the table
 from nimblec.frontend.onnx_control import CONTROL
 from nimblec.frontend.onnx_ops import binding
 from nimblec.frontend.onnx_ops.creation import ELEMENT_TYPES
-from nimblec.frontend.onnx_ops.table import LATEST_OPSET, Node, Refused, find
+from nimblec.frontend.onnx_ops.table import LATEST_OPSET, Declined, Node, Operator, Refused, find
 from nimblec.frontend.onnx_tensors import attribute_of, narrow_type
 from nimblec.frontend.recorder import Recorder
 
@@ -91,19 +92,14 @@ class Walk:
             return self._call_function(function, proto, inputs, attributes, frame)
         if control is not None:
             return control(self, inputs, attributes, scope, frame)
-        if operator is None:
-            assert body is not None
-            function = _schema_function_body(body, proto, inputs, frame.opsets[domain])
-            return self._call_function(function, proto, inputs, attributes, frame)
-        node = Node(
-            op_type=proto.op_type, opset=frame.opsets[domain], outputs=tuple(bool(name) for name in proto.output)
-        )
-        result = binding.call(operator, node, inputs, attributes)
-        values = list(result) if isinstance(result, tuple) else [result]
-        missing = [name for name in proto.output[len(values) :] if name]
-        if missing:
-            raise Refused(f"output '{missing[0]}' is not supported")
-        return values
+        if operator is not None:
+            with suppress(Declined):
+                return _call_operator(operator, proto, inputs, attributes, frame.opsets[domain])
+        schema = _schema_function(domain, proto.op_type, frame)
+        if schema is None:
+            raise Refused("its function declined, and it has no body")
+        function = _schema_function_body(schema, proto, inputs, frame.opsets[domain])
+        return self._call_function(function, proto, inputs, attributes, frame)
 
     def _attributes(self, proto: NodeProto, frame: Frame) -> dict[str, Any]:
         found = {}
@@ -138,6 +134,19 @@ class Walk:
         self.nodes(function.node, scope, inner)
         wanted = zip(function.output, proto.output, strict=False)
         return [_lookup(name, scope) if output else None for name, output in wanted]
+
+
+def _call_operator(
+    operator: Operator, proto: NodeProto, inputs: Sequence[Any], attributes: Mapping[str, Any], opset: int
+) -> Sequence[Any]:
+    """Call a function of the table; every named output must come out of it."""
+    outputs = tuple(bool(name) for name in proto.output)
+    result = binding.call(operator, Node(op_type=proto.op_type, opset=opset, outputs=outputs), inputs, attributes)
+    values = list(result) if isinstance(result, tuple) else [result]
+    for i, name in enumerate(proto.output):
+        if name and (i >= len(values) or values[i] is None):
+            raise Refused(f"output {i} '{name}' is not supported")
+    return values
 
 
 def describe(proto: NodeProto) -> str:

@@ -6,6 +6,7 @@ Importing this package fills the table of `nimblec.frontend.onnx_ops.table`.
 from nimblec.frontend.onnx_ops import (
     activation,
     arithmetic,
+    attention,
     comparison,
     convolution,
     creation,
@@ -13,6 +14,8 @@ from nimblec.frontend.onnx_ops import (
     legacy,
     linear,
     loss,
+    microsoft,
+    microsoft_quantized,
     normalization,
     pooling,
     quantization,
@@ -29,6 +32,7 @@ from nimblec.frontend.onnx_ops import (
 __all__ = [
     "activation",
     "arithmetic",
+    "attention",
     "comparison",
     "convolution",
     "creation",
@@ -36,6 +40,8 @@ __all__ = [
     "legacy",
     "linear",
     "loss",
+    "microsoft",
+    "microsoft_quantized",
     "normalization",
     "pooling",
     "quantization",

@@ -35,6 +35,10 @@ class Refused(Exception):  # noqa: N818 - it reads as a sentence where it is rai
     """A node that cannot be imported; the message says what was found and what was expected."""
 
 
+class Declined(Exception):  # noqa: N818 - as above
+    """A use of an operator that its function leaves to the operator's function body."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
     """What is known about any tensor without its values."""

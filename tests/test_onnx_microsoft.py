@@ -1,0 +1,354 @@
+"""The fused operators of com.microsoft against ONNX Runtime, which defines them."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from onnx import ModelProto, TensorProto, helper, numpy_helper
+
+from nimblec.frontend.onnx import import_model
+
+RNG = np.random.default_rng(7)
+B, L, H, D = 2, 5, 4, 8
+WIDTH = H * D
+
+
+def real(*shape: int) -> np.ndarray:
+    return RNG.standard_normal(shape, dtype=np.float32)
+
+
+def whole(low: int, high: int, *shape: int, dtype: type = np.int32) -> np.ndarray:
+    return RNG.integers(low, high, shape).astype(dtype)
+
+
+def scale(value: float) -> np.ndarray:
+    return np.array(value, np.float32)
+
+
+def zero(value: int, dtype: type = np.uint8) -> np.ndarray:
+    return np.array(value, dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fused:
+    """A node: its inputs (None where left out), attributes, how many outputs, which inputs are weights."""
+
+    op: str
+    inputs: tuple[np.ndarray | None, ...]
+    attributes: dict[str, Any] = field(default_factory=dict)
+    outputs: int = 1
+    known: tuple[int, ...] = ()
+    domain: str = "com.microsoft"
+    step: int = 0
+    """How far apart quantized results may be: where ONNX Runtime rounds a sum of its own order."""
+
+
+def bert_mask() -> np.ndarray:
+    mask = np.ones((B, L), np.int32)
+    mask[1, 3:] = 0
+    return mask
+
+
+QKV = (real(B, L, WIDTH), real(B, L, WIDTH), real(B, L, WIDTH))
+PAST = (real(B, H, 3, D), real(B, H, 3, D))
+
+CASES = {
+    "gelu": Fused(op="Gelu", inputs=(real(3, 4),)),
+    "bias_gelu": Fused(op="BiasGelu", inputs=(real(3, 4), real(4))),
+    "fast_gelu": Fused(op="FastGelu", inputs=(real(3, 4), real(4))),
+    "fast_gelu_without_bias": Fused(op="FastGelu", inputs=(real(3, 4),)),
+    "quick_gelu": Fused(op="QuickGelu", inputs=(real(3, 4),)),
+    "quick_gelu_alpha": Fused(op="QuickGelu", inputs=(real(3, 4),), attributes={"alpha": 2.0}),
+    "expand_dims": Fused(op="ExpandDims", inputs=(real(3, 4), np.array(-1, np.int32)), known=(1,)),
+    "fused_matmul": Fused(
+        op="FusedMatMul", inputs=(real(2, 4, 3), real(2, 5, 4)), attributes={"transA": 1, "transB": 1, "alpha": 0.5}
+    ),
+    "fused_gemm": Fused(
+        op="FusedGemm",
+        inputs=(real(3, 4), real(5, 4), real(5)),
+        attributes={"transB": 1, "activation": "LeakyRelu", "activation_alpha": 0.3},
+    ),
+    "fused_conv_relu": Fused(
+        op="FusedConv",
+        inputs=(real(1, 3, 6, 6), real(4, 3, 3, 3), real(4)),
+        attributes={"activation": "Relu", "pads": [1, 1, 1, 1]},
+    ),
+    "fused_conv_sum": Fused(
+        op="FusedConv",
+        inputs=(real(1, 3, 6, 6), real(4, 3, 3, 3), real(4), real(1, 4, 4, 4)),
+        attributes={"activation": "Relu"},
+    ),
+    "fused_conv_clip": Fused(
+        op="FusedConv",
+        inputs=(real(1, 4, 6, 6), real(4, 1, 3, 3)),
+        attributes={"activation": "Clip", "activation_params": [0.0, 1.0], "group": 4},
+    ),
+    "simplified_layer_norm": Fused(
+        op="SimplifiedLayerNormalization", inputs=(real(2, 3, 8), real(8)), attributes={"axis": -1}, domain=""
+    ),
+    "skip_layer_norm": Fused(
+        op="SkipLayerNormalization", inputs=(real(2, 3, 8), real(2, 3, 8), real(8), real(8), real(8))
+    ),
+    "skip_layer_norm_with_sum": Fused(
+        op="SkipLayerNormalization", inputs=(real(2, 3, 8), real(2, 3, 8), real(8)), attributes={"epsilon": 1e-5}
+    ),
+    "skip_simplified_layer_norm": Fused(
+        op="SkipSimplifiedLayerNormalization", inputs=(real(2, 3, 8), real(2, 3, 8), real(8), real(8))
+    ),
+    "embed_layer_norm": Fused(
+        op="EmbedLayerNormalization",
+        inputs=(
+            whole(0, 9, B, L),
+            whole(0, 2, B, L),
+            real(9, 8),
+            real(L + 2, 8),
+            real(2, 8),
+            real(8),
+            real(8),
+            bert_mask(),
+        ),
+        outputs=2,
+    ),
+    "attention": Fused(
+        op="Attention", inputs=(real(B, L, 16), real(16, 3 * WIDTH), real(3 * WIDTH)), attributes={"num_heads": H}
+    ),
+    "attention_with_mask": Fused(
+        op="Attention",
+        inputs=(real(B, L, 16), real(16, 3 * WIDTH), real(3 * WIDTH), bert_mask()),
+        attributes={"num_heads": H},
+    ),
+    "attention_with_lengths": Fused(
+        op="Attention",
+        inputs=(real(B, L, 16), real(16, 3 * WIDTH), real(3 * WIDTH), np.array([5, 3], np.int32)),
+        attributes={"num_heads": H},
+    ),
+    "attention_unidirectional": Fused(
+        op="Attention",
+        inputs=(real(B, L, 16), real(16, 3 * WIDTH), real(3 * WIDTH)),
+        attributes={"num_heads": H, "unidirectional": 1, "scale": 0.4},
+    ),
+    "attention_with_past": Fused(
+        op="Attention",
+        inputs=(real(B, L, 16), real(16, 3 * WIDTH), real(3 * WIDTH), None, np.stack(PAST)),
+        attributes={"num_heads": H, "unidirectional": 1},
+        outputs=2,
+    ),
+    "multi_head_attention": Fused(op="MultiHeadAttention", inputs=QKV, attributes={"num_heads": H}),
+    "multi_head_attention_with_bias_and_mask": Fused(
+        op="MultiHeadAttention",
+        inputs=(*QKV, real(3 * WIDTH), bert_mask(), real(1, H, L, L)),
+        attributes={"num_heads": H},
+    ),
+    "multi_head_attention_with_past": Fused(
+        op="MultiHeadAttention",
+        inputs=(*QKV, None, None, None, *PAST),
+        attributes={"num_heads": H},
+        outputs=3,
+    ),
+    "rotary": Fused(
+        op="RotaryEmbedding", inputs=(real(B, H, L, D), whole(0, 9, B, L, dtype=np.int64), real(9, 4), real(9, 4))
+    ),
+    "rotary_interleaved_from_an_offset": Fused(
+        op="RotaryEmbedding",
+        inputs=(real(B, L, WIDTH), np.array([2], np.int64), real(9, 4), real(9, 4)),
+        attributes={"interleaved": 1},
+    ),
+    "rotary_of_a_part": Fused(
+        op="RotaryEmbedding",
+        inputs=(real(B, L, WIDTH), whole(0, 9, B, L, dtype=np.int64), real(9, 2), real(9, 2)),
+        attributes={"rotary_embedding_dim": 4, "num_heads": H},
+    ),
+    "quantize": Fused(op="QuantizeLinear", inputs=(real(3, 4), scale(0.03), zero(120)), known=(2,)),
+    "dequantize_by_axis": Fused(
+        op="DequantizeLinear",
+        inputs=(whole(0, 256, 3, 4, dtype=np.uint8), np.abs(real(4)), whole(0, 256, 4, dtype=np.uint8)),
+        attributes={"axis": 1},
+    ),
+    "qlinear_add": Fused(
+        op="QLinearAdd",
+        inputs=(
+            whole(0, 256, 3, 4, dtype=np.uint8),
+            scale(0.02),
+            zero(100),
+            whole(0, 256, 3, 4, dtype=np.uint8),
+            scale(0.03),
+            zero(90),
+            scale(0.05),
+            zero(128),
+        ),
+        step=1,
+    ),
+    "qlinear_mul": Fused(
+        op="QLinearMul",
+        inputs=(
+            whole(-128, 128, 3, 4, dtype=np.int8),
+            scale(0.02),
+            zero(5, np.int8),
+            whole(-128, 128, 4, dtype=np.int8),
+            scale(0.03),
+            zero(-7, np.int8),
+            scale(0.05),
+            zero(3, np.int8),
+        ),
+        step=1,
+    ),
+    "qlinear_sigmoid": Fused(
+        op="QLinearSigmoid",
+        inputs=(whole(0, 256, 3, 4, dtype=np.uint8), scale(0.05), zero(128), scale(1 / 256), zero(0)),
+        known=(1, 2, 3, 4),
+        step=1,
+    ),
+    "qlinear_leaky_relu": Fused(
+        op="QLinearLeakyRelu",
+        inputs=(whole(0, 256, 3, 4, dtype=np.uint8), scale(0.05), zero(128), scale(0.06), zero(110)),
+        attributes={"alpha": 0.2},
+        known=(1, 2, 3, 4),
+        step=1,
+    ),
+    "qlinear_concat": Fused(
+        op="QLinearConcat",
+        inputs=(
+            scale(0.05),
+            zero(128),
+            whole(0, 256, 2, 4, dtype=np.uint8),
+            scale(0.02),
+            zero(100),
+            whole(0, 256, 3, 4, dtype=np.uint8),
+            scale(0.05),
+            zero(128),
+        ),
+        attributes={"axis": 0},
+        known=(0, 1, 3, 4, 6, 7),
+        step=1,
+    ),
+    "qlinear_global_average_pool": Fused(
+        op="QLinearGlobalAveragePool",
+        inputs=(whole(0, 256, 1, 3, 5, 5, dtype=np.uint8), scale(0.05), zero(128), scale(0.04), zero(110)),
+        step=1,
+    ),
+    "qlinear_average_pool": Fused(
+        op="QLinearAveragePool",
+        inputs=(whole(0, 256, 1, 3, 5, 5, dtype=np.uint8), scale(0.05), zero(128), scale(0.04), zero(110)),
+        attributes={"kernel_shape": [2, 2]},
+        step=1,
+    ),
+    "qgemm": Fused(
+        op="QGemm",
+        inputs=(
+            whole(0, 256, 3, 8, dtype=np.uint8),
+            scale(0.02),
+            zero(100),
+            whole(-128, 128, 5, 8, dtype=np.int8),
+            scale(0.03),
+            zero(0, np.int8),
+            whole(-500, 500, 5),
+            scale(0.1),
+            zero(120),
+        ),
+        attributes={"transB": 1},
+        step=1,
+    ),
+    "matmul_integer_to_float": Fused(
+        op="MatMulIntegerToFloat",
+        inputs=(
+            whole(0, 256, 3, 8, dtype=np.uint8),
+            whole(-128, 128, 8, 5, dtype=np.int8),
+            scale(0.02),
+            np.abs(real(5)),
+            zero(100),
+            None,
+            real(5),
+        ),
+    ),
+    "dynamic_quantize_matmul": Fused(
+        op="DynamicQuantizeMatMul",
+        inputs=(real(3, 8), whole(-128, 128, 8, 5, dtype=np.int8), scale(0.02), zero(0, np.int8), real(5)),
+    ),
+    "matmul_4_bits": Fused(
+        op="MatMulNBits",
+        inputs=(real(3, 40), whole(0, 256, 6, 2, 16, dtype=np.uint8), np.abs(real(12)), None, None, real(6)),
+        attributes={"K": 40, "N": 6, "bits": 4, "block_size": 32},
+        known=(1, 2),
+    ),
+    "matmul_4_bits_with_zeros": Fused(
+        op="MatMulNBits",
+        inputs=(
+            real(3, 64),
+            whole(0, 256, 6, 2, 16, dtype=np.uint8),
+            np.abs(real(12)),
+            whole(0, 256, 6, dtype=np.uint8),
+        ),
+        attributes={"K": 64, "N": 6, "bits": 4, "block_size": 32},
+        known=(1, 2, 3),
+    ),
+    "matmul_8_bits": Fused(
+        op="MatMulNBits",
+        inputs=(real(3, 64), whole(0, 256, 6, 2, 32, dtype=np.uint8), np.abs(real(12))),
+        attributes={"K": 64, "N": 6, "bits": 8, "block_size": 32},
+        known=(1, 2),
+    ),
+    "grid_sample": Fused(
+        op="GridSample", inputs=(real(1, 2, 4, 4), real(1, 3, 3, 2)), attributes={"padding_mode": "border"}
+    ),
+}
+
+
+def model_of(case: Fused) -> ModelProto:
+    names = [f"i{i}" if array is not None else "" for i, array in enumerate(case.inputs)]
+    outputs = [f"o{i}" for i in range(case.outputs)]
+    node = helper.make_node(case.op, names, outputs, domain=case.domain, **case.attributes)
+    arrays = {name: array for name, array in zip(names, case.inputs, strict=True) if array is not None}
+    known = {f"i{i}" for i in case.known}
+    return helper.make_model(
+        helper.make_graph(
+            [node],
+            "fused",
+            [
+                helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(array.dtype), array.shape)
+                for name, array in arrays.items()
+                if name not in known
+            ],
+            [helper.make_tensor_value_info(name, TensorProto.UNDEFINED, None) for name in outputs],
+            [numpy_helper.from_array(array, name) for name, array in arrays.items() if name in known],
+        ),
+        opset_imports=[helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)],
+        ir_version=9,
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gives_what_onnx_runtime_gives(name: str) -> None:
+    case = CASES[name]
+    model = model_of(case)
+    for value in model.graph.output:
+        value.ClearField("type")
+    given = [a for i, a in enumerate(case.inputs) if a is not None and i not in case.known]
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    expected = session.run(None, {value.name: array for value, array in zip(model.graph.input, given, strict=True)})
+    found = import_model(model).module(*(torch.from_numpy(array) for array in given))
+    for left, right in zip((tensor.numpy() for tensor in found), expected, strict=True):
+        assert left.dtype == right.dtype
+        assert left.shape == right.shape
+        if case.step:
+            assert np.abs(left.astype(int) - right.astype(int)).max() <= case.step
+            assert (left == right).mean() > 0.9
+        else:
+            np.testing.assert_allclose(left, right, rtol=2e-4, atol=2e-5)
+
+
+def test_packed_attention_is_attention_of_its_parts() -> None:
+    # ONNX Runtime packs queries, keys and values on GPUs only.
+    packed = real(B, L, H, 3, D)
+    parts = tuple(np.ascontiguousarray(packed[:, :, :, i].reshape(B, L, WIDTH)) for i in range(3))
+    together, apart = (
+        import_model(model_of(Fused(op="MultiHeadAttention", inputs=inputs, attributes={"num_heads": H})))
+        for inputs in ((packed,), parts)
+    )
+    left = together.module(torch.from_numpy(packed))[0]
+    right = apart.module(*(torch.from_numpy(part) for part in parts))[0]
+    np.testing.assert_allclose(left.numpy(), right.numpy(), rtol=1e-5, atol=1e-6)
