@@ -1,6 +1,5 @@
 """The command line's own notations: --input NAME:SHAPE[:DTYPE], NAME=FILE.npy, safe file names."""
 
-import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -9,6 +8,7 @@ import click
 import numpy as np
 
 from nimblec.options import InputSpec
+from nimblec.replacing import replacing
 from nimblert.dtypes import numpy_dtype
 from nimblert.errors import InputError
 from nimblert.plan import ITEM_NBYTES, Tensor
@@ -50,9 +50,7 @@ class NamedFile(click.ParamType):
 
     name = "NAME=FILE.npy"
 
-    def convert(
-        self, value: str, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[str, Path]:
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, Path]:
         """Split one value; the file is read later."""
         name, _, file = value.partition("=")
         if not name or not file:
@@ -107,12 +105,6 @@ def write_arrays(directory: Path, arrays: Mapping[str, np.ndarray]) -> tuple[Pat
     directory.mkdir(parents=True, exist_ok=True)
     paths = tuple(directory / file for file in file_names(arrays).values())
     for path, array in zip(paths, arrays.values(), strict=True):
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            with temporary.open("wb") as file:
-                np.save(file, array, allow_pickle=False)
-            temporary.replace(path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+        with replacing(path) as file:
+            np.save(file, array, allow_pickle=False)
     return paths

@@ -12,9 +12,10 @@ import click
 from rich.console import Console
 
 import nimblec
-from nimblec import arguments, inspection, report, verification
+from nimblec import arguments, dot, inspection, picture, report, trace, verification
 from nimblec.options import InputSpec, Options, TargetChoice
 from nimblec.progress import StageProgress
+from nimblec.replacing import replacing
 from nimblec.verification import Result
 from nimblert import container, golden
 from nimblert.errors import InputError, NimbleError, PlanError
@@ -271,23 +272,64 @@ def measure(executable: Executable, repeat: int) -> list[float]:
 @cli.command(cls=Command, short_help="Show what PLAN holds.")
 @click.argument("plan", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
-def inspect(plan: Path, as_json: bool) -> None:
-    """Show what PLAN holds: target, inputs, outputs, commands, kernels, memory, weights, sizes.
+@click.option("--timeline", "as_timeline", is_flag=True, help="Draw the streams in the terminal instead.")
+@click.option(
+    "--chrome-trace",
+    "trace_file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Write the timeline as JSON for ui.perfetto.dev or chrome://tracing.",
+)
+@click.option(
+    "--dot",
+    "dot_file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Write the graph of the commands for Graphviz.",
+)
+def inspect(plan: Path, as_json: bool, as_timeline: bool, trace_file: Path | None, dot_file: Path | None) -> None:
+    """Show what PLAN holds: target, inputs, outputs, commands, schedule, kernels, memory, weights, sizes.
 
-    Works on every machine, whatever the plan was made for.
+    Works on every machine, whatever the plan was made for. The timeline, the trace and the critical
+    path are simulated from the durations of single commands, measured when the plan was made.
 
     \b
     Examples:
       nimblec inspect model.plan
       nimblec inspect model.plan --json | jq .sizes
+      nimblec inspect model.plan --timeline
+      nimblec inspect model.plan --chrome-trace trace.json --dot graph.dot
     """
-    facts = inspection.describe(container.read(plan), file_nbytes=plan.stat().st_size)
+    if as_json and as_timeline:
+        raise click.UsageError("--json and --timeline contradict each other.")
+    files = [path for path in (trace_file, dot_file) if path is not None]
+    resolved = [path.resolve() for path in (plan, *files)]
+    if len(set(resolved)) < len(resolved):
+        raise click.UsageError("PLAN and the files to write must be different files.")
+    opened = container.read(plan)
     if as_json:
+        facts = inspection.describe(opened, file_nbytes=plan.stat().st_size)
         click.echo(json.dumps(facts, indent=2, ensure_ascii=False))
-        return
-    console = _console()
-    for table in report.inspected(facts):
-        console.print(table)
+    elif as_timeline:
+        console = _console()
+        for program in opened.programs:
+            console.print(*picture.picture(program, width=console.width), sep="\n")
+    elif not files:
+        console = _console()
+        for table in report.inspected(inspection.describe(opened, file_nbytes=plan.stat().st_size)):
+            console.print(table)
+    if trace_file is not None:
+        _write_text(trace_file, json.dumps(trace.chrome_trace(opened)), quiet=as_json)
+    if dot_file is not None:
+        _write_text(dot_file, dot.dot(opened), quiet=as_json)
+
+
+def _write_text(path: Path, text: str, *, quiet: bool) -> None:
+    """Write a file, and say so unless that would mix with what is printed."""
+    with replacing(path) as file:
+        file.write(text.encode())
+    if not quiet:
+        click.echo(f"wrote {path}")
 
 
 @cli.command(cls=Command, short_help="Check PLAN, and repeat its recorded run.")
@@ -299,6 +341,7 @@ def verify(plan: Path) -> None:
     format   the file is complete and undamaged
     rules    references, bounds, launch limits
     hazards  accesses that conflict, those of buffers that share bytes too, are ordered
+    schedule commands of which none waits for another prove that fewer streams would not do
     symbols  every cubin holds the kernels that are launched from it
     golden   the recorded run, repeated, gives the recorded outputs
 

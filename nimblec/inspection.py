@@ -15,6 +15,7 @@ from nimblert.plan import (
     Pointer,
     Program,
     Region,
+    ScheduleRecord,
     Target,
     Tensor,
     Weight,
@@ -160,6 +161,29 @@ def _program(program: Program) -> Json:
         },
         "arena_map": arena_map(program),
         "golden": None if golden is None else {"seed": golden.seed, "tolerance": golden.tolerance},
+        "schedule": None if program.schedule is None else _schedule(program, program.schedule),
+    }
+
+
+def _schedule(program: Program, record: ScheduleRecord) -> Json:
+    """Why the commands are ordered as they are; a sync is a wait of one stream for another."""
+    return {
+        "policy": record.policy,
+        "streams": program.stream_count,
+        "syncs": command_counts(program)["wait"],
+        "antichain": list(record.antichain),
+        "arena": program.arena_nbytes,
+        "arena_lower_bound": record.arena_lower_bound_nbytes,
+        "candidates": [
+            {
+                "policy": candidate.policy,
+                "streams": candidate.stream_count,
+                "events": candidate.event_count,
+                "arena": candidate.arena_nbytes,
+                "duration_ns": candidate.duration_ns,
+            }
+            for candidate in record.candidates
+        ],
     }
 
 

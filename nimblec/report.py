@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from rich import box
 from rich.table import Table
+from rich.text import Text
 
 from nimblec.inspection import COMMAND_KINDS, Json, command_counts, shape_text, sizes
 from nimblert.plan import Plan
@@ -65,7 +66,7 @@ def inspected(facts: Json) -> list[Table]:
     return [
         _origin(facts),
         _sizes(facts),
-        *(made for program in facts["programs"] for made in (_tensors(program), _commands(program))),
+        *(made for program in facts["programs"] for made in _program(program)),
         _modules(facts),
         _kernels(facts),
         _memory_map(facts),
@@ -95,6 +96,11 @@ def _sizes(facts: Json) -> Table:
     return made
 
 
+def _program(program: Json) -> list[Table]:
+    made = [_tensors(program), _commands(program)]
+    return [*made, _schedule(program), _candidates(program)] if program["schedule"] else made
+
+
 def _tensors(program: Json) -> Table:
     made = table(f"Program {program['name']!r}: inputs and outputs", "", "name", "type", "place")
     for role in ("inputs", "outputs"):
@@ -115,6 +121,38 @@ def _commands(program: Json) -> Table:
     return made
 
 
+def _schedule(program: Json) -> Table:
+    schedule = program["schedule"]
+    arena, bound = schedule["arena"], schedule["arena_lower_bound"]
+    made = table(f"Program {program['name']!r}: schedule", "", "", right=("",))
+    made.show_header = False
+    made.add_row("policy", schedule["policy"], "")
+    made.add_row("streams", str(schedule["streams"]), "")
+    made.add_row("syncs", str(schedule["syncs"]), "waits of a stream for another")
+    made.add_row("antichain", str(len(schedule["antichain"])), "commands, any two of which may run at the same time")
+    above = f", {arena / bound - 1:.1%} above the lower bound" if bound else ""
+    made.add_row("arena", f"{arena:,}", f"bytes{above}")
+    made.add_row("lower bound", f"{bound:,}", "bytes that live together under this schedule")
+    return made
+
+
+def _candidates(program: Json) -> Table:
+    schedule = program["schedule"]
+    columns = ("streams", "events", "arena bytes", "time")
+    made = table(f"Program {program['name']!r}: schedules tried", "policy", *columns, "", right=columns)
+    for candidate in schedule["candidates"]:
+        time = candidate["duration_ns"]
+        made.add_row(
+            candidate["policy"],
+            str(candidate["streams"]),
+            str(candidate["events"]),
+            f"{candidate['arena']:,}",
+            seconds_text(time / 1e9) if time else "not measured",
+            "kept" if candidate["policy"] == schedule["policy"] else "",
+        )
+    return made
+
+
 def _kernels(facts: Json) -> Table:
     kernels: Counter[tuple[str, str]] = Counter()
     launches: Counter[tuple[str, str]] = Counter()
@@ -123,7 +161,7 @@ def _kernels(facts: Json) -> Table:
         launches[kernel["origin"], kernel["symbol"]] += kernel["launches"]
     made = table("Kernels", "origin", "symbol", "kernels", "launches", right=("kernels", "launches"))
     rows = [(*key, str(kernels[key]), str(count)) for key, count in launches.most_common()]
-    return _capped(made, rows)
+    return capped(made, rows)
 
 
 def _modules(facts: Json) -> Table:
@@ -153,10 +191,11 @@ def _weights(facts: Json) -> Table:
         (row["name"], shape_text(row["dtype"], row["shape"]), f"{row['offset']:,}", f"{row['nbytes']:,}")
         for row in facts["weights"]
     ]
-    return _capped(made, rows)
+    return capped(made, rows)
 
 
-def _capped(made: Table, rows: Sequence[tuple[str, ...]]) -> Table:
+def capped(made: Table, rows: Sequence[tuple[str | Text, ...]]) -> Table:
+    """The table with the first rows, and a word about the others."""
     for row in rows[:ROWS]:
         made.add_row(*row)
     if len(rows) > ROWS:

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from nimblec import certificate
 from nimblert import container, cubin, golden, hazards
 from nimblert.errors import DeviceMismatchError, PlanFormatError, PlanInvalidError
 from nimblert.executable import load
@@ -50,6 +51,8 @@ def verify(path: Path) -> Iterator[Check]:
     yield _passed("format", "decodes, undamaged")
     yield _passed("rules", "references, bounds and launch limits are in order")
     yield _judged("hazards", _hazards(plan), "conflicting accesses, those of buffers that share bytes too, are ordered")
+    for program in plan.programs:
+        yield _schedule(plan, program)
     yield _symbols(plan)
     for program in plan.programs:
         yield from _golden(plan, program)
@@ -68,6 +71,23 @@ def _hazards(plan: Plan) -> Iterator[str]:
     for program in plan.programs:
         for hazard in hazards.hazards(program):
             yield f"program {program.name!r}: {hazard}"
+
+
+def _schedule(plan: Plan, program: Program) -> Check:
+    name, record = _named("schedule", plan, program), program.schedule
+    if record is None:
+        return Check(name=name, result=Result.SKIPPED, sentences=("the plan does not say how it was made",))
+    count = len(record.antichain)
+    if certificate.is_widest(record.policy):
+        proof = f"{count} commands that no event orders prove its {program.stream_count} streams the fewest"
+    else:
+        proof = f"all concurrency needs {count} streams: so many commands take no data from one another"
+    return _judged(name, certificate.problems(program, record), f"policy {record.policy!r}; {proof}")
+
+
+def _named(name: str, plan: Plan, program: Program) -> str:
+    """The name of a check of one of a plan's programs."""
+    return name if len(plan.programs) == 1 else f"{name} of {program.name!r}"
 
 
 def _symbols(plan: Plan) -> Check:
@@ -91,7 +111,7 @@ def missing_symbols(plan: Plan) -> Iterator[str]:
 
 
 def _golden(plan: Plan, program: Program) -> Iterator[Check]:
-    name = "golden" if len(plan.programs) == 1 else f"golden of {program.name!r}"
+    name = _named("golden", plan, program)
     if program.golden is None:
         yield Check(name=name, result=Result.SKIPPED, sentences=("the plan holds no golden record",))
         return

@@ -169,7 +169,7 @@ def cuda_plan() -> Plan:
         golden=Golden(seed=7, tolerance=0.0, outputs=(GoldenOutput(sha256=bytes(range(32)), samples=(0.5, -1.25)),)),
         schedule=ScheduleRecord(
             policy="max",
-            antichain=(0, 1),
+            antichain=(2, 3),
             arena_lower_bound_nbytes=576,
             candidates=(
                 Candidate(policy="1", stream_count=1, event_count=0, arena_nbytes=768, duration_ns=5200),

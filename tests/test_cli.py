@@ -13,7 +13,7 @@ from plans import cpu_plan, pointer
 from nimblec import arguments
 from nimblec.errors import UnsupportedModelError
 from nimblec.options import InputSpec, Observer, Options
-from nimblert.errors import InputError
+from nimblert.errors import InputError, NimbleError
 from nimblert.plan import Region, Target, Tensor
 
 # --- notations
@@ -78,7 +78,7 @@ def test_a_failed_write_leaves_the_old_array_and_no_litter(tmp_path: Path, monke
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(arguments.np, "save", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(NimbleError, match=r"x\.npy: cannot be written: No space left on device"):
         arguments.write_arrays(tmp_path, {"x": np.zeros(3)})
     assert [path.name for path in tmp_path.iterdir()] == ["x.npy"]
     assert np.load(tmp_path / "x.npy").tolist() == [0, 1, 2]

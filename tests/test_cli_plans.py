@@ -15,7 +15,7 @@ from plans import cpu_plan, cuda_plan
 
 from nimblec.inspection import describe
 from nimblert import container
-from nimblert.plan import Plan
+from nimblert.plan import Plan, ScheduleRecord
 
 ROOT = Path(__file__).parent.parent
 DIGITS = ROOT / "samples" / "digits.onnx"
@@ -209,6 +209,51 @@ def test_inspect_shows_every_part(nimblec: CommandLine, cuda: Path) -> None:
         assert words in done.out
 
 
+def test_inspect_shows_why_the_schedule_is_what_it_is(nimblec: CommandLine, cuda: Path) -> None:
+    rows = [" ".join(line.split()) for line in nimblec("inspect", cuda).out.splitlines()]
+    assert "policy max" in rows
+    assert "antichain 2 commands, any two of which may run at the same time" in rows
+    assert "arena 1,024 bytes, 77.8% above the lower bound" in rows
+    assert "1 1 0 768 5.20 us" in rows
+    assert "max 2 2 1,024 4.90 us kept" in rows
+    (program,) = json.loads(nimblec("inspect", cuda, "--json").out)["programs"]
+    assert (program["schedule"]["antichain"], program["schedule"]["syncs"]) == ([2, 3], 2)
+
+
+def test_inspect_draws_the_timeline(nimblec: CommandLine, cuda: Path) -> None:
+    done = nimblec("inspect", cuda, "--timeline")
+    assert done.status == 0, done.err
+    assert "Program 'main': timeline" in done.out
+    assert "stream 1 ...." in done.out
+    assert "Kernels" not in done.out
+
+
+def test_inspect_writes_the_trace_and_the_graph(nimblec: CommandLine, cuda: Path, tmp_path: Path) -> None:
+    trace, graph = tmp_path / "trace.json", tmp_path / "graph.dot"
+    graph.write_text("old")
+    done = nimblec("inspect", cuda, "--chrome-trace", trace, "--dot", graph)
+    assert (done.status, done.out) == (0, f"wrote {trace}\nwrote {graph}\n")
+    assert json.loads(trace.read_text())["traceEvents"]
+    assert graph.read_text().startswith("digraph plan {\n")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cuda.plan", "graph.dot", "trace.json"]
+    assert json.loads(nimblec("inspect", cuda, "--json", "--dot", graph).out)["target"] == "cuda"
+
+
+def test_files_that_inspect_cannot_write_are_refused(nimblec: CommandLine, cuda: Path, tmp_path: Path) -> None:
+    before = cuda.read_bytes()
+    for option in ("--dot", "--chrome-trace"):
+        missing = tmp_path / "none" / "file"
+        assert f"{missing}: cannot be written: No such file" in nimblec.refused("inspect", cuda, option, missing)
+        assert str(tmp_path) in nimblec.refused("inspect", cuda, option, tmp_path)
+        assert "different files" in nimblec.refused("inspect", cuda, option, cuda)
+    assert "different files" in nimblec.refused(
+        "inspect", cuda, "--dot", tmp_path / "x", "--chrome-trace", tmp_path / "x"
+    )
+    assert "contradict" in nimblec.refused("inspect", cuda, "--json", "--timeline")
+    assert [path.name for path in tmp_path.iterdir()] == ["cuda.plan"]
+    assert cuda.read_bytes() == before
+
+
 def test_inspect_ends_quietly_when_its_reader_has_gone(cuda: Path) -> None:
     command = f"{sys.executable} -m nimblec inspect --json {cuda} | head -n 1"
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'runtime'}"}
@@ -233,6 +278,7 @@ def test_verify_repeats_the_recorded_run(nimblec: CommandLine, digits: Path) -> 
         "format": "ok",
         "rules": "ok",
         "hazards": "ok",
+        "schedule": "ok",
         "symbols": "skipped",
         "golden": "ok",
     }
@@ -272,6 +318,17 @@ def test_verify_finds_a_hazard(nimblec: CommandLine, tmp_path: Path) -> None:
     assert done.status == 2
     assert lines(done.out)["hazards"] == "FAILED"
     assert "nothing orders" in done.err
+
+
+def test_verify_finds_a_false_antichain(nimblec: CommandLine, tmp_path: Path) -> None:
+    plan = cpu_plan()
+    claim = ScheduleRecord(policy="max", antichain=(0, 1), arena_lower_bound_nbytes=0, candidates=())
+    path = tmp_path / "m.plan"
+    replace(plan, programs=(replace(plan.programs[0], schedule=claim),)).save(path)
+    done = nimblec("verify", path)
+    assert done.status == 2
+    assert lines(done.out)["schedule"] == "FAILED"
+    assert "commands[3] comes after commands[0] by their streams and events" in done.err
 
 
 def test_verify_finds_cubins_that_are_none(nimblec: CommandLine, cuda: Path) -> None:

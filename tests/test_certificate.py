@@ -1,0 +1,178 @@
+"""The antichain of a plan: never doubted without reason, and no false one believed."""
+
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from graphs import graphs
+from hypothesis import given
+from hypothesis import strategies as st
+from test_streams import schedules
+
+from nimblec.certificate import problems
+from nimblec.ir import Graph, Schedule
+from nimblec.lower import lower
+from nimblec.schedule.dag import Dag
+from nimblec.schedule.dependencies import dependencies, rename_workspaces
+from nimblec.schedule.memory import layout
+from nimblec.schedule.streams import certificate, maximal
+from nimblert.plan import (
+    Access,
+    Candidate,
+    Command,
+    Launch,
+    Op,
+    Pointer,
+    Program,
+    Record,
+    Region,
+    ScheduleRecord,
+    Wait,
+)
+
+Frozen = TypeVar("Frozen")
+
+
+def with_program(record: Frozen, **changes: Any) -> Frozen:
+    """A plan or program with other fields."""
+    return replace(record, **changes)  # type: ignore[type-var]
+
+
+def at(region: Region, offset: int, nbytes: int = 64) -> Access:
+    return Access(pointer=Pointer(region=region, offset=offset), nbytes=nbytes)
+
+
+def work(
+    stream: int,
+    duration_ns: int = 0,
+    *,
+    op: int = 0,
+    reads: tuple[Access, ...] = (),
+    writes: tuple[Access, ...] = (),
+) -> Launch:
+    return Launch(
+        stream=stream,
+        op=op,
+        kernel=0,
+        params=b"",
+        relocations=(),
+        reads=reads,
+        writes=writes,
+        duration_ns=duration_ns,
+    )
+
+
+def planned(*commands: Command) -> Program:
+    """A program of these commands, with as many streams and events as they use."""
+    return Program(
+        name="main",
+        inputs=(),
+        outputs=(),
+        input_nbytes=(),
+        output_nbytes=(),
+        arena_nbytes=1024,
+        stream_count=max((command.stream + 1 for command in commands), default=0),
+        event_count=sum(isinstance(command, Record) for command in commands),
+        ops=(Op(name="aten.add.Tensor", source="layer.1"),),
+        commands=commands,
+    )
+
+
+def record(policy: str, *antichain: int, candidates: tuple[Candidate, ...] = ()) -> ScheduleRecord:
+    return ScheduleRecord(policy=policy, antichain=antichain, arena_lower_bound_nbytes=0, candidates=candidates)
+
+
+def found(program: Program, claim: ScheduleRecord) -> list[str]:
+    return list(problems(program, claim))
+
+
+def positions(dag: Dag, schedule: Schedule) -> tuple[int, ...]:
+    """The certificate of the graph, in the order in which the schedule issues it."""
+    return tuple(sorted(schedule.order.index(task) for task in certificate(dag)))
+
+
+@given(graphs(), st.integers(0, 1000))
+def test_the_certificate_of_every_graph_is_accepted_under_every_policy(model: Graph, seed: int) -> None:
+    model = rename_workspaces(model)
+    dag = dependencies(model)
+    widest = maximal(dag)
+    for schedule in [*schedules(dag, seed), widest]:
+        program = lower(model, schedule, layout(model, schedule))
+        policy = "max" if schedule is widest else "critical-path-3"
+        assert found(program, record(policy, *positions(dag, schedule))) == []
+
+
+@given(graphs(chained=False))
+def test_two_commands_in_order_are_no_antichain_where_all_concurrency_is_kept(model: Graph) -> None:
+    model = rename_workspaces(model)
+    dag = dependencies(model)
+    schedule = maximal(dag)
+    program = lower(model, schedule, layout(model, schedule))
+    for before, after in dag.edges:
+        pair = sorted((schedule.order.index(before), schedule.order.index(after)))
+        assert found(program, record("max", *pair))[0].startswith("antichain: commands[")
+
+
+SHARED = at(Region.ARENA, 0)
+OTHER = at(Region.ARENA, 64)
+
+
+def test_data_handed_on_orders_under_any_policy() -> None:
+    chain = planned(work(0, writes=(SHARED,)), work(0, reads=(SHARED,), writes=(OTHER,)), work(0, reads=(OTHER,)))
+    assert found(chain, record("1", 0)) == []
+    assert found(chain, record("1", 0, 2)) == ["antichain: commands[2] comes after commands[0] by their accesses"]
+
+
+def test_arena_bytes_that_change_hands_order_nothing() -> None:
+    turns = planned(
+        work(0, writes=(SHARED,)), work(0, reads=(SHARED,)), work(0, writes=(SHARED,)), work(0, reads=(SHARED,))
+    )
+    assert found(turns, record("1", 1, 3)) == []
+    assert len(found(turns, record("1", 2, 3))) == 1
+
+
+def test_state_that_is_read_and_then_written_orders() -> None:
+    state = at(Region.STATE, 32)
+    program = planned(work(0, reads=(at(Region.STATE, 0),)), work(0, writes=(state,)), work(0, writes=(state,)))
+    assert len(found(program, record("1", 0, 1))) == 1
+    assert len(found(program, record("1", 1, 2))) == 1
+    beside = planned(work(0, reads=(at(Region.STATE, 0, 32),)), work(0, writes=(state,)))
+    assert found(beside, record("1", 0, 1)) == []
+
+
+def test_weights_scratch_memory_and_empty_ranges_order_nothing() -> None:
+    weights, empty = at(Region.WEIGHTS, 0), at(Region.STATE, 0, 0)
+    program = planned(
+        work(0, reads=(weights, empty, SHARED), writes=(SHARED, empty)),
+        work(0, reads=(weights, empty, SHARED), writes=(SHARED, empty)),
+    )
+    assert found(program, record("1", 0, 1)) == []
+
+
+def test_commands_that_an_event_orders_prove_nothing_of_the_widest_schedule() -> None:
+    ordered = planned(work(0), Record(stream=0, event=0), Wait(stream=1, event=0), work(1))
+    sentence = "antichain: commands[3] comes after commands[0] by their streams and events"
+    assert found(ordered, record("max", 0, 1)) == [sentence]
+    assert found(planned(work(0), work(1)), record("max-interleaved", 0, 1)) == []
+
+
+def test_the_widest_schedule_has_no_more_streams_than_its_antichain() -> None:
+    sentence = "policy 'max': 2 streams, expected at most 1"
+    assert found(planned(work(0), work(1)), record("max", 1)) == [sentence]
+    assert found(planned(), record("max")) == []
+
+
+def test_a_number_of_streams_is_kept() -> None:
+    program = planned(work(0), work(1))
+    assert found(program, record("2", 0, 1)) == []
+    assert found(program, record("1", 0, 1)) == ["policy '1': 2 streams, expected at most 1"]
+
+
+def test_the_candidate_that_was_kept_is_the_program() -> None:
+    tried = (
+        Candidate(policy="1", stream_count=1, event_count=0, arena_nbytes=9),
+        Candidate(policy="max", stream_count=2, event_count=0, arena_nbytes=1024),
+    )
+    program = planned(work(0), work(1))
+    assert found(program, record("max", 0, 1, candidates=tried)) == []
+    (sentence,) = found(with_program(program, arena_nbytes=512), record("max", 0, 1, candidates=tried))
+    assert sentence.startswith("candidates[1]: streams, events and arena are (2, 0, 1024)")

@@ -1,0 +1,45 @@
+"""Files are replaced whole or not at all."""
+
+from pathlib import Path
+
+import pytest
+
+from nimblec.replacing import replacing
+from nimblert.errors import NimbleError
+
+
+def test_the_file_appears_when_it_is_complete(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    with replacing(path) as file:
+        file.write(b"new")
+        assert path.read_bytes() == b"old"
+    assert path.read_bytes() == b"new"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def write_and_fail(path: Path, error: BaseException) -> None:
+    with replacing(path) as file:
+        file.write(b"new")
+        raise error
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_the_old_file_stays_where_writing_fails(tmp_path: Path, error: BaseException) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    expected = NimbleError if isinstance(error, OSError) else type(error)
+    with pytest.raises(expected):
+        write_and_fail(path, error)
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_is_no_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for path in (Path(), tmp_path, Path("/dev/null")):
+        with pytest.raises(NimbleError, match="not a regular file"), replacing(path):
+            pass
+    with pytest.raises(NimbleError, match=r"none/file: cannot be written: No such file"), replacing(Path("none/file")):
+        pass
+    assert not list(tmp_path.iterdir())
