@@ -1,6 +1,6 @@
 """What the schedule is worth: the same kernels in the captured order and as `auto` chose.
 
-Usage: python -m bench.schedules [--markdown] [MODEL ...], a model being package.module:callable.
+Usage: python -m bench.schedules [--markdown] [-O0|-O1|-O2] [MODEL ...], a model being package.module:callable.
 Writes bench/results/h200/schedules.json (on an H200), or prints its table with --markdown.
 """
 
@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from nimblert import container, golden
 from nimblert.cuda import CudaBackend
 from nimblert.executable import load
 from nimblert.hazards import hazards
+from nimblert.plan import Launch, Plan, Record, Wait
 
 RESULTS = Path(__file__).parent / "results" / "h200" / "schedules.json"
 MODELS = (
@@ -38,22 +40,37 @@ MODELS = (
 )
 
 
-def measure(spec: str, folder: Path) -> dict[str, Any]:
+def serialised(plan: Plan) -> Plan:
+    """The same kernels in the same memory on one stream, in issue order."""
+    (program,) = plan.programs
+    work = tuple(
+        replace(c, stream=0, programmatic=False) if isinstance(c, Launch) else replace(c, stream=0)
+        for c in program.commands
+        if not isinstance(c, Record | Wait)
+    )
+    return replace(plan, programs=(replace(program, commands=work, stream_count=1, event_count=0, schedule=None),))
+
+
+def gpu_time(plan: Plan) -> dict[str, float]:
+    """GPU microseconds of a run on random inputs."""
+    with load(plan) as loaded:
+        assert isinstance(loaded.backend, CudaBackend)
+        loaded.run(golden.draw_inputs(plan.programs[0], 0))
+        loaded.backend.time(50)
+        return _spread(loaded.backend.time(200))
+
+
+def measure(spec: str, folder: Path, level: int) -> dict[str, Any]:
     """Compile one model with ``auto`` and measure it, bit-exactness and torch's own graph included."""
     path = folder / "model.plan"
-    stages: dict[str, float] = {}
-    made = compile_model(spec, options=Options(target="cuda"), output=path, observer=lambda *_: None)
-    stages.update(made.stages)
+    made = compile_model(spec, options=Options(target="cuda", level=level), output=path, observer=lambda *_: None)
     plan = container.read(path)
     (program,) = plan.programs
     record = program.schedule
     assert record is not None
     with load(plan) as loaded:
-        assert isinstance(loaded.backend, CudaBackend)
         outputs = list(loaded.run(golden.draw_inputs(program, 0)).values())
         exact = golden.record(0, outputs, 0.0).outputs == program.golden.outputs
-        loaded.backend.time(50)
-        gpu = loaded.backend.time(200)
         wall = []
         for _ in range(200):
             begin = time.perf_counter()
@@ -74,10 +91,12 @@ def measure(spec: str, folder: Path) -> dict[str, Any]:
         },
         "arena_nbytes": program.arena_nbytes,
         "arena_lower_bound_nbytes": record.arena_lower_bound_nbytes,
-        "gpu_us": _spread(gpu),
+        "gpu_us": gpu_time(plan),
+        "chain_gpu_us": gpu_time(serialised(plan)),
         "wall_us": _spread(np.array(wall)),
         "torch": json.loads(peer.stdout) if peer.returncode == 0 else peer.stderr.strip().splitlines()[-1],
-        "stages_s": {name: round(seconds, 3) for name, seconds in stages.items()},
+        "stages_s": {name: round(seconds, 3) for name, seconds in made.stages},
+        "notes": made.notes,
         "code_nbytes": sum(m.code.nbytes for m in plan.modules),
         "weights_nbytes": plan.weights_nbytes,
         "file_nbytes": path.stat().st_size,
@@ -96,7 +115,7 @@ def markdown(results: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for spec, r in results["models"].items():
-        chain, chosen = (r["candidates"][p][3] / 1e3 for p in ("1", r["policy"]))
+        chain, chosen = r["chain_gpu_us"]["median"], r["gpu_us"]["median"]
         pool = r["torch"]["graph_pool_nbytes"] / 2**20 if isinstance(r["torch"], dict) else float("nan")
         lines.append(
             f"| {spec.removeprefix('bench.models.')} | {chain:.0f} | {chosen:.0f} | {chain / chosen:.2f} "
@@ -112,11 +131,13 @@ def main(arguments: list[str]) -> None:
         print(markdown(json.loads(RESULTS.read_text())))
         return
     results: dict[str, Any] = {"models": {}}
+    level = next((int(a[2:]) for a in arguments if a.startswith("-O")), 0)
+    specs = [a for a in arguments if not a.startswith("-")] or MODELS
     with tempfile.TemporaryDirectory() as folder:
-        for spec in arguments or MODELS:
-            results["models"][spec] = measure(spec, Path(folder))
+        for spec in specs:
+            results["models"][spec] = measure(spec, Path(folder), level)
             print(spec, json.dumps(results["models"][spec]), flush=True)
-    environment.write(RESULTS, results)
+    environment.write(RESULTS.with_stem(f"schedules-O{level}") if level else RESULTS, results)
     print(markdown(results))
 
 

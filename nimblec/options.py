@@ -29,11 +29,16 @@ class Options:
     An integer input with an example is drawn from the example's range in later golden checks.
     ``streams``: "auto", "1", "max" or a number of streams; ``memory_limit``: bytes the arena may
     have. ``timing_cache`` is the file that keeps measured times, the user's own by default.
+    ``level``: 0 keeps the framework's own kernels, 1 fuses, 2 also tunes (CUDA target).
+    ``max_error`` is the largest difference from level 0 to accept, relative to an output's largest
+    magnitude.
     """
 
     target: TargetChoice = "auto"
     inputs: tuple[InputSpec, ...] = ()
     examples: tuple[tuple[str, np.ndarray], ...] = field(default=(), compare=False)
+    level: int = 0
+    max_error: float | None = None
     streams: str = "auto"
     memory_limit: int | None = None
     timing_cache: Path = field(default_factory=lambda: Path.home() / ".cache" / "nimblec" / "timings.json")

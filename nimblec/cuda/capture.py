@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nimblec.cuda.allocator import Zone
+from nimblec.cuda.inductor import seeing_compiled_code
 from nimblec.errors import TraceError
 from nimblec.frontend.fx_graph import SetSource
 from nimblert.driver import call
@@ -115,20 +116,31 @@ class _OpRecorder(TorchDispatchMode):
         kwargs = kwargs or {}
         before = self._node_count()
         result = self._call(func, args, kwargs)
-        after = self._node_count()
-        if after > before:
-            reads, writes = _accesses(func, args, kwargs, result)
-            self.ops.append(
-                OpRecord(
-                    name=str(func),
-                    source=self._sources.current,
-                    first_node=before,
-                    end_node=after,
-                    reads=reads,
-                    writes=writes,
-                )
-            )
+        if self._node_count() > before:
+            self._add(str(func), before, *_accesses(func, args, kwargs, result))
         return result
+
+    def record(
+        self, name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], call: Callable[[], Any]
+    ) -> Any:
+        """Make a call that passes the dispatcher by, and record what it launched on these tensors."""
+        before = self._node_count()
+        result = call()
+        if self._node_count() > before:
+            self._add(name, before, tuple(_ranges(reads)), tuple(_ranges(writes)))
+        return result
+
+    def _add(self, name: str, before: int, reads: tuple[ByteRange, ...], writes: tuple[ByteRange, ...]) -> None:
+        self.ops.append(
+            OpRecord(
+                name=name,
+                source=self._sources.current,
+                first_node=before,
+                end_node=self._node_count(),
+                reads=reads,
+                writes=writes,
+            )
+        )
 
     def _call(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default):
@@ -174,11 +186,11 @@ def _ranges(value: Any) -> Iterator[ByteRange]:
             yield ByteRange(begin=begin, end=begin + span * leaf.element_size())
 
 
-def capture(run: Callable[[SetSource], Any], zone: Zone, sources: SourceTracker, *, see_ops: bool) -> Capture:
+def capture(run: Callable[[SetSource], Any], zone: Zone, sources: SourceTracker, *, compiled: bool) -> Capture:
     """Capture one call of ``run``, whose allocations come from ``zone``.
 
-    ``see_ops`` off leaves the dispatcher alone: a compiled callable would fall back to eager under
-    a dispatch mode. Raises TraceError where something cannot be captured, naming op and module.
+    ``compiled`` where the model goes through torch.compile: a dispatch mode around it would make it
+    fall back to eager. Raises TraceError where something cannot be captured, naming op and module.
     """
     torch._C._cuda_clearCublasWorkspaces()  # else the sequence depends on what ran before
     graph = torch.cuda.CUDAGraph(keep_graph=True)
@@ -188,10 +200,8 @@ def capture(run: Callable[[SetSource], Any], zone: Zone, sources: SourceTracker,
     with torch.cuda.stream(stream):
         graph.capture_begin(capture_error_mode="relaxed")
         try:
-            if see_ops:
-                with sources.following_modules(), recorder:
-                    result = run(sources.set)
-            else:
+            seeing = seeing_compiled_code(recorder) if compiled else recorder
+            with sources.following_modules(), seeing:
                 result = run(sources.set)
         except BaseException:
             with suppress(RuntimeError):  # the first error is the one to tell; torch aborts on a graph left open

@@ -43,6 +43,8 @@ def _write_request(folder: Path, source: Source, options: Options, output: Path)
         "inputs": [asdict(s) for s in options.inputs],
         "examples": examples,
         "output": str(output),
+        "level": options.level,
+        "max_error": options.max_error,
         "streams": options.streams,
         "memory_limit": options.memory_limit,
         "timing_cache": str(options.timing_cache),

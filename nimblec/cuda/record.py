@@ -54,12 +54,12 @@ class ModelRecorder:
         self._sources = sources
         self._code = code
         self._allocator = allocator
-        self._residents = find_residents(model.root, model.inputs)
+        self._residents = find_residents(model.module, model.inputs)
 
     def warm_up(self) -> None:
         """Run twice, so that every library has chosen and loaded its kernels."""
         for _ in range(2):
-            self._run()
+            self._run(self._model)
         # Torch's generator allocates its state at the first capture, and keeps it while a graph lives.
         self._generator_owner = self._capture(self._allocator.resident)
         self._restore()
@@ -95,26 +95,29 @@ class ModelRecorder:
             inputs=self._model.inputs,
         )
 
-    def compute(self, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-        """What the framework computes from these inputs, uncaptured, state as at the start."""
+    def compute(self, inputs: Mapping[str, np.ndarray], model: TorchModel | None = None) -> list[np.ndarray]:
+        """What the framework computes from these inputs, uncaptured, state as at the start.
+
+        ``model`` is another one on the same input tensors, to compare with.
+        """
         self._restore()
         with torch.no_grad():
             for name, tensor in self._model.inputs:
                 tensor.copy_(as_tensor(inputs[name]))
-        outputs = [_as_array(t) for _, t in name_outputs(self._run())]
+        outputs = [_as_array(t) for _, t in name_outputs(self._run(model or self._model))]
         self._restore()
         return outputs
 
-    def _run(self) -> Any:
+    def _run(self, model: TorchModel) -> Any:
         with torch.no_grad():
-            result = self._model.run(self._sources.set)
+            result = model.run(self._sources.set)
         torch.cuda.synchronize()
         self._allocator.check()
         return result
 
     def _capture(self, zone: Zone) -> Capture:
         with self._allocator.allocating_in(zone), torch.no_grad():
-            captured = capture(self._model.run, zone, self._sources, see_ops=not self._model.compiled)
+            captured = capture(self._model.run, zone, self._sources, compiled=self._model.is_compiled)
         self._allocator.check()
         return captured
 

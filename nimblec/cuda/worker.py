@@ -12,7 +12,7 @@ import sys
 from contextlib import AbstractContextManager, closing
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -28,8 +28,13 @@ from nimblert import container, driver, golden
 from nimblert.errors import NimbleError
 from nimblert.plan import Device, Plan, Target
 
+if TYPE_CHECKING:
+    from nimblec.cuda.record import ModelRecorder
+    from nimblec.frontend.pytorch import TorchModel
+
 _ADDR_NO_RANDOMIZE = 0x0040000
 _SEED = 0
+_ACCURACY_SEEDS = 3
 
 
 def main(request_path: str, events_fd: int) -> int:
@@ -85,8 +90,12 @@ class _Worker:
         allocator = BumpAllocator()
         allocator.install()
         with self._stage("load the model"):
-            model = self._load_model()
-            sources = SourceTracker(model.root)
+            original = model = self._load_model()
+            if self._request["level"] and not original.is_compiled:
+                from nimblec.frontend.compiled import compiled
+
+                model = compiled(original, self._request["level"])
+            sources = SourceTracker(model.module)
             recorder = ModelRecorder(model, sources, code, allocator)
         for note in model.notes:
             _send(self._events, note=note)
@@ -98,6 +107,8 @@ class _Worker:
             plan = self._schedule(recording.graph)
         with self._stage("run the framework"):
             plan = self._with_golden(plan, recorder)
+            if model is not original:
+                self._report_accuracy(plan, recorder, original)
         output = Path(self._request["output"])
         with self._stage("write"):
             container.write(plan, output)
@@ -117,7 +128,7 @@ class _Worker:
         cache.save()
         return plan
 
-    def _load_model(self) -> Any:
+    def _load_model(self) -> "TorchModel":
         import torch
 
         from nimblec.frontend import pytorch
@@ -141,7 +152,7 @@ class _Worker:
                 raise CompileError(f"request of kind {kind!r} is not known")
         return pytorch.place(module, example_inputs, device="cuda", specs=specs, examples=examples)
 
-    def _with_golden(self, plan: Plan, recorder: Any) -> Plan:
+    def _with_golden(self, plan: Plan, recorder: "ModelRecorder") -> Plan:
         """The plan with what the framework computes from seeded inputs, and how far two runs differ."""
         (program,) = plan.programs
         inputs = golden.draw_inputs(program, _SEED)
@@ -157,11 +168,34 @@ class _Worker:
         return replace(plan, programs=(replace(program, golden=record),))
 
 
+    def _report_accuracy(self, plan: Plan, recorder: "ModelRecorder", original: "TorchModel") -> None:
+        """Say how far the compiled model is from the original on a few inputs."""
+        (program,) = plan.programs
+        errors = []
+        for seed in range(_ACCURACY_SEEDS):
+            inputs = golden.draw_inputs(program, seed)
+            pairs = zip(recorder.compute(inputs, original), recorder.compute(inputs), strict=True)
+            errors.append([_errors(a, b) for a, b in pairs])
+        for output, per_seed in zip(program.outputs, zip(*errors, strict=True), strict=True):
+            largest, mean = max(e for e, _ in per_seed), sum(m for _, m in per_seed) / len(per_seed)
+            found = f"output {output.name!r} differs from -O0 by at most {largest:.2g}, {mean:.2g} on average, of its"
+            _send(self._events, note=f"{found} largest magnitude")
+            allowed = self._request["max_error"]
+            if allowed is not None and not largest <= allowed:
+                raise CompileError(f"{found} largest magnitude; --max-error allows {allowed:.2g}: use -O0")
+
+
+def _errors(expected: np.ndarray, found: np.ndarray) -> tuple[float, float]:
+    """The largest and the mean difference, relative to the largest magnitude expected."""
+    a, b = expected.astype(np.float64), found.astype(np.float64)
+    if not a.size:
+        return 0.0, 0.0
+    scale = max(float(np.abs(a).max()), 1e-30)
+    return float(np.abs(a - b).max()) / scale, float(np.abs(a - b).mean()) / scale
+
+
 def _spread(first: np.ndarray, second: np.ndarray) -> float:
-    if first.tobytes() == second.tobytes():
-        return 0.0
-    a, b = first.astype(np.float64), second.astype(np.float64)
-    return float(np.nanmax(np.abs(a - b)) / max(float(np.nanmax(np.abs(a))), 1e-30))
+    return 0.0 if first.tobytes() == second.tobytes() else _errors(first, second)[0]
 
 
 def _needed_device() -> Device:

@@ -29,11 +29,7 @@ def _source(node: fx.Node) -> str:
     return str(innermost[0][0]) if innermost else ""
 
 
-def run_nodes(module: fx.GraphModule, flat_inputs: Sequence[Any]) -> Callable[[SetSource], Any]:
-    """A function that runs ``module`` on these flattened arguments and returns what it returns."""
-
-    def run(set_source: SetSource) -> Any:
-        outputs = _SourceInterpreter(module, set_source).run(*flat_inputs, enable_io_processing=False)
-        return module.graph.process_outputs(outputs)
-
-    return run
+def run_nodes(module: fx.GraphModule, flat_inputs: Sequence[Any], set_source: SetSource) -> Any:
+    """Run ``module`` on flattened arguments: what it returns."""
+    outputs = _SourceInterpreter(module, set_source).run(*flat_inputs, enable_io_processing=False)
+    return module.graph.process_outputs(outputs)

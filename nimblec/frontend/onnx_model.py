@@ -2,13 +2,11 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 from nimblec.frontend import onnx_file
-from nimblec.frontend.fx_graph import SetSource, run_nodes
 from nimblec.frontend.onnx import OnnxInput, import_model
 from nimblec.frontend.pytorch import TorchModel, as_tensor
 from nimblec.options import InputSpec
@@ -23,12 +21,10 @@ def load_onnx(
     shapes |= {spec.name: spec for spec in specs}
     program = import_model(onnx_file.fix_shapes(onnx_file.load(path), tuple(shapes.values())), device=device)
     inputs = tuple((i.name, _example(i, given.get(i.name)).to(device)) for i in program.inputs)
-    run = run_nodes(program.module, [tensor for _, tensor in inputs])
-
-    def call(set_source: SetSource) -> Any:
-        return dict(zip(program.outputs, run(set_source), strict=True))
-
-    return TorchModel(root=program.module, inputs=inputs, run=call)
+    tensors = tuple(tensor for _, tensor in inputs)
+    return TorchModel(
+        module=program.module, args=tensors, kwargs={}, inputs=inputs, output_names=tuple(program.outputs)
+    )
 
 
 def _example(described: OnnxInput, given: np.ndarray | None) -> torch.Tensor:

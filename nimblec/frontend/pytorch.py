@@ -3,7 +3,7 @@
 import importlib
 import inspect
 import zipfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,19 +41,35 @@ _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchModel:
-    """A model on its device with example arguments.
+    """A model on its device with the arguments of one call.
 
-    ``inputs`` are the tensors among the arguments by name; calling ``run`` computes the result from
-    what they hold, and tells the function it is given where in the model it is. ``root`` is the
-    module whose submodules name the ops; ``compiled`` where it goes through torch.compile, whose
-    kernels the dispatcher does not see.
+    ``inputs`` are the tensors among the arguments by name: a run computes from what they hold.
+    ``output_names`` name the outputs in order where the model's result does not.
     """
 
-    root: object
+    module: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
     inputs: tuple[tuple[str, torch.Tensor], ...]
-    run: Callable[[SetSource], Any]
-    compiled: bool = False
+    output_names: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether it goes through torch.compile, whose kernels the dispatcher does not see."""
+        modules = self.module.modules() if isinstance(self.module, torch.nn.Module) else (self.module,)
+        return any(
+            isinstance(m, torch._dynamo.OptimizedModule) or hasattr(m, "_torchdynamo_orig_callable") for m in modules
+        )
+
+    def run(self, set_source: SetSource) -> Any:
+        """Run it, telling ``set_source`` where in the model each op is as far as its graph tells."""
+        if isinstance(self.module, torch.fx.GraphModule):
+            leaves = pytree.tree_leaves((self.args, self.kwargs))
+            result = run_nodes(self.module, leaves, set_source)
+        else:
+            result = self.module(*self.args, **self.kwargs)
+        return dict(zip(self.output_names, result, strict=True)) if self.output_names else result
 
 
 def import_callable(spec: str) -> tuple[Any, Any]:
@@ -127,17 +143,7 @@ def place(
         module = module.to(device)
         if module.training:
             notes = ("the module is in training mode: call .eval() first if the plan is for inference",)
-
-    def call(_: SetSource) -> Any:
-        return module(*args, **kwargs)
-
-    return TorchModel(
-        root=module,
-        inputs=inputs,
-        run=run_nodes(module, leaves) if isinstance(module, torch.fx.GraphModule) else call,
-        compiled=_is_compiled(module),
-        notes=notes,
-    )
+    return TorchModel(module=module, args=args, kwargs=kwargs, inputs=inputs, notes=notes)
 
 
 def _own(leaf: Any, device: str) -> Any:
@@ -145,13 +151,6 @@ def _own(leaf: Any, device: str) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
     return leaf.detach().to(device, copy=True, memory_format=torch.preserve_format)
-
-
-def _is_compiled(module: Any) -> bool:
-    modules = module.modules() if isinstance(module, torch.nn.Module) else (module,)
-    return any(
-        isinstance(m, torch._dynamo.OptimizedModule) or hasattr(m, "_torchdynamo_orig_callable") for m in modules
-    )
 
 
 def _input_names(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:

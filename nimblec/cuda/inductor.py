@@ -1,0 +1,66 @@
+"""See inside what torch.compile made: its Triton kernels, and the ATen calls between them.
+
+A dispatch mode around a compiled callable makes Dynamo fall back to eager; inside the code that
+Inductor generated there is no Dynamo any more. So the mode is entered there, and the launches of
+Triton kernels, which pass the dispatcher by, are seen at Inductor's launcher. Its naming tells what
+a kernel writes: ``out_ptr*`` is written, ``in_out_ptr*`` read and written, the rest read, and
+kernels of the user's list the names they mutate.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+
+class CallRecorder(Protocol):
+    """Records calls that launch nodes; as a context manager, those that reach the dispatcher."""
+
+    def __enter__(self) -> Any:
+        """Start to see what reaches the dispatcher."""
+
+    def __exit__(self, *exc: object) -> Any:
+        """Stop it."""
+
+    def record(
+        self, name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], call: Callable[[], Any]
+    ) -> Any:
+        """Make the call and record what it launched, on these tensors."""
+
+
+@contextmanager
+def seeing_compiled_code(recorder: CallRecorder) -> Iterator[None]:
+    """Have ``recorder`` see what generated code launches inside the block."""
+    from torch._inductor.output_code import CompiledFxGraph
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    call_graph, launch = CompiledFxGraph.__call__, CachingAutotuner.run
+
+    def seen_call(graph: Any, inputs: Any) -> Any:
+        with recorder:
+            return call_graph(graph, inputs)
+
+    def seen_launch(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        reads, writes = _accesses(kernel.fn.arg_names, set(kernel.mutated_arg_names), args)
+        return recorder.record(kernel.fn.__name__, reads, writes, lambda: launch(kernel, *args, **kwargs))
+
+    CompiledFxGraph.__call__, CachingAutotuner.run = seen_call, seen_launch
+    try:
+        yield
+    finally:
+        CompiledFxGraph.__call__, CachingAutotuner.run = call_graph, launch
+
+
+def _accesses(
+    names: Sequence[str], mutated: set[str], args: Sequence[Any]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The tensors that a kernel reads and writes, from the names of its parameters."""
+    reads, writes = [], []
+    for name, value in zip(names, args, strict=False):  # constants of the kernel are not among the arguments
+        if isinstance(value, torch.Tensor):
+            if not name.startswith("out_ptr"):
+                reads.append(value)
+            if name in mutated or name.startswith(("out_ptr", "in_out_ptr")):
+                writes.append(value)
+    return reads, writes
