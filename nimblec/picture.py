@@ -7,6 +7,7 @@ import string
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from rich.console import RenderableType
 from rich.table import Table
@@ -131,14 +132,13 @@ def _row(program: Program, times: Timeline, canvas: _Canvas, letters: Mapping[st
             for column, part in canvas.overlaps(span):
                 owners[column] = max(owners[column], (part, index), key=lambda owner: owner[0])
     line = Text(f"stream {stream}".ljust(canvas.margin))
-    before = -1
-    for _, index in owners:
+    for index, run in groupby(index for _, index in owners):
+        count = len(list(run))
         if index < 0:
-            line.append(IDLE, style="dim")
+            line.append(IDLE * count, style="dim")
         else:
             letter = letters[kind(program, times.spans[index].work)]
-            line.append(letter.upper() if index != before else letter, style=_style(letter, letters))
-        before = index
+            line.append(letter.upper() + letter * (count - 1), style=_style(letter, letters))
     line.append(f" {busy / times.duration_ns:>4.0%}")
     return _unwrapped(line)
 
@@ -204,7 +204,7 @@ def _legend(program: Program, times: Timeline, letters: Mapping[str, str]) -> Ta
         )
         for name, letter in letters.items()
     ]
-    return capped(made, rows)
+    return capped(made, rows, rest="--chrome-trace has every command")
 
 
 def _events(program: Program, times: Timeline) -> Sequence[Table]:
@@ -217,7 +217,7 @@ def _events(program: Program, times: Timeline) -> Sequence[Table]:
         source, target = times.spans[handover.source], times.spans[handover.target]
         ends, starts = _time(source.end_ns, times), _time(target.start_ns, times)
         rows.append((str(handover.event), _named(program, source), ends, _named(program, target), starts))
-    return (capped(made, rows),)
+    return (capped(made, rows, rest="--chrome-trace has all"),)
 
 
 def _named(program: Program, span: Span) -> str:

@@ -194,12 +194,12 @@ def _weights(facts: Json) -> Table:
     return capped(made, rows)
 
 
-def capped(made: Table, rows: Sequence[tuple[str | Text, ...]]) -> Table:
-    """The table with the first rows, and a word about the others."""
+def capped(made: Table, rows: Sequence[tuple[str | Text, ...]], *, rest: str = "--json lists all") -> Table:
+    """The table with the first rows, and a word about the others: ``rest`` says where they are."""
     for row in rows[:ROWS]:
         made.add_row(*row)
     if len(rows) > ROWS:
-        made.add_row(f"... and {len(rows) - ROWS} more (--json lists all)")
+        made.caption, made.caption_justify = f"... and {len(rows) - ROWS} more ({rest})", "left"
     return made
 
 

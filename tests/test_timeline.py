@@ -152,7 +152,7 @@ def test_letters_are_distinct_and_the_rare_kinds_share_one() -> None:
     shown = {character for character in row[9:-5] if character.isupper() or character == "#"}
     assert len(shown) == 13
     assert sum(line.startswith(" ## ") for line in lines) == 20 - 12
-    assert any("... and 10 more" in line for line in lines)
+    assert any("... and 10 more (--chrome-trace has every command)" in line for line in lines)
 
 
 @pytest.mark.parametrize("width", [30, 60, 80, 200])
@@ -163,6 +163,12 @@ def test_the_picture_fits_the_terminal(program: Program, width: int) -> None:
     rows = [line for line in lines if re.match(r"stream \d+ ", line)]
     assert len(rows) == program.stream_count
     assert {len(row) for row in rows} == {width}
+
+
+def test_a_long_list_of_events_says_where_the_rest_is() -> None:
+    handed = [(work(0, 1), Record(stream=0, event=i), Wait(stream=1, event=i), work(1, 1)) for i in range(30)]
+    lines = drawn(planned(*(command for commands in handed for command in commands)))
+    assert "... and 10 more (--chrome-trace has all)" in [line.strip() for line in lines]
 
 
 def test_colours_follow_the_kind_of_work() -> None:
