@@ -34,6 +34,10 @@ def parse_spec(text: str) -> InputSpec:
     return InputSpec(name=name, shape=sizes, dtype=dtype)
 
 
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+_NBYTES = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>|b|[kmg]i?b)", re.IGNORECASE)
+
+
 class Spec(click.ParamType):
     """The type of ``compile --input``."""
 
@@ -43,6 +47,31 @@ class Spec(click.ParamType):
         """Parse one value."""
         del param, ctx
         return parse_spec(value)
+
+
+class Streams(click.ParamType):
+    """auto, 1, max, or a number of streams."""
+
+    name = "auto|1|max|N"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """The policy, as `Options.streams` takes it."""
+        if value not in ("auto", "max") and not (value.isascii() and value.isdigit() and int(value) > 0):
+            self.fail(f"{value!r}: expected auto, max, or a number of streams from 1.", param, ctx)
+        return value
+
+
+class Nbytes(click.ParamType):
+    """A number of bytes, with a unit if wanted."""
+
+    name = "BYTES"
+
+    def convert(self, value: str | int, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """The number of bytes; units are decimal (kB, MB, GB) or binary (KiB, MiB, GiB)."""
+        found = _NBYTES.fullmatch(str(value).strip())
+        if found is None:
+            self.fail(f"{value!r}: expected a number of bytes such as 1000000, 64MiB or 1.5GB.", param, ctx)
+        return int(float(found["number"]) * _UNITS[found["unit"].lower()])
 
 
 class NamedFile(click.ParamType):

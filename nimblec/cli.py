@@ -5,6 +5,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -141,6 +142,36 @@ def cli(ctx: click.Context) -> None:
     multiple=True,
     help="An array for an input; its integers bound the ones drawn in checks. Repeatable.",
 )
+@click.option(
+    "-O",
+    "level",
+    type=click.IntRange(0, 2),
+    default=0,
+    show_default=True,
+    help="0: the framework's own kernels, bit for bit. 1: fused by Inductor. 2: kernels chosen by timing them too "
+    "(minutes). 1 and 2 are the CUDA target's, and report how far they are from 0.",
+)
+@click.option(
+    "--max-error",
+    type=float,
+    metavar="E",
+    help="Refuse -O1 or -O2 where an output differs by more than E of its largest magnitude.",
+)
+@click.option(
+    "--streams",
+    type=arguments.Streams(),
+    default="auto",
+    show_default=True,
+    help="1: the captured order. max: every stream the model can use. N: at most N. auto: the fastest of several, "
+    "measured here.",
+)
+@click.option("--memory-limit", type=arguments.Nbytes(), help="What the arena may take: 64MiB, 1.5GB, 1000000.")
+@click.option(
+    "--timing-cache",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Where measured times are kept, so that the next compilation measures nothing.  [default: the user's own]",
+)
 @click.option("-v", "--verbose", is_flag=True, help="Print each stage as it ends, also to a pipe.")
 @click.option("-q", "--quiet", is_flag=True, help="Print errors only.")
 def compile(  # noqa: A001  # the command's name
@@ -149,6 +180,11 @@ def compile(  # noqa: A001  # the command's name
     target: TargetChoice,
     inputs: tuple[InputSpec, ...],
     examples: tuple[tuple[str, Path], ...],
+    level: int,
+    max_error: float | None,
+    streams: str,
+    memory_limit: int | None,
+    timing_cache: Path | None,
     verbose: bool,
     quiet: bool,
 ) -> None:
@@ -167,7 +203,7 @@ def compile(  # noqa: A001  # the command's name
       nimblec compile resnet.onnx -o resnet.plan
       nimblec compile bert.onnx -o bert.plan --target cpu \\
           --input input_ids:1x128 --example input_ids=tokens.npy
-      nimblec compile samples.resnet:resnet18 -o resnet18.plan --target cuda
+      nimblec compile samples.resnet:resnet18 -o resnet18.plan --target cuda -O1
     """
     if verbose and quiet:
         raise click.UsageError("--verbose and --quiet contradict each other.")
@@ -181,7 +217,17 @@ def compile(  # noqa: A001  # the command's name
     if not quiet:
         click.echo(f"target: {chosen.name.lower()} ({reason})")
     resolved: TargetChoice = "cuda" if chosen.name == "CUDA" else "cpu"
-    options = Options(target=resolved, inputs=inputs, examples=tuple(arrays.items()))
+    options = Options(
+        target=resolved,
+        inputs=inputs,
+        examples=tuple(arrays.items()),
+        level=level,
+        max_error=max_error,
+        streams=streams,
+        memory_limit=memory_limit,
+    )
+    if timing_cache is not None:
+        options = replace(options, timing_cache=timing_cache)
     with StageProgress(verbose=verbose, quiet=quiet) as observer:
         made = compile_model(model, options=options, output=output, observer=observer)
     if quiet:

@@ -72,8 +72,9 @@ def make_plan(
     """The plan of a graph, without a golden record.
 
     ``streams``: "1" is the captured order, "max" the paper's Algorithm 1, a number at most so many
-    streams, "auto" the fastest of several as ``timer`` measures them, never slower than "1". Raises
-    CompileError where no schedule tried fits into an arena of ``memory_limit`` bytes.
+    streams, "auto" the fastest of several as ``timer`` measures them, never slower than "1". Where
+    the arena of what was asked for takes more than ``memory_limit`` bytes, the fastest schedule
+    that fits is taken; CompileError where none does.
     """
     graph = rename_workspaces(graph)
     dag = dependencies(graph)
@@ -81,12 +82,15 @@ def make_plan(
     durations = timer.command_durations(_plan(graph, captured, provenance, None))
     graph = replace(graph, tasks=tuple(replace(t, duration_ns=d) for t, d in zip(graph.tasks, durations, strict=True)))
     tried = [_try(p, graph, s) for p, s in _schedules(graph, dag, streams, timer.max_streams)]
-    fitting = [t for t in tried if memory_limit is None or t.memory.arena_nbytes <= memory_limit]
+    fitting = tried
+    if memory_limit is not None:
+        fitting = _fitting(tried, memory_limit) or _fitting(
+            [_try(p, graph, s) for p, s in _schedules(graph, dag, "auto", timer.max_streams)], memory_limit
+        )
     if not fitting:
         least = min(t.memory.arena_nbytes for t in (captured, *tried))
         raise CompileError(
-            f"memory limit: {memory_limit} bytes are too few for the arena, the least found is {least}; "
-            "allow more, or ask for fewer streams"
+            f"memory limit: {memory_limit} bytes are too few for the arena, the least found is {least}: allow more"
         )
     if len(fitting) > 1:
         fitting = [replace(t, duration_ns=timer.duration(_plan(graph, t, provenance, None))) for t in fitting]
@@ -128,6 +132,10 @@ def _automatic(graph: Graph, dag: Dag, durations: Sequence[int], most: int) -> I
 
 def _try(policy: str, graph: Graph, schedule: Schedule) -> _Tried:
     return _Tried(policy=policy, schedule=schedule, memory=layout(graph, schedule))
+
+
+def _fitting(tried: Sequence[_Tried], memory_limit: int) -> list[_Tried]:
+    return [t for t in tried if t.memory.arena_nbytes <= memory_limit]
 
 
 def _choose(tried: Sequence[_Tried]) -> _Tried:

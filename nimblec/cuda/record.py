@@ -109,9 +109,12 @@ class ModelRecorder:
         return outputs
 
     def _run(self, model: TorchModel) -> Any:
-        with torch.no_grad():
-            result = model.run(self._sources.set)
-        torch.cuda.synchronize()
+        try:
+            with torch.no_grad():
+                result = model.run(self._sources.set)
+            torch.cuda.synchronize()
+        except Exception as exc:  # the model is the user's code: whatever it raises is what to tell
+            raise TraceError(f"the model cannot be run: {_first_line(exc)}") from exc
         self._allocator.check()
         return result
 
@@ -166,6 +169,14 @@ def _view(
         offset=span.offset,
         sample_range=sample_range,
     )
+
+
+def _first_line(exc: BaseException) -> str:
+    """The class of an error and what it says first; of a chain, the cause's."""
+    while exc.__cause__ is not None:
+        exc = exc.__cause__
+    lines = [line for line in str(exc).splitlines() if line.strip()]
+    return f"{type(exc).__name__}: {lines[0] if lines else ''}"
 
 
 def _sample_range(tensor: torch.Tensor) -> tuple[int, int] | None:

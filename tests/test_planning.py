@@ -1,0 +1,75 @@
+"""The choice of a schedule: by measurement, within a memory limit, never slower than the captured order."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from graphs import dataflow
+from nimblec.errors import CompileError
+from nimblec.ir import Graph
+from nimblec.planning import Provenance, make_plan
+from nimblert.hazards import hazards
+from nimblert.plan import Device, Plan, Target
+
+PROVENANCE = Provenance(target=Target.CUDA, device=Device(name="x", compute_capability=(9, 0)), versions=())
+
+
+class _StreamTimer:
+    """Pretends that a run takes ``by_streams`` ns, by the number of streams of the plan."""
+
+    max_streams = 16
+
+    def __init__(self, by_streams: dict[int, int]) -> None:
+        self._by_streams = by_streams
+
+    def command_durations(self, plan: Plan) -> Sequence[int]:
+        (program,) = plan.programs
+        assert program.stream_count == 1
+        return [100 + i for i, _ in enumerate(program.commands)]
+
+    def duration(self, plan: Plan) -> int:
+        return self._by_streams.get(plan.programs[0].stream_count, 1_000)
+
+
+def _branches() -> Graph:
+    """One source, three branches of two tasks, one sink; the branches' buffers are large."""
+    return dataflow((), (0,), (0,), (0,), (1,), (2,), (3,), (4, 5, 6), sizes=(64, *(4096,) * 6, 64))
+
+
+def test_auto_keeps_the_fastest_and_says_what_was_tried() -> None:
+    plan = make_plan(_branches(), PROVENANCE, _StreamTimer({1: 900, 2: 500, 3: 700}))
+    (program,) = plan.programs
+    assert program.schedule is not None
+    assert program.stream_count == 2
+    assert program.schedule.policy in ("2", "critical-path-2")
+    assert {c.policy for c in program.schedule.candidates} >= {"1", "2", "max"}
+    assert len(program.schedule.antichain) == 3
+    assert not list(hazards(program))
+
+
+def test_auto_is_never_slower_than_the_captured_order() -> None:
+    plan = make_plan(_branches(), PROVENANCE, _StreamTimer({1: 1000, 2: 1000, 3: 995}))
+    assert plan.programs[0].stream_count == 1
+
+
+@pytest.mark.parametrize(("streams", "count"), [("1", 1), ("2", 2), ("max", 3), ("7", 3)])
+def test_a_policy_that_is_asked_for_is_kept(streams: str, count: int) -> None:
+    (program,) = make_plan(_branches(), PROVENANCE, _StreamTimer({}), streams=streams).programs
+    assert program.stream_count == count
+
+
+def test_durations_reach_the_commands() -> None:
+    (program,) = make_plan(_branches(), PROVENANCE, _StreamTimer({}), streams="1").programs
+    assert [c.duration_ns for c in program.commands if hasattr(c, "duration_ns")] == [100 + i for i in range(8)]
+
+
+def test_a_memory_limit_trades_streams_for_memory() -> None:
+    graph = _branches()
+    widest, serial = (
+        make_plan(graph, PROVENANCE, _StreamTimer({}), streams=s).programs[0].arena_nbytes for s in ("max", "1")
+    )
+    assert serial < widest
+    (program,) = make_plan(graph, PROVENANCE, _StreamTimer({}), streams="max", memory_limit=serial).programs
+    assert program.arena_nbytes <= serial
+    with pytest.raises(CompileError, match=f"the least found is {serial}"):
+        make_plan(graph, PROVENANCE, _StreamTimer({}), streams="max", memory_limit=serial - 1)
