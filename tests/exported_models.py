@@ -1,0 +1,381 @@
+"""Small models of many families in plain torch.nn, for exports to ONNX: what matters is the operators in them."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own name for it
+from torch import Tensor, nn
+
+Example = tuple[nn.Module, tuple[Tensor, ...]]
+
+
+class Tagger(nn.Module):
+    """Embedding, a bidirectional recurrent layer or two, and a classifier for each token."""
+
+    def __init__(self, layer: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.words = nn.Embedding(50, 12)
+        self.layer = layer(12, 10, num_layers=2, bidirectional=True, batch_first=True)
+        self.tags = nn.Linear(20, 5)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """(N, tokens) ids to (N, tokens, 5)."""
+        return self.tags(self.layer(self.words(ids))[0])
+
+
+class Attention(nn.Module):
+    """Self-attention by torch's own fused call."""
+
+    def __init__(self, width: int, heads: int, *, causal: bool = False) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.heads, self.causal = heads, causal
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, tokens, width)."""
+        n, tokens, width = x.shape
+        q, k, v = self.qkv(x).reshape(n, tokens, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        return self.out(y.transpose(1, 2).reshape(n, tokens, width))
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block."""
+
+    def __init__(self, width: int, heads: int, *, causal: bool = False) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = Attention(width, heads, causal=causal)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, tokens, width)."""
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class VisionTransformer(nn.Module):
+    """Patches, a class token, positions, blocks, a head (Dosovitskiy et al. 2021)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 32, 8, 8)
+        self.token, self.positions = nn.Parameter(torch.randn(1, 1, 32)), nn.Parameter(torch.randn(1, 17, 32))
+        self.blocks = nn.Sequential(Block(32, 4), Block(32, 4))
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, image: Tensor) -> Tensor:
+        """(N, 3, 32, 32) to (N, 10)."""
+        x = self.patches(image).flatten(2).transpose(1, 2)
+        x = torch.cat([self.token.expand(x.shape[0], -1, -1), x], 1) + self.positions
+        return self.head(self.blocks(x)[:, 0])
+
+
+class Gpt(nn.Module):
+    """Token and position embeddings, causal blocks, tied output weights (Radford et al. 2019)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.positions = nn.Embedding(60, 32), nn.Embedding(16, 32)
+        self.blocks, self.norm = nn.Sequential(Block(32, 4, causal=True), Block(32, 4, causal=True)), nn.LayerNorm(32)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """(N, tokens) ids to (N, tokens, 60)."""
+        x = self.words(ids) + self.positions(torch.arange(ids.shape[1]))
+        return self.norm(self.blocks(x)) @ self.words.weight.t()
+
+
+class Llama(nn.Module):
+    """Root mean square norms, rotary positions, grouped queries, a gated network (Touvron et al. 2023)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale1, self.scale2 = nn.Parameter(torch.rand(32)), nn.Parameter(torch.rand(32))
+        self.q, self.k, self.v = nn.Linear(32, 32, False), nn.Linear(32, 16, False), nn.Linear(32, 16, False)
+        self.gate, self.up, self.down = nn.Linear(32, 64, False), nn.Linear(32, 64, False), nn.Linear(64, 32, False)
+        angle = torch.outer(torch.arange(9.0), 10000 ** -(torch.arange(0, 8, 2) / 8))
+        self.register_buffer("cos", torch.cat([angle, angle], -1).cos())
+        self.register_buffer("sin", torch.cat([angle, angle], -1).sin())
+
+    @staticmethod
+    def _norm(x: Tensor, scale: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * scale
+
+    def _rotate(self, x: Tensor) -> Tensor:
+        first, second = x.chunk(2, -1)
+        return x * self.cos + torch.cat([-second, first], -1) * self.sin
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, 9, 32)."""
+        n, tokens, _ = x.shape
+        y = self._norm(x, self.scale1)
+        q = self._rotate(self.q(y).view(n, tokens, 4, 8).transpose(1, 2))
+        k = self._rotate(self.k(y).view(n, tokens, 2, 8).transpose(1, 2)).repeat_interleave(2, 1)
+        v = self.v(y).view(n, tokens, 2, 8).transpose(1, 2).repeat_interleave(2, 1)
+        mask = torch.full((tokens, tokens), float("-inf")).triu(1)
+        weights = torch.softmax(q @ k.transpose(2, 3) / 8**0.5 + mask, -1)
+        x = x + (weights @ v).transpose(1, 2).reshape(n, tokens, 32)
+        y = self._norm(x, self.scale2)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+class Swin(nn.Module):
+    """Shifted windows and patch merging (Liu et al. 2021)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches, self.norm = nn.Conv2d(3, 16, 4, 4), nn.LayerNorm(16)
+        self.attention, self.merge = Attention(16, 2), nn.Linear(64, 32, False)
+
+    def forward(self, image: Tensor) -> Tensor:
+        """(N, 3, 32, 32) to (N, 4, 4, 32)."""
+        x = self.patches(image).permute(0, 2, 3, 1)
+        n, h, w, c = x.shape
+        y = torch.roll(self.norm(x), (-2, -2), (1, 2)).view(n, h // 4, 4, w // 4, 4, c)
+        y = self.attention(y.transpose(2, 3).reshape(-1, 16, c))
+        y = y.view(n, h // 4, w // 4, 4, 4, c).transpose(2, 3).reshape(n, h, w, c)
+        x = x + torch.roll(y, (2, 2), (1, 2))
+        parts = [x[:, i::2, j::2] for j in (0, 1) for i in (0, 1)]
+        return self.merge(torch.cat(parts, -1))
+
+
+class ConvNext(nn.Module):
+    """A depthwise convolution, a layer norm over channels, layer scale (Liu et al. 2022)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.depth, self.norm = nn.Conv2d(16, 16, 7, padding=3, groups=16), nn.LayerNorm(16)
+        self.mlp = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+        self.gamma = nn.Parameter(torch.rand(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, 16, H, W)."""
+        y = self.mlp(self.norm(self.depth(x).permute(0, 2, 3, 1))) * self.gamma
+        return x + y.permute(0, 3, 1, 2)
+
+
+class SqueezeExcite(nn.Module):
+    """An inverted bottleneck with squeeze and excitation, as EfficientNet and MobileNetV3 have it."""
+
+    def __init__(self, activation: type[nn.Module]) -> None:
+        super().__init__()
+        self.expand = nn.Sequential(nn.Conv2d(8, 32, 1, bias=False), nn.BatchNorm2d(32), activation())
+        self.depth = nn.Sequential(
+            nn.Conv2d(32, 32, 5, 2, 2, groups=32, bias=False), nn.BatchNorm2d(32), activation()
+        )
+        self.gate = nn.Sequential(
+            nn.AdaptiveAvgPool2d(1), nn.Conv2d(32, 8, 1), nn.ReLU(), nn.Conv2d(8, 32, 1), nn.Hardsigmoid()
+        )
+        self.project = nn.Sequential(nn.Conv2d(32, 12, 1, bias=False), nn.BatchNorm2d(12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, 8, H, W) to (N, 12, H / 2, W / 2)."""
+        x = self.depth(self.expand(x))
+        return self.project(x * self.gate(x))
+
+
+class ShuffleNet(nn.Module):
+    """Channel split and shuffle (Ma et al. 2018)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branch = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1, groups=8), nn.BatchNorm2d(8), nn.ReLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, 16, H, W)."""
+        left, right = x.chunk(2, 1)
+        x = torch.cat([left, self.branch(right)], 1)
+        n, c, h, w = x.shape
+        return x.view(n, 2, c // 2, h, w).transpose(1, 2).reshape(n, c, h, w)
+
+
+class DenseNet(nn.Module):
+    """Layers that see all before them, and a transition (Huang et al. 2017)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.BatchNorm2d(8 + 4 * i), nn.ReLU(), nn.Conv2d(8 + 4 * i, 4, 3, padding=1)) for i in range(3)
+        )
+        self.transition = nn.Sequential(nn.BatchNorm2d(20), nn.ReLU(), nn.Conv2d(20, 10, 1), nn.AvgPool2d(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, 8, H, W) to (N, 10, H / 2, W / 2)."""
+        for layer in self.layers:
+            x = torch.cat([x, layer(x)], 1)
+        return self.transition(x)
+
+
+class DeepLab(nn.Module):
+    """Dilated convolutions side by side, image pooling, bilinear upsampling (Chen et al. 2017)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Conv2d(8, 6, 3, padding=d, dilation=d) for d in (1, 2, 4))
+        self.pool, self.head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(8, 6, 1)), nn.Conv2d(24, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, 8, H, W) to (N, 3, 4 H, 4 W)."""
+        parts = [branch(x) for branch in self.branches]
+        parts.append(F.interpolate(self.pool(x), size=x.shape[2:], mode="bilinear", align_corners=False))
+        y = self.head(torch.cat(parts, 1))
+        return F.interpolate(y, scale_factor=4, mode="bilinear", align_corners=False)
+
+
+class Yolo(nn.Module):
+    """SiLU convolutions, pyramid pooling, nearest upsampling, boxes on a grid; no suppression."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.down = nn.Conv2d(3, 8, 3, 2, 1), nn.Conv2d(8, 8, 3, 2, 1)
+        self.pool, self.mix = nn.MaxPool2d(5, 1, 2), nn.Conv2d(32, 8, 1)
+        self.head = nn.Conv2d(16, 3 * 7, 1)
+        self.register_buffer("anchors", torch.rand(1, 3, 1, 1, 2) * 10)
+
+    def forward(self, image: Tensor) -> Tensor:
+        """(N, 3, 32, 32) to (N, 3 * 16 * 16, 7)."""
+        a = F.silu(self.stem(image))
+        b = F.silu(self.down(a))
+        pooled = [b, self.pool(b), self.pool(self.pool(b)), self.pool(self.pool(self.pool(b)))]
+        b = F.interpolate(F.silu(self.mix(torch.cat(pooled, 1))), scale_factor=2.0, mode="nearest")
+        y = self.head(torch.cat([a, b], 1))
+        n, _, h, w = y.shape
+        y = y.view(n, 3, 7, h, w).permute(0, 1, 3, 4, 2).sigmoid()
+        rows, columns = torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij")
+        grid = torch.stack((columns, rows), 2).view(1, 1, h, w, 2).to(y.dtype)
+        center = (y[..., 0:2] * 2 - 0.5 + grid) * 8
+        size = (y[..., 2:4] * 2) ** 2 * self.anchors
+        return torch.cat((center, size, y[..., 4:]), -1).view(n, -1, 7)
+
+
+def super_resolution() -> nn.Module:
+    """Convolutions and a pixel shuffle (Shi et al. 2016)."""
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 5, padding=2), nn.Tanh(), nn.Conv2d(16, 9, 3, padding=1), nn.PixelShuffle(3)
+    )
+
+
+def style_transfer() -> nn.Module:
+    """Reflection padding, instance norms, upsampling and transposed convolution (Johnson et al. 2016)."""
+    return nn.Sequential(
+        nn.ReflectionPad2d(4),
+        nn.Conv2d(3, 8, 9),
+        nn.InstanceNorm2d(8, affine=True),
+        nn.ReLU(),
+        nn.Conv2d(8, 12, 3, 2, 1),
+        nn.InstanceNorm2d(12, affine=True),
+        nn.Upsample(scale_factor=2, mode="nearest"),
+        nn.ReplicationPad2d(1),
+        nn.Conv2d(12, 8, 3),
+        nn.ConvTranspose2d(8, 3, 4, 2, 1, output_padding=0),
+    )
+
+
+class T5Encoder(nn.Module):
+    """Relative position buckets as a bias of attention (Raffel et al. 2020)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.bias = nn.Embedding(40, 16), nn.Embedding(8, 2)
+        self.q, self.k, self.v, self.o = (nn.Linear(16, 16, False) for _ in range(4))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """(N, tokens) ids to (N, tokens, 16)."""
+        x = self.words(ids)
+        n, tokens, width = x.shape
+        place = torch.arange(tokens)
+        distance = place[None, :] - place[:, None]
+        far = 2 + (torch.log(distance.abs().clamp(min=2).float() / 2) / 2 * 2).long().clamp(max=1)
+        bucket = torch.where(distance.abs() < 2, distance.abs(), far) + 4 * (distance > 0).long()
+        bias = self.bias(bucket).permute(2, 0, 1).unsqueeze(0)
+        q, k, v = (f(x).view(n, tokens, 2, 8).transpose(1, 2) for f in (self.q, self.k, self.v))
+        weights = torch.softmax((q @ k.transpose(2, 3) + bias).float(), -1)
+        return x + self.o((weights @ v).transpose(1, 2).reshape(n, tokens, width))
+
+
+class WhisperEncoder(nn.Module):
+    """One-dimensional convolutions over a spectrogram, then blocks (Radford et al. 2022)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv1d(8, 32, 3, padding=1), nn.Conv1d(32, 32, 3, 2, 1)
+        self.register_buffer("positions", torch.randn(10, 32))
+        self.block = Block(32, 4)
+
+    def forward(self, mel: Tensor) -> Tensor:
+        """(N, 8, 20) to (N, 10, 32)."""
+        x = F.gelu(self.second(F.gelu(self.first(mel)))).permute(0, 2, 1)
+        return self.block(x + self.positions)
+
+
+class DiffusionBlock(nn.Module):
+    """A residual block with a time step's embedding, group norms, attention (Ho et al. 2020)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2, self.norm3 = nn.GroupNorm(4, 16), nn.GroupNorm(4, 16), nn.GroupNorm(4, 16)
+        self.conv1, self.conv2 = nn.Conv2d(16, 16, 3, padding=1), nn.Conv2d(16, 16, 3, padding=1)
+        self.time, self.attention = nn.Linear(32, 16), Attention(16, 2)
+
+    def forward(self, x: Tensor, step: Tensor) -> Tensor:
+        """(N, 16, H, W) and (N,)."""
+        frequency = torch.exp(torch.arange(16) * (-9.2 / 16))
+        angle = step[:, None].float() * frequency[None]
+        embedding = torch.cat([angle.sin(), angle.cos()], -1)
+        y = self.conv1(F.silu(self.norm1(x))) + self.time(F.silu(embedding))[:, :, None, None]
+        x = x + self.conv2(F.silu(self.norm2(y)))
+        n, c, h, w = x.shape
+        tokens = self.norm3(x).view(n, c, h * w).transpose(1, 2)
+        return x + self.attention(tokens).transpose(1, 2).reshape(n, c, h, w)
+
+
+class Recommender(nn.Module):
+    """Embeddings of categories, their pairwise products, and dense layers (Naumov et al. 2019)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(size, 8) for size in (10, 20, 30))
+        self.bottom, self.top = nn.Sequential(nn.Linear(5, 8), nn.ReLU()), nn.Sequential(nn.Linear(14, 1), nn.Sigmoid())
+
+    def forward(self, dense: Tensor, categories: Tensor) -> Tensor:
+        """(N, 5) numbers and (N, 3) ids to (N, 1)."""
+        x = self.bottom(dense)
+        vectors = torch.stack([x, *(table(categories[:, i]) for i, table in enumerate(self.tables))], 1)
+        products = torch.bmm(vectors, vectors.transpose(1, 2))
+        rows, columns = torch.tril_indices(4, 4, -1)
+        return self.top(torch.cat([x, products[:, rows, columns]], 1))
+
+
+def tabular() -> nn.Module:
+    """A perceptron with batch norm, dropout and softmax."""
+    return nn.Sequential(
+        nn.BatchNorm1d(7), nn.Linear(7, 16), nn.ELU(), nn.Dropout(), nn.Linear(16, 4), nn.PReLU(), nn.Softmax(-1)
+    )
+
+
+def _ids(high: int, *shape: int) -> Tensor:
+    return torch.randint(high, shape)
+
+
+MODELS: dict[str, Callable[[], Example]] = {
+    "lstm_tagger": lambda: (Tagger(nn.LSTM), (_ids(50, 2, 6),)),
+    "gru_tagger": lambda: (Tagger(nn.GRU), (_ids(50, 2, 6),)),
+    "vit": lambda: (VisionTransformer(), (torch.randn(2, 3, 32, 32),)),
+    "gpt2": lambda: (Gpt(), (_ids(60, 1, 16),)),
+    "llama": lambda: (Llama(), (torch.randn(1, 9, 32),)),
+    "swin": lambda: (Swin(), (torch.randn(1, 3, 32, 32),)),
+    "convnext": lambda: (ConvNext(), (torch.randn(1, 16, 10, 10),)),
+    "efficientnet": lambda: (SqueezeExcite(nn.SiLU), (torch.randn(1, 8, 12, 12),)),
+    "mobilenet_v3": lambda: (SqueezeExcite(nn.Hardswish), (torch.randn(1, 8, 12, 12),)),
+    "shufflenet": lambda: (ShuffleNet(), (torch.randn(1, 16, 8, 8),)),
+    "densenet": lambda: (DenseNet(), (torch.randn(1, 8, 8, 8),)),
+    "deeplab": lambda: (DeepLab(), (torch.randn(1, 8, 9, 7),)),
+    "yolo": lambda: (Yolo(), (torch.randn(1, 3, 32, 32),)),
+    "super_resolution": lambda: (super_resolution(), (torch.randn(1, 1, 10, 12),)),
+    "style_transfer": lambda: (style_transfer(), (torch.randn(1, 3, 16, 16),)),
+    "t5_encoder": lambda: (T5Encoder(), (_ids(40, 2, 9),)),
+    "whisper_encoder": lambda: (WhisperEncoder(), (torch.randn(1, 8, 20),)),
+    "diffusion": lambda: (DiffusionBlock(), (torch.randn(2, 16, 6, 6), torch.tensor([3, 70]))),
+    "recommender": lambda: (Recommender(), (torch.randn(4, 5), _ids(10, 4, 3))),
+    "tabular": lambda: (tabular(), (torch.randn(3, 7),)),
+}
