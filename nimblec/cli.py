@@ -21,6 +21,8 @@ from nimblec.verification import Result
 from nimblert import container, golden
 from nimblert.errors import InputError, NimbleError, PlanError
 from nimblert.executable import Executable, load
+from nimblert.onnx_session import share_thread_pool
+from nimblert.plan import Plan, Target
 
 PIPE_WIDTH = 160
 """Columns of a table that no terminal shows."""
@@ -73,6 +75,10 @@ def _sentence(exc: NimbleError | OSError | ModuleNotFoundError) -> str:
     if isinstance(exc, OSError) and exc.strerror:
         return f"{exc.filename}: {exc.strerror}" if exc.filename else exc.strerror
     return " ".join(str(exc).split())
+
+
+OWN_PROCESS = "own process"
+"""The context's object where the command line was started as a program, not called from one."""
 
 
 class Group(click.Group):
@@ -283,7 +289,7 @@ def run(
       nimblec run bert.plan --input input_ids=tokens.npy --output-dir out
     """
     given = arguments.read_arrays(files)
-    with load(plan) as executable:
+    with load(_prepared(plan)) as executable:
         tensors = {tensor.name: tensor for tensor in executable.inputs}
         if unknown := [name for name in given if name not in tensors]:
             raise InputError(f"input {unknown[0]!r} is not one of the plan's inputs {list(tensors)}")
@@ -415,10 +421,22 @@ def _console() -> Console:
     return console
 
 
+def _prepared(path: Path) -> Plan:
+    """The plan in a file; where it is for the CPU and this process is ours, its sessions share one thread pool.
+
+    ONNX Runtime then refuses sessions with threads of their own, which is for a program to decide.
+    """
+    plan = container.read(path)
+    if plan.target is Target.CPU and click.get_current_context().obj == OWN_PROCESS:
+        share_thread_pool()
+    return plan
+
+
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command line and exit: 0 on success, 2 with one sentence where it refuses."""
     try:
-        status = cli.main(args, prog_name="nimblec", standalone_mode=False)
+        obj = OWN_PROCESS if args is None else None
+        status = cli.main(args, prog_name="nimblec", standalone_mode=False, obj=obj)
     except click.UsageError as exc:
         command = exc.ctx.command_path if exc.ctx else "nimblec"
         click.echo(f"nimblec: {exc.format_message().rstrip('.')}: see {command} --help", err=True)
