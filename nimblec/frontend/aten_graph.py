@@ -1,0 +1,241 @@
+"""A PyTorch module as a flat fx graph of ATen calls, the form that the optimiser takes.
+
+torch.export finds the calls, whatever Python lies between them. They are then run under the same
+`Recorder` as ONNX nodes: in-place calls are gone, composite calls are taken apart, and whatever
+depends on parameters alone is computed at once.
+"""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import HigherOrderOperator, OpOverload
+from torch.export.graph_signature import ConstantArgument, InputKind, InputSpec, TensorArgument
+from torch.utils import _pytree as pytree
+
+from nimblec.errors import CompileError, TraceError, UnsupportedModelError
+from nimblec.frontend.onnx import on_device
+from nimblec.frontend.recorder import WHOLE, Recorder
+
+aten = torch.ops.aten
+
+CHECKS = frozenset({aten._assert_tensor_metadata.default, aten._assert_async.msg, aten.sym_constrain_range.default})
+"""Calls that compute nothing: the graph's shapes are static, and checked here once."""
+
+_EXPORT_ERRORS = (RuntimeError, ValueError, TypeError, NotImplementedError, AssertionError, KeyError, AttributeError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AtenProgram:
+    """A module as ATen calls.
+
+    ``module`` takes the tensors among the flattened arguments, in their order, and returns a tuple
+    of tensors; `nest` makes of it what the original module returns. Its constants are buffers on
+    the device. ``meta["source"]`` of each fx node is the path of the innermost module it came from,
+    ``meta["val"]`` a fake tensor of its dtype, shape and strides.
+    """
+
+    module: fx.GraphModule
+    output_spec: pytree.TreeSpec
+    output_leaves: tuple[Any, ...]
+    """The flattened result; each tensor in it is the number of an output of ``module``."""
+
+    def nest(self, outputs: Sequence[Tensor]) -> Any:
+        """The result of the original module, given what ``module`` returned."""
+        leaves = [outputs[leaf.index] if isinstance(leaf, _Output) else leaf for leaf in self.output_leaves]
+        return pytree.tree_unflatten(leaves, self.output_spec)
+
+
+@dataclass(frozen=True, slots=True)
+class _Output:
+    """Stands for a tensor of the result."""
+
+    index: int
+
+
+def trace(
+    module: torch.nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    device: str = "cpu",
+) -> AtenProgram:
+    """Trace a module on example arguments; constants and calls are on ``device``.
+
+    Arguments that are no tensors are taken as they are. Raises TraceError where torch.export
+    refuses the module, UnsupportedModelError where it draws random numbers or writes into its
+    inputs or buffers, which a graph of pure calls cannot say.
+    """
+    exported = _export(module, tuple(args), dict(kwargs or {}))
+    recorder = _StridedRecorder(torch.device(device))
+    with recorder, torch.no_grad():
+        values = _Tracer(exported.graph_module, recorder).run(*_inputs(exported, recorder))
+        leaves = pytree.tree_leaves(values)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        recorder.output(tensors)
+    order = iter(range(len(tensors)))
+    return AtenProgram(
+        module=_module(recorder),
+        output_spec=exported.call_spec.out_spec,
+        output_leaves=tuple(_Output(next(order)) if isinstance(leaf, Tensor) else leaf for leaf in leaves),
+    )
+
+
+def _export(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.export.ExportedProgram:
+    """Export without in-place calls."""
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # export's deprecations are its own
+            exported = torch.export.export(module, args, kwargs, strict=False)
+            if any(_writes(node) for part in _graphs(exported.graph_module) for node in part.nodes):
+                exported = exported.run_decompositions({})
+    except _EXPORT_ERRORS as exc:
+        first_line = str(exc).strip().split("\n", 1)[0]
+        raise TraceError(f"{type(module).__name__}: torch.export refuses it ({first_line})") from exc
+    signature = exported.graph_signature
+    written = [*signature.buffers_to_mutate.values(), *signature.user_inputs_to_mutate.values()]
+    if written:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} writes into {written[0]!r}: call .eval() first, or compile it as it runs"
+        )
+    return exported
+
+
+def _graphs(module: fx.GraphModule) -> list[fx.Graph]:
+    return [part.graph for part in module.modules() if isinstance(part, fx.GraphModule)]
+
+
+def _writes(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+
+
+def _inputs(exported: torch.export.ExportedProgram, recorder: "_StridedRecorder") -> list[Any]:
+    """A value for each placeholder: real tensors for parameters, fake ones for the arguments."""
+    on_host: dict[tuple[Any, ...], Tensor] = {}
+    fakes = {node.name: node.meta.get("val") for node in exported.graph.nodes if node.op == "placeholder"}
+    values: list[Any] = []
+    count = 0
+    for spec in exported.graph_signature.input_specs:
+        if spec.kind is not InputKind.USER_INPUT:
+            values.append(_state(exported, spec, on_host, recorder))
+        elif isinstance(spec.arg, TensorArgument):
+            values.append(recorder.placeholder_like(f"input_{count}", fakes[spec.arg.name]))
+            count += 1
+        elif isinstance(spec.arg, ConstantArgument):
+            values.append(spec.arg.value)
+        else:
+            raise UnsupportedModelError(f"argument {spec.arg.name!r}: expected a tensor or a constant")
+    return values
+
+
+def _state(
+    exported: torch.export.ExportedProgram,
+    spec: InputSpec,
+    on_host: dict[tuple[Any, ...], Tensor],
+    recorder: Recorder,
+) -> Tensor:
+    """A parameter, buffer or constant on the CPU; tied ones are one tensor."""
+    name = spec.target or ""
+    tensor = exported.state_dict[name] if name in exported.state_dict else exported.constants.get(name)
+    if not isinstance(tensor, Tensor):
+        raise UnsupportedModelError(f"{name!r} is a {type(tensor).__name__}: expected a tensor")
+    key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+    if key not in on_host:
+        on_host[key] = tensor.detach().cpu()
+        recorder.label(on_host[key], name)
+    return on_host[key]
+
+
+class _StridedRecorder(Recorder):
+    """Takes inputs of any strides, and refuses to compute random numbers once and for all."""
+
+    def placeholder_like(self, name: str, example: Tensor) -> Tensor:
+        """A fake tensor for an input that is like ``example``."""
+        with torch.utils._python_dispatch._disable_current_modes():
+            strided = torch.empty_strided(example.shape, example.stride(), dtype=example.dtype, device="meta")
+        fake = self._fake(strided)
+        self._write(self.graph.placeholder(name), fake)
+        self._given.add(fake.untyped_storage()._cdata)
+        return fake
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags and not _is_certain(func, args, kwargs or {}):
+            where = self.source or "the model"
+            raise UnsupportedModelError(f"{func} in {where} draws random numbers: call .eval() first")
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _is_certain(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call that may draw random numbers does not: attention without dropout.
+
+    Composite calls are taken apart, and their parts asked again.
+    """
+    if func not in WHOLE and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+        return True
+    names = [argument.name for argument in func._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | dict(kwargs)
+    return "dropout_p" in names and not given.get("dropout_p", 0.0)
+
+
+class _Tracer(fx.Interpreter):
+    """Runs an exported graph under a recorder."""
+
+    def __init__(self, module: fx.GraphModule, recorder: Recorder) -> None:
+        super().__init__(module)
+        self.extra_traceback = False  # errors are one sentence
+        self._recorder = recorder
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op == "call_function" and n.meta.get("nn_module_stack"):
+            self._recorder.source = str(list(n.meta["nn_module_stack"].values())[-1][0])
+        try:
+            return super().run_node(n)
+        except (RuntimeError, NotImplementedError, TypeError) as exc:
+            first_line = str(exc).strip().split("\n", 1)[0]
+            raise TraceError(f"{n.target} in {self._recorder.source or 'the model'}: {first_line}") from exc
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target in CHECKS:
+            return None
+        if isinstance(target, HigherOrderOperator):
+            return self._call_region(target, args)
+        if target is aten.batch_norm.default and not args[5]:
+            x, weight, bias, mean, variance, _, momentum, epsilon, _ = args
+            return aten._native_batch_norm_legit_no_training(x, weight, bias, mean, variance, momentum, epsilon)[0]
+        device = self._device_of((args, kwargs))
+        args, kwargs = pytree.tree_map_only(torch.device, lambda _: device, (args, kwargs))
+        return super().call_function(target, args, kwargs)
+
+    def _call_region(self, target: HigherOrderOperator, args: tuple[Any, ...]) -> Any:
+        """A block under no_grad, or with autocast switched off, is nothing but its calls."""
+        name = target.name()
+        if name == "wrap_with_set_grad_enabled":
+            return _Tracer(args[1], self._recorder).run(*args[2:])
+        if name == "wrap_with_autocast" and args[2] is False:
+            return _Tracer(args[4], self._recorder).run(*args[5:])
+        raise UnsupportedModelError(f"{name} in {self._recorder.source or 'the model'} is not a plain ATen call")
+
+    def _device_of(self, arguments: Any) -> torch.device:
+        """Where a call runs: what is known is computed on the host, the rest on the model's device."""
+        fakes = (leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch._subclasses.FakeTensor))
+        return self._recorder.device if any(True for _ in fakes) else torch.device("cpu")
+
+
+def _module(recorder: Recorder) -> fx.GraphModule:
+    graph = recorder.graph
+    graph.eliminate_dead_code()
+    graph.lint()
+    used = {node.target for node in graph.nodes if node.op == "get_attr"}
+    constants = {name: tensor for name, tensor in recorder.constants.items() if name in used}
+    if not any(node.op == "placeholder" for node in graph.nodes):
+        raise CompileError("the model takes no tensor: there is nothing to compile")
+    return fx.GraphModule(on_device(constants, recorder.device), graph, class_name="AtenModel")

@@ -1,0 +1,118 @@
+"""Calls that scale and shift each channel by constants: inference batch norm, and products and sums with constants."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from nimblec.optimize.rewriter import Rewriter, bound, fake, is_call
+
+aten = torch.ops.aten
+
+NORMS = (
+    aten._native_batch_norm_legit_no_training.default,
+    aten.native_batch_norm.default,
+    aten._native_batch_norm_legit.default,
+)
+_SUMS = (aten.add.Tensor, aten.sub.Tensor, aten.rsub.Scalar)
+_PRODUCTS = (aten.mul.Tensor, aten.div.Tensor)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChannelAffine:
+    """``node = source * scale + shift``, in float64.
+
+    ``scale`` and ``shift`` have the length of ``axis``, or 1 where all elements have the same: then
+    ``axis`` is None.
+    """
+
+    source: fx.Node
+    node: fx.Node
+    axis: int | None
+    scale: Tensor
+    shift: Tensor
+
+    def along(self, axis: int, like: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Scale and shift along ``axis`` on the device of ``like``, if they vary along no other."""
+        if self.axis not in (axis, None):
+            return None
+        return self.scale.to(like.device), self.shift.to(like.device)
+
+
+def read_affine(rewriter: Rewriter, node: fx.Node) -> ChannelAffine | None:
+    """What ``node`` scales and shifts, if that is all it does and it keeps dtype and shape."""
+    read = _read_norm(rewriter, node) or _read_arithmetic(rewriter, node)
+    if read is None or not fake(node).dtype.is_floating_point:
+        return None
+    before, after = fake(read.source), fake(node)
+    return read if (before.dtype, before.shape) == (after.dtype, after.shape) else None
+
+
+def _read_norm(rewriter: Rewriter, node: fx.Node) -> ChannelAffine | None:
+    """The first result of a batch norm by running statistics, whose other results nobody uses."""
+    norm = node.args[0] if node.args else None
+    if not (isinstance(norm, fx.Node) and is_call(norm, *NORMS)) or node.args[1:] != (0,) or len(norm.users) != 1:
+        return None
+    given = bound(norm)
+    if given.get("training"):
+        return None
+    mean, variance = (rewriter.value(given[name]) for name in ("running_mean", "running_var"))
+    if mean is None or variance is None:
+        return None
+    weight, bias = given["weight"], given["bias"]
+    scale = torch.rsqrt(variance.double() + given["eps"])
+    if weight is not None:
+        if (value := rewriter.value(weight)) is None:
+            return None
+        scale = scale * value.double()
+    shift = -mean.double() * scale
+    if bias is not None:
+        if (value := rewriter.value(bias)) is None:
+            return None
+        shift = shift + value.double()
+    return ChannelAffine(source=given["input"], node=node, axis=1, scale=scale, shift=shift)
+
+
+def _read_arithmetic(rewriter: Rewriter, node: fx.Node) -> ChannelAffine | None:
+    """A product or sum of a tensor and a constant that varies along one axis at most."""
+    if not is_call(node, *_SUMS, *_PRODUCTS):
+        return None
+    left, right = node.args[:2]
+    source, other = (left, right) if rewriter.value(left) is None else (right, left)
+    if not isinstance(source, fx.Node) or not fake(source).dim():
+        return None
+    vector = _along_axis(rewriter, other, source)
+    if vector is None:
+        return None
+    axis, values = vector
+    one, zero = torch.ones_like(values), torch.zeros_like(values)
+    alpha = node.kwargs.get("alpha", 1)
+    match node.target:
+        case aten.mul.Tensor:
+            scale, shift = values, zero
+        case aten.div.Tensor if source is left:
+            scale, shift = one / values, zero
+        case aten.add.Tensor:
+            scale, shift = (one, alpha * values) if source is left else (alpha * one, values)
+        case aten.sub.Tensor:
+            scale, shift = (one, -alpha * values) if source is left else (-alpha * one, values)
+        case aten.rsub.Scalar if len(node.args) == 2 or node.args[2] == 1:
+            scale, shift = -one, values
+        case _:
+            return None
+    return ChannelAffine(source=source, node=node, axis=axis, scale=scale, shift=shift)
+
+
+def _along_axis(rewriter: Rewriter, other: Any, source: fx.Node) -> tuple[int | None, Tensor] | None:
+    """The one axis that a constant varies along, if any, and its values along it."""
+    if isinstance(other, (int, float)) and not isinstance(other, bool):
+        return None, torch.tensor([other], dtype=torch.float64)
+    value, rank = rewriter.value(other), fake(source).dim()
+    if value is None or not value.dtype.is_floating_point or value.dim() > rank:
+        return None
+    aligned = value.reshape((1,) * (rank - value.dim()) + tuple(value.shape))
+    axes = [axis for axis, length in enumerate(aligned.shape) if length != 1]
+    if len(axes) > 1:
+        return None
+    return axes[0] if axes else None, aligned.double().reshape(-1)

@@ -1,0 +1,230 @@
+"""Fold channel-wise scales and shifts (batch norm above all) into the weights of a neighbour.
+
+The weights are computed in float64 and rounded once. A fold that would lose more than that one
+rounding (an overflow, or weights so small that their dtype cannot tell them apart) is not made.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from nimblec.optimize.affine import NORMS, ChannelAffine, read_affine
+from nimblec.optimize.rewriter import Rewriter, bound, fake, is_call, only_user
+from nimblec.optimize.simplify import RESHAPES
+
+aten = torch.ops.aten
+
+CONVOLUTION = aten.convolution.default
+
+
+def fold_batch_norm(module: fx.GraphModule) -> None:
+    """Fold scales and shifts into the convolution or linear before them, else after them.
+
+    What is left of a batch norm in float32 or float64 becomes one ``addcmul``.
+    """
+    rewriter = Rewriter(module)
+    for node in list(module.graph.nodes):
+        affine = read_affine(rewriter, node)
+        if affine is None or _fold_back(rewriter, affine) or _fold_forward(rewriter, affine):
+            continue
+        if is_call(node.args[0], *NORMS) and fake(node).dtype in (torch.float32, torch.float64):
+            _as_addcmul(rewriter, affine)
+    rewriter.finish()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Weights:
+    """Weights and bias of a convolution or linear; no bias is zeros."""
+
+    weight: Tensor
+    bias: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Change:
+    """A call and the weights it is to have."""
+
+    call: fx.Node
+    weights: _Weights
+
+
+def _fold_back(rewriter: Rewriter, affine: ChannelAffine) -> bool:
+    """Fold into what computes the source: a convolution, a linear, or a concatenation of such."""
+    changes = _changes(rewriter, affine.source, affine)
+    for change in changes or ():
+        _apply(rewriter, change)
+    if changes:
+        rewriter.replace(affine.node, affine.source)
+    return bool(changes)
+
+
+def _changes(rewriter: Rewriter, node: fx.Node, affine: ChannelAffine) -> list[_Change] | None:
+    """What to change so that ``node``, used once, comes out scaled and shifted; None where it cannot."""
+    if only_user(node) is None:
+        return None
+    if is_call(node, aten.cat.default):
+        return _changes_of_parts(rewriter, node, affine)
+    if is_call(node, *RESHAPES):
+        return _changes_of_reshaped(rewriter, node, affine)
+    weights = None
+    if is_call(node, CONVOLUTION):
+        weights = _scaled_convolution(rewriter, node, affine)
+    elif is_call(node, aten.addmm.default, aten.mm.default):
+        weights = _scaled_linear(rewriter, node, affine)
+    return [_Change(call=node, weights=weights)] if weights else None
+
+
+def _changes_of_reshaped(rewriter: Rewriter, node: fx.Node, affine: ChannelAffine) -> list[_Change] | None:
+    """Through a reshape that keeps the last axis, as after a linear over more than two axes."""
+    source = node.args[0]
+    inner, outer = fake(source), fake(node)
+    if affine.axis is not None and (affine.axis != outer.dim() - 1 or inner.shape[-1:] != outer.shape[-1:]):
+        return None
+    return _changes(rewriter, source, replace(affine, axis=None if affine.axis is None else inner.dim() - 1))
+
+
+def _changes_of_parts(rewriter: Rewriter, node: fx.Node, affine: ChannelAffine) -> list[_Change] | None:
+    """Through a concatenation along the channels, each part by its slice."""
+    parts, axis = bound(node)["tensors"], bound(node)["dim"] % fake(node).dim()
+    slices = [affine] * len(parts)
+    if affine.axis is not None:
+        if affine.axis != axis:
+            return None
+        lengths = [fake(part).shape[axis] for part in parts]
+        halves = zip(affine.scale.split(lengths), affine.shift.split(lengths), strict=True)
+        slices = [replace(affine, scale=scale, shift=shift) for scale, shift in halves]
+    changes: list[_Change] = []
+    for part, part_affine in zip(parts, slices, strict=True):
+        found = _changes(rewriter, part, part_affine)
+        if found is None:
+            return None
+        changes += found
+    return changes
+
+
+def _scaled_convolution(rewriter: Rewriter, node: fx.Node, affine: ChannelAffine) -> _Weights | None:
+    given = bound(node)
+    transposed = given["transposed"]
+    old = _weights(rewriter, given["weight"], given["bias"], fake(node).shape[1])
+    vectors = old and fake(node).dim() == old.weight.dim() and affine.along(1, old.weight)
+    if not old or not vectors:
+        return None
+    scale, shift = vectors
+    if transposed:
+        weight = _scale_second_axis(old.weight, scale.expand(len(old.bias)), given["groups"])
+    else:
+        weight = old.weight.double() * scale.reshape(-1, *[1] * (old.weight.dim() - 1))
+    return _rounded(old.weight, weight, old.bias.double() * scale + shift, axis=1 if transposed else 0)
+
+
+def _scaled_linear(rewriter: Rewriter, node: fx.Node, affine: ChannelAffine) -> _Weights | None:
+    given = bound(node)
+    bias = given["self"] if "mat1" in given else None  # ``mm`` has none
+    old = _weights(rewriter, given["mat2"], bias, fake(node).shape[1])
+    vectors = old and _is_plain(given) and affine.along(1, old.weight)
+    if not old or not vectors:
+        return None
+    scale, shift = vectors
+    return _rounded(old.weight, old.weight.double() * scale, old.bias.double() * scale + shift, axis=1)
+
+
+def _fold_forward(rewriter: Rewriter, affine: ChannelAffine) -> bool:
+    """Fold into the one convolution without padding, or the linear, that reads the result."""
+    user = only_user(affine.node)
+    weights = None
+    if is_call(user, CONVOLUTION) and user.args[0] is affine.node:
+        weights = _absorbing_convolution(rewriter, user, affine)
+    elif is_call(user, aten.addmm.default) and user.args[1] is affine.node:
+        weights = _absorbing_linear(rewriter, user, affine)
+    if weights is None:
+        return False
+    _apply(rewriter, _Change(call=user, weights=weights))
+    rewriter.replace(affine.node, affine.source)
+    return True
+
+
+def _absorbing_convolution(rewriter: Rewriter, node: fx.Node, affine: ChannelAffine) -> _Weights | None:
+    given = bound(node)
+    old = _weights(rewriter, given["weight"], given["bias"], fake(node).shape[1])
+    vectors = old and fake(node).dim() == old.weight.dim() and affine.along(1, old.weight)
+    # Padding is zero after the shift, not before it; a transposed convolution sees less at its edges.
+    if not old or not vectors or given["transposed"] or any(given["padding"]):
+        return None
+    channels = fake(affine.node).shape[1]
+    scaled, moved = (_scale_second_axis(old.weight, v.expand(channels), given["groups"]) for v in vectors)
+    bias = old.bias.double() + moved.sum(dim=tuple(range(1, moved.dim())))
+    return _rounded(old.weight, scaled, bias, axis=0)
+
+
+def _absorbing_linear(rewriter: Rewriter, node: fx.Node, affine: ChannelAffine) -> _Weights | None:
+    given = bound(node)
+    old = _weights(rewriter, given["mat2"], given["self"], fake(node).shape[1])
+    vectors = old and _is_plain(given) and affine.along(1, old.weight)
+    if not old or not vectors:
+        return None
+    scale, shift = (v.expand(old.weight.shape[0]) for v in vectors)
+    weight = old.weight.double()
+    return _rounded(old.weight, weight * scale[:, None], old.bias.double() + shift @ weight, axis=1)
+
+
+def _scale_second_axis(weight: Tensor, values: Tensor, groups: int) -> Tensor:
+    """``weight`` (a * groups, b, ...) times ``values`` (b * groups), each group of rows by its own b of them."""
+    grouped = weight.double().reshape(groups, -1, *weight.shape[1:])
+    return (grouped * values.reshape(groups, 1, -1, *[1] * (weight.dim() - 2))).reshape(weight.shape)
+
+
+def _is_plain(given: dict[str, Any]) -> bool:
+    """Whether a linear adds its bias and its product as they are."""
+    return given.get("alpha", 1) == 1 and given.get("beta", 1) == 1
+
+
+def _weights(rewriter: Rewriter, weight_node: Any, bias_node: Any, channels: int) -> _Weights | None:
+    """Constant weights and bias (channels,) of one floating dtype."""
+    weight = rewriter.value(weight_node)
+    if weight is None or not weight.dtype.is_floating_point:
+        return None
+    if bias_node is None:
+        return _Weights(weight=weight, bias=torch.zeros(channels, dtype=weight.dtype, device=weight.device))
+    bias = rewriter.value(bias_node)
+    if bias is None or bias.numel() != channels or bias.shape[-1:] != (channels,) or bias.dtype != weight.dtype:
+        return None
+    return _Weights(weight=weight, bias=bias.reshape(-1))
+
+
+def _rounded(old: Tensor, weight: Tensor, bias: Tensor, *, axis: int) -> _Weights | None:
+    """New weights in the dtype of ``old``.
+
+    None if a channel along ``axis`` would lose more than the rounding of the largest one: weights of
+    a channel that is nearly off may fall below the normal range.
+    """
+    new = _Weights(weight=weight.to(old.dtype), bias=bias.to(old.dtype))
+    others = [n for n in range(weight.dim()) if n != axis]
+    lost = torch.linalg.vector_norm(new.weight.double() - weight, dim=others)
+    allowed = torch.finfo(old.dtype).eps * torch.linalg.vector_norm(weight, dim=others).max()
+    return new if bool((lost <= allowed).all() and new.bias.isfinite().all()) else None
+
+
+def _apply(rewriter: Rewriter, change: _Change) -> None:
+    call, new = change.call, change.weights
+    given = bound(call)
+    bias = rewriter.constant(new.bias, at=call)
+    weight = given["weight" if is_call(call, CONVOLUTION) else "mat2"]
+    if not torch.equal(new.weight, rewriter.value(weight)):  # a shift alone keeps them shared
+        weight = rewriter.constant(new.weight, at=call)
+    if is_call(call, CONVOLUTION):
+        call.args = (call.args[0], weight, bias, *call.args[3:])
+    else:
+        call.args, call.target = (bias, given["mat1" if "mat1" in given else "self"], weight), aten.addmm.default
+
+
+def _as_addcmul(rewriter: Rewriter, affine: ChannelAffine) -> None:
+    """One call that scales and shifts; half precision keeps its norm, which computes in float32."""
+    like = fake(affine.node)
+    shape = [1, -1, *[1] * (like.dim() - 2)]
+    scale, shift = (
+        rewriter.constant(vector.to(like.dtype).reshape(shape), at=affine.node)
+        for vector in (affine.scale, affine.shift)
+    )
+    rewriter.replace(affine.node, rewriter.call(aten.addcmul.default, shift, affine.source, scale, at=affine.node))

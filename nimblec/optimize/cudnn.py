@@ -1,0 +1,122 @@
+"""Convolution, bias, residual and ReLU as one cuDNN call."""
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from nimblec.optimize.batch_norm import CONVOLUTION
+from nimblec.optimize.rewriter import Rewriter, bound, fake, is_call, only_user
+
+aten = torch.ops.aten
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+RANKS = (4, 5)
+"""The calls view the bias as 4 or 5 axes: there is no form for convolutions of one axis."""
+
+
+def fuse_convolutions(module: fx.GraphModule) -> None:
+    """``relu(convolution)`` and ``relu(convolution + z)`` become `aten.cudnn_convolution[_add]_relu`.
+
+    A call that cuDNN cannot serve on this device is left as it was.
+    """
+    rewriter = Rewriter(module)
+    for node in list(module.graph.nodes):
+        if not is_relu(node):
+            continue
+        source = node.args[0]
+        if only_user(source) is not None:
+            fused = _fuse(rewriter, node, source) or _fuse_residual(rewriter, node, source)
+            if fused is not None:
+                rewriter.replace(node, fused)
+    rewriter.finish()
+
+
+def is_relu(node: fx.Node) -> bool:
+    """Whether a call is max(x, 0), by whatever name."""
+    if is_call(node, aten.relu.default):
+        return True
+    if not is_call(node, aten.clamp.default, aten.clamp_min.default):
+        return False
+    given = bound(node)
+    return given["min"] is not None and given["min"] == 0 and given.get("max") is None
+
+
+def _fuse(rewriter: Rewriter, relu: fx.Node, source: fx.Node) -> fx.Node | None:
+    if not _can_fuse(rewriter, source):
+        return None
+    given = bound(source)
+    return _call(rewriter, relu, aten.cudnn_convolution_relu.default, given, ())
+
+
+def _fuse_residual(rewriter: Rewriter, relu: fx.Node, source: fx.Node) -> fx.Node | None:
+    """The later of two convolutions that are added: the other is computed by then."""
+    if not is_call(source, aten.add.Tensor):
+        return None
+    position = {node: n for n, node in enumerate(rewriter.graph.nodes)}
+    terms = [term for term in source.args[:2] if isinstance(term, fx.Node)]
+    alpha = source.kwargs.get("alpha", 1)
+    for term in sorted(terms, key=position.__getitem__, reverse=True):
+        others = [t for t in terms if t is not term]
+        if len(others) != 1 or only_user(term) is None or not _can_fuse(rewriter, term):
+            continue
+        (z,) = others
+        scaled = term is source.args[0]  # ``other`` is what alpha multiplies
+        same = (fake(z).dtype, fake(z).shape) == (fake(term).dtype, fake(term).shape)
+        if same and (scaled or alpha == 1):
+            return _call(rewriter, relu, aten.cudnn_convolution_add_relu.default, bound(term), (z, alpha))
+    return None
+
+
+def _can_fuse(rewriter: Rewriter, node: fx.Node) -> bool:
+    if not is_call(node, CONVOLUTION):
+        return False
+    given = bound(node)
+    weight, bias = rewriter.value(given["weight"]), given["bias"]
+    return (
+        not given["transposed"]
+        and weight is not None
+        and (bias is None or fake(bias).dtype == weight.dtype)
+        and fake(node).dtype == weight.dtype
+        and weight.dtype in DTYPES
+        and fake(node).dim() in RANKS
+        and weight.dim() == fake(node).dim()
+    )
+
+
+def _call(
+    rewriter: Rewriter, relu: fx.Node, target: Any, given: dict[str, Any], residual: tuple[Any, ...]
+) -> fx.Node | None:
+    bias = given["bias"]
+    if bias is None:  # without one, the call would fill zeros on the device each time
+        weight = rewriter.value(given["weight"])
+        assert weight is not None
+        bias = rewriter.constant(torch.zeros(weight.shape[0], dtype=weight.dtype, device=weight.device), at=relu)
+    geometry = (given["stride"], given["padding"], given["dilation"], given["groups"])
+    call = rewriter.call(target, given["input"], given["weight"], *residual, bias, *geometry, at=relu)
+    if _serves(call, rewriter):
+        return call
+    rewriter.graph.erase_node(call)
+    return None
+
+
+def _serves(call: fx.Node, rewriter: Rewriter) -> bool:
+    """Whether the library has a kernel for the call: tried once, where there is a device."""
+    if fake(call).device.type != "cuda":
+        return True
+    example = {node: _example(rewriter, node) for node in call.all_input_nodes}
+    args = fx.map_arg(tuple(call.args), example.__getitem__)
+    try:
+        call.target(*args)  # type: ignore[operator]
+    except RuntimeError:
+        return False
+    return True
+
+
+def _example(rewriter: Rewriter, node: fx.Node) -> torch.Tensor:
+    value = rewriter.value(node)
+    like = fake(node)
+    if value is not None:
+        return value
+    empty = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+    return empty.zero_()

@@ -1,0 +1,49 @@
+"""What the fused cuDNN calls compute, in plain ATen calls.
+
+They exist on CUDA only and have no fake implementation; these definitions infer their shapes and
+check rewrites on any machine. Source: aten/src/ATen/native/cudnn/ConvShared.cpp of PyTorch.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+
+def convolution_relu(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> Tensor:
+    """``relu(convolution(x))``."""
+    y = aten.convolution(x, weight, bias, stride, padding, dilation, False, [0] * len(stride), groups)
+    return aten.relu(y)
+
+
+def convolution_add_relu(
+    x: Tensor,
+    weight: Tensor,
+    z: Tensor,
+    alpha: float | None,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> Tensor:
+    """``relu(convolution(x) + alpha * z)``, alpha 1 where it is None."""
+    y = aten.convolution(x, weight, bias, stride, padding, dilation, False, [0] * len(stride), groups)
+    return aten.relu(aten.add(y, z, alpha=1 if alpha is None else alpha))
+
+
+DEFINITIONS: dict[Any, Callable[..., Tensor]] = {
+    aten.cudnn_convolution_relu.default: convolution_relu,
+    aten.cudnn_convolution_add_relu.default: convolution_add_relu,
+}

@@ -1,0 +1,48 @@
+"""Constant folding: calls whose arguments are all known are made now."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
+
+from nimblec.optimize.rewriter import Rewriter, constant_of, is_pure
+
+GROWTH = 1 << 20
+"""Bytes by which a folded constant may exceed what it was made of: filling memory anew is cheaper
+than loading more weights."""
+
+
+def fold_constants(module: fx.GraphModule) -> None:
+    """Replace whatever depends on constants alone by constants, where that does not swell the weights."""
+    rewriter = Rewriter(module)
+    known: dict[fx.Node, Any] = {}
+    for node in list(module.graph.nodes):
+        if node.op == "get_attr":
+            known[node] = constant_of(module, node)
+        elif node.op == "call_function" and is_pure(node) and all(n in known for n in node.all_input_nodes):
+            result = _evaluate(node, known)
+            if _is_small(result, [known[n] for n in node.all_input_nodes]):
+                known[node] = result
+    for node, value in known.items():
+        if node.op == "call_function" and isinstance(value, Tensor) and any(user not in known for user in node.users):
+            rewriter.replace(node, rewriter.constant(value, at=node))
+    rewriter.finish()
+
+
+def _evaluate(node: fx.Node, known: dict[fx.Node, Any]) -> Any:
+    args, kwargs = fx.map_arg((tuple(node.args), dict(node.kwargs)), lambda n: known[n])
+    with torch.no_grad():
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _is_small(result: Any, inputs: list[Any]) -> bool:
+    results = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+    # An expanded view holds more elements than bytes: it stays the call that makes it, at no cost.
+    if any(torch._debug_has_internal_overlap(t) == 1 for t in results):
+        return False
+    return _nbytes(results) <= _nbytes(tree_leaves(inputs)) + GROWTH
+
+
+def _nbytes(tensors: list[Any]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))

@@ -1,0 +1,95 @@
+"""Channels last from end to end: convolutions of images in the order that tensor cores read."""
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor, fx
+
+from nimblec.optimize.rewriter import Rewriter, bound, fake
+from nimblec.optimize.simplify import RESHAPES
+
+aten = torch.ops.aten
+
+HALF = frozenset({torch.float16, torch.bfloat16})
+CONVOLUTIONS = (
+    aten.convolution.default,
+    aten.cudnn_convolution_relu.default,
+    aten.cudnn_convolution_add_relu.default,
+)
+BY_STRIDE = frozenset({
+    aten.as_strided.default,
+    aten.view.dtype,
+    aten.view_as_real.default,
+    aten.view_as_complex.default,
+    aten._reshape_alias.default,
+    aten.as_strided_copy.default,
+    aten.new_empty_strided.default,
+    aten.empty_strided.default,
+})
+"""Calls whose meaning hangs on the strides of their argument."""
+
+
+def propagate_channels_last(module: fx.GraphModule, dtypes: Collection[torch.dtype] = HALF) -> None:
+    """Lay the weights of 2-d convolutions of these dtypes channels last, and their inputs where needed.
+
+    Every other call keeps the order it is given, so one conversion at each border is enough: the
+    inputs of the first convolutions, and outputs, which keep the strides they had.
+    """
+    rewriter = Rewriter(module)
+    convolutions = [n for n in rewriter.calls(*CONVOLUTIONS) if fake(n).dim() == 4 and fake(n).dtype in dtypes]
+    if not convolutions or any(node.target in BY_STRIDE for node in module.graph.nodes):
+        return
+    outputs = {node: fake(node).stride() for node in module.graph.output_node().all_input_nodes}
+    _free_views(rewriter)
+    for node in convolutions:
+        _lay_weights(rewriter, node)
+    _convert_inputs(rewriter, frozenset(convolutions))
+    _restore_outputs(rewriter, outputs)
+    rewriter.finish()
+
+
+def _free_views(rewriter: Rewriter) -> None:
+    """``reshape`` copies where the new strides allow no view."""
+    for node in rewriter.calls(*RESHAPES):
+        node.target = aten.reshape.default
+
+
+def _lay_weights(rewriter: Rewriter, node: fx.Node) -> None:
+    weight = rewriter.value(bound(node)["weight"])
+    if weight is None or weight.is_contiguous(memory_format=torch.channels_last):
+        return
+    laid = rewriter.constant(weight.contiguous(memory_format=torch.channels_last), at=node)
+    node.args = (node.args[0], laid, *node.args[2:])
+
+
+def _convert_inputs(rewriter: Rewriter, convolutions: frozenset[fx.Node]) -> None:
+    """Walk the graph with the new strides; what comes to a convolution in another order is copied once."""
+    converted: dict[fx.Node, fx.Node] = {}
+    for node in list(rewriter.graph.nodes):
+        if node in convolutions:
+            for source in (bound(node).get("input", bound(node).get("self")), bound(node).get("z")):
+                if source is not None and not _is_channels_last(fake(source)):
+                    if source not in converted:
+                        converted[source] = rewriter.call(
+                            aten.clone.default, source, memory_format=torch.channels_last, at=node
+                        )
+                    node.replace_input_with(source, converted[source])
+        if node.op == "call_function":
+            node.meta["val"] = rewriter.infer(node)
+
+
+def _is_channels_last(tensor: Tensor) -> bool:
+    return tensor.is_contiguous(memory_format=torch.channels_last)
+
+
+def _restore_outputs(rewriter: Rewriter, strides: dict[fx.Node, Sequence[int]]) -> None:
+    output = rewriter.graph.output_node()
+    for node, wanted in strides.items():
+        if tuple(fake(node).stride()) == tuple(wanted):
+            continue
+        for memory_format in (torch.contiguous_format, torch.channels_last):
+            copy = rewriter.call(aten.clone.default, node, memory_format=memory_format, at=output)
+            if tuple(fake(copy).stride()) == tuple(wanted):
+                output.replace_input_with(node, copy)
+                break
+            rewriter.graph.erase_node(copy)

@@ -1,0 +1,165 @@
+"""Read and change a flat ATen graph: what all rewrites are written in."""
+
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from nimblec.optimize.definitions import DEFINITIONS
+
+
+class Rewriter:
+    """Changes one graph in place; every node keeps its ``meta["val"]``, a fake tensor, and its source."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        self.module = module
+        self.graph = module.graph
+        self._mode = _fake_mode(self.graph)
+        self._fresh = sum(1 for _ in module.buffers())
+
+    def calls(self, *targets: OpOverload) -> list[fx.Node]:
+        """The calls of these overloads, in order."""
+        return [node for node in self.graph.nodes if is_call(node, *targets)]
+
+    def value(self, node: Any) -> Tensor | None:
+        """The tensor of a constant; None for anything else."""
+        if not isinstance(node, fx.Node) or node.op != "get_attr":
+            return None
+        return constant_of(self.module, node)
+
+    def constant(self, tensor: Tensor, *, at: fx.Node) -> fx.Node:
+        """A new constant, placed before ``at`` and named as coming from there."""
+        while hasattr(self.module, f"folded_{self._fresh}"):
+            self._fresh += 1
+        name = f"folded_{self._fresh}"
+        self.module.register_buffer(name, tensor.detach())
+        with self.graph.inserting_before(at):
+            node = self.graph.get_attr(name)
+        with self._mode:
+            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        return _described(node, fake, at)
+
+    def call(self, target: Any, *args: Any, at: fx.Node, **kwargs: Any) -> fx.Node:
+        """A new call, placed before ``at`` and named as coming from there."""
+        with self.graph.inserting_before(at):
+            node = self.graph.call_function(target, args, kwargs)
+        return _described(node, self.infer(node), at)
+
+    def infer(self, node: fx.Node) -> Any:
+        """What a call returns, as fake tensors."""
+        args, kwargs = fx.map_arg((tuple(node.args), dict(node.kwargs)), lambda n: n.meta["val"])
+        with self._mode, torch.no_grad():
+            return DEFINITIONS.get(node.target, node.target)(*args, **kwargs)
+
+    def propagate(self) -> None:
+        """Infer all values anew, after strides may have changed."""
+        for node in self.graph.nodes:
+            if node.op == "call_function":
+                node.meta["val"] = self.infer(node)
+
+    def replace(self, old: fx.Node, new: fx.Node) -> None:
+        """Let ``new`` take the place of ``old``, which is erased; both must be of one dtype and shape."""
+        assert _likeness(old) == _likeness(new), f"{old.format_node()} replaced by {new.format_node()}"
+        old.replace_all_uses_with(new)
+        self.graph.erase_node(old)
+
+    def finish(self) -> None:
+        """Drop calls and constants that nothing uses, and check the graph."""
+        self.graph.eliminate_dead_code()
+        used = {node.target for node in self.graph.nodes if node.op == "get_attr"}
+        for name in [name for name, _ in self.module.named_buffers(remove_duplicate=False) if name not in used]:
+            _delete(self.module, name)
+        self.graph.lint()
+        self.module.recompile()
+
+
+def is_call(node: Any, *targets: OpOverload) -> bool:
+    """Whether ``node`` is a call of one of these overloads."""
+    return isinstance(node, fx.Node) and node.op == "call_function" and node.target in targets
+
+
+def only_user(node: fx.Node) -> fx.Node | None:
+    """The one node that uses ``node``, once; None where there are several or none."""
+    (user, *more) = node.users or (None,)
+    if user is None or more or sum(1 for used in _inputs(user) if used is node) != 1:
+        return None
+    return user
+
+
+def bound(node: fx.Node) -> dict[str, Any]:
+    """All arguments of a call by the names of its schema, defaults too."""
+    arguments = node.target._schema.arguments  # type: ignore[union-attr]
+    given = dict(zip((a.name for a in arguments), node.args, strict=False)) | dict(node.kwargs)
+    return {a.name: given.get(a.name, a.default_value) for a in arguments}
+
+
+def fake(node: fx.Node) -> FakeTensor:
+    """The fake tensor that tells dtype, shape and strides of a node."""
+    value: FakeTensor = node.meta["val"]
+    return value
+
+
+def views(node: fx.Node) -> fx.Node | None:
+    """What the result of ``node`` may share memory with; None where it is new."""
+    if node.target is _GETITEM:
+        return views(node.args[0])  # type: ignore[arg-type]
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
+        return None
+    schema = node.target._schema
+    if not any(result.alias_info for result in schema.returns):
+        return None
+    return next((n for a, n in zip(schema.arguments, node.args, strict=False) if a.alias_info), None)  # type: ignore[misc]
+
+
+def is_pure(node: fx.Node) -> bool:
+    """Whether a call returns the same for the same arguments, and does nothing else."""
+    if node.target is _GETITEM:
+        return True
+    if not isinstance(node.target, OpOverload) or node.target._schema.is_mutable:
+        return False
+    return torch.Tag.nondeterministic_seeded not in node.target.tags
+
+
+def constant_of(module: fx.GraphModule, node: fx.Node) -> Tensor:
+    """The tensor that a get_attr node reads."""
+    path, _, name = str(node.target).rpartition(".")
+    tensor: Tensor = getattr(module.get_submodule(path), name)
+    return tensor
+
+
+_GETITEM = operator.getitem
+
+
+def _inputs(node: fx.Node) -> Iterator[fx.Node]:
+    found: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), lambda n: found.append(n) or n)
+    yield from found
+
+
+def _likeness(node: fx.Node) -> Any:
+    value = node.meta["val"]
+    parts: Sequence[Any] = value if isinstance(value, (tuple, list)) else (value,)
+    return [(part.dtype, tuple(part.shape)) if isinstance(part, Tensor) else part for part in parts]
+
+
+def _described(node: fx.Node, value: Any, at: fx.Node) -> fx.Node:
+    node.meta["val"] = value
+    node.meta["source"] = at.meta.get("source", "")
+    return node
+
+
+def _fake_mode(graph: fx.Graph) -> FakeTensorMode:
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, FakeTensor):
+            return value.fake_mode
+    return FakeTensorMode()
+
+
+def _delete(module: fx.GraphModule, name: str) -> None:
+    path, _, last = name.rpartition(".")
+    delattr(module.get_submodule(path), last)

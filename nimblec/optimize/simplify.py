@@ -1,0 +1,80 @@
+"""Calls that change nothing, and chains of views that are one view."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from nimblec.optimize.rewriter import Rewriter, bound, fake, is_call
+
+aten = torch.ops.aten
+
+RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
+TRANSPOSES = (aten.permute.default, aten.transpose.int, aten.t.default)
+_EXPAND = (aten.expand.default,)
+_COPIES = (aten.clone.default, aten._to_copy.default, aten.contiguous.default, aten.alias.default, aten.detach.default)
+
+
+def simplify(module: fx.GraphModule) -> None:
+    """Drop calls without effect; join reshapes of reshapes and transposes of transposes."""
+    rewriter = Rewriter(module)
+    for node in list(module.graph.nodes):
+        if is_call(node, *RESHAPES):
+            _reshape(rewriter, node)
+        elif is_call(node, *TRANSPOSES):
+            _transpose(rewriter, node)
+        elif is_call(node, *_EXPAND, *_COPIES) and _is_same(node, node.args[0]):
+            rewriter.replace(node, node.args[0])
+    rewriter.finish()
+
+
+def permutation(node: fx.Node) -> list[int]:
+    """The permutation of axes that a transpose makes: result axis i is axis ``[i]`` of its argument."""
+    given, rank = bound(node), fake(node).dim()
+    if node.target is aten.permute.default:
+        return [axis % rank for axis in given["dims"]]
+    order = list(range(rank))
+    if node.target is aten.t.default:
+        return order[::-1]
+    first, second = given["dim0"] % max(rank, 1), given["dim1"] % max(rank, 1)
+    if rank:
+        order[first], order[second] = order[second], order[first]
+    return order
+
+
+def _reshape(rewriter: Rewriter, node: fx.Node) -> None:
+    source = node.args[0]
+    if is_call(source, *RESHAPES):
+        source = source.args[0]
+    if fake(source).shape == fake(node).shape:
+        rewriter.replace(node, source)
+    elif source is not node.args[0] or node.target is not aten.reshape.default:
+        # ``reshape`` stays right whatever strides come in; ``view`` does not.
+        rewriter.replace(node, rewriter.call(aten.reshape.default, source, list(fake(node).shape), at=node))
+
+
+def _transpose(rewriter: Rewriter, node: fx.Node) -> None:
+    order = permutation(node)
+    source = node.args[0]
+    joined = is_call(source, *TRANSPOSES)
+    if joined:
+        order = [permutation(source)[axis] for axis in order]
+        source = source.args[0]
+    if order == sorted(order):
+        rewriter.replace(node, source)
+    elif joined:
+        rewriter.replace(node, rewriter.call(aten.permute.default, source, order, at=node))
+
+
+def _is_same(node: fx.Node, source: fx.Node) -> bool:
+    """Whether values, dtype and the order in memory stay; that a copy is made does not matter here."""
+    before, after = fake(source), fake(node)
+    return (
+        (before.dtype, before.device, before.shape) == (after.dtype, after.device, after.shape)
+        and _order(before.shape, before.stride()) == _order(after.shape, after.stride())
+        and torch._debug_has_internal_overlap(before) != 1
+    )
+
+
+def _order(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
+    return [stride for length, stride in zip(shape, strides, strict=True) if length != 1]

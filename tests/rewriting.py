@@ -1,0 +1,148 @@
+"""Graphs for the tests of rewrites, and what a rewrite must keep."""
+
+import importlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from nimblec.frontend.aten_graph import trace
+from nimblec.frontend.recorder import Recorder
+from nimblec.optimize.definitions import DEFINITIONS
+
+FAMILIES = ("resnet", "mobilenet", "inception", "bert", "unet")
+
+
+def record(function: Callable[..., Any], *inputs: Tensor) -> fx.GraphModule:
+    """The flat graph of a function of tensors; real tensors that it uses become constants."""
+    recorder = Recorder(torch.device("cpu"))
+    with recorder:
+        fakes = [recorder.placeholder(f"input_{i}", t.dtype, t.shape) for i, t in enumerate(inputs)]
+        result = function(*fakes)
+        recorder.output(result if isinstance(result, (tuple, list)) else (result,))
+    recorder.graph.eliminate_dead_code()
+    return fx.GraphModule(recorder.constants, recorder.graph)
+
+
+def rewritten(module: fx.GraphModule, *passes: Callable[[fx.GraphModule], None]) -> fx.GraphModule:
+    """A copy of ``module`` after these passes, each of which must leave it well formed."""
+    result = fx.GraphModule(module, module.graph.__deepcopy__())
+    for rewrite in passes:
+        rewrite(result)
+        check(result)
+    return result
+
+
+def check(module: fx.GraphModule) -> None:
+    """Every value has the dtype, shape and strides that it says it has."""
+    module.graph.lint()
+    inputs = [torch.empty_strided(n.meta["val"].shape, n.meta["val"].stride(), dtype=n.meta["val"].dtype).zero_()
+              for n in module.graph.nodes if n.op == "placeholder"]
+    _Checker(module).run(*inputs)
+
+
+class _Checker(fx.Interpreter):
+    def run_node(self, n: fx.Node) -> Any:
+        result = _run(self, n)
+        if n.op != "output" and isinstance(result, Tensor):
+            said = n.meta["val"]
+            assert (result.dtype, result.shape) == (said.dtype, said.shape), n.format_node()
+        return result
+
+
+class _Definitions(fx.Interpreter):
+    def run_node(self, n: fx.Node) -> Any:
+        return _run(self, n)
+
+
+def _run(interpreter: fx.Interpreter, n: fx.Node) -> Any:
+    if n.target in DEFINITIONS:
+        args, kwargs = interpreter.fetch_args_kwargs_from_env(n)
+        return DEFINITIONS[n.target](*args, **kwargs)
+    return fx.Interpreter.run_node(interpreter, n)
+
+
+def run(module: fx.GraphModule, *inputs: Tensor) -> tuple[Tensor, ...]:
+    """Run a graph; the fused cuDNN calls by their definitions."""
+    with torch.no_grad():
+        return _Definitions(module).run(*inputs)
+
+
+def assert_same(before: fx.GraphModule, after: fx.GraphModule, *inputs: Tensor, rtol: float | None = None) -> None:
+    """Equal results up to rounding, relative to the largest value of each output."""
+    expected, actual = run(before, *inputs), run(after, *inputs)
+    assert len(expected) == len(actual) > 0
+    for wanted, got in zip(expected, actual, strict=True):
+        assert (wanted.dtype, wanted.shape, wanted.stride()) == (got.dtype, got.shape, got.stride())
+        assert wanted.isfinite().all()
+        if not wanted.dtype.is_floating_point:
+            assert torch.equal(wanted, got)
+            continue
+        allowed = rtol if rtol is not None else 64 * torch.finfo(wanted.dtype).eps
+        assert float((wanted - got).abs().max()) <= allowed * max(float(wanted.abs().max()), 1e-30)
+
+
+def counts(module: fx.GraphModule) -> Counter[str]:
+    """How often each overload is called, by name without namespace and overload."""
+    return Counter(
+        node.target._schema.name.partition("::")[2]
+        for node in module.graph.nodes
+        if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload)
+    )
+
+
+def randomize(module: nn.Module) -> nn.Module:
+    """Running statistics and affine parameters that change something."""
+    for part in module.modules():
+        if isinstance(part, nn.modules.batchnorm._BatchNorm):
+            part.running_mean.normal_()
+            part.running_var.uniform_(0.5, 2)
+            nn.init.normal_(part.weight, 1, 0.3)
+            nn.init.normal_(part.bias)
+    return module
+
+
+def family(name: str, dtype: torch.dtype, seed: int = 0) -> tuple[fx.GraphModule, tuple[Tensor, ...]]:
+    """The graph of a small model and random inputs."""
+    torch.manual_seed(seed)
+    module, args = DenseNet.small() if name == "densenet" else importlib.import_module(f"families.{name}").small()
+    module = randomize(module).to(dtype)
+    inputs = tuple(t.to(dtype) if t.is_floating_point() else t for t in args)
+    return trace(module, inputs).module, inputs
+
+
+class DenseNet(nn.Module):
+    """DenseNet-like (Huang et al. 2017): norm before convolution, every layer reads all before it."""
+
+    def __init__(self, growth: int, layers: int) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 2 * growth, 3, 2, 1)
+        widths = [growth * n for n in range(2, 2 + layers)]
+        self.layers = nn.ModuleList(
+            nn.Sequential(
+                nn.BatchNorm2d(w),
+                nn.ReLU(),
+                nn.Conv2d(w, 4 * growth, 1, bias=False),
+                nn.BatchNorm2d(4 * growth),
+                nn.ReLU(),
+                nn.Conv2d(4 * growth, growth, 3, padding=1, bias=False),
+            )
+            for w in widths
+        )
+        self.norm = nn.BatchNorm2d(widths[-1] + growth)
+        self.head = nn.Linear(widths[-1] + growth, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Images to logits."""
+        features = [self.stem(x)]
+        for layer in self.layers:
+            features.append(layer(torch.cat(features, 1)))
+        y = torch.relu(self.norm(torch.cat(features, 1)))
+        return self.head(y.mean((2, 3)))
+
+    @staticmethod
+    def small() -> tuple[nn.Module, Sequence[Tensor]]:
+        """Four narrow layers and an image of 16 pixels."""
+        return DenseNet(growth=8, layers=4).eval(), (torch.randn(1, 3, 16, 16),)

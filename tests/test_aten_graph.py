@@ -1,0 +1,171 @@
+"""PyTorch modules as flat ATen graphs: equal results bit for bit, no composite or in-place call, clear refusals."""
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from rewriting import FAMILIES, DenseNet
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from nimblec.errors import TraceError, UnsupportedModelError
+from nimblec.frontend.aten_graph import trace
+
+
+def _compare(module: nn.Module, *args: Any, **kwargs: Any) -> fx.GraphModule:
+    """Trace, and compare with the module itself, results' structure and strides too."""
+    program = trace(module, args, kwargs)
+    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    with torch.no_grad():
+        expected, actual = module(*args, **kwargs), program.nest(program.module(*tensors))
+    wanted, structure = pytree.tree_flatten(expected)
+    got, same = pytree.tree_flatten(actual)
+    assert structure == same
+    for a, b in zip(wanted, got, strict=True):
+        if isinstance(a, Tensor):
+            assert (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
+            assert torch.equal(a, b)
+        else:
+            assert a == b
+    return program.module
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, "densenet"])
+def test_a_family_bit_for_bit(name: str) -> None:
+    torch.manual_seed(0)
+    module, args = DenseNet.small() if name == "densenet" else importlib.import_module(f"families.{name}").small()
+    graph = _compare(module, *args).graph
+    calls = [n for n in graph.nodes if n.op == "call_function"]
+    assert all(n.meta["source"] for n in calls if "conv" in str(n.target) or "addmm" in str(n.target))
+    assert all("val" in n.meta for n in graph.nodes if n.op != "output")
+
+
+class _Nested(nn.Module):
+    """Arguments and results of every kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Dropout(0.5))
+        self.register_buffer("table", torch.arange(12.0).reshape(3, 4))
+
+    def forward(self, pair: tuple[Tensor, Tensor], scale: float, *, options: dict[str, Any]) -> dict[str, Any]:
+        x, y = pair
+        with torch.no_grad():
+            x = self.layer(x * scale)
+        x = x + torch.arange(4, device=x.device)
+        x += self.table[options["row"]]
+        if options["mask"] is None:
+            y = y.clone()
+            y[0] = 0.0
+        return {"sum": x + y, "parts": [x, (y, None, 3)], "table": self.table}
+
+
+def test_nested_arguments_and_results() -> None:
+    pair = (torch.randn(2, 4), torch.randn(2, 4))
+    module = _compare(_Nested().eval(), pair, 0.5, options={"row": torch.tensor([1, 2]), "mask": None})
+    assert sum(n.op == "placeholder" for n in module.graph.nodes) == 3
+    assert not any(n.op == "call_function" and str(n.target).split(".")[1].endswith("_") for n in module.graph.nodes)
+
+
+def test_what_depends_on_parameters_alone_is_computed_at_once() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ (self.weight.t() @ self.weight).softmax(0)
+
+    module = _compare(Model(), torch.randn(3, 4))
+    assert [str(n.target) for n in module.graph.nodes if n.op == "call_function"] == ["aten.mm.default"]
+
+
+def test_tied_parameters_are_one_constant() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = nn.Embedding(10, 4)
+            self.head = nn.Linear(4, 10, bias=False)
+            self.head.weight = self.words.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.words(x))
+
+    module = _compare(Model(), torch.tensor([[1, 2, 3]]))
+    assert len({t.untyped_storage().data_ptr() for t in module.buffers()}) == 1
+
+
+def test_strides_of_inputs_are_kept() -> None:
+    x = torch.randn(1, 3, 8, 8).to(memory_format=torch.channels_last)
+    module = _compare(nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last), x)
+    (placeholder,) = (n for n in module.graph.nodes if n.op == "placeholder")
+    assert placeholder.meta["val"].stride() == x.stride()
+
+
+def test_an_input_that_is_returned_is_copied() -> None:
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x, x.t()
+
+    x = torch.randn(2, 3)
+    results = _compare(Model(), x)(x)
+    assert len({t.untyped_storage().data_ptr() for t in (x, *results)}) == 3
+
+
+@pytest.mark.parametrize(
+    ("module", "error", "sentence"),
+    [
+        (nn.Dropout(0.5).train(), UnsupportedModelError, "draws random numbers"),
+        (nn.BatchNorm1d(4).train(), UnsupportedModelError, "writes into .*running_mean"),
+    ],
+)
+def test_training_mode_is_refused(module: nn.Module, error: type[Exception], sentence: str) -> None:
+    with pytest.raises(error, match=sentence):
+        trace(module, (torch.randn(2, 4),))
+
+
+def test_what_torch_export_refuses_is_named() -> None:
+    class Branch(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x if x.sum().item() > 0 else -x
+
+    with pytest.raises(TraceError, match=r"Branch: torch.export refuses it"):
+        trace(Branch(), (torch.randn(2),))
+    with pytest.raises(TraceError, match=r"Linear: torch.export refuses it"):
+        trace(nn.Linear(4, 4), (torch.randn(2, 5),))
+
+
+def test_a_value_that_decides_is_named_with_its_place() -> None:
+    class Picker(nn.Module):
+        def forward(self, x: Tensor, row: Tensor) -> Tensor:
+            return x[row]
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.picker = Picker()
+
+        def forward(self, x: Tensor, row: Tensor) -> Tensor:
+            return self.picker(x, row)
+
+    with pytest.raises(TraceError, match=r"^aten.item.default in picker: .*$"):
+        trace(Model(), (torch.randn(3), torch.tensor(1)))
+
+
+def test_noise_from_nowhere_is_refused() -> None:
+    class Noise(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.rand(3)
+
+    with pytest.raises(UnsupportedModelError, match="draws random numbers"):
+        trace(Noise(), (torch.randn(3),))
+
+
+def test_an_input_that_is_written_is_refused() -> None:
+    class Writer(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.add_(1)
+
+    with pytest.raises(UnsupportedModelError, match="writes into 'x'"):
+        trace(Writer(), (torch.randn(3),))

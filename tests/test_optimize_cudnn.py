@@ -1,0 +1,102 @@
+"""Convolution, residual and ReLU as one cuDNN call: the pattern, checked by the calls' definitions."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rewriting import assert_same, counts, record, rewritten
+from torch import Tensor
+
+from nimblec.optimize.cudnn import fuse_convolutions
+
+X = torch.randn(2, 4, 7, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+
+
+def _weight(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    groups=st.sampled_from([1, 2, 4]),
+    stride=st.integers(1, 2),
+    padding=st.integers(0, 2),
+    dilation=st.integers(1, 2),
+    with_bias=st.booleans(),
+    residual=st.sampled_from(["none", "left", "right"]),
+    relu=st.sampled_from(["relu", "clamp", "clamp_min"]),
+)
+def test_any_geometry(
+    *, groups: int, stride: int, padding: int, dilation: int, with_bias: bool, residual: str, relu: str
+) -> None:
+    weight, bias = _weight(8, 4 // groups, 3, 3), _weight(8) if with_bias else None
+
+    def model(x: Tensor) -> Tensor:
+        y = torch.conv2d(x, weight, bias, stride, padding, dilation, groups)
+        z = torch.conv2d(x, weight, bias, stride, padding, dilation, groups) * 2
+        y = {"none": y, "left": y + z, "right": z + y}[residual]
+        return {"relu": torch.relu(y), "clamp": torch.clamp(y, 0.0), "clamp_min": torch.clamp_min(y, 0)}[relu]
+
+    before = record(model, X)
+    after = rewritten(before, fuse_convolutions)
+    fused = "cudnn_convolution_relu" if residual == "none" else "cudnn_convolution_add_relu"
+    assert counts(after)[fused] == 1
+    assert counts(after)[relu] == 0
+    assert_same(before, after, X)
+
+
+def test_of_two_convolutions_the_later_takes_the_other_as_residual() -> None:
+    first, second = _weight(8, 4, 3, 3), _weight(8, 4, 1, 1)
+    before = record(lambda x: torch.relu(torch.conv2d(x, second) + torch.conv2d(x, first, padding=1)), X)
+    after = rewritten(before, fuse_convolutions)
+    assert counts(after) == {"convolution": 1, "cudnn_convolution_add_relu": 1}
+    assert_same(before, after, X)
+
+
+def test_alpha_scales_the_residual() -> None:
+    weight = _weight(4, 4, 1, 1)
+    left = record(lambda x: torch.relu(torch.add(torch.conv2d(x, weight), x, alpha=-3)), X)
+    after = rewritten(left, fuse_convolutions)
+    assert counts(after) == {"cudnn_convolution_add_relu": 1}
+    assert_same(left, after, X)
+    right = record(lambda x: torch.relu(torch.add(x, torch.conv2d(x, weight), alpha=-3)), X)
+    assert counts(rewritten(right, fuse_convolutions)) == {"convolution": 1, "add": 1, "relu": 1}
+
+
+def _twice(x: Tensor) -> Tensor:
+    y = torch.conv2d(x, _weight(4, 4, 1, 1))
+    return torch.relu(y) + y
+
+
+def _twice_the_sum(x: Tensor) -> Tensor:
+    y = torch.conv2d(x, _weight(4, 4, 1, 1)) + x
+    return torch.relu(y) + y
+
+
+def _own_residual(x: Tensor) -> Tensor:
+    y = torch.conv2d(x, _weight(4, 4, 1, 1))
+    return torch.relu(y + y)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        _twice,
+        _twice_the_sum,
+        _own_residual,
+        lambda x: torch.relu(torch.conv2d(x, _weight(4, 4, 1, 1)) + x[:1]),  # the residual is broadcast
+        lambda x: torch.relu(torch.conv2d(x, _weight(4, 4, 1, 1)) + x.double()),
+        lambda x: torch.relu(torch.conv2d(x, _weight(4, 4, 1, 1)) + 1),
+        lambda x: torch.clamp(torch.conv2d(x, _weight(4, 4, 1, 1)), 0, 6),
+        lambda x: torch.relu(torch.conv_transpose2d(x, _weight(4, 4, 3, 3))),
+        lambda x: torch.relu(torch.conv1d(x.reshape(2, 4, 49), _weight(4, 4, 3))),
+        lambda x: torch.relu(torch.conv2d(x.double(), _weight(4, 4, 1, 1, dtype=torch.float64))),
+        lambda x: torch.relu(torch.conv2d(x, x[:, :, :1, :1])),  # weights that are computed
+    ],
+)
+def test_what_the_calls_cannot_say_stays(model: Callable[[Tensor], Tensor]) -> None:
+    names = counts(rewritten(record(model, X), fuse_convolutions))
+    assert not any(name.startswith("cudnn") for name in names)
+    assert names["convolution"] == 1

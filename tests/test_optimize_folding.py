@@ -1,0 +1,155 @@
+"""Constant folding, common subexpressions, calls without effect, outputs in memory of their own."""
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from rewriting import assert_same, counts, record, rewritten
+from torch import fx
+
+from nimblec.optimize.folding import GROWTH, fold_constants
+from nimblec.optimize.outputs import separate_outputs
+from nimblec.optimize.simplify import simplify
+from nimblec.optimize.subexpressions import merge_equal_calls
+
+aten = torch.ops.aten
+Call = Callable[..., fx.Node]
+X = torch.arange(24, dtype=torch.float64).reshape(2, 3, 4)
+
+
+def _with_calls(build: Callable[..., list[fx.Node]], *constants: torch.Tensor) -> fx.GraphModule:
+    """A graph on X whose constants are not folded yet: ``build(graph, x, *constants)`` gives its outputs."""
+    module = record(lambda x: x * 2.0, X)
+    graph = module.graph
+    (x,) = (n for n in graph.nodes if n.op == "placeholder")
+    output = graph.output_node()
+    mode = x.meta["val"].fake_mode
+
+    def call(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        node = graph.call_function(target, args, kwargs)
+        values = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+        with mode:
+            node.meta["val"] = target(*values[0], **values[1])
+        return node
+
+    with graph.inserting_before(output):
+        nodes = []
+        for i, tensor in enumerate(constants):
+            module.register_buffer(f"given_{i}", tensor)
+            node = graph.get_attr(f"given_{i}")
+            node.meta["val"] = mode.from_tensor(tensor)
+            nodes.append(node)
+        output.args = (tuple(build(call, x, *nodes)),)
+    graph.eliminate_dead_code()
+    module.recompile()
+    return module
+
+
+def test_chains_of_known_values_become_one_constant() -> None:
+    def build(call: Call, x: fx.Node, c: fx.Node) -> list[fx.Node]:
+        row = call(aten.select.int, call(aten.exp.default, c), 0, 1)
+        return [call(aten.add.Tensor, x, call(aten.mul.Tensor, row, 3))]
+
+    before = _with_calls(build, torch.randn(2, 4, dtype=torch.float64))
+    after = rewritten(before, fold_constants)
+    assert counts(after) == {"add": 1}
+    assert [name for name, _ in after.named_buffers()] == [n.target for n in after.graph.nodes if n.op == "get_attr"]
+    assert_same(before, after, X)
+
+
+def test_a_result_of_several_parts() -> None:
+    def build(call: Call, x: fx.Node, c: fx.Node) -> list[fx.Node]:
+        parts = call(aten.split.Tensor, c, 2, 1)
+        left, right = (call(operator.getitem, parts, i) for i in range(2))
+        return [call(aten.mul.Tensor, x, call(aten.cat.default, [right, left], 1))]
+
+    before = _with_calls(build, torch.randn(3, 4, dtype=torch.float64))
+    after = rewritten(before, fold_constants)
+    assert counts(after) == {"mul": 1}
+    assert_same(before, after, X)
+
+
+def test_what_would_swell_the_weights_stays() -> None:
+    def build(call: Call, x: fx.Node, c: fx.Node) -> list[fx.Node]:
+        wide = call(aten.repeat.default, c, [GROWTH, 1])
+        return [call(aten.add.Tensor, x, call(aten.select.int, wide, 0, 7)), call(aten.expand.default, c, [5, 4])]
+
+    before = _with_calls(build, torch.randn(1, 4, dtype=torch.float64))
+    after = rewritten(before, fold_constants)
+    assert counts(after) == {"repeat": 1, "select": 1, "add": 1, "expand": 1}
+
+
+def test_random_calls_are_neither_folded_nor_merged() -> None:
+    def build(call: Call, _x: fx.Node, c: fx.Node) -> list[fx.Node]:
+        return [call(aten.bernoulli.p, c, 0.5), call(aten.bernoulli.p, c, 0.5)]
+
+    after = rewritten(_with_calls(build, torch.zeros(4, dtype=torch.float64)), fold_constants, merge_equal_calls)
+    assert counts(after) == {"bernoulli": 2}
+
+
+def test_equal_calls_and_constants_are_one() -> None:
+    weight = torch.randn(4, 4, dtype=torch.float64)
+
+    def build(call: Call, x: fx.Node, c: fx.Node, d: fx.Node) -> list[fx.Node]:
+        first = call(aten.matmul.default, x, call(aten.t.default, c))
+        second = call(aten.matmul.default, x, call(aten.t.default, d))
+        other = call(aten.matmul.default, x, c)
+        return [call(aten.add.Tensor, first, call(aten.mul.Tensor, second, other))]
+
+    before = _with_calls(build, weight, weight)
+    after = rewritten(before, merge_equal_calls)
+    assert counts(after) == {"t": 1, "matmul": 2, "mul": 1, "add": 1}
+    assert_same(before, after, X)
+
+
+def test_arguments_of_other_types_are_not_equal() -> None:
+    def build(call: Call, x: fx.Node) -> list[fx.Node]:
+        return [call(aten.mul.Tensor, x, factor) for factor in (1, 1.0, True, 1)]
+
+    assert counts(rewritten(_with_calls(build), merge_equal_calls)) == {"mul": 3}
+
+
+def test_merged_outputs_get_memory_of_their_own() -> None:
+    def build(call: Call, x: fx.Node, c: fx.Node) -> list[fx.Node]:
+        return [
+            call(aten.relu.default, x),
+            call(aten.reshape.default, call(aten.relu.default, x), [6, 4]),
+            call(aten.t.default, c),
+            x,
+        ]
+
+    before = _with_calls(build, torch.randn(3, 4, dtype=torch.float64))
+    after = rewritten(before, fold_constants, merge_equal_calls, separate_outputs)
+    assert counts(after)["relu"] == 1
+    results = after(X)
+    places = {t.untyped_storage().data_ptr() for t in (X, *results, *after.buffers())}
+    assert len(places) == 1 + len(results) + len(list(after.buffers()))
+    for wanted, got in zip(before(X), results, strict=True):
+        assert torch.equal(wanted, got)
+
+
+def test_chains_of_views_are_one_view() -> None:
+    def build(call: Call, x: fx.Node) -> list[fx.Node]:
+        y = call(aten.reshape.default, call(aten.reshape.default, x, [6, 4]), [4, 6])
+        z = call(aten.permute.default, call(aten.transpose.int, call(aten.t.default, y), 0, 1), [1, 0])
+        back = call(aten.t.default, z)
+        return [call(aten.relu.default, z), call(aten.relu.default, back), call(aten.view.default, x, [2, 3, 4])]
+
+    before = _with_calls(build)
+    after = rewritten(before, simplify)
+    assert counts(after) == {"reshape": 1, "permute": 1, "relu": 2}
+    assert_same(before, rewritten(after, separate_outputs), X)
+
+
+def test_copies_that_change_order_or_dtype_stay() -> None:
+    def build(call: Call, x: fx.Node) -> list[fx.Node]:
+        turned = call(aten.transpose.int, x, 0, 2)
+        dense = call(aten.clone.default, turned, memory_format=torch.contiguous_format)
+        same = call(aten.clone.default, x)
+        narrow = call(aten._to_copy.default, same, dtype=torch.float32)
+        return [dense, narrow]
+
+    after = rewritten(_with_calls(build), simplify)
+    assert counts(after) == {"transpose": 1, "clone": 1, "_to_copy": 1}
+    assert after(X)[0].is_contiguous()

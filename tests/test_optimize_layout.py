@@ -1,0 +1,89 @@
+"""Channels last from end to end: one conversion at each border, values and output strides kept."""
+
+import pytest
+import torch
+from rewriting import assert_same, counts, record, rewritten
+from torch import Tensor, fx
+
+from nimblec.optimize.layout import propagate_channels_last
+from nimblec.optimize.rewriter import fake
+
+X = torch.randn(2, 8, 6, 6, generator=torch.Generator().manual_seed(0)).half()
+FLOAT = frozenset({torch.float32})
+
+
+def _weight(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1)).half() / 8
+
+
+def _images(module: fx.GraphModule) -> list[fx.Node]:
+    return [n for n in module.graph.nodes if isinstance(n.meta.get("val"), Tensor) and fake(n).dim() == 4]
+
+
+def _is_channels_last(node: fx.Node) -> bool:
+    return fake(node).is_contiguous(memory_format=torch.channels_last)
+
+
+def _network(x: Tensor) -> Tensor:
+    """Two branches on one input, pooling, concatenation, a residual, upsampling, and back to the head."""
+    y = torch.relu(torch.conv2d(x, _weight(8, 8, 3, 3), padding=1))
+    z = torch.conv2d(x, _weight(8, 1, 3, 3), padding=1, groups=8) + y
+    y = torch.cat([torch.max_pool2d(y, 2), torch.nn.functional.avg_pool2d(z, 2)], 1)
+    y = torch.nn.functional.interpolate(torch.sigmoid(y), scale_factor=2)
+    return torch.conv2d(y, _weight(4, 16, 1, 1))
+
+
+def test_one_conversion_in_and_one_out() -> None:
+    before = record(_network, X)
+    after = rewritten(before, propagate_channels_last)
+    assert counts(after)["clone"] == counts(before)["clone"] + 2
+    inside = [n for n in _images(after) if n.op != "placeholder" and not n.users.keys() & {after.graph.output_node()}]
+    assert len(inside) > 10
+    assert all(_is_channels_last(node) for node in inside)
+    assert_same(before, after, X)
+
+
+def test_views_and_means_read_any_order() -> None:
+    def model(x: Tensor) -> tuple[Tensor, ...]:
+        y = torch.conv2d(x, _weight(8, 8, 3, 3))
+        return y.view(2, -1), y.flatten(2).transpose(1, 2).contiguous(), y.mean((2, 3)), y.permute(0, 2, 3, 1) * 2
+
+    before = record(model, X)
+    after = rewritten(before, propagate_channels_last)
+    assert counts(after)["clone"] == counts(before)["clone"] + 1
+    for wanted, got in zip(before(X), after(X), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=2e-3, atol=2e-3)
+
+
+def test_outputs_keep_their_strides() -> None:
+    def model(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = torch.conv2d(x, _weight(8, 8, 3, 3))
+        return y, torch.relu(y)
+
+    before = record(model, X)
+    after = rewritten(before, propagate_channels_last)
+    assert_same(before, after, X)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_other_dtypes_only_where_asked(dtype: torch.dtype) -> None:
+    before = record(lambda x: torch.conv2d(x, _weight(8, 8, 3, 3).to(dtype)), X.to(dtype))
+    assert counts(rewritten(before, propagate_channels_last)) == {"convolution": 1}
+    after = rewritten(before, lambda module: propagate_channels_last(module, FLOAT))
+    assert counts(after)["clone"] == (2 if dtype == torch.float32 else 0)
+    assert_same(before, after, X.to(dtype))
+
+
+def test_calls_that_read_strides_keep_the_layout() -> None:
+    before = record(lambda x: torch.conv2d(x, _weight(8, 8, 3, 3)).as_strided((4, 4), (4, 1)), X)
+    after = rewritten(before, propagate_channels_last)
+    assert counts(after) == {"convolution": 1, "as_strided": 1}
+    assert_same(before, after, X)
+
+
+def test_one_dimensional_and_three_dimensional_convolutions_stay() -> None:
+    def model(x: Tensor) -> tuple[Tensor, ...]:
+        return torch.conv1d(x.flatten(2), _weight(8, 8, 3)), torch.conv3d(x[:, :, None], _weight(8, 8, 1, 3, 3))
+
+    before = record(model, X)
+    assert counts(rewritten(before, propagate_channels_last)) == counts(before)
