@@ -18,7 +18,7 @@ from nimblec.schedule.streams import certificate, critical_path, limited, maxima
 from nimblert.plan import Candidate, Device, Plan, ScheduleRecord, Target
 
 _AUTO_LIMITS = (2, 4, 8, 16)
-_CROSS_EDGE_NS = 1_000
+_CROSS_EDGE_NS = (500, 1_000, 2_000)
 _WORTHWHILE = 0.99
 
 
@@ -127,7 +127,8 @@ def _automatic(graph: Graph, dag: Dag, durations: Sequence[int], most: int) -> I
         yield "max", widest
         yield "max-interleaved", interleaved(graph, widest)
     for count in counts[-2:]:
-        yield f"critical-path-{count}", critical_path(dag, durations, _CROSS_EDGE_NS, count)
+        for cost in _CROSS_EDGE_NS:
+            yield f"critical-path-{count}/{cost}ns", critical_path(dag, durations, cost, count)
 
 
 def _try(policy: str, graph: Graph, schedule: Schedule) -> _Tried:

@@ -1,7 +1,7 @@
 """Run a model once under stream capture, and note which op launched which nodes on which memory."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -190,7 +190,7 @@ def capture(run: Callable[[SetSource], Any], zone: Zone, sources: SourceTracker,
     """Capture one call of ``run``, whose allocations come from ``zone``.
 
     ``compiled`` where the model goes through torch.compile: a dispatch mode around it would make it
-    fall back to eager. Raises TraceError where something cannot be captured, naming op and module.
+    fall back to eager, hooks on modules would make it compile again. Raises TraceError where something cannot be captured, naming op and module.
     """
     torch._C._cuda_clearCublasWorkspaces()  # else the sequence depends on what ran before
     graph = torch.cuda.CUDAGraph(keep_graph=True)
@@ -200,8 +200,12 @@ def capture(run: Callable[[SetSource], Any], zone: Zone, sources: SourceTracker,
     with torch.cuda.stream(stream):
         graph.capture_begin(capture_error_mode="relaxed")
         try:
-            seeing = seeing_compiled_code(recorder) if compiled else recorder
-            with sources.following_modules(), seeing:
+            with ExitStack() as seeing:
+                if compiled:
+                    seeing.enter_context(seeing_compiled_code(recorder))
+                else:
+                    seeing.enter_context(sources.following_modules())
+                    seeing.enter_context(recorder)
                 result = run(sources.set)
         except BaseException:
             with suppress(RuntimeError):  # the first error is the one to tell; torch aborts on a graph left open
