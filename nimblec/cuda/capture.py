@@ -190,7 +190,8 @@ def capture(run: Callable[[SetSource], Any], zone: Zone, sources: SourceTracker,
     """Capture one call of ``run``, whose allocations come from ``zone``.
 
     ``compiled`` where the model goes through torch.compile: a dispatch mode around it would make it
-    fall back to eager, hooks on modules would make it compile again. Raises TraceError where something cannot be captured, naming op and module.
+    fall back to eager, hooks on modules would make it compile again. Raises TraceError where
+    something cannot be captured, naming op and module.
     """
     torch._C._cuda_clearCublasWorkspaces()  # else the sequence depends on what ran before
     graph = torch.cuda.CUDAGraph(keep_graph=True)
