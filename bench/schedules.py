@@ -86,8 +86,9 @@ def measure(spec: str, folder: Path, level: int) -> dict[str, Any]:
         "events": program.event_count,
         "policy": record.policy,
         "antichain": len(record.antichain),
+        "fewest_syncs": record.fewest_sync_count,
         "candidates": {
-            c.policy: [c.stream_count, c.event_count, c.arena_nbytes, c.duration_ns] for c in record.candidates
+            c.policy: [c.stream_count, c.sync_count, c.arena_nbytes, c.duration_ns] for c in record.candidates
         },
         "arena_nbytes": program.arena_nbytes,
         "arena_lower_bound_nbytes": record.arena_lower_bound_nbytes,

@@ -42,11 +42,12 @@ def is_widest(policy: str) -> bool:
 
 def _candidate_problems(program: Program, record: ScheduleRecord) -> Iterator[str]:
     """The candidate that was kept is this program."""
-    actual = (program.stream_count, program.event_count, program.arena_nbytes)
+    syncs = sum(isinstance(command, Wait) for command in program.commands)
+    actual = (program.stream_count, syncs, program.arena_nbytes)
     for i, candidate in enumerate(record.candidates):
-        claimed = (candidate.stream_count, candidate.event_count, candidate.arena_nbytes)
+        claimed = (candidate.stream_count, candidate.sync_count, candidate.arena_nbytes)
         if candidate.policy == record.policy and claimed != actual:
-            yield f"candidates[{i}]: streams, events and arena are {claimed}, those of the program {actual}"
+            yield f"candidates[{i}]: streams, syncs and arena are {claimed}, those of the program {actual}"
 
 
 def _closure(dependencies: Iterable[Iterable[int]]) -> list[int]:

@@ -171,6 +171,7 @@ def _schedule(program: Program, record: ScheduleRecord) -> Json:
         "policy": record.policy,
         "streams": program.stream_count,
         "syncs": command_counts(program)["wait"],
+        "fewest_syncs": record.fewest_sync_count,
         "antichain": list(record.antichain),
         "arena": program.arena_nbytes,
         "arena_lower_bound": record.arena_lower_bound_nbytes,
@@ -178,7 +179,7 @@ def _schedule(program: Program, record: ScheduleRecord) -> Json:
             {
                 "policy": candidate.policy,
                 "streams": candidate.stream_count,
-                "events": candidate.event_count,
+                "syncs": candidate.sync_count,
                 "arena": candidate.arena_nbytes,
                 "duration_ns": candidate.duration_ns,
             }

@@ -9,10 +9,11 @@ from nimblec.errors import CompileError
 from nimblec.ir import Graph, Layout, Schedule
 from nimblec.lower import lower, state, weights
 from nimblec.schedule.bound import arena_lower_bound
-from nimblec.schedule.dag import Dag
+from nimblec.schedule.dag import Dag, transitive_reduction
 from nimblec.schedule.dependencies import dependencies, programmatic_edges, rename_workspaces
 from nimblec.schedule.launch_order import interleaved
 from nimblec.schedule.lifetimes import lifetimes
+from nimblec.schedule.matching import maximum_matching
 from nimblec.schedule.memory import layout
 from nimblec.schedule.streams import certificate, critical_path, limited, maximal, serial
 from nimblert.plan import Candidate, Device, Plan, ScheduleRecord, Target
@@ -60,7 +61,7 @@ class _Tried:
         return Candidate(
             policy=self.policy,
             stream_count=self.schedule.stream_count,
-            event_count=len({before for before, _ in self.schedule.waits}),
+            sync_count=len(self.schedule.waits),
             arena_nbytes=self.memory.arena_nbytes,
             duration_ns=self.duration_ns,
         )
@@ -100,6 +101,7 @@ def make_plan(
         antichain=_positions(certificate(dag), chosen.schedule),
         arena_lower_bound_nbytes=arena_lower_bound(lifetimes(graph, chosen.schedule)),
         candidates=tuple(t.candidate for t in fitting),
+        fewest_sync_count=_fewest_syncs(dag),
     )
     return _plan(graph, chosen, provenance, record)
 
@@ -133,6 +135,13 @@ def _automatic(graph: Graph, dag: Dag, durations: Sequence[int], most: int) -> I
 
 def _try(policy: str, graph: Graph, schedule: Schedule) -> _Tried:
     return _Tried(policy=policy, schedule=schedule, memory=layout(graph, schedule))
+
+
+def _fewest_syncs(dag: Dag) -> int:
+    """|E'| - |M|: edges of the minimum equivalent graph, less those of a maximum matching of it."""
+    reduced = transitive_reduction(dag)
+    matched = sum(after is not None for after in maximum_matching(reduced))
+    return len(reduced.edges) - matched
 
 
 def _fitting(tried: Sequence[_Tried], memory_limit: int) -> list[_Tried]:

@@ -128,7 +128,7 @@ def _schedule(program: Json) -> Table:
     made.show_header = False
     made.add_row("policy", schedule["policy"], "")
     made.add_row("streams", str(schedule["streams"]), "")
-    made.add_row("syncs", str(schedule["syncs"]), "waits of a stream for another")
+    made.add_row("syncs", str(schedule["syncs"]), f"waits of a stream for another; all concurrency takes {schedule['fewest_syncs']}")
     made.add_row("antichain", str(len(schedule["antichain"])), "commands, any two of which may run at the same time")
     above = f", {arena / bound - 1:.1%} above the lower bound" if bound else ""
     made.add_row("arena", f"{arena:,}", f"bytes{above}")
@@ -138,14 +138,14 @@ def _schedule(program: Json) -> Table:
 
 def _candidates(program: Json) -> Table:
     schedule = program["schedule"]
-    columns = ("streams", "events", "arena bytes", "time")
+    columns = ("streams", "syncs", "arena bytes", "time")
     made = table(f"Program {program['name']!r}: schedules tried", "policy", *columns, "", right=columns)
     for candidate in schedule["candidates"]:
         time = candidate["duration_ns"]
         made.add_row(
             candidate["policy"],
             str(candidate["streams"]),
-            str(candidate["events"]),
+            str(candidate["syncs"]),
             f"{candidate['arena']:,}",
             seconds_text(time / 1e9) if time else "not measured",
             "kept" if candidate["policy"] == schedule["policy"] else "",

@@ -109,12 +109,13 @@ goldens = st.builds(
     tolerance=number,
     outputs=several(st.builds(GoldenOutput, sha256=st.binary(max_size=32), samples=several(number))),
 )
-candidates = st.builds(Candidate, policy=text, stream_count=u32, event_count=u32, arena_nbytes=u64, duration_ns=u64)
+candidates = st.builds(Candidate, policy=text, stream_count=u32, sync_count=u32, arena_nbytes=u64, duration_ns=u64)
 schedules = st.builds(
     ScheduleRecord,
     policy=text,
     antichain=several(u32),
     arena_lower_bound_nbytes=u64,
+    fewest_sync_count=u32,
     candidates=several(candidates),
 )
 programs = st.builds(

@@ -171,9 +171,10 @@ def cuda_plan() -> Plan:
             policy="max",
             antichain=(2, 3),
             arena_lower_bound_nbytes=576,
+            fewest_sync_count=2,
             candidates=(
-                Candidate(policy="1", stream_count=1, event_count=0, arena_nbytes=768, duration_ns=5200),
-                Candidate(policy="max", stream_count=2, event_count=2, arena_nbytes=1024, duration_ns=4900),
+                Candidate(policy="1", stream_count=1, sync_count=0, arena_nbytes=768, duration_ns=5200),
+                Candidate(policy="max", stream_count=2, sync_count=2, arena_nbytes=1024, duration_ns=4900),
             ),
         ),
     )

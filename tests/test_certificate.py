@@ -78,7 +78,7 @@ def planned(*commands: Command) -> Program:
 
 
 def record(policy: str, *antichain: int, candidates: tuple[Candidate, ...] = ()) -> ScheduleRecord:
-    return ScheduleRecord(policy=policy, antichain=antichain, arena_lower_bound_nbytes=0, candidates=candidates)
+    return ScheduleRecord(policy=policy, antichain=antichain, arena_lower_bound_nbytes=0, fewest_sync_count=0, candidates=candidates)
 
 
 def found(program: Program, claim: ScheduleRecord) -> list[str]:
@@ -169,10 +169,10 @@ def test_a_number_of_streams_is_kept() -> None:
 
 def test_the_candidate_that_was_kept_is_the_program() -> None:
     tried = (
-        Candidate(policy="1", stream_count=1, event_count=0, arena_nbytes=9),
-        Candidate(policy="max", stream_count=2, event_count=0, arena_nbytes=1024),
+        Candidate(policy="1", stream_count=1, sync_count=0, arena_nbytes=9),
+        Candidate(policy="max", stream_count=2, sync_count=0, arena_nbytes=1024),
     )
     program = planned(work(0), work(1))
     assert found(program, record("max", 0, 1, candidates=tried)) == []
     (sentence,) = found(with_program(program, arena_nbytes=512), record("max", 0, 1, candidates=tried))
-    assert sentence.startswith("candidates[1]: streams, events and arena are (2, 0, 1024)")
+    assert sentence.startswith("candidates[1]: streams, syncs and arena are (2, 0, 1024)")

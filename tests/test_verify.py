@@ -84,7 +84,7 @@ def schedule(**changes: object) -> Change:
 
 def candidate(**changes: object) -> Change:
     """The only schedule that was tried, a sound one but for the changes."""
-    sound = Candidate(policy="1", stream_count=1, event_count=0, arena_nbytes=0)
+    sound = Candidate(policy="1", stream_count=1, sync_count=0, arena_nbytes=0)
     return schedule(candidates=(replace(sound, **changes),))
 
 
@@ -315,8 +315,8 @@ CUDA_MISTAKES = [
         [f"{P}schedule.candidates[0].stream_count: 6, more than the 5 launches, copies and fills"],
     ),
     (
-        candidate(event_count=26),
-        [f"{P}schedule.candidates[0].event_count: 26, more than pairs of launches, copies and fills (25)"],
+        candidate(sync_count=26),
+        [f"{P}schedule.candidates[0].sync_count: 26, more than pairs of launches, copies and fills (25)"],
     ),
     (
         candidate(arena_nbytes=1 << 48),

@@ -285,6 +285,7 @@ def _schedule(table: Table) -> ScheduleRecord:
         antichain=table.numbers(1, _U32),
         arena_lower_bound_nbytes=table.u64(2),
         candidates=tuple(map(_candidate, table.tables(3))),
+        fewest_sync_count=table.u32(4),
     )
 
 
@@ -292,7 +293,7 @@ def _candidate(table: Table) -> Candidate:
     return Candidate(
         policy=table.string(0),
         stream_count=table.u32(1),
-        event_count=table.u32(2),
+        sync_count=table.u32(2),
         arena_nbytes=table.u64(3),
         duration_ns=table.u64(4),
     )

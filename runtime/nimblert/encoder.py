@@ -370,6 +370,7 @@ class _Encoder:
         fb.ScheduleRecordAddAntichain(builder, antichain)
         fb.ScheduleRecordAddArenaLowerBoundNbytes(builder, record.arena_lower_bound_nbytes)
         fb.ScheduleRecordAddCandidates(builder, candidates)
+        fb.ScheduleRecordAddFewestSyncCount(builder, record.fewest_sync_count)
         return int(fb.ScheduleRecordEnd(builder))
 
     def _candidate(self, candidate: Candidate) -> int:
@@ -378,7 +379,7 @@ class _Encoder:
         fb.CandidateStart(builder)
         fb.CandidateAddPolicy(builder, policy)
         fb.CandidateAddStreamCount(builder, candidate.stream_count)
-        fb.CandidateAddEventCount(builder, candidate.event_count)
+        fb.CandidateAddSyncCount(builder, candidate.sync_count)
         fb.CandidateAddArenaNbytes(builder, candidate.arena_nbytes)
         fb.CandidateAddDurationNs(builder, candidate.duration_ns)
         return int(fb.CandidateEnd(builder))

@@ -288,7 +288,7 @@ class Golden:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A schedule that the compiler tried.
+    """A schedule that the compiler tried; ``sync_count`` are the waits of a stream for another.
 
     ``policy``: "1", "max", a number of streams, "critical-path-4" ...; ``duration_ns`` is the GPU
     time of one run, 0 where it was not measured.
@@ -296,7 +296,7 @@ class Candidate:
 
     policy: str
     stream_count: int
-    event_count: int
+    sync_count: int
     arena_nbytes: int
     duration_ns: int = 0
 
@@ -308,11 +308,14 @@ class ScheduleRecord:
     ``antichain`` are positions among the work commands (launches, copies, fills) none of which
     depends on another: no schedule needs more streams than the largest one has members.
     ``arena_lower_bound_nbytes`` is what the buffers that live together need under this schedule.
+    ``fewest_sync_count`` are the waits that keep all concurrency cost at least: the edges of the
+    minimum equivalent graph less those of a maximum matching (Nimble, theorem 2).
     """
 
     policy: str
     antichain: tuple[int, ...]
     arena_lower_bound_nbytes: int
+    fewest_sync_count: int
     candidates: tuple[Candidate, ...]
 
 

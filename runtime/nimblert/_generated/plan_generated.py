@@ -1524,7 +1524,7 @@ class Candidate(object):
         return 0
 
     # Candidate
-    def EventCount(self):
+    def SyncCount(self):
         o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(8))
         if o != 0:
             return self._tab.Get(flatbuffers.number_types.Uint32Flags, o + self._tab.Pos)
@@ -1547,7 +1547,7 @@ class Candidate(object):
 def CandidateStart(builder): builder.StartObject(5)
 def CandidateAddPolicy(builder, policy): builder.PrependUOffsetTRelativeSlot(0, flatbuffers.number_types.UOffsetTFlags.py_type(policy), 0)
 def CandidateAddStreamCount(builder, streamCount): builder.PrependUint32Slot(1, streamCount, 0)
-def CandidateAddEventCount(builder, eventCount): builder.PrependUint32Slot(2, eventCount, 0)
+def CandidateAddSyncCount(builder, syncCount): builder.PrependUint32Slot(2, syncCount, 0)
 def CandidateAddArenaNbytes(builder, arenaNbytes): builder.PrependUint64Slot(3, arenaNbytes, 0)
 def CandidateAddDurationNs(builder, durationNs): builder.PrependUint64Slot(4, durationNs, 0)
 def CandidateEnd(builder): return builder.EndObject()
@@ -1640,13 +1640,21 @@ class ScheduleRecord(object):
         o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(10))
         return o == 0
 
-def ScheduleRecordStart(builder): builder.StartObject(4)
+    # ScheduleRecord
+    def FewestSyncCount(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(12))
+        if o != 0:
+            return self._tab.Get(flatbuffers.number_types.Uint32Flags, o + self._tab.Pos)
+        return 0
+
+def ScheduleRecordStart(builder): builder.StartObject(5)
 def ScheduleRecordAddPolicy(builder, policy): builder.PrependUOffsetTRelativeSlot(0, flatbuffers.number_types.UOffsetTFlags.py_type(policy), 0)
 def ScheduleRecordAddAntichain(builder, antichain): builder.PrependUOffsetTRelativeSlot(1, flatbuffers.number_types.UOffsetTFlags.py_type(antichain), 0)
 def ScheduleRecordStartAntichainVector(builder, numElems): return builder.StartVector(4, numElems, 4)
 def ScheduleRecordAddArenaLowerBoundNbytes(builder, arenaLowerBoundNbytes): builder.PrependUint64Slot(2, arenaLowerBoundNbytes, 0)
 def ScheduleRecordAddCandidates(builder, candidates): builder.PrependUOffsetTRelativeSlot(3, flatbuffers.number_types.UOffsetTFlags.py_type(candidates), 0)
 def ScheduleRecordStartCandidatesVector(builder, numElems): return builder.StartVector(4, numElems, 4)
+def ScheduleRecordAddFewestSyncCount(builder, fewestSyncCount): builder.PrependUint32Slot(4, fewestSyncCount, 0)
 def ScheduleRecordEnd(builder): return builder.EndObject()
 
 
