@@ -54,21 +54,28 @@ def compile(  # noqa: A001  # the word that users look for; nimblec.compile shad
     *,
     target: TargetChoice = "auto",
     inputs: Sequence[InputSpec] = (),
+    dims: "Mapping[str, int] | None" = None,
     examples: "Mapping[str, np.ndarray] | None" = None,
 ) -> Plan:
     """Compile a PyTorch module, or a model given as `nimblec compile` takes it, to a plan.
 
     ``model`` is a module, the path of an ``.onnx`` or ``.pt2`` file, or "package.module:callable".
     A module needs ``example_inputs``, the positional arguments of one call. ``inputs`` fix the
-    shapes of an ONNX file's inputs, ``examples`` are arrays for its inputs by name. The plan can be
-    saved (``plan.save(path)``) or loaded as it is (``nimblert.load(plan)``).
+    shapes of an ONNX file's inputs, ``dims`` the sizes of its named dimensions, ``examples`` are
+    arrays for its inputs by name. The plan can be saved (``plan.save(path)``) or loaded as it is
+    (``nimblert.load(plan)``).
 
     Raises CompileError where the model cannot be compiled, DeviceMismatchError where the target is
     not here.
     """
     from nimblec.compiler import compile_model  # brings in the frameworks
 
-    options = Options(target=target, inputs=tuple(inputs), examples=tuple((examples or {}).items()))
+    options = Options(
+        target=target,
+        inputs=tuple(inputs),
+        dims=tuple((dims or {}).items()),
+        examples=tuple((examples or {}).items()),
+    )
     if isinstance(model, PathLike):
         model = Path(model)
     return compile_model(model, example_inputs, options=options, observer=_unobserved).plan

@@ -1,4 +1,4 @@
-"""The command line's own notations: --input NAME:SHAPE[:DTYPE], NAME=FILE.npy, safe file names."""
+"""The command line's own notations: NAME:SHAPE[:DTYPE], NAME=SIZE, NAME=FILE.npy, safe file names."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -72,6 +72,19 @@ class Nbytes(click.ParamType):
         if found is None:
             self.fail(f"{value!r}: expected a number of bytes such as 1000000, 64MiB or 1.5GB.", param, ctx)
         return int(float(found["number"]) * _UNITS[found["unit"].lower()])
+
+
+class NamedSize(click.ParamType):
+    """The type of ``compile --dim``, split at the last equals sign: exporters name dimensions as they like."""
+
+    name = "NAME=SIZE"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, int]:
+        """The name and the size."""
+        name, _, size = value.rpartition("=")
+        if not name or not (size.isascii() and size.isdigit()):
+            self.fail(f"{value!r} is not NAME=SIZE, such as batch=4", param, ctx)
+        return name, int(size)
 
 
 class NamedFile(click.ParamType):

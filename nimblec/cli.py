@@ -139,7 +139,15 @@ def cli(ctx: click.Context) -> None:
     type=arguments.Spec(),
     multiple=True,
     help="Fix the shape (and dtype) of an input: image:1x3x224x224, ids:1x16:int64, scale:scalar. "
-    "Needed for every input with a dynamic dimension. Repeatable.",
+    "Needed for every input with a dynamic dimension that has no name. Repeatable.",
+)
+@click.option(
+    "--dim",
+    "dims",
+    type=arguments.NamedSize(),
+    multiple=True,
+    help="The size of an ONNX file's named dimension, in all inputs that have it: batch=4. What --input says of "
+    "a dimension wins. Repeatable.",
 )
 @click.option(
     "--example",
@@ -185,6 +193,7 @@ def compile(  # noqa: A001  # the command's name
     output: Path,
     target: TargetChoice,
     inputs: tuple[InputSpec, ...],
+    dims: tuple[tuple[str, int], ...],
     examples: tuple[tuple[str, Path], ...],
     level: int,
     max_error: float | None,
@@ -208,7 +217,7 @@ def compile(  # noqa: A001  # the command's name
     Examples:
       nimblec compile resnet.onnx -o resnet.plan
       nimblec compile bert.onnx -o bert.plan --target cpu \\
-          --input input_ids:1x128 --example input_ids=tokens.npy
+          --dim batch=1 --dim sequence=128 --example input_ids=tokens.npy
       nimblec compile samples.resnet:resnet18 -o resnet18.plan --target cuda -O1
     """
     if verbose and quiet:
@@ -226,6 +235,7 @@ def compile(  # noqa: A001  # the command's name
     options = Options(
         target=resolved,
         inputs=inputs,
+        dims=dims,
         examples=tuple(arrays.items()),
         level=level,
         max_error=max_error,

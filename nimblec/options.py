@@ -26,6 +26,7 @@ class InputSpec:
 class Options:
     """``inputs`` fix the shapes of inputs by name; ``examples`` are arrays for inputs by name.
 
+    ``dims`` are sizes of an ONNX file's named dimensions, wherever ``inputs`` leave them dynamic.
     An integer input with an example is drawn from the example's range in later golden checks.
     ``streams``: "auto", "1", "max" or a number of streams; ``memory_limit``: bytes the arena may
     have. ``timing_cache`` is the file that keeps measured times, the user's own by default.
@@ -36,6 +37,7 @@ class Options:
 
     target: TargetChoice = "auto"
     inputs: tuple[InputSpec, ...] = ()
+    dims: tuple[tuple[str, int], ...] = ()
     examples: tuple[tuple[str, np.ndarray], ...] = field(default=(), compare=False)
     level: int = 0
     max_error: float | None = None

@@ -131,6 +131,8 @@ def test_every_command_explains_itself_with_an_example(nimblec: CommandLine, com
         (("run", "p.plan", "--seed", "-1"), "--seed"),
         (("run", "p.plan", "--input", "image"), "image=photo.npy"),
         (("compile", "m.onnx", "-o", "p", "--target", "tpu"), "tpu"),
+        (("compile", "m.onnx", "-o", "p", "--dim", "batch"), "batch=4"),
+        (("compile", "m.onnx", "-o", "p", "--dim", "batch=-1"), "batch=4"),
         (("compile", "m.onnx", "-o", "p", "-v", "-q"), "--quiet"),
     ],
 )
@@ -190,6 +192,7 @@ def test_compile_hands_on_what_was_asked_and_reports(nimblec: CommandLine, compi
     np.save(tmp_path / "ids.npy", np.arange(4))
     done = nimblec(
         "compile", "pkg.module:make", "-o", tmp_path / "m.plan", "--input", "x:1x4", "--input", "ids:4:int64",
+        "--dim", "batch=4", "--dim", "a=b + 1=7",
         "--example", f"ids={tmp_path / 'ids.npy'}",
     )  # fmt: skip
     assert done.status == 0, done.err
@@ -200,6 +203,7 @@ def test_compile_hands_on_what_was_asked_and_reports(nimblec: CommandLine, compi
         InputSpec(name="x", shape=(1, 4)),
         InputSpec(name="ids", shape=(4,), dtype="int64"),
     )
+    assert options.dims == (("batch", 4), ("a=b + 1", 7))
     ((name, array),) = options.examples
     assert (name, array.tolist()) == ("ids", [0, 1, 2, 3])
     assert done.err == ""

@@ -50,6 +50,19 @@ def test_an_example_gives_shape_and_range(embedding: Path, tmp_path: Path) -> No
         np.testing.assert_array_equal(model(np.array([12, 9, 9]))[:, 0], [120, 0, 0])
 
 
+def test_a_named_dimension_gives_the_shape(embedding: Path, tmp_path: Path) -> None:
+    bounded = write_model(
+        tmp_path / "dims.onnx",
+        [node("Add", ["x", "x"], ["y"])],
+        [floats("x", "batch", 2)],
+        [floats("y", "batch", 2)],
+    )
+    plan = nimblec.compile(bounded, target="cpu", dims={"batch": 5})
+    assert [t.shape for t in (*plan.programs[0].inputs, *plan.programs[0].outputs)] == [(5, 2), (5, 2)]
+    with pytest.raises(CompileError, match="--dim rows: no input has a dimension of that name; the names are 'batch'"):
+        nimblec.compile(embedding, target="cpu", dims={"rows": 5})
+
+
 def test_random_integers_out_of_range_point_to_the_example_flag(embedding: Path, tmp_path: Path) -> None:
     spec = nimblec.options.InputSpec(name="i", shape=(3,))
     with pytest.raises(CompileError, match=r"out of data bounds.*give --example NAME=FILE\.npy"):

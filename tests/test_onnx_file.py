@@ -125,15 +125,20 @@ def test_a_dynamic_dimension_names_itself_and_the_flag(path: Path) -> None:
     write_model(path, [node("Relu", ["x"], ["y"])], [floats("x", "batch", 3, 224, 224)], [floats("y", None)])
     with pytest.raises(UnsupportedModelError) as caught:
         onnx_file.fix_shapes(onnx_file.load(path), ())
-    assert str(caught.value) == ("input 'x' has the dynamic dimension 'batch' (axis 0): give --input x:1x3x224x224")
+    assert str(caught.value) == (
+        "input 'x' has the dynamic dimension 'batch' (axis 0): give --dim batch=1 or --input x:1x3x224x224"
+    )
 
 
 def test_all_dynamic_inputs_are_named_and_sizes_left_to_the_user(path: Path) -> None:
     model = image_model(path)
     with pytest.raises(UnsupportedModelError) as caught:
         onnx_file.fix_shapes(model, ())
-    assert "input 'x'" in str(caught.value)
-    assert "--input z:1x3x<height>x8" in str(caught.value)
+    assert str(caught.value) == "; ".join(
+        f"input {name!r} has the dynamic dimensions 'batch' (axis 0), 'height' (axis 2): "
+        f"give --dim batch=1 --dim height=<height> or --input {name}:1x3x<height>x8"
+        for name in ("x", "z")
+    )
 
 
 def test_an_input_without_any_shape_needs_a_spec(path: Path) -> None:
@@ -155,6 +160,40 @@ def test_one_spec_fixes_the_named_dimension_everywhere(path: Path) -> None:
     assert [value.name for value in fixed.graph.input] == ["x", "z"]
     assert model.SerializeToString() == before
     onnx.checker.check_model(fixed)
+
+
+def test_sizes_are_given_by_name_and_a_spec_wins(path: Path) -> None:
+    model = image_model(path)
+    dims = [("batch", 4), ("height", 6)]
+    fixed = onnx_file.fix_shapes(model, (), dims)
+    assert [tensor.shape for tensor in (*onnx_file.inputs(fixed), *onnx_file.outputs(fixed))] == [(4, 3, 6, 8)] * 3
+    fixed = onnx_file.fix_shapes(model, [InputSpec(name="z", shape=(2, 3, 5, 8))], dims)
+    assert [tensor.shape for tensor in onnx_file.inputs(fixed)] == [(2, 3, 5, 8)] * 2
+
+
+@pytest.mark.parametrize(
+    ("dims", "message"),
+    [
+        ([("bat", 4)], r"--dim bat: no input has a dimension of that name; the names are 'batch', 'height'"),
+        ([("batch", 4), ("height", 1), ("batch", 5)], r"--dim batch: given twice, 4 and 5; give it once"),
+        ([("batch", 4)], r"input 'x' has the dynamic dimension 'height' \(axis 2\): give --dim height=<height> or"),
+    ],
+)
+def test_names_that_do_not_fit_or_do_not_suffice(path: Path, dims: list[tuple[str, int]], message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        onnx_file.fix_shapes(image_model(path), (), dims)
+
+
+def test_a_dimension_without_a_name_needs_a_spec(path: Path) -> None:
+    write_model(path, [node("Relu", ["x"], ["y"])], [floats("x", "a b", None, 2)], [floats("y", None, None, 2)])
+    model = onnx_file.load(path)
+    with pytest.raises(UnsupportedModelError) as caught:
+        onnx_file.fix_shapes(model, ())
+    assert str(caught.value) == (
+        "input 'x' has the dynamic dimensions 'a b' (axis 0), of axis 1: give --input x:1x<1>x2"
+    )
+    with pytest.raises(UnsupportedModelError, match=r"dimension of axis 1: give --input x:3x<1>x2"):
+        onnx_file.fix_shapes(model, (), [("a b", 3)])
 
 
 @pytest.mark.parametrize(

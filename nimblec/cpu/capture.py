@@ -25,9 +25,11 @@ def capture(path: str | PathLike[str], inputs: Sequence[InputSpec] = ()) -> Grap
     return capture_model(read(path, inputs), Path(path).parent)
 
 
-def read(path: str | PathLike[str], inputs: Sequence[InputSpec] = ()) -> ModelProto:
+def read(
+    path: str | PathLike[str], inputs: Sequence[InputSpec] = (), dims: Sequence[tuple[str, int]] = ()
+) -> ModelProto:
     """The model in a file, checked, with static input shapes; its external data stay where they are."""
-    model = onnx_file.fix_shapes(onnx_file.load(path, external_data=False), inputs)
+    model = onnx_file.fix_shapes(onnx_file.load(path, external_data=False), inputs, dims)
     onnx_file.outputs(model)  # refuses outputs that are no tensors, by name
     seen: set[str] = set()
     for node in onnx_file.nodes(model.graph):

@@ -41,7 +41,7 @@ def compile_cpu(source: Source, options: Options, output: Path, observer: Observ
 
                 path = export(source.kind, source.model, Path(scratch))
         with stage(observer, "read"):
-            model = capture.read(path, _specs(options))
+            model = capture.read(path, _specs(options), options.dims)
         with stage(observer, "optimise"):
             graph = capture.capture_model(model, path.parent, _sample_ranges(options))
         with stage(observer, "schedule"):

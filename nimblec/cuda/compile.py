@@ -41,6 +41,7 @@ def _write_request(folder: Path, source: Source, options: Options, output: Path)
         "kind": source.kind,
         "model": source.model,
         "inputs": [asdict(s) for s in options.inputs],
+        "dims": options.dims,
         "examples": examples,
         "output": str(output),
         "level": options.level,

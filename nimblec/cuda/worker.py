@@ -17,7 +17,7 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 
 from nimblec.cuda.timing import CudaTimer
-from nimblec.errors import CompileError
+from nimblec.errors import CompileError, missing_package
 from nimblec.ir import Graph
 from nimblec.lean import differing_output
 from nimblec.options import InputSpec
@@ -45,6 +45,12 @@ def main(request_path: str, events_fd: int) -> int:
     with os.fdopen(events_fd, "w", buffering=1) as events:
         try:
             _Worker(request, events).compile()
+        except ModuleNotFoundError as exc:
+            missing = missing_package(exc)
+            if missing is None:
+                raise
+            _send(events, error=type(missing).__name__, message=str(missing))
+            return 2
         except NimbleError as exc:
             _send(events, error=type(exc).__name__, message=str(exc))
             return 2
@@ -136,8 +142,11 @@ class _Worker:
         torch.manual_seed(_SEED)
         specs = tuple(InputSpec(**{**s, "shape": tuple(s["shape"])}) for s in self._request["inputs"])
         examples = dict(np.load(self._request["examples"])) if self._request["examples"] else {}
-        model = self._request["model"]
-        match self._request["kind"]:
+        dims = tuple((name, size) for name, size in self._request["dims"])
+        model, kind = self._request["model"], self._request["kind"]
+        if dims and kind != "onnx":
+            raise CompileError(f"--dim {dims[0][0]}: only an ONNX file has named dimensions; use --input NAME:SHAPE")
+        match kind:
             case "callable":
                 module, example_inputs = pytorch.import_callable(model)
             case "exported":
@@ -147,8 +156,8 @@ class _Worker:
             case "onnx":
                 from nimblec.frontend.onnx_model import load_onnx
 
-                return load_onnx(Path(model), device="cuda", specs=specs, examples=examples)
-            case kind:
+                return load_onnx(Path(model), device="cuda", specs=specs, dims=dims, examples=examples)
+            case _:
                 raise CompileError(f"request of kind {kind!r} is not known")
         return pytorch.place(module, example_inputs, device="cuda", specs=specs, examples=examples)
 

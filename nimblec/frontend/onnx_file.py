@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path, PurePosixPath
+from shlex import quote
 
 import onnx
 from google.protobuf.message import DecodeError
@@ -102,11 +103,12 @@ def outputs(model: ModelProto) -> tuple[ModelTensor, ...]:
     return tuple(_tensor("output", value) for value in model.graph.output)
 
 
-def fix_shapes(model: ModelProto, specs: Sequence[InputSpec]) -> ModelProto:
+def fix_shapes(model: ModelProto, specs: Sequence[InputSpec], dims: Sequence[tuple[str, int]] = ()) -> ModelProto:
     """A copy of ``model`` in which every input has a static shape and initializers are no inputs.
 
-    A named dimension that one spec fixes is fixed wherever the name stands. Raises
-    UnsupportedModelError where a spec fits no input, or a dimension stays dynamic.
+    A named dimension that one spec fixes is fixed wherever the name stands; those that no spec
+    fixes get their sizes from ``dims``. Raises UnsupportedModelError where a spec fits no input, a
+    name is no dimension's, or a dimension stays dynamic.
     """
     known = {tensor.name: tensor for tensor in inputs(model)}
     by_name: dict[str, InputSpec] = {}
@@ -122,7 +124,7 @@ def fix_shapes(model: ModelProto, specs: Sequence[InputSpec]) -> ModelProto:
     fixed = ModelProto()
     fixed.CopyFrom(model)
     graph_inputs = [value for value in fixed.graph.input if value.name in known]
-    sizes = _named_sizes(graph_inputs, by_name)
+    sizes = _given_sizes(graph_inputs, dims) | _named_sizes(graph_inputs, by_name)
     for value in graph_inputs:
         if value.name in by_name:
             _set_shape(value, by_name[value.name].shape)
@@ -290,6 +292,20 @@ def _check_spec(spec: InputSpec, tensor: ModelTensor) -> None:
             )
 
 
+def _given_sizes(graph_inputs: Sequence[ValueInfoProto], dims: Sequence[tuple[str, int]]) -> dict[str, int]:
+    """The sizes of dimensions that were given by name."""
+    known = dict.fromkeys(d.dim_param for v in graph_inputs for d in v.type.tensor_type.shape.dim if d.dim_param)
+    sizes: dict[str, int] = {}
+    for name, size in dims:
+        if name not in known:
+            names = ", ".join(repr(name) for name in known) or "none"
+            raise UnsupportedModelError(f"--dim {name}: no input has a dimension of that name; the names are {names}")
+        if name in sizes:
+            raise UnsupportedModelError(f"--dim {name}: given twice, {sizes[name]} and {size}; give it once")
+        sizes[name] = size
+    return sizes
+
+
 def _named_sizes(graph_inputs: Sequence[ValueInfoProto], specs: dict[str, InputSpec]) -> dict[str, int]:
     """What the specs make of the named dimensions."""
     sizes: dict[str, tuple[int, str]] = {}
@@ -322,11 +338,16 @@ def _dynamic_dimensions(value: ValueInfoProto) -> Iterator[str]:
         return
     dims = list(enumerate(tensor.shape.dim))
     example = "x".join(str(d.dim_value) if _is_static(d) else _example_size(axis, d.dim_param) for axis, d in dims)
-    for axis, dim in dims:
-        if not _is_static(dim):
-            named = f"the dynamic dimension {dim.dim_param!r}" if dim.dim_param else "a dynamic dimension"
-            yield f"input {value.name!r} has {named} (axis {axis}): give --input {value.name}:{example}"
-            return
+    dynamic = [(axis, dim.dim_param) for axis, dim in dims if not _is_static(dim)]
+    if not dynamic:
+        return
+    listed = ", ".join(f"{name!r} (axis {axis})" if name else f"of axis {axis}" for axis, name in dynamic)
+    kind = "the dynamic dimension" if len(dynamic) == 1 else "the dynamic dimensions"
+    flags = f"--input {value.name}:{example}"
+    if all(name for _, name in dynamic):
+        by_name = " ".join(f"--dim {quote(n)}={_example_size(a, n)}" for a, n in dynamic)
+        flags = f"{by_name} or {flags}"
+    yield f"input {value.name!r} has {kind} {listed}: give {flags}"
 
 
 def _example_size(axis: int, name: str) -> str:

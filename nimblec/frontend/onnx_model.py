@@ -13,13 +13,22 @@ from nimblec.options import InputSpec
 
 
 def load_onnx(
-    path: Path, *, device: str, specs: tuple[InputSpec, ...] = (), examples: Mapping[str, np.ndarray] | None = None
+    path: Path,
+    *,
+    device: str,
+    specs: tuple[InputSpec, ...] = (),
+    dims: tuple[tuple[str, int], ...] = (),
+    examples: Mapping[str, np.ndarray] | None = None,
 ) -> TorchModel:
-    """An ONNX file as ATen calls on ``device``; ``examples`` are arrays for its inputs by name."""
+    """An ONNX file as ATen calls on ``device``; ``examples`` are arrays for its inputs by name.
+
+    ``specs`` and ``dims`` give sizes to its dynamic dimensions, of one input and by name.
+    """
     given = dict(examples or {})
     shapes = {name: InputSpec(name=name, shape=array.shape) for name, array in given.items()}
     shapes |= {spec.name: spec for spec in specs}
-    program = import_model(onnx_file.fix_shapes(onnx_file.load(path), tuple(shapes.values())), device=device)
+    model = onnx_file.fix_shapes(onnx_file.load(path), tuple(shapes.values()), dims)
+    program = import_model(model, device=device)
     inputs = tuple((i.name, _example(i, given.get(i.name)).to(device)) for i in program.inputs)
     tensors = tuple(tensor for _, tensor in inputs)
     return TorchModel(
