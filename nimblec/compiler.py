@@ -2,14 +2,14 @@
 
 import os
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nimblec.cuda.compile import compile_cuda
-from nimblec.errors import CompileError
+from nimblec.errors import CompileError, missing_package
 from nimblec.options import Observer, Options, TargetChoice
-from nimblec.source import find_source
+from nimblec.source import Source, find_source
 from nimblert import container, driver
 from nimblert.errors import CudaError, DeviceMismatchError
 from nimblert.plan import Plan, Target
@@ -71,18 +71,27 @@ def compile_model(
     target, _ = choose_target(options.target)
     stopwatch = _Stopwatch(observer)
     with tempfile.TemporaryDirectory(prefix=".nimblec-", dir=_folder(output)) as folder:
-        source = find_source(model, example_inputs, Path(folder))
         written = Path(folder) / "model.plan"
-        if target is Target.CUDA:
-            notes = compile_cuda(source, options, written, stopwatch)
-        else:
-            from nimblec.cpu.compile import compile_cpu  # brings in onnx and ONNX Runtime
-
-            notes = compile_cpu(source, options, written, stopwatch)
+        try:
+            source = find_source(model, example_inputs, Path(folder))
+            notes = _compile_for(target)(source, options, written, stopwatch)
+        except ModuleNotFoundError as exc:
+            raise missing_package(exc) or exc from exc
         if output is not None:
             os.replace(written, output)  # noqa: PTH105 - one call that cannot leave half a file
         plan = container.read(output or written)  # the mapping outlives the temporary file
     return Compiled(plan=plan, stages=tuple(stopwatch.stages), notes=notes)
+
+
+def _compile_for(target: Target) -> Callable[[Source, Options, Path, Observer], tuple[str, ...]]:
+    """The target's compiler; each brings in the frameworks it needs."""
+    if target is Target.CUDA:
+        from nimblec.cuda.compile import compile_cuda
+
+        return compile_cuda
+    from nimblec.cpu.compile import compile_cpu
+
+    return compile_cpu
 
 
 def _folder(output: Path | None) -> Path | None:

@@ -2,6 +2,16 @@
 
 from nimblert.errors import NimbleError
 
+EXTRAS = {
+    "onnx": "cpu",
+    "onnxruntime": "cpu",
+    "scipy": "cpu",
+    "torch": "compile",
+    "onnxscript": "compile",
+    "cuda": "cuda",
+}
+"""Packages that a plain installation lacks, and the extra that brings each."""
+
 
 class CompileError(NimbleError):
     """The model was understood and cannot be compiled."""
@@ -13,3 +23,15 @@ class UnsupportedModelError(CompileError):
 
 class TraceError(CompileError):
     """Running the model to record its kernels failed."""
+
+
+class MissingPackageError(CompileError):
+    """A part of the compiler needs a package that is not installed."""
+
+
+def missing_package(exc: ModuleNotFoundError) -> MissingPackageError | None:
+    """What to tell where an import failed: None if the module is not one of ours to bring."""
+    name = (exc.name or "").partition(".")[0]
+    if name not in EXTRAS:
+        return None
+    return MissingPackageError(f"{name} is not installed, and this needs it: pip install 'nimblec[{EXTRAS[name]}]'")

@@ -1,0 +1,58 @@
+"""The pipeline's edges: what is asked for is not here, not installed, or not a model."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import nimblec
+from nimblec.errors import missing_package
+
+BLOCKED = """
+import sys
+sys.modules[{name!r}] = None
+import nimblec
+try:
+    nimblec.compile({model!r}, target="cpu")
+except nimblec.CompileError as exc:
+    print(exc)
+"""
+
+
+@pytest.mark.parametrize(("name", "extra"), [("onnx", "cpu"), ("scipy", "cpu")])
+def test_a_missing_package_is_named_with_the_extra_that_brings_it(name: str, extra: str) -> None:
+    model = str(Path(__file__).parents[1] / "samples" / "digits.onnx")
+    code = BLOCKED.format(name=name, model=model)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == f"{name} is not installed, and this needs it: pip install 'nimblec[{extra}]'\n"
+
+
+def test_a_module_of_the_users_own_is_not_ours_to_bring() -> None:
+    assert missing_package(ModuleNotFoundError("x", name="my_models")) is None
+
+
+@pytest.mark.parametrize(
+    ("model", "sentence"),
+    [
+        ("nothing.onnx", "no such file"),
+        ("no_such_thing", "not of the form package.module:callable"),
+        (3, "expected a torch.nn.Module or a path"),
+    ],
+)
+def test_what_is_no_model_is_refused(model: object, sentence: str) -> None:
+    with pytest.raises(nimblec.CompileError, match=sentence):
+        nimblec.compile(model, target="cpu")  # type: ignore[arg-type]
+
+
+def test_a_module_needs_example_inputs() -> None:
+    torch = pytest.importorskip("torch")
+    with pytest.raises(nimblec.CompileError, match="needs example inputs"):
+        nimblec.compile(torch.nn.Identity(), target="cpu")
+
+
+def test_cuda_is_refused_where_it_is_not_here(missing_gpu: str | None) -> None:
+    if missing_gpu is None:
+        pytest.skip("needs a machine without a GPU")
+    with pytest.raises(nimblec.DeviceMismatchError, match="needs a GPU"):
+        nimblec.compile("samples/digits.onnx", target="cuda")
