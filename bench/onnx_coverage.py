@@ -270,7 +270,8 @@ def main() -> None:
     target = options.json or (None if options.match else RESULTS / RESULT_NAMES[options.target])
     if target:
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
+        lines = ",\n".join(json.dumps(asdict(result)) for result in results)
+        target.write_text(f"[\n{lines}\n]\n")
 
 
 if __name__ == "__main__":

@@ -113,6 +113,36 @@ def test_fused_calls_stay_fused() -> None:
     ]
 
 
+@pytest.mark.parametrize("add", ["Add (p, b)", "Add (b, p)"])
+def test_a_bias_after_a_product_of_any_rank_is_fused(add: str) -> None:
+    signature = "(float[2,3,4] x) => (float[2,3,5] y)"
+    model = model_of(f"p = MatMul (x, w)  y = {add}", signature, w=random(4, 5), b=random(5))
+    program = import_model(model)
+    assert calls(program) == ["aten.reshape.default", "aten.addmm.default", "aten.reshape.default"]
+    x = random(2, 3, 4)
+    np.testing.assert_allclose(run(program, x)[0], x @ random(4, 5) + random(5), rtol=1e-5, atol=1e-6)
+    sources = [node.meta["source"] for node in program.module.graph.nodes if str(node.target) == "aten.addmm.default"]
+    assert sources == ["MatMul '-> p' + Add '-> y'"]
+
+
+@pytest.mark.parametrize(
+    ("body", "bias"),
+    [
+        ("p = MatMul (x, w)  y = Add (p, b)  z = Relu (p)", (3,)),
+        ("p = MatMul (x, w)  y = Add (p, b)  z = Relu (y)", (3, 1)),
+        ("p = MatMul (x, w)  y = Add (p, p)  z = Add (y, b)", (3,)),
+    ],
+)
+def test_what_is_no_bias_stays_a_sum(body: str, bias: tuple[int, ...]) -> None:
+    model = model_of(body, "(float[3,3] x) => (float[3,3] y, float[3,3] z)", w=random(3, 3), b=random(*bias))
+    program = import_model(model)
+    assert "aten.addmm.default" not in calls(program)
+    x = random(3, 3)
+    product = x @ random(3, 3)
+    y = product + (product if "(p, p)" in body else random(*bias))
+    np.testing.assert_allclose(run(program, x)[0], y, rtol=1e-5, atol=1e-6)
+
+
 def test_an_initializer_is_one_constant_wherever_it_is_used() -> None:
     body = "a = MatMul (x, w)  b = MatMul (a, w)  y = Add (b, w)"
     program = import_model(model_of(body, "(float[3,3] x) => (float[3,3] y)", w=random(3, 3), unused=random(9)))
@@ -308,6 +338,22 @@ def test_refusals_name_the_node_and_say_what_was_found(sentence: str) -> None:
     with pytest.raises(UnsupportedModelError, match=r"^\w+ '-> y' \(opset 21\): ") as caught:
         import_model(model)
     assert sentence in str(caught.value)
+
+
+def test_a_name_given_twice_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"Neg '-> y' .*: output 'y' has the name of an earlier value"):
+        import_model(model_of("y = Relu (x)  y = Neg (x)", "(float[2] x) => (float[2] y)"))
+
+
+def test_an_overload_of_a_function_is_its_own() -> None:
+    model = onnx.parser.parse_model(FUNCTIONS)
+    other = model.functions.add()
+    other.CopyFrom(model.functions[1])
+    other.overload = "once"
+    del other.node[1:]
+    other.node[0].output[0] = "b"
+    model.graph.node[0].overload = "once"
+    assert calls(import_model(model)) == ["aten.leaky_relu.default"]
 
 
 def test_a_model_of_a_newer_opset_is_refused() -> None:

@@ -15,10 +15,11 @@ from torch import Tensor, fx
 
 from nimblec.errors import UnsupportedModelError
 from nimblec.frontend import onnx_file
+from nimblec.frontend.bias import fuse_bias
 from nimblec.frontend.onnx_ops.axes import sizes_of
 from nimblec.frontend.onnx_ops.table import Refused
 from nimblec.frontend.onnx_tensors import dense_of, narrow_type, tensor_of
-from nimblec.frontend.onnx_walk import FAILED, Frame, Walk
+from nimblec.frontend.onnx_walk import Frame, Scope, Walk
 from nimblec.frontend.recorder import Recorder
 
 
@@ -60,9 +61,7 @@ def import_model(model: ModelProto, *, device: str = "cpu") -> OnnxProgram:
             scope[described.name] = recorder.placeholder(f"input_{i}", dtype, described.shape)
         frame = Frame(opsets=walk.opsets)
         walk.nodes(model.graph.node, scope, frame)
-        outputs = [scope.get(value.name, FAILED) for value in model.graph.output]
-        _refuse(walk.problems, model, outputs)
-        recorder.output(outputs)
+        recorder.output(_outputs(model, scope, walk.problems))
     return OnnxProgram(
         module=_module(recorder),
         inputs=inputs,
@@ -81,8 +80,8 @@ def _input(value: onnx_file.ModelTensor) -> OnnxInput:
     return OnnxInput(name=value.name, dtype=value.dtype, shape=sizes)
 
 
-def _constants(model: ModelProto, recorder: Recorder) -> dict[str, object]:
-    scope: dict[str, object] = {}
+def _constants(model: ModelProto, recorder: Recorder) -> Scope:
+    scope: dict[str, Tensor] = {}
     for proto in model.graph.initializer:
         scope[proto.name] = tensor_of(proto)
     for sparse in model.graph.sparse_initializer:
@@ -92,21 +91,26 @@ def _constants(model: ModelProto, recorder: Recorder) -> dict[str, object]:
     return scope
 
 
-def _refuse(problems: Sequence[str], model: ModelProto, outputs: Sequence[object]) -> None:
-    """Raise one error for all problems."""
+def _outputs(model: ModelProto, scope: Scope, problems: Sequence[str]) -> list[Tensor]:
+    """Return the values of the outputs; raise one error for all problems."""
+    if len(problems) == 1:
+        raise UnsupportedModelError(problems[0])
     if problems:
         listed = "\n".join(f"  {problem}" for problem in problems)
-        raise UnsupportedModelError(
-            problems[0] if len(problems) == 1 else f"{len(problems)} problems in the model:\n{listed}"
-        )
-    for value, output in zip(model.graph.output, outputs, strict=True):
+        raise UnsupportedModelError(f"{len(problems)} problems in the model:\n{listed}")
+    found = []
+    for value in model.graph.output:
+        output = scope.get(value.name)
         if not isinstance(output, Tensor) or narrow_type(output):
             raise UnsupportedModelError(f"output '{value.name}': no node makes a tensor of that name")
+        found.append(output)
+    return found
 
 
 def _module(recorder: Recorder) -> fx.GraphModule:
     graph = recorder.graph
     graph.eliminate_dead_code()
+    fuse_bias(graph)
     graph.lint()
     used = {node.target for node in graph.nodes if node.op == "get_attr"}
     constants = {name: tensor for name, tensor in recorder.constants.items() if name in used}

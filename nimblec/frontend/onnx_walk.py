@@ -1,5 +1,6 @@
 """The walk over the nodes of an ONNX graph, its functions and its subgraphs."""
 
+from collections import ChainMap
 from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -53,7 +54,7 @@ class Walk:
         self.recorder = recorder
         self.problems: list[str] = []
         self.opsets = {_domain(entry.domain): entry.version for entry in model.opset_import}
-        self.functions = {(_domain(f.domain), f.name): f for f in model.functions}
+        self.functions = {(_domain(f.domain), f.name, f.overload): f for f in model.functions}
         if self.opsets.get("", 1) > LATEST_OPSET:
             raise UnsupportedModelError(
                 f"the model needs opset {self.opsets['']}; this version knows opsets up to {LATEST_OPSET}"
@@ -64,6 +65,7 @@ class Walk:
         for proto in nodes:
             self.recorder.source = frame.within or describe(proto)
             try:
+                _refuse_second_names(proto, scope)
                 outputs = self._evaluate(proto, scope, frame)
             except (Refused, UnsupportedModelError, *MODEL_ERRORS) as exc:
                 opset = frame.opsets.get(_domain(proto.domain), "?")
@@ -77,7 +79,7 @@ class Walk:
         domain = _domain(proto.domain)
         if domain not in frame.opsets:
             raise Refused(f"the model imports no opset of domain '{proto.domain}'")
-        function = self.functions.get((domain, proto.op_type))
+        function = self.functions.get((domain, proto.op_type, proto.overload))
         operator = find(domain, proto.op_type, frame.opsets[domain])
         control = CONTROL.get(proto.op_type) if domain == "" else None
         body = None if function or operator or control else _schema_function(domain, proto.op_type, frame)
@@ -158,6 +160,14 @@ def describe(proto: NodeProto) -> str:
 
 def _domain(domain: str) -> str:
     return "" if domain == "ai.onnx" else domain
+
+
+def _refuse_second_names(proto: NodeProto, scope: Scope) -> None:
+    """Refuse outputs whose names the same graph has given already: whose value would it be?"""
+    local = scope.maps[0] if isinstance(scope, ChainMap) else scope
+    for name in proto.output:
+        if name and name in local:
+            raise Refused(f"output '{name}' has the name of an earlier value")
 
 
 def _lookup(name: str, scope: Scope) -> Any:

@@ -35,12 +35,12 @@ WITH_ALPHA: dict[str, tuple[float, Callable[[Tensor, float], Tensor]]] = {
     "thresholdedrelu": (1.0, lambda x, alpha: torch.where(x > alpha, x, zero_like(x))),
     "elu": (1.0, F.elu),
 }
-WITH_BOTH: dict[str, tuple[float, float, Callable[[Tensor, float, float], Tensor]]] = {
+WITH_BOTH: dict[str, tuple[float | None, float | None, Callable[[Tensor, float, float], Tensor]]] = {
     "affine": (1.0, 0.0, lambda x, alpha, beta: alpha * x + beta),
-    "scaledtanh": (1.0, 1.0, lambda x, alpha, beta: alpha * torch.tanh(beta * x)),
+    "scaledtanh": (None, None, lambda x, alpha, beta: alpha * torch.tanh(beta * x)),
     "hardsigmoid": (0.2, 0.5, lambda x, alpha, beta: torch.clamp(alpha * x + beta, 0, 1)),
 }
-"""Activations with the defaults of their alpha and beta."""
+"""Activations with the defaults of their alpha and beta, None where ONNX names none."""
 
 
 def _activations(names: Strings, alphas: Floats | None, betas: Floats | None) -> list[Activation]:
@@ -55,7 +55,10 @@ def _activations(names: Strings, alphas: Floats | None, betas: Floats | None) ->
             found.append(partial(_with_alpha, function, next(next_alpha, default)))
         elif name in WITH_BOTH:
             alpha, beta, scaled = WITH_BOTH[name]
-            found.append(partial(_with_both, scaled, next(next_alpha, alpha), next(next_beta, beta)))
+            alpha, beta = next(next_alpha, alpha), next(next_beta, beta)
+            if alpha is None or beta is None:
+                raise Refused(f"activation {name!r} has no defaults; expected activation_alpha and activation_beta")
+            found.append(partial(_with_both, scaled, alpha, beta))
         else:
             known = ", ".join([*PLAIN, *WITH_ALPHA, *WITH_BOTH])
             raise Refused(f"activation {name!r} is unknown; expected one of {known}")
@@ -313,13 +316,20 @@ def lstm(
 
         def step(gates: Tensor, state: State) -> State:
             h, c = state
-            entry, out, forget, new = torch.addmm(gates, h, recurrent).split(size, 1)
+            total = torch.addmm(gates, h, recurrent)
             if peephole is not None:
-                entry, forget = entry + peephole[0] * c, forget + peephole[2] * c
-            c = f(_clipped(forget, clip)) * c + f(_clipped(entry, clip)) * g(_clipped(new, clip))
-            if peephole is not None:
-                out = out + peephole[1] * c
-            return f(_clipped(out, clip)) * h_function(c), c
+                return peephole_step(total, c, peephole)
+            three, new = _clipped(total, clip).split((3 * size, size), 1)
+            entry, out, forget = f(three).split(size, 1)
+            c = torch.addcmul(forget * c, entry, g(new))
+            return out * h_function(c), c
+
+        def peephole_step(total: Tensor, c: Tensor, weights: Sequence[Tensor]) -> State:
+            entry, out, forget, new = total.split(size, 1)
+            entry = f(_clipped(entry + weights[0] * c, clip))
+            forget = f(_clipped(forget + weights[2] * c, clip))
+            c = forget * c + entry * g(_clipped(new, clip))
+            return f(_clipped(out + weights[1] * c, clip)) * h_function(c), c
 
         return _input_gates(layer, i, _both_biases(layer, i)), step
 
