@@ -128,7 +128,8 @@ def _schedule(program: Json) -> Table:
     made.show_header = False
     made.add_row("policy", schedule["policy"], "")
     made.add_row("streams", str(schedule["streams"]), "")
-    made.add_row("syncs", str(schedule["syncs"]), f"waits of a stream for another; all concurrency takes {schedule['fewest_syncs']}")
+    fewest = f"waits of a stream for another; all concurrency takes {schedule['fewest_syncs']}"
+    made.add_row("syncs", str(schedule["syncs"]), fewest)
     made.add_row("antichain", str(len(schedule["antichain"])), "commands, any two of which may run at the same time")
     above = f", {arena / bound - 1:.1%} above the lower bound" if bound else ""
     made.add_row("arena", f"{arena:,}", f"bytes{above}")

@@ -78,7 +78,9 @@ def planned(*commands: Command) -> Program:
 
 
 def record(policy: str, *antichain: int, candidates: tuple[Candidate, ...] = ()) -> ScheduleRecord:
-    return ScheduleRecord(policy=policy, antichain=antichain, arena_lower_bound_nbytes=0, fewest_sync_count=0, candidates=candidates)
+    return ScheduleRecord(
+        policy=policy, antichain=antichain, arena_lower_bound_nbytes=0, fewest_sync_count=0, candidates=candidates
+    )
 
 
 def found(program: Program, claim: ScheduleRecord) -> list[str]:

@@ -322,7 +322,9 @@ def test_verify_finds_a_hazard(nimblec: CommandLine, tmp_path: Path) -> None:
 
 def test_verify_finds_a_false_antichain(nimblec: CommandLine, tmp_path: Path) -> None:
     plan = cpu_plan()
-    claim = ScheduleRecord(policy="max", antichain=(0, 1), arena_lower_bound_nbytes=0, fewest_sync_count=0, candidates=())
+    claim = ScheduleRecord(
+        policy="max", antichain=(0, 1), arena_lower_bound_nbytes=0, fewest_sync_count=0, candidates=()
+    )
     path = tmp_path / "m.plan"
     replace(plan, programs=(replace(plan.programs[0], schedule=claim),)).save(path)
     done = nimblec("verify", path)

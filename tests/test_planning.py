@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 import pytest
-
 from graphs import dataflow
+
 from nimblec.errors import CompileError
 from nimblec.ir import Graph
 from nimblec.planning import Provenance, make_plan

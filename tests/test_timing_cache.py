@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from plans import cuda_plan
 
 from nimblec.timing_cache import CachedTimer, TimingCache
 from nimblert.errors import NimbleError
 from nimblert.plan import Device, Plan
-from plans import cuda_plan
 
 
 class _CountingTimer:
