@@ -4,13 +4,29 @@ import copy
 
 from torch import fx
 
+from nimblec.optimize.activation import fuse_activations
+from nimblec.optimize.attention import fuse_attention
 from nimblec.optimize.batch_norm import fold_batch_norm
 from nimblec.optimize.cudnn import fuse_convolutions
 from nimblec.optimize.folding import fold_constants
+from nimblec.optimize.gelu import recognize_gelu
 from nimblec.optimize.layout import propagate_channels_last
 from nimblec.optimize.outputs import separate_outputs
+from nimblec.optimize.side_by_side import join_linears
 from nimblec.optimize.simplify import simplify
 from nimblec.optimize.subexpressions import merge_equal_calls
+
+ALWAYS = (
+    fold_constants,
+    simplify,
+    merge_equal_calls,
+    recognize_gelu,
+    fold_batch_norm,
+    fuse_attention,
+    simplify,
+)
+ON_CUDA = (propagate_channels_last, fuse_convolutions, fuse_activations, join_linears)
+"""Rewrites in their order: each finds what those before it have left."""
 
 
 def optimize(graph: fx.GraphModule, *, device: str) -> fx.GraphModule:
@@ -20,13 +36,6 @@ def optimize(graph: fx.GraphModule, *, device: str) -> fx.GraphModule:
     it is. Outputs keep their dtype, shape, strides and order.
     """
     module = fx.GraphModule(graph, copy.deepcopy(graph.graph), class_name=type(graph).__name__)
-    fold_constants(module)
-    simplify(module)
-    merge_equal_calls(module)
-    fold_batch_norm(module)
-    if device == "cuda":
-        propagate_channels_last(module)
-        fuse_convolutions(module)
-    merge_equal_calls(module)
-    separate_outputs(module)
+    for rewrite in (*ALWAYS, *(ON_CUDA if device == "cuda" else ()), merge_equal_calls, separate_outputs):
+        rewrite(module)
     return module

@@ -1,7 +1,8 @@
-"""What the fused cuDNN calls compute, in plain ATen calls.
+"""What the fused calls of CUDA libraries compute there, in plain ATen calls.
 
-They exist on CUDA only and have no fake implementation; these definitions infer their shapes and
-check rewrites on any machine. Source: aten/src/ATen/native/cudnn/ConvShared.cpp of PyTorch.
+They exist on CUDA only, or mean something else on the CPU; these definitions infer their shapes and
+check rewrites on any machine. Sources: aten/src/ATen/native/cudnn/ConvShared.cpp and
+torch/_decomp/decompositions.py of PyTorch.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,7 +44,16 @@ def convolution_add_relu(
     return aten.relu(aten.add(y, z, alpha=1 if alpha is None else alpha))
 
 
+def addmm_activation(
+    bias: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1, use_gelu: bool = False
+) -> Tensor:
+    """``relu(addmm)``, or ``gelu(addmm)`` by tanh on CUDA; on the CPU it is by erf."""
+    y = aten.addmm(bias, left, right, beta=beta, alpha=alpha)
+    return aten.gelu(y, approximate="tanh") if use_gelu else aten.relu(y)
+
+
 DEFINITIONS: dict[Any, Callable[..., Tensor]] = {
     aten.cudnn_convolution_relu.default: convolution_relu,
     aten.cudnn_convolution_add_relu.default: convolution_add_relu,
+    aten._addmm_activation.default: addmm_activation,
 }

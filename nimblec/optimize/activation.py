@@ -1,0 +1,36 @@
+"""Linear and activation as one call with an epilogue of cuBLASLt."""
+
+import torch
+from torch import fx
+
+from nimblec.optimize.cudnn import is_relu
+from nimblec.optimize.rewriter import Rewriter, bound, fake, is_call, only_user
+from nimblec.optimize.simplify import RESHAPES
+
+aten = torch.ops.aten
+
+
+def fuse_activations(module: fx.GraphModule) -> None:
+    """``relu`` or tanh-approximated ``gelu`` of an ``addmm`` becomes `aten._addmm_activation`.
+
+    A reshape may lie between them. The exact ``gelu`` has no such epilogue.
+    """
+    rewriter = Rewriter(module)
+    for node in list(module.graph.nodes):
+        use_gelu = is_call(node, aten.gelu.default) and bound(node)["approximate"] == "tanh"
+        if not use_gelu and not is_relu(node):
+            continue
+        linear = node.args[0]
+        while is_call(linear, *RESHAPES) and only_user(linear) is not None:
+            linear = linear.args[0]
+        if not is_call(linear, aten.addmm.default) or only_user(linear) is None:
+            continue
+        given = bound(linear)
+        if given["alpha"] != 1 or given["beta"] != 1 or fake(given["self"]).dim() != 1:
+            continue
+        terms = (given["self"], given["mat1"], given["mat2"])
+        fused = rewriter.call(aten._addmm_activation.default, *terms, use_gelu=use_gelu, at=node)
+        if fake(fused).shape != fake(node).shape:
+            fused = rewriter.call(aten.reshape.default, fused, list(fake(node).shape), at=node)
+        rewriter.replace(node, fused)
+    rewriter.finish()

@@ -1,0 +1,220 @@
+"""Attention written out as products and a softmax becomes one scaled_dot_product_attention.
+
+Rows whose every score is masked with minus infinity are not a number before and zero after; no other
+value changes by more than rounding.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, fx
+
+from nimblec.optimize.rewriter import Rewriter, bound, fake, is_call, only_user
+from nimblec.optimize.scalars import number, scaled
+from nimblec.optimize.simplify import RESHAPES
+
+aten = torch.ops.aten
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+HEAD_SIZES = range(8, 257, 8)
+"""What the fused kernels take; other sizes would fall apart into the same calls again."""
+
+HIDDEN = -1e4
+"""A constant score from here on down hides a position as minus infinity does."""
+
+SOFTMAX = aten._softmax.default
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Scores:
+    """``softmax``'s argument: the product of queries and keys, scaled, and masks added to it.
+
+    ``shape`` is that of the scores where the masks were added: (batch, heads, queries, keys), or
+    without batch.
+    """
+
+    product: fx.Node
+    scale: float
+    masks: tuple[fx.Node, ...]
+    hidden: Tensor | None
+    shape: tuple[int, ...]
+
+
+def fuse_attention(module: fx.GraphModule) -> None:
+    """Replace each product with values of a softmax over a product of queries and keys."""
+    rewriter = Rewriter(module)
+    for node in rewriter.calls(aten.bmm.default):
+        scores = _read(rewriter, node.args[0])
+        if scores is not None and _fits(scores, node):
+            rewriter.replace(node, _attention(rewriter, node, scores))
+    rewriter.finish()
+
+
+def _read(rewriter: Rewriter, weights: fx.Node) -> _Scores | None:
+    """Read upwards from the weights of the values to the product of queries and keys."""
+    node = _through(weights, *RESHAPES, aten._to_copy.default)
+    if not is_call(node, SOFTMAX) or only_user(node) is None or not _is_whole(weights, node):
+        return None
+    rank = fake(node).dim()
+    if bound(node)["dim"] % rank != rank - 1:
+        return None
+    node = _through(node.args[0], aten._to_copy.default)
+    found = _Scores(product=node, scale=1.0, masks=(), hidden=None, shape=tuple(fake(node).shape))
+    while not is_call(found.product, aten.bmm.default):
+        step = _step(rewriter, found)
+        if step is None or only_user(found.product) is None:
+            return None
+        found = step
+    return found if only_user(found.product) is not None else None
+
+
+def _through(node: fx.Node, *targets: torch._ops.OpOverload) -> fx.Node:
+    while is_call(node, *targets) and only_user(node) is not None:
+        node = node.args[0]
+    return node
+
+
+def _is_whole(weights: fx.Node, softmax: fx.Node) -> bool:
+    """Whether all between keeps rows and columns, and ends in the dtype of the scores."""
+    scores = _through(softmax.args[0], aten._to_copy.default)
+    return fake(weights).shape[-2:] == fake(softmax).shape[-2:] and fake(weights).dtype == fake(scores).dtype
+
+
+def _step(rewriter: Rewriter, found: _Scores) -> _Scores | None:
+    """One call further up."""
+    node = found.product
+    if is_call(node, *RESHAPES):
+        source = node.args[0]
+        same = fake(source).shape[-2:] == fake(node).shape[-2:]
+        return replace(found, product=source) if same else None
+    times = scaled(rewriter, node)
+    if times is not None:
+        return replace(found, product=times[0], scale=found.scale * times[1]) if _is_like(times[0], node) else None
+    if is_call(node, aten.add.Tensor) and node.kwargs.get("alpha", 1) == 1:
+        return _masked(found, node)
+    return _filled(rewriter, found, node)
+
+
+def _is_like(node: fx.Node, other: fx.Node) -> bool:
+    return (fake(node).dtype, fake(node).shape) == (fake(other).dtype, fake(other).shape)
+
+
+def _masked(found: _Scores, node: fx.Node) -> _Scores | None:
+    """A sum of the scores and a mask: the scores are the term from the product."""
+    terms = [term for term in node.args[:2] if isinstance(term, fx.Node)]
+    for scores, mask in (terms, terms[::-1]) if len(terms) == 2 else ():
+        full = _is_like(scores, node) and tuple(fake(node).shape) == found.shape and found.hidden is None
+        # A scale between the softmax and the mask would be one of the mask too.
+        if full and found.scale == 1 and fake(mask).dtype == fake(node).dtype and _leads_to_product(scores):
+            return replace(found, product=scores, masks=(*found.masks, mask))
+    return None
+
+
+def _leads_to_product(node: fx.Node) -> bool:
+    calls = (*RESHAPES, aten.mul.Tensor, aten.div.Tensor, aten.add.Tensor, aten.where.self, aten.masked_fill.Scalar)
+    while is_call(node, *calls):
+        node = node.args[1] if node.target is aten.where.self else node.args[0]
+    return is_call(node, aten.bmm.default)
+
+
+def _filled(rewriter: Rewriter, found: _Scores, node: fx.Node) -> _Scores | None:
+    """Scores of which a constant condition hides some; every row keeps one, and no other mask hides that."""
+    if is_call(node, aten.where.self):
+        keep, scores, fill = node.args
+        kept = rewriter.value(keep)
+        hidden = None if kept is None else kept.logical_not()
+    elif is_call(node, aten.masked_fill.Scalar, aten.masked_fill.Tensor):
+        scores, condition, fill = node.args
+        hidden = rewriter.value(condition)
+    else:
+        return None
+    low = number(rewriter, fill)
+    if hidden is None or hidden.dim() < 2 or low is None or low > HIDDEN or bool(hidden.all(-1).any()):
+        return None
+    if found.masks or found.scale != 1 or not _is_like(scores, node) or tuple(fake(node).shape) != found.shape:
+        return None
+    return replace(found, product=scores, hidden=hidden)
+
+
+def _fits(scores: _Scores, node: fx.Node) -> bool:
+    queries, values = fake(scores.product.args[0]), fake(node.args[1])
+    rows = tuple(fake(node.args[0]).shape)
+    return (
+        fake(node).dtype in DTYPES
+        and queries.dtype == fake(node).dtype
+        and queries.shape[-1] in HEAD_SIZES
+        and values.shape[-1] in HEAD_SIZES
+        and len(scores.shape) in (3, 4)
+        and torch.Size(scores.shape[:-2]).numel() == rows[0]
+        and tuple(fake(scores.product).shape) == rows
+    )
+
+
+def _attention(rewriter: Rewriter, node: fx.Node, scores: _Scores) -> fx.Node:
+    """The call in place of ``node``, which multiplies with the values."""
+    batch, heads = (1, *scores.shape)[-4:-2]
+
+    def split(operand: fx.Node) -> fx.Node:
+        """(batch * heads, a, b) as (batch, heads, a, b)."""
+        wanted = (batch, heads, *fake(operand).shape[1:])
+        if is_call(operand, *RESHAPES) and tuple(fake(operand.args[0]).shape) == wanted:
+            return operand.args[0]
+        return rewriter.call(aten.reshape.default, operand, list(wanted), at=node)
+
+    queries, columns = (split(operand) for operand in scores.product.args)
+    values = split(node.args[1])
+    scale = scores.scale
+    queries, factor = _unscaled(rewriter, queries)
+    columns, other = _unscaled(rewriter, columns)
+    keys = rewriter.call(aten.transpose.int, columns, 2, 3, at=node)
+    mask, is_causal = _mask(rewriter, scores, node)
+    result = rewriter.call(
+        aten.scaled_dot_product_attention.default,
+        *(queries, keys, values, mask, 0.0, is_causal),
+        scale=scale * factor * other,
+        at=node,
+    )
+    return rewriter.call(aten.reshape.default, result, list(fake(node).shape), at=node)
+
+
+def _unscaled(rewriter: Rewriter, node: fx.Node) -> tuple[fx.Node, float]:
+    """Exports write the scale as a factor of queries and keys, its root each."""
+    found = scaled(rewriter, node)
+    if found is None or fake(found[0]).dtype != fake(node).dtype or found[1] <= 0:
+        return node, 1.0
+    return found
+
+
+def _mask(rewriter: Rewriter, scores: _Scores, node: fx.Node) -> tuple[fx.Node | None, bool]:
+    """The sum of the masks, or that all they do is to hide what comes later."""
+    if scores.hidden is not None:
+        if _is_causal(scores.hidden, scores.shape):
+            return None, True
+        zeros = torch.zeros(scores.hidden.shape, dtype=fake(node).dtype, device=scores.hidden.device)
+        filled = rewriter.constant(zeros.masked_fill(scores.hidden, -torch.inf), at=node)
+        return _four_axes(rewriter, filled, node), False
+    constants = [rewriter.value(mask) for mask in scores.masks]
+    if len(constants) == 1 and constants[0] is not None and _is_causal(constants[0], scores.shape):
+        return None, True
+    masks = [_four_axes(rewriter, mask, node) for mask in scores.masks]
+    total = masks[0] if masks else None
+    for mask in masks[1:]:
+        total = rewriter.call(aten.add.Tensor, total, mask, at=node)
+    return total, False
+
+
+def _is_causal(mask: Tensor, shape: tuple[int, ...]) -> bool:
+    """Whether a constant mask, or what is hidden, leaves each query the keys up to its own."""
+    if shape[-1] != shape[-2] or tuple(mask.shape[-2:]) != shape[-2:]:
+        return False
+    later = torch.ones(shape[-2:], dtype=torch.bool, device=mask.device).triu(1).expand(mask.shape)
+    if mask.dtype == torch.bool:
+        return torch.equal(mask, later)
+    return bool((mask[later] <= HIDDEN).all() and (mask[~later] == 0).all())
+
+
+def _four_axes(rewriter: Rewriter, mask: fx.Node, node: fx.Node) -> fx.Node:
+    shape = list(fake(mask).shape)
+    if len(shape) == 4:
+        return mask
+    return rewriter.call(aten.reshape.default, mask, [1] * (4 - len(shape)) + shape, at=node)

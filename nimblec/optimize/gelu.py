@@ -1,0 +1,86 @@
+"""GELU that a front end wrote out as products and sums becomes one call again."""
+
+import math
+
+import torch
+from torch import fx
+
+from nimblec.optimize.rewriter import Rewriter, fake, is_call, only_user
+from nimblec.optimize.scalars import number, scaled, shifted
+
+aten = torch.ops.aten
+
+
+def recognize_gelu(module: fx.GraphModule) -> None:
+    """``0.5 x (1 + erf(x / sqrt 2))``, and the same by tanh, in any order of the factors."""
+    rewriter = Rewriter(module)
+    for node in reversed(rewriter.calls(aten.mul.Tensor)):
+        found = _match(rewriter, node) if fake(node).dtype.is_floating_point else None
+        if found is not None:
+            x, approximate = found
+            rewriter.replace(node, rewriter.call(aten.gelu.default, x, approximate=approximate, at=node))
+    rewriter.finish()
+
+
+def _match(rewriter: Rewriter, node: fx.Node) -> tuple[fx.Node, str] | None:
+    factor, parts = _factors(rewriter, node)
+    if len(parts) != 2:
+        return None
+    for x, gate in (parts, parts[::-1]):
+        opened = shifted(rewriter, gate)
+        if opened is None or only_user(gate) is None or fake(x).dtype != fake(node).dtype:
+            continue
+        curve, one = opened
+        if not (_near(factor, 0.5, x) and _near(one, 1.0, x)):
+            continue
+        if is_call(curve, aten.erf.default) and _is_multiple(rewriter, curve.args[0], x, math.sqrt(0.5)):
+            return x, "none"
+        if is_call(curve, aten.tanh.default) and _is_cubic(rewriter, curve.args[0], x):
+            return x, "tanh"
+    return None
+
+
+def _factors(rewriter: Rewriter, node: fx.Node) -> tuple[float, list[fx.Node]]:
+    """The number and the tensors that ``node`` is the product of."""
+    plain = scaled(rewriter, node)
+    if plain is not None:
+        x, factor = plain
+        inner, parts = _inner_factors(rewriter, x)
+        return factor * inner, parts
+    left, right = (_inner_factors(rewriter, term) for term in node.args[:2])
+    return left[0] * right[0], left[1] + right[1]
+
+
+def _inner_factors(rewriter: Rewriter, node: fx.Node) -> tuple[float, list[fx.Node]]:
+    if only_user(node) is not None and (scaled(rewriter, node) or is_call(node, aten.mul.Tensor)):
+        return _factors(rewriter, node)
+    return 1.0, [node]
+
+
+def _is_cubic(rewriter: Rewriter, node: fx.Node, x: fx.Node) -> bool:
+    """Whether ``node`` is ``sqrt(2 / pi) (x + 0.044715 x ** 3)``."""
+    outer = scaled(rewriter, node)
+    if outer is None or not _near(outer[1], math.sqrt(2 / math.pi), x) or not is_call(outer[0], aten.add.Tensor):
+        return False
+    terms = list(outer[0].args[:2])
+    if x not in terms or outer[0].kwargs.get("alpha", 1) != 1:
+        return False
+    terms.remove(x)
+    cube = scaled(rewriter, terms[0])
+    return cube is not None and _near(cube[1], 0.044715, x) and _is_cube(rewriter, cube[0], x)
+
+
+def _is_cube(rewriter: Rewriter, node: fx.Node, x: fx.Node) -> bool:
+    if is_call(node, aten.pow.Tensor_Scalar, aten.pow.Tensor_Tensor):
+        return node.args[0] is x and number(rewriter, node.args[1]) == 3
+    return is_call(node, aten.mul.Tensor) and _factors(rewriter, node) == (1.0, [x, x, x])
+
+
+def _is_multiple(rewriter: Rewriter, node: fx.Node, x: fx.Node, factor: float) -> bool:
+    found = scaled(rewriter, node)
+    return found is not None and found[0] is x and _near(found[1], factor, x)
+
+
+def _near(value: float, wanted: float, like: fx.Node) -> bool:
+    """Whether two numbers are the same in the dtype of ``like``."""
+    return abs(value - wanted) <= torch.finfo(fake(like).dtype).eps * wanted

@@ -1,0 +1,44 @@
+"""Products, sums and quotients with one number, however the front end wrote the number."""
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from nimblec.optimize.rewriter import Rewriter, is_call
+
+aten = torch.ops.aten
+
+
+def number(rewriter: Rewriter, argument: Any) -> float | None:
+    """The value of a Python number or of a constant with one element."""
+    if isinstance(argument, (int, float)) and not isinstance(argument, bool):
+        return float(argument)
+    value = rewriter.value(argument)
+    if value is None or value.numel() != 1 or not (value.dtype.is_floating_point or value.dtype == torch.int64):
+        return None
+    return float(value)
+
+
+def scaled(rewriter: Rewriter, node: Any) -> tuple[fx.Node, float] | None:
+    """(x, c) where ``node`` is x * c or x / (1 / c)."""
+    if is_call(node, aten.mul.Tensor, aten.mul.Scalar):
+        for x, other in (node.args[:2], node.args[1::-1]):
+            factor = number(rewriter, other)
+            if factor is not None and isinstance(x, fx.Node):
+                return x, factor
+    if is_call(node, aten.div.Tensor, aten.div.Scalar):
+        divisor = number(rewriter, node.args[1])
+        if divisor:
+            return node.args[0], 1 / divisor
+    return None
+
+
+def shifted(rewriter: Rewriter, node: Any) -> tuple[fx.Node, float] | None:
+    """(x, c) where ``node`` is x + c."""
+    if is_call(node, aten.add.Tensor, aten.add.Scalar) and node.kwargs.get("alpha", 1) == 1:
+        for x, other in (node.args[:2], node.args[1::-1]):
+            term = number(rewriter, other)
+            if term is not None and isinstance(x, fx.Node):
+                return x, term
+    return None

@@ -1,0 +1,59 @@
+"""Linears on one input, side by side in one matrix product: queries, keys and values above all."""
+
+import torch
+from torch import Tensor, fx
+
+from nimblec.optimize.rewriter import Rewriter, bound, fake, is_call, only_user
+
+aten = torch.ops.aten
+
+LINEARS = (aten.addmm.default, aten.mm.default)
+
+
+def join_linears(module: fx.GraphModule) -> None:
+    """Linears with constant weights that read the same matrix become one, and slices of its columns."""
+    rewriter = Rewriter(module)
+    groups: dict[object, list[fx.Node]] = {}
+    for node in rewriter.calls(*LINEARS):
+        if _has_own_weights(rewriter, node):
+            given = bound(node)
+            left = given["mat1"] if "mat1" in given else given["self"]
+            groups.setdefault((node.target, left, fake(node).dtype), []).append(node)
+    for nodes in groups.values():
+        if len(nodes) > 1:
+            _join(rewriter, nodes)
+    rewriter.finish()
+
+
+def _has_own_weights(rewriter: Rewriter, node: fx.Node) -> bool:
+    """Whether joining frees the weights: those that others read too would be stored twice."""
+    given = bound(node)
+    weights = [given["mat2"]]
+    if is_call(node, aten.addmm.default):
+        if given["alpha"] != 1 or given["beta"] != 1 or fake(given["self"]).shape != fake(node).shape[1:]:
+            return False
+        weights.append(given["self"])
+    return all(rewriter.value(weight) is not None and only_user(weight) is node for weight in weights)
+
+
+def _join(rewriter: Rewriter, nodes: list[fx.Node]) -> None:
+    first = nodes[0]
+    given = [bound(node) for node in nodes]
+    weight = rewriter.constant(_beside([rewriter.value(g["mat2"]) for g in given]), at=first)
+    if is_call(first, aten.addmm.default):
+        bias = rewriter.constant(torch.cat([rewriter.value(g["self"]) for g in given]), at=first)
+        joined = rewriter.call(aten.addmm.default, bias, given[0]["mat1"], weight, at=first)
+    else:
+        joined = rewriter.call(aten.mm.default, given[0]["self"], weight, at=first)
+    begin = 0
+    for node in nodes:
+        end = begin + fake(node).shape[1]
+        rewriter.replace(node, rewriter.call(aten.slice.Tensor, joined, 1, begin, end, at=node))
+        begin = end
+
+
+def _beside(weights: list[Tensor]) -> Tensor:
+    """Matrices (K, N) side by side, in memory as the first one lies."""
+    if weights[0].stride(0) == 1:
+        return torch.cat([w.t() for w in weights]).t()
+    return torch.cat(weights, 1)

@@ -1,0 +1,149 @@
+"""Attention written out, in the forms that exports and models use, as scaled_dot_product_attention."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rewriting import assert_same, counts, record, rewritten
+from torch import Tensor, fx
+
+from nimblec.optimize.attention import fuse_attention
+from nimblec.optimize.simplify import simplify
+from nimblec.optimize.subexpressions import merge_equal_calls
+
+BATCH, HEADS, TOKENS, SIZE = 2, 3, 5, 8
+FUSED = "scaled_dot_product_attention"
+
+
+def _inputs(seed: int = 0, keys: int = TOKENS) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = (TOKENS, keys, keys)
+    return [torch.randn(BATCH, n, HEADS * SIZE, generator=generator) for n in lengths]
+
+
+def _heads(x: Tensor) -> Tensor:
+    return x.view(*x.shape[:2], HEADS, SIZE).transpose(1, 2)
+
+
+def _joined(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).reshape(BATCH, TOKENS, HEADS * SIZE)
+
+
+def _rewritten(before: fx.GraphModule) -> fx.GraphModule:
+    return rewritten(before, simplify, merge_equal_calls, fuse_attention, simplify)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    keys=st.sampled_from([TOKENS, 7]),
+    scale=st.sampled_from(["none", "scores", "divided", "queries", "both"]),
+    mask=st.sampled_from(["none", "input", "rows", "causal", "bias", "two", "where", "filled"]),
+    flat=st.booleans(),
+)
+def test_any_form(*, keys: int, scale: str, mask: str, flat: bool) -> None:
+    inputs = _inputs(keys=keys)
+    given_mask = torch.where(torch.rand(BATCH, 1, 1, keys, generator=torch.Generator().manual_seed(1)) < 0.5, 0.0, -9e3)
+    hidden = torch.ones(TOKENS, keys, dtype=torch.bool).triu(1)
+    causal = torch.zeros(TOKENS, keys).masked_fill(hidden, torch.finfo(torch.float32).min)
+    bias = torch.randn(1, HEADS, TOKENS, keys, generator=torch.Generator().manual_seed(2))
+
+    def masked(scores: Tensor, given_mask: Tensor) -> Tensor:
+        return {
+            "none": lambda: scores,
+            "input": lambda: scores + given_mask,
+            "rows": lambda: given_mask[:1].expand(1, 1, TOKENS, keys) + scores,
+            "causal": lambda: scores + causal,
+            "bias": lambda: scores + bias,
+            "two": lambda: scores + causal + given_mask,
+            "where": lambda: torch.where(~hidden, scores, torch.tensor(-1e9)),
+            "filled": lambda: scores.masked_fill(hidden, -torch.inf),
+        }[mask]()
+
+    def model(q: Tensor, k: Tensor, v: Tensor, given_mask: Tensor) -> Tensor:
+        q, k, v = _heads(q), _heads(k), _heads(v)
+        root = SIZE**-0.25
+        q = {"queries": q * 0.3, "both": q * root}.get(scale, q)
+        k = k.transpose(2, 3) * root if scale == "both" else k.transpose(-1, -2)
+        scores = q @ k
+        scores = {"scores": scores * 0.2, "divided": scores / math.sqrt(SIZE)}.get(scale, scores)
+        weights = torch.softmax(masked(scores, given_mask), 3 if flat else -1)
+        return _joined(weights @ v)
+
+    before = record(model, *inputs, given_mask)
+    after = _rewritten(before)
+    names = counts(after)
+    assert names[FUSED] == 1
+    assert not names.keys() & {"bmm", "_softmax", "where", "masked_fill"}
+    (call,) = (n for n in after.graph.nodes if FUSED in str(n.target))
+    causal_only = mask in ("causal", "where", "filled") and keys == TOKENS
+    assert call.args[3:6] == (None, 0.0, True) if causal_only else call.args[5] is False
+    assert (call.args[3] is None) == (causal_only or mask == "none")
+    assert_same(before, after, *inputs, given_mask, rtol=1e-5)
+
+
+def test_nothing_but_views_is_left_around_it() -> None:
+    before = record(lambda q, k, v: _joined(torch.softmax(_heads(q) @ _heads(k).mT, -1) @ _heads(v)), *_inputs())
+    after = _rewritten(before)
+    names = counts(after)
+    assert names == {FUSED: 1, "reshape": 4, "transpose": names["transpose"], "permute": names["permute"]}
+    assert names["transpose"] + names["permute"] == 4
+
+
+def test_heads_without_a_batch() -> None:
+    q, k, v = (torch.randn(HEADS, TOKENS, SIZE, generator=torch.Generator().manual_seed(n)) for n in range(3))
+    before = record(lambda q, k, v: torch.bmm(torch.softmax(torch.bmm(q, k.mT) * 0.5, 2), v), q, k, v)
+    after = _rewritten(before)
+    assert counts(after)[FUSED] == 1
+    assert_same(before, after, q, k, v, rtol=1e-5)
+
+
+def test_a_softmax_in_single_precision_of_half_scores() -> None:
+    inputs = [t.half() for t in _inputs()]
+
+    def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = _heads(q) @ _heads(k).mT
+        return _joined(torch.softmax(scores.float(), -1).half() @ _heads(v))
+
+    before = record(model, *inputs)
+    after = _rewritten(before)
+    assert counts(after)[FUSED] == 1
+    assert_same(before, after, *inputs, rtol=5e-3)
+
+
+def _weights_read_again(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    weights = torch.softmax(q @ k.mT, -1)
+    return weights @ v + weights.sum()
+
+
+def _scores_read_again(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = q @ k.mT
+    return torch.softmax(scores, -1) @ v + scores.sum()
+
+
+LATER = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)
+ALL = torch.ones(TOKENS, TOKENS, dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    "attend",
+    [
+        lambda q, k, v: torch.softmax(q @ k.mT, -2) @ v,
+        lambda q, k, v: torch.softmax((q @ k.mT + q[:, :, :, :1]) * 0.5, -1) @ v,  # the mask is scaled too
+        lambda q, k, v: torch.softmax((q @ k.mT).masked_fill(ALL, -torch.inf), -1) @ v,
+        lambda q, k, v: torch.softmax((q @ k.mT).masked_fill(LATER, 0.5), -1) @ v,  # nothing hidden
+        lambda q, k, v: torch.softmax(torch.where(q[:, :, :, :1] > 0, q @ k.mT, -1e9), -1) @ v,  # not known
+        lambda q, k, v: torch.softmax(torch.relu(q @ k.mT), -1) @ v,
+        _weights_read_again,
+        _scores_read_again,
+        lambda q, k, v: torch.softmax(q[..., :3] @ k[..., :3].mT, -1) @ v,  # no kernel takes 3 channels
+        lambda q, k, v: torch.softmax(q.double() @ k.double().mT, -1) @ v.double(),
+    ],
+)
+def test_what_only_looks_like_attention_stays(attend: Callable[..., Tensor]) -> None:
+    before = record(lambda q, k, v: attend(_heads(q), _heads(k), _heads(v)), *_inputs())
+    after = _rewritten(before)
+    assert counts(after)[FUSED] == 0
+    assert counts(after)["bmm"] == 2

@@ -1,0 +1,133 @@
+"""Linears: activations as their epilogue, several on one input as one product, GELU written out."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own name for it
+from rewriting import assert_same, counts, record, rewritten
+from torch import Tensor
+
+from nimblec.optimize.activation import fuse_activations
+from nimblec.optimize.gelu import recognize_gelu
+from nimblec.optimize.side_by_side import join_linears
+
+GENERATOR = torch.Generator().manual_seed(0)
+X = torch.randn(6, 8, generator=GENERATOR)
+WEIGHTS = [torch.randn(n, 8, generator=GENERATOR) for n in (4, 12, 5)]
+BIASES = [torch.randn(n, generator=GENERATOR) for n in (4, 12, 5)]
+
+
+@pytest.mark.parametrize(
+    "activation",
+    [torch.relu, lambda y: F.gelu(y, approximate="tanh"), lambda y: torch.clamp_min(y, 0)],
+)
+@pytest.mark.parametrize("shape", [(6, 8), (2, 3, 8)])
+def test_an_activation_becomes_the_epilogue(activation: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -> None:
+    x = X.reshape(shape)
+    before = record(lambda x: activation(F.linear(x, WEIGHTS[0], BIASES[0])), x)
+    after = rewritten(before, fuse_activations)
+    names = counts(after)
+    assert names["_addmm_activation"] == 1
+    assert not names.keys() & {"addmm", "relu", "gelu", "clamp_min"}
+    assert_same(before, after, x)
+
+
+def _read_again(x: Tensor) -> Tensor:
+    y = F.linear(x, WEIGHTS[0], BIASES[0])
+    return torch.relu(y) + y
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda x: F.gelu(F.linear(x, WEIGHTS[0], BIASES[0])),  # by erf: the epilogue is by tanh
+        lambda x: torch.relu(torch.addmm(BIASES[0], x, WEIGHTS[0].t(), beta=2)),
+        lambda x: torch.relu(torch.addmm(x[:, :4], x, WEIGHTS[0].t())),
+        _read_again,
+        lambda x: torch.relu(torch.mm(x, WEIGHTS[0].t())),
+    ],
+)
+def test_what_the_epilogue_cannot_say_stays(model: Callable[[Tensor], Tensor]) -> None:
+    assert counts(rewritten(record(model, X), fuse_activations))["_addmm_activation"] == 0
+
+
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("transposed", [True, False])
+def test_linears_on_one_input_become_one_product(with_bias: bool, transposed: bool) -> None:
+    weights = [w.t() if transposed else w.t().contiguous() for w in WEIGHTS]
+
+    def model(x: Tensor) -> tuple[Tensor, ...]:
+        results = [
+            torch.addmm(b, x, w) if with_bias else torch.mm(x, w) for b, w in zip(BIASES, weights, strict=True)
+        ]
+        return tuple(torch.tanh(y.reshape(2, 3, -1)) for y in results)
+
+    before = record(model, X)
+    after = rewritten(before, join_linears)
+    assert counts(after) == {"addmm" if with_bias else "mm": 1, "slice": 3, "reshape": 3, "tanh": 3}
+    (weight,) = (t for t in after.buffers() if t.dim() == 2)
+    assert weight.shape == (8, 21)
+    assert weight.stride() == ((1, 8) if transposed else (21, 1))
+    assert_same(before, after, X)
+
+
+def test_linears_that_differ_in_kind_stay_apart() -> None:
+    tied = WEIGHTS[0].t()
+
+    def model(x: Tensor) -> tuple[Tensor, ...]:
+        y = torch.tanh(x)
+        return (
+            torch.mm(x, WEIGHTS[1].t()),
+            torch.mm(y, WEIGHTS[2].t()),  # another input
+            torch.addmm(BIASES[2], x, WEIGHTS[2].t()),  # with a bias
+            torch.addmm(BIASES[1], x, WEIGHTS[1].t(), alpha=2),
+            torch.mm(x, tied) * 2,  # weights that another call reads too
+            torch.mm(y, tied),
+            torch.mm(x, y.t()),  # no constant
+        )
+
+    before = record(model, X)
+    assert counts(rewritten(before, join_linears)) == counts(before)
+
+
+def _half_by_erf(x: Tensor) -> Tensor:
+    return x * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0)))
+
+
+def _erf_first(x: Tensor) -> Tensor:
+    return ((torch.erf(x * torch.tensor(math.sqrt(0.5))) + torch.tensor(1.0)) * x) * torch.tensor(0.5)
+
+
+def _half_by_tanh(x: Tensor) -> Tensor:
+    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
+
+
+def _cube_by_products(x: Tensor) -> Tensor:
+    return x * (torch.tanh((x * x * x * 0.044715 + x) * 0.7978845608028654) + 1) * 0.5
+
+
+@pytest.mark.parametrize("written", [_half_by_erf, _erf_first, _half_by_tanh, _cube_by_products])
+def test_gelu_is_recognized(written: Callable[[Tensor], Tensor]) -> None:
+    before = record(lambda x: written(torch.tanh(x) * 3), X)
+    after = rewritten(before, recognize_gelu)
+    assert counts(after) == {"tanh": 1, "mul": 1, "gelu": 1}
+    assert_same(before, after, X)
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        lambda x: x * 0.5 * (1.0 + torch.erf(x / math.sqrt(3.0))),
+        lambda x: x * 0.5 * (2.0 + torch.erf(x / math.sqrt(2.0))),
+        lambda x: x * 0.25 * (1.0 + torch.erf(x / math.sqrt(2.0))),
+        lambda x: X * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0))),
+        lambda x: 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.05 * torch.pow(x, 3.0)))),
+        lambda x: 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 2.0)))),
+        lambda x: 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x * 2 + 0.044715 * torch.pow(x, 3.0)))),
+    ],
+)
+def test_what_only_looks_like_gelu_stays(written: Callable[[Tensor], Tensor]) -> None:
+    before = record(written, X)
+    assert counts(rewritten(before, recognize_gelu)) == counts(before)
