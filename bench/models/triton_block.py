@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-ROWS, WIDTH, WIDE = 64, 128, 256
+ROWS, WIDTH, WIDE = 32, 64, 128
 _TILE = 32
 _BLOCK = 1024
 
@@ -84,7 +84,7 @@ def add(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 class TritonBlock(torch.nn.Module):
-    """x + down(gelu(up(norm(x)))) of (64, 128) float32."""
+    """x + down(gelu(up(norm(x)))) of (32, 64) float32."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class TritonBlock(torch.nn.Module):
         self.down = torch.nn.Parameter(torch.randn(WIDE, WIDTH) / WIDE**0.5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(64, 128) to (64, 128)."""
+        """(32, 64) to (32, 64)."""
         normed = layer_norm(x, self.weight, self.bias)
         return add(x, matmul(gelu(matmul(normed, self.up)), self.down))
 

@@ -1,0 +1,92 @@
+"""A pytest plugin for tests that need a GPU: models compiled side by side, each once a session.
+
+A compilation mostly waits for a new process to import torch. So a test file says at its start what
+it is going to ask for, and the processes run at the same time.
+"""
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from nimblert.plan import Plan
+
+_WORKERS = 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    output: Path
+    plan: Future[Plan]
+
+
+class GpuCompiler:
+    """Compiles models for the GPU, by name or path and scheduling policy.
+
+    ``OLD`` is what stands in the output file when a compilation starts.
+    """
+
+    OLD = b"the plan before"
+
+    def __init__(self, folder: Path, pool: ThreadPoolExecutor) -> None:
+        self._folder = folder
+        self._pool = pool
+        self._jobs: dict[tuple[str, str], _Job] = {}
+
+    def start(self, *models: str | Path, streams: str = "auto") -> None:
+        """Begin to compile what is not being compiled yet."""
+        for model in models:
+            self._job(model, streams)
+
+    def plan(self, model: str | Path, streams: str = "auto") -> Plan:
+        """The plan of a model; raises what its compilation raised."""
+        return self._job(model, streams).plan.result()
+
+    def path(self, model: str | Path, streams: str = "auto") -> Path:
+        """The file of a model's plan, in a folder of its own, when the compilation has ended."""
+        job = self._job(model, streams)
+        job.plan.exception()
+        return job.output
+
+    def wait(self) -> None:
+        """Until nothing is being compiled: what uses the GPU then is the test alone."""
+        wait([job.plan for job in self._jobs.values()])
+
+    def _job(self, model: str | Path, streams: str) -> _Job:
+        key = (str(model), streams)
+        if key not in self._jobs:
+            output = self._folder / str(len(self._jobs)) / "model.plan"
+            output.parent.mkdir()
+            output.write_bytes(self.OLD)
+            self._jobs[key] = _Job(output=output, plan=self._pool.submit(_compile, *key, output))
+        return self._jobs[key]
+
+
+def _compile(model: str, streams: str, output: Path) -> Plan:
+    from nimblec.compiler import compile_model
+    from nimblec.options import Options
+
+    options = Options(target="cuda", streams=streams)
+    return compile_model(model, options=options, output=output, observer=lambda _stage, _seconds: None).plan
+
+
+@pytest.fixture(scope="session")
+def gpu_context() -> Iterator[None]:
+    """The GPU's primary context, held so that no plan that closes ends it under torch's feet."""
+    from nimblert import driver
+
+    driver.initialise()
+    context = driver.Context()
+    yield
+    context.close()
+
+
+@pytest.fixture(scope="session")
+def gpu_compiler(gpu_context: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GpuCompiler]:
+    """Compiles models for the GPU."""
+    del gpu_context
+    pool = ThreadPoolExecutor(_WORKERS)
+    yield GpuCompiler(tmp_path_factory.mktemp("gpu"), pool)
+    pool.shutdown(cancel_futures=True)

@@ -1,0 +1,259 @@
+"""Small models for the tests that need a GPU: each builder returns (module, example_inputs).
+
+The capture process imports them by name; with torch's seed set, it builds the same weights.
+"""
+
+import os
+import signal
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+Built = tuple[nn.Module, Any]
+
+
+class TransformerBlock(nn.Module):
+    """Pre-norm causal self-attention and a feed-forward network."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(batch, tokens, width) to the same."""
+        batch, tokens, width = x.shape
+        y = self.norm1(x)
+        split = (batch, tokens, self.heads, width // self.heads)
+        query, key, value = (project(y).view(split).transpose(1, 2) for project in (self.query, self.key, self.value))
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, tokens, width))
+        return x + self.down(functional.gelu(self.up(self.norm2(x))))
+
+
+def transformer() -> Built:
+    """bfloat16, two heads of 64, 64 tokens."""
+    return TransformerBlock(128, 2).eval().bfloat16(), (torch.randn(1, 64, 128).bfloat16(),)
+
+
+class Perceptron(nn.Module):
+    """Two linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(n, 32) to (n, 8)."""
+        return self.down(torch.tanh(self.up(x)))
+
+
+def perceptron() -> Built:
+    """Four rows."""
+    return Perceptron().eval(), (torch.randn(4, 32),)
+
+
+class Tied(nn.Module):
+    """A language model's ends: the embedding's weight is also the output layer's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 32)
+        self.output = nn.Linear(32, 50, bias=False)
+        self.output.weight = self.embedding.weight
+
+    def forward(self, ids: torch.Tensor) -> dict[str, Any]:
+        """(2, 8) int64 to outputs of several types, some of them nested."""
+        logits = self.output(self.embedding(ids))
+        return {
+            "logits": logits,
+            "found": {"token": logits.argmax(-1), "positive": logits > 0},
+            "mean": logits.mean(),
+        }
+
+
+def tied() -> Built:
+    """Ids from 20 to 35."""
+    return Tied().eval(), (torch.arange(20, 36).view(2, 8),)
+
+
+class Stateful(nn.Module):
+    """Counts its calls, and keeps running statistics by hand and by batch norm in training mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(4)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(n, 4, h, w) to the same, and the number of calls so far."""
+        self.calls.add_(1)
+        self.mean.mul_(0.9).add_(x.mean((0, 2, 3)), alpha=0.1)
+        normed = self.norm(x) + self.norm.running_var.view(1, 4, 1, 1)
+        return normed * self.calls + self.mean.view(1, 4, 1, 1), self.calls.clone()
+
+
+def stateful() -> Built:
+    """In training mode, on two small images."""
+    return Stateful().train(), (torch.randn(2, 4, 8, 8),)
+
+
+class Aliases(nn.Module):
+    """Works in place on its input, and returns memory that is not only its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(8))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """(6, 8) to: the input, a view of it, one result twice, that transposed, a weight."""
+        x.mul_(2)
+        y = torch.relu(x) * self.scale
+        return x, x[1:, ::2], y, y, y.t(), self.scale
+
+
+def aliases() -> Built:
+    """One matrix."""
+    return Aliases().eval(), (torch.randn(6, 8),)
+
+
+class Layouts(nn.Module):
+    """An image with its channels last, and keyword arguments, one of them a pair."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(8, 16, 3, padding=1)
+
+    def forward(
+        self, image: torch.Tensor, *, scale: torch.Tensor, pair: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(n, 8, h, w) to (n, 16, h, w), channels last as well, and to (n, w, h, 16) in half precision."""
+        gain, shift = pair
+        y = self.conv(image) * scale * gain + shift
+        return y, y.half().transpose(1, 3)
+
+
+def layouts() -> Built:
+    """Two images of 12 by 10 pixels."""
+    module = Layouts().eval().to(memory_format=torch.channels_last)
+    image = torch.randn(2, 8, 12, 10).to(memory_format=torch.channels_last)
+    pair = (torch.randn(16, 1, 1), torch.randn(1, 16, 1, 1))
+    return module, ((image,), {"scale": torch.randn(()), "pair": pair})
+
+
+class PastTheDispatcher(nn.Module):
+    """Triton kernels on both sides of an ATen call that has nothing to do with their results."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(n,) to (n,)."""
+        from bench.models.triton_block import add, gelu  # needs Triton
+
+        y = gelu(x)
+        z = torch.cos(x)
+        return add(y, z)
+
+
+def past_the_dispatcher() -> Built:
+    """A vector."""
+    return PastTheDispatcher().eval(), (torch.randn(3000),)
+
+
+# --- what cannot be compiled
+
+
+class Refused(nn.Module):
+    """A linear layer, then a head that does what no plan can hold."""
+
+    def __init__(self, head: nn.Module) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 4)
+        self.head = head
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(3, 4) to whatever the head makes of it."""
+        return self.head(self.body(x))
+
+
+def _refused(head: nn.Module) -> Built:
+    return Refused(head), (torch.randn(3, 4),)
+
+
+class _Item(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * x.sum().item()
+
+
+def item() -> Built:
+    """A number of the device decides what the host does."""
+    return _refused(_Item())
+
+
+class _Nonzero(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nonzero(x)
+
+
+def nonzero() -> Built:
+    """The size of the result depends on the data."""
+    return _refused(_Nonzero())
+
+
+class _Mask(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[x > 0]
+
+
+def mask() -> Built:
+    """So does this one's."""
+    return _refused(_Mask())
+
+
+class _HostConstant(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tensor([1.0, 2.0, 3.0, 4.0], device=x.device)
+
+
+def host_constant() -> Built:
+    """A copy from host memory at each run."""
+    return _refused(_HostConstant())
+
+
+class _ToHost(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.cpu() + 1
+
+
+def to_host() -> Built:
+    """A copy to host memory in the middle."""
+    return _refused(_ToHost())
+
+
+def dropout() -> Built:
+    """Random numbers, in training mode."""
+    return _refused(nn.Dropout(0.5).train())
+
+
+class _Raising(nn.Module):
+    def forward(self, _x: torch.Tensor) -> torch.Tensor:
+        raise ValueError("this model only ever fails")
+
+
+def raising() -> Built:
+    """A model with a mistake."""
+    return _refused(_Raising())
+
+
+class _Killed(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return x
+
+
+def killed() -> Built:
+    """The process that runs it dies half way, as for want of memory."""
+    return _refused(_Killed())

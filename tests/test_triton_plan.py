@@ -1,0 +1,178 @@
+"""A real CUDA plan, made only of our own Triton kernels, on any machine.
+
+tests/data/triton_block.plan was made on an H200 from the root of the repository by
+
+    nimblec compile bench.models.triton_block:build -o tests/data/triton_block.plan --target cuda
+"""
+
+import json
+from collections import Counter
+from pathlib import Path
+from struct import unpack_from
+from typing import TYPE_CHECKING
+
+import pytest
+from plans import cuda_plan
+
+from nimblec import verification
+from nimblec.verification import Result
+from nimblert import container, cubin, golden, hazards, verify
+from nimblert.graph import relocate
+from nimblert.plan import Launch, Plan, Pointer, Record, Region, Target, Wait
+
+if TYPE_CHECKING:
+    from command_line import CommandLine
+
+PATH = Path(__file__).parent / "data" / "triton_block.plan"
+KERNELS = {"triton_layer_norm": 1, "triton_matmul": 2, "triton_gelu": 1, "triton_add": 1}
+"""How often the model launches each kernel."""
+
+needs_plan = pytest.mark.skipif(
+    not PATH.exists(), reason="needs tests/data/triton_block.plan, which is made on an H200"
+)
+
+
+class FakeMemory:
+    """Regions at made-up addresses, far from one another and from 0."""
+
+    def address(self, pointer: Pointer) -> int:
+        """The address of a pointer."""
+        return (0x7000 + 16 * pointer.region + pointer.index << 32) + pointer.offset
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return container.read(PATH)
+
+
+def launches(plan: Plan) -> list[Launch]:
+    return [c for program in plan.programs for c in program.commands if isinstance(c, Launch)]
+
+
+@needs_plan
+def test_the_plan_decodes_and_breaks_no_rule(plan: Plan) -> None:
+    assert plan.target is Target.CUDA
+    assert plan.device.compute_capability == (9, 0)
+    assert list(verify.problems(plan)) == []
+    (program,) = plan.programs
+    assert list(hazards.hazards(program)) == []
+    assert [(t.name, t.dtype, t.shape) for t in (*program.inputs, *program.outputs)] == [
+        ("x", "float32", (32, 64)),
+        ("output", "float32", (32, 64)),
+    ]
+
+
+@needs_plan
+def test_it_holds_our_kernels_and_nothing_else(plan: Plan) -> None:
+    assert {module.origin for module in plan.modules} == {"triton"}
+    assert Counter(plan.kernels[launch.kernel].symbol for launch in launches(plan)) == KERNELS
+    (program,) = plan.programs
+    assert all(isinstance(command, Launch | Record | Wait) for command in program.commands)
+    for kernel in plan.kernels:
+        assert kernel.symbol in cubin.entry_symbols(plan.modules[kernel.module].code)
+    assert {name for module in plan.modules for name in cubin.entry_symbols(module.code)} == set(KERNELS)
+
+
+@needs_plan
+def test_kernels_of_one_name_and_different_code_are_told_apart(plan: Plan) -> None:
+    products = [k for k in plan.kernels if k.symbol == "triton_matmul"]
+    assert len({bytes(plan.modules[k.module].code) for k in products}) == len(products) == 2
+
+
+@needs_plan
+def test_it_holds_the_weights_once(plan: Plan) -> None:
+    shapes = {w.name: w.shape for w in plan.weights}
+    assert shapes == {"weight": (64,), "bias": (64,), "up": (64, 128), "down": (128, 64)}
+    assert plan.state == ()
+
+
+@needs_plan
+def test_the_file_is_small_and_names_no_path() -> None:
+    content = PATH.read_bytes()
+    assert len(content) < 1 << 20
+    for mark in (b".py", b"/home/", b"/root/", b"/work/", b"/tmp/"):
+        assert mark not in content, mark
+
+
+@needs_plan
+def test_written_again_it_is_the_same_file(plan: Plan, tmp_path: Path) -> None:
+    again = tmp_path / "again.plan"
+    plan.save(again)
+    assert again.read_bytes() == PATH.read_bytes()
+
+
+@needs_plan
+def test_its_checks_pass_and_the_run_is_left_out_where_no_gpu_is(missing_gpu: str | None) -> None:
+    results = {check.name: check.result for check in verification.verify(PATH)}
+    run = results.pop("golden")
+    assert run is Result.SKIPPED or (run is Result.PASSED and missing_gpu is None)
+    assert {"format", "rules", "hazards", "symbols"} <= results.keys()
+    assert set(results.values()) <= {Result.PASSED, Result.SKIPPED}
+
+
+@needs_plan
+def test_the_command_line_shows_it(nimblec: "CommandLine") -> None:
+    done = nimblec("inspect", PATH, "--json")
+    assert done.status == 0, done
+    facts = json.loads(done.out)
+    assert facts["target"] == "cuda"
+    assert facts["modules"].keys() == {"triton"}
+    assert facts["programs"][0]["commands"]["launch"] == sum(KERNELS.values())
+
+
+def assert_relocated(launch: Launch) -> None:
+    """Each relocation became its address, and every other byte is what it was."""
+    memory = FakeMemory()
+    params = relocate(launch, memory)  # type: ignore[arg-type]  # only its addresses are asked for
+    assert len(params) == len(launch.params)
+    untouched = bytearray(params)
+    for relocation in launch.relocations:
+        at = relocation.param_offset
+        (address,) = unpack_from("<Q", params, at)
+        assert address == memory.address(relocation.pointer)
+        untouched[at : at + 8] = bytes(8)
+    assert bytes(untouched) == launch.params
+
+
+@needs_plan
+def test_parameters_are_relocated(plan: Plan) -> None:
+    for launch in launches(plan):
+        assert_relocated(launch)
+        regions = {r.pointer.region for r in launch.relocations}
+        assert len(launch.relocations) >= 2
+        assert regions <= {Region.ARENA, Region.WEIGHTS, Region.INPUT, Region.OUTPUT}
+
+
+@needs_plan
+def test_the_parameters_of_the_sum_are_known_to_the_last_byte(plan: Plan) -> None:
+    (launch,) = (c for c in launches(plan) if plan.kernels[c.kernel].symbol == "triton_add")
+    a, b, out = (r.pointer for r in sorted(launch.relocations, key=lambda r: r.param_offset))
+    assert [r.param_offset for r in launch.relocations] == [0, 8, 16]
+    assert (a.region, out.region) == (Region.INPUT, Region.OUTPUT)
+    assert b.region is Region.ARENA
+    assert launch.params[24:28] == (32 * 64).to_bytes(4, "little")
+    assert not any(launch.params[28:])
+    assert launch.grid == (2, 1, 1)
+
+
+@pytest.mark.parametrize("launch", launches(cuda_plan()), ids=lambda launch: f"op{launch.op}")
+def test_relocation_of_a_made_up_plan(launch: Launch) -> None:
+    assert launch.relocations
+    assert_relocated(launch)
+
+
+@needs_plan
+@pytest.mark.gpu
+def test_it_replays_its_golden_record_bit_for_bit(plan: Plan) -> None:
+    import nimblert
+    from nimblert import driver
+
+    driver.initialise()
+    if driver.describe().compute_capability != plan.device.compute_capability:
+        pytest.skip("needs a GPU of compute capability 9.0, for which the plan was made")
+    (program,) = plan.programs
+    assert program.golden is not None
+    assert program.golden.tolerance == 0
+    with nimblert.load(plan, poison=True) as executable:
+        outputs = tuple(executable.run(golden.draw_inputs(program, program.golden.seed)).values())
+    assert {c.verdict for c in golden.check(program.golden, outputs)} == {golden.Verdict.BIT_EXACT}
