@@ -163,7 +163,7 @@ def _domain(domain: str) -> str:
 
 
 def _refuse_second_names(proto: NodeProto, scope: Scope) -> None:
-    """Refuse outputs whose names the same graph has given already: whose value would it be?"""
+    """Refuse outputs whose names the same graph has given already."""
     local = scope.maps[0] if isinstance(scope, ChainMap) else scope
     for name in proto.output:
         if name and name in local:
