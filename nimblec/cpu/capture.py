@@ -9,7 +9,8 @@ import numpy as np
 from onnx import ModelProto, NodeProto, TensorProto
 
 from nimblec.cpu import kernels, optimizer, values
-from nimblec.cpu.constants import TensorType, array_of, type_of
+from nimblec.cpu.constants import TensorType, type_of
+from nimblec.cpu.optimizer import OptimizedModel
 from nimblec.frontend import onnx_file
 from nimblec.ir import Access, Buffer, BufferKind, Graph, KernelWork, Op, Reference, Task, TensorView
 from nimblec.options import InputSpec
@@ -39,16 +40,22 @@ def read(
     return model
 
 
-def capture_model(model: ModelProto, folder: Path, sample_ranges: Mapping[str, tuple[int, int]] | None = None) -> Graph:
+def capture_model(
+    model: ModelProto,
+    folder: Path,
+    sample_ranges: Mapping[str, tuple[int, int]] | None = None,
+    scratch_folder: Path | None = None,
+) -> Graph:
     """The Graph of a model that `read` gave, whose external data are in ``folder``.
 
     ``sample_ranges`` bound the random integers that may stand in for inputs, by name.
+    ``scratch_folder`` has room for the weights, which are files without a name as long as the Graph lives.
     """
-    optimized = optimizer.optimize(model, folder)
+    optimized = optimizer.optimize(model, folder, scratch_folder)
     builder = _Builder(optimized)
-    for tensor in onnx_file.inputs(optimized):
+    for tensor in onnx_file.inputs(optimized.proto):
         builder.add_input(tensor.name, (sample_ranges or {}).get(tensor.name))
-    for node in optimized.graph.node:
+    for node in optimized.proto.graph.node:
         builder.add_node(node)
     return builder.graph()
 
@@ -56,11 +63,12 @@ def capture_model(model: ModelProto, folder: Path, sample_ranges: Mapping[str, t
 class _Builder:
     """The Graph under construction: buffers, kernels and tasks in the order in which they are met."""
 
-    def __init__(self, model: ModelProto) -> None:
-        self._model = model
+    def __init__(self, optimized: OptimizedModel) -> None:
+        model = self._model = optimized.proto
         self._header = kernels.header(model)
-        self._constants = optimizer.initializers(model)
-        self._types = values.infer(model, onnx_file.inputs(model))
+        self._arrays = optimized.arrays
+        self._constants = {tensor.name: tensor for tensor in model.graph.initializer}
+        self._types = values.infer(optimized, onnx_file.inputs(model))
         self._returned = {value.name for value in model.graph.output}
         self._buffers: list[Buffer] = []
         self._buffer_of: dict[str, int] = {}
@@ -152,7 +160,7 @@ class _Builder:
 
     def _add_constant(self, tensor: TensorProto) -> int:
         """The buffer that holds the bytes of ``tensor``, shared by all constants that are equal."""
-        data = array_of(tensor).reshape(-1).view(np.uint8).data.toreadonly()
+        data = self._arrays[tensor.name].reshape(-1).view(np.uint8).data.toreadonly()
         digest = hashlib.sha256(data).digest()
         if digest not in self._constant_of:
             self._constant_of[digest] = self._add_buffer(BufferKind.CONSTANT, tensor.name, type_of(tensor), data)

@@ -33,7 +33,7 @@ def compile_cpu(source: Source, options: Options, output: Path, observer: Observ
     Raises CompileError where the model cannot be compiled, or where the replay is not what a plain
     ONNX Runtime session computes.
     """
-    with tempfile.TemporaryDirectory(prefix="nimblec-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="nimblec-", dir=output.parent) as scratch:  # where room for a plan is
         path = Path(source.model)
         if source.kind != "onnx":
             with stage(observer, "export to ONNX"):
@@ -43,7 +43,7 @@ def compile_cpu(source: Source, options: Options, output: Path, observer: Observ
         with stage(observer, "read"):
             model = capture.read(path, _specs(options), options.dims)
         with stage(observer, "optimise"):
-            graph = capture.capture_model(model, path.parent, _sample_ranges(options))
+            graph = capture.capture_model(model, path.parent, _sample_ranges(options), Path(scratch))
         with stage(observer, "schedule"):
             provenance = Provenance(target=Target.CPU, device=Device(name="cpu"), versions=_versions())
             cache = TimingCache(options.timing_cache)

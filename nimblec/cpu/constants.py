@@ -1,16 +1,23 @@
 """Constants of an optimised model: their types and data, and how models refer to the large ones.
 
 A large constant stands in a model as an initializer without data, whose memory is given to the
-session: no model grows beyond the 2 GiB that protobuf can hold, and weights are not copied.
+session: no model grows beyond the 2 GiB that protobuf can hold, and weights are not copied. What
+lies in files stays there, mapped: weights need not fit into memory more often than ONNX Runtime
+wants them.
 """
 
+import mmap
 from dataclasses import dataclass
+from functools import cache
 from math import prod
+from pathlib import Path
 
 import numpy as np
-from onnx import SparseTensorProto, TensorProto, numpy_helper
+from onnx import ModelProto, SparseTensorProto, TensorProto, numpy_helper
+from onnx.external_data_helper import ExternalDataInfo, load_external_data_for_tensor, uses_external_data
 
 from nimblec.frontend import onnx_file
+from nimblert.dtypes import numpy_dtype
 from nimblert.onnx_session import EXTERNAL_FILE
 from nimblert.plan import ITEM_NBYTES
 
@@ -50,9 +57,36 @@ def is_embedded(tensor: TensorProto) -> bool:
     return type_of(tensor).nbytes <= limit
 
 
-def array_of(tensor: TensorProto) -> np.ndarray:
-    """The data of a constant in C order."""
-    return np.ascontiguousarray(numpy_helper.to_array(tensor)).reshape(tuple(tensor.dims))
+def read_arrays(model: ModelProto, folder: Path) -> dict[str, np.ndarray]:
+    """The data of the main graph's initializers by name, in C order, of those that a plan can hold.
+
+    External data are those of files in ``folder``. Large constants are mapped, not read: the files
+    may be deleted afterwards, not changed. The data of all others come into ``model``.
+    """
+    large = {tensor.name for tensor in model.graph.initializer if not is_embedded(tensor)}
+    for tensor in onnx_file.tensors(model):
+        if uses_external_data(tensor) and tensor.name not in large:
+            load_external_data_for_tensor(tensor, str(folder))
+    image_of = cache(_map)
+    arrays = {}
+    for tensor in model.graph.initializer:
+        if uses_external_data(tensor):
+            info = ExternalDataInfo(tensor)
+            arrays[tensor.name] = _mapped(tensor, image_of(folder / info.location), info.offset or 0)
+        elif onnx_file.dtype_name(tensor.data_type):
+            arrays[tensor.name] = np.ascontiguousarray(numpy_helper.to_array(tensor)).reshape(tuple(tensor.dims))
+    return arrays
+
+
+def _map(path: Path) -> memoryview:
+    with path.open("rb") as file:
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+
+
+def _mapped(tensor: TensorProto, image: memoryview, offset: int) -> np.ndarray:
+    tensor_type = type_of(tensor)
+    content = np.frombuffer(image[offset : offset + tensor_type.nbytes], np.uint8)
+    return content.view(numpy_dtype(tensor_type.dtype)).reshape(tensor_type.shape)
 
 
 def dense_of(sparse: SparseTensorProto) -> TensorProto:

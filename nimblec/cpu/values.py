@@ -13,7 +13,8 @@ import numpy as np
 import onnx
 from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto
 
-from nimblec.cpu.constants import TensorType, array_of, external, is_embedded, type_of
+from nimblec.cpu.constants import TensorType, external, is_embedded, type_of
+from nimblec.cpu.optimizer import OptimizedModel
 from nimblec.errors import UnsupportedModelError
 from nimblec.frontend import onnx_file
 from nimblec.frontend.onnx_file import ModelTensor
@@ -30,16 +31,18 @@ _READ_BY_INFERENCE = 64
 _TYPE_NAMES = {"float": "float32", "double": "float64"}
 
 
-def infer(model: ModelProto, inputs: Sequence[ModelTensor]) -> dict[str, TensorType]:
+def infer(optimized: OptimizedModel, inputs: Sequence[ModelTensor]) -> dict[str, TensorType]:
     """The type of every node output of the main graph, and of its inputs, by name."""
+    model = optimized.proto
     types = {tensor.name: TensorType(dtype=tensor.dtype, shape=_static(tensor)) for tensor in inputs}
     makers = {name: node for node in model.graph.node for name in node.output if name}
     if not makers:
         return types
-    arrays = _large_constants(model)  # lives as long as the session, which does not copy them
+    arrays = _large_constants(optimized)  # lives as long as the session, which does not copy them
     data = {name: ort_value(array, array.dtype.name) for name, array in arrays.items()}
     with initializer_folder() as folder:
-        session = open_session(_with_all_outputs(model, makers).SerializeToString(), data, folder)
+        code = _with_all_outputs(model, makers).SerializeToString()
+        session = open_session(code, data, folder, packed_copies=False)
     found = {value.name: value for value in session.get_outputs()}
     dtypes = {name: _dtype(found[name], node) for name, node in makers.items()}
     shapes = {name: tuple(value.shape) for name, value in found.items() if _is_known(value)}
@@ -96,11 +99,12 @@ def _with_all_outputs(model: ModelProto, names: Iterable[str]) -> ModelProto:
     return exposed
 
 
-def _large_constants(model: ModelProto) -> dict[str, np.ndarray]:
-    """The constants that nodes of ``model`` read and that `_with_all_outputs` leaves without data."""
-    used = {name for node in onnx_file.nodes(model.graph) for name in node.input}
-    large = [tensor for tensor in model.graph.initializer if tensor.name in used and not is_embedded(tensor)]
-    return {tensor.name: array_of(tensor) for tensor in large}
+def _large_constants(optimized: OptimizedModel) -> dict[str, np.ndarray]:
+    """The constants that nodes read and that `_with_all_outputs` leaves without data."""
+    graph = optimized.proto.graph
+    used = {name for node in onnx_file.nodes(graph) for name in node.input}
+    large = [tensor.name for tensor in graph.initializer if tensor.name in used and not is_embedded(tensor)]
+    return {name: np.require(optimized.arrays[name], requirements="A") for name in large}
 
 
 def _dtype(value: Any, node: NodeProto) -> str:

@@ -213,7 +213,7 @@ def _names(model: ModelProto) -> Iterator[str]:
         yield from (dim.dim_param for value in graph.input for dim in value.type.tensor_type.shape.dim)
 
 
-def _tensors(model: ModelProto) -> Iterator[TensorProto]:
+def tensors(model: ModelProto) -> Iterator[TensorProto]:
     """Every tensor stored in the model: initializers and attributes, subgraphs' too."""
     graphs = [model.graph]
     for node in _all_nodes(model):
@@ -227,7 +227,7 @@ def _tensors(model: ModelProto) -> Iterator[TensorProto]:
 
 
 def _check_external_data(model: ModelProto, path: Path) -> None:
-    for tensor in _tensors(model):
+    for tensor in tensors(model):
         if tensor.data_location != TensorProto.EXTERNAL:
             continue
         entry = {item.key: item.value for item in tensor.external_data}

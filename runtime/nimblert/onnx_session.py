@@ -28,6 +28,9 @@ the memory it is given for the initializer, but insists that the file exists."""
 ORIGIN = "onnxruntime"
 """Origin of a module. With blocked convolutions (NCHWc) the block follows: "onnxruntime nchwc16"."""
 
+NO_PACKED_COPIES = ("session.disable_prepacking", "1")
+"""For a session that will not compute: kernels make no copy of weights in the order they like best."""
+
 _ELEMENT_TYPES = {
     "bool": ("tensor(bool)", 9),
     "uint8": ("tensor(uint8)", 2),
@@ -133,12 +136,18 @@ def nchwc_block_size() -> int:
 
 
 def open_session(
-    code: bytes, initializers: dict[str, Any] | None = None, folder: str = "/nonexistent", threads: int = 1
+    code: bytes,
+    initializers: dict[str, Any] | None = None,
+    folder: str = "/nonexistent",
+    threads: int = 1,
+    *,
+    packed_copies: bool = True,
 ) -> Any:
     """An InferenceSession that runs the model as it is written.
 
-    ``initializers`` are OrtValues by name, used where they lie. Files that the model names are
-    looked for in ``folder`` only.
+    ``initializers`` are OrtValues by name, used where they lie; but of some weights (MatMul, Gemm,
+    LSTM ...) kernels keep a packed copy, which is faster and rounds differently, unless
+    ``packed_copies`` is false. Files that the model names are looked for in ``folder`` only.
     """
     ort = onnxruntime()
     options = session_options(threads)
@@ -146,6 +155,8 @@ def open_session(
     options.enable_cpu_mem_arena = False  # one arena a session would keep each kernel's largest workspace
     options.enable_mem_pattern = False
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
+    if not packed_copies:
+        options.add_session_config_entry(*NO_PACKED_COPIES)
     for name, value in (initializers or {}).items():
         options.add_initializer(name, value)
     return ort.InferenceSession(code, options, providers=["CPUExecutionProvider"])
