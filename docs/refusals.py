@@ -1,0 +1,70 @@
+"""What nimblec and nimblert refuse, each with its sentence."""
+
+import re
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx
+from plan_bytes import Lines
+
+from nimblec.cpu import capture
+from nimblert import container, driver
+from nimblert.errors import NimbleError
+from nimblert.executable import load
+from nimblert.plan import Device
+
+SAMPLES = Path(__file__).parent.parent / "samples"
+MODEL = SAMPLES / "digits.onnx"
+
+
+def refused(path: Path, folder: Path) -> Lines:
+    """What is refused, each with its sentence."""
+    yield from _refusal("an input of unknown size", lambda: capture.read(_model(folder, "Relu", ("batch", 4))))
+    nonzero = capture.read(_model(folder, "NonZero", (4, 4)))
+    yield from _refusal("sizes that depend on values", lambda: capture.capture_model(nonzero, folder))
+    yield from _refusal("an operator that nobody knows", lambda: capture.read(_model(folder, "Squareplus", (4,))))
+    damaged = folder / "damaged.plan"
+    content = bytearray(path.read_bytes())
+    content[5000] ^= 1
+    damaged.write_bytes(content)
+    yield from _refusal("one bit changed", lambda: container.read(damaged))
+    damaged.write_bytes(content[:-100])
+    yield from _refusal("100 bytes cut off", lambda: container.read(damaged))
+    yield from _refusal("an ONNX file for a plan", lambda: container.read(MODEL))
+    with load(path) as executable:
+        image = np.load(SAMPLES / "digit_7.npy")
+        yield from _refusal("a wrong dtype", lambda: executable(image.astype(np.float64)))
+        yield from _refusal("a wrong shape", lambda: executable(image[0]))
+    here = Device(name="this GPU", compute_capability=(8, 0), driver_version=12080)
+    there = Device(name="NVIDIA H200", compute_capability=(9, 0), driver_version=13000)
+    yield from _refusal("another GPU generation", lambda: driver.check_device(there, here))
+
+
+def _refusal(what: str, call: Callable[[], object]) -> Lines:
+    try:
+        call()
+    except NimbleError as exc:
+        sentence = str(exc).replace(f"{MODEL.parent}/", "")
+        sentence = re.sub(rf"{re.escape(tempfile.gettempdir())}\S*/", "", sentence)
+        yield f"{what} ({type(exc).__name__}):"
+        yield f"    {sentence}"
+        return
+    raise AssertionError(what)
+
+
+def _model(folder: Path, operator: str, shape: Sequence[int | str]) -> Path:
+    """A model of one node, x to y."""
+    make = onnx.helper
+    dtype = onnx.TensorProto.INT64 if operator == "NonZero" else onnx.TensorProto.FLOAT
+    graph = make.make_graph(
+        [make.make_node(operator, ["x"], ["y"], name="node_0")],
+        "model",
+        [make.make_tensor_value_info("x", onnx.TensorProto.FLOAT, shape)],
+        [make.make_tensor_value_info("y", dtype, None)],
+    )
+    path = folder / f"{operator}.onnx"
+    model = make.make_model(graph, opset_imports=[make.make_opsetid("", 18)], ir_version=9)
+    path.write_bytes(model.SerializeToString())
+    return path

@@ -1,0 +1,221 @@
+"""Take samples/digits.onnx through every stage of a compilation for the CPU, and print what is there.
+
+Usage: ``python docs/walkthrough.py`` prints all sections, ``--write`` puts them into how-it-works.md, each into
+the block of its name. What is printed is the same on every machine with the same ONNX Runtime and the same
+layout of convolutions: no time, no address, no digest.
+"""
+
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import passes
+import plan_bytes
+import refusals
+from plan_bytes import Lines, columns
+
+from nimblec import verification
+from nimblec.cpu import capture
+from nimblec.cpu.compile import run_reference
+from nimblec.frontend import onnx_file
+from nimblec.inspection import pointer_text, shape_text
+from nimblec.ir import BufferKind, Graph
+from nimblec.lean import differing_output
+from nimblec.planning import Provenance, make_plan
+from nimblec.schedule import streams
+from nimblec.schedule.dependencies import dependencies
+from nimblert import container, golden
+from nimblert.executable import load
+from nimblert.host_memory import HostMemory
+from nimblert.onnx_session import nchwc_block_size, onnxruntime
+from nimblert.plan import (
+    Device,
+    Launch,
+    ParameterKind,
+    Plan,
+    Pointer,
+    Region,
+    Target,
+)
+
+ROOT = Path(__file__).parent.parent
+DOCUMENT = ROOT / "docs" / "how-it-works.md"
+MODEL = ROOT / "samples" / "digits.onnx"
+
+
+class EqualTimer:
+    """Stands in for `nimblec.cpu.timing.CpuTimer`: every command takes 1 us, so that the text is always the same."""
+
+    max_streams = 2
+
+    def command_durations(self, plan: Plan) -> Sequence[int]:
+        """As many microseconds as there are commands."""
+        return [1000] * len(plan.programs[0].commands)
+
+    def duration(self, plan: Plan) -> int:
+        """What the commands take together."""
+        return 1000 * len(plan.programs[0].commands)
+
+
+def read() -> tuple[onnx.ModelProto, Lines]:
+    """The front end: the file, checked, its shapes static."""
+    model = capture.read(MODEL)
+
+    def lines() -> Lines:
+        opsets = ", ".join(f"opset {entry.version} of {entry.domain or 'ai.onnx'}" for entry in model.opset_import)
+        yield f"{MODEL.name}: {len(model.graph.node)} nodes, {opsets}"
+        yield from (f"input {t.name}: {shape_text(t.dtype, _static(t))}" for t in onnx_file.inputs(model))
+        yield from (f"output {t.name}" for t in onnx_file.outputs(model))
+        yield f"operators: {' '.join(node.op_type for node in model.graph.node)}"
+
+    return model, lines()
+
+
+def _static(tensor: onnx_file.ModelTensor) -> tuple[int, ...]:
+    assert tensor.shape is not None
+    return tuple(size for size in tensor.shape if size is not None)
+
+
+def optimise(graph: Graph) -> Lines:
+    """What ONNX Runtime's optimiser leaves: a task of the graph is a node of it."""
+    names = [b.name for b in graph.buffers]
+    rows: list[Sequence[object]] = [("node", "operator", "reads", "gives")]
+    for number, task in enumerate(graph.tasks):
+        reads = [names[a.buffer] for a in task.reads if graph.buffers[a.buffer].kind is not BufferKind.CONSTANT]
+        (written,) = (graph.buffers[a.buffer] for a in task.writes)
+        gives = f"{written.name} {shape_text(written.dtype, written.shape)}"
+        rows.append((number, graph.ops[task.op].name.removeprefix("com.microsoft."), ", ".join(reads), gives))
+    yield from columns(rows)
+
+
+def lowering(plan: Plan) -> Lines:
+    """One launch, with its parameters and where they point."""
+    (program,) = plan.programs
+    launch = program.commands[1]
+    assert isinstance(launch, Launch)
+    kernel = plan.kernels[launch.kernel]
+    module = plan.modules[kernel.module]
+    yield f"command 1: launch on stream {launch.stream}, op {program.ops[launch.op].name}"
+    yield f"kernel {launch.kernel}: {kernel.symbol}, a model of {module.code.nbytes} bytes, origin {module.origin!r}"
+    yield f"params: {launch.params.hex(' ', 8)}"
+    rows: list[Sequence[object]] = [("at byte", "kind", "name", "type", "points to")]
+    for parameter, relocation in zip(kernel.parameters, launch.relocations, strict=True):
+        kind = parameter.kind.name.lower()
+        where = pointer_text(relocation.pointer)
+        rows.append((parameter.offset, kind, parameter.name, shape_text(parameter.dtype, parameter.shape), where))
+    yield from columns(rows)
+
+
+def loaded(plan: Plan) -> Lines:
+    """What loading makes of a plan whose file is mapped."""
+    (program,) = plan.programs
+    regions = HostMemory(plan, program, poison=True)
+    in_place = 0
+    for weight in plan.weights:
+        used = regions.range(Pointer(region=Region.WEIGHTS, offset=weight.offset), weight.data.nbytes)
+        in_place += used.ctypes.data == np.frombuffer(weight.data, np.uint8).ctypes.data
+    yield f"weights: {in_place} of {len(plan.weights)} are used where the file is mapped"
+    yield f"arena: {program.arena_nbytes:,} bytes"
+    yield from (f"input[{i}]: {nbytes} bytes" for i, nbytes in enumerate(program.input_nbytes))
+    yield from (f"output[{i}]: {nbytes} bytes" for i, nbytes in enumerate(program.output_nbytes))
+    launches = [command for command in program.commands if isinstance(command, Launch)]
+    bound_tensors = sum(
+        parameter.kind is not ParameterKind.INITIALIZER
+        for launch in launches
+        for parameter in plan.kernels[launch.kernel].parameters
+    )
+    yield f"sessions: {len(launches)}, with {bound_tensors} inputs and outputs bound by address"
+
+
+def runs(plan: Plan, path: Path) -> Lines:
+    """Two images, and the golden record."""
+    (program,) = plan.programs
+    with load(path, poison=True) as executable:
+        for digit in (7, 3):
+            result = executable.run({"image": np.load(ROOT / "samples" / f"digit_{digit}.npy")})
+            certain = float(result["probabilities"].max())
+            yield f"digit_{digit}.npy: digit {result['digit'].tolist()}, probability {certain:.2f}"
+        record = program.golden
+        assert record is not None
+        outputs = tuple(executable.run(golden.draw_inputs(program, record.seed)).values())
+    for tensor, comparison in zip(program.outputs, golden.check(record, outputs), strict=True):
+        yield f"golden record, seed {record.seed}: {tensor.name} is {comparison}"
+    yield f"lean process: {differing_output(path) or 'no output differs'}"
+
+
+def verified(path: Path) -> Lines:
+    """What `nimblec verify` prints."""
+    for result in verification.verify(path):
+        for sentence in result.sentences:
+            yield f"{result.result.value:<8} {result.name}: {sentence}"
+
+
+def sections(folder: Path) -> Iterator[tuple[str, Lines]]:
+    """Every section by name, in order; each stage works on what the one before it made."""
+    yield "machine", iter([f"ONNX Runtime {onnxruntime().__version__}, blocks of {nchwc_block_size()} channels"])
+    model, lines = read()
+    yield "read", lines
+    graph = capture.capture_model(model, MODEL.parent)
+    yield "optimise", optimise(graph)
+    yield "graph", passes.tasks(graph)
+    yield "dependencies", passes.order(graph)
+    branches = passes.branching()
+    yield "branches", passes.tasks(branches)
+    yield "reduction", passes.order(branches)
+    yield "streams", passes.chains(branches)
+    yield "events", passes.commands_of_branches(branches)
+    yield "memory", passes.arena(graph, streams.serial(dependencies(graph)))
+    yield "concurrency", passes.arenas(branches)
+    provenance = Provenance(target=Target.CPU, device=Device(name="cpu"), versions=())
+    plan = make_plan(graph, provenance, EqualTimer())
+    yield "lowering", lowering(plan)
+    plan = with_golden(plan, model)
+    path = folder / "digits.plan"
+    container.write(plan, path)
+    image = container.map_file(path)
+    yield "file", plan_bytes.file_map(plan, image)
+    yield "head", plan_bytes.head(image)
+    yield "trailer", plan_bytes.trailer(image)
+    if shutil.which("flatc"):
+        yield "flatc", plan_bytes.flatc(path, folder)
+    yield "load", loaded(container.parse(image, path))
+    yield "run", runs(plan, path)
+    yield "verify", verified(path)
+    yield "refusals", refusals.refused(path, folder)
+
+
+def with_golden(plan: Plan, model: onnx.ModelProto) -> Plan:
+    """The plan with what a plain ONNX Runtime session computes from seeded inputs."""
+    (program,) = plan.programs
+    outputs = run_reference(model, MODEL.parent, golden.draw_inputs(program, 0))
+    return replace(plan, programs=(replace(program, golden=golden.record(0, outputs, 0.0)),))
+
+
+def rewritten(document: str, texts: Mapping[str, str]) -> str:
+    """``document`` with each block "```text NAME" replaced by the section of that name."""
+
+    def replaced(block: re.Match[str]) -> str:
+        return f"```text {block[1]}\n{texts.get(block[1], block[2])}```"
+
+    return re.sub(r"```text (\w+)\n(.*?)```", replaced, document, flags=re.DOTALL)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Print the sections, or write them into the document."""
+    with tempfile.TemporaryDirectory() as folder:
+        texts = {name: "".join(f"{line}\n" for line in lines) for name, lines in sections(Path(folder))}
+    if "--write" in arguments:
+        DOCUMENT.write_text(rewritten(DOCUMENT.read_text(), texts))
+        return
+    for name, text in texts.items():
+        print(f"== {name}\n{text}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,60 @@
+"""What the documents show and name is there."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from subprocesses import ROOT, python
+
+DOCUMENT = ROOT / "docs" / "how-it-works.md"
+RUN = "import runpy, sys; sys.argv.pop(0); runpy.run_path(sys.argv[0], run_name='__main__')"
+
+
+def blocks(document: str) -> dict[str, str]:
+    """The blocks of a document that the walkthrough writes, by name, in order."""
+    return dict(re.findall(r"```text (\w+)\n(.*?)```", document, re.DOTALL))
+
+
+@pytest.fixture(scope="module")
+def printed() -> dict[str, str]:
+    """What docs/walkthrough.py prints, by section, in order."""
+    out = python(f"import sys; sys.path.insert(0, 'docs'); {RUN}", ROOT / "docs" / "walkthrough.py")
+    return {name: text.rstrip("\n") + "\n" for name, text in re.findall(r"== (\w+)\n(.*?\n)(?=== |\Z)", out, re.DOTALL)}
+
+
+def test_the_document_has_a_block_for_each_section_of_the_walkthrough(printed: dict[str, str]) -> None:
+    expected = list(blocks(DOCUMENT.read_text()))
+    if not shutil.which("flatc"):
+        expected.remove("flatc")
+    assert list(printed) == expected
+
+
+def test_the_blocks_are_what_the_walkthrough_prints(printed: dict[str, str]) -> None:
+    shown = blocks(DOCUMENT.read_text())
+    if shown["machine"] != printed["machine"]:
+        pytest.skip(f"written with {shown['machine'].strip()}; here is {printed['machine'].strip()}")
+    for name, text in printed.items():
+        assert text == shown[name], f"{name}: run python docs/walkthrough.py --write"
+
+
+DOCUMENTS = ("README.md", "docs/how-it-works.md", "docs/onnx-operators.md", "schema/README.md")
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_file_that_a_document_names_is_there(document: str) -> None:
+    text = (ROOT / document).read_text()
+    names = set(re.findall(r"`((?:nimblec|runtime|docs|bench|samples|schema|tests)/[\w./-]*)`", text))
+    links = set(re.findall(r"\]\(([^)#:]+)\)", text))
+    missing = [name for name in names if not (ROOT / name).exists()]
+    missing += [link for link in links if not (ROOT / document).parent.joinpath(link).exists()]
+    assert not missing
+
+
+def test_every_module_that_a_document_names_in_short_is_in_the_folder_named_before_it() -> None:
+    text = DOCUMENT.read_text()
+    folder = Path()
+    for name in re.findall(r"`([\w/]+\.py)`", text):
+        if "/" in name:
+            folder = (ROOT / name).parent
+        assert (folder / Path(name).name).exists() or (ROOT / name).exists(), name
