@@ -14,7 +14,7 @@ from rich.console import Console
 
 import nimblec
 from nimblec import arguments, dot, inspection, picture, report, trace, verification
-from nimblec.options import InputSpec, Options, TargetChoice
+from nimblec.options import InputSpec, Options, Precision, TargetChoice
 from nimblec.progress import StageProgress
 from nimblec.replacing import replacing
 from nimblec.verification import Result
@@ -166,6 +166,14 @@ def cli(ctx: click.Context) -> None:
     "(minutes). 1 and 2 are the CUDA target's, and report how far they are from 0.",
 )
 @click.option(
+    "--precision",
+    type=click.Choice(get_args(Precision)),
+    default="keep",
+    show_default=True,
+    help="How float32 convolutions and matrix products are computed on the GPU. keep: as PyTorch would, which is TF32 "
+    "for convolutions.",
+)
+@click.option(
     "--max-error",
     type=float,
     metavar="E",
@@ -196,6 +204,7 @@ def compile(  # noqa: A001  # the command's name
     dims: tuple[tuple[str, int], ...],
     examples: tuple[tuple[str, Path], ...],
     level: int,
+    precision: Precision,
     max_error: float | None,
     streams: str,
     memory_limit: int | None,
@@ -238,6 +247,7 @@ def compile(  # noqa: A001  # the command's name
         dims=dims,
         examples=tuple(arrays.items()),
         level=level,
+        precision=precision,
         max_error=max_error,
         streams=streams,
         memory_limit=memory_limit,

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from nimblec.errors import CompileError
+from nimblec.processes import environment
 
 _TIMEOUT_S = 60
 
@@ -18,7 +19,7 @@ def differing_output(plan: Path) -> str | None:
     command = [sys.executable, "-m", "nimblert.check", str(plan)]
     try:
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, check=False, timeout=_TIMEOUT_S
+            command, env=environment(), stdin=subprocess.DEVNULL, capture_output=True, check=False, timeout=_TIMEOUT_S
         )
     except subprocess.TimeoutExpired as exc:
         raise CompileError(f"the plan did not end in {_TIMEOUT_S} s in a process without the framework") from exc

@@ -9,6 +9,8 @@ import numpy as np
 
 TargetChoice: TypeAlias = Literal["auto", "cuda", "cpu"]
 
+Precision: TypeAlias = Literal["keep", "fp32", "tf32"]
+
 Observer: TypeAlias = Callable[[str, float | None], None]
 """Called with (stage, None) when a stage starts and (stage, seconds) when it has ended."""
 
@@ -31,8 +33,9 @@ class Options:
     ``streams``: "auto", "1", "max" or a number of streams; ``memory_limit``: bytes the arena may
     have. ``timing_cache`` is the file that keeps measured times, the user's own by default.
     ``level``: 0 keeps the framework's own kernels, 1 fuses, 2 also tunes (CUDA target).
-    ``max_error`` is the largest difference from level 0 to accept, relative to an output's largest
-    magnitude.
+    ``precision``: "keep" leaves torch's settings, "fp32" and "tf32" say how float32 convolutions and
+    matrix products are computed (CUDA target). ``max_error`` is the largest difference from level 0
+    to accept, relative to an output's largest magnitude.
     """
 
     target: TargetChoice = "auto"
@@ -40,6 +43,7 @@ class Options:
     dims: tuple[tuple[str, int], ...] = ()
     examples: tuple[tuple[str, np.ndarray], ...] = field(default=(), compare=False)
     level: int = 0
+    precision: Precision = "keep"
     max_error: float | None = None
     streams: str = "auto"
     memory_limit: int | None = None

@@ -47,6 +47,4 @@ def _save_module(module: Any, example_inputs: Any, folder: Path) -> Source:
         raise CompileError(f"the model is a {type(module).__name__}: expected a torch.nn.Module or a path")
     if example_inputs is None:
         raise CompileError("a module needs example inputs: compile(module, (x,))")
-    path = folder / "model.pt"
-    pytorch.save(module, example_inputs, path)
-    return Source(kind="saved", model=str(path))
+    return Source(kind="saved", model=str(pytorch.save(module, example_inputs, folder)))

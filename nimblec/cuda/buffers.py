@@ -60,7 +60,7 @@ class BufferTable:
             index = zone.find(where.begin)
             if index is not None and (not resident or zone.addresses[index] in zone.live):
                 allocation = Allocation(index, resident)
-                self._tensors.add(allocation)
+                self.note_tensor(allocation)
                 offset = where.begin - zone.addresses[index]
                 return Span(allocation=allocation, offset=offset, nbytes=where.end - where.begin)
         return None
@@ -71,6 +71,10 @@ class BufferTable:
         if found is not None:
             self._outputs.add(found.allocation)
         return found
+
+    def note_tensor(self, allocation: Allocation) -> None:
+        """Its contents may outlive the op that wrote them: it is no workspace."""
+        self._tensors.add(allocation)
 
     def number(self, allocation: Allocation) -> int:
         """The buffer's number."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -97,6 +98,26 @@ class SourceTracker:
                 handle.remove()
 
 
+class _CallNamer(TorchFunctionMode):
+    """Names the call that failed where no op of the dispatcher did: a copy from host memory, for one."""
+
+    def __init__(self, sources: SourceTracker) -> None:
+        super().__init__()
+        self._sources = sources
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        try:
+            return func(*args, **(kwargs or {}))
+        except RuntimeError as exc:
+            name = getattr(func, "__name__", str(func))
+            raise TraceError(
+                f"{name} in {self._sources.current or 'the model'}: {_first_line(exc)} (what takes data "
+                "from the host, or waits for it, cannot be in a plan: make such tensors once, in __init__)"
+            ) from exc
+
+
 class _OpRecorder(TorchDispatchMode):
     """Sees every op that reaches a device, and counts the nodes of the graph around it."""
 
@@ -151,8 +172,7 @@ class _OpRecorder(TorchDispatchMode):
         try:
             return func(*args, **kwargs)
         except (RuntimeError, NotImplementedError) as exc:
-            first_line = str(exc).split("\n", 1)[0]
-            raise TraceError(f"{self._where(func)}: {first_line}") from exc
+            raise TraceError(f"{self._where(func)}: {_first_line(exc)}") from exc
 
     def _where(self, func: torch._ops.OpOverload) -> str:
         return f"{func} in {self._sources.current or 'the model'}"
@@ -160,6 +180,10 @@ class _OpRecorder(TorchDispatchMode):
     def _node_count(self) -> int:
         graph = call("cuStreamGetCaptureInfo", self._stream)[2]
         return int(call("cuGraphGetNodes", graph, 0)[1])
+
+
+def _first_line(exc: BaseException) -> str:
+    return str(exc).strip().split("\n", 1)[0]
 
 
 def _accesses(
@@ -206,6 +230,7 @@ def capture(run: Callable[[SetSource], Any], zone: Zone, sources: SourceTracker,
                     seeing.enter_context(seeing_compiled_code(recorder))
                 else:
                     seeing.enter_context(sources.following_modules())
+                    seeing.enter_context(_CallNamer(sources))
                     seeing.enter_context(recorder)
                 result = run(sources.set)
         except BaseException:

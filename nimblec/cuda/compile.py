@@ -17,6 +17,7 @@ import numpy as np
 from nimblec import errors
 from nimblec.errors import CompileError
 from nimblec.options import Observer, Options
+from nimblec.processes import environment
 from nimblec.source import Source
 
 
@@ -45,6 +46,7 @@ def _write_request(folder: Path, source: Source, options: Options, output: Path)
         "examples": examples,
         "output": str(output),
         "level": options.level,
+        "precision": options.precision,
         "max_error": options.max_error,
         "streams": options.streams,
         "memory_limit": options.memory_limit,
@@ -55,15 +57,8 @@ def _write_request(folder: Path, source: Source, options: Options, output: Path)
     return request
 
 
-def _environment() -> dict[str, str]:
-    """This process's environment, in which the packages of this installation are found."""
-    import nimblec
-    import nimblert
-
-    roots = dict.fromkeys(str(Path(next(iter(p.__path__))).parent) for p in (nimblec, nimblert))
-    inherited = os.environ.get("PYTHONPATH")
-    path = os.pathsep.join([*roots, inherited] if inherited else roots)
-    return {**os.environ, "PYTHONPATH": path}
+_STDERR = 2
+"""What the user's model prints goes where errors go: it is not ours to mix with."""
 
 
 def _run_worker(request: Path, observer: Observer) -> list[str]:
@@ -93,7 +88,7 @@ def _run_worker(request: Path, observer: Observer) -> list[str]:
 @contextmanager
 def _started(command: list[str], **options: Any) -> Iterator[subprocess.Popen[bytes]]:
     """A child process that does not outlive the block."""
-    process = subprocess.Popen(command, env=_environment(), stdin=subprocess.DEVNULL, stdout=sys.stderr, **options)
+    process = subprocess.Popen(command, env=environment(), stdin=subprocess.DEVNULL, stdout=_STDERR, **options)
     try:
         yield process
     finally:

@@ -171,6 +171,8 @@ class _TaskReader:
         reads = [s for s in op.reads if s.allocation in touched and s not in writes]
         known = {s.allocation for s in (*reads, *writes)}
         for allocation in touched:
+            if op.opaque:
+                self._buffers.note_tensor(allocation)
             whole = self._buffers.whole(allocation)
             scratch = allocation not in known
             if scratch:

@@ -140,6 +140,11 @@ class _Worker:
         from nimblec.frontend import pytorch
 
         torch.manual_seed(_SEED)
+        if self._request["precision"] != "keep":
+            arithmetic = {"fp32": "ieee", "tf32": "tf32"}[self._request["precision"]]
+            backends = torch.backends
+            for backend in (backends.cudnn.conv, backends.cudnn.rnn, backends.cuda.matmul):
+                backend.fp32_precision = arithmetic
         specs = tuple(InputSpec(**{**s, "shape": tuple(s["shape"])}) for s in self._request["inputs"])
         examples = dict(np.load(self._request["examples"])) if self._request["examples"] else {}
         dims = tuple((name, size) for name, size in self._request["dims"])

@@ -239,8 +239,8 @@ def _output_name(path: Sequence[Any], count: int) -> str:
     return f"output_{name}" if name[0].isdigit() else name
 
 
-def save(module: Any, example_inputs: Any, path: Path) -> None:
-    """Save a live module for another process.
+def save(module: Any, example_inputs: Any, folder: Path) -> Path:
+    """Save a live module for another process, in ``folder``: the file's path.
 
     A module whose classes can be imported there is pickled and captured as it runs; one made of
     classes of this script or of a function goes through torch.export. Raises TraceError where
@@ -248,8 +248,9 @@ def save(module: Any, example_inputs: Any, path: Path) -> None:
     """
     args, kwargs = split_arguments(example_inputs)
     if all(_is_importable(m) for m in module.modules()):
+        path = folder / "model.pt"
         torch.save((module, (args, kwargs)), path)
-        return
+        return path
     try:
         program = torch.export.export(module, args, kwargs, strict=False)
     except (RuntimeError, ValueError, TypeError, NotImplementedError, AssertionError) as exc:
@@ -258,7 +259,9 @@ def save(module: Any, example_inputs: Any, path: Path) -> None:
             f"{type(module).__name__}: torch.export refuses it ({first_line}): move its class into a module file, so "
             "that it can be captured as it runs"
         ) from exc
+    path = folder / "model.pt2"
     torch.export.save(program, path)
+    return path
 
 
 def _is_importable(module: torch.nn.Module) -> bool:

@@ -46,7 +46,12 @@ def main(path: str) -> int:
         compared = golden.check(record, outputs)
         repeated = golden.check(golden.record(record.seed, outputs, record.tolerance), again)
     verdicts = [
-        {"name": t.name, "verdict": c.verdict.value, "difference": c.difference, "repeat": r.verdict.value}
+        {
+            "name": t.name,
+            "verdict": c.verdict.value,
+            "difference": c.difference,
+            "repeat": "not the same state" if plan.state else r.verdict.value,
+        }
         for t, c, r in zip(loaded.outputs, compared, repeated, strict=True)
     ]
     json.dump({"outputs": verdicts, "seconds": seconds}, sys.stdout)
