@@ -27,10 +27,6 @@ PATH = Path(__file__).parent / "data" / "triton_block.plan"
 KERNELS = {"triton_layer_norm": 1, "triton_matmul": 2, "triton_gelu": 1, "triton_add": 1}
 """How often the model launches each kernel."""
 
-needs_plan = pytest.mark.skipif(
-    not PATH.exists(), reason="needs tests/data/triton_block.plan, which is made on an H200"
-)
-
 
 class FakeMemory:
     """Regions at made-up addresses, far from one another and from 0."""
@@ -49,7 +45,6 @@ def launches(plan: Plan) -> list[Launch]:
     return [c for program in plan.programs for c in program.commands if isinstance(c, Launch)]
 
 
-@needs_plan
 def test_the_plan_decodes_and_breaks_no_rule(plan: Plan) -> None:
     assert plan.target is Target.CUDA
     assert plan.device.compute_capability == (9, 0)
@@ -62,7 +57,6 @@ def test_the_plan_decodes_and_breaks_no_rule(plan: Plan) -> None:
     ]
 
 
-@needs_plan
 def test_it_holds_our_kernels_and_nothing_else(plan: Plan) -> None:
     assert {module.origin for module in plan.modules} == {"triton"}
     assert Counter(plan.kernels[launch.kernel].symbol for launch in launches(plan)) == KERNELS
@@ -73,20 +67,17 @@ def test_it_holds_our_kernels_and_nothing_else(plan: Plan) -> None:
     assert {name for module in plan.modules for name in cubin.entry_symbols(module.code)} == set(KERNELS)
 
 
-@needs_plan
 def test_kernels_of_one_name_and_different_code_are_told_apart(plan: Plan) -> None:
     products = [k for k in plan.kernels if k.symbol == "triton_matmul"]
     assert len({bytes(plan.modules[k.module].code) for k in products}) == len(products) == 2
 
 
-@needs_plan
 def test_it_holds_the_weights_once(plan: Plan) -> None:
     shapes = {w.name: w.shape for w in plan.weights}
     assert shapes == {"weight": (64,), "bias": (64,), "up": (64, 128), "down": (128, 64)}
     assert plan.state == ()
 
 
-@needs_plan
 def test_the_file_is_small_and_names_no_path() -> None:
     content = PATH.read_bytes()
     assert len(content) < 1 << 20
@@ -94,14 +85,12 @@ def test_the_file_is_small_and_names_no_path() -> None:
         assert mark not in content, mark
 
 
-@needs_plan
 def test_written_again_it_is_the_same_file(plan: Plan, tmp_path: Path) -> None:
     again = tmp_path / "again.plan"
     plan.save(again)
     assert again.read_bytes() == PATH.read_bytes()
 
 
-@needs_plan
 def test_its_checks_pass_and_the_run_is_left_out_where_no_gpu_is(missing_gpu: str | None) -> None:
     results = {check.name: check.result for check in verification.verify(PATH)}
     run = results.pop("golden")
@@ -110,7 +99,6 @@ def test_its_checks_pass_and_the_run_is_left_out_where_no_gpu_is(missing_gpu: st
     assert set(results.values()) <= {Result.PASSED, Result.SKIPPED}
 
 
-@needs_plan
 def test_the_command_line_shows_it(nimblec: "CommandLine") -> None:
     done = nimblec("inspect", PATH, "--json")
     assert done.status == 0, done
@@ -134,7 +122,6 @@ def assert_relocated(launch: Launch) -> None:
     assert bytes(untouched) == launch.params
 
 
-@needs_plan
 def test_parameters_are_relocated(plan: Plan) -> None:
     for launch in launches(plan):
         assert_relocated(launch)
@@ -143,7 +130,6 @@ def test_parameters_are_relocated(plan: Plan) -> None:
         assert regions <= {Region.ARENA, Region.WEIGHTS, Region.INPUT, Region.OUTPUT}
 
 
-@needs_plan
 def test_the_parameters_of_the_sum_are_known_to_the_last_byte(plan: Plan) -> None:
     (launch,) = (c for c in launches(plan) if plan.kernels[c.kernel].symbol == "triton_add")
     a, b, out = (r.pointer for r in sorted(launch.relocations, key=lambda r: r.param_offset))
@@ -161,7 +147,6 @@ def test_relocation_of_a_made_up_plan(launch: Launch) -> None:
     assert_relocated(launch)
 
 
-@needs_plan
 @pytest.mark.gpu
 def test_it_replays_its_golden_record_bit_for_bit(plan: Plan) -> None:
     import nimblert
