@@ -5,16 +5,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from nimblec.cuda import relocation
-from nimblec.cuda.allocator import STEP_NBYTES, Shift
+from nimblec.cuda import foreign
+from nimblec.cuda.allocator import STEP_NBYTES, Place, Shift
 from nimblec.cuda.inductor import _accesses
 from nimblec.cuda.relocation import Relocator, Target
 from nimblec.errors import UnsupportedModelError
+from nimblert.errors import CudaError
 
 FIRST = [0x7F00_0000_0000, 0x7F00_0000_0400, 0x7F00_0000_2000]
 SHIFT = (600 << 30) + 0x1234_5600
 SECOND = [address + SHIFT + i * STEP_NBYTES for i, address in enumerate(FIRST)]
 RESIDENT = 0x7E00_0000_0000
+DEVICE, HOST = 0x7D00_0000_0000, 0x7C00_0000_0000  # known to the driver, not to the allocator
 
 
 class _Resident:
@@ -29,10 +31,31 @@ class _Resident:
 
 
 @pytest.fixture
-def relocator(monkeypatch: pytest.MonkeyPatch) -> Relocator:
-    registered = {0x7D00_0000_0000}
-    monkeypatch.setattr(Relocator, "_is_registered", lambda _self, address: address in registered)
-    return Relocator(Shift(FIRST, SHIFT), _Resident())  # type: ignore[arg-type]
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The addresses that the driver was asked about; it knows 4 KiB of device and 4 KiB of host memory."""
+    addresses = []
+
+    def call(api: str, *args: int) -> object:
+        address = args[-1]
+        if api == "cuMemGetAddressRange":
+            return address // 4096 * 4096, 4096
+        addresses.append(address)
+        if address // 4096 == DEVICE // 4096:
+            return 2
+        if address // 4096 == HOST // 4096:
+            return 1
+        raise CudaError(api, "CUDA_ERROR_INVALID_VALUE")
+
+    attributes = SimpleNamespace(CU_POINTER_ATTRIBUTE_MEMORY_TYPE=2)
+    monkeypatch.setattr(foreign, "bindings", lambda: SimpleNamespace(CUpointer_attribute=attributes))
+    monkeypatch.setattr(foreign, "call", call)
+    return addresses
+
+
+@pytest.fixture
+def relocator(asked: list[int]) -> Relocator:
+    assert not asked
+    return Relocator(Shift(FIRST, SHIFT), _Resident(), foreign.ForeignMemory())  # type: ignore[arg-type]
 
 
 def _pack(*words: int) -> bytes:
@@ -73,14 +96,22 @@ def test_the_tail_of_odd_parameters_is_kept(relocator: Relocator) -> None:
 
 def test_a_word_that_stayed_may_be_resident(relocator: Relocator) -> None:
     found = relocator.relocate(_pack(RESIDENT + 8, RESIDENT + 520, 5), _pack(RESIDENT + 8, RESIDENT + 520, 5))
-    assert found.targets == ((0, Target(index=0, offset=8, resident=True)),)
+    assert found.targets == ((0, Target(index=0, offset=8, place=Place.RESIDENT)),)
     assert found.params == _pack(0, RESIDENT + 520, 5)  # the second one was freed: a number, or padding
 
 
-def test_memory_outside_the_allocator_is_refused(relocator: Relocator) -> None:
-    word = _pack(0x7D00_0000_0000)
-    with pytest.raises(UnsupportedModelError, match="outside torch's allocator"):
-        relocator.relocate(word, word)
+def test_device_memory_outside_the_allocator_is_found(relocator: Relocator, asked: list[int]) -> None:
+    words = _pack(DEVICE + 16, DEVICE + 24, 1 << 40)
+    found = relocator.relocate(words, words)
+    assert [t for _, t in found.targets] == [Target(index=0, offset=n, place=Place.FOREIGN) for n in (16, 24)]
+    assert found.params == _pack(0, 0, 1 << 40)
+    relocator.relocate(words, words)
+    assert asked == [DEVICE + 16, DEVICE + 24, 1 << 40]
+
+
+def test_host_memory_is_refused(relocator: Relocator) -> None:
+    with pytest.raises(UnsupportedModelError, match="host memory"):
+        relocator.relocate(_pack(HOST), _pack(HOST))
 
 
 def test_an_address_must_be_one(relocator: Relocator) -> None:
@@ -92,22 +123,6 @@ def test_an_address_must_be_one(relocator: Relocator) -> None:
 def test_the_shift_of_every_allocation_is_its_own() -> None:
     assert len({b - a for a, b in zip(FIRST, SECOND, strict=True)}) == len(FIRST)
     assert Shift(FIRST, SHIFT).locate(FIRST[2], SECOND[2] + STEP_NBYTES) is None
-
-
-def test_registered_memory_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    monkeypatch.setattr(relocation, "call", lambda *args: asked.append(args))
-    monkeypatch.setattr(
-        relocation,
-        "bindings",
-        lambda: SimpleNamespace(CUpointer_attribute=SimpleNamespace(CU_POINTER_ATTRIBUTE_MEMORY_TYPE=2)),
-    )
-    relocator = Relocator(Shift(FIRST, SHIFT), _Resident())  # type: ignore[arg-type]
-    word = _pack(0x7C00_0000_0000)
-    for _ in range(2):
-        with pytest.raises(UnsupportedModelError):
-            relocator.relocate(word, word)
-    assert len(asked) == 1
 
 
 def test_the_names_of_a_generated_kernel_tell_what_it_writes() -> None:

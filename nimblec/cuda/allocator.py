@@ -6,6 +6,7 @@ another distance: the difference of a word in two captures names the allocation 
 """
 
 import ctypes
+import enum
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,14 @@ _RESERVED_NBYTES = 512 << 30
 
 STEP_NBYTES = 3 * _ALIGNMENT
 """By how much the distance between two zones grows with each allocation."""
+
+
+class Place(enum.Enum):
+    """Where an allocation is: in a capture's zone, in the resident zone, or outside torch's allocator."""
+
+    CAPTURE = "capture"
+    RESIDENT = "resident"
+    FOREIGN = "foreign"
 
 
 class Zone:

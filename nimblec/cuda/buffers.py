@@ -3,8 +3,9 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from nimblec.cuda.allocator import Zone
+from nimblec.cuda.allocator import Place, Zone
 from nimblec.cuda.capture import ByteRange
+from nimblec.cuda.foreign import ForeignMemory
 from nimblec.cuda.relocation import Target
 from nimblec.errors import UnsupportedModelError
 from nimblec.ir import Access, Buffer, BufferKind
@@ -28,10 +29,10 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """The ``index``-th allocation of the capture's zone, or of the resident zone."""
+    """The ``index``-th allocation of a place."""
 
     index: int
-    resident: bool = False
+    place: Place = Place.CAPTURE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,9 +47,13 @@ class Span:
 class BufferTable:
     """Buffers of the IR, numbered as they are first asked for."""
 
-    def __init__(self, zone: Zone, resident: Zone, contents: Mapping[Allocation, Content]) -> None:
+    def __init__(
+        self, zone: Zone, resident: Zone, foreign: ForeignMemory, contents: Mapping[Allocation, Content]
+    ) -> None:
         self._zone = zone
         self._resident = resident
+        self._foreign = foreign
+        self._places = {Place.CAPTURE: zone, Place.RESIDENT: resident, Place.FOREIGN: foreign}
         self._contents = contents
         self._numbers: dict[Allocation, int] = {}
         self._tensors: set[Allocation] = set()
@@ -56,10 +61,10 @@ class BufferTable:
 
     def span(self, where: ByteRange) -> Span | None:
         """The allocation under absolute addresses of the first capture; None for foreign memory."""
-        for zone, resident in ((self._zone, False), (self._resident, True)):
+        for zone, place in ((self._zone, Place.CAPTURE), (self._resident, Place.RESIDENT)):
             index = zone.find(where.begin)
-            if index is not None and (not resident or zone.addresses[index] in zone.live):
-                allocation = Allocation(index, resident)
+            if index is not None and (place is Place.CAPTURE or zone.addresses[index] in zone.live):
+                allocation = Allocation(index, place)
                 self.note_tensor(allocation)
                 offset = where.begin - zone.addresses[index]
                 return Span(allocation=allocation, offset=offset, nbytes=where.end - where.begin)
@@ -104,16 +109,18 @@ class BufferTable:
 
     def addresses(self) -> tuple[int, ...]:
         """Where the first capture had each buffer, by number."""
-        return tuple((self._resident if a.resident else self._zone).addresses[a.index] for a in self._numbers)
+        return tuple(self._places[a.place].addresses[a.index] for a in self._numbers)
 
     def _nbytes(self, allocation: Allocation) -> int:
-        return (self._resident if allocation.resident else self._zone).sizes[allocation.index]
+        return self._places[allocation.place].sizes[allocation.index]
 
     def _buffer(self, allocation: Allocation, *, written: bool) -> Buffer:
         nbytes = self._nbytes(allocation)
         content = self._contents.get(allocation)
         if content is None:
-            if allocation.resident:
+            if allocation.place is Place.FOREIGN:
+                return self._foreign_buffer(allocation)
+            if allocation.place is Place.RESIDENT:
                 raise UnsupportedModelError(
                     f"{nbytes} bytes that were allocated before the run are used in it, and no tensor that Python "
                     "can see owns them: keep such tensors as parameters, buffers or attributes of the module"
@@ -130,6 +137,11 @@ class BufferTable:
             data=content.data,
         )
 
+    def _foreign_buffer(self, allocation: Allocation) -> Buffer:
+        data = self._foreign.content(allocation.index)
+        name = f"memory of a library {allocation.index}"
+        return Buffer(kind=BufferKind.STATE, nbytes=data.nbytes, name=name, shape=(data.nbytes,), data=data)
+
     def _temporary_kind(self, allocation: Allocation) -> BufferKind:
         if allocation in self._outputs:
             return BufferKind.OUTPUT
@@ -138,4 +150,4 @@ class BufferTable:
 
 def allocation_of(target: Target) -> Allocation:
     """The allocation that a relocation points to."""
-    return Allocation(target.index, target.resident)
+    return Allocation(target.index, target.place)

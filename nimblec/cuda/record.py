@@ -11,6 +11,7 @@ from nimblec.cuda.allocator import BumpAllocator, Shift, Zone
 from nimblec.cuda.buffers import BufferTable, Span
 from nimblec.cuda.capture import ByteRange, Capture, SourceTracker, capture
 from nimblec.cuda.cupti import CodeRecorder
+from nimblec.cuda.foreign import ForeignMemory
 from nimblec.cuda.modules import CodeIndex
 from nimblec.cuda.relocation import Relocator
 from nimblec.cuda.residents import Resident, contents, find_residents, move_into, note_mutations
@@ -77,12 +78,13 @@ class ModelRecorder:
                 f"two captures of the model allocated differently ({len(first_zone.sizes)} and "
                 f"{len(second_zone.sizes)} times): it does not run the same way each time"
             )
-        buffers = BufferTable(first_zone, self._allocator.resident, contents(self._residents))
+        resident, foreign = self._allocator.resident, ForeignMemory()
+        buffers = BufferTable(first_zone, resident, foreign, contents(self._residents))
         graph = build_graph(
             first,
             second,
             code=CodeIndex(self._code),
-            relocator=Relocator(Shift(first_zone.addresses, shift), self._allocator.resident),
+            relocator=Relocator(Shift(first_zone.addresses, shift), resident, foreign),
             buffers=buffers,
             inputs=self._input_views(first_zone, buffers),
             outputs=_output_views(outputs, buffers),

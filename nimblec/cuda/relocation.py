@@ -4,21 +4,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nimblec.cuda.allocator import Shift, Zone
+from nimblec.cuda.allocator import Place, Shift, Zone
+from nimblec.cuda.foreign import ForeignMemory
 from nimblec.errors import UnsupportedModelError
-from nimblert.driver import bindings, call
-from nimblert.errors import CudaError
 
 _LOWEST_POINTER = 1 << 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """Byte ``offset`` of an allocation: the ``index``-th of the capture's zone, or a resident one."""
+    """Byte ``offset`` of the ``index``-th allocation of a place."""
 
     index: int
     offset: int
-    resident: bool = False
+    place: Place = Place.CAPTURE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,14 +33,14 @@ class Relocator:
 
     A word that moved as an allocation did is a pointer to it. Any other byte that differs is what
     the stack held under padding: zero (the bytes beside it may be a number of one byte). A word
-    that stayed is a number, unless it is the address of a resident allocation, or of memory that CUDA knows and
-    the allocator never saw, which is refused.
+    that stayed is a number, unless it is the address of a resident allocation, or of memory that CUDA
+    knows and the allocator never saw.
     """
 
-    def __init__(self, shift: Shift, resident: Zone) -> None:
+    def __init__(self, shift: Shift, resident: Zone, foreign: ForeignMemory) -> None:
         self._shift = shift
         self._resident = resident
-        self._registered: dict[int, bool] = {}
+        self._foreign = foreign
 
     def relocate(self, first: bytes, second: bytes) -> RelocatedParams:
         """The parameters of one launch, from its buffers in the two captures."""
@@ -73,22 +72,10 @@ class Relocator:
         if index is not None:
             address = self._resident.addresses[index]
             alive = address in self._resident.live
-            return Target(index=index, offset=first - address, resident=True) if alive else None
-        if not self._resident.base <= first < self._resident.end and self._is_registered(first):
-            raise UnsupportedModelError(
-                f"it is given the address {first:#x} of memory that a library holds outside torch's "
-                "allocator, so a plan cannot carry its contents"
-            )
-        return None
-
-    def _is_registered(self, address: int) -> bool:
-        if address not in self._registered:
-            attribute = bindings().CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
-            try:
-                call("cuPointerGetAttribute", attribute, address)
-                self._registered[address] = True
-            except CudaError as exc:
-                if exc.result != "CUDA_ERROR_INVALID_VALUE":
-                    raise
-                self._registered[address] = False
-        return self._registered[address]
+            return Target(index=index, offset=first - address, place=Place.RESIDENT) if alive else None
+        if first < _LOWEST_POINTER or self._resident.base <= first < self._resident.end:
+            return None
+        index = self._foreign.find(first)
+        if index is None:
+            return None
+        return Target(index=index, offset=first - self._foreign.addresses[index], place=Place.FOREIGN)

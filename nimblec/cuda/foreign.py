@@ -1,0 +1,56 @@
+"""Device memory that a library allocated past torch: cuDNN's own counters, for one."""
+
+import numpy as np
+
+from nimblec.errors import UnsupportedModelError
+from nimblert.driver import bindings, call
+from nimblert.errors import CudaError
+
+_DEVICE_MEMORY = 2  # CU_MEMORYTYPE_DEVICE
+
+
+class ForeignMemory:
+    """The allocations met so far: ``addresses`` and ``sizes`` in the order of meeting.
+
+    Nobody says what is in them, so a plan carries their contents, as state: what a run leaves there
+    the next one finds.
+    """
+
+    def __init__(self) -> None:
+        self.addresses: list[int] = []
+        self.sizes: list[int] = []
+        self._known: dict[int, int | None] = {}
+
+    def find(self, address: int) -> int | None:
+        """The allocation that holds ``address``; None where CUDA knows no memory there.
+
+        Raises UnsupportedModelError for host memory that the GPU can reach: it may change at any time.
+        """
+        if address not in self._known:
+            self._known[address] = self._look_up(address)
+        return self._known[address]
+
+    def content(self, index: int) -> memoryview:
+        """What an allocation holds now."""
+        host = np.empty(self.sizes[index], np.uint8)
+        call("cuMemcpyDtoH", host.ctypes.data, self.addresses[index], host.nbytes)
+        return memoryview(host)
+
+    def _look_up(self, address: int) -> int | None:
+        attribute = bindings().CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
+        try:
+            kind = int(call("cuPointerGetAttribute", attribute, address))
+        except CudaError as exc:
+            if exc.result != "CUDA_ERROR_INVALID_VALUE":
+                raise
+            return None
+        if kind != _DEVICE_MEMORY:
+            raise UnsupportedModelError(
+                f"it is given the address {address:#x} of host memory, which a plan cannot carry: keep what it reads "
+                "in a tensor on the device"
+            )
+        base, nbytes = (int(n) for n in call("cuMemGetAddressRange", address))
+        if base not in self.addresses:
+            self.addresses.append(base)
+            self.sizes.append(nbytes)
+        return self.addresses.index(base)
