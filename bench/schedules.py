@@ -34,9 +34,6 @@ MODELS = (
     "bench.models.bert_base:fp16",
     "bench.models.gpt2:bf16",
     "bench.models.resnet50:fp32",
-    "bench.models.mobilenet_v2:fp16",
-    "bench.models.bert_base:fp16_compiled",
-    "bench.models.resnet50:fp16_compiled",
 )
 
 
@@ -120,7 +117,7 @@ def markdown(results: dict[str, Any]) -> str:
         pool = r["torch"]["graph_pool_nbytes"] / 2**20 if isinstance(r["torch"], dict) else float("nan")
         lines.append(
             f"| {spec.removeprefix('bench.models.')} | {chain:.0f} | {chosen:.0f} | {chain / chosen:.2f} "
-            f"| {r['policy']} | {r['streams']} / {r['events']} | {r['arena_nbytes'] / 2**20:.1f} / "
+            f"| {r['policy']} | {r['streams']} / {r['candidates'][r['policy']][1]} | {r['arena_nbytes'] / 2**20:.1f} / "
             f"{r['arena_lower_bound_nbytes'] / 2**20:.1f} MiB | {pool:.1f} MiB |"
         )
     return "\n".join(lines)
@@ -128,17 +125,19 @@ def markdown(results: dict[str, Any]) -> str:
 
 def main(arguments: list[str]) -> None:
     """Measure the models named, or all."""
-    if "--markdown" in arguments:
-        print(markdown(json.loads(RESULTS.read_text())))
-        return
-    results: dict[str, Any] = {"models": {}}
     level = next((int(a[2:]) for a in arguments if a.startswith("-O")), 0)
-    specs = [a for a in arguments if not a.startswith("-")] or MODELS
+    path = RESULTS.with_stem(f"schedules-O{level}") if level else RESULTS
+    if "--markdown" in arguments:
+        print(markdown(environment.read(path)))
+        return
+    level = next((int(a[2:]) for a in arguments if a.startswith("-O")), 0)
+    path = RESULTS.with_stem(f"schedules-O{level}") if level else RESULTS
+    results: dict[str, Any] = {"models": {}}
     with tempfile.TemporaryDirectory() as folder:
-        for spec in specs:
+        for spec in [a for a in arguments if not a.startswith("-")] or MODELS:
             results["models"][spec] = measure(spec, Path(folder), level)
-            print(spec, json.dumps(results["models"][spec]), flush=True)
-    environment.write(RESULTS.with_stem(f"schedules-O{level}") if level else RESULTS, results)
+            print(spec, results["models"][spec]["gpu_us"], flush=True)
+            environment.write(path, results)
     print(markdown(results))
 
 
