@@ -9,6 +9,8 @@ from nimblec.errors import CompileError
 from nimblec.processes import environment
 
 _TIMEOUT_S = 60
+_SLOWEST_NBYTES_S = 20_000_000
+"""How fast even a slow disk gives a large plan's bytes."""
 
 
 def differing_output(plan: Path) -> str | None:
@@ -17,12 +19,13 @@ def differing_output(plan: Path) -> str | None:
     Raises CompileError where the plan does not run at all.
     """
     command = [sys.executable, "-m", "nimblert.check", str(plan)]
+    timeout_s = _TIMEOUT_S + plan.stat().st_size // _SLOWEST_NBYTES_S
     try:
         done = subprocess.run(
-            command, env=environment(), stdin=subprocess.DEVNULL, capture_output=True, check=False, timeout=_TIMEOUT_S
+            command, env=environment(), stdin=subprocess.DEVNULL, capture_output=True, check=False, timeout=timeout_s
         )
     except subprocess.TimeoutExpired as exc:
-        raise CompileError(f"the plan did not end in {_TIMEOUT_S} s in a process without the framework") from exc
+        raise CompileError(f"the plan did not end in {timeout_s} s in a process without the framework") from exc
     if done.returncode:
         last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
         raise CompileError(f"the plan does not run in a process without the framework: {' '.join(last)}")

@@ -33,6 +33,15 @@ def compile_cpu(source: Source, options: Options, output: Path, observer: Observ
     Raises CompileError where the model cannot be compiled, or where the replay is not what a plain
     ONNX Runtime session computes.
     """
+    _write_plan(source, options, output, observer)  # and let go of all it mapped
+    with stage(observer, "check"):
+        problem = differing_output(output)
+        if problem:
+            raise CompileError(problem)
+    return ()
+
+
+def _write_plan(source: Source, options: Options, output: Path, observer: Observer) -> None:
     with tempfile.TemporaryDirectory(prefix="nimblec-", dir=output.parent) as scratch:  # where room for a plan is
         path = Path(source.model)
         if source.kind != "onnx":
@@ -57,11 +66,6 @@ def compile_cpu(source: Source, options: Options, output: Path, observer: Observ
             plan = _with_golden(plan, model, path.parent)
     with stage(observer, "write"):
         container.write(plan, output)
-    with stage(observer, "check"):
-        problem = differing_output(output)
-        if problem:
-            raise CompileError(problem)
-    return ()
 
 
 def _specs(options: Options) -> tuple[InputSpec, ...]:
