@@ -1,0 +1,56 @@
+"""Which calls a generated kernel can compute together with their neighbours."""
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+
+from nimblec.optimize.rewriter import fake, is_pure, views
+
+aten = torch.ops.aten
+
+_TAGS = (torch.Tag.pointwise, torch.Tag.reduction) if hasattr(torch.Tag, "reduction") else (torch.Tag.pointwise,)
+
+_NAMES = frozenset({
+    # pointwise, but not tagged so
+    "hardtanh", "hardswish", "hardsigmoid", "leaky_relu", "elu", "softplus", "mish", "log_sigmoid_forward", "prelu",
+    "_to_copy", "copy", "full_like", "zeros_like", "ones_like", "masked_fill", "where", "clamp",
+    # reductions
+    "mean", "sum", "prod", "amax", "amin", "max", "min", "argmax", "argmin", "any", "all", "var", "var_mean",
+    "_softmax", "_log_softmax", "linalg_vector_norm", "logsumexp",
+    # normalisations
+    "native_layer_norm", "native_group_norm", "_native_batch_norm_legit_no_training", "_fused_rms_norm", "rms_norm",
+    # copies and gathers
+    "cat", "stack", "clone", "constant_pad_nd", "embedding", "gather", "index", "index_select", "roll", "flip",
+    "repeat", "reshape", "slice_scatter", "select_scatter", "upsample_nearest2d", "upsample_nearest1d",
+    "upsample_bilinear2d", "avg_pool2d", "max_pool2d_with_indices", "_adaptive_avg_pool2d",
+    "reflection_pad2d", "replication_pad2d",
+})
+"""Names of the aten namespace, for all their overloads without out arguments."""
+
+_STENCILS = frozenset({"avg_pool2d", "max_pool2d_with_indices", "_adaptive_avg_pool2d", "upsample_bilinear2d"})
+
+
+def is_fusible(node: fx.Node) -> bool:
+    """Whether a generated kernel can compute the call; its results are all dense tensors."""
+    target = node.target
+    if not isinstance(target, OpOverload) or target.namespace != "aten" or not is_pure(node):
+        return False
+    results = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else [node.meta["val"]]
+    if not all(isinstance(value, Tensor) and value.numel() and not value.is_complex() for value in results):
+        return False
+    return any(tag in target.tags for tag in _TAGS) or target._schema.name.partition("::")[2] in _NAMES
+
+
+def is_stencil(node: fx.Node) -> bool:
+    """Whether each result reads a neighbourhood, so that computing its argument on the fly would repeat work."""
+    return isinstance(node.target, OpOverload) and node.target._schema.name.partition("::")[2] in _STENCILS
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the result lies in the memory of an argument; needs values inferred in one go."""
+    viewed = views(node)
+    if viewed is None:
+        return False
+    value = node.meta["val"]
+    part = value[0] if isinstance(value, (tuple, list)) else value
+    return part.untyped_storage()._cdata == fake(viewed).untyped_storage()._cdata

@@ -1,0 +1,154 @@
+"""Regions compiled by Inductor: Triton kernels on a GPU, C++ on the CPU; each region is one op.
+
+As an op, a region is seen by dispatch modes as one call with the tensors it reads and returns, and
+what the generated code allocates and launches inside belongs to it.
+"""
+
+import hashlib
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._guards import TracingContext, tracing
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from nimblec.optimize.bias import free_biases
+from nimblec.optimize.fusible import is_view
+from nimblec.optimize.regions import Extract, extract, partition, replace
+from nimblec.optimize.rewriter import Rewriter
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, while it imports itself
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.virtualized import V
+
+OPTIONS: Mapping[str, Any] = {
+    "keep_output_stride": True,
+    "fx_graph_cache": True,
+    "triton.cudagraphs": False,
+    "triton.unique_kernel_names": True,
+    "cpp_wrapper": False,
+}
+"""Inductor's settings: results lie in memory as eager's do; kernels have names that say what they fuse."""
+
+Compiled = Callable[[list[Tensor]], Sequence[Tensor]]
+
+_LIBRARY = torch.library.Library("nimblec", "FRAGMENT")
+"""The namespace of the ops; torch keeps them as long as the process lives."""
+
+
+def compile_regions(module: fx.GraphModule, options: Mapping[str, Any] = OPTIONS) -> fx.GraphModule:
+    """A graph in which each region is one call of an op of generated kernels; equal regions share one.
+
+    A region that Inductor refuses stays as it is. ``module`` stays as it is.
+    """
+    result = fx.GraphModule(module, module.graph.__deepcopy__(), class_name=type(module).__name__)
+    free_biases(result)
+    replacements: dict[OpOverload, list[Extract]] = {}
+    for region in partition(result):
+        extracted = extract(region)
+        target = _op(extracted, options)
+        if target is not None:
+            replacements.setdefault(target, []).append(extracted)
+    replace(result, replacements)
+    Rewriter(result).finish()
+    return result
+
+
+def signature(extracted: Extract) -> str:
+    """What tells regions apart: calls, arguments, and dtypes, shapes and strides of the inputs."""
+    names: dict[fx.Node, str] = {}
+    lines = []
+    for node in extracted.module.graph.nodes:
+        names[node] = f"%{len(names)}"
+        arguments = fx.map_arg((node.args, node.kwargs), names.__getitem__)
+        described = _described(node.meta["val"]) if node.op == "placeholder" else ""
+        called = node.target if node.op == "call_function" else node.op
+        lines.append(f"{names[node]} = {called} {arguments} {described}")
+    return "\n".join(lines)
+
+
+def _described(value: Tensor) -> str:
+    return f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.device}"
+
+
+def _op(extracted: Extract, options: Mapping[str, Any]) -> OpOverload | None:
+    """The op that computes a region, registered at its first use."""
+    text = signature(extracted) + repr(sorted(options.items()))
+    name = f"{_title(extracted)}_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    if not hasattr(torch.ops.nimblec, name):
+        compiled = _compile(extracted, options)
+        if compiled is None:
+            return None
+        _register(name, compiled, [node.meta["val"] for node in extracted.outputs])
+    packet = getattr(torch.ops.nimblec, name)
+    overload: OpOverload = packet.default
+    return overload
+
+
+def _title(extracted: Extract) -> str:
+    """The names of a region's first calls, as Inductor names its kernels."""
+    targets = [n.target for n in extracted.module.graph.nodes if isinstance(n.target, OpOverload) and not is_view(n)]
+    names = dict.fromkeys(target._schema.name.partition("::")[2].strip("_") for target in targets)
+    return "_".join(["fused", *list(names)[:4]])
+
+
+def _compile(extracted: Extract, options: Mapping[str, Any]) -> Compiled | None:
+    """Generate code for a region; None where Inductor cannot."""
+    mode = FakeTensorMode()
+    inputs = [_fake(node.meta["val"], mode) for node in extracted.inputs]
+    with torch.no_grad(), config.patch(dict(options)):
+        with mode:
+            decomposed = make_fx(extracted.module, decomposition_table=select_decomp_table())(*inputs)
+        output = decomposed.graph.output_node()
+        output.args = (tuple(output.args[0]),)
+        output.meta["user_visible_output_idxs"] = list(range(len(extracted.outputs)))
+        output.meta["original_output_strides"] = [tuple(n.meta["val"].stride()) for n in extracted.outputs]
+        try:
+            with V.set_fake_mode(mode), tracing(TracingContext(mode)):
+                compiled: Compiled = compile_fx_inner(decomposed, inputs)
+        except (RuntimeError, NotImplementedError):  # InductorError is a RuntimeError
+            return None
+    return compiled
+
+
+def _fake(like: Tensor, mode: FakeTensorMode) -> FakeTensor:
+    with mode:
+        fake: FakeTensor = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+    return fake
+
+
+def _register(name: str, compiled: Compiled, outputs: Sequence[Tensor]) -> None:
+    """Make an op of a compiled region; its results are new memory, all of them."""
+    described = [(tuple(t.shape), tuple(t.stride()), t.dtype, t.device) for t in outputs]
+
+    def run(inputs: list[Tensor]) -> list[Tensor]:
+        with torch.no_grad():
+            results = _separate(compiled(list(inputs)), inputs)
+        for tensor, (shape, strides, dtype, _) in zip(results, described, strict=True):
+            assert (tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype) == (shape, strides, dtype), name
+        return results
+
+    def infer(inputs: list[Tensor]) -> list[Tensor]:  # noqa: ARG001 - the shapes are static
+        return [torch.empty_strided(shape, strides, dtype=dtype, device=on) for shape, strides, dtype, on in described]
+
+    _LIBRARY.define(f"{name}(Tensor[] inputs) -> Tensor[]")
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"nimblec::{name}", infer, lib=_LIBRARY)
+
+
+def _separate(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Generated code returns equal results once, and inputs as they are."""
+    taken = {tensor.untyped_storage().data_ptr() for tensor in inputs}
+    separate = []
+    for result in results:
+        own = result if result.untyped_storage().data_ptr() not in taken else result.clone()
+        taken.add(own.untyped_storage().data_ptr())
+        separate.append(own)
+    return separate

@@ -1,0 +1,222 @@
+"""Regions: maximal groups of calls that generated kernels compute, each of which can be one op.
+
+A region is connected and can run as a whole: what it reads is there before its first call, and
+nothing outside lies between two of its calls. Pooling and the like may only begin a region. Views
+belong to no region: each region makes those it reads for itself, which costs nothing.
+"""
+
+import heapq
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from torch import fx
+from torch._ops import OpOverload
+
+from nimblec.optimize.fusible import is_fusible, is_stencil, is_view
+from nimblec.optimize.rewriter import Rewriter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """Calls in the order of the graph, at least two of them."""
+
+    calls: tuple[fx.Node, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extract:
+    """A region as a graph of its own.
+
+    ``module`` takes the values of ``inputs`` and returns a tuple of those of ``outputs``, all nodes of
+    the graph that the region is part of.
+    """
+
+    module: fx.GraphModule
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+
+
+def partition(module: fx.GraphModule) -> tuple[Region, ...]:
+    """The regions of a graph, disjoint; contracting them all leaves the graph without a cycle."""
+    Rewriter(module).propagate()
+    units = _units(module.graph)
+    groups = _Groups(units)
+    for number, unit in enumerate(units.producers):
+        if units.fusible[number] and not is_stencil(units.nodes[number]):
+            for producer in sorted(unit, reverse=True):
+                if units.fusible[producer]:
+                    groups.merge(producer, number)
+    found = ([units.nodes[n] for n in group] for group in groups.all() if units.fusible[group[0]])
+    return tuple(Region(calls=tuple(calls)) for calls in found if len(calls) > 1)
+
+
+def extract(region: Region) -> Extract:
+    """Copy a region, with the views that it reads and the parts of its results, into a graph of its own."""
+    inside = frozenset(region.calls)
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    inputs: list[fx.Node] = []
+
+    def copy(node: fx.Node) -> fx.Node:
+        if node not in copies:
+            if node in inside or is_view(node) or _whole(node) in inside:
+                copies[node] = graph.node_copy(node, copy)
+            else:
+                with graph.inserting_after(copies[inputs[-1]] if inputs else graph._root):
+                    copies[node] = graph.placeholder(f"input_{len(inputs)}")
+                copies[node].meta = dict(node.meta)
+                inputs.append(node)
+        return copies[node]
+
+    for call in region.calls:
+        copy(call)
+    outputs = tuple(_read_outside(region))
+    graph.output(tuple(copy(node) for node in outputs))
+    return Extract(module=fx.GraphModule({}, graph), inputs=tuple(inputs), outputs=outputs)
+
+
+def replace(module: fx.GraphModule, replacements: Mapping[OpOverload, Sequence[Extract]]) -> None:
+    """Let calls of ops, which take and return lists of tensors, take the place of the regions they compute."""
+    graph = module.graph
+    parts: dict[fx.Node, fx.Node] = {}
+    with graph.inserting_before(graph.output_node()):
+        for target, extracts in replacements.items():
+            for extracted in extracts:
+                call = graph.call_function(target, (list(extracted.inputs),))
+                call.meta["val"] = [node.meta["val"] for node in extracted.outputs]
+                call.meta["source"] = extracted.outputs[0].meta.get("source", "")
+                for i, node in enumerate(extracted.outputs):
+                    parts[node] = graph.call_function(operator.getitem, (call, i))
+                    parts[node].meta = dict(node.meta)
+    for node, part in parts.items():
+        node.replace_all_uses_with(part)
+    _sort(graph)
+    graph.eliminate_dead_code()
+    graph.lint()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Units:
+    """The calls that run, by number, and the numbers of those whose results each of them reads.
+
+    Views and the parts of a result are not counted: they belong to whom they are made of.
+    """
+
+    nodes: tuple[fx.Node, ...]
+    producers: tuple[frozenset[int], ...]
+    fusible: tuple[bool, ...]
+
+
+def _units(graph: fx.Graph) -> _Units:
+    numbers: dict[fx.Node, int] = {}
+    nodes: list[fx.Node] = []
+    producers: list[frozenset[int]] = []
+    for node in graph.nodes:
+        if node.op != "call_function" or is_view(node) or _whole(node) is not node:
+            continue
+        numbers[node] = len(nodes)
+        nodes.append(node)
+        producers.append(frozenset(numbers[n] for n in _makers(node) if n in numbers))
+    return _Units(nodes=tuple(nodes), producers=tuple(producers), fusible=tuple(is_fusible(n) for n in nodes))
+
+
+def _makers(node: fx.Node) -> Iterator[fx.Node]:
+    """The calls, inputs and constants that the arguments of ``node`` lie in the results of."""
+    for source in node.all_input_nodes:
+        if is_view(source):
+            yield from _makers(source)
+        else:
+            yield _whole(source)
+
+
+def _whole(node: fx.Node) -> fx.Node:
+    """The call that ``node`` is a part of the result of; any other node itself."""
+    if node.target is operator.getitem and not is_view(node):
+        whole: fx.Node = node.args[0]  # type: ignore[assignment]
+        return whole
+    return node
+
+
+class _Groups:
+    """Disjoint groups of units, merged as long as the graph of groups has no cycle.
+
+    For each group, ``_before`` is the set, as bits, of groups that it depends on, and ``_reads``
+    those among them it depends on directly.
+    """
+
+    def __init__(self, units: _Units) -> None:
+        self._members: dict[int, list[int]] = {n: [n] for n in range(len(units.nodes))}
+        self._group = list(range(len(units.nodes)))
+        self._reads = [sum(1 << p for p in producers) for producers in units.producers]
+        self._before: list[int] = []
+        for reads in self._reads:
+            self._before.append(reads | _union(self._before, reads))
+
+    def merge(self, first: int, second: int) -> None:
+        """Make one group of those of two units, unless another group would lie between them."""
+        a, b = self._group[first], self._group[second]
+        if a == b or self._between(a, b) or self._between(b, a):
+            return
+        both = (1 << a) | (1 << b)
+        self._before[a] = (self._before[a] | self._before[b]) & ~both
+        self._reads[a] = (self._reads[a] | self._reads[b]) & ~both
+        for unit in self._members[b]:
+            self._group[unit] = a
+        self._members[a] = sorted(self._members[a] + self._members.pop(b))
+        for group in self._members:
+            if group != a and self._before[group] & both:
+                self._before[group] = (self._before[group] & ~(1 << b)) | (1 << a) | self._before[a]
+                if self._reads[group] >> b & 1:
+                    self._reads[group] = (self._reads[group] & ~(1 << b)) | (1 << a)
+
+    def all(self) -> Iterable[list[int]]:
+        """The units of each group in order, groups by their first unit."""
+        return sorted(self._members.values())
+
+    def _between(self, a: int, b: int) -> bool:
+        """Whether ``b`` depends on ``a`` through a third group."""
+        through = _union(self._before, self._reads[b] & ~(1 << a))
+        return bool(through >> a & 1)
+
+
+def _union(sets: list[int], chosen: int) -> int:
+    """The union of the sets whose bits are set in ``chosen``."""
+    union = 0
+    while chosen:
+        low = chosen & -chosen
+        union |= sets[low.bit_length() - 1]
+        chosen ^= low
+    return union
+
+
+def _read_outside(region: Region) -> Iterator[fx.Node]:
+    """The results, or parts of them, that something outside reads, itself or a view of it."""
+    inside = frozenset(region.calls)
+    for call in region.calls:
+        parts = [user for user in call.users if user.target is operator.getitem] or [call]
+        yield from (part for part in parts if _leaves(part, inside))
+
+
+def _leaves(node: fx.Node, inside: frozenset[fx.Node]) -> bool:
+    return any(_leaves(user, inside) if is_view(user) else user not in inside for user in node.users)
+
+
+def _sort(graph: fx.Graph) -> None:
+    """Order the nodes so that each comes after what it reads, else as they were."""
+    nodes = list(graph.nodes)
+    place = {node: n for n, node in enumerate(nodes)}
+    waiting = {node: len(node.all_input_nodes) for node in nodes}
+    ready = [n for n, node in enumerate(nodes) if not waiting[node]]
+    ordered: list[fx.Node] = []
+    while ready:
+        node = nodes[heapq.heappop(ready)]
+        ordered.append(node)
+        for user in node.users:
+            waiting[user] -= 1
+            if not waiting[user]:
+                heapq.heappush(ready, place[user])
+    assert len(ordered) == len(nodes), "regions depend on each other"
+    for before, after in pairwise(ordered):
+        before.append(after)

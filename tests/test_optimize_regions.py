@@ -1,0 +1,253 @@
+"""Regions: connected, convex and maximal by an obvious definition; as graphs of their own, equal results."""
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import networkx as nx
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rewriting import FAMILIES, assert_same, counts, family, record
+from torch import Tensor, fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nimblec.optimize import inductor, optimize
+from nimblec.optimize.bias import free_biases
+from nimblec.optimize.fusible import is_fusible, is_stencil, is_view
+from nimblec.optimize.inductor import compile_regions, signature
+from nimblec.optimize.regions import Extract, Region, extract, partition, replace
+
+
+def _as_calls(module: fx.GraphModule, regions: Sequence[Region]) -> fx.GraphModule:
+    """A copy in which each region is one call of its own graph."""
+    result = fx.GraphModule(module, module.graph.__deepcopy__())
+    twins = dict(zip(module.graph.nodes, result.graph.nodes, strict=True))
+
+    def function(extracted: Extract) -> Callable[[list[Tensor]], Any]:
+        return lambda inputs: extracted.module(*inputs)
+
+    extracts = [extract(Region(calls=tuple(twins[c] for c in region.calls))) for region in regions]
+    replace(result, {function(e): [e] for e in extracts})
+    result.recompile()
+    return result
+
+
+def _dependencies(module: fx.GraphModule) -> nx.DiGraph:
+    graph = nx.DiGraph()
+    for node in module.graph.nodes:
+        graph.add_node(node)
+        graph.add_edges_from((source, node) for source in node.all_input_nodes)
+    return graph
+
+
+def _contracted(graph: nx.DiGraph, groups: Sequence[Sequence[fx.Node]]) -> nx.DiGraph:
+    """The graph with each group as one node; a view that only serves a group does not tie it to others."""
+    name = {node: ("group", i) for i, group in enumerate(groups) for node in group}
+    result = nx.DiGraph()
+    for node in graph:
+        if is_view(node) or node.target is operator.getitem:
+            continue
+        mine = name.get(node, node)
+        result.add_node(mine)
+        for source in _sources(node):
+            if name.get(source, source) != mine:
+                result.add_edge(name.get(source, source), mine)
+    return result
+
+
+def _sources(node: fx.Node) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    for source in node.all_input_nodes:
+        is_part = is_view(source) or source.target is operator.getitem
+        found |= _sources(source) if is_part else {source}
+    return found
+
+
+def _check_partition(module: fx.GraphModule, regions: Sequence[Region]) -> None:
+    graph = _dependencies(module)
+    calls = [call for region in regions for call in region.calls]
+    assert len(calls) == len(set(calls))
+    assert all(is_fusible(call) and not is_view(call) for call in calls)
+    assert nx.is_directed_acyclic_graph(_contracted(graph, [region.calls for region in regions]))
+    for region in regions:
+        inside = nx.Graph([(s, c) for c in region.calls for s in _sources(c) if s in region.calls])
+        assert nx.is_connected(inside)
+        assert set(inside) == set(region.calls)
+    singles = [[n] for n in graph if n.op == "call_function" and is_fusible(n) and not is_view(n) and n not in calls]
+    groups = [list(region.calls) for region in regions] + singles
+    of = {node: group for group in groups for node in group}
+    for group in groups:
+        for node in group:
+            for source in _sources(node):
+                other = of.get(source)
+                if other is None or other is group or is_stencil(node):
+                    continue
+                joined = [g for g in groups if g is not group and g is not other] + [group + other]
+                assert not nx.is_directed_acyclic_graph(_contracted(graph, joined)), "two groups could be one"
+
+
+X = torch.randn(4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+STEPS: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (
+    lambda a, b: a + b,
+    lambda a, b: torch.sigmoid(a) * b,
+    lambda a, b: torch.softmax(a - b, -1),
+    torch.mm,
+    lambda a, b: torch.mm(a, b).t() + a[:1],
+    lambda a, b: torch.cat([a[:2], b.reshape(2, 8)[:, :4]], 0),
+    lambda a, b: torch.nn.functional.layer_norm(a, [4]) + b.sum(0),
+    lambda a, b: a.chunk(2, 1)[1].repeat(1, 2) * b,
+    lambda a, _: torch.mul(*torch.native_layer_norm(a, [4], None, None, 1e-5)[:2]),
+    lambda a, _: a.t(),
+)
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_random_graphs(data: st.DataObject) -> None:
+    count = data.draw(st.integers(2, 14))
+    steps = [data.draw(st.sampled_from(STEPS)) for _ in range(count)]
+    choices = [(step, data.draw(st.integers(0, n)), data.draw(st.integers(0, n))) for n, step in enumerate(steps)]
+
+    def model(x: Tensor) -> list[Tensor]:
+        values = [x]
+        for step, first, second in choices:
+            values.append(step(values[first], values[second]))
+        return [torch.tanh(values[-1]), values[len(values) // 2]]
+
+    module = record(model, X)
+    regions = partition(module)
+    _check_partition(module, regions)
+    assert_same(module, _as_calls(module, regions), X, rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, "densenet"])
+def test_families(name: str) -> None:
+    before, inputs = family(name, torch.float32)
+    module = optimize(before, device="cpu")
+    free_biases(module)
+    regions = partition(module)
+    assert regions
+    _check_partition(module, regions)
+    after = _as_calls(module, regions)
+    assert len(after.graph.nodes) < len(before.graph.nodes)
+    assert_same(before, after, *inputs, rtol=2e-5)
+
+
+def test_what_lies_between_splits_a_region() -> None:
+    def model(x: Tensor) -> Tensor:
+        y = torch.relu(x + 1)
+        return torch.tanh(torch.mm(y, y)) + y * 2
+
+    regions = partition(record(model, X))
+    names = sorted([c.target._schema.name.partition("::")[2] for c in region.calls] for region in regions)
+    assert names in (
+        [["add", "relu"], ["tanh", "mul", "add"]],
+        [["add", "relu", "mul"], ["tanh", "add"]],
+    )
+
+
+def test_pooling_begins_a_region() -> None:
+    x = torch.randn(1, 2, 8, 8)
+    module = record(lambda x: torch.relu(torch.nn.functional.avg_pool2d(torch.sigmoid(x) * 2, 2)) + 1, x)
+    first, second = partition(module)
+    assert [len(first.calls), len(second.calls)] == [2, 3]
+
+
+def test_a_region_returns_no_view() -> None:
+    def model(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = torch.relu(x + 1)
+        return torch.mm(y.t(), x), torch.mm(y[:2], x)
+
+    module = record(model, X)
+    (region,) = partition(module)
+    extracted = extract(region)
+    assert extracted.outputs == (region.calls[-1],)
+    assert [n.op for n in extracted.module.graph.nodes] == ["placeholder", "call_function", "call_function", "output"]
+
+
+def test_random_calls_and_products_are_not_fused() -> None:
+    x = torch.randn(4, 4)
+    module = record(lambda x: torch.mm(torch.bernoulli(x.sigmoid()), x).relu(), x)
+    assert partition(module) == ()
+
+
+def test_biases_go_to_the_kernel_that_follows() -> None:
+    weight, bias, x = torch.randn(4, 2, 3, 3), torch.randn(4), torch.randn(1, 2, 8, 8)
+
+    def model(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = torch.conv2d(x, weight, bias)
+        return torch.sigmoid(y) * y, torch.conv2d(torch.conv2d(x, weight, bias), weight.mT.reshape(2, 4, 3, 3))
+
+    before = record(model, x)
+    after = fx.GraphModule(before, before.graph.__deepcopy__())
+    free_biases(after)
+    assert counts(after) == counts(before) + counts(record(lambda x: x + 1, x))
+    assert_same(before, after, x, rtol=1e-5)
+
+
+class _Seen(TorchDispatchMode):
+    """The names of the ops that reach a device, as the capture of a plan sees them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def _layers(x: Tensor) -> tuple[Tensor, ...]:
+    weight = torch.eye(8) + 0.1
+    for _ in range(2):
+        x = torch.nn.functional.layer_norm(torch.mm(x, weight) + x, [8])
+    y = torch.mm(x, weight).t() * 2 + 1
+    return x, y, torch.relu(y)
+
+
+def test_inductor_compiles_each_kind_of_region_once() -> None:
+    x = torch.randn(8, 8)
+    before = record(_layers, x)
+    after = compile_regions(before)
+    calls = [n for n in after.graph.nodes if n.op == "call_function" and "nimblec" in str(n.target)]
+    assert len(calls) == 3
+    assert len({n.target for n in calls}) == 2
+    assert_same(before, after, x, rtol=1e-5)
+    with _Seen() as seen:
+        results = after(x)
+    assert [name.partition("_native")[0].partition("_relu")[0] for name in seen.names] == [
+        *["aten.mm.default", "nimblec.fused_add"] * 2,
+        "aten.mm.default",
+        "nimblec.fused_mul_add",
+    ]
+    assert len({t.untyped_storage().data_ptr() for t in (x, *results)}) == 4
+    assert compile_regions(before).code == after.code
+
+
+def test_a_region_that_inductor_refuses_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(inductor, "compile_fx_inner", refuse)
+    before = record(lambda x: torch.cosh(x + 3) * 0.1, X)
+    after = compile_regions(before)
+    assert counts(after) == {"add": 1, "cosh": 1, "mul": 1}
+    assert_same(before, after, X)
+
+
+def test_regions_are_told_apart_by_values_and_strides() -> None:
+    def only(function: Callable[[Tensor], Tensor], x: Tensor) -> str:
+        module = record(function, x)
+        return signature(extract(partition(module)[0]))
+
+    base = only(lambda x: torch.relu(x + 1), X)
+    assert base == only(lambda x: torch.relu(x + 1), X)
+    others = [
+        only(lambda x: torch.relu(x + 2), X),
+        only(lambda x: torch.relu(x + 1), X.float()),
+        only(lambda x: torch.relu(x + 1), X[:2]),
+        only(lambda x: torch.sigmoid(x + 1), X),
+    ]
+    assert len({base, *others}) == 5
