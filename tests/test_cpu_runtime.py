@@ -136,6 +136,37 @@ def test_threads_of_streams_end_with_the_backend(tmp_path: Path) -> None:
     assert _thread_count() == before
 
 
+def test_only_kernels_that_gain_by_it_have_threads_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(4)))
+    counts = {}
+    for name, size in (("small", 8), ("large", 256)):
+        weights = RNG.standard_normal((1, 3 * size, size)).astype(np.float32)
+        x = floats("x", 2, 1, size)
+        models = {
+            "GRU": (node("GRU", ["x", "w", "r"], ["y"], hidden_size=size), floats("y", 2, 1, 1, size)),
+            "MatMul": (node("MatMul", ["x", "wt"], ["y"]), floats("y", 2, 1, 3 * size)),
+        }
+        constants = {"w": weights, "r": weights, "wt": weights[0].T.copy()}
+        for operator, (made, y) in models.items():
+            path = write_model(tmp_path / "model.onnx", [made], [x], [y], constants=constants)
+            counts[name, operator] = _threads_opened(plan_file(path))
+    assert counts == {("small", "GRU"): 0, ("small", "MatMul"): 0, ("large", "GRU"): 0, ("large", "MatMul"): 3}
+
+
+def _threads_opened(plan: Plan) -> int:
+    """How many threads a backend starts."""
+    before = _thread_count()
+    backend = CpuBackend(plan, plan.programs[0])
+    started = _thread_count() - before
+    backend.close()
+    del backend
+    gc.collect()
+    assert _thread_count() == before
+    return started
+
+
 def test_copies_and_fills(path: Path) -> None:
     plan = plan_file(path)
     arena, output = Pointer(region=Region.ARENA), Pointer(region=Region.OUTPUT)

@@ -61,6 +61,9 @@ Serialized with the onnx package, which the runtime does not import."""
 _THREADED_NBYTES = 128 << 10
 """A kernel that touches less than this runs on its stream's thread alone: waking others takes longer."""
 
+_STEPPED = frozenset({"RNN", "GRU", "LSTM", "com.microsoft.DynamicQuantizeLSTM"})
+"""So do these: they would wake the others at every step of time (a GRU of 64 steps: 0.9 ms alone, 32 with two)."""
+
 _pool_is_shared = threading.Event()
 
 _THREAD_BUDGET = 256
@@ -235,7 +238,7 @@ class SessionCache:
     def _open(self, kernel: Kernel, initializers: dict[str, Any]) -> Any:
         code = bytes(self._plan.modules[kernel.module].code)
         try:
-            threads = self._threads if _touched_nbytes(kernel) >= _THREADED_NBYTES else 1
+            threads = self._threads if _is_threaded(kernel) else 1
             session = open_session(code, initializers, self._folder, threads)
         except runtime_errors() as exc:
             version = onnxruntime().__version__
@@ -249,15 +252,17 @@ class SessionCache:
         return session
 
 
-def _touched_nbytes(kernel: Kernel) -> int:
-    return sum(prod(p.shape) * ITEM_NBYTES[p.dtype] for p in kernel.parameters)
+def _is_threaded(kernel: Kernel) -> bool:
+    """Whether several threads are worth their waking."""
+    touched_nbytes = sum(prod(p.shape) * ITEM_NBYTES[p.dtype] for p in kernel.parameters)
+    return touched_nbytes >= _THREADED_NBYTES and kernel.symbol not in _STEPPED
 
 
 def _threads(plan: Plan, program: Program) -> int:
     """Threads of each session that has any of its own: streams share the cores, sessions the budget."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     launches = [command for command in program.commands if isinstance(command, Launch)]
-    large = sum(_touched_nbytes(plan.kernels[launch.kernel]) >= _THREADED_NBYTES for launch in launches)
+    large = sum(_is_threaded(plan.kernels[launch.kernel]) for launch in launches)
     return max(1, min(cores // max(program.stream_count, 1), _THREAD_BUDGET // max(large, 1)))
 
 
