@@ -3,7 +3,6 @@
 Usage: python -m bench.cold_start [--markdown] [MODEL]; writes bench/results/h200/cold_start.json.
 """
 
-import json
 import subprocess
 import sys
 import tempfile
@@ -87,7 +86,7 @@ def markdown(r: dict[str, Any]) -> str:
 def main(arguments: list[str]) -> None:
     """Measure, or print the table of what was measured."""
     if "--markdown" in arguments:
-        print(markdown(json.loads(RESULTS.read_text())))
+        print(markdown(environment.read(RESULTS)))
         return
     with tempfile.TemporaryDirectory() as folder:
         figures = measure((*arguments, "bench.models.resnet50:fp32")[0], Path(folder))

@@ -1,17 +1,19 @@
 """What running node by node costs on the CPU: a plan against a whole-model ONNX Runtime session.
 
-    python bench/cpu_overhead.py [--repeats 200] [--threads N] [--streams] [--shared-pool] [--json FILE]
+Usage: ``python -m bench.cpu_overhead [--markdown] [--repeats 200]``. Writes bench/results/cpu/overhead.json, or prints
+its table with --markdown.
 
-Models come from tests/families in their full width with random weights, batch 1. Plan and session
-take turns on the same input, so that both see the same neighbours on a busy machine; the results must
-be equal bit for bit. Prints the median, 5th and 95th percentile of each in milliseconds, the ratio of
-the medians, and the seconds to open each. ``--threads 1`` holds the whole process on one core.
+Models come from tests/families in their full width with random weights, batch 1. Plan and session take turns on the
+same input, so that both see the same neighbours on a busy machine; the results must be equal bit for bit. Each
+setting has a process of its own: one core; all cores with a thread pool for each session, as a program gets that
+asks for nothing; all cores with one pool (`nimblert.onnx_session.share_thread_pool`), as `nimblec run` has.
 """
 
 import argparse
 import importlib
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -22,8 +24,12 @@ from typing import Any
 
 import numpy as np
 
+from bench import environment
+
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "runtime"), str(ROOT / "tests")]
+sys.path.append(str(ROOT / "tests"))  # the families
+
+RESULTS = Path(__file__).parent / "results" / "cpu" / "overhead.json"
 
 CASES: dict[str, tuple[str, str, tuple[int, ...]]] = {
     "resnet18 64 px": ("resnet", "ResNet", (1, 3, 64, 64)),
@@ -33,6 +39,12 @@ CASES: dict[str, tuple[str, str, tuple[int, ...]]] = {
     "unet 64 px": ("unet", "UNet", (1, 3, 64, 64)),
     "bert, 2 layers, 16 tokens": ("bert", "", ()),
 }
+SETTINGS: dict[str, tuple[int | None, bool]] = {
+    "one core": (1, False),
+    "all cores": (None, False),
+    "all cores, one pool": (None, True),
+}
+"""Cores (None: all that there are), and whether all sessions share one thread pool."""
 
 
 def export(family: str, builder: str, shape: tuple[int, ...], path: Path) -> None:
@@ -65,7 +77,12 @@ def take_turns(runs: Sequence[Callable[[], object]], repeats: int) -> np.ndarray
     return times
 
 
-def measure(path: Path, repeats: int, *, threads: int, shared: bool, many_streams: bool) -> dict[str, Any]:
+def spread(times: np.ndarray) -> dict[str, float]:
+    """The 5th percentile, median and 95th percentile of some times."""
+    return dict(zip(("p5", "median", "p95"), np.percentile(times, (5, 50, 95)).round(4).tolist(), strict=True))
+
+
+def measure(path: Path, repeats: int, *, threads: int, shared: bool) -> dict[str, Any]:
     """One model: the plan's and the session's times, and what the plan is made of."""
     import onnxruntime
     from cpu_plans import plan_file
@@ -73,7 +90,7 @@ def measure(path: Path, repeats: int, *, threads: int, shared: bool, many_stream
     from nimblert import golden
     from nimblert.cpu import CpuBackend
 
-    plan = plan_file(path, streams=None if many_streams else 1)
+    plan = plan_file(path, streams=1)
     program = plan.programs[0]
     inputs = golden.draw_inputs(program, 0)
     begin = time.perf_counter()
@@ -90,60 +107,66 @@ def measure(path: Path, repeats: int, *, threads: int, shared: bool, many_stream
     times = take_turns([backend.run, lambda: session.run(None, inputs)], repeats)
     equal = all(map(np.array_equal, backend.outputs, session.run(None, inputs)))
     backend.close()
-    ours, theirs = (
-        dict(zip(("p5", "median", "p95"), np.percentile(column, (5, 50, 95)).round(4).tolist(), strict=True))
-        for column in times.T
-    )
     return {
         "launches": len(program.ops),
         "kernels": len(plan.kernels),
-        "streams": program.stream_count,
-        "plan_ms": ours,
-        "session_ms": theirs,
-        "ratio": round(ours["median"] / theirs["median"], 4),
+        "plan_ms": spread(times[:, 0]),
+        "session_ms": spread(times[:, 1]),
         "plan_open_s": round(plan_open, 4),
         "session_open_s": round(session_open, 4),
         "bit_exact": equal,
     }
 
 
-def main() -> None:
-    """Measure every case and print a table."""
+def measure_setting(name: str, repeats: int) -> dict[str, Any]:
+    """Every case under one setting, which holds for the whole process."""
     from nimblert import onnx_session
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=200)
-    parser.add_argument("--threads", type=int, default=0, help="cores, and threads of the session; 0: all")
-    parser.add_argument("--streams", action="store_true", help="as many streams as can run side by side")
-    parser.add_argument("--shared-pool", action="store_true", help="one thread pool for plan and session")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    if options.shared_pool:
+    cores, shared = SETTINGS[name]
+    if shared:
         onnx_session.share_thread_pool()
-    cores = sorted(os.sched_getaffinity(0))[: options.threads or None]
-    os.sched_setaffinity(0, cores)
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
     results = {}
-    print(f"{len(cores)} cores; milliseconds, median (p5 to p95)")
     with tempfile.TemporaryDirectory() as folder:
-        for name, case in CASES.items():
+        for case, source in CASES.items():
             path = Path(folder, "model.onnx")
-            export(*case, path)
-            result = results[name] = measure(
-                path, options.repeats, threads=options.threads, shared=options.shared_pool, many_streams=options.streams
-            )
-            ours, theirs = (
-                f"{t['median']:.3f} ({t['p5']:.3f} to {t['p95']:.3f})"
-                for t in (result["plan_ms"], result["session_ms"])
-            )
-            print(
-                f"{name:26} {result['launches']:3} launches, {result['kernels']:2} kernels, "
-                f"{result['streams']} streams: "
-                f"plan {ours}, ONNX Runtime {theirs}, ratio {result['ratio']:.3f}, "
-                f"open {result['plan_open_s']:.3f} against {result['session_open_s']:.3f} s, "
-                f"{'bit-exact' if result['bit_exact'] else 'DIFFERENT'}"
-            )
-    if options.json:
-        options.json.write_text(json.dumps({"cores": len(cores), "cases": results}, indent=1) + "\n")
+            export(*source, path)
+            results[case] = measure(path, repeats, threads=cores or 0, shared=shared)
+    return results
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """The table of the README: medians, and their ratio."""
+    lines = ["| model | launches |" + "".join(f" {name}: plan / session, ms |" for name in results["settings"])]
+    lines.append("|---|---|" + "---|" * len(results["settings"]))
+    for case in CASES:
+        rows = [setting[case] for setting in results["settings"].values()]
+        cells = []
+        for row in rows:
+            ours, theirs = row["plan_ms"]["median"], row["session_ms"]["median"]
+            cells.append(f"{ours:.2f} / {theirs:.2f} ({ours / theirs:.2f})")
+        lines.append(f"| {case} | {rows[0]['launches']} | " + " | ".join(cells) + " |")
+    exact = all(row["bit_exact"] for setting in results["settings"].values() for row in setting.values())
+    return "\n".join([*lines, "", f"All results bit-exact: {'yes' if exact else 'NO'}."])
+
+
+def main() -> None:
+    """Measure, or print the table of what was measured."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--markdown", action="store_true")
+    parser.add_argument("--repeats", type=int, default=200)
+    parser.add_argument("--setting", choices=SETTINGS, help="measure here, print JSON, write nothing")
+    options = parser.parse_args()
+    if options.markdown:
+        print(markdown(environment.read(RESULTS)))
+    elif options.setting:
+        print(json.dumps(measure_setting(options.setting, options.repeats)))
+    else:
+        command = [sys.executable, "-m", "bench.cpu_overhead", "--repeats", str(options.repeats), "--setting"]
+        done = {name: subprocess.run([*command, name], stdout=subprocess.PIPE, check=True) for name in SETTINGS}
+        results = {"settings": {name: json.loads(process.stdout) for name, process in done.items()}}
+        environment.write(RESULTS, results)
+        print(markdown(results))
 
 
 if __name__ == "__main__":

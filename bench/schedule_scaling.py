@@ -1,8 +1,8 @@
 """How scheduling and memory planning grow with the number of tasks.
 
-Run: ``python bench/schedule_scaling.py [--sizes 350,1400,10000] [--policies 1,max]``. Graphs are random
-layered ones: each task writes a tensor of its own and reads one to three of the few layers before it. CPU
-only; the last line is the growth between the two largest sizes, n^x.
+Usage: ``python -m bench.schedule_scaling [--markdown] [--sizes 350,1400,10000] [--policies 1,max]``. Graphs are
+random layered ones: each task writes a tensor of its own and reads one to three of the few layers before it.
+Writes bench/results/cpu/schedule_scaling.json, or prints its table with --markdown.
 """
 
 import argparse
@@ -11,7 +11,10 @@ import math
 import random
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+from bench import environment
 from nimblec.ir import Access, Buffer, BufferKind, Graph, KernelWork, Op, Schedule, Task
 from nimblec.lower import lower
 from nimblec.schedule.bound import arena_lower_bound
@@ -23,6 +26,8 @@ from nimblec.schedule.streams import critical_path, limited, maximal, serial
 from nimblert.edges import edges
 from nimblert.hazards import hazards
 
+RESULTS = Path(__file__).parent / "results" / "cpu" / "schedule_scaling.json"
+PLANNING = ("dependencies", "streams", "memory")
 Policy = Callable[[Dag, list[int]], Schedule]
 POLICIES: dict[str, Policy] = {
     "1": lambda dag, _: serial(dag),
@@ -55,7 +60,7 @@ def layered(task_count: int, width: int, seed: int) -> Graph:
     return Graph(modules=(), kernels=(), buffers=tuple(buffers), ops=(op,), tasks=tuple(tasks), inputs=(), outputs=())
 
 
-def measure(graph: Graph, policy: Policy) -> tuple[dict[str, float], str]:
+def measure(graph: Graph, policy: Policy) -> dict[str, Any]:
     """Return the seconds of each pass, and what came out."""
     marks = [("", time.perf_counter())]
 
@@ -76,35 +81,69 @@ def measure(graph: Graph, policy: Policy) -> tuple[dict[str, float], str]:
     if problems := list(hazards(program)):
         raise SystemExit(problems[0])
     done("hazards")
-    bound = arena_lower_bound(lifetimes(graph, schedule))
-    seconds = {name: at - before for (_, before), (name, at) in itertools.pairwise(marks)}
-    ratio = planned.arena_nbytes / bound
-    return seconds, f"{schedule.stream_count:5d} {len(schedule.waits):6d} {edge_count:6d} {ratio:6.3f}"
+    return {
+        "seconds": {name: round(at - before, 4) for (_, before), (name, at) in itertools.pairwise(marks)},
+        "streams": schedule.stream_count,
+        "waits": len(schedule.waits),
+        "edges": edge_count,
+        "arena_nbytes": planned.arena_nbytes,
+        "arena_lower_bound_nbytes": arena_lower_bound(lifetimes(graph, schedule)),
+    }
+
+
+def planning_seconds(row: dict[str, Any]) -> float:
+    """What scheduling and memory planning took."""
+    return sum(row["seconds"][name] for name in PLANNING)
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """The table of the README, and how the sum grows between the two largest sizes."""
+    lines = [
+        "| tasks | policy | dependencies, s | streams, s | memory, s | sum, s | streams / syncs | arena / bound |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in results["rows"]:
+        seconds = " | ".join(f"{row['seconds'][name]:.2f}" for name in PLANNING)
+        ratio = row["arena_nbytes"] / row["arena_lower_bound_nbytes"]
+        lines.append(
+            f"| {row['tasks']:,} | {row['policy']} | {seconds} | {planning_seconds(row):.2f} "
+            f"| {row['streams']} / {row['waits']} | {ratio:.3f} |"
+        )
+    return "\n".join([*lines, "", f"Growth between the two largest sizes: {_growth(results['rows'])}."])
+
+
+def _growth(rows: list[dict[str, Any]]) -> str:
+    """Exponents x of n^x, by policy."""
+    small, large = sorted({row["tasks"] for row in rows})[-2:]
+    found = []
+    for name in dict.fromkeys(row["policy"] for row in rows):
+        before, after = (
+            next(planning_seconds(row) for row in rows if (row["policy"], row["tasks"]) == (name, size))
+            for size in (small, large)
+        )
+        found.append(f"n^{math.log(after / before) / math.log(large / small):.1f} ({name})")
+    return ", ".join(found)
 
 
 def main() -> None:
-    """Print a line for each size and policy, and how the sum of scheduling and memory planning grows."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sizes", default="350,700,1400,2800,5000,10000")
+    """Measure each size and policy, or print the table of what was measured."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--markdown", action="store_true")
+    parser.add_argument("--sizes", default="350,1400,5000,10000")
     parser.add_argument("--policies", default="1,max,4,critical")
     parser.add_argument("--width", type=int, default=8)
     arguments = parser.parse_args()
-    sizes = [int(size) for size in arguments.sizes.split(",")]
-    passes = ("dependencies", "streams", "memory", "lower", "edges", "hazards")
-    print("  tasks policy   ", *(f"{name:>12}" for name in passes), " plan s streams waits edges arena/bound")
-    planning: dict[tuple[str, int], float] = {}
-    for size in sizes:
+    if arguments.markdown:
+        print(markdown(environment.read(RESULTS)))
+        return
+    rows: list[dict[str, Any]] = []
+    for size in map(int, arguments.sizes.split(",")):
         graph = layered(size, arguments.width, seed=0)
         for name in arguments.policies.split(","):
-            seconds, result = measure(graph, POLICIES[name])
-            planning[name, size] = sum(seconds[step] for step in ("dependencies", "streams", "memory"))
-            columns = " ".join(f"{seconds[step]:12.3f}" for step in passes)
-            print(f"{size:7d} {name:9s} {columns} {planning[name, size]:7.3f} {result}", flush=True)
-    if len(sizes) > 1:
-        small, large = sizes[-2:]
-        for name in arguments.policies.split(","):
-            exponent = math.log(planning[name, large] / planning[name, small]) / math.log(large / small)
-            print(f"{name}: n^{exponent:.2f} from {small} to {large} tasks")
+            rows.append({"tasks": size, "policy": name, **measure(graph, POLICIES[name])})
+            print(rows[-1], flush=True)
+    environment.write(RESULTS, {"rows": rows})
+    print(markdown({"rows": rows}))
 
 
 if __name__ == "__main__":

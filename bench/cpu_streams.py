@@ -1,0 +1,125 @@
+"""What streams are worth on the CPU: branching models on one stream, on two, and as `auto` chose.
+
+Usage: ``python -m bench.cpu_streams [--markdown] [--repeats 300]``. Writes bench/results/cpu/streams.json, or prints
+its table with --markdown. Every plan is compiled here, timings included; the three take turns on the same input, in
+one process in which each session has its own threads. On one stream ONNX Runtime's threads may work together on a
+kernel; on two streams each stream has one core. The outputs must be equal bit for bit.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench import environment
+from bench.cpu_overhead import spread, take_turns
+from nimblec.compiler import compile_model
+from nimblec.options import Options
+from nimblert import golden
+from nimblert.executable import Executable, load
+
+RESULTS = Path(__file__).parent / "results" / "cpu" / "streams.json"
+POLICIES = ("1", "2", "auto")
+
+
+def inception(width: int, blocks: int, pixels: int) -> tuple[Any, tuple[Any, ...]]:
+    """Blocks of four branches (tests/families/inception.py)."""
+    import torch
+    from families.inception import Inception
+
+    return Inception(width=width, blocks=blocks).eval(), (torch.randn(1, 3, pixels, pixels),)
+
+
+def towers(size: int, steps: int) -> tuple[Any, tuple[Any, ...]]:
+    """Two recurrent towers side by side, joined at the end."""
+    import torch
+
+    class Towers(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query, self.document = (torch.nn.GRU(size, size, 2, batch_first=True) for _ in range(2))
+            self.score = torch.nn.Linear(2 * size, 1)
+
+        def forward(self, query: torch.Tensor, document: torch.Tensor) -> torch.Tensor:
+            left, right = self.query(query)[0], self.document(document)[0]
+            return self.score(torch.cat((left[:, -1], right[:, -1]), 1))
+
+    return Towers().eval(), (torch.randn(1, steps, size), torch.randn(1, steps, size))
+
+
+CASES: dict[str, Callable[[], tuple[Any, tuple[Any, ...]]]] = {
+    "inception-like, 8 blocks, 32 wide, 80 px": lambda: inception(32, 8, 80),
+    "inception-like, 16 blocks, 32 wide, 64 px": lambda: inception(32, 16, 64),
+    "two GRU towers, 192 wide, 64 steps": lambda: towers(192, 64),
+}
+
+
+def measure(build: Callable[[], tuple[Any, tuple[Any, ...]]], folder: Path, repeats: int) -> dict[str, Any]:
+    """One model under each policy."""
+    import torch
+
+    torch.manual_seed(0)
+    module, args = build()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the exporter's own deprecations
+        torch.onnx.export(module, args, folder / "model.onnx", dynamo=False)
+    with ExitStack() as stack:
+        loaded: dict[str, Executable] = {}
+        for policy in POLICIES:
+            options = Options(target="cpu", streams=policy, timing_cache=folder / f"timings_{policy}.json")
+            made = compile_model(str(folder / "model.onnx"), options=options, observer=lambda *_: None)
+            loaded[policy] = stack.enter_context(load(made.plan))
+        inputs = golden.draw_inputs(loaded["1"].program, 0)
+        outputs = [executable.run(inputs) for executable in loaded.values()]
+        exact = all(np.array_equal(a, b) for o in outputs for a, b in zip(o.values(), outputs[0].values(), strict=True))
+        before = os.getloadavg()[0]
+        times = take_turns([executable.replay for executable in loaded.values()], repeats)
+        return {
+            "launches": len(loaded["1"].program.ops),
+            "auto": loaded["auto"].program.schedule.policy if loaded["auto"].program.schedule else "",
+            "streams": {policy: executable.program.stream_count for policy, executable in loaded.items()},
+            "ms": {policy: spread(column) for policy, column in zip(POLICIES, times.T, strict=True)},
+            "bit_exact": exact,
+            "load_average": [round(before, 2), round(os.getloadavg()[0], 2)],
+        }
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """The table of the README: milliseconds, median (p5 to p95)."""
+    lines = ["| model | one stream, ms | two streams, ms | gain | auto, ms | auto kept |", "|---|---|---|---|---|---|"]
+    for case, row in results["models"].items():
+        one, two, auto = (row["ms"][policy] for policy in POLICIES)
+        cells = [f"{t['median']:.2f} ({t['p5']:.2f} to {t['p95']:.2f})" for t in (one, two, auto)]
+        lines.append(
+            f"| {case} | {cells[0]} | {cells[1]} | {one['median'] / two['median']:.2f} | {cells[2]} | {row['auto']} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure every model, or print the table of what was measured."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--markdown", action="store_true")
+    parser.add_argument("--repeats", type=int, default=300)
+    options = parser.parse_args()
+    if options.markdown:
+        print(markdown(environment.read(RESULTS)))
+        return
+    sys.path.append(str(Path(__file__).parent.parent / "tests"))  # the families
+    results: dict[str, Any] = {"models": {}}
+    for case, build in CASES.items():
+        with tempfile.TemporaryDirectory() as folder:
+            results["models"][case] = measure(build, Path(folder), options.repeats)
+    environment.write(RESULTS, results)
+    print(markdown(results))
+
+
+if __name__ == "__main__":
+    main()
