@@ -32,11 +32,7 @@ def read(
     """The model in a file, checked, with static input shapes; its external data stay where they are."""
     model = onnx_file.fix_shapes(onnx_file.load(path, external_data=False), inputs, dims)
     onnx_file.outputs(model)  # refuses outputs that are no tensors, by name
-    seen: set[str] = set()
-    for node in onnx_file.nodes(model.graph):
-        if node.name in seen:
-            node.ClearField("name")  # ONNX Runtime refuses a name that two nodes have
-        seen.add(node.name)
+    onnx_file.clear_repeated_names(model)
     return model
 
 

@@ -160,6 +160,27 @@ def node_name(node: NodeProto) -> str:
     return node.name or next((name for name in node.output if name), "")
 
 
+def describe(node: NodeProto) -> str:
+    """The operator and the name of a node, or its first output where it has no name: "Conv 'stem'"."""
+    name = node.name or next((f"-> {output}" for output in node.output if output), "")
+    return f"{operator_name(node)} '{name}'"
+
+
+def operator_name(node: NodeProto) -> str:
+    """The operator with its domain, unless it is ONNX's own."""
+    domain = _domain(node.domain)
+    return f"{domain}.{node.op_type}" if domain else node.op_type
+
+
+def clear_repeated_names(model: ModelProto) -> None:
+    """Take the names from nodes that earlier nodes have too: ONNX Runtime refuses them."""
+    seen: set[str] = set()
+    for node in nodes(model.graph):
+        if node.name in seen:
+            node.ClearField("name")
+        seen.add(node.name)
+
+
 def check_operators(model: ModelProto) -> None:
     """Raise UnsupportedModelError that lists every node whose operator is not known."""
     versions = {_domain(opset.domain): opset.version for opset in model.opset_import}

@@ -14,6 +14,7 @@ from torch import Tensor
 from nimblec.errors import UnsupportedModelError
 from nimblec.frontend import onnx_ops  # noqa: F401 - fills the table
 from nimblec.frontend.onnx_control import CONTROL
+from nimblec.frontend.onnx_file import describe
 from nimblec.frontend.onnx_ops import binding
 from nimblec.frontend.onnx_ops.creation import ELEMENT_TYPES
 from nimblec.frontend.onnx_ops.table import LATEST_OPSET, Declined, Node, Operator, Refused, find
@@ -149,13 +150,6 @@ def _call_operator(
         if name and (i >= len(values) or values[i] is None):
             raise Refused(f"output {i} '{name}' is not supported")
     return values
-
-
-def describe(proto: NodeProto) -> str:
-    """Return the operator and the name of a node, or its first output where it has no name."""
-    name = proto.name or next((f"-> {output}" for output in proto.output if output), "")
-    domain = _domain(proto.domain)
-    return f"{domain + '.' if domain else ''}{proto.op_type} '{name}'"
 
 
 def _domain(domain: str) -> str:

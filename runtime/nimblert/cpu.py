@@ -10,7 +10,7 @@ Runtime, which finds no file (see `sessions`) and knows no operators but its own
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -20,9 +20,10 @@ import numpy as np
 from nimblert.errors import InputError, PlanInvalidError
 from nimblert.host_memory import HostMemory
 from nimblert.onnx_session import SessionCache, runtime_errors
-from nimblert.plan import Command, Launch, Memcpy, Memset, Plan, Program, Record, Wait
+from nimblert.plan import Command, Launch, Memcpy, Memset, Plan, Pointer, Program, Record, Wait, Work
 
 Step = Callable[[], object]
+Bound = tuple[Command, Step]
 
 
 class CpuBackend:
@@ -37,7 +38,8 @@ class CpuBackend:
         self.outputs: tuple[np.ndarray, ...] = tuple(map(self.memory.tensor, program.outputs))
         self._program = program
         self._gates = [threading.Lock() for _ in range(program.event_count)]
-        self._streams = self._bind(plan, program)
+        self._issued = self._bind(plan, program)
+        self._streams = _by_stream(self._issued, program.stream_count)
         self._resources = ExitStack()
         self._pool: ThreadPoolExecutor | None = None
         if len(self._streams) > 1:
@@ -65,6 +67,20 @@ class CpuBackend:
         """Compute again on the same inputs; in host memory nothing needs moving."""
         self.run()
 
+    def steps(self) -> Iterator[Work]:
+        """Compute in issue order on the calling thread: each launch, copy or fill when it is done.
+
+        Raises InputError as `run` does.
+        """
+        for command, step in self._issued:
+            if not isinstance(command, Record | Wait):
+                self._walk([(command, step)])
+                yield command
+
+    def read(self, pointer: Pointer, nbytes: int) -> np.ndarray:
+        """A copy of ``nbytes`` bytes of the program's memory, as uint8."""
+        return self.memory.range(pointer, nbytes).copy()
+
     def profile(self) -> list[int]:
         """Run the only stream: nanoseconds of each command, in issue order. Raises InputError as `run` does."""
         (stream,) = self._streams
@@ -75,13 +91,14 @@ class CpuBackend:
     def close(self) -> None:
         """End the threads and drop sessions and memory."""
         self._resources.close()
+        self._issued = []
         self._streams = []
         self.inputs = self.outputs = ()
         del self.memory
 
-    def _bind(self, plan: Plan, program: Program) -> list[list[tuple[Command, Step]]]:
-        """The steps of each stream that has any, in issue order."""
-        streams: list[list[tuple[Command, Step]]] = [[] for _ in range(program.stream_count)]
+    def _bind(self, plan: Plan, program: Program) -> list[Bound]:
+        """The step of each command, in issue order."""
+        issued: list[Bound] = []
         recorded: set[int] = set()
         with SessionCache(plan, program, self.memory) as sessions:
             for index, command in enumerate(program.commands):
@@ -89,8 +106,8 @@ class CpuBackend:
                     recorded.add(command.event)
                 elif isinstance(command, Wait) and command.event not in recorded:
                     raise PlanInvalidError([f"commands[{index}]: waits for event {command.event} before its record"])
-                streams[command.stream].append((command, self._step(sessions, command, index)))
-        return [steps for steps in streams if steps] or [[]]
+                issued.append((command, self._step(sessions, command, index)))
+        return issued
 
     def _step(self, sessions: SessionCache, command: Command, index: int) -> Step:
         match command:
@@ -108,7 +125,7 @@ class CpuBackend:
             case Wait():
                 return partial(_pass, self._gates[command.event])
 
-    def _walk(self, stream: list[tuple[Command, Step]]) -> None:
+    def _walk(self, stream: Sequence[Bound]) -> None:
         """Run the steps of one stream; whatever happens, nobody is left waiting for its events."""
         done = 0
         try:
@@ -127,6 +144,14 @@ class CpuBackend:
             return f"event {command.event}"
         op = self._program.ops[command.op]
         return f"op {op.name} ({op.source})"
+
+
+def _by_stream(issued: Sequence[Bound], stream_count: int) -> list[list[Bound]]:
+    """The steps of each stream that has any; one stream at least."""
+    streams: list[list[Bound]] = [[] for _ in range(stream_count)]
+    for command, step in issued:
+        streams[command.stream].append((command, step))
+    return [steps for steps in streams if steps] or [[]]
 
 
 def _time(step: Step, durations: list[int]) -> None:

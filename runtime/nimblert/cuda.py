@@ -1,11 +1,13 @@
 """The CUDA backend: a program as an instantiated CUDA graph over its own device memory."""
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from nimblert import driver, graph
 from nimblert.driver import Context, call
 from nimblert.memory import DeviceMemory, Staging
-from nimblert.plan import Plan, Program
+from nimblert.plan import Plan, Pointer, Program, Record, Wait, Work
 
 
 class CudaBackend:
@@ -35,8 +37,9 @@ class CudaBackend:
         self._staged_outputs = Staging(context, program.outputs, self.memory)
         self.inputs: tuple[np.ndarray, ...] = self._staged_inputs.views
         self.outputs: tuple[np.ndarray, ...] = self._staged_outputs.views
-        functions = graph.load_functions(context, self._modules, plan.kernels)
-        self.graph = graph.build(context, program, functions, self.memory)
+        self._program = program
+        self._functions = graph.load_functions(context, self._modules, plan.kernels)
+        self.graph = graph.build(context, program, self._functions, self.memory)
         self._executable = context.acquire(call("cuGraphInstantiate", self.graph, 0), "cuGraphExecDestroy")
         call("cuGraphUpload", self._executable, self._stream)
         call("cuStreamSynchronize", self._stream)
@@ -54,6 +57,40 @@ class CudaBackend:
         self._context.make_current()
         call("cuGraphLaunch", self._executable, self._stream)
         call("cuStreamSynchronize", self._stream)
+
+    def steps(self) -> Iterator[Work]:
+        """Upload the inputs and compute in issue order: each launch, copy or fill when it is done.
+
+        Each is a graph of one node, so that it runs as it does in the whole graph.
+        """
+        self._context.make_current()
+        self._staged_inputs.to_device(self._stream)
+        for command in self._program.commands:
+            if not isinstance(command, Record | Wait):
+                self._context.make_current()  # the caller may have had another one since
+                self._run_alone(command)
+                yield command
+
+    def _run_alone(self, command: Work) -> None:
+        single = call("cuGraphCreate", 0)
+        try:
+            graph.add_node(single, command, self._functions, self.memory)
+            executable = call("cuGraphInstantiate", single, 0)
+            try:
+                call("cuGraphLaunch", executable, self._stream)
+                call("cuStreamSynchronize", self._stream)
+            finally:
+                call("cuGraphExecDestroy", executable)
+        finally:
+            call("cuGraphDestroy", single)
+
+    def read(self, pointer: Pointer, nbytes: int) -> np.ndarray:
+        """A copy of ``nbytes`` bytes of the program's device memory, as uint8."""
+        host = np.empty(nbytes, np.uint8)
+        if nbytes:
+            self._context.make_current()
+            call("cuMemcpyDtoH", host.ctypes.data, self.memory.address(pointer), nbytes)
+        return host
 
     def time(self, count: int) -> np.ndarray:
         """GPU time in microseconds of each of ``count`` replays, taken by events around it."""

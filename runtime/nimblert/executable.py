@@ -1,7 +1,7 @@
 """Executable: a loaded plan that can be called; the one stateful object of the runtime."""
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from os import PathLike
@@ -13,7 +13,7 @@ import numpy as np
 from nimblert import container, verify
 from nimblert.dtypes import numpy_dtype
 from nimblert.errors import InputError, PlanInvalidError
-from nimblert.plan import Plan, Program, Target, Tensor
+from nimblert.plan import Plan, Pointer, Program, Target, Tensor, Work
 
 if TYPE_CHECKING:
     from nimblert.driver import Context
@@ -30,6 +30,12 @@ class Backend(Protocol):
 
     def replay(self) -> None:
         """Compute again on the inputs of the run before, without moving them or the outputs."""
+
+    def steps(self) -> Iterator[Work]:
+        """Compute the outputs of the inputs command by command: each launch, copy or fill when it is done."""
+
+    def read(self, pointer: Pointer, nbytes: int) -> np.ndarray:
+        """A copy of bytes of the program's memory, as uint8."""
 
     def close(self) -> None:
         """Give everything back."""
@@ -73,11 +79,28 @@ class Executable:
         """Run on arrays by input name: the outputs by name, in the plan's order."""
         checked = self._check(arrays)
         with self._lock:
-            self._check_open()
-            for view, array in zip(self.backend.inputs, checked, strict=True):
-                np.copyto(view, array)
+            self._place(checked)
             self.backend.run()
             return {t.name: v.copy() for t, v in zip(self.outputs, self.backend.outputs, strict=True)}
+
+    def steps(self, arrays: Mapping[str, np.ndarray]) -> Iterator[Work]:
+        """Run on arrays by input name, one command after the other in issue order.
+
+        Gives each launch, copy or fill when it is done; what it wrote can be had of `read`.
+        """
+        checked = self._check(arrays)
+        with self._lock:
+            self._place(checked)
+            yield from self.backend.steps()
+
+    def read(self, pointer: Pointer, nbytes: int) -> np.ndarray:
+        """A copy of ``nbytes`` bytes of the program's memory between two `steps`, as uint8."""
+        return self.backend.read(pointer, nbytes)
+
+    def _place(self, arrays: Sequence[np.ndarray]) -> None:
+        self._check_open()
+        for view, array in zip(self.backend.inputs, arrays, strict=True):
+            np.copyto(view, array)
 
     def replay(self) -> None:
         """Run again on the inputs of the run before; nothing is copied to or from the caller."""
