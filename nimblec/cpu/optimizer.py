@@ -3,6 +3,9 @@
 The level is the one that a plain `InferenceSession(model)` uses, so that results are equal bit for
 bit. Its last step lays convolutions out in blocks (NCHWc) of this machine's vector width; weights
 come out reordered, and the runtime refuses them on a machine with other blocks.
+
+ONNX Runtime folds constants before it writes out the functions of operators that it has no kernel
+of (CenterCropPad, GroupNormalization). Where shape arithmetic is left, it folds a second time.
 """
 
 import tempfile
@@ -19,9 +22,11 @@ from nimblec.cpu.constants import dense_of, read_arrays
 from nimblec.errors import UnsupportedModelError
 from nimblert.onnx_session import NO_PACKED_COPIES, onnxruntime, runtime_errors, session_options
 
-_WEIGHTS = "weights.bin"
 _EMBEDDED_NBYTES = 1024
 """Initializers below this stay in the model's protobuf."""
+
+_SHAPE_ARITHMETIC = frozenset({"Shape", "Size"})
+"""Operators whose results are known where shapes are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,26 +43,36 @@ def optimize(model: ModelProto, folder: Path, scratch_folder: Path | None = None
     ``folder`` is where the model's external data are, if it has any. ``scratch_folder`` has room
     for a copy of the weights, which lives as long as the arrays of the result.
     """
-    ort = onnxruntime()
+    level = onnxruntime().GraphOptimizationLevel
     with tempfile.TemporaryDirectory(prefix="nimblec-", dir=scratch_folder) as scratch:
-        path = Path(scratch, "model.onnx")
-        options = session_options()
-        options.optimized_model_filepath = str(path)
-        options.add_session_config_entry(*NO_PACKED_COPIES)
-        read_external_data_from(folder, options)
-        options.add_session_config_entry("session.optimized_model_external_initializers_file_name", _WEIGHTS)
-        options.add_session_config_entry(
-            "session.optimized_model_external_initializers_min_size_in_bytes", str(_EMBEDDED_NBYTES)
-        )
-        try:
-            ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-        except runtime_errors() as exc:
-            raise UnsupportedModelError(f"ONNX Runtime {ort.__version__} refuses the model: {exc}") from exc
-        optimized = onnx.load(path, load_external_data=False)
+        optimized = _optimize(model, folder, Path(scratch, "once"), level.ORT_ENABLE_ALL)
+        if any(node.op_type in _SHAPE_ARITHMETIC for node in optimized.graph.node):
+            # No new fusions: these would not be those of a plain session.
+            optimized = _optimize(optimized, Path(scratch), Path(scratch, "twice"), level.ORT_ENABLE_BASIC)
         dense = [dense_of(sparse) for sparse in optimized.graph.sparse_initializer]
         optimized.graph.initializer.extend(dense)
         del optimized.graph.sparse_initializer[:]
         return OptimizedModel(proto=optimized, arrays=read_arrays(optimized, Path(scratch)))
+
+
+def _optimize(model: ModelProto, folder: Path, path: Path, level: Any) -> ModelProto:
+    """What a session of ``model`` saves at ``path``; large data are in a file beside it."""
+    ort = onnxruntime()
+    options = session_options()
+    options.graph_optimization_level = level
+    options.optimized_model_filepath = str(path)
+    options.add_session_config_entry(*NO_PACKED_COPIES)
+    read_external_data_from(folder, options)
+    weights = path.with_suffix(".weights").name
+    options.add_session_config_entry("session.optimized_model_external_initializers_file_name", weights)
+    options.add_session_config_entry(
+        "session.optimized_model_external_initializers_min_size_in_bytes", str(_EMBEDDED_NBYTES)
+    )
+    try:
+        ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    except runtime_errors() as exc:
+        raise UnsupportedModelError(f"ONNX Runtime {ort.__version__} refuses the model: {exc}") from exc
+    return onnx.load(path, load_external_data=False)
 
 
 def read_external_data_from(folder: Path, options: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import onnx
-from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
 
 from nimblec.cpu.constants import TensorType, external, is_embedded, type_of
 from nimblec.cpu.optimizer import OptimizedModel
@@ -39,22 +39,30 @@ def infer(optimized: OptimizedModel, inputs: Sequence[ModelTensor]) -> dict[str,
     if not makers:
         return types
     arrays = _large_constants(optimized)  # lives as long as the session, which does not copy them
-    data = {name: ort_value(array, array.dtype.name) for name, array in arrays.items()}
-    with initializer_folder() as folder:
-        code = _with_all_outputs(model, makers).SerializeToString()
-        session = open_session(code, data, folder, packed_copies=False)
+    session = _open(_with_all_outputs(model, makers), arrays)
     found = {value.name: value for value in session.get_outputs()}
     dtypes = {name: _dtype(found[name], node) for name, node in makers.items()}
     shapes = {name: tuple(value.shape) for name, value in found.items() if _is_known(value)}
     if len(shapes) < len(makers):
         shapes |= {name: () for name in _scalars(model) if name in makers}
     unknown = [name for name in makers if name not in shapes]
+    opset = next(entry.version for entry in model.opset_import if not entry.domain)
     for name in unknown:
-        if _is_sized_by_value(makers[name], shapes, makers):
+        if _is_sized_by_value(makers[name], opset, shapes, makers):
             raise _sized_by_value(makers[name], name)
     if unknown:
         shapes |= _observe(session, inputs, unknown, makers)
     return types | {name: TensorType(dtype=dtypes[name], shape=shapes[name]) for name in makers}
+
+
+def _open(model: ModelProto, arrays: Mapping[str, np.ndarray]) -> Any:
+    """A session of a model, with the data of its large constants."""
+    data = {name: ort_value(array, array.dtype.name) for name, array in arrays.items()}
+    with initializer_folder() as folder:
+        try:
+            return open_session(model.SerializeToString(), data, folder, packed_copies=False)
+        except runtime_errors() as exc:
+            raise UnsupportedModelError(f"ONNX Runtime does not run the nodes of the model one by one: {exc}") from exc
 
 
 def _is_known(value: Any) -> bool:
@@ -75,34 +83,56 @@ def _scalars(model: ModelProto) -> set[str]:
     return {name for name, tensor in tensors.items() if tensor.HasField("shape") and not tensor.shape.dim}
 
 
-def _is_sized_by_value(node: NodeProto, shapes: Mapping[str, object], makers: Mapping[str, NodeProto]) -> bool:
+def _is_sized_by_value(
+    node: NodeProto, opset: int, shapes: Mapping[str, object], makers: Mapping[str, NodeProto]
+) -> bool:
     """Whether an output's size is unknown for no other reason than that it depends on values.
 
-    True of an operator of ONNX itself if the shapes of its operands are known. Loops, branches and
-    ONNX Runtime's own operators may merely lack a rule.
+    True of an operator of ONNX itself if the shapes of its operands are known. Loops, branches,
+    ONNX Runtime's own operators and a few functions of ONNX may merely lack a rule.
     """
     if node.op_type in SIZED_BY_VALUE:
         return True
-    has_rule = not node.domain and not onnx_file.subgraphs(node)
-    return has_rule and all(name in shapes or name not in makers for name in node.input)
+    return _has_rule(node, opset) and all(name in shapes or name not in makers for name in node.input)
+
+
+def _has_rule(node: NodeProto, opset: int) -> bool:
+    """Whether ONNX has shape inference for a node; not all operators without a domain are ONNX's."""
+    if node.domain or onnx_file.subgraphs(node) or not onnx.defs.has(node.op_type, max_inclusive_version=opset):
+        return False
+    schema = onnx.defs.get_schema(node.op_type, max_inclusive_version=opset)
+    return bool(schema.has_type_and_shape_inference_function)
 
 
 def _with_all_outputs(model: ModelProto, names: Iterable[str]) -> ModelProto:
-    """The model with every value of the main graph as an output, and large constants without data."""
+    """The model with every value of the main graph as an output, and large constants without data.
+
+    Constants that no node reads are left out: below IR version 4 ONNX Runtime refuses them.
+    """
     exposed = ModelProto()
     exposed.CopyFrom(model)
     del exposed.graph.output[:]
     exposed.graph.output.extend(ValueInfoProto(name=name) for name in names)
+    used = _read_names(model.graph)
+    del exposed.graph.initializer[:]
+    exposed.graph.initializer.extend(tensor for tensor in model.graph.initializer if tensor.name in used)
     for tensor in exposed.graph.initializer:
         if not is_embedded(tensor):
             tensor.CopyFrom(external(tensor.name, type_of(tensor)))
     return exposed
 
 
+def _read_names(graph: GraphProto) -> set[str]:
+    """The values that nodes read, or that the bodies of nodes return."""
+    nodes = list(onnx_file.nodes(graph))
+    returned = {value.name for node in nodes for body in onnx_file.subgraphs(node) for value in body.output}
+    return returned.union(*(node.input for node in nodes))
+
+
 def _large_constants(optimized: OptimizedModel) -> dict[str, np.ndarray]:
     """The constants that nodes read and that `_with_all_outputs` leaves without data."""
     graph = optimized.proto.graph
-    used = {name for node in onnx_file.nodes(graph) for name in node.input}
+    used = _read_names(graph)
     large = [tensor.name for tensor in graph.initializer if tensor.name in used and not is_embedded(tensor)]
     return {name: np.require(optimized.arrays[name], requirements="A") for name in large}
 
