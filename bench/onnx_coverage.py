@@ -3,8 +3,9 @@
     python bench/onnx_coverage.py [--target aten|cpu] [--match TEXT] [--workers N] [--json PATH]
 
 ``aten``: import each case as ATen calls and run these with torch on the CPU. ``cpu``: compile it
-for the CPU target, save the plan, load it and run it. Worker processes survive crashes and hangs.
-The first input of a case stays an input, the others become initializers.
+for the CPU target, save the plan, load it and run it; a plain ONNX Runtime session of the same model
+tells what there is to pass. Worker processes survive crashes and hangs. The first input of a case
+stays an input, the others become initializers.
 """
 
 import argparse
@@ -15,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -37,7 +38,10 @@ SECONDS_A_CASE = 120
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What became of a case: pass, refused, wrong, error, crash or hang."""
+    """What became of a case: pass, refused, wrong, error, crash or hang.
+
+    ``onnxruntime`` is what became of it in a plain session, where the CPU target was run.
+    """
 
     name: str
     kind: str
@@ -46,6 +50,7 @@ class Result:
     status: str
     message: str
     seconds: float
+    onnxruntime: str = ""
 
 
 def run_aten(model: ModelProto, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -87,25 +92,26 @@ def run_cpu(model: ModelProto, inputs: Sequence[np.ndarray]) -> list[np.ndarray]
         return [np.array(output) for output in (outputs if isinstance(outputs, tuple) else (outputs,))]
 
 
-RUNNERS = {"aten": run_aten, "cpu": run_cpu}
+def run_onnxruntime(model: ModelProto, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Run a model in a session of default options."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4  # failures come as exceptions
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    fed = {value.name: array for value, array in zip(session.get_inputs(), inputs, strict=True)}
+    return [np.asarray(output) for output in session.run(None, fed)]
+
+
+Runner = Callable[[ModelProto, Sequence[np.ndarray]], list[np.ndarray]]
+RUNNERS: dict[str, Runner] = {"aten": run_aten, "cpu": run_cpu}
 RESULT_NAMES = {"aten": "onnx_coverage.json", "cpu": "onnx_coverage_cpu_target.json"}
 
 
 def run_case(case: Case, target: str) -> Result:
     """Run every data set of a case."""
     start = time.perf_counter()
-    status, message = "pass", ""
-    try:
-        for data in case.data_sets():
-            model, inputs = static_form(case.model, data.inputs)
-            message = difference(RUNNERS[target](model, inputs), data.outputs)
-            if message:
-                status = "wrong"
-                break
-    except (CompileError, NimbleError) as exc:
-        status, message = "refused", str(exc)
-    except Exception as exc:  # noqa: BLE001 - whatever else comes out is what this run looks for
-        status, message = "error", f"{type(exc).__name__}: {exc}"
+    status, message = outcome(case, RUNNERS[target])
     return Result(
         name=case.name,
         kind=case.kind,
@@ -114,7 +120,22 @@ def run_case(case: Case, target: str) -> Result:
         status=status,
         message=message,
         seconds=round(time.perf_counter() - start, 4),
+        onnxruntime=outcome(case, run_onnxruntime)[0] if target == "cpu" else "",
     )
+
+
+def outcome(case: Case, runner: Runner) -> tuple[str, str]:
+    """What became of a case, and what was said of it."""
+    try:
+        for data in case.data_sets():
+            model, inputs = static_form(case.model, data.inputs)
+            if message := difference(runner(model, inputs), data.outputs):
+                return "wrong", message
+    except (CompileError, NimbleError) as exc:
+        return "refused", str(exc)
+    except Exception as exc:  # noqa: BLE001 - whatever else comes out is what this run looks for
+        return "error", f"{type(exc).__name__}: {exc}"
+    return "pass", ""
 
 
 def _work(connection: Connection, target: str) -> None:
