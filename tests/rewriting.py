@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 from nimblec.frontend.aten_graph import trace
 from nimblec.frontend.recorder import Recorder
 from nimblec.optimize.definitions import DEFINITIONS
+from nimblec.optimize.rewriter import Rewriter
 
 FAMILIES = ("resnet", "mobilenet", "inception", "bert", "unet")
 
@@ -36,19 +37,27 @@ def rewritten(module: fx.GraphModule, *passes: Callable[[fx.GraphModule], None])
 
 
 def check(module: fx.GraphModule) -> None:
-    """Every value has the dtype, shape and strides that it says it has."""
+    """Every value has the dtype and shape that it says it has, and the strides once they are inferred anew."""
     module.graph.lint()
-    inputs = [torch.empty_strided(n.meta["val"].shape, n.meta["val"].stride(), dtype=n.meta["val"].dtype).zero_()
-              for n in module.graph.nodes if n.op == "placeholder"]
-    _Checker(module).run(*inputs)
+    values = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
+    inputs = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype).zero_() for v in values]
+    _Checker(module, strides=False).run(*inputs)
+    inferred = fx.GraphModule(module, module.graph.__deepcopy__())
+    Rewriter(inferred).propagate()
+    _Checker(inferred, strides=True).run(*inputs)
 
 
 class _Checker(fx.Interpreter):
+    def __init__(self, module: fx.GraphModule, *, strides: bool) -> None:
+        super().__init__(module)
+        self._strides = strides
+
     def run_node(self, n: fx.Node) -> Any:
         result = _run(self, n)
         if n.op != "output" and isinstance(result, Tensor):
             said = n.meta["val"]
             assert (result.dtype, result.shape) == (said.dtype, said.shape), n.format_node()
+            assert not self._strides or _order(result) == _order(said), n.format_node()
         return result
 
 
@@ -75,13 +84,18 @@ def assert_same(before: fx.GraphModule, after: fx.GraphModule, *inputs: Tensor, 
     expected, actual = run(before, *inputs), run(after, *inputs)
     assert len(expected) == len(actual) > 0
     for wanted, got in zip(expected, actual, strict=True):
-        assert (wanted.dtype, wanted.shape, wanted.stride()) == (got.dtype, got.shape, got.stride())
+        assert (wanted.dtype, wanted.shape, _order(wanted)) == (got.dtype, got.shape, _order(got))
         assert wanted.isfinite().all()
         if not wanted.dtype.is_floating_point:
             assert torch.equal(wanted, got)
             continue
         allowed = rtol if rtol is not None else 64 * torch.finfo(wanted.dtype).eps
         assert float((wanted - got).abs().max()) <= allowed * max(float(wanted.abs().max()), 1e-30)
+
+
+def _order(tensor: Tensor) -> list[int]:
+    """The strides that say something."""
+    return [stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True) if length != 1]
 
 
 def counts(module: fx.GraphModule) -> Counter[str]:

@@ -11,13 +11,17 @@ from nimblec.optimize.cudnn import fuse_convolutions
 from nimblec.optimize.folding import fold_constants
 from nimblec.optimize.gelu import recognize_gelu
 from nimblec.optimize.layout import propagate_channels_last
-from nimblec.optimize.outputs import separate_outputs
+from nimblec.optimize.outputs import output_strides, restore_strides, separate_outputs
+from nimblec.optimize.pointwise import linear_convolutions
+from nimblec.optimize.rewriter import Rewriter
+from nimblec.optimize.scalars import inline_numbers
 from nimblec.optimize.side_by_side import join_linears
 from nimblec.optimize.simplify import simplify
 from nimblec.optimize.subexpressions import merge_equal_calls
 
 ALWAYS = (
     fold_constants,
+    inline_numbers,
     simplify,
     merge_equal_calls,
     recognize_gelu,
@@ -25,7 +29,7 @@ ALWAYS = (
     fuse_attention,
     simplify,
 )
-ON_CUDA = (propagate_channels_last, fuse_convolutions, fuse_activations, join_linears)
+ON_CUDA = (linear_convolutions, propagate_channels_last, fuse_convolutions, fuse_activations, join_linears)
 """Rewrites in their order: each finds what those before it have left."""
 
 
@@ -36,6 +40,9 @@ def optimize(graph: fx.GraphModule, *, device: str) -> fx.GraphModule:
     it is. Outputs keep their dtype, shape, strides and order.
     """
     module = fx.GraphModule(graph, copy.deepcopy(graph.graph), class_name=type(graph).__name__)
-    for rewrite in (*ALWAYS, *(ON_CUDA if device == "cuda" else ()), merge_equal_calls, separate_outputs):
+    for rewrite in (*ALWAYS, *(ON_CUDA if device == "cuda" else ()), merge_equal_calls):
         rewrite(module)
+    Rewriter(module).propagate()
+    restore_strides(module, output_strides(graph))
+    separate_outputs(module)
     return module

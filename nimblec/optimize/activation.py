@@ -5,7 +5,7 @@ from torch import fx
 
 from nimblec.optimize.cudnn import is_relu
 from nimblec.optimize.rewriter import Rewriter, bound, fake, is_call, only_user
-from nimblec.optimize.simplify import RESHAPES
+from nimblec.optimize.simplify import RESHAPES, TRANSPOSES
 
 aten = torch.ops.aten
 
@@ -13,7 +13,7 @@ aten = torch.ops.aten
 def fuse_activations(module: fx.GraphModule) -> None:
     """``relu`` or tanh-approximated ``gelu`` of an ``addmm`` becomes `aten._addmm_activation`.
 
-    A reshape may lie between them. The exact ``gelu`` has no such epilogue.
+    Reshapes and transposes may lie between them. The exact ``gelu`` has no such epilogue.
     """
     rewriter = Rewriter(module)
     for node in list(module.graph.nodes):
@@ -21,7 +21,7 @@ def fuse_activations(module: fx.GraphModule) -> None:
         if not use_gelu and not is_relu(node):
             continue
         linear = node.args[0]
-        while is_call(linear, *RESHAPES) and only_user(linear) is not None:
+        while is_call(linear, *RESHAPES, *TRANSPOSES) and only_user(linear) is not None:
             linear = linear.args[0]
         if not is_call(linear, aten.addmm.default) or only_user(linear) is None:
             continue
@@ -29,8 +29,6 @@ def fuse_activations(module: fx.GraphModule) -> None:
         if given["alpha"] != 1 or given["beta"] != 1 or fake(given["self"]).dim() != 1:
             continue
         terms = (given["self"], given["mat1"], given["mat2"])
-        fused = rewriter.call(aten._addmm_activation.default, *terms, use_gelu=use_gelu, at=node)
-        if fake(fused).shape != fake(node).shape:
-            fused = rewriter.call(aten.reshape.default, fused, list(fake(node).shape), at=node)
-        rewriter.replace(node, fused)
+        rewriter.replace(linear, rewriter.call(aten._addmm_activation.default, *terms, use_gelu=use_gelu, at=linear))
+        rewriter.replace(node, node.args[0])
     rewriter.finish()

@@ -1,10 +1,11 @@
 """Channels last from end to end: convolutions of images in the order that tensor cores read."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 import torch
 from torch import Tensor, fx
 
+from nimblec.optimize.outputs import output_strides, restore_strides
 from nimblec.optimize.rewriter import Rewriter, bound, fake
 from nimblec.optimize.simplify import RESHAPES
 
@@ -39,13 +40,12 @@ def propagate_channels_last(module: fx.GraphModule, dtypes: Collection[torch.dty
     convolutions = [n for n in rewriter.calls(*CONVOLUTIONS) if fake(n).dim() == 4 and fake(n).dtype in dtypes]
     if not convolutions or any(node.target in BY_STRIDE for node in module.graph.nodes):
         return
-    outputs = {node: fake(node).stride() for node in module.graph.output_node().all_input_nodes}
+    strides = output_strides(module)
     _free_views(rewriter)
     for node in convolutions:
         _lay_weights(rewriter, node)
     _convert_inputs(rewriter, frozenset(convolutions))
-    _restore_outputs(rewriter, outputs)
-    rewriter.finish()
+    restore_strides(module, strides)
 
 
 def _free_views(rewriter: Rewriter) -> None:
@@ -80,16 +80,3 @@ def _convert_inputs(rewriter: Rewriter, convolutions: frozenset[fx.Node]) -> Non
 
 def _is_channels_last(tensor: Tensor) -> bool:
     return tensor.is_contiguous(memory_format=torch.channels_last)
-
-
-def _restore_outputs(rewriter: Rewriter, strides: dict[fx.Node, Sequence[int]]) -> None:
-    output = rewriter.graph.output_node()
-    for node, wanted in strides.items():
-        if tuple(fake(node).stride()) == tuple(wanted):
-            continue
-        for memory_format in (torch.contiguous_format, torch.channels_last):
-            copy = rewriter.call(aten.clone.default, node, memory_format=memory_format, at=output)
-            if tuple(fake(copy).stride()) == tuple(wanted):
-                output.replace_input_with(node, copy)
-                break
-            rewriter.graph.erase_node(copy)

@@ -1,9 +1,11 @@
-"""Outputs in memory of their own, whatever rewrites have merged or folded."""
+"""Outputs in memory of their own and in the order they had, whatever rewrites have merged, folded or laid anew."""
+
+from collections.abc import Sequence
 
 import torch
 from torch import fx
 
-from nimblec.optimize.rewriter import Rewriter, views
+from nimblec.optimize.rewriter import Rewriter, fake, views
 
 aten = torch.ops.aten
 
@@ -23,6 +25,43 @@ def separate_outputs(module: fx.GraphModule) -> None:
 
     output.args = fx.map_arg(output.args, own)
     rewriter.finish()
+
+
+Strides = tuple[tuple[int, ...], ...]
+
+
+def output_strides(module: fx.GraphModule) -> Strides:
+    """The strides of each output."""
+    return tuple(tuple(fake(node).stride()) for node in _outputs(module))
+
+
+def restore_strides(module: fx.GraphModule, strides: Strides) -> None:
+    """Copy an output whose elements no longer lie in memory as ``strides`` say, contiguous or channels last."""
+    rewriter = Rewriter(module)
+    output = module.graph.output_node()
+    for node, wanted in zip(_outputs(module), strides, strict=True):
+        if _lies_as(node, wanted):
+            continue
+        for memory_format in (torch.contiguous_format, torch.channels_last):
+            if memory_format is torch.channels_last and fake(node).dim() != 4:
+                continue
+            copy = rewriter.call(aten.clone.default, node, memory_format=memory_format, at=output)
+            if _lies_as(copy, wanted):
+                output.replace_input_with(node, copy)
+                break
+            rewriter.graph.erase_node(copy)
+    rewriter.finish()
+
+
+def _outputs(module: fx.GraphModule) -> tuple[fx.Node, ...]:
+    (outputs,) = module.graph.output_node().args
+    return tuple(outputs)  # type: ignore[arg-type]
+
+
+def _lies_as(node: fx.Node, strides: Sequence[int]) -> bool:
+    """Whether the strides are these, except along axes of length 1, which say nothing."""
+    like = fake(node)
+    return all(n == 1 or a == b for n, a, b in zip(like.shape, like.stride(), strides, strict=True))
 
 
 def _owner(node: fx.Node) -> fx.Node:

@@ -1,0 +1,65 @@
+"""Convolutions by 1x1 as matrix products, which have the bias in their epilogue."""
+
+import torch
+from torch import Tensor, fx
+
+from nimblec.optimize.batch_norm import CONVOLUTION
+from nimblec.optimize.rewriter import Rewriter, bound, fake
+
+aten = torch.ops.aten
+
+
+def linear_convolutions(module: fx.GraphModule) -> None:
+    """Convolutions of images of one pixel, as in squeeze-and-excitation, become linears."""
+    rewriter = Rewriter(module)
+    for node in rewriter.calls(CONVOLUTION):
+        if torch.Size(fake(node).shape[2:]).numel() == 1 and _is_linear(rewriter, node):
+            rows = rewriter.call(aten.reshape.default, node.args[0], list(fake(node.args[0]).shape[:2]), at=node)
+            product = _linear(rewriter, node, rows)
+            rewriter.replace(node, rewriter.call(aten.reshape.default, product, list(fake(node).shape), at=node))
+    rewriter.finish()
+
+
+def pointwise_convolutions(module: fx.GraphModule) -> None:
+    """1x1 convolutions of images with the channels last become linears over the pixels, without a copy."""
+    rewriter = Rewriter(module)
+    for node in rewriter.calls(CONVOLUTION):
+        if fake(node).dim() == 4 and _is_linear(rewriter, node) and _is_channels_last(fake(node.args[0])):
+            pixels = rewriter.call(aten.permute.default, node.args[0], [0, 2, 3, 1], at=node)
+            rows = rewriter.call(aten.reshape.default, pixels, [-1, fake(pixels).shape[-1]], at=node)
+            product = _linear(rewriter, node, rows)
+            image = [*fake(pixels).shape[:-1], fake(product).shape[-1]]
+            pixels = rewriter.call(aten.reshape.default, product, image, at=node)
+            rewriter.replace(node, rewriter.call(aten.permute.default, pixels, [0, 3, 1, 2], at=node))
+    rewriter.finish()
+
+
+def _is_channels_last(image: Tensor) -> bool:
+    return image.is_contiguous(memory_format=torch.channels_last)
+
+
+def _is_linear(rewriter: Rewriter, node: fx.Node) -> bool:
+    """Whether each pixel of the result is a linear function of one pixel alone."""
+    given = bound(node)
+    weight, x = rewriter.value(given["weight"]), fake(given["input"])
+    return (
+        weight is not None
+        and x.dim() == weight.dim()
+        and torch.Size(weight.shape[2:]).numel() == 1
+        and given["groups"] == 1
+        and not given["transposed"]
+        and not any(given["padding"])
+        and x.shape[2:] == fake(node).shape[2:]
+        and (given["bias"] is None or fake(given["bias"]).dtype == weight.dtype)
+    )
+
+
+def _linear(rewriter: Rewriter, node: fx.Node, rows: fx.Node) -> fx.Node:
+    """The convolution ``node`` of ``rows`` (pixels, channels)."""
+    given = bound(node)
+    weight = rewriter.value(given["weight"])
+    assert weight is not None
+    matrix = rewriter.constant(weight.reshape(weight.shape[:2]).t(), at=node)
+    if given["bias"] is None:
+        return rewriter.call(aten.mm.default, rows, matrix, at=node)
+    return rewriter.call(aten.addmm.default, given["bias"], rows, matrix, at=node)
