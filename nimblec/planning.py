@@ -20,7 +20,7 @@ from nimblert.plan import Candidate, Device, Plan, ScheduleRecord, Target
 
 _AUTO_LIMITS = (2, 4, 8, 16)
 _CROSS_EDGE_NS = (500, 1_000, 2_000)
-_WORTHWHILE = 0.99
+_NOISE = 0.99  # times nearer to one another than this count as equal
 
 
 class Timer(Protocol):
@@ -149,9 +149,10 @@ def _fitting(tried: Sequence[_Tried], memory_limit: int) -> list[_Tried]:
 
 
 def _choose(tried: Sequence[_Tried]) -> _Tried:
-    """The fastest; the first one (the captured order) where the gain is within the noise."""
-    fastest = min(tried, key=lambda t: t.duration_ns)
-    return fastest if fastest.duration_ns < _WORTHWHILE * tried[0].duration_ns else tried[0]
+    """Of those as fast as the fastest, within the noise, the one with the least memory; the captured order first."""
+    fastest = min(t.duration_ns for t in tried)
+    as_fast = [t for t in tried if t.duration_ns * _NOISE <= fastest]
+    return tried[0] if tried[0] in as_fast else min(as_fast, key=lambda t: (t.memory.arena_nbytes, t.duration_ns))
 
 
 def _positions(tasks: Sequence[int], schedule: Schedule) -> tuple[int, ...]:

@@ -82,25 +82,34 @@ def tied() -> Built:
 
 
 class Stateful(nn.Module):
-    """Counts its calls, and keeps running statistics by hand and by batch norm in training mode."""
+    """Counts its calls, and keeps running statistics."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.BatchNorm2d(4)
+        self.scale = nn.Parameter(torch.randn(4))
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
         self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("variance", torch.ones(4))
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(n, 4, h, w) to the same, and the number of calls so far."""
         self.calls.add_(1)
         self.mean.mul_(0.9).add_(x.mean((0, 2, 3)), alpha=0.1)
-        normed = self.norm(x) + self.norm.running_var.view(1, 4, 1, 1)
-        return normed * self.calls + self.mean.view(1, 4, 1, 1), self.calls.clone()
+        self.variance.lerp_(x.var((0, 2, 3)), 0.1)
+        centred = x - self.mean.view(1, 4, 1, 1)
+        return centred * (self.scale / self.variance).view(1, 4, 1, 1) * self.calls, self.calls.clone()
 
 
 def stateful() -> Built:
-    """In training mode, on two small images."""
-    return Stateful().train(), (torch.randn(2, 4, 8, 8),)
+    """On two small images."""
+    return Stateful().eval(), (torch.randn(2, 4, 8, 8),)
+
+
+def batch_norm_in_training() -> Built:
+    """cuDNN's batch norm of training reports overflows through memory of the host."""
+    model = nn.Sequential()
+    model.add_module("norm", nn.BatchNorm2d(4))
+    return model.train(), (torch.randn(2, 4, 8, 8),)
 
 
 class Aliases(nn.Module):

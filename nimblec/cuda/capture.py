@@ -1,12 +1,13 @@
 """Run a model once under stream capture, and note which op launched which nodes on which memory."""
 
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -62,10 +63,14 @@ class Capture:
 
 
 class SourceTracker:
-    """Where in the model the running code is: a module path, or what a front end sets itself."""
+    """Where in the model the running code is: a module path, or what a front end sets itself.
+
+    ``failed`` is the module that an exception left first.
+    """
 
     def __init__(self, root: object) -> None:
         self.current = ""
+        self.failed = ""
         self._paths: dict[int, str] = {}
         if isinstance(root, torch.nn.Module):
             self._paths = {id(m): path for path, m in root.named_modules()}
@@ -83,7 +88,9 @@ class SourceTracker:
             stack.append(self.current)
             self.current = self._paths.get(id(module), self.current)
 
-        def leave(_module: torch.nn.Module, _args: object, _result: object) -> None:
+        def leave(_module: torch.nn.Module, _args: object, result: object) -> None:
+            if result is None:  # no result yet: an exception passes
+                self.failed = self.failed or self.current
             self.current = stack.pop()
 
         hooks = torch.nn.modules.module
@@ -96,26 +103,6 @@ class SourceTracker:
         finally:
             for handle in handles:
                 handle.remove()
-
-
-class _CallNamer(TorchFunctionMode):
-    """Names the call that failed where no op of the dispatcher did: a copy from host memory, for one."""
-
-    def __init__(self, sources: SourceTracker) -> None:
-        super().__init__()
-        self._sources = sources
-
-    def __torch_function__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        try:
-            return func(*args, **(kwargs or {}))
-        except RuntimeError as exc:
-            name = getattr(func, "__name__", str(func))
-            raise TraceError(
-                f"{name} in {self._sources.current or 'the model'}: {_first_line(exc)} (what takes data "
-                "from the host, or waits for it, cannot be in a plan: make such tensors once, in __init__)"
-            ) from exc
 
 
 class _OpRecorder(TorchDispatchMode):
@@ -210,6 +197,16 @@ def _ranges(value: Any) -> Iterator[ByteRange]:
             yield ByteRange(begin=begin, end=begin + span * leaf.element_size())
 
 
+def describe_failure(exc: RuntimeError, sources: SourceTracker) -> str:
+    """Where a call failed that no op of the dispatcher stands for: a copy from host memory, for one."""
+    frame = traceback.extract_tb(exc.__traceback__)[-1]
+    where = f"{frame.line} ({Path(frame.filename).name}, line {frame.lineno}) in {sources.failed or 'the model'}"
+    return (
+        f"{where}: {_first_line(exc)}; what takes data from the host, or waits for it, cannot be in a plan: "
+        "make such tensors once, in __init__"
+    )
+
+
 def capture(run: Callable[[SetSource], Any], zone: Zone, sources: SourceTracker, *, compiled: bool) -> Capture:
     """Capture one call of ``run``, whose allocations come from ``zone``.
 
@@ -230,12 +227,13 @@ def capture(run: Callable[[SetSource], Any], zone: Zone, sources: SourceTracker,
                     seeing.enter_context(seeing_compiled_code(recorder))
                 else:
                     seeing.enter_context(sources.following_modules())
-                    seeing.enter_context(_CallNamer(sources))
                     seeing.enter_context(recorder)
                 result = run(sources.set)
-        except BaseException:
+        except BaseException as exc:
             with suppress(RuntimeError):  # the first error is the one to tell; torch aborts on a graph left open
                 graph.capture_end()
+            if isinstance(exc, RuntimeError):
+                raise TraceError(describe_failure(exc, sources)) from exc
             raise
         graph.capture_end()
     return Capture(graph=graph, ops=tuple(recorder.ops), result=result, zone=zone)

@@ -14,21 +14,28 @@ from nimblec.ir import BufferKind, Graph, Layout
 from nimblec.lower import lower, state, weights
 from nimblec.schedule.dependencies import dependencies
 from nimblec.schedule.streams import serial
+from nimblert import golden
 from nimblert.cuda import CudaBackend
 from nimblert.driver import call
-from nimblert.plan import Device, Plan, Pointer, Region, Target
+from nimblert.plan import Device, Golden, Plan, Pointer, Region, Target
 
 _ALIGNMENT = 512
 _COMPARED = (BufferKind.TEMPORARY, BufferKind.OUTPUT)
 
 
-def first_difference(recording: Recording, device: Device, inputs: Mapping[str, np.ndarray]) -> str:
+def first_difference(recording: Recording, device: Device, inputs: Mapping[str, np.ndarray], expected: Golden) -> str:
     """A sentence naming the first op whose result differs from the captured graph's.
 
-    ``inputs`` by name. Says so where the kernels agree one by one.
+    ``inputs`` by name, ``expected`` what the framework made of them uncaptured. Says so where the
+    captured graph makes something else of them, or where the kernels agree one by one.
     """
     graph = recording.graph
     recording.replay(inputs)
+    if golden.record(expected.seed, recording.outputs(), 0.0).outputs != expected.outputs:
+        return (
+            "the captured graph itself computes something else: the model runs differently while it is traced "
+            "(it asks for modes, hooks or the current stream)"
+        )
     layout = separate(graph)
     plan = _plan(graph, layout, device)
     (program,) = plan.programs

@@ -46,6 +46,10 @@ class Recording:
         self.capture.graph.replay()
         torch.cuda.synchronize()
 
+    def outputs(self) -> list[np.ndarray]:
+        """What the last replay computed, in the model's order."""
+        return [_as_array(tensor) for _, tensor in name_outputs(self.capture.result)]
+
 
 class ModelRecorder:
     """Records one model. ``code`` and ``allocator`` must have been started before CUDA was."""

@@ -121,8 +121,10 @@ class _Worker:
         with self._stage("check"):
             problem = differing_output(output)
             if problem:
-                inputs = golden.draw_inputs(plan.programs[0], _SEED)
-                raise CompileError(f"{problem}; {first_difference(recording, plan.device, inputs)}")
+                (program,) = plan.programs
+                inputs, expected = golden.draw_inputs(program, _SEED), program.golden
+                assert expected is not None
+                raise CompileError(f"{problem}; {first_difference(recording, plan.device, inputs, expected)}")
 
     def _schedule(self, graph: Graph) -> Plan:
         provenance = Provenance(target=Target.CUDA, device=_needed_device(), versions=_versions())
