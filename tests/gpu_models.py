@@ -106,7 +106,7 @@ def stateful() -> Built:
 
 
 def batch_norm_in_training() -> Built:
-    """cuDNN's batch norm of training reports overflows through memory of the host."""
+    """CuDNN's batch norm of training reports overflows through memory of the host."""
     model = nn.Sequential()
     model.add_module("norm", nn.BatchNorm2d(4))
     return model.train(), (torch.randn(2, 4, 8, 8),)
