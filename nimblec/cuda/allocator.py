@@ -8,6 +8,7 @@ another distance: the difference of a word in two captures names the allocation 
 import ctypes
 import enum
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -16,6 +17,7 @@ from nimblert.driver import Handle, bindings, call
 _ALIGNMENT = 512
 _CHUNK_NBYTES = 256 << 20
 _RESERVED_NBYTES = 512 << 30
+_RECYCLED_NBYTES = 1 << 20
 
 STEP_NBYTES = 3 * _ALIGNMENT
 """By how much the distance between two zones grows with each allocation."""
@@ -32,14 +34,17 @@ class Place(enum.Enum):
 class Zone:
     """A range of addresses that memory is put behind as allocations ask for it.
 
-    ``addresses`` and ``sizes`` list the allocations in order; ``live`` those not yet freed.
+    ``addresses`` and ``sizes`` list the allocations in order; ``live`` those not yet freed. Where
+    ``recycles`` is set, large freed allocations serve again: for a zone that is not recorded.
     """
 
-    def __init__(self, *, first_offset: int = 0, gap_nbytes: int = 0) -> None:
+    def __init__(self, *, first_offset: int = 0, gap_nbytes: int = 0, recycles: bool = False) -> None:
         self.addresses: list[int] = []
         self.sizes: list[int] = []
         self.live: set[int] = set()
         self._gap_nbytes = gap_nbytes
+        self._recycles = recycles
+        self._freed: defaultdict[int, list[int]] = defaultdict(list)  # addresses by size
         self._reserved = int(call("cuMemAddressReserve", _RESERVED_NBYTES, 0, 0, 0))
         self._mapped_end = self._reserved
         self.base = self._cursor = self._reserved + first_offset
@@ -51,6 +56,10 @@ class Zone:
 
     def allocate(self, nbytes: int) -> int:
         """The address of ``nbytes`` new bytes; torch asks for 0 too, and frees what it gets."""
+        if self._freed[nbytes]:
+            address = self._freed[nbytes].pop()
+            self.live.add(address)
+            return address
         address = self._cursor
         self._cursor += -(-max(nbytes, 1) // _ALIGNMENT) * _ALIGNMENT + self._gap_nbytes
         self._map_up_to(self._cursor)
@@ -61,13 +70,12 @@ class Zone:
 
     def free(self, address: int) -> None:
         """Mark the allocation at ``address`` as freed."""
+        index = self.find(address)
+        if index is None or address not in self.live:
+            return
         self.live.discard(address)
-
-    def trim(self) -> None:
-        """Forget the freed allocations behind the last live one; their addresses may come again."""
-        while self.addresses and self.addresses[-1] not in self.live:
-            self._cursor = self.addresses.pop()
-            self.sizes.pop()
+        if self._recycles and self.sizes[index] >= _RECYCLED_NBYTES:
+            self._freed[self.sizes[index]].append(address)
 
     def find(self, address: int) -> int | None:
         """The index of the allocation that holds ``address``."""
@@ -127,7 +135,7 @@ class BumpAllocator:
         torch._C._cuda_changeCurrentAllocator(torch._C._cuda_customAllocator(malloc, free))
         torch.cuda.init()
         call("cuCtxSetCurrent", call("cuDevicePrimaryCtxRetain", call("cuDeviceGet", 0)))
-        self.resident = self._current = Zone()
+        self.resident = self._current = Zone(recycles=True)
         self._zones.append(self.resident)
 
     def zone_pair(self) -> tuple[Zone, Zone, int]:
