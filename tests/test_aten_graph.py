@@ -153,6 +153,29 @@ def test_a_value_that_decides_is_named_with_its_place() -> None:
         trace(Model(), (torch.randn(3), torch.tensor(1)))
 
 
+def test_blocks_without_gradient_or_autocast_are_their_calls() -> None:
+    class Block(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                y = x * 2
+            with torch.autocast("cpu", enabled=False):
+                return y + torch.mm(x, x)
+
+    module = _compare(Block(), torch.randn(3, 3))
+    names = [str(n.target) for n in module.graph.nodes if n.op == "call_function"]
+    assert names == ["aten.mul.Tensor", "aten.mm.default", "aten.add.Tensor"]
+
+
+def test_autocast_is_refused() -> None:
+    class Cast(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return torch.mm(x, x)
+
+    with pytest.raises(UnsupportedModelError, match="wrap_with_autocast"):
+        trace(Cast(), (torch.randn(3, 3),))
+
+
 def test_noise_from_nowhere_is_refused() -> None:
     class Noise(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

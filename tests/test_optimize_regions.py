@@ -226,6 +226,16 @@ def test_inductor_compiles_each_kind_of_region_once() -> None:
     assert compile_regions(before).code == after.code
 
 
+def test_inputs_that_lie_otherwise_than_inferred() -> None:
+    x = torch.randn(8, 8)
+    after = compile_regions(record(lambda x: torch.cosh(x * 3) + x, x))
+    (call,) = (n for n in after.graph.nodes if "nimblec" in str(n.target))
+    expected = torch.cosh(x.t() * 3) + x.t()
+    (result,) = call.target([x.t()])
+    torch.testing.assert_close(result, expected)
+    assert result.is_contiguous()
+
+
 def test_a_region_that_inductor_refuses_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise RuntimeError("no such kernel")

@@ -154,9 +154,7 @@ class _StridedRecorder(Recorder):
 
     def placeholder_like(self, name: str, example: Tensor) -> Tensor:
         """A fake tensor for an input that is like ``example``."""
-        with torch.utils._python_dispatch._disable_current_modes():
-            strided = torch.empty_strided(example.shape, example.stride(), dtype=example.dtype, device="meta")
-        fake = self._fake(strided)
+        fake = self._fake(example)
         self._write(self.graph.placeholder(name), fake)
         self._given.add(fake.untyped_storage()._cdata)
         return fake

@@ -112,6 +112,8 @@ def _scaled_convolution(rewriter: Rewriter, node: fx.Node, affine: ChannelAffine
     if not old or not vectors:
         return None
     scale, shift = vectors
+    if bool((scale == 1).all()):
+        return _shifted(old, shift)
     if transposed:
         weight = _scale_second_axis(old.weight, scale.expand(len(old.bias)), given["groups"])
     else:
@@ -127,6 +129,8 @@ def _scaled_linear(rewriter: Rewriter, node: fx.Node, affine: ChannelAffine) -> 
     if not old or not vectors:
         return None
     scale, shift = vectors
+    if bool((scale == 1).all()):
+        return _shifted(old, shift)
     return _rounded(old.weight, old.weight.double() * scale, old.bias.double() * scale + shift, axis=1)
 
 
@@ -193,6 +197,12 @@ def _weights(rewriter: Rewriter, weight_node: Any, bias_node: Any, channels: int
     return _Weights(weight=weight, bias=bias.reshape(-1))
 
 
+def _shifted(old: _Weights, shift: Tensor) -> _Weights | None:
+    """The same weights, another bias."""
+    bias = (old.bias.double() + shift).to(old.bias.dtype)
+    return _Weights(weight=old.weight, bias=bias) if bool(bias.isfinite().all()) else None
+
+
 def _rounded(old: Tensor, weight: Tensor, bias: Tensor, *, axis: int) -> _Weights | None:
     """New weights in the dtype of ``old``.
 
@@ -211,7 +221,7 @@ def _apply(rewriter: Rewriter, change: _Change) -> None:
     given = bound(call)
     bias = rewriter.constant(new.bias, at=call)
     weight = given["weight" if is_call(call, CONVOLUTION) else "mat2"]
-    if not torch.equal(new.weight, rewriter.value(weight)):  # a shift alone keeps them shared
+    if new.weight is not rewriter.value(weight):  # a shift alone keeps them, and what they are shared with
         weight = rewriter.constant(new.weight, at=call)
     if is_call(call, CONVOLUTION):
         call.args = (call.args[0], weight, bias, *call.args[3:])

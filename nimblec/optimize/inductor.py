@@ -86,7 +86,7 @@ def _op(extracted: Extract, options: Mapping[str, Any]) -> OpOverload | None:
         compiled = _compile(extracted, options)
         if compiled is None:
             return None
-        _register(name, compiled, [node.meta["val"] for node in extracted.outputs])
+        _register(name, compiled, *([node.meta["val"] for node in side] for side in (extracted.inputs, extracted.outputs)))
     packet = getattr(torch.ops.nimblec, name)
     overload: OpOverload = packet.default
     return overload
@@ -124,13 +124,15 @@ def _fake(like: Tensor, mode: FakeTensorMode) -> FakeTensor:
     return fake
 
 
-def _register(name: str, compiled: Compiled, outputs: Sequence[Tensor]) -> None:
+def _register(name: str, compiled: Compiled, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
     """Make an op of a compiled region; its results are new memory, all of them."""
+    expected = [tuple(t.stride()) for t in inputs]
     described = [(tuple(t.shape), tuple(t.stride()), t.dtype, t.device) for t in outputs]
 
     def run(inputs: list[Tensor]) -> list[Tensor]:
         with torch.no_grad():
-            results = _separate(compiled(list(inputs)), inputs)
+            laid = [_with_strides(t, strides) for t, strides in zip(inputs, expected, strict=True)]
+            results = _separate(compiled(laid), inputs)
         for tensor, (shape, strides, dtype, _) in zip(results, described, strict=True):
             assert (tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype) == (shape, strides, dtype), name
         return results
@@ -141,6 +143,13 @@ def _register(name: str, compiled: Compiled, outputs: Sequence[Tensor]) -> None:
     _LIBRARY.define(f"{name}(Tensor[] inputs) -> Tensor[]")
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"nimblec::{name}", infer, lib=_LIBRARY)
+
+
+def _with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """The tensor as generated code reads it: some kernels lay their result otherwise than inferred."""
+    if tensor.stride() == strides:
+        return tensor
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def _separate(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
