@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from subprocesses import ROOT, python
 
+from bench import readme_tables
+
 DOCUMENT = ROOT / "docs" / "how-it-works.md"
 RUN = "import runpy, sys; sys.argv.pop(0); runpy.run_path(sys.argv[0], run_name='__main__')"
 
@@ -58,3 +60,17 @@ def test_every_module_that_a_document_names_in_short_is_in_the_folder_named_befo
         if "/" in name:
             folder = (ROOT / name).parent
         assert (folder / Path(name).name).exists() or (ROOT / name).exists(), name
+
+
+def test_the_tables_of_the_readme_are_what_the_committed_results_say() -> None:
+    text = readme_tables.README.read_text()
+    assert text.count("<!-- table: python -m bench.") == text.count("<!-- end of table -->") > 0
+    assert readme_tables.filled(text) == text, "run python -m bench.readme_tables"
+
+
+def test_a_table_without_results_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "a\n<!-- table: python -m bench.nothing -->\nold\n<!-- end of table -->\nb\n"
+    monkeypatch.setattr(readme_tables, "printed", lambda _: "")
+    assert readme_tables.filled(text) == text
+    monkeypatch.setattr(readme_tables, "printed", lambda command: f"{command}\n")
+    assert readme_tables.filled(text) == text.replace("old", "python -m bench.nothing")
