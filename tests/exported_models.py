@@ -1,7 +1,12 @@
 """Small models of many families in plain torch.nn, for exports to ONNX: what matters is the operators in them."""
 
+import importlib
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 
+import numpy as np
+import onnxruntime
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import Tensor, nn
@@ -160,9 +165,7 @@ class SqueezeExcite(nn.Module):
     def __init__(self, activation: type[nn.Module]) -> None:
         super().__init__()
         self.expand = nn.Sequential(nn.Conv2d(8, 32, 1, bias=False), nn.BatchNorm2d(32), activation())
-        self.depth = nn.Sequential(
-            nn.Conv2d(32, 32, 5, 2, 2, groups=32, bias=False), nn.BatchNorm2d(32), activation()
-        )
+        self.depth = nn.Sequential(nn.Conv2d(32, 32, 5, 2, 2, groups=32, bias=False), nn.BatchNorm2d(32), activation())
         self.gate = nn.Sequential(
             nn.AdaptiveAvgPool2d(1), nn.Conv2d(32, 8, 1), nn.ReLU(), nn.Conv2d(8, 32, 1), nn.Hardsigmoid()
         )
@@ -250,9 +253,7 @@ class Yolo(nn.Module):
 
 def super_resolution() -> nn.Module:
     """Convolutions and a pixel shuffle (Shi et al. 2016)."""
-    return nn.Sequential(
-        nn.Conv2d(1, 16, 5, padding=2), nn.Tanh(), nn.Conv2d(16, 9, 3, padding=1), nn.PixelShuffle(3)
-    )
+    return nn.Sequential(nn.Conv2d(1, 16, 5, padding=2), nn.Tanh(), nn.Conv2d(16, 9, 3, padding=1), nn.PixelShuffle(3))
 
 
 def style_transfer() -> nn.Module:
@@ -379,3 +380,32 @@ MODELS: dict[str, Callable[[], Example]] = {
     "recommender": lambda: (Recommender(), (torch.randn(4, 5), _ids(10, 4, 3))),
     "tabular": lambda: (tabular(), (torch.randn(3, 7),)),
 }
+
+FAMILIES = ["resnet", "mobilenet", "inception", "bert", "unet", *MODELS]
+"""Those above, and the larger ones of the folder families."""
+
+
+def export(family: str, opset: int | None, path: Path) -> dict[str, np.ndarray]:
+    """Write a small model with random weights as an ONNX file; inputs for it by name.
+
+    By the dynamo exporter, or by the older one at an opset.
+    """
+    torch.manual_seed(0)
+    make = MODELS[family] if family in MODELS else importlib.import_module(f"families.{family}").small
+    module, inputs = make()
+    how = {"dynamo": True} if opset is None else {"dynamo": False, "opset_version": opset}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the exporters' deprecations are not what is tested
+        torch.onnx.export(module.eval(), inputs, str(path), verbose=False, **how)
+    names = [value.name for value in onnxruntime.InferenceSession(path).get_inputs()]
+    return dict(zip(names, (tensor.numpy() for tensor in inputs), strict=True))
+
+
+def optimized(path: Path, level: str) -> Path:
+    """The file that ONNX Runtime makes of a file at an optimisation level (BASIC, EXTENDED or ALL), beside it."""
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4  # a warning that the file suits this machine only
+    options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, f"ORT_ENABLE_{level}")
+    options.optimized_model_filepath = str(path.with_suffix(f".{level}.onnx"))
+    onnxruntime.InferenceSession(path, options)
+    return path.with_suffix(f".{level}.onnx")

@@ -71,6 +71,18 @@ CASES = {
         inputs=(real(3, 4), real(5, 4), real(5)),
         attributes={"transB": 1, "activation": "LeakyRelu", "activation_alpha": 0.3},
     ),
+    **{
+        f"fused_gemm_{name}": Fused(
+            op="FusedGemm", inputs=(real(3, 4), real(4, 5)), attributes={"activation": name, **parameters}
+        )
+        for name, parameters in {
+            "Elu": {"activation_alpha": 0.5},
+            "Selu": {"activation_alpha": 1.7, "activation_gamma": 1.1},
+            "Softplus": {},
+            "Softsign": {},
+            "ThresholdedRelu": {"activation_alpha": 0.4},
+        }.items()
+    },
     "fused_conv_relu": Fused(
         op="FusedConv",
         inputs=(real(1, 3, 6, 6), real(4, 3, 3, 3), real(4)),

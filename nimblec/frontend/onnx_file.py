@@ -38,8 +38,25 @@ _DTYPES: dict[int, str] = {
 assert set(_DTYPES.values()) == set(ITEM_NBYTES)
 
 _SCHEMA_DOMAINS = ("", "ai.onnx.ml")
-_CONTRIB_DOMAIN = "com.microsoft"
-"""ONNX Runtime's own operators; their schemas are not in the onnx package."""
+_RUNTIME_DOMAINS = ("com.microsoft", "com.microsoft.nchwc", "com.ms.internal.nhwc")
+"""ONNX Runtime's own operators, those that its optimiser writes too; the onnx package has no schemas of them."""
+
+_RUNTIME_OPERATORS = frozenset(
+    {
+        "Affine",
+        "Crop",
+        "DynamicSlice",
+        "ImageScaler",
+        "LayerNormalization",
+        "MeanVarianceNormalization",
+        "ParametricSoftplus",
+        "Scale",
+        "ScaledTanh",
+        "SimplifiedLayerNormalization",
+        "ThresholdedRelu",
+    }
+)
+"""What ONNX Runtime has in ONNX's own domain that ONNX has not, or has only in later opsets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +172,12 @@ def subgraphs(node: NodeProto) -> tuple[GraphProto, ...]:
     return (*one, *many)
 
 
+def read_names(node: NodeProto) -> tuple[str, ...]:
+    """The values that a node reads, those of the nodes in its subgraphs too."""
+    inner = (name for graph in subgraphs(node) for other in nodes(graph) for name in other.input)
+    return tuple(dict.fromkeys(name for name in (*node.input, *inner) if name))
+
+
 def node_name(node: NodeProto) -> str:
     """The node's name; its first output's where it has none."""
     return node.name or next((name for name in node.output if name), "")
@@ -188,7 +211,7 @@ def check_operators(model: ModelProto) -> None:
     unknown = []
     for node in _all_nodes(model):
         domain = _domain(node.domain)
-        if (domain, node.op_type) in functions or domain == _CONTRIB_DOMAIN:
+        if (domain, node.op_type) in functions or _is_runtimes_own(domain, node.op_type):
             continue
         newest = onnx.defs.onnx_opset_version() if domain == "" else 2**31 - 1
         version = min(versions.get(domain, 1), newest)
@@ -198,6 +221,10 @@ def check_operators(model: ModelProto) -> None:
             unknown.append(f"node {node_name(node)!r}: unknown operator {full} (opset {opset})")
     if unknown:
         raise UnsupportedModelError("; ".join(unknown))
+
+
+def _is_runtimes_own(domain: str, op_type: str) -> bool:
+    return domain in _RUNTIME_DOMAINS or (not domain and op_type in _RUNTIME_OPERATORS)
 
 
 def _has_schema(op_type: str, version: int, domain: str) -> bool:

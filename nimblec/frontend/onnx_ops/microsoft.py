@@ -78,6 +78,11 @@ FUSED_ACTIVATIONS: dict[str, tuple[int, Callable[..., Tensor]]] = {
     "LeakyRelu": (1, F.leaky_relu),
     "Clip": (2, torch.clamp),
     "HardSigmoid": (2, lambda x, alpha, beta: torch.clamp(alpha * x + beta, 0, 1)),
+    "Elu": (1, F.elu),
+    "Selu": (3, lambda x, alpha, _, gamma: gamma * F.elu(x, alpha)),
+    "Softplus": (0, F.softplus),
+    "Softsign": (0, F.softsign),
+    "ThresholdedRelu": (1, lambda x, alpha: torch.where(x > alpha, x, 0)),
 }
 """What may be fused into a product, with the number of its parameters."""
 
@@ -106,7 +111,7 @@ def fused_gemm(
     transB: int = 0,  # noqa: N803
 ) -> Tensor:
     y = gemm_optional(a, b, c, alpha=alpha, beta=beta, transA=transA, transB=transB)
-    return activated(y, activation, (activation_alpha, activation_beta))
+    return activated(y, activation, (activation_alpha, activation_beta, activation_gamma))
 
 
 @op("FusedConv", domain=MICROSOFT)

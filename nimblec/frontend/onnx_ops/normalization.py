@@ -115,7 +115,7 @@ def group_normalization(
     return _normalize_groups(x, scale, bias, num_groups, epsilon)
 
 
-@op("LayerNormalization", since=17)
+@op("LayerNormalization")  # ONNX Runtime's optimiser writes it below opset 17 too
 def layer_normalization(
     x: Tensor,
     scale: Tensor,
