@@ -4,8 +4,9 @@ import json
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, get_args
 
@@ -406,7 +407,28 @@ def _write_text(path: Path, text: str, *, quiet: bool) -> None:
 
 @cli.command(cls=Command, short_help="Check PLAN, and repeat its recorded run.")
 @click.argument("plan", type=click.Path(path_type=Path))
-def verify(plan: Path) -> None:
+@click.option(
+    "--against",
+    "model",
+    type=click.Path(path_type=Path),
+    metavar="MODEL.onnx",
+    help="Also run the ONNX file through ONNX Runtime on the CPU, and compare.",
+)
+@click.option(
+    "--tolerance",
+    type=click.FloatRange(min=0),
+    metavar="R",
+    help="With --against: the difference to allow, of an output's largest magnitude; integers and bools must be "
+    "equal.  [default: 0.0001]",
+)
+@click.option("--per-node", is_flag=True, help="With --against: name the first ONNX node that differs.")
+@click.option(
+    "--seed",
+    type=click.IntRange(0, 2**64 - 1),
+    metavar="S",
+    help="With --against: what the inputs are drawn from.  [default: 0]",
+)
+def verify(plan: Path, model: Path | None, tolerance: float | None, per_node: bool, seed: int | None) -> None:
     """Check PLAN without running it and, on a machine that can run it, by running it.
 
     \b
@@ -416,15 +438,24 @@ def verify(plan: Path) -> None:
     schedule commands of which none waits for another prove that fewer streams would not do
     symbols  every cubin holds the kernels that are launched from it
     golden   the recorded run, repeated, gives the recorded outputs
+    against  a plain ONNX Runtime session of MODEL.onnx gives the same outputs of random inputs
+    nodes    so does each node of it, as far as the plan has the values of single nodes
 
-    One line for each check; exit status 2 if one failed.
+    One line for each check; exit status 2 if one failed. Where outputs agree, a node that differs
+    is told and is no failure.
 
     \b
-    Example:
+    Examples:
       nimblec verify model.plan
+      nimblec verify model.plan --against model.onnx --tolerance 1e-3 --per-node
     """
+    checks = verification.verify(plan)
+    if model is not None:
+        checks = chain(checks, _against(plan, model, tolerance, seed, per_node=per_node))
+    elif per_node or tolerance is not None or seed is not None:
+        raise click.UsageError("--tolerance, --per-node and --seed need --against MODEL.onnx.")
     failed = []
-    for check in verification.verify(plan):
+    for check in checks:
         for sentence in check.sentences:
             click.echo(f"{check.result.value:<8} {check.name}: {sentence}")
         if check.result is Result.FAILED:
@@ -432,6 +463,17 @@ def verify(plan: Path) -> None:
     if failed:
         names = ", ".join(dict.fromkeys(check.name for check in failed))
         raise PlanError(f"{plan}: failed the checks of {names}: {failed[0].sentences[0]}")
+
+
+def _against(
+    plan: Path, model: Path, tolerance: float | None, seed: int | None, *, per_node: bool
+) -> Iterator[verification.Check]:
+    from nimblec import against  # brings in onnx and ONNX Runtime
+
+    allowed = against.TOLERANCE if tolerance is None else tolerance
+    yield from against.compare(
+        plan, against.Against(model=model, tolerance=allowed, per_node=per_node, seed=seed or 0)
+    )
 
 
 def _console() -> Console:

@@ -74,7 +74,7 @@ def _hazards(plan: Plan) -> Iterator[str]:
 
 
 def _schedule(plan: Plan, program: Program) -> Check:
-    name, record = _named("schedule", plan, program), program.schedule
+    name, record = check_name("schedule", plan, program), program.schedule
     if record is None:
         return Check(name=name, result=Result.SKIPPED, sentences=("the plan does not say how it was made",))
     count = len(record.antichain)
@@ -85,7 +85,7 @@ def _schedule(plan: Plan, program: Program) -> Check:
     return _judged(name, certificate.problems(program, record), f"policy {record.policy!r}; {proof}")
 
 
-def _named(name: str, plan: Plan, program: Program) -> str:
+def check_name(name: str, plan: Plan, program: Program) -> str:
     """The name of a check of one of a plan's programs."""
     return name if len(plan.programs) == 1 else f"{name} of {program.name!r}"
 
@@ -111,7 +111,7 @@ def missing_symbols(plan: Plan) -> Iterator[str]:
 
 
 def _golden(plan: Plan, program: Program) -> Iterator[Check]:
-    name = _named("golden", plan, program)
+    name = check_name("golden", plan, program)
     if program.golden is None:
         yield Check(name=name, result=Result.SKIPPED, sentences=("the plan holds no golden record",))
         return

@@ -1,16 +1,15 @@
 """Compile for the CPU target: a model file in, a checked plan file out."""
 
 import tempfile
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import onnx
 from onnx import ModelProto
 
 from nimblec import __version__
-from nimblec.cpu import capture, optimizer
+from nimblec.cpu import capture
+from nimblec.cpu.reference import refused_inputs, run_reference
 from nimblec.cpu.timing import CpuTimer, processor
 from nimblec.errors import CompileError
 from nimblec.lean import differing_output
@@ -21,7 +20,7 @@ from nimblec.stages import stage
 from nimblec.timing_cache import CachedTimer, TimingCache
 from nimblert import container, golden
 from nimblert.errors import InputError
-from nimblert.onnx_session import onnxruntime, runtime_errors
+from nimblert.onnx_session import onnxruntime
 from nimblert.plan import Device, Plan, Target
 
 _SEED = 0
@@ -60,7 +59,7 @@ def _write_plan(source: Source, options: Options, output: Path, observer: Observ
             try:
                 plan = make_plan(graph, provenance, timer, streams=options.streams, memory_limit=options.memory_limit)
             except InputError as exc:
-                raise _refused_inputs(exc) from exc
+                raise refused_inputs(exc) from exc
             cache.save()
         with stage(observer, "golden run"):
             plan = _with_golden(plan, model, path.parent)
@@ -93,23 +92,3 @@ def _with_golden(plan: Plan, model: ModelProto, folder: Path) -> Plan:
     (program,) = plan.programs
     outputs = run_reference(model, folder, golden.draw_inputs(program, _SEED))
     return replace(plan, programs=(replace(program, golden=golden.record(_SEED, outputs, 0.0)),))
-
-
-def run_reference(model: ModelProto, folder: Path, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-    """What `InferenceSession(model)` of default options computes."""
-    ort = onnxruntime()
-    options = ort.SessionOptions()
-    options.log_severity_level = 4  # failures come as exceptions
-    optimizer.read_external_data_from(folder, options)
-    try:
-        session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-        return [np.asarray(output) for output in session.run(None, dict(inputs))]
-    except runtime_errors() as exc:
-        raise _refused_inputs(exc) from exc
-
-
-def _refused_inputs(reason: Exception) -> CompileError:
-    return CompileError(
-        f"ONNX Runtime cannot run the model on random inputs: {reason}; where integers must be in a range, "
-        "give --example NAME=FILE.npy"
-    )

@@ -10,7 +10,7 @@ Runtime, which finds no file (see `sessions`) and knows no operators but its own
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -67,7 +67,7 @@ class CpuBackend:
         """Compute again on the same inputs; in host memory nothing needs moving."""
         self.run()
 
-    def steps(self) -> Iterator[Work]:
+    def steps(self) -> Generator[Work, None, None]:
         """Compute in issue order on the calling thread: each launch, copy or fill when it is done.
 
         Raises InputError as `run` does.

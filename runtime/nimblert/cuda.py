@@ -1,6 +1,6 @@
 """The CUDA backend: a program as an instantiated CUDA graph over its own device memory."""
 
-from collections.abc import Iterator
+from collections.abc import Generator
 
 import numpy as np
 
@@ -58,7 +58,7 @@ class CudaBackend:
         call("cuGraphLaunch", self._executable, self._stream)
         call("cuStreamSynchronize", self._stream)
 
-    def steps(self) -> Iterator[Work]:
+    def steps(self) -> Generator[Work, None, None]:
         """Upload the inputs and compute in issue order: each launch, copy or fill when it is done.
 
         Each is a graph of one node, so that it runs as it does in the whole graph.

@@ -1,7 +1,7 @@
 """Executable: a loaded plan that can be called; the one stateful object of the runtime."""
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from os import PathLike
@@ -31,7 +31,7 @@ class Backend(Protocol):
     def replay(self) -> None:
         """Compute again on the inputs of the run before, without moving them or the outputs."""
 
-    def steps(self) -> Iterator[Work]:
+    def steps(self) -> Generator[Work, None, None]:
         """Compute the outputs of the inputs command by command: each launch, copy or fill when it is done."""
 
     def read(self, pointer: Pointer, nbytes: int) -> np.ndarray:
@@ -83,7 +83,7 @@ class Executable:
             self.backend.run()
             return {t.name: v.copy() for t, v in zip(self.outputs, self.backend.outputs, strict=True)}
 
-    def steps(self, arrays: Mapping[str, np.ndarray]) -> Iterator[Work]:
+    def steps(self, arrays: Mapping[str, np.ndarray]) -> Generator[Work, None, None]:
         """Run on arrays by input name, one command after the other in issue order.
 
         Gives each launch, copy or fill when it is done; what it wrote can be had of `read`.

@@ -1,0 +1,86 @@
+"""What a plain ONNX Runtime session makes of a model: the yardstick of every plan made from ONNX."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from onnx import ModelProto, ValueInfoProto
+
+from nimblec.cpu import optimizer
+from nimblec.errors import CompileError
+from nimblec.frontend import onnx_file
+from nimblert.onnx_session import onnxruntime, runtime_errors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """A node of the main graph: what plans of the two targets call it, and the values it reads and makes.
+
+    ``name`` is the source of commands on the CPU, ``description`` on CUDA.
+    """
+
+    name: str
+    description: str
+    reads: tuple[str, ...]
+    makes: tuple[str, ...]
+
+
+def read_nodes(model: ModelProto) -> tuple[Node, ...]:
+    """The nodes of the main graph in order. ``model`` has the names that its file gives them."""
+    renamed = ModelProto()
+    renamed.CopyFrom(model)
+    onnx_file.clear_repeated_names(renamed)
+    return tuple(
+        Node(
+            name=onnx_file.node_name(unique),
+            description=onnx_file.describe(node),
+            reads=onnx_file.read_names(node),
+            makes=tuple(name for name in node.output if name),
+        )
+        for node, unique in zip(model.graph.node, renamed.graph.node, strict=True)
+    )
+
+
+def run_reference(model: ModelProto, folder: Path, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+    """The outputs that `InferenceSession(model)` of default options computes.
+
+    ``folder`` is where the model's external data are. Raises CompileError where it fails.
+    """
+    return [np.asarray(output) for output in _run(model, folder, inputs)]
+
+
+def run_values(model: ModelProto, folder: Path, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Every tensor that a node of the main graph makes, by name.
+
+    Each is an output of the session, so that no fusion and no layout can do away with it.
+    """
+    names = tuple(dict.fromkeys(name for node in model.graph.node for name in node.output if name))
+    exposed = ModelProto()
+    exposed.CopyFrom(model)
+    del exposed.graph.output[:]
+    exposed.graph.output.extend(ValueInfoProto(name=name) for name in names)
+    made = zip(names, _run(exposed, folder, inputs), strict=True)
+    return {name: np.asarray(value) for name, value in made if isinstance(value, np.ndarray | np.generic)}
+
+
+def _run(model: ModelProto, folder: Path, inputs: Mapping[str, np.ndarray]) -> list[Any]:
+    ort = onnxruntime()
+    options = ort.SessionOptions()
+    options.log_severity_level = 4  # failures come as exceptions
+    optimizer.read_external_data_from(folder, options)
+    try:
+        session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        results: list[Any] = session.run(None, dict(inputs))
+    except runtime_errors() as exc:
+        raise refused_inputs(exc) from exc
+    return results
+
+
+def refused_inputs(reason: Exception) -> CompileError:
+    """What to say where a run on random inputs failed."""
+    return CompileError(
+        f"ONNX Runtime cannot run the model on random inputs: {reason}; where integers must be in a range, "
+        "give --example NAME=FILE.npy"
+    )
