@@ -11,11 +11,13 @@ import os
 import sys
 from contextlib import AbstractContextManager, closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
+from nimblec.cuda import accuracy
 from nimblec.cuda.timing import CudaTimer
 from nimblec.errors import CompileError, missing_package
 from nimblec.ir import Graph
@@ -34,7 +36,6 @@ if TYPE_CHECKING:
 
 _ADDR_NO_RANDOMIZE = 0x0040000
 _SEED = 0
-_ACCURACY_SEEDS = 3
 
 
 def main(request_path: str, events_fd: int) -> int:
@@ -114,7 +115,10 @@ class _Worker:
         with self._stage("run the framework"):
             plan = self._with_golden(plan, recorder)
             if model is not original:
-                self._report_accuracy(plan, recorder, original)
+                program, allowed = plan.programs[0], self._request["max_error"]
+                reference = partial(recorder.compute, model=original)
+                for note in accuracy.report(program, reference, recorder.compute, allowed):
+                    _send(self._events, note=note)
         output = Path(self._request["output"])
         with self._stage("write"):
             container.write(plan, output)
@@ -173,7 +177,7 @@ class _Worker:
         (program,) = plan.programs
         inputs = golden.draw_inputs(program, _SEED)
         first, second = recorder.compute(inputs), recorder.compute(inputs)
-        tolerance = max(_spread(a, b) for a, b in zip(first, second, strict=True))
+        tolerance = accuracy.spread(first, second)
         if tolerance:
             _send(
                 self._events,
@@ -182,36 +186,6 @@ class _Worker:
             )
         record = golden.record(_SEED, first, tolerance)
         return replace(plan, programs=(replace(program, golden=record),))
-
-
-    def _report_accuracy(self, plan: Plan, recorder: "ModelRecorder", original: "TorchModel") -> None:
-        """Say how far the compiled model is from the original on a few inputs."""
-        (program,) = plan.programs
-        errors = []
-        for seed in range(_ACCURACY_SEEDS):
-            inputs = golden.draw_inputs(program, seed)
-            pairs = zip(recorder.compute(inputs, original), recorder.compute(inputs), strict=True)
-            errors.append([_errors(a, b) for a, b in pairs])
-        for output, per_seed in zip(program.outputs, zip(*errors, strict=True), strict=True):
-            largest, mean = max(e for e, _ in per_seed), sum(m for _, m in per_seed) / len(per_seed)
-            found = f"output {output.name!r} differs from -O0 by at most {largest:.2g}, {mean:.2g} on average, of its"
-            _send(self._events, note=f"{found} largest magnitude")
-            allowed = self._request["max_error"]
-            if allowed is not None and not largest <= allowed:
-                raise CompileError(f"{found} largest magnitude; --max-error allows {allowed:.2g}: use -O0")
-
-
-def _errors(expected: np.ndarray, found: np.ndarray) -> tuple[float, float]:
-    """The largest and the mean difference, relative to the largest magnitude expected."""
-    a, b = expected.astype(np.float64), found.astype(np.float64)
-    if not a.size:
-        return 0.0, 0.0
-    scale = max(float(np.abs(a).max()), 1e-30)
-    return float(np.abs(a - b).max()) / scale, float(np.abs(a - b).mean()) / scale
-
-
-def _spread(first: np.ndarray, second: np.ndarray) -> float:
-    return 0.0 if first.tobytes() == second.tobytes() else _errors(first, second)[0]
 
 
 def _needed_device() -> Device:

@@ -1,0 +1,44 @@
+"""Figures of how far a compiled model is from the original."""
+
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+from plans import cuda_plan
+
+from nimblec.cuda import accuracy
+from nimblec.errors import CompileError
+
+PROGRAM = cuda_plan().programs[0]
+
+
+def _model(shift: float) -> accuracy.Compute:
+    def compute(inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+        assert set(inputs) == {t.name for t in PROGRAM.inputs}
+        return [np.array([4.0, 1.0 + shift, -2.0], np.float32) for _ in PROGRAM.outputs]
+
+    return compute
+
+
+def test_the_largest_and_the_mean_difference_are_told() -> None:
+    sentences = list(accuracy.report(PROGRAM, _model(0.0), _model(0.04), None))
+    assert len(sentences) == len(PROGRAM.outputs)
+    assert "at most 0.01, 0.0033 on average" in sentences[0]
+    assert repr(PROGRAM.outputs[0].name) in sentences[0]
+
+
+def test_a_difference_above_the_limit_is_refused() -> None:
+    assert list(accuracy.report(PROGRAM, _model(0.0), _model(0.04), 0.02))
+    with pytest.raises(CompileError, match=r"--max-error allows 0\.005: use -O0"):
+        list(accuracy.report(PROGRAM, _model(0.0), _model(0.04), 0.005))
+
+
+def test_nan_is_no_small_difference() -> None:
+    with pytest.raises(CompileError, match="inf"):
+        list(accuracy.report(PROGRAM, _model(0.0), _model(float("nan")), 0.5))
+
+
+def test_equal_runs_have_no_spread() -> None:
+    run = _model(0.0)({t.name: np.zeros(1) for t in PROGRAM.inputs})
+    assert accuracy.spread(run, run) == 0.0
+    assert accuracy.spread(run, [a * 2 for a in run]) == 1.0
