@@ -15,6 +15,7 @@ from rich.console import Console
 
 import nimblec
 from nimblec import arguments, dot, inspection, picture, report, trace, verification
+from nimblec.errors import missing_package
 from nimblec.options import InputSpec, Options, Precision, TargetChoice
 from nimblec.progress import StageProgress
 from nimblec.replacing import replacing
@@ -30,9 +31,6 @@ PIPE_WIDTH = 160
 
 WARM_UPS = 20
 """At most so many runs before latencies count."""
-
-EXTRAS = {"onnx": "cpu", "onnxruntime": "cpu", "scipy": "cpu", "torch": "compile", "onnxscript": "compile"}
-"""Packages that a plain installation lacks, and the extra that brings each."""
 
 DEBUG = "nimblec.debug"
 
@@ -59,20 +57,23 @@ class Command(click.Command):
         except BrokenPipeError:
             raise  # click ends quietly when the reader has gone
         except (NimbleError, OSError, ModuleNotFoundError) as exc:
-            if isinstance(exc, ModuleNotFoundError) and exc.name not in EXTRAS:
+            sentence = _sentence(exc)
+            if sentence is None:
                 raise
             if ctx.meta[DEBUG]:
                 traceback.print_exc()
-            raise click.ClickException(_sentence(exc)) from exc
+            raise click.ClickException(sentence) from exc
 
 
 def _remember_debug(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
     ctx.meta[DEBUG] = value
 
 
-def _sentence(exc: NimbleError | OSError | ModuleNotFoundError) -> str:
-    if isinstance(exc, ModuleNotFoundError) and exc.name:
-        return f"{exc.name} is not installed, and this needs it: pip install 'nimblec[{EXTRAS[exc.name]}]'"
+def _sentence(exc: NimbleError | OSError | ModuleNotFoundError) -> str | None:
+    """What to tell the user; None where a module is missing that is not ours to bring."""
+    if isinstance(exc, ModuleNotFoundError):
+        missing = missing_package(exc)
+        return str(missing) if missing else None
     if isinstance(exc, OSError) and exc.strerror:
         return f"{exc.filename}: {exc.strerror}" if exc.filename else exc.strerror
     return " ".join(str(exc).split())
@@ -220,8 +221,9 @@ def compile(  # noqa: A001  # the command's name
     returns (module, example_inputs).
 
     The last stage runs the plan and compares its outputs with the framework's; a difference is an
-    error. PLAN is written to a temporary name and renamed, so an old file stays whole until the
-    new one is complete.
+    error. PLAN is written to a temporary folder beside it (.nimblec-*) and renamed, so an old file
+    stays whole until the new one is complete. What a killed compilation leaves there is removed by
+    the next one that writes to that folder.
 
     \b
     Examples:
@@ -232,6 +234,9 @@ def compile(  # noqa: A001  # the command's name
     """
     if verbose and quiet:
         raise click.UsageError("--verbose and --quiet contradict each other.")
+    for kept in (Path(model), timing_cache, *(file for _, file in examples)):
+        if kept is not None and output.exists() and kept.exists() and output.samefile(kept):
+            raise click.UsageError(f"{output}: is to be read, and would be overwritten: name another PLAN.")
     arrays = arguments.read_arrays(examples)
     if ":" in model and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # as `python -m` does, for package.module:callable

@@ -1,7 +1,6 @@
 """The pipeline: a model as a user gives it becomes a checked plan."""
 
 import os
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 
 from nimblec.errors import CompileError, missing_package
 from nimblec.options import Observer, Options, TargetChoice
+from nimblec.scratch import scratch_folder
 from nimblec.source import Source, find_source
 from nimblert import container, driver
 from nimblert.errors import CudaError, DeviceMismatchError
@@ -70,10 +70,10 @@ def compile_model(
     """
     target, _ = choose_target(options.target)
     stopwatch = _Stopwatch(observer)
-    with tempfile.TemporaryDirectory(prefix=".nimblec-", dir=_folder(output)) as folder:
-        written = Path(folder) / "model.plan"
+    with scratch_folder(_folder(output)) as folder:
+        written = folder / "model.plan"
         try:
-            source = find_source(model, example_inputs, Path(folder))
+            source = find_source(model, example_inputs, folder)
             notes = _compile_for(target)(source, options, written, stopwatch)
         except ModuleNotFoundError as exc:
             raise missing_package(exc) or exc from exc

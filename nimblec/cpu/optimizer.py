@@ -19,7 +19,7 @@ import onnx
 from onnx import ModelProto
 
 from nimblec.cpu.constants import dense_of, read_arrays
-from nimblec.errors import UnsupportedModelError
+from nimblec.errors import CompileError, UnsupportedModelError
 from nimblert.onnx_session import NO_PACKED_COPIES, onnxruntime, runtime_errors, session_options
 
 _EMBEDDED_NBYTES = 1024
@@ -63,14 +63,16 @@ def _optimize(model: ModelProto, folder: Path, path: Path, level: Any) -> ModelP
     options.optimized_model_filepath = str(path)
     options.add_session_config_entry(*NO_PACKED_COPIES)
     read_external_data_from(folder, options)
-    weights = path.with_suffix(".weights").name
-    options.add_session_config_entry("session.optimized_model_external_initializers_file_name", weights)
+    weights = path.with_suffix(".weights")
+    options.add_session_config_entry("session.optimized_model_external_initializers_file_name", weights.name)
     options.add_session_config_entry(
         "session.optimized_model_external_initializers_min_size_in_bytes", str(_EMBEDDED_NBYTES)
     )
     try:
         ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     except runtime_errors() as exc:
+        if weights.exists():  # it had accepted the model and begun to save it
+            raise CompileError(f"{path.parent}: ONNX Runtime cannot write its files there: is the disk full?") from exc
         raise UnsupportedModelError(f"ONNX Runtime {ort.__version__} refuses the model: {exc}") from exc
     return onnx.load(path, load_external_data=False)
 

@@ -1,0 +1,66 @@
+"""Folders for files that are not finished; those that a killed process left are removed by the next one.
+
+The owner of a folder holds a lock (flock) on a file in it. The kernel gives the lock back when the
+process ends, however it ends, so a folder whose lock can be had is nobody's any more.
+"""
+
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from nimblert.errors import NimbleError
+
+_PREFIX = ".nimblec-"
+_LOCK = "lock"
+
+
+@contextmanager
+def scratch_folder(parent: Path | None = None) -> Iterator[Path]:
+    """A new folder in ``parent`` (or where the system keeps temporary files), removed at the end.
+
+    Raises NimbleError where none can be made there.
+    """
+    parent = parent or Path(tempfile.gettempdir())
+    _remove_abandoned(parent)
+    try:
+        made = tempfile.TemporaryDirectory(prefix=_PREFIX, dir=parent)
+    except OSError as exc:
+        raise NimbleError(f"{parent}: nothing can be written there: {exc.strerror}") from exc
+    with made as name, _locked(Path(name)):
+        yield Path(name)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder, which has a lock at no time that is not held."""
+    unnamed = folder / f"{_LOCK}.new"
+    with unnamed.open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        unnamed.rename(folder / _LOCK)
+        yield
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Remove the folders of processes that have ended, of this user only."""
+    for folder in parent.glob(f"{_PREFIX}*"):
+        try:
+            if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+                continue
+            with (folder / _LOCK).open("rb") as file:
+                if _is_free(file):
+                    shutil.rmtree(folder)
+        except OSError:
+            continue  # another process was faster, or it is not one of ours
+
+
+def _is_free(file: IO[bytes]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -1,0 +1,265 @@
+"""What the command line makes of bad input: one sentence, exit status 2, nothing written or lost.
+
+Each kind is here or, where it needs nothing but a file, in test_cli_plans.py.
+"""
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from command_line import CommandLine
+from cpu_plans import floats, write_model
+from onnx import TensorProto, helper
+from plans import H200, cuda_plan
+from subprocesses import ROOT, SOURCES
+
+from nimblec.scratch import scratch_folder
+from nimblert import container, driver
+from nimblert.plan import Device
+
+node = helper.make_node
+DIGITS = ROOT / "samples" / "digits.onnx"
+OLD = b"old"
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    """An older file in the place of the plan."""
+    path = tmp_path / "out" / "model.plan"
+    path.parent.mkdir()
+    path.write_bytes(OLD)
+    return path
+
+
+def assert_untouched(output: Path) -> None:
+    assert output.read_bytes() == OLD
+    assert [path.name for path in output.parent.iterdir()] == [output.name]
+
+
+# --- models
+
+
+def test_unknown_operators_are_all_named(nimblec: CommandLine, tmp_path: Path, output: Path) -> None:
+    nodes = [node("Frob", ["x"], ["a"], name="first"), node("Grob", ["a"], ["y"], name="second", domain="my.ops")]
+    model = write_model(tmp_path / "m.onnx", nodes, [floats("x", 2)], [floats("y", 2)])
+    sentence = nimblec.refused("compile", model, "-o", output, "--target", "cpu", "-q")
+    assert "node 'first': unknown operator Frob (opset 18)" in sentence
+    assert "node 'second': unknown operator my.ops.Grob" in sentence
+    assert_untouched(output)
+
+
+@pytest.fixture
+def dynamic(tmp_path: Path) -> Path:
+    """A model of a dynamic batch and length."""
+    return write_model(
+        tmp_path / "m.onnx",
+        [node("Add", ["x", "z"], ["y"])],
+        [floats("x", "batch", "length"), floats("z", "batch", "length")],
+        [floats("y", "batch", "length")],
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ([], ["'x'", "'z'", "'batch' (axis 0)", "'length' (axis 1)", "--dim batch=1", "--input x:1x<length>"]),
+        (["--dim", "batch=2"], ["'length' (axis 1): give --dim length=<length> or --input x:2x<length>"]),
+        (["--dim", "rows=2"], ["--dim rows: no input has a dimension of that name", "'batch', 'length'"]),
+        (["--dim", "batch=2", "--dim", "batch=3"], ["--dim batch: given twice"]),
+        (["--input", "x:2x3", "--input", "z:2x4"], ["--input z: dimension 'length' is 4, --input x makes it 3"]),
+        (["--input", "x:2x3x4"], ["--input x: 3 dimensions, the model's input has 2 (?x?)"]),
+        (["--input", "x:2x3:int64"], ["--input x: dtype int64, the model's input has float32"]),
+    ],
+)
+def test_shapes_that_are_missing_or_contradict_name_the_flag(
+    nimblec: CommandLine, dynamic: Path, output: Path, options: list[str], words: list[str]
+) -> None:
+    sentence = nimblec.refused("compile", dynamic, "-o", output, "--target", "cpu", "-q", *options)
+    assert [word for word in words if word not in sentence] == []
+    assert_untouched(output)
+
+
+def test_dimensions_by_name(nimblec: CommandLine, dynamic: Path, output: Path) -> None:
+    options = ("--dim", "batch=2", "--dim", "length=3", "--input", "x:4x3")
+    done = nimblec("compile", dynamic, "-o", output, "--target", "cpu", "-q", *options)
+    assert (done.status, done.err) == (0, "")
+    assert [tensor.shape for tensor in container.read(output).programs[0].inputs] == [(4, 3), (4, 3)]
+
+
+def test_missing_or_short_external_data(nimblec: CommandLine, tmp_path: Path, output: Path) -> None:
+    import onnx
+
+    model = onnx.load(DIGITS)
+    path = tmp_path / "m.onnx"
+    onnx.save(model, path, save_as_external_data=True, location="m.data", size_threshold=0)
+    data = tmp_path / "m.data"
+    data.write_bytes(data.read_bytes()[:-1])
+    compile_ = ("compile", path, "-o", output, "--target", "cpu", "-q")
+    assert "was cut short" in nimblec.refused(*compile_)
+    data.unlink()
+    assert f"{data}: missing" in nimblec.refused(*compile_)
+    assert_untouched(output)
+
+
+def test_a_failure_on_random_inputs_points_to_examples(nimblec: CommandLine, tmp_path: Path, output: Path) -> None:
+    nodes = [node("Sub", ["i", "base"], ["k"]), node("Gather", ["w", "k"], ["y"], name="table")]
+    constants = {"w": np.zeros((4, 40), np.float32), "base": np.array(9)}
+    inputs = [("i", TensorProto.INT64, (3,))]
+    model = write_model(tmp_path / "m.onnx", nodes, inputs, [floats("y", 3, 40)], constants=constants)
+    assert "--example NAME=FILE.npy" in nimblec.refused("compile", model, "-o", output, "--target", "cpu", "-q")
+    assert_untouched(output)
+
+
+# --- outputs
+
+
+def test_a_plan_may_not_replace_what_it_is_made_of(nimblec: CommandLine, tmp_path: Path) -> None:
+    model, array = tmp_path / "m.onnx", tmp_path / "x.npy"
+    model.write_bytes(DIGITS.read_bytes())
+    np.save(array, np.zeros((1, 1, 8, 8), np.float32))
+    (tmp_path / "link").symlink_to(model)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    for output in (model, tmp_path / "link", array, tmp_path / "." / "m.onnx"):
+        sentence = nimblec.refused("compile", model, "-o", output, "--target", "cpu", "--example", f"image={array}")
+        assert f"{output}: is to be read, and would be overwritten" in sentence
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_an_output_whose_folder_takes_no_files(nimblec: CommandLine, tmp_path: Path) -> None:
+    sentence = nimblec.refused("compile", DIGITS, "-o", "/proc/m.plan", "--target", "cpu", "-q")
+    assert sentence.startswith("/proc: nothing can be written there: ")
+    sealed = tmp_path / "sealed"
+    sealed.mkdir(mode=0o500)
+    if os.geteuid():  # who is root may write anyway
+        assert "sealed" in nimblec.refused("compile", DIGITS, "-o", sealed / "m.plan", "--target", "cpu", "-q")
+
+
+def command(output: Path, *options: str) -> list[str]:
+    return [sys.executable, "-m", "nimblec", "compile", str(DIGITS), "-o", str(output), "--target", "cpu", *options]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, SOURCES)), "OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.parametrize("limit", [0, 5_000, 60_000, 70_000])
+def test_a_full_disk(output: Path, limit: int, tmp_path: Path) -> None:
+    def fill() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+    options = ("-q", "--timing-cache", str(tmp_path / "timings.json"))
+    done = subprocess.run(
+        command(output, *options),
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**environment(), "TMPDIR": str(tmp_path)},
+        preexec_fn=fill,
+        timeout=120,
+    )
+    assert done.returncode == 2, done
+    (line,) = done.stderr.splitlines()
+    assert "File too large" in line or "is the disk full?" in line
+    assert_untouched(output)
+
+
+def scratch_folders(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if path.name.startswith(".nimblec-")]
+
+
+@pytest.mark.parametrize("stage", ["read", "optimise", "golden run", "write"])
+def test_killed_half_way(nimblec: CommandLine, digits: Path, stage: str) -> None:
+    """The older plan stays usable; the next compilation removes what the killed one left."""
+    before = digits.read_bytes()
+    process = subprocess.Popen(
+        command(digits, "-v"), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=environment()
+    )
+    assert process.stderr is not None
+    with process.stderr as stages:
+        for line in stages:
+            if line.startswith(f"{stage}:"):
+                process.send_signal(signal.SIGKILL)
+                break
+    assert process.wait(60) == -signal.SIGKILL
+    assert digits.read_bytes() == before
+    assert nimblec("run", digits).status == 0
+    (left,) = scratch_folders(digits.parent)
+    with scratch_folder(digits.parent) as mine:
+        assert scratch_folders(digits.parent) == [mine]
+        with scratch_folder(digits.parent) as other:  # leaves those alone that are in use
+            assert sorted(scratch_folders(digits.parent)) == sorted([mine, other])
+    assert not left.exists()
+    assert list(digits.parent.iterdir()) == [digits]
+
+
+@pytest.fixture
+def digits(tmp_path: Path) -> Path:
+    """The digits sample, compiled for the CPU."""
+    import nimblec
+
+    path = tmp_path / "plans" / "digits.plan"
+    path.parent.mkdir()
+    nimblec.compile(DIGITS, target="cpu").save(path)
+    return path
+
+
+def test_scratch_folders_of_others_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / ".nimblec-file").touch()
+    (tmp_path / ".nimblec-folder").mkdir()  # has no lock: perhaps it is just being made
+    target = tmp_path / "target"
+    target.mkdir()
+    (target / "lock").touch()
+    (tmp_path / ".nimblec-link").symlink_to(target)
+    with scratch_folder(tmp_path):
+        pass
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        ".nimblec-file", ".nimblec-folder", ".nimblec-link", "target",
+    ]  # fmt: skip
+    assert (target / "lock").exists()
+
+
+# --- the same bytes each time
+
+
+def test_the_same_file_compiles_to_the_same_bytes(tmp_path: Path) -> None:
+    """In processes of their own, whose hashes of strings differ; with one timing cache, so that both choose alike."""
+    plans = [tmp_path / "a.plan", tmp_path / "b.plan"]
+    for plan, seed in zip(plans, ("1", "2"), strict=True):
+        subprocess.run(
+            command(plan, "-q", "--timing-cache", str(tmp_path / "timings.json")),
+            check=True,
+            env={**environment(), "PYTHONHASHSEED": seed},
+            timeout=120,
+        )
+    assert plans[0].read_bytes() == plans[1].read_bytes()
+
+
+# --- plans for other machines
+
+
+@pytest.mark.parametrize(
+    ("here", "words"),
+    [
+        (
+            replace(H200, name="NVIDIA A100", compute_capability=(8, 0)),
+            ["compute capability 9.0 (NVIDIA H200)", "8.0 (NVIDIA A100)"],
+        ),
+        (replace(H200, driver_version=12040), ["a driver for CUDA 13.0 or newer", "for CUDA 12.4: update the driver"]),
+    ],
+)
+def test_a_plan_for_another_gpu_or_a_newer_driver_names_both(
+    nimblec: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: Device, words: list[str]
+) -> None:
+    monkeypatch.setattr(driver, "initialise", lambda: None)
+    monkeypatch.setattr(driver, "describe", lambda: here)
+    path = tmp_path / "cuda.plan"
+    cuda_plan().save(path)
+    sentence = nimblec.refused("run", path)
+    assert [word for word in words if word not in sentence] == []
+    assert "skipped  golden: " + sentence in nimblec("verify", path).out
