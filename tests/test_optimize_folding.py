@@ -153,3 +153,20 @@ def test_copies_that_change_order_or_dtype_stay() -> None:
     after = rewritten(_with_calls(build), simplify)
     assert counts(after) == {"transpose": 1, "clone": 1, "_to_copy": 1}
     assert after(X)[0].is_contiguous()
+
+
+def test_constants_that_nothing_reads_are_let_go() -> None:
+    before = record(lambda x: torch.mm(x, torch.eye(4).double()).relu(), X[0])
+    root = torch.nn.Module()
+    root.layer = torch.nn.Linear(4, 4, bias=False).double()
+    graph = before.graph.__deepcopy__()
+    (node,) = (n for n in graph.nodes if n.op == "get_attr")
+    node.target = "layer.weight"
+    (product,) = (n for n in graph.nodes if "mm" in str(n.target))
+    with graph.inserting_before(product):
+        product.args = (product.args[0], graph.call_function(aten.mul.Tensor, (node, 2)))
+        product.args[1].meta["val"] = node.meta["val"]
+    after = rewritten(fx.GraphModule(root, graph), fold_constants)
+    assert not list(after.named_parameters())
+    assert [tuple(t.shape) for t in after.buffers()] == [(4, 4)]
+    torch.testing.assert_close(after(X[0])[0], (X[0] @ (root.layer.weight * 2)).relu())

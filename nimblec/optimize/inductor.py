@@ -6,24 +6,26 @@ what the generated code allocates and launches inside belongs to it.
 
 import hashlib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch._guards import TracingContext, tracing
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from nimblec.optimize.bias import free_biases
 from nimblec.optimize.fusible import is_view
 from nimblec.optimize.regions import Extract, extract, partition, replace
-from nimblec.optimize.rewriter import Rewriter
+from nimblec.optimize.rewriter import Rewriter, fake
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, while it imports itself
     from torch._inductor import config
+    from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.virtualized import V
@@ -36,6 +38,9 @@ OPTIONS: Mapping[str, Any] = {
     "cpp_wrapper": False,
 }
 """Inductor's settings: results lie in memory as eager's do; kernels have names that say what they fuse."""
+
+REFUSALS = (RuntimeError, NotImplementedError)
+"""What Inductor raises where it cannot compile a region; its own errors are a RuntimeError."""
 
 Compiled = Callable[[list[Tensor]], Sequence[Tensor]]
 
@@ -50,13 +55,12 @@ def compile_regions(module: fx.GraphModule, options: Mapping[str, Any] = OPTIONS
     """
     result = fx.GraphModule(module, module.graph.__deepcopy__(), class_name=type(module).__name__)
     free_biases(result)
-    replacements: dict[OpOverload, list[Extract]] = {}
+    named: dict[str, list[Extract]] = {}
     for region in partition(result):
         extracted = extract(region)
-        target = _op(extracted, options)
-        if target is not None:
-            replacements.setdefault(target, []).append(extracted)
-    replace(result, replacements)
+        named.setdefault(_name(extracted, options), []).append(extracted)
+    _define({name: extracts[0] for name, extracts in named.items() if not _is_defined(name)}, options)
+    replace(result, {_op(name): extracts for name, extracts in named.items() if _is_defined(name)})
     Rewriter(result).finish()
     return result
 
@@ -78,18 +82,56 @@ def _described(value: Tensor) -> str:
     return f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.device}"
 
 
-def _op(extracted: Extract, options: Mapping[str, Any]) -> OpOverload | None:
-    """The op that computes a region, registered at its first use."""
+def _name(extracted: Extract, options: Mapping[str, Any]) -> str:
+    """The name of a region's op: equal for equal regions."""
     text = signature(extracted) + repr(sorted(options.items()))
-    name = f"{_title(extracted)}_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
-    if not hasattr(torch.ops.nimblec, name):
-        compiled = _compile(extracted, options)
-        if compiled is None:
-            return None
-        _register(name, compiled, *([node.meta["val"] for node in side] for side in (extracted.inputs, extracted.outputs)))
-    packet = getattr(torch.ops.nimblec, name)
-    overload: OpOverload = packet.default
+    return f"{_title(extracted)}_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+def _is_defined(name: str) -> bool:
+    return hasattr(torch.ops.nimblec, name)
+
+
+def _op(name: str) -> OpOverload:
+    overload: OpOverload = getattr(torch.ops.nimblec, name).default
     return overload
+
+
+def _define(extracts: Mapping[str, Extract], options: Mapping[str, Any]) -> None:
+    """Compile regions side by side and make an op of each, except those that Inductor refuses."""
+    begun = {}
+    for name, extracted in extracts.items():
+        with suppress(*REFUSALS), _kernels_in_background() as finish:
+            begun[name] = _compile(extracted, options), finish
+    for name, (compiled, finish) in begun.items():
+        try:
+            finish()
+        except REFUSALS:
+            continue
+        _register(name, compiled, extracts[name])
+
+
+@contextmanager
+def _kernels_in_background() -> Iterator[Callable[[], None]]:
+    """Do not wait for the kernels of code that is generated inside the block: Inductor's own processes make them.
+
+    The function that comes back waits for them; only then may the code run.
+    """
+    waits: list[Callable[[], None]] = []
+    wait = AsyncCompile.wait
+
+    def later(self: AsyncCompile, scope: dict[str, Any]) -> None:
+        waits.append(lambda: wait(self, scope))
+
+    def finish() -> None:
+        for each in waits:
+            each()
+
+    AsyncCompile.wait = later  # type: ignore[method-assign]
+    try:
+        yield finish
+    finally:
+        AsyncCompile.wait = wait  # type: ignore[method-assign]
 
 
 def _title(extracted: Extract) -> str:
@@ -99,10 +141,10 @@ def _title(extracted: Extract) -> str:
     return "_".join(["fused", *list(names)[:4]])
 
 
-def _compile(extracted: Extract, options: Mapping[str, Any]) -> Compiled | None:
-    """Generate code for a region; None where Inductor cannot."""
+def _compile(extracted: Extract, options: Mapping[str, Any]) -> Compiled:
+    """Generate code for a region."""
     mode = FakeTensorMode()
-    inputs = [_fake(node.meta["val"], mode) for node in extracted.inputs]
+    inputs = [_like(fake(node), mode) for node in extracted.inputs]
     with torch.no_grad(), config.patch(dict(options)):
         with mode:
             decomposed = make_fx(extracted.module, decomposition_table=select_decomp_table())(*inputs)
@@ -110,24 +152,21 @@ def _compile(extracted: Extract, options: Mapping[str, Any]) -> Compiled | None:
         output.args = (tuple(output.args[0]),)
         output.meta["user_visible_output_idxs"] = list(range(len(extracted.outputs)))
         output.meta["original_output_strides"] = [tuple(n.meta["val"].stride()) for n in extracted.outputs]
-        try:
-            with V.set_fake_mode(mode), tracing(TracingContext(mode)):
-                compiled: Compiled = compile_fx_inner(decomposed, inputs)
-        except (RuntimeError, NotImplementedError):  # InductorError is a RuntimeError
-            return None
+        with V.set_fake_mode(mode), tracing(TracingContext(mode)):
+            compiled: Compiled = compile_fx_inner(decomposed, inputs)
     return compiled
 
 
-def _fake(like: Tensor, mode: FakeTensorMode) -> FakeTensor:
+def _like(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
     with mode:
-        fake: FakeTensor = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
-    return fake
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
 
-def _register(name: str, compiled: Compiled, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+def _register(name: str, compiled: Compiled, extracted: Extract) -> None:
     """Make an op of a compiled region; its results are new memory, all of them."""
-    expected = [tuple(t.stride()) for t in inputs]
-    described = [(tuple(t.shape), tuple(t.stride()), t.dtype, t.device) for t in outputs]
+    expected = [tuple(fake(node).stride()) for node in extracted.inputs]
+    results = [fake(node) for node in extracted.outputs]
+    described = [(tuple(t.shape), tuple(t.stride()), t.dtype, t.device) for t in results]
 
     def run(inputs: list[Tensor]) -> list[Tensor]:
         with torch.no_grad():

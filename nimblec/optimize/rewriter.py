@@ -71,7 +71,7 @@ class Rewriter:
         """Drop calls and constants that nothing uses, and check the graph."""
         self.graph.eliminate_dead_code()
         used = {node.target for node in self.graph.nodes if node.op == "get_attr"}
-        for name in [name for name, _ in self.module.named_buffers(remove_duplicate=False) if name not in used]:
+        for name in _constants(self.module) - used:
             _delete(self.module, name)
         self.graph.lint()
         self.module.recompile()
@@ -158,6 +158,12 @@ def _fake_mode(graph: fx.Graph) -> FakeTensorMode:
         if isinstance(value, FakeTensor):
             return value.fake_mode
     return FakeTensorMode()
+
+
+def _constants(module: fx.GraphModule) -> set[str]:
+    """The names of all tensors that the module holds; tied ones have several."""
+    named = (*module.named_buffers(remove_duplicate=False), *module.named_parameters(remove_duplicate=False))
+    return {name for name, _ in named}
 
 
 def _delete(module: fx.GraphModule, name: str) -> None:
