@@ -3,25 +3,24 @@
 import json
 import sys
 import time
-import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import click
 from rich.console import Console
 
 import nimblec
 from nimblec import arguments, dot, inspection, picture, report, trace, verification
-from nimblec.errors import missing_package
+from nimblec.command import Command, Group
 from nimblec.options import InputSpec, Options, Precision, TargetChoice
 from nimblec.progress import StageProgress
 from nimblec.replacing import replacing
 from nimblec.verification import Result
 from nimblert import container, golden
-from nimblert.errors import InputError, NimbleError, PlanError
+from nimblert.errors import InputError, PlanError
 from nimblert.executable import Executable, load
 from nimblert.onnx_session import share_thread_pool
 from nimblert.plan import Plan, Target
@@ -32,64 +31,8 @@ PIPE_WIDTH = 160
 WARM_UPS = 20
 """At most so many runs before latencies count."""
 
-DEBUG = "nimblec.debug"
-
-
-class Command(click.Command):
-    """A command whose refusals are one sentence, or a traceback with --debug."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.params.append(
-            click.Option(
-                ["--debug"],
-                is_flag=True,
-                expose_value=False,
-                callback=_remember_debug,
-                help="Print the traceback of a refusal.",
-            )
-        )
-
-    def invoke(self, ctx: click.Context) -> Any:
-        """Run the command, and turn what it refuses into a message for the terminal."""
-        try:
-            return super().invoke(ctx)
-        except BrokenPipeError:
-            raise  # click ends quietly when the reader has gone
-        except (NimbleError, OSError, ModuleNotFoundError) as exc:
-            sentence = _sentence(exc)
-            if sentence is None:
-                raise
-            if ctx.meta[DEBUG]:
-                traceback.print_exc()
-            raise click.ClickException(sentence) from exc
-
-
-def _remember_debug(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
-    ctx.meta[DEBUG] = value
-
-
-def _sentence(exc: NimbleError | OSError | ModuleNotFoundError) -> str | None:
-    """What to tell the user; None where a module is missing that is not ours to bring."""
-    if isinstance(exc, ModuleNotFoundError):
-        missing = missing_package(exc)
-        return str(missing) if missing else None
-    if isinstance(exc, OSError) and exc.strerror:
-        return f"{exc.filename}: {exc.strerror}" if exc.filename else exc.strerror
-    return " ".join(str(exc).split())
-
-
 OWN_PROCESS = "own process"
 """The context's object where the command line was started as a program, not called from one."""
-
-
-class Group(click.Group):
-    """Lists its commands in the order in which they are used."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        """The names of the commands, as they were added."""
-        del ctx
-        return list(self.commands)
 
 
 @click.group(

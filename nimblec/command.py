@@ -1,0 +1,64 @@
+"""What all commands of the command line have in common: one-sentence refusals, and their order."""
+
+import traceback
+from typing import Any
+
+import click
+
+from nimblec.errors import missing_package
+from nimblert.errors import NimbleError
+
+DEBUG = "nimblec.debug"
+
+
+class Command(click.Command):
+    """A command whose refusals are one sentence, or a traceback with --debug."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.params.append(
+            click.Option(
+                ["--debug"],
+                is_flag=True,
+                expose_value=False,
+                callback=_remember_debug,
+                help="Print the traceback of a refusal.",
+            )
+        )
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command, and turn what it refuses into a message for the terminal."""
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            raise  # click ends quietly when the reader has gone
+        except (NimbleError, OSError, ModuleNotFoundError) as exc:
+            sentence = _sentence(exc)
+            if sentence is None:
+                raise
+            if ctx.meta[DEBUG]:
+                traceback.print_exc()
+            raise click.ClickException(sentence) from exc
+
+
+def _remember_debug(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
+    ctx.meta[DEBUG] = value
+
+
+def _sentence(exc: NimbleError | OSError | ModuleNotFoundError) -> str | None:
+    """What to tell the user; None where a module is missing that is not ours to bring."""
+    if isinstance(exc, ModuleNotFoundError):
+        missing = missing_package(exc)
+        return str(missing) if missing else None
+    if isinstance(exc, OSError) and exc.strerror:
+        return f"{exc.filename}: {exc.strerror}" if exc.filename else exc.strerror
+    return " ".join(str(exc).split())
+
+
+class Group(click.Group):
+    """Lists its commands in the order in which they are used."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The names of the commands, as they were added."""
+        del ctx
+        return list(self.commands)
