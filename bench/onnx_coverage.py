@@ -250,7 +250,7 @@ def write_known_failures(path: Path, results: Sequence[Result]) -> None:
     for heading, core in (("# Core cases", True), ("# Other cases", False)):
         lines.append(heading)
         lines += [
-            f"{r.name}: {r.status}: {' '.join(r.message.split())[:160]}"
+            f"{r.name}: {r.status}: {' '.join(r.message.split())[:240]}"
             for r in sorted(results, key=lambda r: r.name)
             if r.core == core and r.status != "pass" and not is_excused(r)
         ]
@@ -294,7 +294,12 @@ def markdown() -> str:
             lines.append(f"| {title}, {kind} {len(chosen):,} cases | {numbers} |")
     runnable = [r for r in cpu if r["core"] and r["onnxruntime"] == "pass"]
     passed = sum(r["status"] == "pass" for r in runnable)
-    lines += ["", f"Of the {len(runnable):,} core cases that ONNX Runtime passes, {passed:,} pass on the CPU target."]
+    wrong = [r["onnxruntime"] for r in cpu if r["status"] == "wrong"]
+    lines += [
+        "",
+        f"Of the {len(runnable):,} core cases that ONNX Runtime passes, {passed:,} pass on the CPU target. "
+        f"Of the {len(wrong)} that are wrong there, {wrong.count('wrong')} are wrong in ONNX Runtime.",
+    ]
     return "\n".join(lines)
 
 
