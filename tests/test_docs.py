@@ -8,6 +8,7 @@ import pytest
 from subprocesses import ROOT, python
 
 from bench import readme_tables
+from nimblec.cli import cli
 
 DOCUMENT = ROOT / "docs" / "how-it-works.md"
 RUN = "import runpy, sys; sys.argv.pop(0); runpy.run_path(sys.argv[0], run_name='__main__')"
@@ -74,3 +75,14 @@ def test_a_table_without_results_stays_as_it_is(monkeypatch: pytest.MonkeyPatch)
     assert readme_tables.filled(text) == text
     monkeypatch.setattr(readme_tables, "printed", lambda command: f"{command}\n")
     assert readme_tables.filled(text) == text.replace("old", "python -m bench.nothing")
+
+
+def test_the_readme_names_every_command_and_every_option_of_compile() -> None:
+    text = readme_tables.README.read_text()
+    said = {"--output", "--verbose", "--quiet", "--debug"}  # on every other command line too
+    missing = [name for name in cli.commands if f"`nimblec {name} " not in text]
+    for option in cli.commands["compile"].params:
+        long = max(option.opts, key=len)
+        if long.startswith("-") and long not in said and f"`{long}" not in text:
+            missing.append(long)
+    assert not missing
