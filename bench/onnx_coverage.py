@@ -295,11 +295,8 @@ def markdown() -> str:
     runnable = [r for r in cpu if r["core"] and r["onnxruntime"] == "pass"]
     passed = sum(r["status"] == "pass" for r in runnable)
     wrong = [r["onnxruntime"] for r in cpu if r["status"] == "wrong"]
-    lines += [
-        "",
-        f"Of the {len(runnable):,} core cases that ONNX Runtime passes, {passed:,} pass on the CPU target. "
-        f"Of the {len(wrong)} that are wrong there, {wrong.count('wrong')} are wrong in ONNX Runtime.",
-    ]
+    lines += ["", f"Of the {len(runnable):,} core cases that ONNX Runtime passes, {passed:,} pass on the CPU target."]
+    lines += [f"Of the {len(wrong)} that are wrong there, {wrong.count('wrong')} are wrong in ONNX Runtime."]
     return "\n".join(lines)
 
 
