@@ -55,6 +55,33 @@ def test_of_two_convolutions_the_later_takes_the_other_as_residual() -> None:
     assert_same(before, after, X)
 
 
+@pytest.mark.parametrize("biases", [(True, True), (False, True), (True, False)])
+def test_the_bias_of_a_convolution_that_is_added_joins_the_other(biases: tuple[bool, bool]) -> None:
+    first, second = (_weight(8) * n if given else None for n, given in enumerate(biases, 1))
+
+    def model(x: Tensor) -> Tensor:
+        y = torch.conv2d(x, _weight(8, 4, 1, 1), second)
+        return torch.relu(torch.add(torch.conv2d(x, _weight(8, 4, 3, 3), first, padding=1), y, alpha=-2))
+
+    before = record(model, X)
+    after = rewritten(before, fuse_convolutions)
+    (shortcut,) = (n for n in after.graph.nodes if "aten.convolution" in str(n.target))
+    assert shortcut.args[2] is None
+    assert counts(after) == {"convolution": 1, "cudnn_convolution_add_relu": 1}
+    assert_same(before, after, X)
+
+
+def test_the_bias_of_a_convolution_that_others_read_stays() -> None:
+    def model(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = torch.conv2d(x, _weight(8, 4, 1, 1), _weight(8))
+        return torch.relu(torch.conv2d(x, _weight(8, 4, 3, 3), padding=1) + y), torch.sigmoid(y)
+
+    before = record(model, X)
+    after = rewritten(before, fuse_convolutions)
+    assert counts(after)["cudnn_convolution_add_relu"] == 1
+    assert_same(before, after, X)
+
+
 def test_alpha_scales_the_residual() -> None:
     weight = _weight(4, 4, 1, 1)
     left = record(lambda x: torch.relu(torch.add(torch.conv2d(x, weight), x, alpha=-3)), X)

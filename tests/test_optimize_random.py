@@ -93,7 +93,7 @@ def _network(data: st.DataObject) -> fx.GraphModule:
     return record(model, X)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_any_network(data: st.DataObject) -> None:
     before = _network(data)

@@ -103,7 +103,7 @@ STEPS: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (
 )
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_random_graphs(data: st.DataObject) -> None:
     count = data.draw(st.integers(2, 14))

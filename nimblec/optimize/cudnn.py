@@ -65,8 +65,32 @@ def _fuse_residual(rewriter: Rewriter, relu: fx.Node, source: fx.Node) -> fx.Nod
         scaled = term is source.args[0]  # ``other`` is what alpha multiplies
         same = (fake(z).dtype, fake(z).shape) == (fake(term).dtype, fake(term).shape)
         if same and (scaled or alpha == 1):
-            return _call(rewriter, relu, aten.cudnn_convolution_add_relu.default, bound(term), (z, alpha))
+            return _call_residual(rewriter, relu, bound(term), z, alpha)
     return None
+
+
+def _call_residual(
+    rewriter: Rewriter, relu: fx.Node, given: dict[str, Any], z: fx.Node, alpha: float
+) -> fx.Node | None:
+    """Where the residual is a convolution too, its bias joins the other one: the call adds just one."""
+    joined = _sum_of_biases(rewriter, given, z, alpha)
+    if joined is not None:
+        given = given | {"bias": rewriter.constant(joined, at=relu)}
+    fused = _call(rewriter, relu, aten.cudnn_convolution_add_relu.default, given, (z, alpha))
+    if fused is not None and joined is not None:
+        z.args = (*z.args[:2], None, *z.args[3:])
+    return fused
+
+
+def _sum_of_biases(rewriter: Rewriter, given: dict[str, Any], z: fx.Node, alpha: float) -> torch.Tensor | None:
+    if not is_call(z, CONVOLUTION) or only_user(z) is None:
+        return None
+    own, other = (rewriter.value(bias) for bias in (given["bias"], z.args[2]))
+    if other is None or (own is None and given["bias"] is not None):
+        return None
+    total = alpha * other.double() if own is None else own.double() + alpha * other.double()
+    rounded = total.to(other.dtype)
+    return rounded if bool(rounded.isfinite().all()) else None
 
 
 def _can_fuse(rewriter: Rewriter, node: fx.Node) -> bool:
