@@ -148,6 +148,21 @@ def test_what_lies_between_splits_a_region() -> None:
     )
 
 
+def test_a_norm_and_its_activation_in_half_precision() -> None:
+    vector, x = torch.rand(4), torch.randn(2, 4, 3, 3).half()
+
+    def model(x: Tensor) -> Tensor:
+        y = torch.ops.aten._native_batch_norm_legit_no_training(x, vector, vector, vector, vector, 0.1, 1e-5)[0]
+        return torch.relu(y)
+
+    before = record(model, x)
+    (region,) = partition(before)
+    assert len(region.calls) == 2
+    after = compile_regions(before)
+    assert sum(n.op == "call_function" for n in after.graph.nodes) == 2  # the op, and its one result
+    assert_same(before, after, x, rtol=2e-3)
+
+
 def test_pooling_begins_a_region() -> None:
     x = torch.randn(1, 2, 8, 8)
     module = record(lambda x: torch.relu(torch.nn.functional.avg_pool2d(torch.sigmoid(x) * 2, 2)) + 1, x)

@@ -31,12 +31,12 @@ _STENCILS = frozenset({"avg_pool2d", "max_pool2d_with_indices", "_adaptive_avg_p
 
 
 def is_fusible(node: fx.Node) -> bool:
-    """Whether a generated kernel can compute the call; its results are all dense tensors."""
+    """Whether a generated kernel can compute the call; its results are all dense tensors, the first not empty."""
     target = node.target
     if not isinstance(target, OpOverload) or target.namespace != "aten" or not is_pure(node):
         return False
     results = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else [node.meta["val"]]
-    if not all(isinstance(value, Tensor) and value.numel() and not value.is_complex() for value in results):
+    if not all(isinstance(value, Tensor) and not value.is_complex() for value in results) or not results[0].numel():
         return False
     return any(tag in target.tags for tag in _TAGS) or target._schema.name.partition("::")[2] in _NAMES
 
