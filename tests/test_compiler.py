@@ -1,10 +1,9 @@
 """The pipeline's edges: what is asked for is not here, not installed, or not a model."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from subprocesses import python
 
 import nimblec
 from nimblec.errors import missing_package
@@ -24,8 +23,7 @@ except nimblec.CompileError as exc:
 def test_a_missing_package_is_named_with_the_extra_that_brings_it(name: str, extra: str) -> None:
     model = str(Path(__file__).parents[1] / "samples" / "digits.onnx")
     code = BLOCKED.format(name=name, model=model)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == f"{name} is not installed, and this needs it: pip install 'nimblec[{extra}]'\n"
+    assert python(code) == f"{name} is not installed, and this needs it: pip install 'nimblec[{extra}]'\n"
 
 
 def test_a_module_of_the_users_own_is_not_ours_to_bring() -> None:

@@ -8,9 +8,7 @@ from pathlib import Path
 import numpy as np
 import onnxruntime
 import pytest
-import torch
-from exported_models import MODELS
-from test_onnx_models import LARGER, exported
+from exported_models import FAMILIES, export
 
 from nimblec.compiler import compile_model
 from nimblec.options import Options
@@ -29,7 +27,7 @@ _TOLERANCE = 1e-3  # of the largest magnitude: other kernels, another order of s
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Family:
     file: Path
-    inputs: tuple[torch.Tensor, ...]
+    inputs: dict[str, np.ndarray]
     plan: Future[Plan]
 
 
@@ -39,31 +37,28 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, _Fa
     folder = tmp_path_factory.mktemp("families")
     with ThreadPoolExecutor(_WORKERS) as pool:
         made = {}
-        for name in (*LARGER, *MODELS):
+        for name in FAMILIES:
             file = folder / f"{name}.onnx"
-            inputs = exported(name, 17, file)
+            inputs = export(name, 17, file)
             made[name] = _Family(file=file, inputs=inputs, plan=pool.submit(_compile, file, inputs))
         yield made
 
 
-def _compile(file: Path, inputs: tuple[torch.Tensor, ...]) -> Plan:
-    session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
-    examples = tuple((v.name, t.numpy()) for v, t in zip(session.get_inputs(), inputs, strict=True))
-    options = Options(target="cuda", precision="fp32", examples=examples)
+def _compile(file: Path, inputs: dict[str, np.ndarray]) -> Plan:
+    options = Options(target="cuda", precision="fp32", examples=tuple(inputs.items()))
     return compile_model(file, options=options, observer=lambda _stage, _seconds: None).plan
 
 
-@pytest.mark.parametrize("name", [*LARGER, *MODELS])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_gives_what_onnx_runtime_gives(families: dict[str, _Family], name: str) -> None:
     family = families[name]
     plan = family.plan.result()  # compared with torch, bit for bit, by the compilation
     golden = plan.programs[0].golden
     assert golden is not None
     session = onnxruntime.InferenceSession(family.file, providers=["CPUExecutionProvider"])
-    fed = {v.name: t.numpy() for v, t in zip(session.get_inputs(), family.inputs, strict=True)}
     with load(plan) as loaded:
-        found = loaded.run(fed)
-    for left, right in zip(found.values(), session.run(None, fed), strict=True):
+        found = loaded.run(family.inputs)
+    for left, right in zip(found.values(), session.run(None, family.inputs), strict=True):
         assert left.shape == right.shape
         scale = max(float(np.abs(right).max()), 1e-6)
         assert float(np.abs(left.astype(np.float64) - right).max()) / scale <= _TOLERANCE
