@@ -8,6 +8,7 @@ import eager
 import numpy as np
 import pytest
 from delays import CUBIN, with_delays, with_delays_before
+from gpu_compile import verdicts
 from replan import graph_of, producer, replanned, without
 
 import nimblert
@@ -56,16 +57,6 @@ def reference() -> eager.Eager:
     return eager.build(BRANCHING)
 
 
-def verdicts(plan: Plan) -> set[Verdict]:
-    """How a plan's outputs in poisoned memory compare with its golden record."""
-    (program,) = plan.programs
-    assert program.golden is not None
-    inputs = golden.draw_inputs(program, program.golden.seed)
-    with nimblert.load(plan, poison=True) as executable:
-        outputs = tuple(executable.run(inputs).values())
-    return {c.verdict for c in golden.check(program.golden, outputs)}
-
-
 def schedule(plan: Plan) -> ScheduleRecord:
     record = plan.programs[0].schedule
     assert record is not None
@@ -98,7 +89,7 @@ def test_auto_is_the_fastest_of_what_it_tried(gpu_compiler: "GpuCompiler") -> No
     assert {"1", "2", "max"} <= times.keys()
     assert all(times.values())
     assert times[record.policy] <= times["1"]
-    assert times[record.policy] == min(times.values()) or record.policy == "1"
+    assert 0.99 * times[record.policy] <= min(times.values()) or record.policy == "1"
 
 
 @pytest.mark.parametrize("seed", range(20))
