@@ -11,9 +11,6 @@ from pathlib import Path
 
 import pytest
 
-import nimblert
-from nimblert import golden
-from nimblert.golden import Verdict
 from nimblert.plan import Plan
 
 _WORKERS = 6
@@ -65,16 +62,6 @@ class GpuCompiler:
             output.write_bytes(self.OLD)
             self._jobs[key] = _Job(output=output, plan=self._pool.submit(_compile, *key, output))
         return self._jobs[key]
-
-
-def verdicts(plan: Plan) -> set[Verdict]:
-    """How a plan's outputs in poisoned memory compare with its golden record."""
-    (program,) = plan.programs
-    assert program.golden is not None
-    inputs = golden.draw_inputs(program, program.golden.seed)
-    with nimblert.load(plan, poison=True) as executable:
-        outputs = tuple(executable.run(inputs).values())
-    return {c.verdict for c in golden.check(program.golden, outputs)}
 
 
 def _compile(model: str, streams: str, output: Path) -> Plan:

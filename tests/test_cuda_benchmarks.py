@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 from delays import CUBIN, with_delays
-from gpu_compile import verdicts
 from replan import graph_of, replanned
+from verdicts import verdicts
 
 import nimblert
 from bench.schedules import MODELS

@@ -8,8 +8,8 @@ import eager
 import numpy as np
 import pytest
 from delays import CUBIN, with_delays, with_delays_before
-from gpu_compile import verdicts
 from replan import graph_of, producer, replanned, without
+from verdicts import verdicts
 
 import nimblert
 from nimblec.schedule.dependencies import dependencies
