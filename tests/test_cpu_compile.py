@@ -10,6 +10,7 @@ from families import mobilenet
 from onnx import TensorProto, helper
 
 import nimblec
+from nimblec.cpu import timing
 from nimblec.cpu.compile import compile_cpu
 from nimblec.cuda.compile import Source
 from nimblec.errors import CompileError
@@ -81,3 +82,10 @@ def test_a_pytorch_module_through_onnx() -> None:
         outputs = model.run(golden.draw_inputs(model.program, plan.programs[0].golden.seed))
         verdicts = golden.check(plan.programs[0].golden, list(outputs.values()))
     assert [comparison.verdict for comparison in verdicts] == [golden.Verdict.BIT_EXACT]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "runs"), [(1e-9, 100), (0.01, 20), (0.1, 5), (0.3, 5), (0.5, 4), (2.0, 1), (30.0, 1)]
+)
+def test_slow_programs_are_timed_less_often(seconds: float, runs: int) -> None:
+    assert timing._count(seconds) == runs

@@ -5,12 +5,13 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from cpu_plans import Value, assert_same, floats, plan_file, write_model
+from cpu_plans import Value, assert_same, floats, plan_file, run_plan, write_model
 from onnx import TensorProto, helper
 
 from nimblec.errors import CompileError, UnsupportedModelError
 from nimblec.options import InputSpec
 from nimblert import verify
+from nimblert.errors import DeviceMismatchError
 
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((2, 3)).astype(np.float32)
@@ -273,3 +274,55 @@ def test_what_a_plan_cannot_hold_is_refused_by_name(
     write_model(path, nodes, [floats("x", 2, 3)], outputs, constants=constants)
     with pytest.raises(UnsupportedModelError, match=message):
         plan_file(path)
+
+
+@pytest.mark.parametrize(
+    ("length", "error", "message"),
+    [
+        (1 << 62, UnsupportedModelError, r"value 'x' has the shape 4611686018427387904: 18446744073709551616 bytes"),
+        (1 << 44, DeviceMismatchError, "needs 70368744177664 bytes of memory in one piece, more than is here"),
+    ],
+)
+def test_what_no_memory_holds_is_refused(path: Path, length: int, error: type[Exception], message: str) -> None:
+    write_model(path, [node("Relu", ["x"], ["y"])], [floats("x", length)], [floats("y", length)])
+    with pytest.raises(error, match=message):
+        run_plan(plan_file(path), {})
+
+
+def test_shape_arithmetic_of_a_function_is_folded(path: Path) -> None:
+    """ONNX Runtime has no kernel of CenterCropPad, and folds before it writes out the function."""
+    plan = assert_same(
+        write_model(
+            path,
+            [node("CenterCropPad", ["x", "sizes"], ["y"])],
+            [floats("x", 9, 4)],
+            [floats("y", 5, 7)],
+            constants={"sizes": np.array([5, 7])},
+        ),
+        {"x": RNG.standard_normal((9, 4)).astype(np.float32)},
+    )
+    assert [op.name for op in plan.programs[0].ops] == ["Pad", "Slice"]
+
+
+def test_a_function_without_shape_inference(path: Path) -> None:
+    x = RNG.standard_normal((2, 3, 4, 5)).astype(np.float32)
+    write_model(
+        path, [node("MeanVarianceNormalization", ["x"], ["y"])], [floats("x", 2, 3, 4, 5)], [floats("y", 2, 3, 4, 5)]
+    )
+    assert_same(path, {"x": x})
+
+
+def test_an_output_that_folds_away_in_an_old_file(path: Path) -> None:
+    """Below IR version 4 constants must be used, and ONNX Runtime folds one that is only returned."""
+    one = np.ones((1,), np.float32)
+    write_model(
+        path,
+        [node("Neg", ["w"], ["v"]), node("Add", ["x", "w"], ["y"])],
+        [floats("x", 1), floats("w", 1)],
+        [floats("v", 1), floats("y", 1)],
+        constants={"w": one},
+    )
+    model = onnx.load(path)
+    model.ir_version = 3
+    onnx.save(model, path)
+    assert_same(path, {"x": one})

@@ -32,7 +32,10 @@ def compile_cpu(source: Source, options: Options, output: Path, observer: Observ
     Raises CompileError where the model cannot be compiled, or where the replay is not what a plain
     ONNX Runtime session computes.
     """
-    _write_plan(source, options, output, observer)  # and let go of all it mapped
+    try:
+        _write_plan(source, options, output, observer)  # and let go of all it mapped
+    except MemoryError as exc:
+        raise CompileError(f"the model needs more memory than there is: {exc}") from exc
     with stage(observer, "check"):
         problem = differing_output(output)
         if problem:

@@ -14,6 +14,7 @@ from nimblert.cpu import CpuBackend
 from nimblert.plan import Plan
 
 _TARGET_S = 0.2
+_LIMIT_S = 2.0
 _WARM_UPS = 2
 
 
@@ -46,7 +47,9 @@ class CpuTimer:
 
 
 def _count(seconds: float) -> int:
-    return int(np.clip(_TARGET_S / max(seconds, 1e-6), 5, 100))
+    """Runs to measure: 0.2 s of them, 5 to 100; of a slow program fewer than 5, what fits into 2 s."""
+    most, least = (int(budget / max(seconds, 1e-6)) for budget in (_TARGET_S, _LIMIT_S))
+    return max(1, min(least, 5), min(most, 100))
 
 
 def _time_once(backend: CpuBackend) -> float:

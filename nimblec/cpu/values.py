@@ -25,6 +25,8 @@ from nimblert.plan import ITEM_NBYTES
 SIZED_BY_VALUE = frozenset({"NonZero", "Unique", "NonMaxSuppression", "Compress", "SequenceAt", "StringSplit"})
 """Operators whose output sizes depend on values by their nature."""
 
+_MOST_NBYTES = 1 << 47
+
 _READ_BY_INFERENCE = 64
 """Shape inference reads constants (shapes, axes) of at most so many elements."""
 
@@ -35,6 +37,7 @@ def infer(optimized: OptimizedModel, inputs: Sequence[ModelTensor]) -> dict[str,
     """The type of every node output of the main graph, and of its inputs, by name."""
     model = optimized.proto
     types = {tensor.name: TensorType(dtype=tensor.dtype, shape=_static(tensor)) for tensor in inputs}
+    _check_sizes(types)
     makers = {name: node for node in model.graph.node for name in node.output if name}
     if not makers:
         return types
@@ -52,7 +55,18 @@ def infer(optimized: OptimizedModel, inputs: Sequence[ModelTensor]) -> dict[str,
             raise _sized_by_value(makers[name], name)
     if unknown:
         shapes |= _observe(session, inputs, unknown, makers)
-    return types | {name: TensorType(dtype=dtypes[name], shape=shapes[name]) for name in makers}
+    types |= {name: TensorType(dtype=dtypes[name], shape=shapes[name]) for name in makers}
+    _check_sizes(types)
+    return types
+
+
+def _check_sizes(types: Mapping[str, TensorType]) -> None:
+    for name, tensor_type in types.items():
+        if tensor_type.nbytes > _MOST_NBYTES:
+            shape = "x".join(map(str, tensor_type.shape))
+            raise UnsupportedModelError(
+                f"value {name!r} has the shape {shape}: {tensor_type.nbytes} bytes, more than a process can address"
+            )
 
 
 def _open(model: ModelProto, arrays: Mapping[str, np.ndarray]) -> Any:

@@ -6,7 +6,7 @@ from math import prod
 import numpy as np
 
 from nimblert.dtypes import numpy_dtype
-from nimblert.errors import PlanInvalidError
+from nimblert.errors import DeviceMismatchError, PlanInvalidError
 from nimblert.plan import ITEM_NBYTES, Plan, Pointer, Program, Region, Tensor, Weight
 
 ALIGNMENT = 256
@@ -71,7 +71,10 @@ class HostMemory:
 
 def _allocate(nbytes: int, *, poison: bool = False) -> np.ndarray:
     """Aligned bytes, zero or 0xFF; there is memory behind no bytes too, so that they have an address."""
-    memory = np.full(nbytes + ALIGNMENT, 0xFF, np.uint8) if poison else np.zeros(nbytes + ALIGNMENT, np.uint8)
+    try:
+        memory = np.full(nbytes + ALIGNMENT, 0xFF, np.uint8) if poison else np.zeros(nbytes + ALIGNMENT, np.uint8)
+    except (MemoryError, ValueError) as exc:  # ValueError: more than an address can count
+        raise DeviceMismatchError(f"the plan needs {nbytes} bytes of memory in one piece, more than is here") from exc
     start = -memory.ctypes.data % ALIGNMENT
     return memory[start : start + nbytes]
 

@@ -1,0 +1,38 @@
+"""Damaged ONNX files through ``nimblec compile --target cpu``: a plan or one sentence; no crash, no hang."""
+
+import multiprocessing
+from pathlib import Path
+
+import pytest
+from damaged_models import compile_for_cpu, mutations
+
+WORKERS = 2
+ANSWER_S = 60
+
+
+def check(count: int, seed: int, folder: Path) -> None:
+    """A process that crashes gives no answer, as one that hangs."""
+    with multiprocessing.get_context("spawn").Pool(WORKERS) as pool:
+        files = enumerate(mutations(count, seed))
+        jobs = [pool.apply_async(compile_for_cpu, (data, folder / f"{index}.onnx")) for index, data in files]
+        outcomes = [job.get(timeout=ANSWER_S) for job in jobs]
+    for index, (status, errors) in enumerate(outcomes):
+        if status:
+            assert status == 2, (index, errors)
+            assert errors.startswith("nimblec: "), (index, errors)
+            assert errors.count("\n") == 1, (index, errors)
+        else:
+            assert (folder / f"{index}.plan").stat().st_size > 0
+    # Both happen, or the mutations are too mild or too wild to test anything.
+    assert count // 20 < sum(status == 0 for status, _ in outcomes) < count * 19 // 20
+
+
+@pytest.mark.timeout(150)
+def test_hundreds_of_damaged_models(tmp_path: Path) -> None:
+    check(200, 2, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_two_thousand_damaged_models(tmp_path: Path) -> None:
+    check(2000, 3, tmp_path)
