@@ -73,7 +73,7 @@ def measure(spec: str, folder: Path, level: int) -> dict[str, Any]:
             begin = time.perf_counter()
             loaded.replay()
             wall.append((time.perf_counter() - begin) * 1e6)
-    command = [sys.executable, "-m", "bench.torch_graph", spec]
+    command = [sys.executable, "-m", "bench.torch_peer", "graph", spec]
     peer = subprocess.run(command, capture_output=True, text=True, check=False)
     return {
         "bit_exact": exact,
@@ -130,8 +130,6 @@ def main(arguments: list[str]) -> None:
     if "--markdown" in arguments:
         print(markdown(environment.read(path)))
         return
-    level = next((int(a[2:]) for a in arguments if a.startswith("-O")), 0)
-    path = RESULTS.with_stem(f"schedules-O{level}") if level else RESULTS
     results: dict[str, Any] = {"models": {}}
     with tempfile.TemporaryDirectory() as folder:
         for spec in [a for a in arguments if not a.startswith("-")] or MODELS:
