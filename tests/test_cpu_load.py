@@ -1,0 +1,172 @@
+"""CPU plans under load: many loads at once, callers that share one executable, hundreds of loads and closings."""
+
+import gc
+import threading
+import tracemalloc
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import memory_use
+import numpy as np
+import pytest
+from cpu_plans import floats, plan_file, write_model
+from onnx import helper
+
+import nimblert
+from nimblert.errors import InputError
+
+LOADERS, CALLERS, CALLS, LOADS = 32, 8, 25, 200
+WIDTH = 512
+SLACK_NBYTES = 8 << 20
+PYTHON_SLACK_NBYTES = 256 << 10
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """(x @ v) * tanh(x @ w) on two streams; v and w are 1 MiB each."""
+    folder = tmp_path_factory.mktemp("load")
+    rng = np.random.default_rng(0)
+    node = helper.make_node
+    write_model(
+        folder / "model.onnx",
+        [
+            node("MatMul", ["x", "v"], ["a"]),
+            node("MatMul", ["x", "w"], ["b"]),
+            node("Tanh", ["b"], ["c"]),
+            node("Mul", ["a", "c"], ["y"]),
+        ],
+        [floats("x", 4, WIDTH)],
+        [floats("y", 4, WIDTH)],
+        constants={name: rng.standard_normal((WIDTH, WIDTH)).astype(np.float32) for name in "vw"},
+    )
+    plan = plan_file(folder / "model.onnx", streams=None)
+    assert plan.programs[0].stream_count == 2
+    plan.save(folder / "model.plan")
+    return folder / "model.plan"
+
+
+@pytest.fixture(autouse=True)
+def _eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sessions start threads of their own, on machines with few cores too."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+
+
+def drawn(seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((4, WIDTH)).astype(np.float32)
+
+
+def result_of(path: Path, x: np.ndarray) -> bytes:
+    with nimblert.load(path) as executable:
+        return executable.run({"x": x})["y"].tobytes()
+
+
+def at_once(count: int, work: Callable[[int], Any]) -> list[Any]:
+    """What ``work(i)`` returns in each of ``count`` threads, which start together."""
+    barrier = threading.Barrier(count, timeout=60)
+
+    def begin(index: int) -> Any:
+        barrier.wait()
+        return work(index)
+
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(begin, range(count)))
+
+
+def thread_count() -> int:
+    """Threads of the process, ONNX Runtime's too."""
+    gc.collect()
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def open_file_count() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_threads_that_load_one_file_at_once_compute_the_same(path: Path) -> None:
+    expected = [result_of(path, drawn(i)) for i in range(LOADERS)]
+    assert at_once(LOADERS, lambda i: result_of(path, drawn(i))) == expected
+
+
+def test_threads_share_one_executable(path: Path) -> None:
+    expected = [result_of(path, drawn(i)) for i in range(CALLERS)]
+    assert len(set(expected)) == CALLERS
+    with nimblert.load(path) as executable:
+
+        def call(index: int) -> set[bytes]:
+            x = drawn(index)
+            return {executable.run({"x": x})["y"].tobytes() for _ in range(CALLS)}
+
+        results = at_once(CALLERS, call)
+    assert results == [{e} for e in expected]
+
+
+def test_closing_while_others_call_ends_their_calls_in_a_sentence(path: Path) -> None:
+    expected = result_of(path, drawn(0))
+    executable = nimblert.load(path)
+    started = threading.Barrier(CALLERS + 1, timeout=60)
+
+    def call(_: int) -> str:
+        started.wait()
+        try:
+            while True:
+                assert executable.run({"x": drawn(0)})["y"].tobytes() == expected
+        except InputError as exc:
+            return str(exc)
+
+    with ThreadPoolExecutor(CALLERS) as pool:
+        callers = [pool.submit(call, i) for i in range(CALLERS)]
+        started.wait()
+        executable.close()
+        messages = {caller.result(timeout=60) for caller in callers}
+    assert messages == {"this executable is closed: load the plan again"}
+
+
+def test_loading_and_closing_leaves_nothing_behind(path: Path) -> None:
+    x = drawn(0)
+    for _ in range(20):
+        result_of(path, x)
+    with nimblert.load(path):
+        assert thread_count() > 6  # three of each product's session
+    threads, files, resident = thread_count(), open_file_count(), memory_use.current().resident
+    for _ in range(LOADS):
+        result_of(path, x)
+    assert thread_count() == threads
+    assert open_file_count() == files
+    lost = memory_use.current().resident - resident
+    assert lost <= SLACK_NBYTES
+    assert LOADS * path.stat().st_size > 4 * SLACK_NBYTES  # so that a plan not given back would show
+
+
+def test_loading_and_closing_leaves_no_python_objects_behind(path: Path) -> None:
+    x = drawn(0)
+    result_of(path, x)
+    tracemalloc.start()
+    try:
+        for _ in range(5):
+            result_of(path, x)
+        gc.collect()
+        before, _ = tracemalloc.get_traced_memory()
+        for _ in range(LOADS // 4):
+            result_of(path, x)
+        gc.collect()
+        lost = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert lost <= PYTHON_SLACK_NBYTES
+
+
+def test_a_load_that_fails_leaves_no_threads(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result_of(path, drawn(0))
+    threads = thread_count()
+    with monkeypatch.context() as patch:
+        patch.setattr("nimblert.cpu.partial", _refuse)
+        for _ in range(5):
+            with pytest.raises(InputError, match="no"):
+                nimblert.load(path)
+    assert thread_count() == threads
+
+
+def _refuse(*_: object) -> object:
+    raise InputError("no")
