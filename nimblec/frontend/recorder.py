@@ -175,7 +175,9 @@ class Recorder(TorchDispatchMode):
 
     def _fake(self, tensor: Tensor) -> FakeTensor:
         with self._fake_mode:
-            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device)
+            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device)
+        assert isinstance(fake, FakeTensor)
+        return fake
 
     def _as_fake(self, tensor: Tensor) -> Tensor:
         return tensor if isinstance(tensor, FakeTensor) else self.constant(tensor)
@@ -206,7 +208,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _storage(fake: Tensor) -> int:
-    return fake.untyped_storage()._cdata
+    return int(fake.untyped_storage()._cdata)
 
 
 @cache
