@@ -1,7 +1,8 @@
 """What running node by node costs on the CPU: a plan against a whole-model ONNX Runtime session.
 
-Usage: ``python -m bench.cpu_overhead [--markdown] [--repeats 200]``. Writes bench/results/cpu/overhead.json, or prints
-its table with --markdown.
+Usage: ``python -m bench.cpu_overhead [--markdown] [--repeats 200] [--setting NAME]``. Writes
+bench/results/cpu/overhead.json, or prints its table with --markdown. With --setting it measures one setting only and
+leaves the others in the file as they are: on a machine with neighbours each waits for a quiet minute.
 
 Models come from tests/families in their full width with random weights, batch 1. Plan and session take turns on the
 same input, so that both see the same neighbours on a busy machine; the results must be equal bit for bit. Each
@@ -137,10 +138,11 @@ def measure_setting(name: str, repeats: int) -> dict[str, Any]:
 
 def markdown(results: dict[str, Any]) -> str:
     """The table of the README: medians, and their ratio."""
-    lines = ["| model | launches |" + "".join(f" {name}: plan / session, ms |" for name in results["settings"])]
-    lines.append("|---|---|" + "---|" * len(results["settings"]))
+    names = [name for name in SETTINGS if name in results["settings"]]
+    lines = ["| model | launches |" + "".join(f" {name}: plan / session, ms |" for name in names)]
+    lines.append("|---|---|" + "---|" * len(names))
     for case in CASES:
-        rows = [setting[case] for setting in results["settings"].values()]
+        rows = [results["settings"][name][case] for name in names]
         cells = []
         for row in rows:
             ours, theirs = row["plan_ms"]["median"], row["session_ms"]["median"]
@@ -155,18 +157,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--markdown", action="store_true")
     parser.add_argument("--repeats", type=int, default=200)
-    parser.add_argument("--setting", choices=SETTINGS, help="measure here, print JSON, write nothing")
+    parser.add_argument("--setting", choices=SETTINGS, action="append", help="measure this one; repeatable")
+    parser.add_argument("--print", metavar="SETTING", help="measure in this process and print JSON")
     options = parser.parse_args()
     if options.markdown:
         print(markdown(environment.read(RESULTS)))
-    elif options.setting:
-        print(json.dumps(measure_setting(options.setting, options.repeats)))
+    elif options.print:
+        print(json.dumps(measure_setting(options.print, options.repeats)))
     else:
-        command = [sys.executable, "-m", "bench.cpu_overhead", "--repeats", str(options.repeats), "--setting"]
-        done = {name: subprocess.run([*command, name], stdout=subprocess.PIPE, check=True) for name in SETTINGS}
-        results = {"settings": {name: json.loads(process.stdout) for name, process in done.items()}}
-        environment.write(RESULTS, results)
-        print(markdown(results))
+        settings = environment.read(RESULTS)["settings"] if RESULTS.exists() else {}
+        command = [sys.executable, "-m", "bench.cpu_overhead", "--repeats", str(options.repeats), "--print"]
+        for name in options.setting or SETTINGS:
+            done = subprocess.run([*command, name], stdout=subprocess.PIPE, check=True)
+            settings[name] = json.loads(done.stdout)
+        environment.write(RESULTS, {"settings": settings})
+        print(markdown({"settings": settings}))
 
 
 if __name__ == "__main__":
