@@ -1,6 +1,7 @@
 """The whole way to a CPU plan file: golden record, examples, PyTorch modules, and what is refused."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,9 +13,9 @@ from onnx import TensorProto, helper
 import nimblec
 from nimblec.cpu import timing
 from nimblec.cpu.compile import compile_cpu
-from nimblec.cuda.compile import Source
 from nimblec.errors import CompileError
 from nimblec.options import Options
+from nimblec.source import Source
 from nimblert import container, executable, golden
 
 node = helper.make_node
@@ -89,3 +90,11 @@ def test_a_pytorch_module_through_onnx() -> None:
 )
 def test_slow_programs_are_timed_less_often(seconds: float, runs: int) -> None:
     assert timing._count(seconds) == runs
+
+
+@pytest.mark.parametrize("asked", [{"level": 1}, {"precision": "fp32"}])
+def test_what_is_the_cuda_targets_is_said_to_be(asked: dict[str, Any], embedding: Path, tmp_path: Path) -> None:
+    options = Options(examples=(("i", np.array([9, 12, 10])),), **asked)
+    source = Source(kind="onnx", model=str(embedding))
+    (note,) = compile_cpu(source, options, tmp_path / "model.plan", lambda _stage, _seconds: None)
+    assert "CUDA target" in note

@@ -12,7 +12,7 @@ from nimblec.cpu import capture
 from nimblec.cpu.reference import refused_inputs, run_reference
 from nimblec.cpu.timing import CpuTimer, processor
 from nimblec.errors import CompileError
-from nimblec.lean import differing_output
+from nimblec.lean import differing_output, run_seconds
 from nimblec.options import InputSpec, Observer, Options
 from nimblec.planning import Provenance, make_plan
 from nimblec.source import Source
@@ -33,17 +33,20 @@ def compile_cpu(source: Source, options: Options, output: Path, observer: Observ
     ONNX Runtime session computes.
     """
     try:
-        _write_plan(source, options, output, observer)  # and let go of all it mapped
+        run_s = _write_plan(source, options, output, observer)  # and let go of all it mapped
     except MemoryError as exc:
         raise CompileError(f"the model needs more memory than there is: {exc}") from exc
     with stage(observer, "check"):
-        problem = differing_output(output)
+        problem = differing_output(output, run_s=run_s)
         if problem:
             raise CompileError(problem)
+    if options.level or options.precision != "keep":
+        return ("-O and --precision are the CUDA target's: here ONNX Runtime's optimiser did what it always does",)
     return ()
 
 
-def _write_plan(source: Source, options: Options, output: Path, observer: Observer) -> None:
+def _write_plan(source: Source, options: Options, output: Path, observer: Observer) -> float:
+    """Write the plan; the seconds that a run takes."""
     with tempfile.TemporaryDirectory(prefix="nimblec-", dir=output.parent) as scratch:  # where room for a plan is
         path = Path(source.model)
         if source.kind != "onnx":
@@ -68,6 +71,7 @@ def _write_plan(source: Source, options: Options, output: Path, observer: Observ
             plan = _with_golden(plan, model, path.parent)
     with stage(observer, "write"):
         container.write(plan, output)
+    return run_seconds(plan.programs[0])
 
 
 def _specs(options: Options) -> tuple[InputSpec, ...]:

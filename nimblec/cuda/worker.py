@@ -21,7 +21,7 @@ from nimblec.cuda import accuracy
 from nimblec.cuda.timing import CudaTimer
 from nimblec.errors import CompileError, missing_package
 from nimblec.ir import Graph
-from nimblec.lean import differing_output
+from nimblec.lean import differing_output, run_seconds
 from nimblec.options import InputSpec
 from nimblec.planning import Provenance, make_plan
 from nimblec.stages import stage
@@ -123,7 +123,7 @@ class _Worker:
         with self._stage("write"):
             container.write(plan, output)
         with self._stage("check"):
-            problem = differing_output(output)
+            problem = differing_output(output, run_s=run_seconds(plan.programs[0]))
             if problem:
                 (program,) = plan.programs
                 inputs, expected = golden.draw_inputs(program, _SEED), program.golden
