@@ -6,7 +6,6 @@ the same machine also makes the same decisions, and the same plan.
 """
 
 import json
-import os
 from collections import defaultdict
 from collections.abc import Sequence
 from hashlib import sha256
@@ -14,6 +13,7 @@ from pathlib import Path
 from statistics import median_low
 
 from nimblec.planning import Timer
+from nimblec.replacing import replacing
 from nimblert.errors import NimbleError
 from nimblert.plan import Device, Launch, Plan, Record, Wait, Work
 
@@ -39,14 +39,12 @@ class TimingCache:
         """Add what is new to the file, which another process may have written meanwhile."""
         if not self._new:
             return
-        merged = self._read() | self._new
-        temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps(merged, sort_keys=True))
-            temporary.replace(self._path)
         except OSError as exc:
             raise NimbleError(f"timing cache {self._path}: cannot be written: {exc.strerror}") from exc
+        with replacing(self._path) as file:
+            file.write(json.dumps(self._read() | self._new, sort_keys=True).encode())
 
     def _read(self) -> dict[str, int]:
         try:
