@@ -234,9 +234,9 @@ def build_graph(
                 tasks.append(reader.read(len(ops), launched, node, twin))
         ops.append(Op(name=launched.name, source=launched.source, opaque=launched.opaque))
     for edge in read_edges(first.handle, handles):
-        if edge.programmatic:
-            after = task_of_node[edge.after]
-            tasks[after] = replace(tasks[after], programmatic_after=task_of_node[edge.before])
+        before, after = task_of_node.get(edge.before), task_of_node.get(edge.after)
+        if edge.programmatic and before is not None and after is not None:
+            tasks[after] = replace(tasks[after], programmatic_after=before)
     written = {a.buffer for t in tasks for a in t.writes}
     return Graph(
         modules=kernels.modules(),
