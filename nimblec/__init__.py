@@ -10,10 +10,10 @@ Importing this package imports no framework: the compiler's parts are imported w
 from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from nimblec.errors import CompileError, TraceError, UnsupportedModelError
-from nimblec.options import InputSpec, Options, TargetChoice
+from nimblec.options import InputSpec, Options, Settings, TargetChoice
 from nimblert.errors import (
     CudaError,
     DeviceMismatchError,
@@ -56,14 +56,16 @@ def compile(  # noqa: A001  # the word that users look for; nimblec.compile shad
     inputs: Sequence[InputSpec] = (),
     dims: "Mapping[str, int] | None" = None,
     examples: "Mapping[str, np.ndarray] | None" = None,
+    **settings: Unpack[Settings],
 ) -> Plan:
     """Compile a PyTorch module, or a model given as `nimblec compile` takes it, to a plan.
 
     ``model`` is a module, the path of an ``.onnx`` or ``.pt2`` file, or "package.module:callable".
     A module needs ``example_inputs``, the positional arguments of one call. ``inputs`` fix the
     shapes of an ONNX file's inputs, ``dims`` the sizes of its named dimensions, ``examples`` are
-    arrays for its inputs by name. The plan can be saved (``plan.save(path)``) or loaded as it is
-    (``nimblert.load(plan)``).
+    arrays for its inputs by name. The rest are ``level``, ``precision``, ``max_error``, ``streams``,
+    ``memory_limit`` and ``timing_cache``, as on the command line (see `Options`). The plan can be
+    saved (``plan.save(path)``) or loaded as it is (``nimblert.load(plan)``).
 
     Raises CompileError where the model cannot be compiled, DeviceMismatchError where the target is
     not here.
@@ -75,6 +77,7 @@ def compile(  # noqa: A001  # the word that users look for; nimblec.compile shad
         inputs=tuple(inputs),
         dims=tuple((dims or {}).items()),
         examples=tuple((examples or {}).items()),
+        **settings,
     )
     if isinstance(model, PathLike):
         model = Path(model)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, TypedDict
 
 import numpy as np
 
@@ -48,3 +48,14 @@ class Options:
     streams: str = "auto"
     memory_limit: int | None = None
     timing_cache: Path = field(default_factory=lambda: Path.home() / ".cache" / "nimblec" / "timings.json")
+
+
+class Settings(TypedDict, total=False):
+    """The options that are one plain value each, as `nimblec.compile` takes them."""
+
+    level: int
+    precision: Precision
+    max_error: float | None
+    streams: str
+    memory_limit: int | None
+    timing_cache: Path

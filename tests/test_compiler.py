@@ -54,3 +54,14 @@ def test_cuda_is_refused_where_it_is_not_here(missing_gpu: str | None) -> None:
         pytest.skip("needs a machine without a GPU")
     with pytest.raises(nimblec.DeviceMismatchError, match="needs a GPU"):
         nimblec.compile("samples/digits.onnx", target="cuda")
+
+
+def test_python_takes_what_the_command_line_takes(tmp_path: Path) -> None:
+    model = Path(__file__).parents[1] / "samples" / "digits.onnx"
+    plan = nimblec.compile(model, target="cpu", streams="max", timing_cache=tmp_path / "times.json")
+    record = plan.programs[0].schedule
+    assert record is not None
+    assert record.policy == "max"
+    assert (tmp_path / "times.json").exists()
+    with pytest.raises(TypeError, match="stream"):
+        nimblec.compile(model, target="cpu", stream="max")  # type: ignore[call-arg]
