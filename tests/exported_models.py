@@ -347,6 +347,75 @@ class Recommender(nn.Module):
         return self.top(torch.cat([x, products[:, rows, columns]], 1))
 
 
+class GoogLeNet(nn.Module):
+    """A stem with local response normalisation and two modules of four branches (Szegedy et al. 2015)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, 16, 3, 2, 1), nn.ReLU(), nn.LocalResponseNorm(5), nn.MaxPool2d(3, 2, ceil_mode=True)
+        )
+        self.modules_of_branches = nn.ModuleList(self._branches() for _ in range(2))
+        self.head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.4), nn.Linear(16, 5))
+
+    @staticmethod
+    def _branches() -> nn.ModuleList:
+        one = nn.Sequential(nn.Conv2d(16, 4, 1), nn.ReLU())
+        three = nn.Sequential(nn.Conv2d(16, 3, 1), nn.ReLU(), nn.Conv2d(3, 6, 3, padding=1), nn.ReLU())
+        five = nn.Sequential(nn.Conv2d(16, 2, 1), nn.ReLU(), nn.Conv2d(2, 3, 5, padding=2), nn.ReLU())
+        pool = nn.Sequential(nn.MaxPool2d(3, 1, 1), nn.Conv2d(16, 3, 1), nn.ReLU())
+        return nn.ModuleList([one, three, five, pool])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, 3, h, w) to (N, 5)."""
+        x = self.stem(x)
+        for branches in self.modules_of_branches:
+            x = torch.cat([branch(x) for branch in branches], 1)
+        return self.head(x)
+
+
+class RegNet(nn.Module):
+    """Residual bottlenecks with grouped convolutions and squeeze-and-excitation (Radosavovic et al. 2020)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Sequential(nn.Conv2d(8, 16, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU())
+        self.grouped = nn.Sequential(nn.Conv2d(16, 16, 3, 2, 1, groups=4, bias=False), nn.BatchNorm2d(16), nn.ReLU())
+        self.squeeze = nn.Sequential(
+            nn.AdaptiveAvgPool2d(1), nn.Conv2d(16, 4, 1), nn.ReLU(), nn.Conv2d(4, 16, 1), nn.Sigmoid()
+        )
+        self.after = nn.Sequential(nn.Conv2d(16, 16, 1, bias=False), nn.BatchNorm2d(16))
+        self.shortcut = nn.Sequential(nn.Conv2d(8, 16, 1, 2, bias=False), nn.BatchNorm2d(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, 8, h, w) to (N, 16, h / 2, w / 2)."""
+        y = self.grouped(self.before(x))
+        return F.relu(self.after(y * self.squeeze(y)) + self.shortcut(x))
+
+
+class DistilBert(nn.Module):
+    """Word and position embeddings, post-norm layers with a padding mask, no token types (Sanh et al. 2019)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.positions = nn.Embedding(50, 24), nn.Embedding(16, 24)
+        self.norm = nn.LayerNorm(24, eps=1e-12)
+        self.queries, self.keys, self.values, self.out = (nn.Linear(24, 24) for _ in range(4))
+        self.norm1, self.norm2 = nn.LayerNorm(24, eps=1e-12), nn.LayerNorm(24, eps=1e-12)
+        self.mlp = nn.Sequential(nn.Linear(24, 48), nn.GELU(), nn.Linear(48, 24))
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """(N, tokens) ids and mask (1: a token) to (N, tokens, 24)."""
+        n, tokens = ids.shape
+        x = self.norm(self.words(ids) + self.positions(torch.arange(tokens, device=ids.device)))
+        q, k, v = (part(x).view(n, tokens, 3, 8).transpose(1, 2) for part in (self.queries, self.keys, self.values))
+        scores = (q / 8**0.5) @ k.transpose(2, 3)
+        scores = scores.masked_fill((mask == 0)[:, None, None, :], float("-inf"))
+        attended = (scores.softmax(-1) @ v).transpose(1, 2).reshape(n, tokens, 24)
+        x = self.norm1(self.out(attended) + x)
+        return self.norm2(self.mlp(x) + x)
+
+
 def tabular() -> nn.Module:
     """A perceptron with batch norm, dropout and softmax."""
     return nn.Sequential(
@@ -379,6 +448,9 @@ MODELS: dict[str, Callable[[], Example]] = {
     "diffusion": lambda: (DiffusionBlock(), (torch.randn(2, 16, 6, 6), torch.tensor([3, 70]))),
     "recommender": lambda: (Recommender(), (torch.randn(4, 5), _ids(10, 4, 3))),
     "tabular": lambda: (tabular(), (torch.randn(3, 7),)),
+    "googlenet": lambda: (GoogLeNet(), (torch.randn(1, 3, 32, 32),)),
+    "regnet": lambda: (RegNet(), (torch.randn(1, 8, 10, 10),)),
+    "distilbert": lambda: (DistilBert(), (_ids(50, 2, 7), torch.tensor([[1] * 7, [1] * 5 + [0] * 2]))),
 }
 
 FAMILIES = ["resnet", "mobilenet", "inception", "bert", "unet", *MODELS]
