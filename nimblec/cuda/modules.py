@@ -23,6 +23,7 @@ class CodeIndex:
 
     def __init__(self, recorder: CodeRecorder) -> None:
         self._recorder = recorder
+        self.kept_whole: list[str] = []
 
     @cached_property
     def _by_symbol(self) -> dict[str, list[bytes]]:
@@ -51,9 +52,17 @@ class CodeIndex:
             )
         return matches[0]
 
-    def image(self, digest: bytes) -> bytes:
-        """The cubin with this digest."""
-        return self._recorder.images[digest]
+    def shrunk(self, digest: bytes, symbols: list[str]) -> bytes:
+        """The cubin with this digest, with nothing but the kernels ``symbols``.
+
+        One whose parts are not all understood stays as it was; ``kept_whole`` then tells why.
+        """
+        image = self._recorder.images[digest]
+        try:
+            return cut(image, symbols)
+        except UnfamiliarCubinError as exc:
+            self.kept_whole.append(f"{len(image)} bytes of code of {symbols[0]} could not be cut down: {exc}")
+            return image
 
 
 def origin(symbols: list[str]) -> str:
@@ -62,11 +71,3 @@ def origin(symbols: list[str]) -> str:
         if any(mark in symbol for symbol in symbols for mark in marks):
             return name
     return "other"
-
-
-def shrink(image: bytes, symbols: list[str]) -> bytes:
-    """The cubin with nothing but the needed kernels; as it was where its parts are not all understood."""
-    try:
-        return cut(image, symbols)
-    except UnfamiliarCubinError:
-        return image

@@ -36,6 +36,7 @@ class Recording:
     addresses: tuple[int, ...]
     residents: tuple[Resident, ...]
     inputs: tuple[tuple[str, torch.Tensor], ...]
+    notes: tuple[str, ...]
 
     def replay(self, inputs: Mapping[str, np.ndarray]) -> None:
         """Replay the captured graph on these inputs, by name, all else as before any run."""
@@ -84,10 +85,11 @@ class ModelRecorder:
             )
         resident, foreign = self._allocator.resident, ForeignMemory()
         buffers = BufferTable(first_zone, resident, foreign, contents(self._residents))
+        code = CodeIndex(self._code)
         graph = build_graph(
             first,
             second,
-            code=CodeIndex(self._code),
+            code=code,
             relocator=Relocator(Shift(first_zone.addresses, shift), resident, foreign),
             buffers=buffers,
             inputs=self._input_views(first_zone, buffers),
@@ -99,6 +101,7 @@ class ModelRecorder:
             addresses=buffers.addresses(),
             residents=tuple(self._residents),
             inputs=self._model.inputs,
+            notes=tuple(code.kept_whole),
         )
 
     def compute(self, inputs: Mapping[str, np.ndarray], model: TorchModel | None = None) -> list[np.ndarray]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from nimblec.cuda.buffers import Allocation, BufferTable, Span, allocation_of
 from nimblec.cuda.capture import ByteRange, Capture, OpRecord
-from nimblec.cuda.modules import CodeIndex, origin, shrink
+from nimblec.cuda.modules import CodeIndex, origin
 from nimblec.cuda.nodes import KernelNode, MemcpyNode, MemsetNode, Node, node_handles, read_edges, read_node
 from nimblec.cuda.relocation import Relocator, Target
 from nimblec.errors import TraceError, UnsupportedModelError
@@ -103,7 +103,7 @@ class _KernelTable:
 
     def modules(self) -> tuple[Module, ...]:
         return tuple(
-            Module(origin=origin(symbols), code=memoryview(shrink(self._code.image(digest), symbols)))
+            Module(origin=origin(symbols), code=memoryview(self._code.shrunk(digest, symbols)))
             for digest, symbols in self._symbols.items()
         )
 

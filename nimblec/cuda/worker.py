@@ -110,6 +110,8 @@ class _Worker:
             recorder.warm_up()
         with self._stage("capture"):
             recording = recorder.record()
+        for note in recording.notes:
+            _send(self._events, note=note)
         with self._stage("schedule"):
             plan = self._schedule(recording.graph)
         with self._stage("run the framework"):

@@ -1,0 +1,70 @@
+"""The cubin behind a kernel: by the handle that loaded it, else by name."""
+
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+
+from nimblec.cuda import modules
+from nimblec.cuda.cupti import CodeRecorder
+from nimblec.cuda.elf import UnfamiliarCubinError
+from nimblec.cuda.modules import CodeIndex, origin
+from nimblec.cuda.nodes import Function
+from nimblec.errors import UnsupportedModelError
+from nimblert.cubin import entry_symbols
+
+DATA = Path(__file__).parent / "data"
+IMAGE, TWIN, OTHER = ((DATA / f"{n}.cubin").read_bytes() for n in ("kernels.sm_90a", "kernels.sm_80", "delay.sm_90"))
+DIGEST, TWIN_DIGEST = sha256(IMAGE).digest(), sha256(TWIN).digest()
+SYMBOL = min(entry_symbols(IMAGE))
+
+
+def _function(symbol: str, *, module: int = 0, library: int = 0) -> Function:
+    return Function(symbol=symbol, parameters=(), module=module, library=library)
+
+
+def _index(*images: bytes, **handles: dict[int, bytes]) -> CodeIndex:
+    return CodeIndex(CodeRecorder(images={sha256(i).digest(): i for i in images}, **handles))
+
+
+def test_a_name_that_one_image_has_is_enough() -> None:
+    assert _index(IMAGE, OTHER).digest(_function(SYMBOL)) == DIGEST
+
+
+def test_a_handle_tells_images_of_equal_names_apart() -> None:
+    index = _index(IMAGE, TWIN, of_library={7: TWIN_DIGEST}, of_module={9: DIGEST})
+    assert index.digest(_function(SYMBOL, library=7)) == TWIN_DIGEST
+    assert index.digest(_function(SYMBOL, module=9)) == DIGEST
+    with pytest.raises(UnsupportedModelError, match="2 loaded modules hold a kernel of this name"):
+        index.digest(_function(SYMBOL))
+
+
+def test_a_kernel_that_nobody_loaded_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="0 loaded modules"):
+        _index(OTHER).digest(_function(SYMBOL))
+
+
+def test_code_is_cut_down_to_the_kernels_needed() -> None:
+    index = _index(IMAGE)
+    cut = index.shrunk(DIGEST, [SYMBOL])
+    assert entry_symbols(cut) == {SYMBOL}
+    assert len(cut) < len(IMAGE)
+    assert index.kept_whole == []
+
+
+def test_code_that_is_not_understood_stays_whole_and_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_image: bytes, _symbols: list[str]) -> bytes:
+        raise UnfamiliarCubinError("cubin: section 3 is of type 99; keep it as captured")
+
+    monkeypatch.setattr(modules, "cut", refuse)
+    index = _index(IMAGE)
+    assert index.shrunk(DIGEST, [SYMBOL]) == IMAGE
+    (note,) = index.kept_whole
+    assert SYMBOL in note
+    assert "type 99" in note
+
+
+def test_the_origin_is_a_label() -> None:
+    assert origin(["triton_poi_fused_relu_0"]) == "triton"
+    assert origin(["_ZN2at6native29vectorized_elementwise_kernel"]) == "aten"
+    assert origin(["my_kernel"]) == "other"
