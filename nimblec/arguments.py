@@ -8,10 +8,10 @@ import click
 import numpy as np
 
 from nimblec.options import InputSpec
-from nimblec.replacing import replacing
 from nimblert.dtypes import numpy_dtype
 from nimblert.errors import InputError
 from nimblert.plan import ITEM_NBYTES, Tensor
+from nimblert.replacing import replacing
 
 _SHAPE = re.compile(r"\d+(x\d+)*|scalar|")
 

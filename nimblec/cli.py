@@ -17,13 +17,13 @@ from nimblec import arguments, dot, inspection, picture, report, trace, verifica
 from nimblec.command import Command, Group
 from nimblec.options import InputSpec, Options, Precision, TargetChoice
 from nimblec.progress import StageProgress
-from nimblec.replacing import replacing
 from nimblec.verification import Result
 from nimblert import container, golden
 from nimblert.errors import InputError, PlanError
 from nimblert.executable import Executable, load
 from nimblert.onnx_session import share_thread_pool
 from nimblert.plan import Plan, Target
+from nimblert.replacing import replacing
 
 PIPE_WIDTH = 160
 """Columns of a table that no terminal shows."""

@@ -80,9 +80,12 @@ def make_plan(
     graph = rename_workspaces(graph)
     dag = dependencies(graph)
     captured = _try("1", graph, serial(dag))
-    durations = timer.command_durations(_plan(graph, captured, provenance, None))
+    durations = timer.command_durations(assemble(graph, captured.schedule, captured.memory, provenance))
     graph = replace(graph, tasks=tuple(replace(t, duration_ns=d) for t, d in zip(graph.tasks, durations, strict=True)))
-    tried = [_try(p, graph, s) for p, s in _schedules(graph, dag, streams, timer.max_streams)]
+    tried = [
+        captured if policy == captured.policy else _try(policy, graph, schedule)
+        for policy, schedule in _schedules(graph, dag, streams, timer.max_streams)
+    ]
     fitting = tried
     if memory_limit is not None:
         fitting = _fitting(tried, memory_limit) or _fitting(
@@ -94,7 +97,9 @@ def make_plan(
             f"memory limit: {memory_limit} bytes are too few for the arena, the least found is {least}: allow more"
         )
     if len(fitting) > 1:
-        fitting = [replace(t, duration_ns=timer.duration(_plan(graph, t, provenance, None))) for t in fitting]
+        fitting = [
+            replace(t, duration_ns=timer.duration(assemble(graph, t.schedule, t.memory, provenance))) for t in fitting
+        ]
     chosen = _choose(fitting)
     record = ScheduleRecord(
         policy=chosen.policy,
@@ -103,7 +108,7 @@ def make_plan(
         candidates=tuple(t.candidate for t in fitting),
         fewest_sync_count=_fewest_syncs(dag),
     )
-    return _plan(graph, chosen, provenance, record)
+    return assemble(graph, chosen.schedule, chosen.memory, provenance, record)
 
 
 def _schedules(graph: Graph, dag: Dag, streams: str, most: int) -> Iterator[tuple[str, Schedule]]:
@@ -160,8 +165,11 @@ def _positions(tasks: Sequence[int], schedule: Schedule) -> tuple[int, ...]:
     return tuple(sorted(place[t] for t in tasks))
 
 
-def _plan(graph: Graph, tried: _Tried, provenance: Provenance, record: ScheduleRecord | None) -> Plan:
-    program = replace(lower(graph, tried.schedule, tried.memory), schedule=record)
+def assemble(
+    graph: Graph, schedule: Schedule, memory: Layout, provenance: Provenance, record: ScheduleRecord | None = None
+) -> Plan:
+    """The plan of a graph in this schedule and this memory."""
+    program = replace(lower(graph, schedule, memory), schedule=record)
     return Plan(
         producer=f"nimblec {__version__}",
         versions=provenance.versions,
@@ -169,9 +177,9 @@ def _plan(graph: Graph, tried: _Tried, provenance: Provenance, record: ScheduleR
         device=provenance.device,
         modules=graph.modules,
         kernels=graph.kernels,
-        weights_nbytes=tried.memory.weights_nbytes,
-        weights=weights(graph, tried.memory),
-        state_nbytes=tried.memory.state_nbytes,
-        state=state(graph, tried.memory),
+        weights_nbytes=memory.weights_nbytes,
+        weights=weights(graph, memory),
+        state_nbytes=memory.state_nbytes,
+        state=state(graph, memory),
         programs=(program,),
     )

@@ -13,9 +13,9 @@ from pathlib import Path
 from statistics import median_low
 
 from nimblec.planning import Timer
-from nimblec.replacing import replacing
 from nimblert.errors import NimbleError
 from nimblert.plan import Device, Launch, Plan, Record, Wait, Work
+from nimblert.replacing import replacing
 
 
 class TimingCache:

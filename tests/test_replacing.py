@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from nimblec.replacing import replacing
 from nimblert.errors import NimbleError
+from nimblert.replacing import replacing
 
 
 def test_the_file_appears_when_it_is_complete(tmp_path: Path) -> None:

@@ -98,9 +98,5 @@ def _started(command: list[str], **options: Any) -> Iterator[subprocess.Popen[by
 
 
 def _error(message: dict[str, str]) -> errors.NimbleError:
-    kind = getattr(errors, message["error"], CompileError)
-    try:
-        return kind(message["message"])
-    except TypeError:  # an error of several arguments (CudaError): its sentence is enough
-        return CompileError(message["message"])
-
+    # Errors of nimblert (of the driver, of a plan) are failed compilations here: their sentence is kept.
+    return getattr(errors, message["error"], CompileError)(message["message"])

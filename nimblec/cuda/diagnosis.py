@@ -11,13 +11,13 @@ import numpy as np
 
 from nimblec.cuda.record import Recording
 from nimblec.ir import BufferKind, Graph, Layout
-from nimblec.lower import lower, state, weights
+from nimblec.planning import Provenance, assemble
 from nimblec.schedule.dependencies import dependencies
 from nimblec.schedule.streams import serial
 from nimblert import golden
 from nimblert.cuda import CudaBackend
 from nimblert.driver import call
-from nimblert.plan import Device, Golden, Plan, Pointer, Region, Target
+from nimblert.plan import Device, Golden, Pointer, Region, Target
 
 _ALIGNMENT = 512
 _COMPARED = (BufferKind.TEMPORARY, BufferKind.OUTPUT)
@@ -37,7 +37,8 @@ def first_difference(recording: Recording, device: Device, inputs: Mapping[str, 
             "(it asks for modes, hooks or the current stream)"
         )
     layout = separate(graph)
-    plan = _plan(graph, layout, device)
+    provenance = Provenance(target=Target.CUDA, device=device, versions=())
+    plan = assemble(graph, serial(dependencies(graph)), layout, provenance)
     (program,) = plan.programs
     backend = CudaBackend(plan, program, poison=True)
     try:
@@ -46,12 +47,12 @@ def first_difference(recording: Recording, device: Device, inputs: Mapping[str, 
         backend.run()
         for task, buffer, offset, nbytes in _last_writes(graph):
             pointer = _pointer(graph, layout, buffer, offset)
-            expected = _read(recording.addresses[buffer] + offset, nbytes)
+            captured = _read(recording.addresses[buffer] + offset, nbytes)
             found = _read(backend.memory.address(pointer), nbytes)
-            if not np.array_equal(expected, found):
+            if not np.array_equal(captured, found):
                 op = graph.ops[graph.tasks[task].op]
                 where = f" in {op.source}" if op.source else ""
-                count = int(np.count_nonzero(expected != found))
+                count = int(np.count_nonzero(captured != found))
                 return f"the first op whose result differs is {op.name}{where} (task {task}, {count} of {nbytes} bytes)"
     finally:
         backend.close()
@@ -74,22 +75,6 @@ def separate(graph: Graph) -> Layout:
         arena_nbytes=ends[Region.ARENA],
         weights_nbytes=ends[Region.WEIGHTS],
         state_nbytes=ends[Region.STATE],
-    )
-
-
-def _plan(graph: Graph, layout: Layout, device: Device) -> Plan:
-    return Plan(
-        producer="nimblec diagnosis",
-        versions=(),
-        target=Target.CUDA,
-        device=device,
-        modules=graph.modules,
-        kernels=graph.kernels,
-        weights_nbytes=layout.weights_nbytes,
-        weights=weights(graph, layout),
-        state_nbytes=layout.state_nbytes,
-        state=state(graph, layout),
-        programs=(lower(graph, serial(dependencies(graph)), layout),),
     )
 
 

@@ -7,7 +7,6 @@ FlatBuffer's size, the file's size, 8 zero bytes, and the SHA-256 of all bytes b
 import hashlib
 import mmap
 import os
-import secrets
 import stat
 from io import BytesIO
 from pathlib import Path
@@ -16,8 +15,9 @@ from typing import BinaryIO
 
 from nimblert import schema, segments, verify
 from nimblert.decoder import decode, file_nbytes
-from nimblert.errors import NimbleError, PlanError, PlanFormatError, PlanInvalidError
+from nimblert.errors import PlanError, PlanFormatError, PlanInvalidError
 from nimblert.plan import Plan
+from nimblert.replacing import replacing
 
 MAGIC = b"NPLNTAIL"
 """The first bytes of the trailer."""
@@ -50,21 +50,8 @@ def write(plan: Plan, path: str | os.PathLike[str]) -> None:
     problems = tuple(verify.problems(plan))
     if problems:
         raise PlanInvalidError(problems)
-    path = Path(path)
-    temporary = path.with_name(f".{secrets.token_hex(8)}.plan.tmp")
-    try:
-        if path.exists() and not path.is_file():
-            raise NimbleError(f"{path}: cannot be written: it is not a regular file")
-        try:
-            with temporary.open("xb") as file:
-                _stream(plan, file)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
-    except OSError as exc:
-        raise NimbleError(f"{path}: cannot be written: {exc.strerror}; nothing was changed there") from exc
+    with replacing(Path(path)) as file:
+        _stream(plan, file)
 
 
 def encode_file(plan: Plan) -> bytes:
