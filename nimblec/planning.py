@@ -20,7 +20,7 @@ from nimblert.plan import Candidate, Device, Plan, ScheduleRecord, Target
 
 _AUTO_LIMITS = (2, 4, 8, 16)
 _CROSS_EDGE_NS = (500, 1_000, 2_000)
-_NOISE = 0.99  # times nearer to one another than this count as equal
+_NOISE = 0.98  # times nearer to one another than this count as equal
 
 
 class Timer(Protocol):

@@ -222,6 +222,34 @@ def mask() -> Built:
     return _refused(_Mask())
 
 
+class AsksForCapture(nn.Module):
+    """Takes a shortcut unless it is being captured, as transformers do with attention masks.
+
+    The results are as good, but not the same bits. With ``looks``, whether the shortcut will do hangs
+    on a value: it can be captured on the other path alone.
+    """
+
+    def __init__(self, *, looks: bool) -> None:
+        super().__init__()
+        self.looks = looks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(4, 8) to the same."""
+        if not torch.cuda.is_current_stream_capturing() and (not self.looks or bool((x > 100).all())):
+            return x * 3
+        return x / 7 * 21
+
+
+def shortcut() -> Built:
+    """Eager takes the shortcut always."""
+    return AsksForCapture(looks=False).eval(), (torch.randn(4, 8),)
+
+
+def shortcut_by_value() -> Built:
+    """Eager takes the shortcut for large inputs."""
+    return AsksForCapture(looks=True).eval(), (torch.randn(4, 8),)
+
+
 class _HostConstant(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + torch.tensor([1.0, 2.0, 3.0, 4.0], device=x.device)

@@ -161,7 +161,6 @@ def test_an_unknown_kernel_is_named(cubin: bytes) -> None:
         (".text.scale", 44, "<I", 1, "expected the symbol of its function"),
         (".text.scale", 16, "<Q", 4096, "address 0x1000"),
         (".nv.info", 40, "<I", 2, "names symbols of section 2"),
-        (".nv.constant3", 44, "<I", 7, "sh_info 0x7, expected 0"),
         (".nv.info.scale", 44, "<I", 0xFFFF, "names a section out of"),
     ],
 )
@@ -180,6 +179,19 @@ def test_an_unknown_record_is_not_cut(section: str, record: bytes) -> None:
     at = row["offset"] + row["content"].index(b"\x04")
     with pytest.raises(UnfamiliarCubinError, match="record 0x77"):
         cut(cubin[:at] + record + cubin[at + 2 :], {"scale"})
+
+
+@any_cubin
+def test_sections_belong_together_without_the_flag_that_says_so(cubin: bytes) -> None:
+    old = cubin
+    for row in sections(cubin):
+        header = header_of(cubin, row["name"])
+        (flags,) = struct.unpack_from("<Q", cubin, header + 8)
+        old = patched(old, header + 8, "<Q", flags & ~0x40)
+    assert old != cubin
+    for keep in ({"scale"}, {"reverse", "indirect"}):
+        assert entry_symbols(cut(old, keep)) == keep
+        assert len(cut(old, keep)) == len(cut(cubin, keep))
 
 
 def test_an_unlinked_cubin_is_not_cut() -> None:

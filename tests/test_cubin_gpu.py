@@ -156,7 +156,7 @@ def test_every_pair_of_kernels_loads_with_the_attributes_it_had(cubin: bytes) ->
     kernels = sorted(entry_symbols(cubin))
     before = attributes(cubin, kernels)
     for pair in itertools.combinations(kernels, 2):
-        assert attributes(cut(cubin, pair), list(pair)) == {kernel: before[kernel] for kernel in pair}
+        assert attributes(cut(cubin, pair), list(pair)) == {kernel: before[kernel] for kernel in pair}, pair
     assert attributes(cut(cubin, kernels), kernels) == before
 
 

@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
 ]
 
-MODELS = ("tied", "stateful", "aliases", "layouts", "past_the_dispatcher")
+MODELS = ("tied", "stateful", "aliases", "layouts", "past_the_dispatcher", "shortcut", "shortcut_by_value")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -62,6 +62,26 @@ class Capture:
         return int(self.graph.raw_cuda_graph())
 
 
+class ValueDependentError(TraceError):
+    """A model asks for a value that is on the GPU, and lets it decide what runs next."""
+
+
+@contextmanager
+def telling(capturing: bool) -> Iterator[None]:
+    """Have ``torch.cuda.is_current_stream_capturing`` say so inside the block.
+
+    Models ask it and take another path under capture: transformers makes attention masks that it
+    leaves out otherwise. A plan computes what the framework computes, so they are told what is true of
+    a plain run, or, where only the other path can be captured, the same at the capture and outside.
+    """
+    asked = torch.cuda.is_current_stream_capturing
+    torch.cuda.is_current_stream_capturing = lambda: capturing
+    try:
+        yield
+    finally:
+        torch.cuda.is_current_stream_capturing = asked
+
+
 class SourceTracker:
     """Where in the model the running code is: a module path, or what a front end sets itself.
 
@@ -152,7 +172,7 @@ class _OpRecorder(TorchDispatchMode):
 
     def _call(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default):
-            raise TraceError(
+            raise ValueDependentError(
                 f"{self._where(func)}: its result decides what runs next, and a plan is static: "
                 "take data-dependent sizes and .item() out of the model"
             )

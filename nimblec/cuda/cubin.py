@@ -104,19 +104,23 @@ def _unfamiliar_header(elf: Elf, index: int) -> Iterator[str]:
     header = elf.sections[index].header
     is_text = bool(header.flags & SHF_EXECINSTR)
     allowed = _TEXT_FLAGS if is_text else _NOTE_FLAGS if header.type == _SHT_NOTE else 0
-    linked = bool(header.flags & SHF_INFO_LINK)
+    owner = elf.sections[index].owner
     if header.type not in _KNOWN_TYPES:
         yield f"type {header.type:#x}"
     if header.flags & ~(_KNOWN_FLAGS | allowed) or header.addr:
         yield f"flags {header.flags:#x}, address {header.addr:#x}"
-    if max(header.link, header.info if linked else 0) >= len(elf.sections):
+    if max(header.link, owner or 0) >= len(elf.sections):
         yield f"names a section out of {len(elf.sections)}"
-    if header.type in {SHT_CUDA_PROTOTYPE, *symbol_references.HOLDERS} and header.link != elf.symtab:
+    names_symbols = header.type in {SHT_CUDA_PROTOTYPE, *symbol_references.HOLDERS}
+    if names_symbols and header.link not in _symbol_tables(elf, index):
         yield f"names symbols of section {header.link}, expected {elf.symtab}"
     if is_text and not _names_its_function(elf, index):
         yield f"sh_info {header.info:#x}, expected the symbol of its function"
-    if header.info and not (linked or is_text or index == elf.symtab):
-        yield f"sh_info {header.info:#x}, expected 0"
+
+
+def _symbol_tables(elf: Elf, index: int) -> set[int]:
+    """What ``sh_link`` of a section that names symbols may be: older compilers link ``.nv.info`` to itself."""
+    return {elf.symtab, index} if elf.sections[index].header.type == symbol_references.SHT_CUDA_INFO else {elf.symtab}
 
 
 def _names_its_function(elf: Elf, index: int) -> bool:
@@ -136,10 +140,10 @@ def _is_debug(section: NamedSection) -> bool:
 def _root(elf: Elf, index: int) -> int:
     """Return what section ``index`` belongs to: ``.text.X`` for ``.rela.nv.constant2.X``; if nothing, itself."""
     for _ in elf.sections:
-        header = elf.sections[index].header
-        if not header.flags & SHF_INFO_LINK:
+        owner = elf.sections[index].owner
+        if owner is None:
             return index
-        index = header.info
+        index = owner
     raise UnfamiliarCubinError(f"cubin: section {index} belongs to itself; keep it as captured")
 
 
@@ -203,8 +207,8 @@ def _moved(section: NamedSection, section_at: dict[int, int], symbol_at: dict[in
     if header.type in symbol_references.HOLDERS:
         content = symbol_references.renumber(section, symbol_at.get)
     info = header.info
-    if header.flags & SHF_INFO_LINK:
-        info = section_at[info]
+    if section.owner is not None:
+        info = section_at[section.owner]
     elif header.flags & SHF_EXECINSTR:
         info = info & ~0xFFFFFF | symbol_at[info & 0xFFFFFF]
     elif header.type == SHT_SYMTAB:

@@ -15,6 +15,7 @@ from nimblert.cubin import (
     SECTION,
     SHT_NOBITS,
     SHT_STRTAB,
+    SHT_SYMTAB,
     SYMBOL,
     Header,
     Section,
@@ -55,6 +56,12 @@ class NamedSection:
     name: str
     header: Section
     content: bytes
+
+    @property
+    def owner(self) -> int | None:
+        """The section that this one belongs to; older compilers leave the flag SHF_INFO_LINK off."""
+        names_symbol = self.header.flags & SHF_EXECINSTR or self.header.type == SHT_SYMTAB
+        return None if names_symbol else self.header.info or None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

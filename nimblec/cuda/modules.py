@@ -58,6 +58,8 @@ class CodeIndex:
         One whose parts are not all understood stays as it was; ``kept_whole`` then tells why.
         """
         image = self._recorder.images[digest]
+        if entry_symbols(memoryview(image)) == frozenset(symbols):
+            return image
         try:
             return cut(image, symbols)
         except UnfamiliarCubinError as exc:

@@ -9,7 +9,7 @@ import torch
 
 from nimblec.cuda.allocator import BumpAllocator, Shift, Zone
 from nimblec.cuda.buffers import BufferTable, Span
-from nimblec.cuda.capture import ByteRange, Capture, SourceTracker, capture
+from nimblec.cuda.capture import ByteRange, Capture, SourceTracker, ValueDependentError, capture, telling
 from nimblec.cuda.cupti import CodeRecorder
 from nimblec.cuda.foreign import ForeignMemory
 from nimblec.cuda.modules import CodeIndex
@@ -61,14 +61,24 @@ class ModelRecorder:
         self._code = code
         self._allocator = allocator
         self._residents = find_residents(model.module, model.inputs)
+        self._tell_capturing = False
+        self._notes: list[str] = []
 
     def warm_up(self) -> None:
-        """Run twice, so that every library has chosen and loaded its kernels."""
+        """Run and capture, so that every library has chosen and loaded its kernels."""
+        try:
+            self._try_out()
+        except ValueDependentError as exc:
+            self._tell_capturing = True
+            self._try_out()
+            self._notes.append(f"the plan holds what the model computes while it is captured; else, {exc}")
+        self._restore()
+
+    def _try_out(self) -> None:
         for _ in range(2):
             self._run(self._model)
         # Torch's generator allocates its state at the first capture, and keeps it while a graph lives.
         self._generator_owner = self._capture(self._allocator.resident)
-        self._restore()
 
     def record(self) -> Recording:
         """Capture twice and compare."""
@@ -101,7 +111,7 @@ class ModelRecorder:
             addresses=buffers.addresses(),
             residents=tuple(self._residents),
             inputs=self._model.inputs,
-            notes=tuple(code.kept_whole),
+            notes=(*self._notes, *code.kept_whole),
         )
 
     def compute(self, inputs: Mapping[str, np.ndarray], model: TorchModel | None = None) -> list[np.ndarray]:
@@ -119,7 +129,7 @@ class ModelRecorder:
 
     def _run(self, model: TorchModel) -> Any:
         try:
-            with torch.no_grad():
+            with torch.no_grad(), telling(self._tell_capturing):
                 result = model.run(self._sources.set)
             torch.cuda.synchronize()
         except Exception as exc:  # the model is the user's code: whatever it raises is what to tell
@@ -128,7 +138,7 @@ class ModelRecorder:
         return result
 
     def _capture(self, zone: Zone) -> Capture:
-        with self._allocator.allocating_in(zone), torch.no_grad():
+        with self._allocator.allocating_in(zone), torch.no_grad(), telling(self._tell_capturing):
             captured = capture(self._model.run, zone, self._sources, compiled=self._model.is_compiled)
         self._allocator.check()
         return captured

@@ -7,7 +7,7 @@ with ``cuobjdump -elf``, which names most records.
 import struct
 from collections.abc import Callable, Iterator
 
-from nimblec.cuda.elf import SHF_INFO_LINK, NamedSection, UnfamiliarCubinError
+from nimblec.cuda.elf import NamedSection, UnfamiliarCubinError
 
 SHT_RELA = 4
 SHT_REL = 9
@@ -89,7 +89,7 @@ def named_symbols(section: NamedSection) -> list[int]:
 
 def is_description(section: NamedSection) -> bool:
     """Whether the section is ``.nv.info`` itself, whose records each describe a function of the cubin."""
-    return section.header.type == SHT_CUDA_INFO and not section.header.flags & SHF_INFO_LINK
+    return section.header.type == SHT_CUDA_INFO and section.owner is None
 
 
 def renumber(section: NamedSection, number: Renumber) -> bytes:
