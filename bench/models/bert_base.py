@@ -1,5 +1,7 @@
 """BERT-base (transformers), random weights, 128 tokens."""
 
+from functools import partial
+
 import torch
 from transformers import BertConfig, BertModel
 
@@ -16,10 +18,19 @@ class _Hidden(torch.nn.Module):
         return out.last_hidden_state, out.pooler_output
 
 
-def fp16() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
-    """Half precision."""
+def fp32(batch: int = 1) -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
+    """As eager PyTorch runs it."""
     config = BertConfig()
-    return _Hidden(BertModel(config).eval().half()), (torch.randint(0, config.vocab_size, (1, 128)),)
+    return _Hidden(BertModel(config).eval()), (torch.randint(0, config.vocab_size, (batch, 128)),)
+
+
+def fp16(batch: int = 1) -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
+    """Half precision."""
+    module, inputs = fp32(batch)
+    return module.half(), inputs
+
+
+fp16_batch_4, fp16_batch_16, fp16_batch_64 = (partial(fp16, batch) for batch in (4, 16, 64))
 
 
 def fp16_compiled() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:

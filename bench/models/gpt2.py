@@ -15,8 +15,13 @@ class _Logits(torch.nn.Module):
         return self.model(input_ids, use_cache=False).logits
 
 
+def fp32() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
+    """As eager PyTorch runs it."""
+    config = GPT2Config()
+    return _Logits(GPT2LMHeadModel(config).eval()), (torch.randint(0, config.vocab_size, (1, 64)),)
+
+
 def bf16() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
     """bfloat16."""
-    config = GPT2Config()
-    model = GPT2LMHeadModel(config).eval().bfloat16()
-    return _Logits(model), (torch.randint(0, config.vocab_size, (1, 64)),)
+    module, inputs = fp32()
+    return module.bfloat16(), inputs

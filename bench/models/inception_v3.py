@@ -1,11 +1,22 @@
-"""Inception-v3 (torchvision), random weights, batch 1."""
+"""Inception-v3 (torchvision), random weights."""
+
+from functools import partial
 
 import torch
 import torchvision
 
 
-def fp16() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
-    """Half precision, channels last."""
+def fp32() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
+    """As eager PyTorch runs it, batch 1."""
     module = torchvision.models.inception_v3(init_weights=False, transform_input=False)
-    module = module.eval().half().to(memory_format=torch.channels_last)
-    return module, (torch.randn(1, 3, 299, 299).half().to(memory_format=torch.channels_last),)
+    return module.eval(), (torch.randn(1, 3, 299, 299),)
+
+
+def fp16(batch: int = 1) -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
+    """Half precision, channels last."""
+    module, _ = fp32()
+    images = torch.randn(batch, 3, 299, 299).half()
+    return module.half().to(memory_format=torch.channels_last), (images.to(memory_format=torch.channels_last),)
+
+
+fp16_batch_4, fp16_batch_16, fp16_batch_64 = (partial(fp16, batch) for batch in (4, 16, 64))

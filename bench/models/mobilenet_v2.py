@@ -1,10 +1,24 @@
-"""MobileNetV2 (torchvision), random weights, batch 1."""
+"""MobileNetV2 (torchvision), random weights."""
+
+from functools import partial
 
 import torch
 import torchvision
 
+from bench.models.batch_statistics import settled
 
-def fp16() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
+
+def fp32() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
+    """As eager PyTorch runs it, batch 1."""
+    image = torch.randn(1, 3, 224, 224)
+    return settled(torchvision.models.mobilenet_v2(), image), (image,)
+
+
+def fp16(batch: int = 1) -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
     """Half precision, channels last."""
-    module = torchvision.models.mobilenet_v2().eval().half().to(memory_format=torch.channels_last)
-    return module, (torch.randn(1, 3, 224, 224).half().to(memory_format=torch.channels_last),)
+    module, _ = fp32()
+    images = torch.randn(batch, 3, 224, 224).half()
+    return module.half().to(memory_format=torch.channels_last), (images.to(memory_format=torch.channels_last),)
+
+
+fp16_batch_4, fp16_batch_16, fp16_batch_64 = (partial(fp16, batch) for batch in (4, 16, 64))

@@ -7,3 +7,12 @@ import torch
 def fp32() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
     """As eager PyTorch runs it."""
     return timm.create_model("nasnetalarge").eval(), (torch.randn(1, 3, 331, 331),)
+
+
+def fp16() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
+    """Half precision, channels last."""
+    module, (image,) = fp32()
+    return (
+        module.half().to(memory_format=torch.channels_last),
+        (image.half().to(memory_format=torch.channels_last),),
+    )

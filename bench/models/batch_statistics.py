@@ -1,0 +1,22 @@
+"""What training would have left in the batch norms of a network with random weights."""
+
+import torch
+from torch import nn
+
+
+def settled(module: nn.Module, image: torch.Tensor) -> nn.Module:
+    """``module`` for inference, its batch norms with the statistics of their inputs on ``image``.
+
+    Without them the activations of a deep network grow or shrink from layer to layer until half
+    precision holds infinities or zeros, and comparing outputs says nothing.
+    """
+    norms = [m for m in module.eval().modules() if isinstance(m, nn.BatchNorm2d)]
+    kept = [norm.momentum for norm in norms]
+    for norm in norms:
+        norm.momentum = None  # the average of all batches, which is this one
+        norm.train()
+    with torch.no_grad():
+        module(image)
+    for norm, momentum in zip(norms, kept, strict=True):
+        norm.momentum = momentum
+    return module.eval()

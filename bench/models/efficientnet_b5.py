@@ -1,0 +1,21 @@
+"""EfficientNet-B5 (torchvision), random weights, batch 1."""
+
+import torch
+import torchvision
+
+from bench.models.batch_statistics import settled
+
+
+def fp32() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
+    """As eager PyTorch runs it."""
+    image = torch.randn(1, 3, 456, 456)
+    return settled(torchvision.models.efficientnet_b5(), image), (image,)
+
+
+def fp16() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
+    """Half precision, channels last."""
+    module, (image,) = fp32()
+    return (
+        module.half().to(memory_format=torch.channels_last),
+        (image.half().to(memory_format=torch.channels_last),),
+    )

@@ -1,0 +1,45 @@
+"""NASNet-A mobile (4 @ 1056), random weights, batch 1, of the cells of timm's NASNet-A large."""
+
+import torch
+from timm.models.nasnet import NASNetALarge
+
+_LEFT_OUT = ("cell_4", "cell_5", "cell_10", "cell_11", "cell_16", "cell_17")
+
+
+class NASNetAMobile(NASNetALarge):
+    """Four normal cells where the large one has six, 44 channels where it has 168 (Zoph et al., 2018)."""
+
+    def __init__(self) -> None:
+        super().__init__(stem_size=32, num_features=1056)
+        for name in _LEFT_OUT:
+            delattr(self, name)
+
+    def forward_features(self, x: torch.Tensor) -> torch.Tensor:
+        """(batch, 3, 224, 224) to (batch, 1056, 7, 7)."""
+        stem = self.conv0(x)
+        before = self.cell_stem_0(stem)
+        now = self.cell_stem_1(stem, before)
+        for reduction, cells in (
+            (None, (self.cell_0, self.cell_1, self.cell_2, self.cell_3)),
+            (self.reduction_cell_0, (self.cell_6, self.cell_7, self.cell_8, self.cell_9)),
+            (self.reduction_cell_1, (self.cell_12, self.cell_13, self.cell_14, self.cell_15)),
+        ):
+            if reduction is not None:
+                before, now = now, reduction(now, before)
+            for cell in cells:
+                before, now = now, cell(now, before)
+        return self.act(now)
+
+
+def fp32() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
+    """As eager PyTorch runs it."""
+    return NASNetAMobile().eval(), (torch.randn(1, 3, 224, 224),)
+
+
+def fp16() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
+    """Half precision, channels last."""
+    module, (image,) = fp32()
+    return (
+        module.half().to(memory_format=torch.channels_last),
+        (image.half().to(memory_format=torch.channels_last),),
+    )
