@@ -114,7 +114,7 @@ def attributes(cubin: bytes, kernels: list[str]) -> dict[str, dict[str, int]]:
         functions = {kernel: call("cuModuleGetFunction", module, kernel.encode()) for kernel in kernels}
         return {
             kernel: {
-                name: call("cuFuncGetAttribute", Attribute[f"CU_FUNC_ATTRIBUTE_{name}"], function)
+                name: call("cuFuncGetAttribute", getattr(Attribute, f"CU_FUNC_ATTRIBUTE_{name}"), function)
                 for name in ATTRIBUTES
             }
             for kernel, function in functions.items()

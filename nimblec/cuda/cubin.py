@@ -111,16 +111,19 @@ def _unfamiliar_header(elf: Elf, index: int) -> Iterator[str]:
         yield f"flags {header.flags:#x}, address {header.addr:#x}"
     if max(header.link, owner or 0) >= len(elf.sections):
         yield f"names a section out of {len(elf.sections)}"
-    names_symbols = header.type in {SHT_CUDA_PROTOTYPE, *symbol_references.HOLDERS}
-    if names_symbols and header.link not in _symbol_tables(elf, index):
+    elif header.type in {SHT_CUDA_PROTOTYPE, *symbol_references.HOLDERS} and not _names_symbols(elf, index):
         yield f"names symbols of section {header.link}, expected {elf.symtab}"
     if is_text and not _names_its_function(elf, index):
         yield f"sh_info {header.info:#x}, expected the symbol of its function"
 
 
-def _symbol_tables(elf: Elf, index: int) -> set[int]:
-    """What ``sh_link`` of a section that names symbols may be: older compilers link ``.nv.info`` to itself."""
-    return {elf.symtab, index} if elf.sections[index].header.type == symbol_references.SHT_CUDA_INFO else {elf.symtab}
+def _names_symbols(elf: Elf, index: int) -> bool:
+    """Whether ``sh_link`` leads to the symbols; older compilers lead ``.nv.info.X`` there by way of ``.nv.info``."""
+    table = elf.sections[index].header.link
+    is_info = elf.sections[index].header.type == symbol_references.SHT_CUDA_INFO
+    if is_info and symbol_references.is_description(elf.sections[table]):
+        table = elf.sections[table].header.link
+    return table == elf.symtab
 
 
 def _names_its_function(elf: Elf, index: int) -> bool:
