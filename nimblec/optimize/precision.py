@@ -1,0 +1,392 @@
+"""A float32 model computed in half precision, between inputs and outputs that stay as they were.
+
+What runs in which precision follows torch.autocast (`nimblec.optimize.autocast`). Calls on none of
+its lists run in half precision where their arguments are in it. A result of the float32 list stays
+in float32 through the calls after it (a hand-written softmax or RMSNorm) until a matrix product, a
+bounded function, or a call that joins it with half precision: that call still computes in float32,
+and its result is rounded. The same holds for what the model's author cast to float32, for numbers
+made of integers, for squares that are summed and for what is rounded to whole numbers.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves
+
+from nimblec.errors import UnsupportedModelError
+from nimblec.optimize import autocast
+from nimblec.optimize.outputs import output_strides, restore_strides
+from nimblec.optimize.rewriter import Rewriter, bound, fake, is_call, views
+
+aten = torch.ops.aten
+
+_TO = aten._to_copy.default
+_REFUSALS = (RuntimeError, TypeError, ValueError)
+
+
+def cast(module: fx.GraphModule, dtype: torch.dtype) -> None:
+    """Compute a flat graph in ``dtype``, torch.float16 or torch.bfloat16; inputs and outputs stay as they are.
+
+    Weights are rounded once, each input is cast once and each output once. Finite numbers beyond
+    the range of ``dtype``, which hide scores of an attention, become half of its lowest: there is
+    room for the scores added to them, and a row without a score to see stays finite. float64,
+    complex numbers and what is in half precision already stay. Raises UnsupportedModelError where
+    a call takes its arguments in no precision.
+    """
+    strides = output_strides(module)
+    caster = _Caster(module, dtype)
+    for node in list(module.graph.nodes):
+        if node.op == "call_function":
+            caster.visit(node)
+    caster.restore_outputs()
+    caster.rewriter.finish()
+    restore_strides(module, strides)
+
+
+class _Mode(Enum):
+    """How a call runs."""
+
+    HALF = "half"
+    SINGLE = "single"
+    JOINED = "joined"
+    """Computed in float32 of both, and wanted in half."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    """The arguments of a call in one precision, and the dtype that its first result must have."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: torch.dtype
+
+
+class _Caster:
+    """Walks one graph in order.
+
+    ``_wide`` are float32 values that the calls after them are to take in float32; others may be in
+    float32 too, but are wanted in half. ``_huge`` may hold finite numbers that half cannot.
+    ``_before`` are the dtypes that the model gave to the results of a node.
+    """
+
+    def __init__(self, module: fx.GraphModule, dtype: torch.dtype) -> None:
+        self.rewriter = Rewriter(module)
+        self._half = dtype
+        self._most = torch.finfo(dtype).max
+        self._before = {node: _dtypes(node.meta.get("val")) for node in module.graph.nodes}
+        self._casts: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
+        self._rounded: dict[tuple[Any, ...], Tensor] = {}
+        self._wide: set[fx.Node] = set()
+        self._huge = _inputs_as_masks(module.graph)
+
+    def visit(self, node: fx.Node) -> None:
+        """Cast the arguments of a call as it needs them."""
+        if not isinstance(node.target, OpOverload):
+            self._visit_part(node)
+        elif not self._floats(node) and torch.float32 not in self._before[node]:
+            return
+        elif is_call(node, _TO) and torch.float32 not in self._before[node]:
+            self._visit_cast(node)
+        else:
+            self._rewrite(node, self._mode(node))
+
+    def restore_outputs(self) -> None:
+        """Cast outputs back."""
+        output = self.rewriter.graph.output_node()
+        output.args = fx.map_arg(output.args, lambda n: self._as(n, self._before[n][0], output))
+
+    def _floats(self, node: fx.Node) -> list[fx.Node]:
+        """The arguments that were float32 and depend on an input."""
+        return [n for n in node.all_input_nodes if n.op != "get_attr" and self._before[n] == (torch.float32,)]
+
+    def _constants(self, node: fx.Node) -> list[fx.Node]:
+        """The float32 constants among the arguments."""
+        return [n for n in node.all_input_nodes if n.op == "get_attr" and self._before[n] == (torch.float32,)]
+
+    def _visit_part(self, node: fx.Node) -> None:
+        """One result of several."""
+        whole, index = node.args
+        node.meta["val"] = whole.meta["val"][index]
+        if whole in self._wide and fake(node).dtype == torch.float32:
+            self._wide.add(node)
+
+    def _visit_cast(self, node: fx.Node) -> None:
+        """The author's cast of float32 to something else; it may be made already."""
+        source, dtype = node.args[0], fake(node).dtype
+        made = source if fake(source).dtype == dtype else self._casts.get((source, dtype), node)
+        if fake(made).stride() != fake(node).stride():
+            return
+        if made is not node:
+            node.replace_all_uses_with(made)  # what takes it now takes half precision of float32
+            self.rewriter.graph.erase_node(node)
+        else:
+            self._casts[source, dtype] = node
+
+    def _mode(self, node: fx.Node) -> _Mode:
+        floats, name = self._floats(node), _name(node)
+        if self._is_single(node):
+            return _Mode.SINGLE
+        if name in autocast.HALF and not (name in autocast.OUTER and fake(node.args[0]).shape[-1] == 1):
+            return _Mode.HALF
+        if not floats:
+            return self._mode_without_floats(node)
+        if all(n in self._wide for n in floats):
+            return _Mode.SINGLE
+        if name not in autocast.JOINS and any(n in self._wide and n not in self._huge for n in floats):
+            return _Mode.JOINED
+        return _Mode.HALF
+
+    def _mode_without_floats(self, node: fx.Node) -> _Mode:
+        """Of constants, integers and bools: what is looked up is half precision, what is counted is float32."""
+        if is_call(node, _TO):
+            return _Mode.HALF if fake(node.args[0]).dtype == torch.bool else _Mode.SINGLE
+        counted = _is_pointwise(node) and any(_is_integer(fake(n)) for n in node.all_input_nodes)
+        looked_up = self._constants(node) and not counted
+        return _Mode.HALF if looked_up or _name(node) in autocast.FILLS else _Mode.SINGLE
+
+    def _is_single(self, node: fx.Node) -> bool:
+        """Whether a call is to run in float32, whatever its arguments are in."""
+        return (
+            _is_on_single_list(node)
+            or self._holds_other_floats(node)
+            or self._is_cast_by_author(node)
+            or (_is_pointwise(node) and _all_users(node, lambda user: _name(user) in autocast.ROUNDINGS))
+            or (_is_square(node) and _all_users(node, lambda user: _name(user) in autocast.SUMS))
+            or self._is_copy_on_the_way(node)
+            or self._makes_huge(node)
+        )
+
+    def _holds_other_floats(self, node: fx.Node) -> bool:
+        """Whether float64 or complex tensors are in it; a single number of float64 is no matter."""
+        dtypes = set(self._before[node])
+        dtypes.update(dtype for n in node.all_input_nodes for dtype in self._before[n] if _rank(n))
+        return any(dtype.is_complex or dtype == torch.float64 for dtype in dtypes)
+
+    def _is_cast_by_author(self, node: fx.Node) -> bool:
+        if node.kwargs.get("dtype") != torch.float32 or _name(node) in autocast.FILLS:
+            return False
+        return not is_call(node, _TO) or fake(node.args[0]).dtype != torch.bool  # of bools, half is exact
+
+    def _is_copy_on_the_way(self, node: fx.Node) -> bool:
+        """Whether it copies or views what is still in float32, and what takes it takes float32."""
+        floats = self._floats(node)
+        if not floats or any(fake(n).dtype != torch.float32 for n in floats) or not _is_copy(node):
+            return False
+        return _all_users(node, self._takes_single)
+
+    def _takes_single(self, user: fx.Node) -> bool:
+        if _is_copy(user):
+            return _all_users(user, self._takes_single)
+        return user.op == "output" or _is_on_single_list(user)
+
+    def _makes_huge(self, node: fx.Node) -> bool:
+        """Whether it computes with numbers that half precision cannot hold, more than to hide or to bound."""
+        name = _name(node)
+        if name in autocast.PRODUCTS and any(self._is_huge(n) for n in self._constants(node)):
+            return True
+        numbers = [part for part in tree_leaves((node.args, node.kwargs)) if isinstance(part, float)]
+        return name not in autocast.FILLS | autocast.BOUNDS and any(map(self._is_huge, numbers))
+
+    def _is_huge(self, value: Any) -> bool:
+        """Whether a number or a constant holds finite numbers beyond the range of half precision."""
+        if isinstance(value, fx.Node):
+            constant = self.rewriter.value(value)
+            if constant is None or constant.dtype != torch.float32:
+                return value in self._huge
+            return bool(((constant.abs() > self._most) & constant.isfinite()).any())
+        return isinstance(value, float) and self._most < abs(value) < float("inf")
+
+    def _rewrite(self, node: fx.Node, mode: _Mode) -> None:
+        """Give a call the first arguments that it takes."""
+        before = node.args, node.kwargs
+        for attempt in self._attempts(node, mode):
+            node.args, node.kwargs = attempt.args, attempt.kwargs
+            value = self._infer(node)
+            if value is not None and self._is_as_wanted(node, value, attempt.result):
+                node.meta["val"] = value
+                if mode is _Mode.SINGLE and _name(node) not in autocast.BOUNDED:
+                    self._remember(node)
+                return
+            node.args, node.kwargs = before
+        where = node.meta.get("source") or "the model"
+        raise UnsupportedModelError(f"{node.target} in {where} takes neither {self._half} nor float32")
+
+    def _remember(self, node: fx.Node) -> None:
+        """That the calls after it take its result in float32, and whether it may be huge."""
+        if torch.float32 in _dtypes(node.meta["val"]):
+            self._wide.add(node)
+        keeps = _is_pointwise(node) or _is_copy(node) or _name(node) in autocast.JOINS
+        if keeps and _name(node) not in autocast.BOUNDS:
+            parts = tree_leaves((node.args, node.kwargs))
+            self._huge.update([node] if any(map(self._is_huge, parts)) else [])
+
+    def _infer(self, node: fx.Node) -> Any:
+        """What a call returns; None where it refuses its arguments."""
+        try:
+            return self.rewriter.infer(node)
+        except _REFUSALS:
+            return None
+
+    def _is_as_wanted(self, node: fx.Node, value: Any, result: torch.dtype) -> bool:
+        """Whether results have the shapes that they had, and dtypes as wanted."""
+        if _shapes(value) != _shapes(node.meta["val"]):
+            return False
+        pairs = list(zip(_dtypes(value), self._before[node], strict=True))
+        floats = [now for now, before in pairs if before == torch.float32]
+        return (
+            all(now == before for now, before in pairs if before != torch.float32)
+            and floats[:1] in ([], [result])
+            and {*floats} <= {result, torch.float32}  # statistics of norms
+        )
+
+    def _attempts(self, node: fx.Node, mode: _Mode) -> Iterator[_Attempt]:
+        """The arguments to try one after the other."""
+        if mode is _Mode.HALF:
+            in_half = partial(self._as, dtype=self._half, at=node)
+            yield self._attempt(node, self._half, lambda n: n if self._stays(node, n) else in_half(n))
+            yield self._attempt(node, self._half, in_half)
+        elif mode is _Mode.JOINED and _is_pointwise(node):  # the kernel itself casts
+            yield self._attempt(node, torch.float32, lambda n: self._as(n, self._half, node) if n in self._huge else n)
+        elif _name(node) in autocast.ACCUMULATIONS and any(fake(n).dtype == self._half for n in self._floats(node)):
+            yield _Attempt(node.args, {**node.kwargs, "dtype": torch.float32}, torch.float32)
+        yield self._attempt(node, torch.float32, lambda n: self._as(n, torch.float32, node))
+
+    def _attempt(self, node: fx.Node, dtype: torch.dtype, take: Callable[[fx.Node], fx.Node]) -> _Attempt:
+        """All arguments that were float32 by ``take``, numbers as ``dtype`` can hold them."""
+        most = self._most if _name(node) in autocast.BOUNDS else self._most / 2
+
+        def argument(value: Any) -> Any:
+            if isinstance(value, (list, tuple)):
+                return [argument(item) for item in value]
+            if isinstance(value, fx.Node):
+                return take(value) if self._before.get(value) == (torch.float32,) else value
+            if dtype == self._half and isinstance(value, float) and self._is_huge(value):
+                return max(-most, min(value, most))
+            return dtype if value is torch.float32 else value
+
+        args = tuple(argument(value) for value in node.args)
+        return _Attempt(args, {name: argument(value) for name, value in node.kwargs.items()}, dtype)
+
+    def _stays(self, node: fx.Node, argument: fx.Node) -> bool:
+        """Whether a constant is float32 beside half precision: parameters of batch norms, and single numbers."""
+        if argument.op != "get_attr":
+            return False
+        is_number = _is_pointwise(node) and not _rank(argument) and not self._is_huge(argument)
+        return is_number or _name(node) in autocast.BATCH_NORMS
+
+    def _as(self, node: fx.Node, dtype: torch.dtype, at: fx.Node) -> fx.Node:
+        """``node`` in ``dtype``; a cast is made once, before the first call ``at`` that needs it."""
+        if fake(node).dtype == dtype:
+            return node
+        if (node, dtype) not in self._casts:
+            made = self._cast(node, dtype, at)
+            made.meta["source"] = made.meta.get("source") if made in self._before else node.meta.get("source", "")
+            self._before.setdefault(made, (dtype,))
+            self._casts[node, dtype] = made
+        return self._casts[node, dtype]
+
+    def _cast(self, node: fx.Node, dtype: torch.dtype, at: fx.Node) -> fx.Node:
+        if (constant := self.rewriter.value(node)) is not None:
+            return self.rewriter.constant(self._round(constant), at=at)
+        if is_call(node, _TO) and fake(node.args[0]).dtype == dtype and _is_laid_alike(node.args[0], node):
+            return node.args[0]  # back to what it was cast from
+        if is_call(node, aten.expand.default):  # there are fewer elements before it
+            return self.rewriter.call(node.target, self._as(node.args[0], dtype, at), *node.args[1:], at=at)
+        if node in self._huge and dtype == self._half:
+            node = self.rewriter.call(aten.clamp.default, node, -self._most / 2, self._most / 2, at=at)
+        return self.rewriter.call(_TO, node, dtype=dtype, at=at)
+
+    def _round(self, constant: Tensor) -> Tensor:
+        """A constant in half precision; tied ones stay tied."""
+        key = (constant.data_ptr(), tuple(constant.shape), constant.stride())
+        if key not in self._rounded:
+            held = constant.clamp(-self._most / 2, self._most / 2)
+            too_large = (constant.abs() > self._most) & constant.isfinite()
+            self._rounded[key] = torch.where(too_large, held, constant).to(self._half)
+        return self._rounded[key]
+
+
+def _name(node: fx.Node) -> str:
+    """The operator of a call without its namespace; with it where that is not ATen's."""
+    if not isinstance(node.target, OpOverload):
+        return ""
+    return str(node.target._schema.name).removeprefix("aten::")
+
+
+def _is_on_single_list(node: fx.Node) -> bool:
+    """Whether a call takes float32 only; so do those that are not ATen's, of which nothing is known."""
+    name = _name(node)
+    return name in autocast.SINGLE or name.startswith(autocast.SINGLE_FAMILIES) or "::" in name
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
+
+
+def _is_copy(node: fx.Node) -> bool:
+    return node.op == "call_function" and (views(node) is not None or _name(node) == "clone")
+
+
+def _is_square(node: fx.Node) -> bool:
+    return is_call(node, aten.mul.Tensor) and node.args[0] is node.args[1]
+
+
+def _all_users(node: fx.Node, holds: Callable[[fx.Node], bool]) -> bool:
+    return bool(node.users) and all(holds(user) for user in node.users)
+
+
+def _is_integer(tensor: Tensor) -> bool:
+    return not (tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype == torch.bool)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [part for part in tree_leaves(value) if isinstance(part, Tensor)]
+
+
+def _dtypes(value: Any) -> tuple[torch.dtype, ...]:
+    return tuple(tensor.dtype for tensor in _tensors(value))
+
+
+def _shapes(value: Any) -> list[torch.Size]:
+    return [tensor.shape for tensor in _tensors(value)]
+
+
+def _rank(node: fx.Node) -> int:
+    return max((tensor.dim() for tensor in _tensors(node.meta["val"])), default=0)
+
+
+def _is_laid_alike(left: fx.Node, right: fx.Node) -> bool:
+    return fake(left).stride() == fake(right).stride()
+
+
+def _inputs_as_masks(graph: fx.Graph) -> set[fx.Node]:
+    """The inputs that are added to scores before a softmax, whose lowest numbers are mostly float32's lowest."""
+    found: set[fx.Node] = set()
+    reached: set[fx.Node] = set()
+    for node in graph.nodes:
+        if _name(node) in autocast.SOFTMAXES:
+            _reach(node.args[0], reached)
+        elif _name(node) in autocast.ATTENTIONS and isinstance(mask := bound(node)["attn_mask"], fx.Node):
+            _reach(mask, reached)
+    found.update(node for node in reached if node.op == "placeholder")
+    return found
+
+
+def _reach(node: Any, reached: set[fx.Node]) -> None:
+    """Add what a sum of scores and masks is made of, through views."""
+    waiting = [node]
+    while waiting:
+        node = waiting.pop()
+        if not isinstance(node, fx.Node) or node in reached:
+            continue
+        reached.add(node)
+        if is_call(node, aten.add.Tensor):
+            waiting.extend(node.args[:2])
+        elif node.op == "call_function" and (viewed := views(node)) is not None:
+            waiting.append(viewed)
