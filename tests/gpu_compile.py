@@ -23,7 +23,7 @@ class _Job:
 
 
 class GpuCompiler:
-    """Compiles models for the GPU, by name or path and scheduling policy.
+    """Compiles models for the GPU, by name or path, scheduling policy and level of optimisation.
 
     ``OLD`` is what stands in the output file when a compilation starts.
     """
@@ -33,20 +33,20 @@ class GpuCompiler:
     def __init__(self, folder: Path, pool: ThreadPoolExecutor) -> None:
         self._folder = folder
         self._pool = pool
-        self._jobs: dict[tuple[str, str], _Job] = {}
+        self._jobs: dict[tuple[str, str, int], _Job] = {}
 
-    def start(self, *models: str | Path, streams: str = "auto") -> None:
+    def start(self, *models: str | Path, streams: str = "auto", level: int = 0) -> None:
         """Begin to compile what is not being compiled yet."""
         for model in models:
-            self._job(model, streams)
+            self._job(model, streams, level)
 
-    def plan(self, model: str | Path, streams: str = "auto") -> Plan:
+    def plan(self, model: str | Path, streams: str = "auto", level: int = 0) -> Plan:
         """The plan of a model; raises what its compilation raised."""
-        return self._job(model, streams).plan.result()
+        return self._job(model, streams, level).plan.result()
 
-    def path(self, model: str | Path, streams: str = "auto") -> Path:
+    def path(self, model: str | Path, streams: str = "auto", level: int = 0) -> Path:
         """The file of a model's plan, in a folder of its own, when the compilation has ended."""
-        job = self._job(model, streams)
+        job = self._job(model, streams, level)
         job.plan.exception()
         return job.output
 
@@ -54,8 +54,8 @@ class GpuCompiler:
         """Until nothing is being compiled: what uses the GPU then is the test alone."""
         wait([job.plan for job in self._jobs.values()])
 
-    def _job(self, model: str | Path, streams: str) -> _Job:
-        key = (str(model), streams)
+    def _job(self, model: str | Path, streams: str, level: int) -> _Job:
+        key = (str(model), streams, level)
         if key not in self._jobs:
             output = self._folder / str(len(self._jobs)) / "model.plan"
             output.parent.mkdir()
@@ -64,11 +64,11 @@ class GpuCompiler:
         return self._jobs[key]
 
 
-def _compile(model: str, streams: str, output: Path) -> Plan:
+def _compile(model: str, streams: str, level: int, output: Path) -> Plan:
     from nimblec.compiler import compile_model
     from nimblec.options import Options
 
-    options = Options(target="cuda", streams=streams)
+    options = Options(target="cuda", streams=streams, level=level)
     return compile_model(model, options=options, output=output, observer=lambda _stage, _seconds: None).plan
 
 

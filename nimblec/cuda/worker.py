@@ -9,8 +9,10 @@ import ctypes
 import json
 import os
 import sys
-from contextlib import AbstractContextManager, closing
-from dataclasses import replace
+import warnings
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -19,7 +21,7 @@ import numpy as np
 
 from nimblec.cuda import accuracy
 from nimblec.cuda.timing import CudaTimer
-from nimblec.errors import CompileError, missing_package
+from nimblec.errors import CompileError, TraceError, UnsupportedModelError, missing_package
 from nimblec.ir import Graph
 from nimblec.lean import differing_output, run_seconds
 from nimblec.options import InputSpec
@@ -31,7 +33,10 @@ from nimblert.errors import NimbleError
 from nimblert.plan import Device, Plan, Target
 
 if TYPE_CHECKING:
-    from nimblec.cuda.record import ModelRecorder
+    from nimblec.cuda.allocator import BumpAllocator
+    from nimblec.cuda.cupti import CodeRecorder
+    from nimblec.cuda.record import ModelRecorder, Recording
+    from nimblec.cuda.variants import Variant
     from nimblec.frontend.pytorch import TorchModel
 
 _ADDR_NO_RANDOMIZE = 0x0040000
@@ -75,6 +80,18 @@ def _send(events: IO[str], **message: Any) -> None:
     events.write(json.dumps(message) + "\n")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Made:
+    """A variant of the model, recorded and scheduled; ``duration_ns`` is its plan's time on the GPU."""
+
+    name: str
+    model: "TorchModel"
+    recorder: "ModelRecorder"
+    recording: "Recording"
+    plan: Plan
+    duration_ns: int
+
+
 class _Worker:
     def __init__(self, request: dict[str, Any], events: IO[str]) -> None:
         self._request = request
@@ -84,12 +101,11 @@ class _Worker:
         return stage(lambda stage, seconds: _send(self._events, stage=stage, seconds=seconds), name)
 
     def compile(self) -> None:
+        warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")  # --precision says that
         with self._stage("import the framework"):
             from nimblec.cuda.allocator import BumpAllocator
-            from nimblec.cuda.capture import SourceTracker
             from nimblec.cuda.cupti import CodeRecorder
             from nimblec.cuda.diagnosis import first_difference
-            from nimblec.cuda.record import ModelRecorder
         driver.bindings()
         code = CodeRecorder()
         code.start()
@@ -97,30 +113,16 @@ class _Worker:
         allocator = BumpAllocator()
         allocator.install()
         with self._stage("load the model"):
-            original = model = self._load_model()
-            if self._request["level"] and not original.is_compiled:
-                from nimblec.frontend.compiled import compiled
-
-                model = compiled(original, self._request["level"])
-            sources = SourceTracker(model.module)
-            recorder = ModelRecorder(model, sources, code, allocator)
-        for note in model.notes:
-            _send(self._events, note=note)
-        with self._stage("warm up"):
-            recorder.warm_up()
-        with self._stage("capture"):
-            recording = recorder.record()
-        for note in recording.notes:
-            _send(self._events, note=note)
-        with self._stage("schedule"):
-            plan = self._schedule(recording.graph)
+            original = self._load_model()
+        self._note(original.notes)
+        made = self._fastest(original, code, allocator)
+        self._note(made.recording.notes)
         with self._stage("run the framework"):
-            plan = self._with_golden(plan, recorder)
-            if model is not original:
+            plan = self._with_golden(made.plan, made.recorder)
+            if made.model is not original:
                 program, allowed = plan.programs[0], self._request["max_error"]
-                reference = partial(recorder.compute, model=original)
-                for note in accuracy.report(program, reference, recorder.compute, allowed):
-                    _send(self._events, note=note)
+                reference = partial(made.recorder.compute, model=original)
+                self._note(accuracy.report(program, reference, made.recorder.compute, allowed))
         output = Path(self._request["output"])
         with self._stage("write"):
             container.write(plan, output)
@@ -130,17 +132,62 @@ class _Worker:
                 (program,) = plan.programs
                 inputs, expected = golden.draw_inputs(program, _SEED), program.golden
                 assert expected is not None
-                raise CompileError(f"{problem}; {first_difference(recording, plan.device, inputs, expected)}")
+                raise CompileError(f"{problem}; {first_difference(made.recording, plan.device, inputs, expected)}")
 
-    def _schedule(self, graph: Graph) -> Plan:
+    def _fastest(self, original: "TorchModel", code: "CodeRecorder", allocator: "BumpAllocator") -> "_Made":
+        """The variant of the model at the level asked for whose plan takes the least GPU time."""
+        from nimblec.cuda.variants import variants
+
+        made: list[_Made] = []
+        for way in variants(original, self._request["level"]):
+            try:
+                made.append(self._make(way, original, code, allocator))
+            except (TraceError, UnsupportedModelError) as exc:
+                if not made:
+                    raise
+                self._note([f"{way.name}: {exc}"])
+        if len(made) > 1:
+            times = ", ".join(f"{m.name} {m.duration_ns / 1e3:.0f} us" for m in made)
+            self._note([f"tried {times}: kept the fastest"])
+        return min(made, key=lambda m: m.duration_ns)
+
+    def _make(
+        self, way: "Variant", original: "TorchModel", code: "CodeRecorder", allocator: "BumpAllocator"
+    ) -> "_Made":
+        """Record a variant, and schedule it."""
+        from nimblec.cuda.capture import SourceTracker
+        from nimblec.cuda.record import ModelRecorder
+
+        with self._stage("optimize") if self._request["level"] else nullcontext():
+            model = way.make()
+        if model is not original:
+            self._note(model.notes)
+        with self._stage("warm up"):
+            recorder = ModelRecorder(model, SourceTracker(model.module), code, allocator)
+            recorder.warm_up()
+        with self._stage("capture"):
+            recording = recorder.record()
+        with self._stage("schedule"):
+            plan, duration_ns = self._schedule(recording.graph)
+        return _Made(
+            name=way.name, model=model, recorder=recorder, recording=recording, plan=plan, duration_ns=duration_ns
+        )
+
+    def _note(self, notes: Iterable[str]) -> None:
+        for note in notes:
+            _send(self._events, note=note)
+
+    def _schedule(self, graph: Graph) -> tuple[Plan, int]:
+        """The plan, and the nanoseconds it takes on the GPU."""
         provenance = Provenance(target=Target.CUDA, device=_needed_device(), versions=_versions())
         cache = TimingCache(Path(self._request["timing_cache"]))
         streams, memory_limit = self._request["streams"], self._request["memory_limit"]
         with closing(CudaTimer()) as timer:
             cached = CachedTimer(timer, cache, provenance.device)
             plan = make_plan(graph, provenance, cached, streams=streams, memory_limit=memory_limit)
+            duration_ns = cached.duration(plan)
         cache.save()
-        return plan
+        return plan, duration_ns
 
     def _load_model(self) -> "TorchModel":
         import torch

@@ -32,7 +32,12 @@ def load_onnx(
     inputs = tuple((i.name, _example(i, given.get(i.name)).to(device)) for i in program.inputs)
     tensors = tuple(tensor for _, tensor in inputs)
     return TorchModel(
-        module=program.module, args=tensors, kwargs={}, inputs=inputs, output_names=tuple(program.outputs)
+        module=program.module,
+        args=tensors,
+        kwargs={},
+        inputs=inputs,
+        output_names=tuple(program.outputs),
+        is_flat=True,
     )
 
 

@@ -3,7 +3,7 @@
 import importlib
 import inspect
 import zipfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,13 +38,14 @@ DTYPE_NAMES = {
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchModel:
     """A model on its device with the arguments of one call.
 
     ``inputs`` are the tensors among the arguments by name: a run computes from what they hold.
-    ``output_names`` name the outputs in order where the model's result does not.
+    ``output_names`` name the outputs in order where the model's result does not; ``nest`` makes of
+    them the result that the model's author meant. ``is_flat`` where ``module`` is a graph of pure
+    ATen calls on tensors alone, with values inferred, as the optimiser takes it.
     """
 
     module: Any
@@ -52,6 +53,8 @@ class TorchModel:
     kwargs: dict[str, Any]
     inputs: tuple[tuple[str, torch.Tensor], ...]
     output_names: tuple[str, ...] = ()
+    nest: Callable[[Sequence[torch.Tensor]], Any] | None = None
+    is_flat: bool = False
     notes: tuple[str, ...] = ()
 
     @property
@@ -69,6 +72,8 @@ class TorchModel:
             result = run_nodes(self.module, leaves, set_source)
         else:
             result = self.module(*self.args, **self.kwargs)
+        if self.nest is not None:
+            return self.nest(result)
         return dict(zip(self.output_names, result, strict=True)) if self.output_names else result
 
 

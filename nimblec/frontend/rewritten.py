@@ -1,0 +1,35 @@
+"""A model as a flat graph of ATen calls, rewritten into fewer and faster kernels."""
+
+from dataclasses import replace
+
+import torch
+from torch.utils import _pytree as pytree
+
+from nimblec.frontend.aten_graph import trace
+from nimblec.frontend.pytorch import TorchModel
+
+
+def flattened(model: TorchModel) -> TorchModel:
+    """The model as a graph of pure ATen calls on its device.
+
+    Raises TraceError or UnsupportedModelError where it cannot be one: its code looks at values, it
+    writes into its own state, or draws random numbers.
+    """
+    if model.is_flat:
+        return model
+    program = trace(model.module, model.args, model.kwargs, device=_device(model))
+    tensors = tuple(t for t in pytree.tree_leaves((model.args, model.kwargs)) if isinstance(t, torch.Tensor))
+    return replace(model, module=program.module, args=tensors, kwargs={}, nest=program.nest, is_flat=True)
+
+
+def fused(model: TorchModel) -> TorchModel:
+    """A flat model with the optimiser's rewrites, and generated kernels for what lies between library calls."""
+    from nimblec.optimize import optimize
+    from nimblec.optimize.inductor import compile_regions
+
+    return replace(model, module=compile_regions(optimize(model.module, device=_device(model))))
+
+
+def _device(model: TorchModel) -> str:
+    """The type of the device that the model is on."""
+    return next((tensor.device.type for _, tensor in model.inputs), "cuda")

@@ -1,0 +1,77 @@
+"""-O1: fewer kernels, the same results but for rounding, and what cannot be rewritten is compiled all the same."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from eager import build
+from verdicts import verdicts
+
+import nimblert
+from nimblec.compiler import compile_model
+from nimblec.difference import difference
+from nimblec.errors import CompileError
+from nimblec.options import Options
+from nimblert import golden
+from nimblert.golden import Verdict
+from nimblert.plan import Launch, Plan
+
+if TYPE_CHECKING:
+    from gpu_compile import GpuCompiler
+
+pytest_plugins = ("gpu_compile",)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
+]
+
+FUSED = ("gpu_models:transformer", "gpu_models:perceptron", "gpu_models:tied", "samples/digits.onnx")
+AS_THEY_RUN = ("gpu_models:stateful",)
+"""Writes into its own state: no graph of pure calls."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiling(gpu_compiler: "GpuCompiler") -> None:
+    for level in (1, 0):
+        gpu_compiler.start(*FUSED, *AS_THEY_RUN, level=level)
+
+
+def launches(plan: Plan) -> int:
+    (program,) = plan.programs
+    return sum(isinstance(c, Launch) for c in program.commands)
+
+
+@pytest.mark.parametrize("model", [*FUSED, *AS_THEY_RUN])
+def test_the_replay_gives_what_the_rewritten_model_computed(gpu_compiler: "GpuCompiler", model: str) -> None:
+    assert verdicts(gpu_compiler.plan(model, level=1)) == {Verdict.BIT_EXACT}
+
+
+@pytest.mark.parametrize("model", FUSED)
+def test_no_more_kernels_and_nearly_the_same_results(gpu_compiler: "GpuCompiler", model: str) -> None:
+    plain, fused = (gpu_compiler.plan(model, level=level) for level in (0, 1))
+    assert launches(fused) <= launches(plain)
+    inputs = golden.draw_inputs(plain.programs[0], 5)
+    with nimblert.load(plain) as a, nimblert.load(fused) as b:
+        expected, found = a.run(inputs), b.run(inputs)
+    assert list(expected) == list(found)
+    for name, array in expected.items():
+        assert (array.dtype, array.shape) == (found[name].dtype, found[name].shape)
+        assert difference(array, found[name]).relative < 2e-2
+
+
+def test_state_that_a_model_writes_goes_on(gpu_compiler: "GpuCompiler") -> None:
+    plan = gpu_compiler.plan("gpu_models:stateful", level=1)
+    reference = build("gpu_models:stateful")
+    with nimblert.load(plan) as executable:
+        for seed in (1, 2, 3):
+            inputs = golden.draw_inputs(executable.program, seed)
+            expected = reference(list(inputs.values()))
+            for a, b in zip(expected, executable.run(inputs).values(), strict=True):
+                assert difference(a, b).relative < 1e-5
+
+
+def test_an_error_that_is_not_allowed_is_refused(tmp_path: Path) -> None:
+    options = Options(target="cuda", level=1, max_error=0.0)
+    with pytest.raises(CompileError, match="--max-error allows 0"):
+        compile_model("gpu_models:transformer", options=options, output=tmp_path / "m.plan", observer=lambda *_: None)
+    assert not (tmp_path / "m.plan").exists()

@@ -1,0 +1,87 @@
+"""Models as flat graphs of ATen calls, and fused: they still return what their authors meant."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nimblec.errors import TraceError, UnsupportedModelError
+from nimblec.frontend.pytorch import TorchModel, place
+from nimblec.frontend.rewritten import flattened, fused
+
+
+class Nested(nn.Module):
+    """Takes a dict and a number, returns a dict with a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, batch: dict[str, torch.Tensor], power: int) -> dict[str, Any]:
+        """(n, 8) twice to (n, 4) and its parts."""
+        y = self.norm(self.linear(batch["a"]) + self.linear(batch["b"]).sigmoid() ** power)
+        return {"all": y, "parts": (y.mean(-1), y.argmax(-1)), "none": None}
+
+
+class Counter(nn.Module):
+    """Writes into its own buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Any shape."""
+        self.calls.add_(1)
+        return x * self.calls
+
+
+class Looking(nn.Module):
+    """Decides by value."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Any shape."""
+        return x + 1 if x.sum() > 0 else x - 1
+
+
+@pytest.fixture
+def model() -> Iterator[TorchModel]:
+    torch.manual_seed(0)
+    example = {"a": torch.randn(3, 8), "b": torch.randn(3, 8)}
+    with torch.no_grad():
+        yield place(Nested().eval(), (example, 2), device="cpu")
+
+
+def run(model: TorchModel) -> dict[str, Any]:
+    result: dict[str, Any] = model.run(lambda _source: None)
+    return result
+
+
+def test_a_flat_model_returns_the_same_in_the_same_structure(model: TorchModel) -> None:
+    expected = run(model)
+    flat = flattened(model)
+    assert flat.is_flat
+    torch.testing.assert_close(run(flat), expected)
+    assert flattened(flat) is flat
+
+
+def test_a_flat_model_computes_from_what_its_inputs_hold(model: TorchModel) -> None:
+    flat = flattened(model)
+    before = run(flat)["all"]
+    for _, tensor in flat.inputs:
+        tensor.mul_(-1)
+    assert not torch.equal(run(flat)["all"], before)
+    torch.testing.assert_close(run(flat), run(model))
+
+
+def test_a_fused_model_returns_the_same(model: TorchModel) -> None:
+    torch.testing.assert_close(run(fused(flattened(model))), run(model))
+
+
+@pytest.mark.parametrize(("module", "error"), [(Counter(), UnsupportedModelError), (Looking(), TraceError)])
+def test_what_is_no_graph_of_pure_calls_is_refused(module: nn.Module, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        flattened(place(module.eval(), (torch.randn(2, 2),), device="cpu"))
