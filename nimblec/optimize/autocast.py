@@ -4,6 +4,9 @@ The source is torch.autocast: the lists "CUDA Ops that can autocast" of the docu
 torch.amp, and aten/src/ATen/autocast_mode.h. What differs from it is said below.
 """
 
+from torch import fx
+from torch._ops import OpOverload
+
 
 def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
@@ -77,3 +80,16 @@ FILLS = _names("""
     fill masked_fill index_fill constant_pad_nd where scatter
 """)
 """Calls that write a number as it is."""
+
+
+def name(node: fx.Node) -> str:
+    """The operator of a call without its namespace; with it where that is not ATen's."""
+    if not isinstance(node.target, OpOverload):
+        return ""
+    return str(node.target._schema.name).removeprefix("aten::")
+
+
+def is_single(node: fx.Node) -> bool:
+    """Whether a call takes float32 only; so do those that are not ATen's, of which nothing is known."""
+    operator = name(node)
+    return operator in SINGLE or operator.startswith(SINGLE_FAMILIES) or "::" in operator

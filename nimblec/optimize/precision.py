@@ -21,8 +21,10 @@ from torch.utils._pytree import tree_leaves
 
 from nimblec.errors import UnsupportedModelError
 from nimblec.optimize import autocast
+from nimblec.optimize.definitions import DEFINITIONS
+from nimblec.optimize.masks import inputs_as_masks
 from nimblec.optimize.outputs import output_strides, restore_strides
-from nimblec.optimize.rewriter import Rewriter, bound, fake, is_call, views
+from nimblec.optimize.rewriter import Rewriter, fake, is_call, views
 
 aten = torch.ops.aten
 
@@ -82,8 +84,9 @@ class _Caster:
         self._before = {node: _dtypes(node.meta.get("val")) for node in module.graph.nodes}
         self._casts: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
         self._rounded: dict[tuple[Any, ...], Tensor] = {}
+        self._taken: dict[tuple[Any, ...], bool] = {}
         self._wide: set[fx.Node] = set()
-        self._huge = _inputs_as_masks(module.graph)
+        self._huge = inputs_as_masks(module.graph)
 
     def visit(self, node: fx.Node) -> None:
         """Cast the arguments of a call as it needs them."""
@@ -129,7 +132,7 @@ class _Caster:
             self._casts[source, dtype] = node
 
     def _mode(self, node: fx.Node) -> _Mode:
-        floats, name = self._floats(node), _name(node)
+        floats, name = self._floats(node), autocast.name(node)
         if self._is_single(node):
             return _Mode.SINGLE
         if name in autocast.HALF and not (name in autocast.OUTER and fake(node.args[0]).shape[-1] == 1):
@@ -148,16 +151,16 @@ class _Caster:
             return _Mode.HALF if fake(node.args[0]).dtype == torch.bool else _Mode.SINGLE
         counted = _is_pointwise(node) and any(_is_integer(fake(n)) for n in node.all_input_nodes)
         looked_up = self._constants(node) and not counted
-        return _Mode.HALF if looked_up or _name(node) in autocast.FILLS else _Mode.SINGLE
+        return _Mode.HALF if looked_up or autocast.name(node) in autocast.FILLS else _Mode.SINGLE
 
     def _is_single(self, node: fx.Node) -> bool:
         """Whether a call is to run in float32, whatever its arguments are in."""
         return (
-            _is_on_single_list(node)
+            autocast.is_single(node)
             or self._holds_other_floats(node)
             or self._is_cast_by_author(node)
-            or (_is_pointwise(node) and _all_users(node, lambda user: _name(user) in autocast.ROUNDINGS))
-            or (_is_square(node) and _all_users(node, lambda user: _name(user) in autocast.SUMS))
+            or (_is_pointwise(node) and _all_users(node, lambda user: autocast.name(user) in autocast.ROUNDINGS))
+            or (_is_square(node) and _all_users(node, lambda user: autocast.name(user) in autocast.SUMS))
             or self._is_copy_on_the_way(node)
             or self._makes_huge(node)
         )
@@ -169,7 +172,7 @@ class _Caster:
         return any(dtype.is_complex or dtype == torch.float64 for dtype in dtypes)
 
     def _is_cast_by_author(self, node: fx.Node) -> bool:
-        if node.kwargs.get("dtype") != torch.float32 or _name(node) in autocast.FILLS:
+        if node.kwargs.get("dtype") != torch.float32 or autocast.name(node) in autocast.FILLS:
             return False
         return not is_call(node, _TO) or fake(node.args[0]).dtype != torch.bool  # of bools, half is exact
 
@@ -183,11 +186,11 @@ class _Caster:
     def _takes_single(self, user: fx.Node) -> bool:
         if _is_copy(user):
             return _all_users(user, self._takes_single)
-        return user.op == "output" or _is_on_single_list(user)
+        return user.op == "output" or autocast.is_single(user)
 
     def _makes_huge(self, node: fx.Node) -> bool:
         """Whether it computes with numbers that half precision cannot hold, more than to hide or to bound."""
-        name = _name(node)
+        name = autocast.name(node)
         if name in autocast.PRODUCTS and any(self._is_huge(n) for n in self._constants(node)):
             return True
         numbers = [part for part in tree_leaves((node.args, node.kwargs)) if isinstance(part, float)]
@@ -210,7 +213,7 @@ class _Caster:
             value = self._infer(node)
             if value is not None and self._is_as_wanted(node, value, attempt.result):
                 node.meta["val"] = value
-                if mode is _Mode.SINGLE and _name(node) not in autocast.BOUNDED:
+                if mode is _Mode.SINGLE and autocast.name(node) not in autocast.BOUNDED:
                     self._remember(node)
                 return
             node.args, node.kwargs = before
@@ -221,17 +224,36 @@ class _Caster:
         """That the calls after it take its result in float32, and whether it may be huge."""
         if torch.float32 in _dtypes(node.meta["val"]):
             self._wide.add(node)
-        keeps = _is_pointwise(node) or _is_copy(node) or _name(node) in autocast.JOINS
-        if keeps and _name(node) not in autocast.BOUNDS:
+        keeps = _is_pointwise(node) or _is_copy(node) or autocast.name(node) in autocast.JOINS
+        if keeps and autocast.name(node) not in autocast.BOUNDS:
             parts = tree_leaves((node.args, node.kwargs))
             self._huge.update([node] if any(map(self._is_huge, parts)) else [])
 
     def _infer(self, node: fx.Node) -> Any:
         """What a call returns; None where it refuses its arguments."""
         try:
-            return self.rewriter.infer(node)
+            value = self.rewriter.infer(node)
         except _REFUSALS:
             return None
+        return value if self._has_kernel(node) else None
+
+    def _has_kernel(self, node: fx.Node) -> bool:
+        """Whether the device computes a call in these dtypes: it is made on zeros, for only the kernel itself knows."""
+        key = node.target, tuple(_dtypes(n.meta["val"]) for n in node.all_input_nodes)
+        if all(self._half not in dtypes for dtypes in key[1]):
+            return True
+        if key not in self._taken:
+            args, kwargs = fx.map_arg((tuple(node.args), dict(node.kwargs)), lambda n: _zeros(n.meta["val"]))
+            try:
+                with torch.no_grad():
+                    DEFINITIONS.get(node.target, node.target)(*args, **kwargs)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError:  # "not implemented for 'Half'" above all
+                self._taken[key] = False
+            else:
+                self._taken[key] = True
+        return self._taken[key]
 
     def _is_as_wanted(self, node: fx.Node, value: Any, result: torch.dtype) -> bool:
         """Whether results have the shapes that they had, and dtypes as wanted."""
@@ -253,13 +275,13 @@ class _Caster:
             yield self._attempt(node, self._half, in_half)
         elif mode is _Mode.JOINED and _is_pointwise(node):  # the kernel itself casts
             yield self._attempt(node, torch.float32, lambda n: self._as(n, self._half, node) if n in self._huge else n)
-        elif _name(node) in autocast.ACCUMULATIONS and any(fake(n).dtype == self._half for n in self._floats(node)):
+        elif autocast.name(node) in autocast.ACCUMULATIONS and self._half in (fake(n).dtype for n in self._floats(node)):
             yield _Attempt(node.args, {**node.kwargs, "dtype": torch.float32}, torch.float32)
         yield self._attempt(node, torch.float32, lambda n: self._as(n, torch.float32, node))
 
     def _attempt(self, node: fx.Node, dtype: torch.dtype, take: Callable[[fx.Node], fx.Node]) -> _Attempt:
         """All arguments that were float32 by ``take``, numbers as ``dtype`` can hold them."""
-        most = self._most if _name(node) in autocast.BOUNDS else self._most / 2
+        most = self._most if autocast.name(node) in autocast.BOUNDS else self._most / 2
 
         def argument(value: Any) -> Any:
             if isinstance(value, (list, tuple)):
@@ -278,7 +300,7 @@ class _Caster:
         if argument.op != "get_attr":
             return False
         is_number = _is_pointwise(node) and not _rank(argument) and not self._is_huge(argument)
-        return is_number or _name(node) in autocast.BATCH_NORMS
+        return is_number or autocast.name(node) in autocast.BATCH_NORMS
 
     def _as(self, node: fx.Node, dtype: torch.dtype, at: fx.Node) -> fx.Node:
         """``node`` in ``dtype``; a cast is made once, before the first call ``at`` that needs it."""
@@ -312,25 +334,12 @@ class _Caster:
         return self._rounded[key]
 
 
-def _name(node: fx.Node) -> str:
-    """The operator of a call without its namespace; with it where that is not ATen's."""
-    if not isinstance(node.target, OpOverload):
-        return ""
-    return str(node.target._schema.name).removeprefix("aten::")
-
-
-def _is_on_single_list(node: fx.Node) -> bool:
-    """Whether a call takes float32 only; so do those that are not ATen's, of which nothing is known."""
-    name = _name(node)
-    return name in autocast.SINGLE or name.startswith(autocast.SINGLE_FAMILIES) or "::" in name
-
-
 def _is_pointwise(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
 
 
 def _is_copy(node: fx.Node) -> bool:
-    return node.op == "call_function" and (views(node) is not None or _name(node) == "clone")
+    return node.op == "call_function" and (views(node) is not None or autocast.name(node) == "clone")
 
 
 def _is_square(node: fx.Node) -> bool:
@@ -357,36 +366,16 @@ def _shapes(value: Any) -> list[torch.Size]:
     return [tensor.shape for tensor in _tensors(value)]
 
 
+def _zeros(value: Any) -> Any:
+    """A real tensor of zeros like a fake one."""
+    if isinstance(value, (list, tuple)):
+        return [_zeros(part) for part in value]
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).zero_()
+
+
 def _rank(node: fx.Node) -> int:
     return max((tensor.dim() for tensor in _tensors(node.meta["val"])), default=0)
 
 
 def _is_laid_alike(left: fx.Node, right: fx.Node) -> bool:
     return fake(left).stride() == fake(right).stride()
-
-
-def _inputs_as_masks(graph: fx.Graph) -> set[fx.Node]:
-    """The inputs that are added to scores before a softmax, whose lowest numbers are mostly float32's lowest."""
-    found: set[fx.Node] = set()
-    reached: set[fx.Node] = set()
-    for node in graph.nodes:
-        if _name(node) in autocast.SOFTMAXES:
-            _reach(node.args[0], reached)
-        elif _name(node) in autocast.ATTENTIONS and isinstance(mask := bound(node)["attn_mask"], fx.Node):
-            _reach(mask, reached)
-    found.update(node for node in reached if node.op == "placeholder")
-    return found
-
-
-def _reach(node: Any, reached: set[fx.Node]) -> None:
-    """Add what a sum of scores and masks is made of, through views."""
-    waiting = [node]
-    while waiting:
-        node = waiting.pop()
-        if not isinstance(node, fx.Node) or node in reached:
-            continue
-        reached.add(node)
-        if is_call(node, aten.add.Tensor):
-            waiting.extend(node.args[:2])
-        elif node.op == "call_function" and (viewed := views(node)) is not None:
-            waiting.append(viewed)
