@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from nimblec import errors
+from nimblec.cuda import fixed_addresses
 from nimblec.errors import CompileError
 from nimblec.options import Observer, Options
 from nimblec.processes import environment
@@ -63,7 +64,8 @@ _STDERR = 2
 
 def _run_worker(request: Path, observer: Observer) -> list[str]:
     read_end, write_end = os.pipe()
-    command = [sys.executable, "-m", "nimblec.cuda.worker", str(request), str(write_end)]
+    worker = [sys.executable, "-m", "nimblec.cuda.worker", str(request), str(write_end)]
+    command = [sys.executable, "-I", "-S", fixed_addresses.__file__, *worker]
     with _started(command, pass_fds=(write_end,)) as process:
         os.close(write_end)
         notes: list[str] = []

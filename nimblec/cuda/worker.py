@@ -5,7 +5,6 @@ fresh process. It reads one request, writes the plan file, and reports on a pipe
 line, {"stage", "seconds"}, {"note"}, or {"error", "message"} as the last.
 """
 
-import ctypes
 import json
 import os
 import sys
@@ -39,13 +38,11 @@ if TYPE_CHECKING:
     from nimblec.cuda.variants import Variant
     from nimblec.frontend.pytorch import TorchModel
 
-_ADDR_NO_RANDOMIZE = 0x0040000
 _SEED = 0
 
 
 def main(request_path: str, events_fd: int) -> int:
     """Serve one request; 0 where the plan file was written."""
-    _fix_addresses()
     request = json.loads(Path(request_path).read_text())
     sys.path[:0] = request["sys_path"]
     with os.fdopen(events_fd, "w", buffering=1) as events:
@@ -61,19 +58,6 @@ def main(request_path: str, events_fd: int) -> int:
             _send(events, error=type(exc).__name__, message=str(exc))
             return 2
     return 0
-
-
-def _fix_addresses() -> None:
-    """Start again without address randomisation, once.
-
-    Kernels are handed padding from the host's stack; at equal addresses it is equal in every build.
-    """
-    libc = ctypes.CDLL(None)
-    now = libc.personality(0xFFFFFFFF)
-    if now & _ADDR_NO_RANDOMIZE or libc.personality(now | _ADDR_NO_RANDOMIZE) < 0:
-        return
-    if libc.personality(0xFFFFFFFF) & _ADDR_NO_RANDOMIZE:
-        os.execv(sys.executable, [sys.executable, "-m", "nimblec.cuda.worker", *sys.argv[1:]])
 
 
 def _send(events: IO[str], **message: Any) -> None:
