@@ -1,0 +1,216 @@
+# ruff: noqa: ANN001, ANN201, ANN202 - Triton compiles these functions; their arguments are its own tensors
+# ruff: noqa: N803, N806 - constants known to the compiler in capitals, as in Triton's own kernels
+# ruff: noqa: C901, PLR0911, PLR0912, PLR0915, RET505 - one kernel; branches are taken while it is compiled
+"""The Triton kernel of convolutions and small matrix products: an implicit matrix product with a split sum.
+
+Rows are output pixels, columns output channels; the sum runs over (kernel height, kernel width,
+channels), as the channels lie last. The blocks that share a tile leave their sums in float32 in a
+workspace; the last one to arrive adds them up in their fixed order, so that the result does not
+hang on who came last, and finishes the tile.
+
+Under programmatic dependent launch (CUDA programming guide, "Programmatic Dependent Launch and
+Synchronization") a block starts while the kernel before it still runs. It fetches its weights into
+the L2 cache, as nothing ever writes them, and waits before it touches anything else. All blocks
+wait: the end of a kernel then implies the end of all kernels before it.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def convolution(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    residual_ptr,
+    out_ptr,
+    partials_ptr,
+    counters_ptr,
+    ROWS: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    PIXEL_STRIDE: tl.constexpr,
+    OUT_HEIGHT: tl.constexpr,
+    OUT_WIDTH: tl.constexpr,
+    OUT_CHANNELS: tl.constexpr,
+    KERNEL_H: tl.constexpr,
+    KERNEL_W: tl.constexpr,
+    STRIDE_H: tl.constexpr,
+    STRIDE_W: tl.constexpr,
+    PADDING_H: tl.constexpr,
+    PADDING_W: tl.constexpr,
+    DILATION_H: tl.constexpr,
+    DILATION_W: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    PROGRAMMATIC: tl.constexpr,
+):
+    """Of x (pixels, channels), weight in tiles, bias (out channels,), residual and out (rows, out channels)."""
+    TILES_M: tl.constexpr = (ROWS + BLOCK_M - 1) // BLOCK_M
+    TILES_N: tl.constexpr = (OUT_CHANNELS + BLOCK_N - 1) // BLOCK_N
+    DEPTH: tl.constexpr = KERNEL_H * KERNEL_W * CHANNELS
+    STEPS: tl.constexpr = (DEPTH + BLOCK_K - 1) // BLOCK_K
+    PART: tl.constexpr = (STEPS + SPLIT_K - 1) // SPLIT_K
+    IS_POINTWISE: tl.constexpr = KERNEL_H * KERNEL_W == 1 and PADDING_H == 0 and PADDING_W == 0
+    IS_WHOLE: tl.constexpr = CHANNELS % BLOCK_K == 0
+
+    block = tl.program_id(0)
+    tile_m = block % TILES_M
+    tile_n = (block // TILES_M) % TILES_N
+    part = block // (TILES_M * TILES_N)
+    begin = part * PART
+    tile_weight_ptr = weight_ptr + tile_n * (STEPS * BLOCK_N * BLOCK_K)
+
+    if PROGRAMMATIC:
+        gdc_launch_dependents()
+        # The blocks that read the same weights fetch a share each.
+        NBYTES: tl.constexpr = PART * BLOCK_N * BLOCK_K * 2
+        SHARE: tl.constexpr = (NBYTES + TILES_M * 128 - 1) // (TILES_M * 128) * 128
+        first = tile_m * SHARE
+        here = tl.minimum(PART, STEPS - begin)
+        count = tl.minimum(here * (BLOCK_N * BLOCK_K * 2) - first, SHARE)
+        if count > 0:
+            _fetch_into_l2((tile_weight_ptr + begin * (BLOCK_N * BLOCK_K)).to(tl.int64) + first, count)
+
+    columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + columns, mask=columns < OUT_CHANNELS, other=0.0).to(tl.float32)
+    else:
+        bias = tl.zeros((BLOCK_N,), tl.float32)
+
+    rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    image = rows // (OUT_HEIGHT * OUT_WIDTH)
+    top = (rows // OUT_WIDTH) % OUT_HEIGHT * STRIDE_H - PADDING_H
+    left = rows % OUT_WIDTH * STRIDE_W - PADDING_W
+    corner = ((image * HEIGHT + top) * WIDTH + left) * PIXEL_STRIDE
+    deep = tl.arange(0, BLOCK_K)
+    weight_offsets = tl.arange(0, BLOCK_N)[:, None] * BLOCK_K + deep[None, :]
+
+    if PROGRAMMATIC:
+        gdc_wait()
+
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for n in tl.range(0, PART):
+        step = begin + n
+        k = step * BLOCK_K + deep
+        if IS_POINTWISE:
+            x_offsets = corner[:, None] + k[None, :]
+            mask = (rows < ROWS)[:, None]
+            if not IS_WHOLE:
+                mask = mask & (k < CHANNELS)[None, :]
+        elif IS_WHOLE:  # one position of the kernel in each step
+            tap = step // (CHANNELS // BLOCK_K)
+            down = tap // KERNEL_W * DILATION_H
+            across = tap % KERNEL_W * DILATION_W
+            channel = step % (CHANNELS // BLOCK_K) * BLOCK_K + deep
+            x_offsets = (corner + (down * WIDTH + across) * PIXEL_STRIDE)[:, None] + channel[None, :]
+            inside = (top + down >= 0) & (top + down < HEIGHT) & (left + across >= 0) & (left + across < WIDTH)
+            mask = ((rows < ROWS) & inside)[:, None]
+        else:
+            tap = k // CHANNELS
+            down = (tap // KERNEL_W * DILATION_H)[None, :]
+            across = (tap % KERNEL_W * DILATION_W)[None, :]
+            x_offsets = corner[:, None] + (down * WIDTH + across) * PIXEL_STRIDE + (k % CHANNELS)[None, :]
+            y = top[:, None] + down
+            x = left[:, None] + across
+            mask = (y >= 0) & (y < HEIGHT) & (x >= 0) & (x < WIDTH)
+            mask = mask & (rows < ROWS)[:, None] & (k < DEPTH)[None, :]
+        if PART * SPLIT_K > STEPS:  # the last part is shorter: zeros times any weights
+            mask = mask & (step < STEPS)
+            step = tl.minimum(step, STEPS - 1)
+        pixels = tl.load(x_ptr + x_offsets, mask=mask, other=0.0)
+        weights = tl.load(tile_weight_ptr + step * (BLOCK_N * BLOCK_K) + weight_offsets)
+        total = tl.dot(pixels, weights.T, total)
+
+    if SPLIT_K == 1:
+        _finish(total, bias, residual_ptr, out_ptr, rows, columns, ROWS, OUT_CHANNELS, ACTIVATION)
+    else:
+        tile = tile_n * TILES_M + tile_m
+        SIZE: tl.constexpr = BLOCK_M * BLOCK_N
+        within = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        partial_ptrs = partials_ptr + tile * (SPLIT_K * SIZE) + within
+        tl.store(partial_ptrs + part * SIZE, total, cache_modifier=".cg")
+        tl.debug_barrier()  # all threads' stores come before the one thread's release
+        arrived = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel", scope="gpu")
+        if arrived == SPLIT_K - 1:
+            tl.store(counters_ptr + tile, 0)
+            total = tl.load(partial_ptrs, cache_modifier=".cg")
+            for other in tl.static_range(1, SPLIT_K):
+                total += tl.load(partial_ptrs + other * SIZE, cache_modifier=".cg")
+            _finish(total, bias, residual_ptr, out_ptr, rows, columns, ROWS, OUT_CHANNELS, ACTIVATION)
+
+
+@triton.jit
+def _finish(
+    total,
+    bias,
+    residual_ptr,
+    out_ptr,
+    rows,
+    columns,
+    ROWS: tl.constexpr,
+    OUT_CHANNELS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+):
+    """Bias, residual, activation, and the one rounding."""
+    offsets = rows[:, None] * OUT_CHANNELS + columns[None, :]
+    mask = (rows < ROWS)[:, None] & (columns < OUT_CHANNELS)[None, :]
+    total += bias[None, :]
+    if residual_ptr is not None:
+        total += tl.load(residual_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + offsets, activate(total, ACTIVATION).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def activate(x, ACTIVATION: tl.constexpr):
+    """The activation of that name, in float32."""
+    if ACTIVATION == "relu":
+        return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    elif ACTIVATION == "relu6":
+        return tl.clamp(x, 0.0, 6.0, propagate_nan=tl.PropagateNan.ALL)
+    elif ACTIVATION == "hardsigmoid":
+        return tl.clamp(x + 3.0, 0.0, 6.0, propagate_nan=tl.PropagateNan.ALL) * (1.0 / 6.0)
+    elif ACTIVATION == "hardswish":
+        return x * tl.clamp(x + 3.0, 0.0, 6.0, propagate_nan=tl.PropagateNan.ALL) * (1.0 / 6.0)
+    elif ACTIVATION == "sigmoid":
+        return tl.sigmoid(x)
+    elif ACTIVATION == "silu":
+        return x * tl.sigmoid(x)
+    elif ACTIVATION == "gelu":
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif ACTIVATION == "gelu_tanh":  # 0.5 (1 + tanh y) is sigmoid 2 y
+        return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    elif ACTIVATION == "tanh":
+        return 2.0 * tl.sigmoid(2.0 * x) - 1.0
+    else:
+        tl.static_assert(ACTIVATION == "none")
+        return x
+
+
+@triton.jit
+def _fetch_into_l2(address, nbytes):
+    """Begin to fetch ``nbytes`` (a multiple of 16) of global memory into the L2 cache; one thread asks for all.
+
+    PTX ISA, "cp.async.bulk.prefetch".
+    """
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred first;
+        .reg .b32 thread;
+        mov.u32 thread, %tid.x;
+        setp.eq.u32 first, thread, 0;
+        @first cp.async.bulk.prefetch.L2.global [$1], $2;
+        mov.u32 $0, 0;
+        }""",
+        "=r,l,r",
+        [address, nbytes],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )

@@ -1,0 +1,66 @@
+"""From tensors to a launch of a Triton kernel."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nimblec.kernels.shapes import Convolution, Tiling
+
+
+def launch_convolution(
+    shape: Convolution,
+    tiling: Tiling,
+    *,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor,
+    counters: Tensor | None,
+    activation: str,
+    programmatic: bool,
+) -> None:
+    """Write the convolution of ``x`` to ``out`` (rows, out channels as they lie in memory)."""
+    from nimblec.kernels.convolution_template import convolution
+
+    down, across = tiling.tiles(shape)
+    partials = None
+    if tiling.split_k > 1:
+        sums = down * across * tiling.split_k, tiling.block_m * tiling.block_n
+        partials = torch.empty(sums, dtype=torch.float32, device=x.device)
+    pointers = (x, weight, bias, residual, out, partials, counters if tiling.split_k > 1 else None)
+    convolution[tiling.blocks(shape),](
+        *pointers, **settings(shape, tiling, activation=activation, programmatic=programmatic)
+    )
+
+
+def settings(shape: Convolution, tiling: Tiling, *, activation: str, programmatic: bool) -> dict[str, Any]:
+    """What is compiled into a kernel: the template's constants and Triton's options."""
+    return {
+        "ROWS": shape.rows,
+        "HEIGHT": shape.height,
+        "WIDTH": shape.width,
+        "CHANNELS": shape.channels,
+        "PIXEL_STRIDE": shape.pixel_stride or shape.channels,
+        "OUT_HEIGHT": shape.out_height,
+        "OUT_WIDTH": shape.out_width,
+        "OUT_CHANNELS": shape.out_channels,
+        "KERNEL_H": shape.kernel[0],
+        "KERNEL_W": shape.kernel[1],
+        "STRIDE_H": shape.stride[0],
+        "STRIDE_W": shape.stride[1],
+        "PADDING_H": shape.padding[0],
+        "PADDING_W": shape.padding[1],
+        "DILATION_H": shape.dilation[0],
+        "DILATION_W": shape.dilation[1],
+        "ACTIVATION": activation,
+        "BLOCK_M": tiling.block_m,
+        "BLOCK_N": tiling.block_n,
+        "BLOCK_K": tiling.block_k,
+        "SPLIT_K": tiling.split_k,
+        "PROGRAMMATIC": programmatic,
+        "num_warps": tiling.num_warps,
+        "num_stages": tiling.num_stages,
+        "launch_pdl": programmatic,
+    }

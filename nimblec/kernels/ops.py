@@ -1,0 +1,220 @@
+"""The kernels as torch ops in the namespace ``nimblec``: calls that a graph holds and dispatch modes see.
+
+Results are new memory. ``counters`` is written by the kernel and is zero again when it ends; calls
+that may run side by side need counters of their own.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.nn import functional
+
+from nimblec.kernels.launching import launch_convolution
+from nimblec.kernels.packing import unpack_rows
+from nimblec.kernels.reference import finish
+from nimblec.kernels.shapes import Convolution, Pair, Tiling, product
+
+_LIBRARY = torch.library.Library("nimblec", "FRAGMENT")
+"""The ops live as long as this module."""
+
+_LIBRARY.define(
+    "convolution(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor(a!)? counters, int out_channels, "
+    "int[] kernel, int[] stride, int[] padding, int[] dilation, str activation, int[] tiling, bool programmatic) "
+    "-> Tensor"
+)
+_LIBRARY.define(
+    "linear(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor(a!)? counters, int out_channels, "
+    "str activation, int[] tiling, bool programmatic) -> Tensor"
+)
+
+
+def convolution_shape(
+    x: Tensor,
+    out_channels: int,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> Convolution:
+    """The geometry for images ``x`` (batch, channels, height, width) that lie channels last."""
+    batch, channels, height, width = x.shape
+    return Convolution(
+        batch=batch,
+        height=height,
+        width=width,
+        channels=channels,
+        out_channels=out_channels,
+        kernel=_pair(kernel),
+        stride=_pair(stride),
+        padding=_pair(padding),
+        dilation=_pair(dilation),
+        pixel_stride=_pixel_stride(x),
+    )
+
+
+def _pair(numbers: Sequence[int]) -> Pair:
+    first, second = numbers
+    return first, second
+
+
+def _pixel_stride(x: Tensor) -> int:
+    """How far apart neighbouring pixels lie; rows and images must follow without a gap."""
+    batch, channels, height, width = x.shape
+    stride = x.stride(3) if width > 1 else x.stride(2) if height > 1 else x.stride(0) if batch > 1 else channels
+    wanted = (height * width * stride, 1, width * stride, stride)
+    fits = all(size == 1 or has == want for size, has, want in zip(x.shape, x.stride(), wanted, strict=True))
+    assert fits, f"images of shape {tuple(x.shape)} and strides {x.stride()} do not lie channels last"
+    return stride
+
+
+def _new_images(x: Tensor, shape: Convolution) -> Tensor:
+    size = (shape.batch, shape.out_channels, shape.out_height, shape.out_width)
+    return torch.empty(size, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
+
+
+def _convolution_fake(
+    x: Tensor,
+    weight: Tensor,  # noqa: ARG001
+    bias: Tensor | None,  # noqa: ARG001
+    residual: Tensor | None,  # noqa: ARG001
+    counters: Tensor | None,  # noqa: ARG001
+    out_channels: int,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    activation: str,  # noqa: ARG001
+    tiling: Sequence[int],  # noqa: ARG001
+    programmatic: bool,  # noqa: ARG001
+) -> Tensor:
+    return _new_images(x, convolution_shape(x, out_channels, kernel, stride, padding, dilation))
+
+
+def _convolution_cuda(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    counters: Tensor | None,
+    out_channels: int,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    activation: str,
+    tiling: Sequence[int],
+    programmatic: bool,
+) -> Tensor:
+    shape = convolution_shape(x, out_channels, kernel, stride, padding, dilation)
+    out = _new_images(x, shape)
+    launch_convolution(
+        shape,
+        Tiling.of(tiling),
+        x=x,
+        weight=weight,
+        bias=bias,
+        residual=residual,
+        out=out,
+        counters=counters,
+        activation=activation,
+        programmatic=programmatic,
+    )
+    return out
+
+
+def _convolution_cpu(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    counters: Tensor | None,  # noqa: ARG001
+    out_channels: int,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    activation: str,
+    tiling: Sequence[int],  # noqa: ARG001
+    programmatic: bool,  # noqa: ARG001
+) -> Tensor:
+    shape = convolution_shape(x, out_channels, kernel, stride, padding, dilation)
+    rows = unpack_rows(weight, out_channels, shape.depth)
+    filters = rows.reshape(out_channels, *shape.kernel, shape.channels).permute(0, 3, 1, 2)
+    total = functional.conv2d(x.float(), filters.float(), _float(bias), shape.stride, shape.padding, shape.dilation)
+    return _new_images(x, shape).copy_(finish(total, residual, activation))
+
+
+def _linear_fake(
+    x: Tensor,
+    weight: Tensor,  # noqa: ARG001
+    bias: Tensor | None,  # noqa: ARG001
+    residual: Tensor | None,  # noqa: ARG001
+    counters: Tensor | None,  # noqa: ARG001
+    out_channels: int,
+    activation: str,  # noqa: ARG001
+    tiling: Sequence[int],  # noqa: ARG001
+    programmatic: bool,  # noqa: ARG001
+) -> Tensor:
+    return x.new_empty((x.shape[0], out_channels))
+
+
+def _linear_cuda(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    counters: Tensor | None,
+    out_channels: int,
+    activation: str,
+    tiling: Sequence[int],
+    programmatic: bool,
+) -> Tensor:
+    out = x.new_empty((x.shape[0], out_channels))
+    rows, depth = x.shape
+    launch_convolution(
+        product(rows, depth, out_channels, row_stride=x.stride(0) if rows > 1 else depth),
+        Tiling.of(tiling),
+        x=x,
+        weight=weight,
+        bias=bias,
+        residual=residual,
+        out=out,
+        counters=counters,
+        activation=activation,
+        programmatic=programmatic,
+    )
+    return out
+
+
+def _linear_cpu(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    counters: Tensor | None,  # noqa: ARG001
+    out_channels: int,
+    activation: str,
+    tiling: Sequence[int],  # noqa: ARG001
+    programmatic: bool,  # noqa: ARG001
+) -> Tensor:
+    filters = unpack_rows(weight, out_channels, x.shape[1])
+    total = functional.linear(x.float(), filters.float(), _float(bias))
+    return finish(total, residual, activation).to(x.dtype)
+
+
+def _float(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.float()
+
+
+for _name, _fake, _cuda, _cpu in (
+    ("convolution", _convolution_fake, _convolution_cuda, _convolution_cpu),
+    ("linear", _linear_fake, _linear_cuda, _linear_cpu),
+):
+    torch.library.register_fake(f"nimblec::{_name}", _fake, lib=_LIBRARY)
+    _LIBRARY.impl(_name, _cuda, "CUDA")
+    _LIBRARY.impl(_name, _cpu, "CPU")
+
+convolution: OpOverload = torch.ops.nimblec.convolution.default
+linear: OpOverload = torch.ops.nimblec.linear.default
