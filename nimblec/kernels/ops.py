@@ -173,6 +173,7 @@ def _linear_cuda(
 ) -> Tensor:
     out = x.new_empty((x.shape[0], out_channels))
     rows, depth = x.shape
+    assert x.stride(1) == 1, f"a matrix of strides {x.stride()} has gaps in its rows"
     launch_convolution(
         product(rows, depth, out_channels, row_stride=x.stride(0) if rows > 1 else depth),
         Tiling.of(tiling),

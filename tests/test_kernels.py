@@ -1,0 +1,198 @@
+"""Our own kernels' shapes, packed weights, candidates and ops: what needs neither Triton nor a GPU."""
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from subprocesses import python
+from torch import Tensor
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nimblec.kernels import ops
+from nimblec.kernels.candidates import MULTIPROCESSORS, SHARED_NBYTES, candidates
+from nimblec.kernels.choosing import Choice, choose
+from nimblec.kernels.packing import counters, pack_convolution, pack_linear, pack_rows, unpack_rows
+from nimblec.kernels.shapes import Convolution, Tiling, ceil_div, product
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+TILING = Tiling(block_m=16, block_n=32, block_k=16, split_k=2, num_warps=2, num_stages=2)
+RESNET = Convolution(
+    batch=1, height=7, width=7, channels=512, out_channels=512, kernel=(3, 3), padding=(1, 1), stride=(1, 1)
+)
+
+
+def _random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).half()
+
+
+def _images(*shape: int, seed: int = 0) -> Tensor:
+    return _random(*shape, seed=seed).contiguous(memory_format=torch.channels_last)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    size=st.tuples(st.integers(5, 12), st.integers(5, 12)),
+    kernel=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    stride=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    padding=st.tuples(st.integers(0, 2), st.integers(0, 2)),
+    dilation=st.tuples(st.integers(1, 2), st.integers(1, 2)),
+)
+def test_a_shape_is_torchs(**geometry: tuple[int, int]) -> None:
+    (height, width), kernel = geometry.pop("size"), geometry["kernel"]
+    shape = Convolution(batch=2, height=height, width=width, channels=3, out_channels=4, **geometry)
+    result = functional.conv2d(torch.zeros(2, 3, height, width), torch.zeros(4, 3, *kernel), None, **_rest(geometry))
+    assert result.shape == (2, 4, shape.out_height, shape.out_width)
+    assert shape.rows == result.numel() // 4
+    assert shape.depth == 3 * kernel[0] * kernel[1]
+
+
+def _rest(geometry: dict[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
+    return {name: value for name, value in geometry.items() if name != "kernel"}
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(columns=st.integers(1, 70), depth=st.integers(1, 70))
+def test_packed_weights_are_the_weights(columns: int, depth: int) -> None:
+    weight = _random(columns, depth)
+    packed = pack_rows(weight, TILING)
+    assert packed.shape == (ceil_div(columns, 32), ceil_div(depth, 16), 32, 16)
+    assert torch.equal(unpack_rows(packed, columns, depth), weight)
+    assert int(packed.count_nonzero()) == int(weight.count_nonzero()), "past the edges lie zeros"
+    tile = packed[0, 0][: min(32, columns), : min(16, depth)]
+    assert torch.equal(tile, weight[:32, :16])
+
+
+def test_tilings_survive_an_ops_argument() -> None:
+    assert Tiling.of(TILING.numbers) == TILING
+
+
+SHAPES = (
+    RESNET,
+    Convolution(batch=1, height=56, width=56, channels=64, out_channels=256),
+    Convolution(
+        batch=1, height=224, width=224, channels=3, out_channels=64, kernel=(7, 7), stride=(2, 2), padding=(3, 3)
+    ),
+    Convolution(batch=64, height=7, width=7, channels=2048, out_channels=512),
+    product(1, 2048, 1000),
+    product(128, 768, 3072),
+    product(64, 768, 50257),
+    product(3, 5, 7),
+)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_candidates_are_few_and_fit(shape: Convolution) -> None:
+    found = candidates(shape, limit=10)
+    assert 1 <= len(found) <= 10
+    assert len(set(found)) == len(found)
+    for tiling in found:
+        part = ceil_div(tiling.steps(shape), tiling.split_k)
+        assert part * (tiling.split_k - 1) < tiling.steps(shape), "every part of the sum has work"
+        stage = 2 * tiling.block_k * (tiling.block_m + tiling.block_n)
+        assert stage * tiling.num_stages <= max(SHARED_NBYTES, stage)
+        assert tiling.block_m == 16 or tiling.block_m < 2 * shape.rows
+
+
+def test_a_long_sum_of_few_tiles_is_split() -> None:
+    best = candidates(RESNET)[0]
+    assert best.split_k > 1
+    assert MULTIPROCESSORS // 3 <= best.blocks(RESNET) <= 2 * MULTIPROCESSORS
+
+
+def test_choose_the_fastest() -> None:
+    times = {"theirs": 5.0, "a": 3.0, "b": 4.0}
+    choice = _chosen(times)
+    assert (choice.best, choice.runner_up) == ("a", "b")
+    assert dict(choice.microseconds) == times
+
+
+def test_choose_the_first_unless_another_is_clearly_faster() -> None:
+    choice = _chosen({"theirs": 5.0, "a": 4.99, "b": 6.0})
+    assert (choice.best, choice.runner_up) == ("theirs", "a")
+
+
+def test_choose_among_one() -> None:
+    choice = _chosen({"theirs": 5.0})
+    assert (choice.best, choice.runner_up) == ("theirs", None)
+
+
+def _chosen(times: dict[str, float]) -> Choice:
+    calls: dict[str, Callable[[int], object]] = {name: lambda _, name=name: name for name in times}
+    return choose(calls, lambda call: times[call(0)])
+
+
+def test_convolution_on_the_cpu() -> None:
+    x, weight, bias = _images(2, 6, 9, 8), _random(10, 6, 3, 3, seed=1), _random(10, seed=2)
+    expected = functional.conv2d(x.float(), weight.float(), bias.float(), 2, 1)
+    residual = _images(*expected.shape, seed=3)
+    y = ops.convolution(
+        x, pack_convolution(weight, TILING), bias, residual, counters(6, x.device), 10, [3, 3], [2, 2], [1, 1],
+        [1, 1], "relu6", TILING.numbers, False,
+    )  # fmt: skip
+    assert y.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(y, functional.relu6(expected + residual).half(), atol=2e-3, rtol=2e-3)
+
+
+def test_linear_on_the_cpu() -> None:
+    x, weight, bias = _random(5, 20), _random(20, 7, seed=1), _random(7, seed=2)
+    y = ops.linear(x, pack_linear(weight, TILING), bias, None, None, 7, "gelu", TILING.numbers, False)
+    expected = functional.gelu(x.float() @ weight.float() + bias.float())
+    torch.testing.assert_close(y, expected.half(), atol=2e-3, rtol=2e-3)
+
+
+def test_fake_results_need_no_triton() -> None:
+    code = """
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from nimblec.kernels import ops
+with FakeTensorMode():
+    x = torch.empty(2, 6, 9, 8, dtype=torch.bfloat16).to(memory_format=torch.channels_last)
+    weight = torch.empty(1, 4, 32, 16, dtype=torch.bfloat16)
+    y = ops.convolution(
+        x, weight, None, None, None, 10, [3, 3], [2, 2], [1, 1], [1, 1], "none", [16, 32, 16, 1, 2, 2], True
+    )
+    z = ops.linear(x[0, :, 0].t(), weight, None, None, None, 7, "none", [16, 32, 16, 1, 2, 2], True)
+print(tuple(y.shape), y.stride(), y.dtype, tuple(z.shape), z.dtype)
+"""
+    told = python(code, without=["triton"]).strip()
+    assert told == "(2, 10, 5, 4) (200, 1, 40, 10) torch.bfloat16 (8, 7) torch.bfloat16"
+
+
+class _Calls(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[object, int]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN204
+        self.calls.append((func, sum(isinstance(a, Tensor) for a in args)))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_dispatch_mode_sees_one_call() -> None:
+    x, weight = _random(5, 20), pack_linear(_random(20, 7), TILING)
+    with _Calls() as mode:
+        ops.linear(x, weight, None, None, counters(1, x.device), 7, "none", TILING.numbers, False)
+    assert mode.calls[-1] == (ops.linear, 3)
+    assert [func for func, _ in mode.calls].count(ops.linear) == 1
+
+
+def test_schemas_tell_that_counters_are_written() -> None:
+    for op in (ops.convolution, ops.linear):
+        written = [a.name for a in op._schema.arguments if a.alias_info and a.alias_info.is_write]
+        assert written == ["counters"]
+
+
+def test_images_with_gaps_are_refused() -> None:
+    x = torch.empty(1, 6, 9, 8)
+    with pytest.raises(AssertionError, match="channels last"):
+        ops.convolution_shape(x, 10, [1, 1], [1, 1], [0, 0], [1, 1])
+
+
+def test_a_slice_of_channels_is_read_in_place() -> None:
+    x = _images(2, 8, 5, 5)[:, :4]
+    assert ops.convolution_shape(x, 10, [1, 1], [1, 1], [0, 0], [1, 1]).pixel_stride == 8

@@ -1,0 +1,77 @@
+"""Our own kernels on a Hopper GPU: values, counters, and twenty runs that give the same bits."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from nimblec.kernels import ops
+from nimblec.kernels.candidates import candidates
+from nimblec.kernels.packing import counters, pack_convolution, pack_linear
+from nimblec.kernels.reference import finish
+from nimblec.kernels.shapes import Convolution, Tiling, product
+
+pytestmark = pytest.mark.gpu
+
+SHAPES = {
+    "3x3": Convolution(batch=1, height=7, width=7, channels=512, out_channels=512, kernel=(3, 3), padding=(1, 1)),
+    "stem": Convolution(
+        batch=1, height=64, width=64, channels=3, out_channels=24, kernel=(7, 7), stride=(2, 2), padding=(3, 3)
+    ),
+    "projection": Convolution(batch=2, height=14, width=14, channels=96, out_channels=40, stride=(2, 2)),
+}
+
+
+@pytest.fixture(autouse=True)
+def _hopper() -> None:
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("needs compute capability 9.0: programmatic dependent launch")
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_convolutions(name: str, dtype: torch.dtype) -> None:
+    shape = SHAPES[name]
+    x = torch.randn(shape.batch, shape.channels, shape.height, shape.width, device="cuda").to(dtype)
+    x = x.contiguous(memory_format=torch.channels_last)
+    weight = (torch.randn(shape.out_channels, shape.channels, *shape.kernel, device="cuda") / shape.depth**0.5).to(
+        dtype
+    )
+    bias = torch.randn(shape.out_channels, device="cuda", dtype=dtype)
+    total = functional.conv2d(x.double(), weight.double(), bias.double(), shape.stride, shape.padding)
+    residual = torch.randn_like(total.to(dtype), memory_format=torch.channels_last)
+    for tiling in candidates(shape, limit=4):
+        arrived = _counters(shape, tiling)
+        results = [
+            ops.convolution(
+                x, pack_convolution(weight, tiling), bias, residual, arrived, shape.out_channels, shape.kernel,
+                shape.stride, shape.padding, shape.dilation, "relu", tiling.numbers, True,
+            )
+            for _ in range(20)
+        ]  # fmt: skip
+        _check(results, finish(total, residual, "relu"), arrived)
+
+
+@pytest.mark.parametrize("activation", ["none", "silu", "gelu", "gelu_tanh", "tanh", "sigmoid", "hardswish"])
+def test_products(activation: str) -> None:
+    shape = product(100, 768, 200)
+    x = torch.randn(100, 768, device="cuda").half()
+    weight = (torch.randn(768, 200, device="cuda") / 768**0.5).half()
+    total = x.double() @ weight.double()
+    for tiling in candidates(shape, limit=4):
+        arrived, packed = _counters(shape, tiling), pack_linear(weight, tiling)
+        results = [ops.linear(x, packed, None, None, arrived, 200, activation, tiling.numbers, True) for _ in range(20)]
+        _check(results, finish(total, None, activation), arrived)
+
+
+def _counters(shape: Convolution, tiling: Tiling) -> Tensor | None:
+    down, across = tiling.tiles(shape)
+    return counters(down * across, torch.device("cuda")) if tiling.split_k > 1 else None
+
+
+def _check(results: list[Tensor], expected: Tensor, arrived: Tensor | None) -> None:
+    eps = torch.finfo(results[0].dtype).eps
+    torch.testing.assert_close(results[0].double(), expected, atol=4 * eps, rtol=eps)
+    assert all(torch.equal(result, results[0]) for result in results)
+    assert arrived is None or not bool(arrived.any())

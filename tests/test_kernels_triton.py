@@ -1,0 +1,122 @@
+"""The Triton kernels in Triton's interpreter against torch in float32, and compiled for Hopper without a GPU.
+
+Both in processes of their own, where Triton can be imported; where it cannot, as with the CPU builds
+of torch, the tests are skipped.
+"""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton: not installed")
+
+ROOT = Path(__file__).parent.parent
+
+INTERPRET = """
+import torch
+from torch.nn import functional
+from nimblec.kernels.launching import launch_convolution
+from nimblec.kernels.packing import counters, pack_convolution
+from nimblec.kernels.reference import finish
+from nimblec.kernels.shapes import Convolution, Tiling
+
+def check(size, channels, out, tiling, activation="relu", *, batch=1, kernel=1, stride=1, padding=0, dilation=1,
+          bias=True, residual=False, slices=1):
+    torch.manual_seed(0)
+    two = lambda n: (n, n)
+    shape = Convolution(batch=batch, height=size[0], width=size[1], channels=channels, out_channels=out,
+        kernel=two(kernel), stride=two(stride), padding=two(padding), dilation=two(dilation),
+        pixel_stride=channels * slices)
+    tiling = Tiling.of(tiling)
+    x = torch.randn(batch, *size, channels * slices, dtype=torch.float16)[..., :channels].permute(0, 3, 1, 2)
+    weight = (torch.randn(out, channels, kernel, kernel) / shape.depth ** 0.5).half()
+    b = torch.randn(out, dtype=torch.float16) if bias else None
+    y = torch.full((batch, out, shape.out_height, shape.out_width), torch.nan, dtype=torch.float16)
+    y = y.contiguous(memory_format=torch.channels_last)
+    r = torch.randn_like(y) if residual else None
+    down, across = tiling.tiles(shape)
+    arrived = counters(down * across, x.device)
+    launch_convolution(shape, tiling, x=x, weight=pack_convolution(weight, tiling), bias=b, residual=r, out=y,
+        counters=arrived, activation=activation, programmatic=False)
+    total = functional.conv2d(x.float(), weight.float(), b.float() if bias else None, stride, padding, dilation)
+    eps = torch.finfo(torch.float16).eps
+    torch.testing.assert_close(y.float(), finish(total, r, activation), atol=4 * eps, rtol=eps)
+    assert not arrived.any(), arrived
+"""
+
+CASES = {  # all in float16: the interpreter multiplies the bits of bfloat16 as integers
+    "one tap a step": "check((9, 7), 32, 10, [16, 16, 16, 1, 4, 2], kernel=3, padding=1)",
+    "split": "check((9, 7), 32, 10, [16, 16, 16, 3, 4, 2], kernel=3, padding=1, residual=True)",
+    "split unevenly": "check((9, 7), 32, 40, [32, 32, 32, 4, 4, 2], 'silu', kernel=3, padding=1, batch=2)",
+    "stem": "check((15, 13), 3, 20, [32, 32, 32, 2, 4, 2], 'gelu', kernel=7, stride=2, padding=3)",
+    "dilation": "check((11, 9), 16, 24, [32, 16, 16, 1, 4, 2], 'gelu_tanh', kernel=3, dilation=2, padding=2)",
+    "stride": "check((9, 9), 48, 24, [16, 16, 32, 2, 4, 2], 'hardswish', stride=2)",
+    "odd channels": "check((9, 5), 10, 33, [16, 16, 16, 1, 4, 2], 'relu6', kernel=3, stride=2, padding=1)",
+    "product": "check((1, 37), 80, 50, [16, 32, 32, 1, 4, 2], 'none', bias=False)",
+    "product split": "check((1, 5), 200, 50, [16, 32, 32, 3, 4, 2], 'tanh', residual=True)",
+    "slice of channels": "check((6, 7), 16, 20, [16, 16, 16, 1, 4, 2], 'sigmoid', kernel=3, slices=2, padding=1)",
+    "no bias": "check((6, 7), 16, 20, [16, 16, 16, 3, 4, 2], 'hardsigmoid', kernel=3, bias=False)",
+    "padding beyond the kernel": "check((4, 4), 16, 16, [16, 16, 16, 1, 4, 2], 'none', kernel=1, padding=1)",
+}
+
+COMPILE = """
+from nimblec.kernels.compiling import compile_job, convolution_job
+from nimblec.kernels.launching import settings
+from nimblec.kernels.shapes import Convolution, Tiling
+shape = Convolution(batch=1, height=14, width=14, channels=256, out_channels=256, kernel=(3, 3), padding=(1, 1))
+for tiling in ([64, 64, 64, 4, 4, 3], [16, 32, 64, 1, 2, 3]):
+    constants = settings(shape, Tiling.of(tiling), activation="relu", programmatic=True)
+    job = convolution_job(constants, dtype="float16", bias=True, residual=True)
+    ptx = compile_job(job, capability=90).asm["ptx"]
+    found = [word in ptx for word in ("wgmma.mma_async", "mma.sync", "atom.global.gpu.acq_rel")]
+    wait = ptx.index("griddepcontrol.wait")
+    early = ptx.index("griddepcontrol.launch_dependents") < ptx.index("cp.async.bulk.prefetch.L2") < wait
+    reads = min(ptx.find(word, 0) for word in ("cp.async.cg.shared.global", "st.global") if word in ptx)
+    print(*found, early, wait < reads)
+"""
+
+COMPILE_ALL = """
+from nimblec.kernels.compiling import compile_all, convolution_job
+from nimblec.kernels.launching import settings
+from nimblec.kernels.shapes import Tiling, product
+def job(block_k):
+    tiling = Tiling(block_m=16, block_n=16, block_k=block_k)
+    constants = settings(product(16, 64, 16), tiling, activation="none", programmatic=True)
+    return convolution_job(constants, dtype="float16", bias=False, residual=False)
+compile_all([job(16), job(32)], processes=2)
+print("compiled")
+try:
+    compile_all([job(24)], processes=1)
+except Exception as error:
+    print(type(error).__name__, "power of 2" in str(error))
+"""
+
+
+def _run(code: str, cache: Path, **variables: str) -> str:
+    paths = [str(ROOT), str(ROOT / "runtime"), *(path for path in sys.path if path)]
+    given = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "TRITON_CACHE_DIR": str(cache)}
+    environment = {**os.environ, **given, **variables}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=250)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_values_in_the_interpreter(tmp_path: Path) -> None:
+    cases = "\n".join(f"{case}; print({name!r})" for name, case in CASES.items())
+    assert _run(INTERPRET + cases, tmp_path, TRITON_INTERPRET="1").splitlines() == list(CASES)
+
+
+def test_code_for_hopper(tmp_path: Path) -> None:
+    warpgroups, warps = _run(COMPILE, tmp_path).splitlines()
+    assert warpgroups == "True False True True True"
+    assert warps == "False True False True True"
+
+
+def test_workers_compile_and_say_what_they_cannot(tmp_path: Path) -> None:
+    assert _run(COMPILE_ALL, tmp_path).splitlines() == ["compiled", "CompileError True"]
+    assert len(list(tmp_path.rglob("*.cubin"))) == 2
