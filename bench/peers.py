@@ -1,103 +1,161 @@
-"""nimblec and torch's modes side by side, one model after another, each in a process of its own.
+"""nimblec and torch's modes side by side, each model in each mode in a process of its own.
 
-Usage: python -m bench.peers [--markdown] [--modes eager,graph,compile,freeze,autotune] [--levels 0,1]
-[MODEL ...], a model being package.module:callable. Writes bench/results/h200/peers.json after each model.
+Usage: python -m bench.peers [--precision fp32 | --batches] [--markdown | --plot FILE.svg] [MODEL ...], a model being
+package.module:callable. Processes get ready side by side (--jobs) and measure alone (bench/turns.py). What they
+measure is written as it comes, to peers.json, peers_fp32.json (TF32 off on both sides) or batches.json (four of the
+networks at batch sizes 1, 4, 16, 64) in bench/results/h200, or to --output. With --add what the file holds already
+stays, and what is measured now is added. --markdown prints the table, --plot draws it.
 """
 
 import argparse
 import json
-import subprocess
+import os
 import sys
-import tempfile
-import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from bench import environment, peers_table
+from bench.peers_table import TORCH_MODES, level_name
+from bench.turns import Job, Result, take_turns
+from nimblec import processes
+from nimblert.replacing import replacing
 
-from bench import environment
-from bench.schedules import gpu_time
-from bench.torch_peer import MODES
-from nimblec.compiler import compile_model
-from nimblec.options import Options
-from nimblert import container, golden
-from nimblert.executable import load
-
-RESULTS = Path(__file__).parent / "results" / "h200" / "peers.json"
-MODELS = (
+FOLDER = Path(__file__).parent / "results" / "h200"
+TUNED = (
     "bench.models.resnet50:fp16",
     "bench.models.mobilenet_v2:fp16",
     "bench.models.inception_v3:fp16",
-    "bench.models.googlenet:fp16",
     "bench.models.bert_base:fp16",
     "bench.models.gpt2:bf16",
 )
-_REPEATS = 200
+"""For these torch also tunes (minutes each) where no modes are named."""
+
+MODELS = (
+    "bench.models.resnet50:fp16",
+    "bench.models.resnet101:fp16",
+    "bench.models.mobilenet_v2:fp16",
+    "bench.models.mobilenet_v3_large:fp16",
+    "bench.models.efficientnet_b0:fp16",
+    "bench.models.efficientnet_b5:fp16",
+    "bench.models.inception_v3:fp16",
+    "bench.models.nasnet_a_large:fp16",
+    "bench.models.nasnet_a_mobile:fp16",
+    "bench.models.densenet121:fp16",
+    "bench.models.convnext_tiny:fp16",
+    "bench.models.vit_b_16:fp16",
+    "bench.models.bert_base:fp16",
+    "bench.models.gpt2:bf16",
+    "bench.models.t5_encoder:bf16",
+    "bench.models.unet:fp16",
+)
+BATCHED = tuple(f"bench.models.{name}:fp16" for name in ("resnet50", "mobilenet_v2", "inception_v3", "bert_base"))
+BATCH_SIZES = (4, 16, 64)  # beside 1
 
 
-def ours(spec: str, level: int) -> dict[str, Any]:
-    """Compile at a level and measure replays on inputs that the GPU holds, as the peers' are."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "model.plan"
-        made = compile_model(spec, options=Options(target="cuda", level=level), output=path, observer=lambda *_: None)
-        plan = container.read(path)
-        with load(plan) as loaded:
-            loaded.run(golden.draw_inputs(plan.programs[0], 0))
-            wall = []
-            for _ in range(_REPEATS):
-                begin = time.perf_counter()
-                loaded.replay()
-                wall.append((time.perf_counter() - begin) * 1e6)
-        return {
-            "wall_us": float(np.median(wall)),
-            "gpu_us": gpu_time(plan)["median"],
-            "prepare_s": sum(seconds for _, seconds in made.stages),
-            "commands": len(plan.programs[0].commands),
-            "notes": made.notes,
-        }
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("models", nargs="*", metavar="MODEL")
+    made.add_argument("--precision", choices=("keep", "fp32"), default="keep")
+    made.add_argument("--batches", action="store_true")
+    made.add_argument("--modes", help=f"of torch, among {','.join(TORCH_MODES)}")
+    made.add_argument("--levels", default="0,1,2", help="of nimblec")
+    made.add_argument("--jobs", type=int, default=8, help="processes that get ready side by side")
+    made.add_argument("--limit", type=float, default=150, help="seconds that a process may take")
+    made.add_argument("--tuning-limit", type=float, default=400, help="the same where torch tunes")
+    made.add_argument("--stop-after", type=float, default=3600, help="seconds after which nothing starts")
+    made.add_argument("--output", type=Path, help="where the figures are")
+    made.add_argument("--add", action="store_true")
+    made.add_argument("--markdown", action="store_true")
+    made.add_argument("--plot", type=Path, metavar="FILE.svg")
+    return made
 
 
-def peer(spec: str, mode: str) -> dict[str, Any]:
-    """One of torch's modes; what it said last where it failed."""
-    command = [sys.executable, "-m", "bench.torch_peer", mode, spec]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return json.loads(done.stdout) if done.returncode == 0 else {"failed": done.stderr.strip().splitlines()[-1:]}
+def results_path(options: argparse.Namespace) -> Path:
+    """The file of a table's figures."""
+    name = "batches" if options.batches else "peers_fp32" if options.precision == "fp32" else "peers"
+    return options.output or FOLDER / f"{name}.json"
 
 
-def markdown(results: dict[str, Any]) -> str:
-    """Wall microseconds of a synchronised call, and the ratio of torch's fastest mode to our fastest level."""
-    names = list(next(iter(results["models"].values())))
-    lines = ["| model | " + " | ".join(names) + " | torch's best / ours |", "|---" * (len(names) + 2) + "|"]
-    for spec, figures in results["models"].items():
-        walls = {name: found.get("wall_us", float("nan")) for name, found in figures.items()}
-        mine = min(wall for name, wall in walls.items() if name.startswith("-O"))
-        best = np.nanmin([wall for name, wall in walls.items() if not name.startswith("-O")])
-        cells = " | ".join(f"{wall:.0f}" for wall in walls.values())
-        lines.append(f"| {spec.removeprefix('bench.models.')} | {cells} | {best / mine:.2f} |")
-    return "\n".join(lines)
+def models(options: argparse.Namespace) -> tuple[str, ...]:
+    """Those named, or those of the table."""
+    if options.models:
+        return tuple(options.models)
+    if options.batches:
+        return tuple(spec + batch for spec in BATCHED for batch in ("", *(f"_batch_{n}" for n in BATCH_SIZES)))
+    if options.precision == "fp32":
+        return tuple(spec.partition(":")[0] + ":fp32" for spec in MODELS)
+    return MODELS
 
 
-def main() -> None:
-    """Measure the models named, or all."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--markdown", action="store_true")
-    parser.add_argument("--modes", default="eager,graph,compile,freeze")
-    parser.add_argument("--levels", default="0,1")
-    parser.add_argument("models", nargs="*")
-    arguments = parser.parse_args()
-    if arguments.markdown:
-        print(markdown(environment.read(RESULTS)))
-        return
-    results: dict[str, Any] = {"models": {}}
-    modes = [mode for mode in MODES if mode in arguments.modes.split(",")]
-    for spec in arguments.models or MODELS:
-        figures = {mode: peer(spec, mode) for mode in modes}
-        figures |= {f"-O{level}": ours(spec, int(level)) for level in arguments.levels.split(",")}
-        results["models"][spec] = figures
-        environment.write(RESULTS, results)
-        print(spec, json.dumps(figures), flush=True)
-    print(markdown(results))
+def jobs(options: argparse.Namespace) -> Iterator[Job]:
+    """What to run: those that take longest first, the rest model by model."""
+    default = "compile,freeze" if options.batches else "eager,graph,compile,freeze"
+    modes = (options.modes or default).split(",")
+    flags = ("--turns", *(["--fp32"] if options.precision == "fp32" else []))
+    chosen = models(options)
+    for spec in chosen:
+        if "autotune" in modes or (options.modes is None and spec in TUNED and not options.batches):
+            yield _job(spec, "autotune", ("bench.torch_peer", "autotune"), flags, options.tuning_limit)
+    for spec in chosen:
+        for mode in modes:
+            if mode != "autotune":
+                yield _job(spec, mode, ("bench.torch_peer", mode), flags, options.limit)
+        for level in filter(None, options.levels.split(",")):
+            yield _job(spec, level_name(int(level)), ("bench.nimblec_peer", level), flags, options.limit)
+
+
+def _job(spec: str, mode: str, program: tuple[str, str], flags: tuple[str, ...], limit_s: float) -> Job:
+    return Job(model=spec, mode=mode, command=(sys.executable, "-m", *program, spec, *flags), limit_s=limit_s)
+
+
+def surroundings(side_by_side: int) -> dict[str, str]:
+    """The environment of a measuring process: its share of the cores for what it compiles."""
+    share = str(max(1, len(os.sched_getaffinity(0)) // side_by_side))
+    threads = {"TORCHINDUCTOR_COMPILE_THREADS": share, "OMP_NUM_THREADS": share}
+    return {**processes.environment(), **threads, "PYTHONWARNINGS": "ignore", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Run all jobs; the figures are in the file whenever one has ended."""
+    path = results_path(options)
+    results: dict[str, Any] = {
+        "environment": environment.describe(),
+        "settings": {"jobs": options.jobs, "precision": options.precision},
+        "models": json.loads(path.read_text())["models"] if options.add and path.exists() else {},
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+
+    def done(job: Job, result: Result) -> None:
+        results["models"].setdefault(job.model, {})[job.mode] = result | {"jobs": options.jobs}
+        with replacing(path) as file:
+            file.write((json.dumps(results, indent=1, sort_keys=True) + "\n").encode())
+        wall = result.get("wall_us", {}).get("median")
+        print(job.model, job.mode, f"{wall:.0f} us" if wall else "", result.get("failed", ""), flush=True)
+
+    take_turns(
+        jobs(options),
+        side_by_side=options.jobs,
+        environment=surroundings(options.jobs),
+        stop_after_s=options.stop_after,
+        done=done,
+    )
+    return results
+
+
+def main(arguments: list[str]) -> None:
+    """Measure, or show what was measured."""
+    options = parser().parse_args(arguments)
+    shown = options.markdown or options.plot
+    results = environment.read(results_path(options)) if shown else measure(options)
+    if options.plot:
+        from bench import peers_plot
+
+        peers_plot.draw(results, options.plot, batches=options.batches)
+    else:
+        print(peers_table.batches(results) if options.batches else peers_table.markdown(results))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -1,21 +1,25 @@
-"""One model in torch alone, in one of its modes. Prints one JSON object of median microseconds.
+"""One model in torch alone, in one of its modes. Prints one JSON object of figures, and nothing else.
 
-Usage: python -m bench.torch_peer MODE MODEL; MODE is eager, graph (torch.cuda.CUDAGraph of eager), compile
-(torch.compile with CUDA graphs), freeze (the same with freezing), or autotune (max-autotune with freezing).
+Usage: python -m bench.torch_peer MODE MODEL [--fp32] [--turns]; MODE is eager, graph (torch.cuda.CUDAGraph of
+eager), compile (torch.compile with CUDA graphs), freeze (the same with freezing), autotune (max-autotune with
+freezing) or aoti (a package of AOTInductor). --fp32 switches TF32 off; --turns waits to be told when to measure.
 """
 
-import json
-import sys
+import argparse
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from bench.cpu_overhead import spread
+from bench.turns import Turn
 from nimblec.frontend.pytorch import import_callable, split_arguments
 
-MODES = ("eager", "graph", "compile", "freeze", "autotune")
+MODES = ("eager", "graph", "compile", "freeze", "autotune", "aoti")
 _WARM_UPS = 20
 _REPEATS = 100
 
@@ -47,22 +51,51 @@ def gpu_us(call: Callable[[], object]) -> list[float]:
     return times
 
 
-def prepare(mode: str, call: Callable[[], Any]) -> tuple[Callable[[], Any], dict[str, float]]:
-    """The call in a mode of torch, and what making it cost."""
+def kernel_count(call: Callable[[], object]) -> int:
+    """How many kernels a call launches, by torch's profiler; copies and fills are none."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    on_device = (e for e in profile.events() or () if e.device_type == torch.autograd.DeviceType.CUDA)
+    return sum(not (e.is_user_annotation or e.name.startswith(("Memcpy", "Memset"))) for e in on_device)
+
+
+def prepare(
+    mode: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[[], Any], dict[str, float]]:
+    """The call of a model in a mode of torch, and what making it cost."""
     begin = time.perf_counter()
     figures: dict[str, float] = {}
     if mode == "graph":
-        call, figures["graph_pool_nbytes"] = _captured(call)
-    elif mode != "eager":
-        import torch._inductor.config as inductor
+        call, figures["graph_pool_nbytes"] = _captured(lambda: module(*args, **kwargs))
+    else:
+        made = _compiled(mode, module, args, kwargs)
 
-        inductor.freezing = mode != "compile"
-        call = torch.compile(call, mode="max-autotune" if mode == "autotune" else "reduce-overhead")
-        for _ in range(3):
+        def call() -> Any:
+            return made(*args, **kwargs)
+
+        for _ in range(3):  # compile, record the CUDA graph, replay it
             call()
     torch.cuda.synchronize()
     figures["prepare_s"] = time.perf_counter() - begin
     return call, figures
+
+
+def _compiled(mode: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The model as a mode runs it."""
+    if mode == "eager":
+        return module
+    if mode == "aoti":
+        from torch._inductor import aoti_compile_and_package, aoti_load_package
+
+        program = torch.export.export(module, args, kwargs)
+        with tempfile.TemporaryDirectory() as folder:
+            package = aoti_compile_and_package(program, package_path=str(Path(folder, "model.pt2")))
+            return aoti_load_package(package)
+    from torch._inductor import config
+
+    config.freezing = mode != "compile"
+    return torch.compile(module, mode="max-autotune" if mode == "autotune" else "reduce-overhead")
 
 
 def _captured(call: Callable[[], Any]) -> tuple[Callable[[], Any], int]:
@@ -78,21 +111,30 @@ def _captured(call: Callable[[], Any]) -> tuple[Callable[[], Any], int]:
     return graph.replay, torch.cuda.memory_reserved() - before
 
 
-def main(mode: str, spec: str) -> None:
+def main() -> None:
     """Measure the model named ``package.module:callable``."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("mode", choices=MODES)
+    parser.add_argument("model")
+    parser.add_argument("--fp32", action="store_true")
+    parser.add_argument("--turns", action="store_true")
+    options = parser.parse_args()
+    turn = Turn(wait=options.turns)
+    if options.fp32:
+        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     torch.manual_seed(0)
-    module, example_inputs = import_callable(spec)
+    module, example_inputs = import_callable(options.model)
     args, kwargs = split_arguments(example_inputs)
     module = module.cuda()
     args = tuple(a.cuda() if isinstance(a, torch.Tensor) else a for a in args)
     with torch.no_grad():
-        call, figures = prepare(mode, lambda: module(*args, **kwargs))
-        figures["wall_us"] = float(np.median(wall_us(call)))
-        figures["gpu_us"] = float(np.median(gpu_us(call)))
-    json.dump(figures, sys.stdout)
+        call, figures = prepare(options.mode, module, args, kwargs)
+        turn.begin()
+        wall, gpu = wall_us(call), gpu_us(call)
+        turn.say(wall_us=spread(np.array(wall)), gpu_us=spread(np.array(gpu)), **figures)
+        turn.say(kernels=kernel_count(call))
+    turn.end()
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 3 or sys.argv[1] not in MODES:
-        sys.exit(__doc__)
-    main(*sys.argv[1:])
+    main()

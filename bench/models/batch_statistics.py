@@ -13,7 +13,7 @@ def settled(module: nn.Module, image: torch.Tensor) -> nn.Module:
     norms = [m for m in module.eval().modules() if isinstance(m, nn.BatchNorm2d)]
     kept = [norm.momentum for norm in norms]
     for norm in norms:
-        norm.momentum = None  # the average of all batches, which is this one
+        norm.momentum = 1.0  # the statistics of this batch, nothing of those before
         norm.train()
     with torch.no_grad():
         module(image)

@@ -21,7 +21,7 @@ class _Hidden(torch.nn.Module):
 def fp32(batch: int = 1) -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
     """As eager PyTorch runs it."""
     config = BertConfig()
-    return _Hidden(BertModel(config).eval()), (torch.randint(0, config.vocab_size, (batch, 128)),)
+    return _Hidden(BertModel(config)).eval(), (torch.randint(0, config.vocab_size, (batch, 128)),)
 
 
 def fp16(batch: int = 1) -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:

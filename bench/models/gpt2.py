@@ -18,7 +18,7 @@ class _Logits(torch.nn.Module):
 def fp32() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
     """As eager PyTorch runs it."""
     config = GPT2Config()
-    return _Logits(GPT2LMHeadModel(config).eval()), (torch.randint(0, config.vocab_size, (1, 64)),)
+    return _Logits(GPT2LMHeadModel(config)).eval(), (torch.randint(0, config.vocab_size, (1, 64)),)
 
 
 def bf16() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:

@@ -18,7 +18,7 @@ class _Hidden(torch.nn.Module):
 def fp32() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
     """As eager PyTorch runs it."""
     config = T5Config(d_model=768, d_kv=64, d_ff=3072, num_layers=12, num_heads=12)  # the sizes of t5-base
-    return _Hidden(T5EncoderModel(config).eval()), (torch.randint(0, config.vocab_size, (1, 128)),)
+    return _Hidden(T5EncoderModel(config)).eval(), (torch.randint(0, config.vocab_size, (1, 128)),)
 
 
 def bf16() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:

@@ -1,0 +1,79 @@
+"""One model in nimblec alone, at one level. Prints one JSON object of figures, and nothing else.
+
+Usage: python -m bench.nimblec_peer LEVEL MODEL [--fp32] [--turns]; --fp32 switches TF32 off; --turns waits to be
+told when to measure. The inputs lie on the GPU, as the peers' do.
+"""
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.cpu_overhead import spread
+from bench.turns import Turn
+from nimblec.compiler import compile_model
+from nimblec.options import Options
+from nimblert import container, golden
+from nimblert.cuda import CudaBackend
+from nimblert.executable import Executable, load
+from nimblert.plan import Launch
+
+_WARM_UPS = 20
+_REPEATS = 200
+
+
+def measure(loaded: Executable) -> dict[str, Any]:
+    """Wall and GPU microseconds of synchronised replays."""
+    assert isinstance(loaded.backend, CudaBackend)
+    for _ in range(_WARM_UPS):
+        loaded.replay()
+    wall = []
+    for _ in range(_REPEATS):
+        begin = time.perf_counter()
+        loaded.replay()
+        wall.append((time.perf_counter() - begin) * 1e6)
+    return {"wall_us": spread(np.array(wall)), "gpu_us": spread(loaded.backend.time(_REPEATS))}
+
+
+def main() -> None:
+    """Compile the model named ``package.module:callable`` and measure its plan."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("level", type=int)
+    parser.add_argument("model")
+    parser.add_argument("--fp32", action="store_true")
+    parser.add_argument("--turns", action="store_true")
+    options = parser.parse_args()
+    turn = Turn(wait=options.turns)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "model.plan")
+        asked = Options(
+            target="cuda",
+            level=options.level,
+            precision="fp32" if options.fp32 else "keep",
+            timing_cache=Path(folder, "timings.json"),
+        )
+        begin = time.perf_counter()
+        made = compile_model(options.model, options=asked, output=path, observer=lambda *_: None)
+        prepare_s = time.perf_counter() - begin
+        plan = container.read(path)
+        (program,) = plan.programs
+        with load(plan) as loaded:
+            loaded.run(golden.draw_inputs(program, 0))
+            turn.begin()
+            turn.say(**measure(loaded))
+    turn.say(
+        prepare_s=prepare_s,
+        stages_s=dict(made.stages),
+        notes=made.notes,
+        kernels=sum(isinstance(c, Launch) for c in program.commands),
+        commands=len(program.commands),
+        streams=program.stream_count,
+    )
+    turn.end()
+
+
+if __name__ == "__main__":
+    main()

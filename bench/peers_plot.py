@@ -1,0 +1,53 @@
+"""The plots of what `bench.peers` measured."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+
+mpl.use("svg")  # needs no display
+from matplotlib import pyplot as plt
+
+from bench.peers_table import COMPILED_MODES, Figures, by_batch, fastest, levels, microseconds, ratio
+
+
+def draw(results: Mapping[str, Any], path: Path, *, batches: bool) -> None:
+    """Write a plot as SVG: bars of how many times faster we are, or curves over the batch size."""
+    with mpl.rc_context({"svg.hashsalt": "nimblec", "svg.fonttype": "none"}):
+        figure = _curves(by_batch(results)) if batches else _bars(results["models"])
+        figure.savefig(path, format="svg", metadata={"Date": None}, bbox_inches="tight")
+        plt.close(figure)
+
+
+def _bars(models: Mapping[str, Figures]) -> Any:
+    """Eager's time and the best of torch.compile over ours, for each model."""
+    names = [spec.rpartition(".")[2] for spec in models]
+    figure, axes = plt.subplots(2, 1, figsize=(max(6.0, 0.7 * len(names)), 6.0), sharex=True)
+    for axis, modes, label in zip(
+        axes, (("eager",), COMPILED_MODES), ("eager / nimblec", "torch.compile's best / nimblec"), strict=True
+    ):
+        heights = [ratio(figures, modes) or 0.0 for figures in models.values()]
+        axis.bar_label(axis.bar(names, heights, color="tab:blue"), fmt="%.1f", fontsize=8)
+        axis.axhline(1.0, color="black", linewidth=0.8)
+        axis.set_ylabel(label)
+    axes[-1].tick_params(axis="x", rotation=60)
+    return figure
+
+
+def _curves(networks: Mapping[str, Mapping[int, Figures]]) -> Any:
+    """Wall time over batch size, both axes logarithmic, a panel for each network."""
+    figure, axes = plt.subplots(1, len(networks), figsize=(3.2 * len(networks), 3.2), squeeze=False)
+    for axis, (spec, curve) in zip(axes[0], networks.items(), strict=True):
+        for label, best in (
+            ("torch.compile's best", {size: fastest(f, COMPILED_MODES) for size, f in curve.items()}),
+            ("nimblec", {size: fastest(f, levels(f)) for size, f in curve.items()}),
+        ):
+            points = {size: microseconds(curve[size], mode) for size, mode in best.items() if mode}
+            axis.plot(list(points), list(points.values()), marker="o", label=label)
+        axis.set(title=spec.rpartition(".")[2], xlabel="batch size", xscale="log", yscale="log")
+        axis.set_xticks(list(curve), labels=[str(size) for size in curve])
+        axis.minorticks_off()
+    axes[0][0].set_ylabel("wall time of a call, us")
+    axes[0][0].legend()
+    return figure

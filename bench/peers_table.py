@@ -1,0 +1,118 @@
+"""The tables of what `bench.peers` measured: wall and GPU microseconds, kernels, and ratios."""
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeAlias
+
+Figures: TypeAlias = Mapping[str, Mapping[str, Any]]
+"""What was measured of one model, by mode."""
+
+TORCH_MODES = ("eager", "graph", "compile", "freeze", "autotune", "aoti")
+COMPILED_MODES = ("compile", "freeze", "autotune")
+"""Torch's best is the fastest of these that was measured."""
+
+_NOT_MEASURED = "-"
+
+
+def level_name(level: int) -> str:
+    """The mode that a level of nimblec is."""
+    return f"-O{level}"
+
+
+def microseconds(figures: Figures, mode: str, clock: str = "wall_us") -> float:
+    """The median of a mode; infinite where it was not measured."""
+    found = figures.get(mode, {}).get(clock)
+    return float(found["median"]) if found else math.inf
+
+
+def levels(figures: Iterable[str]) -> list[str]:
+    """The modes that are levels of nimblec."""
+    return sorted(mode for mode in figures if mode.startswith("-O"))
+
+
+def fastest(figures: Figures, modes: Iterable[str]) -> str | None:
+    """The mode of the lowest wall time."""
+    mode = min(modes, key=lambda m: microseconds(figures, m), default=None)
+    return mode if mode is not None and math.isfinite(microseconds(figures, mode)) else None
+
+
+def ratio(figures: Figures, modes: Iterable[str]) -> float | None:
+    """Wall time of the fastest of ``modes`` over that of our fastest level; None where one is missing."""
+    theirs, ours = fastest(figures, modes), fastest(figures, levels(figures))
+    if theirs is None or ours is None:
+        return None
+    return microseconds(figures, theirs) / microseconds(figures, ours)
+
+
+def geometric_mean(values: Iterable[float | None]) -> float | None:
+    """Of those that are there."""
+    logarithms = [math.log(value) for value in values if value is not None]
+    return math.exp(sum(logarithms) / len(logarithms)) if logarithms else None
+
+
+def markdown(results: Mapping[str, Any]) -> str:
+    """One line for each model, and the geometric means of the ratios."""
+    models: Mapping[str, Figures] = results["models"]
+    measured = {mode for figures in models.values() for mode in figures}
+    modes = [mode for mode in TORCH_MODES if mode in measured] + levels(measured)
+    head = ["model", *(f"`{mode}`" if mode.startswith("-") else mode for mode in modes)]
+    head += ["GPU: torch's best / ours", "kernels: torch's best / ours", "torch.compile's best / ours", "eager / ours"]
+    lines = [_row(head), "|---" * len(head) + "|"]
+    lines += [_row([_short(spec), *_cells(figures, modes)]) for spec, figures in models.items()]
+    means = [geometric_mean(ratio(f, theirs) for f in models.values()) for theirs in (COMPILED_MODES, ("eager",))]
+    lines.append(_row(["geometric mean", *[""] * (len(modes) + 2), *(f"**{_number(mean, 2)}**" for mean in means)]))
+    return "\n".join(lines)
+
+
+def _cells(figures: Figures, modes: Iterable[str]) -> list[str]:
+    """All cells of a model's line but its name."""
+    best = fastest(figures, COMPILED_MODES), fastest(figures, levels(figures))
+    gpu = (_number(microseconds(figures, mode, "gpu_us"), 0) if mode else _NOT_MEASURED for mode in best)
+    kernels = (str(figures[mode].get("kernels", _NOT_MEASURED)) if mode else _NOT_MEASURED for mode in best)
+    return [
+        *(_number(microseconds(figures, mode), 0) for mode in modes),
+        " / ".join(gpu),
+        " / ".join(kernels),
+        _number(ratio(figures, COMPILED_MODES), 2),
+        _number(ratio(figures, ("eager",)), 2),
+    ]
+
+
+def batches(results: Mapping[str, Any]) -> str:
+    """A line for each network: torch's best and ours, in wall microseconds, at each batch size."""
+    found = by_batch(results)
+    sizes = sorted({size for curve in found.values() for size in curve})
+    lines = [_row(["model", *(f"batch {size}: torch's best / ours" for size in sizes)])]
+    lines.append("|---" * (len(sizes) + 1) + "|")
+    for spec, curve in found.items():
+        lines.append(_row([_short(spec), *(_pair(curve.get(size, {})) for size in sizes)]))
+    return "\n".join(lines)
+
+
+def by_batch(results: Mapping[str, Any]) -> dict[str, dict[int, Figures]]:
+    """The figures of each network by batch size; its callables end in _batch_N, or it is 1."""
+    found: dict[str, dict[int, Figures]] = {}
+    for spec, figures in results["models"].items():
+        size = re.search(r"_batch_(\d+)$", spec)
+        curve = found.setdefault(spec[: size.start()] if size else spec, {})
+        curve[int(size[1]) if size else 1] = figures
+    return {spec: dict(sorted(curve.items())) for spec, curve in found.items()}
+
+
+def _pair(figures: Figures) -> str:
+    times = [fastest(figures, modes) for modes in (COMPILED_MODES, levels(figures))]
+    shown = " / ".join(_number(microseconds(figures, mode), 0) if mode else _NOT_MEASURED for mode in times)
+    return f"{shown} ({_number(ratio(figures, COMPILED_MODES), 2)})"
+
+
+def _row(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _short(spec: str) -> str:
+    return spec.removeprefix("bench.models.")
+
+
+def _number(value: float | None, digits: int) -> str:
+    return _NOT_MEASURED if value is None or math.isinf(value) else f"{value:.{digits}f}"

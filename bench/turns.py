@@ -1,0 +1,236 @@
+"""Processes that get ready side by side and then measure one at a time, while the others stand still.
+
+Getting ready to measure a network is mostly compiling, on a few cores; measuring wants the machine to
+itself. A process writes lines of JSON objects, which are merged into its result: `Turn` is its side of
+the talk. `take_turns` is the other side: it stops all processes that are at work (SIGSTOP) for the time
+that one of them measures, so neither the GPU nor the cores do anything else then.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+Result: TypeAlias = dict[str, Any]
+
+_LONGEST_LINE = 1 << 20
+_SETTLE_S = 0.05
+"""What stopped processes have launched before is done by then."""
+
+
+class Turn:
+    """What a measuring process says. All that anything else in it prints goes to standard error."""
+
+    def __init__(self, *, wait: bool) -> None:
+        """``wait``: for a turn among other processes; else all said is one object, in the end."""
+        self._wait = wait
+        self._said: Result = {}
+        self._out = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+
+    def begin(self) -> None:
+        """Ready to measure: comes back when everything else stands still."""
+        if self._wait:
+            self.say()
+            sys.stdin.readline()
+
+    def say(self, **figures: Any) -> None:
+        """Add to the result; the first time after `begin`, this ends the turn."""
+        self._said |= figures
+        if self._wait:
+            self._write(figures)
+
+    def end(self) -> None:
+        """All was said."""
+        if not self._wait:
+            self._write(self._said)
+
+    def _write(self, figures: Result) -> None:
+        self._out.write(json.dumps(figures) + "\n")
+        self._out.flush()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A process to run: what its result is for, its command, and the seconds that it may work."""
+
+    model: str
+    mode: str
+    command: tuple[str, ...]
+    limit_s: float
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Child:
+    """A process at work; its clock stands still whenever it does, or waits for its turn."""
+
+    process: asyncio.subprocess.Process
+    clock: asyncio.Timeout
+    result: Result = field(default_factory=lambda: {"stopped_s": 0.0})
+    left_s: float = 0.0
+
+    def signal(self, number: signal.Signals) -> None:
+        """To the process and those that it started; they may have ended."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
+
+    def hold(self) -> None:
+        """Stop the clock, unless it has run out."""
+        if not self.clock.expired():
+            when = self.clock.when()
+            assert when is not None
+            self.left_s = when - asyncio.get_running_loop().time()
+            self.clock.reschedule(None)
+
+    def go_on(self) -> None:
+        """Let the clock go on."""
+        if not self.clock.expired():
+            self.clock.reschedule(asyncio.get_running_loop().time() + self.left_s)
+
+    async def listen(self) -> bool:
+        """Take in the next line; False where there is none any more."""
+        assert self.process.stdout is not None
+        line = await self.process.stdout.readline()
+        if line:
+            self.result |= json.loads(line)
+        return bool(line)
+
+
+class _Table:
+    """The processes at work, and whose turn it is."""
+
+    def __init__(self, environment: Mapping[str, str], folder: Path) -> None:
+        self._environment = environment
+        self._folder = folder
+        self._turn = asyncio.Lock()
+        self._working: set[_Child] = set()
+
+    async def run(self, job: Job, limit_s: float) -> Result:
+        """The result of a job, with "failed" in it where it did not end well."""
+        with tempfile.TemporaryDirectory(dir=self._folder, ignore_cleanup_errors=True) as name:
+            return await self._run(job, limit_s, Path(name))
+
+    async def _run(self, job: Job, limit_s: float, folder: Path) -> Result:
+        errors = folder / "stderr"
+        async with self._turn:  # a process that starts would disturb the one that measures
+            with errors.open("wb") as stderr:
+                process = await asyncio.create_subprocess_exec(
+                    *job.command,
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=stderr,
+                    env={**self._environment, **_own_folder(folder)},
+                    start_new_session=True,
+                    limit=_LONGEST_LINE,
+                )
+        clock = asyncio.timeout(limit_s)
+        child = _Child(process=process, clock=clock)
+        failed = ""
+        try:
+            async with clock:
+                await self._follow(child)
+            if process.returncode:
+                failed = _last_line(errors) or f"ended with status {process.returncode}"
+        except TimeoutError:
+            failed = f"took longer than {limit_s:.0f} s"
+        except ValueError as exc:
+            failed = f"said what is not JSON: {exc}"
+        finally:
+            self._working.discard(child)
+            child.signal(signal.SIGKILL)
+            await process.wait()
+        return {**child.result, "failed": failed} if failed else child.result
+
+    async def _follow(self, child: _Child) -> None:
+        """Get ready, have the turn, and go on to the end."""
+        self._working.add(child)
+        if await child.listen():
+            self._working.discard(child)
+            child.hold()
+            async with self._turn:
+                child.go_on()
+                await self._measure(child)
+            self._working.add(child)
+            while await child.listen():
+                pass
+        await child.process.wait()
+
+    async def _measure(self, child: _Child) -> None:
+        """Have a child measure alone."""
+        stopped = frozenset(self._working)
+        begin = asyncio.get_running_loop().time()
+        for other in stopped:
+            other.signal(signal.SIGSTOP)
+            other.hold()
+        try:
+            await asyncio.sleep(_SETTLE_S)
+            assert child.process.stdin is not None
+            with suppress(ConnectionError):  # it ended: what follows sees that
+                child.process.stdin.write(b"\n")
+                await child.process.stdin.drain()
+            await child.listen()
+        finally:
+            passed = asyncio.get_running_loop().time() - begin
+            for other in stopped & self._working:  # the others have ended
+                other.go_on()
+                other.signal(signal.SIGCONT)
+                other.result["stopped_s"] += passed
+
+
+def _own_folder(folder: Path) -> dict[str, str]:
+    """Where a process keeps what it compiles and tunes: nobody else's is taken, and what it costs is seen."""
+    return {
+        "TMPDIR": str(folder),
+        "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
+        "TRITON_CACHE_DIR": f"{folder}/triton",
+    }
+
+
+def _last_line(path: Path) -> str:
+    lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1].strip() if lines else ""
+
+
+def take_turns(
+    jobs: Iterable[Job],
+    *,
+    side_by_side: int,
+    environment: Mapping[str, str],
+    stop_after_s: float,
+    done: Callable[[Job, Result], None],
+) -> None:
+    """Run jobs, ``side_by_side`` at a time, started in their order; ``done`` is told each result.
+
+    What has not started after ``stop_after_s`` seconds does not start; what works then is ended.
+    """
+    asyncio.run(_all(iter(jobs), side_by_side, environment, stop_after_s, done))
+
+
+async def _all(
+    waiting: Iterator[Job],
+    side_by_side: int,
+    environment: Mapping[str, str],
+    stop_after_s: float,
+    done: Callable[[Job, Result], None],
+) -> None:
+    loop = asyncio.get_running_loop()
+    end = loop.time() + stop_after_s
+    with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder:
+        table = _Table(environment, Path(folder))
+
+        async def work() -> None:
+            for job in waiting:
+                left = end - loop.time()
+                late = {"failed": f"not started within {stop_after_s:.0f} s"}
+                done(job, await table.run(job, min(job.limit_s, left)) if left > 0 else late)
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(side_by_side):
+                group.create_task(work())

@@ -1,0 +1,133 @@
+"""Measuring processes take turns, and one that fails leaves the others alone."""
+
+import os
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from bench.turns import Job, Result, take_turns
+
+READY = "import json, sys, time\nprint('{}', flush=True)\nsys.stdin.readline()\nbegin = time.monotonic()\n"
+MEASURED = "print(json.dumps({'begin': begin, 'end': time.monotonic()}), flush=True)\n"
+
+
+def measuring(seconds: float) -> str:
+    """Get ready at once, have the turn for some time, and say when it was."""
+    return f"{READY}time.sleep({seconds})\n{MEASURED}"
+
+
+def job(mode: str, code: str, limit_s: float = 30.0) -> Job:
+    return Job(model="m", mode=mode, command=(sys.executable, "-c", code), limit_s=limit_s)
+
+
+def run(*jobs: Job, side_by_side: int = 4, stop_after_s: float = 100.0) -> dict[str, Result]:
+    results: dict[str, Result] = {}
+    take_turns(
+        jobs,
+        side_by_side=side_by_side,
+        environment=os.environ,
+        stop_after_s=stop_after_s,
+        done=lambda job, result: results.update({job.mode: result}),
+    )
+    return results
+
+
+def test_no_two_measure_at_the_same_time() -> None:
+    results = run(*(job(str(i), measuring(0.1)) for i in range(6)))
+    spans = sorted((r["begin"], r["end"]) for r in results.values())
+    assert len(spans) == 6
+    assert all(before[1] <= after[0] for before, after in pairwise(spans))
+
+
+def test_what_gets_ready_stands_still_while_another_measures(tmp_path: Path) -> None:
+    working, measured = tmp_path / "working", tmp_path / "measured"
+    busy = f"""
+import json, pathlib, time
+times = [time.monotonic()]
+while not pathlib.Path({str(measured)!r}).exists():
+    times.append(time.monotonic())
+    pathlib.Path({str(working)!r}).touch()
+    time.sleep(0.005)
+print(json.dumps({{"times": times}}))
+"""
+    wait = f"import pathlib, time\nwhile not pathlib.Path({str(working)!r}).exists(): time.sleep(0.01)\n"
+    measure = wait + measuring(0.3) + f"pathlib.Path({str(measured)!r}).touch()\n"
+    results = run(job("busy", busy), job("measure", measure))
+    span = results["measure"]
+    assert not [t for t in results["busy"]["times"] if span["begin"] < t < span["end"]]
+    assert results["busy"]["stopped_s"] >= 0.3
+    assert results["measure"]["stopped_s"] == 0
+
+
+def test_a_failure_is_recorded_with_its_last_line_and_the_rest_goes_on() -> None:
+    results = run(
+        job("raises", "raise ValueError('no such model')"),
+        job("exits", "raise SystemExit(3)"),
+        job("babbles", "print('hello')"),
+        job("measured, then raises", measuring(0) + "raise RuntimeError('no profiler')"),
+        job("well", measuring(0)),
+    )
+    assert results["raises"]["failed"] == "ValueError: no such model"
+    assert results["exits"]["failed"] == "ended with status 3"
+    assert results["babbles"]["failed"].startswith("said what is not JSON")
+    assert results["measured, then raises"]["failed"] == "RuntimeError: no profiler"
+    assert results["measured, then raises"]["end"] >= results["measured, then raises"]["begin"]
+    assert "failed" not in results["well"]
+
+
+def test_a_process_that_takes_too_long_is_killed_with_all_that_it_started(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    code = (
+        "import os, pathlib, subprocess, sys\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        f"pathlib.Path({str(pids)!r}).write_text(f'{{os.getpid()}} {{child.pid}}')\n"
+        "child.wait()\n"
+    )
+    results = run(job("slow", code, limit_s=1.5), job("well", measuring(0)))
+    assert results["slow"]["failed"] == "took longer than 2 s"
+    assert "failed" not in results["well"]
+    for pid in map(int, pids.read_text().split()):
+        state = Path(f"/proc/{pid}/stat")
+        assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_one_that_hangs_in_its_turn_gives_it_back() -> None:
+    results = run(job("hangs", measuring(60), limit_s=1.5), job("well", measuring(0)))
+    assert "failed" in results["hangs"]
+    assert "failed" not in results["well"]
+
+
+def test_time_spent_waiting_or_standing_still_does_not_count() -> None:
+    results = run(*(job(str(i), measuring(0.6), limit_s=2.0) for i in range(5)))
+    assert not [r["failed"] for r in results.values() if "failed" in r]
+
+
+def test_nothing_starts_when_the_time_is_over() -> None:
+    jobs = [job(str(i), measuring(0.6)) for i in range(3)]
+    results = run(*jobs, side_by_side=1, stop_after_s=0.4)
+    assert results["0"]["failed"] == "took longer than 0 s"
+    assert results["2"]["failed"] == "not started within 0 s"
+
+
+@pytest.mark.parametrize("turns", [True, False])
+def test_what_a_process_prints_besides_does_not_mix_with_its_figures(*, turns: bool) -> None:
+    code = f"""
+import os
+from bench.turns import Turn
+turn = Turn(wait={turns})
+print("loading")
+os.system("echo compiling")
+turn.begin()
+turn.say(wall_us=1.5)
+turn.say(kernels=7)
+turn.end()
+"""
+    if turns:
+        result = run(job("one", code))["one"]
+        assert result == {"stopped_s": 0.0, "wall_us": 1.5, "kernels": 7}
+    else:
+        from subprocesses import python
+
+        assert python(code) == '{"wall_us": 1.5, "kernels": 7}\n'
