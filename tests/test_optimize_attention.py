@@ -1,7 +1,7 @@
 """Attention written out, in the forms that exports and models use, as scaled_dot_product_attention."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -9,8 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rewriting import assert_same, counts, record, rewritten
 from torch import Tensor, fx
+from torch.nn.functional import scaled_dot_product_attention as attention
 
 from nimblec.optimize.attention import fuse_attention
+from nimblec.optimize.folding import fold_constants
+from nimblec.optimize.masks import ALIGNMENT, state_masks
 from nimblec.optimize.simplify import simplify
 from nimblec.optimize.subexpressions import merge_equal_calls
 
@@ -147,3 +150,83 @@ def test_what_only_looks_like_attention_stays(attend: Callable[..., Tensor]) -> 
     after = _rewritten(before)
     assert counts(after)[FUSED] == 0
     assert counts(after)["bmm"] == 2
+
+
+SOME = torch.rand(TOKENS, TOKENS, generator=torch.Generator().manual_seed(3)) < 0.5
+SOME[:, 0] = True
+SOME[:, 1] = False
+LOW = torch.finfo(torch.float32).min
+
+
+def _stated(mask: Tensor, passes: Sequence[Callable[[fx.GraphModule], None]] = (), keys: int = TOKENS) -> fx.Node:
+    """The call that is left of an attention with a constant mask; its values must be the same."""
+    inputs = _inputs(keys=keys)
+    shape = (BATCH, HEADS, TOKENS, keys)
+
+    def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        expanded = mask.unsqueeze(0).expand(shape) if mask.dim() < 4 else mask[:, :, :, :keys]
+        return _joined(attention(_heads(q), _heads(k), _heads(v), expanded, scale=0.3))
+
+    before = record(model, *inputs)
+    after = rewritten(before, *passes, state_masks)
+    assert_same(before, after, *inputs, rtol=1e-5)
+    assert not counts(after).keys() & {"expand", "unsqueeze", "slice"}
+    (call,) = (n for n in after.graph.nodes if FUSED in str(n.target))
+    assert call.kwargs == {"scale": 0.3}
+    return call
+
+
+@pytest.mark.parametrize("passes", [(), (fold_constants,)])
+@pytest.mark.parametrize("mask", [ALL, ALL[:1], ~ALL * 1.0, ALL.expand(1, 1, TOKENS, TOKENS)])
+def test_a_mask_that_hides_nothing_goes(mask: Tensor, passes: tuple[Callable[..., None], ...]) -> None:
+    assert _stated(mask, passes).args[3:] == (None, 0.0, False)
+
+
+@pytest.mark.parametrize("passes", [(), (fold_constants,)])
+@pytest.mark.parametrize("mask", [~LATER, LATER * LOW, torch.zeros(1, TOKENS, TOKENS).masked_fill(LATER, -torch.inf)])
+def test_a_causal_mask_becomes_a_flag(mask: Tensor, passes: tuple[Callable[..., None], ...]) -> None:
+    assert _stated(mask, passes).args[3:] == (None, 0.0, True)
+
+
+@pytest.mark.parametrize("mask", [SOME, SOME[:1], SOME.expand(HEADS, TOKENS, TOKENS), ~LATER.T])
+def test_another_boolean_mask_is_added(mask: Tensor) -> None:
+    call = _stated(mask, keys=TOKENS)
+    assert call.args[4:] == (0.0, False)
+    value = call.args[3].meta["val"]
+    assert (value.dtype, value.numel() <= TOKENS * TOKENS) == (torch.float32, True)
+    assert all(stride % ALIGNMENT == 0 for stride in value.stride()[:-1])
+
+
+def test_a_causal_mask_of_more_keys_than_queries_is_added() -> None:
+    later = torch.ones(TOKENS, 7, dtype=torch.bool).tril()
+    call = _stated(later, keys=7)
+    assert call.args[3] is not None
+    assert call.args[5] is False
+
+
+def test_masks_that_say_more_stay() -> None:
+    bias = torch.randn(TOKENS, TOKENS, generator=torch.Generator().manual_seed(4))
+    assert _stated(bias[None, None]).args[3].meta["val"].shape == (1, 1, TOKENS, TOKENS)
+    nothing_left = LATER.clone()  # for the last query
+
+    def model(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v = _heads(q), _heads(k), _heads(v)
+        return attention(q, k, v, mask), attention(q, k, v, nothing_left)
+
+    before = record(model, *_inputs(), ~LATER)
+    after = rewritten(before, state_masks)
+    masks = [n.args[3].meta["val"].dtype for n in after.graph.nodes if FUSED in str(n.target)]
+    assert masks == [torch.bool, torch.bool]
+
+
+def test_layers_share_one_added_mask() -> None:
+    def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        for _ in range(3):
+            q = attention(q, k, v, SOME)
+        return q
+
+    inputs = [_heads(t).clone() for t in _inputs()]
+    before = record(model, *inputs)
+    after = rewritten(before, merge_equal_calls, state_masks)
+    assert sum(n.op == "get_attr" for n in after.graph.nodes) == 1
+    assert_same(before, after, *inputs, rtol=1e-5)

@@ -11,6 +11,7 @@ from nimblec.optimize.cudnn import fuse_convolutions
 from nimblec.optimize.folding import fold_constants
 from nimblec.optimize.gelu import recognize_gelu
 from nimblec.optimize.layout import propagate_channels_last
+from nimblec.optimize.masks import state_masks
 from nimblec.optimize.outputs import output_strides, restore_strides, separate_outputs
 from nimblec.optimize.pointwise import linear_convolutions
 from nimblec.optimize.rewriter import Rewriter
@@ -27,6 +28,7 @@ ALWAYS = (
     recognize_gelu,
     fold_batch_norm,
     fuse_attention,
+    state_masks,
     simplify,
 )
 ON_CUDA = (linear_convolutions, propagate_channels_last, fuse_convolutions, fuse_activations, join_linears)

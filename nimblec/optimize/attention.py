@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, fx
 
+from nimblec.optimize.masks import HIDDEN, is_causal
 from nimblec.optimize.rewriter import Rewriter, bound, fake, is_call, only_user
 from nimblec.optimize.scalars import number, scaled
 from nimblec.optimize.simplify import RESHAPES
@@ -18,9 +19,6 @@ aten = torch.ops.aten
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 HEAD_SIZES = range(8, 257, 8)
 """What the fused kernels take; other sizes would fall apart into the same calls again."""
-
-HIDDEN = -1e4
-"""A constant score from here on down hides a position as minus infinity does."""
 
 SOFTMAX = aten._softmax.default
 
@@ -167,10 +165,10 @@ def _attention(rewriter: Rewriter, node: fx.Node, scores: _Scores) -> fx.Node:
     queries, factor = _unscaled(rewriter, queries)
     columns, other = _unscaled(rewriter, columns)
     keys = rewriter.call(aten.transpose.int, columns, 2, 3, at=node)
-    mask, is_causal = _mask(rewriter, scores, node)
+    mask, causal = _mask(rewriter, scores, node)
     result = rewriter.call(
         aten.scaled_dot_product_attention.default,
-        *(queries, keys, values, mask, 0.0, is_causal),
+        *(queries, keys, values, mask, 0.0, causal),
         scale=scale * factor * other,
         at=node,
     )
@@ -188,29 +186,19 @@ def _unscaled(rewriter: Rewriter, node: fx.Node) -> tuple[fx.Node, float]:
 def _mask(rewriter: Rewriter, scores: _Scores, node: fx.Node) -> tuple[fx.Node | None, bool]:
     """The sum of the masks, or that all they do is to hide what comes later."""
     if scores.hidden is not None:
-        if _is_causal(scores.hidden, scores.shape):
+        if is_causal(scores.hidden.logical_not(), scores.shape[-2:]):
             return None, True
         zeros = torch.zeros(scores.hidden.shape, dtype=fake(node).dtype, device=scores.hidden.device)
         filled = rewriter.constant(zeros.masked_fill(scores.hidden, -torch.inf), at=node)
         return _four_axes(rewriter, filled, node), False
     constants = [rewriter.value(mask) for mask in scores.masks]
-    if len(constants) == 1 and constants[0] is not None and _is_causal(constants[0], scores.shape):
+    if len(constants) == 1 and constants[0] is not None and is_causal(constants[0], scores.shape[-2:]):
         return None, True
     masks = [_four_axes(rewriter, mask, node) for mask in scores.masks]
     total = masks[0] if masks else None
     for mask in masks[1:]:
         total = rewriter.call(aten.add.Tensor, total, mask, at=node)
     return total, False
-
-
-def _is_causal(mask: Tensor, shape: tuple[int, ...]) -> bool:
-    """Whether a constant mask, or what is hidden, leaves each query the keys up to its own."""
-    if shape[-1] != shape[-2] or tuple(mask.shape[-2:]) != shape[-2:]:
-        return False
-    later = torch.ones(shape[-2:], dtype=torch.bool, device=mask.device).triu(1).expand(mask.shape)
-    if mask.dtype == torch.bool:
-        return torch.equal(mask, later)
-    return bool((mask[later] <= HIDDEN).all() and (mask[~later] == 0).all())
 
 
 def _four_axes(rewriter: Rewriter, mask: fx.Node, node: fx.Node) -> fx.Node:
