@@ -12,8 +12,8 @@ from torch import Tensor, fx
 from torch.nn.functional import scaled_dot_product_attention as attention
 
 from nimblec.optimize.attention import fuse_attention
+from nimblec.optimize.constant_masks import ALIGNMENT, state_masks
 from nimblec.optimize.folding import fold_constants
-from nimblec.optimize.masks import ALIGNMENT, state_masks
 from nimblec.optimize.simplify import simplify
 from nimblec.optimize.subexpressions import merge_equal_calls
 

@@ -7,11 +7,11 @@ from torch import fx
 from nimblec.optimize.activation import fuse_activations
 from nimblec.optimize.attention import fuse_attention
 from nimblec.optimize.batch_norm import fold_batch_norm
+from nimblec.optimize.constant_masks import state_masks
 from nimblec.optimize.cudnn import fuse_convolutions
 from nimblec.optimize.folding import fold_constants
 from nimblec.optimize.gelu import recognize_gelu
 from nimblec.optimize.layout import propagate_channels_last
-from nimblec.optimize.masks import state_masks
 from nimblec.optimize.outputs import output_strides, restore_strides, separate_outputs
 from nimblec.optimize.pointwise import linear_convolutions
 from nimblec.optimize.rewriter import Rewriter

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, fx
 
-from nimblec.optimize.masks import HIDDEN, is_causal
+from nimblec.optimize.constant_masks import HIDDEN, is_causal
 from nimblec.optimize.rewriter import Rewriter, bound, fake, is_call, only_user
 from nimblec.optimize.scalars import number, scaled
 from nimblec.optimize.simplify import RESHAPES

@@ -1,0 +1,105 @@
+"""Constant masks of scaled_dot_product_attention, said in the form that the fastest kernel takes."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from nimblec.optimize.rewriter import Rewriter, bound, fake, is_pure
+
+aten = torch.ops.aten
+
+ATTENTION = aten.scaled_dot_product_attention.default
+
+HIDDEN = -1e4
+"""A constant score from here on down hides a position as minus infinity does."""
+
+ALIGNMENT = 16
+"""Elements that each row of a mask must begin at a multiple of, or CUDA copies the mask at every call."""
+
+
+def state_masks(module: fx.GraphModule) -> None:
+    """A mask that hides nothing goes, a causal one is said by a flag, another boolean one is added.
+
+    On CUDA, boolean masks are made over into added ones by three kernels at each call. Masks are
+    (..., queries, keys), broadcast to the scores; views of constants are constants here.
+    """
+    rewriter = Rewriter(module)
+    known: dict[fx.Node, Tensor | None] = {}
+    added: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
+    for node in rewriter.calls(ATTENTION):
+        given = bound(node)
+        mask, queries, keys = given["attn_mask"], fake(given["query"]), fake(given["key"])
+        if mask is None or given["is_causal"] or (value := _known(rewriter, mask, known)) is None:
+            continue
+        if hides_nothing(value):
+            _say(node, None, is_causal=False)
+        elif is_causal(value, (queries.shape[-2], keys.shape[-2])):
+            _say(node, None, is_causal=True)
+        elif value.dtype == torch.bool and bool(value.any(-1).all()):
+            if (mask, queries.dtype) not in added:
+                added[mask, queries.dtype] = rewriter.constant(_added(value, queries.dtype), at=mask)
+            _say(node, added[mask, queries.dtype], is_causal=False)
+    rewriter.finish()
+
+
+def hides_nothing(mask: Tensor) -> bool:
+    """Whether a mask (True where a key is read, or what to add to the scores) changes nothing."""
+    return bool(mask.all()) if mask.dtype == torch.bool else bool((mask == 0).all())
+
+
+def is_causal(mask: Tensor, lengths: Sequence[int]) -> bool:
+    """Whether a mask leaves each of equally many queries and keys, ``lengths``, the keys up to its own."""
+    if lengths[0] != lengths[1] or tuple(mask.shape[-2:]) != tuple(lengths):
+        return False
+    earlier = torch.ones(tuple(lengths), dtype=torch.bool, device=mask.device).tril().expand(mask.shape)
+    if mask.dtype == torch.bool:
+        return torch.equal(mask, earlier)
+    return bool((mask[~earlier] <= HIDDEN).all() and (mask[earlier] == 0).all())
+
+
+def _known(rewriter: Rewriter, node: fx.Node, known: dict[fx.Node, Tensor | None]) -> Tensor | None:
+    """The value of a constant, or of calls on constants that were not folded since they are larger; else None.
+
+    Axes that it is repeated along have length 1, but for the last two.
+    """
+    if node not in known:
+        value = _evaluate(rewriter, node)
+        known[node] = value if value is None else _without_repeats(value)
+    return known[node]
+
+
+def _evaluate(rewriter: Rewriter, node: fx.Node) -> Any:
+    if node.op != "call_function":
+        return rewriter.value(node)
+    if not is_pure(node):
+        return None
+    inputs = {source: _evaluate(rewriter, source) for source in node.all_input_nodes}
+    if any(value is None for value in inputs.values()):
+        return None
+    args, kwargs = fx.map_arg((tuple(node.args), dict(node.kwargs)), inputs.__getitem__)
+    with torch.no_grad():
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _without_repeats(value: Tensor) -> Tensor:
+    for axis in range(value.dim() - 2):
+        first = value.narrow(axis, 0, 1)
+        if value.stride(axis) == 0 or torch.equal(first.expand_as(value), value):
+            value = first
+    return value
+
+
+def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Zero where a boolean mask is True, minus infinity elsewhere; rows begin at aligned places."""
+    *rows, keys = mask.shape
+    padded = torch.zeros((*rows, -(-keys // ALIGNMENT) * ALIGNMENT), dtype=dtype, device=mask.device)
+    return padded[..., :keys].masked_fill_(mask.logical_not(), -torch.inf)
+
+
+def _say(node: fx.Node, mask: fx.Node | None, *, is_causal: bool) -> None:
+    given = bound(node)
+    names = ("query", "key", "value")
+    node.args = (*(given[name] for name in names), mask, given["dropout_p"], is_causal)
+    node.kwargs = {name: given[name] for name in ("scale", "enable_gqa") if name in node.kwargs}
