@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from nimblec.errors import UnsupportedModelError
 from nimblec.optimize import autocast
 from nimblec.optimize.definitions import DEFINITIONS
-from nimblec.optimize.masks import inputs_as_masks
+from nimblec.optimize.masks import scores_and_masks
 from nimblec.optimize.outputs import output_strides, restore_strides
 from nimblec.optimize.rewriter import Rewriter, fake, is_call, views
 
@@ -73,7 +73,8 @@ class _Caster:
     """Walks one graph in order.
 
     ``_wide`` are float32 values that the calls after them are to take in float32; others may be in
-    float32 too, but are wanted in half. ``_huge`` may hold finite numbers that half cannot.
+    float32 too, but are wanted in half. ``_masks`` are added to scores of an attention, or are
+    these; ``_huge`` may hold finite numbers that half cannot.
     ``_before`` are the dtypes that the model gave to the results of a node.
     """
 
@@ -86,7 +87,8 @@ class _Caster:
         self._rounded: dict[tuple[Any, ...], Tensor] = {}
         self._taken: dict[tuple[Any, ...], bool] = {}
         self._wide: set[fx.Node] = set()
-        self._huge = inputs_as_masks(module.graph)
+        self._masks = scores_and_masks(module.graph)
+        self._huge = {node for node in self._masks if node.op == "placeholder"}
 
     def visit(self, node: fx.Node) -> None:
         """Cast the arguments of a call as it needs them."""
@@ -141,9 +143,13 @@ class _Caster:
             return self._mode_without_floats(node)
         if all(n in self._wide for n in floats):
             return _Mode.SINGLE
-        if name not in autocast.JOINS and any(n in self._wide and n not in self._huge for n in floats):
+        if name not in autocast.JOINS and any(n in self._wide and not self._is_rounded_first(n) for n in floats):
             return _Mode.JOINED
         return _Mode.HALF
+
+    def _is_rounded_first(self, node: fx.Node) -> bool:
+        """Whether it is a mask or as good as one, which half precision may hide scores by as well."""
+        return node in self._masks or node in self._huge
 
     def _mode_without_floats(self, node: fx.Node) -> _Mode:
         """Of constants, integers and bools: what is looked up is half precision, what is counted is float32."""
@@ -269,15 +275,20 @@ class _Caster:
 
     def _attempts(self, node: fx.Node, mode: _Mode) -> Iterator[_Attempt]:
         """The arguments to try one after the other."""
+        in_half = partial(self._as, dtype=self._half, at=node)
         if mode is _Mode.HALF:
-            in_half = partial(self._as, dtype=self._half, at=node)
             yield self._attempt(node, self._half, lambda n: n if self._stays(node, n) else in_half(n))
             yield self._attempt(node, self._half, in_half)
         elif mode is _Mode.JOINED and _is_pointwise(node):  # the kernel itself casts
-            yield self._attempt(node, torch.float32, lambda n: self._as(n, self._half, node) if n in self._huge else n)
-        elif autocast.name(node) in autocast.ACCUMULATIONS and self._half in (fake(n).dtype for n in self._floats(node)):
+            yield self._attempt(node, torch.float32, lambda n: in_half(n) if self._is_rounded_first(n) else n)
+        elif self._accumulates(node):
             yield _Attempt(node.args, {**node.kwargs, "dtype": torch.float32}, torch.float32)
         yield self._attempt(node, torch.float32, lambda n: self._as(n, torch.float32, node))
+
+    def _accumulates(self, node: fx.Node) -> bool:
+        """Whether a call makes float32 of half precision by itself."""
+        halves = any(fake(n).dtype == self._half for n in self._floats(node))
+        return halves and autocast.name(node) in autocast.ACCUMULATIONS
 
     def _attempt(self, node: fx.Node, dtype: torch.dtype, take: Callable[[fx.Node], fx.Node]) -> _Attempt:
         """All arguments that were float32 by ``take``, numbers as ``dtype`` can hold them."""
