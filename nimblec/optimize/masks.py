@@ -1,4 +1,4 @@
-"""Masks that are inputs: what is added to the scores of an attention, to hide some of them."""
+"""Attention masks: what is added to the scores of an attention, to hide some of them."""
 
 from typing import Any
 
@@ -11,19 +11,19 @@ from nimblec.optimize.rewriter import bound, is_call, views
 aten = torch.ops.aten
 
 
-def inputs_as_masks(graph: fx.Graph) -> set[fx.Node]:
-    """The inputs that are added to scores before a softmax, whose lowest numbers are mostly float32's lowest."""
+def scores_and_masks(graph: fx.Graph) -> set[fx.Node]:
+    """What softmaxes are taken of, and what is added up there, through views."""
     reached: set[fx.Node] = set()
     for node in graph.nodes:
         if autocast.name(node) in autocast.SOFTMAXES:
             _reach(node.args[0], reached)
         elif autocast.name(node) in autocast.ATTENTIONS and isinstance(mask := bound(node)["attn_mask"], fx.Node):
             _reach(mask, reached)
-    return {node for node in reached if node.op == "placeholder"}
+    return reached
 
 
 def _reach(node: Any, reached: set[fx.Node]) -> None:
-    """Add what a sum of scores and masks is made of, through views."""
+    """Add what a sum is made of."""
     waiting = [node]
     while waiting:
         node = waiting.pop()
