@@ -7,9 +7,12 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from rewriting import assert_same, counts, record, rewritten
-from torch import Tensor
+from torch import Tensor, fx
 
+from nimblec.optimize import aligned_weights, optimize
 from nimblec.optimize.activation import fuse_activations
+from nimblec.optimize.aligned_weights import align_weights
+from nimblec.optimize.folding import fold_constants
 from nimblec.optimize.gelu import recognize_gelu
 from nimblec.optimize.side_by_side import join_linears
 
@@ -131,3 +134,79 @@ def test_gelu_is_recognized(written: Callable[[Tensor], Tensor]) -> None:
 def test_what_only_looks_like_gelu_stays(written: Callable[[Tensor], Tensor]) -> None:
     before = record(written, X)
     assert counts(rewritten(before, recognize_gelu)) == counts(before)
+
+
+@pytest.fixture
+def _small_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aligned_weights, "LARGE", 1)
+
+
+def _half(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).half() / 4
+
+
+def _linears(module: fx.GraphModule) -> list[fx.Node]:
+    return [n for n in module.graph.nodes if n.target in aligned_weights.LINEARS]
+
+
+def _nbytes(module: fx.GraphModule) -> int:
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in module.buffers()}.values())
+
+
+@pytest.mark.usefixtures("_small_is_large")
+@pytest.mark.parametrize("outputs", [13, 16])
+@pytest.mark.parametrize("inputs", [8, 11])
+@pytest.mark.parametrize("transposed", [True, False])
+@pytest.mark.parametrize("kind", ["mm", "addmm", "relu", "linear"])
+def test_weights_are_padded_to_multiples_of_eight(outputs: int, inputs: int, transposed: bool, kind: str) -> None:
+    weight, bias = _half(outputs, inputs), _half(outputs)
+    matrix = weight.t() if transposed else weight.t().contiguous()
+
+    def model(x: Tensor) -> tuple[Tensor, ...]:
+        y = {
+            "mm": lambda: torch.mm(x, matrix),
+            "addmm": lambda: torch.addmm(bias, x, matrix),
+            "relu": lambda: torch.ops.aten._addmm_activation(bias, x, matrix),
+            "linear": lambda: torch.ops.aten.linear.default(x, weight, bias),
+        }[kind]()
+        return y.reshape(2, 3, outputs), torch.tanh(y), y.t()
+
+    x = _half(6, inputs)
+    before = record(model, x)
+    after = rewritten(before, align_weights)
+    (call,) = _linears(after)
+    (rows,) = (n.meta["val"] for n in call.all_input_nodes if n.op != "get_attr")
+    shapes = {tuple(t.shape) for t in after.buffers()}
+    assert call.meta["val"].shape[1] % 8 == rows.shape[1] % 8 == 0
+    assert all(length % 8 == 0 for shape in shapes for length in shape)
+    names = counts(after)
+    assert (names["slice"], names["constant_pad_nd"]) == (int(outputs == 13), int(inputs == 11))
+    for wanted, got in zip(before(x), after(x), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.usefixtures("_small_is_large")
+def test_a_weight_that_is_an_embedding_too_is_stored_once() -> None:
+    words = _half(13, 8)
+
+    def model(tokens: Tensor) -> tuple[Tensor, ...]:
+        x = F.embedding(tokens, words) + words[3]
+        return torch.mm(x, words.t()), torch.mm(x * 2, words.t()).reshape(2, 3, 13), words[3:].sum(1)
+
+    tokens = torch.tensor([0, 12, 3, 5, 7, 12])
+    before = record(model, tokens)
+    after = optimize(before, device="cuda")
+    assert _nbytes(after) == 16 * 8 * 2 + 10 * 2  # and the sum, which is folded
+    assert [n.meta["val"].shape[1] for n in _linears(after)] == [16, 16]
+    assert counts(after)["clone"] == 3  # outputs as dense as they were; the folded one is a copy too
+    assert_same(before, after, tokens)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "outputs", "inputs"),
+    [(torch.float32, 1025, 1024), (torch.float16, 1032, 1024), (torch.bfloat16, 1021, 1024)],
+)
+def test_other_weights_stay(dtype: torch.dtype, outputs: int, inputs: int) -> None:
+    weight = torch.zeros(outputs, inputs, dtype=dtype)
+    before = record(lambda x: torch.mm(x, weight.t()), torch.zeros(2, inputs, dtype=dtype))
+    assert counts(rewritten(before, fold_constants, align_weights)) == {"mm": 1}

@@ -5,6 +5,7 @@ import copy
 from torch import fx
 
 from nimblec.optimize.activation import fuse_activations
+from nimblec.optimize.aligned_weights import align_weights
 from nimblec.optimize.attention import fuse_attention
 from nimblec.optimize.batch_norm import fold_batch_norm
 from nimblec.optimize.constant_masks import state_masks
@@ -31,7 +32,14 @@ ALWAYS = (
     state_masks,
     simplify,
 )
-ON_CUDA = (linear_convolutions, propagate_channels_last, fuse_convolutions, fuse_activations, join_linears)
+ON_CUDA = (
+    linear_convolutions,
+    propagate_channels_last,
+    fuse_convolutions,
+    fuse_activations,
+    join_linears,
+    align_weights,
+)
 """Rewrites in their order: each finds what those before it have left."""
 
 
