@@ -28,7 +28,8 @@ def _bars(models: Mapping[str, Figures]) -> Any:
         axes, (("eager",), COMPILED_MODES), ("eager / nimblec", "torch.compile's best / nimblec"), strict=True
     ):
         heights = [ratio(figures, modes) or 0.0 for figures in models.values()]
-        axis.bar_label(axis.bar(names, heights, color="tab:blue"), fmt="%.1f", fontsize=8)
+        axis.bar_label(axis.bar(names, heights, color="tab:blue"), [f"{h:.1f}" if h else "" for h in heights])
+        axis.margins(y=0.15)
         axis.axhline(1.0, color="black", linewidth=0.8)
         axis.set_ylabel(label)
     axes[-1].tick_params(axis="x", rotation=60)
@@ -36,18 +37,19 @@ def _bars(models: Mapping[str, Figures]) -> Any:
 
 
 def _curves(networks: Mapping[str, Mapping[int, Figures]]) -> Any:
-    """Wall time over batch size, both axes logarithmic, a panel for each network."""
+    """Wall time of one sample over the batch size, a panel for each network."""
     figure, axes = plt.subplots(1, len(networks), figsize=(3.2 * len(networks), 3.2), squeeze=False)
     for axis, (spec, curve) in zip(axes[0], networks.items(), strict=True):
         for label, best in (
             ("torch.compile's best", {size: fastest(f, COMPILED_MODES) for size, f in curve.items()}),
             ("nimblec", {size: fastest(f, levels(f)) for size, f in curve.items()}),
         ):
-            points = {size: microseconds(curve[size], mode) for size, mode in best.items() if mode}
+            points = {size: microseconds(curve[size], mode) / size for size, mode in best.items() if mode}
             axis.plot(list(points), list(points.values()), marker="o", label=label)
-        axis.set(title=spec.rpartition(".")[2], xlabel="batch size", xscale="log", yscale="log")
+        axis.set(title=spec.rpartition(".")[2], xlabel="batch size", xscale="log")
         axis.set_xticks(list(curve), labels=[str(size) for size in curve])
         axis.minorticks_off()
-    axes[0][0].set_ylabel("wall time of a call, us")
+        axis.set_ylim(bottom=0)
+    axes[0][0].set_ylabel("wall time of a call / batch size, us")
     axes[0][0].legend()
     return figure

@@ -58,7 +58,6 @@ print(json.dumps({{"times": times}}))
     span = results["measure"]
     assert not [t for t in results["busy"]["times"] if span["begin"] < t < span["end"]]
     assert results["busy"]["stopped_s"] >= 0.3
-    assert results["measure"]["stopped_s"] == 0
 
 
 def test_a_failure_is_recorded_with_its_last_line_and_the_rest_goes_on() -> None:
