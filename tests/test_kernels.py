@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nimblec.kernels import ops
 from nimblec.kernels.candidates import MULTIPROCESSORS, SHARED_NBYTES, candidates
 from nimblec.kernels.choosing import Choice, choose
+from nimblec.kernels.depthwise import DepthwiseTiling, depthwise, depthwise_candidates, pack_depthwise
 from nimblec.kernels.packing import counters, pack_convolution, pack_linear, pack_rows, unpack_rows
 from nimblec.kernels.shapes import Convolution, Tiling, ceil_div, product
 
@@ -143,6 +144,28 @@ def test_linear_on_the_cpu() -> None:
     y = ops.linear(x, pack_linear(weight, TILING), bias, None, None, 7, "gelu", TILING.numbers, False)
     expected = functional.gelu(x.float() @ weight.float() + bias.float())
     torch.testing.assert_close(y, expected.half(), atol=2e-3, rtol=2e-3)
+
+
+def test_depthwise_on_the_cpu() -> None:
+    x, weight, bias = _images(2, 20, 9, 8), _random(20, 1, 5, 5, seed=1), _random(20, seed=2)
+    tiling = DepthwiseTiling(block_m=4, block_c=16, num_warps=2)
+    packed = pack_depthwise(weight, tiling)
+    y = depthwise(x, packed, bias, None, [5, 5], [2, 2], [2, 2], [1, 1], "silu", tiling.numbers, False)
+    expected = functional.silu(functional.conv2d(x.float(), weight.float(), bias.float(), 2, 2, groups=20))
+    assert packed.shape == (2, 25, 16)
+    torch.testing.assert_close(y, expected.half(), atol=2e-3, rtol=2e-3)
+    inferred = depthwise(
+        x.to("meta"), packed.to("meta"), None, None, [5, 5], [2, 2], [2, 2], [1, 1], "silu", tiling.numbers, False
+    )
+    assert (inferred.shape, inferred.stride(), inferred.dtype) == (y.shape, y.stride(), y.dtype)
+
+
+def test_depthwise_candidates_fill_the_device() -> None:
+    shape = Convolution(batch=1, height=14, width=14, channels=576, out_channels=576, kernel=(3, 3), padding=(1, 1))
+    found = depthwise_candidates(shape)
+    assert len(set(found)) == len(found) == 8
+    assert MULTIPROCESSORS <= found[0].blocks(shape) <= 4 * MULTIPROCESSORS
+    assert all(tiling.num_warps * 32 * 8 <= tiling.block_m * tiling.block_c for tiling in found)
 
 
 def test_fake_results_need_no_triton() -> None:

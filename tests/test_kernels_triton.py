@@ -19,6 +19,7 @@ ROOT = Path(__file__).parent.parent
 INTERPRET = """
 import torch
 from torch.nn import functional
+from nimblec.kernels.depthwise import DepthwiseTiling, launch_depthwise, pack_depthwise
 from nimblec.kernels.launching import launch_convolution
 from nimblec.kernels.packing import counters, pack_convolution
 from nimblec.kernels.reference import finish
@@ -46,6 +47,22 @@ def check(size, channels, out, tiling, activation="relu", *, batch=1, kernel=1, 
     eps = torch.finfo(torch.float16).eps
     torch.testing.assert_close(y.float(), finish(total, r, activation), atol=4 * eps, rtol=eps)
     assert not arrived.any(), arrived
+
+def depthwise(size, channels, tiling, activation="relu", *, kernel=3, stride=1, padding=1, dilation=1, residual=False):
+    torch.manual_seed(0)
+    two = lambda n: (n, n)
+    shape = Convolution(batch=2, height=size[0], width=size[1], channels=channels, out_channels=channels,
+        kernel=two(kernel), stride=two(stride), padding=two(padding), dilation=two(dilation))
+    tiling = DepthwiseTiling.of(tiling)
+    x = torch.randn(2, channels, *size).half().contiguous(memory_format=torch.channels_last)
+    weight, b = torch.randn(channels, 1, kernel, kernel).half(), torch.randn(channels).half()
+    y = torch.full((2, channels, shape.out_height, shape.out_width), torch.nan).half()
+    y = y.contiguous(memory_format=torch.channels_last)
+    r = torch.randn_like(y) if residual else None
+    launch_depthwise(shape, tiling, x=x, weight=pack_depthwise(weight, tiling), bias=b, residual=r, out=y,
+        activation=activation, programmatic=False)
+    total = functional.conv2d(x.float(), weight.float(), b.float(), stride, padding, dilation, channels)
+    torch.testing.assert_close(y.float(), finish(total, r, activation), atol=4e-3, rtol=1e-3)
 """
 
 CASES = {  # all in float16: the interpreter multiplies the bits of bfloat16 as integers
@@ -60,11 +77,15 @@ CASES = {  # all in float16: the interpreter multiplies the bits of bfloat16 as 
     "product split": "check((1, 5), 200, 50, [16, 32, 32, 3, 4, 2], 'tanh', residual=True)",
     "slice of channels": "check((6, 7), 16, 20, [16, 16, 16, 1, 4, 2], 'sigmoid', kernel=3, slices=2, padding=1)",
     "no bias": "check((6, 7), 16, 20, [16, 16, 16, 3, 4, 2], 'hardsigmoid', kernel=3, bias=False)",
+    "depthwise": "depthwise((9, 7), 20, [4, 16, 2], 'relu6', residual=True)",
+    "depthwise 5x5": "depthwise((9, 8), 32, [8, 32, 2], 'hardswish', kernel=5, stride=2, padding=2)",
+    "depthwise 7x7": "depthwise((8, 7), 16, [16, 16, 2], 'none', kernel=7, padding=6, dilation=2)",
     "padding beyond the kernel": "check((4, 4), 16, 16, [16, 16, 16, 1, 4, 2], 'none', kernel=1, padding=1)",
 }
 
 COMPILE = """
-from nimblec.kernels.compiling import compile_job, convolution_job
+from nimblec.kernels.compiling import compile_job, convolution_job, depthwise_job
+from nimblec.kernels.depthwise import DepthwiseTiling, depthwise_settings
 from nimblec.kernels.launching import settings
 from nimblec.kernels.shapes import Convolution, Tiling
 shape = Convolution(batch=1, height=14, width=14, channels=256, out_channels=256, kernel=(3, 3), padding=(1, 1))
@@ -77,6 +98,10 @@ for tiling in ([64, 64, 64, 4, 4, 3], [16, 32, 64, 1, 2, 3]):
     early = ptx.index("griddepcontrol.launch_dependents") < ptx.index("cp.async.bulk.prefetch.L2") < wait
     reads = min(ptx.find(word, 0) for word in ("cp.async.cg.shared.global", "st.global") if word in ptx)
     print(*found, early, wait < reads)
+shape = Convolution(batch=1, height=14, width=14, channels=96, out_channels=96, kernel=(3, 3), padding=(1, 1))
+constants = depthwise_settings(shape, DepthwiseTiling(block_m=8, block_c=32), activation="relu6", programmatic=True)
+ptx = compile_job(depthwise_job(constants, dtype="bfloat16", bias=True, residual=False), capability=90).asm["ptx"]
+print(ptx.index("cp.async.bulk.prefetch.L2") < ptx.index("griddepcontrol.wait") < ptx.index("st.global"))
 """
 
 COMPILE_ALL = """
@@ -112,9 +137,10 @@ def test_values_in_the_interpreter(tmp_path: Path) -> None:
 
 
 def test_code_for_hopper(tmp_path: Path) -> None:
-    warpgroups, warps = _run(COMPILE, tmp_path).splitlines()
+    warpgroups, warps, channels = _run(COMPILE, tmp_path).splitlines()
     assert warpgroups == "True False True True True"
     assert warps == "False True False True True"
+    assert channels == "True"
 
 
 def test_workers_compile_and_say_what_they_cannot(tmp_path: Path) -> None:

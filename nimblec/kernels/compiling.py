@@ -4,6 +4,7 @@ Each worker is a process of its own that imports Triton and no torch, and needs 
 the target. A launch then finds what it would have compiled.
 """
 
+import importlib
 import json
 import os
 import subprocess
@@ -20,7 +21,7 @@ HOPPER = 90
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One kernel to compile: the dtypes of its pointers (None where there is none) and its settings."""
+    """A kernel to compile, by its template: the dtypes of its pointers (None where there is none), its settings."""
 
     kernel: str
     pointers: tuple[str | None, ...]
@@ -40,6 +41,12 @@ def convolution_job(settings: dict[str, Any], *, dtype: str, bias: bool, residua
         "int32" if is_split else None,
     )
     return Job(kernel="convolution", pointers=pointers, settings=settings)
+
+
+def depthwise_job(settings: dict[str, Any], *, dtype: str, bias: bool, residual: bool) -> Job:
+    """The job of a launch by `launch_depthwise`."""
+    pointers = (dtype, dtype, dtype if bias else None, dtype if residual else None, dtype)
+    return Job(kernel="depthwise", pointers=pointers, settings=settings)
 
 
 def compile_all(jobs: Sequence[Job], *, capability: int = HOPPER, processes: int | None = None) -> None:
@@ -62,11 +69,9 @@ def compile_job(job: Job, *, capability: int) -> Any:
     from triton.runtime.driver import driver
     from triton.runtime.jit import MockTensor
 
-    from nimblec.kernels import convolution_template
-
     driver.set_active(_NoDevice(GPUTarget("cuda", capability, 32)))
     pointers = [None if dtype is None else MockTensor(dtype) for dtype in job.pointers]
-    template = getattr(convolution_template, job.kernel)
+    template = getattr(importlib.import_module(f"nimblec.kernels.{job.kernel}_template"), job.kernel)
     return template.warmup(*pointers, grid=(1,), **job.settings)
 
 

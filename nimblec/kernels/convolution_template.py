@@ -76,7 +76,7 @@ def convolution(
         here = tl.minimum(PART, STEPS - begin)
         count = tl.minimum(here * (BLOCK_N * BLOCK_K * 2) - first, SHARE)
         if count > 0:
-            _fetch_into_l2((tile_weight_ptr + begin * (BLOCK_N * BLOCK_K)).to(tl.int64) + first, count)
+            fetch_into_l2((tile_weight_ptr + begin * (BLOCK_N * BLOCK_K)).to(tl.int64) + first, count)
 
     columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     if bias_ptr is not None:
@@ -194,7 +194,7 @@ def activate(x, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def _fetch_into_l2(address, nbytes):
+def fetch_into_l2(address, nbytes):
     """Begin to fetch ``nbytes`` (a multiple of 16) of global memory into the L2 cache; one thread asks for all.
 
     PTX ISA, "cp.async.bulk.prefetch".

@@ -38,22 +38,8 @@ def launch_convolution(
 def settings(shape: Convolution, tiling: Tiling, *, activation: str, programmatic: bool) -> dict[str, Any]:
     """What is compiled into a kernel: the template's constants and Triton's options."""
     return {
-        "ROWS": shape.rows,
-        "HEIGHT": shape.height,
-        "WIDTH": shape.width,
-        "CHANNELS": shape.channels,
-        "PIXEL_STRIDE": shape.pixel_stride or shape.channels,
-        "OUT_HEIGHT": shape.out_height,
-        "OUT_WIDTH": shape.out_width,
+        **geometry(shape),
         "OUT_CHANNELS": shape.out_channels,
-        "KERNEL_H": shape.kernel[0],
-        "KERNEL_W": shape.kernel[1],
-        "STRIDE_H": shape.stride[0],
-        "STRIDE_W": shape.stride[1],
-        "PADDING_H": shape.padding[0],
-        "PADDING_W": shape.padding[1],
-        "DILATION_H": shape.dilation[0],
-        "DILATION_W": shape.dilation[1],
         "ACTIVATION": activation,
         "BLOCK_M": tiling.block_m,
         "BLOCK_N": tiling.block_n,
@@ -63,4 +49,25 @@ def settings(shape: Convolution, tiling: Tiling, *, activation: str, programmati
         "num_warps": tiling.num_warps,
         "num_stages": tiling.num_stages,
         "launch_pdl": programmatic,
+    }
+
+
+def geometry(shape: Convolution) -> dict[str, int]:
+    """The constants that all templates share."""
+    return {
+        "ROWS": shape.rows,
+        "HEIGHT": shape.height,
+        "WIDTH": shape.width,
+        "CHANNELS": shape.channels,
+        "PIXEL_STRIDE": shape.pixel_stride or shape.channels,
+        "OUT_HEIGHT": shape.out_height,
+        "OUT_WIDTH": shape.out_width,
+        "KERNEL_H": shape.kernel[0],
+        "KERNEL_W": shape.kernel[1],
+        "STRIDE_H": shape.stride[0],
+        "STRIDE_W": shape.stride[1],
+        "PADDING_H": shape.padding[0],
+        "PADDING_W": shape.padding[1],
+        "DILATION_H": shape.dilation[0],
+        "DILATION_W": shape.dilation[1],
     }

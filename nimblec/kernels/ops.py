@@ -69,7 +69,8 @@ def _pixel_stride(x: Tensor) -> int:
     return stride
 
 
-def _new_images(x: Tensor, shape: Convolution) -> Tensor:
+def new_images(x: Tensor, shape: Convolution) -> Tensor:
+    """Memory for the results, channels last."""
     size = (shape.batch, shape.out_channels, shape.out_height, shape.out_width)
     return torch.empty(size, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
 
@@ -89,7 +90,7 @@ def _convolution_fake(
     tiling: Sequence[int],  # noqa: ARG001
     programmatic: bool,  # noqa: ARG001
 ) -> Tensor:
-    return _new_images(x, convolution_shape(x, out_channels, kernel, stride, padding, dilation))
+    return new_images(x, convolution_shape(x, out_channels, kernel, stride, padding, dilation))
 
 
 def _convolution_cuda(
@@ -108,7 +109,7 @@ def _convolution_cuda(
     programmatic: bool,
 ) -> Tensor:
     shape = convolution_shape(x, out_channels, kernel, stride, padding, dilation)
-    out = _new_images(x, shape)
+    out = new_images(x, shape)
     launch_convolution(
         shape,
         Tiling.of(tiling),
@@ -143,7 +144,7 @@ def _convolution_cpu(
     rows = unpack_rows(weight, out_channels, shape.depth)
     filters = rows.reshape(out_channels, *shape.kernel, shape.channels).permute(0, 3, 1, 2)
     total = functional.conv2d(x.float(), filters.float(), _float(bias), shape.stride, shape.padding, shape.dilation)
-    return _new_images(x, shape).copy_(finish(total, residual, activation))
+    return new_images(x, shape).copy_(finish(total, residual, activation))
 
 
 def _linear_fake(

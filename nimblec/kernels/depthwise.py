@@ -1,0 +1,184 @@
+"""Depthwise convolution as an op of ours: one channel in, one channel out, bias and activation in the same launch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.nn import functional
+
+from nimblec.kernels.candidates import MULTIPROCESSORS
+from nimblec.kernels.launching import geometry
+from nimblec.kernels.ops import convolution_shape, new_images
+from nimblec.kernels.reference import finish
+from nimblec.kernels.shapes import Convolution, ceil_div
+
+_LIBRARY = torch.library.Library("nimblec", "FRAGMENT")
+"""The op lives as long as this module."""
+
+_LIBRARY.define(
+    "depthwise(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, int[] kernel, int[] stride, int[] padding, "
+    "int[] dilation, str activation, int[] tiling, bool programmatic) -> Tensor"
+)
+
+_VECTOR = 8
+"""Channels that a thread loads at once, 16 bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DepthwiseTiling:
+    """A block computes ``block_m`` pixels of ``block_c`` channels."""
+
+    block_m: int
+    block_c: int
+    num_warps: int = 4
+
+    @property
+    def numbers(self) -> list[int]:
+        """What the op takes as its ``tiling``."""
+        return [self.block_m, self.block_c, self.num_warps]
+
+    @classmethod
+    def of(cls, numbers: Sequence[int]) -> Self:
+        """The inverse of `numbers`."""
+        block_m, block_c, num_warps = numbers
+        return cls(block_m=block_m, block_c=block_c, num_warps=num_warps)
+
+    def blocks(self, shape: Convolution) -> int:
+        """How many blocks are launched."""
+        return ceil_div(shape.rows, self.block_m) * ceil_div(shape.channels, self.block_c)
+
+
+def depthwise_candidates(shape: Convolution, *, limit: int = 8) -> list[DepthwiseTiling]:
+    """Tilings with about two blocks for each multiprocessor first, and as little work past the edges as can be."""
+    found = []
+    for block_c in (16, 32, 64, 128):
+        for block_m in (4, 8, 16, 32, 64):
+            threads = block_m * block_c // _VECTOR
+            if 32 <= threads <= 512:
+                found.append(DepthwiseTiling(block_m=block_m, block_c=block_c, num_warps=min(threads // 32, 8)))
+
+    def cost(tiling: DepthwiseTiling) -> tuple[float, list[int]]:
+        done = tiling.blocks(shape) * tiling.block_m * tiling.block_c / (shape.rows * shape.channels)
+        load = tiling.blocks(shape) / (2 * MULTIPROCESSORS)
+        return done * max(load**0.5, load**-0.5), tiling.numbers
+
+    return sorted(found, key=cost)[:limit]
+
+
+def pack_depthwise(weight: Tensor, tiling: DepthwiseTiling) -> Tensor:
+    """Weights (channels, 1, height, width) as (tiles of channels, taps, block_c), zeros past the edge."""
+    channels, taps = weight.shape[0], weight[0].numel()
+    tiles = ceil_div(channels, tiling.block_c)
+    padded = weight.new_zeros(tiles * tiling.block_c, taps)
+    padded[:channels] = weight.reshape(channels, taps)
+    return padded.reshape(tiles, tiling.block_c, taps).transpose(1, 2).contiguous()
+
+
+def launch_depthwise(
+    shape: Convolution,
+    tiling: DepthwiseTiling,
+    *,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor,
+    activation: str,
+    programmatic: bool,
+) -> None:
+    """Write the convolution of ``x`` to ``out`` (rows, channels as they lie in memory)."""
+    from nimblec.kernels.depthwise_template import depthwise as template
+
+    constants = depthwise_settings(shape, tiling, activation=activation, programmatic=programmatic)
+    template[tiling.blocks(shape),](x, weight, bias, residual, out, **constants)
+
+
+def depthwise_settings(
+    shape: Convolution, tiling: DepthwiseTiling, *, activation: str, programmatic: bool
+) -> dict[str, Any]:
+    """What is compiled into a kernel: the template's constants and Triton's options."""
+    return {
+        **geometry(shape),
+        "ACTIVATION": activation,
+        "BLOCK_M": tiling.block_m,
+        "BLOCK_C": tiling.block_c,
+        "PROGRAMMATIC": programmatic,
+        "num_warps": tiling.num_warps,
+        "launch_pdl": programmatic,
+    }
+
+
+def _depthwise_fake(
+    x: Tensor,
+    weight: Tensor,  # noqa: ARG001
+    bias: Tensor | None,  # noqa: ARG001
+    residual: Tensor | None,  # noqa: ARG001
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    activation: str,  # noqa: ARG001
+    tiling: Sequence[int],  # noqa: ARG001
+    programmatic: bool,  # noqa: ARG001
+) -> Tensor:
+    return new_images(x, convolution_shape(x, x.shape[1], kernel, stride, padding, dilation))
+
+
+def _depthwise_cuda(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    activation: str,
+    tiling: Sequence[int],
+    programmatic: bool,
+) -> Tensor:
+    shape = convolution_shape(x, x.shape[1], kernel, stride, padding, dilation)
+    out = new_images(x, shape)
+    launch_depthwise(
+        shape,
+        DepthwiseTiling.of(tiling),
+        x=x,
+        weight=weight,
+        bias=bias,
+        residual=residual,
+        out=out,
+        activation=activation,
+        programmatic=programmatic,
+    )
+    return out
+
+
+def _depthwise_cpu(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    activation: str,
+    tiling: Sequence[int],  # noqa: ARG001
+    programmatic: bool,  # noqa: ARG001
+) -> Tensor:
+    channels = x.shape[1]
+    shape = convolution_shape(x, channels, kernel, stride, padding, dilation)
+    filters = weight.transpose(1, 2).flatten(0, 1)[:channels].reshape(channels, 1, *shape.kernel).float()
+    vector = None if bias is None else bias.float()
+    total = functional.conv2d(x.float(), filters, vector, shape.stride, shape.padding, shape.dilation, channels)
+    return new_images(x, shape).copy_(finish(total, residual, activation))
+
+
+torch.library.register_fake("nimblec::depthwise", _depthwise_fake, lib=_LIBRARY)
+_LIBRARY.impl("depthwise", _depthwise_cuda, "CUDA")
+_LIBRARY.impl("depthwise", _depthwise_cpu, "CPU")
+
+depthwise: OpOverload = torch.ops.nimblec.depthwise.default

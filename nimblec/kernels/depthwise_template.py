@@ -1,0 +1,81 @@
+# ruff: noqa: ANN001, ANN201 - Triton compiles these functions; their arguments are its own tensors
+# ruff: noqa: N803, N806 - constants known to the compiler in capitals, as in Triton's own kernels
+"""The Triton kernel of depthwise convolutions, channels last: each channel by itself, bound by memory.
+
+A block computes some pixels of some channels. It starts early and waits as
+`nimblec.kernels.convolution_template` says.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from nimblec.kernels.convolution_template import activate, fetch_into_l2
+
+
+@triton.jit
+def depthwise(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    residual_ptr,
+    out_ptr,
+    ROWS: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    PIXEL_STRIDE: tl.constexpr,
+    OUT_HEIGHT: tl.constexpr,
+    OUT_WIDTH: tl.constexpr,
+    KERNEL_H: tl.constexpr,
+    KERNEL_W: tl.constexpr,
+    STRIDE_H: tl.constexpr,
+    STRIDE_W: tl.constexpr,
+    PADDING_H: tl.constexpr,
+    PADDING_W: tl.constexpr,
+    DILATION_H: tl.constexpr,
+    DILATION_W: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    PROGRAMMATIC: tl.constexpr,
+):
+    """Of x (pixels, channels), weight (tiles of channels, taps, block_c), residual and out (rows, channels)."""
+    TILES_C: tl.constexpr = (CHANNELS + BLOCK_C - 1) // BLOCK_C
+    TAPS: tl.constexpr = KERNEL_H * KERNEL_W
+    block = tl.program_id(0)
+    tile_c = block % TILES_C
+    tile_m = block // TILES_C
+    tile_weight_ptr = weight_ptr + tile_c * (TAPS * BLOCK_C)
+    if PROGRAMMATIC:
+        gdc_launch_dependents()
+        fetch_into_l2(tile_weight_ptr.to(tl.int64), TAPS * BLOCK_C * 2)
+    within = tl.arange(0, BLOCK_C)
+    channels = tile_c * BLOCK_C + within
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + channels, mask=channels < CHANNELS, other=0.0).to(tl.float32)
+    else:
+        bias = tl.zeros((BLOCK_C,), tl.float32)
+    rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    image = rows // (OUT_HEIGHT * OUT_WIDTH)
+    top = (rows // OUT_WIDTH) % OUT_HEIGHT * STRIDE_H - PADDING_H
+    left = rows % OUT_WIDTH * STRIDE_W - PADDING_W
+    corner = ((image * HEIGHT + top) * WIDTH + left) * PIXEL_STRIDE
+    exists = (rows < ROWS)[:, None] & (channels < CHANNELS)[None, :]
+    if PROGRAMMATIC:
+        gdc_wait()
+
+    total = tl.zeros((BLOCK_M, BLOCK_C), tl.float32) + bias[None, :]
+    for tap in tl.static_range(TAPS):
+        down = tap // KERNEL_W * DILATION_H
+        across = tap % KERNEL_W * DILATION_W
+        inside = (top + down >= 0) & (top + down < HEIGHT) & (left + across >= 0) & (left + across < WIDTH)
+        offsets = (corner + (down * WIDTH + across) * PIXEL_STRIDE)[:, None] + channels[None, :]
+        pixels = tl.load(x_ptr + offsets, mask=exists & inside[:, None], other=0.0)
+        weights = tl.load(tile_weight_ptr + tap * BLOCK_C + within)
+        total += pixels.to(tl.float32) * weights.to(tl.float32)[None, :]
+
+    out_offsets = rows[:, None] * CHANNELS + channels[None, :]
+    if residual_ptr is not None:
+        total += tl.load(residual_ptr + out_offsets, mask=exists, other=0.0).to(tl.float32)
+    tl.store(out_ptr + out_offsets, activate(total, ACTIVATION).to(out_ptr.dtype.element_ty), mask=exists)
