@@ -10,27 +10,35 @@ from nimblec.optimize.rewriter import bound, is_call, views
 
 aten = torch.ops.aten
 
+_ARITHMETIC = (aten.add.Tensor, aten.sub.Tensor, aten.rsub.Scalar, aten.mul.Tensor, aten.div.Tensor)
 
-def scores_and_masks(graph: fx.Graph) -> set[fx.Node]:
-    """What softmaxes are taken of, and what is added up there, through views."""
+
+def added_to_scores(graph: fx.Graph) -> set[fx.Node]:
+    """What is added up to what a softmax is taken of, and the masks of attention calls, through views."""
     reached: set[fx.Node] = set()
     for node in graph.nodes:
-        if autocast.name(node) in autocast.SOFTMAXES:
-            _reach(node.args[0], reached)
+        if autocast.name(node) in autocast.SOFTMAXES and is_call(scores := _viewed(node.args[0]), aten.add.Tensor):
+            _reach(scores, reached)
         elif autocast.name(node) in autocast.ATTENTIONS and isinstance(mask := bound(node)["attn_mask"], fx.Node):
             _reach(mask, reached)
     return reached
 
 
-def _reach(node: Any, reached: set[fx.Node]) -> None:
-    """Add what a sum is made of."""
-    waiting = [node]
+def _viewed(node: fx.Node) -> fx.Node:
+    while node.op == "call_function" and (source := views(node)) is not None:
+        node = source
+    return node
+
+
+def _reach(node: fx.Node, reached: set[fx.Node]) -> None:
+    """Add what a sum is made of, and what that is a multiple of."""
+    waiting: list[Any] = [node]
     while waiting:
-        node = waiting.pop()
-        if not isinstance(node, fx.Node) or node in reached:
+        term = waiting.pop()
+        if not isinstance(term, fx.Node) or term in reached:
             continue
-        reached.add(node)
-        if is_call(node, aten.add.Tensor):
-            waiting.extend(node.args[:2])
-        elif node.op == "call_function" and (viewed := views(node)) is not None:
-            waiting.append(viewed)
+        reached.add(term)
+        if is_call(term, *_ARITHMETIC):
+            waiting.extend(term.args[:2])
+        elif term.op == "call_function":
+            waiting.append(views(term))

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from nimblec.errors import UnsupportedModelError
 from nimblec.optimize import autocast
 from nimblec.optimize.definitions import DEFINITIONS
-from nimblec.optimize.masks import scores_and_masks
+from nimblec.optimize.masks import added_to_scores
 from nimblec.optimize.outputs import output_strides, restore_strides
 from nimblec.optimize.rewriter import Rewriter, fake, is_call, views
 
@@ -73,8 +73,8 @@ class _Caster:
     """Walks one graph in order.
 
     ``_wide`` are float32 values that the calls after them are to take in float32; others may be in
-    float32 too, but are wanted in half. ``_masks`` are added to scores of an attention, or are
-    these; ``_huge`` may hold finite numbers that half cannot.
+    float32 too, but are wanted in half. ``_masks`` are added to scores of an attention; ``_huge``
+    may hold finite numbers that half cannot.
     ``_before`` are the dtypes that the model gave to the results of a node.
     """
 
@@ -87,7 +87,7 @@ class _Caster:
         self._rounded: dict[tuple[Any, ...], Tensor] = {}
         self._taken: dict[tuple[Any, ...], bool] = {}
         self._wide: set[fx.Node] = set()
-        self._masks = scores_and_masks(module.graph)
+        self._masks = added_to_scores(module.graph)
         self._huge = {node for node in self._masks if node.op == "placeholder"}
 
     def visit(self, node: fx.Node) -> None:
@@ -183,16 +183,16 @@ class _Caster:
         return not is_call(node, _TO) or fake(node.args[0]).dtype != torch.bool  # of bools, half is exact
 
     def _is_copy_on_the_way(self, node: fx.Node) -> bool:
-        """Whether it copies or views what is still in float32, and what takes it takes float32."""
+        """Whether it copies, views or bounds what is still in float32, and what takes it takes float32."""
         floats = self._floats(node)
-        if not floats or any(fake(n).dtype != torch.float32 for n in floats) or not _is_copy(node):
+        if not floats or any(fake(n).dtype != torch.float32 for n in floats):
             return False
-        return _all_users(node, self._takes_single)
+        return (_is_copy(node) or autocast.name(node) in autocast.BOUNDS) and _all_users(node, self._takes_single)
 
     def _takes_single(self, user: fx.Node) -> bool:
         if _is_copy(user):
             return _all_users(user, self._takes_single)
-        return user.op == "output" or autocast.is_single(user)
+        return user.op == "output" or autocast.is_single(user) or is_call(user, _TO)
 
     def _makes_huge(self, node: fx.Node) -> bool:
         """Whether it computes with numbers that half precision cannot hold, more than to hide or to bound."""
