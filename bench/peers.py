@@ -147,8 +147,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 def main(arguments: list[str]) -> None:
     """Measure, or show what was measured."""
     options = parser().parse_args(arguments)
-    shown = options.markdown or options.plot
-    results = environment.read(results_path(options)) if shown else measure(options)
+    shown, path = options.markdown or options.plot, results_path(options)
+    if shown and options.output and not path.exists():
+        sys.exit(f"{path}: there is no such file")
+    results = environment.read(path) if shown else measure(options)
     if options.plot:
         from bench import peers_plot
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bench import peers, peers_table
+from bench import environment, peers, peers_table
 from bench.turns import Job, Result
 
 
@@ -131,6 +131,21 @@ def test_tables_are_printed_from_a_file_of_figures(tmp_path: Path, capsys: pytes
     path.write_text(json.dumps(RESULTS))
     peers.main(["--markdown", "--output", str(path)])
     assert capsys.readouterr().out == peers_table.markdown(RESULTS) + "\n"
+
+
+def test_a_file_that_is_not_there_is_said_in_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="none.json: there is no such file"):
+        peers.main(["--markdown", "--output", str(tmp_path / "none.json")])
+
+
+def test_tables_that_nobody_has_measured_yet_leave_the_readme_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "FOLDER", peers.FOLDER / tmp_path.name)
+    for flags in ([], ["--batches"], ["--precision", "fp32"]):
+        with pytest.raises(SystemExit) as caught:
+            peers.main(["--markdown", *flags])
+        assert caught.value.code == environment.NOT_MEASURED
 
 
 @pytest.mark.skipif(find_spec("matplotlib") is None, reason="needs matplotlib")
