@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from rewriting import assert_same, counts, record, rewritten
+from rewriting import assert_same, counts, family, record, rewritten
 from torch import Tensor, fx
 
-from nimblec.optimize.layout import propagate_channels_last
+from nimblec.optimize import optimize
+from nimblec.optimize.layout import CONTIGUOUS, CONVOLUTIONS, lay_contiguous, propagate_channels_last
 from nimblec.optimize.rewriter import fake
 
 X = torch.randn(2, 8, 6, 6, generator=torch.Generator().manual_seed(0)).half()
@@ -87,3 +88,40 @@ def test_one_dimensional_and_three_dimensional_convolutions_stay() -> None:
 
     before = record(model, X)
     assert counts(rewritten(before, propagate_channels_last)) == counts(before)
+
+
+def _normalized(x: Tensor) -> Tensor:
+    """A convolution, group norm twice on its result, and convolutions of both."""
+    y = torch.conv2d(x, _weight(8, 8, 3, 3), padding=1)
+    z = torch.group_norm(y, 4, X[0, :, 0, 0], X[1, :, 0, 0]), torch.group_norm(torch.relu(y), 2)
+    return torch.conv2d(torch.sigmoid(z[0]), _weight(8, 8, 3, 3)) + torch.conv2d(z[1], _weight(8, 8, 3, 3))
+
+
+def _refused(module: fx.GraphModule) -> list[fx.Node]:
+    calls = [n for n in module.graph.nodes if n.target in CONTIGUOUS]
+    assert calls
+    return [n for n in calls if not fake(n.args[0]).is_contiguous()]
+
+
+def test_group_norm_reads_contiguous_images() -> None:
+    before = record(_normalized, X)
+    after = rewritten(before, propagate_channels_last)
+    assert not _refused(after)
+    assert all(_is_channels_last(n.args[0]) for n in after.graph.nodes if n.target in CONVOLUTIONS)
+    assert_same(before, after, X, rtol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_group_norm_in_a_network(dtype: torch.dtype) -> None:
+    before, inputs = family("unet", dtype)
+    after = optimize(before, device="cuda")
+    assert not _refused(after)
+    assert_same(before, after, *inputs, rtol=2e-2 if dtype == torch.float16 else 1e-4)
+
+
+def test_other_orders_are_copied_too() -> None:
+    before = record(lambda x: torch.ops.aten.native_group_norm(x.mT, None, None, 2, 8, 36, 4, 1e-5)[0], X)
+    after = rewritten(before, lay_contiguous)
+    assert counts(after) - counts(before) == {"clone": 1}
+    assert not _refused(after)
+    torch.testing.assert_close(after(X)[0], torch.group_norm(X.mT, 4))

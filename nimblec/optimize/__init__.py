@@ -12,7 +12,7 @@ from nimblec.optimize.constant_masks import state_masks
 from nimblec.optimize.cudnn import fuse_convolutions
 from nimblec.optimize.folding import fold_constants
 from nimblec.optimize.gelu import recognize_gelu
-from nimblec.optimize.layout import propagate_channels_last
+from nimblec.optimize.layout import lay_contiguous, propagate_channels_last
 from nimblec.optimize.outputs import output_strides, restore_strides, separate_outputs
 from nimblec.optimize.pointwise import linear_convolutions
 from nimblec.optimize.rewriter import Rewriter
@@ -39,6 +39,7 @@ ON_CUDA = (
     fuse_activations,
     join_linears,
     align_weights,
+    lay_contiguous,
 )
 """Rewrites in their order: each finds what those before it have left."""
 

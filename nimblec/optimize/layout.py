@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, fx
 
 from nimblec.optimize.outputs import output_strides, restore_strides
-from nimblec.optimize.rewriter import Rewriter, bound, fake
+from nimblec.optimize.rewriter import Rewriter, bound, fake, is_call
 from nimblec.optimize.simplify import RESHAPES
 
 aten = torch.ops.aten
@@ -28,13 +28,20 @@ BY_STRIDE = frozenset({
     aten.empty_strided.default,
 })
 """Calls whose meaning hangs on the strides of their argument."""
+CONTIGUOUS = {aten.native_group_norm.default: "input"}
+"""Calls that CUDA refuses for an argument of other strides, where inference does not, by its name.
+
+Other calls, ``native_layer_norm`` and pooling among them, read any strides or copy by themselves.
+Source: aten/src/ATen/native/group_norm.cpp of PyTorch.
+"""
 
 
 def propagate_channels_last(module: fx.GraphModule, dtypes: Collection[torch.dtype] = HALF) -> None:
     """Lay the weights of 2-d convolutions of these dtypes channels last, and their inputs where needed.
 
     Every other call keeps the order it is given, so one conversion at each border is enough: the
-    inputs of the first convolutions, and outputs, which keep the strides they had.
+    inputs of the first convolutions, what ``CONTIGUOUS`` calls read, and outputs, which keep the
+    strides they had.
     """
     rewriter = Rewriter(module)
     convolutions = [n for n in rewriter.calls(*CONVOLUTIONS) if fake(n).dim() == 4 and fake(n).dtype in dtypes]
@@ -46,6 +53,22 @@ def propagate_channels_last(module: fx.GraphModule, dtypes: Collection[torch.dty
         _lay_weights(rewriter, node)
     _convert_inputs(rewriter, frozenset(convolutions))
     restore_strides(module, strides)
+
+
+def lay_contiguous(module: fx.GraphModule) -> None:
+    """Copy what comes in another order to calls that read contiguous arguments alone."""
+    rewriter = Rewriter(module)
+    rewriter.propagate()
+    for node in rewriter.calls(*CONTIGUOUS):
+        _make_contiguous(rewriter, node)
+    rewriter.finish()
+
+
+def _make_contiguous(rewriter: Rewriter, node: fx.Node) -> None:
+    source = bound(node)[CONTIGUOUS[node.target]]
+    if not fake(source).is_contiguous():
+        copy = rewriter.call(aten.clone.default, source, memory_format=torch.contiguous_format, at=node)
+        node.replace_input_with(source, copy)
 
 
 def _free_views(rewriter: Rewriter) -> None:
@@ -74,6 +97,8 @@ def _convert_inputs(rewriter: Rewriter, convolutions: frozenset[fx.Node]) -> Non
                             aten.clone.default, source, memory_format=torch.channels_last, at=node
                         )
                     node.replace_input_with(source, converted[source])
+        elif is_call(node, *CONTIGUOUS):
+            _make_contiguous(rewriter, node)
         if node.op == "call_function":
             node.meta["val"] = rewriter.infer(node)
 
