@@ -134,7 +134,7 @@ def test_tables_are_printed_from_a_file_of_figures(tmp_path: Path, capsys: pytes
 
 
 def test_a_file_that_is_not_there_is_said_in_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="none.json: there is no such file"):
+    with pytest.raises(SystemExit, match=r"none\.json: there is no such file"):
         peers.main(["--markdown", "--output", str(tmp_path / "none.json")])
 
 
