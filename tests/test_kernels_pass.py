@@ -1,0 +1,164 @@
+"""Our own kernels in a graph: what is fused, that the values stay, and how a tiling is chosen."""
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from rewriting import counts, record, rewritten, run
+from torch import Tensor, fx
+from torch.nn import functional
+
+from nimblec.kernels.depthwise import DepthwiseTiling, depthwise
+from nimblec.kernels.ops import convolution, linear
+from nimblec.kernels.shapes import Tiling
+from nimblec.optimize import optimize
+from nimblec.optimize.own_kernels import Request, requests, use_own_kernels
+from nimblec.optimize.own_kernels_choice import THEIRS, Selector, signature, tilings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+OWN = (convolution, linear, depthwise)
+
+
+def _random(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).half()
+
+
+IMAGES = _random(2, 16, 8, 8, seed=0)
+ROWS = _random(2, 5, 24, seed=0)
+WEIGHT, BIAS = _random(16, 16, 3, 3) / 12, _random(16, seed=2)
+SCALES = _random(16, 1, 3, 3) / 3
+MATRIX, VECTOR = _random(24, 24) / 5, _random(24, seed=2)
+
+
+def _tiling(request: Request) -> Tiling | DepthwiseTiling:
+    if request.kind == "depthwise":
+        return DepthwiseTiling(block_m=4, block_c=16, num_warps=1)
+    return Tiling(block_m=16, block_n=16, block_k=32, split_k=2)
+
+
+def _conv(x: Tensor, *, groups: int = 1, stride: int = 1) -> Tensor:
+    return functional.conv2d(x, WEIGHT if groups == 1 else SCALES, BIAS, stride, 1, 1, groups)
+
+
+def _with_skip(x: Tensor) -> Tensor:
+    y = _conv(x)
+    return y + _conv(y)
+
+
+def _added_to_itself(x: Tensor) -> Tensor:
+    y = _conv(x)
+    return y + y
+
+
+def _used_twice(x: Tensor) -> Tensor:
+    y = _conv(x)
+    return torch.relu(y) * y
+
+
+MODELS: "dict[str, tuple[Callable[[Tensor], Tensor], Tensor, str]]" = {
+    "plain": (_conv, IMAGES, "convolution none"),
+    "relu": (lambda x: torch.relu(_conv(x)), IMAGES, "convolution relu"),
+    "relu6": (lambda x: functional.relu6(_conv(x, stride=2)), IMAGES, "convolution relu6"),
+    "clamp": (lambda x: torch.clamp(_conv(x), 0, 6), IMAGES, "convolution relu6"),
+    "clamped otherwise": (lambda x: torch.clamp(_conv(x), -1, 6), IMAGES, "convolution none"),
+    "hardswish": (lambda x: functional.hardswish(_conv(x)), IMAGES, "convolution hardswish"),
+    "silu": (lambda x: functional.silu(_conv(x)), IMAGES, "convolution silu"),
+    "residual": (_with_skip, IMAGES, "convolution none, convolution none residual"),
+    "residual and relu": (
+        lambda x: torch.relu(_with_skip(x)), IMAGES, "convolution none, convolution relu residual",
+    ),
+    "residual in another order": (lambda x: x + _conv(x), IMAGES, "convolution none"),
+    "scaled residual": (lambda x: torch.add(_conv(x), x, alpha=2), IMAGES, "convolution none"),
+    "twice": (_added_to_itself, IMAGES, "convolution none"),
+    "used twice": (_used_twice, IMAGES, "convolution none"),
+    "two": (lambda x: _conv(x) + _conv(x.neg()), IMAGES, "convolution none residual, convolution none"),
+    "depthwise": (lambda x: functional.relu6(_conv(x, groups=16)), IMAGES, "depthwise relu6"),
+    "linear": (lambda x: functional.linear(x, MATRIX, VECTOR), ROWS, "linear none"),
+    "no bias": (lambda x: torch.sigmoid(functional.linear(x, MATRIX)), ROWS, "linear sigmoid"),
+    "gelu": (lambda x: functional.gelu(functional.linear(x, MATRIX, VECTOR)), ROWS, "linear gelu"),
+    "gelu by tanh": (
+        lambda x: functional.gelu(functional.linear(x, MATRIX, VECTOR), approximate="tanh"), ROWS, "linear gelu_tanh",
+    ),
+    "linear and residual": (lambda x: x + functional.linear(x, MATRIX, VECTOR), ROWS, "linear none residual"),
+}  # fmt: skip
+
+
+def _graph(name: str) -> tuple[fx.GraphModule, Tensor]:
+    model, x, _ = MODELS[name]
+    return optimize(record(model, x), device="cuda"), x
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_fused_and_its_values(name: str) -> None:
+    module, x = _graph(name)
+    asked = []
+
+    def choose(request: Request) -> Tiling | DepthwiseTiling:
+        asked.append(f"{request.kind} {request.activation}{' residual' if request.residual else ''}")
+        return _tiling(request)
+
+    own = rewritten(module, lambda m: use_own_kernels(m, choose))
+    assert ", ".join(asked) == MODELS[name][2]
+    assert sum(node.target in OWN for node in own.graph.nodes) == len(asked), counts(own)
+    for expected, result in zip(run(module, x), run(own, x), strict=True):
+        torch.testing.assert_close(result, expected, atol=4e-3, rtol=4e-3)
+        assert result.stride() == expected.stride()
+
+
+def test_nothing_changes_where_the_framework_is_chosen() -> None:
+    module, _ = _graph("residual and relu")
+    assert counts(rewritten(module, lambda m: use_own_kernels(m, lambda _: None))) == counts(module)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_other_precisions_stay(dtype: torch.dtype) -> None:
+    module = record(lambda x: functional.conv2d(x, WEIGHT.to(dtype), BIAS.to(dtype)), IMAGES.to(dtype))
+    assert not list(requests(optimize(module, device="cuda")))
+
+
+def test_grouped_convolutions_stay() -> None:
+    module = record(lambda x: functional.conv2d(x, WEIGHT[:, :8], BIAS, groups=2), IMAGES)
+    assert not list(requests(optimize(module, device="cuda")))
+
+
+def test_a_bias_that_is_computed_stays_outside() -> None:
+    module = record(lambda x: functional.conv2d(x, WEIGHT, x[0, :, 0, 0]), IMAGES)
+    assert not list(requests(optimize(module, device="cuda")))
+
+
+class _Pool:
+    def take(self, shape: "Sequence[int]") -> Tensor:
+        return torch.zeros(tuple(shape), dtype=torch.float16)
+
+
+def _selector(times: "Callable[[int], float]") -> tuple[Selector, list[Any]]:
+    jobs: list[Any] = []
+    timed: list[int] = []
+
+    def timer(call: "Callable[[int], object]") -> float:
+        call(1)
+        timed.append(len(timed))
+        return times(timed[-1])
+
+    return Selector(timer, _Pool(), length=2, compile_jobs=jobs.extend), jobs
+
+
+@pytest.mark.parametrize("name", ["silu", "residual", "depthwise", "gelu", "linear and residual"])
+def test_the_fastest_tiling_is_chosen_once(name: str) -> None:
+    module, _ = _graph(name)
+    *_, request = requests(module)
+    selector, jobs = _selector(lambda n: {0: 3.0, 2: 1.0}.get(n, 2.0))
+    selector.prepare([request, request])
+    assert len(jobs) == len(tilings(request))
+    assert selector(request) == selector(request) == tilings(request)[1]
+    choice = selector.choices[signature(request)]
+    assert choice.runner_up != THEIRS
+    assert len(choice.microseconds) == len(jobs) + 1
+
+
+def test_the_framework_stays_where_it_is_faster() -> None:
+    *_, request = requests(_graph("residual")[0])
+    selector, _ = _selector(lambda n: 1.0 + n)
+    assert selector(request) is None
