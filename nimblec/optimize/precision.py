@@ -125,6 +125,8 @@ class _Caster:
         """The author's cast of float32 to something else; it may be made already."""
         source, dtype = node.args[0], fake(node).dtype
         made = source if fake(source).dtype == dtype else self._casts.get((source, dtype), node)
+        if _is_widened(source, dtype):
+            made = source.args[0]
         if fake(made).stride() != fake(node).stride():
             return
         if made is not node:
@@ -327,7 +329,7 @@ class _Caster:
     def _cast(self, node: fx.Node, dtype: torch.dtype, at: fx.Node) -> fx.Node:
         if (constant := self.rewriter.value(node)) is not None:
             return self.rewriter.constant(self._round(constant), at=at)
-        if is_call(node, _TO) and fake(node.args[0]).dtype == dtype and _is_laid_alike(node.args[0], node):
+        if _is_widened(node, dtype):
             return node.args[0]  # back to what it was cast from
         if is_call(node, aten.expand.default):  # there are fewer elements before it
             return self.rewriter.call(node.target, self._as(node.args[0], dtype, at), *node.args[1:], at=at)
@@ -388,5 +390,9 @@ def _rank(node: fx.Node) -> int:
     return max((tensor.dim() for tensor in _tensors(node.meta["val"])), default=0)
 
 
-def _is_laid_alike(left: fx.Node, right: fx.Node) -> bool:
-    return fake(left).stride() == fake(right).stride()
+def _is_widened(node: fx.Node, dtype: torch.dtype) -> bool:
+    """Whether ``node`` is a cast of ``dtype`` to float32 that does nothing else."""
+    if not is_call(node, _TO) or fake(node).dtype != torch.float32:
+        return False
+    source = fake(node.args[0])
+    return source.dtype == dtype and source.stride() == fake(node).stride()
