@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -22,7 +22,14 @@ from bench.environment import describe
 from nimblec.kernels import ops
 from nimblec.kernels.candidates import candidates
 from nimblec.kernels.choosing import Choice, choose
-from nimblec.kernels.compiling import Job, compile_all, convolution_job
+from nimblec.kernels.compiling import Job, compile_all, convolution_job, depthwise_job
+from nimblec.kernels.depthwise import (
+    DepthwiseTiling,
+    depthwise,
+    depthwise_candidates,
+    depthwise_settings,
+    pack_depthwise,
+)
 from nimblec.kernels.launching import settings
 from nimblec.kernels.packing import counters, pack_rows
 from nimblec.kernels.reference import finish
@@ -30,6 +37,9 @@ from nimblec.kernels.shapes import Convolution, Tiling, ceil_div, product
 from nimblec.kernels.timing import GraphTimer, WeightPool
 
 aten = torch.ops.aten
+
+Kind = Literal["convolution", "linear", "depthwise"]
+AnyTiling = Tiling | DepthwiseTiling
 
 POOL_NBYTES = 512 << 20
 THEIRS = "theirs"
@@ -44,11 +54,13 @@ class Call:
     shape: Convolution
     activation: str
     residual: bool = False
-    linear: bool = False
+    kind: Kind = "convolution"
 
     def __str__(self) -> str:
         s = self.shape
-        kind = "linear" if self.linear else f"{s.kernel[0]}x{s.kernel[1]}/{s.stride[0]}"
+        kind = "linear" if self.kind == "linear" else f"{s.kernel[0]}x{s.kernel[1]}/{s.stride[0]}"
+        if self.kind == "depthwise":
+            return f"depthwise {kind} {s.out_height}x{s.out_width}x{s.channels} {self.activation}"
         end = "+res" if self.residual else ""
         return f"{kind} {s.rows}x{s.depth}x{s.out_channels} {self.activation}{end}"
 
@@ -67,23 +79,25 @@ def resnet50() -> Iterator[Call]:
                 yield _image(size, channels, 4 * width, stride=stride, activation="none")
             size, channels = size // stride, 4 * width
             yield _image(size, width, channels, activation="relu", residual=True)
-    yield Call(shape=product(1, 2048, 1000), activation="none", linear=True)
+    yield Call(shape=product(1, 2048, 1000), activation="none", kind="linear")
 
 
 def mobilenet_v2() -> Iterator[Call]:
-    """Torchvision's, 224x224, but for the depthwise convolutions."""
+    """Torchvision's, 224x224."""
     yield _image(224, 3, 32, kernel=3, stride=2, activation="relu6")
+    yield _depthwise(112, 32)
     yield _image(112, 32, 16, activation="none")
     size, channels = 112, 16
     for width, depth, first in ((24, 2, 2), (32, 3, 2), (64, 4, 2), (96, 3, 1), (160, 3, 2), (320, 1, 1)):
         for block in range(depth):
             stride = 1 if block else first
             yield _image(size, channels, 6 * channels, activation="relu6")
+            yield _depthwise(size, 6 * channels, stride=stride)
             size //= stride
             yield _image(size, 6 * channels, width, activation="none", residual=block > 0)
             channels = width
     yield _image(7, 320, 1280, activation="relu6")
-    yield Call(shape=product(1, 1280, 1000), activation="none", linear=True)
+    yield Call(shape=product(1, 1280, 1000), activation="none", kind="linear")
 
 
 def bert() -> Iterator[Call]:
@@ -94,7 +108,7 @@ def bert() -> Iterator[Call]:
 def gpt2() -> Iterator[Call]:
     """GPT-2, 64 tokens, with its last product over the vocabulary."""
     yield from _transformer(64, 12, "gelu_tanh")
-    yield Call(shape=product(64, 768, 50257), activation="none", linear=True)
+    yield Call(shape=product(64, 768, 50257), activation="none", kind="linear")
 
 
 def vit() -> Iterator[Call]:
@@ -105,7 +119,12 @@ def vit() -> Iterator[Call]:
 def _transformer(tokens: int, layers: int, activation: str) -> Iterator[Call]:
     for _ in range(layers):
         for depth, columns, then in ((768, 2304, ""), (768, 768, ""), (768, 3072, activation), (3072, 768, "")):
-            yield Call(shape=product(tokens, depth, columns), activation=then or "none", linear=True)
+            yield Call(shape=product(tokens, depth, columns), activation=then or "none", kind="linear")
+
+
+def _depthwise(size: int, channels: int, *, stride: int = 1) -> Call:
+    call = _image(size, channels, channels, kernel=3, stride=stride, activation="relu6")
+    return replace(call, kind="depthwise")
 
 
 def _image(
@@ -149,34 +168,47 @@ class Tensors:
         x = torch.randn(size, dtype=dtype, device="cuda")
         out = torch.randn((shape.rows, shape.out_channels), dtype=dtype, device="cuda")
         images = out.view(shape.batch, shape.out_height, shape.out_width, -1).permute(0, 3, 1, 2)
-        self.x = x.view(shape.rows, shape.channels) if call.linear else x.permute(0, 3, 1, 2)
-        self.residual = (out if call.linear else images) if call.residual else None
+        self.x = x.view(shape.rows, shape.channels) if call.kind == "linear" else x.permute(0, 3, 1, 2)
+        self.residual = (out if call.kind == "linear" else images) if call.residual else None
         self.bias = torch.randn(shape.out_channels, dtype=dtype, device="cuda")
 
-    def ours(self, weight: Tensor, tiling: Tiling, arrived: Tensor | None, *, programmatic: bool = True) -> Tensor:
+    def ours(self, weight: Tensor, tiling: AnyTiling, arrived: Tensor | None, *, programmatic: bool = True) -> Tensor:
         """Our op."""
         call, shape = self.call, self.call.shape
         shared = self.x, weight, self.bias, self.residual, arrived, shape.out_channels
         last = call.activation, tiling.numbers, programmatic
-        if call.linear:
+        if call.kind == "linear":
             return ops.linear(*shared, *last)
-        return ops.convolution(*shared, shape.kernel, shape.stride, shape.padding, shape.dilation, *last)
+        geometry = shape.kernel, shape.stride, shape.padding, shape.dilation
+        if call.kind == "depthwise":
+            return depthwise(*shared[:4], *geometry, *last)
+        return ops.convolution(*shared, *geometry, *last)
 
     def theirs(self, rows: Tensor) -> Tensor:
         """The library's call for weights (out channels, depth), and what it cannot fuse in calls after it."""
-        if self.call.linear:
+        if self.call.kind == "linear":
             return self._linear(rows)
         shape = self.call.shape
-        weight = rows.view(shape.out_channels, *shape.kernel, shape.channels).permute(0, 3, 1, 2)
+        weight = self.images(rows)
         geometry = shape.stride, shape.padding, shape.dilation
         if self.call.activation == "relu" and self.residual is not None:
             return aten.cudnn_convolution_add_relu(self.x, weight, self.residual, 1.0, self.bias, *geometry, 1)
         if self.call.activation == "relu":
             return aten.cudnn_convolution_relu(self.x, weight, self.bias, *geometry, 1)
-        total = aten.convolution(self.x, weight, None, *geometry, False, [0, 0], 1)
+        total = aten.convolution(self.x, weight, None, *geometry, False, [0, 0], self.groups)
         if self.residual is not None or self.call.activation == "none":
             return total.add_(self.bias[:, None, None] if self.residual is None else self.residual)
         return functional.relu6(total, inplace=True)
+
+    @property
+    def groups(self) -> int:
+        """As torch counts them."""
+        return self.call.shape.channels if self.call.kind == "depthwise" else 1
+
+    def images(self, rows: Tensor) -> Tensor:
+        """Weights (out channels, depth) as torch's convolutions take them, channels last."""
+        shape = self.call.shape
+        return rows.view(shape.out_channels, *shape.kernel, -1).permute(0, 3, 1, 2)
 
     def _linear(self, rows: Tensor) -> Tensor:
         if self.call.activation == "gelu_tanh":
@@ -187,11 +219,11 @@ class Tensors:
     def expected(self, rows: Tensor) -> Tensor:
         """In float32."""
         shape, bias = self.call.shape, self.bias.float()
-        if self.call.linear:
+        if self.call.kind == "linear":
             total = functional.linear(self.x.float(), rows.float(), bias)
         else:
-            weight = rows.float().view(shape.out_channels, *shape.kernel, shape.channels).permute(0, 3, 1, 2)
-            total = functional.conv2d(self.x.float(), weight, bias, shape.stride, shape.padding, shape.dilation)
+            weight, geometry = self.images(rows).float(), (shape.stride, shape.padding, shape.dilation)
+            total = functional.conv2d(self.x.float(), weight, bias, *geometry, self.groups)
         return finish(total, self.residual, self.call.activation)
 
 
@@ -202,7 +234,7 @@ class Measured:
     call: Call
     count: int
     choice: Choice
-    tilings: dict[str, Tiling]
+    tilings: dict[str, AnyTiling]
     error: float
 
     @property
@@ -235,10 +267,17 @@ def main() -> None:
         print(f"{name}: {time.perf_counter() - begin:.0f} s in all\n")
 
 
+def tilings(call: Call, limit: int) -> Sequence[AnyTiling]:
+    """The candidates for a call."""
+    if call.kind == "depthwise":
+        return depthwise_candidates(call.shape, limit=limit)
+    return candidates(call.shape, limit=limit)
+
+
 def measure(name: str, calls: Sequence[Call], dtype: torch.dtype, limit: int) -> dict[str, Any]:
     """Time and check all calls of a network; prints a table and returns the raw figures."""
     distinct = list(dict.fromkeys(calls))
-    tried = {call: {_name(t): t for t in candidates(call.shape, limit=limit)} for call in distinct}
+    tried = {call: {_name(t): t for t in tilings(call, limit)} for call in distinct}
     begin = time.perf_counter()
     compile_all([_job(call, tiling, dtype) for call in distinct for tiling in tried[call].values()])
     kernels = sum(map(len, tried.values()))
@@ -267,10 +306,10 @@ def measure(name: str, calls: Sequence[Call], dtype: torch.dtype, limit: int) ->
 
 
 def measure_call(
-    call: Call, count: int, tilings: dict[str, Tiling], pool: WeightPool, timer: GraphTimer, dtype: torch.dtype
+    call: Call, count: int, tilings: dict[str, AnyTiling], pool: WeightPool, timer: GraphTimer, dtype: torch.dtype
 ) -> Measured:
     """Check and time the library's call and each candidate of ours."""
-    tensors, depth = Tensors(call, dtype), call.shape.depth
+    tensors, depth = Tensors(call, dtype), _depth(call)
     rows = (torch.randn((call.shape.out_channels, depth), device="cuda") / depth**0.5).to(dtype)
     expected = tensors.expected(rows)
     error = max(_error(tensors, rows, tiling, expected) for tiling in tilings.values())
@@ -280,9 +319,9 @@ def measure_call(
     return Measured(call=call, count=count, choice=choose(sides, timer), tilings=tilings, error=error)
 
 
-def _error(tensors: Tensors, rows: Tensor, tiling: Tiling, expected: Tensor) -> float:
+def _error(tensors: Tensors, rows: Tensor, tiling: AnyTiling, expected: Tensor) -> float:
     """The largest error of a candidate in units of the results' spread; it must leave its counters at zero."""
-    packed, arrived = pack_rows(rows, tiling), _counters(tensors.call.shape, tiling)
+    packed, arrived = _pack(tensors, rows, tiling), _counters(tensors.call.shape, tiling)
     results = [tensors.ours(packed, tiling, arrived) for _ in range(3)]
     assert arrived is None or not bool(arrived.any()), f"{tensors.call} {tiling}: counters are left at {arrived}"
     same = all(torch.equal(result, results[0]) for result in results)
@@ -294,13 +333,13 @@ def _error(tensors: Tensors, rows: Tensor, tiling: Tiling, expected: Tensor) -> 
 
 
 def _chain_of_theirs(tensors: Tensors, pool: WeightPool, length: int) -> Callable[[int], object]:
-    shape = tensors.call.shape
-    weights = [pool.take((shape.out_channels, shape.depth)) for _ in range(length)]
+    size = tensors.call.shape.out_channels, _depth(tensors.call)
+    weights = [pool.take(size) for _ in range(length)]
     return lambda n: tensors.theirs(weights[n])
 
 
-def _chain_of_ours(tensors: Tensors, tiling: Tiling, pool: WeightPool, length: int) -> Callable[[int], object]:
-    weights = [pool.take(_packed(tensors.call.shape, tiling)) for _ in range(length)]
+def _chain_of_ours(tensors: Tensors, tiling: AnyTiling, pool: WeightPool, length: int) -> Callable[[int], object]:
+    weights = [pool.take(_packed(tensors.call, tiling)) for _ in range(length)]
     arrived = [_counters(tensors.call.shape, tiling) for _ in range(length)]
     return lambda n: tensors.ours(weights[n], tiling, arrived[n])
 
@@ -318,10 +357,10 @@ def measure_network(
     tensors = {call: Tensors(call, dtype) for call in measured}
 
     def theirs(call: Call) -> Callable[[], object]:
-        return partial(tensors[call].theirs, pool.take((call.shape.out_channels, call.shape.depth)))
+        return partial(tensors[call].theirs, pool.take((call.shape.out_channels, _depth(call))))
 
     def ours(call: Call, *, programmatic: bool = True) -> Callable[[], object]:
-        weight = pool.take(_packed(call.shape, best[call]))
+        weight = pool.take(_packed(call, best[call]))
         arrived = _counters(call.shape, best[call])
         return partial(tensors[call].ours, weight, best[call], arrived, programmatic=programmatic)
 
@@ -337,23 +376,40 @@ def measure_network(
     return {name: timer.chain([side(call) for call in calls], flush=False) for name, side in sides.items()}
 
 
-def _job(call: Call, tiling: Tiling, dtype: torch.dtype, *, programmatic: bool = True) -> Job:
-    shape = call.shape if call.linear else replace(call.shape, pixel_stride=call.shape.channels)
-    constants = settings(shape, tiling, activation=call.activation, programmatic=programmatic)
-    return convolution_job(constants, dtype=str(dtype).removeprefix("torch."), bias=True, residual=call.residual)
+def _job(call: Call, tiling: AnyTiling, dtype: torch.dtype, *, programmatic: bool = True) -> Job:
+    known = {"dtype": str(dtype).removeprefix("torch."), "bias": True, "residual": call.residual}
+    how = {"activation": call.activation, "programmatic": programmatic}
+    if isinstance(tiling, DepthwiseTiling):
+        return depthwise_job(depthwise_settings(call.shape, tiling, **how), **known)
+    return convolution_job(settings(call.shape, tiling, **how), **known)
 
 
-def _packed(shape: Convolution, tiling: Tiling) -> tuple[int, ...]:
-    across, deep = ceil_div(shape.out_channels, tiling.block_n), tiling.steps(shape)
+def _depth(call: Call) -> int:
+    """Products in each sum."""
+    return call.shape.depth // (call.shape.channels if call.kind == "depthwise" else 1)
+
+
+def _pack(tensors: Tensors, rows: Tensor, tiling: AnyTiling) -> Tensor:
+    if isinstance(tiling, DepthwiseTiling):
+        return pack_depthwise(tensors.images(rows), tiling)
+    return pack_rows(rows, tiling)
+
+
+def _packed(call: Call, tiling: AnyTiling) -> tuple[int, ...]:
+    if isinstance(tiling, DepthwiseTiling):
+        return ceil_div(call.shape.channels, tiling.block_c), _depth(call), tiling.block_c
+    across, deep = ceil_div(call.shape.out_channels, tiling.block_n), tiling.steps(call.shape)
     return across, deep, tiling.block_n, tiling.block_k
 
 
-def _counters(shape: Convolution, tiling: Tiling) -> Tensor | None:
+def _counters(shape: Convolution, tiling: AnyTiling) -> Tensor | None:
+    if isinstance(tiling, DepthwiseTiling) or tiling.split_k == 1:
+        return None
     down, across = tiling.tiles(shape)
-    return counters(down * across, torch.device("cuda")) if tiling.split_k > 1 else None
+    return counters(down * across, torch.device("cuda"))
 
 
-def _name(tiling: Tiling) -> str:
+def _name(tiling: AnyTiling) -> str:
     return "x".join(map(str, tiling.numbers))
 
 
