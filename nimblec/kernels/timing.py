@@ -54,7 +54,7 @@ class GraphTimer:
             end.record()
             times.append((begin, end))
         torch.cuda.synchronize()
-        return 1000 * statistics.median(begin.elapsed_time(end) for begin, end in times[2:])
+        return 1000 * statistics.median(float(begin.elapsed_time(end)) for begin, end in times[2:])
 
 
 def captured(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:

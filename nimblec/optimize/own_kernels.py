@@ -97,7 +97,7 @@ def _request(rewriter: Rewriter, node: fx.Node) -> Request | None:
 def _convolution(rewriter: Rewriter, node: fx.Node) -> dict[str, Any] | None:
     """What a convolution of images in half precision, channels last, asks for."""
     given = bound(node)
-    x, weight, bias = given.get("input", given.get("self")), rewriter.value(given["weight"]), given["bias"]
+    x, weight, bias = given["input" if "input" in given else "self"], rewriter.value(given["weight"]), given["bias"]
     if weight is None or weight.dim() != 4 or given.get("transposed") or not _is_served(rewriter, node, bias):
         return None
     residual = given.get("z")
@@ -194,7 +194,7 @@ def _activation(node: fx.Node) -> str | None:
         return "relu6" if (low, high) == (0, 6) else None
     if is_call(node, aten.gelu.default):
         return "gelu" if bound(node)["approximate"] == "none" else "gelu_tanh"
-    return _ACTIVATIONS.get(node.target)  # type: ignore[arg-type]
+    return _ACTIVATIONS[node.target] if is_call(node, *_ACTIVATIONS) else None
 
 
 def _is_like(node: fx.Node, other: fx.Node) -> bool:
