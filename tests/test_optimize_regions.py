@@ -7,16 +7,18 @@ from typing import Any
 import networkx as nx
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rewriting import FAMILIES, assert_same, counts, family, record
+from rewriting import FAMILIES, assert_same, counts, family, record, rewritten
 from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nimblec.optimize import inductor, optimize
 from nimblec.optimize.bias import free_biases
-from nimblec.optimize.fusible import is_fusible, is_stencil, is_view
+from nimblec.optimize.fusible import is_fusible, is_slow_alone, is_stencil, is_view
 from nimblec.optimize.inductor import compile_regions, signature
+from nimblec.optimize.layout import propagate_channels_last
 from nimblec.optimize.regions import Extract, Region, extract, partition, replace
 
 
@@ -73,7 +75,9 @@ def _check_partition(module: fx.GraphModule, regions: Sequence[Region]) -> None:
     assert nx.is_directed_acyclic_graph(_contracted(graph, [region.calls for region in regions]))
     for region in regions:
         inside = nx.Graph([(s, c) for c in region.calls for s in _sources(c) if s in region.calls])
+        inside.add_nodes_from(region.calls)
         assert nx.is_connected(inside)
+        assert len(region.calls) > 1 or is_slow_alone(region.calls[0])
         assert set(inside) == set(region.calls)
     singles = [[n] for n in graph if n.op == "call_function" and is_fusible(n) and not is_view(n) and n not in calls]
     groups = [list(region.calls) for region in regions] + singles
@@ -141,8 +145,7 @@ def test_what_lies_between_splits_a_region() -> None:
         return torch.tanh(torch.mm(y, y)) + y * 2
 
     regions = partition(record(model, X))
-    names = sorted([c.target._schema.name.partition("::")[2] for c in region.calls] for region in regions)
-    assert names in (
+    assert sorted(_names(regions)) in (
         [["add", "relu"], ["tanh", "mul", "add"]],
         [["add", "relu", "mul"], ["tanh", "add"]],
     )
@@ -168,6 +171,86 @@ def test_pooling_begins_a_region() -> None:
     module = record(lambda x: torch.relu(torch.nn.functional.avg_pool2d(torch.sigmoid(x) * 2, 2)) + 1, x)
     first, second = partition(module)
     assert [len(first.calls), len(second.calls)] == [2, 3]
+
+
+IMAGE = torch.randn(1, 4, 12, 12, generator=torch.Generator().manual_seed(0)).to(memory_format=torch.channels_last)
+
+
+def _names(regions: Sequence[Region]) -> list[list[str]]:
+    return [[c.target._schema.name.partition("::")[2] for c in region.calls] for region in regions]
+
+
+@pytest.mark.parametrize(
+    ("slow", "name"),
+    [
+        (lambda x: F.max_pool2d(x, 3, 2, 1), "max_pool2d_with_indices"),
+        (lambda x: F.avg_pool2d(x, 3, 1, 1), "avg_pool2d"),
+        (lambda x: F.adaptive_avg_pool2d(x, 3), "_adaptive_avg_pool2d"),
+        (lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"), "upsample_bilinear2d"),
+        (lambda x: torch.roll(x, (1, 2), (2, 3)), "roll"),
+        (lambda x: F.pad(x, (0, 1, 2, 3)), "constant_pad_nd"),
+        (lambda x: F.group_norm(x.contiguous(), 2), "native_group_norm"),
+    ],
+)
+def test_what_is_slow_alone_is_a_region(slow: Callable[[Tensor], Tensor], name: str) -> None:
+    weight = torch.randn(4, 4, 1, 1)
+    module = record(lambda x: torch.conv2d(slow(torch.conv2d(x, weight)), weight), IMAGE)
+    (region,) = partition(module)
+    assert _names([region])[0][-1] == name
+    assert len(extract(region).outputs) == 1
+
+
+@pytest.mark.parametrize(
+    "fast",
+    [
+        torch.sigmoid,
+        lambda x: torch.cat([x, x], 0),
+        torch.clone,
+        lambda x: x.mean((2, 3), keepdim=True),
+        lambda x: F.avg_pool2d(x, 6),  # Inductor has no kernel for it
+        lambda x: F.max_pool2d(x, 6),
+        lambda x: F.adaptive_avg_pool2d(x, 2),
+    ],
+)
+def test_what_is_as_fast_alone_is_none(fast: Callable[[Tensor], Tensor]) -> None:
+    assert partition(record(lambda x: fast(torch.conv2d(x, torch.ones(4, 4, 1, 1))), IMAGE)) == ()
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """An Inception block: branches on one image, two of them pools, and another block's pool on all."""
+    weight = torch.randn(4, 4, 1, 1, generator=torch.Generator().manual_seed(1))
+    x = torch.conv2d(x, weight)
+    pooled = torch.conv2d(F.avg_pool2d(x, 3, 1, 1), weight)
+    y = torch.cat([torch.conv2d(x, weight), pooled, F.max_pool2d(x, 3, 1, 1)], 1)
+    return torch.conv2d(F.avg_pool2d(y, 3, 1, 1), weight.repeat(1, 3, 1, 1)).mean((2, 3))
+
+
+def test_pools_and_concatenations_of_branches() -> None:
+    original = record(_mixed, IMAGE)
+    before = rewritten(original, lambda module: propagate_channels_last(module, {torch.float32}))
+    regions = partition(before)
+    assert _names(regions) == [["avg_pool2d"], ["max_pool2d_with_indices", "cat"], ["avg_pool2d"]]
+    assert [len(extract(region).outputs) for region in regions] == [1, 1, 1]
+    after = compile_regions(before)
+    assert not counts(after).keys() & {"avg_pool2d", "cat", "max_pool2d_with_indices"}
+    results = [n.meta["val"] for n in after.graph.nodes if n.target is operator.getitem]
+    assert len(results) == 3
+    assert all(t.is_contiguous(memory_format=torch.channels_last) for t in results)
+    assert_same(original, after, IMAGE, rtol=1e-5)
+
+
+def test_means_and_adaptive_pools_of_images_with_channels_last() -> None:
+    def model(x: Tensor) -> tuple[Tensor, ...]:
+        x = torch.sigmoid(x.contiguous(memory_format=torch.channels_last))
+        y = torch.relu(x + 1)
+        return y.mean((2, 3)), F.adaptive_avg_pool2d(x, 4), F.adaptive_avg_pool2d(x * 2, (5, 3)) * 3, y
+
+    before = record(model, IMAGE)
+    after = compile_regions(before)
+    names = counts(after)
+    assert sum(n for name, n in names.items() if name.startswith("fused_")) == 3
+    assert {name for name in names if not name.startswith("fused_")} <= {"mul"}  # what a pool reads is computed once
+    assert_same(before, after, IMAGE, rtol=1e-5)
 
 
 def test_a_region_returns_no_view() -> None:

@@ -1,10 +1,12 @@
 """Which calls a generated kernel can compute together with their neighbours."""
 
+from math import prod
+
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
-from nimblec.optimize.rewriter import fake, is_pure, views
+from nimblec.optimize.rewriter import bound, fake, is_pure, views
 
 aten = torch.ops.aten
 
@@ -27,7 +29,17 @@ _NAMES = frozenset({
 })
 """Names of the aten namespace, for all their overloads without out arguments."""
 
-_STENCILS = frozenset({"avg_pool2d", "max_pool2d_with_indices", "_adaptive_avg_pool2d", "upsample_bilinear2d"})
+_POOLS = frozenset({"avg_pool2d", "max_pool2d_with_indices", "_adaptive_avg_pool2d"})
+_STENCILS = _POOLS | {"upsample_bilinear2d"}
+
+_SLOW_ALONE = _STENCILS | {
+    "upsample_nearest2d", "upsample_nearest1d", "native_group_norm", "roll", "flip", "constant_pad_nd",
+    "reflection_pad2d", "replication_pad2d", "slice_scatter", "select_scatter",
+}
+"""Calls that ATen computes by slow kernels or by several; others it computes alone as well as generated code."""
+
+LARGEST_WINDOW = 25
+"""Elements of a pooling window that Inductor generates code for (torch/_inductor/lowering.py); others are ATen's."""
 
 
 def is_fusible(node: fx.Node) -> bool:
@@ -38,12 +50,32 @@ def is_fusible(node: fx.Node) -> bool:
     results = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else [node.meta["val"]]
     if not all(isinstance(value, Tensor) and not value.is_complex() for value in results) or not results[0].numel():
         return False
-    return any(tag in target.tags for tag in _TAGS) or target._schema.name.partition("::")[2] in _NAMES
+    return any(tag in target.tags for tag in _TAGS) or _name(node) in _NAMES
 
 
 def is_stencil(node: fx.Node) -> bool:
     """Whether each result reads a neighbourhood, so that computing its argument on the fly would repeat work."""
-    return isinstance(node.target, OpOverload) and node.target._schema.name.partition("::")[2] in _STENCILS
+    return _name(node) in _STENCILS
+
+
+def is_slow_alone(node: fx.Node) -> bool:
+    """Whether a generated kernel is much faster than the call itself, though it computes nothing else."""
+    return _name(node) in _SLOW_ALONE and (_name(node) not in _POOLS or _window(node) <= LARGEST_WINDOW)
+
+
+def _window(node: fx.Node) -> int:
+    """How many elements a pooling call reads for one of its result."""
+    given = bound(node)
+    if "kernel_size" in given:
+        size = given["kernel_size"]
+        return prod(size) if len(size) > 1 else size[0] ** 2
+    image = fake(given["self"])
+    return prod(-(-length // parts) for length, parts in zip(image.shape[-2:], given["output_size"], strict=True))
+
+
+def _name(node: fx.Node) -> str:
+    """The name of a call within its namespace; empty for what is no overload."""
+    return node.target._schema.name.partition("::")[2] if isinstance(node.target, OpOverload) else ""
 
 
 def is_view(node: fx.Node) -> bool:

@@ -1,8 +1,9 @@
 """Regions: maximal groups of calls that generated kernels compute, each of which can be one op.
 
 A region is connected and can run as a whole: what it reads is there before its first call, and
-nothing outside lies between two of its calls. Pooling and the like may only begin a region. Views
-belong to no region: each region makes those it reads for itself, which costs nothing.
+nothing outside lies between two of its calls. Pooling and the like may only begin a region. One call
+is a region where ATen's own kernels for it are slow. Views belong to no region: each region makes
+those it reads for itself, which costs nothing.
 """
 
 import heapq
@@ -14,13 +15,13 @@ from itertools import pairwise
 from torch import fx
 from torch._ops import OpOverload
 
-from nimblec.optimize.fusible import is_fusible, is_stencil, is_view
+from nimblec.optimize.fusible import is_fusible, is_slow_alone, is_stencil, is_view
 from nimblec.optimize.rewriter import Rewriter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """Calls in the order of the graph, at least two of them."""
+    """Calls in the order of the graph: at least two, or one that is slow alone."""
 
     calls: tuple[fx.Node, ...]
 
@@ -49,7 +50,7 @@ def partition(module: fx.GraphModule) -> tuple[Region, ...]:
                 if units.fusible[producer]:
                     groups.merge(producer, number)
     found = ([units.nodes[n] for n in group] for group in groups.all() if units.fusible[group[0]])
-    return tuple(Region(calls=tuple(calls)) for calls in found if len(calls) > 1)
+    return tuple(Region(calls=tuple(calls)) for calls in found if len(calls) > 1 or is_slow_alone(calls[0]))
 
 
 def extract(region: Region) -> Extract:
