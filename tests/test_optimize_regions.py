@@ -20,6 +20,7 @@ from nimblec.optimize.fusible import is_fusible, is_slow_alone, is_stencil, is_v
 from nimblec.optimize.inductor import compile_regions, signature
 from nimblec.optimize.layout import propagate_channels_last
 from nimblec.optimize.regions import Extract, Region, extract, partition, replace
+from nimblec.optimize.rewriter import Rewriter
 
 
 def _as_calls(module: fx.GraphModule, regions: Sequence[Region]) -> fx.GraphModule:
@@ -283,6 +284,73 @@ def test_biases_go_to_the_kernel_that_follows() -> None:
     free_biases(after)
     assert counts(after) == counts(before) + counts(record(lambda x: x + 1, x))
     assert_same(before, after, x, rtol=1e-5)
+
+
+def _inverted(x: Tensor, channels: int, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
+    """The block of MobileNetV2 (Sandler et al. 2018): widen, depthwise, narrow without an activation."""
+
+    def convolve(x: Tensor, outputs: int, kernel: int, groups: int = 1) -> Tensor:
+        weight = torch.randn(outputs, x.shape[1] // groups, kernel, kernel, generator=generator) / 2
+        bias = torch.randn(outputs, generator=generator)
+        return torch.conv2d(x, weight.to(dtype), bias.to(dtype), padding=kernel // 2, groups=groups)
+
+    y = F.hardtanh(convolve(x, 8, 1), 0, 6)
+    return convolve(F.hardtanh(convolve(y, 8, 3, groups=8), 0, 6), channels, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_biases_go_through_the_next_convolution(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 4, 6, 6, generator=generator).to(dtype)
+
+    def model(x: Tensor) -> Tensor:
+        x = _inverted(x, 4, generator, dtype)  # read by a convolution alone
+        x = _inverted(x, 6, generator, dtype)  # read by a convolution and a sum
+        x = x + _inverted(x, 6, generator, dtype)
+        return torch.sigmoid(x)
+
+    before = record(model, x)
+    after = rewritten(before, free_biases)
+    assert all(n.args[2] is None for n in after.graph.nodes if n.target is torch.ops.aten.convolution.default)
+    assert counts(after)["add"] == 1 + 6 + 2  # the residual; six by the activations; two in the residual's region
+    assert len(partition(after)) == 7
+    assert_same(before, after, x, rtol=1e-12 if dtype is torch.float64 else 2e-2)
+
+
+def test_biases_go_into_grouped_and_fused_convolutions() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight, bias = (torch.randn(shape, generator=generator).double() for shape in ((8, 2, 3, 3), (8,)))
+    fused = torch.ops.aten.cudnn_convolution_relu.default
+    x = torch.randn(1, 4, 9, 9, generator=generator).double()
+    before = record(lambda x: torch.conv2d(torch.conv2d(x, weight, bias, groups=2), weight[:, :2], None, groups=4), x)
+    rewriter = Rewriter(before)
+    (first, second) = rewriter.calls(torch.ops.aten.convolution.default)
+    joined = rewriter.call(fused, first, *second.args[1:6], second.args[8], at=second)
+    rewriter.replace(second, joined)
+    rewriter.finish()
+    after = rewritten(before, free_biases)
+    (call,) = (n for n in after.graph.nodes if n.target is fused)
+    assert call.args[2].op == "get_attr"
+    assert counts(after) == {"convolution": 1, "cudnn_convolution_relu": 1}
+    assert_same(before, after, x, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "follow",
+    [
+        lambda y: torch.conv2d(y, torch.ones(4, 4, 3, 3), padding=1),  # padding has no bias
+        lambda y: torch.conv_transpose2d(y, torch.ones(4, 4, 3, 3)),
+        lambda y: torch.conv2d(y, y[:, :, :2, :2]),
+        lambda y: (torch.conv2d(y, torch.ones(4, 4, 1, 1)), y),
+        lambda y: torch.conv2d(torch.ones(1, 4, 9, 9), y.view(4, 1, 8, 8), groups=4),
+    ],
+)
+def test_biases_that_nothing_takes_stay(follow: Callable[[Tensor], Any]) -> None:
+    weight, bias = torch.ones(4, 4, 1, 1), torch.arange(4.0)
+    before = record(lambda x: follow(torch.conv2d(x, weight, bias)), torch.zeros(1, 4, 8, 8))
+    after = rewritten(before, free_biases)
+    first = next(n for n in after.graph.nodes if "conv" in str(n.target))
+    assert first.args[2] is not None
 
 
 class _Seen(TorchDispatchMode):

@@ -1,27 +1,71 @@
-"""Biases that the next generated kernel can add."""
+"""Biases of convolutions, which add them by a kernel of their own: where others can add them as well, these do."""
+
+from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from nimblec.optimize.batch_norm import CONVOLUTION
 from nimblec.optimize.fusible import is_fusible, is_view
-from nimblec.optimize.rewriter import Rewriter, bound, fake
+from nimblec.optimize.layout import CONVOLUTIONS
+from nimblec.optimize.rewriter import Rewriter, bound, fake, is_call
 
 aten = torch.ops.aten
 
 
 def free_biases(module: fx.GraphModule) -> None:
-    """A convolution adds its bias by a kernel of its own: where a fusible call follows, let it add the bias."""
+    """Take the bias out of a convolution where each call that follows can add it.
+
+    Generated kernels add it to what they read. A convolution without padding adds what it makes of
+    the bias to its own bias, once and for all.
+    """
     rewriter = Rewriter(module)
     rewriter.propagate()
     for node in rewriter.calls(CONVOLUTION):
         bias = rewriter.value(bound(node)["bias"])
-        if bias is None or not all(is_fusible(user) and not is_view(user) for user in node.users):
+        if bias is None or fake(node).dtype != bias.dtype or fake(node).dim() != fake(bound(node)["weight"]).dim():
             continue
-        shape = [-1, *[1] * (fake(node).dim() - 2)]
-        if fake(node).dtype != bias.dtype or fake(node).dim() != fake(bound(node)["weight"]).dim():
-            continue
-        plain = rewriter.call(CONVOLUTION, *node.args[:2], None, *node.args[3:], at=node)
-        column = rewriter.constant(bias.reshape(shape), at=node)
-        rewriter.replace(node, rewriter.call(aten.add.Tensor, plain, column, at=node))
+        convolutions = [user for user in node.users if is_call(user, *CONVOLUTIONS)]
+        moved = [_moved(rewriter, node, user, bias) for user in convolutions]
+        others = [user for user in node.users if user not in convolutions]
+        if all(m is not None for m in moved) and all(is_fusible(user) and not is_view(user) for user in others):
+            _free(rewriter, node, bias, {c: m for c, m in zip(convolutions, moved, strict=True) if m is not None})
     rewriter.finish()
+
+
+def _free(rewriter: Rewriter, node: fx.Node, bias: Tensor, moved: dict[fx.Node, Tensor]) -> None:
+    """Take the bias out; ``moved`` are the new biases of the convolutions that follow."""
+    plain = rewriter.call(CONVOLUTION, *node.args[:2], None, *node.args[3:], at=node)
+    for user, total in moved.items():
+        _set_bias(user, rewriter.constant(total, at=user))
+        user.replace_input_with(node, plain)
+    if node.users:
+        column = rewriter.constant(bias.reshape(-1, *[1] * (fake(node).dim() - 2)), at=node)
+        plain = rewriter.call(aten.add.Tensor, plain, column, at=node)
+    rewriter.replace(node, plain)
+
+
+def _moved(rewriter: Rewriter, node: fx.Node, user: fx.Node, bias: Tensor) -> Tensor | None:
+    """The bias of a convolution, ``user``, that reads ``node`` without its bias; None where no bias is the same."""
+    given = bound(user)
+    weight, own = rewriter.value(given["weight"]), rewriter.value(given["bias"])
+    reads = [name for name, value in given.items() if value is node]
+    if weight is None or (own is None and given["bias"] is not None) or reads not in (["input"], ["self"]):
+        return None
+    if not _is_valid(user, given, weight) or weight.dtype != bias.dtype:
+        return None
+    groups = given["groups"]
+    sums = weight.double().flatten(2).sum(-1).reshape(groups, -1, weight.shape[1])
+    total = (sums @ bias.double().reshape(groups, -1, 1)).reshape(-1)
+    rounded = (total if own is None else total + own.double()).to(bias.dtype)
+    return rounded if bool(rounded.isfinite().all()) else None
+
+
+def _is_valid(user: fx.Node, given: dict[str, Any], weight: Tensor) -> bool:
+    """Whether each element of a convolution reads a whole window: padding has no bias."""
+    return not given.get("transposed") and not any(given["padding"]) and fake(user).dim() == weight.dim()
+
+
+def _set_bias(convolution: fx.Node, bias: fx.Node) -> None:
+    names = [argument.name for argument in convolution.target._schema.arguments]  # type: ignore[union-attr]
+    convolution.update_arg(names.index("bias"), bias)
