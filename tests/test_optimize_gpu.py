@@ -6,9 +6,10 @@ from collections.abc import Sequence
 import pytest
 import torch
 from rewriting import FAMILIES, DenseNet, counts, randomize
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from nimblec.frontend.aten_graph import trace
+from nimblec.optimize.rewriter import fake
 
 pytestmark = pytest.mark.gpu
 
@@ -52,3 +53,102 @@ def test_a_family(name: str, dtype: torch.dtype) -> None:
         assert counts(after)["scaled_dot_product_attention"] == 2
     if name in ("mobilenet", "bert", "unet"):
         assert any(key.startswith("fused_") for key in counts(compiled))
+
+
+def _graph(module: nn.Module, *inputs: Tensor) -> tuple[fx.GraphModule, tuple[Tensor, ...]]:
+    on_gpu = tuple(t.cuda() for t in inputs)
+    return trace(module.cuda(), on_gpu, device="cuda").module, on_gpu
+
+
+def _assert_as_near(before: fx.GraphModule, after: fx.GraphModule, inputs: Sequence[Tensor]) -> None:
+    with torch.no_grad():
+        for wanted, got in zip(before(*inputs), after(*inputs), strict=True):
+            assert (wanted.dtype, wanted.shape, wanted.stride()) == (got.dtype, got.shape, got.stride())
+            torch.testing.assert_close(got, wanted, rtol=2e-2, atol=2e-2)
+
+
+class _Attention(nn.Module):
+    """Two layers of attention with one constant boolean mask."""
+
+    def __init__(self, mask: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("mask", mask)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Queries, keys and values (batch, heads, tokens, size)."""
+        for _ in range(2):
+            q = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=self.mask)
+        return q
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("tokens", [17, 64])
+@pytest.mark.parametrize("kind", ["all", "causal", "some"])
+def test_constant_masks(kind: str, tokens: int, dtype: torch.dtype) -> None:
+    from nimblec.optimize import optimize
+
+    torch.manual_seed(0)
+    mask = torch.ones(1, 1, tokens, tokens, dtype=torch.bool)
+    mask = {"all": mask, "causal": mask.tril(), "some": (torch.rand(mask.shape) < 0.5) | mask.triu(tokens - 1)}[kind]
+    mask[..., 0] = True
+    inputs = tuple(torch.randn(2, 4, tokens, 64, dtype=dtype) for _ in range(3))
+    before, on_gpu = _graph(_Attention(mask), *inputs)
+    after = optimize(before, device="cuda")
+    masks = {fake(n.args[3]).dtype if n.args[3] else n.args[5] for n in after.graph.nodes if "scaled" in str(n.target)}
+    assert masks == {"all": {False}, "causal": {True}, "some": {dtype}}[kind]
+    _assert_as_near(before, after, on_gpu)
+
+
+class _LanguageModel(nn.Module):
+    """An embedding and a head that share weights of an odd length."""
+
+    def __init__(self, words: int, size: int) -> None:
+        super().__init__()
+        self.words = nn.Parameter(torch.randn(words, size) / size**0.5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Tokens (batch, length) to logits (batch, length, words)."""
+        return nn.functional.linear(nn.functional.embedding(tokens, self.words) * 8, self.words)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_padded_weights(dtype: torch.dtype) -> None:
+    from nimblec.optimize import optimize
+
+    torch.manual_seed(0)
+    before, inputs = _graph(_LanguageModel(4099, 256).to(dtype), torch.randint(4099, (2, 16)))
+    after = optimize(before, device="cuda")
+    assert {fake(n).shape[1] for n in after.graph.nodes if n.target is torch.ops.aten.mm.default} == {4104}
+    _assert_as_near(before, after, inputs)
+
+
+class _Stencils(nn.Module):
+    """Single calls between convolutions, each slow alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolutions = nn.ModuleList(nn.Conv2d(16, 16, 1, bias=False) for _ in range(5))
+        self.norm = nn.GroupNorm(4, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Images (N, 16, 32, 32) to (N, 16, 16, 16)."""
+        f = nn.functional
+        first, second, third, fourth, fifth = self.convolutions
+        x = second(f.max_pool2d(first(x), 3, 2, 1))
+        x = third(f.avg_pool2d(x, 3, 1, 1, count_include_pad=False))
+        x = fourth(self.norm(x))
+        x = fifth(f.interpolate(x, scale_factor=2, mode="bilinear"))
+        return f.adaptive_avg_pool2d(x, 16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_single_calls_as_regions(dtype: torch.dtype) -> None:
+    from nimblec.optimize import optimize
+    from nimblec.optimize.inductor import compile_regions
+
+    torch.manual_seed(0)
+    images = torch.randn(2, 16, 32, 32, dtype=dtype).to(memory_format=torch.channels_last)
+    before, inputs = _graph(_Stencils().to(dtype), images)
+    after = compile_regions(optimize(before, device="cuda"))
+    assert set(counts(after)) - {"convolution"} == {key for key in counts(after) if key.startswith("fused_")}
+    _assert_as_near(before, after, inputs)
