@@ -107,22 +107,22 @@ def cli(ctx: click.Context) -> None:
     type=click.IntRange(0, 2),
     default=0,
     show_default=True,
-    help="0: the framework's own kernels, bit for bit. 1: fused by Inductor. 2: kernels chosen by timing them too "
-    "(minutes). 1 and 2 are the CUDA target's, and report how far they are from 0.",
+    help="0: the framework's own kernels, bit for bit. 1: rewritten, and fused by generated kernels. 2: kernels chosen "
+    "by timing them too, our own among them. 1 and 2 are the CUDA target's, and report how far they are from 0.",
 )
 @click.option(
     "--precision",
     type=click.Choice(get_args(Precision)),
     default="keep",
     show_default=True,
-    help="How float32 convolutions and matrix products are computed on the GPU. keep: as PyTorch would, which is TF32 "
-    "for convolutions.",
+    help="fp32, tf32: how float32 convolutions and matrix products are computed on the GPU. keep: as PyTorch would, "
+    "which is TF32 for convolutions. fp16, bf16: a float32 model in half precision, its inputs and outputs as they were.",
 )
 @click.option(
     "--max-error",
     type=float,
     metavar="E",
-    help="Refuse -O1 or -O2 where an output differs by more than E of its largest magnitude.",
+    help="Refuse -O1, -O2, fp16 or bf16 where an output differs by more than E of its largest magnitude.",
 )
 @click.option(
     "--streams",

@@ -9,7 +9,7 @@ import numpy as np
 
 TargetChoice: TypeAlias = Literal["auto", "cuda", "cpu"]
 
-Precision: TypeAlias = Literal["keep", "fp32", "tf32"]
+Precision: TypeAlias = Literal["keep", "fp32", "tf32", "fp16", "bf16"]
 
 Observer: TypeAlias = Callable[[str, float | None], None]
 """Called with (stage, None) when a stage starts and (stage, seconds) when it has ended."""
@@ -32,10 +32,11 @@ class Options:
     An integer input with an example is drawn from the example's range in later golden checks.
     ``streams``: "auto", "1", "max" or a number of streams; ``memory_limit``: bytes the arena may
     have. ``timing_cache`` is the file that keeps measured times, the user's own by default.
-    ``level``: 0 keeps the framework's own kernels, 1 fuses, 2 also tunes (CUDA target).
-    ``precision``: "keep" leaves torch's settings, "fp32" and "tf32" say how float32 convolutions and
-    matrix products are computed (CUDA target). ``max_error`` is the largest difference from level 0
-    to accept, relative to an output's largest magnitude.
+    ``level``: 0 keeps the framework's own kernels, 1 fuses, 2 also chooses kernels by timing them
+    (CUDA target). ``precision``: "keep" leaves torch's settings, "fp32" and "tf32" say how float32
+    convolutions and matrix products are computed, "fp16" and "bf16" compute a float32 model in half
+    precision (CUDA target). ``max_error`` is the largest difference to accept from level 0 at the
+    model's own precision, relative to an output's largest magnitude.
     """
 
     target: TargetChoice = "auto"

@@ -95,7 +95,7 @@ for tiling in ([64, 64, 64, 4, 4, 3], [16, 32, 64, 1, 2, 3]):
     ptx = compile_job(job, capability=90).asm["ptx"]
     found = [word in ptx for word in ("wgmma.mma_async", "mma.sync", "atom.global.gpu.acq_rel")]
     wait = ptx.index("griddepcontrol.wait")
-    early = ptx.index("griddepcontrol.launch_dependents") < ptx.index("cp.async.bulk.prefetch.L2") < wait
+    early = ptx.index("cp.async.bulk.prefetch.L2") < wait < ptx.index("griddepcontrol.launch_dependents")
     reads = min(ptx.find(word, 0) for word in ("cp.async.cg.shared.global", "st.global") if word in ptx)
     print(*found, early, wait < reads)
 shape = Convolution(batch=1, height=14, width=14, channels=96, out_channels=96, kernel=(3, 3), padding=(1, 1))

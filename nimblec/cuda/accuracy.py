@@ -36,7 +36,7 @@ def report(program: Program, original: Compute, changed: Compute, allowed: float
             "magnitude"
         )
         if allowed is not None and not largest <= allowed:
-            raise CompileError(f"{sentence}; --max-error allows {allowed:.2g}: use -O0")
+            raise CompileError(f"{sentence}; --max-error allows {allowed:.2g}: use -O0 and --precision keep")
         yield sentence
 
 

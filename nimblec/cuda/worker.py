@@ -32,6 +32,8 @@ from nimblert.errors import NimbleError
 from nimblert.plan import Device, Plan, Target
 
 if TYPE_CHECKING:
+    import torch
+
     from nimblec.cuda.allocator import BumpAllocator
     from nimblec.cuda.cupti import CodeRecorder
     from nimblec.cuda.record import ModelRecorder, Recording
@@ -123,11 +125,12 @@ class _Worker:
         from nimblec.cuda.variants import variants
 
         made: list[_Made] = []
-        for way in variants(original, self._request["level"]):
+        ways = variants(original, self._request["level"], _half(self._request["precision"]))
+        for way in ways:
             try:
                 made.append(self._make(way, original, code, allocator))
             except (TraceError, UnsupportedModelError) as exc:
-                if not made:
+                if way is ways[-1] and not made:
                     raise
                 self._note([f"{way.name}: {exc}"])
         if len(made) > 1:
@@ -142,7 +145,7 @@ class _Worker:
         from nimblec.cuda.capture import SourceTracker
         from nimblec.cuda.record import ModelRecorder
 
-        with self._stage("optimize") if self._request["level"] else nullcontext():
+        with nullcontext() if way.is_original else self._stage("optimize"):
             model = way.make()
         if model is not original:
             self._note(model.notes)
@@ -179,8 +182,8 @@ class _Worker:
         from nimblec.frontend import pytorch
 
         torch.manual_seed(_SEED)
-        if self._request["precision"] != "keep":
-            arithmetic = {"fp32": "ieee", "tf32": "tf32"}[self._request["precision"]]
+        arithmetic = {"fp32": "ieee", "tf32": "tf32"}.get(self._request["precision"])
+        if arithmetic is not None:
             backends = torch.backends
             for backend in (backends.cudnn.conv, backends.cudnn.rnn, backends.cuda.matmul):
                 backend.fp32_precision = arithmetic
@@ -219,6 +222,13 @@ class _Worker:
             )
         record = golden.record(_SEED, first, tolerance)
         return replace(plan, programs=(replace(program, golden=record),))
+
+
+def _half(precision: str) -> "torch.dtype | None":
+    """The half precision to compute in."""
+    import torch
+
+    return {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision)
 
 
 def _needed_device() -> Device:

@@ -6,15 +6,13 @@ import torch
 
 from nimblec.frontend.pytorch import TorchModel
 
-_FUSED = {
+_OPTIONS = {
     "freezing": True,  # weights are constants: batch norms fold, layouts are chosen once
     "triton.cudagraphs": False,  # the plan is the graph
     "allow_buffer_reuse": False,  # reuse orders kernels that could run side by side; the plan does it
 }
-_TUNED = {**_FUSED, "max_autotune": True, "coordinate_descent_tuning": True}
 
 
-def compiled(model: TorchModel, level: int) -> TorchModel:
-    """The model compiled at ``level``: 1 fuses, 2 also chooses kernels by timing them."""
-    module = torch.compile(model.module, fullgraph=True, dynamic=False, options=_TUNED if level > 1 else _FUSED)
-    return replace(model, module=module)
+def compiled(model: TorchModel) -> TorchModel:
+    """The model as torch.compile runs it."""
+    return replace(model, module=torch.compile(model.module, fullgraph=True, dynamic=False, options=_OPTIONS))

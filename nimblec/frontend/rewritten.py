@@ -1,8 +1,10 @@
 """A model as a flat graph of ATen calls, rewritten into fewer and faster kernels."""
 
+import copy
 from dataclasses import replace
 
 import torch
+from torch import fx
 from torch.utils import _pytree as pytree
 
 from nimblec.frontend.aten_graph import trace
@@ -22,12 +24,32 @@ def flattened(model: TorchModel) -> TorchModel:
     return replace(model, module=program.module, args=tensors, kwargs={}, nest=program.nest, is_flat=True)
 
 
-def fused(model: TorchModel) -> TorchModel:
+def in_precision(model: TorchModel, dtype: torch.dtype) -> TorchModel:
+    """A flat model computed in ``dtype`` where it is in float32; its inputs and outputs stay as they are."""
+    from nimblec.optimize.precision import cast
+
+    graph = fx.GraphModule(model.module, copy.deepcopy(model.module.graph))
+    cast(graph, dtype)
+    return replace(model, module=graph)
+
+
+def fused(model: TorchModel, dtype: torch.dtype | None = None) -> TorchModel:
     """A flat model with the optimiser's rewrites, and generated kernels for what lies between library calls."""
     from nimblec.optimize import optimize
     from nimblec.optimize.inductor import compile_regions
 
-    return replace(model, module=compile_regions(optimize(model.module, device=_device(model))))
+    return replace(model, module=compile_regions(optimize(model.module, device=_device(model), dtype=dtype)))
+
+
+def with_own_kernels(model: TorchModel, dtype: torch.dtype | None = None) -> TorchModel:
+    """As `fused`, with our own kernels for the convolutions and products where they are faster on this GPU."""
+    from nimblec.optimize import optimize
+    from nimblec.optimize.inductor import compile_regions
+    from nimblec.optimize.own_kernels_choice import select_own_kernels
+
+    module = optimize(model.module, device=_device(model), dtype=dtype)
+    select_own_kernels(module)
+    return replace(model, module=compile_regions(module))
 
 
 def _device(model: TorchModel) -> str:

@@ -68,7 +68,6 @@ def convolution(
     tile_weight_ptr = weight_ptr + tile_n * (STEPS * BLOCK_N * BLOCK_K)
 
     if PROGRAMMATIC:
-        gdc_launch_dependents()
         # The blocks that read the same weights fetch a share each.
         NBYTES: tl.constexpr = PART * BLOCK_N * BLOCK_K * 2
         SHARE: tl.constexpr = (NBYTES + TILES_M * 128 - 1) // (TILES_M * 128) * 128
@@ -94,6 +93,7 @@ def convolution(
 
     if PROGRAMMATIC:
         gdc_wait()
+        gdc_launch_dependents()
 
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for n in tl.range(0, PART):

@@ -48,7 +48,6 @@ def depthwise(
     tile_m = block // TILES_C
     tile_weight_ptr = weight_ptr + tile_c * (TAPS * BLOCK_C)
     if PROGRAMMATIC:
-        gdc_launch_dependents()
         fetch_into_l2(tile_weight_ptr.to(tl.int64), TAPS * BLOCK_C * 2)
     within = tl.arange(0, BLOCK_C)
     channels = tile_c * BLOCK_C + within
@@ -64,6 +63,7 @@ def depthwise(
     exists = (rows < ROWS)[:, None] & (channels < CHANNELS)[None, :]
     if PROGRAMMATIC:
         gdc_wait()
+        gdc_launch_dependents()
 
     total = tl.zeros((BLOCK_M, BLOCK_C), tl.float32) + bias[None, :]
     for tap in tl.static_range(TAPS):

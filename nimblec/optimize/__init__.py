@@ -2,6 +2,7 @@
 
 import copy
 
+import torch
 from torch import fx
 
 from nimblec.optimize.activation import fuse_activations
@@ -15,6 +16,7 @@ from nimblec.optimize.gelu import recognize_gelu
 from nimblec.optimize.layout import lay_contiguous, propagate_channels_last
 from nimblec.optimize.outputs import output_strides, restore_strides, separate_outputs
 from nimblec.optimize.pointwise import linear_convolutions
+from nimblec.optimize.precision import cast
 from nimblec.optimize.rewriter import Rewriter
 from nimblec.optimize.scalars import inline_numbers
 from nimblec.optimize.side_by_side import join_linears
@@ -44,13 +46,20 @@ ON_CUDA = (
 """Rewrites in their order: each finds what those before it have left."""
 
 
-def optimize(graph: fx.GraphModule, *, device: str) -> fx.GraphModule:
+def optimize(graph: fx.GraphModule, *, device: str, dtype: torch.dtype | None = None) -> fx.GraphModule:
     """A graph that computes the same in fewer and faster kernels on ``device`` ("cuda" or "cpu").
+
+    With ``dtype``, in that half precision where the graph is in float32: patterns are found before
+    casts lie between their calls, and constants are rounded once, when they are folded.
 
     ``graph`` is flat, pure ATen calls with static shapes, its constants on the device; it stays as
     it is. Outputs keep their dtype, shape, strides and order.
     """
     module = fx.GraphModule(graph, copy.deepcopy(graph.graph), class_name=type(graph).__name__)
+    if dtype is not None:
+        for rewrite in ALWAYS:
+            rewrite(module)
+        cast(module, dtype)
     for rewrite in (*ALWAYS, *(ON_CUDA if device == "cuda" else ()), merge_equal_calls):
         rewrite(module)
     Rewriter(module).propagate()

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -21,12 +22,15 @@ from nimblec.kernels.launching import settings
 from nimblec.kernels.ops import convolution, linear
 from nimblec.kernels.packing import counters, pack_convolution, pack_linear
 from nimblec.kernels.shapes import Tiling
-from nimblec.optimize.own_kernels import Request
+from nimblec.kernels.timing import GraphTimer, WeightPool
+from nimblec.optimize.own_kernels import Choose, Request, requests, use_own_kernels
 from nimblec.optimize.rewriter import fake
 
 AnyTiling = Tiling | DepthwiseTiling
 
 THEIRS = "framework"
+_POOL_NBYTES = 512 << 20  # several times the L2 cache
+_HOPPER = (9, 0)
 
 
 class Pool(Protocol):
@@ -34,6 +38,24 @@ class Pool(Protocol):
 
     def take(self, shape: Sequence[int]) -> Tensor:
         """Another copy."""
+
+
+def select_own_kernels(module: fx.GraphModule) -> Mapping[str, Choice]:
+    """Put our own kernels in wherever they are faster on this GPU; what was chosen, by request."""
+    chosen: dict[str, Choice] = {}
+    if torch.cuda.get_device_capability() < _HOPPER:
+        return chosen
+    timer = GraphTimer()
+    for dtype in dict.fromkeys(request.dtype for request in requests(module)):
+        selector = Selector(timer, WeightPool(nbytes=_POOL_NBYTES, dtype=dtype), length=timer.length)
+        selector.prepare(request for request in requests(module) if request.dtype is dtype)
+        use_own_kernels(module, partial(_of_dtype, dtype, selector))
+        chosen |= selector.choices
+    return chosen
+
+
+def _of_dtype(dtype: torch.dtype, selector: Choose, request: Request) -> AnyTiling | None:
+    return selector(request) if request.dtype is dtype else None
 
 
 class Selector:
