@@ -115,8 +115,8 @@ def cli(ctx: click.Context) -> None:
     type=click.Choice(get_args(Precision)),
     default="keep",
     show_default=True,
-    help="fp32, tf32: how float32 convolutions and matrix products are computed on the GPU. keep: as PyTorch does, TF32 "
-    "for convolutions. fp16, bf16: a float32 model in half precision, its inputs and outputs as they were.",
+    help="fp32, tf32: how float32 convolutions and matrix products are computed on the GPU. keep: as PyTorch does, "
+    "TF32 for convolutions. fp16, bf16: a float32 model in half precision, its inputs and outputs as they were.",
 )
 @click.option(
     "--max-error",

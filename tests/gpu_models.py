@@ -222,6 +222,39 @@ def mask() -> Built:
     return _refused(_Mask())
 
 
+class LazyTable(nn.Module):
+    """Makes a table in its first run, as rotary embeddings do, and keeps its last result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table: torch.Tensor | None = None
+        self.last: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(4, 8) to the same."""
+        if self.table is None:
+            self.table = torch.linspace(0, 1, 8, device=x.device).cos()
+        self.last = x * self.table
+        return self.last + 1
+
+
+def lazy_table() -> Built:
+    """Rows to scale."""
+    return LazyTable().eval(), (torch.randn(4, 8),)
+
+
+class _LazyCounter(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "calls"):
+            self.calls = torch.zeros(1, device=x.device)
+        return x + self.calls.add_(1)
+
+
+def lazy_counter() -> Built:
+    """State that no run starts with."""
+    return _refused(_LazyCounter())
+
+
 class AsksForCapture(nn.Module):
     """Takes a shortcut unless it is being captured, as transformers do with attention masks.
 

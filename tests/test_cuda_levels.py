@@ -70,6 +70,24 @@ def test_state_that_a_model_writes_goes_on(gpu_compiler: "GpuCompiler") -> None:
                 assert difference(a, b).relative < 1e-5
 
 
+def test_level_2_keeps_the_fastest_of_several(tmp_path: Path) -> None:
+    options = Options(target="cuda", level=2)
+    made = compile_model("gpu_models:transformer", options=options, output=tmp_path / "m.plan", observer=lambda *_: None)
+    (tried,) = (note for note in made.notes if note.startswith("tried "))
+    assert all(way in tried for way in ("own kernels", "fused regions", "torch.compile"))
+    assert verdicts(made.plan) == {Verdict.BIT_EXACT}
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_half_precision_keeps_inputs_and_outputs(tmp_path: Path, level: int) -> None:
+    options = Options(target="cuda", level=level, precision="fp16", max_error=0.05)
+    made = compile_model("samples/digits.onnx", options=options, output=tmp_path / "m.plan", observer=lambda *_: None)
+    (program,) = made.plan.programs
+    assert [t.dtype for t in (*program.inputs, *program.outputs)] == ["float32", "int64", "float32"]
+    assert {w.dtype for w in made.plan.weights} <= {"float16", "int64"}
+    assert verdicts(made.plan) == {Verdict.BIT_EXACT}
+
+
 def test_an_error_that_is_not_allowed_is_refused(tmp_path: Path) -> None:
     options = Options(target="cuda", level=1, max_error=0.0)
     with pytest.raises(CompileError, match="--max-error allows 0"):

@@ -20,7 +20,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
 ]
 
-MODELS = ("tied", "stateful", "aliases", "layouts", "past_the_dispatcher", "shortcut", "shortcut_by_value")
+MODELS = (
+    *("tied", "stateful", "aliases", "layouts", "past_the_dispatcher"),
+    *("shortcut", "shortcut_by_value", "lazy_table"),
+)
 
 
 @pytest.fixture(scope="module", autouse=True)

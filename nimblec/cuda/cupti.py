@@ -8,6 +8,8 @@ generated_cuda_meta.h of CUDA 13.
 """
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
 
@@ -69,6 +71,7 @@ class CodeRecorder:
     of_library: dict[int, bytes] = field(default_factory=dict)
     _inside_load: list[bytes] = field(default_factory=list)
     _keep_alive: list[object] = field(default_factory=list)
+    _ignores: bool = False
 
     def start(self) -> None:
         """Subscribe. Raises CompileError where CUPTI is missing or another tool holds it."""
@@ -82,7 +85,18 @@ class CodeRecorder:
         for domain, cbid in wanted:
             _check("cuptiEnableCallback", cupti.cuptiEnableCallback(1, subscriber, domain, cbid))
 
+    @contextmanager
+    def ignoring(self) -> Iterator[None]:
+        """Take no notice of what is loaded inside the block: code of plans, which was recorded before."""
+        self._ignores = True
+        try:
+            yield
+        finally:
+            self._ignores = False
+
     def _on_callback(self, _user: int, domain: int, cbid: int, data: int) -> None:
+        if self._ignores:
+            return
         if domain == _RESOURCE:
             self._on_module_loaded(data)
             return

@@ -61,6 +61,7 @@ class ModelRecorder:
         self._code = code
         self._allocator = allocator
         self._residents = find_residents(model.module, model.inputs)
+        self._made: set[int] = set()
         self._tell_capturing = False
         self._notes: list[str] = []
 
@@ -77,8 +78,24 @@ class ModelRecorder:
     def _try_out(self) -> None:
         for _ in range(2):
             self._run(self._model)
+        self._note_made()
         # Torch's generator allocates its state at the first capture, and keeps it while a graph lives.
         self._generator_owner = self._capture(self._allocator.resident)
+
+    def _note_made(self) -> None:
+        """Add what the model itself made in its first runs and keeps: tables, or constants of torch.compile."""
+        known = {r.storage.data_ptr() for r in self._residents}
+        found = find_residents(self._model.module, self._model.inputs, known)
+        self._made |= {id(resident) for resident in found}
+        self._residents += found
+
+    def _refuse_made_state(self) -> None:
+        for resident in self._residents:
+            if resident.mutated and id(resident) in self._made:
+                raise UnsupportedModelError(
+                    f"{resident.name} ({resident.dtype} {list(resident.shape)}) is made in the model's first run and "
+                    "written by later ones, so that no run has a known start: make it in __init__"
+                )
 
     def record(self) -> Recording:
         """Capture twice and compare."""
@@ -87,6 +104,7 @@ class ModelRecorder:
         outputs = [(name, t, t.data_ptr()) for name, t in name_outputs(first.result)]
         self._replay(first)
         note_mutations(first_zone, self._residents)
+        self._refuse_made_state()
         second = self._capture_in(second_zone)
         if first_zone.sizes != second_zone.sizes:
             raise TraceError(

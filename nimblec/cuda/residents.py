@@ -1,13 +1,15 @@
 """The tensors that outlive a run: weights, inputs, state. Found, copied, and moved between zones."""
 
 import gc
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from nimblec.cuda.allocator import BumpAllocator, Zone
 from nimblec.cuda.buffers import Allocation, Content
+from nimblec.cuda.capture import Capture
 from nimblec.frontend.pytorch import DTYPE_NAMES
 from nimblert.driver import call
 
@@ -40,12 +42,16 @@ class Resident:
         self.restore()
 
 
-def find_residents(root: object, inputs: Iterable[tuple[str, torch.Tensor]]) -> list[Resident]:
-    """Every non-empty storage on the device that a tensor in this process holds, by address.
+def find_residents(
+    root: object, inputs: Iterable[tuple[str, torch.Tensor]], known: Collection[int] = ()
+) -> list[Resident]:
+    """Every non-empty storage on the device that a tensor in this process holds, by address; not the ``known`` ones.
 
     Python's garbage collector knows all tensors, so also those that a module keeps in plain
-    attributes, or torch.compile in its own tables.
+    attributes, or torch.compile in its own tables. What recordings keep for themselves is left out.
     """
+    gc.collect()
+    known = {*known, *_kept_by_recordings()}
     names = _names(root)
     given = {t.untyped_storage().data_ptr(): name for name, t in inputs}
     tensors: dict[int, list[torch.Tensor]] = {}
@@ -53,7 +59,8 @@ def find_residents(root: object, inputs: Iterable[tuple[str, torch.Tensor]]) -> 
         tensors.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
     return [
         _resident(sharing, given.get(address) or names.get(address) or f"constant_{n}", is_input=address in given)
-        for n, (address, sharing) in enumerate(sorted(tensors.items()))
+        for n, (address, sharing) in enumerate(sorted(tensors.items()), len(known))
+        if address not in known
     ]
 
 
@@ -74,8 +81,18 @@ def _resident(sharing: list[torch.Tensor], name: str, *, is_input: bool) -> Resi
     )
 
 
+def _kept_by_recordings() -> Iterator[int]:
+    """The addresses of copies of residents, and of what captured runs returned."""
+    for candidate in gc.get_objects():
+        if type(candidate) is Resident:
+            yield candidate.pristine.untyped_storage().data_ptr()
+        elif type(candidate) is Capture:
+            for leaf in tree_leaves(candidate.result):
+                if isinstance(leaf, torch.Tensor):
+                    yield leaf.untyped_storage().data_ptr()
+
+
 def _device_tensors() -> list[torch.Tensor]:
-    gc.collect()
     found = []
     for candidate in gc.get_objects():
         # type(), not isinstance(): proxies answer __class__ with code of their own.

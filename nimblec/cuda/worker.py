@@ -154,7 +154,7 @@ class _Worker:
             recorder.warm_up()
         with self._stage("capture"):
             recording = recorder.record()
-        with self._stage("schedule"):
+        with self._stage("schedule"), code.ignoring():
             plan, duration_ns = self._schedule(recording.graph)
         return _Made(
             name=way.name, model=model, recorder=recorder, recording=recording, plan=plan, duration_ns=duration_ns
