@@ -1,0 +1,209 @@
+"""Our own attention in a graph: what it takes, that the values stay, that nothing is copied, how tilings are chosen."""
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from rewriting import counts, record, rewritten, run
+from torch import Tensor, fx
+from torch.nn import functional
+from torch.nn.functional import scaled_dot_product_attention
+
+from nimblec.kernels.attention import AttentionTiling, attention, attention_candidates, attention_shape
+from nimblec.optimize import optimize
+from nimblec.optimize.fusible import is_view
+from nimblec.optimize.own_attention import THEIRS, AttentionSelector, Request, requests, use_own_attention
+from nimblec.optimize.rewriter import Rewriter, is_call
+from nimblec.optimize.side_by_side import LINEARS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+COMPUTED = (*LINEARS, torch.ops.aten.bmm.default, torch.ops.aten.add.Tensor)
+TILING = AttentionTiling(block_m=16, block_n=32)
+
+
+def _random(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).half()
+
+
+WIDTH, HEADS = 48, 3
+QUERY, KEY, VALUE, OUT = (_random(WIDTH, WIDTH, seed=seed) / WIDTH**0.5 for seed in range(4))
+VECTORS = _random(3, WIDTH, seed=5)
+
+
+def _split(x: Tensor, heads: int = HEADS) -> Tensor:
+    return x.view(*x.shape[:2], heads, -1).transpose(1, 2)
+
+
+def _join(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).reshape(x.shape[0], x.shape[2], -1)
+
+
+def _projected(x: Tensor, other: Tensor | None = None) -> "tuple[Tensor, Tensor, Tensor]":
+    source = x if other is None else other
+    query = functional.linear(x, QUERY, VECTORS[0])
+    return (
+        _split(query),
+        _split(functional.linear(source, KEY, VECTORS[1])),
+        _split(functional.linear(source, VALUE, VECTORS[2])),
+    )
+
+
+def _bert(x: Tensor) -> Tensor:
+    """Products and a softmax, as exports write them."""
+    query, key, value = _projected(x)
+    scores = query @ key.transpose(-1, -2) / math.sqrt(WIDTH // HEADS)
+    return functional.linear(_join(torch.softmax(scores, -1) @ value), OUT)
+
+
+def _gpt2(x: Tensor) -> Tensor:
+    joined = functional.linear(x, torch.cat([QUERY, KEY, VALUE])).split(WIDTH, dim=2)
+    query, key, value = (_split(part) for part in joined)
+    return functional.linear(_join(scaled_dot_product_attention(query, key, value, is_causal=True)), OUT)
+
+
+def _vit(x: Tensor) -> Tensor:
+    """timm's: one product, queries, keys and values along an axis of their own."""
+    joined = functional.linear(x, torch.cat([QUERY, KEY, VALUE])).reshape(*x.shape[:2], 3, HEADS, -1)
+    query, key, value = joined.permute(2, 0, 3, 1, 4).unbind(0)
+    return functional.linear(_join(scaled_dot_product_attention(query, key, value)), OUT)
+
+
+def _t5(x: Tensor) -> Tensor:
+    """A bias for each head, no scale."""
+    query, key, value = _projected(x)
+    bias = _random(1, HEADS, x.shape[1], x.shape[1], seed=7)
+    weights = torch.softmax((query @ key.transpose(3, 2) + bias).float(), -1).type_as(x)
+    return functional.linear(_join(weights @ value), OUT)
+
+
+def _cross(x: Tensor) -> Tensor:
+    query, key, value = _projected(x, x[:, 2:5])
+    return functional.linear(_join(scaled_dot_product_attention(query, key, value, scale=0.3)), OUT)
+
+
+def _computed_mask(x: Tensor) -> Tensor:
+    keep = (x[:, None, None, :, 0] > -1.0) | (torch.arange(x.shape[1]) == 0)
+    return _join(scaled_dot_product_attention(*_projected(x), attn_mask=keep))
+
+
+def _shared_keys(x: Tensor) -> Tensor:
+    query, key, value = _projected(x)
+    return _join(scaled_dot_product_attention(query, key[:, :1], value[:, :1], enable_gqa=True))
+
+
+def _copied(x: Tensor) -> Tensor:
+    query, key, value = (part.contiguous() for part in _projected(x))
+    return _join(scaled_dot_product_attention(query, key, value))
+
+
+def _returned(x: Tensor) -> Tensor:
+    return scaled_dot_product_attention(*(part.contiguous() for part in _projected(x)))
+
+
+MODELS: "dict[str, Callable[[Tensor], Tensor]]" = {
+    "bert": _bert,
+    "gpt2": _gpt2,
+    "vit": _vit,
+    "t5": _t5,
+    "cross": _cross,
+    "computed mask": _computed_mask,
+    "shared keys": _shared_keys,
+    "copied": _copied,
+    "returned": _returned,
+}
+
+
+def _graph(name: str, batch: int) -> tuple[fx.GraphModule, Tensor]:
+    x = _random(batch, 7, WIDTH, seed=9)
+    return optimize(record(MODELS[name], x), device="cuda"), x
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("name", MODELS)
+def test_values_and_no_copies(name: str, batch: int) -> None:
+    module, x = _graph(name, batch)
+    own = rewritten(module, lambda m: use_own_attention(m, lambda _: TILING))
+    (call,) = (node for node in own.graph.nodes if node.target is attention)
+    for expected, result in zip(run(module, x), run(own, x), strict=True):
+        torch.testing.assert_close(result, expected, atol=4e-3, rtol=4e-3)
+        assert result.stride() == expected.stride()
+    if name != "returned":
+        assert _is_in_place(own, call), own.graph
+
+
+def _is_in_place(module: fx.GraphModule, call: fx.Node) -> bool:
+    """Whether there are views alone between linears and the call on both sides."""
+    Rewriter(module).propagate()
+    (end,) = call.users
+    while is_view(end):
+        (end,) = end.users
+    starts = list(call.args[:3])
+    while any(is_view(start) for start in starts):
+        starts = [start.args[0] if is_view(start) else start for start in starts]
+    return (end.op == "output" or is_call(end, *COMPUTED)) and all(is_call(start, *COMPUTED) for start in starts)
+
+
+def test_nothing_changes_where_the_framework_is_chosen() -> None:
+    module, _ = _graph("bert", 1)
+    assert counts(rewritten(module, lambda m: use_own_attention(m, lambda _: None))) == counts(module)
+
+
+def test_what_our_kernel_does_not_take() -> None:
+    def asked(q: Tensor, k: Tensor, **how: Any) -> int:
+        module = record(lambda q, k: scaled_dot_product_attention(q, k, k, **how), q, k)
+        return len(list(requests(module)))
+
+    x = _random(1, 2, 8, 16)
+    assert asked(x, x) == 1
+    assert asked(x.float(), x.float()) == 0
+    assert asked(_random(1, 2, 8, 20), _random(1, 2, 8, 20)) == 0
+    assert asked(_random(1, 1, 1, 16), _random(1, 1, 5000, 16)) == 0
+    assert asked(x[0], x[0]) == 0
+    assert asked(x, x, dropout_p=0.5) == 0
+
+
+def test_the_mask_of_a_shape_is_broadcast() -> None:
+    x = _random(2, 3, 5, 16)
+    shape = attention_shape(x, x, x, torch.zeros(2, 1, 1, 5), causal=False)
+    assert shape.mask_strides == (5, 0, 0, 1)
+    assert attention_shape(x, x, x, torch.zeros(5, 5), causal=False).mask_strides == (0, 0, 5, 1)
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "t5", "computed mask"])
+def test_the_fastest_tiling_is_chosen_once(name: str) -> None:
+    (request,) = requests(_graph(name, 1)[0])
+    selector, jobs = _selector(lambda n: {0: 3.0, 2: 1.0}.get(n, 2.0))
+    selector.prepare([request, request])
+    tilings = attention_candidates(request.shape)
+    assert len(jobs) == len(tilings)
+    assert selector(request) == selector(request) == tilings[1]
+    choice = selector.choices[request.signature]
+    assert choice.runner_up != THEIRS
+    assert len(choice.microseconds) == len(jobs) + 1
+
+
+def test_the_framework_stays_where_it_is_faster() -> None:
+    (request,) = requests(_graph("vit", 1)[0])
+    assert _selector(lambda n: 1.0 + n)[0](request) is None
+
+
+def _selector(times: "Callable[[int], float]") -> tuple[AttentionSelector, list[Any]]:
+    jobs: list[Any] = []
+    timed: list[int] = []
+
+    def timer(call: "Callable[[int], object]") -> float:
+        call(1)
+        timed.append(len(timed))
+        return times(timed[-1])
+
+    return AttentionSelector(timer, compile_jobs=jobs.extend), jobs
+
+
+def test_requests_say_what_they_ask() -> None:
+    (request,) = requests(_graph("t5", 1)[0])
+    assert isinstance(request, Request)
+    assert (request.scale, request.dtype, request.mask_dtype) == (1.0, torch.float16, torch.float16)
+    assert request.shape.query_strides[2] == 3 * WIDTH, "read in the joined product"

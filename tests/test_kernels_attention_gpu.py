@@ -1,0 +1,74 @@
+"""Our own attention on a Hopper GPU: values of every candidate, and twenty runs that give the same bits."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from nimblec.kernels.attention import AttentionTiling, attended, attention, attention_candidates, attention_shape
+
+pytestmark = pytest.mark.gpu
+
+CASES = {  # batch, heads, queries, keys, size, causal, mask
+    "bert": (1, 12, 128, 128, 64, False, None),
+    "gpt2": (2, 12, 64, 64, 64, True, None),
+    "vit": (1, 12, 197, 197, 64, False, None),
+    "t5": (1, 12, 128, 128, 64, False, (1, 12, 128, 128)),
+    "padded": (3, 4, 77, 77, 80, False, (3, 1, 1, 77)),
+    "cross": (1, 8, 300, 77, 40, False, None),
+    "decoder": (2, 8, 1, 200, 128, False, None),
+}
+
+
+@pytest.fixture(autouse=True)
+def _hopper() -> None:
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("needs compute capability 9.0: programmatic dependent launch")
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_values(name: str, dtype: torch.dtype) -> None:
+    batch, heads, queries, keys, size, causal, masked = CASES[name]
+    query = _random(batch, queries, heads, size).to(dtype).transpose(1, 2)
+    joined = _random(batch, keys, 2, heads, size).to(dtype)
+    key, value = joined.permute(2, 0, 3, 1, 4)
+    mask = None if masked is None else _random(*masked).to(dtype)
+    expected = attended(query, key, value, mask, causal=causal, scale=0.1).transpose(1, 2)
+    shape = attention_shape(query, key, value, mask, causal=causal)
+    for tiling in attention_candidates(shape):
+        _check([attention(query, key, value, mask, causal, 0.1, tiling.numbers, True) for _ in range(20)], expected)
+
+
+def test_bits_as_a_mask() -> None:
+    query, key, value = (_random(2, 4, 50, 64).half() for _ in range(3))
+    mask = _random(2, 1, 50, 50) > 0
+    expected = attended(query, key, value, mask, causal=False, scale=0.1).transpose(1, 2)
+    tiling = AttentionTiling(block_m=16, block_n=32)
+    _check([attention(query, key, value, mask, False, 0.1, tiling.numbers, True) for _ in range(20)], expected)
+
+
+def test_waits_for_the_launch_before() -> None:
+    """A chain, each call on the result of the one before, all programmatic, against one call after the other."""
+    first, tiling = _random(1, 128, 12, 64).half(), AttentionTiling(block_m=16, block_n=128)
+
+    def chain(*, programmatic: bool) -> Tensor:
+        x = first
+        for _ in range(30):
+            heads = x.transpose(1, 2)
+            x = attention(heads, heads, heads, None, False, 2.0, tiling.numbers, programmatic)
+        torch.cuda.synchronize()
+        return x
+
+    expected = chain(programmatic=False)
+    assert all(torch.equal(chain(programmatic=True), expected) for _ in range(20))
+
+
+def _random(*shape: int) -> Tensor:
+    return torch.randn(shape, device="cuda")
+
+
+def _check(results: list[Tensor], expected: Tensor) -> None:
+    eps = torch.finfo(results[0].dtype).eps
+    torch.testing.assert_close(results[0].float(), expected, atol=4 * eps, rtol=2 * eps)
+    assert all(torch.equal(result, results[0]) for result in results)

@@ -1,0 +1,118 @@
+"""Our attention kernel in Triton's interpreter against torch in float32, and compiled for Hopper without a GPU.
+
+Both in processes of their own, as in test_kernels_triton.
+"""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton: not installed")
+
+ROOT = Path(__file__).parent.parent
+
+INTERPRET = """
+import torch
+from triton.runtime import interpreter
+from nimblec.kernels.attention import AttentionTiling, attended, attention_shape, launch_attention
+
+# Triton 3.6 reads the bound of a loop from an array of one element, which NumPy no longer does.
+patch = interpreter._patch_lang_tensor
+def patched(tensor, scope):
+    patch(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+interpreter._patch_lang_tensor = patched
+
+def check(queries, keys, size, tiling, *, batch=1, heads=2, key_heads=2, value_size=None, mask=None, **how):
+    torch.manual_seed(0)
+    value_size = value_size or size
+    causal = how.get("causal", False)
+    query = torch.randn(batch, queries, heads, size).half().transpose(1, 2)
+    joined = torch.randn(batch, keys, key_heads * (size + value_size)).half()
+    key, value = joined.split([key_heads * size, key_heads * value_size], -1)
+    key, value = (part.unflatten(-1, (key_heads, -1)).transpose(1, 2) for part in (key, value))
+    if how.get("key_first"):
+        key = key.contiguous().mT.contiguous().mT
+    shape = attention_shape(query, key, value, mask, causal=causal)
+    out = torch.full((batch, queries, heads, value_size), torch.nan, dtype=torch.float16)
+    launch_attention(shape, AttentionTiling.of(tiling), query=query, key=key, value=value, mask=mask, out=out,
+        scale=0.2, programmatic=False)
+    expected = attended(query, key, value, mask, causal=causal, scale=0.2).transpose(1, 2)
+    torch.testing.assert_close(out.float(), expected, atol=2e-3, rtol=2e-3)
+
+def hidden(*shape, share=0.5):
+    bits = torch.rand(shape, generator=torch.Generator().manual_seed(3)) < share
+    bits[..., 0, :] = True  # a row without any key
+    return bits
+"""
+
+CASES = {  # all in float16: the interpreter multiplies the bits of bfloat16 as integers
+    "one step": "check(32, 64, 64, [16, 64, 2, 1], batch=2)",
+    "ViT": "check(197, 197, 64, [64, 64, 4, 2], heads=1, key_heads=1)",
+    "text encoder": "check(77, 77, 80, [32, 128, 4, 1], causal=True)",
+    "causal in steps": "check(77, 77, 64, [16, 32, 4, 2], causal=True)",
+    "causal, fewer queries": "check(20, 77, 32, [16, 16, 4, 2], causal=True)",
+    "causal, fewer keys": "check(77, 20, 32, [16, 32, 4, 2], causal=True)",
+    "one query": "check(1, 77, 128, [16, 32, 4, 2], batch=2)",
+    "one key": "check(5, 1, 64, [16, 32, 4, 1])",
+    "cross": "check(50, 77, 40, [32, 32, 4, 2])",
+    "keys along memory": "check(33, 40, 64, [16, 32, 4, 2], key_first=True)",
+    "shared keys": "check(33, 20, 64, [16, 32, 4, 1], heads=4, key_heads=2)",
+    "other values": "check(33, 20, 96, [16, 32, 4, 1], value_size=24)",
+    "bias": "check(33, 45, 64, [16, 32, 4, 2], mask=torch.randn(1, 2, 33, 45).half())",
+    "bias for all heads": "check(33, 45, 64, [16, 64, 4, 1], batch=2, mask=torch.randn(2, 1, 1, 45))",
+    "infinite": "check(33, 45, 64, [16, 16, 4, 2], mask=torch.zeros(33, 45).masked_fill(hidden(33, 45), -torch.inf))",
+    "lowest": "check(33, 45, 64, [16, 16, 4, 2], mask=torch.where(hidden(33, 45), torch.finfo().min, 0.0))",
+    "bits": "check(33, 45, 64, [16, 16, 4, 2], mask=~hidden(1, 2, 33, 45, share=0.9))",
+}
+
+COMPILE = """
+from nimblec.kernels.attention import Attention, AttentionTiling, attention_job, attention_settings
+from nimblec.kernels.compiling import compile_job
+def code(queries, keys, size, tiling, dtype="float16", mask=None, causal=False):
+    strides = (0, size, 36 * size, 1)
+    shape = Attention(batch=1, heads=12, key_heads=12, queries=queries, keys=keys, size=size, value_size=size,
+        query_strides=strides, key_strides=strides, value_strides=strides,
+        mask_strides=(0, 0, keys, 1) if mask else None, causal=causal)
+    settings = attention_settings(shape, AttentionTiling.of(tiling), scale=0.125, programmatic=True)
+    ptx = compile_job(attention_job(settings, dtype=dtype, mask=mask), capability=90).asm["ptx"]
+    wait = ptx.index("griddepcontrol.wait")
+    first = min(ptx.index(word) for word in ("ld.global", "cp.async.cg") if word in ptx)
+    loads = ptx.rindex("cp.async.cg" if "cp.async.cg" in ptx else "ld.global.v4")
+    product = min(ptx.index(word) for word in ("wgmma.mma_async", "mma.sync") if word in ptx)
+    print(wait < first, wait < ptx.index("griddepcontrol.launch_dependents") < product, "cp.async.cg" in ptx,
+        loads < product)
+"""
+COMPILED = {
+    "code(128, 128, 64, [16, 128, 4, 1])": "True True False True",
+    "code(128, 128, 64, [64, 128, 4, 1], 'bfloat16')": "True True False True",
+    "code(197, 197, 64, [32, 64, 4, 2])": "True True True False",
+    "code(64, 64, 80, [16, 64, 2, 1], causal=True)": "True True False True",
+    "code(77, 77, 40, [16, 32, 2, 2], mask='float16')": "True True True False",
+    "code(77, 77, 40, [16, 32, 2, 2], mask='bool')": "True True True False",
+}
+"""In order: the wait before all reads, the next kernel told before all products, reads in the background, all first."""
+
+
+def _run(code: str, cache: Path, **variables: str) -> str:
+    paths = [str(ROOT), str(ROOT / "runtime"), *(path for path in sys.path if path)]
+    given = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "TRITON_CACHE_DIR": str(cache)}
+    environment = {**os.environ, **given, **variables}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=250)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_values_in_the_interpreter(tmp_path: Path) -> None:
+    cases = "\n".join(f"{case}; print({name!r})" for name, case in CASES.items())
+    assert _run(INTERPRET + cases, tmp_path, TRITON_INTERPRET="1").splitlines() == list(CASES)
+
+
+def test_code_for_hopper(tmp_path: Path) -> None:
+    found = _run(COMPILE + "\n".join(COMPILED), tmp_path).splitlines()
+    assert dict(zip(COMPILED, found, strict=True)) == COMPILED
