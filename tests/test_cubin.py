@@ -188,7 +188,7 @@ def test_sections_belong_together_without_the_flag_that_says_so(cubin: bytes) ->
         header = header_of(cubin, row["name"])
         (flags,) = struct.unpack_from("<Q", cubin, header + 8)
         old = patched(old, header + 8, "<Q", flags & ~0x40)
-        if row["name"].startswith(".nv.info."):
+        if row["name"].startswith(".nv.info"):
             old = patched(old, header + 40, "<I", names.index(".nv.info"))
     assert old != cubin
     for keep in ({"scale"}, {"reverse", "indirect"}):

@@ -133,7 +133,7 @@ def test_convolution_on_the_cpu() -> None:
     residual = _images(*expected.shape, seed=3)
     y = ops.convolution(
         x, pack_convolution(weight, TILING), bias, residual, counters(6, x.device), 10, [3, 3], [2, 2], [1, 1],
-        [1, 1], "relu6", TILING.numbers, False,
+        [1, 1], "relu6", TILING.numbers, "none",
     )  # fmt: skip
     assert y.is_contiguous(memory_format=torch.channels_last)
     torch.testing.assert_close(y, functional.relu6(expected + residual).half(), atol=2e-3, rtol=2e-3)
@@ -141,7 +141,7 @@ def test_convolution_on_the_cpu() -> None:
 
 def test_linear_on_the_cpu() -> None:
     x, weight, bias = _random(5, 20), _random(20, 7, seed=1), _random(7, seed=2)
-    y = ops.linear(x, pack_linear(weight, TILING), bias, None, None, 7, "gelu", TILING.numbers, False)
+    y = ops.linear(x, pack_linear(weight, TILING), bias, None, None, 7, "gelu", TILING.numbers, "none")
     expected = functional.gelu(x.float() @ weight.float() + bias.float())
     torch.testing.assert_close(y, expected.half(), atol=2e-3, rtol=2e-3)
 
@@ -150,12 +150,12 @@ def test_depthwise_on_the_cpu() -> None:
     x, weight, bias = _images(2, 20, 9, 8), _random(20, 1, 5, 5, seed=1), _random(20, seed=2)
     tiling = DepthwiseTiling(block_m=4, block_c=16, num_warps=2)
     packed = pack_depthwise(weight, tiling)
-    y = depthwise(x, packed, bias, None, [5, 5], [2, 2], [2, 2], [1, 1], "silu", tiling.numbers, False)
+    y = depthwise(x, packed, bias, None, [5, 5], [2, 2], [2, 2], [1, 1], "silu", tiling.numbers, "none")
     expected = functional.silu(functional.conv2d(x.float(), weight.float(), bias.float(), 2, 2, groups=20))
     assert packed.shape == (2, 25, 16)
     torch.testing.assert_close(y, expected.half(), atol=2e-3, rtol=2e-3)
     inferred = depthwise(
-        x.to("meta"), packed.to("meta"), None, None, [5, 5], [2, 2], [2, 2], [1, 1], "silu", tiling.numbers, False
+        x.to("meta"), packed.to("meta"), None, None, [5, 5], [2, 2], [2, 2], [1, 1], "silu", tiling.numbers, "none"
     )
     assert (inferred.shape, inferred.stride(), inferred.dtype) == (y.shape, y.stride(), y.dtype)
 
@@ -177,9 +177,9 @@ with FakeTensorMode():
     x = torch.empty(2, 6, 9, 8, dtype=torch.bfloat16).to(memory_format=torch.channels_last)
     weight = torch.empty(1, 4, 32, 16, dtype=torch.bfloat16)
     y = ops.convolution(
-        x, weight, None, None, None, 10, [3, 3], [2, 2], [1, 1], [1, 1], "none", [16, 32, 16, 1, 2, 2], True
+        x, weight, None, None, None, 10, [3, 3], [2, 2], [1, 1], [1, 1], "none", [16, 32, 16, 1, 2, 2], "late"
     )
-    z = ops.linear(x[0, :, 0].t(), weight, None, None, None, 7, "none", [16, 32, 16, 1, 2, 2], True)
+    z = ops.linear(x[0, :, 0].t(), weight, None, None, None, 7, "none", [16, 32, 16, 1, 2, 2], "late")
 print(tuple(y.shape), y.stride(), y.dtype, tuple(z.shape), z.dtype)
 """
     told = python(code, without=["triton"]).strip()
@@ -199,7 +199,7 @@ class _Calls(TorchDispatchMode):
 def test_a_dispatch_mode_sees_one_call() -> None:
     x, weight = _random(5, 20), pack_linear(_random(20, 7), TILING)
     with _Calls() as mode:
-        ops.linear(x, weight, None, None, counters(1, x.device), 7, "none", TILING.numbers, False)
+        ops.linear(x, weight, None, None, counters(1, x.device), 7, "none", TILING.numbers, "none")
     assert mode.calls[-1] == (ops.linear, 3)
     assert [func for func, _ in mode.calls].count(ops.linear) == 1
 

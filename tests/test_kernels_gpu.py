@@ -46,7 +46,7 @@ def test_convolutions(name: str, dtype: torch.dtype) -> None:
         results = [
             ops.convolution(
                 x, pack_convolution(weight, tiling), bias, residual, arrived, shape.out_channels, shape.kernel,
-                shape.stride, shape.padding, shape.dilation, "relu", tiling.numbers, True,
+                shape.stride, shape.padding, shape.dilation, "relu", tiling.numbers, "late",
             )
             for _ in range(20)
         ]  # fmt: skip
@@ -61,7 +61,7 @@ def test_products(activation: str) -> None:
     total = x.double() @ weight.double()
     for tiling in candidates(shape, limit=4):
         arrived, packed = _counters(shape, tiling), pack_linear(weight, tiling)
-        results = [ops.linear(x, packed, None, None, arrived, 200, activation, tiling.numbers, True) for _ in range(20)]
+        results = [ops.linear(x, packed, None, None, arrived, 200, activation, tiling.numbers, "late") for _ in range(20)]
         _check(results, finish(total, None, activation), arrived)
 
 

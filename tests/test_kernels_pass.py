@@ -42,6 +42,26 @@ def _conv(x: Tensor, *, groups: int = 1, stride: int = 1) -> Tensor:
     return functional.conv2d(x, WEIGHT if groups == 1 else SCALES, BIAS, stride, 1, 1, groups)
 
 
+def _pointwise(x: Tensor) -> Tensor:
+    return functional.conv2d(x, WEIGHT[:, :, :1, :1])
+
+
+def _norm(x: Tensor) -> Tensor:
+    return functional.batch_norm(x, BIAS, SCALES[:, 0, 0, 0].abs() + 0.5, BIAS.neg(), BIAS.cos())
+
+
+def _gate(x: Tensor) -> Tensor:
+    return torch.sigmoid(x.mean((2, 3), keepdim=True))
+
+
+def _pooled(x: Tensor) -> Tensor:
+    return functional.avg_pool2d(_conv(x), 3, 1, 1)
+
+
+def _read_by_three(x: Tensor) -> Tensor:
+    return _conv(x) * _pointwise(x) * _conv(x, groups=16)
+
+
 def _with_skip(x: Tensor) -> Tensor:
     y = _conv(x)
     return y + _conv(y)
@@ -56,6 +76,8 @@ def _used_twice(x: Tensor) -> Tensor:
     y = _conv(x)
     return torch.relu(y) * y
 
+
+FIRST = "convolution none"
 
 MODELS: "dict[str, tuple[Callable[[Tensor], Tensor], Tensor, str]]" = {
     "plain": (_conv, IMAGES, "convolution none"),
@@ -75,6 +97,41 @@ MODELS: "dict[str, tuple[Callable[[Tensor], Tensor], Tensor, str]]" = {
     "used twice": (_used_twice, IMAGES, "convolution none"),
     "two": (lambda x: _conv(x) + _conv(x.neg()), IMAGES, "convolution none residual, convolution none"),
     "depthwise": (lambda x: functional.relu6(_conv(x, groups=16)), IMAGES, "depthwise relu6"),
+    "relu before": (lambda x: _conv(torch.relu(_pooled(x))), IMAGES, f"{FIRST}, convolution none after relu"),
+    "added to the relu before": (
+        lambda x: _pooled(x) + _conv(torch.relu(_pooled(x))), IMAGES, f"{FIRST}, convolution none residual after relu",
+    ),
+    "norm and relu before": (
+        lambda x: _conv(torch.relu(_norm(_pooled(x))), groups=16), IMAGES,
+        f"{FIRST}, depthwise none after scale shift relu",
+    ),
+    "norm before": (
+        lambda x: _conv(_norm(_pooled(x))), IMAGES, f"{FIRST}, convolution none after scale shift",
+    ),
+    "two affines before": (
+        lambda x: _conv(_norm(_pooled(x)) * BIAS[:, None, None]), IMAGES,
+        f"{FIRST}, convolution none after scale shift",
+    ),
+    "gate before": (
+        lambda x: _pointwise(_pooled(x) * _gate(_pooled(x))), IMAGES, f"{FIRST}, convolution none after gate",
+    ),
+    "gate and all before": (
+        lambda x: _pointwise(_gate(x) * functional.silu(_norm(_pooled(x)))), IMAGES,
+        f"{FIRST}, convolution none after scale shift gate silu",
+    ),
+    "gate of pixels": (
+        lambda x: _conv(_pooled(x) * x.mean(1, keepdim=True)), IMAGES, f"{FIRST}, convolution none",
+    ),
+    "another's activation before": (
+        lambda x: _conv(functional.silu(_conv(x))), IMAGES, "convolution silu, convolution none",
+    ),
+    "read by three": (
+        lambda x: _read_by_three(torch.relu(_pooled(x))), IMAGES,
+        f"{FIRST}, convolution none after relu 3, convolution none after relu 3, depthwise none after relu 3",
+    ),
+    "read by another": (
+        lambda x: _conv(torch.relu(_pooled(x))) * torch.relu(_pooled(x)), IMAGES, f"{FIRST}, convolution none",
+    ),
     "linear": (lambda x: functional.linear(x, MATRIX, VECTOR), ROWS, "linear none"),
     "no bias": (lambda x: torch.sigmoid(functional.linear(x, MATRIX)), ROWS, "linear sigmoid"),
     "gelu": (lambda x: functional.gelu(functional.linear(x, MATRIX, VECTOR)), ROWS, "linear gelu"),
@@ -83,6 +140,17 @@ MODELS: "dict[str, tuple[Callable[[Tensor], Tensor], Tensor, str]]" = {
     ),
     "linear and residual": (lambda x: x + functional.linear(x, MATRIX, VECTOR), ROWS, "linear none residual"),
 }  # fmt: skip
+
+
+def _told(request: Request) -> str:
+    words = [request.kind, request.activation, *(["residual"] if request.residual else [])]
+    before = request.before
+    if before is not None:
+        named = {"scale": before.scale, "shift": before.shift, "gate": before.gate}
+        words += ["after", *(name for name, value in named.items() if value is not None)]
+        words += [before.activation] if before.activation != "none" else []
+        words += [str(before.sharers)] if before.sharers > 1 else []
+    return " ".join(words)
 
 
 def _graph(name: str) -> tuple[fx.GraphModule, Tensor]:
@@ -96,7 +164,7 @@ def test_what_is_fused_and_its_values(name: str) -> None:
     asked = []
 
     def choose(request: Request) -> Tiling | DepthwiseTiling:
-        asked.append(f"{request.kind} {request.activation}{' residual' if request.residual else ''}")
+        asked.append(_told(request))
         return _tiling(request)
 
     own = rewritten(module, lambda m: use_own_kernels(m, choose))

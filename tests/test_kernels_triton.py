@@ -22,11 +22,18 @@ from torch.nn import functional
 from nimblec.kernels.depthwise import DepthwiseTiling, launch_depthwise, pack_depthwise
 from nimblec.kernels.launching import launch_convolution
 from nimblec.kernels.packing import counters, pack_convolution
-from nimblec.kernels.reference import finish
+from nimblec.kernels.reference import Prologue, finish
 from nimblec.kernels.shapes import Convolution, Tiling
 
+def prologue(channels, images, before, gate):
+    if not before and not gate:
+        return Prologue()
+    scale, shift = (torch.randn(channels), torch.randn(channels)) if before else (None, None)
+    gate = torch.rand(images, channels, 1, 1).half() if gate else None
+    return Prologue(scale=scale, shift=shift, activation=before or "none", gate=gate)
+
 def check(size, channels, out, tiling, activation="relu", *, batch=1, kernel=1, stride=1, padding=0, dilation=1,
-          bias=True, residual=False, slices=1):
+          bias=True, residual=False, slices=1, before="", gate=False):
     torch.manual_seed(0)
     two = lambda n: (n, n)
     shape = Convolution(batch=batch, height=size[0], width=size[1], channels=channels, out_channels=out,
@@ -36,19 +43,21 @@ def check(size, channels, out, tiling, activation="relu", *, batch=1, kernel=1, 
     x = torch.randn(batch, *size, channels * slices, dtype=torch.float16)[..., :channels].permute(0, 3, 1, 2)
     weight = (torch.randn(out, channels, kernel, kernel) / shape.depth ** 0.5).half()
     b = torch.randn(out, dtype=torch.float16) if bias else None
+    read = prologue(channels, batch, before, gate)
     y = torch.full((batch, out, shape.out_height, shape.out_width), torch.nan, dtype=torch.float16)
     y = y.contiguous(memory_format=torch.channels_last)
     r = torch.randn_like(y) if residual else None
     down, across = tiling.tiles(shape)
     arrived = counters(down * across, x.device)
-    launch_convolution(shape, tiling, x=x, weight=pack_convolution(weight, tiling), bias=b, residual=r, out=y,
-        counters=arrived, activation=activation, programmatic=False)
-    total = functional.conv2d(x.float(), weight.float(), b.float() if bias else None, stride, padding, dilation)
+    launch_convolution(shape, tiling, x=x, weight=pack_convolution(weight, tiling), bias=b, residual=r, prologue=read, out=y,
+        counters=arrived, activation=activation, trigger="none")
+    total = functional.conv2d(read(x.float()).half().float(), weight.float(), b.float() if bias else None, stride, padding, dilation)
     eps = torch.finfo(torch.float16).eps
     torch.testing.assert_close(y.float(), finish(total, r, activation), atol=4 * eps, rtol=eps)
     assert not arrived.any(), arrived
 
-def depthwise(size, channels, tiling, activation="relu", *, kernel=3, stride=1, padding=1, dilation=1, residual=False):
+def depthwise(size, channels, tiling, activation="relu", *, kernel=3, stride=1, padding=1, dilation=1, residual=False,
+              before="", gate=False):
     torch.manual_seed(0)
     two = lambda n: (n, n)
     shape = Convolution(batch=2, height=size[0], width=size[1], channels=channels, out_channels=channels,
@@ -59,10 +68,11 @@ def depthwise(size, channels, tiling, activation="relu", *, kernel=3, stride=1, 
     y = torch.full((2, channels, shape.out_height, shape.out_width), torch.nan).half()
     y = y.contiguous(memory_format=torch.channels_last)
     r = torch.randn_like(y) if residual else None
-    launch_depthwise(shape, tiling, x=x, weight=pack_depthwise(weight, tiling), bias=b, residual=r, out=y,
-        activation=activation, programmatic=False)
-    total = functional.conv2d(x.float(), weight.float(), b.float(), stride, padding, dilation, channels)
-    torch.testing.assert_close(y.float(), finish(total, r, activation), atol=4e-3, rtol=1e-3)
+    read = prologue(channels, 2, before, gate)
+    launch_depthwise(shape, tiling, x=x, weight=pack_depthwise(weight, tiling), bias=b, residual=r, prologue=read, out=y,
+        activation=activation, trigger="none")
+    total = functional.conv2d(read(x.float()), weight.float(), b.float(), stride, padding, dilation, channels)
+    torch.testing.assert_close(y.float(), finish(total, r, activation), atol=8e-3, rtol=1e-3)
 """
 
 CASES = {  # all in float16: the interpreter multiplies the bits of bfloat16 as integers
@@ -80,6 +90,13 @@ CASES = {  # all in float16: the interpreter multiplies the bits of bfloat16 as 
     "depthwise": "depthwise((9, 7), 20, [4, 16, 2], 'relu6', residual=True)",
     "depthwise 5x5": "depthwise((9, 8), 32, [8, 32, 2], 'hardswish', kernel=5, stride=2, padding=2)",
     "depthwise 7x7": "depthwise((8, 7), 16, [16, 16, 2], 'none', kernel=7, padding=6, dilation=2)",
+    "prologue": "check((9, 7), 48, 10, [16, 16, 16, 1, 4, 2], before='relu', gate=True, residual=True)",
+    "prologue of several images": "check((5, 7), 40, 10, [16, 16, 32, 2, 4, 2], before='silu', gate=True, batch=2)",
+    "gate": "check((5, 7), 32, 10, [16, 16, 32, 1, 4, 2], gate=True, batch=3)",
+    "padding after the prologue": "check((5, 7), 32, 10, [16, 16, 16, 3, 4, 2], kernel=3, padding=1, before='sigmoid')",
+    "odd channels after the prologue":
+        "check((5, 7), 10, 20, [16, 16, 16, 2, 4, 2], kernel=3, padding=1, before='hardsigmoid', gate=True, batch=2)",
+    "depthwise prologue": "depthwise((9, 7), 20, [4, 16, 2], 'relu6', before='relu', gate=True)",
     "padding beyond the kernel": "check((4, 4), 16, 16, [16, 16, 16, 1, 4, 2], 'none', kernel=1, padding=1)",
 }
 
@@ -89,18 +106,25 @@ from nimblec.kernels.depthwise import DepthwiseTiling, depthwise_settings
 from nimblec.kernels.launching import settings
 from nimblec.kernels.shapes import Convolution, Tiling
 shape = Convolution(batch=1, height=14, width=14, channels=256, out_channels=256, kernel=(3, 3), padding=(1, 1))
-for tiling in ([64, 64, 64, 4, 4, 3], [16, 32, 64, 1, 2, 3]):
-    constants = settings(shape, Tiling.of(tiling), activation="relu", programmatic=True)
-    job = convolution_job(constants, dtype="float16", bias=True, residual=True)
+end = {"bias", "residual"}
+for tiling, trigger, before, has in (
+    ([64, 64, 64, 4, 4, 3], "late", "none", end),
+    ([64, 64, 64, 4, 4, 3], "early", "relu", end | {"scale", "shift", "gate"}),
+    ([16, 32, 64, 1, 2, 3], "late", "none", end),
+):
+    constants = settings(shape, Tiling.of(tiling), activation="relu", before=before, trigger=trigger)
+    job = convolution_job(constants, dtype="float16", has=has)
     ptx = compile_job(job, capability=90).asm["ptx"]
     found = [word in ptx for word in ("wgmma.mma_async", "mma.sync", "atom.global.gpu.acq_rel")]
     wait = ptx.index("griddepcontrol.wait")
-    early = ptx.index("cp.async.bulk.prefetch.L2") < wait < ptx.index("griddepcontrol.launch_dependents")
+    launch = ptx.index("griddepcontrol.launch_dependents")
+    fetch = ptx.index("cp.async.bulk.prefetch.L2")
+    early = launch < fetch < wait if trigger == "early" else fetch < wait < launch
     reads = min(ptx.find(word, 0) for word in ("cp.async.cg.shared.global", "st.global") if word in ptx)
     print(*found, early, wait < reads)
 shape = Convolution(batch=1, height=14, width=14, channels=96, out_channels=96, kernel=(3, 3), padding=(1, 1))
-constants = depthwise_settings(shape, DepthwiseTiling(block_m=8, block_c=32), activation="relu6", programmatic=True)
-ptx = compile_job(depthwise_job(constants, dtype="bfloat16", bias=True, residual=False), capability=90).asm["ptx"]
+constants = depthwise_settings(shape, DepthwiseTiling(block_m=8, block_c=32), activation="relu6", trigger="late")
+ptx = compile_job(depthwise_job(constants, dtype="bfloat16", has={"bias"}), capability=90).asm["ptx"]
 print(ptx.index("cp.async.bulk.prefetch.L2") < ptx.index("griddepcontrol.wait") < ptx.index("st.global"))
 """
 
@@ -110,8 +134,8 @@ from nimblec.kernels.launching import settings
 from nimblec.kernels.shapes import Tiling, product
 def job(block_k):
     tiling = Tiling(block_m=16, block_n=16, block_k=block_k)
-    constants = settings(product(16, 64, 16), tiling, activation="none", programmatic=True)
-    return convolution_job(constants, dtype="float16", bias=False, residual=False)
+    constants = settings(product(16, 64, 16), tiling, activation="none", trigger="late")
+    return convolution_job(constants, dtype="float16", has=())
 compile_all([job(16), job(32)], processes=2)
 print("compiled")
 try:
@@ -137,8 +161,8 @@ def test_values_in_the_interpreter(tmp_path: Path) -> None:
 
 
 def test_code_for_hopper(tmp_path: Path) -> None:
-    warpgroups, warps, channels = _run(COMPILE, tmp_path).splitlines()
-    assert warpgroups == "True False True True True"
+    warpgroups, prologue, warps, channels = _run(COMPILE, tmp_path).splitlines()
+    assert warpgroups == prologue == "True False True True True"
     assert warps == "False True False True True"
     assert channels == "True"
 

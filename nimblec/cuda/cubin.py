@@ -118,12 +118,11 @@ def _unfamiliar_header(elf: Elf, index: int) -> Iterator[str]:
 
 
 def _names_symbols(elf: Elf, index: int) -> bool:
-    """Whether ``sh_link`` leads to the symbols; older compilers lead ``.nv.info.X`` there by way of ``.nv.info``."""
-    table = elf.sections[index].header.link
-    is_info = elf.sections[index].header.type == symbol_references.SHT_CUDA_INFO
-    if is_info and symbol_references.is_description(elf.sections[table]):
-        table = elf.sections[table].header.link
-    return table == elf.symtab
+    """Whether ``sh_link`` leads to the symbols; older compilers lead all of ``.nv.info*`` to ``.nv.info``."""
+    section = elf.sections[index]
+    is_info = section.header.type == symbol_references.SHT_CUDA_INFO
+    linked = elf.sections[section.header.link]
+    return section.header.link == elf.symtab or (is_info and symbol_references.is_description(linked))
 
 
 def _names_its_function(elf: Elf, index: int) -> bool:

@@ -9,7 +9,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,14 +28,16 @@ class Job:
     settings: dict[str, Any]
 
 
-def convolution_job(settings: dict[str, Any], *, dtype: str, bias: bool, residual: bool) -> Job:
-    """The job of a launch by `launch_convolution`; ``dtype`` as in "float16"."""
+def convolution_job(settings: dict[str, Any], *, dtype: str, has: Collection[str]) -> Job:
+    """The job of a launch by `launch_convolution`.
+
+    ``dtype`` as in "float16"; ``has`` names the optional tensors: bias, residual, scale, shift, gate.
+    """
     is_split = settings["SPLIT_K"] > 1
     pointers = (
         dtype,
         dtype,
-        dtype if bias else None,
-        dtype if residual else None,
+        *_optional(dtype, has),
         dtype,
         "float32" if is_split else None,
         "int32" if is_split else None,
@@ -43,10 +45,17 @@ def convolution_job(settings: dict[str, Any], *, dtype: str, bias: bool, residua
     return Job(kernel="convolution", pointers=pointers, settings=settings)
 
 
-def depthwise_job(settings: dict[str, Any], *, dtype: str, bias: bool, residual: bool) -> Job:
+def depthwise_job(settings: dict[str, Any], *, dtype: str, has: Collection[str]) -> Job:
     """The job of a launch by `launch_depthwise`."""
-    pointers = (dtype, dtype, dtype if bias else None, dtype if residual else None, dtype)
-    return Job(kernel="depthwise", pointers=pointers, settings=settings)
+    return Job(kernel="depthwise", pointers=(dtype, dtype, *_optional(dtype, has), dtype), settings=settings)
+
+
+def _optional(dtype: str, has: Collection[str]) -> Iterator[str | None]:
+    for name in ("bias", "residual", "scale", "shift", "gate"):
+        if name not in has:
+            yield None
+        else:
+            yield "float32" if name in {"scale", "shift"} else dtype
 
 
 def compile_all(jobs: Sequence[Job], *, capability: int = HOPPER, processes: int | None = None) -> None:

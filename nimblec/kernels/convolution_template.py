@@ -8,10 +8,14 @@ channels), as the channels lie last. The blocks that share a tile leave their su
 workspace; the last one to arrive adds them up in their fixed order, so that the result does not
 hang on who came last, and finishes the tile.
 
+A prologue, ``activation(x * scale + shift) * gate``, is applied to what is read; padding stays zero.
+
 Under programmatic dependent launch (CUDA programming guide, "Programmatic Dependent Launch and
 Synchronization") a block starts while the kernel before it still runs. It fetches its weights into
 the L2 cache, as nothing ever writes them, and waits before it touches anything else. All blocks
-wait: the end of a kernel then implies the end of all kernels before it.
+wait: the end of a kernel then implies the end of all kernels before it. A block lets the next
+kernel start ``early``, before all else, or ``late``, after its own wait: early hides more of the
+launch, but the blocks that come too soon take the place of those that have work.
 """
 
 import triton
@@ -25,6 +29,9 @@ def convolution(
     weight_ptr,
     bias_ptr,
     residual_ptr,
+    scale_ptr,
+    shift_ptr,
+    gate_ptr,
     out_ptr,
     partials_ptr,
     counters_ptr,
@@ -44,14 +51,20 @@ def convolution(
     PADDING_W: tl.constexpr,
     DILATION_H: tl.constexpr,
     DILATION_W: tl.constexpr,
+    BEFORE: tl.constexpr,
     ACTIVATION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SPLIT_K: tl.constexpr,
-    PROGRAMMATIC: tl.constexpr,
+    TRIGGER: tl.constexpr,
 ):
-    """Of x (pixels, channels), weight in tiles, bias (out channels,), residual and out (rows, out channels)."""
+    """Of x (pixels, channels), weight in tiles, bias (out channels,), residual and out (rows, out channels).
+
+    The prologue has scale and shift (channels,) in float32, gate (images, channels).
+    """
+    if TRIGGER == "early":
+        gdc_launch_dependents()
     TILES_M: tl.constexpr = (ROWS + BLOCK_M - 1) // BLOCK_M
     TILES_N: tl.constexpr = (OUT_CHANNELS + BLOCK_N - 1) // BLOCK_N
     DEPTH: tl.constexpr = KERNEL_H * KERNEL_W * CHANNELS
@@ -59,6 +72,8 @@ def convolution(
     PART: tl.constexpr = (STEPS + SPLIT_K - 1) // SPLIT_K
     IS_POINTWISE: tl.constexpr = KERNEL_H * KERNEL_W == 1 and PADDING_H == 0 and PADDING_W == 0
     IS_WHOLE: tl.constexpr = CHANNELS % BLOCK_K == 0
+    IS_SCALED: tl.constexpr = scale_ptr is not None or shift_ptr is not None
+    HAS_PROLOGUE: tl.constexpr = (IS_SCALED or gate_ptr is not None) or BEFORE != "none"
 
     block = tl.program_id(0)
     tile_m = block % TILES_M
@@ -67,7 +82,7 @@ def convolution(
     begin = part * PART
     tile_weight_ptr = weight_ptr + tile_n * (STEPS * BLOCK_N * BLOCK_K)
 
-    if PROGRAMMATIC:
+    if TRIGGER != "none":
         # The blocks that read the same weights fetch a share each.
         NBYTES: tl.constexpr = PART * BLOCK_N * BLOCK_K * 2
         SHARE: tl.constexpr = (NBYTES + TILES_M * 128 - 1) // (TILES_M * 128) * 128
@@ -91,8 +106,9 @@ def convolution(
     deep = tl.arange(0, BLOCK_K)
     weight_offsets = tl.arange(0, BLOCK_N)[:, None] * BLOCK_K + deep[None, :]
 
-    if PROGRAMMATIC:
+    if TRIGGER != "none":
         gdc_wait()
+    if TRIGGER == "late":
         gdc_launch_dependents()
 
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -100,6 +116,7 @@ def convolution(
         step = begin + n
         k = step * BLOCK_K + deep
         if IS_POINTWISE:
+            channel = k
             x_offsets = corner[:, None] + k[None, :]
             mask = (rows < ROWS)[:, None]
             if not IS_WHOLE:
@@ -114,9 +131,10 @@ def convolution(
             mask = ((rows < ROWS) & inside)[:, None]
         else:
             tap = k // CHANNELS
+            channel = k % CHANNELS
             down = (tap // KERNEL_W * DILATION_H)[None, :]
             across = (tap % KERNEL_W * DILATION_W)[None, :]
-            x_offsets = corner[:, None] + (down * WIDTH + across) * PIXEL_STRIDE + (k % CHANNELS)[None, :]
+            x_offsets = corner[:, None] + (down * WIDTH + across) * PIXEL_STRIDE + channel[None, :]
             y = top[:, None] + down
             x = left[:, None] + across
             mask = (y >= 0) & (y < HEIGHT) & (x >= 0) & (x < WIDTH)
@@ -125,6 +143,10 @@ def convolution(
             mask = mask & (step < STEPS)
             step = tl.minimum(step, STEPS - 1)
         pixels = tl.load(x_ptr + x_offsets, mask=mask, other=0.0)
+        if HAS_PROLOGUE:
+            whose = image if ROWS > OUT_HEIGHT * OUT_WIDTH else None
+            pixels = prepare(pixels, mask, whose, channel, scale_ptr, shift_ptr, gate_ptr, CHANNELS, BEFORE)
+            pixels = pixels.to(x_ptr.dtype.element_ty)
         weights = tl.load(tile_weight_ptr + step * (BLOCK_N * BLOCK_K) + weight_offsets)
         total = tl.dot(pixels, weights.T, total)
 
@@ -165,6 +187,25 @@ def _finish(
     if residual_ptr is not None:
         total += tl.load(residual_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     tl.store(out_ptr + offsets, activate(total, ACTIVATION).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def prepare(x, mask, image, channel, scale_ptr, shift_ptr, gate_ptr, CHANNELS: tl.constexpr, BEFORE: tl.constexpr):
+    """The prologue of x (rows, columns) in float32; ``image`` of each row, None where there is only one."""
+    exists = channel < CHANNELS
+    x = x.to(tl.float32)
+    if scale_ptr is not None:
+        x *= tl.load(scale_ptr + channel, mask=exists, other=0.0)[None, :]
+    if shift_ptr is not None:
+        x += tl.load(shift_ptr + channel, mask=exists, other=0.0)[None, :]
+    x = activate(x, BEFORE)
+    if gate_ptr is not None:
+        if image is None:
+            x *= tl.load(gate_ptr + channel, mask=exists, other=0.0).to(tl.float32)[None, :]
+        else:
+            gates = gate_ptr + (image * CHANNELS)[:, None] + channel[None, :]
+            x *= tl.load(gates, mask=mask & exists[None, :], other=0.0).to(tl.float32)
+    return tl.where(mask, x, 0.0)
 
 
 @triton.jit

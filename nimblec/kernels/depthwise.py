@@ -12,7 +12,7 @@ from torch.nn import functional
 from nimblec.kernels.candidates import MULTIPROCESSORS
 from nimblec.kernels.launching import geometry
 from nimblec.kernels.ops import convolution_shape, new_images
-from nimblec.kernels.reference import finish
+from nimblec.kernels.reference import Prologue, finish
 from nimblec.kernels.shapes import Convolution, ceil_div
 
 _LIBRARY = torch.library.Library("nimblec", "FRAGMENT")
@@ -20,7 +20,8 @@ _LIBRARY = torch.library.Library("nimblec", "FRAGMENT")
 
 _LIBRARY.define(
     "depthwise(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, int[] kernel, int[] stride, int[] padding, "
-    "int[] dilation, str activation, int[] tiling, bool programmatic) -> Tensor"
+    "int[] dilation, str activation, int[] tiling, str trigger, *, "
+    "Tensor? scale=None, Tensor? shift=None, Tensor? gate=None, str before='none') -> Tensor"
 )
 
 _VECTOR = 8
@@ -85,29 +86,31 @@ def launch_depthwise(
     weight: Tensor,
     bias: Tensor | None,
     residual: Tensor | None,
+    prologue: Prologue,
     out: Tensor,
     activation: str,
-    programmatic: bool,
+    trigger: str,
 ) -> None:
     """Write the convolution of ``x`` to ``out`` (rows, channels as they lie in memory)."""
     from nimblec.kernels.depthwise_template import depthwise as template
 
-    constants = depthwise_settings(shape, tiling, activation=activation, programmatic=programmatic)
-    template[tiling.blocks(shape),](x, weight, bias, residual, out, **constants)
+    constants = depthwise_settings(shape, tiling, before=prologue.activation, activation=activation, trigger=trigger)
+    template[tiling.blocks(shape),](x, weight, bias, residual, *prologue.tensors, out, **constants)
 
 
 def depthwise_settings(
-    shape: Convolution, tiling: DepthwiseTiling, *, activation: str, programmatic: bool
+    shape: Convolution, tiling: DepthwiseTiling, *, activation: str, trigger: str, before: str = "none"
 ) -> dict[str, Any]:
     """What is compiled into a kernel: the template's constants and Triton's options."""
     return {
         **geometry(shape),
+        "BEFORE": before,
         "ACTIVATION": activation,
         "BLOCK_M": tiling.block_m,
         "BLOCK_C": tiling.block_c,
-        "PROGRAMMATIC": programmatic,
+        "TRIGGER": trigger,
         "num_warps": tiling.num_warps,
-        "launch_pdl": programmatic,
+        "launch_pdl": trigger != "none",
     }
 
 
@@ -122,7 +125,12 @@ def _depthwise_fake(
     dilation: Sequence[int],
     activation: str,  # noqa: ARG001
     tiling: Sequence[int],  # noqa: ARG001
-    programmatic: bool,  # noqa: ARG001
+    trigger: str,  # noqa: ARG001
+    *,
+    scale: Tensor | None = None,  # noqa: ARG001
+    shift: Tensor | None = None,  # noqa: ARG001
+    gate: Tensor | None = None,  # noqa: ARG001
+    before: str = "none",  # noqa: ARG001
 ) -> Tensor:
     return new_images(x, convolution_shape(x, x.shape[1], kernel, stride, padding, dilation))
 
@@ -138,7 +146,12 @@ def _depthwise_cuda(
     dilation: Sequence[int],
     activation: str,
     tiling: Sequence[int],
-    programmatic: bool,
+    trigger: str,
+    *,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    gate: Tensor | None = None,
+    before: str = "none",
 ) -> Tensor:
     shape = convolution_shape(x, x.shape[1], kernel, stride, padding, dilation)
     out = new_images(x, shape)
@@ -149,9 +162,10 @@ def _depthwise_cuda(
         weight=weight,
         bias=bias,
         residual=residual,
+        prologue=Prologue(scale=scale, shift=shift, gate=gate, activation=before),
         out=out,
         activation=activation,
-        programmatic=programmatic,
+        trigger=trigger,
     )
     return out
 
@@ -167,13 +181,19 @@ def _depthwise_cpu(
     dilation: Sequence[int],
     activation: str,
     tiling: Sequence[int],  # noqa: ARG001
-    programmatic: bool,  # noqa: ARG001
+    trigger: str,  # noqa: ARG001
+    *,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    gate: Tensor | None = None,
+    before: str = "none",
 ) -> Tensor:
     channels = x.shape[1]
     shape = convolution_shape(x, channels, kernel, stride, padding, dilation)
     filters = weight.transpose(1, 2).flatten(0, 1)[:channels].reshape(channels, 1, *shape.kernel).float()
     vector = None if bias is None else bias.float()
-    total = functional.conv2d(x.float(), filters, vector, shape.stride, shape.padding, shape.dilation, channels)
+    read = Prologue(scale=scale, shift=shift, gate=gate, activation=before)(x.float())
+    total = functional.conv2d(read, filters, vector, shape.stride, shape.padding, shape.dilation, channels)
     return new_images(x, shape).copy_(finish(total, residual, activation))
 
 

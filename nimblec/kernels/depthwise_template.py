@@ -2,15 +2,15 @@
 # ruff: noqa: N803, N806 - constants known to the compiler in capitals, as in Triton's own kernels
 """The Triton kernel of depthwise convolutions, channels last: each channel by itself, bound by memory.
 
-A block computes some pixels of some channels. It starts early and waits as
-`nimblec.kernels.convolution_template` says.
+A block computes some pixels of some channels. Its prologue, and how it starts early and waits:
+`nimblec.kernels.convolution_template`.
 """
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from nimblec.kernels.convolution_template import activate, fetch_into_l2
+from nimblec.kernels.convolution_template import activate, fetch_into_l2, prepare
 
 
 @triton.jit
@@ -19,6 +19,9 @@ def depthwise(
     weight_ptr,
     bias_ptr,
     residual_ptr,
+    scale_ptr,
+    shift_ptr,
+    gate_ptr,
     out_ptr,
     ROWS: tl.constexpr,
     HEIGHT: tl.constexpr,
@@ -35,19 +38,24 @@ def depthwise(
     PADDING_W: tl.constexpr,
     DILATION_H: tl.constexpr,
     DILATION_W: tl.constexpr,
+    BEFORE: tl.constexpr,
     ACTIVATION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_C: tl.constexpr,
-    PROGRAMMATIC: tl.constexpr,
+    TRIGGER: tl.constexpr,
 ):
     """Of x (pixels, channels), weight (tiles of channels, taps, block_c), residual and out (rows, channels)."""
+    if TRIGGER == "early":
+        gdc_launch_dependents()
     TILES_C: tl.constexpr = (CHANNELS + BLOCK_C - 1) // BLOCK_C
     TAPS: tl.constexpr = KERNEL_H * KERNEL_W
+    IS_SCALED: tl.constexpr = scale_ptr is not None or shift_ptr is not None
+    HAS_PROLOGUE: tl.constexpr = (IS_SCALED or gate_ptr is not None) or BEFORE != "none"
     block = tl.program_id(0)
     tile_c = block % TILES_C
     tile_m = block // TILES_C
     tile_weight_ptr = weight_ptr + tile_c * (TAPS * BLOCK_C)
-    if PROGRAMMATIC:
+    if TRIGGER != "none":
         fetch_into_l2(tile_weight_ptr.to(tl.int64), TAPS * BLOCK_C * 2)
     within = tl.arange(0, BLOCK_C)
     channels = tile_c * BLOCK_C + within
@@ -61,8 +69,9 @@ def depthwise(
     left = rows % OUT_WIDTH * STRIDE_W - PADDING_W
     corner = ((image * HEIGHT + top) * WIDTH + left) * PIXEL_STRIDE
     exists = (rows < ROWS)[:, None] & (channels < CHANNELS)[None, :]
-    if PROGRAMMATIC:
+    if TRIGGER != "none":
         gdc_wait()
+    if TRIGGER == "late":
         gdc_launch_dependents()
 
     total = tl.zeros((BLOCK_M, BLOCK_C), tl.float32) + bias[None, :]
@@ -71,9 +80,13 @@ def depthwise(
         across = tap % KERNEL_W * DILATION_W
         inside = (top + down >= 0) & (top + down < HEIGHT) & (left + across >= 0) & (left + across < WIDTH)
         offsets = (corner + (down * WIDTH + across) * PIXEL_STRIDE)[:, None] + channels[None, :]
-        pixels = tl.load(x_ptr + offsets, mask=exists & inside[:, None], other=0.0)
+        mask = exists & inside[:, None]
+        pixels = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        if HAS_PROLOGUE:
+            whose = image if ROWS > OUT_HEIGHT * OUT_WIDTH else None
+            pixels = prepare(pixels, mask, whose, channels, scale_ptr, shift_ptr, gate_ptr, CHANNELS, BEFORE)
         weights = tl.load(tile_weight_ptr + tap * BLOCK_C + within)
-        total += pixels.to(tl.float32) * weights.to(tl.float32)[None, :]
+        total += pixels * weights.to(tl.float32)[None, :]
 
     out_offsets = rows[:, None] * CHANNELS + channels[None, :]
     if residual_ptr is not None:

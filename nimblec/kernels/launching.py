@@ -1,11 +1,16 @@
 """From tensors to a launch of a Triton kernel."""
 
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
+from nimblec.kernels.reference import Prologue
 from nimblec.kernels.shapes import Convolution, Tiling
+
+Trigger = Literal["none", "late", "early"]
+"""When a launch lets the next one start: at its end, after its own wait, or before all else."""
+TRIGGERS: tuple[Trigger, ...] = get_args(Trigger)
 
 
 def launch_convolution(
@@ -16,10 +21,11 @@ def launch_convolution(
     weight: Tensor,
     bias: Tensor | None,
     residual: Tensor | None,
+    prologue: Prologue,
     out: Tensor,
     counters: Tensor | None,
     activation: str,
-    programmatic: bool,
+    trigger: str,
 ) -> None:
     """Write the convolution of ``x`` to ``out`` (rows, out channels as they lie in memory)."""
     from nimblec.kernels.convolution_template import convolution
@@ -29,26 +35,28 @@ def launch_convolution(
     if tiling.split_k > 1:
         sums = down * across * tiling.split_k, tiling.block_m * tiling.block_n
         partials = torch.empty(sums, dtype=torch.float32, device=x.device)
-    pointers = (x, weight, bias, residual, out, partials, counters if tiling.split_k > 1 else None)
-    convolution[tiling.blocks(shape),](
-        *pointers, **settings(shape, tiling, activation=activation, programmatic=programmatic)
-    )
+    pointers = (x, weight, bias, residual, *prologue.tensors, out, partials, counters if tiling.split_k > 1 else None)
+    constants = settings(shape, tiling, before=prologue.activation, activation=activation, trigger=trigger)
+    convolution[tiling.blocks(shape),](*pointers, **constants)
 
 
-def settings(shape: Convolution, tiling: Tiling, *, activation: str, programmatic: bool) -> dict[str, Any]:
+def settings(
+    shape: Convolution, tiling: Tiling, *, activation: str, trigger: str, before: str = "none"
+) -> dict[str, Any]:
     """What is compiled into a kernel: the template's constants and Triton's options."""
     return {
         **geometry(shape),
         "OUT_CHANNELS": shape.out_channels,
+        "BEFORE": before,
         "ACTIVATION": activation,
         "BLOCK_M": tiling.block_m,
         "BLOCK_N": tiling.block_n,
         "BLOCK_K": tiling.block_k,
         "SPLIT_K": tiling.split_k,
-        "PROGRAMMATIC": programmatic,
+        "TRIGGER": trigger,
         "num_warps": tiling.num_warps,
         "num_stages": tiling.num_stages,
-        "launch_pdl": programmatic,
+        "launch_pdl": trigger != "none",
     }
 
 

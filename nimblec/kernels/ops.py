@@ -1,7 +1,8 @@
 """The kernels as torch ops in the namespace ``nimblec``: calls that a graph holds and dispatch modes see.
 
 Results are new memory. ``counters`` is written by the kernel and is zero again when it ends; calls
-that may run side by side need counters of their own.
+that may run side by side need counters of their own. ``trigger`` is a `nimblec.kernels.launching.Trigger`;
+scale, shift, gate and ``before``, an activation, are a `nimblec.kernels.reference.Prologue`.
 """
 
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from torch.nn import functional
 
 from nimblec.kernels.launching import launch_convolution
 from nimblec.kernels.packing import unpack_rows
-from nimblec.kernels.reference import finish
+from nimblec.kernels.reference import NO_PROLOGUE, Prologue, finish
 from nimblec.kernels.shapes import Convolution, Pair, Tiling, product
 
 _LIBRARY = torch.library.Library("nimblec", "FRAGMENT")
@@ -21,12 +22,12 @@ _LIBRARY = torch.library.Library("nimblec", "FRAGMENT")
 
 _LIBRARY.define(
     "convolution(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor(a!)? counters, int out_channels, "
-    "int[] kernel, int[] stride, int[] padding, int[] dilation, str activation, int[] tiling, bool programmatic) "
-    "-> Tensor"
+    "int[] kernel, int[] stride, int[] padding, int[] dilation, str activation, int[] tiling, str trigger, *, "
+    "Tensor? scale=None, Tensor? shift=None, Tensor? gate=None, str before='none') -> Tensor"
 )
 _LIBRARY.define(
     "linear(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor(a!)? counters, int out_channels, "
-    "str activation, int[] tiling, bool programmatic) -> Tensor"
+    "str activation, int[] tiling, str trigger) -> Tensor"
 )
 
 
@@ -88,7 +89,12 @@ def _convolution_fake(
     dilation: Sequence[int],
     activation: str,  # noqa: ARG001
     tiling: Sequence[int],  # noqa: ARG001
-    programmatic: bool,  # noqa: ARG001
+    trigger: str,  # noqa: ARG001
+    *,
+    scale: Tensor | None = None,  # noqa: ARG001
+    shift: Tensor | None = None,  # noqa: ARG001
+    gate: Tensor | None = None,  # noqa: ARG001
+    before: str = "none",  # noqa: ARG001
 ) -> Tensor:
     return new_images(x, convolution_shape(x, out_channels, kernel, stride, padding, dilation))
 
@@ -106,7 +112,12 @@ def _convolution_cuda(
     dilation: Sequence[int],
     activation: str,
     tiling: Sequence[int],
-    programmatic: bool,
+    trigger: str,
+    *,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    gate: Tensor | None = None,
+    before: str = "none",
 ) -> Tensor:
     shape = convolution_shape(x, out_channels, kernel, stride, padding, dilation)
     out = new_images(x, shape)
@@ -117,10 +128,11 @@ def _convolution_cuda(
         weight=weight,
         bias=bias,
         residual=residual,
+        prologue=Prologue(scale=scale, shift=shift, gate=gate, activation=before),
         out=out,
         counters=counters,
         activation=activation,
-        programmatic=programmatic,
+        trigger=trigger,
     )
     return out
 
@@ -138,12 +150,18 @@ def _convolution_cpu(
     dilation: Sequence[int],
     activation: str,
     tiling: Sequence[int],  # noqa: ARG001
-    programmatic: bool,  # noqa: ARG001
+    trigger: str,  # noqa: ARG001
+    *,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    gate: Tensor | None = None,
+    before: str = "none",
 ) -> Tensor:
     shape = convolution_shape(x, out_channels, kernel, stride, padding, dilation)
     rows = unpack_rows(weight, out_channels, shape.depth)
     filters = rows.reshape(out_channels, *shape.kernel, shape.channels).permute(0, 3, 1, 2)
-    total = functional.conv2d(x.float(), filters.float(), _float(bias), shape.stride, shape.padding, shape.dilation)
+    read = Prologue(scale=scale, shift=shift, gate=gate, activation=before)(x.float())
+    total = functional.conv2d(read, filters.float(), _float(bias), shape.stride, shape.padding, shape.dilation)
     return new_images(x, shape).copy_(finish(total, residual, activation))
 
 
@@ -156,7 +174,7 @@ def _linear_fake(
     out_channels: int,
     activation: str,  # noqa: ARG001
     tiling: Sequence[int],  # noqa: ARG001
-    programmatic: bool,  # noqa: ARG001
+    trigger: str,  # noqa: ARG001
 ) -> Tensor:
     return x.new_empty((x.shape[0], out_channels))
 
@@ -170,7 +188,7 @@ def _linear_cuda(
     out_channels: int,
     activation: str,
     tiling: Sequence[int],
-    programmatic: bool,
+    trigger: str,
 ) -> Tensor:
     out = x.new_empty((x.shape[0], out_channels))
     rows, depth = x.shape
@@ -182,10 +200,11 @@ def _linear_cuda(
         weight=weight,
         bias=bias,
         residual=residual,
+        prologue=NO_PROLOGUE,
         out=out,
         counters=counters,
         activation=activation,
-        programmatic=programmatic,
+        trigger=trigger,
     )
     return out
 
@@ -199,7 +218,7 @@ def _linear_cpu(
     out_channels: int,
     activation: str,
     tiling: Sequence[int],  # noqa: ARG001
-    programmatic: bool,  # noqa: ARG001
+    trigger: str,  # noqa: ARG001
 ) -> Tensor:
     filters = unpack_rows(weight, out_channels, x.shape[1])
     total = functional.linear(x.float(), filters.float(), _float(bias))

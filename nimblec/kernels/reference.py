@@ -1,6 +1,7 @@
 """What the kernels compute, in torch: the ops' meaning on the CPU, and what tests compare with."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,6 +20,37 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "tanh": torch.tanh,
 }
 """By the names that the ops take."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Prologue:
+    """What is done to images while they are read: ``activation(x * scale + shift) * gate``.
+
+    ``scale`` and ``shift`` are (channels,) in float32 and constant; ``gate`` is (images, channels, 1, 1)
+    in the dtype of the images, without gaps. Padding is added to the result, and is zero.
+    """
+
+    scale: Tensor | None = None
+    shift: Tensor | None = None
+    gate: Tensor | None = None
+    activation: str = "none"
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """In the order of the kernels' arguments."""
+        return self.scale, self.shift, self.gate
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """In the dtype of ``x`` (images, channels, height, width)."""
+        if self.scale is not None:
+            x = x * self.scale[:, None, None].to(x.dtype)
+        if self.shift is not None:
+            x = x + self.shift[:, None, None].to(x.dtype)
+        x = ACTIVATIONS[self.activation](x)
+        return x if self.gate is None else x * self.gate.to(x.dtype)
+
+
+NO_PROLOGUE = Prologue()
 
 
 def finish(total: Tensor, residual: Tensor | None, activation: str) -> Tensor:

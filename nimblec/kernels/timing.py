@@ -1,8 +1,10 @@
 """How long a call takes inside a network: in a CUDA graph, after its like, its weights not in the L2 cache."""
 
+import copy
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -30,20 +32,41 @@ class WeightPool:
 
 
 class GraphTimer:
-    """Times calls in chains of ``length``, the programmatic edges between them included."""
+    """Times calls in chains of ``length``, the programmatic edges between them included.
+
+    The graphs it makes, one after the other, share their memory: to free it each time takes
+    milliseconds.
+    """
 
     def __init__(self, *, length: int = 40, repeats: int = 9) -> None:
         self.length = length
         self._repeats = repeats
         self._flushed = torch.empty(FLUSH_NBYTES, dtype=torch.uint8, device="cuda")
+        self._stream = torch.cuda.Stream()
+        self._pool = torch.cuda.graph_pool_handle()
+        self._first = self._captured([partial(self._flushed[:16].fill_, 1)])  # a pool lives while a graph has it
+
+    def shorter(self, *, length: int, repeats: int) -> "GraphTimer":
+        """A timer of shorter chains beside this one, with its memory."""
+        other = copy.copy(self)
+        other.length, other._repeats = length, repeats  # noqa: SLF001
+        return other
 
     def __call__(self, call: Callable[[int], object]) -> float:
-        """Median microseconds of ``call(n)``, n from 0 on."""
-        return self.chain([partial(call, n) for n in range(self.length)]) / self.length
+        """Median microseconds of ``call(n)``, n from 0 on, which are all calls of the same kernels."""
+        with self._beside():
+            call(0)  # libraries choose and Triton loads on the first call
+        return self._chain([partial(call, n) for n in range(self.length)]) / self.length
 
     def chain(self, calls: Sequence[Callable[[], object]], *, flush: bool = True) -> float:
         """Median microseconds of all ``calls`` in one graph; the cache is emptied before each replay or not."""
-        graph = captured(calls)
+        with self._beside():
+            for call in calls:
+                call()
+        return self._chain(calls, flush=flush)
+
+    def _chain(self, calls: Sequence[Callable[[], object]], *, flush: bool = True) -> float:
+        graph = self._captured(calls)
         times = []
         for _ in range(self._repeats + 2):
             if flush:
@@ -56,18 +79,20 @@ class GraphTimer:
         torch.cuda.synchronize()
         return 1000 * statistics.median(float(begin.elapsed_time(end)) for begin, end in times[2:])
 
+    def _captured(self, calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
+        """The calls as a graph; without `torch.cuda.graph`, which frees all cached memory before."""
+        graph = torch.cuda.CUDAGraph()
+        with self._beside():
+            graph.capture_begin(pool=self._pool)
+            for call in calls:
+                call()
+            graph.capture_end()
+        return graph
 
-def captured(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
-    """The calls as a graph, each called once before: libraries choose and Triton loads on the first call."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for call in calls:
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    return graph
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """On the stream that graphs are captured from, after the work so far and before what follows."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            yield
+        torch.cuda.current_stream().wait_stream(self._stream)

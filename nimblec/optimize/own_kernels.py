@@ -6,15 +6,15 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
 
 from nimblec.kernels.depthwise import DepthwiseTiling, depthwise, pack_depthwise
+from nimblec.kernels.launching import Trigger
 from nimblec.kernels.ops import convolution, convolution_shape, linear
 from nimblec.kernels.packing import counters, pack_convolution, pack_linear
 from nimblec.kernels.shapes import Convolution, Tiling, product
 from nimblec.optimize.batch_norm import CONVOLUTION
-from nimblec.optimize.cudnn import is_relu
 from nimblec.optimize.layout import HALF
+from nimblec.optimize.own_kernels_prologue import Before, activation_of, prologues
 from nimblec.optimize.rewriter import Rewriter, bound, fake, is_call, only_user
 from nimblec.optimize.simplify import RESHAPES
 
@@ -24,14 +24,6 @@ Kind = Literal["convolution", "linear", "depthwise"]
 
 _CONVOLUTIONS = (CONVOLUTION, aten.cudnn_convolution_relu.default, aten.cudnn_convolution_add_relu.default)
 _LINEARS = (aten.addmm.default, aten.mm.default, aten._addmm_activation.default)
-_ACTIVATIONS: Mapping[OpOverload, str] = {
-    aten.relu6.default: "relu6",
-    aten.hardswish.default: "hardswish",
-    aten.hardsigmoid.default: "hardsigmoid",
-    aten.silu.default: "silu",
-    aten.sigmoid.default: "sigmoid",
-    aten.tanh.default: "tanh",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -47,6 +39,7 @@ class Request:
     residual: fx.Node | None
     nodes: tuple[fx.Node, ...]
     constants: Mapping[fx.Node, Tensor]
+    before: Before | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -58,40 +51,73 @@ Choose = Callable[[Request], Tiling | DepthwiseTiling | None]
 """How to cut a request's work; None where the framework's calls are to stay."""
 
 
-def use_own_kernels(module: fx.GraphModule, choose: Choose, *, programmatic: bool = True) -> None:
+def use_own_kernels(module: fx.GraphModule, choose: Choose, *, trigger: Trigger = "late") -> None:
     """Replace what ``choose`` finds faster; every result keeps its dtype, shape and strides.
 
-    ``programmatic`` launches wait for the kernel before them by themselves: compute capability 9.0.
+    Launches with a ``trigger`` wait for the kernel before them by themselves: compute capability 9.0.
     """
     rewriter = Rewriter(module)
-    for node in rewriter.calls(*_CONVOLUTIONS, *_LINEARS):
-        request = _request(rewriter, node)
+    shares = _shares(rewriter)
+    for node in shares.heads:
+        request = _request(rewriter, node, shares)
         tiling = request and choose(request)
         if request and tiling:
-            _replace(rewriter, request, tiling, programmatic=programmatic)
+            _replace(rewriter, request, tiling, trigger)
     rewriter.finish()
 
 
 def requests(module: fx.GraphModule) -> Iterator[Request]:
-    """What `use_own_kernels` would ask about, so that it can be prepared all at once."""
+    """What `use_own_kernels` will ask about, so that it can be prepared all at once."""
     rewriter = Rewriter(module)
-    for node in rewriter.calls(*_CONVOLUTIONS, *_LINEARS):
-        request = _request(rewriter, node)
+    shares = _shares(rewriter)
+    for node in shares.heads:
+        request = _request(rewriter, node, shares)
         if request:
             yield request
 
 
-def _request(rewriter: Rewriter, node: fx.Node) -> Request | None:
-    first = _convolution(rewriter, node) if is_call(node, *_CONVOLUTIONS) else _linear(rewriter, node)
-    if first is None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shares:
+    """Which calls belong to which launch, so that no choice for one changes what another one is.
+
+    ``heads`` are the convolutions and products, ``owners`` the ones whose launch computes a call
+    after them, ``before`` what they compute while they read.
+    """
+
+    heads: tuple[fx.Node, ...]
+    owners: Mapping[fx.Node, fx.Node]
+    before: Mapping[fx.Node, Before]
+
+
+def _shares(rewriter: Rewriter) -> _Shares:
+    heads = rewriter.calls(*_CONVOLUTIONS, *_LINEARS)
+    owners: dict[fx.Node, fx.Node] = {}
+    readers = []
+    for head in heads:
+        given = _given(rewriter, head)
+        if given is not None:
+            owners |= dict.fromkeys(_absorbed(head, given, owners)[1:], head)
+            readers += [head] if given["kind"] != "linear" else []
+    return _Shares(heads=tuple(heads), owners=owners, before=prologues(rewriter, readers, owners))
+
+
+def _request(rewriter: Rewriter, node: fx.Node, shares: _Shares) -> Request | None:
+    given = _given(rewriter, node)
+    if given is None:
         return None
-    given = {"activation": "none", "residual": None, **first}
-    nodes = [node]
-    if given["activation"] == "none":
-        _absorb(nodes, given)
+    before = shares.before.get(node)
+    nodes = (*(before.nodes if before else ()), *_absorbed(node, given, shares.owners))
+    if before is not None:
+        given["x"] = before.x
     read = dict.fromkeys(source for each in nodes for source in each.all_input_nodes)
     constants = {source: value for source in read if (value := rewriter.value(source)) is not None}
-    return Request(nodes=tuple(nodes), constants=constants, **given)
+    return Request(nodes=nodes, constants=constants, before=before, **given)
+
+
+def _given(rewriter: Rewriter, node: fx.Node) -> dict[str, Any] | None:
+    """What a call asks for by itself; None where ours could not compute it."""
+    given = _convolution(rewriter, node) if is_call(node, *_CONVOLUTIONS) else _linear(rewriter, node)
+    return given and {"activation": "none", "residual": None, **given}
 
 
 def _convolution(rewriter: Rewriter, node: fx.Node) -> dict[str, Any] | None:
@@ -155,25 +181,29 @@ def _is_served(rewriter: Rewriter, node: fx.Node, bias: fx.Node | None) -> bool:
     return value is not None and value.dtype == fake(node).dtype and value.shape == fake(node).shape[1:2]
 
 
-def _absorb(nodes: list[fx.Node], given: dict[str, Any]) -> None:
-    """Take a residual and an activation after the last of ``nodes`` in, through reshapes after a linear."""
-    reached = list(nodes)
-    while (user := only_user(reached[-1])) is not None:
+def _absorbed(head: fx.Node, given: dict[str, Any], owners: Mapping[fx.Node, fx.Node]) -> list[fx.Node]:
+    """``head`` and the calls after it that its launch computes; notes a residual and an activation in ``given``.
+
+    Reshapes after a linear are passed by.
+    """
+    nodes, reached = [head], [head]
+    while given["activation"] == "none" and (user := only_user(reached[-1])) is not None:
+        if owners.get(user, head) is not head:
+            break
         if given["kind"] == "linear" and is_call(user, *RESHAPES) and fake(user).is_contiguous():
             reached.append(user)
             continue
         residual = _other_term(user, reached[-1])
-        activation = _activation(user)
+        activation = activation_of(user)
         if residual is not None and given["residual"] is None:
             given["residual"] = residual
         elif activation is not None and _is_like(user, reached[-1]):
             given["activation"] = activation
         else:
-            return
+            break
         reached.append(user)
-        nodes[:] = reached
-        if activation is not None:
-            return
+        nodes = list(reached)
+    return nodes
 
 
 def _other_term(node: fx.Node, term: fx.Node) -> fx.Node | None:
@@ -183,18 +213,6 @@ def _other_term(node: fx.Node, term: fx.Node) -> fx.Node | None:
     others = [other for other in node.args[:2] if other is not term]
     (other,) = others if len(others) == 1 else (None,)
     return other if isinstance(other, fx.Node) and _is_like(other, term) and _is_like(node, term) else None
-
-
-def _activation(node: fx.Node) -> str | None:
-    if is_relu(node):
-        return "relu"
-    if is_call(node, aten.hardtanh.default, aten.clamp.default):
-        given = bound(node)
-        low, high = given.get("min_val", given.get("min")), given.get("max_val", given.get("max"))
-        return "relu6" if (low, high) == (0, 6) else None
-    if is_call(node, aten.gelu.default):
-        return "gelu" if bound(node)["approximate"] == "none" else "gelu_tanh"
-    return _ACTIVATIONS[node.target] if is_call(node, *_ACTIVATIONS) else None
 
 
 def _is_like(node: fx.Node, other: fx.Node) -> bool:
@@ -212,23 +230,24 @@ def _strides(images: Tensor) -> tuple[int, ...]:
     return torch.empty_like(images, device="meta", memory_format=torch.channels_last).stride()
 
 
-def _replace(rewriter: Rewriter, request: Request, tiling: Tiling | DepthwiseTiling, *, programmatic: bool) -> None:
+def _replace(rewriter: Rewriter, request: Request, tiling: Tiling | DepthwiseTiling, trigger: Trigger) -> None:
     last = request.nodes[-1]
-    call = _call(rewriter, request, tiling, programmatic=programmatic)
+    call = _call(rewriter, request, tiling, trigger)
     if fake(call).shape != fake(last).shape:  # past the reshapes after a linear
         call = rewriter.call(aten.reshape.default, call, list(fake(last).shape), at=last)
     assert _is_like(call, last), f"{last.format_node()} would become {call.format_node()}"
     rewriter.replace(last, call)
 
 
-def _call(rewriter: Rewriter, request: Request, tiling: Tiling | DepthwiseTiling, *, programmatic: bool) -> fx.Node:
+def _call(rewriter: Rewriter, request: Request, tiling: Tiling | DepthwiseTiling, trigger: Trigger) -> fx.Node:
     shape, last = request.shape, request.nodes[-1]
     weight = request.constants[request.weight]
-    terms, end = (request.x, request.bias), (request.activation, tiling.numbers, programmatic)
+    terms, end = (request.x, request.bias), (request.activation, tiling.numbers, trigger)
     geometry = [list(pair) for pair in (shape.kernel, shape.stride, shape.padding, shape.dilation)]
+    before = _before(rewriter, request)
     if isinstance(tiling, DepthwiseTiling):
         packed = rewriter.constant(pack_depthwise(weight, tiling), at=last)
-        return rewriter.call(depthwise, terms[0], packed, terms[1], request.residual, *geometry, *end, at=last)
+        return rewriter.call(depthwise, terms[0], packed, terms[1], request.residual, *geometry, *end, at=last, **before)
     arrived = None
     if tiling.split_k > 1:
         down, across = tiling.tiles(shape)
@@ -236,9 +255,23 @@ def _call(rewriter: Rewriter, request: Request, tiling: Tiling | DepthwiseTiling
     if request.kind == "convolution":
         packed = rewriter.constant(pack_convolution(weight, tiling), at=last)
         shared = (terms[0], packed, terms[1], request.residual, arrived, shape.out_channels)
-        return rewriter.call(convolution, *shared, *geometry, *end, at=last)
+        return rewriter.call(convolution, *shared, *geometry, *end, at=last, **before)
     packed = rewriter.constant(pack_linear(weight, tiling), at=last)
     residual = request.residual
     if residual is not None and fake(residual).dim() != 2:
         residual = rewriter.call(aten.reshape.default, residual, [shape.rows, shape.out_channels], at=last)
     return rewriter.call(linear, terms[0], packed, terms[1], residual, arrived, shape.out_channels, *end, at=last)
+
+
+def _before(rewriter: Rewriter, request: Request) -> dict[str, Any]:
+    """The prologue as the ops take it."""
+    before, last = request.before, request.nodes[-1]
+    if before is None:
+        return {}
+    given: dict[str, Any] = {"before": before.activation}
+    if before.gate is not None:
+        given["gate"] = before.gate
+    for name, value in (("scale", before.scale), ("shift", before.shift)):
+        if value is not None:
+            given[name] = rewriter.constant(value.float().contiguous(), at=last)
+    return given

@@ -1,0 +1,154 @@
+"""What our own kernels can compute while they read: batch norm, activation and gate before a convolution.
+
+Networks that normalise before they convolve (DenseNet, NASNet, ResNet v2) and those that weigh
+channels (squeeze and excitation) have these as calls of their own, as the convolution before has
+other readers, or the weights hang on all of its result.
+"""
+
+import operator
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+
+from nimblec.optimize.affine import read_affine
+from nimblec.optimize.cudnn import is_relu
+from nimblec.optimize.rewriter import Rewriter, bound, fake, is_call
+
+aten = torch.ops.aten
+
+_ACTIVATIONS: Mapping[OpOverload, str] = {
+    aten.relu6.default: "relu6",
+    aten.hardswish.default: "hardswish",
+    aten.hardsigmoid.default: "hardsigmoid",
+    aten.silu.default: "silu",
+    aten.sigmoid.default: "sigmoid",
+    aten.tanh.default: "tanh",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Before:
+    """``activation(x * scale + shift) * gate`` by calls: ``nodes`` in their order, the last one's value is read.
+
+    ``sharers`` requests read that value, and nothing else does. ``scale`` and ``shift`` are
+    (channels,) in float64. The images and the gate are told by where the calls have them, as they
+    may be replaced meanwhile.
+    """
+
+    nodes: tuple[fx.Node, ...]
+    x_place: int
+    gate_place: int | None = None
+    sharers: int = 1
+    activation: str = "none"
+    scale: Tensor | None = field(default=None, repr=False)
+    shift: Tensor | None = field(default=None, repr=False)
+
+    @property
+    def x(self) -> fx.Node:
+        """The images that are read instead."""
+        return _argument(self.nodes[0], self.x_place)
+
+    @property
+    def gate(self) -> fx.Node | None:
+        """A factor for each image and channel, (images, channels, 1, 1)."""
+        return None if self.gate_place is None else _argument(self.nodes[-1], self.gate_place)
+
+
+def prologues(
+    rewriter: Rewriter, readers: Iterable[fx.Node], taken: Collection[fx.Node]
+) -> dict[fx.Node, Before]:
+    """What each of ``readers``, convolutions of images channels last, can compute while it reads.
+
+    ``taken`` are calls that other launches compute already. A value that something else needs in
+    memory as well is left: it would be computed twice, and no call be saved.
+    """
+    known = dict.fromkeys(readers)
+    found = {}
+    for reader in known:
+        images = _argument(reader, 0)
+        if all(user in known and user.all_input_nodes.count(images) == 1 for user in images.users):
+            before = _walk(rewriter, images, taken)
+            if before is not None:
+                found[reader] = replace(before, sharers=len(images.users))
+    return found
+
+
+def activation_of(node: fx.Node) -> str | None:
+    """The activation that a call is, by the kernels' names."""
+    if is_relu(node):
+        return "relu"
+    if is_call(node, aten.hardtanh.default, aten.clamp.default):
+        given = bound(node)
+        low, high = given.get("min_val", given.get("min")), given.get("max_val", given.get("max"))
+        return "relu6" if (low, high) == (0, 6) else None
+    if is_call(node, aten.gelu.default):
+        return "gelu" if bound(node)["approximate"] == "none" else "gelu_tanh"
+    return _ACTIVATIONS[node.target] if is_call(node, *_ACTIVATIONS) else None
+
+
+def _walk(rewriter: Rewriter, last: fx.Node, taken: Collection[fx.Node]) -> Before | None:
+    """The calls up to ``last`` that a launch can compute; those in the middle have no other user."""
+    before, node = None, last
+    while node not in taken and (node is last or len(node.users) == 1):
+        longer = _gated(rewriter, node, before) or _activated(node, before) or _scaled(rewriter, node, before)
+        if longer is None or not _is_like(longer.x, last):
+            break
+        before, node = longer, longer.x
+    return before
+
+
+def _gated(rewriter: Rewriter, node: fx.Node, before: Before | None) -> Before | None:
+    """``x * gate``, the last that is computed."""
+    if before is not None or not is_call(node, aten.mul.Tensor):
+        return None
+    images, channels = fake(node).shape[:2]
+    for place, gate in enumerate(node.args):
+        if not isinstance(gate, fx.Node) or rewriter.value(gate) is not None:
+            continue
+        value = fake(gate)
+        if value.shape == (images, channels, 1, 1) and value.dtype == fake(node).dtype and value.is_contiguous():
+            return Before(nodes=(node,), x_place=1 - place, gate_place=place)
+    return None
+
+
+def _activated(node: fx.Node, before: Before | None) -> Before | None:
+    activation = activation_of(node)
+    if activation is None:
+        return None
+    if before is None:
+        return Before(nodes=(node,), x_place=0, activation=activation)
+    if before.activation != "none" or before.scale is not None:
+        return None
+    return replace(before, nodes=(node, *before.nodes), x_place=0, activation=activation)
+
+
+def _scaled(rewriter: Rewriter, node: fx.Node, before: Before | None) -> Before | None:
+    """Batch norm, or a product with or a sum of constants for each channel."""
+    read = read_affine(rewriter, node)
+    factors = read and read.along(1, fake(node))
+    if read is None or factors is None:
+        return None
+    first = _argument(node, 0) if node.target is operator.getitem else node
+    nodes = (node,) if first is node else (first, node)
+    x_place = first.args.index(read.source)
+    scale, shift = (factor.expand(fake(node).shape[1]) for factor in factors)
+    if before is None:
+        return Before(nodes=nodes, x_place=x_place, scale=scale, shift=shift)
+    if before.scale is not None and before.shift is not None:
+        scale, shift = scale * before.scale, shift * before.scale + before.shift
+    return replace(before, nodes=(*nodes, *before.nodes), x_place=x_place, scale=scale, shift=shift)
+
+
+def _argument(node: fx.Node, place: int) -> fx.Node:
+    argument = node.args[place]
+    assert isinstance(argument, fx.Node)
+    return argument
+
+
+def _is_like(node: fx.Node, other: fx.Node) -> bool:
+    """Whether both are images of one dtype and shape, channels last."""
+    a, b = fake(node), fake(other)
+    return a.dtype == b.dtype and a.shape == b.shape and a.is_contiguous(memory_format=torch.channels_last)

@@ -1,0 +1,255 @@
+"""Our own kernels in small networks of the kinds that they were made for, chosen everywhere, and chosen again."""
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from rewriting import DenseNet, assert_same, counts, randomize, rewritten
+from torch import Tensor, fx, nn
+from torch.nn import functional
+
+from nimblec.frontend.aten_graph import trace
+from nimblec.kernels.shapes import Tiling
+from nimblec.optimize import optimize
+from nimblec.optimize.definitions import DEFINITIONS
+from nimblec.optimize.own_kernels import Request, requests, use_own_kernels
+from nimblec.optimize.own_kernels_choice import THEIRS, Selector, tilings
+from nimblec.optimize.own_kernels_trigger import retriggered
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from nimblec.kernels.compiling import Job
+
+
+class Excited(nn.Module):
+    """An inverted bottleneck with squeeze and excitation (Tan & Le 2019; MobileNetV3 with its activations)."""
+
+    def __init__(self, channels: int, activation: type[nn.Module], gate: type[nn.Module]) -> None:
+        super().__init__()
+        wide = 4 * channels
+        self.widen = nn.Sequential(
+            nn.Conv2d(channels, wide, 1, bias=False), nn.BatchNorm2d(wide), activation(),
+            nn.Conv2d(wide, wide, 3, 1, 1, groups=wide, bias=False), nn.BatchNorm2d(wide), activation(),
+        )  # fmt: skip
+        self.squeeze = nn.Sequential(
+            nn.AdaptiveAvgPool2d(1), nn.Conv2d(wide, 8, 1), nn.ReLU(), nn.Conv2d(8, wide, 1), gate()
+        )
+        self.project = nn.Sequential(nn.Conv2d(wide, channels, 1, bias=False), nn.BatchNorm2d(channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Images to images."""
+        y = self.widen(x)
+        return x + self.project(self.squeeze(y) * y)
+
+
+class Separable(nn.Sequential):
+    """ReLU, depthwise, pointwise, norm, twice (Zoph et al. 2018)."""
+
+    def __init__(self, channels: int, size: int) -> None:
+        super().__init__(*(
+            layer
+            for _ in range(2)
+            for layer in (
+                nn.ReLU(),
+                nn.Conv2d(channels, channels, size, 1, size // 2, groups=channels, bias=False),
+                nn.Conv2d(channels, channels, 1, bias=False),
+                nn.BatchNorm2d(channels),
+            )
+        ))  # fmt: skip
+
+
+class Cell(nn.Module):
+    """A NASNet-A cell of five sums."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, channels, 3, 1, 1)
+        self.squeezes = nn.ModuleList(
+            nn.Sequential(nn.ReLU(), nn.Conv2d(channels, channels, 1, bias=False), nn.BatchNorm2d(channels))
+            for _ in range(2)
+        )
+        self.branches = nn.ModuleList(Separable(channels, size) for size in (5, 3, 5, 3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Images to images of six times the channels."""
+        stem = self.stem(x)
+        now, before = (squeeze(stem) for squeeze in self.squeezes)
+        a, b, c, d, e = (branch(y) for branch, y in zip(self.branches, (now, *[before] * 3, now), strict=True))
+        pools = [functional.avg_pool2d(y, 3, 1, 1, count_include_pad=False) for y in (now, before)]
+        sums = [a + b, c + d, pools[0] + before, pools[1] + pools[1], e + now]
+        return torch.cat([before, *sums], 1)
+
+
+class Preactivated(nn.Module):
+    """Norm and ReLU before each convolution, a projection reading the same (He et al. 2016, ResNet v2)."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, channels, 3, 1, 1), nn.BatchNorm2d(channels)
+        self.first, self.last = nn.Conv2d(channels, channels, 3, 2, 1), nn.Conv2d(channels, channels, 1)
+        self.skip = nn.Conv2d(channels, channels, 1, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Images to images of half the size."""
+        y = torch.relu(self.norm(functional.max_pool2d(self.stem(x), 3, 1, 1)))
+        return self.last(functional.silu(self.first(y))) + self.skip(y)
+
+
+NETWORKS: "dict[str, tuple[Callable[[], nn.Module], set[str]]]" = {
+    "EfficientNet": (
+        lambda: nn.Sequential(nn.Conv2d(3, 16, 3, 2, 1), Excited(16, nn.SiLU, nn.Sigmoid)), {"mul", "sigmoid", "add"}
+    ),
+    "MobileNetV3": (
+        lambda: nn.Sequential(nn.Conv2d(3, 16, 3, 2, 1), Excited(16, nn.Hardswish, nn.Hardsigmoid)),
+        {"mul", "hardswish", "hardsigmoid"},
+    ),
+    "DenseNet": (lambda: DenseNet.small()[0], set()),
+    "NASNet": (lambda: Cell(16), {"relu", "cudnn_convolution_relu"}),
+    "ResNet v2": (lambda: Preactivated(16), {"relu", "_native_batch_norm_legit_no_training", "silu"}),
+}  # fmt: skip
+"""And what is left of none of them."""
+
+
+def _network(name: str) -> tuple[fx.GraphModule, Tensor]:
+    torch.manual_seed(0)
+    module, x = randomize(NETWORKS[name][0]()).eval().half(), torch.randn(2, 3, 16, 16).half()
+    return optimize(trace(module, (x,)).module, device="cuda"), x
+
+
+class _Pool:
+    def take(self, shape: "Sequence[int]") -> Tensor:
+        return torch.zeros(tuple(shape), dtype=torch.float16)
+
+
+class _Timer:
+    """Counts what is timed, each twice."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, call: "Callable[[int], object]") -> float:
+        self.count += 1
+        call(0)
+        call(1)
+        return 1.0
+
+
+class _OursFirst(Selector):
+    """Theirs take twice the time; cuDNN's fused calls are not called on the CPU."""
+
+    def _theirs(self, request: Request) -> "Callable[[int], object]":
+        call = super()._theirs(request)
+        if any(node.target in DEFINITIONS for node in request.nodes):
+            return lambda _: self.say(2.0)
+        return lambda n: (call(n), self.say(2.0))
+
+    def say(self, time: float) -> None:
+        """What the timer will return."""
+        self.time = time
+
+
+def _selector(times: dict[str, int]) -> tuple[Selector, list["Job"], _Timer]:
+    jobs: list[Job] = []
+    timer = _Timer()
+
+    def timed(call: "Callable[[int], object]") -> float:
+        selector.say(1.0)
+        timer(call)
+        return selector.time
+
+    selector = _OursFirst(timed, _Pool(), length=2, times=times, compile_jobs=jobs.extend)
+    return selector, jobs, timer
+
+
+def _chosen(module: fx.GraphModule, selector: Selector) -> fx.GraphModule:
+    selector.prepare(requests(module))
+    return rewritten(module, lambda m: use_own_kernels(m, selector))
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_networks_with_all_kernels_ours(name: str) -> None:
+    module, x = _network(name)
+    own = _chosen(module, _selector({})[0])
+    left = counts(own)
+    assert not NETWORKS[name][1] & set(left), left
+    assert not {"convolution.default", "cudnn_convolution_relu", "addmm"} & set(left)
+    assert_same(module, own, x, rtol=5e-3)
+
+
+def test_a_second_choice_measures_nothing_and_compiles_what_was_chosen() -> None:
+    module, _ = _network("EfficientNet")
+    times: dict[str, int] = {}
+    first, jobs, timer = _selector(times)
+    chosen = _chosen(module, first)
+    again, later, silent = _selector(times)
+    assert counts(_chosen(module, again)) == counts(chosen)
+    assert timer.count > silent.count == 0
+    assert len(later) == len(again.choices) < len(jobs)
+    assert again.choices == first.choices
+    assert all(isinstance(time, int) for time in times.values())
+
+
+def test_times_of_another_machine_or_trigger_are_not_taken() -> None:
+    module, _ = _network("EfficientNet")
+    times: dict[str, int] = {}
+    _chosen(module, _selector(times)[0])
+    known = dict(times)
+    for other in ({"machine": "another"}, {"trigger": "early"}):
+        timer = _Timer()
+        _chosen(module, Selector(timer, _Pool(), length=2, times=times, compile_jobs=list, **other))
+        assert timer.count > 0
+    assert known.items() < times.items()
+
+
+def test_a_short_look_sorts_the_candidates_out() -> None:
+    request = max(requests(_network("EfficientNet")[0]), key=lambda r: (r.kind != "depthwise", len(tilings(r))))
+    short: list[float] = []
+    long: list[int] = []
+
+    def screen(call: "Callable[[int], object]") -> float:
+        call(1)
+        short.append(9.0 - len(short))
+        return short[-1]
+
+    def timer(_: object) -> float:
+        long.append(len(long))
+        return 5.0 - len(long)
+
+    selector = Selector(timer, _Pool(), length=2, screen=screen, compile_jobs=list)
+    assert selector(request) == tilings(request)[-3]
+    (choice,) = selector.choices.values()
+    assert len(short) == len(tilings(request)) > len(long) == len(choice.microseconds) == 4
+    assert THEIRS in choice.microseconds
+
+
+def test_another_trigger_changes_nothing_else() -> None:
+    module, x = _network("MobileNetV3")
+    first, jobs, _ = _selector({})
+    late = _chosen(module, first)
+    compiled: list[Job] = []
+    for trigger in ("early", "none"):
+        other = retriggered(late, trigger, compile_jobs=compiled.extend)
+        assert_same(late, other, x, rtol=0)
+        assert {node.args[-1] for node in _own(other)} == {trigger}
+        assert {node.args[-1] for node in _own(late)} == {"late"}
+        assert {job.settings["TRIGGER"] for job in compiled} == {trigger}
+        assert {job.settings["launch_pdl"] for job in compiled} == {trigger == "early"}
+        as_chosen = [{**job.settings, "TRIGGER": "late", "launch_pdl": True} for job in compiled]
+        pairs = [(job.kernel, job.pointers, job.settings) for job in jobs]
+        assert all((job.kernel, job.pointers, s) in pairs for job, s in zip(compiled, as_chosen, strict=True))
+        compiled.clear()
+
+
+def _own(module: fx.GraphModule) -> list[fx.Node]:
+    return [node for node in module.graph.nodes if str(node.target).startswith("nimblec.")]
+
+
+def test_equal_calls_are_compiled_once() -> None:
+    tiling = Tiling(block_m=16, block_n=16, block_k=32)
+    module, _ = _network("NASNet")
+    convolutions = [r for r in requests(module) if r.kind == "convolution"]
+    own = rewritten(module, lambda m: use_own_kernels(m, lambda r: tiling if r.kind == "convolution" else None))
+    jobs: list[Job] = []
+    retriggered(own, "early", compile_jobs=jobs.extend)
+    assert 0 < len(jobs) < len(convolutions)
