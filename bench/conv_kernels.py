@@ -8,16 +8,17 @@ candidate against torch in float32, and at the end times all calls of the networ
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from bench.conv_networks import MODELS, Call
 from bench.environment import describe
 from nimblec.kernels import ops
 from nimblec.kernels.candidates import candidates
@@ -30,133 +31,21 @@ from nimblec.kernels.depthwise import (
     depthwise_settings,
     pack_depthwise,
 )
-from nimblec.kernels.launching import settings
+from nimblec.kernels.launching import TRIGGERS, settings
 from nimblec.kernels.packing import counters, pack_rows
-from nimblec.kernels.reference import finish
-from nimblec.kernels.shapes import Convolution, Tiling, ceil_div, product
+from nimblec.kernels.reference import ACTIVATIONS, NO_PROLOGUE, Prologue, finish
+from nimblec.kernels.shapes import Convolution, Tiling, ceil_div
 from nimblec.kernels.timing import GraphTimer, WeightPool
 
 aten = torch.ops.aten
 
-Kind = Literal["convolution", "linear", "depthwise"]
 AnyTiling = Tiling | DepthwiseTiling
 
+_READ = {"": (), "relu": (), "norm relu": ("scale", "shift"), "gate": ("gate",)}
 POOL_NBYTES = 512 << 20
 THEIRS = "theirs"
 TOLERANCE = 0.02
 """Of the results' spread: float16 and bfloat16 round once, the library's and our sums differ in order."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """One call in a network."""
-
-    shape: Convolution
-    activation: str
-    residual: bool = False
-    kind: Kind = "convolution"
-
-    def __str__(self) -> str:
-        s = self.shape
-        kind = "linear" if self.kind == "linear" else f"{s.kernel[0]}x{s.kernel[1]}/{s.stride[0]}"
-        if self.kind == "depthwise":
-            return f"depthwise {kind} {s.out_height}x{s.out_width}x{s.channels} {self.activation}"
-        end = "+res" if self.residual else ""
-        return f"{kind} {s.rows}x{s.depth}x{s.out_channels} {self.activation}{end}"
-
-
-def resnet50() -> Iterator[Call]:
-    """Torchvision's, 224x224; the first block of a stage has a projection beside it."""
-    yield _image(224, 3, 64, kernel=7, stride=2, activation="relu")
-    size, channels = 56, 64
-    for stage, depth in enumerate((3, 4, 6, 3)):
-        width = 64 << stage
-        for block in range(depth):
-            stride = 2 if stage and not block else 1
-            yield _image(size, channels, width, activation="relu")
-            yield _image(size, width, width, kernel=3, stride=stride, activation="relu")
-            if not block:
-                yield _image(size, channels, 4 * width, stride=stride, activation="none")
-            size, channels = size // stride, 4 * width
-            yield _image(size, width, channels, activation="relu", residual=True)
-    yield Call(shape=product(1, 2048, 1000), activation="none", kind="linear")
-
-
-def mobilenet_v2() -> Iterator[Call]:
-    """Torchvision's, 224x224."""
-    yield _image(224, 3, 32, kernel=3, stride=2, activation="relu6")
-    yield _depthwise(112, 32)
-    yield _image(112, 32, 16, activation="none")
-    size, channels = 112, 16
-    for width, depth, first in ((24, 2, 2), (32, 3, 2), (64, 4, 2), (96, 3, 1), (160, 3, 2), (320, 1, 1)):
-        for block in range(depth):
-            stride = 1 if block else first
-            yield _image(size, channels, 6 * channels, activation="relu6")
-            yield _depthwise(size, 6 * channels, stride=stride)
-            size //= stride
-            yield _image(size, 6 * channels, width, activation="none", residual=block > 0)
-            channels = width
-    yield _image(7, 320, 1280, activation="relu6")
-    yield Call(shape=product(1, 1280, 1000), activation="none", kind="linear")
-
-
-def bert() -> Iterator[Call]:
-    """BERT-base, 128 tokens; queries, keys and values in one product."""
-    yield from _transformer(128, 12, "gelu")
-
-
-def gpt2() -> Iterator[Call]:
-    """GPT-2, 64 tokens, with its last product over the vocabulary."""
-    yield from _transformer(64, 12, "gelu_tanh")
-    yield Call(shape=product(64, 768, 50257), activation="none", kind="linear")
-
-
-def vit() -> Iterator[Call]:
-    """ViT-B/16, 197 tokens."""
-    yield from _transformer(197, 12, "gelu")
-
-
-def _transformer(tokens: int, layers: int, activation: str) -> Iterator[Call]:
-    for _ in range(layers):
-        for depth, columns, then in ((768, 2304, ""), (768, 768, ""), (768, 3072, activation), (3072, 768, "")):
-            yield Call(shape=product(tokens, depth, columns), activation=then or "none", kind="linear")
-
-
-def _depthwise(size: int, channels: int, *, stride: int = 1) -> Call:
-    call = _image(size, channels, channels, kernel=3, stride=stride, activation="relu6")
-    return replace(call, kind="depthwise")
-
-
-def _image(
-    size: int,
-    channels: int,
-    out_channels: int,
-    *,
-    kernel: int = 1,
-    stride: int = 1,
-    activation: str,
-    residual: bool = False,
-) -> Call:
-    shape = Convolution(
-        batch=1,
-        height=size,
-        width=size,
-        channels=channels,
-        out_channels=out_channels,
-        kernel=(kernel, kernel),
-        stride=(stride, stride),
-        padding=(kernel // 2, kernel // 2),
-    )
-    return Call(shape=shape, activation=activation, residual=residual)
-
-
-MODELS: dict[str, tuple[Callable[[], Iterator[Call]], torch.dtype]] = {
-    "resnet50": (resnet50, torch.float16),
-    "mobilenet_v2": (mobilenet_v2, torch.float16),
-    "bert": (bert, torch.float16),
-    "gpt2": (gpt2, torch.bfloat16),
-    "vit": (vit, torch.float16),
-}
 
 
 class Tensors:
@@ -171,34 +60,64 @@ class Tensors:
         self.x = x.view(shape.rows, shape.channels) if call.kind == "linear" else x.permute(0, 3, 1, 2)
         self.residual = (out if call.kind == "linear" else images) if call.residual else None
         self.bias = torch.randn(shape.out_channels, dtype=dtype, device="cuda")
+        self.prologue = self._prologue(dtype)
 
-    def ours(self, weight: Tensor, tiling: AnyTiling, arrived: Tensor | None, *, programmatic: bool = True) -> Tensor:
+    def _prologue(self, dtype: torch.dtype) -> Prologue:
+        shape, reading = self.call.shape, self.call.reading
+        scale = torch.rand(shape.channels, device="cuda") if reading == "norm relu" else None
+        gate = None
+        if reading == "gate":
+            gate = torch.rand((shape.batch, shape.channels, 1, 1), dtype=dtype, device="cuda")
+        activation = "relu" if "relu" in reading else "none"
+        return Prologue(scale=scale, shift=scale, gate=gate, activation=activation)
+
+    def prepared(self) -> Tensor:
+        """What the library's call reads, by the library's calls."""
+        prologue, x = self.prologue, self.x
+        if prologue.scale is not None:
+            ones = prologue.scale
+            x = functional.batch_norm(x, 1 - ones, ones, ones, ones)
+        x = ACTIVATIONS[prologue.activation](x)
+        return x if prologue.gate is None else x * prologue.gate
+
+    def ours(self, weight: Tensor, tiling: AnyTiling, arrived: Tensor | None, trigger: str = "late") -> Tensor:
         """Our op."""
         call, shape = self.call, self.call.shape
         shared = self.x, weight, self.bias, self.residual, arrived, shape.out_channels
-        last = call.activation, tiling.numbers, programmatic
+        last = call.activation, tiling.numbers, trigger
         if call.kind == "linear":
             return ops.linear(*shared, *last)
         geometry = shape.kernel, shape.stride, shape.padding, shape.dilation
         if call.kind == "depthwise":
-            return depthwise(*shared[:4], *geometry, *last)
-        return ops.convolution(*shared, *geometry, *last)
+            return depthwise(*shared[:4], *geometry, *last, **self._before())
+        return ops.convolution(*shared, *geometry, *last, **self._before())
 
-    def theirs(self, rows: Tensor) -> Tensor:
-        """The library's call for weights (out channels, depth), and what it cannot fuse in calls after it."""
+    def _before(self) -> dict[str, Any]:
+        prologue = self.prologue
+        if prologue is NO_PROLOGUE:
+            return {}
+        named = {"scale": prologue.scale, "shift": prologue.shift, "gate": prologue.gate}
+        return {**named, "before": prologue.activation}
+
+    def theirs(self, rows: Tensor, x: Tensor | None = None) -> Tensor:
+        """The library's call for weights (out channels, depth), and what it cannot fuse in calls before and after.
+
+        ``x``: what it reads, where another call has prepared it.
+        """
         if self.call.kind == "linear":
             return self._linear(rows)
         shape = self.call.shape
         weight = self.images(rows)
         geometry = shape.stride, shape.padding, shape.dilation
+        x = x if x is not None else self.prepared()
         if self.call.activation == "relu" and self.residual is not None:
-            return aten.cudnn_convolution_add_relu(self.x, weight, self.residual, 1.0, self.bias, *geometry, 1)
+            return aten.cudnn_convolution_add_relu(x, weight, self.residual, 1.0, self.bias, *geometry, 1)
         if self.call.activation == "relu":
-            return aten.cudnn_convolution_relu(self.x, weight, self.bias, *geometry, 1)
-        total = aten.convolution(self.x, weight, None, *geometry, False, [0, 0], self.groups)
+            return aten.cudnn_convolution_relu(x, weight, self.bias, *geometry, 1)
+        total = aten.convolution(x, weight, None, *geometry, False, [0, 0], self.groups)
         if self.residual is not None or self.call.activation == "none":
             return total.add_(self.bias[:, None, None] if self.residual is None else self.residual)
-        return functional.relu6(total, inplace=True)
+        return ACTIVATIONS[self.call.activation](total)
 
     @property
     def groups(self) -> int:
@@ -214,7 +133,7 @@ class Tensors:
         if self.call.activation == "gelu_tanh":
             return aten._addmm_activation.default(self.bias, self.x, rows.t(), use_gelu=True)  # noqa: SLF001
         total = aten.addmm(self.bias, self.x, rows.t())
-        return functional.gelu(total) if self.call.activation == "gelu" else total
+        return ACTIVATIONS[self.call.activation](total)
 
     def expected(self, rows: Tensor) -> Tensor:
         """In float32."""
@@ -223,7 +142,7 @@ class Tensors:
             total = functional.linear(self.x.float(), rows.float(), bias)
         else:
             weight, geometry = self.images(rows).float(), (shape.stride, shape.padding, shape.dilation)
-            total = functional.conv2d(self.x.float(), weight, bias, *geometry, self.groups)
+            total = functional.conv2d(self.prologue(self.x.float()), weight, bias, *geometry, self.groups)
         return finish(total, self.residual, self.call.activation)
 
 
@@ -335,7 +254,8 @@ def _error(tensors: Tensors, rows: Tensor, tiling: AnyTiling, expected: Tensor) 
 def _chain_of_theirs(tensors: Tensors, pool: WeightPool, length: int) -> Callable[[int], object]:
     size = tensors.call.shape.out_channels, _depth(tensors.call)
     weights = [pool.take(size) for _ in range(length)]
-    return lambda n: tensors.theirs(weights[n])
+    prepared, sharers = tensors.prepared(), tensors.call.sharers
+    return lambda n: tensors.theirs(weights[n], prepared if n % sharers else None)
 
 
 def _chain_of_ours(tensors: Tensors, tiling: AnyTiling, pool: WeightPool, length: int) -> Callable[[int], object]:
@@ -353,32 +273,32 @@ def measure_network(
 ) -> dict[str, float]:
     """All calls of a network in its order in one graph, each with weights of its own; replay after replay."""
     best = {call: m.tilings[m.ours] for call, m in measured.items()}
-    compile_all([_job(call, tiling, dtype, programmatic=False) for call, tiling in best.items()])
+    compile_all([_job(call, tiling, dtype, trigger) for call, tiling in best.items() for trigger in TRIGGERS])
     tensors = {call: Tensors(call, dtype) for call in measured}
 
     def theirs(call: Call) -> Callable[[], object]:
         return partial(tensors[call].theirs, pool.take((call.shape.out_channels, _depth(call))))
 
-    def ours(call: Call, *, programmatic: bool = True) -> Callable[[], object]:
+    def ours(call: Call, trigger: str = "late") -> Callable[[], object]:
         weight = pool.take(_packed(call, best[call]))
-        arrived = _counters(call.shape, best[call])
-        return partial(tensors[call].ours, weight, best[call], arrived, programmatic=programmatic)
+        return partial(tensors[call].ours, weight, best[call], _counters(call.shape, best[call]), trigger)
 
     def better(call: Call) -> Callable[[], object]:
         return theirs(call) if measured[call].choice.best == THEIRS else ours(call)
 
-    sides = {
+    sides: Mapping[str, Callable[[Call], Callable[[], object]]] = {
         "theirs": theirs,
-        "ours": ours,
         "the better": better,
-        "ours, plain edges": partial(ours, programmatic=False),
+        **{f"ours, {trigger}": partial(ours, trigger=trigger) for trigger in TRIGGERS},
     }
     return {name: timer.chain([side(call) for call in calls], flush=False) for name, side in sides.items()}
 
 
-def _job(call: Call, tiling: AnyTiling, dtype: torch.dtype, *, programmatic: bool = True) -> Job:
-    known = {"dtype": str(dtype).removeprefix("torch."), "bias": True, "residual": call.residual}
-    how = {"activation": call.activation, "programmatic": programmatic}
+def _job(call: Call, tiling: AnyTiling, dtype: torch.dtype, trigger: str = "late") -> Job:
+    has = {"bias", *(["residual"] if call.residual else []), *_READ[call.reading]}
+    known: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch."), "has": has}
+    before = "relu" if "relu" in call.reading else "none"
+    how = {"activation": call.activation, "before": before, "trigger": trigger}
     if isinstance(tiling, DepthwiseTiling):
         return depthwise_job(depthwise_settings(call.shape, tiling, **how), **known)
     return convolution_job(settings(call.shape, tiling, **how), **known)

@@ -61,7 +61,9 @@ def test_products(activation: str) -> None:
     total = x.double() @ weight.double()
     for tiling in candidates(shape, limit=4):
         arrived, packed = _counters(shape, tiling), pack_linear(weight, tiling)
-        results = [ops.linear(x, packed, None, None, arrived, 200, activation, tiling.numbers, "late") for _ in range(20)]
+        results = [
+            ops.linear(x, packed, None, None, arrived, 200, activation, tiling.numbers, "late") for _ in range(20)
+        ]
         _check(results, finish(total, None, activation), arrived)
 
 

@@ -49,9 +49,10 @@ def check(size, channels, out, tiling, activation="relu", *, batch=1, kernel=1, 
     r = torch.randn_like(y) if residual else None
     down, across = tiling.tiles(shape)
     arrived = counters(down * across, x.device)
-    launch_convolution(shape, tiling, x=x, weight=pack_convolution(weight, tiling), bias=b, residual=r, prologue=read, out=y,
-        counters=arrived, activation=activation, trigger="none")
-    total = functional.conv2d(read(x.float()).half().float(), weight.float(), b.float() if bias else None, stride, padding, dilation)
+    launch_convolution(shape, tiling, x=x, weight=pack_convolution(weight, tiling), bias=b, residual=r,
+        prologue=read, out=y, counters=arrived, activation=activation, trigger="none")
+    read = read(x.float()).half().float()
+    total = functional.conv2d(read, weight.float(), b.float() if bias else None, stride, padding, dilation)
     eps = torch.finfo(torch.float16).eps
     torch.testing.assert_close(y.float(), finish(total, r, activation), atol=4 * eps, rtol=eps)
     assert not arrived.any(), arrived
@@ -69,8 +70,8 @@ def depthwise(size, channels, tiling, activation="relu", *, kernel=3, stride=1, 
     y = y.contiguous(memory_format=torch.channels_last)
     r = torch.randn_like(y) if residual else None
     read = prologue(channels, 2, before, gate)
-    launch_depthwise(shape, tiling, x=x, weight=pack_depthwise(weight, tiling), bias=b, residual=r, prologue=read, out=y,
-        activation=activation, trigger="none")
+    launch_depthwise(shape, tiling, x=x, weight=pack_depthwise(weight, tiling), bias=b, residual=r,
+        prologue=read, out=y, activation=activation, trigger="none")
     total = functional.conv2d(read(x.float()), weight.float(), b.float(), stride, padding, dilation, channels)
     torch.testing.assert_close(y.float(), finish(total, r, activation), atol=8e-3, rtol=1e-3)
 """
@@ -82,7 +83,7 @@ CASES = {  # all in float16: the interpreter multiplies the bits of bfloat16 as 
     "stem": "check((15, 13), 3, 20, [32, 32, 32, 2, 4, 2], 'gelu', kernel=7, stride=2, padding=3)",
     "dilation": "check((11, 9), 16, 24, [32, 16, 16, 1, 4, 2], 'gelu_tanh', kernel=3, dilation=2, padding=2)",
     "stride": "check((9, 9), 48, 24, [16, 16, 32, 2, 4, 2], 'hardswish', stride=2)",
-    "odd channels": "check((9, 5), 10, 33, [16, 16, 16, 1, 4, 2], 'relu6', kernel=3, stride=2, padding=1)",
+    "odd channels and stride": "check((9, 5), 10, 33, [16, 16, 16, 1, 4, 2], 'relu6', kernel=3, stride=2, padding=1)",
     "product": "check((1, 37), 80, 50, [16, 32, 32, 1, 4, 2], 'none', bias=False)",
     "product split": "check((1, 5), 200, 50, [16, 32, 32, 3, 4, 2], 'tanh', residual=True)",
     "slice of channels": "check((6, 7), 16, 20, [16, 16, 16, 1, 4, 2], 'sigmoid', kernel=3, slices=2, padding=1)",
@@ -94,8 +95,7 @@ CASES = {  # all in float16: the interpreter multiplies the bits of bfloat16 as 
     "prologue of several images": "check((5, 7), 40, 10, [16, 16, 32, 2, 4, 2], before='silu', gate=True, batch=2)",
     "gate": "check((5, 7), 32, 10, [16, 16, 32, 1, 4, 2], gate=True, batch=3)",
     "padding after the prologue": "check((5, 7), 32, 10, [16, 16, 16, 3, 4, 2], kernel=3, padding=1, before='sigmoid')",
-    "odd channels after the prologue":
-        "check((5, 7), 10, 20, [16, 16, 16, 2, 4, 2], kernel=3, padding=1, before='hardsigmoid', gate=True, batch=2)",
+    "odd channels": "check((5, 7), 10, 20, [16] * 3 + [2, 4, 2], kernel=3, padding=1, before='hardsigmoid', gate=True)",
     "depthwise prologue": "depthwise((9, 7), 20, [4, 16, 2], 'relu6', before='relu', gate=True)",
     "padding beyond the kernel": "check((4, 4), 16, 16, [16, 16, 16, 1, 4, 2], 'none', kernel=1, padding=1)",
 }

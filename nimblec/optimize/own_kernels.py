@@ -247,7 +247,9 @@ def _call(rewriter: Rewriter, request: Request, tiling: Tiling | DepthwiseTiling
     before = _before(rewriter, request)
     if isinstance(tiling, DepthwiseTiling):
         packed = rewriter.constant(pack_depthwise(weight, tiling), at=last)
-        return rewriter.call(depthwise, terms[0], packed, terms[1], request.residual, *geometry, *end, at=last, **before)
+        return rewriter.call(
+            depthwise, terms[0], packed, terms[1], request.residual, *geometry, *end, at=last, **before
+        )
     arrived = None
     if tiling.split_k > 1:
         down, across = tiling.tiles(shape)

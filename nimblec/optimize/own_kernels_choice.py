@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from hashlib import sha256
-from importlib.metadata import version
 from importlib.resources import files
 from typing import Any, Protocol
 
@@ -91,7 +90,9 @@ def _machine() -> str:
     """What times hang on beside the request: the device, the libraries, the kernels' code."""
     folder = files("nimblec.kernels")
     code = b"".join(folder.joinpath(f"{kernel}_template.py").read_bytes() for kernel in _TEMPLATES)
-    versions = torch.__version__, version("triton"), torch.backends.cudnn.version()
+    from triton import __version__ as triton_version
+
+    versions = torch.__version__, triton_version, torch.backends.cudnn.version()
     return repr((torch.cuda.get_device_name(), *versions, sha256(code).hexdigest()))
 
 
@@ -217,7 +218,8 @@ def signature(request: Request) -> str:
     """What tells requests apart."""
     calls = " ".join(str(node.target) for node in request.nodes)
     before = request.before and (request.before.activation, request.before.sharers)
-    return f"{request.kind} {request.shape} {request.dtype} {sorted(_has(request))} {request.activation} {before} {calls}"
+    parts = request.dtype, sorted(_has(request)), before, request.activation
+    return f"{request.kind} {request.shape} {parts} {calls}"
 
 
 def packed_like(request: Request, tiling: AnyTiling) -> tuple[int, ...]:
@@ -233,11 +235,11 @@ def _job(request: Request, tiling: AnyTiling, trigger: Trigger) -> Job:
     shape = request.shape
     shape = replace(shape, pixel_stride=shape.pixel_stride or shape.channels)
     before = request.before.activation if request.before else "none"
-    known = {"dtype": str(request.dtype).removeprefix("torch."), "has": _has(request)}
-    how = {"activation": request.activation, "before": before, "trigger": trigger}
+    dtype, has = str(request.dtype).removeprefix("torch."), _has(request)
+    how: dict[str, Any] = {"activation": request.activation, "before": before, "trigger": trigger}
     if isinstance(tiling, DepthwiseTiling):
-        return depthwise_job(depthwise_settings(shape, tiling, **how), **known)  # type: ignore[arg-type]
-    return convolution_job(settings(shape, tiling, **how), **known)  # type: ignore[arg-type]
+        return depthwise_job(depthwise_settings(shape, tiling, **how), dtype=dtype, has=has)
+    return convolution_job(settings(shape, tiling, **how), dtype=dtype, has=has)
 
 
 def _has(request: Request) -> set[str]:

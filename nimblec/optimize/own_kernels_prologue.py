@@ -57,9 +57,7 @@ class Before:
         return None if self.gate_place is None else _argument(self.nodes[-1], self.gate_place)
 
 
-def prologues(
-    rewriter: Rewriter, readers: Iterable[fx.Node], taken: Collection[fx.Node]
-) -> dict[fx.Node, Before]:
+def prologues(rewriter: Rewriter, readers: Iterable[fx.Node], taken: Collection[fx.Node]) -> dict[fx.Node, Before]:
     """What each of ``readers``, convolutions of images channels last, can compute while it reads.
 
     ``taken`` are calls that other launches compute already. A value that something else needs in
@@ -86,7 +84,7 @@ def activation_of(node: fx.Node) -> str | None:
         return "relu6" if (low, high) == (0, 6) else None
     if is_call(node, aten.gelu.default):
         return "gelu" if bound(node)["approximate"] == "none" else "gelu_tanh"
-    return _ACTIVATIONS[node.target] if is_call(node, *_ACTIVATIONS) else None
+    return _ACTIVATIONS.get(node.target) if node.op == "call_function" else None  # type: ignore[call-overload]
 
 
 def _walk(rewriter: Rewriter, last: fx.Node, taken: Collection[fx.Node]) -> Before | None:
@@ -128,7 +126,7 @@ def _activated(node: fx.Node, before: Before | None) -> Before | None:
 def _scaled(rewriter: Rewriter, node: fx.Node, before: Before | None) -> Before | None:
     """Batch norm, or a product with or a sum of constants for each channel."""
     read = read_affine(rewriter, node)
-    factors = read and read.along(1, fake(node))
+    factors = None if read is None else read.along(1, fake(node))
     if read is None or factors is None:
         return None
     first = _argument(node, 0) if node.target is operator.getitem else node

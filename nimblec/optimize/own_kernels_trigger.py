@@ -35,21 +35,19 @@ def retriggered(
 
 def _job(node: fx.Node) -> Job:
     given = bound(node)
-    known = {
-        "dtype": str(fake(node).dtype).removeprefix("torch."),
-        "has": {name for name in _OPTIONAL if given.get(name) is not None},
-    }
+    dtype = str(fake(node).dtype).removeprefix("torch.")
+    has = {name for name in _OPTIONAL if given.get(name) is not None}
     how = {name: given.get(name, "none") for name in ("activation", "before", "trigger")}
     x = fake(given["x"])
     if is_call(node, depthwise):
         tiling = DepthwiseTiling.of(given["tiling"])
         shape = convolution_shape(x, x.shape[1], *_geometry(given))
-        return depthwise_job(depthwise_settings(shape, tiling, **how), **known)
+        return depthwise_job(depthwise_settings(shape, tiling, **how), dtype=dtype, has=has)
     if is_call(node, linear):
         shape = _product(x, given["out_channels"])
     else:
         shape = convolution_shape(x, given["out_channels"], *_geometry(given))
-    return convolution_job(settings(shape, Tiling.of(given["tiling"]), **how), **known)
+    return convolution_job(settings(shape, Tiling.of(given["tiling"]), **how), dtype=dtype, has=has)
 
 
 def _geometry(given: dict[str, object]) -> list[Sequence[int]]:
