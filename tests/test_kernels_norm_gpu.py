@@ -1,0 +1,54 @@
+"""Our own norms on a Hopper GPU: values of every candidate, and twenty runs that give the same bits."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from nimblec.kernels.norm import add_layer_norm, layer_norm, norm_candidates, norm_shape, normalized
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def _hopper() -> None:
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("needs compute capability 9.0: programmatic dependent launch")
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(1, 128, 768), (197, 768), (3, 1000), (500, 512), (1, 64, 8192)], ids=str)
+def test_values(shape: tuple[int, ...], dtype: torch.dtype, rms: bool) -> None:
+    x, residual = (torch.randn(shape, device="cuda").to(dtype) for _ in range(2))
+    weight, bias = (torch.randn(shape[-1], device="cuda").to(dtype) for _ in range(2))
+    expected = normalized(x, weight, bias, 1e-5, rms, torch.float32)
+    expected_of_sum = normalized(x + residual, weight, None, 1e-5, rms, torch.float32)
+    for tiling in norm_candidates(norm_shape(x, rms=rms)):
+        how = (1e-5, rms, dtype, tiling.numbers, True)
+        _check([layer_norm(x, weight, bias, *how) for _ in range(20)], expected)
+        results, totals = zip(*(add_layer_norm(x, residual, weight, None, *how) for _ in range(20)), strict=True)
+        _check(list(results), expected_of_sum)
+        assert all(torch.equal(total, x + residual) for total in totals)
+
+
+def test_waits_for_the_launch_before() -> None:
+    """A chain of sums and norms, all programmatic, against one launch after the other."""
+    first = torch.randn(128, 768, device="cuda").half()
+    weight = torch.randn(768, device="cuda").half()
+
+    def chain(*, programmatic: bool) -> Tensor:
+        x, other = first, first
+        for _ in range(60):
+            x, other = add_layer_norm(x, other, weight, None, 1e-5, False, torch.float16, [1, 4], programmatic)
+        torch.cuda.synchronize()
+        return x
+
+    expected = chain(programmatic=False)
+    assert all(torch.equal(chain(programmatic=True), expected) for _ in range(20))
+
+
+def _check(results: list[Tensor], expected: Tensor) -> None:
+    eps = torch.finfo(results[0].dtype).eps
+    torch.testing.assert_close(results[0].float(), expected, atol=2 * eps, rtol=2 * eps)
+    assert all(torch.equal(result, results[0]) for result in results)

@@ -1,0 +1,83 @@
+"""Our norm kernel in Triton's interpreter against torch in float32, and compiled for Hopper without a GPU.
+
+Both in processes of their own, as in test_kernels_triton.
+"""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton: not installed")
+
+ROOT = Path(__file__).parent.parent
+
+INTERPRET = """
+import torch
+from nimblec.kernels.norm import NormTiling, launch_norm, norm_shape, normalized
+
+def check(rows, columns, tiling, *, rms=False, weight=True, bias=True, residual=False, shift=0.0, **dtypes):
+    torch.manual_seed(0)
+    dtype, out_dtype = dtypes.get("dtype", torch.float16), dtypes.get("out_dtype", torch.float16)
+    x = (torch.randn(rows, columns) + shift).to(dtype)
+    w = torch.randn(columns, dtype=dtypes.get("weights", torch.float16)) if weight else None
+    b = torch.randn(columns).half() if bias else None
+    other = torch.randn(rows, columns).to(dtype) if residual else None
+    total = torch.full_like(x, torch.nan) if residual else None
+    out = torch.full((rows, columns), torch.nan, dtype=out_dtype)
+    launch_norm(norm_shape(x, rms=rms), NormTiling.of(tiling), x=x, residual=other, weight=w, bias=b, total=total,
+        out=out, eps=1e-5, programmatic=False)
+    if residual:
+        x = x + other
+        torch.testing.assert_close(total, x, atol=0, rtol=0)
+    torch.testing.assert_close(out, normalized(x, w, b, 1e-5, rms, out_dtype), atol=4e-3, rtol=2e-3)
+"""
+
+CASES = {  # the interpreter rounds bfloat16 towards zero: see test_kernels_norm_gpu
+    "layer norm": "check(7, 96, [1, 1])",
+    "rows past the end": "check(7, 96, [4, 4])",
+    "no columns left": "check(4, 64, [2, 1])",
+    "far from zero": "check(5, 100, [1, 2], shift=30.0)",
+    "rms": "check(5, 100, [2, 2], rms=True, bias=False)",
+    "rms far from zero": "check(5, 100, [2, 2], rms=True, shift=5.0)",
+    "without weights": "check(3, 40, [1, 1], weight=False, bias=False)",
+    "residual": "check(7, 96, [2, 1], residual=True)",
+    "rms of a sum": "check(7, 96, [2, 1], residual=True, rms=True, bias=False)",
+    "one column": "check(3, 1, [1, 1])",
+    "from float32": "check(7, 96, [1, 1], dtype=torch.float32, weights=torch.float32)",
+}
+
+COMPILE = """
+from nimblec.kernels.compiling import compile_job
+from nimblec.kernels.norm import Norm, NormTiling, norm_job, norm_settings
+for columns, tiling, residual in ((768, [1, 4], True), (1000, [2, 1], False)):
+    settings = norm_settings(Norm(rows=128, columns=columns), NormTiling.of(tiling), eps=1e-5, programmatic=True)
+    job = norm_job(settings, dtype="float16", out_dtype="float16", weight="float16", bias="float16", residual=residual)
+    ptx = compile_job(job, capability=90).asm["ptx"]
+    before, after = ptx.split("griddepcontrol.wait")
+    early, _ = after.split("griddepcontrol.launch_dependents")
+    loads, stores = "ld.global.v4", "st.global"
+    print(loads in before, stores in before, loads in after, stores in early)
+"""
+
+
+def _run(code: str, cache: Path, **variables: str) -> str:
+    paths = [str(ROOT), str(ROOT / "runtime"), *(path for path in sys.path if path)]
+    given = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "TRITON_CACHE_DIR": str(cache)}
+    environment = {**os.environ, **given, **variables}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=250)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_values_in_the_interpreter(tmp_path: Path) -> None:
+    cases = "\n".join(f"{case}; print({name!r})" for name, case in CASES.items())
+    assert _run(INTERPRET + cases, tmp_path, TRITON_INTERPRET="1").splitlines() == list(CASES)
+
+
+def test_weights_are_read_before_the_wait_and_nothing_is_written(tmp_path: Path) -> None:
+    assert _run(COMPILE, tmp_path).splitlines() == ["True False True False"] * 2
