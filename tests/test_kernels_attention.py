@@ -13,7 +13,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from nimblec.kernels.attention import AttentionTiling, attention, attention_candidates, attention_shape
 from nimblec.optimize import optimize
 from nimblec.optimize.fusible import is_view
-from nimblec.optimize.own_attention import THEIRS, AttentionSelector, Request, requests, use_own_attention
+from nimblec.optimize.own_attention import AttentionSelector, Request, requests, use_own_attention
+from nimblec.optimize.own_selection import THEIRS
 from nimblec.optimize.rewriter import Rewriter, is_call
 from nimblec.optimize.side_by_side import LINEARS
 
@@ -190,7 +191,22 @@ def test_the_framework_stays_where_it_is_faster() -> None:
     assert _selector(lambda n: 1.0 + n)[0](request) is None
 
 
-def _selector(times: "Callable[[int], float]") -> tuple[AttentionSelector, list[Any]]:
+def test_times_are_remembered() -> None:
+    (request,) = requests(_graph("vit", 1)[0])
+    memory: dict[str, int] = {}
+    first, _ = _selector(lambda n: {0: 3.0, 2: 1.0}.get(n, 2.0), memory)
+    first.prepare([request])
+    chosen = first(request)
+    second, jobs = _selector(lambda n: pytest.fail(f"timed again, {n}"), memory)
+    second.prepare([request])
+    assert second(request) == chosen
+    assert [job.settings["BLOCK_M"] for job in jobs] == [chosen and chosen.block_m]
+    assert second.choices == first.choices
+
+
+def _selector(
+    times: "Callable[[int], float]", memory: dict[str, int] | None = None
+) -> tuple[AttentionSelector, list[Any]]:
     jobs: list[Any] = []
     timed: list[int] = []
 
@@ -199,7 +215,7 @@ def _selector(times: "Callable[[int], float]") -> tuple[AttentionSelector, list[
         timed.append(len(timed))
         return times(timed[-1])
 
-    return AttentionSelector(timer, compile_jobs=jobs.extend), jobs
+    return AttentionSelector(timer, times=memory, compile_jobs=jobs.extend), jobs
 
 
 def test_requests_say_what_they_ask() -> None:

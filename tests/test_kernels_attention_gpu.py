@@ -37,7 +37,7 @@ def test_values(name: str, dtype: torch.dtype) -> None:
     expected = attended(query, key, value, mask, causal=causal, scale=0.1).transpose(1, 2)
     shape = attention_shape(query, key, value, mask, causal=causal)
     for tiling in attention_candidates(shape):
-        _check([attention(query, key, value, mask, causal, 0.1, tiling.numbers, True) for _ in range(20)], expected)
+        _check([attention(query, key, value, mask, causal, 0.1, tiling.numbers, "late") for _ in range(20)], expected)
 
 
 def test_bits_as_a_mask() -> None:
@@ -45,23 +45,23 @@ def test_bits_as_a_mask() -> None:
     mask = _random(2, 1, 50, 50) > 0
     expected = attended(query, key, value, mask, causal=False, scale=0.1).transpose(1, 2)
     tiling = AttentionTiling(block_m=16, block_n=32)
-    _check([attention(query, key, value, mask, False, 0.1, tiling.numbers, True) for _ in range(20)], expected)
+    _check([attention(query, key, value, mask, False, 0.1, tiling.numbers, "late") for _ in range(20)], expected)
 
 
 def test_waits_for_the_launch_before() -> None:
     """A chain, each call on the result of the one before, all programmatic, against one call after the other."""
     first, tiling = _random(1, 128, 12, 64).half(), AttentionTiling(block_m=16, block_n=128)
 
-    def chain(*, programmatic: bool) -> Tensor:
+    def chain(trigger: str) -> Tensor:
         x = first
         for _ in range(30):
             heads = x.transpose(1, 2)
-            x = attention(heads, heads, heads, None, False, 2.0, tiling.numbers, programmatic)
+            x = attention(heads, heads, heads, None, False, 2.0, tiling.numbers, trigger)
         torch.cuda.synchronize()
         return x
 
-    expected = chain(programmatic=False)
-    assert all(torch.equal(chain(programmatic=True), expected) for _ in range(20))
+    expected = chain("none")
+    assert all(torch.equal(chain(trigger), expected) for trigger in ("late", "early") for _ in range(20))
 
 
 def _random(*shape: int) -> Tensor:

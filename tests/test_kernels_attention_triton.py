@@ -40,7 +40,7 @@ def check(queries, keys, size, tiling, *, batch=1, heads=2, key_heads=2, value_s
     shape = attention_shape(query, key, value, mask, causal=causal)
     out = torch.full((batch, queries, heads, value_size), torch.nan, dtype=torch.float16)
     launch_attention(shape, AttentionTiling.of(tiling), query=query, key=key, value=value, mask=mask, out=out,
-        scale=0.2, programmatic=False)
+        scale=0.2, trigger="none")
     expected = attended(query, key, value, mask, causal=causal, scale=0.2).transpose(1, 2)
     torch.testing.assert_close(out.float(), expected, atol=2e-3, rtol=2e-3)
 
@@ -78,7 +78,7 @@ def code(queries, keys, size, tiling, dtype="float16", mask=None, causal=False):
     shape = Attention(batch=1, heads=12, key_heads=12, queries=queries, keys=keys, size=size, value_size=size,
         query_strides=strides, key_strides=strides, value_strides=strides,
         mask_strides=(0, 0, keys, 1) if mask else None, causal=causal)
-    settings = attention_settings(shape, AttentionTiling.of(tiling), scale=0.125, programmatic=True)
+    settings = attention_settings(shape, AttentionTiling.of(tiling), scale=0.125, trigger="late")
     ptx = compile_job(attention_job(settings, dtype=dtype, mask=mask), capability=90).asm["ptx"]
     wait = ptx.index("griddepcontrol.wait")
     first = min(ptx.index(word) for word in ("ld.global", "cp.async.cg") if word in ptx)

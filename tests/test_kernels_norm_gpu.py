@@ -25,7 +25,7 @@ def test_values(shape: tuple[int, ...], dtype: torch.dtype, rms: bool) -> None:
     expected = normalized(x, weight, bias, 1e-5, rms, torch.float32)
     expected_of_sum = normalized(x + residual, weight, None, 1e-5, rms, torch.float32)
     for tiling in norm_candidates(norm_shape(x, rms=rms)):
-        how = (1e-5, rms, dtype, tiling.numbers, True)
+        how = (1e-5, rms, dtype, tiling.numbers, "late")
         _check([layer_norm(x, weight, bias, *how) for _ in range(20)], expected)
         results, totals = zip(*(add_layer_norm(x, residual, weight, None, *how) for _ in range(20)), strict=True)
         _check(list(results), expected_of_sum)
@@ -37,15 +37,15 @@ def test_waits_for_the_launch_before() -> None:
     first = torch.randn(128, 768, device="cuda").half()
     weight = torch.randn(768, device="cuda").half()
 
-    def chain(*, programmatic: bool) -> Tensor:
+    def chain(trigger: str) -> Tensor:
         x, other = first, first
         for _ in range(60):
-            x, other = add_layer_norm(x, other, weight, None, 1e-5, False, torch.float16, [1, 4], programmatic)
+            x, other = add_layer_norm(x, other, weight, None, 1e-5, False, torch.float16, [1, 4], trigger)
         torch.cuda.synchronize()
         return x
 
-    expected = chain(programmatic=False)
-    assert all(torch.equal(chain(programmatic=True), expected) for _ in range(20))
+    expected = chain("none")
+    assert all(torch.equal(chain(trigger), expected) for trigger in ("late", "early") for _ in range(20))
 
 
 def _check(results: list[Tensor], expected: Tensor) -> None:

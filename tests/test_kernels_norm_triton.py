@@ -29,7 +29,7 @@ def check(rows, columns, tiling, *, rms=False, weight=True, bias=True, residual=
     total = torch.full_like(x, torch.nan) if residual else None
     out = torch.full((rows, columns), torch.nan, dtype=out_dtype)
     launch_norm(norm_shape(x, rms=rms), NormTiling.of(tiling), x=x, residual=other, weight=w, bias=b, total=total,
-        out=out, eps=1e-5, programmatic=False)
+        out=out, eps=1e-5, trigger="none")
     if residual:
         x = x + other
         torch.testing.assert_close(total, x, atol=0, rtol=0)
@@ -54,7 +54,7 @@ COMPILE = """
 from nimblec.kernels.compiling import compile_job
 from nimblec.kernels.norm import Norm, NormTiling, norm_job, norm_settings
 for columns, tiling, residual in ((768, [1, 4], True), (1000, [2, 1], False)):
-    settings = norm_settings(Norm(rows=128, columns=columns), NormTiling.of(tiling), eps=1e-5, programmatic=True)
+    settings = norm_settings(Norm(rows=128, columns=columns), NormTiling.of(tiling), eps=1e-5, trigger="late")
     job = norm_job(settings, dtype="float16", out_dtype="float16", weight="float16", bias="float16", residual=residual)
     ptx = compile_job(job, capability=90).asm["ptx"]
     before, after = ptx.split("griddepcontrol.wait")

@@ -18,7 +18,7 @@ _LIBRARY = torch.library.Library("nimblec", "FRAGMENT")
 
 _LIBRARY.define(
     "attention(Tensor query, Tensor key, Tensor value, Tensor? mask, bool causal, float scale, int[] tiling, "
-    "bool programmatic) -> Tensor"
+    "str trigger) -> Tensor"
 )
 
 Strides = tuple[int, int, int, int]
@@ -169,9 +169,7 @@ def _staged(shape: Attention, block_m: int, block_n: int, num_warps: int) -> Ite
             yield AttentionTiling(block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=num_stages)
 
 
-def attention_settings(
-    shape: Attention, tiling: AttentionTiling, *, scale: float, programmatic: bool
-) -> dict[str, Any]:
+def attention_settings(shape: Attention, tiling: AttentionTiling, *, scale: float, trigger: str) -> dict[str, Any]:
     """What is compiled into a kernel: the template's constants and Triton's options."""
     return {
         "HEADS": shape.heads,
@@ -191,10 +189,10 @@ def attention_settings(
         "BLOCK_D": _padded(shape.size),
         "BLOCK_V": _padded(shape.value_size),
         "STAGES": tiling.num_stages,
-        "PROGRAMMATIC": programmatic,
+        "TRIGGER": trigger,
         "num_warps": tiling.num_warps,
         "num_stages": tiling.num_stages,
-        "launch_pdl": programmatic,
+        "launch_pdl": trigger != "none",
     }
 
 
@@ -213,12 +211,12 @@ def launch_attention(
     mask: Tensor | None,
     out: Tensor,
     scale: float,
-    programmatic: bool,
+    trigger: str,
 ) -> None:
     """Write the attention to ``out`` (batch, queries, heads, value size), contiguous."""
     from nimblec.kernels.attention_template import attention as template
 
-    constants = attention_settings(shape, tiling, scale=scale, programmatic=programmatic)
+    constants = attention_settings(shape, tiling, scale=scale, trigger=trigger)
     template[tiling.blocks(shape),](query, key, value, mask, out, **constants)
 
 
@@ -254,7 +252,7 @@ def _fake(
     causal: bool,  # noqa: ARG001
     scale: float,  # noqa: ARG001
     tiling: Sequence[int],  # noqa: ARG001
-    programmatic: bool,  # noqa: ARG001
+    trigger: str,  # noqa: ARG001
 ) -> Tensor:
     return _new(query, value)
 
@@ -267,7 +265,7 @@ def _cuda(
     causal: bool,
     scale: float,
     tiling: Sequence[int],
-    programmatic: bool,
+    trigger: str,
 ) -> Tensor:
     out = _new(query, value)
     launch_attention(
@@ -279,7 +277,7 @@ def _cuda(
         mask=mask,
         out=out,
         scale=scale,
-        programmatic=programmatic,
+        trigger=trigger,
     )
     return out
 
@@ -292,7 +290,7 @@ def _cpu(
     causal: bool,
     scale: float,
     tiling: Sequence[int],  # noqa: ARG001
-    programmatic: bool,  # noqa: ARG001
+    trigger: str,  # noqa: ARG001
 ) -> Tensor:
     return attended(query, key, value, mask, causal=causal, scale=scale).transpose(1, 2).to(query.dtype).contiguous()
 

@@ -1,6 +1,6 @@
 # ruff: noqa: ANN001, ANN201, ANN202 - Triton compiles these functions; their arguments are its own tensors
 # ruff: noqa: N803, N806 - constants known to the compiler in capitals, as in Triton's own kernels
-# ruff: noqa: C901, PLR0915, SIM108 - one kernel; branches are taken while it is compiled
+# ruff: noqa: C901, PLR0912, PLR0915, SIM108 - one kernel; branches are taken while it is compiled
 """The Triton kernel of attention for short sequences: softmax(queries keys^T scale + mask) values.
 
 A block computes some queries of one head and walks over the keys with a running maximum and sum
@@ -51,7 +51,7 @@ def attention(
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
     STAGES: tl.constexpr,
-    PROGRAMMATIC: tl.constexpr,
+    TRIGGER: tl.constexpr,
 ):
     """Of query (batch, heads, queries, size), out (batch, queries, heads, value size) without gaps.
 
@@ -59,6 +59,8 @@ def attention(
     read, any other is added to the scores; ``CAUSAL`` leaves each query the keys up to its own number.
     Where all keys of a query are hidden its result is zero.
     """
+    if TRIGGER == "early":
+        gdc_launch_dependents()
     TILES: tl.constexpr = (QUERIES + BLOCK_M - 1) // BLOCK_M
     STEPS: tl.constexpr = (KEYS + BLOCK_N - 1) // BLOCK_N
     LOG2E: tl.constexpr = 1.4426950408889634
@@ -78,8 +80,9 @@ def attention(
     key_ptr += batch * KEY_BATCH + head // GROUP * KEY_HEAD
     value_ptr += batch * VALUE_BATCH + head // GROUP * VALUE_HEAD
     is_row = (rows < QUERIES)[:, None]
-    if PROGRAMMATIC:
+    if TRIGGER != "none":
         gdc_wait()
+    if TRIGGER == "late":
         gdc_launch_dependents()
 
     queries = _load(query_ptr + query_offsets, is_row, (deep < SIZE)[None, :], QUERIES % BLOCK_M, SIZE % BLOCK_D)

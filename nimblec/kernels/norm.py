@@ -18,7 +18,7 @@ from nimblec.kernels.shapes import ceil_div
 _LIBRARY = torch.library.Library("nimblec", "FRAGMENT")
 """The ops live as long as this module."""
 
-_SETTINGS = "Tensor? weight, Tensor? bias, float eps, bool rms, ScalarType dtype, int[] tiling, bool programmatic"
+_SETTINGS = "Tensor? weight, Tensor? bias, float eps, bool rms, ScalarType dtype, int[] tiling, str trigger"
 _LIBRARY.define(f"layer_norm(Tensor x, {_SETTINGS}) -> Tensor")
 _LIBRARY.define(f"add_layer_norm(Tensor x, Tensor residual, {_SETTINGS}) -> (Tensor, Tensor)")
 
@@ -76,7 +76,7 @@ def norm_candidates(shape: Norm, *, limit: int = 6) -> list[NormTiling]:
     return sorted(found, key=cost)[:limit]
 
 
-def norm_settings(shape: Norm, tiling: NormTiling, *, eps: float, programmatic: bool) -> dict[str, Any]:
+def norm_settings(shape: Norm, tiling: NormTiling, *, eps: float, trigger: str) -> dict[str, Any]:
     """What is compiled into a kernel: the template's constants and Triton's options."""
     return {
         "ROWS": shape.rows,
@@ -85,9 +85,9 @@ def norm_settings(shape: Norm, tiling: NormTiling, *, eps: float, programmatic: 
         "RMS": shape.rms,
         "BLOCK_R": tiling.block_r,
         "BLOCK_C": shape.width,
-        "PROGRAMMATIC": programmatic,
+        "TRIGGER": trigger,
         "num_warps": tiling.num_warps,
-        "launch_pdl": programmatic,
+        "launch_pdl": trigger != "none",
     }
 
 
@@ -110,12 +110,12 @@ def launch_norm(
     total: Tensor | None,
     out: Tensor,
     eps: float,
-    programmatic: bool,
+    trigger: str,
 ) -> None:
     """Write the norm of ``x``, or of ``total`` = ``x`` + ``residual``, to ``out``; all contiguous."""
     from nimblec.kernels.norm_template import norm as template
 
-    constants = norm_settings(shape, tiling, eps=eps, programmatic=programmatic)
+    constants = norm_settings(shape, tiling, eps=eps, trigger=trigger)
     template[ceil_div(shape.rows, tiling.block_r),](x, residual, weight, bias, total, out, **constants)
 
 
@@ -146,7 +146,7 @@ def _fake(
     rms: bool,  # noqa: ARG001
     dtype: torch.dtype,
     tiling: Sequence[int],  # noqa: ARG001
-    programmatic: bool,  # noqa: ARG001
+    trigger: str,  # noqa: ARG001
 ) -> Tensor:
     return x.new_empty(x.shape, dtype=dtype)
 
@@ -159,7 +159,7 @@ def _cuda(
     rms: bool,
     dtype: torch.dtype,
     tiling: Sequence[int],
-    programmatic: bool,
+    trigger: str,
 ) -> Tensor:
     out = x.new_empty(x.shape, dtype=dtype)
     launch_norm(
@@ -172,7 +172,7 @@ def _cuda(
         total=None,
         out=out,
         eps=eps,
-        programmatic=programmatic,
+        trigger=trigger,
     )
     return out
 
@@ -185,7 +185,7 @@ def _cpu(
     rms: bool,
     dtype: torch.dtype,
     tiling: Sequence[int],  # noqa: ARG001
-    programmatic: bool,  # noqa: ARG001
+    trigger: str,  # noqa: ARG001
 ) -> Tensor:
     return normalized(x, weight, bias, eps, rms, dtype)
 
@@ -203,7 +203,7 @@ def _add_cuda(
     rms: bool,
     dtype: torch.dtype,
     tiling: Sequence[int],
-    programmatic: bool,
+    trigger: str,
 ) -> tuple[Tensor, Tensor]:
     assert residual.is_contiguous(), f"a residual of strides {residual.stride()} has gaps between its rows"
     out, total = x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape)
@@ -217,7 +217,7 @@ def _add_cuda(
         total=total,
         out=out,
         eps=eps,
-        programmatic=programmatic,
+        trigger=trigger,
     )
     return out, total
 

@@ -26,9 +26,11 @@ def norm(
     RMS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
-    PROGRAMMATIC: tl.constexpr,
+    TRIGGER: tl.constexpr,
 ):
     """Of x, residual, sum and out (rows, columns) without gaps, weight and bias (columns,); sum is x + residual."""
+    if TRIGGER == "early":
+        gdc_launch_dependents()
     rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     columns = tl.arange(0, BLOCK_C)
     is_column = columns < COLUMNS
@@ -38,8 +40,9 @@ def norm(
         weight = tl.load(weight_ptr + columns, mask=is_column, other=0.0).to(tl.float32)
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + columns, mask=is_column, other=0.0).to(tl.float32)
-    if PROGRAMMATIC:
+    if TRIGGER != "none":
         gdc_wait()
+    if TRIGGER == "late":
         gdc_launch_dependents()
 
     x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)

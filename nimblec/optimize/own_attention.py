@@ -1,7 +1,7 @@
 """Attention calls as launches of our own kernel, which reads and writes what lies around them in place."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,24 +16,24 @@ from nimblec.kernels.attention import (
     attention_settings,
     attention_shape,
 )
-from nimblec.kernels.choosing import Choice, Timer, choose
-from nimblec.kernels.compiling import compile_all
+from nimblec.kernels.choosing import Choice
+from nimblec.kernels.compiling import Job
+from nimblec.kernels.launching import Trigger
 from nimblec.kernels.timing import GraphTimer
 from nimblec.optimize.constant_masks import ATTENTION
 from nimblec.optimize.layout import BY_STRIDE, HALF
 from nimblec.optimize.outputs import output_strides, restore_strides, separate_outputs
+from nimblec.optimize.own_selection import HOPPER, Call, TilingSelector, Times, machine
 from nimblec.optimize.rewriter import Rewriter, bound, fake, is_call
 from nimblec.optimize.simplify import RESHAPES, simplify
 
 aten = torch.ops.aten
 
-THEIRS = "framework"
 SIZES = range(8, 129, 8)
 """Head sizes that our kernel is made for."""
 LONGEST = 4096
 """Keys; longer sequences are the framework's, whose kernels are made for them."""
 
-_HOPPER = (9, 0)
 _MASKS = HALF | {torch.float32, torch.bool}
 _COPIES = (aten.clone.default, aten.contiguous.default, aten.expand.default, *RESHAPES)
 """Calls that keep the order of the elements, where expansion changes no shape."""
@@ -71,17 +71,17 @@ Choose = Callable[[Request], AttentionTiling | None]
 """How to cut a request's work; None where the framework's call is to stay."""
 
 
-def use_own_attention(module: fx.GraphModule, choose: Choose, *, programmatic: bool = True) -> None:
+def use_own_attention(module: fx.GraphModule, choose: Choose, *, trigger: Trigger = "late") -> None:
     """Replace the calls that ``choose`` finds faster; outputs keep their dtype, shape and strides.
 
     Results are laid out (batch, queries, heads, size), so that the transpose after them is free.
-    ``programmatic`` launches wait for the kernel before them by themselves: compute capability 9.0.
+    Launches with a ``trigger`` wait for the kernel before them by themselves: compute capability 9.0.
     """
     strides = output_strides(module)
     rewriter = Rewriter(module)
     found = [(request, tiling) for request in requests(module) if (tiling := choose(request)) is not None]
     for request, tiling in found:
-        _replace(rewriter, request, tiling, programmatic=programmatic)
+        _replace(rewriter, request, tiling, trigger=trigger)
     if not found:
         return
     for node in rewriter.calls(*RESHAPES):
@@ -153,67 +153,55 @@ def _uncopied(node: fx.Node) -> fx.Node:
     return best
 
 
-def _replace(rewriter: Rewriter, request: Request, tiling: AttentionTiling, *, programmatic: bool) -> None:
+def _replace(rewriter: Rewriter, request: Request, tiling: AttentionTiling, *, trigger: Trigger) -> None:
     node = request.node
     read = (request.query, request.key, request.value, request.mask)
-    how = (request.shape.causal, request.scale, tiling.numbers, programmatic)
+    how = (request.shape.causal, request.scale, tiling.numbers, trigger)
     call = rewriter.call(attention, *read, *how, at=node)
     rewriter.replace(node, rewriter.call(aten.transpose.int, call, 1, 2, at=node))
 
 
-def select_own_attention(module: fx.GraphModule) -> Mapping[str, Choice]:
-    """Put our own attention in wherever it is faster on this GPU; what was chosen, by request."""
-    if torch.cuda.get_device_capability() < _HOPPER:
+def select_own_attention(
+    module: fx.GraphModule, cache: Times | None = None, *, trigger: Trigger = "late"
+) -> Mapping[str, Choice]:
+    """Put our own attention in wherever it is faster on this GPU; what was chosen, by request.
+
+    Times that the ``cache`` has are not measured again.
+    """
+    found = list(requests(module))
+    if not found or torch.cuda.get_device_capability() < HOPPER:
         return {}
-    selector = AttentionSelector(GraphTimer())
-    selector.prepare(requests(module))
-    use_own_attention(module, selector)
+    selector = AttentionSelector(GraphTimer(), times=cache, machine=machine("attention"), trigger=trigger)
+    selector.prepare(found)
+    use_own_attention(module, selector, trigger=trigger)
     return selector.choices
 
 
-class AttentionSelector:
-    """A `choose` for `use_own_attention`: equal requests are timed once; ``choices`` tells what came out."""
+class AttentionSelector(TilingSelector[Request, AttentionTiling]):
+    """A `choose` for `use_own_attention`."""
 
-    def __init__(self, timer: Timer, *, compile_jobs: Callable[..., None] = compile_all) -> None:
-        self._timer = timer
-        self._compile = compile_jobs
-        self.choices: dict[str, Choice] = {}
+    def tilings(self, request: Request) -> Sequence[AttentionTiling]:
+        """The candidates."""
+        return attention_candidates(request.shape)
 
-    def prepare(self, requests: Iterable[Request]) -> None:
-        """Compile all candidates of all requests side by side."""
-        distinct = {request.signature: request for request in requests}
-        jobs = []
-        for request in distinct.values():
-            mask = None if request.mask_dtype is None else _name(request.mask_dtype)
-            for tiling in attention_candidates(request.shape):
-                settings = attention_settings(request.shape, tiling, scale=request.scale, programmatic=True)
-                jobs.append(attention_job(settings, dtype=_name(request.dtype), mask=mask))
-        if jobs:
-            self._compile(jobs)
+    def job(self, request: Request, tiling: AttentionTiling) -> Job:
+        """As our call launches it."""
+        settings = attention_settings(request.shape, tiling, scale=request.scale, trigger=self.trigger)
+        mask = None if request.mask_dtype is None else _name(request.mask_dtype)
+        return attention_job(settings, dtype=_name(request.dtype), mask=mask)
 
-    def __call__(self, request: Request) -> AttentionTiling | None:
-        """The fastest tiling; None where the framework's call is as fast."""
-        key = request.signature
-        named = {"x".join(map(str, tiling.numbers)): tiling for tiling in attention_candidates(request.shape)}
-        if key not in self.choices:
-            sides: dict[str, Callable[[int], object]] = {THEIRS: _theirs(request)}
-            sides |= {name: _ours(request, tiling) for name, tiling in named.items()}
-            self.choices[key] = choose(sides, self._timer)
-        return named.get(self.choices[key].best)
+    def theirs(self, request: Request) -> Call:
+        """The framework's call, on arguments that lie as it is given them."""
+        given = bound(request.node)
+        read = [_example(given[name]) for name in ("query", "key", "value", "attn_mask")]
+        how = {name: given[name] for name in ("scale", "enable_gqa")}
+        return lambda _: ATTENTION(*read, 0.0, request.shape.causal, **how)
 
-
-def _theirs(request: Request) -> Callable[[int], object]:
-    """The framework's call, on arguments that lie as it is given them."""
-    given = bound(request.node)
-    read = [_example(given[name]) for name in ("query", "key", "value", "attn_mask")]
-    how = {name: given[name] for name in ("scale", "enable_gqa")}
-    return lambda _: ATTENTION(*read, 0.0, request.shape.causal, **how)
-
-
-def _ours(request: Request, tiling: AttentionTiling) -> Callable[[int], object]:
-    read = [_example(node) for node in (request.query, request.key, request.value, request.mask)]
-    how = (request.shape.causal, request.scale, tiling.numbers, True)
-    return lambda _: attention(*read, *how)
+    def ours(self, request: Request, tiling: AttentionTiling) -> Call:
+        """Our call."""
+        read = [_example(node) for node in (request.query, request.key, request.value, request.mask)]
+        how = (request.shape.causal, request.scale, tiling.numbers, self.trigger)
+        return lambda _: attention(*read, *how)
 
 
 def _example(node: fx.Node | None) -> Tensor | None:

@@ -6,15 +6,15 @@ together with them.
 """
 
 import operator
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from nimblec.kernels.choosing import Choice, Timer, choose
-from nimblec.kernels.compiling import compile_all
+from nimblec.kernels.choosing import Choice
+from nimblec.kernels.compiling import Job
+from nimblec.kernels.launching import Trigger
 from nimblec.kernels.norm import (
     WIDEST,
     Norm,
@@ -28,6 +28,7 @@ from nimblec.kernels.norm import (
 from nimblec.kernels.timing import GraphTimer
 from nimblec.optimize.fusible import is_fusible, is_view
 from nimblec.optimize.layout import HALF
+from nimblec.optimize.own_selection import HOPPER, Call, TilingSelector, Times, machine
 from nimblec.optimize.rewriter import Rewriter, bound, fake, is_call, only_user
 from nimblec.optimize.scalars import number, shifted
 
@@ -35,7 +36,6 @@ aten = torch.ops.aten
 
 _NORMS = (aten.native_layer_norm.default, aten._fused_rms_norm.default)
 _FLOATS = HALF | {torch.float32}
-_HOPPER = (9, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -71,16 +71,16 @@ def first_candidate(request: Request) -> NormTiling:
     return norm_candidates(request.shape)[0]
 
 
-def use_own_norms(module: fx.GraphModule, choose: Choose = first_candidate, *, programmatic: bool = True) -> None:
+def use_own_norms(module: fx.GraphModule, choose: Choose = first_candidate, *, trigger: Trigger = "late") -> None:
     """Replace what ``choose`` gives a tiling; every result keeps its dtype, shape and strides.
 
-    ``programmatic`` launches wait for the kernel before them by themselves: compute capability 9.0.
+    Launches with a ``trigger`` wait for the kernel before them by themselves: compute capability 9.0.
     """
     rewriter = Rewriter(module)
     for request in reversed(list(requests(module))):  # what a later one reads may be what an earlier one replaces
         tiling = choose(request)
         if tiling:
-            _replace(rewriter, request, tiling, programmatic=programmatic)
+            _replace(rewriter, request, tiling, trigger=trigger)
     rewriter.finish()
 
 
@@ -284,9 +284,9 @@ def _is_like(node: fx.Node, other: fx.Node) -> bool:
     return (a.dtype, a.shape) == (b.dtype, b.shape) and a.is_contiguous() and b.is_contiguous()
 
 
-def _replace(rewriter: Rewriter, request: Request, tiling: NormTiling, *, programmatic: bool) -> None:
+def _replace(rewriter: Rewriter, request: Request, tiling: NormTiling, *, trigger: Trigger) -> None:
     result, total = request.result, request.total
-    how = (request.eps, request.shape.rms, fake(result).dtype, tiling.numbers, programmatic)
+    how = (request.eps, request.shape.rms, fake(result).dtype, tiling.numbers, trigger)
     if total is None:
         call = rewriter.call(layer_norm, request.x, request.weight, request.bias, *how, at=result)
         rewriter.replace(result, call)
@@ -300,64 +300,59 @@ def _replace(rewriter: Rewriter, request: Request, tiling: NormTiling, *, progra
     rewriter.replace(total, added)
 
 
-def select_own_norms(module: fx.GraphModule) -> Mapping[str, Choice]:
+def select_own_norms(
+    module: fx.GraphModule, cache: Times | None = None, *, trigger: Trigger = "late"
+) -> Mapping[str, Choice]:
     """Put our own norms in, cut as is fastest on this GPU; what was chosen, by request.
 
-    They are not compared with generated kernels: whether they gain shows in the whole network.
+    They are not compared with generated kernels: whether they gain shows in the whole network. Times
+    that the ``cache`` has are not measured again.
     """
-    if torch.cuda.get_device_capability() < _HOPPER:
+    found = list(requests(module))
+    if not found or torch.cuda.get_device_capability() < HOPPER:
         return {}
-    selector = NormSelector(GraphTimer())
-    selector.prepare(requests(module))
-    use_own_norms(module, selector)
+    selector = NormSelector(GraphTimer(), times=cache, machine=machine("norm"), trigger=trigger)
+    selector.prepare(found)
+    use_own_norms(module, selector, trigger=trigger)
     return selector.choices
 
 
-class NormSelector:
-    """A `choose` for `use_own_norms`: equal requests are timed once; ``choices`` tells what came out."""
+class NormSelector(TilingSelector[Request, NormTiling]):
+    """A `choose` for `use_own_norms`."""
 
-    def __init__(self, timer: Timer, *, compile_jobs: Callable[..., None] = compile_all) -> None:
-        self._timer = timer
-        self._compile = compile_jobs
-        self.choices: dict[str, Choice] = {}
+    def tilings(self, request: Request) -> Sequence[NormTiling]:
+        """The candidates."""
+        return norm_candidates(request.shape)
 
-    def prepare(self, requests: Iterable[Request]) -> None:
-        """Compile all candidates of all requests side by side."""
-        distinct = {request.signature: request for request in requests}
-        jobs = [_job(request, tiling) for request in distinct.values() for tiling in norm_candidates(request.shape)]
-        if jobs:
-            self._compile(jobs)
+    def job(self, request: Request, tiling: NormTiling) -> Job:
+        """As our call launches it."""
 
-    def __call__(self, request: Request) -> NormTiling:
-        """The fastest tiling."""
-        key = request.signature
-        named = {"x".join(map(str, tiling.numbers)): tiling for tiling in norm_candidates(request.shape)}
-        if key not in self.choices:
-            self.choices[key] = choose({name: _ours(request, tiling) for name, tiling in named.items()}, self._timer)
-        return named[self.choices[key].best]
+        def dtype(node: fx.Node | None) -> str | None:
+            return None if node is None else str(fake(node).dtype).removeprefix("torch.")
 
+        return norm_job(
+            norm_settings(request.shape, tiling, eps=request.eps, trigger=self.trigger),
+            dtype=str(dtype(request.x)),
+            out_dtype=str(dtype(request.result)),
+            weight=dtype(request.weight),
+            bias=dtype(request.bias),
+            residual=request.residual is not None,
+        )
 
-def _job(request: Request, tiling: NormTiling) -> Any:
-    def dtype(node: fx.Node | None) -> str | None:
-        return None if node is None else str(fake(node).dtype).removeprefix("torch.")
+    def theirs(self, request: Request) -> None:
+        """A generated kernel, which is not at hand."""
 
-    return norm_job(
-        norm_settings(request.shape, tiling, eps=request.eps, programmatic=True),
-        dtype=str(dtype(request.x)),
-        out_dtype=str(dtype(request.result)),
-        weight=dtype(request.weight),
-        bias=dtype(request.bias),
-        residual=request.residual is not None,
-    )
+    def ours(self, request: Request, tiling: NormTiling) -> Call:
+        """Our call."""
 
+        def example(node: fx.Node | None) -> Tensor | None:
+            return (
+                None if node is None else torch.randn(fake(node).shape, device=fake(node).device).to(fake(node).dtype)
+            )
 
-def _ours(request: Request, tiling: NormTiling) -> Callable[[int], object]:
-    def example(node: fx.Node | None) -> Tensor | None:
-        return None if node is None else torch.randn(fake(node).shape, device=fake(node).device).to(fake(node).dtype)
-
-    read: Sequence[Any] = [example(node) for node in (request.x, request.weight, request.bias)]
-    how = (request.eps, request.shape.rms, fake(request.result).dtype, tiling.numbers, True)
-    if request.residual is None:
-        return lambda _: layer_norm(*read, *how)
-    residual = example(request.residual)
-    return lambda _: add_layer_norm(read[0], residual, *read[1:], *how)
+        read = [example(node) for node in (request.weight, request.bias)]
+        how = (request.eps, request.shape.rms, fake(request.result).dtype, tiling.numbers, self.trigger)
+        x, residual = example(request.x), example(request.residual)
+        if residual is None:
+            return lambda _: layer_norm(x, *read, *how)
+        return lambda _: add_layer_norm(x, residual, *read, *how)
