@@ -105,12 +105,16 @@ def convolution(
     corner = ((image * HEIGHT + top) * WIDTH + left) * PIXEL_STRIDE
     deep = tl.arange(0, BLOCK_K)
     weight_offsets = tl.arange(0, BLOCK_N)[:, None] * BLOCK_K + deep[None, :]
+    out_offsets = rows[:, None] * OUT_CHANNELS + columns[None, :]
+    exists = (rows < ROWS)[:, None] & (columns < OUT_CHANNELS)[None, :]
 
     if TRIGGER != "none":
         gdc_wait()
     if TRIGGER == "late":
         gdc_launch_dependents()
 
+    if residual_ptr is not None and SPLIT_K == 1:  # asked for now, there by the time that the sum is
+        residual = tl.load(residual_ptr + out_offsets, mask=exists, other=0.0)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for n in tl.range(0, PART):
         step = begin + n
@@ -151,7 +155,10 @@ def convolution(
         total = tl.dot(pixels, weights.T, total)
 
     if SPLIT_K == 1:
-        _finish(total, bias, residual_ptr, out_ptr, rows, columns, ROWS, OUT_CHANNELS, ACTIVATION)
+        if residual_ptr is not None:
+            total += residual.to(tl.float32)
+        total = activate(total + bias[None, :], ACTIVATION)
+        tl.store(out_ptr + out_offsets, total.to(out_ptr.dtype.element_ty), mask=exists)
     else:
         tile = tile_n * TILES_M + tile_m
         SIZE: tl.constexpr = BLOCK_M * BLOCK_N
@@ -165,28 +172,10 @@ def convolution(
             total = tl.load(partial_ptrs, cache_modifier=".cg")
             for other in tl.static_range(1, SPLIT_K):
                 total += tl.load(partial_ptrs + other * SIZE, cache_modifier=".cg")
-            _finish(total, bias, residual_ptr, out_ptr, rows, columns, ROWS, OUT_CHANNELS, ACTIVATION)
-
-
-@triton.jit
-def _finish(
-    total,
-    bias,
-    residual_ptr,
-    out_ptr,
-    rows,
-    columns,
-    ROWS: tl.constexpr,
-    OUT_CHANNELS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-):
-    """Bias, residual, activation, and the one rounding."""
-    offsets = rows[:, None] * OUT_CHANNELS + columns[None, :]
-    mask = (rows < ROWS)[:, None] & (columns < OUT_CHANNELS)[None, :]
-    total += bias[None, :]
-    if residual_ptr is not None:
-        total += tl.load(residual_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_ptr + offsets, activate(total, ACTIVATION).to(out_ptr.dtype.element_ty), mask=mask)
+            if residual_ptr is not None:
+                total += tl.load(residual_ptr + out_offsets, mask=exists, other=0.0).to(tl.float32)
+            total = activate(total + bias[None, :], ACTIVATION)
+            tl.store(out_ptr + out_offsets, total.to(out_ptr.dtype.element_ty), mask=exists)
 
 
 @triton.jit
