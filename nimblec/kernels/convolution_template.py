@@ -1,4 +1,4 @@
-# ruff: noqa: ANN001, ANN201, ANN202 - Triton compiles these functions; their arguments are its own tensors
+# ruff: noqa: ANN001, ANN201 - Triton compiles these functions; their arguments are its own tensors
 # ruff: noqa: N803, N806 - constants known to the compiler in capitals, as in Triton's own kernels
 # ruff: noqa: C901, PLR0911, PLR0912, PLR0915, RET505 - one kernel; branches are taken while it is compiled
 """The Triton kernel of convolutions and small matrix products: an implicit matrix product with a split sum.
