@@ -1,8 +1,9 @@
-"""Our own attention against torch's, in the shapes of some networks.
+"""Our own attention and norms against torch's, in the shapes of some networks, and in the layers of BERT.
 
 ``python -m bench.attention_kernel`` on a Hopper GPU compiles all candidates side by side, checks each
 against torch in float32, and times it in a chain of calls in one graph beside
-scaled_dot_product_attention.
+scaled_dot_product_attention or native_layer_norm. At the end it times twelve layers of BERT, whose
+products are our own, with torch's attention and norms and with ours.
 """
 
 import argparse
@@ -10,6 +11,7 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +30,24 @@ from nimblec.kernels.attention import (
     attention_settings,
     attention_shape,
 )
+from nimblec.kernels.candidates import candidates
 from nimblec.kernels.choosing import Choice, choose
-from nimblec.kernels.compiling import compile_all
-from nimblec.kernels.timing import GraphTimer
+from nimblec.kernels.compiling import Job, compile_all, convolution_job
+from nimblec.kernels.launching import TRIGGERS, Trigger, settings
+from nimblec.kernels.norm import (
+    Norm,
+    NormTiling,
+    add_layer_norm,
+    layer_norm,
+    norm_candidates,
+    norm_job,
+    norm_settings,
+    normalized,
+)
+from nimblec.kernels.ops import linear
+from nimblec.kernels.packing import counters
+from nimblec.kernels.shapes import Tiling, ceil_div, product
+from nimblec.kernels.timing import GraphTimer, WeightPool
 
 THEIRS = "theirs"
 TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -57,14 +74,15 @@ class Case:
             mask = torch.randn((1, self.heads, self.queries, keys), device="cuda", dtype=self.dtype)
         query = self._projected(self.queries, 3)[:, :, 0]
         key, value = (self._projected(keys, 3 if keys == self.queries else 2)[:, :, n] for n in (-2, -1))
-        return (*(x.transpose(1, 2) for x in (query, key, value)), mask)
+        return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), mask
 
     def _projected(self, tokens: int, parts: int) -> Tensor:
         return torch.randn((1, tokens, parts, self.heads, self.size), device="cuda", dtype=self.dtype)
 
 
+BERT = "BERT-base, 128 tokens"
 CASES: Mapping[str, Case] = {
-    "BERT-base, 128 tokens": Case(heads=12, queries=128, size=64),
+    BERT: Case(heads=12, queries=128, size=64),
     "GPT-2, 64 tokens": Case(heads=12, queries=64, size=64, causal=True, dtype=torch.bfloat16),
     "ViT-B/16": Case(heads=12, queries=197, size=64),
     "T5-base encoder, 128 tokens": Case(heads=12, queries=128, size=64, bias=True),
@@ -84,28 +102,30 @@ def main() -> None:
     torch.manual_seed(0)
     print(describe())
     begin = time.perf_counter()
-    rows = measure(given.limit)
+    norms = [PreparedNorm(name, case) for name, case in NORMS.items()]
+    bert = Bert()
+    prepared = {name: Prepared(case, given.limit) for name, case in CASES.items()}
+    compile_begin = time.perf_counter()
+    everything: list[Prepared | PreparedNorm | Bert] = [*prepared.values(), *norms, bert]
+    jobs = [job for each in everything for job in each.jobs()]
+    compile_all(jobs)
+    print(f"{len(jobs)} kernels compiled in {time.perf_counter() - compile_begin:.1f} s")
+    timer = GraphTimer(repeats=7)
+    rows = [measure(name, each, timer) for name, each in prepared.items()]
+    rows += [measure(each.name, each, timer) for each in norms]
+    layers = bert.measure(timer, prepared[BERT], norms[0])
     if given.out:
         given.out.mkdir(parents=True, exist_ok=True)
-        figures = {"environment": describe(), "cases": rows}
+        figures = {"environment": describe(), "cases": rows, "bert": layers}
         (given.out / "attention_kernel.json").write_text(json.dumps(figures, indent=1) + "\n")
     print(f"{time.perf_counter() - begin:.0f} s in all")
 
 
-def measure(limit: int) -> list[dict[str, Any]]:
-    """Print a line for each case; the raw figures."""
-    prepared = {name: Prepared(case, limit) for name, case in CASES.items()}
-    begin = time.perf_counter()
-    jobs = [job for each in prepared.values() for job in each.jobs()]
-    compile_all(jobs)
-    print(f"{len(jobs)} kernels compiled in {time.perf_counter() - begin:.1f} s")
-    timer = GraphTimer(repeats=7)
-    rows = []
-    for name, each in prepared.items():
-        error, choice = each.error(), each.timed(timer)
-        print(f"{name:28s} {_line(choice)}  error {error:.4f}", flush=True)
-        rows.append({"case": name, "error": error, "us": dict(choice.microseconds)})
-    return rows
+def measure(name: str, each: "Prepared | PreparedNorm", timer: GraphTimer) -> dict[str, Any]:
+    """Print a line for a case; the raw figures."""
+    error, choice = each.error(), each.timed(timer)
+    print(f"{name:28s} {_line(choice)}  error {error:.4f}", flush=True)
+    return {"case": name, "error": error, "us": dict(choice.microseconds)}
 
 
 class Prepared:
@@ -119,20 +139,20 @@ class Prepared:
         candidates = attention_candidates(self.shape, limit=limit)
         self.tilings = {"x".join(map(str, tiling.numbers)): tiling for tiling in candidates}
 
-    def jobs(self) -> list[Any]:
-        """What to compile, with programmatic launch and without."""
+    def jobs(self) -> list[Job]:
+        """What to compile."""
         dtype = str(self.case.dtype).removeprefix("torch.")
         mask = dtype if self.case.bias else None
         return [
             attention_job(
-                attention_settings(self.shape, tiling, scale=self.scale, programmatic=True), dtype=dtype, mask=mask
+                attention_settings(self.shape, tiling, scale=self.scale, trigger="late"), dtype=dtype, mask=mask
             )
             for tiling in self.tilings.values()
         ]
 
-    def ours(self, tiling: AttentionTiling) -> Tensor:
+    def ours(self, tiling: AttentionTiling, trigger: Trigger = "late") -> Tensor:
         """Our op."""
-        return attention(*self.tensors, self.case.causal, self.scale, tiling.numbers, True)
+        return attention(*self.tensors, self.case.causal, self.scale, tiling.numbers, trigger)
 
     def theirs(self) -> Tensor:
         """Torch's op, whichever kernel it chooses."""
@@ -155,8 +175,163 @@ class Prepared:
         """All candidates beside torch's op, in chains."""
         sides: dict[str, Callable[[int], object]] = {THEIRS: lambda _: self.theirs()}
         for name, tiling in self.tilings.items():
-            sides[name] = lambda _, tiling=tiling: self.ours(tiling)  # type: ignore[misc]
-        return choose(sides, timer)
+            sides[name] = partial(_ignoring, self.ours, tiling, "late")
+        self.times = choose(sides, timer)
+        return self.times
+
+    def fastest(self) -> AttentionTiling:
+        """Of our candidates, once they are timed."""
+        return self.tilings[min(self.tilings, key=self.times.microseconds.__getitem__)]
+
+
+NORMS: Mapping[str, tuple[Norm, bool]] = {
+    "norm, BERT": (Norm(rows=128, columns=768), False),
+    "sum and norm, BERT": (Norm(rows=128, columns=768), True),
+    "norm, ViT-B/16": (Norm(rows=197, columns=768), False),
+    "sum and RMS norm, T5": (Norm(rows=128, columns=768, rms=True), True),
+    "norm, Whisper-base": (Norm(rows=500, columns=512), False),
+}
+"""And whether a residual is added before."""
+NORM_TRIGGERS: tuple[Trigger, ...] = ("late", "none")
+
+
+class PreparedNorm:
+    """A norm in float16 with its tensors and candidates."""
+
+    def __init__(self, name: str, case: tuple[Norm, bool]) -> None:
+        self.name = name
+        self.shape, self.adds = case
+        size = (self.shape.rows, self.shape.columns)
+        self.x, self.residual = (torch.randn(size, device="cuda").half() for _ in range(2))
+        self.weight = torch.randn(self.shape.columns, device="cuda").half()
+        self.bias = None if self.shape.rms else self.weight.neg()
+        self.tilings = {"x".join(map(str, tiling.numbers)): tiling for tiling in norm_candidates(self.shape)}
+
+    def jobs(self) -> list[Job]:
+        """What to compile."""
+        bias = None if self.bias is None else "float16"
+        names: dict[str, Any] = {"dtype": "float16", "out_dtype": "float16", "weight": "float16", "bias": bias}
+        return [
+            norm_job(norm_settings(self.shape, tiling, eps=1e-5, trigger=trigger), residual=self.adds, **names)
+            for tiling in self.tilings.values()
+            for trigger in NORM_TRIGGERS
+        ]
+
+    def ours(self, tiling: NormTiling, trigger: Trigger = "late") -> Tensor:
+        """Our op."""
+        how = (self.weight, self.bias, 1e-5, self.shape.rms, torch.float16, tiling.numbers, trigger)
+        if self.adds:
+            return add_layer_norm(self.x, self.residual, *how)[0]
+        return layer_norm(self.x, *how)
+
+    def theirs(self) -> Tensor:
+        """Torch's ops."""
+        x = self.x + self.residual if self.adds else self.x
+        if self.shape.rms:
+            return functional.rms_norm(x, x.shape[-1:], self.weight, 1e-5)
+        return torch.native_layer_norm(x, x.shape[-1:], self.weight, self.bias, 1e-5)[0]
+
+    def error(self) -> float:
+        """The largest error of a candidate; says which are wrong."""
+        x = self.x + self.residual if self.adds else self.x
+        expected = normalized(x, self.weight, self.bias, 1e-5, self.shape.rms, torch.float32)
+        errors = {name: float((self.ours(t).float() - expected).abs().max()) for name, t in self.tilings.items()}
+        largest = float(expected.abs().max())
+        print(
+            "".join(f"WRONG: {self.name} {n}: {error:.4f}\n" for n, error in errors.items() if error > 1e-3 * largest),
+            end="",
+        )
+        return max(errors.values()) / largest
+
+    def timed(self, timer: GraphTimer) -> Choice:
+        """All candidates, those with plain launches named "none" too, beside torch's ops."""
+        sides: dict[str, Callable[[int], object]] = {THEIRS: lambda _: self.theirs()}
+        for name, tiling in self.tilings.items():
+            for trigger in NORM_TRIGGERS:
+                label = name if trigger == "late" else f"{name} {trigger}"
+                sides[label] = partial(_ignoring, self.ours, tiling, trigger)
+        self.times = choose(sides, timer)
+        return self.times
+
+    def fastest(self) -> NormTiling:
+        """Of our candidates, once they are timed."""
+        return self.tilings[min(self.tilings, key=self.times.microseconds.__getitem__)]
+
+
+class Bert:
+    """The layers of BERT-base on 128 tokens: products of ours, each with weights of its own."""
+
+    LAYERS = 12
+    PRODUCTS = (
+        (768, 2304, "none", False),
+        (768, 768, "none", True),
+        (768, 3072, "gelu", False),
+        (3072, 768, "none", True),
+    )
+    """Depth, columns, activation and whether a residual is added, in the order of a layer."""
+
+    def __init__(self) -> None:
+        self.shapes = [product(128, depth, columns) for depth, columns, *_ in self.PRODUCTS]
+        self.tilings: list[Tiling] = [candidates(shape)[0] for shape in self.shapes]
+
+    def jobs(self) -> list[Job]:
+        """What to compile."""
+        return [
+            convolution_job(
+                settings(shape, tiling, activation=activation, trigger="late"),
+                dtype="float16",
+                has={"bias", "residual"} if adds else {"bias"},
+            )
+            for shape, tiling, (*_, activation, adds) in zip(self.shapes, self.tilings, self.PRODUCTS, strict=True)
+        ]
+
+    def measure(self, timer: GraphTimer, attended: Prepared, norm: PreparedNorm) -> dict[str, float]:
+        """Microseconds of all layers in one graph, by whose attention and norms they have."""
+        mixing, norming = attended.fastest(), norm.fastest()
+        sides: dict[str, tuple[Callable[[], object], Callable[[], object], Trigger]] = {
+            "torch's attention, torch's norms": (attended.theirs, norm.theirs, "late"),
+            "torch's attention, our norms, plain": (attended.theirs, partial(norm.ours, norming, "none"), "late"),
+            "torch's attention, our norms": (attended.theirs, partial(norm.ours, norming), "late"),
+            "our attention, torch's norms": (partial(attended.ours, mixing), norm.theirs, "late"),
+            "our attention, our norms, plain": (
+                partial(attended.ours, mixing),
+                partial(norm.ours, norming, "none"),
+                "late",
+            ),
+        }
+        for trigger in TRIGGERS:
+            ours = partial(attended.ours, mixing, trigger), partial(norm.ours, norming, trigger)
+            sides[f"all ours, trigger {trigger}"] = (*ours, trigger)
+        times = {}
+        for name, side in sides.items():
+            times[name] = timer.chain(self._calls(*side), flush=False)
+            print(f"twelve layers of BERT, {name}: {times[name]:.1f} us", flush=True)
+        return times
+
+    def _calls(
+        self, mix: Callable[[], object], normalize: Callable[[], object], trigger: Trigger
+    ) -> list[Callable[[], object]]:
+        pool = WeightPool(nbytes=256 << 20, dtype=torch.float16)
+        products = [self._product(number, pool, trigger) for _ in range(self.LAYERS) for number in range(4)]
+        calls: list[Callable[[], object]] = []
+        for first, second, third, fourth in zip(*[iter(products)] * 4, strict=True):
+            calls += [first, mix, second, normalize, third, fourth, normalize]
+        return calls
+
+    def _product(self, number: int, pool: WeightPool, trigger: Trigger) -> Callable[[], object]:
+        shape, tiling = self.shapes[number], self.tilings[number]
+        _, columns, activation, adds = self.PRODUCTS[number]
+        weight = pool.take((ceil_div(columns, tiling.block_n), tiling.steps(shape), tiling.block_n, tiling.block_k))
+        x = torch.randn(128, shape.channels, device="cuda").half()
+        residual = torch.randn(128, columns, device="cuda").half() if adds else None
+        bias = torch.randn(columns, device="cuda").half()
+        down, across = tiling.tiles(shape)
+        arrived = counters(down * across, x.device) if tiling.split_k > 1 else None
+        return lambda: linear(x, weight, bias, residual, arrived, columns, activation, tiling.numbers, trigger)
+
+
+def _ignoring(call: Callable[..., object], tiling: object, trigger: Trigger, _: int) -> object:
+    return call(tiling, trigger)
 
 
 def _line(choice: Choice) -> str:
