@@ -1,0 +1,33 @@
+"""All our own kernels in one network: nothing but them is left where they serve, and the values stay."""
+
+import torch
+from families.bert import Bert
+from rewriting import counts, run
+
+from nimblec.frontend.aten_graph import trace
+from nimblec.kernels.attention import AttentionTiling
+from nimblec.kernels.shapes import Tiling
+from nimblec.optimize import optimize
+from nimblec.optimize.own_attention import use_own_attention
+from nimblec.optimize.own_kernels import use_own_kernels
+from nimblec.optimize.own_norms import use_own_norms
+from nimblec.optimize.regions import partition
+
+LAYERS = 3
+
+
+def test_bert() -> None:
+    torch.manual_seed(0)
+    model = Bert(vocabulary=100, width=64, heads=4, layers=LAYERS).eval().half()
+    inputs = torch.randint(0, 100, (2, 16)), torch.ones(2, 16, dtype=torch.int64)
+    graph = trace(model, inputs).module
+    expected, own = run(graph, *inputs), optimize(graph, device="cuda")
+    use_own_attention(own, lambda _: AttentionTiling(block_m=16, block_n=32))
+    use_own_kernels(own, lambda _: Tiling(block_m=16, block_n=16, block_k=32))
+    use_own_norms(own)
+    found = counts(own)
+    assert (found["attention"], found["layer_norm"], found["linear"]) == (LAYERS, 2 * LAYERS, 4 * LAYERS + 1)
+    assert found["native_layer_norm"] == 1, "the embeddings' is generated together with them"
+    assert len(partition(own)) == 2, "the embeddings and the mask"
+    for result, wanted in zip(run(own, *inputs), expected, strict=True):
+        torch.testing.assert_close(result, wanted, atol=2e-2, rtol=2e-2)
