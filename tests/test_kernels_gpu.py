@@ -7,9 +7,12 @@ from torch.nn import functional
 
 from nimblec.kernels import ops
 from nimblec.kernels.candidates import candidates
+from nimblec.kernels.depthwise import depthwise, depthwise_candidates, pack_depthwise
+from nimblec.kernels.launching import TRIGGERS
 from nimblec.kernels.packing import counters, pack_convolution, pack_linear
-from nimblec.kernels.reference import finish
+from nimblec.kernels.reference import Prologue, finish
 from nimblec.kernels.shapes import Convolution, Tiling, product
+from nimblec.kernels.timing import GraphTimer
 
 pytestmark = pytest.mark.gpu
 
@@ -65,6 +68,58 @@ def test_products(activation: str) -> None:
             ops.linear(x, packed, None, None, arrived, 200, activation, tiling.numbers, "late") for _ in range(20)
         ]
         _check(results, finish(total, None, activation), arrived)
+
+
+@pytest.mark.parametrize("trigger", TRIGGERS)
+@pytest.mark.parametrize("name", ["3x3", "projection"])
+def test_prologues(name: str, trigger: str) -> None:
+    shape = SHAPES[name]
+    x = torch.randn(shape.batch, shape.channels, shape.height, shape.width, device="cuda").half()
+    x = x.contiguous(memory_format=torch.channels_last)
+    weight = (torch.randn(shape.out_channels, shape.channels, *shape.kernel, device="cuda") / shape.depth**0.5).half()
+    scale, shift = torch.randn(2, shape.channels, device="cuda")
+    gate = torch.rand(shape.batch, shape.channels, 1, 1, device="cuda").half()
+    read = Prologue(scale=scale, shift=shift, gate=gate, activation="relu")
+    total = functional.conv2d(read(x.float()).half().double(), weight.double(), None, shape.stride, shape.padding)
+    for tiling in candidates(shape, limit=6):
+        arrived = _counters(shape, tiling)
+        results = [
+            ops.convolution(
+                x, pack_convolution(weight, tiling), None, None, arrived, shape.out_channels, shape.kernel,
+                shape.stride, shape.padding, shape.dilation, "none", tiling.numbers, trigger,
+                scale=scale, shift=shift, gate=gate, before="relu",
+            )
+            for _ in range(20)
+        ]  # fmt: skip
+        _check(results, total, arrived)
+
+
+@pytest.mark.parametrize("trigger", TRIGGERS)
+def test_depthwise(trigger: str) -> None:
+    shape = Convolution(batch=2, height=21, width=20, channels=84, out_channels=84, kernel=(5, 5), padding=(2, 2))
+    x = torch.randn(2, 84, 21, 20, device="cuda").half().contiguous(memory_format=torch.channels_last)
+    weight = (torch.randn(84, 1, 5, 5, device="cuda") / 5).half()
+    gate = torch.rand(2, 84, 1, 1, device="cuda").half()
+    read = Prologue(gate=gate, activation="relu")
+    total = functional.conv2d(read(x.double()), weight.double(), None, 1, 2, 1, 84)
+    for tiling in depthwise_candidates(shape):
+        packed = pack_depthwise(weight, tiling)
+        geometry = shape.kernel, shape.stride, shape.padding, shape.dilation
+        results = [
+            depthwise(
+                x, packed, None, None, *geometry, "silu", tiling.numbers, trigger, gate=gate, before="relu"
+            )
+            for _ in range(20)
+        ]  # fmt: skip
+        _check(results, finish(total, None, "silu"), None)
+
+
+def test_a_timer_tells_a_long_call_from_a_short_one() -> None:
+    timer = GraphTimer(length=8, repeats=5)
+    x = torch.ones(64 << 20, device="cuda")
+    long, short = timer(lambda _: x.neg()), timer.shorter(length=4, repeats=3)(lambda _: x[:1024].neg())
+    assert 10 * short < long < 10_000
+    assert timer.chain([lambda: x.neg(), lambda: x.abs()]) > short
 
 
 def _counters(shape: Convolution, tiling: Tiling) -> Tensor | None:

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from rewriting import DenseNet, assert_same, counts, randomize, rewritten
+from rewriting import DenseNet, assert_same, counts, randomize, record, rewritten
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
@@ -12,9 +12,14 @@ from nimblec.frontend.aten_graph import trace
 from nimblec.kernels.shapes import Tiling
 from nimblec.optimize import optimize
 from nimblec.optimize.definitions import DEFINITIONS
+from nimblec.optimize.own_attention import AttentionSelector, use_own_attention
+from nimblec.optimize.own_attention import requests as attention_requests
 from nimblec.optimize.own_kernels import Request, requests, use_own_kernels
-from nimblec.optimize.own_kernels_choice import THEIRS, Selector, tilings
+from nimblec.optimize.own_kernels_choice import Selector, tilings
 from nimblec.optimize.own_kernels_trigger import retriggered
+from nimblec.optimize.own_norms import NormSelector, use_own_norms
+from nimblec.optimize.own_norms import requests as norm_requests
+from nimblec.optimize.own_selection import THEIRS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -138,8 +143,8 @@ class _Timer:
 class _OursFirst(Selector):
     """Theirs take twice the time; cuDNN's fused calls are not called on the CPU."""
 
-    def _theirs(self, request: Request) -> "Callable[[int], object]":
-        call = super()._theirs(request)
+    def theirs(self, request: Request) -> "Callable[[int], object]":
+        call = super().theirs(request)
         if any(node.target in DEFINITIONS for node in request.nodes):
             return lambda _: self.say(2.0)
         return lambda n: (call(n), self.say(2.0))
@@ -253,3 +258,35 @@ def test_equal_calls_are_compiled_once() -> None:
     jobs: list[Job] = []
     retriggered(own, "early", compile_jobs=jobs.extend)
     assert 0 < len(jobs) < len(convolutions)
+
+
+def test_attention_and_norms_get_the_trigger_too() -> None:
+    weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(1)).half() / 8
+
+    def model(x: Tensor) -> Tensor:
+        y = functional.linear(functional.scaled_dot_product_attention(x, x, x).transpose(1, 2).flatten(2), weight)
+        z = functional.linear(functional.layer_norm(y, (64,)), weight)
+        return functional.linear(functional.layer_norm(y + z, (64,)), weight)
+
+    x = torch.randn(1, 1, 20, 64, generator=torch.Generator().manual_seed(0)).half()
+    module = optimize(record(model, x), device="cuda")
+    tried: list[Job] = []
+    attended = AttentionSelector(lambda _: 1.0, compile_jobs=tried.extend)
+    attended.prepare(attention_requests(module))
+    normed = NormSelector(lambda _: 1.0, compile_jobs=tried.extend)
+    normed.prepare(norm_requests(module))
+    own = rewritten(
+        module,
+        lambda m: use_own_attention(m, lambda r: attended.tilings(r)[0]),
+        lambda m: use_own_norms(m, lambda r: normed.tilings(r)[0]),
+    )
+    assert {"attention", "layer_norm", "add_layer_norm"} == {
+        node.target._schema.name.partition("::")[2] for node in _own(own)
+    }
+    late: list[Job] = []
+    retriggered(own, "late", compile_jobs=late.extend)
+    assert late
+    assert all(job in tried for job in late)
+    early: list[Job] = []
+    assert_same(own, retriggered(own, "early", compile_jobs=early.extend), x, rtol=0)
+    assert {job.settings["TRIGGER"] for job in early} == {"early"}

@@ -13,7 +13,8 @@ from nimblec.kernels.ops import convolution, linear
 from nimblec.kernels.shapes import Tiling
 from nimblec.optimize import optimize
 from nimblec.optimize.own_kernels import Request, requests, use_own_kernels
-from nimblec.optimize.own_kernels_choice import THEIRS, Selector, signature, tilings
+from nimblec.optimize.own_kernels_choice import Selector, tilings
+from nimblec.optimize.own_selection import THEIRS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -221,7 +222,7 @@ def test_the_fastest_tiling_is_chosen_once(name: str) -> None:
     selector.prepare([request, request])
     assert len(jobs) == len(tilings(request))
     assert selector(request) == selector(request) == tilings(request)[1]
-    choice = selector.choices[signature(request)]
+    choice = selector.choices[request.signature]
     assert choice.runner_up != THEIRS
     assert len(choice.microseconds) == len(jobs) + 1
 

@@ -46,6 +46,22 @@ class Request:
         """Of everything that is read and written."""
         return self.constants[self.weight].dtype
 
+    @property
+    def has(self) -> frozenset[str]:
+        """The names of the optional tensors that there are."""
+        named: dict[str, object] = {"bias": self.bias, "residual": self.residual}
+        if self.before is not None:
+            named |= {"scale": self.before.scale, "shift": self.before.shift, "gate": self.before.gate}
+        return frozenset(name for name, value in named.items() if value is not None)
+
+    @property
+    def signature(self) -> str:
+        """What tells requests apart."""
+        calls = " ".join(str(node.target) for node in self.nodes)
+        before = self.before and (self.before.activation, self.before.sharers)
+        parts = (self.dtype, sorted(self.has), before, self.activation)
+        return f"{self.kind} {self.shape} {parts} {calls}"
+
 
 Choose = Callable[[Request], Tiling | DepthwiseTiling | None]
 """How to cut a request's work; None where the framework's calls are to stay."""

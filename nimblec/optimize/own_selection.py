@@ -58,13 +58,15 @@ class TilingSelector(Generic[Request, Tiling]):
         self,
         timer: Timer,
         *,
+        screen: Timer | None = None,
         times: Times | None = None,
         machine: str = "",
         trigger: Trigger = "late",
         compile_jobs: Callable[[Sequence[Job]], None] = compile_all,
     ) -> None:
-        """``times`` is what is known of ``machine``."""
+        """``screen`` is a quicker timer to sort candidates out with, ``times`` what is known of ``machine``."""
         self._timer = timer
+        self._screen = screen
         self._times: Times = {} if times is None else times
         self._machine = machine
         self._compile = compile_jobs
@@ -116,7 +118,7 @@ class TilingSelector(Generic[Request, Tiling]):
         theirs = self.theirs(request)
         sides: dict[str, Call] = {} if theirs is None else {THEIRS: theirs}
         sides |= {name: self.ours(request, tiling) for name, tiling in named.items()}
-        choice = choose(sides, self._timer)
+        choice = choose(sides, self._timer, screen=self._screen)
         for side, microseconds in choice.microseconds.items():
             self._times[self._side(key, side)] = round(1000 * microseconds)
         return choice
