@@ -97,8 +97,9 @@ class Preactivated(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Images to images of half the size."""
-        y = torch.relu(self.norm(functional.max_pool2d(self.stem(x), 3, 1, 1)))
-        return self.last(functional.silu(self.first(y))) + self.skip(y)
+        x = self.stem(x)
+        y = torch.relu(self.norm(x))
+        return self.last(functional.silu(self.first(y))) + self.skip(y) + functional.max_pool2d(x, 3, 2, 1)
 
 
 NETWORKS: "dict[str, tuple[Callable[[], nn.Module], set[str]]]" = {

@@ -55,8 +55,14 @@ def _gate(x: Tensor) -> Tensor:
     return torch.sigmoid(x.mean((2, 3), keepdim=True))
 
 
-def _pooled(x: Tensor) -> Tensor:
-    return functional.avg_pool2d(_conv(x), 3, 1, 1)
+def _branches(x: Tensor, after: "Callable[[Tensor], Tensor]") -> tuple[Tensor, Tensor]:
+    """A convolution that two read, so that no launch takes in what follows it."""
+    y = _conv(x)
+    return after(y), functional.avg_pool2d(y, 3)
+
+
+def _summed(x: Tensor, y: Tensor) -> Tensor:
+    return torch.cat([y, _conv(functional.silu(y)), x], 1)
 
 
 def _read_by_three(x: Tensor) -> Tensor:
@@ -98,40 +104,50 @@ MODELS: "dict[str, tuple[Callable[[Tensor], Tensor], Tensor, str]]" = {
     "used twice": (_used_twice, IMAGES, "convolution none"),
     "two": (lambda x: _conv(x) + _conv(x.neg()), IMAGES, "convolution none residual, convolution none"),
     "depthwise": (lambda x: functional.relu6(_conv(x, groups=16)), IMAGES, "depthwise relu6"),
-    "relu before": (lambda x: _conv(torch.relu(_pooled(x))), IMAGES, f"{FIRST}, convolution none after relu"),
+    "relu before": (
+        lambda x: _branches(x, lambda y: _conv(torch.relu(y))), IMAGES, f"{FIRST}, convolution none after relu",
+    ),
     "added to the relu before": (
-        lambda x: _pooled(x) + _conv(torch.relu(_pooled(x))), IMAGES, f"{FIRST}, convolution none residual after relu",
+        lambda x: _branches(x, lambda y: y + _conv(torch.relu(y))), IMAGES,
+        f"{FIRST}, convolution none residual after relu",
     ),
     "norm and relu before": (
-        lambda x: _conv(torch.relu(_norm(_pooled(x))), groups=16), IMAGES,
+        lambda x: _branches(x, lambda y: _conv(torch.relu(_norm(y)), groups=16)), IMAGES,
         f"{FIRST}, depthwise none after scale shift relu",
     ),
     "norm before": (
-        lambda x: _conv(_norm(_pooled(x))), IMAGES, f"{FIRST}, convolution none after scale shift",
+        lambda x: _branches(x, lambda y: _conv(_norm(y))), IMAGES, f"{FIRST}, convolution none after scale shift",
     ),
     "two affines before": (
-        lambda x: _conv(_norm(_pooled(x)) * BIAS[:, None, None]), IMAGES,
+        lambda x: _branches(x, lambda y: _conv(_norm(y) * BIAS[:, None, None])), IMAGES,
         f"{FIRST}, convolution none after scale shift",
     ),
     "gate before": (
-        lambda x: _pointwise(_pooled(x) * _gate(_pooled(x))), IMAGES, f"{FIRST}, convolution none after gate",
+        lambda x: _branches(x, lambda y: _pointwise(y * _gate(y))), IMAGES, f"{FIRST}, convolution none after gate",
     ),
     "gate and all before": (
-        lambda x: _pointwise(_gate(x) * functional.silu(_norm(_pooled(x)))), IMAGES,
+        lambda x: _branches(x, lambda y: _pointwise(_gate(x) * functional.silu(_norm(y)))), IMAGES,
         f"{FIRST}, convolution none after scale shift gate silu",
     ),
     "gate of pixels": (
-        lambda x: _conv(_pooled(x) * x.mean(1, keepdim=True)), IMAGES, f"{FIRST}, convolution none",
+        lambda x: _branches(x, lambda y: _conv(y * x.mean(1, keepdim=True))), IMAGES, f"{FIRST}, convolution none",
+    ),
+    "relu of a pool before": (
+        lambda x: _conv(torch.relu(functional.avg_pool2d(_conv(x), 3))), IMAGES, f"{FIRST}, convolution none",
     ),
     "another's activation before": (
         lambda x: _conv(functional.silu(_conv(x))), IMAGES, "convolution silu, convolution none",
     ),
+    "relu of another's activation before": (
+        lambda x: _branches(x, lambda y: _summed(y, _conv(y) + y)), IMAGES,
+        f"{FIRST}, convolution none residual, convolution none after silu",
+    ),
     "read by three": (
-        lambda x: _read_by_three(torch.relu(_pooled(x))), IMAGES,
+        lambda x: _branches(x, lambda y: _read_by_three(torch.relu(y))), IMAGES,
         f"{FIRST}, convolution none after relu 3, convolution none after relu 3, depthwise none after relu 3",
     ),
     "read by another": (
-        lambda x: _conv(torch.relu(_pooled(x))) * torch.relu(_pooled(x)), IMAGES, f"{FIRST}, convolution none",
+        lambda x: _branches(x, lambda y: _conv(torch.relu(y)) * torch.relu(y)), IMAGES, f"{FIRST}, convolution none",
     ),
     "linear": (lambda x: functional.linear(x, MATRIX, VECTOR), ROWS, "linear none"),
     "no bias": (lambda x: torch.sigmoid(functional.linear(x, MATRIX)), ROWS, "linear sigmoid"),

@@ -15,6 +15,7 @@ from torch._ops import OpOverload
 
 from nimblec.optimize.affine import read_affine
 from nimblec.optimize.cudnn import is_relu
+from nimblec.optimize.fusible import is_fusible
 from nimblec.optimize.rewriter import Rewriter, bound, fake, is_call
 
 aten = torch.ops.aten
@@ -60,8 +61,9 @@ class Before:
 def prologues(rewriter: Rewriter, readers: Iterable[fx.Node], taken: Collection[fx.Node]) -> dict[fx.Node, Before]:
     """What each of ``readers``, convolutions of images channels last, can compute while it reads.
 
-    ``taken`` are calls that other launches compute already. A value that something else needs in
-    memory as well is left: it would be computed twice, and no call be saved.
+    ``taken`` are calls that other launches compute already. Two kinds of calls are left, as no launch
+    would be saved: those whose value something else needs in memory as well, and those that a
+    generated kernel computes together with what makes their images, like a concatenation.
     """
     known = dict.fromkeys(readers)
     found = {}
@@ -69,7 +71,7 @@ def prologues(rewriter: Rewriter, readers: Iterable[fx.Node], taken: Collection[
         images = _argument(reader, 0)
         if all(user in known and user.all_input_nodes.count(images) == 1 for user in images.users):
             before = _walk(rewriter, images, taken)
-            if before is not None:
+            if before is not None and (before.x in taken or not _is_generated(before.x)):
                 found[reader] = replace(before, sharers=len(images.users))
     return found
 
@@ -138,6 +140,10 @@ def _scaled(rewriter: Rewriter, node: fx.Node, before: Before | None) -> Before 
     if before.scale is not None and before.shift is not None:
         scale, shift = scale * before.scale, shift * before.scale + before.shift
     return replace(before, nodes=(*nodes, *before.nodes), x_place=x_place, scale=scale, shift=shift)
+
+
+def _is_generated(node: fx.Node) -> bool:
+    return is_fusible(_argument(node, 0) if node.target is operator.getitem else node)
 
 
 def _argument(node: fx.Node, place: int) -> fx.Node:
