@@ -75,6 +75,7 @@ class _Child:
     clock: asyncio.Timeout
     result: Result = field(default_factory=lambda: {"stopped_s": 0.0})
     left_s: float = 0.0
+    holds: int = 0
 
     def signal(self, number: signal.Signals) -> None:
         """To the process and those that it started; they may have ended."""
@@ -82,16 +83,17 @@ class _Child:
             os.killpg(self.process.pid, number)
 
     def hold(self) -> None:
-        """Stop the clock, unless it has run out."""
-        if not self.clock.expired():
-            when = self.clock.when()
-            assert when is not None
+        """Stop the clock until as many `go_on` have come; it may be held already, or have run out."""
+        self.holds += 1
+        when = self.clock.when()
+        if when is not None and not self.clock.expired():
             self.left_s = when - asyncio.get_running_loop().time()
             self.clock.reschedule(None)
 
     def go_on(self) -> None:
-        """Let the clock go on."""
-        if not self.clock.expired():
+        """Let the clock go on, if nothing else holds it."""
+        self.holds -= 1
+        if not self.holds and not self.clock.expired():
             self.clock.reschedule(asyncio.get_running_loop().time() + self.left_s)
 
     async def listen(self) -> bool:
