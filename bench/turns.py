@@ -112,7 +112,9 @@ class _Table:
         self._environment = environment
         self._folder = folder
         self._turn = asyncio.Lock()
+        self._running: set[_Child] = set()
         self._working: set[_Child] = set()
+        """Those that neither measure nor wait for it."""
 
     async def run(self, job: Job, limit_s: float) -> Result:
         """The result of a job, with "failed" in it where it did not end well."""
@@ -134,6 +136,7 @@ class _Table:
                 )
         clock = asyncio.timeout(limit_s)
         child = _Child(process=process, clock=clock)
+        self._running.add(child)
         failed = ""
         try:
             async with clock:
@@ -146,6 +149,7 @@ class _Table:
             failed = f"said what is not JSON: {exc}"
         finally:
             self._working.discard(child)
+            self._running.discard(child)
             child.signal(signal.SIGKILL)
             await process.wait()
         return {**child.result, "failed": failed} if failed else child.result
@@ -180,7 +184,7 @@ class _Table:
             await child.listen()
         finally:
             passed = asyncio.get_running_loop().time() - begin
-            for other in stopped & self._working:  # the others have ended
+            for other in stopped & self._running:
                 other.go_on()
                 other.signal(signal.SIGCONT)
                 other.result["stopped_s"] += passed
