@@ -9,7 +9,7 @@ from torch import nn
 
 from nimblec.errors import TraceError, UnsupportedModelError
 from nimblec.frontend.pytorch import TorchModel, place
-from nimblec.frontend.rewritten import flattened, fused
+from nimblec.frontend.rewritten import flattened, fused, optimized
 
 
 class Nested(nn.Module):
@@ -78,7 +78,7 @@ def test_a_flat_model_computes_from_what_its_inputs_hold(model: TorchModel) -> N
 
 
 def test_a_fused_model_returns_the_same(model: TorchModel) -> None:
-    torch.testing.assert_close(run(fused(flattened(model))), run(model))
+    torch.testing.assert_close(run(fused(optimized(flattened(model)))), run(model))
 
 
 @pytest.mark.parametrize(("module", "error"), [(Counter(), UnsupportedModelError), (Looking(), TraceError)])

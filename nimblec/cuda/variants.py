@@ -1,6 +1,6 @@
 """The ways in which a model can run at a level of optimisation; the fastest is kept."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -9,7 +9,8 @@ import torch
 from nimblec.errors import CompileError, TraceError, UnsupportedModelError
 from nimblec.frontend.compiled import compiled
 from nimblec.frontend.pytorch import TorchModel
-from nimblec.frontend.rewritten import flattened, fused, in_precision, with_own_kernels
+from nimblec.frontend.rewritten import flattened, fused, in_precision, optimized
+from nimblec.timing_cache import TimingCache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,27 +22,44 @@ class Variant:
     is_original: bool = False
 
 
-def variants(model: TorchModel, level: int, dtype: torch.dtype | None) -> tuple[Variant, ...]:
+def variants(model: TorchModel, level: int, dtype: torch.dtype | None, times: TimingCache) -> Iterator[Variant]:
     """The ways worth trying at ``level``: one at 0 and at 1, several at 2.
 
-    ``dtype`` is the half precision to compute in instead of float32. What the user compiled with
-    torch.compile stays as it is at every level; CompileError where it should change its precision.
+    ``dtype`` is the half precision to compute in instead of float32. ``times`` remembers those of our
+    own kernels. What the user compiled with torch.compile stays as it is at every level; CompileError
+    where it should change its precision.
     """
     if model.is_compiled:
         if dtype is not None:
             raise CompileError("--precision: a model from torch.compile keeps its own: compile the plain module")
-        return (_as_it_runs(model),)
-    if level == 0:
-        return (_as_it_runs(model) if dtype is None else Variant(name="cast", make=partial(_cast, model, dtype)),)
-    if level == 1:
-        return (Variant(name="fused regions", make=partial(_fused, model, dtype)),)
-    ways = [
-        Variant(name="own kernels", make=lambda: with_own_kernels(flattened(model), dtype)),
-        Variant(name="fused regions", make=partial(_fused, model, dtype)),
-    ]
-    if dtype is None:
-        ways.append(Variant(name="torch.compile", make=partial(compiled, model)))
-    return tuple(ways)
+        yield _as_it_runs(model)
+    elif level == 0:
+        yield _as_it_runs(model) if dtype is None else Variant(name="cast", make=partial(_cast, model, dtype))
+    else:
+        rewritten = _Once(lambda: optimized(flattened(model), dtype))
+        if level > 1:
+            yield from _with_own_kernels(rewritten, times)
+        yield Variant(name="fused regions", make=partial(_fused, rewritten, model, dtype))
+        if level > 1 and dtype is None:
+            yield Variant(name="torch.compile", make=partial(compiled, model))
+
+
+class _Once:
+    """A model that is made when it is first asked for."""
+
+    def __init__(self, make: Callable[[], TorchModel]) -> None:
+        self._make = make
+        self._made: TorchModel | None = None
+
+    @property
+    def is_made(self) -> bool:
+        """Whether it was asked for, and could be made."""
+        return self._made is not None
+
+    def __call__(self) -> TorchModel:
+        if self._made is None:
+            self._made = self._make()
+        return self._made
 
 
 def _as_it_runs(model: TorchModel) -> Variant:
@@ -52,11 +70,25 @@ def _cast(model: TorchModel, dtype: torch.dtype) -> TorchModel:
     return in_precision(flattened(model), dtype)
 
 
-def _fused(model: TorchModel, dtype: torch.dtype | None) -> TorchModel:
+def _fused(rewritten: _Once, model: TorchModel, dtype: torch.dtype | None) -> TorchModel:
     """By our own rewrites, or where the model cannot be a graph of pure calls by torch.compile alone."""
     try:
-        return fused(flattened(model), dtype)
+        return fused(rewritten())
     except (TraceError, UnsupportedModelError) as exc:
         if dtype is not None:
             raise
         return replace(compiled(model), notes=(f"fused by torch.compile alone: {exc}",))
+
+
+def _with_own_kernels(rewritten: _Once, times: TimingCache) -> Iterator[Variant]:
+    """Our products alone, and with our norms; each starting late, as suits most networks, and early."""
+    from nimblec.frontend.own_kernels import has_norms, has_own_kernels, with_own_norms, with_own_products, with_trigger
+
+    products = _Once(lambda: with_own_products(rewritten(), times))
+    norms = _Once(lambda: with_own_norms(products(), times))
+    yield Variant(name="own kernels", make=lambda: fused(products()))
+    if products.is_made and has_own_kernels(products()):
+        yield Variant(name="own kernels, early", make=lambda: fused(with_trigger(products(), "early")))
+    if products.is_made and has_norms(products()):
+        yield Variant(name="own kernels and norms", make=lambda: fused(norms()))
+        yield Variant(name="own kernels and norms, early", make=lambda: fused(with_trigger(norms(), "early")))

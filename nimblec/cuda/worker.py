@@ -82,6 +82,7 @@ class _Worker:
     def __init__(self, request: dict[str, Any], events: IO[str]) -> None:
         self._request = request
         self._events = events
+        self._cache = TimingCache(Path(request["timing_cache"]))
 
     def _stage(self, name: str) -> AbstractContextManager[None]:
         return stage(lambda stage, seconds: _send(self._events, stage=stage, seconds=seconds), name)
@@ -125,14 +126,15 @@ class _Worker:
         from nimblec.cuda.variants import variants
 
         made: list[_Made] = []
-        ways = variants(original, self._request["level"], _half(self._request["precision"]))
-        for way in ways:
+        closed: list[NimbleError] = []
+        for way in variants(original, self._request["level"], _half(self._request["precision"]), self._cache):
             try:
                 made.append(self._make(way, original, code, allocator))
             except (TraceError, UnsupportedModelError) as exc:
-                if way is ways[-1] and not made:
-                    raise
-                self._note([f"{way.name}: {exc}"])
+                closed.append(exc)
+        if not made:
+            raise closed[0]
+        self._note(str(exc) for exc in closed)
         if len(made) > 1:
             times = ", ".join(f"{m.name} {m.duration_ns / 1e3:.0f} us" for m in made)
             self._note([f"tried {times}: kept the fastest"])
@@ -167,13 +169,12 @@ class _Worker:
     def _schedule(self, graph: Graph) -> tuple[Plan, int]:
         """The plan, and the nanoseconds it takes on the GPU."""
         provenance = Provenance(target=Target.CUDA, device=_needed_device(), versions=_versions())
-        cache = TimingCache(Path(self._request["timing_cache"]))
         streams, memory_limit = self._request["streams"], self._request["memory_limit"]
         with closing(CudaTimer()) as timer:
-            cached = CachedTimer(timer, cache, provenance.device)
+            cached = CachedTimer(timer, self._cache, provenance.device)
             plan = make_plan(graph, provenance, cached, streams=streams, memory_limit=memory_limit)
             duration_ns = cached.duration(plan)
-        cache.save()
+        self._cache.save()
         return plan, duration_ns
 
     def _load_model(self) -> "TorchModel":

@@ -33,23 +33,18 @@ def in_precision(model: TorchModel, dtype: torch.dtype) -> TorchModel:
     return replace(model, module=graph)
 
 
-def fused(model: TorchModel, dtype: torch.dtype | None = None) -> TorchModel:
-    """A flat model with the optimiser's rewrites, and generated kernels for what lies between library calls."""
+def optimized(model: TorchModel, dtype: torch.dtype | None = None) -> TorchModel:
+    """A flat model with the optimiser's rewrites."""
     from nimblec.optimize import optimize
+
+    return replace(model, module=optimize(model.module, device=_device(model), dtype=dtype))
+
+
+def fused(model: TorchModel) -> TorchModel:
+    """An optimised model with generated kernels for what lies between library calls."""
     from nimblec.optimize.inductor import compile_regions
 
-    return replace(model, module=compile_regions(optimize(model.module, device=_device(model), dtype=dtype)))
-
-
-def with_own_kernels(model: TorchModel, dtype: torch.dtype | None = None) -> TorchModel:
-    """As `fused`, with our own kernels for the convolutions and products where they are faster on this GPU."""
-    from nimblec.optimize import optimize
-    from nimblec.optimize.inductor import compile_regions
-    from nimblec.optimize.own_kernels_choice import select_own_kernels
-
-    module = optimize(model.module, device=_device(model), dtype=dtype)
-    select_own_kernels(module)
-    return replace(model, module=compile_regions(module))
+    return replace(model, module=compile_regions(model.module))
 
 
 def _device(model: TorchModel) -> str:

@@ -171,7 +171,9 @@ def select_own_attention(
     found = list(requests(module))
     if not found or torch.cuda.get_device_capability() < HOPPER:
         return {}
-    selector = AttentionSelector(GraphTimer(), times=cache, machine=machine("attention"), trigger=trigger)
+    timer = GraphTimer()
+    known = {"times": cache, "machine": machine("attention")}
+    selector = AttentionSelector(timer, screen=timer.screen(), trigger=trigger, **known)
     selector.prepare(found)
     use_own_attention(module, selector, trigger=trigger)
     return selector.choices

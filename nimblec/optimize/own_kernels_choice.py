@@ -30,8 +30,6 @@ from nimblec.optimize.rewriter import fake
 AnyTiling = Tiling | DepthwiseTiling
 
 _POOL_NBYTES = 512 << 20  # several times the L2 cache
-_SCREEN_LENGTH = 12
-_SCREEN_REPEATS = 3
 
 
 class Pool(Protocol):
@@ -52,7 +50,7 @@ def select_own_kernels(
     if torch.cuda.get_device_capability() < HOPPER:
         return chosen
     timer = GraphTimer()
-    screen = timer.shorter(length=_SCREEN_LENGTH, repeats=_SCREEN_REPEATS)
+    screen = timer.screen()
     known = {"times": cache, "machine": machine("convolution") + machine("depthwise")}
     for dtype in dict.fromkeys(request.dtype for request in requests(module)):
         pool = WeightPool(nbytes=_POOL_NBYTES, dtype=dtype)

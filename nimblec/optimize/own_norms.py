@@ -311,7 +311,9 @@ def select_own_norms(
     found = list(requests(module))
     if not found or torch.cuda.get_device_capability() < HOPPER:
         return {}
-    selector = NormSelector(GraphTimer(), times=cache, machine=machine("norm"), trigger=trigger)
+    timer = GraphTimer()
+    known = {"times": cache, "machine": machine("norm")}
+    selector = NormSelector(timer, screen=timer.screen(), trigger=trigger, **known)
     selector.prepare(found)
     use_own_norms(module, selector, trigger=trigger)
     return selector.choices

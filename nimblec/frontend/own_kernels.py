@@ -1,0 +1,49 @@
+"""An optimised model with our own kernels wherever they are faster on this GPU."""
+
+import copy
+from dataclasses import replace
+
+from torch import fx
+
+from nimblec.frontend.pytorch import TorchModel
+from nimblec.kernels.launching import Trigger
+from nimblec.optimize import own_norms
+from nimblec.optimize.own_attention import select_own_attention
+from nimblec.optimize.own_kernels_choice import select_own_kernels
+from nimblec.optimize.own_kernels_trigger import retriggered
+from nimblec.optimize.own_selection import Times
+
+
+def with_own_products(model: TorchModel, times: Times) -> TorchModel:
+    """With our attention, convolutions and products; attention first, as it may change strides."""
+    module = _copied(model)
+    select_own_attention(module, times)
+    select_own_kernels(module, times)
+    return replace(model, module=module)
+
+
+def with_own_norms(model: TorchModel, times: Times) -> TorchModel:
+    """With our norms too, and the sums before them that products have left."""
+    module = _copied(model)
+    own_norms.select_own_norms(module, times)
+    return replace(model, module=module)
+
+
+def with_trigger(model: TorchModel, trigger: Trigger) -> TorchModel:
+    """With launches that start at another time."""
+    return replace(model, module=retriggered(model.module, trigger))
+
+
+def has_own_kernels(model: TorchModel) -> bool:
+    """Whether any call is of ours."""
+    return any(getattr(node.target, "namespace", "") == "nimblec" for node in model.module.graph.nodes)
+
+
+def has_norms(model: TorchModel) -> bool:
+    """Whether there is a norm that ours could compute."""
+    return any(own_norms.requests(model.module))
+
+
+def _copied(model: TorchModel) -> fx.GraphModule:
+    graph = copy.deepcopy(model.module.graph)
+    return fx.GraphModule(model.module, graph, class_name=type(model.module).__name__)
