@@ -163,7 +163,7 @@ def test_depthwise_on_the_cpu() -> None:
 def test_depthwise_candidates_fill_the_device() -> None:
     shape = Convolution(batch=1, height=14, width=14, channels=576, out_channels=576, kernel=(3, 3), padding=(1, 1))
     found = depthwise_candidates(shape)
-    assert len(set(found)) == len(found) == 8
+    assert len(set(found)) == len(found) == 5
     assert MULTIPROCESSORS <= found[0].blocks(shape) <= 4 * MULTIPROCESSORS
     assert all(tiling.num_warps * 32 * 8 <= tiling.block_m * tiling.block_c for tiling in found)
 

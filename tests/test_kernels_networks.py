@@ -4,21 +4,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from rewriting import DenseNet, assert_same, counts, randomize, record, rewritten
+from rewriting import DenseNet, assert_same, counts, randomize, rewritten
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from nimblec.frontend.aten_graph import trace
-from nimblec.kernels.shapes import Tiling
 from nimblec.optimize import optimize
 from nimblec.optimize.definitions import DEFINITIONS
-from nimblec.optimize.own_attention import AttentionSelector, use_own_attention
-from nimblec.optimize.own_attention import requests as attention_requests
 from nimblec.optimize.own_kernels import Request, requests, use_own_kernels
 from nimblec.optimize.own_kernels_choice import Selector, tilings
-from nimblec.optimize.own_kernels_trigger import retriggered
-from nimblec.optimize.own_norms import NormSelector, use_own_norms
-from nimblec.optimize.own_norms import requests as norm_requests
 from nimblec.optimize.own_selection import THEIRS
 
 if TYPE_CHECKING:
@@ -227,67 +221,3 @@ def test_a_short_look_sorts_the_candidates_out() -> None:
     (choice,) = selector.choices.values()
     assert len(short) == len(tilings(request)) > len(long) == len(choice.microseconds) == 4
     assert THEIRS in choice.microseconds
-
-
-def test_another_trigger_changes_nothing_else() -> None:
-    module, x = _network("MobileNetV3")
-    first, jobs, _ = _selector({})
-    late = _chosen(module, first)
-    compiled: list[Job] = []
-    for trigger in ("early", "none"):
-        other = retriggered(late, trigger, compile_jobs=compiled.extend)
-        assert_same(late, other, x, rtol=0)
-        assert {node.args[-1] for node in _own(other)} == {trigger}
-        assert {node.args[-1] for node in _own(late)} == {"late"}
-        assert {job.settings["TRIGGER"] for job in compiled} == {trigger}
-        assert {job.settings["launch_pdl"] for job in compiled} == {trigger == "early"}
-        as_chosen = [{**job.settings, "TRIGGER": "late", "launch_pdl": True} for job in compiled]
-        pairs = [(job.kernel, job.pointers, job.settings) for job in jobs]
-        assert all((job.kernel, job.pointers, s) in pairs for job, s in zip(compiled, as_chosen, strict=True))
-        compiled.clear()
-
-
-def _own(module: fx.GraphModule) -> list[fx.Node]:
-    return [node for node in module.graph.nodes if str(node.target).startswith("nimblec.")]
-
-
-def test_equal_calls_are_compiled_once() -> None:
-    tiling = Tiling(block_m=16, block_n=16, block_k=32)
-    module, _ = _network("NASNet")
-    convolutions = [r for r in requests(module) if r.kind == "convolution"]
-    own = rewritten(module, lambda m: use_own_kernels(m, lambda r: tiling if r.kind == "convolution" else None))
-    jobs: list[Job] = []
-    retriggered(own, "early", compile_jobs=jobs.extend)
-    assert 0 < len(jobs) < len(convolutions)
-
-
-def test_attention_and_norms_get_the_trigger_too() -> None:
-    weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(1)).half() / 8
-
-    def model(x: Tensor) -> Tensor:
-        y = functional.linear(functional.scaled_dot_product_attention(x, x, x).transpose(1, 2).flatten(2), weight)
-        z = functional.linear(functional.layer_norm(y, (64,)), weight)
-        return functional.linear(functional.layer_norm(y + z, (64,)), weight)
-
-    x = torch.randn(1, 1, 20, 64, generator=torch.Generator().manual_seed(0)).half()
-    module = optimize(record(model, x), device="cuda")
-    tried: list[Job] = []
-    attended = AttentionSelector(lambda _: 1.0, compile_jobs=tried.extend)
-    attended.prepare(attention_requests(module))
-    normed = NormSelector(lambda _: 1.0, compile_jobs=tried.extend)
-    normed.prepare(norm_requests(module))
-    own = rewritten(
-        module,
-        lambda m: use_own_attention(m, lambda r: attended.tilings(r)[0]),
-        lambda m: use_own_norms(m, lambda r: normed.tilings(r)[0]),
-    )
-    assert {"attention", "layer_norm", "add_layer_norm"} == {
-        node.target._schema.name.partition("::")[2] for node in _own(own)
-    }
-    late: list[Job] = []
-    retriggered(own, "late", compile_jobs=late.extend)
-    assert late
-    assert all(job in tried for job in late)
-    early: list[Job] = []
-    assert_same(own, retriggered(own, "early", compile_jobs=early.extend), x, rtol=0)
-    assert {job.settings["TRIGGER"] for job in early} == {"early"}

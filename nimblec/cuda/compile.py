@@ -77,13 +77,15 @@ def _run_worker(request: Path, observer: Observer) -> list[str]:
                     raise _error(message)
                 if "note" in message:
                     notes.append(message["note"])
+                elif "problem" in message:
+                    problem = f": {message['problem']}"
                 else:
                     stage = message["stage"]
                     observer(stage, message["seconds"])
         status = process.wait()
     if status:
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-        raise CompileError(f"the capture process {how} in the stage {stage!r}: what it printed stands above")
+        raise CompileError(f"the capture process {how} in the stage {stage!r}{problem}")
     return notes
 
 

@@ -25,6 +25,7 @@ class Variant:
 def variants(model: TorchModel, level: int, dtype: torch.dtype | None, times: TimingCache) -> Iterator[Variant]:
     """The ways worth trying at ``level``: one at 0 and at 1, several at 2.
 
+    torch.compile is one where none of our kernels serves: it was slower wherever one does.
     ``dtype`` is the half precision to compute in instead of float32. ``times`` remembers those of our
     own kernels. What the user compiled with torch.compile stays as it is at every level; CompileError
     where it should change its precision.
@@ -36,11 +37,16 @@ def variants(model: TorchModel, level: int, dtype: torch.dtype | None, times: Ti
     elif level == 0:
         yield _as_it_runs(model) if dtype is None else Variant(name="cast", make=partial(_cast, model, dtype))
     else:
+        from nimblec.frontend.own_kernels import has_norms, has_own_kernels, with_own_norms, with_own_products
+
         rewritten = _Once(lambda: optimized(flattened(model), dtype))
+        own = _Once(lambda: with_own_products(rewritten(), times))
         if level > 1:
-            yield from _with_own_kernels(rewritten, times)
+            yield Variant(name="own kernels", make=lambda: fused(own()))
+        if own.is_made and has_norms(own()):
+            yield Variant(name="own kernels and norms", make=lambda: fused(with_own_norms(own(), times)))
         yield Variant(name="fused regions", make=partial(_fused, rewritten, model, dtype))
-        if level > 1 and dtype is None:
+        if level > 1 and dtype is None and not (own.is_made and has_own_kernels(own())):
             yield Variant(name="torch.compile", make=partial(compiled, model))
 
 
@@ -78,17 +84,3 @@ def _fused(rewritten: _Once, model: TorchModel, dtype: torch.dtype | None) -> To
         if dtype is not None:
             raise
         return replace(compiled(model), notes=(f"fused by torch.compile alone: {exc}",))
-
-
-def _with_own_kernels(rewritten: _Once, times: TimingCache) -> Iterator[Variant]:
-    """Our products alone, and with our norms; each starting late, as suits most networks, and early."""
-    from nimblec.frontend.own_kernels import has_norms, has_own_kernels, with_own_norms, with_own_products, with_trigger
-
-    products = _Once(lambda: with_own_products(rewritten(), times))
-    norms = _Once(lambda: with_own_norms(products(), times))
-    yield Variant(name="own kernels", make=lambda: fused(products()))
-    if products.is_made and has_own_kernels(products()):
-        yield Variant(name="own kernels, early", make=lambda: fused(with_trigger(products(), "early")))
-    if products.is_made and has_norms(products()):
-        yield Variant(name="own kernels and norms", make=lambda: fused(norms()))
-        yield Variant(name="own kernels and norms, early", make=lambda: fused(with_trigger(norms(), "early")))

@@ -116,6 +116,7 @@ class _Worker:
         with self._stage("check"):
             problem = differing_output(output, run_s=run_seconds(plan.programs[0]))
             if problem:
+                _send(self._events, problem=problem)  # should the search below not live to tell it
                 (program,) = plan.programs
                 inputs, expected = golden.draw_inputs(program, _SEED), program.golden
                 assert expected is not None

@@ -6,11 +6,9 @@ from dataclasses import replace
 from torch import fx
 
 from nimblec.frontend.pytorch import TorchModel
-from nimblec.kernels.launching import Trigger
 from nimblec.optimize import own_norms
 from nimblec.optimize.own_attention import select_own_attention
 from nimblec.optimize.own_kernels_choice import select_own_kernels
-from nimblec.optimize.own_kernels_trigger import retriggered
 from nimblec.optimize.own_selection import Times
 
 
@@ -27,11 +25,6 @@ def with_own_norms(model: TorchModel, times: Times) -> TorchModel:
     module = _copied(model)
     own_norms.select_own_norms(module, times)
     return replace(model, module=module)
-
-
-def with_trigger(model: TorchModel, trigger: Trigger) -> TorchModel:
-    """With launches that start at another time."""
-    return replace(model, module=retriggered(model.module, trigger))
 
 
 def has_own_kernels(model: TorchModel) -> bool:

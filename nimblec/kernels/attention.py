@@ -117,7 +117,7 @@ def attention_shape(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
     )
 
 
-def attention_candidates(shape: Attention, *, limit: int = 12) -> list[AttentionTiling]:
+def attention_candidates(shape: Attention, *, limit: int = 6) -> list[AttentionTiling]:
     """At most ``limit`` tilings, the most promising first, no two alike but for warps and stages more than twice."""
     chosen: list[AttentionTiling] = []
     cuts: dict[tuple[int, int], int] = {}

@@ -31,7 +31,7 @@ _SPLIT_US = 1.3
 _SHARPNESS = 3  # of the maximum of what goes on side by side; the lesser parts count a little too
 
 
-def candidates(shape: Convolution, *, limit: int = 10) -> list[Tiling]:
+def candidates(shape: Convolution, *, limit: int = 8) -> list[Tiling]:
     """At most ``limit`` tilings, the most promising first, of no cut of the result more than five."""
     chosen: list[Tiling] = []
     cuts: dict[tuple[int, int], int] = {}

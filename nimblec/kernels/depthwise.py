@@ -52,7 +52,7 @@ class DepthwiseTiling:
         return ceil_div(shape.rows, self.block_m) * ceil_div(shape.channels, self.block_c)
 
 
-def depthwise_candidates(shape: Convolution, *, limit: int = 8) -> list[DepthwiseTiling]:
+def depthwise_candidates(shape: Convolution, *, limit: int = 5) -> list[DepthwiseTiling]:
     """Tilings with about two blocks for each multiprocessor first, and as little work past the edges as can be."""
     found = []
     for block_c in (16, 32, 64, 128):

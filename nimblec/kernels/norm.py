@@ -59,7 +59,7 @@ class NormTiling:
         return cls(block_r=block_r, num_warps=num_warps)
 
 
-def norm_candidates(shape: Norm, *, limit: int = 6) -> list[NormTiling]:
+def norm_candidates(shape: Norm, *, limit: int = 4) -> list[NormTiling]:
     """At most ``limit`` tilings, the most promising first: eight numbers a thread, some blocks a multiprocessor."""
     found = []
     for block_r in (1, 2, 4, 8):

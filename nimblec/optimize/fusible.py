@@ -35,6 +35,7 @@ _STENCILS = _POOLS | {"upsample_bilinear2d"}
 _SLOW_ALONE = _STENCILS | {
     "upsample_nearest2d", "upsample_nearest1d", "native_group_norm", "roll", "flip", "constant_pad_nd",
     "reflection_pad2d", "replication_pad2d", "slice_scatter", "select_scatter",
+    "mean", "sum", "amax", "amin", "var", "var_mean",
 }
 """Calls that ATen computes by slow kernels or by several; others it computes alone as well as generated code."""
 
