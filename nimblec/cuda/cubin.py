@@ -111,18 +111,10 @@ def _unfamiliar_header(elf: Elf, index: int) -> Iterator[str]:
         yield f"flags {header.flags:#x}, address {header.addr:#x}"
     if max(header.link, owner or 0) >= len(elf.sections):
         yield f"names a section out of {len(elf.sections)}"
-    elif header.type in {SHT_CUDA_PROTOTYPE, *symbol_references.HOLDERS} and not _names_symbols(elf, index):
+    elif header.type in {SHT_CUDA_PROTOTYPE, *symbol_references.HOLDERS} and header.link != elf.symtab:
         yield f"names symbols of section {header.link}, expected {elf.symtab}"
     if is_text and not _names_its_function(elf, index):
         yield f"sh_info {header.info:#x}, expected the symbol of its function"
-
-
-def _names_symbols(elf: Elf, index: int) -> bool:
-    """Whether ``sh_link`` leads to the symbols; older compilers lead all of ``.nv.info*`` to ``.nv.info``."""
-    section = elf.sections[index]
-    is_info = section.header.type == symbol_references.SHT_CUDA_INFO
-    linked = elf.sections[section.header.link]
-    return section.header.link == elf.symtab or (is_info and symbol_references.is_description(linked))
 
 
 def _names_its_function(elf: Elf, index: int) -> bool:
