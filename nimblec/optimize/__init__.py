@@ -10,6 +10,7 @@ from nimblec.optimize.aligned_weights import align_weights
 from nimblec.optimize.attention import fuse_attention
 from nimblec.optimize.batch_norm import fold_batch_norm
 from nimblec.optimize.constant_masks import state_masks
+from nimblec.optimize.copies import drop_copies
 from nimblec.optimize.cudnn import fuse_convolutions
 from nimblec.optimize.folding import fold_constants
 from nimblec.optimize.gelu import recognize_gelu
@@ -33,6 +34,7 @@ ALWAYS = (
     fuse_attention,
     state_masks,
     simplify,
+    drop_copies,
 )
 ON_CUDA = (
     linear_convolutions,

@@ -60,8 +60,14 @@ def _transpose(rewriter: Rewriter, node: fx.Node) -> None:
     if joined:
         order = [permutation(source)[axis] for axis in order]
         source = source.args[0]
+    shape = fake(source).shape
+    moved = [axis for axis in order if shape[axis] != 1]
     if order == sorted(order):
         rewriter.replace(node, source)
+    elif moved == sorted(moved):  # only axes of length 1 change places, as where a batch of one comes second
+        reshaped = rewriter.call(aten.reshape.default, source, list(fake(node).shape), at=node)
+        rewriter.replace(node, reshaped)
+        _reshape(rewriter, reshaped)
     elif joined:
         rewriter.replace(node, rewriter.call(aten.permute.default, source, order, at=node))
 

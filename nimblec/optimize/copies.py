@@ -1,0 +1,65 @@
+"""Copies that only put values into another order in memory, where nothing needs that order."""
+
+import torch
+from torch import fx
+
+from nimblec.optimize.fusible import is_view
+from nimblec.optimize.rewriter import Rewriter, fake, is_call, views
+
+aten = torch.ops.aten
+
+SDPA = aten.scaled_dot_product_attention.default
+
+
+def drop_copies(module: fx.GraphModule) -> None:
+    """Let attention and pointwise calls read what a ``clone`` copied where it lies.
+
+    All between must be views of it too: joined queries, keys and values are then read from their
+    product, as when a module keeps its batch second.
+    """
+    rewriter = Rewriter(module)
+    rewriter.propagate()
+    for node in rewriter.calls(aten.clone.default):
+        seen = _seen(node)
+        if seen is not None:
+            _try_without(rewriter, node, seen)
+    rewriter.finish()
+
+
+def _seen(node: fx.Node) -> list[fx.Node] | None:
+    """The views of a copy in order, views of views too; None where any other call would mind the order."""
+    found: list[fx.Node] = []
+    todo = [node]
+    while todo:
+        for user in todo.pop(0).users:
+            if user.op == "call_function" and views(user) is not None and is_view(user):
+                found.append(user)
+                todo.append(user)
+            elif not _reads_any_order(user):
+                return None
+    return found
+
+
+def _reads_any_order(node: fx.Node) -> bool:
+    is_overload = isinstance(node.target, torch._ops.OpOverload)
+    return is_call(node, SDPA) or (is_overload and torch.Tag.pointwise in node.target.tags)
+
+
+def _try_without(rewriter: Rewriter, node: fx.Node, seen: list[fx.Node]) -> None:
+    """Take the copy out, unless one of its views could be none without it, or rows would have gaps."""
+    source = node.args[0]
+    users = list(node.users)
+    if any(source in user.all_input_nodes for user in users):
+        return
+    node.replace_all_uses_with(source)
+    for view in seen:
+        view.meta["val"] = rewriter.infer(view)
+    attended = [read for view in (source, *seen) for read in view.users if is_call(read, SDPA)]
+    rows = {q for read in attended for q in read.args[:3] if isinstance(q, fx.Node)}
+    if all(is_view(view) for view in seen) and all(fake(q).stride(-1) == 1 for q in rows):
+        rewriter.graph.erase_node(node)
+        return
+    for user in users:
+        user.replace_input_with(source, node)
+    for view in seen:
+        view.meta["val"] = rewriter.infer(view)

@@ -1,0 +1,82 @@
+"""Copies that only change the order in memory are left out where nothing needs that order."""
+
+import pytest
+import torch
+from rewriting import assert_same, counts, record, rewritten
+from torch import Tensor, nn
+from torch.nn import functional
+
+from nimblec.frontend.aten_graph import trace
+from nimblec.optimize import optimize
+from nimblec.optimize.copies import drop_copies
+from nimblec.optimize.simplify import simplify
+
+X = torch.randn(6, 3, 4, generator=torch.Generator().manual_seed(0))
+
+
+class Attending(nn.Module):
+    """A module that keeps its batch second inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(32, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, tokens, 32) to the same."""
+        return x + self.attention(x, x, x, need_weights=False)[0]
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_joined_queries_keys_and_values_are_read_where_they_lie(batch: int) -> None:
+    torch.manual_seed(0)
+    module, x = Attending().eval(), torch.randn(batch, 5, 32)
+    before = trace(module, (x,)).module
+    assert counts(before)["clone"]
+    after = optimize(before, device="cuda")
+    assert counts(after)["clone"] == (batch > 1)  # else rows of heads would not follow one another
+    assert_same(before, after, x)
+
+
+def test_a_copy_that_spares_others_stays() -> None:
+    def model(x: Tensor) -> Tensor:
+        return x.transpose(0, 1).clone(memory_format=torch.contiguous_format).reshape(18, 4) * 2
+
+    before = record(model, X)
+    after = rewritten(before, drop_copies)
+    assert counts(after)["clone"] == 1
+    assert_same(before, after, X)
+
+
+def test_a_copy_that_is_returned_stays() -> None:
+    def model(x: Tensor) -> Tensor:
+        return x.transpose(0, 1).clone(memory_format=torch.contiguous_format)
+
+    before = record(model, X)
+    assert counts(rewritten(before, drop_copies))["clone"] == 1
+
+
+def test_rows_with_gaps_are_copied_for_attention() -> None:
+    def model(x: Tensor) -> Tensor:
+        y = x.transpose(1, 2).clone(memory_format=torch.contiguous_format).unsqueeze(0)
+        return functional.scaled_dot_product_attention(y, y, y)
+
+    before = record(model, X)
+    after = rewritten(before, drop_copies)
+    assert counts(after)["clone"] == 1
+    assert_same(before, after, X)
+
+
+def test_a_copy_added_to_what_it_copied() -> None:
+    def model(x: Tensor) -> Tensor:
+        return x + x.clone()
+
+    before = record(model, X)
+    assert_same(before, rewritten(before, drop_copies), X)
+
+
+def test_axes_of_length_one_change_places_without_a_transpose() -> None:
+    x = torch.randn(1, 5, 1, 7, generator=torch.Generator().manual_seed(0))
+    before = record(lambda x: torch.relu(x.permute(2, 1, 0, 3)).transpose(0, 2).reshape(5, 7) * 2, x)
+    after = rewritten(before, simplify)
+    assert not counts(after).keys() & {"permute", "transpose"}
+    assert_same(before, after, x)
