@@ -1,4 +1,4 @@
-"""Our own attention on a Hopper GPU: values of every candidate, and twenty runs that give the same bits."""
+"""Our own attention on a Hopper GPU: values of the best candidates, and twenty runs that give the same bits."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def test_values(name: str, dtype: torch.dtype) -> None:
     mask = None if masked is None else _random(*masked).to(dtype)
     expected = attended(query, key, value, mask, causal=causal, scale=0.1).transpose(1, 2)
     shape = attention_shape(query, key, value, mask, causal=causal)
-    for tiling in attention_candidates(shape):
+    for tiling in attention_candidates(shape, limit=2):
         _check([attention(query, key, value, mask, causal, 0.1, tiling.numbers, "late") for _ in range(20)], expected)
 
 

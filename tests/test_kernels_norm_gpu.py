@@ -1,4 +1,4 @@
-"""Our own norms on a Hopper GPU: values of every candidate, and twenty runs that give the same bits."""
+"""Our own norms on a Hopper GPU: values of the best candidates, and twenty runs that give the same bits."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def test_values(shape: tuple[int, ...], dtype: torch.dtype, rms: bool) -> None:
     weight, bias = (torch.randn(shape[-1], device="cuda").to(dtype) for _ in range(2))
     expected = normalized(x, weight, bias, 1e-5, rms, torch.float32)
     expected_of_sum = normalized(x + residual, weight, None, 1e-5, rms, torch.float32)
-    for tiling in norm_candidates(norm_shape(x, rms=rms)):
+    for tiling in norm_candidates(norm_shape(x, rms=rms), limit=2):
         how = (1e-5, rms, dtype, tiling.numbers, "late")
         _check([layer_norm(x, weight, bias, *how) for _ in range(20)], expected)
         results, totals = zip(*(add_layer_norm(x, residual, weight, None, *how) for _ in range(20)), strict=True)
