@@ -3,17 +3,11 @@
 Both in processes of their own, as in test_kernels_triton.
 """
 
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
 from pathlib import Path
 
-import pytest
+from triton_process import interpret, needs_triton, run
 
-pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton: not installed")
-
-ROOT = Path(__file__).parent.parent
+pytestmark = needs_triton
 
 INTERPRET = """
 import torch
@@ -64,20 +58,9 @@ for columns, tiling, residual in ((768, [1, 4], True), (1000, [2, 1], False)):
 """
 
 
-def _run(code: str, cache: Path, **variables: str) -> str:
-    paths = [str(ROOT), str(ROOT / "runtime"), *(path for path in sys.path if path)]
-    given = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "TRITON_CACHE_DIR": str(cache)}
-    environment = {**os.environ, **given, **variables}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=250)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def test_values_in_the_interpreter(tmp_path: Path) -> None:
-    cases = "\n".join(f"{case}; print({name!r})" for name, case in CASES.items())
-    assert _run(INTERPRET + cases, tmp_path, TRITON_INTERPRET="1").splitlines() == list(CASES)
+    interpret(INTERPRET, CASES, tmp_path)
 
 
 def test_weights_are_read_before_the_wait_and_nothing_is_written(tmp_path: Path) -> None:
-    assert _run(COMPILE, tmp_path).splitlines() == ["True False True False"] * 2
+    assert run(COMPILE, tmp_path).splitlines() == ["True False True False"] * 2

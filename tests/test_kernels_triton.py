@@ -4,17 +4,11 @@ Both in processes of their own, where Triton can be imported; where it cannot, a
 of torch, the tests are skipped.
 """
 
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
 from pathlib import Path
 
-import pytest
+from triton_process import interpret, needs_triton, run
 
-pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton: not installed")
-
-ROOT = Path(__file__).parent.parent
+pytestmark = needs_triton
 
 INTERPRET = """
 import torch
@@ -145,28 +139,17 @@ except Exception as error:
 """
 
 
-def _run(code: str, cache: Path, **variables: str) -> str:
-    paths = [str(ROOT), str(ROOT / "runtime"), *(path for path in sys.path if path)]
-    given = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "TRITON_CACHE_DIR": str(cache)}
-    environment = {**os.environ, **given, **variables}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=250)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def test_values_in_the_interpreter(tmp_path: Path) -> None:
-    cases = "\n".join(f"{case}; print({name!r})" for name, case in CASES.items())
-    assert _run(INTERPRET + cases, tmp_path, TRITON_INTERPRET="1").splitlines() == list(CASES)
+    interpret(INTERPRET, CASES, tmp_path)
 
 
 def test_code_for_hopper(tmp_path: Path) -> None:
-    warpgroups, prologue, warps, channels = _run(COMPILE, tmp_path).splitlines()
+    warpgroups, prologue, warps, channels = run(COMPILE, tmp_path).splitlines()
     assert warpgroups == prologue == "True False True True True"
     assert warps == "False True False True True"
     assert channels == "True"
 
 
 def test_workers_compile_and_say_what_they_cannot(tmp_path: Path) -> None:
-    assert _run(COMPILE_ALL, tmp_path).splitlines() == ["compiled", "CompileError True"]
+    assert run(COMPILE_ALL, tmp_path).splitlines() == ["compiled", "CompileError True"]
     assert len(list(tmp_path.rglob("*.cubin"))) == 2
