@@ -1,6 +1,7 @@
 """PyTorch modules as flat ATen graphs: equal results bit for bit, no composite or in-place call, clear refusals."""
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -192,3 +193,48 @@ def test_an_input_that_is_written_is_refused() -> None:
 
     with pytest.raises(UnsupportedModelError, match="writes into 'x'"):
         trace(Writer(), (torch.randn(3),))
+
+
+class _Residual(nn.Module):
+    """In-place calls as torchvision has them: nothing else reads what they overwrite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 1)
+        self.activation = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shortcut = self.activation(self.first(x))
+        out = self.second(shortcut)
+        out += shortcut
+        return nn.functional.hardtanh_(self.activation(out))
+
+
+def test_in_place_calls_that_nothing_sees_are_plain_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    def taken_apart(*_: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(torch.export.ExportedProgram, "run_decompositions", taken_apart)
+    module = _compare(_Residual().eval(), torch.randn(1, 3, 4, 4))
+    names = [str(n.target).split(".")[1] for n in module.graph.nodes if n.op == "call_function"]
+    assert names == ["convolution", "relu", "convolution", "add", "relu", "hardtanh"]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: (y := x * 2, y.relu_(), y + 1)[2],
+        lambda x: (y := x * 2, z := y.view(-1), y.neg_(), z * 3)[3],
+        lambda x: (y := x * 2, y[0].zero_(), y)[2],
+        lambda x: (y := (x * 2).half(), y.add_(x), y)[2],
+        lambda x: (y := x * 2, y.add_(y))[1],
+    ],
+    ids=["read again", "a view is read", "through a view", "another dtype", "itself"],
+)
+def test_in_place_calls_that_something_sees(function: Callable[[Tensor], Tensor]) -> None:
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return function(x)
+
+    module = _compare(Model(), torch.randn(3, 4))
+    assert not any(n.op == "call_function" and n.target._schema.is_mutable for n in module.graph.nodes)

@@ -90,6 +90,7 @@ def _export(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # export's deprecations are its own
             exported = torch.export.export(module, args, kwargs, strict=False)
+            _make_plain(exported.graph_module)
             if any(_writes(node) for part in _graphs(exported.graph_module) for node in part.nodes):
                 exported = exported.run_decompositions({})
     except _EXPORT_ERRORS as exc:
@@ -106,6 +107,39 @@ def _export(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 
 def _graphs(module: fx.GraphModule) -> list[fx.Graph]:
     return [part.graph for part in module.modules() if isinstance(part, fx.GraphModule)]
+
+
+def _make_plain(module: fx.GraphModule) -> None:
+    """Let calls write to new memory that need not write in place: nothing else sees what they overwrite.
+
+    Taking all in-place calls out (`run_decompositions`) runs the model twice more, and most models have no
+    other in-place calls than activations and sums.
+    """
+    for part in _graphs(module):
+        for node in part.nodes:
+            if _writes(node) and _overwrites_unseen(node):
+                plain = _plain(node.target)
+                if plain is not None:
+                    node.target = plain
+    module.recompile()
+
+
+def _overwrites_unseen(node: fx.Node) -> bool:
+    """Whether a call writes into a new tensor that it alone reads, of the dtype that the plain call returns."""
+    written = node.args[0]
+    if not isinstance(written, fx.Node) or set(written.users) != {node} or node.all_input_nodes.count(written) != 1:
+        return False
+    is_new = isinstance(written.target, OpOverload) and not any(r.alias_info for r in written.target._schema.returns)
+    tensors = [n.meta.get("val") for n in node.all_input_nodes]
+    return is_new and len({t.dtype for t in tensors if isinstance(t, Tensor)}) == 1
+
+
+def _plain(target: OpOverload) -> OpOverload | None:
+    """The overload that returns what ``target`` writes into its first argument."""
+    name = target._schema.name.removeprefix("aten::")
+    packet = getattr(aten, name.removesuffix("_"), None) if name.endswith("_") else None
+    plain = getattr(packet, target._overloadname, None)
+    return plain if isinstance(plain, OpOverload) and not plain._schema.is_mutable else None
 
 
 def _writes(node: fx.Node) -> bool:
