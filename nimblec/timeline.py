@@ -66,9 +66,9 @@ class Timeline:
 def timeline(program: Program) -> Timeline:
     """Simulate the streams and events of a verified program with the durations of its commands.
 
-    Work starts when all that it depends on has ended (`nimblert.edges`). As in
-    `nimblec.schedule.cost`, streams do not slow each other down, and here events and launches cost
-    nothing. A command that was not measured takes as long as the shortest that was.
+    Work starts when all that it depends on has ended (`nimblert.edges`). Streams do not slow each
+    other down (true of small kernels, an underestimate for those that fill the machine), and events
+    and launches cost nothing. A command that was not measured takes as long as the shortest that was.
     """
     works = [(i, c) for i, c in enumerate(program.commands) if not isinstance(c, Record | Wait)]
     measured = [work.duration_ns for _, work in works if work.duration_ns]

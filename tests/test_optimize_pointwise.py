@@ -1,4 +1,4 @@
-"""Convolutions by 1x1 as matrix products, and constants without axes as numbers."""
+"""Convolutions of single pixels as matrix products, and constants without axes as numbers."""
 
 from collections.abc import Callable
 
@@ -8,9 +8,7 @@ from rewriting import assert_same, counts, record, rewritten
 from torch import Tensor
 
 from nimblec.optimize.activation import fuse_activations
-from nimblec.optimize.fusible import is_view
-from nimblec.optimize.layout import propagate_channels_last
-from nimblec.optimize.pointwise import linear_convolutions, pointwise_convolutions
+from nimblec.optimize.pointwise import linear_convolutions
 from nimblec.optimize.scalars import inline_numbers
 
 X = torch.randn(2, 6, 5, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -31,23 +29,6 @@ def test_images_of_one_pixel_become_linears() -> None:
     assert_same(before, after, X, rtol=1e-12)
 
 
-@pytest.mark.parametrize("bias", [BIAS, None])
-def test_pixels_as_rows_cost_no_copy_where_channels_are_last(bias: Tensor | None) -> None:
-    x, weight = X.float(), WEIGHT.float()
-    bias = None if bias is None else bias.float()
-
-    def model(x: Tensor) -> Tensor:
-        y = torch.conv2d(torch.conv2d(x, torch.ones(6, 6, 3, 3), padding=1), weight, bias)
-        return torch.conv2d(y, torch.ones(2, 8, 3, 3))
-
-    before = record(model, x)
-    layout = frozenset({torch.float32})
-    after = rewritten(before, lambda module: propagate_channels_last(module, layout), pointwise_convolutions)
-    assert counts(after)["convolution"] == 2
-    assert all(is_view(n) for n in after.graph.nodes if "reshape" in str(n.target) or "permute" in str(n.target))
-    assert_same(before, after, x, rtol=1e-5)
-
-
 @pytest.mark.parametrize(
     "convolve",
     [
@@ -61,7 +42,7 @@ def test_pixels_as_rows_cost_no_copy_where_channels_are_last(bias: Tensor | None
 )
 def test_what_reads_other_pixels_stays(convolve: Callable[[Tensor], Tensor]) -> None:
     before = record(convolve, X)
-    assert counts(rewritten(before, pointwise_convolutions)) == counts(before)
+    assert counts(rewritten(before, linear_convolutions)) == counts(before)
 
 
 def test_constants_without_axes_are_numbers() -> None:

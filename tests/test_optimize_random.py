@@ -12,7 +12,6 @@ from nimblec.optimize import optimize
 from nimblec.optimize.bias import free_biases
 from nimblec.optimize.cudnn import fuse_convolutions
 from nimblec.optimize.layout import propagate_channels_last
-from nimblec.optimize.pointwise import pointwise_convolutions
 from nimblec.optimize.regions import extract, partition, replace
 
 CHANNELS = 4
@@ -115,10 +114,9 @@ def test_any_network_with_channels_last(data: st.DataObject) -> None:
 
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(data=st.data())
-def test_any_network_in_regions_and_with_pixels_as_rows(data: st.DataObject) -> None:
+def test_any_network_in_regions(data: st.DataObject) -> None:
     before = _network(data)
     after = optimize(before, device="cuda")
-    pointwise_convolutions(after)
     free_biases(after)
     extracts = [extract(region) for region in partition(after)]
     replace(after, {lambda inputs, e=e: e.module(*inputs): [e] for e in extracts})

@@ -6,10 +6,10 @@ import pytest
 from graphs import dataflow, graphs
 from hypothesis import given
 from hypothesis import strategies as st
+from schedule_cost import simulate
 
 from nimblec.ir import Graph, Schedule
 from nimblec.schedule.check import problems
-from nimblec.schedule.cost import simulate
 from nimblec.schedule.dag import Dag, ancestors, scheduled_ancestors, transitive_reduction
 from nimblec.schedule.dependencies import dependencies
 from nimblec.schedule.launch_order import interleaved

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plans import cpu_plan, cuda_plan, large_plan
 from rich.console import Console
+from schedule_cost import simulate
 from test_certificate import planned, with_program, work
 from test_streams import schedules
 
@@ -19,7 +20,6 @@ from nimblec.dot import dot
 from nimblec.ir import Graph, Schedule
 from nimblec.lower import lower
 from nimblec.picture import picture
-from nimblec.schedule.cost import simulate
 from nimblec.schedule.dependencies import dependencies, rename_workspaces
 from nimblec.schedule.memory import layout
 from nimblec.timeline import UNIT_NS, kind, timeline

@@ -1,7 +1,7 @@
-"""Convolutions by 1x1 as matrix products, which have the bias in their epilogue."""
+"""Convolutions of single pixels as matrix products, which have the bias in their epilogue."""
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from nimblec.optimize.batch_norm import CONVOLUTION
 from nimblec.optimize.rewriter import Rewriter, bound, fake
@@ -18,24 +18,6 @@ def linear_convolutions(module: fx.GraphModule) -> None:
             product = _linear(rewriter, node, rows)
             rewriter.replace(node, rewriter.call(aten.reshape.default, product, list(fake(node).shape), at=node))
     rewriter.finish()
-
-
-def pointwise_convolutions(module: fx.GraphModule) -> None:
-    """1x1 convolutions of images with the channels last become linears over the pixels, without a copy."""
-    rewriter = Rewriter(module)
-    for node in rewriter.calls(CONVOLUTION):
-        if fake(node).dim() == 4 and _is_linear(rewriter, node) and _is_channels_last(fake(node.args[0])):
-            pixels = rewriter.call(aten.permute.default, node.args[0], [0, 2, 3, 1], at=node)
-            rows = rewriter.call(aten.reshape.default, pixels, [-1, fake(pixels).shape[-1]], at=node)
-            product = _linear(rewriter, node, rows)
-            image = [*fake(pixels).shape[:-1], fake(product).shape[-1]]
-            pixels = rewriter.call(aten.reshape.default, product, image, at=node)
-            rewriter.replace(node, rewriter.call(aten.permute.default, pixels, [0, 3, 1, 2], at=node))
-    rewriter.finish()
-
-
-def _is_channels_last(image: Tensor) -> bool:
-    return image.is_contiguous(memory_format=torch.channels_last)
 
 
 def _is_linear(rewriter: Rewriter, node: fx.Node) -> bool:

@@ -1,4 +1,4 @@
-"""What a schedule costs, by a model; the device has the last word."""
+"""What a schedule costs, by a model that knows no device."""
 
 from collections.abc import Sequence
 
