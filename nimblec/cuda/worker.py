@@ -158,7 +158,7 @@ class _Worker:
         with self._stage("capture"):
             recording = recorder.record()
         with self._stage("schedule"), code.ignoring():
-            plan, duration_ns = self._schedule(recording.graph)
+            plan, duration_ns = self._schedule(recording.graph, way.name)
         return _Made(
             name=way.name, model=model, recorder=recorder, recording=recording, plan=plan, duration_ns=duration_ns
         )
@@ -167,9 +167,10 @@ class _Worker:
         for note in notes:
             _send(self._events, note=note)
 
-    def _schedule(self, graph: Graph) -> tuple[Plan, int]:
-        """The plan, and the nanoseconds it takes on the GPU."""
-        provenance = Provenance(target=Target.CUDA, device=_needed_device(), versions=_versions())
+    def _schedule(self, graph: Graph, way: str) -> tuple[Plan, int]:
+        """The plan of a variant, and the nanoseconds it takes on the GPU."""
+        made_how = (("level", f"-O{self._request['level']}, {way}"), ("precision", self._request["precision"]))
+        provenance = Provenance(target=Target.CUDA, device=_needed_device(), versions=(*_versions(), *made_how))
         streams, memory_limit = self._request["streams"], self._request["memory_limit"]
         with closing(CudaTimer()) as timer:
             cached = CachedTimer(timer, self._cache, provenance.device)
