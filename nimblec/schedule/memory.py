@@ -17,7 +17,7 @@ WEIGHT_ALIGNMENT = 256
 # fixed orders so many are tried, fewer where there are many buffers (some 15 us each).
 _ENOUGH = 1.02
 _REPAIRS = 32
-_REPAIRED_BUFFERS = 9_000
+_REPAIRED_BUFFERS = 5_600
 
 
 def layout(graph: Graph, schedule: Schedule) -> Layout:
