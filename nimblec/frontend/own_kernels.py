@@ -1,20 +1,18 @@
 """An optimised model with our own kernels wherever they are faster on this GPU."""
 
-import copy
 from dataclasses import replace
-
-from torch import fx
 
 from nimblec.frontend.pytorch import TorchModel
 from nimblec.optimize import own_norms
 from nimblec.optimize.own_attention import select_own_attention
 from nimblec.optimize.own_kernels_choice import select_own_kernels
 from nimblec.optimize.own_selection import Times
+from nimblec.optimize.rewriter import copied
 
 
 def with_own_products(model: TorchModel, times: Times) -> TorchModel:
     """With our attention, convolutions and products; attention first, as it may change strides."""
-    module = _copied(model)
+    module = copied(model.module)
     select_own_attention(module, times)
     select_own_kernels(module, times)
     return replace(model, module=module)
@@ -22,7 +20,7 @@ def with_own_products(model: TorchModel, times: Times) -> TorchModel:
 
 def with_own_norms(model: TorchModel, times: Times) -> TorchModel:
     """With our norms too, and the sums before them that products have left."""
-    module = _copied(model)
+    module = copied(model.module)
     own_norms.select_own_norms(module, times)
     return replace(model, module=module)
 
@@ -35,8 +33,3 @@ def has_own_kernels(model: TorchModel) -> bool:
 def has_norms(model: TorchModel) -> bool:
     """Whether there is a norm that ours could compute."""
     return any(own_norms.requests(model.module))
-
-
-def _copied(model: TorchModel) -> fx.GraphModule:
-    graph = copy.deepcopy(model.module.graph)
-    return fx.GraphModule(model.module, graph, class_name=type(model.module).__name__)

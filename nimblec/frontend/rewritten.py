@@ -1,10 +1,8 @@
 """A model as a flat graph of ATen calls, rewritten into fewer and faster kernels."""
 
-import copy
 from dataclasses import replace
 
 import torch
-from torch import fx
 from torch.utils import _pytree as pytree
 
 from nimblec.frontend.aten_graph import trace
@@ -27,10 +25,11 @@ def flattened(model: TorchModel) -> TorchModel:
 def in_precision(model: TorchModel, dtype: torch.dtype) -> TorchModel:
     """A flat model computed in ``dtype`` where it is in float32; its inputs and outputs stay as they are."""
     from nimblec.optimize.precision import cast
+    from nimblec.optimize.rewriter import copied
 
-    graph = fx.GraphModule(model.module, copy.deepcopy(model.module.graph))
-    cast(graph, dtype)
-    return replace(model, module=graph)
+    module = copied(model.module)
+    cast(module, dtype)
+    return replace(model, module=module)
 
 
 def optimized(model: TorchModel, dtype: torch.dtype | None = None) -> TorchModel:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.nn import functional
 
-from nimblec.kernels.candidates import MULTIPROCESSORS
+from nimblec.kernels.candidates import MULTIPROCESSORS, most_promising
 from nimblec.kernels.compiling import Job
 from nimblec.kernels.shapes import ceil_div
 
@@ -119,14 +120,7 @@ def attention_shape(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
 
 def attention_candidates(shape: Attention, *, limit: int = 6) -> list[AttentionTiling]:
     """At most ``limit`` tilings, the most promising first, no two alike but for warps and stages more than twice."""
-    chosen: list[AttentionTiling] = []
-    cuts: dict[tuple[int, int], int] = {}
-    for tiling in sorted(_all(shape), key=lambda tiling: (estimate(shape, tiling), tiling.numbers)):
-        cut = tiling.block_m, tiling.block_n
-        if cuts.get(cut, 0) < 2:
-            cuts[cut] = cuts.get(cut, 0) + 1
-            chosen.append(tiling)
-    return chosen[:limit]
+    return most_promising(_all(shape), partial(estimate, shape), limit=limit, alike=2)
 
 
 def estimate(shape: Attention, tiling: AttentionTiling) -> float:

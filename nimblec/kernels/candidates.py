@@ -1,8 +1,25 @@
 """Which tilings are worth a try for a shape: the best few by a rough model of the time they take."""
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Protocol, TypeVar
 
 from nimblec.kernels.shapes import Convolution, Tiling, ceil_div
+
+
+class _Blocks(Protocol):
+    """A tiling of two axes."""
+
+    @property
+    def block_m(self) -> int: ...
+    @property
+    def block_n(self) -> int: ...
+    @property
+    def numbers(self) -> list[int]: ...
+
+
+Cut = TypeVar("Cut", bound=_Blocks)
 
 MULTIPROCESSORS = 132
 """Of an H100 or H200."""
@@ -33,12 +50,17 @@ _SHARPNESS = 3  # of the maximum of what goes on side by side; the lesser parts 
 
 def candidates(shape: Convolution, *, limit: int = 8) -> list[Tiling]:
     """At most ``limit`` tilings, the most promising first, of no cut of the result more than five."""
-    chosen: list[Tiling] = []
-    cuts: dict[tuple[int, int], int] = {}
-    for tiling in sorted(_all(shape), key=lambda tiling: (estimate(shape, tiling), tiling.numbers)):
+    return most_promising(_all(shape), partial(estimate, shape), limit=limit, alike=5)
+
+
+def most_promising(tilings: Iterable[Cut], estimate: Callable[[Cut], float], *, limit: int, alike: int) -> list[Cut]:
+    """The ``limit`` quickest by an estimate, no more than ``alike`` of the same block_m and block_n."""
+    chosen: list[Cut] = []
+    seen: Counter[tuple[int, int]] = Counter()
+    for tiling in sorted(tilings, key=lambda tiling: (estimate(tiling), tiling.numbers)):
         cut = tiling.block_m, tiling.block_n
-        if cuts.get(cut, 0) < 5:
-            cuts[cut] = cuts.get(cut, 0) + 1
+        if seen[cut] < alike:
+            seen[cut] += 1
             chosen.append(tiling)
     return chosen[:limit]
 

@@ -1,7 +1,5 @@
 """Rewrites of a model's ATen graph that keep its meaning and its precision."""
 
-import copy
-
 import torch
 from torch import fx
 
@@ -18,7 +16,7 @@ from nimblec.optimize.layout import lay_contiguous, propagate_channels_last
 from nimblec.optimize.outputs import output_strides, restore_strides, separate_outputs
 from nimblec.optimize.pointwise import linear_convolutions
 from nimblec.optimize.precision import cast
-from nimblec.optimize.rewriter import Rewriter
+from nimblec.optimize.rewriter import Rewriter, copied
 from nimblec.optimize.scalars import inline_numbers
 from nimblec.optimize.side_by_side import join_linears
 from nimblec.optimize.simplify import simplify
@@ -57,7 +55,7 @@ def optimize(graph: fx.GraphModule, *, device: str, dtype: torch.dtype | None = 
     ``graph`` is flat, pure ATen calls with static shapes, its constants on the device; it stays as
     it is. Outputs keep their dtype, shape, strides and order.
     """
-    module = fx.GraphModule(graph, copy.deepcopy(graph.graph), class_name=type(graph).__name__)
+    module = copied(graph)
     if dtype is not None:
         for rewrite in ALWAYS:
             rewrite(module)

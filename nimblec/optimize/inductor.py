@@ -20,7 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from nimblec.optimize.bias import free_biases
 from nimblec.optimize.fusible import is_view
 from nimblec.optimize.regions import Extract, extract, partition, replace
-from nimblec.optimize.rewriter import Rewriter, fake
+from nimblec.optimize.rewriter import Rewriter, copied, fake
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, while it imports itself
@@ -53,7 +53,7 @@ def compile_regions(module: fx.GraphModule, options: Mapping[str, Any] = OPTIONS
 
     A region that Inductor refuses stays as it is. ``module`` stays as it is.
     """
-    result = fx.GraphModule(module, module.graph.__deepcopy__(), class_name=type(module).__name__)
+    result = copied(module)
     free_biases(result)
     named: dict[str, list[Extract]] = {}
     for region in partition(result):

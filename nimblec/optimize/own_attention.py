@@ -19,11 +19,10 @@ from nimblec.kernels.attention import (
 from nimblec.kernels.choosing import Choice
 from nimblec.kernels.compiling import Job
 from nimblec.kernels.launching import Trigger
-from nimblec.kernels.timing import GraphTimer
 from nimblec.optimize.constant_masks import ATTENTION
 from nimblec.optimize.layout import BY_STRIDE, HALF
 from nimblec.optimize.outputs import output_strides, restore_strides, separate_outputs
-from nimblec.optimize.own_selection import HOPPER, Call, TilingSelector, Times, machine
+from nimblec.optimize.own_selection import HOPPER, Call, TilingSelector, Times, dtype_name
 from nimblec.optimize.rewriter import Rewriter, bound, fake, is_call
 from nimblec.optimize.simplify import RESHAPES, simplify
 
@@ -171,10 +170,7 @@ def select_own_attention(
     found = list(requests(module))
     if not found or torch.cuda.get_device_capability() < HOPPER:
         return {}
-    timer = GraphTimer()
-    known = {"times": cache, "machine": machine("attention")}
-    selector = AttentionSelector(timer, screen=timer.screen(), trigger=trigger, **known)
-    selector.prepare(found)
+    selector = AttentionSelector.prepared(found, "attention", cache, trigger)
     use_own_attention(module, selector, trigger=trigger)
     return selector.choices
 
@@ -189,8 +185,8 @@ class AttentionSelector(TilingSelector[Request, AttentionTiling]):
     def job(self, request: Request, tiling: AttentionTiling) -> Job:
         """As our call launches it."""
         settings = attention_settings(request.shape, tiling, scale=request.scale, trigger=self.trigger)
-        mask = None if request.mask_dtype is None else _name(request.mask_dtype)
-        return attention_job(settings, dtype=_name(request.dtype), mask=mask)
+        mask = None if request.mask_dtype is None else dtype_name(request.mask_dtype)
+        return attention_job(settings, dtype=dtype_name(request.dtype), mask=mask)
 
     def theirs(self, request: Request) -> Call:
         """The framework's call, on arguments that lie as it is given them."""
@@ -216,7 +212,3 @@ def _example(node: fx.Node | None) -> Tensor | None:
     if like.dtype.is_floating_point:
         flat.normal_()
     return flat.as_strided(like.shape, like.stride())
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -24,7 +24,7 @@ from nimblec.kernels.packing import counters, pack_convolution, pack_linear
 from nimblec.kernels.shapes import Tiling
 from nimblec.kernels.timing import GraphTimer, WeightPool
 from nimblec.optimize.own_kernels import Choose, Request, requests, use_own_kernels
-from nimblec.optimize.own_selection import HOPPER, Call, TilingSelector, Times, machine
+from nimblec.optimize.own_selection import HOPPER, Call, TilingSelector, Times, dtype_name, machine
 from nimblec.optimize.rewriter import fake
 
 AnyTiling = Tiling | DepthwiseTiling
@@ -52,10 +52,11 @@ def select_own_kernels(
     timer = GraphTimer()
     screen = timer.screen()
     known = {"times": cache, "machine": machine("convolution") + machine("depthwise")}
-    for dtype in dict.fromkeys(request.dtype for request in requests(module)):
+    found = list(requests(module))
+    for dtype in dict.fromkeys(request.dtype for request in found):
         pool = WeightPool(nbytes=_POOL_NBYTES, dtype=dtype)
         selector = Selector(timer, pool, length=timer.length, screen=screen, trigger=trigger, **known)
-        selector.prepare(request for request in requests(module) if request.dtype is dtype)
+        selector.prepare(request for request in found if request.dtype is dtype)
         use_own_kernels(module, partial(_of_dtype, dtype, selector), trigger=trigger)
         chosen |= selector.choices
     return chosen
@@ -147,7 +148,7 @@ def _job(request: Request, tiling: AnyTiling, trigger: Trigger) -> Job:
     shape = request.shape
     shape = replace(shape, pixel_stride=shape.pixel_stride or shape.channels)
     before = request.before.activation if request.before else "none"
-    dtype, has = str(request.dtype).removeprefix("torch."), request.has
+    dtype, has = dtype_name(request.dtype), request.has
     how: dict[str, Any] = {"activation": request.activation, "before": before, "trigger": trigger}
     if isinstance(tiling, DepthwiseTiling):
         return depthwise_job(depthwise_settings(shape, tiling, **how), dtype=dtype, has=has)

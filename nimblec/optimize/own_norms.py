@@ -25,10 +25,9 @@ from nimblec.kernels.norm import (
     norm_job,
     norm_settings,
 )
-from nimblec.kernels.timing import GraphTimer
 from nimblec.optimize.fusible import is_fusible, is_view
 from nimblec.optimize.layout import HALF
-from nimblec.optimize.own_selection import HOPPER, Call, TilingSelector, Times, machine
+from nimblec.optimize.own_selection import HOPPER, Call, TilingSelector, Times, dtype_name
 from nimblec.optimize.rewriter import Rewriter, bound, fake, is_call, only_user
 from nimblec.optimize.scalars import number, shifted
 
@@ -311,10 +310,7 @@ def select_own_norms(
     found = list(requests(module))
     if not found or torch.cuda.get_device_capability() < HOPPER:
         return {}
-    timer = GraphTimer()
-    known = {"times": cache, "machine": machine("norm")}
-    selector = NormSelector(timer, screen=timer.screen(), trigger=trigger, **known)
-    selector.prepare(found)
+    selector = NormSelector.prepared(found, "norm", cache, trigger)
     use_own_norms(module, selector, trigger=trigger)
     return selector.choices
 
@@ -330,7 +326,7 @@ class NormSelector(TilingSelector[Request, NormTiling]):
         """As our call launches it."""
 
         def dtype(node: fx.Node | None) -> str | None:
-            return None if node is None else str(fake(node).dtype).removeprefix("torch.")
+            return None if node is None else dtype_name(fake(node).dtype)
 
         return norm_job(
             norm_settings(request.shape, tiling, eps=request.eps, trigger=self.trigger),

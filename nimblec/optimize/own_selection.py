@@ -3,13 +3,14 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import sha256
 from importlib.resources import files
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, Self, TypeVar
 
 import torch
 
 from nimblec.kernels.choosing import Choice, Timer, choose, rank
 from nimblec.kernels.compiling import Job, compile_all
 from nimblec.kernels.launching import Trigger
+from nimblec.kernels.timing import GraphTimer
 
 THEIRS = "framework"
 HOPPER = (9, 0)
@@ -73,6 +74,14 @@ class TilingSelector(Generic[Request, Tiling]):
         self.trigger = trigger
         self.choices: dict[str, Choice] = {}
 
+    @classmethod
+    def prepared(cls, requests: Iterable[Request], template: str, times: Times | None, trigger: Trigger) -> Self:
+        """A selector that times on this GPU, the candidates of ``requests`` compiled."""
+        timer = GraphTimer()
+        selector = cls(timer, screen=timer.screen(), times=times, machine=machine(template), trigger=trigger)
+        selector.prepare(requests)
+        return selector
+
     def tilings(self, request: Request) -> Sequence[Tiling]:
         """The candidates, the most promising first."""
         raise NotImplementedError
@@ -125,6 +134,11 @@ class TilingSelector(Generic[Request, Tiling]):
 
     def _side(self, key: str, side: str) -> str:
         return sha256(repr((self._machine, self.trigger, key, side)).encode()).hexdigest()
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As Triton has it: "float16"."""
+    return str(dtype).removeprefix("torch.")
 
 
 def machine(template: str) -> str:

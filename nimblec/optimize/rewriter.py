@@ -1,5 +1,6 @@
 """Read and change a flat ATen graph: what all rewrites are written in."""
 
+import copy
 import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -75,6 +76,11 @@ class Rewriter:
             _delete(self.module, name)
         self.graph.lint()
         self.module.recompile()
+
+
+def copied(module: fx.GraphModule) -> fx.GraphModule:
+    """The same graph to change, on the same constants; values and sources of its nodes come along."""
+    return fx.GraphModule(module, copy.deepcopy(module.graph), class_name=type(module).__name__)
 
 
 def is_call(node: Any, *targets: OpOverload) -> bool:
