@@ -116,21 +116,15 @@ def depthwise_settings(
 
 def _depthwise_fake(
     x: Tensor,
-    weight: Tensor,  # noqa: ARG001
-    bias: Tensor | None,  # noqa: ARG001
-    residual: Tensor | None,  # noqa: ARG001
+    _weight: Tensor,
+    _bias: Tensor | None,
+    _residual: Tensor | None,
     kernel: Sequence[int],
     stride: Sequence[int],
     padding: Sequence[int],
     dilation: Sequence[int],
-    activation: str,  # noqa: ARG001
-    tiling: Sequence[int],  # noqa: ARG001
-    trigger: str,  # noqa: ARG001
-    *,
-    scale: Tensor | None = None,  # noqa: ARG001
-    shift: Tensor | None = None,  # noqa: ARG001
-    gate: Tensor | None = None,  # noqa: ARG001
-    before: str = "none",  # noqa: ARG001
+    *_how: object,
+    **_prologue: object,
 ) -> Tensor:
     return new_images(x, convolution_shape(x, x.shape[1], kernel, stride, padding, dilation))
 

@@ -140,19 +140,19 @@ def normalized(
 
 def _fake(
     x: Tensor,
-    weight: Tensor | None,  # noqa: ARG001
-    bias: Tensor | None,  # noqa: ARG001
-    eps: float,  # noqa: ARG001
-    rms: bool,  # noqa: ARG001
+    _weight: Tensor | None,
+    _bias: Tensor | None,
+    _eps: float,
+    _rms: bool,
     dtype: torch.dtype,
-    tiling: Sequence[int],  # noqa: ARG001
-    trigger: str,  # noqa: ARG001
+    *_how: object,
 ) -> Tensor:
     return x.new_empty(x.shape, dtype=dtype)
 
 
-def _cuda(
+def _launched(
     x: Tensor,
+    residual: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
@@ -160,53 +160,11 @@ def _cuda(
     dtype: torch.dtype,
     tiling: Sequence[int],
     trigger: str,
-) -> Tensor:
-    out = x.new_empty(x.shape, dtype=dtype)
-    launch_norm(
-        norm_shape(x, rms=rms),
-        NormTiling.of(tiling),
-        x=x,
-        residual=None,
-        weight=weight,
-        bias=bias,
-        total=None,
-        out=out,
-        eps=eps,
-        trigger=trigger,
-    )
-    return out
-
-
-def _cpu(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    rms: bool,
-    dtype: torch.dtype,
-    tiling: Sequence[int],  # noqa: ARG001
-    trigger: str,  # noqa: ARG001
-) -> Tensor:
-    return normalized(x, weight, bias, eps, rms, dtype)
-
-
-def _add_fake(x: Tensor, residual: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:  # noqa: ARG001
-    return _fake(x, *settings), x.new_empty(x.shape)
-
-
-def _add_cuda(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    rms: bool,
-    dtype: torch.dtype,
-    tiling: Sequence[int],
-    trigger: str,
-) -> tuple[Tensor, Tensor]:
-    assert residual.is_contiguous(), f"a residual of strides {residual.stride()} has gaps between its rows"
-    out, total = x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape)
+) -> tuple[Tensor, Tensor | None]:
+    """The norm, and the sum that it is of where there is a residual."""
+    if residual is not None:
+        assert residual.is_contiguous(), f"a residual of strides {residual.stride()} has gaps between its rows"
+    out, total = x.new_empty(x.shape, dtype=dtype), None if residual is None else x.new_empty(x.shape)
     launch_norm(
         norm_shape(x, rms=rms),
         NormTiling.of(tiling),
@@ -222,6 +180,26 @@ def _add_cuda(
     return out, total
 
 
+def _cuda(x: Tensor, *settings: Any) -> Tensor:
+    return _launched(x, None, *settings)[0]
+
+
+def _cpu(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    rms: bool,
+    dtype: torch.dtype,
+    *_how: object,
+) -> Tensor:
+    return normalized(x, weight, bias, eps, rms, dtype)
+
+
+def _add_fake(x: Tensor, _residual: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
+    return _fake(x, *settings), x.new_empty(x.shape)
+
+
 def _add_cpu(x: Tensor, residual: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
     total = x + residual
     return _cpu(total, *settings), total
@@ -229,7 +207,7 @@ def _add_cpu(x: Tensor, residual: Tensor, *settings: Any) -> tuple[Tensor, Tenso
 
 for _name, _faked, _on_cuda, _on_cpu in (
     ("layer_norm", _fake, _cuda, _cpu),
-    ("add_layer_norm", _add_fake, _add_cuda, _add_cpu),
+    ("add_layer_norm", _add_fake, _launched, _add_cpu),
 ):
     torch.library.register_fake(f"nimblec::{_name}", _faked, lib=_LIBRARY)
     _LIBRARY.impl(_name, _on_cuda, "CUDA")

@@ -78,23 +78,17 @@ def new_images(x: Tensor, shape: Convolution) -> Tensor:
 
 def _convolution_fake(
     x: Tensor,
-    weight: Tensor,  # noqa: ARG001
-    bias: Tensor | None,  # noqa: ARG001
-    residual: Tensor | None,  # noqa: ARG001
-    counters: Tensor | None,  # noqa: ARG001
+    _weight: Tensor,
+    _bias: Tensor | None,
+    _residual: Tensor | None,
+    _counters: Tensor | None,
     out_channels: int,
     kernel: Sequence[int],
     stride: Sequence[int],
     padding: Sequence[int],
     dilation: Sequence[int],
-    activation: str,  # noqa: ARG001
-    tiling: Sequence[int],  # noqa: ARG001
-    trigger: str,  # noqa: ARG001
-    *,
-    scale: Tensor | None = None,  # noqa: ARG001
-    shift: Tensor | None = None,  # noqa: ARG001
-    gate: Tensor | None = None,  # noqa: ARG001
-    before: str = "none",  # noqa: ARG001
+    *_how: object,
+    **_prologue: object,
 ) -> Tensor:
     return new_images(x, convolution_shape(x, out_channels, kernel, stride, padding, dilation))
 
@@ -167,14 +161,12 @@ def _convolution_cpu(
 
 def _linear_fake(
     x: Tensor,
-    weight: Tensor,  # noqa: ARG001
-    bias: Tensor | None,  # noqa: ARG001
-    residual: Tensor | None,  # noqa: ARG001
-    counters: Tensor | None,  # noqa: ARG001
+    _weight: Tensor,
+    _bias: Tensor | None,
+    _residual: Tensor | None,
+    _counters: Tensor | None,
     out_channels: int,
-    activation: str,  # noqa: ARG001
-    tiling: Sequence[int],  # noqa: ARG001
-    trigger: str,  # noqa: ARG001
+    *_how: object,
 ) -> Tensor:
     return x.new_empty((x.shape[0], out_channels))
 
