@@ -19,7 +19,7 @@ from nimblec.options import Options
 from nimblert import container, golden
 from nimblert.cuda import CudaBackend
 from nimblert.executable import Executable, load
-from nimblert.plan import Launch
+from nimblert.plan import Launch, Plan, Record, Wait
 
 _WARM_UPS = 20
 _REPEATS = 200
@@ -36,6 +36,24 @@ def measure(loaded: Executable) -> dict[str, Any]:
         loaded.replay()
         wall.append((time.perf_counter() - begin) * 1e6)
     return {"wall_us": spread(np.array(wall)), "gpu_us": spread(loaded.backend.time(_REPEATS))}
+
+
+def work(plan: Plan) -> dict[str, dict[str, float]]:
+    """How often each kernel is launched, how long that takes in all, and the bytes that it reads and writes."""
+    found: dict[str, dict[str, float]] = {}
+    (program,) = plan.programs
+    for command in program.commands:
+        if not isinstance(command, Record | Wait):
+            name = program.ops[command.op].name
+            if isinstance(command, Launch):
+                name += f" {plan.kernels[command.kernel].symbol[:80]} {command.grid}"
+            row = found.setdefault(name, {"count": 0, "gpu_us": 0.0, "mbytes": 0.0})
+            row["count"] += 1
+            row["gpu_us"] = round(row["gpu_us"] + command.duration_ns / 1000, 2)
+            if isinstance(command, Launch):
+                touched = sum(access.nbytes for access in (*command.reads, *command.writes))
+                row["mbytes"] = round(row["mbytes"] + touched / 1e6, 3)
+    return dict(sorted(found.items(), key=lambda item: -item[1]["gpu_us"]))
 
 
 def main() -> None:
@@ -71,6 +89,7 @@ def main() -> None:
         kernels=sum(isinstance(c, Launch) for c in program.commands),
         commands=len(program.commands),
         streams=program.stream_count,
+        work=work(plan),
     )
     turn.end()
 

@@ -1,10 +1,11 @@
 """nimblec and torch's modes side by side, each model in each mode in a process of its own.
 
 Usage: python -m bench.peers [--precision fp32 | --batches] [--markdown | --plot FILE.svg] [MODEL ...], a model being
-package.module:callable. Processes get ready side by side (--jobs) and measure alone (bench/turns.py). What they
-measure is written as it comes, to peers.json, peers_fp32.json (TF32 off on both sides) or batches.json (four of the
-networks at batch sizes 1, 4, 16, 64) in bench/results/h200, or to --output. With --add what the file holds already
-stays, and what is measured now is added. --markdown prints the table, --plot draws it.
+package.module:callable. Processes get ready side by side (--jobs) and measure alone (bench/turns.py), on each of
+--gpus with its share of the cores, all of a model on one of them. What they measure is written as it comes, to
+peers.json, peers_fp32.json (TF32 off on both sides) or batches.json (four of the networks at batch sizes 1, 4, 16,
+64) in bench/results/h200, or to --output. With --add what the file holds already stays, and what is measured now is
+added. --markdown prints the table, --plot draws it.
 """
 
 import argparse
@@ -12,12 +13,13 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from bench import environment, peers_table
 from bench.peers_table import TORCH_MODES, level_name
-from bench.turns import Job, Result, take_turns
+from bench.turns import Job, Place, Result, take_turns
 from nimblec import processes
 from nimblert.replacing import replacing
 
@@ -61,7 +63,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--batches", action="store_true")
     made.add_argument("--modes", help=f"of torch, among {','.join(TORCH_MODES)}")
     made.add_argument("--levels", default="0,1,2", help="of nimblec")
-    made.add_argument("--jobs", type=int, default=8, help="processes that get ready side by side")
+    made.add_argument("--jobs", type=int, default=8, help="processes of a GPU that get ready side by side")
+    made.add_argument("--gpus", type=int, default=1)
     made.add_argument("--limit", type=float, default=150, help="seconds that a process may take")
     made.add_argument("--tuning-limit", type=float, default=400, help="the same where torch tunes")
     made.add_argument("--stop-after", type=float, default=3600, help="seconds after which nothing starts")
@@ -89,30 +92,40 @@ def models(options: argparse.Namespace) -> tuple[str, ...]:
     return MODELS
 
 
-def jobs(options: argparse.Namespace) -> Iterator[Job]:
-    """What to run: those that take longest first, the rest model by model."""
+def jobs(options: argparse.Namespace) -> Iterator[list[Job]]:
+    """What to run, by model: those that torch tunes first, as they take longest."""
     default = "compile,freeze" if options.batches else "eager,graph,compile,freeze"
     modes = (options.modes or default).split(",")
     flags = ("--turns", *(["--fp32"] if options.precision == "fp32" else []))
-    chosen = models(options)
-    for spec in chosen:
-        if "autotune" in modes or (options.modes is None and spec in TUNED and not options.batches):
-            yield _job(spec, "autotune", ("bench.torch_peer", "autotune"), flags, options.tuning_limit)
-    for spec in chosen:
-        for mode in modes:
-            if mode != "autotune":
-                yield _job(spec, mode, ("bench.torch_peer", mode), flags, options.limit)
-        for level in filter(None, options.levels.split(",")):
-            yield _job(spec, level_name(int(level)), ("bench.nimblec_peer", level), flags, options.limit)
+    tuned = TUNED if options.modes is None and not options.batches else ()
+    for spec in sorted(models(options), key=lambda spec: spec not in tuned):
+        also = ["autotune"] if spec in tuned else []
+        theirs = [(mode, ("bench.torch_peer", mode)) for mode in [*also, *modes]]
+        ours = [(level_name(int(n)), ("bench.nimblec_peer", n)) for n in filter(None, options.levels.split(","))]
+        yield [_job(spec, mode, program, flags, options) for mode, program in theirs + ours]
 
 
-def _job(spec: str, mode: str, program: tuple[str, str], flags: tuple[str, ...], limit_s: float) -> Job:
+def places(options: argparse.Namespace) -> Iterator[Place]:
+    """The GPUs, each with its share of the cores, which takes on the next model when it is done with one."""
+    cores = sorted(os.sched_getaffinity(0))
+    waiting = jobs(options)
+    for gpu in range(options.gpus):
+        own = cores[gpu * len(cores) // options.gpus : (gpu + 1) * len(cores) // options.gpus]
+        yield Place(
+            jobs=chain.from_iterable(waiting),
+            environment=surroundings(len(own) // options.jobs) | {"CUDA_VISIBLE_DEVICES": str(gpu)},
+            prefix=("taskset", "--cpu-list", ",".join(map(str, own))),
+        )
+
+
+def _job(spec: str, mode: str, program: tuple[str, str], flags: tuple[str, ...], options: argparse.Namespace) -> Job:
+    limit_s = options.tuning_limit if mode == "autotune" else options.limit
     return Job(model=spec, mode=mode, command=(sys.executable, "-m", *program, spec, *flags), limit_s=limit_s)
 
 
-def surroundings(side_by_side: int) -> dict[str, str]:
+def surroundings(cores: int) -> dict[str, str]:
     """The environment of a measuring process: its share of the cores for what it compiles."""
-    share = str(max(1, len(os.sched_getaffinity(0)) // side_by_side))
+    share = str(max(1, cores))
     threads = {"TORCHINDUCTOR_COMPILE_THREADS": share, "OMP_NUM_THREADS": share}
     return {**processes.environment(), **threads, "PYTHONWARNINGS": "ignore", "TOKENIZERS_PARALLELISM": "false"}
 
@@ -122,7 +135,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     path = results_path(options)
     results: dict[str, Any] = {
         "environment": environment.describe(),
-        "settings": {"jobs": options.jobs, "precision": options.precision},
+        "settings": {"gpus": options.gpus, "jobs": options.jobs, "precision": options.precision},
         "models": json.loads(path.read_text())["models"] if options.add and path.exists() else {},
     }
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -135,9 +148,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         print(job.model, job.mode, f"{wall:.0f} us" if wall else "", result.get("failed", ""), flush=True)
 
     take_turns(
-        jobs(options),
+        places(options),
         side_by_side=options.jobs,
-        environment=surroundings(options.jobs),
         stop_after_s=options.stop_after,
         done=done,
     )

@@ -2,8 +2,9 @@
 
 Getting ready to measure a network is mostly compiling, on a few cores; measuring wants the machine to
 itself. A process writes lines of JSON objects, which are merged into its result: `Turn` is its side of
-the talk. `take_turns` is the other side: it stops all processes that are at work (SIGSTOP) for the time
-that one of them measures, so neither the GPU nor the cores do anything else then.
+the talk. `take_turns` is the other side: it stops all processes of its place (a GPU and the cores beside
+it) that are at work (SIGSTOP) for the time that one of them measures, so neither that GPU nor those cores
+do anything else then.
 """
 
 import asyncio
@@ -67,6 +68,15 @@ class Job:
     limit_s: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Jobs that take turns with each other alone, their environment, and what their commands begin with."""
+
+    jobs: Iterable[Job]
+    environment: Mapping[str, str]
+    prefix: tuple[str, ...] = ()
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Child:
     """A process at work; its clock stands still whenever it does, or waits for its turn."""
@@ -108,8 +118,8 @@ class _Child:
 class _Table:
     """The processes at work, and whose turn it is."""
 
-    def __init__(self, environment: Mapping[str, str], folder: Path) -> None:
-        self._environment = environment
+    def __init__(self, place: Place, folder: Path) -> None:
+        self._place = place
         self._folder = folder
         self._turn = asyncio.Lock()
         self._running: set[_Child] = set()
@@ -126,11 +136,12 @@ class _Table:
         async with self._turn:  # a process that starts would disturb the one that measures
             with errors.open("wb") as stderr:
                 process = await asyncio.create_subprocess_exec(
+                    *self._place.prefix,
                     *job.command,
                     stdin=asyncio.subprocess.PIPE,
                     stdout=asyncio.subprocess.PIPE,
                     stderr=stderr,
-                    env={**self._environment, **_own_folder(folder)},
+                    env={**self._place.environment, **_own_folder(folder)},
                     start_new_session=True,
                     limit=_LONGEST_LINE,
                 )
@@ -205,38 +216,34 @@ def _last_line(path: Path) -> str:
 
 
 def take_turns(
-    jobs: Iterable[Job],
+    places: Iterable[Place],
     *,
     side_by_side: int,
-    environment: Mapping[str, str],
     stop_after_s: float,
     done: Callable[[Job, Result], None],
 ) -> None:
-    """Run jobs, ``side_by_side`` at a time, started in their order; ``done`` is told each result.
+    """Run the jobs of all places, ``side_by_side`` at a time in each, started in their order.
 
-    What has not started after ``stop_after_s`` seconds does not start; what works then is ended.
+    ``done`` is told each result. What has not started after ``stop_after_s`` seconds does not start; what works then is ended.
     """
-    asyncio.run(_all(iter(jobs), side_by_side, environment, stop_after_s, done))
+    asyncio.run(_all(places, side_by_side, stop_after_s, done))
 
 
 async def _all(
-    waiting: Iterator[Job],
-    side_by_side: int,
-    environment: Mapping[str, str],
-    stop_after_s: float,
-    done: Callable[[Job, Result], None],
+    places: Iterable[Place], side_by_side: int, stop_after_s: float, done: Callable[[Job, Result], None]
 ) -> None:
     loop = asyncio.get_running_loop()
     end = loop.time() + stop_after_s
     with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder:
-        table = _Table(environment, Path(folder))
 
-        async def work() -> None:
+        async def work(table: _Table, waiting: Iterator[Job]) -> None:
             for job in waiting:
                 left = end - loop.time()
                 late = {"failed": f"not started within {stop_after_s:.0f} s"}
                 done(job, await table.run(job, min(job.limit_s, left)) if left > 0 else late)
 
         async with asyncio.TaskGroup() as group:
-            for _ in range(side_by_side):
-                group.create_task(work())
+            for place in places:
+                table, waiting = _Table(place, Path(folder)), iter(place.jobs)
+                for _ in range(side_by_side):
+                    group.create_task(work(table, waiting))

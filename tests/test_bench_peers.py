@@ -3,13 +3,17 @@
 import json
 import math
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bench import environment, peers, peers_table
+from bench.nimblec_peer import work
 from bench.turns import Job, Result
+from nimblert import container
+from nimblert.plan import Launch
 
 
 def figures(wall: float, kernels: int = 10) -> dict[str, Any]:
@@ -70,17 +74,34 @@ def test_the_table_of_batches_has_a_line_for_each_network_and_a_column_for_each_
 
 
 def planned(*arguments: str) -> list[Job]:
-    return list(peers.jobs(peers.parser().parse_args(arguments)))
+    return list(chain.from_iterable(peers.jobs(peers.parser().parse_args(arguments))))
 
 
-def test_all_models_run_in_all_modes_and_tuning_starts_first() -> None:
+def test_all_models_run_in_all_modes_those_that_are_tuned_first() -> None:
     jobs = planned("--levels", "0,1")
-    assert [j.model for j in jobs[: len(peers.TUNED)]] == list(peers.TUNED)
-    assert {j.mode for j in jobs[: len(peers.TUNED)]} == {"autotune"}
+    assert list(dict.fromkeys(j.model for j in jobs))[: len(peers.TUNED)] == list(peers.TUNED)
+    assert [j.model for j in jobs if j.mode == "autotune"] == list(peers.TUNED)
     assert [j.mode for j in jobs if j.model == "bench.models.unet:fp16"] == [
         *("eager", "graph", "compile", "freeze", "-O0", "-O1")
     ]
     assert len({(j.model, j.mode) for j in jobs}) == len(jobs) == len(peers.MODELS) * 6 + len(peers.TUNED)
+
+
+def test_each_gpu_has_its_cores_and_takes_on_whole_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers.os, "sched_getaffinity", lambda _: set(range(8)))
+    options = peers.parser().parse_args(
+        ["--gpus", "2", "--jobs", "2", "--modes", "eager", "--levels", "1", "a:a", "b:b"]
+    )
+    first, second = peers.places(options)
+    assert (first.prefix, second.prefix) == (("taskset", "--cpu-list", "0,1,2,3"), ("taskset", "--cpu-list", "4,5,6,7"))
+    assert [place.environment["CUDA_VISIBLE_DEVICES"] for place in (first, second)] == ["0", "1"]
+    assert {place.environment["OMP_NUM_THREADS"] for place in (first, second)} == {"2"}
+    one, two = iter(first.jobs), iter(second.jobs)
+    assert [(j.model, j.mode) for j in (next(one), next(two), next(one), next(two))] == [
+        *(("a:a", "eager"), ("b:b", "eager"), ("a:a", "-O1"), ("b:b", "-O1"))
+    ]
+    assert not list(one)
+    assert not list(two)
 
 
 def test_fp32_is_asked_of_both_sides() -> None:
@@ -98,8 +119,8 @@ def test_batches_are_four_networks_at_four_sizes() -> None:
 
 @pytest.fixture
 def fake_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    def take_turns(jobs: Any, *, done: Any, **_: Any) -> None:
-        for job in jobs:
+    def take_turns(places: Any, *, done: Any, **_: Any) -> None:
+        for job in chain.from_iterable(place.jobs for place in places):
             result: Result = figures(100.0) if job.mode != "graph" else {"failed": "no memory"}
             done(job, result)
 
@@ -159,3 +180,14 @@ def test_plots_are_drawn_the_same_each_time(tmp_path: Path, results: dict[str, A
         drawn.append((tmp_path / name).read_text())
     assert "<svg" in drawn[0]
     assert drawn[0] == drawn[1]
+
+
+def test_the_work_of_a_plan_is_told_by_kernel() -> None:
+    plan = container.read(Path(__file__).parent / "data" / "triton_block.plan")
+    told = work(plan)
+    launches = [command for command in plan.programs[0].commands if isinstance(command, Launch)]
+    assert sum(row["count"] for row in told.values()) >= len(launches) > 0
+    assert {plan.kernels[launch.kernel].symbol for launch in launches} <= {
+        name.split()[1] for name in told if " " in name
+    }
+    assert all(row["mbytes"] > 0 for name, row in told.items() if " " in name)

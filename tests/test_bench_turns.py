@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.turns import Job, Result, take_turns
+from bench.turns import Job, Place, Result, take_turns
 
 READY = "import json, sys, time\nprint('{}', flush=True)\nsys.stdin.readline()\nbegin = time.monotonic()\n"
 MEASURED = "print(json.dumps({'begin': begin, 'end': time.monotonic()}), flush=True)\n"
@@ -25,9 +25,8 @@ def job(mode: str, code: str, limit_s: float = 30.0) -> Job:
 def run(*jobs: Job, side_by_side: int = 4, stop_after_s: float = 100.0) -> dict[str, Result]:
     results: dict[str, Result] = {}
     take_turns(
-        jobs,
+        [Place(jobs=jobs, environment=os.environ)],
         side_by_side=side_by_side,
-        environment=os.environ,
         stop_after_s=stop_after_s,
         done=lambda job, result: results.update({job.mode: result}),
     )
@@ -39,6 +38,23 @@ def test_no_two_measure_at_the_same_time() -> None:
     spans = sorted((r["begin"], r["end"]) for r in results.values())
     assert len(spans) == 6
     assert all(before[1] <= after[0] for before, after in pairwise(spans))
+
+
+def test_places_go_on_beside_each_other_each_in_its_surroundings(tmp_path: Path) -> None:
+    met = "import os, pathlib, time\nfolder = pathlib.Path(os.environ['FOLDER'])\nown = os.environ['OWN']\n"
+    met += "(folder / own).touch()\nwhile len(list(folder.iterdir())) < 2: time.sleep(0.01)\n"
+    results = {}
+    places = [
+        Place(
+            jobs=[job(own, f"{READY}{met}{MEASURED}")],
+            environment={**os.environ, "FOLDER": str(tmp_path)},
+            prefix=("env", f"OWN={own}"),
+        )
+        for own in "ab"
+    ]
+    take_turns(places, side_by_side=2, stop_after_s=30.0, done=lambda job, result: results.update({job.mode: result}))
+    (a, b) = results["a"], results["b"]
+    assert max(a["begin"], b["begin"]) < min(a["end"], b["end"])
 
 
 def test_what_gets_ready_stands_still_while_another_measures(tmp_path: Path) -> None:
