@@ -224,7 +224,8 @@ def take_turns(
 ) -> None:
     """Run the jobs of all places, ``side_by_side`` at a time in each, started in their order.
 
-    ``done`` is told each result. What has not started after ``stop_after_s`` seconds does not start; what works then is ended.
+    ``done`` is told each result. What has not started after ``stop_after_s`` seconds does not start;
+    what works then is ended.
     """
     asyncio.run(_all(places, side_by_side, stop_after_s, done))
 
