@@ -69,7 +69,7 @@ def _run_worker(request: Path, observer: Observer) -> list[str]:
     with _started(command, pass_fds=(write_end,)) as process:
         os.close(write_end)
         notes: list[str] = []
-        stage = "starting"
+        stage, problem = "starting", ""
         with os.fdopen(read_end) as events:
             for line in events:
                 message = json.loads(line)
