@@ -7,6 +7,7 @@ told when to measure. The inputs lie on the GPU, as the peers' do.
 import argparse
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -82,9 +83,12 @@ def main() -> None:
             loaded.run(golden.draw_inputs(program, 0))
             turn.begin()
             turn.say(**measure(loaded))
+    stages: Counter[str] = Counter()
+    for name, seconds in made.stages:
+        stages[name] += seconds
     turn.say(
         prepare_s=prepare_s,
-        stages_s=dict(made.stages),
+        stages_s=stages,
         notes=made.notes,
         kernels=sum(isinstance(c, Launch) for c in program.commands),
         commands=len(program.commands),

@@ -2,9 +2,8 @@
 
 Getting ready to measure a network is mostly compiling, on a few cores; measuring wants the machine to
 itself. A process writes lines of JSON objects, which are merged into its result: `Turn` is its side of
-the talk. `take_turns` is the other side: it stops all processes of its place (a GPU and the cores beside
-it) that are at work (SIGSTOP) for the time that one of them measures, so neither that GPU nor those cores
-do anything else then.
+the talk. `take_turns` is the other side: it stops all processes that are at work (SIGSTOP) for the time
+that one of them measures, so neither the GPUs nor the cores do anything else then.
 """
 
 import asyncio
@@ -70,7 +69,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Jobs that take turns with each other alone, their environment, and what their commands begin with."""
+    """A share of the machine: the jobs that run there, their environment, and what their commands begin with."""
 
     jobs: Iterable[Job]
     environment: Mapping[str, str]
@@ -118,30 +117,29 @@ class _Child:
 class _Table:
     """The processes at work, and whose turn it is."""
 
-    def __init__(self, place: Place, folder: Path) -> None:
-        self._place = place
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._turn = asyncio.Lock()
         self._running: set[_Child] = set()
         self._working: set[_Child] = set()
         """Those that neither measure nor wait for it."""
 
-    async def run(self, job: Job, limit_s: float) -> Result:
+    async def run(self, job: Job, place: Place, limit_s: float) -> Result:
         """The result of a job, with "failed" in it where it did not end well."""
         with tempfile.TemporaryDirectory(dir=self._folder, ignore_cleanup_errors=True) as name:
-            return await self._run(job, limit_s, Path(name))
+            return await self._run(job, place, limit_s, Path(name))
 
-    async def _run(self, job: Job, limit_s: float, folder: Path) -> Result:
+    async def _run(self, job: Job, place: Place, limit_s: float, folder: Path) -> Result:
         errors = folder / "stderr"
         async with self._turn:  # a process that starts would disturb the one that measures
             with errors.open("wb") as stderr:
                 process = await asyncio.create_subprocess_exec(
-                    *self._place.prefix,
+                    *place.prefix,
                     *job.command,
                     stdin=asyncio.subprocess.PIPE,
                     stdout=asyncio.subprocess.PIPE,
                     stderr=stderr,
-                    env={**self._place.environment, **_own_folder(folder)},
+                    env={**place.environment, **_own_folder(folder)},
                     start_new_session=True,
                     limit=_LONGEST_LINE,
                 )
@@ -236,15 +234,16 @@ async def _all(
     loop = asyncio.get_running_loop()
     end = loop.time() + stop_after_s
     with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder:
+        table = _Table(Path(folder))
 
-        async def work(table: _Table, waiting: Iterator[Job]) -> None:
+        async def work(place: Place, waiting: Iterator[Job]) -> None:
             for job in waiting:
                 left = end - loop.time()
                 late = {"failed": f"not started within {stop_after_s:.0f} s"}
-                done(job, await table.run(job, min(job.limit_s, left)) if left > 0 else late)
+                done(job, await table.run(job, place, min(job.limit_s, left)) if left > 0 else late)
 
         async with asyncio.TaskGroup() as group:
             for place in places:
-                table, waiting = _Table(place, Path(folder)), iter(place.jobs)
+                waiting = iter(place.jobs)
                 for _ in range(side_by_side):
-                    group.create_task(work(table, waiting))
+                    group.create_task(work(place, waiting))

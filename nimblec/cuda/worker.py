@@ -5,6 +5,7 @@ fresh process. It reads one request, writes the plan file, and reports on a pipe
 line, {"stage", "seconds"}, {"note"}, or {"error", "message"} as the last.
 """
 
+import atexit
 import json
 import os
 import sys
@@ -248,4 +249,7 @@ def _versions() -> tuple[tuple[str, str], ...]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], int(sys.argv[2])))
+    status = main(sys.argv[1], int(sys.argv[2]))
+    atexit._run_exitfuncs()  # processes that compile kernels end
+    # No more: torch would free its memory through callbacks into an interpreter that is gone.
+    os._exit(status)

@@ -16,6 +16,7 @@ from torch._guards import TracingContext, tracing
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from nimblec.optimize.bias import free_biases
 from nimblec.optimize.fusible import is_view
@@ -143,7 +144,7 @@ def _title(extracted: Extract) -> str:
 
 def _compile(extracted: Extract, options: Mapping[str, Any]) -> Compiled:
     """Generate code for a region."""
-    mode = FakeTensorMode()
+    mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)  # Inductor's cache asks for an environment
     inputs = [_like(fake(node), mode) for node in extracted.inputs]
     with torch.no_grad(), config.patch(dict(options)):
         with mode:
