@@ -21,6 +21,7 @@ from nimblec.optimize.scalars import inline_numbers
 from nimblec.optimize.side_by_side import join_linears
 from nimblec.optimize.simplify import simplify
 from nimblec.optimize.subexpressions import merge_equal_calls
+from nimblec.optimize.transposed import spread_pixels
 
 ALWAYS = (
     fold_constants,
@@ -37,6 +38,7 @@ ALWAYS = (
 ON_CUDA = (
     linear_convolutions,
     propagate_channels_last,
+    spread_pixels,
     fuse_convolutions,
     fuse_activations,
     join_linears,
