@@ -1,12 +1,14 @@
 """Run ONNX's backend cases through nimblec: the yardstick of the ONNX front end.
 
-    python bench/onnx_coverage.py [--markdown] [--target aten|cpu] [--match TEXT] [--workers N] [--json PATH]
+    python -m bench.onnx_coverage [--markdown] [--target aten|optimized|fused|cpu] [--match TEXT] [--every N]
+                                  [--workers N] [--json PATH]
 
-``aten``: import each case as ATen calls and run these with torch on the CPU. ``cpu``: compile it
-for the CPU target, save the plan, load it and run it; a plain ONNX Runtime session of the same model
-tells what there is to pass. Worker processes survive crashes and hangs. The first input of a case
-stays an input, the others become initializers. Whole runs write bench/results/cpu/onnx_coverage*.json;
-``--markdown`` prints the table of what is there.
+``aten``: import each case as ATen calls and run these with torch on the CPU. ``optimized``: the same
+calls after the rewrites of ``-O1``. ``fused``: with their regions compiled too, on the GPU where there
+is one. ``cpu``: compile it for the CPU target, save the plan, load it and run it; a plain ONNX Runtime
+session of the same model tells what there is to pass. Worker processes survive crashes and hangs. The
+first input of a case stays an input, the others become initializers. Whole runs write
+bench/results/cpu/onnx_coverage*.json; ``--markdown`` prints the table of what is there.
 """
 
 import argparse
@@ -63,6 +65,33 @@ def run_aten(model: ModelProto, inputs: Sequence[np.ndarray]) -> list[np.ndarray
     return [_to_array(tensor) for tensor in module(*(_to_tensor(array) for array in inputs))]
 
 
+def run_optimized(model: ModelProto, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Import a model, rewrite its calls as ``-O1`` does for a GPU, and run them with torch on the CPU."""
+    import torch
+
+    from nimblec.frontend.onnx import import_model
+    from nimblec.optimize import optimize
+    from nimblec.optimize.definitions import Interpreter
+
+    module = optimize(import_model(model).module, device="cuda")
+    with torch.no_grad():
+        return [_to_array(tensor) for tensor in Interpreter(module).run(*map(_to_tensor, inputs))]
+
+
+def run_fused(model: ModelProto, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """The same with regions compiled by Inductor, all of it on the GPU where there is one."""
+    import torch
+
+    from nimblec.frontend.onnx import import_model
+    from nimblec.optimize import optimize
+    from nimblec.optimize.inductor import compile_regions
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    module = compile_regions(optimize(import_model(model, device=device).module, device=device))
+    with torch.no_grad():
+        return [_to_array(tensor.cpu()) for tensor in module(*(_to_tensor(array).to(device) for array in inputs))]
+
+
 def _to_tensor(array: np.ndarray) -> "torch.Tensor":  # noqa: F821 - torch is imported where it is needed
     import torch
 
@@ -106,8 +135,13 @@ def run_onnxruntime(model: ModelProto, inputs: Sequence[np.ndarray]) -> list[np.
 
 
 Runner = Callable[[ModelProto, Sequence[np.ndarray]], list[np.ndarray]]
-RUNNERS: dict[str, Runner] = {"aten": run_aten, "cpu": run_cpu}
-RESULT_NAMES = {"aten": "onnx_coverage.json", "cpu": "onnx_coverage_cpu_target.json"}
+RUNNERS: dict[str, Runner] = {"aten": run_aten, "optimized": run_optimized, "fused": run_fused, "cpu": run_cpu}
+RESULT_NAMES = {
+    "aten": "onnx_coverage.json",
+    "optimized": "onnx_coverage_optimized.json",
+    "fused": "onnx_coverage_fused.json",
+    "cpu": "onnx_coverage_cpu_target.json",
+}
 STATUSES = ("pass", "refused", "wrong", "error", "crash", "hang")
 
 
@@ -143,7 +177,7 @@ def outcome(case: Case, runner: Runner) -> tuple[str, str]:
 
 def _work(connection: Connection, target: str) -> None:
     """Answer the index of a case with its result until None comes."""
-    if target == "aten":
+    if target != "cpu":
         import torch
 
         torch.set_num_threads(1)
@@ -281,10 +315,11 @@ def report(results: Sequence[Result]) -> None:
 
 def markdown() -> str:
     """The table of the README, out of the results of each target: counts by status."""
-    aten, cpu = (environment.read(RESULTS / RESULT_NAMES[target]) for target in ("aten", "cpu"))
+    aten, optimized, cpu = (environment.read(RESULTS / RESULT_NAMES[name]) for name in ("aten", "optimized", "cpu"))
     lines = [f"| | {' | '.join(STATUSES)} |", "|---|" + "---|" * len(STATUSES)]
     for title, results, field in (
         ("ATen (CUDA target)", aten, "status"),
+        ("ATen, rewritten as by `-O1`", optimized, "status"),
         ("CPU target", cpu, "status"),
         ("ONNX Runtime itself", cpu, "onnxruntime"),
     ):
@@ -309,6 +344,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", choices=sorted(RUNNERS), default="aten")
     parser.add_argument("--match", default="", help="run only cases whose name contains this")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="run only every Nth of them")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--json", type=Path, help="where to write the results (whole runs write them anyway)")
     parser.add_argument("--write-known", type=Path, help="write the cases that do not pass to this file")
@@ -317,14 +353,14 @@ def main() -> None:
     if options.markdown:
         print(markdown())
         return
-    indices = [i for i, case in enumerate(cases()) if options.match in case.name]
+    indices = [i for i, case in enumerate(cases()) if options.match in case.name][:: options.every]
     start = time.monotonic()
     results = run(indices, options.target, options.workers)
     report(results)
     print(f"{len(results)} cases in {time.monotonic() - start:.1f} s")
     if options.write_known:
         write_known_failures(options.write_known, results)
-    target = options.json or (None if options.match else RESULTS / RESULT_NAMES[options.target])
+    target = options.json or (None if options.match or options.every > 1 else RESULTS / RESULT_NAMES[options.target])
     if target:
         target.parent.mkdir(parents=True, exist_ok=True)
         lines = ",\n".join(json.dumps(asdict(result)) for result in results)

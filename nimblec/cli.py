@@ -15,7 +15,7 @@ from rich.console import Console
 import nimblec
 from nimblec import arguments, dot, inspection, picture, report, trace, verification
 from nimblec.command import Command, Group
-from nimblec.options import InputSpec, Options, Precision, TargetChoice
+from nimblec.options import DEFAULT_LEVEL, InputSpec, Options, Precision, TargetChoice
 from nimblec.progress import StageProgress
 from nimblec.verification import Result
 from nimblert import container, golden
@@ -105,10 +105,9 @@ def cli(ctx: click.Context) -> None:
     "-O",
     "level",
     type=click.IntRange(0, 2),
-    default=0,
-    show_default=True,
     help="0: the framework's own kernels, bit for bit. 1: rewritten, and fused by generated kernels. 2: kernels chosen "
-    "by timing them too, our own among them. 1 and 2 are the CUDA target's, and report how far they are from 0.",
+    "by timing them too, our own among them. These are the CUDA target's; 1 and 2 report how far they are from 0.  "
+    f"[default: {DEFAULT_LEVEL}]",
 )
 @click.option(
     "--precision",
@@ -148,7 +147,7 @@ def compile(  # noqa: A001  # the command's name
     inputs: tuple[InputSpec, ...],
     dims: tuple[tuple[str, int], ...],
     examples: tuple[tuple[str, Path], ...],
-    level: int,
+    level: int | None,
     precision: Precision,
     max_error: float | None,
     streams: str,
@@ -173,7 +172,7 @@ def compile(  # noqa: A001  # the command's name
       nimblec compile resnet.onnx -o resnet.plan
       nimblec compile bert.onnx -o bert.plan --target cpu \\
           --dim batch=1 --dim sequence=128 --example input_ids=tokens.npy
-      nimblec compile samples.resnet:resnet18 -o resnet18.plan --target cuda -O1
+      nimblec compile samples.resnet:resnet18 -o resnet18.plan --target cuda -O2
     """
     if verbose and quiet:
         raise click.UsageError("--verbose and --quiet contradict each other.")

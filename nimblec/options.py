@@ -11,6 +11,9 @@ TargetChoice: TypeAlias = Literal["auto", "cuda", "cpu"]
 
 Precision: TypeAlias = Literal["keep", "fp32", "tf32", "fp16", "bf16"]
 
+DEFAULT_LEVEL = 1
+"""The level of optimisation of a CUDA plan where none is asked for."""
+
 Observer: TypeAlias = Callable[[str, float | None], None]
 """Called with (stage, None) when a stage starts and (stage, seconds) when it has ended."""
 
@@ -33,17 +36,17 @@ class Options:
     ``streams``: "auto", "1", "max" or a number of streams; ``memory_limit``: bytes the arena may
     have. ``timing_cache`` is the file that keeps measured times, the user's own by default.
     ``level``: 0 keeps the framework's own kernels, 1 fuses, 2 also chooses kernels by timing them
-    (CUDA target). ``precision``: "keep" leaves torch's settings, "fp32" and "tf32" say how float32
-    convolutions and matrix products are computed, "fp16" and "bf16" compute a float32 model in half
-    precision (CUDA target). ``max_error`` is the largest difference to accept from level 0 at the
-    model's own precision, relative to an output's largest magnitude.
+    (CUDA target; None is `DEFAULT_LEVEL` there). ``precision``: "keep" leaves torch's settings, "fp32"
+    and "tf32" say how float32 convolutions and matrix products are computed, "fp16" and "bf16" compute
+    a float32 model in half precision (CUDA target). ``max_error`` is the largest difference to accept
+    from level 0 at the model's own precision, relative to an output's largest magnitude.
     """
 
     target: TargetChoice = "auto"
     inputs: tuple[InputSpec, ...] = ()
     dims: tuple[tuple[str, int], ...] = ()
     examples: tuple[tuple[str, np.ndarray], ...] = field(default=(), compare=False)
-    level: int = 0
+    level: int | None = None
     precision: Precision = "keep"
     max_error: float | None = None
     streams: str = "auto"
@@ -54,7 +57,7 @@ class Options:
 class Settings(TypedDict, total=False):
     """The options that are one plain value each, as `nimblec.compile` takes them."""
 
-    level: int
+    level: int | None
     precision: Precision
     max_error: float | None
     streams: str

@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 
 from nimblec.frontend.aten_graph import trace
 from nimblec.frontend.recorder import Recorder
-from nimblec.optimize.definitions import DEFINITIONS
+from nimblec.optimize.definitions import Interpreter
 from nimblec.optimize.rewriter import Rewriter
 
 FAMILIES = ("resnet", "mobilenet", "inception", "bert", "unet")
@@ -47,13 +47,13 @@ def check(module: fx.GraphModule) -> None:
     _Checker(inferred, strides=True).run(*inputs)
 
 
-class _Checker(fx.Interpreter):
+class _Checker(Interpreter):
     def __init__(self, module: fx.GraphModule, *, strides: bool) -> None:
         super().__init__(module)
         self._strides = strides
 
     def run_node(self, n: fx.Node) -> Any:
-        result = _run(self, n)
+        result = super().run_node(n)
         if n.op != "output" and isinstance(result, Tensor):
             said = n.meta["val"]
             assert (result.dtype, result.shape) == (said.dtype, said.shape), n.format_node()
@@ -61,22 +61,10 @@ class _Checker(fx.Interpreter):
         return result
 
 
-class _Definitions(fx.Interpreter):
-    def run_node(self, n: fx.Node) -> Any:
-        return _run(self, n)
-
-
-def _run(interpreter: fx.Interpreter, n: fx.Node) -> Any:
-    if n.target in DEFINITIONS:
-        args, kwargs = interpreter.fetch_args_kwargs_from_env(n)
-        return DEFINITIONS[n.target](*args, **kwargs)
-    return fx.Interpreter.run_node(interpreter, n)
-
-
 def run(module: fx.GraphModule, *inputs: Tensor) -> tuple[Tensor, ...]:
     """Run a graph; the fused cuDNN calls by their definitions."""
     with torch.no_grad():
-        return _Definitions(module).run(*inputs)
+        return Interpreter(module).run(*inputs)
 
 
 def assert_same(before: fx.GraphModule, after: fx.GraphModule, *inputs: Tensor, rtol: float | None = None) -> None:

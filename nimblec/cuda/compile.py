@@ -17,7 +17,7 @@ import numpy as np
 from nimblec import errors
 from nimblec.cuda import fixed_addresses
 from nimblec.errors import CompileError
-from nimblec.options import Observer, Options
+from nimblec.options import DEFAULT_LEVEL, Observer, Options
 from nimblec.processes import environment
 from nimblec.source import Source
 
@@ -46,7 +46,7 @@ def _write_request(folder: Path, source: Source, options: Options, output: Path)
         "dims": options.dims,
         "examples": examples,
         "output": str(output),
-        "level": options.level,
+        "level": DEFAULT_LEVEL if options.level is None else options.level,
         "precision": options.precision,
         "max_error": options.max_error,
         "streams": options.streams,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 aten = torch.ops.aten
 
@@ -57,3 +57,11 @@ DEFINITIONS: dict[Any, Callable[..., Tensor]] = {
     aten.cudnn_convolution_add_relu.default: convolution_add_relu,
     aten._addmm_activation.default: addmm_activation,
 }
+
+
+class Interpreter(fx.Interpreter):
+    """Runs a graph with these calls replaced by their definitions."""
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The value of a call."""
+        return super().call_function(DEFINITIONS.get(target, target), args, kwargs)
