@@ -105,6 +105,20 @@ def stateful() -> Built:
     return Stateful().eval(), (torch.randn(2, 4, 8, 8),)
 
 
+class Secluded(Stateful):
+    """No compiler is let in, either."""
+
+    @torch.compiler.disable
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """As its parent does."""
+        return super().forward(x)
+
+
+def secluded() -> Built:
+    """On two small images."""
+    return Secluded().eval(), (torch.randn(2, 4, 8, 8),)
+
+
 def batch_norm_in_training() -> Built:
     """CuDNN's batch norm of training reports overflows through memory of the host."""
     model = nn.Sequential()

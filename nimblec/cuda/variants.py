@@ -33,9 +33,9 @@ def variants(model: TorchModel, level: int, dtype: torch.dtype | None, times: Ti
     if model.is_compiled:
         if dtype is not None:
             raise CompileError("--precision: a model from torch.compile keeps its own: compile the plain module")
-        yield _as_it_runs(model)
+        yield as_it_runs(model)
     elif level == 0:
-        yield _as_it_runs(model) if dtype is None else Variant(name="cast", make=partial(_cast, model, dtype))
+        yield as_it_runs(model) if dtype is None else Variant(name="cast", make=partial(_cast, model, dtype))
     else:
         from nimblec.frontend.own_kernels import has_norms, has_own_kernels, with_own_norms, with_own_products
 
@@ -68,7 +68,8 @@ class _Once:
         return self._made
 
 
-def _as_it_runs(model: TorchModel) -> Variant:
+def as_it_runs(model: TorchModel) -> Variant:
+    """The model itself."""
     return Variant(name="as it runs", make=lambda: model, is_original=True)
 
 

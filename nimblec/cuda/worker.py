@@ -125,17 +125,21 @@ class _Worker:
 
     def _fastest(self, original: "TorchModel", code: "CodeRecorder", allocator: "BumpAllocator") -> "_Made":
         """The variant of the model at the level asked for whose plan takes the least GPU time."""
-        from nimblec.cuda.variants import variants
+        from nimblec.cuda.variants import as_it_runs, variants
 
+        level, dtype = self._request["level"], _half(self._request["precision"])
         made: list[_Made] = []
         closed: list[NimbleError] = []
-        for way in variants(original, self._request["level"], _half(self._request["precision"]), self._cache):
+        for way in variants(original, level, dtype, self._cache):
             try:
                 made.append(self._make(way, original, code, allocator))
             except (TraceError, UnsupportedModelError) as exc:
                 closed.append(exc)
         if not made:
-            raise closed[0]
+            if level == 0 or dtype is not None:
+                raise closed[0]
+            made.append(self._make(as_it_runs(original), original, code, allocator))
+            self._note([f"-O{level} is not open to this model, which is compiled as it runs, as by -O0"])
         self._note(str(exc) for exc in closed)
         if len(made) > 1:
             times = ", ".join(f"{m.name} {m.duration_ns / 1e3:.0f} us" for m in made)
