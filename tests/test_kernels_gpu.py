@@ -33,7 +33,7 @@ def _hopper() -> None:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_convolutions(name: str, dtype: torch.dtype) -> None:
     shape = SHAPES[name]
     x = torch.randn(shape.batch, shape.channels, shape.height, shape.width, device="cuda").to(dtype)
@@ -44,7 +44,7 @@ def test_convolutions(name: str, dtype: torch.dtype) -> None:
     bias = torch.randn(shape.out_channels, device="cuda", dtype=dtype)
     total = functional.conv2d(x.double(), weight.double(), bias.double(), shape.stride, shape.padding)
     residual = torch.randn_like(total.to(dtype), memory_format=torch.channels_last)
-    for tiling in candidates(shape, limit=2):
+    for tiling in candidates(shape, limit=2, itemsize=dtype.itemsize):
         arrived = _counters(shape, tiling)
         results = [
             ops.convolution(
@@ -94,12 +94,12 @@ def test_prologues(name: str, trigger: str) -> None:
         _check(results, total, arrived)
 
 
-@pytest.mark.parametrize("trigger", TRIGGERS)
-def test_depthwise(trigger: str) -> None:
+@pytest.mark.parametrize(("trigger", "dtype"), [*((t, torch.float16) for t in TRIGGERS), ("late", torch.float32)])
+def test_depthwise(trigger: str, dtype: torch.dtype) -> None:
     shape = Convolution(batch=2, height=21, width=20, channels=84, out_channels=84, kernel=(5, 5), padding=(2, 2))
-    x = torch.randn(2, 84, 21, 20, device="cuda").half().contiguous(memory_format=torch.channels_last)
-    weight = (torch.randn(84, 1, 5, 5, device="cuda") / 5).half()
-    gate = torch.rand(2, 84, 1, 1, device="cuda").half()
+    x = torch.randn(2, 84, 21, 20, device="cuda", dtype=dtype).contiguous(memory_format=torch.channels_last)
+    weight = torch.randn(84, 1, 5, 5, device="cuda", dtype=dtype) / 5
+    gate = torch.rand(2, 84, 1, 1, device="cuda", dtype=dtype)
     read = Prologue(gate=gate, activation="relu")
     total = functional.conv2d(read(x.double()), weight.double(), None, 1, 2, 1, 84)
     for tiling in depthwise_candidates(shape, limit=2):
@@ -111,7 +111,7 @@ def test_depthwise(trigger: str) -> None:
             )
             for _ in range(20)
         ]  # fmt: skip
-        _check(results, finish(total, None, "silu"), None)
+        _check(results, finish(total, None, "silu"), None, eps=torch.finfo(dtype).eps)
 
 
 def test_a_timer_tells_a_long_call_from_a_short_one() -> None:
@@ -127,8 +127,9 @@ def _counters(shape: Convolution, tiling: Tiling) -> Tensor | None:
     return counters(down * across, torch.device("cuda")) if tiling.split_k > 1 else None
 
 
-def _check(results: list[Tensor], expected: Tensor, arrived: Tensor | None) -> None:
-    eps = torch.finfo(results[0].dtype).eps
+def _check(results: list[Tensor], expected: Tensor, arrived: Tensor | None, *, eps: float | None = None) -> None:
+    """``eps``: of the numbers that are multiplied; float32 becomes TF32 there, which has float16's."""
+    eps = eps or max(torch.finfo(results[0].dtype).eps, torch.finfo(torch.float16).eps)
     torch.testing.assert_close(results[0].double(), expected, atol=4 * eps, rtol=eps)
     assert all(torch.equal(result, results[0]) for result in results)
     assert arrived is None or not bool(arrived.any())

@@ -27,25 +27,25 @@ def prologue(channels, images, before, gate):
     return Prologue(scale=scale, shift=shift, activation=before or "none", gate=gate)
 
 def check(size, channels, out, tiling, activation="relu", *, batch=1, kernel=1, stride=1, padding=0, dilation=1,
-          bias=True, residual=False, slices=1, before="", gate=False):
+          bias=True, residual=False, slices=1, before="", gate=False, dtype=torch.float16):
     torch.manual_seed(0)
     two = lambda n: (n, n)
     shape = Convolution(batch=batch, height=size[0], width=size[1], channels=channels, out_channels=out,
         kernel=two(kernel), stride=two(stride), padding=two(padding), dilation=two(dilation),
         pixel_stride=channels * slices)
     tiling = Tiling.of(tiling)
-    x = torch.randn(batch, *size, channels * slices, dtype=torch.float16)[..., :channels].permute(0, 3, 1, 2)
-    weight = (torch.randn(out, channels, kernel, kernel) / shape.depth ** 0.5).half()
-    b = torch.randn(out, dtype=torch.float16) if bias else None
+    x = torch.randn(batch, *size, channels * slices, dtype=dtype)[..., :channels].permute(0, 3, 1, 2)
+    weight = (torch.randn(out, channels, kernel, kernel) / shape.depth ** 0.5).to(dtype)
+    b = torch.randn(out, dtype=dtype) if bias else None
     read = prologue(channels, batch, before, gate)
-    y = torch.full((batch, out, shape.out_height, shape.out_width), torch.nan, dtype=torch.float16)
+    y = torch.full((batch, out, shape.out_height, shape.out_width), torch.nan, dtype=dtype)
     y = y.contiguous(memory_format=torch.channels_last)
     r = torch.randn_like(y) if residual else None
     down, across = tiling.tiles(shape)
     arrived = counters(down * across, x.device)
     launch_convolution(shape, tiling, x=x, weight=pack_convolution(weight, tiling), bias=b, residual=r,
         prologue=read, out=y, counters=arrived, activation=activation, trigger="none")
-    read = read(x.float()).half().float()
+    read = read(x.float()).to(dtype).float()
     total = functional.conv2d(read, weight.float(), b.float() if bias else None, stride, padding, dilation)
     eps = torch.finfo(torch.float16).eps
     torch.testing.assert_close(y.float(), finish(total, r, activation), atol=4 * eps, rtol=eps)
@@ -70,8 +70,9 @@ def depthwise(size, channels, tiling, activation="relu", *, kernel=3, stride=1, 
     torch.testing.assert_close(y.float(), finish(total, r, activation), atol=8e-3, rtol=1e-3)
 """
 
-CASES = {  # all in float16: the interpreter multiplies the bits of bfloat16 as integers
+CASES = {  # none in bfloat16: the interpreter multiplies the bits of bfloat16 as integers
     "one tap a step": "check((9, 7), 32, 10, [16, 16, 16, 1, 4, 2], kernel=3, padding=1)",
+    "float32": "check((9, 7), 32, 10, [16, 16, 16, 2, 4, 2], kernel=3, padding=1, dtype=torch.float32)",
     "split": "check((9, 7), 32, 10, [16, 16, 16, 3, 4, 2], kernel=3, padding=1, residual=True)",
     "split unevenly": "check((9, 7), 32, 40, [32, 32, 32, 4, 4, 2], 'silu', kernel=3, padding=1, batch=2)",
     "stem": "check((15, 13), 3, 20, [32, 32, 32, 2, 4, 2], 'gelu', kernel=7, stride=2, padding=3)",
@@ -109,6 +110,8 @@ for tiling, trigger, before, has in (
     constants = settings(shape, Tiling.of(tiling), activation="relu", before=before, trigger=trigger)
     job = convolution_job(constants, dtype="float16", has=has)
     ptx = compile_job(job, capability=90).asm["ptx"]
+    wide = convolution_job(constants, dtype="float32", has=has)
+    assert any(word in compile_job(wide, capability=90).asm["ptx"] for word in ("f32.tf32.tf32", "f32.f32.tf32"))
     found = [word in ptx for word in ("wgmma.mma_async", "mma.sync", "atom.global.gpu.acq_rel")]
     wait = ptx.index("griddepcontrol.wait")
     launch = ptx.index("griddepcontrol.launch_dependents")

@@ -285,6 +285,23 @@ def test_biases_go_to_the_kernel_that_follows() -> None:
     assert_same(before, after, x, rtol=1e-5)
 
 
+def test_biases_are_added_behind_views() -> None:
+    weight, bias, x = torch.randn(4, 2, 3, 3), torch.randn(4), torch.randn(1, 2, 8, 8)
+
+    def seen(x: Tensor) -> Tensor:
+        return torch.sigmoid(torch.conv2d(x, weight, bias).flatten(2).transpose(1, 2))
+
+    def returned(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = torch.conv2d(x, weight, bias).flatten(2)
+        return y, torch.sigmoid(y)
+
+    for model, added in ((seen, 1), (returned, 0)):
+        before = record(model, x)
+        after = rewritten(before, free_biases)
+        assert counts(after)["add"] == added
+        assert_same(before, after, x, rtol=1e-5)
+
+
 def _inverted(x: Tensor, channels: int, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
     """The block of MobileNetV2 (Sandler et al. 2018): widen, depthwise, narrow without an activation."""
 

@@ -48,9 +48,12 @@ _SPLIT_US = 1.3
 _SHARPNESS = 3  # of the maximum of what goes on side by side; the lesser parts count a little too
 
 
-def candidates(shape: Convolution, *, limit: int = 8) -> list[Tiling]:
-    """At most ``limit`` tilings, the most promising first, of no cut of the result more than five."""
-    return most_promising(_all(shape), partial(estimate, shape), limit=limit, alike=5)
+def candidates(shape: Convolution, *, limit: int = 8, itemsize: int = 2) -> list[Tiling]:
+    """At most ``limit`` tilings, the most promising first, of no cut of the result more than five.
+
+    ``itemsize``: bytes of an element.
+    """
+    return most_promising(_all(shape, itemsize), partial(estimate, shape, itemsize=itemsize), limit=limit, alike=5)
 
 
 def most_promising(tilings: Iterable[Cut], estimate: Callable[[Cut], float], *, limit: int, alike: int) -> list[Cut]:
@@ -65,30 +68,31 @@ def most_promising(tilings: Iterable[Cut], estimate: Callable[[Cut], float], *, 
     return chosen[:limit]
 
 
-def estimate(shape: Convolution, tiling: Tiling) -> float:
+def estimate(shape: Convolution, tiling: Tiling, *, itemsize: int = 2) -> float:
     """Microseconds, roughly: what the busiest multiprocessor reads, computes and writes, and what meeting costs.
 
-    Without the launch itself.
+    Without the launch itself. Tensor cores take elements of twice the size half as fast.
     """
+    size_factor = itemsize / 2
     steps = ceil_div(tiling.steps(shape), tiling.split_k)
     blocks = tiling.blocks(shape)
     turns = ceil_div(blocks, MULTIPROCESSORS)
     size = tiling.block_m * tiling.block_n
-    nbytes = steps * tiling.block_k * (tiling.block_m + tiling.block_n) * 2
-    flops = 2 * steps * tiling.block_k * size
+    nbytes = steps * tiling.block_k * (tiling.block_m + tiling.block_n) * itemsize
+    flops = 2 * steps * tiling.block_k * size * size_factor
     narrow = _NARROW if tiling.block_m < WIDE else 1
     busiest = turns * max(nbytes / _BLOCK_BYTES_PER_US, flops / _FLOPS_PER_US * narrow)
     everything = blocks * nbytes / _L2_BYTES_PER_US
-    step = (_STEP_US + _STEP_US_PER_64 * tiling.block_k / 64) * narrow + _LOAD_US / tiling.num_stages
+    step = (_STEP_US + _STEP_US_PER_64 * tiling.block_k / 64 * size_factor) * narrow + _LOAD_US / tiling.num_stages
     own = steps * step * (1 + (turns - 1) * _BEHIND)
     meeting = 0.0
     if tiling.split_k > 1:
         meeting = _SPLIT_US + (tiling.split_k + 1) * size * 4 / _BLOCK_BYTES_PER_US
     together = (busiest**_SHARPNESS + everything**_SHARPNESS + own**_SHARPNESS) ** (1 / _SHARPNESS)
-    return together + meeting + turns * size * 2 / _BLOCK_BYTES_STORED_PER_US
+    return together + meeting + turns * size * itemsize / _BLOCK_BYTES_STORED_PER_US
 
 
-def _all(shape: Convolution) -> Iterator[Tiling]:
+def _all(shape: Convolution, itemsize: int) -> Iterator[Tiling]:
     for block_m in BLOCKS_M:
         if block_m > 16 and block_m >= 2 * shape.rows:
             continue
@@ -96,10 +100,10 @@ def _all(shape: Convolution) -> Iterator[Tiling]:
             if block_n > 16 and block_n >= 2 * shape.out_channels:
                 continue
             for block_k in BLOCKS_K:
-                yield from _splits(shape, block_m, block_n, block_k)
+                yield from _splits(shape, block_m, block_n, block_k, itemsize)
 
 
-def _splits(shape: Convolution, block_m: int, block_n: int, block_k: int) -> Iterator[Tiling]:
+def _splits(shape: Convolution, block_m: int, block_n: int, block_k: int, itemsize: int) -> Iterator[Tiling]:
     taps = shape.kernel[0] * shape.kernel[1]
     if taps > 1 and shape.channels % block_k and block_k > 32:
         return  # all offsets are computed for each product: keep the tile narrow
@@ -116,7 +120,7 @@ def _splits(shape: Convolution, block_m: int, block_n: int, block_k: int) -> Ite
             block_k=block_k,
             split_k=split,
             num_warps=_warps(block_m, block_n),
-            num_stages=_stages(block_m, block_n, block_k, part),
+            num_stages=_stages(block_k * (block_m + block_n) * itemsize, part),
         )
 
 
@@ -126,7 +130,6 @@ def _warps(block_m: int, block_n: int) -> int:
     return 4 if block_m * block_n >= 1024 else 2
 
 
-def _stages(block_m: int, block_n: int, block_k: int, part: int) -> int:
+def _stages(step_nbytes: int, part: int) -> int:
     """As many loads on their way as fit, no more than there are steps."""
-    fitting = SHARED_NBYTES // (2 * block_k * (block_m + block_n))
-    return max(1, min(fitting, part, 5))
+    return max(1, min(SHARED_NBYTES // step_nbytes, part, 5))

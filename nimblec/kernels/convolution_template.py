@@ -8,6 +8,8 @@ channels), as the channels lie last. The blocks that share a tile leave their su
 workspace; the last one to arrive adds them up in their fixed order, so that the result does not
 hang on who came last, and finishes the tile.
 
+Numbers are float16, bfloat16, or float32, which tensor cores read as TF32: the lower 13 bits are ignored.
+
 A prologue, ``activation(x * scale + shift) * gate``, is applied to what is read; padding stays zero.
 
 Under programmatic dependent launch (CUDA programming guide, "Programmatic Dependent Launch and
@@ -84,11 +86,12 @@ def convolution(
 
     if TRIGGER != "none":
         # The blocks that read the same weights fetch a share each.
-        NBYTES: tl.constexpr = PART * BLOCK_N * BLOCK_K * 2
+        STEP_NBYTES: tl.constexpr = BLOCK_N * BLOCK_K * weight_ptr.dtype.element_ty.primitive_bitwidth // 8
+        NBYTES: tl.constexpr = PART * STEP_NBYTES
         SHARE: tl.constexpr = (NBYTES + TILES_M * 128 - 1) // (TILES_M * 128) * 128
         first = tile_m * SHARE
         here = tl.minimum(PART, STEPS - begin)
-        count = tl.minimum(here * (BLOCK_N * BLOCK_K * 2) - first, SHARE)
+        count = tl.minimum(here * STEP_NBYTES - first, SHARE)
         if count > 0:
             fetch_into_l2((tile_weight_ptr + begin * (BLOCK_N * BLOCK_K)).to(tl.int64) + first, count)
 
@@ -152,7 +155,7 @@ def convolution(
             pixels = prepare(pixels, mask, whose, channel, scale_ptr, shift_ptr, gate_ptr, CHANNELS, BEFORE)
             pixels = pixels.to(x_ptr.dtype.element_ty)
         weights = tl.load(tile_weight_ptr + step * (BLOCK_N * BLOCK_K) + weight_offsets)
-        total = tl.dot(pixels, weights.T, total)
+        total = tl.dot(pixels, weights.T, total, input_precision="tf32")
 
     if SPLIT_K == 1:
         if residual_ptr is not None:

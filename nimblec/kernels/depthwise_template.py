@@ -56,7 +56,8 @@ def depthwise(
     tile_m = block // TILES_C
     tile_weight_ptr = weight_ptr + tile_c * (TAPS * BLOCK_C)
     if TRIGGER != "none":
-        fetch_into_l2(tile_weight_ptr.to(tl.int64), TAPS * BLOCK_C * 2)
+        NBYTES: tl.constexpr = TAPS * BLOCK_C * weight_ptr.dtype.element_ty.primitive_bitwidth // 8
+        fetch_into_l2(tile_weight_ptr.to(tl.int64), NBYTES)
     within = tl.arange(0, BLOCK_C)
     channels = tile_c * BLOCK_C + within
     if bias_ptr is not None:

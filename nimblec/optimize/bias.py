@@ -28,9 +28,14 @@ def free_biases(module: fx.GraphModule) -> None:
         convolutions = [user for user in node.users if is_call(user, *CONVOLUTIONS)]
         moved = [_moved(rewriter, node, user, bias) for user in convolutions]
         others = [user for user in node.users if user not in convolutions]
-        if all(m is not None for m in moved) and all(is_fusible(user) and not is_view(user) for user in others):
+        if all(m is not None for m in moved) and all(map(_adds, others)):
             _free(rewriter, node, bias, {c: m for c, m in zip(convolutions, moved, strict=True) if m is not None})
     rewriter.finish()
+
+
+def _adds(user: fx.Node) -> bool:
+    """Whether generated kernels compute a call, or all that read what it sees."""
+    return all(map(_adds, user.users)) if is_view(user) else is_fusible(user)
 
 
 def _free(rewriter: Rewriter, node: fx.Node, bias: Tensor, moved: dict[fx.Node, Tensor]) -> None:
