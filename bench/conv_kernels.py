@@ -2,7 +2,7 @@
 
 ``python -m bench.conv_kernels --model resnet50`` on a Hopper GPU compiles all candidates side by
 side, times each shape's in a chain of calls whose weights are not in the L2 cache, checks every
-candidate against torch in float32, and at the end times all calls of the network in one graph.
+candidate against torch in float64, and at the end times all calls of the network in one graph.
 """
 
 import argparse
@@ -136,13 +136,13 @@ class Tensors:
         return ACTIVATIONS[self.call.activation](total)
 
     def expected(self, rows: Tensor) -> Tensor:
-        """In float32."""
-        shape, bias = self.call.shape, self.bias.float()
+        """In float64."""
+        shape, bias = self.call.shape, self.bias.double()
         if self.call.kind == "linear":
-            total = functional.linear(self.x.float(), rows.float(), bias)
+            total = functional.linear(self.x.double(), rows.double(), bias)
         else:
-            weight, geometry = self.images(rows).float(), (shape.stride, shape.padding, shape.dilation)
-            total = functional.conv2d(self.prologue(self.x.float()), weight, bias, *geometry, self.groups)
+            weight, geometry = self.images(rows).double(), (shape.stride, shape.padding, shape.dilation)
+            total = functional.conv2d(self.prologue(self.x.double()), weight, bias, *geometry, self.groups)
         return finish(total, self.residual, self.call.activation)
 
 
@@ -173,30 +173,31 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, nargs="+", default=["resnet50"])
     parser.add_argument("--limit", type=int, default=16, help="candidates a shape")
     parser.add_argument("--out", type=Path, help="folder for the raw figures")
+    parser.add_argument("--tf32", action="store_true", help="float32 as TF32 on both sides, not half precision")
     given = parser.parse_args()
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = given.tf32
     print(describe())
     for name in given.model:
         begin = time.perf_counter()
         build, dtype = MODELS[name]
-        rows = measure(name, list(build()), dtype, given.limit)
+        rows = measure(name, list(build()), torch.float32 if given.tf32 else dtype, given.limit)
         if given.out:
             given.out.mkdir(parents=True, exist_ok=True)
             (given.out / f"conv_kernels_{name}.json").write_text(json.dumps(rows, indent=1) + "\n")
         print(f"{name}: {time.perf_counter() - begin:.0f} s in all\n")
 
 
-def tilings(call: Call, limit: int) -> Sequence[AnyTiling]:
+def tilings(call: Call, dtype: torch.dtype, limit: int) -> Sequence[AnyTiling]:
     """The candidates for a call."""
     if call.kind == "depthwise":
         return depthwise_candidates(call.shape, limit=limit)
-    return candidates(call.shape, limit=limit)
+    return candidates(call.shape, limit=limit, itemsize=dtype.itemsize)
 
 
 def measure(name: str, calls: Sequence[Call], dtype: torch.dtype, limit: int) -> dict[str, Any]:
     """Time and check all calls of a network; prints a table and returns the raw figures."""
     distinct = list(dict.fromkeys(calls))
-    tried = {call: {_name(t): t for t in tilings(call, limit)} for call in distinct}
+    tried = {call: {_name(t): t for t in tilings(call, dtype, limit)} for call in distinct}
     begin = time.perf_counter()
     compile_all([_job(call, tiling, dtype) for call in distinct for tiling in tried[call].values()])
     kernels = sum(map(len, tried.values()))
