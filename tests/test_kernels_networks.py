@@ -96,6 +96,26 @@ class Preactivated(nn.Module):
         return self.last(functional.silu(self.first(y))) + self.skip(y) + functional.max_pool2d(x, 3, 2, 1)
 
 
+class ConvNext(nn.Module):
+    """Blocks that norm, widen, and scale each channel, channels last (Liu et al. 2022)."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, channels, 4, 4), nn.LayerNorm(channels)
+        self.depthwise = nn.Conv2d(channels, channels, 7, 1, 3, groups=channels)
+        self.widen, self.narrow = nn.Linear(channels, 4 * channels), nn.Linear(4 * channels, channels)
+        self.scale = nn.Parameter(torch.linspace(-0.1, 1, channels).reshape(-1, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Images to images of a quarter of the size."""
+        x = self.stem(x)
+        for _ in range(2):
+            y = self.norm(self.depthwise(x).permute(0, 2, 3, 1))
+            y = self.narrow(functional.gelu(self.widen(y)))
+            x = x + self.scale * y.permute(0, 3, 1, 2)
+        return x
+
+
 NETWORKS: "dict[str, tuple[Callable[[], nn.Module], set[str]]]" = {
     "EfficientNet": (
         lambda: nn.Sequential(nn.Conv2d(3, 16, 3, 2, 1), Excited(16, nn.SiLU, nn.Sigmoid)), {"mul", "sigmoid", "add"}
@@ -106,6 +126,7 @@ NETWORKS: "dict[str, tuple[Callable[[], nn.Module], set[str]]]" = {
     ),
     "DenseNet": (lambda: DenseNet.small()[0], set()),
     "NASNet": (lambda: Cell(16), {"relu", "cudnn_convolution_relu"}),
+    "ConvNeXt": (lambda: ConvNext(16), {"mul", "add", "gelu"}),
     "ResNet v2": (lambda: Preactivated(16), {"relu", "_native_batch_norm_legit_no_training", "silu"}),
 }  # fmt: skip
 """And what is left of none of them."""

@@ -30,6 +30,7 @@ IMAGES = _random(2, 16, 8, 8, seed=0)
 ROWS = _random(2, 5, 24, seed=0)
 WEIGHT, BIAS = _random(16, 16, 3, 3) / 12, _random(16, seed=2)
 SCALES = _random(16, 1, 3, 3) / 3
+SQUARE = _random(24, 24, seed=0)
 MATRIX, VECTOR = _random(24, 24) / 5, _random(24, seed=2)
 
 
@@ -45,6 +46,12 @@ def _conv(x: Tensor, *, groups: int = 1, stride: int = 1) -> Tensor:
 
 def _pointwise(x: Tensor) -> Tensor:
     return functional.conv2d(x, WEIGHT[:, :, :1, :1])
+
+
+def _of_pixels(x: Tensor) -> Tensor:
+    """Norm, linear and a factor for each channel, as in ConvNeXt (Liu et al. 2022)."""
+    y = functional.linear(functional.layer_norm(x.permute(0, 2, 3, 1), (16,)), WEIGHT[:, :, 0, 0] * 3, BIAS)
+    return y.permute(0, 3, 1, 2) * BIAS.cos()[:, None, None]
 
 
 def _norm(x: Tensor) -> Tensor:
@@ -156,6 +163,38 @@ MODELS: "dict[str, tuple[Callable[[Tensor], Tensor], Tensor, str]]" = {
         lambda x: functional.gelu(functional.linear(x, MATRIX, VECTOR), approximate="tanh"), ROWS, "linear gelu_tanh",
     ),
     "linear and residual": (lambda x: x + functional.linear(x, MATRIX, VECTOR), ROWS, "linear none residual"),
+    "gelu of a linear of pixels": (
+        lambda x: _branches(x, lambda y: y + functional.gelu(_of_pixels(y))), IMAGES,
+        f"{FIRST}, linear gelu",
+    ),
+    "gelu of a linear of pixels and residual": (
+        lambda x: _branches(x, lambda y: functional.gelu(_of_pixels(y) + y)), IMAGES, f"{FIRST}, linear gelu residual",
+    ),
+    "linear of pixels and a residual in another order": (lambda x: x + _of_pixels(x), IMAGES, "linear none"),
+    "linear, transposed, and residual": (
+        lambda x: functional.linear(x, MATRIX, VECTOR).t() + x.t().sin(), ROWS.reshape(10, 24),
+        "linear none residual",
+    ),
+    "square, transposed, and residual": (
+        lambda x: functional.linear(x, MATRIX, VECTOR).t() + x.t().sin(), SQUARE,
+        "linear none residual",
+    ),
+    "linear, transposed, and another's order": (
+        lambda x: functional.linear(x, MATRIX, VECTOR).t() + x.sin(), SQUARE,
+        "linear none",
+    ),
+    "residual, transposed, and gelu": (
+        lambda x: functional.gelu((x + functional.linear(x, MATRIX, VECTOR)).transpose(1, 2)), ROWS,
+        "linear gelu residual",
+    ),
+    "gelu of heads": (
+        lambda x: functional.gelu(functional.linear(x, MATRIX).reshape(2, 5, 4, 6).transpose(1, 2)), ROWS,
+        "linear gelu",
+    ),
+    "gelu of copied heads": (
+        lambda x: functional.gelu(functional.linear(x, MATRIX).reshape(2, 5, 4, 6).transpose(1, 2).reshape(2, 120)),
+        ROWS, "linear none",
+    ),
 }  # fmt: skip
 
 

@@ -138,6 +138,69 @@ def test_a_linear_over_three_axes_takes_bias_and_scale() -> None:
     assert_same(before, after, x, rtol=1e-12)
 
 
+@pytest.mark.parametrize(
+    "viewed",
+    [
+        lambda y, scale: y.reshape(2, 3, 6).permute(0, 2, 1) * scale[:, None],
+        lambda y, scale: scale[:, None, None] * y.reshape(2, 3, 1, 6).permute(0, 3, 1, 2),
+        lambda y, scale: y.t().reshape(6, 2, 3) * scale[:, None, None],
+        lambda y, scale: y.unsqueeze(0).transpose(1, 2) * scale[:, None],
+        lambda y, scale: y.reshape(2, 3, 6, 1).squeeze(-1) * scale,
+        lambda y, _: y.reshape(2, 3, 2, 3).permute(0, 2, 1, 3) * 0.5,
+    ],
+)
+def test_a_linear_takes_the_scale_of_each_channel_through_views(viewed: Callable[[Tensor, Tensor], Tensor]) -> None:
+    weight, bias, scale, x = _random(4, 6), _random(6), _random(6), _random(6, 4)
+    before = record(lambda x: torch.relu(viewed(torch.addmm(bias, x, weight), scale)), x)
+    after = rewritten(before, fold_batch_norm)
+    assert counts(after)["mul"] == 0
+    assert_same(before, after, x, rtol=1e-12)
+
+
+@pytest.mark.parametrize("scale_as", [lambda y, s: y * s, lambda y, s: (y.permute(0, 3, 1, 2) * s[:, None, None])])
+def test_a_convolution_takes_the_scale_of_each_channel_through_views(
+    scale_as: Callable[[Tensor, Tensor], Tensor],
+) -> None:
+    weight, scale, x = _random(6, 4, 3, 3), _random(6), _random(2, 4, 5, 5)
+    before = record(lambda x: scale_as(torch.conv2d(x, weight).permute(0, 2, 3, 1), scale), x)
+    after = rewritten(before, fold_batch_norm)
+    assert counts(after)["mul"] == 0
+    assert_same(before, after, x, rtol=1e-12)
+
+
+def _read_between(y: Tensor, scale: Tensor) -> Tensor:
+    viewed = y.reshape(2, 3, 6)
+    return (viewed * scale).sum(1) + viewed.sum(1)
+
+
+@pytest.mark.parametrize(
+    "viewed",
+    [
+        lambda y, scale: y.reshape(6, 2, 3) * scale[:3],  # parts of the channels
+        lambda y, scale: y.reshape(2, 18) * scale.repeat(3),  # channels of several rows
+        lambda y, scale: y.t() * scale,  # rows
+        lambda y, scale: y.reshape(2, 3, 6).permute(0, 2, 1) * scale[:3],
+        lambda y, scale: y.t().reshape(2, 3, 6) * scale,  # as long as the channels, but not they
+        _read_between,
+    ],
+)
+def test_a_scale_of_anything_else_stays(viewed: Callable[[Tensor, Tensor], Tensor]) -> None:
+    weight, scale, x = _random(4, 6), _random(6), _random(6, 4)
+    before = record(lambda x: viewed(torch.mm(x, weight), scale), x)
+    after = rewritten(before, fold_constants, fold_batch_norm)
+    assert counts(after)["mul"] == 1
+    assert_same(before, after, x, rtol=1e-12)
+
+
+@pytest.mark.parametrize(("factor", "folds"), [(1e-2, True), (1e-6, False), (0.0, True)])
+def test_float32_weights_stay_in_the_range_of_half_precision(factor: float, folds: bool) -> None:
+    weight, x = _random(16, 8, dtype=torch.float32) / 50, _random(4, 16, dtype=torch.float32)
+    before = record(lambda x: torch.mm(x, weight) * torch.full((8,), factor), x)
+    assert counts(rewritten(before, fold_batch_norm))["mul"] == (0 if folds else 1)
+    tiny = record(lambda x: torch.mm(x, weight * 1e-6) * torch.full((8,), factor), x)
+    assert counts(rewritten(tiny, fold_constants, fold_batch_norm))["mul"] == 0  # out of it before
+
+
 def test_a_linear_after_the_norm() -> None:
     weight, bias, x = _random(4, 6), _random(6), _random(5, 4)
     before = record(lambda x: torch.addmm(bias, _norm(torch.relu(x), 4), weight), x)

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from nimblec.optimize.affine import NORMS, ChannelAffine, read_affine
 from nimblec.optimize.rewriter import Rewriter, bound, fake, is_call, only_user
-from nimblec.optimize.simplify import RESHAPES
+from nimblec.optimize.whole_views import WHOLE_VIEWS, axis_before
 
 aten = torch.ops.aten
 
@@ -66,8 +66,8 @@ def _changes(rewriter: Rewriter, node: fx.Node, affine: ChannelAffine) -> list[_
         return None
     if is_call(node, aten.cat.default):
         return _changes_of_parts(rewriter, node, affine)
-    if is_call(node, *RESHAPES):
-        return _changes_of_reshaped(rewriter, node, affine)
+    if is_call(node, *WHOLE_VIEWS):
+        return _changes_of_viewed(rewriter, node, affine)
     weights = None
     if is_call(node, CONVOLUTION):
         weights = _scaled_convolution(rewriter, node, affine)
@@ -76,13 +76,13 @@ def _changes(rewriter: Rewriter, node: fx.Node, affine: ChannelAffine) -> list[_
     return [_Change(call=node, weights=weights)] if weights else None
 
 
-def _changes_of_reshaped(rewriter: Rewriter, node: fx.Node, affine: ChannelAffine) -> list[_Change] | None:
-    """Through a reshape that keeps the last axis, as after a linear over more than two axes."""
-    source = node.args[0]
-    inner, outer = fake(source), fake(node)
-    if affine.axis is not None and (affine.axis != outer.dim() - 1 or inner.shape[-1:] != outer.shape[-1:]):
+def _changes_of_viewed(rewriter: Rewriter, node: fx.Node, affine: ChannelAffine) -> list[_Change] | None:
+    """Through a view that keeps the channels, as after a linear over more than two axes."""
+    axis = None if affine.axis is None else axis_before(node, affine.axis)
+    if (axis is None) != (affine.axis is None):
         return None
-    return _changes(rewriter, source, replace(affine, axis=None if affine.axis is None else inner.dim() - 1))
+    (source,) = node.all_input_nodes
+    return _changes(rewriter, source, replace(affine, axis=axis))
 
 
 def _changes_of_parts(rewriter: Rewriter, node: fx.Node, affine: ChannelAffine) -> list[_Change] | None:
@@ -204,16 +204,27 @@ def _shifted(old: _Weights, shift: Tensor) -> _Weights | None:
 
 
 def _rounded(old: Tensor, weight: Tensor, bias: Tensor, *, axis: int) -> _Weights | None:
-    """New weights in the dtype of ``old``.
+    """New weights in the dtype of ``old``, unless they lose there what weights may not.
 
-    None if a channel along ``axis`` would lose more than the rounding of the largest one: weights of
-    a channel that is nearly off may fall below the normal range.
+    Float32 may be cast to half precision later, where weights that fit it are to fit it still.
     """
+    dtypes = [old.dtype]
+    if old.dtype == torch.float32 and _keeps(old.double(), torch.float16, axis=axis):
+        dtypes.append(torch.float16)
     new = _Weights(weight=weight.to(old.dtype), bias=bias.to(old.dtype))
+    kept = all(_keeps(weight, dtype, axis=axis) for dtype in dtypes)
+    return new if kept and bool(new.bias.isfinite().all()) else None
+
+
+def _keeps(weight: Tensor, dtype: torch.dtype, *, axis: int) -> bool:
+    """Whether in ``dtype`` no channel along ``axis`` loses more than the rounding of the largest one.
+
+    Weights of a channel that is nearly off may fall below the normal range.
+    """
     others = [n for n in range(weight.dim()) if n != axis]
-    lost = torch.linalg.vector_norm(new.weight.double() - weight, dim=others)
-    allowed = torch.finfo(old.dtype).eps * torch.linalg.vector_norm(weight, dim=others).max()
-    return new if bool((lost <= allowed).all() and new.bias.isfinite().all()) else None
+    lost = torch.linalg.vector_norm(weight.to(dtype).double() - weight, dim=others)
+    allowed = torch.finfo(dtype).eps * torch.linalg.vector_norm(weight, dim=others).max()
+    return bool((lost <= allowed).all())
 
 
 def _apply(rewriter: Rewriter, change: _Change) -> None:

@@ -13,10 +13,11 @@ from nimblec.kernels.ops import convolution, convolution_shape, linear
 from nimblec.kernels.packing import counters, pack_convolution, pack_linear
 from nimblec.kernels.shapes import Convolution, Tiling, product
 from nimblec.optimize.batch_norm import CONVOLUTION
+from nimblec.optimize.fusible import is_view
 from nimblec.optimize.layout import HALF
 from nimblec.optimize.own_kernels_prologue import Before, activation_of, prologues
 from nimblec.optimize.rewriter import Rewriter, bound, fake, is_call, only_user
-from nimblec.optimize.simplify import RESHAPES
+from nimblec.optimize.whole_views import WHOLE_VIEWS, as_stored, viewed_alike
 
 aten = torch.ops.aten
 
@@ -200,13 +201,13 @@ def _is_served(rewriter: Rewriter, node: fx.Node, bias: fx.Node | None) -> bool:
 def _absorbed(head: fx.Node, given: dict[str, Any], owners: Mapping[fx.Node, fx.Node]) -> list[fx.Node]:
     """``head`` and the calls after it that its launch computes; notes a residual and an activation in ``given``.
 
-    Reshapes after a linear are passed by.
+    Views of a linear are passed by: what is added lies in memory as the product does.
     """
     nodes, reached = [head], [head]
     while given["activation"] == "none" and (user := only_user(reached[-1])) is not None:
         if owners.get(user, head) is not head:
             break
-        if given["kind"] == "linear" and is_call(user, *RESHAPES) and fake(user).is_contiguous():
+        if given["kind"] == "linear" and is_call(user, *WHOLE_VIEWS) and is_view(user):
             reached.append(user)
             continue
         residual = _other_term(user, reached[-1])
@@ -249,8 +250,8 @@ def _strides(images: Tensor) -> tuple[int, ...]:
 def _replace(rewriter: Rewriter, request: Request, tiling: Tiling | DepthwiseTiling, trigger: Trigger) -> None:
     last = request.nodes[-1]
     call = _call(rewriter, request, tiling, trigger)
-    if fake(call).shape != fake(last).shape:  # past the reshapes after a linear
-        call = rewriter.call(aten.reshape.default, call, list(fake(last).shape), at=last)
+    views = [node for node in request.nodes if is_call(node, *WHOLE_VIEWS)]
+    call = viewed_alike(rewriter, call, views, at=last)
     assert _is_like(call, last), f"{last.format_node()} would become {call.format_node()}"
     rewriter.replace(last, call)
 
@@ -276,8 +277,8 @@ def _call(rewriter: Rewriter, request: Request, tiling: Tiling | DepthwiseTiling
         return rewriter.call(convolution, *shared, *geometry, *end, at=last, **before)
     packed = rewriter.constant(pack_linear(weight, tiling), at=last)
     residual = request.residual
-    if residual is not None and fake(residual).dim() != 2:
-        residual = rewriter.call(aten.reshape.default, residual, [shape.rows, shape.out_channels], at=last)
+    if residual is not None:
+        residual = as_stored(rewriter, residual, [shape.rows, shape.out_channels], at=last)
     return rewriter.call(linear, terms[0], packed, terms[1], residual, arrived, shape.out_channels, *end, at=last)
 
 
