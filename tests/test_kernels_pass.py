@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from rewriting import counts, record, rewritten, run
+from rewriting import assert_same, counts, record, rewritten, run
 from torch import Tensor, fx
 from torch.nn import functional
 
@@ -12,12 +12,13 @@ from nimblec.kernels.depthwise import DepthwiseTiling, depthwise
 from nimblec.kernels.ops import convolution, linear
 from nimblec.kernels.shapes import Tiling
 from nimblec.optimize import optimize
+from nimblec.optimize.layout import propagate_channels_last
 from nimblec.optimize.own_kernels import Request, requests, use_own_kernels
 from nimblec.optimize.own_kernels_choice import Selector, tilings
 from nimblec.optimize.own_selection import THEIRS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 OWN = (convolution, linear, depthwise)
 
@@ -236,10 +237,45 @@ def test_nothing_changes_where_the_framework_is_chosen() -> None:
     assert counts(rewritten(module, lambda m: use_own_kernels(m, lambda _: None))) == counts(module)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_other_precisions_stay(dtype: torch.dtype) -> None:
-    module = record(lambda x: functional.conv2d(x, WEIGHT.to(dtype), BIAS.to(dtype)), IMAGES.to(dtype))
+def test_double_precision_stays() -> None:
+    module = record(lambda x: functional.conv2d(x, WEIGHT.double(), BIAS.double()), IMAGES.double())
     assert not list(requests(optimize(module, device="cuda")))
+
+
+def _single_precision(function: "Callable[[Tensor], Tensor]", x: Tensor) -> fx.GraphModule:
+    module = optimize(record(function, x), device="cuda")
+    propagate_channels_last(module, {torch.float32})
+    return module
+
+
+@pytest.fixture(params=[True, False], ids=["tf32", "ieee"])
+def tf32(request: pytest.FixtureRequest) -> "Iterator[bool]":
+    """Whether tensor cores may multiply float32."""
+    libraries = torch.backends.cudnn.conv, torch.backends.cuda.matmul
+    before = [library.fp32_precision for library in libraries]
+    for library in libraries:
+        library.fp32_precision = "tf32" if request.param else "ieee"
+    yield request.param
+    for library, precision in zip(libraries, before, strict=True):
+        library.fp32_precision = precision
+
+
+def test_single_precision_is_ours_where_tensor_cores_may_multiply(*, tf32: bool) -> None:
+    convolution = _single_precision(lambda x: functional.conv2d(x, WEIGHT.float(), BIAS.float()), IMAGES.float())
+    weight = torch.randn(16, 1, 3, 3)
+    depthwise = _single_precision(lambda x: functional.conv2d(x, weight, groups=16), IMAGES.float())
+    product = record(lambda x: x @ WEIGHT.float().flatten(1).t(), torch.randn(9, WEIGHT[0].numel()))
+    found = [[request.kind for request in requests(module)] for module in (convolution, depthwise, product)]
+    assert found == [["convolution"] * tf32, ["depthwise"], ["linear"] * tf32]
+
+
+def test_single_precision_computes_the_same() -> None:
+    x = IMAGES.float()
+    before = _single_precision(lambda x: functional.conv2d(x, WEIGHT.float(), BIAS.float(), padding=1).relu(), x)
+    after = rewritten(before, lambda m: use_own_kernels(m, lambda request: tilings(request)[0]))
+    assert counts(after)["convolution"] == 1
+    assert "cudnn_convolution_relu" not in counts(after)
+    assert_same(before, after, x, rtol=1e-5)
 
 
 def test_grouped_convolutions_stay() -> None:

@@ -59,11 +59,11 @@ def _optional(dtype: str, has: Collection[str]) -> Iterator[str | None]:
 
 
 def compile_all(jobs: Sequence[Job], *, capability: int = HOPPER, processes: int | None = None) -> None:
-    """Compile all jobs, a share in each of ``processes`` workers (as many as there are processors).
+    """Compile all jobs, a share in each of ``processes`` workers (as many as this process has processors).
 
     Raises CompileError where Triton does not compile one.
     """
-    count = max(1, min(processes or os.cpu_count() or 1, len(jobs)))
+    count = max(1, min(processes or len(os.sched_getaffinity(0)), len(jobs)))
     shares = [list(jobs[n::count]) for n in range(count)]
     workers = [_start(share, capability) for share in shares if share]
     problems = [worker.stderr.read() for worker in workers if worker.stderr]

@@ -13,6 +13,7 @@ from nimblec.kernels.ops import convolution, convolution_shape, linear
 from nimblec.kernels.packing import counters, pack_convolution, pack_linear
 from nimblec.kernels.shapes import Convolution, Tiling, product
 from nimblec.optimize.batch_norm import CONVOLUTION
+from nimblec.optimize.cudnn import DTYPES
 from nimblec.optimize.fusible import is_view
 from nimblec.optimize.layout import HALF
 from nimblec.optimize.own_kernels_prologue import Before, activation_of, prologues
@@ -138,10 +139,13 @@ def _given(rewriter: Rewriter, node: fx.Node) -> dict[str, Any] | None:
 
 
 def _convolution(rewriter: Rewriter, node: fx.Node) -> dict[str, Any] | None:
-    """What a convolution of images in half precision, channels last, asks for."""
+    """What a convolution of images, channels last, asks for."""
     given = bound(node)
     x, weight, bias = given["input" if "input" in given else "self"], rewriter.value(given["weight"]), given["bias"]
     if weight is None or weight.dim() != 4 or given.get("transposed") or not _is_served(rewriter, node, bias):
+        return None
+    is_depthwise = given["groups"] > 1
+    if not (is_depthwise or _may_multiply(fake(node).dtype, torch.backends.cudnn.conv)):
         return None
     residual = given.get("z")
     if residual is not None and (given["alpha"] not in {None, 1} or not _is_like(residual, node)):
@@ -149,12 +153,11 @@ def _convolution(rewriter: Rewriter, node: fx.Node) -> dict[str, Any] | None:
     if not _is_channels_last(fake(x)) or fake(node).stride() != _strides(fake(node)):
         return None
     channels = fake(x).shape[1]
-    kind = "convolution" if given["groups"] == 1 else "depthwise"
-    if kind == "depthwise" and (given["groups"] != channels or tuple(weight.shape[:2]) != (channels, 1)):
+    if is_depthwise and (given["groups"] != channels or tuple(weight.shape[:2]) != (channels, 1)):
         return None
     geometry = (weight.shape[2:], given["stride"], given["padding"], given["dilation"])
     return {
-        "kind": kind,
+        "kind": "depthwise" if is_depthwise else "convolution",
         "shape": convolution_shape(fake(x), weight.shape[0], *geometry),
         "x": x,
         "weight": given["weight"],
@@ -165,11 +168,13 @@ def _convolution(rewriter: Rewriter, node: fx.Node) -> dict[str, Any] | None:
 
 
 def _linear(rewriter: Rewriter, node: fx.Node) -> dict[str, Any] | None:
-    """What a product with constant weights in half precision asks for."""
+    """What a product with constant weights asks for."""
     given = bound(node)
     x, bias = (given["self"], None) if "mat1" not in given else (given["mat1"], given["self"])
     plain = given.get("alpha", 1) == 1 and given.get("beta", 1) == 1
     if rewriter.value(given["mat2"]) is None or not plain or not _is_served(rewriter, node, bias):
+        return None
+    if not _may_multiply(fake(node).dtype, torch.backends.cuda.matmul):
         return None
     rows, depth = fake(x).shape
     if (depth > 1 and fake(x).stride(1) != 1) or not fake(node).is_contiguous():
@@ -188,9 +193,14 @@ def _linear(rewriter: Rewriter, node: fx.Node) -> dict[str, Any] | None:
     }
 
 
+def _may_multiply(dtype: torch.dtype, library: Any) -> bool:
+    """Whether tensor cores may: our kernels multiply on them alone. ``library`` holds torch's setting for float32."""
+    return dtype in HALF or library.fp32_precision == "tf32"
+
+
 def _is_served(rewriter: Rewriter, node: fx.Node, bias: fx.Node | None) -> bool:
-    """Half precision; the bias, which is read before the wait, must be one that nothing writes."""
-    if fake(node).dtype not in HALF or not fake(node).numel():
+    """Numbers that ours compute with; the bias, which is read before the wait, must be one that nothing writes."""
+    if fake(node).dtype not in DTYPES or not fake(node).numel():
         return False
     if bias is None:
         return True
