@@ -100,6 +100,15 @@ def test_a_word_that_stayed_may_be_resident(relocator: Relocator) -> None:
     assert found.params == _pack(0, RESIDENT + 520, 5)  # the second one was freed: a number, or padding
 
 
+def test_no_kernel_reads_what_the_recorder_keeps(asked: list[int]) -> None:
+    shift, resident = Shift(FIRST, SHIFT), _Resident()
+    relocator = Relocator(shift, resident, foreign.ForeignMemory(), {RESIDENT})  # type: ignore[arg-type]
+    found = relocator.relocate(_pack(RESIDENT + 24, FIRST[0]), _pack(RESIDENT + 24, SECOND[0]))
+    assert found.targets == ((8, Target(index=0, offset=0)),)
+    assert found.params == _pack(RESIDENT + 24, 0)
+    assert not asked
+
+
 def test_device_memory_outside_the_allocator_is_found(relocator: Relocator, asked: list[int]) -> None:
     words = _pack(DEVICE + 16, DEVICE + 24, 1 << 40)
     found = relocator.relocate(words, words)

@@ -14,7 +14,7 @@ from nimblec.cuda.cupti import CodeRecorder
 from nimblec.cuda.foreign import ForeignMemory
 from nimblec.cuda.modules import CodeIndex
 from nimblec.cuda.relocation import Relocator
-from nimblec.cuda.residents import Resident, contents, find_residents, move_into, note_mutations
+from nimblec.cuda.residents import Resident, contents, find_residents, kept_by_recordings, move_into, note_mutations
 from nimblec.cuda.tasks import build_graph
 from nimblec.errors import TraceError, UnsupportedModelError
 from nimblec.frontend.pytorch import DTYPE_NAMES, TorchModel, as_tensor, name_outputs
@@ -118,7 +118,9 @@ class ModelRecorder:
             first,
             second,
             code=code,
-            relocator=Relocator(Shift(first_zone.addresses, shift), resident, foreign),
+            relocator=Relocator(
+                Shift(first_zone.addresses, shift), resident, foreign, frozenset(kept_by_recordings())
+            ),
             buffers=buffers,
             inputs=self._input_views(first_zone, buffers),
             outputs=_output_views(outputs, buffers),

@@ -1,5 +1,6 @@
 """Tell pointers from numbers: compare the parameters of two captures in different memory."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,11 +35,15 @@ class Relocator:
     A word that moved as an allocation did is a pointer to it. Any other byte that differs is what
     the stack held under padding: zero (the bytes beside it may be a number of one byte). A word
     that stayed is a number, unless it is the address of a resident allocation, or of memory that CUDA
-    knows and the allocator never saw.
+    knows and the allocator never saw. No kernel of a model reads what ``recorder`` keeps for itself in the
+    resident zone: padding may hold the address of what lay there before.
     """
 
-    def __init__(self, shift: Shift, resident: Zone, foreign: ForeignMemory) -> None:
+    def __init__(
+        self, shift: Shift, resident: Zone, foreign: ForeignMemory, recorder: Collection[int] = frozenset()
+    ) -> None:
         self._shift = shift
+        self._recorder = recorder
         self._resident = resident
         self._foreign = foreign
 
@@ -71,7 +76,7 @@ class Relocator:
         index = self._resident.find(first)
         if index is not None:
             address = self._resident.addresses[index]
-            alive = address in self._resident.live
+            alive = address in self._resident.live and address not in self._recorder
             return Target(index=index, offset=first - address, place=Place.RESIDENT) if alive else None
         if first < _LOWEST_POINTER or self._resident.base <= first < self._resident.end:
             return None

@@ -51,7 +51,7 @@ def find_residents(
     attributes, or torch.compile in its own tables. What recordings keep for themselves is left out.
     """
     gc.collect()
-    known = {*known, *_kept_by_recordings()}
+    known = {*known, *kept_by_recordings()}
     names = _names(root)
     given = {t.untyped_storage().data_ptr(): name for name, t in inputs}
     tensors: dict[int, list[torch.Tensor]] = {}
@@ -81,7 +81,7 @@ def _resident(sharing: list[torch.Tensor], name: str, *, is_input: bool) -> Resi
     )
 
 
-def _kept_by_recordings() -> Iterator[int]:
+def kept_by_recordings() -> Iterator[int]:
     """The addresses of copies of residents, and of what captured runs returned."""
     for candidate in gc.get_objects():
         if type(candidate) is Resident:
