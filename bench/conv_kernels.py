@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from nimblec.kernels.depthwise import (
     depthwise_settings,
     pack_depthwise,
 )
-from nimblec.kernels.launching import TRIGGERS, settings
+from nimblec.kernels.launching import TRIGGERS, Arithmetic, settings
 from nimblec.kernels.packing import counters, pack_rows
 from nimblec.kernels.reference import ACTIVATIONS, NO_PROLOGUE, Prologue, finish
 from nimblec.kernels.shapes import Convolution, Tiling, ceil_div
@@ -48,11 +48,20 @@ TOLERANCE = 0.02
 """Of the results' spread: float16 and bfloat16 round once, the library's and our sums differ in order."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Numbers:
+    """What is multiplied, and how if it is float32."""
+
+    dtype: torch.dtype
+    arithmetic: Arithmetic = "tf32"
+
+
 class Tensors:
     """What all versions of one call read, but for the weights."""
 
-    def __init__(self, call: Call, dtype: torch.dtype) -> None:
-        self.call, shape = call, call.shape
+    def __init__(self, call: Call, numbers: Numbers) -> None:
+        self.call, shape, dtype = call, call.shape, numbers.dtype
+        self._arithmetic = numbers.arithmetic
         size = (shape.batch, shape.height, shape.width, shape.channels)
         x = torch.randn(size, dtype=dtype, device="cuda")
         out = torch.randn((shape.rows, shape.out_channels), dtype=dtype, device="cuda")
@@ -86,11 +95,11 @@ class Tensors:
         shared = self.x, weight, self.bias, self.residual, arrived, shape.out_channels
         last = call.activation, tiling.numbers, trigger
         if call.kind == "linear":
-            return ops.linear(*shared, *last)
+            return ops.linear(*shared, *last, arithmetic=self._arithmetic)
         geometry = shape.kernel, shape.stride, shape.padding, shape.dilation
         if call.kind == "depthwise":
             return depthwise(*shared[:4], *geometry, *last, **self._before())
-        return ops.convolution(*shared, *geometry, *last, **self._before())
+        return ops.convolution(*shared, *geometry, *last, arithmetic=self._arithmetic, **self._before())
 
     def _before(self) -> dict[str, Any]:
         prologue = self.prologue
@@ -173,43 +182,44 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, nargs="+", default=["resnet50"])
     parser.add_argument("--limit", type=int, default=16, help="candidates a shape")
     parser.add_argument("--out", type=Path, help="folder for the raw figures")
-    parser.add_argument("--tf32", action="store_true", help="float32 as TF32 on both sides, not half precision")
+    parser.add_argument("--float32", choices=get_args(Arithmetic), help="instead of half precision, multiplied so")
     given = parser.parse_args()
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = given.tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = given.float32 == "tf32"
     print(describe())
     for name in given.model:
         begin = time.perf_counter()
         build, dtype = MODELS[name]
-        rows = measure(name, list(build()), torch.float32 if given.tf32 else dtype, given.limit)
+        how = Numbers(dtype=torch.float32, arithmetic=given.float32) if given.float32 else Numbers(dtype=dtype)
+        rows = measure(name, list(build()), how, given.limit)
         if given.out:
             given.out.mkdir(parents=True, exist_ok=True)
             (given.out / f"conv_kernels_{name}.json").write_text(json.dumps(rows, indent=1) + "\n")
         print(f"{name}: {time.perf_counter() - begin:.0f} s in all\n")
 
 
-def tilings(call: Call, dtype: torch.dtype, limit: int) -> Sequence[AnyTiling]:
+def tilings(call: Call, numbers: Numbers, limit: int) -> Sequence[AnyTiling]:
     """The candidates for a call."""
     if call.kind == "depthwise":
         return depthwise_candidates(call.shape, limit=limit)
-    return candidates(call.shape, limit=limit, itemsize=dtype.itemsize)
+    return candidates(call.shape, limit=limit, itemsize=numbers.dtype.itemsize, arithmetic=numbers.arithmetic)
 
 
-def measure(name: str, calls: Sequence[Call], dtype: torch.dtype, limit: int) -> dict[str, Any]:
+def measure(name: str, calls: Sequence[Call], numbers: Numbers, limit: int) -> dict[str, Any]:
     """Time and check all calls of a network; prints a table and returns the raw figures."""
     distinct = list(dict.fromkeys(calls))
-    tried = {call: {_name(t): t for t in tilings(call, dtype, limit)} for call in distinct}
+    tried = {call: {_name(t): t for t in tilings(call, numbers, limit)} for call in distinct}
     begin = time.perf_counter()
-    compile_all([_job(call, tiling, dtype) for call in distinct for tiling in tried[call].values()])
+    compile_all([_job(call, tiling, numbers) for call in distinct for tiling in tried[call].values()])
     kernels = sum(map(len, tried.values()))
     print(f"{name}: {len(calls)} calls, {len(distinct)} distinct; {kernels} kernels compiled in", end=" ")
     print(f"{time.perf_counter() - begin:.1f} s")
-    pool, timer = WeightPool(nbytes=POOL_NBYTES, dtype=dtype), GraphTimer()
+    pool, timer = WeightPool(nbytes=POOL_NBYTES, dtype=numbers.dtype), GraphTimer()
     measured = []
     for call in distinct:
-        found = measure_call(call, calls.count(call), tried[call], pool, timer, dtype)
+        found = measure_call(call, calls.count(call), tried[call], pool, timer, numbers)
         print(_line(found), flush=True)
         measured.append(found)
-    networks = measure_network(calls, {m.call: m for m in measured}, pool, timer, dtype)
+    networks = measure_network(calls, {m.call: m for m in measured}, pool, timer, numbers)
     sums = {
         "theirs": sum(m.count * m.theirs for m in measured),
         "ours": sum(m.count * m.choice.microseconds[m.ours] for m in measured),
@@ -226,11 +236,11 @@ def measure(name: str, calls: Sequence[Call], dtype: torch.dtype, limit: int) ->
 
 
 def measure_call(
-    call: Call, count: int, tilings: dict[str, AnyTiling], pool: WeightPool, timer: GraphTimer, dtype: torch.dtype
+    call: Call, count: int, tilings: dict[str, AnyTiling], pool: WeightPool, timer: GraphTimer, numbers: Numbers
 ) -> Measured:
     """Check and time the library's call and each candidate of ours."""
-    tensors, depth = Tensors(call, dtype), _depth(call)
-    rows = (torch.randn((call.shape.out_channels, depth), device="cuda") / depth**0.5).to(dtype)
+    tensors, depth = Tensors(call, numbers), _depth(call)
+    rows = (torch.randn((call.shape.out_channels, depth), device="cuda") / depth**0.5).to(numbers.dtype)
     expected = tensors.expected(rows)
     error = max(_error(tensors, rows, tiling, expected) for tiling in tilings.values())
     sides: dict[str, Callable[[int], object]] = {THEIRS: _chain_of_theirs(tensors, pool, timer.length)}
@@ -270,12 +280,12 @@ def measure_network(
     measured: dict[Call, Measured],
     pool: WeightPool,
     timer: GraphTimer,
-    dtype: torch.dtype,
+    numbers: Numbers,
 ) -> dict[str, float]:
     """All calls of a network in its order in one graph, each with weights of its own; replay after replay."""
     best = {call: m.tilings[m.ours] for call, m in measured.items()}
-    compile_all([_job(call, tiling, dtype, trigger) for call, tiling in best.items() for trigger in TRIGGERS])
-    tensors = {call: Tensors(call, dtype) for call in measured}
+    compile_all([_job(call, tiling, numbers, trigger) for call, tiling in best.items() for trigger in TRIGGERS])
+    tensors = {call: Tensors(call, numbers) for call in measured}
 
     def theirs(call: Call) -> Callable[[], object]:
         return partial(tensors[call].theirs, pool.take((call.shape.out_channels, _depth(call))))
@@ -295,14 +305,14 @@ def measure_network(
     return {name: timer.chain([side(call) for call in calls], flush=False) for name, side in sides.items()}
 
 
-def _job(call: Call, tiling: AnyTiling, dtype: torch.dtype, trigger: str = "late") -> Job:
+def _job(call: Call, tiling: AnyTiling, numbers: Numbers, trigger: str = "late") -> Job:
     has = {"bias", *(["residual"] if call.residual else []), *_READ[call.reading]}
-    known: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch."), "has": has}
+    known: dict[str, Any] = {"dtype": str(numbers.dtype).removeprefix("torch."), "has": has}
     before = "relu" if "relu" in call.reading else "none"
     how = {"activation": call.activation, "before": before, "trigger": trigger}
     if isinstance(tiling, DepthwiseTiling):
         return depthwise_job(depthwise_settings(call.shape, tiling, **how), **known)
-    return convolution_job(settings(call.shape, tiling, **how), **known)
+    return convolution_job(settings(call.shape, tiling, arithmetic=numbers.arithmetic, **how), **known)
 
 
 def _depth(call: Call) -> int:

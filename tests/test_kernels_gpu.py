@@ -8,7 +8,7 @@ from torch.nn import functional
 from nimblec.kernels import ops
 from nimblec.kernels.candidates import candidates
 from nimblec.kernels.depthwise import depthwise, depthwise_candidates, pack_depthwise
-from nimblec.kernels.launching import TRIGGERS
+from nimblec.kernels.launching import TRIGGERS, Arithmetic
 from nimblec.kernels.packing import counters, pack_convolution, pack_linear
 from nimblec.kernels.reference import Prologue, finish
 from nimblec.kernels.shapes import Convolution, Tiling, product
@@ -33,8 +33,12 @@ def _hopper() -> None:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_convolutions(name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "arithmetic"),
+    [(torch.float16, "tf32"), (torch.bfloat16, "tf32"), (torch.float32, "tf32"), (torch.float32, "ieee")],
+    ids=str,
+)
+def test_convolutions(name: str, dtype: torch.dtype, arithmetic: Arithmetic) -> None:
     shape = SHAPES[name]
     x = torch.randn(shape.batch, shape.channels, shape.height, shape.width, device="cuda").to(dtype)
     x = x.contiguous(memory_format=torch.channels_last)
@@ -44,16 +48,17 @@ def test_convolutions(name: str, dtype: torch.dtype) -> None:
     bias = torch.randn(shape.out_channels, device="cuda", dtype=dtype)
     total = functional.conv2d(x.double(), weight.double(), bias.double(), shape.stride, shape.padding)
     residual = torch.randn_like(total.to(dtype), memory_format=torch.channels_last)
-    for tiling in candidates(shape, limit=2, itemsize=dtype.itemsize):
+    eps = 8 * torch.finfo(torch.float32).eps if arithmetic == "ieee" else None
+    for tiling in candidates(shape, limit=2, itemsize=dtype.itemsize, arithmetic=arithmetic):
         arrived = _counters(shape, tiling)
         results = [
             ops.convolution(
                 x, pack_convolution(weight, tiling), bias, residual, arrived, shape.out_channels, shape.kernel,
-                shape.stride, shape.padding, shape.dilation, "relu", tiling.numbers, "late",
+                shape.stride, shape.padding, shape.dilation, "relu", tiling.numbers, "late", arithmetic=arithmetic,
             )
             for _ in range(20)
         ]  # fmt: skip
-        _check(results, finish(total, residual, "relu"), arrived)
+        _check(results, finish(total, residual, "relu"), arrived, eps=eps)
 
 
 @pytest.mark.parametrize("activation", ["none", "silu", "gelu", "gelu_tanh", "tanh", "sigmoid", "hardswish"])

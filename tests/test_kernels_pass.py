@@ -260,13 +260,17 @@ def tf32(request: pytest.FixtureRequest) -> "Iterator[bool]":
         library.fp32_precision = precision
 
 
-def test_single_precision_is_ours_where_tensor_cores_may_multiply(*, tf32: bool) -> None:
+def test_single_precision_is_multiplied_as_torch_is_told_to(*, tf32: bool) -> None:
     convolution = _single_precision(lambda x: functional.conv2d(x, WEIGHT.float(), BIAS.float()), IMAGES.float())
     weight = torch.randn(16, 1, 3, 3)
     depthwise = _single_precision(lambda x: functional.conv2d(x, weight, groups=16), IMAGES.float())
     product = record(lambda x: x @ WEIGHT.float().flatten(1).t(), torch.randn(9, WEIGHT[0].numel()))
-    found = [[request.kind for request in requests(module)] for module in (convolution, depthwise, product)]
-    assert found == [["convolution"] * tf32, ["depthwise"], ["linear"] * tf32]
+    wanted = "tf32" if tf32 else "ieee"
+    found = [
+        [(request.kind, request.arithmetic) for request in requests(module)]
+        for module in (convolution, depthwise, product)
+    ]
+    assert found == [[("convolution", wanted)], [("depthwise", "ieee")], [("linear", wanted)]]
 
 
 def test_single_precision_computes_the_same() -> None:

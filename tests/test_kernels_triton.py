@@ -44,7 +44,7 @@ def check(size, channels, out, tiling, activation="relu", *, batch=1, kernel=1, 
     down, across = tiling.tiles(shape)
     arrived = counters(down * across, x.device)
     launch_convolution(shape, tiling, x=x, weight=pack_convolution(weight, tiling), bias=b, residual=r,
-        prologue=read, out=y, counters=arrived, activation=activation, trigger="none")
+        prologue=read, out=y, counters=arrived, activation=activation, trigger="none", arithmetic="ieee")
     read = read(x.float()).to(dtype).float()
     total = functional.conv2d(read, weight.float(), b.float() if bias else None, stride, padding, dilation)
     eps = torch.finfo(torch.float16).eps
@@ -112,6 +112,8 @@ for tiling, trigger, before, has in (
     ptx = compile_job(job, capability=90).asm["ptx"]
     wide = convolution_job(constants, dtype="float32", has=has)
     assert any(word in compile_job(wide, capability=90).asm["ptx"] for word in ("f32.tf32.tf32", "f32.f32.tf32"))
+    exact = convolution_job(constants | {"PRECISION": "ieee"}, dtype="float32", has=has)
+    assert "mma" not in compile_job(exact, capability=90).asm["ptx"]
     found = [word in ptx for word in ("wgmma.mma_async", "mma.sync", "atom.global.gpu.acq_rel")]
     wait = ptx.index("griddepcontrol.wait")
     launch = ptx.index("griddepcontrol.launch_dependents")

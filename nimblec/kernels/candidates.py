@@ -39,6 +39,10 @@ _L2_BYTES_PER_US = 3.6e6
 _BLOCK_BYTES_PER_US = 78.6e3
 _BLOCK_BYTES_STORED_PER_US = 24e3
 _FLOPS_PER_US = 2.5e6  # of one multiprocessor
+# Within a tenth of 70 times of 25 shapes (ResNet-50) that have a block for each multiprocessor:
+_SCALAR_FLOPS_PER_US = 700  # the same without tensor cores, of a warp, for each result that a thread of it sums up
+_MOST_RESULTS = 43
+_FILLING = 2.8  # blocks on a multiprocessor that take no longer than one; not measured
 _STEP_US = 0.0167
 _STEP_US_PER_64 = 0.0439  # of block_k
 _LOAD_US = 0.06  # of a step that waits for its loads, shared by the stages
@@ -48,12 +52,13 @@ _SPLIT_US = 1.3
 _SHARPNESS = 3  # of the maximum of what goes on side by side; the lesser parts count a little too
 
 
-def candidates(shape: Convolution, *, limit: int = 8, itemsize: int = 2) -> list[Tiling]:
+def candidates(shape: Convolution, *, limit: int = 8, itemsize: int = 2, arithmetic: str = "tf32") -> list[Tiling]:
     """At most ``limit`` tilings, the most promising first, of no cut of the result more than five.
 
-    ``itemsize``: bytes of an element.
+    ``itemsize``: bytes of an element. ``arithmetic``: of float32, a `nimblec.kernels.launching.Arithmetic`.
     """
-    return most_promising(_all(shape, itemsize), partial(estimate, shape, itemsize=itemsize), limit=limit, alike=5)
+    how = {"itemsize": itemsize, "arithmetic": arithmetic}
+    return most_promising(_all(shape, itemsize), partial(estimate, shape, **how), limit=limit, alike=5)
 
 
 def most_promising(tilings: Iterable[Cut], estimate: Callable[[Cut], float], *, limit: int, alike: int) -> list[Cut]:
@@ -68,7 +73,7 @@ def most_promising(tilings: Iterable[Cut], estimate: Callable[[Cut], float], *, 
     return chosen[:limit]
 
 
-def estimate(shape: Convolution, tiling: Tiling, *, itemsize: int = 2) -> float:
+def estimate(shape: Convolution, tiling: Tiling, *, itemsize: int = 2, arithmetic: str = "tf32") -> float:
     """Microseconds, roughly: what the busiest multiprocessor reads, computes and writes, and what meeting costs.
 
     Without the launch itself. Tensor cores take elements of twice the size half as fast.
@@ -79,9 +84,13 @@ def estimate(shape: Convolution, tiling: Tiling, *, itemsize: int = 2) -> float:
     turns = ceil_div(blocks, MULTIPROCESSORS)
     size = tiling.block_m * tiling.block_n
     nbytes = steps * tiling.block_k * (tiling.block_m + tiling.block_n) * itemsize
-    flops = 2 * steps * tiling.block_k * size * size_factor
+    flops = 2 * steps * tiling.block_k * size
     narrow = _NARROW if tiling.block_m < WIDE else 1
-    busiest = turns * max(nbytes / _BLOCK_BYTES_PER_US, flops / _FLOPS_PER_US * narrow)
+    computing = turns * flops * size_factor / _FLOPS_PER_US * narrow
+    if arithmetic == "ieee":
+        results = min(size / (32 * tiling.num_warps), _MOST_RESULTS)
+        computing = flops / (_SCALAR_FLOPS_PER_US * tiling.num_warps * results) * max(1, turns / _FILLING)
+    busiest = max(turns * nbytes / _BLOCK_BYTES_PER_US, computing)
     everything = blocks * nbytes / _L2_BYTES_PER_US
     step = (_STEP_US + _STEP_US_PER_64 * tiling.block_k / 64 * size_factor) * narrow + _LOAD_US / tiling.num_stages
     own = steps * step * (1 + (turns - 1) * _BEHIND)

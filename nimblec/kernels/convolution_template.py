@@ -8,7 +8,8 @@ channels), as the channels lie last. The blocks that share a tile leave their su
 workspace; the last one to arrive adds them up in their fixed order, so that the result does not
 hang on who came last, and finishes the tile.
 
-Numbers are float16, bfloat16, or float32, which tensor cores read as TF32: the lower 13 bits are ignored.
+Numbers are float16, bfloat16 or float32. Tensor cores read float32 as TF32 (``PRECISION`` "tf32": the
+lower 13 bits are ignored); else its products are single instructions, exact but for one rounding ("ieee").
 
 A prologue, ``activation(x * scale + shift) * gate``, is applied to what is read; padding stays zero.
 
@@ -59,6 +60,7 @@ def convolution(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SPLIT_K: tl.constexpr,
+    PRECISION: tl.constexpr,
     TRIGGER: tl.constexpr,
 ):
     """Of x (pixels, channels), weight in tiles, bias (out channels,), residual and out (rows, out channels).
@@ -155,7 +157,7 @@ def convolution(
             pixels = prepare(pixels, mask, whose, channel, scale_ptr, shift_ptr, gate_ptr, CHANNELS, BEFORE)
             pixels = pixels.to(x_ptr.dtype.element_ty)
         weights = tl.load(tile_weight_ptr + step * (BLOCK_N * BLOCK_K) + weight_offsets)
-        total = tl.dot(pixels, weights.T, total, input_precision="tf32")
+        total = tl.dot(pixels, weights.T, total, input_precision=PRECISION)
 
     if SPLIT_K == 1:
         if residual_ptr is not None:

@@ -12,6 +12,9 @@ Trigger = Literal["none", "late", "early"]
 """When a launch lets the next one start: at its end, after its own wait, or before all else."""
 TRIGGERS: tuple[Trigger, ...] = get_args(Trigger)
 
+Arithmetic = Literal["tf32", "ieee"]
+"""How float32 is multiplied: by tensor cores, rounded before, or as it is."""
+
 
 def launch_convolution(
     shape: Convolution,
@@ -26,6 +29,7 @@ def launch_convolution(
     counters: Tensor | None,
     activation: str,
     trigger: str,
+    arithmetic: str,
 ) -> None:
     """Write the convolution of ``x`` to ``out`` (rows, out channels as they lie in memory)."""
     from nimblec.kernels.convolution_template import convolution
@@ -36,12 +40,19 @@ def launch_convolution(
         sums = down * across * tiling.split_k, tiling.block_m * tiling.block_n
         partials = torch.empty(sums, dtype=torch.float32, device=x.device)
     pointers = (x, weight, bias, residual, *prologue.tensors, out, partials, counters if tiling.split_k > 1 else None)
-    constants = settings(shape, tiling, before=prologue.activation, activation=activation, trigger=trigger)
+    how = {"activation": activation, "trigger": trigger, "arithmetic": arithmetic}
+    constants = settings(shape, tiling, before=prologue.activation, **how)
     convolution[tiling.blocks(shape),](*pointers, **constants)
 
 
 def settings(
-    shape: Convolution, tiling: Tiling, *, activation: str, trigger: str, before: str = "none"
+    shape: Convolution,
+    tiling: Tiling,
+    *,
+    activation: str,
+    trigger: str,
+    before: str = "none",
+    arithmetic: str = "tf32",
 ) -> dict[str, Any]:
     """What is compiled into a kernel: the template's constants and Triton's options."""
     return {
@@ -53,6 +64,7 @@ def settings(
         "BLOCK_N": tiling.block_n,
         "BLOCK_K": tiling.block_k,
         "SPLIT_K": tiling.split_k,
+        "PRECISION": arithmetic,
         "TRIGGER": trigger,
         "num_warps": tiling.num_warps,
         "num_stages": tiling.num_stages,

@@ -2,7 +2,8 @@
 
 Results are new memory. ``counters`` is written by the kernel and is zero again when it ends; calls
 that may run side by side need counters of their own. ``trigger`` is a `nimblec.kernels.launching.Trigger`;
-scale, shift, gate and ``before``, an activation, are a `nimblec.kernels.reference.Prologue`.
+scale, shift, gate and ``before``, an activation, are a `nimblec.kernels.reference.Prologue`; ``arithmetic``
+is a `nimblec.kernels.launching.Arithmetic`.
 """
 
 from collections.abc import Sequence
@@ -23,11 +24,11 @@ _LIBRARY = torch.library.Library("nimblec", "FRAGMENT")
 _LIBRARY.define(
     "convolution(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor(a!)? counters, int out_channels, "
     "int[] kernel, int[] stride, int[] padding, int[] dilation, str activation, int[] tiling, str trigger, *, "
-    "Tensor? scale=None, Tensor? shift=None, Tensor? gate=None, str before='none') -> Tensor"
+    "Tensor? scale=None, Tensor? shift=None, Tensor? gate=None, str before='none', str arithmetic='tf32') -> Tensor"
 )
 _LIBRARY.define(
     "linear(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor(a!)? counters, int out_channels, "
-    "str activation, int[] tiling, str trigger) -> Tensor"
+    "str activation, int[] tiling, str trigger, *, str arithmetic='tf32') -> Tensor"
 )
 
 
@@ -112,6 +113,7 @@ def _convolution_cuda(
     shift: Tensor | None = None,
     gate: Tensor | None = None,
     before: str = "none",
+    arithmetic: str = "tf32",
 ) -> Tensor:
     shape = convolution_shape(x, out_channels, kernel, stride, padding, dilation)
     out = new_images(x, shape)
@@ -127,6 +129,7 @@ def _convolution_cuda(
         counters=counters,
         activation=activation,
         trigger=trigger,
+        arithmetic=arithmetic,
     )
     return out
 
@@ -150,6 +153,7 @@ def _convolution_cpu(
     shift: Tensor | None = None,
     gate: Tensor | None = None,
     before: str = "none",
+    arithmetic: str = "tf32",  # noqa: ARG001
 ) -> Tensor:
     shape = convolution_shape(x, out_channels, kernel, stride, padding, dilation)
     rows = unpack_rows(weight, out_channels, shape.depth)
@@ -167,6 +171,7 @@ def _linear_fake(
     _counters: Tensor | None,
     out_channels: int,
     *_how: object,
+    **_arithmetic: object,
 ) -> Tensor:
     return x.new_empty((x.shape[0], out_channels))
 
@@ -181,6 +186,8 @@ def _linear_cuda(
     activation: str,
     tiling: Sequence[int],
     trigger: str,
+    *,
+    arithmetic: str = "tf32",
 ) -> Tensor:
     out = x.new_empty((x.shape[0], out_channels))
     rows, depth = x.shape
@@ -197,6 +204,7 @@ def _linear_cuda(
         counters=counters,
         activation=activation,
         trigger=trigger,
+        arithmetic=arithmetic,
     )
     return out
 
@@ -211,6 +219,8 @@ def _linear_cpu(
     activation: str,
     tiling: Sequence[int],  # noqa: ARG001
     trigger: str,  # noqa: ARG001
+    *,
+    arithmetic: str = "tf32",  # noqa: ARG001
 ) -> Tensor:
     filters = unpack_rows(weight, out_channels, x.shape[1])
     total = functional.linear(x.float(), filters.float(), _float(bias))

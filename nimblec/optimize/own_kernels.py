@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from nimblec.kernels.depthwise import DepthwiseTiling, depthwise, pack_depthwise
-from nimblec.kernels.launching import Trigger
+from nimblec.kernels.launching import Arithmetic, Trigger
 from nimblec.kernels.ops import convolution, convolution_shape, linear
 from nimblec.kernels.packing import counters, pack_convolution, pack_linear
 from nimblec.kernels.shapes import Convolution, Tiling, product
@@ -41,6 +41,7 @@ class Request:
     residual: fx.Node | None
     nodes: tuple[fx.Node, ...]
     constants: Mapping[fx.Node, Tensor]
+    arithmetic: Arithmetic
     before: Before | None = None
 
     @property
@@ -61,7 +62,7 @@ class Request:
         """What tells requests apart."""
         calls = " ".join(str(node.target) for node in self.nodes)
         before = self.before and (self.before.activation, self.before.sharers)
-        parts = (self.dtype, sorted(self.has), before, self.activation)
+        parts = (self.dtype, self.arithmetic, sorted(self.has), before, self.activation)
         return f"{self.kind} {self.shape} {parts} {calls}"
 
 
@@ -145,8 +146,6 @@ def _convolution(rewriter: Rewriter, node: fx.Node) -> dict[str, Any] | None:
     if weight is None or weight.dim() != 4 or given.get("transposed") or not _is_served(rewriter, node, bias):
         return None
     is_depthwise = given["groups"] > 1
-    if not (is_depthwise or _may_multiply(fake(node).dtype, torch.backends.cudnn.conv)):
-        return None
     residual = given.get("z")
     if residual is not None and (given["alpha"] not in {None, 1} or not _is_like(residual, node)):
         return None
@@ -158,6 +157,7 @@ def _convolution(rewriter: Rewriter, node: fx.Node) -> dict[str, Any] | None:
     geometry = (weight.shape[2:], given["stride"], given["padding"], given["dilation"])
     return {
         "kind": "depthwise" if is_depthwise else "convolution",
+        "arithmetic": "ieee" if is_depthwise else _arithmetic(fake(node).dtype, torch.backends.cudnn.conv),
         "shape": convolution_shape(fake(x), weight.shape[0], *geometry),
         "x": x,
         "weight": given["weight"],
@@ -174,8 +174,6 @@ def _linear(rewriter: Rewriter, node: fx.Node) -> dict[str, Any] | None:
     plain = given.get("alpha", 1) == 1 and given.get("beta", 1) == 1
     if rewriter.value(given["mat2"]) is None or not plain or not _is_served(rewriter, node, bias):
         return None
-    if not _may_multiply(fake(node).dtype, torch.backends.cuda.matmul):
-        return None
     rows, depth = fake(x).shape
     if (depth > 1 and fake(x).stride(1) != 1) or not fake(node).is_contiguous():
         return None
@@ -185,6 +183,7 @@ def _linear(rewriter: Rewriter, node: fx.Node) -> dict[str, Any] | None:
     row_stride = fake(x).stride(0) if rows > 1 else depth
     return {
         "kind": "linear",
+        "arithmetic": _arithmetic(fake(node).dtype, torch.backends.cuda.matmul),
         "shape": product(rows, depth, fake(node).shape[1], row_stride=row_stride),
         "x": x,
         "weight": given["mat2"],
@@ -193,9 +192,9 @@ def _linear(rewriter: Rewriter, node: fx.Node) -> dict[str, Any] | None:
     }
 
 
-def _may_multiply(dtype: torch.dtype, library: Any) -> bool:
-    """Whether tensor cores may: our kernels multiply on them alone. ``library`` holds torch's setting for float32."""
-    return dtype in HALF or library.fp32_precision == "tf32"
+def _arithmetic(dtype: torch.dtype, library: Any) -> Arithmetic:
+    """How to multiply; ``library`` holds torch's setting for float32."""
+    return "tf32" if dtype in HALF or library.fp32_precision == "tf32" else "ieee"
 
 
 def _is_served(rewriter: Rewriter, node: fx.Node, bias: fx.Node | None) -> bool:
@@ -284,12 +283,13 @@ def _call(rewriter: Rewriter, request: Request, tiling: Tiling | DepthwiseTiling
     if request.kind == "convolution":
         packed = rewriter.constant(pack_convolution(weight, tiling), at=last)
         shared = (terms[0], packed, terms[1], request.residual, arrived, shape.out_channels)
-        return rewriter.call(convolution, *shared, *geometry, *end, at=last, **before)
+        return rewriter.call(convolution, *shared, *geometry, *end, at=last, arithmetic=request.arithmetic, **before)
     packed = rewriter.constant(pack_linear(weight, tiling), at=last)
     residual = request.residual
     if residual is not None:
         residual = as_stored(rewriter, residual, [shape.rows, shape.out_channels], at=last)
-    return rewriter.call(linear, terms[0], packed, terms[1], residual, arrived, shape.out_channels, *end, at=last)
+    shared = (terms[0], packed, terms[1], residual, arrived, shape.out_channels)
+    return rewriter.call(linear, *shared, *end, at=last, arithmetic=request.arithmetic)
 
 
 def _before(rewriter: Rewriter, request: Request) -> dict[str, Any]:

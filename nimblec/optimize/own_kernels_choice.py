@@ -122,17 +122,18 @@ class Selector(TilingSelector[Request, AnyTiling]):
         arrived: Sequence[Tensor | None] = [None] * self._length
         if tiling.split_k > 1:
             arrived = counters(self._length * down * across, x.device).view(self._length, -1).unbind()
+        how = {"arithmetic": request.arithmetic, **before}
         if request.kind == "linear":
-            return lambda n: linear(x, copies[n], bias, residual, arrived[n], shape.out_channels, *end)
+            return lambda n: linear(x, copies[n], bias, residual, arrived[n], shape.out_channels, *end, **how)
         shared = bias, residual
-        return lambda n: convolution(x, copies[n], *shared, arrived[n], shape.out_channels, *geometry, *end, **before)
+        return lambda n: convolution(x, copies[n], *shared, arrived[n], shape.out_channels, *geometry, *end, **how)
 
 
 def tilings(request: Request) -> list[Any]:
     """The candidates of a request."""
     if request.kind == "depthwise":
         return depthwise_candidates(request.shape)
-    return candidates(request.shape, itemsize=request.dtype.itemsize)
+    return candidates(request.shape, itemsize=request.dtype.itemsize, arithmetic=request.arithmetic)
 
 
 def packed_like(request: Request, tiling: AnyTiling) -> tuple[int, ...]:
@@ -152,7 +153,7 @@ def _job(request: Request, tiling: AnyTiling, trigger: Trigger) -> Job:
     how: dict[str, Any] = {"activation": request.activation, "before": before, "trigger": trigger}
     if isinstance(tiling, DepthwiseTiling):
         return depthwise_job(depthwise_settings(shape, tiling, **how), dtype=dtype, has=has)
-    return convolution_job(settings(shape, tiling, **how), dtype=dtype, has=has)
+    return convolution_job(settings(shape, tiling, arithmetic=request.arithmetic, **how), dtype=dtype, has=has)
 
 
 def _prologue(request: Request) -> dict[str, Any]:
