@@ -64,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--modes", help=f"of torch, among {','.join(TORCH_MODES)}")
     made.add_argument("--levels", default="0,1,2", help="of nimblec")
     made.add_argument("--jobs", type=int, default=8, help="processes of a GPU that get ready side by side")
-    made.add_argument("--gpus", type=int, default=1)
+    made.add_argument("--gpus", type=int, default=1, help="of those in CUDA_VISIBLE_DEVICES, where it is set")
     made.add_argument("--limit", type=float, default=150, help="seconds that a process may take")
     made.add_argument("--tuning-limit", type=float, default=400, help="the same where torch tunes")
     made.add_argument("--stop-after", type=float, default=3600, help="seconds after which nothing starts")
@@ -108,12 +108,14 @@ def jobs(options: argparse.Namespace) -> Iterator[list[Job]]:
 def places(options: argparse.Namespace) -> Iterator[Place]:
     """The GPUs, each with its share of the cores, which takes on the next model when it is done with one."""
     cores = sorted(os.sched_getaffinity(0))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    names = visible if visible != [""] else [str(gpu) for gpu in range(options.gpus)]
     waiting = jobs(options)
     for gpu in range(options.gpus):
         own = cores[gpu * len(cores) // options.gpus : (gpu + 1) * len(cores) // options.gpus]
         yield Place(
             jobs=chain.from_iterable(waiting),
-            environment=surroundings(len(own) // options.jobs) | {"CUDA_VISIBLE_DEVICES": str(gpu)},
+            environment=surroundings(len(own) // options.jobs) | {"CUDA_VISIBLE_DEVICES": names[gpu]},
             prefix=("taskset", "--cpu-list", ",".join(map(str, own))),
         )
 

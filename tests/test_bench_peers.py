@@ -89,12 +89,13 @@ def test_all_models_run_in_all_modes_those_that_are_tuned_first() -> None:
 
 def test_each_gpu_has_its_cores_and_takes_on_whole_models(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers.os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
     options = peers.parser().parse_args(
         ["--gpus", "2", "--jobs", "2", "--modes", "eager", "--levels", "1", "a:a", "b:b"]
     )
     first, second = peers.places(options)
     assert (first.prefix, second.prefix) == (("taskset", "--cpu-list", "0,1,2,3"), ("taskset", "--cpu-list", "4,5,6,7"))
-    assert [place.environment["CUDA_VISIBLE_DEVICES"] for place in (first, second)] == ["0", "1"]
+    assert [place.environment["CUDA_VISIBLE_DEVICES"] for place in (first, second)] == ["5", "7"]
     assert {place.environment["OMP_NUM_THREADS"] for place in (first, second)} == {"2"}
     one, two = iter(first.jobs), iter(second.jobs)
     assert [(j.model, j.mode) for j in (next(one), next(two), next(one), next(two))] == [
