@@ -18,6 +18,7 @@ from nimblec.optimize.pointwise import linear_convolutions
 from nimblec.optimize.precision import cast
 from nimblec.optimize.rewriter import Rewriter, copied
 from nimblec.optimize.scalars import inline_numbers
+from nimblec.optimize.shared_matrix import join_batches
 from nimblec.optimize.side_by_side import join_linears
 from nimblec.optimize.simplify import simplify
 from nimblec.optimize.subexpressions import merge_equal_calls
@@ -27,6 +28,7 @@ ALWAYS = (
     fold_constants,
     inline_numbers,
     simplify,
+    join_batches,
     merge_equal_calls,
     recognize_gelu,
     fold_batch_norm,
