@@ -63,7 +63,9 @@ def _matrix(rewriter: Rewriter, constant: fx.Node) -> Tensor | None:
 
 
 def _product(rewriter: Rewriter, call: fx.Node, matrix: fx.Node) -> fx.Node:
+    """All rows times ``matrix``, as the batch that ``call`` returns."""
     x = bound(call)["self"]
-    rows = rewriter.call(aten.reshape.default, x, [-1, fake(x).shape[2]], at=call)
-    product = rewriter.call(aten.mm.default, rows, matrix, at=call)
+    batch, rows, depth = fake(x).shape
+    joined = rewriter.call(aten.reshape.default, x, [batch * rows, depth], at=call)
+    product = rewriter.call(aten.mm.default, joined, matrix, at=call)
     return rewriter.call(aten.reshape.default, product, list(fake(call).shape), at=call)
