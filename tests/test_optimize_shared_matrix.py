@@ -195,7 +195,7 @@ class ClassAttention(nn.Module):
 
 
 def _optimized(network: type[nn.Module], batch: int) -> fx.GraphModule:
-    """A network in float16, once its values were compared; batches of one product each are as many as before."""
+    """A network in float16, its values compared with those of its own graph."""
     torch.manual_seed(0)
     module, x = network().eval().half(), _random(batch, 12, 16, dtype=torch.float16)
     before = trace(module, (x,)).module
