@@ -31,7 +31,7 @@ TUNED = (
     "bench.models.bert_base:fp16",
     "bench.models.gpt2:bf16",
 )
-"""For these torch also tunes (minutes each) where no modes are named."""
+"""For these torch also tunes, minutes each."""
 
 MODELS = (
     "bench.models.resnet50:fp16",
@@ -62,6 +62,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--precision", choices=("keep", "fp32"), default="keep")
     made.add_argument("--batches", action="store_true")
     made.add_argument("--modes", help=f"of torch, among {','.join(TORCH_MODES)}")
+    made.add_argument("--tune", choices=("some", "all", "none"), default="some", help="for which models torch tunes")
     made.add_argument("--levels", default="0,1,2", help="of nimblec")
     made.add_argument("--jobs", type=int, default=8, help="processes of a GPU that get ready side by side")
     made.add_argument("--gpus", type=int, default=1, help="of those in CUDA_VISIBLE_DEVICES, where it is set")
@@ -97,10 +98,10 @@ def jobs(options: argparse.Namespace) -> Iterator[list[Job]]:
     default = "compile,freeze" if options.batches else "eager,graph,compile,freeze"
     modes = (options.modes or default).split(",")
     flags = ("--turns", *(["--fp32"] if options.precision == "fp32" else []))
-    tuned = TUNED if options.modes is None and not options.batches else ()
+    tuned = {"some": () if options.batches else TUNED, "all": models(options), "none": ()}[options.tune]
     for spec in sorted(models(options), key=lambda spec: spec not in tuned):
-        also = ["autotune"] if spec in tuned else []
-        theirs = [(mode, ("bench.torch_peer", mode)) for mode in [*also, *modes]]
+        own = dict.fromkeys([*(["autotune"] if spec in tuned else []), *modes])
+        theirs = [(mode, ("bench.torch_peer", mode)) for mode in own]
         ours = [(level_name(int(n)), ("bench.nimblec_peer", n)) for n in filter(None, options.levels.split(","))]
         yield [_job(spec, mode, program, flags, options) for mode, program in theirs + ours]
 

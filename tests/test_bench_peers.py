@@ -87,6 +87,12 @@ def test_all_models_run_in_all_modes_those_that_are_tuned_first() -> None:
     assert len({(j.model, j.mode) for j in jobs}) == len(jobs) == len(peers.MODELS) * 6 + len(peers.TUNED)
 
 
+@pytest.mark.parametrize(("asked", "tuned"), [("some", peers.TUNED), ("all", peers.MODELS), ("none", ())])
+def test_torch_tunes_what_it_is_asked_to(asked: str, tuned: tuple[str, ...]) -> None:
+    jobs = planned("--modes", "eager", "--tune", asked)
+    assert {j.model for j in jobs if j.mode == "autotune"} == set(tuned)
+
+
 def test_each_gpu_has_its_cores_and_takes_on_whole_models(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers.os, "sched_getaffinity", lambda _: set(range(8)))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
