@@ -5,9 +5,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from rewriting import assert_same, counts, record, rewritten, run
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.nn import functional
 
+from nimblec.frontend.aten_graph import trace
+from nimblec.frontend.pytorch import set_arithmetic
 from nimblec.kernels.depthwise import DepthwiseTiling, depthwise
 from nimblec.kernels.ops import convolution, linear
 from nimblec.kernels.shapes import Tiling
@@ -251,13 +253,12 @@ def _single_precision(function: "Callable[[Tensor], Tensor]", x: Tensor) -> fx.G
 @pytest.fixture(params=[True, False], ids=["tf32", "ieee"])
 def tf32(request: pytest.FixtureRequest) -> "Iterator[bool]":
     """Whether tensor cores may multiply float32."""
-    libraries = torch.backends.cudnn.conv, torch.backends.cuda.matmul
-    before = [library.fp32_precision for library in libraries]
-    for library in libraries:
-        library.fp32_precision = "tf32" if request.param else "ieee"
+    libraries = torch.backends.cudnn, torch.backends.cuda.matmul
+    before = [library.allow_tf32 for library in libraries]
+    set_arithmetic("tf32" if request.param else "fp32")
     yield request.param
-    for library, precision in zip(libraries, before, strict=True):
-        library.fp32_precision = precision
+    for library, allowed in zip(libraries, before, strict=True):
+        library.allow_tf32 = allowed
 
 
 def test_single_precision_is_multiplied_as_torch_is_told_to(*, tf32: bool) -> None:
@@ -271,6 +272,11 @@ def test_single_precision_is_multiplied_as_torch_is_told_to(*, tf32: bool) -> No
         for module in (convolution, depthwise, product)
     ]
     assert found == [[("convolution", wanted)], [("depthwise", "ieee")], [("linear", wanted)]]
+
+
+@pytest.mark.usefixtures("tf32")
+def test_torch_exports_whatever_the_arithmetic() -> None:
+    assert counts(trace(nn.Conv2d(3, 4, 3), (torch.randn(1, 3, 8, 8),)).module)["convolution"] == 1
 
 
 def test_single_precision_computes_the_same() -> None:

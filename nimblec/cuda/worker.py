@@ -190,11 +190,7 @@ class _Worker:
         from nimblec.frontend import pytorch
 
         torch.manual_seed(_SEED)
-        arithmetic = {"fp32": "ieee", "tf32": "tf32"}.get(self._request["precision"])
-        if arithmetic is not None:
-            backends = torch.backends
-            for backend in (backends.cudnn.conv, backends.cudnn.rnn, backends.cuda.matmul):
-                backend.fp32_precision = arithmetic
+        pytorch.set_arithmetic(self._request["precision"])
         specs = tuple(InputSpec(**{**s, "shape": tuple(s["shape"])}) for s in self._request["inputs"])
         examples = dict(np.load(self._request["examples"])) if self._request["examples"] else {}
         dims = tuple((name, size) for name, size in self._request["dims"])

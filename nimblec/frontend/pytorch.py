@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from nimblec.errors import CompileError, TraceError, UnsupportedModelError
 from nimblec.frontend.fx_graph import SetSource, run_nodes
-from nimblec.options import InputSpec
+from nimblec.options import InputSpec, Precision
 
 DTYPE_NAMES = {
     torch.bool: "bool",
@@ -75,6 +75,15 @@ class TorchModel:
         if self.nest is not None:
             return self.nest(result)
         return dict(zip(self.output_names, result, strict=True)) if self.output_names else result
+
+
+def set_arithmetic(precision: Precision) -> None:
+    """Let tensor cores multiply float32 in this process, for "tf32", or not, for "fp32"; else as torch has it.
+
+    By the older of torch's two ways to say so: torch.export refuses to work where the newer was used alone.
+    """
+    if precision in {"tf32", "fp32"}:
+        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
 
 
 def import_callable(spec: str) -> tuple[Any, Any]:
