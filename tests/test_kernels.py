@@ -15,7 +15,15 @@ from nimblec.kernels import ops
 from nimblec.kernels.candidates import MULTIPROCESSORS, SHARED_NBYTES, candidates
 from nimblec.kernels.choosing import Choice, choose
 from nimblec.kernels.depthwise import DepthwiseTiling, depthwise, depthwise_candidates, pack_depthwise
-from nimblec.kernels.packing import counters, pack_convolution, pack_linear, pack_rows, unpack_rows
+from nimblec.kernels.packing import (
+    counters,
+    for_tensor_cores,
+    pack_convolution,
+    pack_linear,
+    pack_rows,
+    unpack_rows,
+)
+from nimblec.kernels.reference import as_multiplied
 from nimblec.kernels.shapes import Convolution, Tiling, ceil_div, product
 
 if TYPE_CHECKING:
@@ -219,3 +227,18 @@ def test_images_with_gaps_are_refused() -> None:
 def test_a_slice_of_channels_is_read_in_place() -> None:
     x = _images(2, 8, 5, 5)[:, :4]
     assert ops.convolution_shape(x, 10, [1, 1], [1, 1], [0, 0], [1, 1]).pixel_stride == 8
+
+
+def test_what_tensor_cores_cut_off_is_made_up_for() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(64, 1024, generator=generator).relu(), torch.rand(1024, 64, generator=generator)
+    exact = x.double() @ weight.double()
+
+    def off(weight: Tensor) -> float:
+        """By how much results are too large on average, in relation to them."""
+        x_read, weight_read = (as_multiplied(t, torch.float32, "tf32").double() for t in (x, weight))
+        return float(((x_read @ weight_read) / exact - 1).mean())
+
+    assert off(weight) < -6e-4
+    assert abs(off(for_tensor_cores(weight))) < 3e-5
+    assert torch.equal(as_multiplied(for_tensor_cores(weight), torch.float32, "tf32"), for_tensor_cores(weight))

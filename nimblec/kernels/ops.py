@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from nimblec.kernels.launching import launch_convolution
 from nimblec.kernels.packing import unpack_rows
-from nimblec.kernels.reference import NO_PROLOGUE, Prologue, finish
+from nimblec.kernels.reference import NO_PROLOGUE, Prologue, as_multiplied, finish
 from nimblec.kernels.shapes import Convolution, Pair, Tiling, product
 
 _LIBRARY = torch.library.Library("nimblec", "FRAGMENT")
@@ -153,13 +153,14 @@ def _convolution_cpu(
     shift: Tensor | None = None,
     gate: Tensor | None = None,
     before: str = "none",
-    arithmetic: str = "tf32",  # noqa: ARG001
+    arithmetic: str = "tf32",
 ) -> Tensor:
     shape = convolution_shape(x, out_channels, kernel, stride, padding, dilation)
     rows = unpack_rows(weight, out_channels, shape.depth)
     filters = rows.reshape(out_channels, *shape.kernel, shape.channels).permute(0, 3, 1, 2)
     read = Prologue(scale=scale, shift=shift, gate=gate, activation=before)(x.float())
-    total = functional.conv2d(read, filters.float(), _float(bias), shape.stride, shape.padding, shape.dilation)
+    factors = as_multiplied(read, x.dtype, arithmetic), as_multiplied(filters, x.dtype, arithmetic)
+    total = functional.conv2d(*factors, _float(bias), shape.stride, shape.padding, shape.dilation)
     return new_images(x, shape).copy_(finish(total, residual, activation))
 
 
@@ -220,10 +221,10 @@ def _linear_cpu(
     tiling: Sequence[int],  # noqa: ARG001
     trigger: str,  # noqa: ARG001
     *,
-    arithmetic: str = "tf32",  # noqa: ARG001
+    arithmetic: str = "tf32",
 ) -> Tensor:
     filters = unpack_rows(weight, out_channels, x.shape[1])
-    total = functional.linear(x.float(), filters.float(), _float(bias))
+    total = functional.linear(*(as_multiplied(t, x.dtype, arithmetic) for t in (x, filters)), _float(bias))
     return finish(total, residual, activation).to(x.dtype)
 
 

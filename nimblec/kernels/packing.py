@@ -3,6 +3,8 @@
 A block's part of the weights is then contiguous: one instruction fetches it into the L2 cache.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -26,6 +28,21 @@ def pack_rows(weight: Tensor, tiling: Tiling) -> Tensor:
     padded = weight.new_zeros(across * tiling.block_n, deep * tiling.block_k)
     padded[:columns, :depth] = weight
     return padded.reshape(across, tiling.block_n, deep, tiling.block_k).transpose(1, 2).contiguous()
+
+
+_CUT_OFF = 2**-11 / (2 * math.log(2))
+"""What TF32 loses of a float32 on average, in relation to it: half of its last bit, leading digits by Benford's law."""
+
+
+def for_tensor_cores(weight: Tensor) -> Tensor:
+    """Weights (float32) that tensor cores multiply as TF32.
+
+    They cut off the last 13 bits of both factors, so that each layer's result comes out smaller by the
+    same part of it, and a deep network's by percents. So weights are rounded here, and larger by what
+    the other factor loses on average.
+    """
+    bits = (weight.double() / (1 - _CUT_OFF)).float().view(torch.int32)
+    return ((bits + 0x1000) & ~0x1FFF).view(torch.float32)
 
 
 def unpack_rows(packed: Tensor, columns: int, depth: int) -> Tensor:

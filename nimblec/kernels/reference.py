@@ -53,6 +53,13 @@ class Prologue:
 NO_PROLOGUE = Prologue()
 
 
+def as_multiplied(x: Tensor, dtype: torch.dtype, arithmetic: str) -> Tensor:
+    """``x`` as kernels multiply it: of float32, tensor cores ignore the last 13 bits."""
+    if dtype is torch.float32 and arithmetic == "tf32":
+        return (x.view(torch.int32) & ~0x1FFF).view(torch.float32)
+    return x.float()
+
+
 def finish(total: Tensor, residual: Tensor | None, activation: str) -> Tensor:
     """Residual and activation in the dtype of ``total``."""
     return ACTIVATIONS[activation](total if residual is None else total + residual.to(total.dtype))

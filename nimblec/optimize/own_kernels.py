@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from nimblec.kernels.depthwise import DepthwiseTiling, depthwise, pack_depthwise
 from nimblec.kernels.launching import Arithmetic, Trigger
 from nimblec.kernels.ops import convolution, convolution_shape, linear
-from nimblec.kernels.packing import counters, pack_convolution, pack_linear
+from nimblec.kernels.packing import counters, for_tensor_cores, pack_convolution, pack_linear
 from nimblec.kernels.shapes import Convolution, Tiling, product
 from nimblec.optimize.batch_norm import CONVOLUTION
 from nimblec.optimize.cudnn import DTYPES
@@ -276,6 +276,8 @@ def _call(rewriter: Rewriter, request: Request, tiling: Tiling | DepthwiseTiling
         return rewriter.call(
             depthwise, terms[0], packed, terms[1], request.residual, *geometry, *end, at=last, **before
         )
+    if weight.dtype is torch.float32 and request.arithmetic == "tf32":
+        weight = for_tensor_cores(weight)
     arrived = None
     if tiling.split_k > 1:
         down, across = tiling.tiles(shape)
