@@ -315,11 +315,12 @@ def report(results: Sequence[Result]) -> None:
 
 def markdown() -> str:
     """The table of the README, out of the results of each target: counts by status."""
-    aten, optimized, cpu = (environment.read(RESULTS / RESULT_NAMES[name]) for name in ("aten", "optimized", "cpu"))
+    aten, optimized, fused, cpu = (environment.read(RESULTS / name) for name in RESULT_NAMES.values())
     lines = [f"| | {' | '.join(STATUSES)} |", "|---|" + "---|" * len(STATUSES)]
     for title, results, field in (
         ("ATen (CUDA target)", aten, "status"),
         ("ATen, rewritten as by `-O1`", optimized, "status"),
+        ("the same, regions compiled for the CPU", fused, "status"),
         ("CPU target", cpu, "status"),
         ("ONNX Runtime itself", cpu, "onnxruntime"),
     ):
