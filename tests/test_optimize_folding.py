@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 from rewriting import assert_same, counts, record, rewritten
-from torch import fx
+from torch import fx, nn
 
+from nimblec.frontend.aten_graph import trace
 from nimblec.optimize.folding import GROWTH, fold_constants
 from nimblec.optimize.outputs import separate_outputs
 from nimblec.optimize.simplify import simplify
@@ -170,3 +171,18 @@ def test_constants_that_nothing_reads_are_let_go() -> None:
     assert not list(after.named_parameters())
     assert [tuple(t.shape) for t in after.buffers()] == [(4, 4)]
     torch.testing.assert_close(after(X[0])[0], (X[0] @ (root.layer.weight * 2)).relu())
+
+
+def test_one_number_for_all_axes_is_spelled_out() -> None:
+    class Patches(nn.Conv2d):
+        """As the patch embedding of SigLIP: padding by name."""
+
+        def __init__(self) -> None:
+            super().__init__(3, 8, 4, stride=4, padding="valid")
+
+    x = torch.randn(1, 3, 8, 8)
+    before = trace(Patches(), (x,)).module
+    after = rewritten(before, simplify)
+    (call,) = (node for node in after.graph.nodes if node.target is torch.ops.aten.convolution.default)
+    assert [list(call.args[place]) for place in (3, 4, 5)] == [[4, 4], [0, 0], [1, 1]]
+    assert_same(before, after, x)

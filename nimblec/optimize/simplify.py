@@ -11,18 +11,22 @@ aten = torch.ops.aten
 
 RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
 TRANSPOSES = (aten.permute.default, aten.transpose.int, aten.t.default)
+_GEOMETRY = (3, 4, 5, 7)
+"""Where `aten.convolution` takes what has a number for each axis of the image."""
 _EXPAND = (aten.expand.default,)
 _COPIES = (aten.clone.default, aten._to_copy.default, aten.contiguous.default, aten.alias.default, aten.detach.default)
 
 
 def simplify(module: fx.GraphModule) -> None:
-    """Drop calls without effect; join reshapes of reshapes and transposes of transposes."""
+    """Drop calls without effect; join reshapes of reshapes and transposes of transposes; one number for each axis."""
     rewriter = Rewriter(module)
     for node in list(module.graph.nodes):
         if is_call(node, *RESHAPES):
             _reshape(rewriter, node)
         elif is_call(node, *TRANSPOSES):
             _transpose(rewriter, node)
+        elif is_call(node, aten.convolution.default):
+            _spell_out(node)
         elif is_call(node, *_EXPAND, *_COPIES) and _is_same(node, node.args[0]):
             rewriter.replace(node, node.args[0])
     rewriter.finish()
@@ -70,6 +74,14 @@ def _transpose(rewriter: Rewriter, node: fx.Node) -> None:
         _reshape(rewriter, reshaped)
     elif joined:
         rewriter.replace(node, rewriter.call(aten.permute.default, source, order, at=node))
+
+
+def _spell_out(node: fx.Node) -> None:
+    """Strides, padding and dilation of a convolution may be one number for all axes of the image."""
+    for place in _GEOMETRY:
+        numbers = node.args[place]
+        if isinstance(numbers, Sequence) and len(numbers) == 1:
+            node.update_arg(place, [*numbers] * (fake(node.args[1]).dim() - 2))  # type: ignore[arg-type]
 
 
 def _is_same(node: fx.Node, source: fx.Node) -> bool:
