@@ -242,3 +242,17 @@ def test_what_tensor_cores_cut_off_is_made_up_for() -> None:
     assert off(weight) < -6e-4
     assert abs(off(for_tensor_cores(weight))) < 3e-5
     assert torch.equal(as_multiplied(for_tensor_cores(weight), torch.float32, "tf32"), for_tensor_cores(weight))
+
+
+def test_what_lies_otherwise_than_inferred_is_laid_anew() -> None:
+    images, other = torch.randn(2, 3, 4, 5), torch.empty(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
+    assert torch.equal(ops.channels_last(images), images)
+    assert ops.channels_last(images).stride() == other.stride()
+    assert ops.channels_last(other) is other
+    laid = ops.laid_like(images, other)
+    assert laid is not None
+    assert torch.equal(laid, images)
+    assert laid.stride() == other.stride()
+    row = images[:1, :1].as_strided((1, 1, 4, 5), (7, 9, 5, 1))
+    assert ops.laid_like(row, torch.empty(1, 1, 4, 5)) is row
+    assert ops.laid_like(None, other) is None

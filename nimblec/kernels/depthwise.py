@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from nimblec.kernels.candidates import MULTIPROCESSORS
 from nimblec.kernels.launching import geometry
-from nimblec.kernels.ops import convolution_shape, new_images
+from nimblec.kernels.ops import channels_last, convolution_shape, laid_like, new_images
 from nimblec.kernels.reference import Prologue, finish
 from nimblec.kernels.shapes import Convolution, ceil_div
 
@@ -147,6 +147,7 @@ def _depthwise_cuda(
     gate: Tensor | None = None,
     before: str = "none",
 ) -> Tensor:
+    x = channels_last(x)
     shape = convolution_shape(x, x.shape[1], kernel, stride, padding, dilation)
     out = new_images(x, shape)
     launch_depthwise(
@@ -155,7 +156,7 @@ def _depthwise_cuda(
         x=x,
         weight=weight,
         bias=bias,
-        residual=residual,
+        residual=laid_like(residual, out),
         prologue=Prologue(scale=scale, shift=shift, gate=gate, activation=before),
         out=out,
         activation=activation,
@@ -182,7 +183,7 @@ def _depthwise_cpu(
     gate: Tensor | None = None,
     before: str = "none",
 ) -> Tensor:
-    channels = x.shape[1]
+    x, channels = channels_last(x), x.shape[1]
     shape = convolution_shape(x, channels, kernel, stride, padding, dilation)
     filters = weight.transpose(1, 2).flatten(0, 1)[:channels].reshape(channels, 1, *shape.kernel).float()
     vector = None if bias is None else bias.float()

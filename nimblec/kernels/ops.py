@@ -71,6 +71,25 @@ def _pixel_stride(x: Tensor) -> int:
     return stride
 
 
+def channels_last(x: Tensor) -> Tensor:
+    """Images as the kernels read them.
+
+    A copy only where they lie otherwise than was inferred: torch's calls and their inference differ at
+    times on images that have an axis of length 1, and so on what comes after them.
+    """
+    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous(memory_format=torch.channels_last)
+
+
+def laid_like(tensor: Tensor | None, other: Tensor) -> Tensor | None:
+    """The same numbers, each where ``other`` has its own; a copy only as in `channels_last`."""
+    if tensor is None:
+        return None
+    pairs = zip(tensor.shape, tensor.stride(), other.stride(), strict=True)
+    if all(size == 1 or mine == theirs for size, mine, theirs in pairs):
+        return tensor
+    return torch.empty_like(other).copy_(tensor)
+
+
 def new_images(x: Tensor, shape: Convolution) -> Tensor:
     """Memory for the results, channels last."""
     size = (shape.batch, shape.out_channels, shape.out_height, shape.out_width)
@@ -115,6 +134,7 @@ def _convolution_cuda(
     before: str = "none",
     arithmetic: str = "tf32",
 ) -> Tensor:
+    x = channels_last(x)
     shape = convolution_shape(x, out_channels, kernel, stride, padding, dilation)
     out = new_images(x, shape)
     launch_convolution(
@@ -123,7 +143,7 @@ def _convolution_cuda(
         x=x,
         weight=weight,
         bias=bias,
-        residual=residual,
+        residual=laid_like(residual, out),
         prologue=Prologue(scale=scale, shift=shift, gate=gate, activation=before),
         out=out,
         counters=counters,
@@ -155,6 +175,7 @@ def _convolution_cpu(
     before: str = "none",
     arithmetic: str = "tf32",
 ) -> Tensor:
+    x = channels_last(x)
     shape = convolution_shape(x, out_channels, kernel, stride, padding, dilation)
     rows = unpack_rows(weight, out_channels, shape.depth)
     filters = rows.reshape(out_channels, *shape.kernel, shape.channels).permute(0, 3, 1, 2)
@@ -190,16 +211,16 @@ def _linear_cuda(
     *,
     arithmetic: str = "tf32",
 ) -> Tensor:
-    out = x.new_empty((x.shape[0], out_channels))
     rows, depth = x.shape
-    assert x.stride(1) == 1, f"a matrix of strides {x.stride()} has gaps in its rows"
+    x = x if depth == 1 or x.stride(1) == 1 else x.contiguous()
+    out = x.new_empty((rows, out_channels))
     launch_convolution(
         product(rows, depth, out_channels, row_stride=x.stride(0) if rows > 1 else depth),
         Tiling.of(tiling),
         x=x,
         weight=weight,
         bias=bias,
-        residual=residual,
+        residual=laid_like(residual, out),
         prologue=NO_PROLOGUE,
         out=out,
         counters=counters,
