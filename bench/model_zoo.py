@@ -1,0 +1,282 @@
+"""The models of torchvision, timm and transformers through our rewrites and kernels, in float32 on the CPU.
+
+Usage: python -m bench.model_zoo [--markdown] [--match TEXT] LIBRARY ...
+
+Each model, with random weights, is traced, rewritten as ``-O1`` does for a GPU, and given our kernels wherever they
+serve (``-O2``), whose results torch computes by their definitions. Both are compared with the model itself. From
+torchvision come all models of images and videos but detectors, from timm one of each architecture, from transformers
+two layers of each of some. What has more than 100 million parameters is left out. Whole runs of a library write
+bench/results/cpu/model_zoo_LIBRARY.json; --markdown prints the table of what is there.
+"""
+
+import argparse
+import gc
+import json
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from bench import environment
+from nimblec.errors import CompileError
+from nimblec.frontend.pytorch import place, set_arithmetic
+from nimblec.frontend.rewritten import flattened
+from nimblec.optimize import optimize, own_norms
+from nimblec.optimize.definitions import Interpreter
+from nimblec.optimize.layout import lay_contiguous, propagate_channels_last
+from nimblec.optimize.own_attention import attention_candidates, use_own_attention
+from nimblec.optimize.own_kernels import use_own_kernels
+from nimblec.optimize.own_kernels_choice import tilings
+from nimblec.optimize.rewriter import copied
+
+RESULTS = Path(__file__).parent / "results" / "cpu"
+STATUSES = ("pass", "refused", "wrong", "error")
+TOLERANCE = 1e-4
+"""Of the norm of an output."""
+LARGEST = 100e6
+"""Parameters."""
+
+Built = tuple[nn.Module, tuple[Tensor, ...]]
+Builder = Callable[[], Built]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What became of a model; how many calls its graph has as traced, rewritten, and with our kernels."""
+
+    name: str
+    status: str
+    message: str = ""
+    calls: tuple[int, ...] = ()
+    error: float = 0.0
+    seconds: float = 0.0
+
+
+def torchvision_models() -> Iterator[tuple[str, Builder]]:
+    """All but detectors and quantized ones."""
+    from torchvision import models
+
+    others = {
+        *models.list_models(models.detection),
+        *models.list_models(models.quantization),
+        "raft_large",
+        "raft_small",
+    }
+    videos = set(models.list_models(models.video))
+    segmenting = set(models.list_models(models.segmentation))
+
+    def build(name: str) -> Built:
+        given: dict[str, Any] = {"weights": None}
+        if name in segmenting:
+            given["weights_backbone"] = None
+        if name in {"googlenet", "inception_v3"}:
+            given["init_weights"] = False
+        x = torch.randn(1, 3, 16, 224, 224) if name in videos else torch.randn(1, 3, 224, 224)
+        return models.get_model(name, **given), (x,)
+
+    for name in models.list_models():
+        if name not in others:
+            yield name, lambda name=name: build(name)
+
+
+def timm_models() -> Iterator[tuple[str, Builder]]:
+    """The one of the shortest name of each architecture."""
+    import timm
+
+    def build(name: str) -> Built:
+        module = timm.create_model(name)
+        return module, (torch.randn(1, *module.default_cfg["input_size"]),)
+
+    for architecture in timm.list_modules():
+        names = timm.list_models(module=architecture)
+        if names:
+            name = min(names, key=lambda name: (len(name), name))
+            yield name, lambda name=name: build(name)
+
+
+_LANGUAGE = (
+    "Albert", "Bert", "Bloom", "Camembert", "CodeGen", "Cohere", "ConvBert", "DebertaV2", "DistilBert",
+    "Electra", "Ernie", "FNet", "Falcon", "GPT2", "GPTBigCode", "GPTJ", "GPTNeoX", "Gemma", "Gemma2",
+    "Granite", "Llama", "MPNet", "MegatronBert", "Mistral", "ModernBert", "Mpt", "Nystromformer", "OPT",
+    "Olmo", "Phi", "Phi3", "Qwen2", "Qwen3", "RoFormer", "Roberta", "SqueezeBert", "StableLm", "Starcoder2",
+    "XLMRoberta", "XLNet",
+)  # fmt: skip
+_VISION = {
+    "Beit": 32,
+    "CLIPVision": 32,
+    "ConvNext": 64,
+    "Dinov2": 64,
+    "MobileViT": 64,
+    "PoolFormer": 64,
+    "RegNet": 64,
+    "ResNet": 64,
+    "Segformer": 64,
+    "SiglipVision": 32,
+    "Swin": 224,
+    "ViT": 32,
+}
+"""Image sizes."""
+_SIZES = {
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embedding_size", "word_embed_proj_dim"), 64),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_key_value_heads"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "hidden_dim"), 128),
+    "head_dim": 16,
+    "rotary_dim": 16,
+    "vocab_size": 200,
+    "max_position_embeddings": 128,
+    "patch_size": 8,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+"""Of what a configuration has of these."""
+
+
+class _First(nn.Module):
+    """The first thing that a model returns."""
+
+    def __init__(self, model: nn.Module, name: str) -> None:
+        super().__init__()
+        self.model, self._name = model, name
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Tokens or images to states."""
+        first: Tensor = self.model(**{self._name: x})[0]
+        return first
+
+
+def transformers_models() -> Iterator[tuple[str, Builder]]:
+    """Of two layers each."""
+    import transformers
+
+    def configured(name: str, image: int | None) -> nn.Module:
+        kind = getattr(transformers, f"{name}Model")
+        config = kind.config_class()
+        for key, size in ({"image_size": image} | _SIZES if image else _SIZES).items():
+            is_derived = isinstance(getattr(type(config), key, None), property)
+            if not is_derived and isinstance(getattr(config, key, ()), int | None):
+                setattr(config, key, size)
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[:2]
+        if hasattr(config, "use_cache"):
+            config.use_cache = False
+        model: nn.Module = kind(config)
+        return model
+
+    for name in _LANGUAGE:
+        yield name, lambda name=name: (_First(configured(name, None), "input_ids"), (torch.randint(3, 190, (1, 32)),))
+    for name, size in _VISION.items():
+        yield (
+            name,
+            lambda name=name, size=size: (
+                _First(configured(name, size), "pixel_values"),
+                (torch.randn(1, 3, size, size),),
+            ),
+        )
+
+
+LIBRARIES: dict[str, Callable[[], Iterable[tuple[str, Builder]]]] = {
+    "torchvision": torchvision_models,
+    "timm": timm_models,
+    "transformers": transformers_models,
+}
+
+
+def run(name: str, build: Builder) -> Result | None:
+    """What becomes of a model; None where it is too large."""
+    torch.manual_seed(0)
+    module, inputs = build()
+    if sum(parameter.numel() for parameter in module.parameters()) > LARGEST:
+        return None
+    begin = time.perf_counter()
+    try:
+        calls, error = compared(module.eval(), inputs)
+    except CompileError as exc:
+        return Result(name=name, status="refused", message=str(exc))
+    except (AssertionError, RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError) as exc:
+        return Result(name=name, status="error", message=f"{type(exc).__name__}: {str(exc).split(chr(10))[0]}")
+    status = "pass" if error <= TOLERANCE else "wrong"
+    seconds = round(time.perf_counter() - begin, 1)
+    return Result(name=name, status=status, calls=calls, error=float(f"{error:.2g}"), seconds=seconds)
+
+
+def compared(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[tuple[int, ...], float]:
+    """Calls of each graph, and the largest relative error of an output of either."""
+    with torch.no_grad():
+        expected = [leaf for leaf in pytree.tree_leaves(module(*inputs)) if isinstance(leaf, Tensor)]
+        model = flattened(place(module, inputs, device="cpu"))
+        rewritten = optimize(model.module, device="cuda")
+        given = [tensor for _, tensor in model.inputs]
+        graphs = (model.module, rewritten, with_own_kernels(rewritten))
+        errors = [
+            _error(wanted, got)
+            for graph in graphs
+            for wanted, got in zip(expected, Interpreter(graph).run(*given), strict=True)
+        ]
+    return tuple(sum(node.op == "call_function" for node in graph.graph.nodes) for graph in graphs), max(errors)
+
+
+def with_own_kernels(module: fx.GraphModule) -> fx.GraphModule:
+    """A copy with our kernels wherever they serve."""
+    result = copied(module)
+    propagate_channels_last(result, {torch.float32})
+    lay_contiguous(result)
+    use_own_attention(result, lambda request: attention_candidates(request.shape)[0])
+    use_own_kernels(result, lambda request: tilings(request)[0])
+    own_norms.use_own_norms(result)
+    return result
+
+
+def _error(expected: Tensor, found: Tensor) -> float:
+    assert (expected.dtype, expected.shape) == (found.dtype, found.shape), "an output has another dtype or shape"
+    wanted = expected.double()
+    return float((wanted - found.double()).norm() / wanted.norm().clamp_min(1e-30))
+
+
+def markdown() -> str:
+    """A line for each library: models by status, and how many calls their graphs have, all together."""
+    lines = [f"| | {' | '.join(STATUSES)} | calls as traced | rewritten | with our kernels |", "|---" * 8 + "|"]
+    for library in LIBRARIES:
+        results = environment.read(RESULTS / f"model_zoo_{library}.json")
+        counts = Counter(result["status"] for result in results)
+        passed = [result["calls"] for result in results if result["status"] == "pass"]
+        totals = [f"{sum(column):,}" for column in zip(*passed, strict=True)]
+        cells = [f"{len(results)} of {library}", *(str(counts[status]) for status in STATUSES), *totals]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run the models of the libraries named, or print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("libraries", nargs="*", choices=[*LIBRARIES, []], metavar="LIBRARY")
+    parser.add_argument("--match", default="", help="run only models whose name contains this")
+    parser.add_argument("--markdown", action="store_true", help="print the table of the results that are there")
+    options = parser.parse_args()
+    if options.markdown:
+        print(markdown())
+        return
+    warnings.simplefilter("ignore")
+    set_arithmetic("fp32")
+    for library in options.libraries or LIBRARIES:
+        results = []
+        for name, build in LIBRARIES[library]():
+            if options.match in name and (result := run(name, build)) is not None:
+                print(f"{result.status}: {name} {result.calls} {result.error:.1g} {result.message}", flush=True)
+                results.append(result)
+            gc.collect()
+        if not options.match:
+            lines = ",\n".join(json.dumps(asdict(result)) for result in results)
+            (RESULTS / f"model_zoo_{library}.json").write_text(f"[\n{lines}\n]\n")
+
+
+if __name__ == "__main__":
+    main()
