@@ -119,7 +119,6 @@ _VISION = {
     "ResNet": 64,
     "Segformer": 64,
     "SiglipVision": 32,
-    "Swin": 224,
     "ViT": 32,
 }
 """Image sizes."""
