@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from bench.conv_networks import MODELS, Call
 from bench.environment import describe
+from nimblec.frontend.pytorch import set_arithmetic
 from nimblec.kernels import ops
 from nimblec.kernels.candidates import candidates
 from nimblec.kernels.choosing import Choice, choose
@@ -184,7 +185,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder for the raw figures")
     parser.add_argument("--float32", choices=get_args(Arithmetic), help="instead of half precision, multiplied so")
     given = parser.parse_args()
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = given.float32 == "tf32"
+    set_arithmetic("tf32" if given.float32 == "tf32" else "fp32")
     print(describe())
     for name in given.model:
         begin = time.perf_counter()

@@ -17,6 +17,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from nimblec.frontend.pytorch import place, set_arithmetic
 from nimblec.frontend.rewritten import flattened
 from nimblec.optimize import optimize, own_norms
 from nimblec.optimize.definitions import Interpreter
-from nimblec.optimize.layout import lay_contiguous, propagate_channels_last
+from nimblec.optimize.layout import lay_float32_channels_last
 from nimblec.optimize.own_attention import attention_candidates, use_own_attention
 from nimblec.optimize.own_kernels import use_own_kernels
 from nimblec.optimize.own_kernels_choice import tilings
@@ -83,7 +84,7 @@ def torchvision_models() -> Iterator[tuple[str, Builder]]:
 
     for name in models.list_models():
         if name not in others:
-            yield name, lambda name=name: build(name)
+            yield name, partial(build, name)
 
 
 def timm_models() -> Iterator[tuple[str, Builder]]:
@@ -98,7 +99,7 @@ def timm_models() -> Iterator[tuple[str, Builder]]:
         names = timm.list_models(module=architecture)
         if names:
             name = min(names, key=lambda name: (len(name), name))
-            yield name, lambda name=name: build(name)
+            yield name, partial(build, name)
 
 
 _LANGUAGE = (
@@ -170,16 +171,16 @@ def transformers_models() -> Iterator[tuple[str, Builder]]:
         model: nn.Module = kind(config)
         return model
 
+    def of_tokens(name: str) -> Built:
+        return _First(configured(name, None), "input_ids"), (torch.randint(3, 190, (1, 32)),)
+
+    def of_images(name: str, size: int) -> Built:
+        return _First(configured(name, size), "pixel_values"), (torch.randn(1, 3, size, size),)
+
     for name in _LANGUAGE:
-        yield name, lambda name=name: (_First(configured(name, None), "input_ids"), (torch.randint(3, 190, (1, 32)),))
+        yield name, partial(of_tokens, name)
     for name, size in _VISION.items():
-        yield (
-            name,
-            lambda name=name, size=size: (
-                _First(configured(name, size), "pixel_values"),
-                (torch.randn(1, 3, size, size),),
-            ),
-        )
+        yield name, partial(of_images, name, size)
 
 
 LIBRARIES: dict[str, Callable[[], Iterable[tuple[str, Builder]]]] = {
@@ -226,8 +227,7 @@ def compared(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[tuple[int, 
 def with_own_kernels(module: fx.GraphModule) -> fx.GraphModule:
     """A copy with our kernels wherever they serve."""
     result = copied(module)
-    propagate_channels_last(result, {torch.float32})
-    lay_contiguous(result)
+    lay_float32_channels_last(result)
     use_own_attention(result, lambda request: attention_candidates(request.shape)[0])
     use_own_kernels(result, lambda request: tilings(request)[0])
     own_norms.use_own_norms(result)

@@ -7,7 +7,7 @@ told when to measure. The inputs lie on the GPU, as the peers' do.
 import argparse
 import tempfile
 import time
-from collections import Counter
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +83,7 @@ def main() -> None:
             loaded.run(golden.draw_inputs(program, 0))
             turn.begin()
             turn.say(**measure(loaded))
-    stages: Counter[str] = Counter()
+    stages: defaultdict[str, float] = defaultdict(float)
     for name, seconds in made.stages:
         stages[name] += seconds
     turn.say(

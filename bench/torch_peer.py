@@ -17,7 +17,7 @@ import torch
 
 from bench.cpu_overhead import spread
 from bench.turns import Turn
-from nimblec.frontend.pytorch import import_callable, split_arguments
+from nimblec.frontend.pytorch import import_callable, set_arithmetic, split_arguments
 
 MODES = ("eager", "graph", "compile", "freeze", "autotune", "aoti")
 _WARM_UPS = 20
@@ -121,7 +121,7 @@ def main() -> None:
     options = parser.parse_args()
     turn = Turn(wait=options.turns)
     if options.fp32:
-        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+        set_arithmetic("fp32")
     torch.manual_seed(0)
     module, example_inputs = import_callable(options.model)
     args, kwargs = split_arguments(example_inputs)

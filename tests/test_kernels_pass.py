@@ -4,12 +4,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from arithmetic import arithmetic
 from rewriting import assert_same, counts, record, rewritten, run
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from nimblec.frontend.aten_graph import trace
-from nimblec.frontend.pytorch import set_arithmetic
 from nimblec.kernels.depthwise import DepthwiseTiling, depthwise
 from nimblec.kernels.ops import convolution, linear
 from nimblec.kernels.shapes import Tiling
@@ -253,12 +253,8 @@ def _single_precision(function: "Callable[[Tensor], Tensor]", x: Tensor) -> fx.G
 @pytest.fixture(params=[True, False], ids=["tf32", "ieee"])
 def tf32(request: pytest.FixtureRequest) -> "Iterator[bool]":
     """Whether tensor cores may multiply float32."""
-    libraries = torch.backends.cudnn, torch.backends.cuda.matmul
-    before = [library.allow_tf32 for library in libraries]
-    set_arithmetic("tf32" if request.param else "fp32")
-    yield request.param
-    for library, allowed in zip(libraries, before, strict=True):
-        library.allow_tf32 = allowed
+    with arithmetic("tf32" if request.param else "fp32"):
+        yield request.param
 
 
 def test_single_precision_is_multiplied_as_torch_is_told_to(*, tf32: bool) -> None:

@@ -7,21 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from arithmetic import arithmetic
 from torch import nn
 
 from bench import model_zoo
 from bench.model_zoo import STATUSES, run
-from nimblec.frontend.pytorch import set_arithmetic
 
 
 @pytest.fixture(autouse=True)
 def _exact() -> Iterator[None]:
-    libraries = torch.backends.cudnn, torch.backends.cuda.matmul
-    before = [library.allow_tf32 for library in libraries]
-    set_arithmetic("fp32")
-    yield
-    for library, allowed in zip(libraries, before, strict=True):
-        library.allow_tf32 = allowed
+    with arithmetic("fp32"):
+        yield
 
 
 def convolutional() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:

@@ -2,7 +2,7 @@
 
 CUPTI must be subscribed before CUDA starts, and torch's allocator exchanged, so every capture has a
 fresh process. It reads one request, writes the plan file, and reports on a pipe: one JSON object a
-line, {"stage", "seconds"}, {"note"}, or {"error", "message"} as the last.
+line, {"stage", "seconds"}, {"note"}, {"problem"}, or {"error", "message"} as the last.
 """
 
 import atexit

@@ -2,11 +2,9 @@
 
 from dataclasses import replace
 
-import torch
-
 from nimblec.frontend.pytorch import TorchModel
 from nimblec.optimize import own_norms
-from nimblec.optimize.layout import lay_contiguous, propagate_channels_last
+from nimblec.optimize.layout import lay_float32_channels_last
 from nimblec.optimize.own_attention import select_own_attention
 from nimblec.optimize.own_kernels_choice import select_own_kernels
 from nimblec.optimize.own_selection import Times
@@ -14,13 +12,9 @@ from nimblec.optimize.rewriter import copied
 
 
 def with_own_products(model: TorchModel, times: Times) -> TorchModel:
-    """With our attention, convolutions and products; attention first, as it may change strides.
-
-    Ours read images channels last, in float32 too.
-    """
+    """With our attention, convolutions and products; attention first, as it may change strides."""
     module = copied(model.module)
-    propagate_channels_last(module, {torch.float32})
-    lay_contiguous(module)
+    lay_float32_channels_last(module)
     select_own_attention(module, times)
     select_own_kernels(module, times)
     return replace(model, module=module)

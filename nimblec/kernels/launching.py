@@ -13,7 +13,7 @@ Trigger = Literal["none", "late", "early"]
 TRIGGERS: tuple[Trigger, ...] = get_args(Trigger)
 
 Arithmetic = Literal["tf32", "ieee"]
-"""How float32 is multiplied: by tensor cores, rounded before, or as it is."""
+"""How float32 is multiplied: by tensor cores, which cut off its last 13 bits, or as it is."""
 
 
 def launch_convolution(

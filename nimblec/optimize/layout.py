@@ -55,6 +55,12 @@ def propagate_channels_last(module: fx.GraphModule, dtypes: Collection[torch.dty
     restore_strides(module, strides)
 
 
+def lay_float32_channels_last(module: fx.GraphModule) -> None:
+    """As half precision lies after `propagate_channels_last`: our own kernels read images so."""
+    propagate_channels_last(module, {torch.float32})
+    lay_contiguous(module)
+
+
 def lay_contiguous(module: fx.GraphModule) -> None:
     """Copy what comes in another order to calls that read contiguous arguments alone."""
     rewriter = Rewriter(module)
@@ -91,7 +97,7 @@ def _convert_inputs(rewriter: Rewriter, convolutions: frozenset[fx.Node]) -> Non
     for node in list(rewriter.graph.nodes):
         if node in convolutions:
             for source in (bound(node).get("input", bound(node).get("self")), bound(node).get("z")):
-                if source is not None and not _is_channels_last(fake(source)):
+                if source is not None and not is_channels_last(fake(source)):
                     if source not in converted:
                         converted[source] = rewriter.call(
                             aten.clone.default, source, memory_format=torch.channels_last, at=node
@@ -103,5 +109,6 @@ def _convert_inputs(rewriter: Rewriter, convolutions: frozenset[fx.Node]) -> Non
             node.meta["val"] = rewriter.infer(node)
 
 
-def _is_channels_last(tensor: Tensor) -> bool:
-    return tensor.is_contiguous(memory_format=torch.channels_last)
+def is_channels_last(tensor: Tensor) -> bool:
+    """Whether images (4 axes) lie channels last, without gaps."""
+    return tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)

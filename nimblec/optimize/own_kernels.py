@@ -15,7 +15,7 @@ from nimblec.kernels.shapes import Convolution, Tiling, product
 from nimblec.optimize.batch_norm import CONVOLUTION
 from nimblec.optimize.cudnn import DTYPES
 from nimblec.optimize.fusible import is_view
-from nimblec.optimize.layout import HALF
+from nimblec.optimize.layout import HALF, is_channels_last
 from nimblec.optimize.own_kernels_prologue import Before, activation_of, prologues
 from nimblec.optimize.rewriter import Rewriter, bound, fake, is_call, only_user
 from nimblec.optimize.whole_views import WHOLE_VIEWS, as_stored, viewed_alike
@@ -149,7 +149,7 @@ def _convolution(rewriter: Rewriter, node: fx.Node) -> dict[str, Any] | None:
     residual = given.get("z")
     if residual is not None and (given["alpha"] not in {None, 1} or not _is_like(residual, node)):
         return None
-    if not _is_channels_last(fake(x)) or fake(node).stride() != _strides(fake(node)):
+    if not is_channels_last(fake(x)) or fake(node).stride() != _strides(fake(node)):
         return None
     channels = fake(x).shape[1]
     if is_depthwise and (given["groups"] != channels or tuple(weight.shape[:2]) != (channels, 1)):
@@ -245,10 +245,6 @@ def _is_like(node: fx.Node, other: fx.Node) -> bool:
     """Whether two values have one dtype and shape, and the same place for the same element."""
     a, b = fake(node), fake(other)
     return (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
-
-
-def _is_channels_last(tensor: Tensor) -> bool:
-    return tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
 
 
 def _strides(images: Tensor) -> tuple[int, ...]:

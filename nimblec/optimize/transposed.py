@@ -5,6 +5,7 @@ from torch import Tensor, fx
 
 from nimblec.optimize.batch_norm import CONVOLUTION
 from nimblec.optimize.cudnn import DTYPES
+from nimblec.optimize.layout import is_channels_last
 from nimblec.optimize.rewriter import Rewriter, bound, fake
 
 aten = torch.ops.aten
@@ -40,7 +41,7 @@ def _makes_blocks(rewriter: Rewriter, node: fx.Node) -> bool:
         and result.dtype == weight.dtype
         and weight.dtype in DTYPES
         and _has_fitting_bias(rewriter, node, weight)
-        and (_is_channels_last(result) or result.is_contiguous())
+        and (is_channels_last(result) or result.is_contiguous())
     )
 
 
@@ -57,7 +58,7 @@ def _blocks(rewriter: Rewriter, node: fx.Node) -> fx.Node:
     given = bound(node)
     image, weight = fake(given["input"]), fake(given["weight"])
     (batch, channels, *size), kernel = fake(node).shape, weight.shape[2:]
-    if _is_channels_last(fake(node)):
+    if is_channels_last(fake(node)):
         pixels = _pixels(rewriter, node, (1, 2, 0))
         parts = [batch, *kernel, channels, *image.shape[2:]]
         laid = _moved(rewriter, node, pixels, parts, [0, 4, 1, 5, 2, 3], [batch, *size, channels])
@@ -90,7 +91,3 @@ def _moved(
     if not fake(permuted).is_contiguous():  # ``reshape`` alone would keep another order where it can
         permuted = rewriter.call(aten.clone.default, permuted, memory_format=torch.contiguous_format, at=node)
     return rewriter.call(aten.reshape.default, permuted, shape, at=node)
-
-
-def _is_channels_last(tensor: Tensor) -> bool:
-    return tensor.is_contiguous(memory_format=torch.channels_last)

@@ -1,0 +1,22 @@
+"""How torch multiplies float32, for the length of a test."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from nimblec.frontend.pytorch import set_arithmetic
+from nimblec.options import Precision
+
+
+@contextmanager
+def arithmetic(precision: Precision) -> Iterator[None]:
+    """As `set_arithmetic` says, and afterwards as before."""
+    libraries = torch.backends.cudnn, torch.backends.cuda.matmul
+    before = [library.allow_tf32 for library in libraries]
+    set_arithmetic(precision)
+    try:
+        yield
+    finally:
+        for library, allowed in zip(libraries, before, strict=True):
+            library.allow_tf32 = allowed
