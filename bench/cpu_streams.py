@@ -73,7 +73,8 @@ def measure(build: Callable[[], tuple[Any, tuple[Any, ...]]], folder: Path, repe
     with ExitStack() as stack:
         loaded: dict[str, Executable] = {}
         for policy in POLICIES:
-            options = Options(target="cpu", streams=policy, timing_cache=folder / f"timings_{policy}.json")
+            times = folder / f"timings_{policy}.json"
+            options = Options(target="cpu", streams=policy, timing_cache=times, plan_cache=None)
             made = compile_model(str(folder / "model.onnx"), options=options, observer=lambda *_: None)
             loaded[policy] = stack.enter_context(load(made.plan))
         inputs = golden.draw_inputs(loaded["1"].program, 0)

@@ -73,6 +73,7 @@ def main() -> None:
             level=options.level,
             precision="fp32" if options.fp32 else "keep",
             timing_cache=Path(folder, "timings.json"),
+            plan_cache=None,
         )
         begin = time.perf_counter()
         made = compile_model(options.model, options=asked, output=path, observer=lambda *_: None)

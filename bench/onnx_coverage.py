@@ -117,7 +117,7 @@ def run_cpu(model: ModelProto, inputs: Sequence[np.ndarray]) -> list[np.ndarray]
     with tempfile.TemporaryDirectory() as folder:
         source, target = Path(folder) / "model.onnx", Path(folder) / "model.plan"
         source.write_bytes(model.SerializeToString())
-        nimblec.compile(source, target="cpu").save(target)
+        nimblec.compile(source, target="cpu", plan_cache=None).save(target)
         with nimblert.load(target) as executable:
             outputs = executable(*inputs)
         return [np.array(output) for output in (outputs if isinstance(outputs, tuple) else (outputs,))]

@@ -60,7 +60,8 @@ def gpu_time(plan: Plan) -> dict[str, float]:
 def measure(spec: str, folder: Path, level: int) -> dict[str, Any]:
     """Compile one model with ``auto`` and measure it, bit-exactness and torch's own graph included."""
     path = folder / "model.plan"
-    made = compile_model(spec, options=Options(target="cuda", level=level), output=path, observer=lambda *_: None)
+    options = Options(target="cuda", level=level, plan_cache=None)
+    made = compile_model(spec, options=options, output=path, observer=lambda *_: None)
     plan = container.read(path)
     (program,) = plan.programs
     record = program.schedule

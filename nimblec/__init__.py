@@ -64,8 +64,8 @@ def compile(  # noqa: A001  # the word that users look for; nimblec.compile shad
     A module needs ``example_inputs``, the positional arguments of one call. ``inputs`` fix the
     shapes of an ONNX file's inputs, ``dims`` the sizes of its named dimensions, ``examples`` are
     arrays for its inputs by name. The rest are ``level``, ``precision``, ``max_error``, ``streams``,
-    ``memory_limit`` and ``timing_cache``, as on the command line (see `Options`). The plan can be
-    saved (``plan.save(path)``) or loaded as it is (``nimblert.load(plan)``).
+    ``memory_limit``, ``timing_cache`` and ``plan_cache`` (None: keep no plan), as on the command line
+    (see `Options`). The plan can be saved (``plan.save(path)``) or loaded as it is (``nimblert.load(plan)``).
 
     Raises CompileError where the model cannot be compiled, DeviceMismatchError where the target is
     not here.

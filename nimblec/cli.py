@@ -138,6 +138,14 @@ def cli(ctx: click.Context) -> None:
     metavar="FILE",
     help="Where measured times are kept, so that the next compilation measures nothing.  [default: the user's own]",
 )
+@click.option(
+    "--plan-cache",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="FOLDER",
+    help="Where the plans of model files are kept: the same file with the same options is not compiled twice on the "
+    "same machine with the same software.  [default: the user's own]",
+)
+@click.option("--no-plan-cache", is_flag=True, help="Compile anew, and keep no plan.")
 @click.option("-v", "--verbose", is_flag=True, help="Print each stage as it ends, also to a pipe.")
 @click.option("-q", "--quiet", is_flag=True, help="Print errors only.")
 def compile(  # noqa: A001  # the command's name
@@ -153,6 +161,8 @@ def compile(  # noqa: A001  # the command's name
     streams: str,
     memory_limit: int | None,
     timing_cache: Path | None,
+    plan_cache: Path | None,
+    no_plan_cache: bool,
     verbose: bool,
     quiet: bool,
 ) -> None:
@@ -174,8 +184,8 @@ def compile(  # noqa: A001  # the command's name
           --dim batch=1 --dim sequence=128 --example input_ids=tokens.npy
       nimblec compile samples.resnet:resnet18 -o resnet18.plan --target cuda -O2
     """
-    if verbose and quiet:
-        raise click.UsageError("--verbose and --quiet contradict each other.")
+    _refuse_both("--verbose", "--quiet", given=verbose and quiet)
+    _refuse_both("--plan-cache", "--no-plan-cache", given=plan_cache is not None and no_plan_cache)
     for kept in (Path(model), timing_cache, *(file for _, file in examples)):
         if kept is not None and output.exists() and kept.exists() and output.samefile(kept):
             raise click.UsageError(f"{output}: is to be read, and would be overwritten: name another PLAN.")
@@ -202,6 +212,8 @@ def compile(  # noqa: A001  # the command's name
     )
     if timing_cache is not None:
         options = replace(options, timing_cache=timing_cache)
+    if plan_cache is not None or no_plan_cache:
+        options = replace(options, plan_cache=plan_cache)
     with StageProgress(verbose=verbose, quiet=quiet) as observer:
         made = compile_model(model, options=options, output=output, observer=observer)
     if quiet:
@@ -211,6 +223,11 @@ def compile(  # noqa: A001  # the command's name
     console = _console()
     console.print(report.compiled(made.plan, made.stages, file_nbytes=output.stat().st_size))
     console.print(f"wrote {output}")
+
+
+def _refuse_both(one: str, other: str, *, given: bool) -> None:
+    if given:
+        raise click.UsageError(f"{one} and {other} contradict each other.")
 
 
 @cli.command(cls=Command)
@@ -320,8 +337,7 @@ def inspect(plan: Path, as_json: bool, as_timeline: bool, trace_file: Path | Non
       nimblec inspect model.plan --timeline
       nimblec inspect model.plan --chrome-trace trace.json --dot graph.dot
     """
-    if as_json and as_timeline:
-        raise click.UsageError("--json and --timeline contradict each other.")
+    _refuse_both("--json", "--timeline", given=as_json and as_timeline)
     files = [path for path in (trace_file, dot_file) if path is not None]
     resolved = [path.resolve() for path in (plan, *files)]
     if len(set(resolved)) < len(resolved):
@@ -418,9 +434,7 @@ def _against(
     from nimblec import against  # brings in onnx and ONNX Runtime
 
     allowed = against.TOLERANCE if tolerance is None else tolerance
-    yield from against.compare(
-        plan, against.Against(model=model, tolerance=allowed, per_node=per_node, seed=seed or 0)
-    )
+    yield from against.compare(plan, against.Against(model=model, tolerance=allowed, per_node=per_node, seed=seed or 0))
 
 
 def _console() -> Console:

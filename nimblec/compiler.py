@@ -1,13 +1,14 @@
 """The pipeline: a model as a user gives it becomes a checked plan."""
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from nimblec.errors import CompileError, missing_package
 from nimblec.options import Observer, Options, TargetChoice
+from nimblec.plan_cache import compile_once
 from nimblec.scratch import scratch_folder
 from nimblec.source import Source, find_source
 from nimblert import container, driver
@@ -74,7 +75,7 @@ def compile_model(
         written = folder / "model.plan"
         try:
             source = find_source(model, example_inputs, folder)
-            notes = _compile_for(target)(source, options, written, stopwatch)
+            notes = compile_once(partial(_compile, target), source, target, options, written, stopwatch)
         except ModuleNotFoundError as exc:
             raise missing_package(exc) or exc from exc
         if output is not None:
@@ -83,15 +84,15 @@ def compile_model(
     return Compiled(plan=plan, stages=tuple(stopwatch.stages), notes=notes)
 
 
-def _compile_for(target: Target) -> Callable[[Source, Options, Path, Observer], tuple[str, ...]]:
-    """The target's compiler; each brings in the frameworks it needs."""
+def _compile(target: Target, source: Source, options: Options, output: Path, observer: Observer) -> tuple[str, ...]:
+    """Write a plan with the target's compiler, which brings in the frameworks it needs."""
     if target is Target.CUDA:
         from nimblec.cuda.compile import compile_cuda
 
-        return compile_cuda
+        return compile_cuda(source, options, output, observer)
     from nimblec.cpu.compile import compile_cpu
 
-    return compile_cpu
+    return compile_cpu(source, options, output, observer)
 
 
 def _folder(output: Path | None) -> Path | None:

@@ -18,6 +18,11 @@ Observer: TypeAlias = Callable[[str, float | None], None]
 """Called with (stage, None) when a stage starts and (stage, seconds) when it has ended."""
 
 
+def _own_cache(name: str) -> Path:
+    """A file or folder of the user's own that the next compilation finds again."""
+    return Path.home() / ".cache" / "nimblec" / name
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputSpec:
     """The static shape of a model input, and its dtype (a plan's dtype name) where it is given."""
@@ -34,7 +39,8 @@ class Options:
     ``dims`` are sizes of an ONNX file's named dimensions, wherever ``inputs`` leave them dynamic.
     An integer input with an example is drawn from the example's range in later golden checks.
     ``streams``: "auto", "1", "max" or a number of streams; ``memory_limit``: bytes the arena may
-    have. ``timing_cache`` is the file that keeps measured times, the user's own by default.
+    have. ``timing_cache`` is the file that keeps measured times, ``plan_cache`` the folder that keeps
+    the plans of model files (None: nowhere); the user's own by default.
     ``level``: 0 keeps the framework's own kernels, 1 fuses, 2 also chooses kernels by timing them
     (CUDA target; None is `DEFAULT_LEVEL` there). ``precision``: "keep" leaves torch's settings, "fp32"
     and "tf32" say how float32 convolutions and matrix products are computed, "fp16" and "bf16" compute
@@ -51,7 +57,8 @@ class Options:
     max_error: float | None = None
     streams: str = "auto"
     memory_limit: int | None = None
-    timing_cache: Path = field(default_factory=lambda: Path.home() / ".cache" / "nimblec" / "timings.json")
+    timing_cache: Path = field(default_factory=lambda: _own_cache("timings.json"))
+    plan_cache: Path | None = field(default_factory=lambda: _own_cache("plans"))
 
 
 class Settings(TypedDict, total=False):
@@ -63,3 +70,4 @@ class Settings(TypedDict, total=False):
     streams: str
     memory_limit: int | None
     timing_cache: Path
+    plan_cache: Path | None

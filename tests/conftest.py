@@ -40,9 +40,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A home folder of its own for every run: no timing cache is found, none is left behind."""
+    """A home folder of its own for every run: no timing cache is found, none is left behind.
+
+    A file stands where the plan cache would be, so every compilation of a test does compile.
+    """
+    home = tmp_path_factory.mktemp("home")
+    no_plans = home / ".cache" / "nimblec" / "plans"
+    no_plans.parent.mkdir(parents=True)
+    no_plans.touch()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+        patch.setenv("HOME", str(home))
         yield
 
 

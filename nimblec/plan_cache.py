@@ -1,0 +1,159 @@
+"""Plans of model files, kept, so that the same compilation again takes a second and gives the same bytes.
+
+A plan is kept in two files named by its key: the plan, and a record of its SHA-256 and of what the
+compilation said. The record is written last and only a plan that it fits is used, so whatever is
+damaged, half written or written by two processes at once counts as absent. A folder takes a
+limited number of bytes; what was not used for longest goes first.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Self, TypeAlias
+
+from nimblec.options import Observer, Options
+from nimblec.plan_key import find_key
+from nimblec.scratch import scratch_folder
+from nimblec.source import Source
+from nimblec.stages import stage
+from nimblert.errors import NimbleError
+from nimblert.plan import Target
+from nimblert.replacing import replacing
+
+LIMIT_NBYTES = 5 * 10**9
+"""What the plans of a folder may take."""
+
+Compiler: TypeAlias = Callable[[Source, Options, Path, Observer], tuple[str, ...]]
+"""Writes the plan of a model to a file, and returns what the user should know."""
+
+_PLAN = re.compile(r"[0-9a-f]{64}\.plan")
+"""Files of ours: a user may keep plans of his own in the same folder."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """``sha256`` of the plan's file; what the compilation that made it said, and how long it took."""
+
+    sha256: str
+    seconds: float
+    notes: tuple[str, ...]
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """The record in a file; ValueError where it holds none."""
+        match json.loads(path.read_text()):
+            case {"sha256": str(sha256), "seconds": float(seconds), "notes": [*notes]}:
+                return cls(sha256=sha256, seconds=seconds, notes=tuple(map(str, notes)))
+        raise ValueError(f"{path}: not a record of the plan cache")
+
+
+def compile_once(
+    compiler: Compiler, source: Source, target: Target, options: Options, output: Path, observer: Observer
+) -> tuple[str, ...]:
+    """As ``compiler(source, options, output, observer)``, unless the plan cache has what it would write."""
+    if options.plan_cache is None or not _is_file(source, target):
+        return compiler(source, options, output, observer)
+    cache = PlanCache(options.plan_cache)
+    problem = cache.problem()
+    if problem:
+        return (*compiler(source, options, output, observer), problem)
+    with stage(observer, "read the plan cache"):
+        key = find_key(source, target, options)
+        record = cache.copy(key.digest, output) if key else None
+    if record:
+        said = f"taken from the plan cache, where a compilation of {record.seconds:.1f} s left it"
+        return (*record.notes, said)
+    begin = time.perf_counter()
+    notes = compiler(source, options, output, observer)
+    seconds = time.perf_counter() - begin
+    with stage(observer, "write the plan cache"):
+        if key and key == find_key(source, target, options):  # nobody wrote to the model's files meanwhile
+            problem = cache.keep(key.digest, output, notes, seconds)
+    return (*notes, problem) if problem else notes
+
+
+def _is_file(source: Source, target: Target) -> bool:
+    """Whether a file says all about the model: what a callable gives is known when it has run.
+
+    On the CPU target this process exports a .pt2 file, with torch as its user may have set it up.
+    """
+    return source.kind == "onnx" or (
+        source.kind == "exported" and (target is Target.CUDA or "torch" not in sys.modules)
+    )
+
+
+class PlanCache:
+    """The plans kept in a folder, by key."""
+
+    def __init__(self, folder: Path, *, limit_nbytes: int | None = None) -> None:
+        self._folder = folder
+        self._limit_nbytes = LIMIT_NBYTES if limit_nbytes is None else limit_nbytes
+
+    def problem(self) -> str | None:
+        """Why there can be no such folder; None where there is one."""
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as exc:
+            return f"no plan cache at {self._folder}: {exc.strerror}; --no-plan-cache asks for none"
+        return None
+
+    def copy(self, key: str, output: Path) -> Record | None:
+        """Write the plan with this key to ``output`` and return its record; None where it is not here, undamaged."""
+        kept = self._folder / f"{key}.plan"
+        try:
+            record = Record.read(kept.with_suffix(".json"))
+            with kept.open("rb") as plan, replacing(output) as file:
+                shutil.copyfileobj(plan, file, 1 << 24)
+            if _sha256(output) != record.sha256:
+                return None
+        except (OSError, NimbleError, ValueError):
+            return None
+        with suppress(OSError):  # of a folder that can only be read
+            os.utime(kept)
+        return record
+
+    def keep(self, key: str, plan: Path, notes: tuple[str, ...], seconds: float) -> str | None:
+        """Keep the plan in a file, and what was said of it; a sentence where that cannot be."""
+        if plan.stat().st_size > self._limit_nbytes:
+            return f"not kept in the plan cache, which has room for {self._limit_nbytes:,} bytes"
+        try:
+            with scratch_folder(self._folder) as scratch:
+                copy, said = scratch / "plan", scratch / "record"
+                shutil.copyfile(plan, copy)
+                record = Record(sha256=_sha256(copy), seconds=seconds, notes=notes)
+                said.write_text(json.dumps(asdict(record)))
+                copy.replace(self._folder / f"{key}.plan")
+                said.replace(self._folder / f"{key}.json")
+            self._make_room()
+        except (OSError, NimbleError) as exc:
+            return f"not kept in the plan cache {self._folder}: {getattr(exc, 'strerror', None) or exc}"
+        return None
+
+    def _make_room(self) -> None:
+        """Remove plans, from the one that was not used for longest, until the rest is within the limit."""
+        found = []
+        for plan in self._folder.iterdir():
+            if _PLAN.fullmatch(plan.name):
+                with suppress(FileNotFoundError):  # removed by another process
+                    status = plan.stat()
+                    found.append((status.st_mtime_ns, status.st_size, plan))
+        excess = sum(nbytes for _, nbytes, _ in found) - self._limit_nbytes
+        for _, nbytes, plan in sorted(found):
+            if excess <= 0:
+                break
+            plan.with_suffix(".json").unlink(missing_ok=True)
+            plan.unlink(missing_ok=True)
+            excess -= nbytes
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

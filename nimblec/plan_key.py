@@ -1,0 +1,163 @@
+"""The key of a plan in the plan cache: a digest of all that the plan's bytes depend on.
+
+Nothing here imports torch. A part that is left out could give a user a plan of something else, so
+parts are taken whole: every byte of the model, every source file of ours, every installed package.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+
+import nimblec
+import nimblert
+from nimblec.errors import CompileError
+from nimblec.options import Options
+from nimblec.source import Source
+from nimblert import driver
+from nimblert.plan import Target
+
+_NOT_THE_PLANS = frozenset({"target", "examples", "timing_cache", "plan_cache"})
+"""Options that say where something is kept, and those that are in the key in another form."""
+
+_STEERING = (
+    "AOT", "ATEN", "CC", "CPLUS_", "CUBLAS", "CUDA", "CUDNN", "CUTE", "CUTLASS", "CXX", "DISABLE_", "ENABLE_", "FAKE_",
+    "FX_", "INDUCTOR", "KMP_", "LD_", "LLVM", "MKL", "NVIDIA", "NVPTX", "OMP_", "ONNX", "OPENBLAS", "ORT_",
+    "PARTITIONER", "PT2", "PTXAS", "PYTORCH", "TENSORIFY", "TORCH", "TRITON", "USE_",
+)  # fmt: skip
+"""How the names of variables begin that steer the frameworks, their compilers and libraries."""
+
+_PLACES = frozenset(
+    {
+        "CUDA_CACHE_MAXSIZE",
+        "CUDA_CACHE_PATH",
+        "TORCHINDUCTOR_CACHE_DIR",
+        "TORCH_EXTENSIONS_DIR",
+        "TORCH_HOME",
+        "TRITON_CACHE_DIR",
+        "TRITON_DUMP_DIR",
+    }
+)
+"""Those among them that only say where something is kept."""
+
+_INSTRUCTION_SETS = ("flags", "Features")
+"""What /proc/cpuinfo calls them, on x86 and on Arm."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanKey:
+    """``digest`` names the plan; ``files`` tells whether a file of the model was written in between.
+
+    A key found before a compilation and an equal one found after it say what was compiled.
+    """
+
+    digest: str
+    files: tuple[tuple[int, ...], ...]
+
+
+def find_key(source: Source, target: Target, options: Options) -> PlanKey | None:
+    """The key of the plan of a model file; None where it cannot be told.
+
+    That is where a file cannot be read, of which the compiler has more to say, and where packages
+    were exchanged under this process, which still runs what it imported before.
+    """
+    try:
+        first, now = _software_at_first(), _software()
+        paths = _files(source)
+        status = tuple(_status(path) for path in paths.values())
+        parts = {
+            "kind": source.kind,
+            "files": {name: _digest_of(path) for name, path in paths.items()},
+            "options": {
+                f.name: repr(getattr(options, f.name)) for f in fields(options) if f.name not in _NOT_THE_PLANS
+            },
+            "examples": [
+                (name, array.dtype.name, array.shape, hashlib.sha256(array.tobytes()).hexdigest())
+                for name, array in options.examples
+            ],
+            "software": now,
+            "environment": {k: v for k, v in os.environ.items() if k.startswith(_STEERING) and k not in _PLACES},
+            "machine": _machine(target),
+        }
+    except (CompileError, OSError, UnicodeDecodeError, MemoryError):
+        return None
+    return PlanKey(digest=_digest(parts), files=status) if now == first else None
+
+
+def _files(source: Source) -> dict[str, Path]:
+    """The model's file under the name "", and its data files under those that it calls them by."""
+    path = Path(source.model)
+    if source.kind != "onnx":
+        return {"": path}
+    from nimblec.frontend.external_data import data_files  # brings in onnx
+
+    return {"": path} | {str(name): path.parent / name for name in data_files(path)}
+
+
+def _status(path: Path) -> tuple[int, ...]:
+    status = path.stat()
+    return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+
+
+def _software() -> str:
+    """A digest of our own source, of Python, and of every package that can be imported."""
+    return _digest([sys.version, _sources(), _packages()])
+
+
+_software_at_first = cache(_software)
+
+
+def _sources() -> dict[str, str]:
+    """The digests of the files of both packages."""
+    roots = [Path(next(iter(package.__path__))) for package in (nimblec, nimblert)]
+    return {
+        str(path.relative_to(root.parent)): _digest_of(path)
+        for root in roots
+        for path in root.rglob("*")
+        if path.is_file() and path.suffix != ".pyc"
+    }
+
+
+def _packages() -> list[list[str]]:
+    """Where each installed package lies, and its metadata, which list the digests of its files."""
+    found = []
+    for folder in dict.fromkeys(sys.path):  # of two versions, the one that stands first is imported
+        found += sorted(
+            [
+                str(package.locate_file("")),
+                *(package.read_text(name) or "" for name in ("METADATA", "PKG-INFO", "RECORD")),
+            ]
+            for package in metadata.distributions(path=[folder])
+        )
+    return found
+
+
+def _machine(target: Target) -> list[object]:
+    """The processor, which computes constants too, and the GPU with its driver."""
+    from nimblec.cpu.timing import processor
+
+    about: list[object] = [target.name, platform.machine(), processor()]
+    about += sorted({line for line in _lines(Path("/proc/cpuinfo")) if line.startswith(_INSTRUCTION_SETS)})
+    if target is Target.CUDA:
+        about += [asdict(driver.describe()), *_lines(Path("/proc/driver/nvidia/version"))]
+    return about
+
+
+def _lines(path: Path) -> Iterable[str]:
+    return path.read_text().splitlines() if path.exists() else ()
+
+
+def _digest_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _digest(parts: object) -> str:
+    """The digest of JSON text, in which no two different values look alike."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
