@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import onnx
@@ -169,7 +170,7 @@ def key_of(path: Path, options: Options, target: Target = Target.CPU) -> PlanKey
     return find_key(onnx_source(path), target, options)
 
 
-CHANGES = {
+CHANGES: dict[str, Any] = {
     "inputs": (InputSpec(name="x", shape=(4, 8)),),
     "dims": (("n", 5),),
     "level": 1,
@@ -266,6 +267,24 @@ def test_data_that_the_front_end_refuses_give_no_key(tmp_path: Path, options: Op
     assert key_of(path, options) is None
     with pytest.raises(nimblec.CompileError, match=r"weights\.bin|missing\.bin"):
         nimblec.compile(path, target="cpu", dims={"n": 4}, plan_cache=tmp_path / "plans")
+
+
+@pytest.mark.parametrize("name", [b"\xff\xfe", b"\0a", b".."])
+def test_names_of_data_files_that_are_none_give_no_key(tmp_path: Path, options: Options, name: bytes) -> None:
+    path = write_model(tmp_path / "m.onnx", external=True)
+    found = onnx.load(path, load_external_data=False)
+    found.graph.initializer[0].external_data[0].value = "Z" * len(name)
+    path.write_bytes(found.SerializeToString().replace(b"Z" * len(name), name))
+    assert key_of(path, options) is None
+
+
+@pytest.mark.parametrize("content", [b"", b"no model", b"\x08"])
+def test_what_is_no_model_gives_no_key(tmp_path: Path, options: Options, content: bytes) -> None:
+    (tmp_path / "m.onnx").write_bytes(content)
+    stub = Compiler()
+    for _ in range(2):
+        compiled(stub, tmp_path / "m.onnx", options)
+    assert stub.calls == 2 - (content == b"")  # a model without anything is one, which the compiler refuses
 
 
 @pytest.mark.parametrize("name", ["CUDA_VISIBLE_DEVICES", "TORCHINDUCTOR_FREEZING", "TRITON_PTXAS_PATH", "MKL_CBWR"])

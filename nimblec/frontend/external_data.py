@@ -3,21 +3,27 @@
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-from google.protobuf.message import Message
+import onnx
+from google.protobuf.message import DecodeError, Message
 from onnx import ModelProto, TensorProto
 
-from nimblec.errors import UnsupportedModelError
-from nimblec.frontend import onnx_file
+from nimblec.errors import CompileError, UnsupportedModelError
 
 
 def data_files(path: Path) -> tuple[Path, ...]:
     """The data files that the ONNX file ``path`` names, relative to its folder, in order.
 
-    Raises what `onnx_file.load` raises, and UnsupportedModelError where one is not below that folder.
+    Raises CompileError where it is not an ONNX file, UnsupportedModelError where one of them is not
+    below its folder.
     """
-    model = onnx_file.load(path, external_data=False)
+    try:
+        model = onnx.load(path, load_external_data=False)
+    except DecodeError as exc:
+        raise CompileError(f"{path}: not an ONNX file") from exc
     names = {entry.value for tensor in _external(model) for entry in tensor.external_data if entry.key == "location"}
     for name in names:
+        if not isinstance(name, str) or "\0" in name:  # protobuf gives bytes for what is not UTF-8
+            raise UnsupportedModelError(f"{path}: names the data file {name!r}, which is no name")
         relative = PurePosixPath(name)
         if relative.is_absolute() or ".." in relative.parts:
             raise UnsupportedModelError(f"{path}: names the data file {name!r}, expected one below the model's folder")
