@@ -202,7 +202,7 @@ def tilings(call: Call, numbers: Numbers, limit: int) -> Sequence[AnyTiling]:
     """The candidates for a call."""
     if call.kind == "depthwise":
         return depthwise_candidates(call.shape, limit=limit)
-    return candidates(call.shape, limit=limit, itemsize=numbers.dtype.itemsize, arithmetic=numbers.arithmetic)
+    return candidates(call.shape, limit=limit, itemsize=numbers.dtype.itemsize)
 
 
 def measure(name: str, calls: Sequence[Call], numbers: Numbers, limit: int) -> dict[str, Any]:

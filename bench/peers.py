@@ -96,7 +96,7 @@ def models(options: argparse.Namespace) -> tuple[str, ...]:
 def jobs(options: argparse.Namespace) -> Iterator[list[Job]]:
     """What to run, by model: those that torch tunes first, as they take longest."""
     default = "compile,freeze" if options.batches else "eager,graph,compile,freeze"
-    modes = (options.modes or default).split(",")
+    modes = [mode for mode in (default if options.modes is None else options.modes).split(",") if mode]
     flags = ("--turns", *(["--fp32"] if options.precision == "fp32" else []))
     tuned = {"some": () if options.batches else TUNED, "all": models(options), "none": ()}[options.tune]
     for spec in sorted(models(options), key=lambda spec: spec not in tuned):

@@ -27,7 +27,7 @@ def _hopper() -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_values(name: str, dtype: torch.dtype) -> None:
     batch, heads, queries, keys, size, causal, masked = CASES[name]
     query = _random(batch, queries, heads, size).to(dtype).transpose(1, 2)
@@ -36,7 +36,7 @@ def test_values(name: str, dtype: torch.dtype) -> None:
     mask = None if masked is None else _random(*masked).to(dtype)
     expected = attended(query, key, value, mask, causal=causal, scale=0.1).transpose(1, 2)
     shape = attention_shape(query, key, value, mask, causal=causal)
-    for tiling in attention_candidates(shape, limit=2):
+    for tiling in attention_candidates(shape, limit=2, itemsize=dtype.itemsize):
         _check([attention(query, key, value, mask, causal, 0.1, tiling.numbers, "late") for _ in range(20)], expected)
 
 

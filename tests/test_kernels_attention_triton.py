@@ -21,18 +21,19 @@ def patched(tensor, scope):
     scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 interpreter._patch_lang_tensor = patched
 
-def check(queries, keys, size, tiling, *, batch=1, heads=2, key_heads=2, value_size=None, mask=None, **how):
+def check(queries, keys, size, tiling, *, batch=1, heads=2, key_heads=2, value_size=None, mask=None,
+          dtype=torch.float16, **how):
     torch.manual_seed(0)
     value_size = value_size or size
     causal = how.get("causal", False)
-    query = torch.randn(batch, queries, heads, size).half().transpose(1, 2)
-    joined = torch.randn(batch, keys, key_heads * (size + value_size)).half()
+    query = torch.randn(batch, queries, heads, size, dtype=dtype).transpose(1, 2)
+    joined = torch.randn(batch, keys, key_heads * (size + value_size), dtype=dtype)
     key, value = joined.split([key_heads * size, key_heads * value_size], -1)
     key, value = (part.unflatten(-1, (key_heads, -1)).transpose(1, 2) for part in (key, value))
     if how.get("key_first"):
         key = key.contiguous().mT.contiguous().mT
     shape = attention_shape(query, key, value, mask, causal=causal)
-    out = torch.full((batch, queries, heads, value_size), torch.nan, dtype=torch.float16)
+    out = torch.full((batch, queries, heads, value_size), torch.nan, dtype=dtype)
     launch_attention(shape, AttentionTiling.of(tiling), query=query, key=key, value=value, mask=mask, out=out,
         scale=0.2, trigger="none")
     expected = attended(query, key, value, mask, causal=causal, scale=0.2).transpose(1, 2)
@@ -44,7 +45,7 @@ def hidden(*shape, share=0.5):
     return bits
 """
 
-CASES = {  # all in float16: the interpreter multiplies the bits of bfloat16 as integers
+CASES = {  # none in bfloat16: the interpreter multiplies the bits of bfloat16 as integers
     "one step": "check(32, 64, 64, [16, 64, 2, 1], batch=2)",
     "ViT": "check(197, 197, 64, [64, 64, 4, 2], heads=1, key_heads=1)",
     "text encoder": "check(77, 77, 80, [32, 128, 4, 1], causal=True)",
@@ -61,6 +62,7 @@ CASES = {  # all in float16: the interpreter multiplies the bits of bfloat16 as 
     "bias for all heads": "check(33, 45, 64, [16, 64, 4, 1], batch=2, mask=torch.randn(2, 1, 1, 45))",
     "infinite": "check(33, 45, 64, [16, 16, 4, 2], mask=torch.zeros(33, 45).masked_fill(hidden(33, 45), -torch.inf))",
     "lowest": "check(33, 45, 64, [16, 16, 4, 2], mask=torch.where(hidden(33, 45), torch.finfo().min, 0.0))",
+    "float32": "check(33, 45, 64, [16, 16, 4, 2], mask=torch.randn(1, 2, 33, 45), dtype=torch.float32)",
     "bits": "check(33, 45, 64, [16, 16, 4, 2], mask=~hidden(1, 2, 33, 45, share=0.9))",
 }
 
@@ -85,6 +87,7 @@ COMPILED = {
     "code(128, 128, 64, [16, 128, 4, 1])": "True True False True",
     "code(128, 128, 64, [64, 128, 4, 1], 'bfloat16')": "True True False True",
     "code(197, 197, 64, [32, 64, 4, 2])": "True True True False",
+    "code(197, 197, 64, [32, 64, 4, 2], 'float32')": "True True True False",
     "code(64, 64, 80, [16, 64, 2, 1], causal=True)": "True True False True",
     "code(77, 77, 40, [16, 32, 2, 2], mask='float16')": "True True True False",
     "code(77, 77, 40, [16, 32, 2, 2], mask='bool')": "True True True False",

@@ -17,7 +17,7 @@ def _hopper() -> None:
 
 
 @pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", [(1, 128, 768), (197, 768), (3, 1000), (500, 512), (1, 64, 8192)], ids=str)
 def test_values(shape: tuple[int, ...], dtype: torch.dtype, rms: bool) -> None:
     x, residual = (torch.randn(shape, device="cuda").to(dtype) for _ in range(2))

@@ -250,9 +250,9 @@ def _single_precision(function: "Callable[[Tensor], Tensor]", x: Tensor) -> fx.G
     return module
 
 
-@pytest.fixture(params=[True, False], ids=["tf32", "ieee"])
+@pytest.fixture(params=[True, False], ids=["tf32", "tf32x3"])
 def tf32(request: pytest.FixtureRequest) -> "Iterator[bool]":
-    """Whether tensor cores may multiply float32."""
+    """Whether tensor cores may cut off bits of float32."""
     with arithmetic("tf32" if request.param else "fp32"):
         yield request.param
 
@@ -262,12 +262,12 @@ def test_single_precision_is_multiplied_as_torch_is_told_to(*, tf32: bool) -> No
     weight = torch.randn(16, 1, 3, 3)
     depthwise = _single_precision(lambda x: functional.conv2d(x, weight, groups=16), IMAGES.float())
     product = record(lambda x: x @ WEIGHT.float().flatten(1).t(), torch.randn(9, WEIGHT[0].numel()))
-    wanted = "tf32" if tf32 else "ieee"
+    wanted = "tf32" if tf32 else "tf32x3"
     found = [
         [(request.kind, request.arithmetic) for request in requests(module)]
         for module in (convolution, depthwise, product)
     ]
-    assert found == [[("convolution", wanted)], [("depthwise", "ieee")], [("linear", wanted)]]
+    assert found == [[("convolution", wanted)], [("depthwise", wanted)], [("linear", wanted)]]
 
 
 @pytest.mark.usefixtures("tf32")

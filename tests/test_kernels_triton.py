@@ -44,7 +44,7 @@ def check(size, channels, out, tiling, activation="relu", *, batch=1, kernel=1, 
     down, across = tiling.tiles(shape)
     arrived = counters(down * across, x.device)
     launch_convolution(shape, tiling, x=x, weight=pack_convolution(weight, tiling), bias=b, residual=r,
-        prologue=read, out=y, counters=arrived, activation=activation, trigger="none", arithmetic="ieee")
+        prologue=read, out=y, counters=arrived, activation=activation, trigger="none", arithmetic="tf32x3")
     read = read(x.float()).to(dtype).float()
     total = functional.conv2d(read, weight.float(), b.float() if bias else None, stride, padding, dilation)
     eps = torch.finfo(torch.float16).eps
@@ -96,6 +96,7 @@ CASES = {  # none in bfloat16: the interpreter multiplies the bits of bfloat16 a
 }
 
 COMPILE = """
+import re
 from nimblec.kernels.compiling import compile_job, convolution_job, depthwise_job
 from nimblec.kernels.depthwise import DepthwiseTiling, depthwise_settings
 from nimblec.kernels.launching import settings
@@ -110,10 +111,11 @@ for tiling, trigger, before, has in (
     constants = settings(shape, Tiling.of(tiling), activation="relu", before=before, trigger=trigger)
     job = convolution_job(constants, dtype="float16", has=has)
     ptx = compile_job(job, capability=90).asm["ptx"]
-    wide = convolution_job(constants, dtype="float32", has=has)
-    assert any(word in compile_job(wide, capability=90).asm["ptx"] for word in ("f32.tf32.tf32", "f32.f32.tf32"))
-    exact = convolution_job(constants | {"PRECISION": "ieee"}, dtype="float32", has=has)
-    assert "mma" not in compile_job(exact, capability=90).asm["ptx"]
+    products = []
+    for precision in ("tf32", "tf32x3"):
+        wide = convolution_job(constants | {"PRECISION": precision}, dtype="float32", has=has)
+        products.append(len(re.findall("mma.*tf32", compile_job(wide, capability=90).asm["ptx"])))
+    assert 0 < 3 * products[0] <= products[1], products
     found = [word in ptx for word in ("wgmma.mma_async", "mma.sync", "atom.global.gpu.acq_rel")]
     wait = ptx.index("griddepcontrol.wait")
     launch = ptx.index("griddepcontrol.launch_dependents")

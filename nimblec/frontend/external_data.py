@@ -22,12 +22,17 @@ def data_files(path: Path) -> tuple[Path, ...]:
         raise CompileError(f"{path}: not an ONNX file") from exc
     names = {entry.value for tensor in _external(model) for entry in tensor.external_data if entry.key == "location"}
     for name in names:
-        if not isinstance(name, str) or "\0" in name:  # protobuf gives bytes for what is not UTF-8
-            raise UnsupportedModelError(f"{path}: names the data file {name!r}, which is no name")
-        relative = PurePosixPath(name)
-        if relative.is_absolute() or ".." in relative.parts:
+        if not is_below(name):
             raise UnsupportedModelError(f"{path}: names the data file {name!r}, expected one below the model's folder")
     return tuple(map(Path, sorted(names)))
+
+
+def is_below(name: object) -> bool:
+    """Whether a file of this name lies below the model's folder; protobuf gives bytes for what is not UTF-8."""
+    if not isinstance(name, str) or not name or "\0" in name:
+        return False
+    relative = PurePosixPath(name)
+    return not relative.is_absolute() and ".." not in relative.parts
 
 
 def _external(model: ModelProto) -> Iterator[TensorProto]:

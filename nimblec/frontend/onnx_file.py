@@ -7,7 +7,7 @@ sentence that names the input, node or file at fault.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from os import PathLike
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from shlex import quote
 
 import onnx
@@ -15,6 +15,7 @@ from google.protobuf.message import DecodeError
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
 
 from nimblec.errors import CompileError, UnsupportedModelError
+from nimblec.frontend.external_data import is_below
 from nimblec.options import InputSpec
 from nimblert.plan import ITEM_NBYTES
 
@@ -280,8 +281,7 @@ def _check_external_data(model: ModelProto, path: Path) -> None:
             continue
         entry = {item.key: item.value for item in tensor.external_data}
         location = entry.get("location", "")
-        relative = PurePosixPath(location)
-        if not location or relative.is_absolute() or ".." in relative.parts:
+        if not is_below(location):
             raise CompileError(
                 f"{path}: initializer {tensor.name!r} names the data file {location!r}, expected one below the "
                 f"model's folder"

@@ -118,9 +118,12 @@ def attention_shape(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
     )
 
 
-def attention_candidates(shape: Attention, *, limit: int = 6) -> list[AttentionTiling]:
-    """At most ``limit`` tilings, the most promising first, no two alike but for warps and stages more than twice."""
-    return most_promising(_all(shape), partial(estimate, shape), limit=limit, alike=2)
+def attention_candidates(shape: Attention, *, limit: int = 6, itemsize: int = 2) -> list[AttentionTiling]:
+    """At most ``limit`` tilings, the most promising first, no two alike but for warps and stages more than twice.
+
+    ``itemsize``: bytes of an element.
+    """
+    return most_promising(_all(shape, itemsize), partial(estimate, shape), limit=limit, alike=2)
 
 
 def estimate(shape: Attention, tiling: AttentionTiling) -> float:
@@ -137,7 +140,7 @@ def estimate(shape: Attention, tiling: AttentionTiling) -> float:
     return latency + ceil_div(turns, 2) * elements * 0.004 + turns * busy
 
 
-def _all(shape: Attention) -> Iterator[AttentionTiling]:
+def _all(shape: Attention, itemsize: int) -> Iterator[AttentionTiling]:
     longest = max(32, 1 << (shape.read_keys - 1).bit_length())
     for block_m in (16, 32, 64, 128):
         if block_m > 16 and block_m >= 2 * shape.queries:
@@ -148,16 +151,18 @@ def _all(shape: Attention) -> Iterator[AttentionTiling]:
             for num_warps in (1, 2, 4, 8):
                 scores = block_m * block_n // (32 * num_warps)  # that a thread holds
                 if 8 <= scores <= 96 and num_warps * 4 <= block_m:
-                    yield from _staged(shape, block_m, block_n, num_warps)
+                    yield from _staged(shape, block_m, block_n, num_warps, itemsize)
 
 
-def _staged(shape: Attention, block_m: int, block_n: int, num_warps: int) -> Iterator[AttentionTiling]:
+def _staged(
+    shape: Attention, block_m: int, block_n: int, num_warps: int, itemsize: int
+) -> Iterator[AttentionTiling]:
     """One step fetches through registers, several through shared memory, some steps ahead."""
     width = _padded(shape.size) + _padded(shape.value_size)
     steps = ceil_div(shape.read_keys, block_n)
     for num_stages in (1,) if steps == 1 else (2, 3):
-        registers = block_n * width // (64 * num_warps)  # two numbers in each
-        nbytes = 2 * width * (num_stages * block_n + block_m)
+        registers = block_n * width * itemsize // (4 * 32 * num_warps)
+        nbytes = itemsize * width * (num_stages * block_n + block_m)
         fits = registers <= _FETCHED_REGISTERS if steps == 1 else nbytes <= _SHARED_NBYTES
         if fits and num_stages <= steps:
             yield AttentionTiling(block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=num_stages)

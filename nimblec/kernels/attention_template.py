@@ -6,8 +6,8 @@
 A block computes some queries of one head and walks over the keys with a running maximum and sum
 (Dao et al., FlashAttention, 2022); where one step takes all keys it is a plain softmax. Queries, keys
 and values are read through any strides, so that the result of one product that computes all three is
-read where it lies. It waits as `nimblec.kernels.convolution_template` says; all it reads may come from
-the kernel before it, so it waits first.
+read where it lies. Float32 is multiplied in three products, as `nimblec.kernels.convolution_template`
+says, which also says how it waits; all it reads may come from the kernel before it, so it waits first.
 """
 
 import triton
@@ -64,6 +64,7 @@ def attention(
     TILES: tl.constexpr = (QUERIES + BLOCK_M - 1) // BLOCK_M
     STEPS: tl.constexpr = (KEYS + BLOCK_N - 1) // BLOCK_N
     LOG2E: tl.constexpr = 1.4426950408889634
+    PRECISION: tl.constexpr = "tf32x3" if query_ptr.dtype.element_ty == tl.float32 else "tf32"
 
     block = tl.program_id(0)
     tile = block % TILES
@@ -110,7 +111,7 @@ def attention(
             KEYS % BLOCK_N,
             VALUE_SIZE % BLOCK_V,
         )
-        scores = tl.dot(queries, keys.T) * SCALE
+        scores = tl.dot(queries, keys.T, input_precision=PRECISION) * SCALE
         if mask_ptr is not None:
             mask_offsets = batch * MASK_BATCH + head * MASK_HEAD + rows[:, None] * MASK_ROW
             mask_ptrs = mask_ptr + mask_offsets + columns[None, :] * MASK_COLUMN
@@ -135,7 +136,7 @@ def attention(
             mixed *= less[:, None]
         highest = higher
         total += tl.sum(weights, 1)
-        mixed = tl.dot(weights.to(values.dtype), values, mixed)
+        mixed = tl.dot(weights.to(values.dtype), values, mixed, input_precision=PRECISION)
 
     if mask_ptr is not None:
         total = tl.where(total == 0.0, 1.0, total)

@@ -39,10 +39,6 @@ _L2_BYTES_PER_US = 3.6e6
 _BLOCK_BYTES_PER_US = 78.6e3
 _BLOCK_BYTES_STORED_PER_US = 24e3
 _FLOPS_PER_US = 2.5e6  # of one multiprocessor
-# Of 75 times of 25 shapes (ResNet-50, a block for each multiprocessor), 61 are within a fifth of the estimate:
-_SCALAR_FLOPS_PER_US = 700  # the same without tensor cores, of a warp, for each result that a thread of it sums up
-_MOST_RESULTS = 43
-_FILLING = 2.8  # blocks on a multiprocessor that take no longer than one; not measured
 _STEP_US = 0.0167
 _STEP_US_PER_64 = 0.0439  # of block_k
 _LOAD_US = 0.06  # of a step that waits for its loads, shared by the stages
@@ -52,13 +48,12 @@ _SPLIT_US = 1.3
 _SHARPNESS = 3  # of the maximum of what goes on side by side; the lesser parts count a little too
 
 
-def candidates(shape: Convolution, *, limit: int = 8, itemsize: int = 2, arithmetic: str = "tf32") -> list[Tiling]:
+def candidates(shape: Convolution, *, limit: int = 8, itemsize: int = 2) -> list[Tiling]:
     """At most ``limit`` tilings, the most promising first, of no cut of the result more than five.
 
-    ``itemsize``: bytes of an element. ``arithmetic``: of float32, a `nimblec.kernels.launching.Arithmetic`.
+    ``itemsize``: bytes of an element.
     """
-    how = {"itemsize": itemsize, "arithmetic": arithmetic}
-    return most_promising(_all(shape, itemsize), partial(estimate, shape, **how), limit=limit, alike=5)
+    return most_promising(_all(shape, itemsize), partial(estimate, shape, itemsize=itemsize), limit=limit, alike=5)
 
 
 def most_promising(tilings: Iterable[Cut], estimate: Callable[[Cut], float], *, limit: int, alike: int) -> list[Cut]:
@@ -73,10 +68,11 @@ def most_promising(tilings: Iterable[Cut], estimate: Callable[[Cut], float], *, 
     return chosen[:limit]
 
 
-def estimate(shape: Convolution, tiling: Tiling, *, itemsize: int = 2, arithmetic: str = "tf32") -> float:
+def estimate(shape: Convolution, tiling: Tiling, *, itemsize: int = 2) -> float:
     """Microseconds, roughly: what the busiest multiprocessor reads, computes and writes, and what meeting costs.
 
-    Without the launch itself. Tensor cores take elements of twice the size half as fast.
+    Without the launch itself. Tensor cores take elements of twice the size half as fast. In three
+    products a float32 takes longer than this says, by 1.3 to 2 times; the order serves as well.
     """
     size_factor = itemsize / 2
     steps = ceil_div(tiling.steps(shape), tiling.split_k)
@@ -86,11 +82,7 @@ def estimate(shape: Convolution, tiling: Tiling, *, itemsize: int = 2, arithmeti
     nbytes = steps * tiling.block_k * (tiling.block_m + tiling.block_n) * itemsize
     flops = 2 * steps * tiling.block_k * size
     narrow = _NARROW if tiling.block_m < WIDE else 1
-    if arithmetic == "ieee":
-        results = min(size / (32 * tiling.num_warps), _MOST_RESULTS)
-        computing = flops / (_SCALAR_FLOPS_PER_US * tiling.num_warps * results) * max(1, turns / _FILLING)
-    else:
-        computing = turns * flops * size_factor / _FLOPS_PER_US * narrow
+    computing = turns * flops * size_factor / _FLOPS_PER_US * narrow
     busiest = max(turns * nbytes / _BLOCK_BYTES_PER_US, computing)
     everything = blocks * nbytes / _L2_BYTES_PER_US
     step = (_STEP_US + _STEP_US_PER_64 * tiling.block_k / 64 * size_factor) * narrow + _LOAD_US / tiling.num_stages

@@ -9,7 +9,9 @@ workspace; the last one to arrive adds them up in their fixed order, so that the
 hang on who came last, and finishes the tile.
 
 Numbers are float16, bfloat16 or float32. Tensor cores read float32 as TF32 (``PRECISION`` "tf32": the
-lower 13 bits are ignored); else its products are single instructions, exact but for one rounding ("ieee").
+lower 13 bits are ignored). For all bits ("tf32x3") each factor is the sum of two such numbers, and three
+of their four products are added up, each step's by itself before it joins the sum, as tensor cores cut
+off what they add (Ootomo and Yokota, "Recovering single precision accuracy from Tensor Cores", 2022).
 
 A prologue, ``activation(x * scale + shift) * gate``, is applied to what is read; padding stays zero.
 

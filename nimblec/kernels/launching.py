@@ -12,8 +12,8 @@ Trigger = Literal["none", "late", "early"]
 """When a launch lets the next one start: at its end, after its own wait, or before all else."""
 TRIGGERS: tuple[Trigger, ...] = get_args(Trigger)
 
-Arithmetic = Literal["tf32", "ieee"]
-"""How float32 is multiplied: by tensor cores, which cut off its last 13 bits, or as it is."""
+Arithmetic = Literal["tf32", "tf32x3"]
+"""How tensor cores multiply float32: without its last 13 bits, or with all of them, in three products."""
 
 
 def launch_convolution(

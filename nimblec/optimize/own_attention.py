@@ -20,7 +20,8 @@ from nimblec.kernels.choosing import Choice
 from nimblec.kernels.compiling import Job
 from nimblec.kernels.launching import Trigger
 from nimblec.optimize.constant_masks import ATTENTION
-from nimblec.optimize.layout import BY_STRIDE, HALF
+from nimblec.optimize.cudnn import DTYPES
+from nimblec.optimize.layout import BY_STRIDE
 from nimblec.optimize.outputs import output_strides, restore_strides, separate_outputs
 from nimblec.optimize.own_selection import HOPPER, Call, TilingSelector, Times, dtype_name
 from nimblec.optimize.rewriter import Rewriter, bound, fake, is_call
@@ -33,7 +34,7 @@ SIZES = range(8, 129, 8)
 LONGEST = 4096
 """Keys; longer sequences are the framework's, whose kernels are made for them."""
 
-_MASKS = HALF | {torch.float32, torch.bool}
+_MASKS = {*DTYPES, torch.bool}
 _COPIES = (aten.clone.default, aten.contiguous.default, aten.expand.default, *RESHAPES)
 """Calls that keep the order of the elements, where expansion changes no shape."""
 
@@ -124,11 +125,11 @@ def _request(node: fx.Node) -> Request | None:
 
 
 def _is_served(node: fx.Node, query: fx.Node, key: fx.Node, value: fx.Node) -> bool:
-    """Half precision, four axes, head sizes that fit tiles, and no broadcast but of heads."""
+    """Four axes, head sizes that fit tiles, and no broadcast but of heads."""
     q, k, v = fake(query), fake(key), fake(value)
     return (
         all(tensor.dim() == 4 and tensor.dtype == q.dtype for tensor in (q, k, v))
-        and q.dtype in HALF
+        and q.dtype in DTYPES
         and bool(fake(node).numel())
         and k.shape[2] > 0
         and q.shape[3] in SIZES
@@ -180,7 +181,7 @@ class AttentionSelector(TilingSelector[Request, AttentionTiling]):
 
     def tilings(self, request: Request) -> Sequence[AttentionTiling]:
         """The candidates."""
-        return attention_candidates(request.shape)
+        return attention_candidates(request.shape, itemsize=request.dtype.itemsize)
 
     def job(self, request: Request, tiling: AttentionTiling) -> Job:
         """As our call launches it."""

@@ -157,7 +157,7 @@ def _convolution(rewriter: Rewriter, node: fx.Node) -> dict[str, Any] | None:
     geometry = (weight.shape[2:], given["stride"], given["padding"], given["dilation"])
     return {
         "kind": "depthwise" if is_depthwise else "convolution",
-        "arithmetic": "ieee" if is_depthwise else _arithmetic(fake(node).dtype, torch.backends.cudnn.conv),
+        "arithmetic": _arithmetic(fake(node).dtype, torch.backends.cudnn.conv),
         "shape": convolution_shape(fake(x), weight.shape[0], *geometry),
         "x": x,
         "weight": given["weight"],
@@ -194,7 +194,7 @@ def _linear(rewriter: Rewriter, node: fx.Node) -> dict[str, Any] | None:
 
 def _arithmetic(dtype: torch.dtype, library: Any) -> Arithmetic:
     """How to multiply; ``library`` holds torch's setting for float32."""
-    return "tf32" if dtype in HALF or library.fp32_precision == "tf32" else "ieee"
+    return "tf32" if dtype in HALF or library.fp32_precision == "tf32" else "tf32x3"
 
 
 def _is_served(rewriter: Rewriter, node: fx.Node, bias: fx.Node | None) -> bool:

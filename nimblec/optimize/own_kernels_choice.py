@@ -133,7 +133,7 @@ def tilings(request: Request) -> list[Any]:
     """The candidates of a request."""
     if request.kind == "depthwise":
         return depthwise_candidates(request.shape)
-    return candidates(request.shape, itemsize=request.dtype.itemsize, arithmetic=request.arithmetic)
+    return candidates(request.shape, itemsize=request.dtype.itemsize)
 
 
 def packed_like(request: Request, tiling: AnyTiling) -> tuple[int, ...]:

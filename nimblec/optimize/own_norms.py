@@ -245,11 +245,11 @@ def _uncast(node: fx.Node) -> fx.Node:
 
 
 def _is_served(rewriter: Rewriter, request: Request) -> bool:
-    """Rows without gaps, not too long, floating-point numbers, a half precision result, constant weights."""
+    """Rows without gaps, not too long, floating-point numbers, constant weights."""
     x, result = fake(request.x), fake(request.result)
     return (
         x.dtype in _FLOATS
-        and result.dtype in HALF
+        and result.dtype in _FLOATS
         and x.shape == result.shape
         and x.is_contiguous()
         and result.is_contiguous()
