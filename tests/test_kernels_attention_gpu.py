@@ -69,6 +69,7 @@ def _random(*shape: int) -> Tensor:
 
 
 def _check(results: list[Tensor], expected: Tensor) -> None:
-    eps = torch.finfo(results[0].dtype).eps
+    dtype = results[0].dtype
+    eps = torch.finfo(dtype).eps * (8 if dtype is torch.float32 else 1)  # what is expected is rounded, too
     torch.testing.assert_close(results[0].float(), expected, atol=4 * eps, rtol=2 * eps)
     assert all(torch.equal(result, results[0]) for result in results)

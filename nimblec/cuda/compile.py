@@ -7,8 +7,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from nimblec.errors import CompileError
 from nimblec.options import DEFAULT_LEVEL, Observer, Options
 from nimblec.processes import environment
 from nimblec.source import Source
+from nimblec.stages import stage
 
 
 def compile_cuda(source: Source, options: Options, output: Path, observer: Observer) -> tuple[str, ...]:
@@ -69,9 +71,11 @@ def _run_worker(request: Path, observer: Observer) -> list[str]:
     with _started(command, pass_fds=(write_end,)) as process:
         os.close(write_end)
         notes: list[str] = []
-        stage, problem = "starting", ""
+        reached, problem = "start", ""
         with os.fdopen(read_end) as events:
-            for line in events:
+            with stage(observer, reached):
+                first = events.readline()
+            for line in chain([first] if first else [], events):
                 message = json.loads(line)
                 if "error" in message:
                     raise _error(message)
@@ -80,25 +84,30 @@ def _run_worker(request: Path, observer: Observer) -> list[str]:
                 elif "problem" in message:
                     problem = f": {message['problem']}"
                 else:
-                    stage = message["stage"]
-                    observer(stage, message["seconds"])
+                    reached = message["stage"]
+                    observer(reached, message["seconds"])
         status = process.wait()
     if status:
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-        raise CompileError(f"the capture process {how} in the stage {stage!r}{problem}")
+        raise CompileError(f"the capture process {how} in the stage {reached!r}{problem}")
     return notes
 
 
 @contextmanager
 def _started(command: list[str], **options: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """A child process that does not outlive the block."""
-    process = subprocess.Popen(command, env=environment(), stdin=subprocess.DEVNULL, stdout=_STDERR, **options)
+    """A child process that does not outlive the block, nor do those that it started.
+
+    Inductor's would take seconds to end by themselves.
+    """
+    process = subprocess.Popen(
+        command, env=environment(), stdin=subprocess.DEVNULL, stdout=_STDERR, start_new_session=True, **options
+    )
     try:
         yield process
     finally:
-        if process.poll() is None:
-            process.terminate()
-            process.wait()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def _error(message: dict[str, str]) -> errors.NimbleError:

@@ -5,7 +5,7 @@ fresh process. It reads one request, writes the plan file, and reports on a pipe
 line, {"stage", "seconds"}, {"note"}, {"problem"}, or {"error", "message"} as the last.
 """
 
-import atexit
+import gc
 import json
 import os
 import sys
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from nimblec.frontend.pytorch import TorchModel
 
 _SEED = 0
+_NEW_OBJECTS = 100_000
+"""Between two collections of garbage: imports and graphs are a million objects, which live on."""
 
 
 def main(request_path: str, events_fd: int) -> int:
@@ -94,12 +96,13 @@ class _Worker:
             from nimblec.cuda.allocator import BumpAllocator
             from nimblec.cuda.cupti import CodeRecorder
             from nimblec.cuda.diagnosis import first_difference
-        driver.bindings()
-        code = CodeRecorder()
-        code.start()
-        driver.initialise()
-        allocator = BumpAllocator()
-        allocator.install()
+        with self._stage("initialise CUDA"):
+            driver.bindings()
+            code = CodeRecorder()
+            code.start()
+            driver.initialise()
+            allocator = BumpAllocator()
+            allocator.install()
         with self._stage("load the model"):
             original = self._load_model()
         self._note(original.notes)
@@ -249,7 +252,8 @@ def _versions() -> tuple[tuple[str, str], ...]:
 
 
 if __name__ == "__main__":
+    gc.set_threshold(_NEW_OBJECTS)
     status = main(sys.argv[1], int(sys.argv[2]))
-    atexit._run_exitfuncs()  # processes that compile kernels end
+    sys.stdout.flush()
     # No more: torch would free its memory through callbacks into an interpreter that is gone.
     os._exit(status)
