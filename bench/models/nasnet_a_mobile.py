@@ -3,6 +3,8 @@
 import torch
 from timm.models.nasnet import NASNetALarge
 
+from bench.models.batch_statistics import settled
+
 _LEFT_OUT = ("cell_4", "cell_5", "cell_10", "cell_11", "cell_16", "cell_17")
 
 
@@ -33,7 +35,8 @@ class NASNetAMobile(NASNetALarge):
 
 def fp32() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
     """As eager PyTorch runs it."""
-    return NASNetAMobile().eval(), (torch.randn(1, 3, 224, 224),)
+    image = torch.randn(1, 3, 224, 224)
+    return settled(NASNetAMobile(), image), (image,)
 
 
 def fp16() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
