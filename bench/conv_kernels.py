@@ -349,7 +349,7 @@ def _line(found: Measured) -> str:
     times = found.choice.microseconds
     ours = sorted(found.tilings, key=times.__getitem__)[:3]
     tried = "  ".join(f"{label} {times[label]:.2f}" for label in ours)
-    return f"{found.count:3d} x {found.call!s:38s} theirs {found.theirs:6.2f}  error {found.error:.4f}  ours {tried}"
+    return f"{found.count:3d} x {found.call!s:38s} theirs {found.theirs:6.2f}  error {found.error:.1e}  ours {tried}"
 
 
 if __name__ == "__main__":

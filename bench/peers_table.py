@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 Figures: TypeAlias = Mapping[str, Mapping[str, Any]]
@@ -56,26 +56,28 @@ def markdown(results: Mapping[str, Any]) -> str:
     models: Mapping[str, Figures] = results["models"]
     measured = {mode for figures in models.values() for mode in figures}
     modes = [mode for mode in TORCH_MODES if mode in measured] + levels(measured)
+    rivals = {"torch.compile's best": COMPILED_MODES} if measured & set(COMPILED_MODES) else {}
+    rivals["eager"] = ("eager",)
+    first = next(iter(rivals))
     head = ["model", *(f"`{mode}`" if mode.startswith("-") else mode for mode in modes)]
-    head += ["GPU: torch's best / ours", "kernels: torch's best / ours", "torch.compile's best / ours", "eager / ours"]
+    head += [f"GPU: {first} / ours", f"kernels: {first} / ours", *(f"{rival} / ours" for rival in rivals)]
     lines = [_row(head), "|---" * len(head) + "|"]
-    lines += [_row([_short(spec), *_cells(figures, modes)]) for spec, figures in models.items()]
-    means = [geometric_mean(ratio(f, theirs) for f in models.values()) for theirs in (COMPILED_MODES, ("eager",))]
+    lines += [_row([_short(spec), *_cells(figures, modes, list(rivals.values()))]) for spec, figures in models.items()]
+    means = [geometric_mean(ratio(figures, theirs) for figures in models.values()) for theirs in rivals.values()]
     lines.append(_row(["geometric mean", *[""] * (len(modes) + 2), *(f"**{_number(mean, 2)}**" for mean in means)]))
     return "\n".join(lines)
 
 
-def _cells(figures: Figures, modes: Iterable[str]) -> list[str]:
-    """All cells of a model's line but its name."""
-    best = fastest(figures, COMPILED_MODES), fastest(figures, levels(figures))
+def _cells(figures: Figures, modes: Iterable[str], rivals: Sequence[Sequence[str]]) -> list[str]:
+    """All cells of a model's line but its name; GPU and kernels are of the first of ``rivals``, modes of torch."""
+    best = fastest(figures, rivals[0]), fastest(figures, levels(figures))
     gpu = (_number(microseconds(figures, mode, "gpu_us"), 0) if mode else _NOT_MEASURED for mode in best)
     kernels = (str(figures[mode].get("kernels", _NOT_MEASURED)) if mode else _NOT_MEASURED for mode in best)
     return [
         *(_number(microseconds(figures, mode), 0) for mode in modes),
         " / ".join(gpu),
         " / ".join(kernels),
-        _number(ratio(figures, COMPILED_MODES), 2),
-        _number(ratio(figures, ("eager",)), 2),
+        *(_number(ratio(figures, theirs), 2) for theirs in rivals),
     ]
 
 
