@@ -210,31 +210,71 @@ class _Residual(nn.Module):
         return nn.functional.hardtanh_(self.activation(out))
 
 
-def test_in_place_calls_that_nothing_sees_are_plain_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def _exported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def taken_apart(*_: object) -> None:
         raise AssertionError
 
     monkeypatch.setattr(torch.export.ExportedProgram, "run_decompositions", taken_apart)
+
+
+@pytest.mark.usefixtures("_exported_once")
+def test_in_place_calls_on_memory_of_one_value_are_plain_calls() -> None:
     module = _compare(_Residual().eval(), torch.randn(1, 3, 4, 4))
     names = [str(n.target).split(".")[1] for n in module.graph.nodes if n.op == "call_function"]
     assert names == ["convolution", "relu", "convolution", "add", "relu", "hardtanh"]
 
 
+class _Calls(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self._function = function
+
+    def forward(self, x: Tensor) -> Any:
+        return self._function(x)
+
+
+@pytest.mark.usefixtures("_exported_once")
 @pytest.mark.parametrize(
     "function",
     [
         lambda x: (y := x * 2, y.relu_(), y + 1)[2],
+        lambda x: (y := x * 2, y.add_(y))[1],
+        lambda x: (y := x * 2, y.add_(1), z := y.view(-1), z * 3 + y.sum())[3],
+        lambda x: (y := x * 2, y.t_(), y @ x)[2],
+        lambda x: nn.functional.cosine_similarity(x, x + 1, dim=-1),
+        lambda x: torch.stft(x, 4, 2, window=torch.ones(4), return_complex=False),
+    ],
+    ids=["read again", "itself", "a later view", "another shape", "inside a call", "another shape inside a call"],
+)
+def test_the_value_of_a_name_is_what_was_written_last(function: Callable[[Tensor], Tensor]) -> None:
+    module = _compare(_Calls(function), torch.randn(3, 4))
+    assert not any(n.op == "call_function" and n.target._schema.is_mutable for n in module.graph.nodes)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
         lambda x: (y := x * 2, z := y.view(-1), y.neg_(), z * 3)[3],
         lambda x: (y := x * 2, y[0].zero_(), y)[2],
         lambda x: (y := (x * 2).half(), y.add_(x), y)[2],
-        lambda x: (y := x * 2, y.add_(y))[1],
+        lambda x: (y := torch.zeros(3, 4), y[1:].copy_(x[1:]), y)[2],
+        lambda x: (y := x * 2, y.transpose_(0, 1), y.add_(1))[2],
     ],
-    ids=["read again", "a view is read", "through a view", "another dtype", "itself"],
+    ids=["a view is read", "through a view", "another dtype", "a constant", "a view of what was there before"],
 )
 def test_in_place_calls_that_something_sees(function: Callable[[Tensor], Tensor]) -> None:
-    class Model(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return function(x)
-
-    module = _compare(Model(), torch.randn(3, 4))
+    module = _compare(_Calls(function), torch.randn(3, 4))
     assert not any(n.op == "call_function" and n.target._schema.is_mutable for n in module.graph.nodes)
+
+
+def test_statistics_that_a_call_writes_are_refused() -> None:
+    mean, variance = torch.zeros(4), torch.ones(4)
+    model = _Calls(lambda x: nn.functional.batch_norm(x, mean, variance, training=True))
+    with pytest.raises((TraceError, UnsupportedModelError)):
+        trace(model, (torch.randn(3, 4),))
+
+
+def test_a_call_that_only_checks_values_is_refused() -> None:
+    with pytest.raises(TraceError, match="returns nothing: it checks values"):
+        trace(_Calls(torch.linalg.inv), (torch.randn(4, 4),))

@@ -6,7 +6,7 @@ depends on parameters alone is computed at once.
 """
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from nimblec.errors import CompileError, TraceError, UnsupportedModelError
 from nimblec.frontend.onnx import on_device
-from nimblec.frontend.recorder import WHOLE, Recorder
+from nimblec.frontend.recorder import WHOLE, InPlaceError, Recorder
 
 aten = torch.ops.aten
 
@@ -69,8 +69,19 @@ def trace(
     refuses the module, UnsupportedModelError where it draws random numbers or writes into its
     inputs or buffers, which a graph of pure calls cannot say.
     """
-    exported = _export(module, tuple(args), dict(kwargs or {}))
-    recorder = _StridedRecorder(torch.device(device))
+    exported = _pure(module, lambda: torch.export.export(module, tuple(args), dict(kwargs or {}), strict=False))
+    try:
+        return _recorded(exported, torch.device(device))
+    except InPlaceError:  # takes another two runs of the model on fake tensors
+        decomposed = _pure(module, lambda: exported.run_decompositions({}))
+    try:
+        return _recorded(decomposed, torch.device(device))
+    except InPlaceError as exc:
+        raise TraceError(str(exc)) from exc
+
+
+def _recorded(exported: torch.export.ExportedProgram, device: torch.device) -> AtenProgram:
+    recorder = _StridedRecorder(device)
     with recorder, torch.no_grad():
         values = _Tracer(exported.graph_module, recorder).run(*_inputs(exported, recorder))
         leaves = pytree.tree_leaves(values)
@@ -84,15 +95,12 @@ def trace(
     )
 
 
-def _export(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.export.ExportedProgram:
-    """Export without in-place calls."""
+def _pure(module: torch.nn.Module, export: Callable[[], torch.export.ExportedProgram]) -> torch.export.ExportedProgram:
+    """What ``export`` makes of a module, if that writes into no input or buffer, as far as is known then."""
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # export's deprecations are its own
-            exported = torch.export.export(module, args, kwargs, strict=False)
-            _make_plain(exported.graph_module)
-            if any(_writes(node) for part in _graphs(exported.graph_module) for node in part.nodes):
-                exported = exported.run_decompositions({})
+            exported = export()
     except _EXPORT_ERRORS as exc:
         first_line = str(exc).strip().split("\n", 1)[0]
         raise TraceError(f"{type(module).__name__}: torch.export refuses it ({first_line})") from exc
@@ -103,47 +111,6 @@ def _export(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
             f"{type(module).__name__} writes into {written[0]!r}: call .eval() first, or compile it as it runs"
         )
     return exported
-
-
-def _graphs(module: fx.GraphModule) -> list[fx.Graph]:
-    return [part.graph for part in module.modules() if isinstance(part, fx.GraphModule)]
-
-
-def _make_plain(module: fx.GraphModule) -> None:
-    """Let calls write to new memory that need not write in place: nothing else sees what they overwrite.
-
-    Taking all in-place calls out (`run_decompositions`) runs the model twice more, and most models have no
-    other in-place calls than activations and sums.
-    """
-    for part in _graphs(module):
-        for node in part.nodes:
-            if _writes(node) and _overwrites_unseen(node):
-                plain = _plain(node.target)
-                if plain is not None:
-                    node.target = plain
-    module.recompile()
-
-
-def _overwrites_unseen(node: fx.Node) -> bool:
-    """Whether a call writes into a new tensor that it alone reads, of the dtype that the plain call returns."""
-    written = node.args[0]
-    if not isinstance(written, fx.Node) or set(written.users) != {node} or node.all_input_nodes.count(written) != 1:
-        return False
-    is_new = isinstance(written.target, OpOverload) and not any(r.alias_info for r in written.target._schema.returns)
-    tensors = [n.meta.get("val") for n in node.all_input_nodes]
-    return is_new and len({t.dtype for t in tensors if isinstance(t, Tensor)}) == 1
-
-
-def _plain(target: OpOverload) -> OpOverload | None:
-    """The overload that returns what ``target`` writes into its first argument."""
-    name = target._schema.name.removeprefix("aten::")
-    packet = getattr(aten, name.removesuffix("_"), None) if name.endswith("_") else None
-    plain = getattr(packet, target._overloadname, None)
-    return plain if isinstance(plain, OpOverload) and not plain._schema.is_mutable else None
-
-
-def _writes(node: fx.Node) -> bool:
-    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
 def _inputs(exported: torch.export.ExportedProgram, recorder: "_StridedRecorder") -> list[Any]:
@@ -233,16 +200,20 @@ class _Tracer(fx.Interpreter):
             return super().run_node(n)
         except (RuntimeError, NotImplementedError, TypeError) as exc:
             first_line = str(exc).strip().split("\n", 1)[0]
-            raise TraceError(f"{n.target} in {self._recorder.source or 'the model'}: {first_line}") from exc
+            error = InPlaceError if isinstance(exc, InPlaceError) else TraceError
+            raise error(f"{n.target} in {self._recorder.source or 'the model'}: {first_line}") from exc
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target in CHECKS:
             return None
         if isinstance(target, HigherOrderOperator):
             return self._call_region(target, args)
-        if target is aten.batch_norm.default and not args[5]:
-            x, weight, bias, mean, variance, _, momentum, epsilon, _ = args
-            return aten._native_batch_norm_legit_no_training(x, weight, bias, mean, variance, momentum, epsilon)[0]
+        if target is aten.batch_norm.default:
+            x, weight, bias, mean, variance, training, momentum, epsilon, _ = args
+            if not training:
+                return aten._native_batch_norm_legit_no_training(x, weight, bias, mean, variance, momentum, epsilon)[0]
+            if mean is not None:
+                raise InPlaceError(f"{target} writes into its statistics")
         device = self._device_of((args, kwargs))
         args, kwargs = pytree.tree_map_only(torch.device, lambda _: device, (args, kwargs))
         return super().call_function(target, args, kwargs)

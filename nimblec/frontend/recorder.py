@@ -9,6 +9,7 @@ made at import, no ``.item()`` and no copy from host to device.
 
 import logging
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -35,8 +36,21 @@ RESHAPES = frozenset({aten.reshape.default, aten.view.default, aten._unsafe_view
 ALIASES = frozenset({aten.alias.default, aten.detach.default})
 """Calls that never do anything here."""
 
+VIEWS_IN_PLACE = {
+    aten.t_.default: aten.t.default,
+    aten.transpose_.default: aten.transpose.int,
+    aten.squeeze_.dim: aten.squeeze.dim,
+    aten.unsqueeze_.default: aten.unsqueeze.default,
+}
+"""Calls that change nothing but how a value's memory is read, and the calls that return such a view."""
+
 AS_RESHAPE = frozenset({aten.view.default, aten._unsafe_view.default})
 """Written as ``reshape``, which stays right whatever strides the kernels before it choose."""
+
+
+class InPlaceError(RuntimeError):
+    """A call writes into memory that more than one value has, or a constant, or an input."""
+
 
 
 class Recorder(TorchDispatchMode):
@@ -56,7 +70,9 @@ class Recorder(TorchDispatchMode):
         self._nodes: dict[int, fx.Node] = {}
         self._lifted: dict[int, FakeTensor] = {}
         self._labels: dict[int, str] = {}
+        self._labelled: set[int] = set()
         self._given: set[int] = set()
+        self._sharing: Counter[int] = Counter()
         self._kept: list[Tensor] = []
         self._guards: list[Any] = []
 
@@ -82,6 +98,7 @@ class Recorder(TorchDispatchMode):
     def label(self, tensor: Tensor, name: str) -> None:
         """Say what the real ``tensor`` is called, for the ``source`` of its constant."""
         self._labels[id(tensor)] = name
+        self._labelled.add(_storage(tensor))
         self._kept.append(tensor)
 
     def constant(self, tensor: Tensor) -> FakeTensor:
@@ -126,13 +143,13 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if not any(_has_fake(value) for value in (*args, *kwargs.values())):
+            if func._schema.is_mutable and any(_storage(t) in self._labelled for t in args if isinstance(t, Tensor)):
+                raise InPlaceError(f"{func} writes into {self._labels.get(id(args[0]), 'the state')!r}")
             return func(*args, **kwargs)
         if func is torch.ops.prim.device.default:
             return self.device
-        if func is aten.as_strided_.default and _lies_so(*args):
-            return args[0]  # how pooling to one pixel says that its result has the channels last
         if func._schema.is_mutable:
-            raise RuntimeError(f"{func} writes into its arguments; expected a call that returns a new tensor")
+            return self._overwrite(func, args, kwargs)
         if func not in WHOLE and _is_composite(func):
             with self:
                 return func._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
@@ -140,11 +157,34 @@ class Recorder(TorchDispatchMode):
         kwargs = {key: _map_tensors(value, self._as_fake) for key, value in kwargs.items()}
         with self._fake_mode, _without_tracebacks():
             result = func(*args, **kwargs)
+        if result is None:
+            raise RuntimeError(f"{func} returns nothing: it checks values, which no call of a plan can")
         if func in ALIASES or (func in RESHAPES and result.shape == args[0].shape):
-            self._nodes[id(result)] = self._nodes[id(args[0])]
-            self._kept.append(result)
+            self._know(result, self._nodes[id(args[0])])
             return result
         return self._record(func, args, kwargs, result)
+
+    def _overwrite(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+        """Write the call that returns what ``func`` leaves in its first argument, which is that from now on."""
+        if func is aten.as_strided_.default and _lies_so(*args):
+            return args[0]  # how pooling to one pixel says that its result has the channels last
+        written, view = args[0], VIEWS_IN_PLACE.get(func)
+        plain = view or _plain(func)
+        if plain is None or not isinstance(written, FakeTensor) or not (view or self._is_alone(written)):
+            raise InPlaceError(f"{func} writes into its arguments; expected a call that returns a new tensor")
+        with self:
+            result = plain(*args, **kwargs)
+        if view:
+            with self._fake_mode:
+                func(*args, **kwargs)
+        if _described(result) != _described(written):
+            raise InPlaceError(f"{func} keeps another dtype or layout than {plain} returns")
+        self._nodes[id(written)] = self._nodes[id(result)]
+        return written
+
+    def _is_alone(self, fake: FakeTensor) -> bool:
+        """Whether no other value has any of its memory, nor whoever calls the graph."""
+        return self._sharing[_storage(fake)] == 1 and _storage(fake) not in self._given
 
     def _record(
         self,
@@ -172,7 +212,12 @@ class Recorder(TorchDispatchMode):
     def _write(self, node: fx.Node, fake: Tensor) -> None:
         node.meta["source"] = self.source
         node.meta["val"] = fake
+        self._know(fake, node)
+
+    def _know(self, fake: Tensor, node: fx.Node) -> None:
+        """Note which call a fake tensor is the value of; it is kept, so that no other gets its identity."""
         self._nodes[id(fake)] = node
+        self._sharing[_storage(fake)] += 1
         self._kept.append(fake)
 
     def _fake(self, tensor: Tensor) -> FakeTensor:
@@ -186,6 +231,18 @@ class Recorder(TorchDispatchMode):
 
     def _argument(self, tensor: Tensor) -> fx.Node:
         return self._nodes[id(self._as_fake(tensor))]
+
+
+def _plain(func: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+    """The overload that returns what ``func`` writes into its first argument."""
+    name = func._schema.name.removeprefix("aten::")
+    packet = getattr(aten, name.removesuffix("_"), None) if name.endswith("_") else None
+    plain = getattr(packet, func._overloadname, None)
+    return plain if isinstance(plain, torch._ops.OpOverload) and not plain._schema.is_mutable else None
+
+
+def _described(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.dtype, tensor.shape, tensor.stride()
 
 
 @contextmanager
@@ -219,8 +276,8 @@ def _lies_so(tensor: Tensor, shape: Sequence[int], strides: Sequence[int], offse
     )
 
 
-def _storage(fake: Tensor) -> int:
-    return int(fake.untyped_storage()._cdata)
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
 
 
 @cache
