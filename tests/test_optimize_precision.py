@@ -194,6 +194,19 @@ def test_numbers_made_of_integers_and_angles_stay_in_float32() -> None:
         assert dtypes(after, aten.cos.default) == [[torch.float32]]
 
 
+def test_positions_in_images_stay_in_float32() -> None:
+    image, positions = torch.arange(4096.0).reshape(1, 1, 1, 4096), torch.rand(1, 1, 50, 2) * 2 - 1
+
+    def model(image: Tensor, positions: Tensor) -> Tensor:
+        return nn.functional.grid_sample(image * 2, positions, align_corners=True).relu() @ torch.eye(50)
+
+    before = record(model, image, positions)
+    for dtype in HALVES:
+        after = in_half(before, dtype)
+        assert [read[1] for read in dtypes(after, aten.grid_sampler_2d.default)] == [torch.float32]
+        assert error(run(before, image, positions), run(after, image, positions)) <= bound_of(dtype)
+
+
 def test_float32_that_the_author_asks_for() -> None:
     def model(x: Tensor) -> Tensor:
         return torch.softmax((x.float() * 2).exp(), -1).half() @ torch.eye(6).half()

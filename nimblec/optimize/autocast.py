@@ -36,9 +36,10 @@ SINGLE = _names("""
     _cdist_forward _pdist_forward _ctc_loss cholesky cholesky_inverse cholesky_solve inverse qr geqrf ormqr
     lu_unpack triangular_solve histc bucketize searchsorted igamma igammac
     complex polar view_as_complex view_as_real
+    grid_sampler_2d grid_sampler_3d cudnn_grid_sampler affine_grid_generator
 """)
 """Always in float32: autocast's list, ``var`` and ``std``, whose squares overflow float16 from 256
-on, and what CUDA has no half kernels for.
+on, what CUDA has no half kernels for, and positions in images, of which half precision has too few.
 
 Not on it, though autocast's: softmax, layer and group norms. Their CUDA kernels take half and
 accumulate in float32 (SoftMax.cu, layer_norm_kernel.cu, group_norm_kernel.cu), as batch norms
