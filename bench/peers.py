@@ -66,7 +66,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--levels", default="0,1,2", help="of nimblec")
     made.add_argument("--jobs", type=int, default=8, help="processes of a GPU that get ready side by side")
     made.add_argument("--gpus", type=int, default=1, help="of those in CUDA_VISIBLE_DEVICES, where it is set")
-    made.add_argument("--limit", type=float, default=150, help="seconds that a process may take")
+    made.add_argument("--limit", type=float, default=300, help="seconds that a process may take")
     made.add_argument("--tuning-limit", type=float, default=400, help="the same where torch tunes")
     made.add_argument("--stop-after", type=float, default=3600, help="seconds after which nothing starts")
     made.add_argument("--output", type=Path, help="where the figures are")
