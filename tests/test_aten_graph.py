@@ -244,8 +244,9 @@ class _Calls(nn.Module):
         lambda x: (y := x * 2, y.t_(), y @ x)[2],
         lambda x: nn.functional.cosine_similarity(x, x + 1, dim=-1),
         lambda x: torch.stft(x, 4, 2, window=torch.ones(4), return_complex=False),
+        lambda x: nn.functional.dropout((x * 2).flatten(), training=False, inplace=True),
     ],
-    ids=["read again", "itself", "a later view", "another shape", "inside a call", "another shape inside a call"],
+    ids=["again", "itself", "later view", "another shape", "inside a call", "shape inside a call", "nothing written"],
 )
 def test_the_value_of_a_name_is_what_was_written_last(function: Callable[[Tensor], Tensor]) -> None:
     module = _compare(_Calls(function), torch.randn(3, 4))

@@ -48,6 +48,17 @@ AS_RESHAPE = frozenset({aten.view.default, aten._unsafe_view.default})
 """Written as ``reshape``, which stays right whatever strides the kernels before it choose."""
 
 
+def _normalized(x: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """What a batch norm returns in inference."""
+    return torch.empty_like(x), x.new_empty(0), x.new_empty(0)
+
+
+FAKES: Mapping[torch._ops.OpOverload, Callable[..., Any]] = {
+    aten._native_batch_norm_legit_no_training.default: _normalized
+}
+"""What calls return, where torch takes milliseconds to tell: a deep network has hundreds of norms."""
+
+
 class InPlaceError(RuntimeError):
     """A call writes into memory that more than one value has, or a constant, or an input."""
 
@@ -148,15 +159,15 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         if func is torch.ops.prim.device.default:
             return self.device
-        if func._schema.is_mutable:
-            return self._overwrite(func, args, kwargs)
         if func not in WHOLE and _is_composite(func):
             with self:
                 return func._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+        if func._schema.is_mutable:
+            return self._overwrite(func, args, kwargs)
         args = tuple(_map_tensors(value, self._as_fake) for value in args)
         kwargs = {key: _map_tensors(value, self._as_fake) for key, value in kwargs.items()}
         with self._fake_mode, _without_tracebacks():
-            result = func(*args, **kwargs)
+            result = FAKES.get(func, func)(*args, **kwargs)
         if result is None:
             raise RuntimeError(f"{func} returns nothing: it checks values, which no call of a plan can")
         if func in ALIASES or (func in RESHAPES and result.shape == args[0].shape):

@@ -9,8 +9,12 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
+from nimblec.frontend.recorder import FAKES
 from nimblec.optimize.definitions import DEFINITIONS
+
+_FAKES = {**FAKES, **DEFINITIONS}
 
 
 class Rewriter:
@@ -54,7 +58,7 @@ class Rewriter:
         """What a call returns, as fake tensors."""
         args, kwargs = fx.map_arg((tuple(node.args), dict(node.kwargs)), lambda n: n.meta["val"])
         with self._mode, torch.no_grad():
-            return DEFINITIONS.get(node.target, node.target)(*args, **kwargs)
+            return _FAKES.get(node.target, node.target)(*args, **kwargs)
 
     def propagate(self) -> None:
         """Infer all values anew, after strides may have changed."""
@@ -79,8 +83,11 @@ class Rewriter:
 
 
 def copied(module: fx.GraphModule) -> fx.GraphModule:
-    """The same graph to change, on the same constants; values and sources of its nodes come along."""
-    return fx.GraphModule(module, copy.deepcopy(module.graph), class_name=type(module).__name__)
+    """The same graph to change, on the same constants; values and sources of its nodes come along.
+
+    Python code is generated for it when it is first called, not after each of its rewrites.
+    """
+    return _LazyGraphModule(module, copy.deepcopy(module.graph), class_name=type(module).__name__)
 
 
 def is_call(node: Any, *targets: OpOverload) -> bool:
