@@ -1,5 +1,6 @@
 """The whole way to a CPU plan file: golden record, examples, PyTorch modules, and what is refused."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,38 @@ def test_a_pytorch_module_through_onnx() -> None:
         outputs = model.run(golden.draw_inputs(model.program, plan.programs[0].golden.seed))
         verdicts = golden.check(plan.programs[0].golden, list(outputs.values()))
     assert [comparison.verdict for comparison in verdicts] == [golden.Verdict.BIT_EXACT]
+
+
+class _Calls(torch.nn.Module):
+    """A module of this test's own, which other processes cannot import."""
+
+    def __init__(self, function: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self._function = function
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self._function(x)
+
+
+_Calls.__qualname__ = "test.<locals>._Calls"
+
+
+def test_results_of_classes_of_torch() -> None:
+    x = torch.randn(3, 8)
+    plan = nimblec.compile(_Calls(lambda x: {"all": x * 2, "most": torch.topk(x, 2)}), x, target="cpu")
+    with executable.load(plan) as model:
+        found = model.run({"x": x.numpy()})
+    wanted = torch.topk(x, 2)
+    expected = {"all": x * 2, "most.0": wanted.values, "most.1": wanted.indices}
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_array_equal(found[name], value.numpy())
+
+
+def test_what_the_exporter_refuses_is_said_in_a_sentence() -> None:
+    with pytest.raises(CompileError, match=r"^the module: torch\.onnx\.export refuses it: No ONNX.*inv") as refused:
+        nimblec.compile(_Calls(torch.linalg.inv), torch.eye(3), target="cpu")
+    assert not {"\n", "\x1b"} & set(str(refused.value))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """A PyTorch model as an ONNX file, through torch.onnx.export, for the CPU target."""
 
 import logging
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,9 +31,16 @@ def export(kind: str, model: str, folder: Path) -> Path:
                 module, args, path, kwargs=kwargs, output_names=names, dynamo=True, verbose=False, external_data=True
             )
     except (torch.onnx.OnnxExporterError, RuntimeError, ValueError, TypeError) as exc:
-        first = str(exc).strip().partition("\n")[0]
-        raise TraceError(f"{model}: torch.onnx.export refuses the model: {first}") from exc
+        name = "the module" if kind == "saved" else model
+        raise TraceError(f"{name}: torch.onnx.export refuses it: {_cause(exc)}") from exc
     return path
+
+
+def _cause(exc: BaseException) -> str:
+    """The first line of what went wrong first; the exporter wraps it in advice to its own developers."""
+    while exc.__cause__ is not None:
+        exc = exc.__cause__
+    return re.sub(r"\x1b\[\d*m", "", str(exc).strip().partition("\n")[0])
 
 
 @contextmanager

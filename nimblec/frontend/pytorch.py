@@ -265,17 +265,28 @@ def save(module: Any, example_inputs: Any, folder: Path) -> Path:
         path = folder / "model.pt"
         torch.save((module, (args, kwargs)), path)
         return path
+    path = folder / "model.pt2"
+    handle = module.register_forward_hook(lambda _module, _args, result: _in_plain_tuples(result))
     try:
-        program = torch.export.export(module, args, kwargs, strict=False)
+        torch.export.save(torch.export.export(module, args, kwargs, strict=False), path)
     except (RuntimeError, ValueError, TypeError, NotImplementedError, AssertionError) as exc:
         first_line = str(exc).strip().split("\n", 1)[0]
         raise TraceError(
             f"{type(module).__name__}: torch.export refuses it ({first_line}): move its class into a module file, so "
             "that it can be captured as it runs"
         ) from exc
-    path = folder / "model.pt2"
-    torch.export.save(program, path)
+    finally:
+        handle.remove()
     return path
+
+
+def _in_plain_tuples(result: Any) -> Any:
+    """Tuples instead of what torch has classes for, as `torch.topk` returns, and does not save."""
+    return pytree.tree_map(lambda part: tuple(part) if _is_named(part) else part, result, is_leaf=_is_named)
+
+
+def _is_named(result: Any) -> bool:
+    return type(result).__module__ == "torch.return_types"
 
 
 def _is_importable(module: torch.nn.Module) -> bool:
