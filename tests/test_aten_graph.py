@@ -261,8 +261,10 @@ def test_the_value_of_a_name_is_what_was_written_last(function: Callable[[Tensor
         lambda x: (y := (x * 2).half(), y.add_(x), y)[2],
         lambda x: (y := torch.zeros(3, 4), y[1:].copy_(x[1:]), y)[2],
         lambda x: (y := x * 2, y.transpose_(0, 1), y.add_(1))[2],
+        lambda x: (y := torch.zeros(3, 4), z := x + y, y.add_(1), z + x * y)[3],
+        lambda x: (y := torch.zeros(3, 4), z := x[0] + y[0], y.add_(1), z * 2)[3],
     ],
-    ids=["a view is read", "through a view", "another dtype", "a constant", "a view of what was there before"],
+    ids=["view is read", "through a view", "another dtype", "constant", "view", "read before", "view read before"],
 )
 def test_in_place_calls_that_something_sees(function: Callable[[Tensor], Tensor]) -> None:
     module = _compare(_Calls(function), torch.randn(3, 4))

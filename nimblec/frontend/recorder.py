@@ -63,7 +63,6 @@ class InPlaceError(RuntimeError):
     """A call writes into memory that more than one value has, or a constant, or an input."""
 
 
-
 class Recorder(TorchDispatchMode):
     """A dispatch mode that writes calls on fake tensors of ``device`` to ``graph``.
 
@@ -81,7 +80,7 @@ class Recorder(TorchDispatchMode):
         self._nodes: dict[int, fx.Node] = {}
         self._lifted: dict[int, FakeTensor] = {}
         self._labels: dict[int, str] = {}
-        self._labelled: set[int] = set()
+        self._fixed: set[int] = set()
         self._given: set[int] = set()
         self._sharing: Counter[int] = Counter()
         self._kept: list[Tensor] = []
@@ -109,7 +108,7 @@ class Recorder(TorchDispatchMode):
     def label(self, tensor: Tensor, name: str) -> None:
         """Say what the real ``tensor`` is called, for the ``source`` of its constant."""
         self._labels[id(tensor)] = name
-        self._labelled.add(_storage(tensor))
+        self._fixed.add(_storage(tensor))
         self._kept.append(tensor)
 
     def constant(self, tensor: Tensor) -> FakeTensor:
@@ -127,6 +126,7 @@ class Recorder(TorchDispatchMode):
         self._write(self.graph.create_node("get_attr", name), fake)
         self._nodes[id(fake)].meta["source"] = self._labels.get(id(tensor), self.source)
         self._lifted[id(tensor)] = fake
+        self._fixed.add(_storage(tensor))
         self._given.add(_storage(fake))
         self._kept.append(tensor)
         return fake
@@ -154,8 +154,9 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if not any(_has_fake(value) for value in (*args, *kwargs.values())):
-            if func._schema.is_mutable and any(_storage(t) in self._labelled for t in args if isinstance(t, Tensor)):
-                raise InPlaceError(f"{func} writes into {self._labels.get(id(args[0]), 'the state')!r}")
+            given = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+            if func._schema.is_mutable and any(_storage(tensor) in self._fixed for tensor in given):
+                raise InPlaceError(f"{func} writes into {self._labels.get(id(args[0]), 'a constant')}")
             return func(*args, **kwargs)
         if func is torch.ops.prim.device.default:
             return self.device
