@@ -29,6 +29,18 @@ class MissingPackageError(CompileError):
     """A part of the compiler needs a package that is not installed."""
 
 
+def root_cause(exc: BaseException) -> BaseException:
+    """What was raised first, of errors that were raised from one another."""
+    while exc.__cause__ is not None:
+        exc = exc.__cause__
+    return exc
+
+
+def first_line(exc: BaseException) -> str:
+    """What an error says first: frameworks go on with advice and stacks."""
+    return str(exc).strip().split("\n", 1)[0]
+
+
 def missing_package(exc: ModuleNotFoundError) -> MissingPackageError | None:
     """What to tell where an import failed: None if the module is not one of ours to bring."""
     name = (exc.name or "").partition(".")[0]

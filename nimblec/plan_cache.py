@@ -6,7 +6,6 @@ damaged, half written or written by two processes at once counts as absent. A fo
 limited number of bytes; what was not used for longest goes first.
 """
 
-import hashlib
 import json
 import os
 import re
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Self, TypeAlias
 
 from nimblec.options import Observer, Options
-from nimblec.plan_key import find_key
+from nimblec.plan_key import digest_of, find_key
 from nimblec.scratch import scratch_folder
 from nimblec.source import Source
 from nimblec.stages import stage
@@ -112,7 +111,7 @@ class PlanCache:
             record = Record.read(kept.with_suffix(".json"))
             with kept.open("rb") as plan, replacing(output) as file:
                 shutil.copyfileobj(plan, file, 1 << 24)
-            if _sha256(output) != record.sha256:
+            if digest_of(output) != record.sha256:
                 return None
         except (OSError, NimbleError, ValueError):
             return None
@@ -128,7 +127,7 @@ class PlanCache:
             with scratch_folder(self._folder) as scratch:
                 copy, said = scratch / "plan", scratch / "record"
                 shutil.copyfile(plan, copy)
-                record = Record(sha256=_sha256(copy), seconds=seconds, notes=notes)
+                record = Record(sha256=digest_of(copy), seconds=seconds, notes=notes)
                 said.write_text(json.dumps(asdict(record)))
                 copy.replace(self._folder / f"{key}.plan")
                 said.replace(self._folder / f"{key}.json")
@@ -152,8 +151,3 @@ class PlanCache:
             plan.with_suffix(".json").unlink(missing_ok=True)
             plan.unlink(missing_ok=True)
             excess -= nbytes
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -73,7 +73,7 @@ def find_key(source: Source, target: Target, options: Options) -> PlanKey | None
         status = tuple(_status(path) for path in paths.values())
         parts = {
             "kind": source.kind,
-            "files": {name: _digest_of(path) for name, path in paths.items()},
+            "files": {name: digest_of(path) for name, path in paths.items()},
             "options": {
                 f.name: repr(getattr(options, f.name)) for f in fields(options) if f.name not in _NOT_THE_PLANS
             },
@@ -117,7 +117,7 @@ def _sources() -> dict[str, str]:
     """The digests of the files of both packages."""
     roots = [Path(next(iter(package.__path__))) for package in (nimblec, nimblert)]
     return {
-        str(path.relative_to(root.parent)): _digest_of(path)
+        str(path.relative_to(root.parent)): digest_of(path)
         for root in roots
         for path in root.rglob("*")
         if path.is_file() and path.suffix != ".pyc"
@@ -153,7 +153,8 @@ def _lines(path: Path) -> Iterable[str]:
     return path.read_text().splitlines() if path.exists() else ()
 
 
-def _digest_of(path: Path) -> str:
+def digest_of(path: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from nimblec.cuda.allocator import Zone
 from nimblec.cuda.inductor import seeing_compiled_code
-from nimblec.errors import TraceError
+from nimblec.errors import TraceError, first_line
 from nimblec.frontend.fx_graph import SetSource
 from nimblert.driver import call
 
@@ -179,7 +179,7 @@ class _OpRecorder(TorchDispatchMode):
         try:
             return func(*args, **kwargs)
         except (RuntimeError, NotImplementedError) as exc:
-            raise TraceError(f"{self._where(func)}: {_first_line(exc)}") from exc
+            raise TraceError(f"{self._where(func)}: {first_line(exc)}") from exc
 
     def _where(self, func: torch._ops.OpOverload) -> str:
         return f"{func} in {self._sources.current or 'the model'}"
@@ -187,10 +187,6 @@ class _OpRecorder(TorchDispatchMode):
     def _node_count(self) -> int:
         graph = call("cuStreamGetCaptureInfo", self._stream)[2]
         return int(call("cuGraphGetNodes", graph, 0)[1])
-
-
-def _first_line(exc: BaseException) -> str:
-    return str(exc).strip().split("\n", 1)[0]
 
 
 def _accesses(
@@ -222,7 +218,7 @@ def describe_failure(exc: RuntimeError, sources: SourceTracker) -> str:
     frame = traceback.extract_tb(exc.__traceback__)[-1]
     where = f"{frame.line} ({Path(frame.filename).name}, line {frame.lineno}) in {sources.failed or 'the model'}"
     return (
-        f"{where}: {_first_line(exc)}; what takes data from the host, or waits for it, cannot be in a plan: "
+        f"{where}: {first_line(exc)}; what takes data from the host, or waits for it, cannot be in a plan: "
         "make such tensors once, in __init__"
     )
 

@@ -16,7 +16,7 @@ from nimblec.cuda.modules import CodeIndex
 from nimblec.cuda.relocation import Relocator
 from nimblec.cuda.residents import Resident, contents, find_residents, kept_by_recordings, move_into, note_mutations
 from nimblec.cuda.tasks import build_graph
-from nimblec.errors import TraceError, UnsupportedModelError
+from nimblec.errors import TraceError, UnsupportedModelError, first_line, root_cause
 from nimblec.frontend.pytorch import DTYPE_NAMES, TorchModel, as_tensor, name_outputs
 from nimblec.ir import Graph, TensorView
 from nimblert.driver import call
@@ -153,7 +153,8 @@ class ModelRecorder:
                 result = model.run(self._sources.set)
             torch.cuda.synchronize()
         except Exception as exc:  # the model is the user's code: whatever it raises is what to tell
-            raise TraceError(f"the model cannot be run: {_first_line(exc)}") from exc
+            first = root_cause(exc)
+            raise TraceError(f"the model cannot be run: {type(first).__name__}: {first_line(first)}") from exc
         self._allocator.check()
         return result
 
@@ -208,14 +209,6 @@ def _view(
         offset=span.offset,
         sample_range=sample_range,
     )
-
-
-def _first_line(exc: BaseException) -> str:
-    """The class of an error and what it says first; of a chain, the cause's."""
-    while exc.__cause__ is not None:
-        exc = exc.__cause__
-    lines = [line for line in str(exc).splitlines() if line.strip()]
-    return f"{type(exc).__name__}: {lines[0] if lines else ''}"
 
 
 def _sample_range(tensor: torch.Tensor) -> tuple[int, int] | None:

@@ -16,9 +16,9 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch.export.graph_signature import ConstantArgument, InputKind, InputSpec, TensorArgument
 from torch.utils import _pytree as pytree
 
-from nimblec.errors import CompileError, TraceError, UnsupportedModelError
+from nimblec.errors import CompileError, TraceError, UnsupportedModelError, first_line
 from nimblec.frontend.onnx import on_device
-from nimblec.frontend.recorder import WHOLE, InPlaceError, Recorder
+from nimblec.frontend.recorder import InPlaceError, Recorder, is_taken_apart
 
 aten = torch.ops.aten
 
@@ -102,8 +102,7 @@ def _pure(module: torch.nn.Module, export: Callable[[], torch.export.ExportedPro
             warnings.simplefilter("ignore")  # export's deprecations are its own
             exported = export()
     except _EXPORT_ERRORS as exc:
-        first_line = str(exc).strip().split("\n", 1)[0]
-        raise TraceError(f"{type(module).__name__}: torch.export refuses it ({first_line})") from exc
+        raise TraceError(f"{type(module).__name__}: torch.export refuses it ({first_line(exc)})") from exc
     signature = exported.graph_signature
     written = [*signature.buffers_to_mutate.values(), *signature.user_inputs_to_mutate.values()]
     if written:
@@ -178,7 +177,7 @@ def _is_certain(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, An
 
     Composite calls are taken apart, and their parts asked again.
     """
-    if func not in WHOLE and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+    if is_taken_apart(func):
         return True
     names = [argument.name for argument in func._schema.arguments]
     given = dict(zip(names, args, strict=False)) | dict(kwargs)
@@ -199,9 +198,8 @@ class _Tracer(fx.Interpreter):
         try:
             return super().run_node(n)
         except (RuntimeError, NotImplementedError, TypeError) as exc:
-            first_line = str(exc).strip().split("\n", 1)[0]
             error = InPlaceError if isinstance(exc, InPlaceError) else TraceError
-            raise error(f"{n.target} in {self._recorder.source or 'the model'}: {first_line}") from exc
+            raise error(f"{n.target} in {self._recorder.source or 'the model'}: {first_line(exc)}") from exc
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target in CHECKS:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from nimblec.errors import CompileError, TraceError
+from nimblec.errors import CompileError, TraceError, first_line, root_cause
 from nimblec.frontend import pytorch
 
 
@@ -37,10 +37,8 @@ def export(kind: str, model: str, folder: Path) -> Path:
 
 
 def _cause(exc: BaseException) -> str:
-    """The first line of what went wrong first; the exporter wraps it in advice to its own developers."""
-    while exc.__cause__ is not None:
-        exc = exc.__cause__
-    return re.sub(r"\x1b\[\d*m", "", str(exc).strip().partition("\n")[0])
+    """What went wrong first, without colours; the exporter wraps it in advice to its own developers."""
+    return re.sub(r"\x1b\[\d*m", "", first_line(root_cause(exc)))
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-from nimblec.errors import CompileError, TraceError, UnsupportedModelError
+from nimblec.errors import CompileError, TraceError, UnsupportedModelError, first_line
 from nimblec.frontend.fx_graph import SetSource, run_nodes
 from nimblec.options import InputSpec, Precision
 
@@ -270,10 +270,9 @@ def save(module: Any, example_inputs: Any, folder: Path) -> Path:
     try:
         torch.export.save(torch.export.export(module, args, kwargs, strict=False), path)
     except (RuntimeError, ValueError, TypeError, NotImplementedError, AssertionError) as exc:
-        first_line = str(exc).strip().split("\n", 1)[0]
         raise TraceError(
-            f"{type(module).__name__}: torch.export refuses it ({first_line}): move its class into a module file, so "
-            "that it can be captured as it runs"
+            f"{type(module).__name__}: torch.export refuses it ({first_line(exc)}): move its class into a module file, "
+            "so that it can be captured as it runs"
         ) from exc
     finally:
         handle.remove()

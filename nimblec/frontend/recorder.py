@@ -53,7 +53,7 @@ def _normalized(x: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(x), x.new_empty(0), x.new_empty(0)
 
 
-FAKES: Mapping[torch._ops.OpOverload, Callable[..., Any]] = {
+_FAKES: Mapping[torch._ops.OpOverload, Callable[..., Any]] = {
     aten._native_batch_norm_legit_no_training.default: _normalized
 }
 """What calls return, where torch takes milliseconds to tell: a deep network has hundreds of norms."""
@@ -160,7 +160,7 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         if func is torch.ops.prim.device.default:
             return self.device
-        if func not in WHOLE and _is_composite(func):
+        if is_taken_apart(func):
             with self:
                 return func._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
         if func._schema.is_mutable:
@@ -168,7 +168,7 @@ class Recorder(TorchDispatchMode):
         args = tuple(_map_tensors(value, self._as_fake) for value in args)
         kwargs = {key: _map_tensors(value, self._as_fake) for key, value in kwargs.items()}
         with self._fake_mode, _without_tracebacks():
-            result = FAKES.get(func, func)(*args, **kwargs)
+            result = _FAKES.get(func, func)(*args, **kwargs)
         if result is None:
             raise RuntimeError(f"{func} returns nothing: it checks values, which no call of a plan can")
         if func in ALIASES or (func in RESHAPES and result.shape == args[0].shape):
@@ -293,9 +293,10 @@ def _storage(tensor: Tensor) -> int:
 
 
 @cache
-def _is_composite(func: torch._ops.OpOverload) -> bool:
-    """Whether the dispatcher itself, not a Python decomposition, makes a call of others."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+def is_taken_apart(func: torch._ops.OpOverload) -> bool:
+    """Whether the dispatcher itself, not a Python decomposition, makes a call of others, and it is to."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return func not in WHOLE and has_kernel(func.name(), "CompositeImplicitAutograd")
 
 
 def _has_fake(value: Any) -> bool:

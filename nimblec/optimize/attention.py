@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, fx
 
 from nimblec.optimize.constant_masks import HIDDEN, is_causal
+from nimblec.optimize.cudnn import DTYPES
 from nimblec.optimize.rewriter import Rewriter, bound, fake, is_call, only_user
 from nimblec.optimize.scalars import number, scaled
 from nimblec.optimize.simplify import RESHAPES
 
 aten = torch.ops.aten
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 HEAD_SIZES = range(8, 257, 8)
 """What the fused kernels take; other sizes would fall apart into the same calls again."""
 

@@ -25,6 +25,7 @@ from nimblec.kernels.norm import (
     norm_job,
     norm_settings,
 )
+from nimblec.optimize.cudnn import DTYPES
 from nimblec.optimize.fusible import is_fusible, is_view
 from nimblec.optimize.layout import HALF
 from nimblec.optimize.own_selection import HOPPER, Call, TilingSelector, Times, dtype_name
@@ -34,7 +35,6 @@ from nimblec.optimize.scalars import number, shifted
 aten = torch.ops.aten
 
 _NORMS = (aten.native_layer_norm.default, aten._fused_rms_norm.default)
-_FLOATS = HALF | {torch.float32}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -248,8 +248,8 @@ def _is_served(rewriter: Rewriter, request: Request) -> bool:
     """Rows without gaps, not too long, floating-point numbers, constant weights."""
     x, result = fake(request.x), fake(request.result)
     return (
-        x.dtype in _FLOATS
-        and result.dtype in _FLOATS
+        x.dtype in DTYPES
+        and result.dtype in DTYPES
         and x.shape == result.shape
         and x.is_contiguous()
         and result.is_contiguous()
@@ -263,7 +263,7 @@ def _is_constant(rewriter: Rewriter, node: fx.Node | None, columns: int) -> bool
     if node is None:
         return True
     value = rewriter.value(node)
-    return value is not None and value.dtype in _FLOATS and tuple(value.shape) == (columns,) and value.is_contiguous()
+    return value is not None and value.dtype in DTYPES and tuple(value.shape) == (columns,) and value.is_contiguous()
 
 
 def _with_residual(request: Request, taken: Collection[fx.Node | None]) -> Request:

@@ -11,10 +11,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
-from nimblec.frontend.recorder import FAKES
 from nimblec.optimize.definitions import DEFINITIONS
-
-_FAKES = {**FAKES, **DEFINITIONS}
 
 
 class Rewriter:
@@ -58,7 +55,7 @@ class Rewriter:
         """What a call returns, as fake tensors."""
         args, kwargs = fx.map_arg((tuple(node.args), dict(node.kwargs)), lambda n: n.meta["val"])
         with self._mode, torch.no_grad():
-            return _FAKES.get(node.target, node.target)(*args, **kwargs)
+            return DEFINITIONS.get(node.target, node.target)(*args, **kwargs)
 
     def propagate(self) -> None:
         """Infer all values anew, after strides may have changed."""
