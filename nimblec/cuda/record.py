@@ -14,7 +14,15 @@ from nimblec.cuda.cupti import CodeRecorder
 from nimblec.cuda.foreign import ForeignMemory
 from nimblec.cuda.modules import CodeIndex
 from nimblec.cuda.relocation import Relocator
-from nimblec.cuda.residents import Resident, contents, find_residents, kept_by_recordings, move_into, note_mutations
+from nimblec.cuda.residents import (
+    Resident,
+    contents,
+    find_residents,
+    kept_by_recordings,
+    move_into,
+    note_mutations,
+    only_in,
+)
 from nimblec.cuda.tasks import build_graph
 from nimblec.errors import TraceError, UnsupportedModelError, first_line, root_cause
 from nimblec.frontend.pytorch import DTYPE_NAMES, TorchModel, as_tensor, name_outputs
@@ -53,14 +61,25 @@ class Recording:
 
 
 class ModelRecorder:
-    """Records one model. ``code`` and ``allocator`` must have been started before CUDA was."""
+    """Records one model. ``code`` and ``allocator`` must have been started before CUDA was.
 
-    def __init__(self, model: TorchModel, sources: SourceTracker, code: CodeRecorder, allocator: BumpAllocator) -> None:
+    ``others`` are models in this process whose weights it has no part in, but for those it shares.
+    """
+
+    def __init__(
+        self,
+        model: TorchModel,
+        sources: SourceTracker,
+        code: CodeRecorder,
+        allocator: BumpAllocator,
+        others: Iterable[TorchModel] = (),
+    ) -> None:
         self._model = model
         self._sources = sources
         self._code = code
         self._allocator = allocator
-        self._residents = find_residents(model.module, model.inputs)
+        self._elsewhere = frozenset(only_in((other.module for other in others), model.module))
+        self._residents = find_residents(model.module, model.inputs, self._elsewhere)
         self._made: set[int] = set()
         self._tell_capturing = False
         self._notes: list[str] = []
@@ -84,7 +103,7 @@ class ModelRecorder:
 
     def _note_made(self) -> None:
         """Add what the model itself made in its first runs and keeps: tables, or constants of torch.compile."""
-        known = {r.storage.data_ptr() for r in self._residents}
+        known = {*self._elsewhere, *(r.storage.data_ptr() for r in self._residents)}
         found = find_residents(self._model.module, self._model.inputs, known)
         self._made |= {id(resident) for resident in found}
         self._residents += found

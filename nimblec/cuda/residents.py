@@ -104,13 +104,21 @@ def _device_tensors() -> list[torch.Tensor]:
 
 
 def _names(root: object) -> dict[int, str]:
-    if not isinstance(root, torch.nn.Module):
-        return {}
-    named = (*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False))
     names: dict[int, str] = {}
-    for name, tensor in named:
+    for name, tensor in _named_tensors(root):
         names.setdefault(tensor.untyped_storage().data_ptr(), name)
     return names
+
+
+def _named_tensors(root: object) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(root, torch.nn.Module):
+        yield from root.named_parameters(remove_duplicate=False)
+        yield from root.named_buffers(remove_duplicate=False)
+
+
+def only_in(others: Iterable[object], root: object) -> set[int]:
+    """The addresses of the weights and buffers of ``others`` that ``root``, a module, has no share in."""
+    return {address for other in others for address in _names(other)} - _names(root).keys()
 
 
 def move_into(zone: Zone, residents: Iterable[Resident], allocator: BumpAllocator) -> None:

@@ -19,13 +19,12 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
-from nimblec.cuda import accuracy
+from nimblec.cuda import accuracy, ahead
 from nimblec.cuda.timing import CudaTimer
 from nimblec.errors import CompileError, TraceError, UnsupportedModelError, missing_package
 from nimblec.ir import Graph
 from nimblec.lean import differing_output, run_seconds
 from nimblec.options import InputSpec
-from nimblec.planning import Provenance, make_plan
 from nimblec.stages import stage
 from nimblec.timing_cache import CachedTimer, TimingCache
 from nimblert import container, driver, golden
@@ -50,6 +49,7 @@ def main(request_path: str, events_fd: int) -> int:
     """Serve one request; 0 where the plan file was written."""
     request = json.loads(Path(request_path).read_text())
     sys.path[:0] = request["sys_path"]
+    ahead.begin()
     with os.fdopen(events_fd, "w", buffering=1) as events:
         try:
             _Worker(request, events).compile()
@@ -135,13 +135,14 @@ class _Worker:
         closed: list[NimbleError] = []
         for way in variants(original, level, dtype, self._cache):
             try:
-                made.append(self._make(way, original, code, allocator))
+                others = [original, *(m.model for m in made)]
+                made.append(self._make(way, others, code, allocator))
             except (TraceError, UnsupportedModelError) as exc:
                 closed.append(exc)
         if not made:
             if level == 0 or dtype is not None:
                 raise closed[0]
-            made.append(self._make(as_it_runs(original), original, code, allocator))
+            made.append(self._make(as_it_runs(original), [original], code, allocator))
             self._note([f"-O{level} is not open to this model, which is compiled as it runs, as by -O0"])
         self._note(str(exc) for exc in closed)
         if len(made) > 1:
@@ -150,18 +151,18 @@ class _Worker:
         return min(made, key=lambda m: m.duration_ns)
 
     def _make(
-        self, way: "Variant", original: "TorchModel", code: "CodeRecorder", allocator: "BumpAllocator"
+        self, way: "Variant", others: list["TorchModel"], code: "CodeRecorder", allocator: "BumpAllocator"
     ) -> "_Made":
-        """Record a variant, and schedule it."""
+        """Record a variant, and schedule it; ``others`` are the models that are there already."""
         from nimblec.cuda.capture import SourceTracker
         from nimblec.cuda.record import ModelRecorder
 
         with nullcontext() if way.is_original else self._stage("optimize"):
             model = way.make()
-        if model is not original:
+        if not way.is_original:
             self._note(model.notes)
         with self._stage("warm up"):
-            recorder = ModelRecorder(model, SourceTracker(model.module), code, allocator)
+            recorder = ModelRecorder(model, SourceTracker(model.module), code, allocator, others)
             recorder.warm_up()
         with self._stage("capture"):
             recording = recorder.record()
@@ -177,6 +178,8 @@ class _Worker:
 
     def _schedule(self, graph: Graph, way: str) -> tuple[Plan, int]:
         """The plan of a variant, and the nanoseconds it takes on the GPU."""
+        from nimblec.planning import Provenance, make_plan
+
         made_how = (("level", f"-O{self._request['level']}, {way}"), ("precision", self._request["precision"]))
         provenance = Provenance(target=Target.CUDA, device=_needed_device(), versions=(*_versions(), *made_how))
         streams, memory_limit = self._request["streams"], self._request["memory_limit"]

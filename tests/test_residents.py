@@ -1,0 +1,20 @@
+"""Which tensors of a process a recording takes along."""
+
+import torch
+
+from nimblec.cuda.residents import only_in
+
+
+def test_weights_of_other_models_are_left_where_they_are_but_for_shared_ones() -> None:
+    original = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 5))
+    rewritten = torch.nn.Sequential(torch.nn.Linear(3, 4), original[2])
+    taken = only_in([original], rewritten)
+    assert taken == {t.data_ptr() for part in original[:2] for t in (*part.parameters(), *part.buffers())}
+    assert only_in([original], original) == set()
+    assert only_in([], rewritten) == set()
+
+
+def test_a_function_holds_whatever_it_may() -> None:
+    layer = torch.nn.Linear(3, 4)
+    assert only_in([torch.relu], layer) == set()
+    assert only_in([layer], torch.relu) == {layer.weight.data_ptr(), layer.bias.data_ptr()}
