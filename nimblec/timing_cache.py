@@ -11,14 +11,11 @@ from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
 from statistics import median_low
-from typing import TYPE_CHECKING
 
+from nimblec.planning import Timer
 from nimblert.errors import NimbleError
 from nimblert.plan import Device, Launch, Plan, Record, Wait, Work
 from nimblert.replacing import replacing
-
-if TYPE_CHECKING:
-    from nimblec.planning import Timer
 
 
 class TimingCache:
@@ -62,7 +59,7 @@ class TimingCache:
 class CachedTimer:
     """A timer that asks another one only for what the cache does not hold."""
 
-    def __init__(self, timer: "Timer", cache: TimingCache, device: Device) -> None:
+    def __init__(self, timer: Timer, cache: TimingCache, device: Device) -> None:
         self.max_streams = timer.max_streams
         self._timer = timer
         self._cache = cache

@@ -1,10 +1,14 @@
-"""Where in a model something happens or fails, as far as it can be told without a GPU."""
+"""Where in a model something happens or fails, and on which bytes, as far as it can be told without a GPU."""
+
+from itertools import pairwise
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
-from nimblec.cuda.capture import SourceTracker, describe_failure
+from nimblec.cuda.capture import SourceTracker, describe_failure, pieces
 
 
 class _Head(nn.Module):
@@ -62,3 +66,26 @@ def test_hooks_are_gone_afterwards() -> None:
     tracker.set("Conv 'c'")
     model(torch.zeros(2))
     assert tracker.current == "Conv 'c'"
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    data=st.data(),
+    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=4),
+    steps=st.lists(st.integers(1, 3), min_size=4, max_size=4),
+)
+def test_the_pieces_of_a_tensor_are_its_elements(data: st.DataObject, sizes: list[int], steps: list[int]) -> None:
+    whole = torch.arange(torch.Size(n * s for n, s in zip(sizes, steps, strict=False)).numel())
+    whole = whole.view([n * s for n, s in zip(sizes, steps, strict=False)])
+    part = whole[tuple(slice(0, n * s, s) for n, s in zip(sizes, steps, strict=False))]
+    part = part.permute(data.draw(st.permutations(range(part.dim()))))
+    found = pieces(part.shape, part.stride(), most=4**4)
+    assert [n for first, end in found for n in range(first, end)] == sorted(part.flatten().tolist())
+    assert all(end < first for (_, end), (first, _) in pairwise(found))
+    assert pieces(part.shape, part.stride(), most=1) == [(0, found[-1][1])]
+
+
+def test_a_tensor_that_lies_over_itself_is_one_piece() -> None:
+    x = torch.arange(6)
+    assert pieces(x.expand(4, 6).shape, x.expand(4, 6).stride(), most=99) == [(0, 6)]
+    assert pieces((3, 4), (2, 1), most=99) == [(0, 8)]

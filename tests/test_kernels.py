@@ -139,12 +139,18 @@ def test_convolution_on_the_cpu() -> None:
     x, weight, bias = _images(2, 6, 9, 8), _random(10, 6, 3, 3, seed=1), _random(10, seed=2)
     expected = functional.conv2d(x.float(), weight.float(), bias.float(), 2, 1)
     residual = _images(*expected.shape, seed=3)
-    y = ops.convolution(
+    arguments = (
         x, pack_convolution(weight, TILING), bias, residual, counters(6, x.device), 10, [3, 3], [2, 2], [1, 1],
         [1, 1], "relu6", TILING.numbers, "none",
     )  # fmt: skip
+    y = ops.convolution(*arguments)
     assert y.is_contiguous(memory_format=torch.channels_last)
     torch.testing.assert_close(y, functional.relu6(expected + residual).half(), atol=2e-3, rtol=2e-3)
+    whole = _images(2, 16, *y.shape[2:])
+    before = whole.clone()
+    into = ops.convolution_into(*arguments, out=whole[:, 2:12])
+    assert into.data_ptr() == whole[:, 2:].data_ptr()
+    assert torch.equal(whole, torch.cat([before[:, :2], y, before[:, 12:]], 1))
 
 
 def test_linear_on_the_cpu() -> None:
@@ -212,15 +218,15 @@ def test_a_dispatch_mode_sees_one_call() -> None:
     assert [func for func, _ in mode.calls].count(ops.linear) == 1
 
 
-def test_schemas_tell_that_counters_are_written() -> None:
-    for op in (ops.convolution, ops.linear):
+def test_schemas_tell_what_is_written() -> None:
+    for op, extra in ((ops.convolution, []), (ops.linear, []), (ops.convolution_into, ["out"])):
         written = [a.name for a in op._schema.arguments if a.alias_info and a.alias_info.is_write]
-        assert written == ["counters"]
+        assert written == ["counters", *extra]
 
 
 def test_images_with_gaps_are_refused() -> None:
     x = torch.empty(1, 6, 9, 8)
-    with pytest.raises(AssertionError, match="channels last"):
+    with pytest.raises(ValueError, match="channels last"):
         ops.convolution_shape(x, 10, [1, 1], [1, 1], [0, 0], [1, 1])
 
 

@@ -65,6 +65,27 @@ def test_convolutions(name: str, dtype: torch.dtype, arithmetic: Arithmetic) -> 
         _check(results, finish(total, residual, "relu"), arrived, eps=eps)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", SHAPES)
+def test_part_of_larger_images(name: str, dtype: torch.dtype) -> None:
+    shape = SHAPES[name]
+    x = torch.randn(shape.batch, shape.channels, shape.height, shape.width, device="cuda").to(dtype)
+    x = x.contiguous(memory_format=torch.channels_last)
+    weight = torch.randn(shape.out_channels, shape.channels, *shape.kernel, device="cuda").to(dtype)
+    for tiling in candidates(shape, limit=4, itemsize=dtype.itemsize):
+        arguments = (
+            x, pack_convolution(weight, tiling), None, None, _counters(shape, tiling), shape.out_channels, shape.kernel,
+            shape.stride, shape.padding, shape.dilation, "relu", tiling.numbers, "late",
+        )  # fmt: skip
+        expected = ops.convolution(*arguments, arithmetic="tf32x3")
+        whole = torch.full_like(torch.cat([expected] * 3, 1), torch.nan)
+        begin, end = shape.out_channels, 2 * shape.out_channels
+        ops.convolution_into(*arguments, arithmetic="tf32x3", out=whole[:, begin:end])
+        assert torch.equal(whole[:, begin:end], expected)
+        assert whole[:, :begin].isnan().all()
+        assert whole[:, end:].isnan().all()
+
+
 @pytest.mark.parametrize("activation", ["none", "silu", "gelu", "gelu_tanh", "tanh", "sigmoid", "hardswish"])
 def test_products(activation: str) -> None:
     shape = product(100, 768, 200)

@@ -27,20 +27,20 @@ def prologue(channels, images, before, gate):
     return Prologue(scale=scale, shift=shift, activation=before or "none", gate=gate)
 
 def check(size, channels, out, tiling, activation="relu", *, batch=1, kernel=1, stride=1, padding=0, dilation=1,
-          bias=True, residual=False, slices=1, before="", gate=False, dtype=torch.float16):
+          bias=True, residual=False, slices=1, parts=1, before="", gate=False, dtype=torch.float16):
     torch.manual_seed(0)
     two = lambda n: (n, n)
     shape = Convolution(batch=batch, height=size[0], width=size[1], channels=channels, out_channels=out,
         kernel=two(kernel), stride=two(stride), padding=two(padding), dilation=two(dilation),
-        pixel_stride=channels * slices)
+        pixel_stride=channels * slices, out_stride=out * parts)
     tiling = Tiling.of(tiling)
     x = torch.randn(batch, *size, channels * slices, dtype=dtype)[..., :channels].permute(0, 3, 1, 2)
     weight = (torch.randn(out, channels, kernel, kernel) / shape.depth ** 0.5).to(dtype)
     b = torch.randn(out, dtype=dtype) if bias else None
     read = prologue(channels, batch, before, gate)
-    y = torch.full((batch, out, shape.out_height, shape.out_width), torch.nan, dtype=dtype)
-    y = y.contiguous(memory_format=torch.channels_last)
-    r = torch.randn_like(y) if residual else None
+    whole = torch.full((batch, shape.out_height, shape.out_width, out * parts), torch.nan, dtype=dtype)
+    y = whole[..., -out:].permute(0, 3, 1, 2)
+    r = torch.randn(y.shape, dtype=dtype).contiguous(memory_format=torch.channels_last) if residual else None
     down, across = tiling.tiles(shape)
     arrived = counters(down * across, x.device)
     launch_convolution(shape, tiling, x=x, weight=pack_convolution(weight, tiling), bias=b, residual=r,
@@ -50,6 +50,7 @@ def check(size, channels, out, tiling, activation="relu", *, batch=1, kernel=1, 
     eps = torch.finfo(torch.float16).eps
     torch.testing.assert_close(y.float(), finish(total, r, activation), atol=4 * eps, rtol=eps)
     assert not arrived.any(), arrived
+    assert whole[..., :-out].isnan().all()
 
 def depthwise(size, channels, tiling, activation="relu", *, kernel=3, stride=1, padding=1, dilation=1, residual=False,
               before="", gate=False):
@@ -82,6 +83,8 @@ CASES = {  # none in bfloat16: the interpreter multiplies the bits of bfloat16 a
     "product": "check((1, 37), 80, 50, [16, 32, 32, 1, 4, 2], 'none', bias=False)",
     "product split": "check((1, 5), 200, 50, [16, 32, 32, 3, 4, 2], 'tanh', residual=True)",
     "slice of channels": "check((6, 7), 16, 20, [16, 16, 16, 1, 4, 2], 'sigmoid', kernel=3, slices=2, padding=1)",
+    "into a part": "check((6, 7), 16, 24, [16, 16, 16, 1, 4, 2], kernel=3, padding=1, parts=3, residual=True, batch=2)",
+    "into a part, split": "check((6, 7), 16, 24, [16, 16, 16, 3, 4, 2], kernel=3, parts=2, residual=True)",
     "no bias": "check((6, 7), 16, 20, [16, 16, 16, 3, 4, 2], 'hardsigmoid', kernel=3, bias=False)",
     "depthwise": "depthwise((9, 7), 20, [4, 16, 2], 'relu6', residual=True)",
     "depthwise 5x5": "depthwise((9, 8), 32, [8, 32, 2], 'hardswish', kernel=5, stride=2, padding=2)",

@@ -4,6 +4,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ _WRITES_RUNNING_STATISTICS = {
     "aten.native_batch_norm.default": (3, 4, 5),
     "aten.cudnn_batch_norm.default": (3, 4, 5),
 }
+
+_MOST_PIECES = 512
+"""Of a tensor that is written: each is an access in the plan. Part of the channels of 22 x 22 pixels has 484."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,17 +204,33 @@ def _accesses(
         written = argument.alias_info is not None and argument.alias_info.is_write
         if statistics and position in statistics[:2]:
             written = bool(args[statistics[2]])
-        (writes if written else reads).extend(_ranges(value))
-    writes.extend(_ranges(result))
+        (writes if written else reads).extend(_ranges(value, in_pieces=written))
+    writes.extend(_ranges(result, in_pieces=True))
     return tuple(reads), tuple(writes)
 
 
-def _ranges(value: Any) -> Iterator[ByteRange]:
+def _ranges(value: Any, *, in_pieces: bool = False) -> Iterator[ByteRange]:
+    """The memory of all tensors in ``value``: with the gaps, or where there are few, between them."""
     for leaf in tree_leaves(value):
         if isinstance(leaf, torch.Tensor) and leaf.is_cuda and leaf.numel():
-            span = sum((n - 1) * s for n, s in zip(leaf.shape, leaf.stride(), strict=True)) + 1
-            begin = leaf.data_ptr()
-            yield ByteRange(begin=begin, end=begin + span * leaf.element_size())
+            begin, nbytes = leaf.data_ptr(), leaf.element_size()
+            for first, end in pieces(leaf.shape, leaf.stride(), most=_MOST_PIECES if in_pieces else 1):
+                yield ByteRange(begin=begin + first * nbytes, end=begin + end * nbytes)
+
+
+def pieces(shape: Sequence[int], strides: Sequence[int], *, most: int) -> list[tuple[int, int]]:
+    """The runs of elements that a tensor lies in, as (first, end) in order; one with the gaps if more than ``most``."""
+    axes = sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1)
+    length = 1
+    while axes and axes[0][0] <= length:
+        stride, size = axes.pop(0)
+        length += (size - 1) * stride
+    if prod(size for _, size in axes) > most:
+        return [(0, length + sum((size - 1) * stride for stride, size in axes))]
+    starts = [0]
+    for stride, size in reversed(axes):
+        starts = [start + n * stride for start in starts for n in range(size)]
+    return [(start, start + length) for start in sorted(starts)]
 
 
 def describe_failure(exc: RuntimeError, sources: SourceTracker) -> str:

@@ -19,12 +19,13 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
-from nimblec.cuda import accuracy, ahead
+from nimblec.cuda import accuracy
 from nimblec.cuda.timing import CudaTimer
 from nimblec.errors import CompileError, TraceError, UnsupportedModelError, missing_package
 from nimblec.ir import Graph
 from nimblec.lean import differing_output, run_seconds
 from nimblec.options import InputSpec
+from nimblec.planning import Provenance, make_plan
 from nimblec.stages import stage
 from nimblec.timing_cache import CachedTimer, TimingCache
 from nimblert import container, driver, golden
@@ -49,7 +50,6 @@ def main(request_path: str, events_fd: int) -> int:
     """Serve one request; 0 where the plan file was written."""
     request = json.loads(Path(request_path).read_text())
     sys.path[:0] = request["sys_path"]
-    ahead.begin()
     with os.fdopen(events_fd, "w", buffering=1) as events:
         try:
             _Worker(request, events).compile()
@@ -93,6 +93,7 @@ class _Worker:
     def compile(self) -> None:
         warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")  # --precision says that
         with self._stage("import the framework"):
+            from nimblec.cuda import triton_start
             from nimblec.cuda.allocator import BumpAllocator
             from nimblec.cuda.cupti import CodeRecorder
             from nimblec.cuda.diagnosis import first_difference
@@ -103,6 +104,8 @@ class _Worker:
             driver.initialise()
             allocator = BumpAllocator()
             allocator.install()
+            if self._request["level"]:
+                triton_start.begin()
         with self._stage("load the model"):
             original = self._load_model()
         self._note(original.notes)
@@ -178,8 +181,6 @@ class _Worker:
 
     def _schedule(self, graph: Graph, way: str) -> tuple[Plan, int]:
         """The plan of a variant, and the nanoseconds it takes on the GPU."""
-        from nimblec.planning import Provenance, make_plan
-
         made_how = (("level", f"-O{self._request['level']}, {way}"), ("precision", self._request["precision"]))
         provenance = Provenance(target=Target.CUDA, device=_needed_device(), versions=(*_versions(), *made_how))
         streams, memory_limit = self._request["streams"], self._request["memory_limit"]

@@ -48,6 +48,7 @@ def convolution(
     OUT_HEIGHT: tl.constexpr,
     OUT_WIDTH: tl.constexpr,
     OUT_CHANNELS: tl.constexpr,
+    OUT_STRIDE: tl.constexpr,
     KERNEL_H: tl.constexpr,
     KERNEL_W: tl.constexpr,
     STRIDE_H: tl.constexpr,
@@ -67,7 +68,8 @@ def convolution(
 ):
     """Of x (pixels, channels), weight in tiles, bias (out channels,), residual and out (rows, out channels).
 
-    The prologue has scale and shift (channels,) in float32, gate (images, channels).
+    Pixels of x are ``PIXEL_STRIDE`` elements apart, rows of out ``OUT_STRIDE``; all else is dense. The
+    prologue has scale and shift (channels,) in float32, gate (images, channels).
     """
     if TRIGGER == "early":
         gdc_launch_dependents()
@@ -112,7 +114,8 @@ def convolution(
     corner = ((image * HEIGHT + top) * WIDTH + left) * PIXEL_STRIDE
     deep = tl.arange(0, BLOCK_K)
     weight_offsets = tl.arange(0, BLOCK_N)[:, None] * BLOCK_K + deep[None, :]
-    out_offsets = rows[:, None] * OUT_CHANNELS + columns[None, :]
+    residual_offsets = rows[:, None] * OUT_CHANNELS + columns[None, :]
+    out_offsets = rows[:, None] * OUT_STRIDE + columns[None, :]
     exists = (rows < ROWS)[:, None] & (columns < OUT_CHANNELS)[None, :]
 
     if TRIGGER != "none":
@@ -121,7 +124,7 @@ def convolution(
         gdc_launch_dependents()
 
     if residual_ptr is not None and SPLIT_K == 1:  # asked for now, there by the time that the sum is
-        residual = tl.load(residual_ptr + out_offsets, mask=exists, other=0.0)
+        residual = tl.load(residual_ptr + residual_offsets, mask=exists, other=0.0)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for n in tl.range(0, PART):
         step = begin + n
@@ -180,7 +183,7 @@ def convolution(
             for other in tl.static_range(1, SPLIT_K):
                 total += tl.load(partial_ptrs + other * SIZE, cache_modifier=".cg")
             if residual_ptr is not None:
-                total += tl.load(residual_ptr + out_offsets, mask=exists, other=0.0).to(tl.float32)
+                total += tl.load(residual_ptr + residual_offsets, mask=exists, other=0.0).to(tl.float32)
             total = activate(total + bias[None, :], ACTIVATION)
             tl.store(out_ptr + out_offsets, total.to(out_ptr.dtype.element_ty), mask=exists)
 

@@ -31,7 +31,7 @@ def launch_convolution(
     trigger: str,
     arithmetic: str,
 ) -> None:
-    """Write the convolution of ``x`` to ``out`` (rows, out channels as they lie in memory)."""
+    """Write the convolution of ``x`` to ``out``, rows of ``shape.out_stride`` elements in memory."""
     from nimblec.kernels.convolution_template import convolution
 
     down, across = tiling.tiles(shape)
@@ -58,6 +58,7 @@ def settings(
     return {
         **geometry(shape),
         "OUT_CHANNELS": shape.out_channels,
+        "OUT_STRIDE": shape.out_stride or shape.out_channels,
         "BEFORE": before,
         "ACTIVATION": activation,
         "BLOCK_M": tiling.block_m,

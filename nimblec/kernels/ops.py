@@ -1,12 +1,14 @@
 """The kernels as torch ops in the namespace ``nimblec``: calls that a graph holds and dispatch modes see.
 
-Results are new memory. ``counters`` is written by the kernel and is zero again when it ends; calls
+Results are new memory, but for `convolution_into`, which writes its result to ``out``, part of the
+channels of larger images. ``counters`` is written by the kernel and is zero again when it ends; calls
 that may run side by side need counters of their own. ``trigger`` is a `nimblec.kernels.launching.Trigger`;
 scale, shift, gate and ``before``, an activation, are a `nimblec.kernels.reference.Prologue`; ``arithmetic``
 is a `nimblec.kernels.launching.Arithmetic`.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,14 +20,19 @@ from nimblec.kernels.packing import unpack_rows
 from nimblec.kernels.reference import NO_PROLOGUE, Prologue, as_multiplied, finish
 from nimblec.kernels.shapes import Convolution, Pair, Tiling, product
 
+ALIGNMENT_NBYTES = 16
+"""What a thread reads or writes at once."""
+
 _LIBRARY = torch.library.Library("nimblec", "FRAGMENT")
 """The ops live as long as this module."""
 
-_LIBRARY.define(
-    "convolution(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor(a!)? counters, int out_channels, "
+_CONVOLUTION = (
+    "Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor(a!)? counters, int out_channels, "
     "int[] kernel, int[] stride, int[] padding, int[] dilation, str activation, int[] tiling, str trigger, *, "
-    "Tensor? scale=None, Tensor? shift=None, Tensor? gate=None, str before='none', str arithmetic='tf32') -> Tensor"
+    "Tensor? scale=None, Tensor? shift=None, Tensor? gate=None, str before='none', str arithmetic='tf32'"
 )
+_LIBRARY.define(f"convolution({_CONVOLUTION}) -> Tensor")
+_LIBRARY.define(f"convolution_into({_CONVOLUTION}, Tensor(b!) out) -> Tensor(b!)")
 _LIBRARY.define(
     "linear(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor(a!)? counters, int out_channels, "
     "str activation, int[] tiling, str trigger, *, str arithmetic='tf32') -> Tensor"
@@ -52,7 +59,7 @@ def convolution_shape(
         stride=_pair(stride),
         padding=_pair(padding),
         dilation=_pair(dilation),
-        pixel_stride=_pixel_stride(x),
+        pixel_stride=pixel_stride(x),
     )
 
 
@@ -61,14 +68,25 @@ def _pair(numbers: Sequence[int]) -> Pair:
     return first, second
 
 
-def _pixel_stride(x: Tensor) -> int:
-    """How far apart neighbouring pixels lie; rows and images must follow without a gap."""
+def pixel_stride(x: Tensor) -> int:
+    """How far apart neighbouring pixels lie in images that lie channels last; others are a ValueError."""
     batch, channels, height, width = x.shape
     stride = x.stride(3) if width > 1 else x.stride(2) if height > 1 else x.stride(0) if batch > 1 else channels
     wanted = (height * width * stride, 1, width * stride, stride)
-    fits = all(size == 1 or has == want for size, has, want in zip(x.shape, x.stride(), wanted, strict=True))
-    assert fits, f"images of shape {tuple(x.shape)} and strides {x.stride()} do not lie channels last"
+    if any(size > 1 and has != want for size, has, want in zip(x.shape, x.stride(), wanted, strict=True)):
+        raise ValueError(f"images of shape {tuple(x.shape)} and strides {x.stride()} do not lie channels last")
     return stride
+
+
+def is_read_well(x: Tensor) -> bool:
+    """Whether the kernels read images as fast as dense ones: channels last, also a part of the channels of others."""
+    if x.dim() != 4 or x.is_contiguous(memory_format=torch.channels_last):
+        return x.dim() == 4
+    try:
+        stride = pixel_stride(x)
+    except ValueError:
+        return False
+    return not any(n * x.dtype.itemsize % ALIGNMENT_NBYTES for n in (stride, x.storage_offset()))
 
 
 def channels_last(x: Tensor) -> Tensor:
@@ -87,7 +105,7 @@ def laid_like(tensor: Tensor | None, other: Tensor) -> Tensor | None:
     pairs = zip(tensor.shape, tensor.stride(), other.stride(), strict=True)
     if all(size == 1 or mine == theirs for size, mine, theirs in pairs):
         return tensor
-    return torch.empty_like(other).copy_(tensor)
+    return torch.empty_strided(other.shape, other.stride(), dtype=other.dtype, device=tensor.device).copy_(tensor)
 
 
 def new_images(x: Tensor, shape: Convolution) -> Tensor:
@@ -108,9 +126,11 @@ def _convolution_fake(
     padding: Sequence[int],
     dilation: Sequence[int],
     *_how: object,
+    out: Tensor | None = None,
     **_prologue: object,
 ) -> Tensor:
-    return new_images(x, convolution_shape(x, out_channels, kernel, stride, padding, dilation))
+    shape = convolution_shape(x, out_channels, kernel, stride, padding, dilation)
+    return new_images(x, shape) if out is None else out
 
 
 def _convolution_cuda(
@@ -133,17 +153,19 @@ def _convolution_cuda(
     gate: Tensor | None = None,
     before: str = "none",
     arithmetic: str = "tf32",
+    out: Tensor | None = None,
 ) -> Tensor:
     x = channels_last(x)
     shape = convolution_shape(x, out_channels, kernel, stride, padding, dilation)
-    out = new_images(x, shape)
+    if out is None:
+        out = new_images(x, shape)
     launch_convolution(
-        shape,
+        replace(shape, out_stride=pixel_stride(out)),
         Tiling.of(tiling),
         x=x,
         weight=weight,
         bias=bias,
-        residual=laid_like(residual, out),
+        residual=laid_like(residual, torch.empty_like(out, device="meta", memory_format=torch.channels_last)),
         prologue=Prologue(scale=scale, shift=shift, gate=gate, activation=before),
         out=out,
         counters=counters,
@@ -174,6 +196,7 @@ def _convolution_cpu(
     gate: Tensor | None = None,
     before: str = "none",
     arithmetic: str = "tf32",
+    out: Tensor | None = None,
 ) -> Tensor:
     x = channels_last(x)
     shape = convolution_shape(x, out_channels, kernel, stride, padding, dilation)
@@ -182,7 +205,7 @@ def _convolution_cpu(
     read = Prologue(scale=scale, shift=shift, gate=gate, activation=before)(x.float())
     factors = as_multiplied(read, x.dtype, arithmetic), as_multiplied(filters, x.dtype, arithmetic)
     total = functional.conv2d(*factors, _float(bias), shape.stride, shape.padding, shape.dilation)
-    return new_images(x, shape).copy_(finish(total, residual, activation))
+    return (new_images(x, shape) if out is None else out).copy_(finish(total, residual, activation))
 
 
 def _linear_fake(
@@ -255,6 +278,7 @@ def _float(tensor: Tensor | None) -> Tensor | None:
 
 for _name, _fake, _cuda, _cpu in (
     ("convolution", _convolution_fake, _convolution_cuda, _convolution_cpu),
+    ("convolution_into", _convolution_fake, _convolution_cuda, _convolution_cpu),
     ("linear", _linear_fake, _linear_cuda, _linear_cpu),
 ):
     torch.library.register_fake(f"nimblec::{_name}", _fake, lib=_LIBRARY)
@@ -262,4 +286,5 @@ for _name, _fake, _cuda, _cpu in (
     _LIBRARY.impl(_name, _cpu, "CPU")
 
 convolution: OpOverload = torch.ops.nimblec.convolution.default
+convolution_into: OpOverload = torch.ops.nimblec.convolution_into.default
 linear: OpOverload = torch.ops.nimblec.linear.default

@@ -11,9 +11,9 @@ Pair = tuple[int, int]
 class Convolution:
     """A convolution of images (batch, height, width, channels), the channels next to each other in memory.
 
-    Neighbouring pixels of the input are ``pixel_stride`` elements apart, rows and images follow
-    without a gap. As a matrix product it has ``rows`` x ``out_channels`` results, each a sum of
-    ``depth`` products.
+    Neighbouring pixels of the input are ``pixel_stride`` elements apart, those of the result
+    ``out_stride`` (None: as many as there are channels); rows and images follow without a gap. As a
+    matrix product it has ``rows`` x ``out_channels`` results, each a sum of ``depth`` products.
     """
 
     batch: int
@@ -26,6 +26,7 @@ class Convolution:
     padding: Pair = (0, 0)
     dilation: Pair = (1, 1)
     pixel_stride: int | None = None
+    out_stride: int | None = None
 
     @property
     def out_height(self) -> int:

@@ -1,7 +1,7 @@
 """Convolutions and linears as calls of our own kernels, with what follows them in the same launch."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -9,13 +9,14 @@ from torch import Tensor, fx
 
 from nimblec.kernels.depthwise import DepthwiseTiling, depthwise, pack_depthwise
 from nimblec.kernels.launching import Arithmetic, Trigger
-from nimblec.kernels.ops import convolution, convolution_shape, linear
+from nimblec.kernels.ops import convolution, convolution_into, convolution_shape, is_read_well, linear, pixel_stride
 from nimblec.kernels.packing import counters, for_tensor_cores, pack_convolution, pack_linear
+from nimblec.kernels.parts import place
 from nimblec.kernels.shapes import Convolution, Tiling, product
 from nimblec.optimize.batch_norm import CONVOLUTION
 from nimblec.optimize.cudnn import DTYPES
 from nimblec.optimize.fusible import is_view
-from nimblec.optimize.layout import HALF, is_channels_last
+from nimblec.optimize.layout import HALF
 from nimblec.optimize.own_kernels_prologue import Before, activation_of, prologues
 from nimblec.optimize.rewriter import Rewriter, bound, fake, is_call, only_user
 from nimblec.optimize.whole_views import WHOLE_VIEWS, as_stored, viewed_alike
@@ -30,7 +31,10 @@ _LINEARS = (aten.addmm.default, aten.mm.default, aten._addmm_activation.default)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Request:
-    """Calls that one launch of ours could compute: ``nodes`` in their order, the last one's value is the result."""
+    """Calls that one launch of ours could compute: ``nodes`` in their order, the last one's value is the result.
+
+    It is written ``into`` part of larger images where there are any.
+    """
 
     kind: Kind
     shape: Convolution
@@ -43,6 +47,7 @@ class Request:
     constants: Mapping[fx.Node, Tensor]
     arithmetic: Arithmetic
     before: Before | None = None
+    into: fx.Node | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -95,6 +100,11 @@ def requests(module: fx.GraphModule) -> Iterator[Request]:
             yield request
 
 
+def results(module: fx.GraphModule) -> set[fx.Node]:
+    """The values that `use_own_kernels` could write anywhere: those of convolutions."""
+    return {request.nodes[-1] for request in requests(module) if request.kind == "convolution"}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Shares:
     """Which calls belong to which launch, so that no choice for one changes what another one is.
@@ -128,6 +138,7 @@ def _request(rewriter: Rewriter, node: fx.Node, shares: _Shares) -> Request | No
     nodes = (*(before.nodes if before else ()), *_absorbed(node, given, shares.owners))
     if before is not None:
         given["x"] = before.x
+        given["shape"] = replace(given["shape"], pixel_stride=pixel_stride(fake(before.x)))
     read = dict.fromkeys(source for each in nodes for source in each.all_input_nodes)
     constants = {source: value for source in read if (value := rewriter.value(source)) is not None}
     return Request(nodes=nodes, constants=constants, before=before, **given)
@@ -136,7 +147,7 @@ def _request(rewriter: Rewriter, node: fx.Node, shares: _Shares) -> Request | No
 def _given(rewriter: Rewriter, node: fx.Node) -> dict[str, Any] | None:
     """What a call asks for by itself; None where ours could not compute it."""
     given = _convolution(rewriter, node) if is_call(node, *_CONVOLUTIONS) else _linear(rewriter, node)
-    return given and {"activation": "none", "residual": None, **given}
+    return given and {"activation": "none", "residual": None, "into": None, **given}
 
 
 def _convolution(rewriter: Rewriter, node: fx.Node) -> dict[str, Any] | None:
@@ -149,7 +160,7 @@ def _convolution(rewriter: Rewriter, node: fx.Node) -> dict[str, Any] | None:
     residual = given.get("z")
     if residual is not None and (given["alpha"] not in {None, 1} or not _is_like(residual, node)):
         return None
-    if not is_channels_last(fake(x)) or fake(node).stride() != _strides(fake(node)):
+    if not is_read_well(fake(x)) or fake(node).stride() != _strides(fake(node)):
         return None
     channels = fake(x).shape[1]
     if is_depthwise and (given["groups"] != channels or tuple(weight.shape[:2]) != (channels, 1)):
@@ -229,6 +240,11 @@ def _absorbed(head: fx.Node, given: dict[str, Any], owners: Mapping[fx.Node, fx.
             break
         reached.append(user)
         nodes = list(reached)
+    user = only_user(nodes[-1])
+    if given["kind"] == "convolution" and is_call(user, place):
+        given["into"] = user.args[0]
+        given["shape"] = replace(given["shape"], out_stride=pixel_stride(fake(user)))
+        nodes.append(user)
     return nodes
 
 
@@ -281,7 +297,9 @@ def _call(rewriter: Rewriter, request: Request, tiling: Tiling | DepthwiseTiling
     if request.kind == "convolution":
         packed = rewriter.constant(pack_convolution(weight, tiling), at=last)
         shared = (terms[0], packed, terms[1], request.residual, arrived, shape.out_channels)
-        return rewriter.call(convolution, *shared, *geometry, *end, at=last, arithmetic=request.arithmetic, **before)
+        op, out = (convolution, {}) if request.into is None else (convolution_into, {"out": request.into})
+        how = {"arithmetic": request.arithmetic, **before, **out}
+        return rewriter.call(op, *shared, *geometry, *end, at=last, **how)
     packed = rewriter.constant(pack_linear(weight, tiling), at=last)
     residual = request.residual
     if residual is not None:

@@ -19,7 +19,7 @@ from nimblec.kernels.depthwise import (
     pack_depthwise,
 )
 from nimblec.kernels.launching import Trigger, settings
-from nimblec.kernels.ops import convolution, linear
+from nimblec.kernels.ops import convolution, convolution_into, linear
 from nimblec.kernels.packing import counters, pack_convolution, pack_linear
 from nimblec.kernels.shapes import Tiling
 from nimblec.kernels.timing import GraphTimer, WeightPool
@@ -125,8 +125,11 @@ class Selector(TilingSelector[Request, AnyTiling]):
         how = {"arithmetic": request.arithmetic, **before}
         if request.kind == "linear":
             return lambda n: linear(x, copies[n], bias, residual, arrived[n], shape.out_channels, *end, **how)
+        op = convolution
+        if request.into is not None:
+            op, how["out"] = convolution_into, _example(request, request.into)
         shared = bias, residual
-        return lambda n: convolution(x, copies[n], *shared, arrived[n], shape.out_channels, *geometry, *end, **how)
+        return lambda n: op(x, copies[n], *shared, arrived[n], shape.out_channels, *geometry, *end, **how)
 
 
 def tilings(request: Request) -> list[Any]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
+from nimblec.kernels.ops import is_read_well
 from nimblec.optimize.affine import read_affine
 from nimblec.optimize.cudnn import is_relu
 from nimblec.optimize.fusible import is_fusible
@@ -153,6 +154,6 @@ def _argument(node: fx.Node, place: int) -> fx.Node:
 
 
 def _is_like(node: fx.Node, other: fx.Node) -> bool:
-    """Whether both are images of one dtype and shape, channels last."""
+    """Whether both are images of one dtype and shape, ``node`` such that our kernels read it as fast as dense ones."""
     a, b = fake(node), fake(other)
-    return a.dtype == b.dtype and a.shape == b.shape and a.is_contiguous(memory_format=torch.channels_last)
+    return a.dtype == b.dtype and a.shape == b.shape and is_read_well(a)

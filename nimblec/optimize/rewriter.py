@@ -114,13 +114,13 @@ def fake(node: fx.Node) -> FakeTensor:
 
 
 def views(node: fx.Node) -> fx.Node | None:
-    """What the result of ``node`` may share memory with; None where it is new."""
+    """What the result of ``node`` may share memory with; None where it is new, or the call writes it."""
     if node.target is _GETITEM:
         return views(node.args[0])  # type: ignore[arg-type]
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return None
     schema = node.target._schema
-    if not any(result.alias_info for result in schema.returns):
+    if schema.is_mutable or not any(result.alias_info for result in schema.returns):
         return None
     return next((n for a, n in zip(schema.arguments, node.args, strict=False) if a.alias_info), None)  # type: ignore[misc]
 

@@ -1,0 +1,166 @@
+"""Concatenations whose parts our kernels write where they belong."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from rewriting import assert_same, counts, record, rewritten
+from torch import Tensor, fx
+from torch.nn import functional
+
+from nimblec.kernels.shapes import Tiling
+from nimblec.optimize import optimize
+from nimblec.optimize.layout import propagate_channels_last
+from nimblec.optimize.own_concatenation import place_parts
+from nimblec.optimize.own_kernels import requests, results, use_own_kernels
+from nimblec.optimize.regions import partition
+
+if TYPE_CHECKING:
+    from nimblec.optimize.own_kernels import Request
+
+TILING = Tiling(block_m=16, block_n=16, block_k=32, split_k=2)
+
+
+def _random(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).half()
+
+
+IMAGES = _random(2, 16, 6, 5, seed=0).contiguous(memory_format=torch.channels_last)
+BIAS = _random(64, seed=2)
+
+
+def _conv(x: Tensor, out: int, size: int = 1, seed: int = 3) -> Tensor:
+    weight = _random(out, x.shape[1], size, size, seed=seed) / (x.shape[1] * size * size) ** 0.5
+    return functional.conv2d(x, weight, BIAS[:out], padding=size // 2)
+
+
+def _norm(x: Tensor) -> Tensor:
+    scale = (torch.arange(x.shape[1]) % 3 + 1).half()
+    return functional.batch_norm(x, scale, scale, scale / 4, scale.neg())
+
+
+def _branches(x: Tensor, *channels: int) -> list[Tensor]:
+    return [torch.relu(_conv(x, out, size=2 * (n % 2) + 1)) for n, out in enumerate(channels)]
+
+
+def _inception(x: Tensor) -> Tensor:
+    return _conv(torch.cat(_branches(x, 8, 24, 16), 1), 8)
+
+
+def _nested(x: Tensor) -> Tensor:
+    first, second, third = _branches(x, 8, 24, 16)
+    return torch.cat([first, torch.cat([second, third], 1)], -3)
+
+
+def _with_residual(x: Tensor) -> Tensor:
+    x = _conv(x, 16)
+    return torch.cat([_conv(x, 16, 3) + x, _conv(x, 8)], 1).neg()
+
+
+def _dense_block(x: Tensor) -> Tensor:
+    parts = [functional.max_pool2d(_conv(x, 16), 3, 1, 1)]
+    for n in range(3):
+        bottleneck = torch.relu(_conv(torch.relu(_norm(torch.cat(parts, 1))), 32, seed=n))
+        parts.append(_conv(bottleneck, 8, 3, seed=n))
+    return functional.avg_pool2d(torch.relu(_norm(torch.cat(parts, 1))), 2)
+
+
+TAKEN_APART: dict[str, tuple[Callable[[Tensor], Tensor], dict[str, int]]] = {
+    "inception": (_inception, {"convolution": 1, "convolution_into": 3, "joined": 1}),
+    "nested": (_nested, {"convolution_into": 3, "joined": 1}),
+    "with a residual": (_with_residual, {"convolution": 1, "convolution_into": 2, "joined": 1}),
+    "dense block": (_dense_block, {"convolution": 4, "convolution_into": 3, "joined": 4, "place": 1}),
+}
+
+
+def _graph(function: Callable[[Tensor], Tensor], x: Tensor = IMAGES) -> fx.GraphModule:
+    module = optimize(record(function, x), device="cuda")
+    propagate_channels_last(module)
+    return module
+
+
+def _placed(before: fx.GraphModule) -> fx.GraphModule:
+    return rewritten(before, lambda module: place_parts(module, results(module)))
+
+
+@pytest.mark.parametrize("name", TAKEN_APART)
+def test_parts_are_written_where_they_belong(name: str) -> None:
+    function, wanted = TAKEN_APART[name]
+    before = _graph(function)
+    after = rewritten(_placed(before), lambda module: use_own_kernels(module, lambda _: TILING))
+    assert "cat" not in counts(after)
+    for op in ("convolution", "convolution_into", "joined", "place"):
+        assert counts(after).get(op, 0) == wanted.get(op, 0), counts(after)
+    assert_same(before, after, IMAGES, rtol=4e-3)
+
+
+@pytest.mark.parametrize("name", TAKEN_APART)
+def test_each_part_is_copied_where_the_framework_is_faster(name: str) -> None:
+    before = _graph(TAKEN_APART[name][0])
+    after = rewritten(_placed(before), lambda module: use_own_kernels(module, lambda _: None))
+    assert counts(after)["place"] == len({part for joined in _calls(after, "joined") for part in joined.args[1]})
+    assert_same(before, after, IMAGES, rtol=1e-3)
+
+
+def test_a_choice_for_each_part() -> None:
+    def choose(request: "Request") -> Tiling | None:
+        return TILING if request.shape.out_channels == 24 else None
+
+    before = _graph(_inception)
+    after = rewritten(_placed(before), lambda module: use_own_kernels(module, choose))
+    assert (counts(after)["convolution_into"], counts(after)["place"]) == (1, 2)
+    assert_same(before, after, IMAGES, rtol=4e-3)
+
+
+def test_what_is_read_from_part_of_the_channels_needs_no_copy() -> None:
+    _, *asked = requests(_placed(_graph(_dense_block)))
+    assert [r.shape.pixel_stride for r in asked] == [40, 32, 40, 32, 40, 32]
+    assert [r.shape.out_stride for r in asked] == [None, 40, None, 40, None, 40]
+    assert [r.before is not None for r in asked] == [True, False, True, False, True, False]
+
+
+def test_generated_kernels_read_the_whole() -> None:
+    after = rewritten(_placed(_graph(_dense_block)), lambda module: use_own_kernels(module, lambda _: TILING))
+    names = [{str(call.target._schema.name) for call in region.calls} for region in partition(after)]
+    assert names
+    assert not any(name.startswith("nimblec") for calls in names for name in calls)
+
+
+def _used_elsewhere(x: Tensor) -> Tensor:
+    first, second = _branches(x, 8, 16)
+    return torch.cat([first, second], 1).mean() + functional.max_pool2d(second, 2).sum()
+
+
+def _with_something_else(x: Tensor) -> Tensor:
+    return torch.cat([*_branches(x, 8, 16), functional.max_pool2d(x, 3, 1, 1)], 1)
+
+
+def _with_gaps(x: Tensor) -> Tensor:
+    return torch.cat(_branches(x, 7, 16), 1)
+
+
+def _by_rows(x: Tensor) -> Tensor:
+    return torch.cat(_branches(x, 8, 8), 2)
+
+
+def _twice_the_same(x: Tensor) -> Tensor:
+    (part,) = _branches(x, 8)
+    return torch.cat([part, part], 1)
+
+
+def _of_single_pixels(x: Tensor) -> Tensor:
+    return torch.cat(_branches(x.mean((2, 3), keepdim=True), 8, 8), 1)
+
+
+@pytest.mark.parametrize(
+    "function", [_used_elsewhere, _with_something_else, _with_gaps, _by_rows, _twice_the_same, _of_single_pixels]
+)
+def test_what_would_spare_no_copy_stays(function: Callable[[Tensor], Tensor]) -> None:
+    before = _graph(function)
+    assert counts(before)["cat"] == 1
+    assert counts(_placed(before)) == counts(before)
+
+
+def _calls(module: fx.GraphModule, name: str) -> list[fx.Node]:
+    return [n for n in module.graph.nodes if getattr(n.target, "_opname", "") == name]
