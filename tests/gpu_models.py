@@ -297,6 +297,30 @@ def shortcut_by_value() -> Built:
     return AsksForCapture(looks=True).eval(), (torch.randn(4, 8),)
 
 
+class _Concatenating(nn.Module):
+    """A dense block of two layers, and three branches beside one another that are concatenated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 16, 3, 2, 1)
+        self.first = nn.Conv2d(16, 16, 3, padding=1)
+        self.second = nn.Conv2d(32, 16, 3, padding=1)
+        self.branches = nn.ModuleList(nn.Conv2d(48, n, k, padding=k // 2) for n, k in ((8, 1), (24, 3), (16, 5)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = [torch.relu(self.stem(x))]
+        parts.append(self.first(parts[0]))
+        parts.append(self.second(torch.cat(parts, 1)))
+        x = torch.relu(torch.cat(parts, 1))
+        return torch.cat([torch.relu(branch(x)) for branch in self.branches], 1).mean((2, 3))
+
+
+def concatenating() -> Built:
+    """Parts of channels that are written one by one, in half precision."""
+    module = _Concatenating().eval().half().to(memory_format=torch.channels_last)
+    return module, (torch.randn(1, 3, 24, 24).half(),)
+
+
 class _HostConstant(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + torch.tensor([1.0, 2.0, 3.0, 4.0], device=x.device)

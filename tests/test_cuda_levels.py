@@ -88,6 +88,17 @@ def test_level_2_keeps_the_fastest_of_several(tmp_path: Path) -> None:
     assert verdicts(made.plan) == {Verdict.BIT_EXACT}
 
 
+@pytest.mark.parametrize("streams", ["1", "max"])
+def test_level_2_writes_parts_of_a_concatenation_where_they_belong(tmp_path: Path, streams: str) -> None:
+    options = Options(target="cuda", level=2, streams=streams)
+    made = compile_model("gpu_models:concatenating", options=options, output=tmp_path / "m", observer=lambda *_: None)
+    (program,) = made.plan.programs
+    names = [program.ops[command.op].name for command in program.commands if isinstance(command, Launch)]
+    assert any("convolution_into" in name for name in names), names
+    assert not any("cat" in name for name in names), names
+    assert verdicts(made.plan) == {Verdict.BIT_EXACT}
+
+
 @pytest.mark.parametrize("level", [0, 1])
 def test_half_precision_keeps_inputs_and_outputs(tmp_path: Path, level: int) -> None:
     options = Options(target="cuda", level=level, precision="fp16", max_error=0.05)

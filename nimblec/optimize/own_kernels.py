@@ -100,7 +100,7 @@ def requests(module: fx.GraphModule) -> Iterator[Request]:
             yield request
 
 
-def results(module: fx.GraphModule) -> set[fx.Node]:
+def own_results(module: fx.GraphModule) -> set[fx.Node]:
     """The values that `use_own_kernels` could write anywhere: those of convolutions."""
     return {request.nodes[-1] for request in requests(module) if request.kind == "convolution"}
 
