@@ -49,8 +49,8 @@ def _inception(x: Tensor) -> Tensor:
 
 
 def _nested(x: Tensor) -> Tensor:
-    first, second, third = _branches(x, 8, 24, 16)
-    return torch.cat([first, torch.cat([second, third], 1)], -3)
+    first, second, third, fourth = _branches(x, 8, 24, 16, 8)
+    return torch.cat([first, torch.cat([second, torch.cat([third, fourth], 1)], 1)], -3)
 
 
 def _with_residual(x: Tensor) -> Tensor:
@@ -58,8 +58,17 @@ def _with_residual(x: Tensor) -> Tensor:
     return torch.cat([_conv(x, 16, 3) + x, _conv(x, 8)], 1).neg()
 
 
+def _after_another(x: Tensor) -> Tensor:
+    x = torch.cat(_branches(x, 8, 16, 8, 8), 1)
+    return _of_dense_block(x) + functional.avg_pool2d(_conv(x, 64), 2)
+
+
 def _dense_block(x: Tensor) -> Tensor:
-    parts = [functional.max_pool2d(_conv(x, 16), 3, 1, 1)]
+    return _of_dense_block(functional.max_pool2d(_conv(x, 16), 3, 1, 1))
+
+
+def _of_dense_block(x: Tensor) -> Tensor:
+    parts = [x]
     for n in range(3):
         bottleneck = torch.relu(_conv(torch.relu(_norm(torch.cat(parts, 1))), 32, seed=n))
         parts.append(_conv(bottleneck, 8, 3, seed=n))
@@ -68,9 +77,10 @@ def _dense_block(x: Tensor) -> Tensor:
 
 TAKEN_APART: dict[str, tuple[Callable[[Tensor], Tensor], dict[str, int]]] = {
     "inception": (_inception, {"convolution": 1, "convolution_into": 3, "joined": 1}),
-    "nested": (_nested, {"convolution_into": 3, "joined": 1}),
+    "nested": (_nested, {"convolution_into": 4, "joined": 1}),
     "with a residual": (_with_residual, {"convolution": 1, "convolution_into": 2, "joined": 1}),
     "dense block": (_dense_block, {"convolution": 4, "convolution_into": 3, "joined": 4, "place": 1}),
+    "after another": (_after_another, {"convolution": 4, "convolution_into": 7, "joined": 5, "place": 1}),
 }
 
 

@@ -35,8 +35,10 @@ def place_parts(module: fx.GraphModule, written: Collection[fx.Node]) -> None:
     """
     rewriter = Rewriter(module)
     strides = output_strides(module)
+    replaced: dict[fx.Node, fx.Node] = {}
     for whole in list(_wholes(rewriter, written)):
-        _take_apart(rewriter, whole)
+        parts = [replaced.get(part, part) for part in whole.parts]  # one may have been a concatenation itself
+        replaced |= _take_apart(rewriter, parts, whole.prefixes)
     rewriter.propagate()
     restore_strides(module, strides)
     rewriter.finish()
@@ -49,9 +51,8 @@ def _wholes(rewriter: Rewriter, written: Collection[fx.Node]) -> Iterator[_Whole
     while left:
         longest, every = left[0], parts[left[0]]
         prefixes = {node: len(parts[node]) for node in left if parts[node] == every[: len(parts[node])]}
-        inner = {node for node in left if only_user(node) in prefixes and set(parts[node]) <= set(every)}
-        left = [node for node in left if node not in prefixes and node not in inner]
-        users = {*prefixes, *inner}
+        users = {*prefixes, *(inner for node in prefixes for inner in _inner(node, found))}
+        left = [node for node in left if node not in users]
         copied = [p for p in every if p not in written or not users.issuperset(p.users)]
         if len(set(every)) == len(every) and len(copied) < len(prefixes) and _is_aligned(longest, every):
             yield _Whole(parts=every, prefixes=prefixes)
@@ -64,11 +65,23 @@ def _is_of_channels(node: fx.Node) -> bool:
 
 
 def _parts(node: fx.Node, joins: Collection[fx.Node]) -> tuple[fx.Node, ...]:
-    """What is concatenated; a part that is one of ``joins`` and nothing else reads is taken apart too."""
+    """What is concatenated in the end."""
     parts: list[fx.Node] = []
     for part in bound(node)["tensors"]:
-        parts += _parts(part, joins) if part in joins and only_user(part) is node else (part,)
+        parts += _parts(part, joins) if _is_inner(part, node, joins) else (part,)
     return tuple(parts)
+
+
+def _inner(node: fx.Node, joins: Collection[fx.Node]) -> Iterator[fx.Node]:
+    """The concatenations inside a concatenation."""
+    for part in bound(node)["tensors"]:
+        if _is_inner(part, node, joins):
+            yield part
+            yield from _inner(part, joins)
+
+
+def _is_inner(part: fx.Node, node: fx.Node, joins: Collection[fx.Node]) -> bool:
+    return part in joins and only_user(part) is node
 
 
 def _is_aligned(whole: fx.Node, parts: Sequence[fx.Node]) -> bool:
@@ -77,19 +90,25 @@ def _is_aligned(whole: fx.Node, parts: Sequence[fx.Node]) -> bool:
     return alike and not any(fake(part).shape[1] * itemsize % ALIGNMENT_NBYTES for part in parts)
 
 
-def _take_apart(rewriter: Rewriter, whole: _Whole) -> None:
-    longest = next(iter(whole.prefixes))
+def _take_apart(
+    rewriter: Rewriter, parts: Sequence[fx.Node], prefixes: Mapping[fx.Node, int]
+) -> dict[fx.Node, fx.Node]:
+    """What stands for each of ``prefixes``, which are erased."""
+    longest = next(iter(prefixes))
     order = {node: n for n, node in enumerate(rewriter.graph.nodes)}
-    first = min((part for part in whole.parts if part.op == "call_function"), key=order.__getitem__, default=longest)
+    first = min((part for part in parts if part.op == "call_function"), key=order.__getitem__, default=longest)
     value = fake(longest)
     shape, strides = list(value.shape), list(value.stride())
     how = {"dtype": value.dtype, "device": value.device}
     memory = rewriter.call(aten.empty_strided.default, shape, strides, at=first, **how)
-    ends = list(accumulate(fake(part).shape[1] for part in whole.parts))
+    ends = list(accumulate(fake(part).shape[1] for part in parts))
     placed = []
-    for part, begin, end in zip(whole.parts, [0, *ends], ends, strict=False):
+    for part, begin, end in zip(parts, [0, *ends], ends, strict=False):
         where = rewriter.call(aten.slice.Tensor, memory, 1, begin, end, at=first)
         at = part.next if part.op == "call_function" else first
         placed.append(rewriter.call(place, where, part, at=at))
-    for node, count in whole.prefixes.items():
-        rewriter.replace(node, rewriter.call(joined, memory, placed[:count], ends[count - 1], at=node))
+    replaced = {}
+    for node, count in prefixes.items():
+        replaced[node] = rewriter.call(joined, memory, placed[:count], ends[count - 1], at=node)
+        rewriter.replace(node, replaced[node])
+    return replaced
