@@ -104,16 +104,13 @@ def _device_tensors() -> list[torch.Tensor]:
 
 
 def _names(root: object) -> dict[int, str]:
+    if not isinstance(root, torch.nn.Module):
+        return {}
+    named = (*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False))
     names: dict[int, str] = {}
-    for name, tensor in _named_tensors(root):
+    for name, tensor in named:
         names.setdefault(tensor.untyped_storage().data_ptr(), name)
     return names
-
-
-def _named_tensors(root: object) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(root, torch.nn.Module):
-        yield from root.named_parameters(remove_duplicate=False)
-        yield from root.named_buffers(remove_duplicate=False)
 
 
 def only_in(others: Iterable[object], root: object) -> set[int]:

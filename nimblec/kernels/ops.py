@@ -80,13 +80,15 @@ def pixel_stride(x: Tensor) -> int:
 
 def is_read_well(x: Tensor) -> bool:
     """Whether the kernels read images as fast as dense ones: channels last, also a part of the channels of others."""
-    if x.dim() != 4 or x.is_contiguous(memory_format=torch.channels_last):
-        return x.dim() == 4
+    if x.dim() != 4:
+        return False
+    if x.is_contiguous(memory_format=torch.channels_last):
+        return True
     try:
-        stride = pixel_stride(x)
+        distances = pixel_stride(x), x.storage_offset()
     except ValueError:
         return False
-    return not any(n * x.dtype.itemsize % ALIGNMENT_NBYTES for n in (stride, x.storage_offset()))
+    return all(distance * x.dtype.itemsize % ALIGNMENT_NBYTES == 0 for distance in distances)
 
 
 def channels_last(x: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from nimblec.optimize.rewriter import Rewriter, bound, fake, only_user
 
 aten = torch.ops.aten
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Whole:
     """Concatenations of the first so many of ``parts``, by their number: the longest one, of all, comes first."""
