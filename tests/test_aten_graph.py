@@ -104,6 +104,14 @@ def test_strides_of_inputs_are_kept() -> None:
     assert placeholder.meta["val"].stride() == x.stride()
 
 
+def test_slopes_that_are_drawn_in_training_alone_are_their_mean() -> None:
+    x = torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
+    for module in (nn.RReLU(), nn.RReLU(0.1, 0.5)):
+        _compare(module.eval(), x)
+        with pytest.raises(UnsupportedModelError, match="draws random numbers"):
+            trace(module.train(), (x,))
+
+
 def test_an_input_that_is_returned_is_copied() -> None:
     class Model(nn.Module):
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -184,6 +184,13 @@ def _is_certain(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, An
     return "dropout_p" in names and not given.get("dropout_p", 0.0)
 
 
+def _mean_slope(
+    _x: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, **_generator: object
+) -> float | None:
+    """The slope of an RReLU below zero; None where it draws one for each element."""
+    return None if training else (lower + upper) / 2
+
+
 class _Tracer(fx.Interpreter):
     """Runs an exported graph under a recorder."""
 
@@ -212,6 +219,8 @@ class _Tracer(fx.Interpreter):
                 return aten._native_batch_norm_legit_no_training(x, weight, bias, mean, variance, momentum, epsilon)[0]
             if mean is not None:
                 raise InPlaceError(f"{target} writes into its statistics")
+        if target is aten.rrelu.default and (slope := _mean_slope(*args, **kwargs)) is not None:
+            return aten.leaky_relu(args[0], slope)
         device = self._device_of((args, kwargs))
         args, kwargs = pytree.tree_map_only(torch.device, lambda _: device, (args, kwargs))
         return super().call_function(target, args, kwargs)
