@@ -34,7 +34,7 @@ from nimblec.optimize.definitions import Interpreter
 from nimblec.optimize.layout import lay_float32_channels_last
 from nimblec.optimize.own_attention import attention_candidates, use_own_attention
 from nimblec.optimize.own_concatenation import place_parts
-from nimblec.optimize.own_kernels import own_results, use_own_kernels
+from nimblec.optimize.own_kernels import use_own_kernels
 from nimblec.optimize.own_kernels_choice import tilings
 from nimblec.optimize.rewriter import copied
 
@@ -230,7 +230,7 @@ def with_own_kernels(module: fx.GraphModule) -> fx.GraphModule:
     result = copied(module)
     lay_float32_channels_last(result)
     use_own_attention(result, lambda request: attention_candidates(request.shape)[0])
-    place_parts(result, own_results(result))
+    place_parts(result)
     use_own_kernels(result, lambda request: tilings(request)[0])
     own_norms.use_own_norms(result)
     return result

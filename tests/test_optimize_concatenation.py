@@ -13,7 +13,7 @@ from nimblec.kernels.shapes import Tiling
 from nimblec.optimize import optimize
 from nimblec.optimize.layout import propagate_channels_last
 from nimblec.optimize.own_concatenation import place_parts
-from nimblec.optimize.own_kernels import own_results, requests, use_own_kernels
+from nimblec.optimize.own_kernels import requests, use_own_kernels
 from nimblec.optimize.regions import partition
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def _graph(function: Callable[[Tensor], Tensor], x: Tensor = IMAGES) -> fx.Graph
 
 
 def _placed(before: fx.GraphModule) -> fx.GraphModule:
-    return rewritten(before, lambda module: place_parts(module, own_results(module)))
+    return rewritten(before, place_parts)
 
 
 @pytest.mark.parametrize("name", TAKEN_APART)

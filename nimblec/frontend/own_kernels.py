@@ -7,7 +7,6 @@ from nimblec.optimize import own_norms
 from nimblec.optimize.layout import lay_float32_channels_last
 from nimblec.optimize.own_attention import select_own_attention
 from nimblec.optimize.own_concatenation import place_parts
-from nimblec.optimize.own_kernels import own_results
 from nimblec.optimize.own_kernels_choice import select_own_kernels
 from nimblec.optimize.own_selection import Times
 from nimblec.optimize.rewriter import copied
@@ -18,7 +17,7 @@ def with_own_products(model: TorchModel, times: Times) -> TorchModel:
     module = copied(model.module)
     lay_float32_channels_last(module)
     select_own_attention(module, times)
-    place_parts(module, own_results(module))
+    place_parts(module)
     select_own_kernels(module, times)
     return replace(model, module=module)
 

@@ -16,6 +16,7 @@ from nimblec.kernels.ops import ALIGNMENT_NBYTES
 from nimblec.kernels.parts import joined, place
 from nimblec.optimize.layout import is_channels_last
 from nimblec.optimize.outputs import output_strides, restore_strides
+from nimblec.optimize.own_kernels import requests
 from nimblec.optimize.rewriter import Rewriter, bound, fake, only_user
 
 aten = torch.ops.aten
@@ -29,15 +30,21 @@ class _Whole:
     prefixes: Mapping[fx.Node, int]
 
 
-def place_parts(module: fx.GraphModule, written: Collection[fx.Node]) -> None:
-    """Take concatenations apart where that spares copies; ``written`` are results of launches of ours.
+def place_parts(module: fx.GraphModule) -> None:
+    """Take concatenations apart where that spares copies, before `use_own_kernels`.
 
-    What else is a part is copied to its place: done only where fewer are than concatenations were.
+    The parts that our convolutions compute have a call that `use_own_kernels` takes in. What else is a
+    part is copied to its place: done only where fewer are than concatenations were.
     """
     rewriter = Rewriter(module)
+    found = [node for node in rewriter.calls(aten.cat.default) if _is_of_channels(node)]
+    written = {request.nodes[-1] for request in requests(module) if request.kind == "convolution"} if found else ()
+    wholes = list(_wholes(found, written))
+    if not wholes:
+        return
     strides = output_strides(module)
     replaced: dict[fx.Node, fx.Node] = {}
-    for whole in list(_wholes(rewriter, written)):
+    for whole in wholes:
         parts = [replaced.get(part, part) for part in whole.parts]  # one may have been a concatenation itself
         replaced |= _take_apart(rewriter, parts, whole.prefixes)
     rewriter.propagate()
@@ -45,8 +52,8 @@ def place_parts(module: fx.GraphModule, written: Collection[fx.Node]) -> None:
     rewriter.finish()
 
 
-def _wholes(rewriter: Rewriter, written: Collection[fx.Node]) -> Iterator[_Whole]:
-    found = [node for node in rewriter.calls(aten.cat.default) if _is_of_channels(node)]
+def _wholes(found: Collection[fx.Node], written: Collection[fx.Node]) -> Iterator[_Whole]:
+    """Of the concatenations ``found`` those to take apart; ``written`` are the parts that need no copy."""
     parts = {node: _parts(node, found) for node in found}
     left = sorted(found, key=lambda node: len(parts[node]), reverse=True)
     while left:

@@ -100,11 +100,6 @@ def requests(module: fx.GraphModule) -> Iterator[Request]:
             yield request
 
 
-def own_results(module: fx.GraphModule) -> set[fx.Node]:
-    """The values that `use_own_kernels` could write anywhere: those of convolutions."""
-    return {request.nodes[-1] for request in requests(module) if request.kind == "convolution"}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Shares:
     """Which calls belong to which launch, so that no choice for one changes what another one is.

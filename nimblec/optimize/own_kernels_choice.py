@@ -1,7 +1,6 @@
 """Choose our own kernels by timing them beside the framework's calls, as cold as in a network."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -150,7 +149,6 @@ def packed_like(request: Request, tiling: AnyTiling) -> tuple[int, ...]:
 
 def _job(request: Request, tiling: AnyTiling, trigger: Trigger) -> Job:
     shape = request.shape
-    shape = replace(shape, pixel_stride=shape.pixel_stride or shape.channels)
     before = request.before.activation if request.before else "none"
     dtype, has = dtype_name(request.dtype), request.has
     how: dict[str, Any] = {"activation": request.activation, "before": before, "trigger": trigger}
