@@ -36,6 +36,7 @@ from nimblec.optimize.own_attention import attention_candidates, use_own_attenti
 from nimblec.optimize.own_concatenation import place_parts
 from nimblec.optimize.own_kernels import use_own_kernels
 from nimblec.optimize.own_kernels_choice import tilings
+from nimblec.optimize.own_siblings import join_siblings
 from nimblec.optimize.rewriter import copied
 
 RESULTS = Path(__file__).parent / "results" / "cpu"
@@ -230,6 +231,7 @@ def with_own_kernels(module: fx.GraphModule) -> fx.GraphModule:
     result = copied(module)
     lay_float32_channels_last(result)
     use_own_attention(result, lambda request: attention_candidates(request.shape)[0])
+    join_siblings(result)
     place_parts(result)
     use_own_kernels(result, lambda request: tilings(request)[0])
     own_norms.use_own_norms(result)

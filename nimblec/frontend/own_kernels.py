@@ -9,6 +9,7 @@ from nimblec.optimize.own_attention import select_own_attention
 from nimblec.optimize.own_concatenation import place_parts
 from nimblec.optimize.own_kernels_choice import select_own_kernels
 from nimblec.optimize.own_selection import Times
+from nimblec.optimize.own_siblings import join_siblings
 from nimblec.optimize.rewriter import copied
 
 
@@ -17,6 +18,7 @@ def with_own_products(model: TorchModel, times: Times) -> TorchModel:
     module = copied(model.module)
     lay_float32_channels_last(module)
     select_own_attention(module, times)
+    join_siblings(module)
     place_parts(module)
     select_own_kernels(module, times)
     return replace(model, module=module)

@@ -1,0 +1,75 @@
+"""Convolutions that read the same images, side by side in one launch: where a network branches, above all."""
+
+from collections.abc import Collection
+
+import torch
+from torch import fx
+
+from nimblec.kernels.ops import ALIGNMENT_NBYTES
+from nimblec.optimize.own_kernels import Request, requests
+from nimblec.optimize.rewriter import Rewriter, bound, fake, only_user
+
+aten = torch.ops.aten
+
+
+def join_siblings(module: fx.GraphModule) -> None:
+    """Convolutions of one geometry that read the same images become one, before `use_own_kernels`.
+
+    Only where nothing but our convolutions reads the results, which are parts of the channels of larger
+    images from then on.
+    """
+    rewriter = Rewriter(module)
+    asked = [request for request in requests(module) if request.kind != "linear"]
+    readers = {_head(request) for request in asked}
+    siblings: dict[object, list[Request]] = {}
+    for request in asked:
+        if _can_join(request, readers):
+            siblings.setdefault(_shared(request), []).append(request)
+    groups = [group for group in siblings.values() if len(group) > 1]
+    for group in groups:
+        _join(rewriter, group)
+    if groups:
+        rewriter.propagate()
+        rewriter.finish()
+
+
+def _head(request: Request) -> fx.Node:
+    """The convolution itself, without what its launch computes before and after it."""
+    return request.nodes[len(request.before.nodes) if request.before else 0]
+
+
+def _can_join(request: Request, readers: Collection[fx.Node]) -> bool:
+    last = request.nodes[-1]
+    return (
+        request.kind == "convolution"
+        and request.residual is None
+        and all(user in readers and user.all_input_nodes.count(last) == 1 for user in last.users)
+        and fake(last).shape[1] * request.dtype.itemsize % ALIGNMENT_NBYTES == 0
+        and only_user(request.weight) is not None  # other users would keep them: twice the memory
+    )
+
+
+def _shared(request: Request) -> object:
+    """What siblings have in common: the call but for its weights, and the activation after it."""
+    head = _head(request)
+    given = bound(head) | {"weight": request.shape.kernel, "bias": request.bias is None}
+    return head.target, request.dtype, request.activation, tuple(map(str, given.values()))
+
+
+def _join(rewriter: Rewriter, group: list[Request]) -> None:
+    heads = [_head(request) for request in group]
+    first = heads[0]
+    given = bound(first)
+    for name in ("weight", "bias"):
+        if given[name] is not None:
+            parts = [rewriter.value(bound(head)[name]) for head in heads]
+            given[name] = rewriter.constant(torch.cat(parts), at=first)
+    joined = rewriter.call(first.target, *given.values(), at=first)
+    lasts = [request.nodes[-1] for request in group]
+    if lasts[0] is not first:
+        joined = rewriter.call(lasts[0].target, joined, *lasts[0].args[1:], at=first, **lasts[0].kwargs)
+    begin = 0
+    for last in lasts:
+        end = begin + fake(last).shape[1]
+        rewriter.replace(last, rewriter.call(aten.slice.Tensor, joined, 1, begin, end, at=last))
+        begin = end

@@ -1,0 +1,137 @@
+"""Convolutions that read the same images, as one."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from rewriting import assert_same, counts, record, rewritten
+from torch import Tensor, fx
+from torch.nn import functional
+
+from nimblec.kernels.shapes import Tiling
+from nimblec.optimize import optimize
+from nimblec.optimize.layout import propagate_channels_last
+from nimblec.optimize.own_kernels import requests, use_own_kernels
+from nimblec.optimize.own_siblings import join_siblings
+
+TILING = Tiling(block_m=16, block_n=16, block_k=32)
+
+
+def _random(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).half()
+
+
+IMAGES = _random(2, 16, 6, 5, seed=0).contiguous(memory_format=torch.channels_last)
+WEIGHT, BIAS = _random(8, 16, 1, 1), _random(8)
+
+
+def _conv(x: Tensor, out: int, size: int = 1, *, bias: bool = True, seed: int = 3, **how: int) -> Tensor:
+    weight = _random(out, x.shape[1], size, size, seed=seed) / (x.shape[1] * size * size) ** 0.5
+    return functional.conv2d(x, weight, _random(out, seed=seed) if bias else None, padding=size // 2, **how)
+
+
+def _block(x: Tensor) -> Tensor:
+    """As in Inception: a third branch that something else reads as well."""
+    first, second, third = (torch.relu(_conv(x, out, seed=out)) for out in (8, 24, 16))
+    return _conv(first, 8, 3) + _conv(second, 8, 3) + _conv(third, 8, 3) * third.sum()
+
+
+def _of_three(x: Tensor) -> Tensor:
+    parts = [functional.silu(_conv(x, out, 3, bias=False, stride=2)) for out in (8, 16, 8)]
+    return torch.cat([_conv(part, 8) for part in parts], 1)
+
+
+def _after_a_norm(x: Tensor) -> Tensor:
+    scale = (torch.arange(x.shape[1]) % 3 + 1).half()
+    x = torch.relu(functional.batch_norm(_conv(x, 16) * x, scale, scale, scale / 4, scale.neg()))
+    return _conv(_conv(x, 8), 8) + _conv(_conv(x, 16, seed=4), 8)
+
+
+def _twice(x: Tensor) -> Tensor:
+    """Siblings that siblings read, in one go: the inner ones have larger images to read."""
+    left, right = torch.relu(_conv(x, 8)), torch.relu(_conv(x, 16))
+    return sum(_conv(torch.relu(_conv(part, out, 3)), 8) for part in (left, right) for out in (8, 24))
+
+
+JOINED: dict[str, tuple[Callable[[Tensor], Tensor], int, int]] = {
+    "block": (_block, 6, 5),
+    "of three": (_of_three, 6, 4),
+    "after a norm": (_after_a_norm, 5, 4),
+    "twice": (_twice, 10, 7),
+}
+
+
+def _graph(function: Callable[[Tensor], Tensor]) -> fx.GraphModule:
+    module = optimize(record(function, IMAGES), device="cuda")
+    propagate_channels_last(module)
+    return module
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_siblings_are_one_launch(name: str) -> None:
+    function, before_count, after_count = JOINED[name]
+    before = _graph(function)
+    joined = rewritten(before, join_siblings)
+    assert len([*requests(before)]) == before_count
+    assert len([*requests(joined)]) == after_count
+    assert_same(before, joined, IMAGES, rtol=2e-3)
+    after = rewritten(joined, lambda module: use_own_kernels(module, lambda _: TILING))
+    assert counts(after)["convolution"] == after_count
+    assert_same(before, after, IMAGES, rtol=4e-3)
+
+
+def test_readers_take_part_of_the_channels_as_they_are() -> None:
+    strides = [request.shape.pixel_stride for request in requests(rewritten(_graph(_of_three), join_siblings))]
+    assert strides == [16, 32, 32, 32]
+
+
+def _other_readers(x: Tensor) -> Tensor:
+    return functional.max_pool2d(_conv(x, 8), 2).sum() + functional.max_pool2d(_conv(x, 8, seed=4), 2).sum()
+
+
+def _other_images(x: Tensor) -> Tensor:
+    return _conv(_conv(x, 8), 8) + _conv(_conv(x.flip(2), 8, seed=4), 8)
+
+
+def _other_geometry(x: Tensor) -> Tensor:
+    return _conv(_conv(x, 8), 8) + _conv(_conv(x, 8, 3), 8)
+
+
+def _other_activation(x: Tensor) -> Tensor:
+    return _conv(torch.relu(_conv(x, 8)), 8) + _conv(functional.silu(_conv(x, 8, seed=4)), 8)
+
+
+def _unaligned(x: Tensor) -> Tensor:
+    return _conv(_conv(x, 7), 8) + _conv(_conv(x, 12, seed=4), 8)
+
+
+def _residuals(x: Tensor) -> Tensor:
+    return _conv(_conv(x, 16) + x, 8) + _conv(_conv(x, 16, seed=4) + x, 8)
+
+
+def _read_elsewhere_too(x: Tensor) -> Tensor:
+    first, second = _conv(x, 8), _conv(x, 8, seed=4)
+    return _conv(first, 8) + _conv(second, 8) + first + second
+
+
+def _shared_weights(x: Tensor) -> Tensor:
+    first, second = functional.conv2d(x, WEIGHT, BIAS), functional.conv2d(x, WEIGHT, 2 * BIAS)
+    return _conv(first, 8) + _conv(second, 8)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        _other_readers,
+        _other_images,
+        _other_geometry,
+        _other_activation,
+        _unaligned,
+        _residuals,
+        _read_elsewhere_too,
+        _shared_weights,
+    ],
+)
+def test_what_is_no_sibling_stays(function: Callable[[Tensor], Tensor]) -> None:
+    before = _graph(function)
+    assert counts(rewritten(before, join_siblings)) == counts(before)
