@@ -26,7 +26,7 @@ from nimblec.cpu.compile import run_reference
 from nimblec.frontend import onnx_file
 from nimblec.inspection import pointer_text, shape_text
 from nimblec.ir import BufferKind, Graph
-from nimblec.lean import differing_output
+from nimblec.lean import LeanProcess
 from nimblec.planning import Provenance, make_plan
 from nimblec.schedule import streams
 from nimblec.schedule.dependencies import dependencies
@@ -146,7 +146,8 @@ def runs(plan: Plan, path: Path) -> Lines:
         outputs = tuple(executable.run(golden.draw_inputs(program, record.seed)).values())
     for tensor, comparison in zip(program.outputs, golden.check(record, outputs), strict=True):
         yield f"golden record, seed {record.seed}: {tensor.name} is {comparison}"
-    yield f"lean process: {differing_output(path, run_s=0) or 'no output differs'}"
+    with LeanProcess(plan.target) as lean:
+        yield f"lean process: {lean.differing_output(path, run_s=0) or 'no output differs'}"
 
 
 def verified(path: Path) -> Lines:

@@ -1,13 +1,15 @@
 """Replay a plan's golden record in a process that cannot import the framework."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Self
 
 from nimblec.errors import CompileError
 from nimblec.processes import environment
-from nimblert.plan import Program, Record, Wait
+from nimblert.plan import Program, Record, Target, Wait
 
 _TIMEOUT_S = 60
 _SLOWEST_NBYTES_S = 20_000_000
@@ -21,26 +23,44 @@ def run_seconds(program: Program) -> float:
     return sum(c.duration_ns for c in program.commands if not isinstance(c, Record | Wait)) / 1e9
 
 
-def differing_output(plan: Path, *, run_s: float) -> str | None:
-    """A sentence about the first output that is not what the framework computed; None if all are.
+class LeanProcess:
+    """The process, which begins to import what it needs before there is a plan; it does not outlive the block."""
 
-    ``run_s`` is about what one run takes. Raises CompileError where the plan does not run at all.
-    """
-    command = [sys.executable, "-m", "nimblert.check", str(plan)]
-    timeout_s = round(_TIMEOUT_S + plan.stat().st_size / _SLOWEST_NBYTES_S + _SLOWEST_RUNS * run_s)
-    try:
-        done = subprocess.run(
-            command, env=environment(), stdin=subprocess.DEVNULL, capture_output=True, check=False, timeout=timeout_s
+    def __init__(self, target: Target) -> None:
+        """For a plan of this ``target``."""
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "nimblert.check", target.name.lower()],
+            env=environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
         )
-    except subprocess.TimeoutExpired as exc:
-        raise CompileError(f"the plan did not end in {timeout_s} s in a process without the framework") from exc
-    if done.returncode:
-        last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
-        raise CompileError(f"the plan does not run in a process without the framework: {' '.join(last)}")
-    for output in json.loads(done.stdout)["outputs"]:
-        if "different" in (output["verdict"], output["repeat"]):
-            return (
-                f"output {output['name']!r}: the replay differs from what the framework computed by "
-                f"{output['difference']:.2g} of its largest magnitude"
-            )
-    return None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def differing_output(self, plan: Path, *, run_s: float) -> str | None:
+        """A sentence about the first output that is not what the framework computed; None if all are.
+
+        To be asked once. ``run_s`` is about what one run takes. Raises CompileError where the plan does
+        not run at all.
+        """
+        timeout_s = round(_TIMEOUT_S + plan.stat().st_size / _SLOWEST_NBYTES_S + _SLOWEST_RUNS * run_s)
+        try:
+            printed, problems = self._process.communicate(os.fsencode(plan), timeout=timeout_s)
+        except subprocess.TimeoutExpired as exc:
+            raise CompileError(f"the plan did not end in {timeout_s} s in a process without the framework") from exc
+        if self._process.returncode:
+            last = problems.decode(errors="replace").strip().splitlines()[-1:]
+            raise CompileError(f"the plan does not run in a process without the framework: {' '.join(last)}")
+        for output in json.loads(printed)["outputs"]:
+            if "different" in (output["verdict"], output["repeat"]):
+                return (
+                    f"output {output['name']!r}: the replay differs from what the framework computed by "
+                    f"{output['difference']:.2g} of its largest magnitude"
+                )
+        return None

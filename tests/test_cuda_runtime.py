@@ -200,10 +200,11 @@ def test_a_process_without_a_framework_computes_the_same(plan: Plan, path: Path)
     assert printed.strip() == hashlib.sha256(expected.tobytes()).hexdigest()
 
 
-def process(*arguments: object, sources: tuple[Path, ...] = SOURCES) -> str:
-    """The output of ``python -m ARGUMENTS`` in the root of the repository."""
+def process(*arguments: object, given: object = "", sources: tuple[Path, ...] = SOURCES) -> str:
+    """The output of ``python -m ARGUMENTS`` in the root of the repository, ``given`` on its standard input."""
     done = subprocess.run(
         [sys.executable, "-m", *map(str, arguments)],
+        input=str(given),
         capture_output=True,
         text=True,
         check=False,
@@ -216,7 +217,7 @@ def process(*arguments: object, sources: tuple[Path, ...] = SOURCES) -> str:
 
 
 def test_the_check_in_a_process_of_its_own(path: Path) -> None:
-    report = json.loads(process("nimblert.check", path, sources=(ROOT / "runtime",)))
+    report = json.loads(process("nimblert.check", "cuda", given=path, sources=(ROOT / "runtime",)))
     assert [(o["name"], o["verdict"]) for o in report["outputs"]] == [("output", "bit-exact")]
     assert all(seconds >= 0 for seconds in report["seconds"].values())
 

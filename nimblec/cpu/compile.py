@@ -12,7 +12,7 @@ from nimblec.cpu import capture
 from nimblec.cpu.reference import refused_inputs, run_reference
 from nimblec.cpu.timing import CpuTimer, processor
 from nimblec.errors import CompileError
-from nimblec.lean import differing_output, run_seconds
+from nimblec.lean import LeanProcess, run_seconds
 from nimblec.options import InputSpec, Observer, Options
 from nimblec.planning import Provenance, make_plan
 from nimblec.source import Source
@@ -36,8 +36,8 @@ def compile_cpu(source: Source, options: Options, output: Path, observer: Observ
         run_s = _write_plan(source, options, output, observer)  # and let go of all it mapped
     except MemoryError as exc:
         raise CompileError(f"the model needs more memory than there is: {exc}") from exc
-    with stage(observer, "check"):
-        problem = differing_output(output, run_s=run_s)
+    with stage(observer, "check"), LeanProcess(Target.CPU) as lean:
+        problem = lean.differing_output(output, run_s=run_s)
         if problem:
             raise CompileError(problem)
     if options.level or options.precision != "keep":

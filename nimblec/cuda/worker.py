@@ -23,7 +23,7 @@ from nimblec.cuda import accuracy
 from nimblec.cuda.timing import CudaTimer
 from nimblec.errors import CompileError, TraceError, UnsupportedModelError, missing_package
 from nimblec.ir import Graph
-from nimblec.lean import differing_output, run_seconds
+from nimblec.lean import LeanProcess, run_seconds
 from nimblec.options import InputSpec
 from nimblec.planning import Provenance, make_plan
 from nimblec.stages import stage
@@ -111,23 +111,24 @@ class _Worker:
         self._note(original.notes)
         made = self._fastest(original, code, allocator)
         self._note(made.recording.notes)
-        with self._stage("run the framework"):
-            plan = self._with_golden(made.plan, made.recorder)
-            if made.model is not original:
-                program, allowed = plan.programs[0], self._request["max_error"]
-                reference = partial(made.recorder.compute, model=original)
-                self._note(accuracy.report(program, reference, made.recorder.compute, allowed))
-        output = Path(self._request["output"])
-        with self._stage("write"):
-            container.write(plan, output)
-        with self._stage("check"):
-            problem = differing_output(output, run_s=run_seconds(plan.programs[0]))
-            if problem:
-                _send(self._events, problem=problem)  # should the search below not live to tell it
-                (program,) = plan.programs
-                inputs, expected = golden.draw_inputs(program, _SEED), program.golden
-                assert expected is not None
-                raise CompileError(f"{problem}; {first_difference(made.recording, plan.device, inputs, expected)}")
+        with LeanProcess(Target.CUDA) as lean:
+            with self._stage("run the framework"):
+                plan = self._with_golden(made.plan, made.recorder)
+                if made.model is not original:
+                    program, allowed = plan.programs[0], self._request["max_error"]
+                    reference = partial(made.recorder.compute, model=original)
+                    self._note(accuracy.report(program, reference, made.recorder.compute, allowed))
+            output = Path(self._request["output"])
+            with self._stage("write"):
+                container.write(plan, output)
+            with self._stage("check"):
+                problem = lean.differing_output(output, run_s=run_seconds(plan.programs[0]))
+                if problem:
+                    _send(self._events, problem=problem)  # should the search below not live to tell it
+                    (program,) = plan.programs
+                    inputs, expected = golden.draw_inputs(program, _SEED), program.golden
+                    assert expected is not None
+                    raise CompileError(f"{problem}; {first_difference(made.recording, plan.device, inputs, expected)}")
 
     def _fastest(self, original: "TorchModel", code: "CodeRecorder", allocator: "BumpAllocator") -> "_Made":
         """The variant of the model at the level asked for whose plan takes the least GPU time."""

@@ -1,18 +1,20 @@
-"""Replay a plan's golden record in a process of its own: ``python -m nimblert.check PLAN``.
+"""Replay a plan's golden record in a process of its own: ``python -m nimblert.check TARGET``, "cpu" or "cuda".
 
+The path of the plan is read from standard input, so that the process can be begun before there is one.
 Importing torch, onnx or triton raises in that process, and memory is poisoned first. Prints one
 JSON object: the verdict and difference of every output, and the seconds that each part took.
 """
 
 import json
+import os
 import sys
 import time
 
 _FRAMEWORKS = ("torch", "onnx", "triton", "nimblec")
 
 
-def main(path: str) -> int:
-    """Check the first program of the plan at ``path``."""
+def main(target: str) -> int:
+    """Check the first program of the plan whose path is read, which is for ``target``."""
     for name in _FRAMEWORKS:
         sys.modules[name] = None  # type: ignore[assignment]  # makes an import of it raise
     seconds = {}
@@ -23,14 +25,17 @@ def main(path: str) -> int:
         return now
 
     now = time.perf_counter()
-    from nimblert import container, executable, golden
+    from nimblert import container, driver, executable, golden
     from nimblert.onnx_session import share_thread_pool
-    from nimblert.plan import Target
 
-    now = lap("import", now)
-    plan = container.read(path)
-    if plan.target is Target.CPU:
+    if target == "cuda":
+        driver.initialise()
+    else:
         share_thread_pool()
+    lap("import", now)
+    path = os.fsdecode(sys.stdin.buffer.read())
+    now = time.perf_counter()
+    plan = container.read(path)
     now = lap("read", now)
     with executable.load(plan, poison=True) as loaded:
         now = lap("load", now)
