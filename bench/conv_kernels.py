@@ -99,7 +99,7 @@ class Tensors:
             return ops.linear(*shared, *last, arithmetic=self._arithmetic)
         geometry = shape.kernel, shape.stride, shape.padding, shape.dilation
         if call.kind == "depthwise":
-            return depthwise(*shared[:4], *geometry, *last, **self._before())
+            return depthwise(*shared[:4], shape.out_channels, *geometry, *last, **self._before())
         return ops.convolution(*shared, *geometry, *last, arithmetic=self._arithmetic, **self._before())
 
     def _before(self) -> dict[str, Any]:

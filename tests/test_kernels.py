@@ -160,17 +160,18 @@ def test_linear_on_the_cpu() -> None:
     torch.testing.assert_close(y, expected.half(), atol=2e-3, rtol=2e-3)
 
 
-def test_depthwise_on_the_cpu() -> None:
-    x, weight, bias = _images(2, 20, 9, 8), _random(20, 1, 5, 5, seed=1), _random(20, seed=2)
+@pytest.mark.parametrize("multiplier", [1, 3])
+def test_depthwise_on_the_cpu(multiplier: int) -> None:
+    out = 20 * multiplier
+    x, weight, bias = _images(2, 20, 9, 8), _random(out, 1, 5, 5, seed=1), _random(out, seed=2)
     tiling = DepthwiseTiling(block_m=4, block_c=16, num_warps=2)
     packed = pack_depthwise(weight, tiling)
-    y = depthwise(x, packed, bias, None, [5, 5], [2, 2], [2, 2], [1, 1], "silu", tiling.numbers, "none")
+    how = (out, [5, 5], [2, 2], [2, 2], [1, 1], "silu", tiling.numbers, "none")
+    y = depthwise(x, packed, bias, None, *how)
     expected = functional.silu(functional.conv2d(x.float(), weight.float(), bias.float(), 2, 2, groups=20))
-    assert packed.shape == (2, 25, 16)
+    assert packed.shape == (-(-out // 16), 25, 16)
     torch.testing.assert_close(y, expected.half(), atol=2e-3, rtol=2e-3)
-    inferred = depthwise(
-        x.to("meta"), packed.to("meta"), None, None, [5, 5], [2, 2], [2, 2], [1, 1], "silu", tiling.numbers, "none"
-    )
+    inferred = depthwise(x.to("meta"), packed.to("meta"), None, None, *how)
     assert (inferred.shape, inferred.stride(), inferred.dtype) == (y.shape, y.stride(), y.dtype)
 
 

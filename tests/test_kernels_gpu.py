@@ -141,20 +141,29 @@ def test_prologues(name: str, trigger: str) -> None:
         _check(results, total, arrived)
 
 
-@pytest.mark.parametrize(("trigger", "dtype"), [*((t, torch.float16) for t in TRIGGERS), ("late", torch.float32)])
-def test_depthwise(trigger: str, dtype: torch.dtype) -> None:
-    shape = Convolution(batch=2, height=21, width=20, channels=84, out_channels=84, kernel=(5, 5), padding=(2, 2))
+@pytest.mark.parametrize(
+    ("trigger", "dtype", "size", "out"),
+    [
+        *((trigger, torch.float16, 5, 84) for trigger in TRIGGERS),
+        ("late", torch.float32, 5, 84),
+        ("late", torch.float16, 3, 168),
+        ("late", torch.float16, 13, 84),
+    ],
+)
+def test_depthwise(trigger: str, dtype: torch.dtype, size: int, out: int) -> None:
+    kernel, padding = (size, size), (size // 2, size // 2)
+    shape = Convolution(batch=2, height=21, width=20, channels=84, out_channels=out, kernel=kernel, padding=padding)
     x = torch.randn(2, 84, 21, 20, device="cuda", dtype=dtype).contiguous(memory_format=torch.channels_last)
-    weight = torch.randn(84, 1, 5, 5, device="cuda", dtype=dtype) / 5
+    weight = torch.randn(out, 1, *kernel, device="cuda", dtype=dtype) / size
     gate = torch.rand(2, 84, 1, 1, device="cuda", dtype=dtype)
     read = Prologue(gate=gate, activation="relu")
-    total = functional.conv2d(read(x.double()), weight.double(), None, 1, 2, 1, 84)
+    total = functional.conv2d(read(x.double()), weight.double(), None, 1, padding, 1, 84)
     for tiling in depthwise_candidates(shape, limit=2):
         packed = pack_depthwise(weight, tiling)
         geometry = shape.kernel, shape.stride, shape.padding, shape.dilation
         results = [
             depthwise(
-                x, packed, None, None, *geometry, "silu", tiling.numbers, trigger, gate=gate, before="relu"
+                x, packed, None, None, out, *geometry, "silu", tiling.numbers, trigger, gate=gate, before="relu"
             )
             for _ in range(20)
         ]  # fmt: skip

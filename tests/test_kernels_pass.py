@@ -114,6 +114,10 @@ MODELS: "dict[str, tuple[Callable[[Tensor], Tensor], Tensor, str]]" = {
     "used twice": (_used_twice, IMAGES, "convolution none"),
     "two": (lambda x: _conv(x) + _conv(x.neg()), IMAGES, "convolution none residual, convolution none"),
     "depthwise": (lambda x: functional.relu6(_conv(x, groups=16)), IMAGES, "depthwise relu6"),
+    "depthwise with a multiplier": (
+        lambda x: torch.relu(functional.conv2d(x, SCALES.repeat(2, 1, 1, 1), padding=1, groups=16)) + 1,
+        IMAGES, "depthwise relu",
+    ),
     "relu before": (
         lambda x: _branches(x, lambda y: _conv(torch.relu(y))), IMAGES, f"{FIRST}, convolution none after relu",
     ),

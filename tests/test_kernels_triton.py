@@ -53,16 +53,16 @@ def check(size, channels, out, tiling, activation="relu", *, batch=1, kernel=1, 
     assert whole[..., :-out].isnan().all()
 
 def depthwise(size, channels, tiling, activation="relu", *, kernel=3, stride=1, padding=1, dilation=1, residual=False,
-              before="", gate=False, slices=1):
+              before="", gate=False, slices=1, multiplier=1):
     torch.manual_seed(0)
-    two = lambda n: (n, n)
-    shape = Convolution(batch=2, height=size[0], width=size[1], channels=channels, out_channels=channels,
+    two, out = lambda n: (n, n), channels * multiplier
+    shape = Convolution(batch=2, height=size[0], width=size[1], channels=channels, out_channels=out,
         kernel=two(kernel), stride=two(stride), padding=two(padding), dilation=two(dilation),
         pixel_stride=channels * slices)
     tiling = DepthwiseTiling.of(tiling)
     x = torch.randn(2, *size, channels * slices).half()[..., :channels].permute(0, 3, 1, 2)
-    weight, b = torch.randn(channels, 1, kernel, kernel).half(), torch.randn(channels).half()
-    y = torch.full((2, channels, shape.out_height, shape.out_width), torch.nan).half()
+    weight, b = torch.randn(out, 1, kernel, kernel).half(), torch.randn(out).half()
+    y = torch.full((2, out, shape.out_height, shape.out_width), torch.nan).half()
     y = y.contiguous(memory_format=torch.channels_last)
     r = torch.randn_like(y) if residual else None
     read = prologue(channels, 2, before, gate)
@@ -90,6 +90,8 @@ CASES = {  # none in bfloat16: the interpreter multiplies the bits of bfloat16 a
     "depthwise": "depthwise((9, 7), 20, [4, 16, 2], 'relu6', residual=True)",
     "depthwise 5x5": "depthwise((9, 8), 32, [8, 32, 2], 'hardswish', kernel=5, stride=2, padding=2)",
     "depthwise 7x7": "depthwise((8, 7), 16, [16, 16, 2], 'none', kernel=7, padding=6, dilation=2)",
+    "depthwise 9x9": "depthwise((8, 7), 16, [16, 16, 2], 'none', kernel=9, padding=4)",
+    "depthwise multiplier": "depthwise((9, 7), 12, [4, 16, 2], 'silu', before='relu', gate=True, multiplier=3)",
     "depthwise slice of channels": "depthwise((9, 7), 16, [4, 16, 2], before='relu', gate=True, slices=2)",
     "prologue": "check((9, 7), 48, 10, [16, 16, 16, 1, 4, 2], before='relu', gate=True, residual=True)",
     "prologue of several images": "check((5, 7), 40, 10, [16, 16, 32, 2, 4, 2], before='silu', gate=True, batch=2)",

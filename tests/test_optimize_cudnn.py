@@ -31,7 +31,7 @@ def _weight(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 def test_any_geometry(
     *, groups: int, stride: int, padding: int, dilation: int, with_bias: bool, residual: str, relu: str
 ) -> None:
-    weight, bias = _weight(8, 4 // groups, 3, 3), _weight(8) if with_bias else None
+    images, weight, bias = X.repeat(1, 2, 1, 1), _weight(8, 8 // groups, 3, 3), _weight(8) if with_bias else None
 
     def model(x: Tensor) -> Tensor:
         y = torch.conv2d(x, weight, bias, stride, padding, dilation, groups)
@@ -39,12 +39,17 @@ def test_any_geometry(
         y = {"none": y, "left": y + z, "right": z + y}[residual]
         return {"relu": torch.relu(y), "clamp": torch.clamp(y, 0.0), "clamp_min": torch.clamp_min(y, 0)}[relu]
 
-    before = record(model, X)
+    before = record(model, images)
     after = rewritten(before, fuse_convolutions)
     fused = "cudnn_convolution_relu" if residual == "none" else "cudnn_convolution_add_relu"
     assert counts(after)[fused] == 1
     assert counts(after)[relu] == 0
-    assert_same(before, after, X)
+    assert_same(before, after, images)
+
+
+def test_groups_that_may_lie_otherwise_stay() -> None:
+    before = record(lambda x: torch.relu(torch.conv2d(x, _weight(8, 2, 3, 3), groups=2)), X)
+    assert counts(rewritten(before, fuse_convolutions)) == counts(before)
 
 
 def test_of_two_convolutions_the_later_takes_the_other_as_residual() -> None:

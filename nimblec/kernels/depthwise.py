@@ -1,4 +1,7 @@
-"""Depthwise convolution as an op of ours: one channel in, one channel out, bias and activation in the same launch."""
+"""Depthwise convolution as an op of ours: each result reads one channel; bias and activation in the same launch.
+
+Where there are several results for each channel, those of one channel lie side by side, as torch has them.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,8 +22,8 @@ _LIBRARY = torch.library.Library("nimblec", "FRAGMENT")
 """The op lives as long as this module."""
 
 _LIBRARY.define(
-    "depthwise(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, int[] kernel, int[] stride, int[] padding, "
-    "int[] dilation, str activation, int[] tiling, str trigger, *, "
+    "depthwise(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, int out_channels, int[] kernel, int[] stride, "
+    "int[] padding, int[] dilation, str activation, int[] tiling, str trigger, *, "
     "Tensor? scale=None, Tensor? shift=None, Tensor? gate=None, str before='none') -> Tensor"
 )
 
@@ -49,7 +52,7 @@ class DepthwiseTiling:
 
     def blocks(self, shape: Convolution) -> int:
         """How many blocks are launched."""
-        return ceil_div(shape.rows, self.block_m) * ceil_div(shape.channels, self.block_c)
+        return ceil_div(shape.rows, self.block_m) * ceil_div(shape.out_channels, self.block_c)
 
 
 def depthwise_candidates(shape: Convolution, *, limit: int = 5) -> list[DepthwiseTiling]:
@@ -62,7 +65,7 @@ def depthwise_candidates(shape: Convolution, *, limit: int = 5) -> list[Depthwis
                 found.append(DepthwiseTiling(block_m=block_m, block_c=block_c, num_warps=min(threads // 32, 8)))
 
     def cost(tiling: DepthwiseTiling) -> tuple[float, list[int]]:
-        done = tiling.blocks(shape) * tiling.block_m * tiling.block_c / (shape.rows * shape.channels)
+        done = tiling.blocks(shape) * tiling.block_m * tiling.block_c / (shape.rows * shape.out_channels)
         load = tiling.blocks(shape) / (2 * MULTIPROCESSORS)
         return done * max(load**0.5, load**-0.5), tiling.numbers
 
@@ -70,7 +73,7 @@ def depthwise_candidates(shape: Convolution, *, limit: int = 5) -> list[Depthwis
 
 
 def pack_depthwise(weight: Tensor, tiling: DepthwiseTiling) -> Tensor:
-    """Weights (channels, 1, height, width) as (tiles of channels, taps, block_c), zeros past the edge."""
+    """Weights (out channels, 1, height, width) as (tiles of them, taps, block_c), zeros past the edge."""
     channels, taps = weight.shape[0], weight[0].numel()
     tiles = ceil_div(channels, tiling.block_c)
     padded = weight.new_zeros(tiles * tiling.block_c, taps)
@@ -104,6 +107,7 @@ def depthwise_settings(
     """What is compiled into a kernel: the template's constants and Triton's options."""
     return {
         **geometry(shape),
+        "OUT_CHANNELS": shape.out_channels,
         "BEFORE": before,
         "ACTIVATION": activation,
         "BLOCK_M": tiling.block_m,
@@ -119,6 +123,7 @@ def _depthwise_fake(
     _weight: Tensor,
     _bias: Tensor | None,
     _residual: Tensor | None,
+    out_channels: int,
     kernel: Sequence[int],
     stride: Sequence[int],
     padding: Sequence[int],
@@ -126,7 +131,7 @@ def _depthwise_fake(
     *_how: object,
     **_prologue: object,
 ) -> Tensor:
-    return new_images(x, convolution_shape(x, x.shape[1], kernel, stride, padding, dilation))
+    return new_images(x, convolution_shape(x, out_channels, kernel, stride, padding, dilation))
 
 
 def _depthwise_cuda(
@@ -134,6 +139,7 @@ def _depthwise_cuda(
     weight: Tensor,
     bias: Tensor | None,
     residual: Tensor | None,
+    out_channels: int,
     kernel: Sequence[int],
     stride: Sequence[int],
     padding: Sequence[int],
@@ -148,7 +154,7 @@ def _depthwise_cuda(
     before: str = "none",
 ) -> Tensor:
     x = channels_last(x)
-    shape = convolution_shape(x, x.shape[1], kernel, stride, padding, dilation)
+    shape = convolution_shape(x, out_channels, kernel, stride, padding, dilation)
     out = new_images(x, shape)
     launch_depthwise(
         shape,
@@ -170,6 +176,7 @@ def _depthwise_cpu(
     weight: Tensor,
     bias: Tensor | None,
     residual: Tensor | None,
+    out_channels: int,
     kernel: Sequence[int],
     stride: Sequence[int],
     padding: Sequence[int],
@@ -184,8 +191,8 @@ def _depthwise_cpu(
     before: str = "none",
 ) -> Tensor:
     x, channels = channels_last(x), x.shape[1]
-    shape = convolution_shape(x, channels, kernel, stride, padding, dilation)
-    filters = weight.transpose(1, 2).flatten(0, 1)[:channels].reshape(channels, 1, *shape.kernel).float()
+    shape = convolution_shape(x, out_channels, kernel, stride, padding, dilation)
+    filters = weight.transpose(1, 2).flatten(0, 1)[:out_channels].reshape(out_channels, 1, *shape.kernel).float()
     vector = None if bias is None else bias.float()
     read = Prologue(scale=scale, shift=shift, gate=gate, activation=before)(x.float())
     total = functional.conv2d(read, filters, vector, shape.stride, shape.padding, shape.dilation, channels)

@@ -20,6 +20,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from nimblec.optimize.bias import free_biases
 from nimblec.optimize.fusible import is_view
+from nimblec.optimize.grouped import lay_groups_contiguous
 from nimblec.optimize.regions import Extract, extract, partition, replace
 from nimblec.optimize.rewriter import Rewriter, copied, fake
 
@@ -55,6 +56,7 @@ def compile_regions(module: fx.GraphModule, options: Mapping[str, Any] = OPTIONS
     A region that Inductor refuses stays as it is. ``module`` stays as it is.
     """
     result = copied(module)
+    lay_groups_contiguous(result)
     free_biases(result)
     named: dict[str, list[Extract]] = {}
     for region in partition(result):

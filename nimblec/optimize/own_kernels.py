@@ -158,7 +158,7 @@ def _convolution(rewriter: Rewriter, node: fx.Node) -> dict[str, Any] | None:
     if not is_read_well(fake(x)) or fake(node).stride() != _strides(fake(node)):
         return None
     channels = fake(x).shape[1]
-    if is_depthwise and (given["groups"] != channels or tuple(weight.shape[:2]) != (channels, 1)):
+    if is_depthwise and given["groups"] != channels:
         return None
     geometry = (weight.shape[2:], given["stride"], given["padding"], given["dilation"])
     return {
@@ -280,9 +280,8 @@ def _call(rewriter: Rewriter, request: Request, tiling: Tiling | DepthwiseTiling
     before = _before(rewriter, request)
     if isinstance(tiling, DepthwiseTiling):
         packed = rewriter.constant(pack_depthwise(weight, tiling), at=last)
-        return rewriter.call(
-            depthwise, terms[0], packed, terms[1], request.residual, *geometry, *end, at=last, **before
-        )
+        shared = (terms[0], packed, terms[1], request.residual, shape.out_channels)
+        return rewriter.call(depthwise, *shared, *geometry, *end, at=last, **before)
     if weight.dtype is torch.float32 and request.arithmetic == "tf32":
         weight = for_tensor_cores(weight)
     arrived = None

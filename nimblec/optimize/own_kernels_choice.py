@@ -116,7 +116,7 @@ class Selector(TilingSelector[Request, AnyTiling]):
         end = (request.activation, tiling.numbers, self.trigger)
         before = _prologue(request)
         if isinstance(tiling, DepthwiseTiling):
-            return lambda n: depthwise(x, copies[n], bias, residual, *geometry, *end, **before)
+            return lambda n: depthwise(x, copies[n], bias, residual, shape.out_channels, *geometry, *end, **before)
         down, across = tiling.tiles(shape)
         arrived: Sequence[Tensor | None] = [None] * self._length
         if tiling.split_k > 1:
