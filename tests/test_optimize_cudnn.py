@@ -47,8 +47,12 @@ def test_any_geometry(
     assert_same(before, after, images)
 
 
-def test_groups_that_may_lie_otherwise_stay() -> None:
-    before = record(lambda x: torch.relu(torch.conv2d(x, _weight(8, 2, 3, 3), groups=2)), X)
+@pytest.mark.parametrize(("channels", "groups"), [(2, 2), (1, 4), (4, 1)])
+def test_only_common_groups_are_fused(channels: int, groups: int) -> None:
+    before = record(lambda x: torch.relu(torch.conv2d(x, _weight(8, channels, 3, 3), groups=groups)), X)
+    if groups == 1:
+        assert counts(rewritten(before, fuse_convolutions)) == {"cudnn_convolution_relu": 1}
+        return
     assert counts(rewritten(before, fuse_convolutions)) == counts(before)
 
 

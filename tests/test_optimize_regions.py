@@ -418,6 +418,25 @@ def test_inputs_that_lie_otherwise_than_inferred() -> None:
     assert result.is_contiguous()
 
 
+def test_strides_of_axes_of_length_1_say_nothing() -> None:
+    """As in SKNet: Inductor lays a stack of one image otherwise than inferred, but for its first axis alone."""
+
+    def model(x: Tensor) -> tuple[Tensor, Tensor]:
+        stack = torch.stack([x.cos(), x.sin()], 1)
+        return stack, stack.sum(1).mean((2, 3), keepdim=True)
+
+    x = torch.randn(1, 8, 6, 6).contiguous(memory_format=torch.channels_last)
+    before = record(model, x)
+    (images,) = (node for node in before.graph.nodes if node.op == "placeholder")
+    images.meta["val"] = images.meta["val"].contiguous(memory_format=torch.channels_last)
+    Rewriter(before).propagate()
+    after = compile_regions(before)
+    assert [name.partition("_")[0] for name in counts(after) if name != "getitem"] == ["fused"]
+    inferred = [tuple(node.meta["val"].stride()) for node in after.graph.output_node().all_input_nodes]
+    assert [result.stride() for result in after(x)] == inferred
+    assert_same(before, after, x)
+
+
 def test_a_region_that_inductor_refuses_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise RuntimeError("no such kernel")

@@ -24,7 +24,7 @@ def lay_groups_contiguous(module: fx.GraphModule) -> None:
     the copies on their way.
     """
     rewriter = Rewriter(module)
-    slow = [node for node in rewriter.calls(CONVOLUTION) if is_slow_channels_last(node)]
+    slow = [node for node in rewriter.calls(CONVOLUTION) if _is_slow(node)]
     if slow:
         rewriter.propagate()
     for node in slow:
@@ -33,22 +33,23 @@ def lay_groups_contiguous(module: fx.GraphModule) -> None:
     rewriter.finish()
 
 
-def is_slow_channels_last(node: fx.Node) -> bool:
+def is_well_grouped(convolution: fx.Node) -> bool:
+    """Whether there is one group, or each has as many results as channels, 4, 8, 16 ...: what fast kernels are for."""
+    weight, groups = fake(bound(convolution)["weight"]), bound(convolution)["groups"]
+    made, read = weight.shape[0] // groups, weight.shape[1]
+    return bool(groups == 1 or (read == made and read >= 4 and read & (read - 1) == 0))
+
+
+def _is_slow(node: fx.Node) -> bool:
     """Whether cuDNN would compute a convolution faster in another order than channels last."""
     given = bound(node)
-    groups, weight = given["groups"], fake(given["weight"])
-    kernel = weight.shape[2:]
-    if groups == 1 or given["transposed"] or kernel.numel() == 1:
+    weight = fake(given["weight"])
+    made, read, *kernel = weight.shape[0] // given["groups"], *weight.shape[1:]
+    if is_well_grouped(node) or given["transposed"] or set(kernel) == {1} or read >= _WIDE:
         return False
-    read, made = weight.shape[1], weight.shape[0] // groups
     if read == made == 1:
-        reach = max(d * (size - 1) + 1 for size, d in zip(kernel, given["dilation"], strict=True))
-        return reach > _LONGEST_DEPTHWISE
-    if read == made and read >= 4 and not read & (read - 1):
-        return False
-    if read < 4 <= made and fake(node).dtype in HALF:  # slower still in the other order
-        return False
-    return read < _WIDE
+        return max(d * (size - 1) + 1 for size, d in zip(kernel, given["dilation"], strict=True)) > _LONGEST_DEPTHWISE
+    return read >= 4 or made < 4 or fake(node).dtype not in HALF  # those are slower still in the other order
 
 
 def _lay(rewriter: Rewriter, node: fx.Node) -> None:
