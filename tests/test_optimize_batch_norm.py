@@ -274,3 +274,11 @@ def test_weights_shared_with_another_call_stay_as_they_are_there() -> None:
     assert counts(after) == {"convolution": 3, "relu": 2}
     assert sum(t.dim() == 4 for t in after.buffers()) == 2  # a shift alone needs no new weights
     assert_same(before, after, x, rtol=1e-12)
+
+
+def test_what_follows_a_norm_is_folded_too() -> None:
+    weight, x = _random(4, 3, 3, 3), _random(1, 3, 6, 6)
+    before = record(lambda x: (_norm(torch.conv2d(x, weight), 4) + 0.5) * 2, x)
+    after = rewritten(before, fold_batch_norm)
+    assert counts(after) == {"convolution": 1}
+    assert_same(before, after, x, rtol=1e-12)

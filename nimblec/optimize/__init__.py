@@ -7,6 +7,7 @@ from nimblec.optimize.activation import fuse_activations
 from nimblec.optimize.aligned_weights import align_weights
 from nimblec.optimize.attention import fuse_attention
 from nimblec.optimize.batch_norm import fold_batch_norm
+from nimblec.optimize.branches import join_branches
 from nimblec.optimize.constant_masks import state_masks
 from nimblec.optimize.copies import drop_copies
 from nimblec.optimize.cudnn import fuse_convolutions
@@ -32,6 +33,7 @@ ALWAYS = (
     merge_equal_calls,
     recognize_gelu,
     fold_batch_norm,
+    join_branches,
     fuse_attention,
     state_masks,
     simplify,

@@ -42,7 +42,7 @@ class ChannelAffine:
 
 def read_affine(rewriter: Rewriter, node: fx.Node) -> ChannelAffine | None:
     """What ``node`` scales and shifts, if that is all it does and it keeps dtype and shape."""
-    read = _read_norm(rewriter, node) or _read_arithmetic(rewriter, node)
+    read = _read_norm(rewriter, node) or _read_arithmetic(rewriter, node) or _read_addcmul(rewriter, node)
     if read is None or not fake(node).dtype.is_floating_point:
         return None
     before, after = fake(read.source), fake(node)
@@ -102,6 +102,18 @@ def _read_arithmetic(rewriter: Rewriter, node: fx.Node) -> ChannelAffine | None:
         case _:
             return None
     return ChannelAffine(source=source, node=node, axis=axis, scale=scale, shift=shift)
+
+
+def _read_addcmul(rewriter: Rewriter, node: fx.Node) -> ChannelAffine | None:
+    """What a batch norm became that nothing took in."""
+    if not is_call(node, aten.addcmul.default) or node.kwargs:
+        return None
+    shift, source, scale = node.args
+    vectors = [_along_axis(rewriter, other, source) for other in (shift, scale)] if fake(source).dim() > 1 else []
+    if not all(vector is not None and vector[0] == 1 for vector in vectors) or not vectors:
+        return None
+    (_, shifts), (_, scales) = vectors
+    return ChannelAffine(source=source, node=node, axis=1, scale=scales, shift=shifts)
 
 
 def _along_axis(rewriter: Rewriter, other: Any, source: fx.Node) -> tuple[int | None, Tensor] | None:

@@ -35,7 +35,7 @@ def fold_batch_norm(module: fx.GraphModule) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Weights:
+class Weights:
     """Weights and bias of a convolution or linear; no bias is zeros."""
 
     weight: Tensor
@@ -47,7 +47,7 @@ class _Change:
     """A call and the weights it is to have."""
 
     call: fx.Node
-    weights: _Weights
+    weights: Weights
 
 
 def _fold_back(rewriter: Rewriter, affine: ChannelAffine) -> bool:
@@ -56,8 +56,16 @@ def _fold_back(rewriter: Rewriter, affine: ChannelAffine) -> bool:
     for change in changes or ():
         _apply(rewriter, change)
     if changes:
-        rewriter.replace(affine.node, affine.source)
+        _drop(rewriter, affine)
     return bool(changes)
+
+
+def _drop(rewriter: Rewriter, affine: ChannelAffine) -> None:
+    """Let the source stand for what was scaled and shifted, and have no user but those of that."""
+    norm = affine.node.args[0]
+    rewriter.replace(affine.node, affine.source)
+    if is_call(norm, *NORMS):
+        rewriter.graph.erase_node(norm)
 
 
 def _changes(rewriter: Rewriter, node: fx.Node, affine: ChannelAffine) -> list[_Change] | None:
@@ -104,10 +112,10 @@ def _changes_of_parts(rewriter: Rewriter, node: fx.Node, affine: ChannelAffine) 
     return changes
 
 
-def _scaled_convolution(rewriter: Rewriter, node: fx.Node, affine: ChannelAffine) -> _Weights | None:
+def _scaled_convolution(rewriter: Rewriter, node: fx.Node, affine: ChannelAffine) -> Weights | None:
     given = bound(node)
     transposed = given["transposed"]
-    old = _weights(rewriter, given["weight"], given["bias"], fake(node).shape[1])
+    old = constant_weights(rewriter, given["weight"], given["bias"], fake(node).shape[1])
     vectors = old and fake(node).dim() == old.weight.dim() and affine.along(1, old.weight)
     if not old or not vectors:
         return None
@@ -118,20 +126,20 @@ def _scaled_convolution(rewriter: Rewriter, node: fx.Node, affine: ChannelAffine
         weight = _scale_second_axis(old.weight, scale.expand(len(old.bias)), given["groups"])
     else:
         weight = old.weight.double() * scale.reshape(-1, *[1] * (old.weight.dim() - 1))
-    return _rounded(old.weight, weight, old.bias.double() * scale + shift, axis=1 if transposed else 0)
+    return rounded_weights(old.weight, weight, old.bias.double() * scale + shift, axis=1 if transposed else 0)
 
 
-def _scaled_linear(rewriter: Rewriter, node: fx.Node, affine: ChannelAffine) -> _Weights | None:
+def _scaled_linear(rewriter: Rewriter, node: fx.Node, affine: ChannelAffine) -> Weights | None:
     given = bound(node)
     bias = given["self"] if "mat1" in given else None  # ``mm`` has none
-    old = _weights(rewriter, given["mat2"], bias, fake(node).shape[1])
+    old = constant_weights(rewriter, given["mat2"], bias, fake(node).shape[1])
     vectors = old and _is_plain(given) and affine.along(1, old.weight)
     if not old or not vectors:
         return None
     scale, shift = vectors
     if bool((scale == 1).all()):
         return _shifted(old, shift)
-    return _rounded(old.weight, old.weight.double() * scale, old.bias.double() * scale + shift, axis=1)
+    return rounded_weights(old.weight, old.weight.double() * scale, old.bias.double() * scale + shift, axis=1)
 
 
 def _fold_forward(rewriter: Rewriter, affine: ChannelAffine) -> bool:
@@ -145,13 +153,13 @@ def _fold_forward(rewriter: Rewriter, affine: ChannelAffine) -> bool:
     if weights is None:
         return False
     _apply(rewriter, _Change(call=user, weights=weights))
-    rewriter.replace(affine.node, affine.source)
+    _drop(rewriter, affine)
     return True
 
 
-def _absorbing_convolution(rewriter: Rewriter, node: fx.Node, affine: ChannelAffine) -> _Weights | None:
+def _absorbing_convolution(rewriter: Rewriter, node: fx.Node, affine: ChannelAffine) -> Weights | None:
     given = bound(node)
-    old = _weights(rewriter, given["weight"], given["bias"], fake(node).shape[1])
+    old = constant_weights(rewriter, given["weight"], given["bias"], fake(node).shape[1])
     vectors = old and fake(node).dim() == old.weight.dim() and affine.along(1, old.weight)
     # Padding is zero after the shift, not before it; a transposed convolution sees less at its edges.
     if not old or not vectors or given["transposed"] or any(given["padding"]):
@@ -159,18 +167,18 @@ def _absorbing_convolution(rewriter: Rewriter, node: fx.Node, affine: ChannelAff
     channels = fake(affine.node).shape[1]
     scaled, moved = (_scale_second_axis(old.weight, v.expand(channels), given["groups"]) for v in vectors)
     bias = old.bias.double() + moved.sum(dim=tuple(range(1, moved.dim())))
-    return _rounded(old.weight, scaled, bias, axis=0)
+    return rounded_weights(old.weight, scaled, bias, axis=0)
 
 
-def _absorbing_linear(rewriter: Rewriter, node: fx.Node, affine: ChannelAffine) -> _Weights | None:
+def _absorbing_linear(rewriter: Rewriter, node: fx.Node, affine: ChannelAffine) -> Weights | None:
     given = bound(node)
-    old = _weights(rewriter, given["mat2"], given["self"], fake(node).shape[1])
+    old = constant_weights(rewriter, given["mat2"], given["self"], fake(node).shape[1])
     vectors = old and _is_plain(given) and affine.along(1, old.weight)
     if not old or not vectors:
         return None
     scale, shift = (v.expand(old.weight.shape[0]) for v in vectors)
     weight = old.weight.double()
-    return _rounded(old.weight, weight * scale[:, None], old.bias.double() + shift @ weight, axis=1)
+    return rounded_weights(old.weight, weight * scale[:, None], old.bias.double() + shift @ weight, axis=1)
 
 
 def _scale_second_axis(weight: Tensor, values: Tensor, groups: int) -> Tensor:
@@ -184,26 +192,26 @@ def _is_plain(given: dict[str, Any]) -> bool:
     return given.get("alpha", 1) == 1 and given.get("beta", 1) == 1
 
 
-def _weights(rewriter: Rewriter, weight_node: Any, bias_node: Any, channels: int) -> _Weights | None:
+def constant_weights(rewriter: Rewriter, weight_node: Any, bias_node: Any, channels: int) -> Weights | None:
     """Constant weights and bias (channels,) of one floating dtype."""
     weight = rewriter.value(weight_node)
     if weight is None or not weight.dtype.is_floating_point:
         return None
     if bias_node is None:
-        return _Weights(weight=weight, bias=torch.zeros(channels, dtype=weight.dtype, device=weight.device))
+        return Weights(weight=weight, bias=torch.zeros(channels, dtype=weight.dtype, device=weight.device))
     bias = rewriter.value(bias_node)
     if bias is None or bias.numel() != channels or bias.shape[-1:] != (channels,) or bias.dtype != weight.dtype:
         return None
-    return _Weights(weight=weight, bias=bias.reshape(-1))
+    return Weights(weight=weight, bias=bias.reshape(-1))
 
 
-def _shifted(old: _Weights, shift: Tensor) -> _Weights | None:
+def _shifted(old: Weights, shift: Tensor) -> Weights | None:
     """The same weights, another bias."""
     bias = (old.bias.double() + shift).to(old.bias.dtype)
-    return _Weights(weight=old.weight, bias=bias) if bool(bias.isfinite().all()) else None
+    return Weights(weight=old.weight, bias=bias) if bool(bias.isfinite().all()) else None
 
 
-def _rounded(old: Tensor, weight: Tensor, bias: Tensor, *, axis: int) -> _Weights | None:
+def rounded_weights(old: Tensor, weight: Tensor, bias: Tensor, *, axis: int) -> Weights | None:
     """New weights in the dtype of ``old``, unless they lose there what weights may not.
 
     Float32 may be cast to half precision later, where weights that fit it are to fit it still.
@@ -211,7 +219,7 @@ def _rounded(old: Tensor, weight: Tensor, bias: Tensor, *, axis: int) -> _Weight
     dtypes = [old.dtype]
     if old.dtype == torch.float32 and _keeps(old.double(), torch.float16, axis=axis):
         dtypes.append(torch.float16)
-    new = _Weights(weight=weight.to(old.dtype), bias=bias.to(old.dtype))
+    new = Weights(weight=weight.to(old.dtype), bias=bias.to(old.dtype))
     kept = all(_keeps(weight, dtype, axis=axis) for dtype in dtypes)
     return new if kept and bool(new.bias.isfinite().all()) else None
 
