@@ -20,7 +20,7 @@ def fuse_convolutions(module: fx.GraphModule) -> None:
     """``relu(convolution)`` and ``relu(convolution + z)`` become `aten.cudnn_convolution[_add]_relu`.
 
     A call that cuDNN cannot serve on this device is left as it was. So are grouped convolutions but the
-    common ones: cuDNN's fused kernels are slower there than the plain ones, up to ten times where
+    common ones: cuDNN's fused kernels are slower there than the plain ones, ten times and more where
     groups have more results than channels (measured on an H200), and with depthwise ones
     (pytorch/pytorch pull request 192838).
     """

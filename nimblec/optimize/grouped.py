@@ -19,7 +19,7 @@ def lay_groups_contiguous(module: fx.GraphModule) -> None:
     """Copy images to the order of the axes before grouped convolutions that are slow channels last, and back.
 
     cuDNN (9.x, measured on an H200, float16 and float32) computes them by a kernel for a few groups at a
-    time: up to ten times slower, copies counted. Fast channels last are only depthwise convolutions of
+    time: ten times slower and more, copies counted. Fast channels last are only depthwise convolutions of
     small kernels, and groups of 4, 8, 16 ... channels with as many results. Generated kernels make
     the copies on their way.
     """

@@ -23,6 +23,7 @@ from nimblec.optimize.fusible import is_view
 from nimblec.optimize.grouped import lay_groups_contiguous
 from nimblec.optimize.regions import Extract, extract, partition, replace
 from nimblec.optimize.rewriter import Rewriter, copied, fake
+from nimblec.optimize.simplify import telling_strides
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, while it imports itself
@@ -194,7 +195,7 @@ def _with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
     """
     if tensor.stride() == strides:
         return tensor
-    if all(has == want for size, has, want in zip(tensor.shape, tensor.stride(), strides, strict=True) if size > 1):
+    if telling_strides(tensor.shape, tensor.stride()) == telling_strides(tensor.shape, strides):
         return tensor.as_strided(tensor.shape, strides)
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 

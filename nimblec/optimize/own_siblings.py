@@ -8,8 +8,7 @@ from torch import fx
 from nimblec.kernels.ops import ALIGNMENT_NBYTES
 from nimblec.optimize.own_kernels import Request, requests
 from nimblec.optimize.rewriter import Rewriter, bound, fake, only_user
-
-aten = torch.ops.aten
+from nimblec.optimize.side_by_side import replace_by_slices
 
 
 def join_siblings(module: fx.GraphModule) -> None:
@@ -68,8 +67,4 @@ def _join(rewriter: Rewriter, group: list[Request]) -> None:
     lasts = [request.nodes[-1] for request in group]
     if lasts[0] is not first:
         joined = rewriter.call(lasts[0].target, joined, *lasts[0].args[1:], at=first, **lasts[0].kwargs)
-    begin = 0
-    for last in lasts:
-        end = begin + fake(last).shape[1]
-        rewriter.replace(last, rewriter.call(aten.slice.Tensor, joined, 1, begin, end, at=last))
-        begin = end
+    replace_by_slices(rewriter, lasts, joined)

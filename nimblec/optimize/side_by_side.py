@@ -1,5 +1,7 @@
 """Linears on one input, side by side in one matrix product: queries, keys and values above all."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, fx
 
@@ -45,6 +47,11 @@ def _join(rewriter: Rewriter, nodes: list[fx.Node]) -> None:
         joined = rewriter.call(aten.addmm.default, bias, given[0]["mat1"], weight, at=first)
     else:
         joined = rewriter.call(aten.mm.default, given[0]["self"], weight, at=first)
+    replace_by_slices(rewriter, nodes, joined)
+
+
+def replace_by_slices(rewriter: Rewriter, nodes: Sequence[fx.Node], joined: fx.Node) -> None:
+    """Let slices of ``joined`` along axis 1, side by side in this order, take the places of ``nodes``."""
     begin = 0
     for node in nodes:
         end = begin + fake(node).shape[1]

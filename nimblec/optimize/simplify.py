@@ -89,10 +89,11 @@ def _is_same(node: fx.Node, source: fx.Node) -> bool:
     before, after = fake(source), fake(node)
     return (
         (before.dtype, before.device, before.shape) == (after.dtype, after.device, after.shape)
-        and _order(before.shape, before.stride()) == _order(after.shape, after.stride())
+        and telling_strides(before.shape, before.stride()) == telling_strides(after.shape, after.stride())
         and torch._debug_has_internal_overlap(before) != 1
     )
 
 
-def _order(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
+def telling_strides(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
+    """The strides that say where elements lie: those along axes longer than one."""
     return [stride for length, stride in zip(shape, strides, strict=True) if length != 1]
