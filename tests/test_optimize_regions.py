@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nimblec.optimize import inductor, optimize
 from nimblec.optimize.bias import free_biases
 from nimblec.optimize.fusible import is_fusible, is_slow_alone, is_stencil, is_view
-from nimblec.optimize.inductor import compile_regions, signature
+from nimblec.optimize.fusion import compile_regions
+from nimblec.optimize.inductor import signature
 from nimblec.optimize.layout import propagate_channels_last
 from nimblec.optimize.regions import Extract, Region, extract, partition, replace
 from nimblec.optimize.rewriter import Rewriter
@@ -446,6 +447,20 @@ def test_a_region_that_inductor_refuses_stays(monkeypatch: pytest.MonkeyPatch) -
     after = compile_regions(before)
     assert counts(after) == {"add": 1, "cosh": 1, "mul": 1}
     assert_same(before, after, X)
+
+
+def test_pools_alone_are_worth_generated_code_only_at_any_cost() -> None:
+    images = torch.randn(1, 4, 8, 8)
+    pools = record(lambda x: F.conv2d(F.max_pool2d(x, 2), torch.ones(4, 4, 1, 1)).mean((2, 3)), images)
+    assert counts(compile_regions(pools, at_any_cost=False)) == counts(pools)
+    assert [region.calls[0].target for region in partition(pools)] == [
+        torch.ops.aten.max_pool2d_with_indices.default,
+        torch.ops.aten.mean.dim,
+    ]
+    assert not counts(compile_regions(pools)).keys() & {"max_pool2d_with_indices", "mean"}
+    for more in (lambda x: x.relu() + 1, lambda x: torch.roll(x, 1, 3)):
+        both = record(lambda x, more=more: (F.max_pool2d(x, 2), more(x)), images)
+        assert "max_pool2d_with_indices" not in counts(compile_regions(both, at_any_cost=False))
 
 
 def test_regions_are_told_apart_by_values_and_strides() -> None:

@@ -45,7 +45,7 @@ def variants(model: TorchModel, level: int, dtype: torch.dtype | None, times: Ti
             yield Variant(name="own kernels", make=lambda: fused(own()))
         if own.is_made and has_norms(own()):
             yield Variant(name="own kernels and norms", make=lambda: fused(with_own_norms(own(), times)))
-        yield Variant(name="fused regions", make=partial(_fused, rewritten, model, dtype))
+        yield Variant(name="fused regions", make=partial(_fused, rewritten, model, level, dtype))
         if level > 1 and dtype is None and not (own.is_made and has_own_kernels(own())):
             yield Variant(name="torch.compile", make=partial(compiled, model))
 
@@ -77,10 +77,10 @@ def _cast(model: TorchModel, dtype: torch.dtype) -> TorchModel:
     return in_precision(flattened(model), dtype)
 
 
-def _fused(rewritten: _Once, model: TorchModel, dtype: torch.dtype | None) -> TorchModel:
+def _fused(rewritten: _Once, model: TorchModel, level: int, dtype: torch.dtype | None) -> TorchModel:
     """By our own rewrites, or where the model cannot be a graph of pure calls by torch.compile alone."""
     try:
-        return fused(rewritten())
+        return fused(rewritten(), at_any_cost=level > 1)
     except (TraceError, UnsupportedModelError) as exc:
         if dtype is not None:
             raise

@@ -93,10 +93,10 @@ class _Worker:
     def compile(self) -> None:
         warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")  # --precision says that
         with self._stage("import the framework"):
-            from nimblec.cuda import triton_start
             from nimblec.cuda.allocator import BumpAllocator
             from nimblec.cuda.cupti import CodeRecorder
             from nimblec.cuda.diagnosis import first_difference
+            from nimblec.kernels import triton_start
         with self._stage("initialise CUDA"):
             driver.bindings()
             code = CodeRecorder()
@@ -104,7 +104,7 @@ class _Worker:
             driver.initialise()
             allocator = BumpAllocator()
             allocator.install()
-            if self._request["level"]:
+            if self._request["level"] > 1:
                 triton_start.begin()
         with self._stage("load the model"):
             original = self._load_model()

@@ -39,11 +39,11 @@ def optimized(model: TorchModel, dtype: torch.dtype | None = None) -> TorchModel
     return replace(model, module=optimize(model.module, device=_device(model), dtype=dtype))
 
 
-def fused(model: TorchModel) -> TorchModel:
+def fused(model: TorchModel, *, at_any_cost: bool = True) -> TorchModel:
     """An optimised model with generated kernels for what lies between library calls."""
-    from nimblec.optimize.inductor import compile_regions
+    from nimblec.optimize.fusion import compile_regions
 
-    return replace(model, module=compile_regions(model.module))
+    return replace(model, module=compile_regions(model.module, at_any_cost=at_any_cost))
 
 
 def _device(model: TorchModel) -> str:

@@ -32,10 +32,12 @@ _NAMES = frozenset({
 _POOLS = frozenset({"avg_pool2d", "max_pool2d_with_indices", "_adaptive_avg_pool2d"})
 _STENCILS = _POOLS | {"upsample_bilinear2d"}
 
-_SLOW_ALONE = _STENCILS | {
+_ONE_LAUNCH = _POOLS | {"mean", "sum", "amax", "amin", "var", "var_mean"}
+"""Calls that ATen computes by one kernel, a few microseconds slower than a generated one."""
+
+_SLOW_ALONE = _STENCILS | _ONE_LAUNCH | {
     "upsample_nearest2d", "upsample_nearest1d", "native_group_norm", "roll", "flip", "constant_pad_nd",
     "reflection_pad2d", "replication_pad2d", "slice_scatter", "select_scatter",
-    "mean", "sum", "amax", "amin", "var", "var_mean",
 }
 """Calls that ATen computes by slow kernels or by several; others it computes alone as well as generated code."""
 
@@ -62,6 +64,11 @@ def is_stencil(node: fx.Node) -> bool:
 def is_slow_alone(node: fx.Node) -> bool:
     """Whether a generated kernel is much faster than the call itself, though it computes nothing else."""
     return _name(node) in _SLOW_ALONE and (_name(node) not in _POOLS or _window(node) <= LARGEST_WINDOW)
+
+
+def is_one_launch(node: fx.Node) -> bool:
+    """Whether ATen computes the call by a single kernel that is not much slower than a generated one."""
+    return _name(node) in _ONE_LAUNCH
 
 
 def _window(node: fx.Node) -> int:

@@ -18,11 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from nimblec.optimize.bias import free_biases
 from nimblec.optimize.fusible import is_view
-from nimblec.optimize.grouped import lay_groups_contiguous
-from nimblec.optimize.regions import Extract, extract, partition, replace
-from nimblec.optimize.rewriter import Rewriter, copied, fake
+from nimblec.optimize.regions import Extract
+from nimblec.optimize.rewriter import fake
 from nimblec.optimize.simplify import telling_strides
 
 with warnings.catch_warnings():
@@ -51,22 +49,16 @@ _LIBRARY = torch.library.Library("nimblec", "FRAGMENT")
 """The namespace of the ops; torch keeps them as long as the process lives."""
 
 
-def compile_regions(module: fx.GraphModule, options: Mapping[str, Any] = OPTIONS) -> fx.GraphModule:
-    """A graph in which each region is one call of an op of generated kernels; equal regions share one.
+def ops(extracts: Sequence[Extract]) -> dict[OpOverload, list[Extract]]:
+    """The op that computes each region, and the regions that it computes, as equal regions share one.
 
-    A region that Inductor refuses stays as it is. ``module`` stays as it is.
+    A region that Inductor refuses is in none.
     """
-    result = copied(module)
-    lay_groups_contiguous(result)
-    free_biases(result)
     named: dict[str, list[Extract]] = {}
-    for region in partition(result):
-        extracted = extract(region)
-        named.setdefault(_name(extracted, options), []).append(extracted)
-    _define({name: extracts[0] for name, extracts in named.items() if not _is_defined(name)}, options)
-    replace(result, {_op(name): extracts for name, extracts in named.items() if _is_defined(name)})
-    Rewriter(result).finish()
-    return result
+    for extracted in extracts:
+        named.setdefault(_name(extracted), []).append(extracted)
+    _define({name: equal[0] for name, equal in named.items() if not _is_defined(name)})
+    return {_op(name): equal for name, equal in named.items() if _is_defined(name)}
 
 
 def signature(extracted: Extract) -> str:
@@ -86,9 +78,9 @@ def _described(value: Tensor) -> str:
     return f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.device}"
 
 
-def _name(extracted: Extract, options: Mapping[str, Any]) -> str:
+def _name(extracted: Extract) -> str:
     """The name of a region's op: equal for equal regions."""
-    text = signature(extracted) + repr(sorted(options.items()))
+    text = signature(extracted) + repr(sorted(OPTIONS.items()))
     return f"{_title(extracted)}_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
@@ -101,12 +93,12 @@ def _op(name: str) -> OpOverload:
     return overload
 
 
-def _define(extracts: Mapping[str, Extract], options: Mapping[str, Any]) -> None:
+def _define(extracts: Mapping[str, Extract]) -> None:
     """Compile regions side by side and make an op of each, except those that Inductor refuses."""
     begun = {}
     for name, extracted in extracts.items():
         with suppress(*REFUSALS), _kernels_in_background() as finish:
-            begun[name] = _compile(extracted, options), finish
+            begun[name] = _compile(extracted), finish
     for name, (compiled, finish) in begun.items():
         try:
             finish()
@@ -145,11 +137,11 @@ def _title(extracted: Extract) -> str:
     return "_".join(["fused", *list(names)[:4]])
 
 
-def _compile(extracted: Extract, options: Mapping[str, Any]) -> Compiled:
+def _compile(extracted: Extract) -> Compiled:
     """Generate code for a region."""
     mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)  # Inductor's cache asks for an environment
     inputs = [_like(fake(node), mode) for node in extracted.inputs]
-    with torch.no_grad(), config.patch(dict(options)):
+    with torch.no_grad(), config.patch(dict(OPTIONS)):
         with mode:
             decomposed = make_fx(extracted.module, decomposition_table=select_decomp_table())(*inputs)
         output = decomposed.graph.output_node()

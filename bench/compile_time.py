@@ -1,0 +1,122 @@
+"""Seconds of `nimblec compile`, by the clock, with nothing beside it: cold, and again with what the first left behind.
+
+Usage: python -m bench.compile_time [--markdown]; writes bench/results/h200/compile_time.json. Cold: no timing cache, no
+plan cache, no cache of Inductor's or Triton's. The ONNX file is exported from the module first, by which torch's files
+are in the page cache.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench import environment
+from nimblec import processes
+
+RESULTS = Path(__file__).parent / "results" / "h200" / "compile_time.json"
+
+_EXPORT = """
+import sys, torch
+from nimblec.frontend.pytorch import import_callable
+module, inputs = import_callable(sys.argv[1])
+torch.onnx.export(module, inputs, sys.argv[2], dynamo=False)
+"""
+
+_CACHES = ("HOME", "XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+"""Variables that say where ours, Inductor's and Triton's are."""
+
+_STAGE = re.compile(r"^(\S.*): ([\d.]+) (ms|s)$", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A network, as a module or exported to ONNX, a level, and how often to begin from nothing."""
+
+    model: str
+    exported: bool
+    level: int
+    repeats: int
+
+    @property
+    def name(self) -> str:
+        """The row of the table."""
+        return f"{self.model.removeprefix('bench.models.')}, {'ONNX' if self.exported else 'module'}, -O{self.level}"
+
+
+CASES = (
+    Case(model="bench.models.resnet50:fp32", exported=True, level=1, repeats=3),
+    Case(model="bench.models.resnet50:fp32", exported=False, level=1, repeats=2),
+    Case(model="bench.models.resnet50:fp16", exported=False, level=2, repeats=1),
+)
+
+
+def compile_once(model: str, case: Case, folder: Path, *flags: str) -> dict[str, Any]:
+    """The seconds of one process, and those of its stages; caches are in ``folder``."""
+    surroundings = processes.environment() | {name: str(folder / name) for name in _CACHES}
+    command = [sys.executable, "-m", "nimblec", "compile", "-v", model, "-o", str(folder / "model.plan"), *flags]
+    begin = time.perf_counter()
+    done = subprocess.run(
+        [*command, f"-O{case.level}", "--target", "cuda"],
+        env=surroundings,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    seconds = time.perf_counter() - begin
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    stages: dict[str, float] = {}
+    for name, number, unit in _STAGE.findall(done.stderr):
+        stages[name] = stages.get(name, 0) + float(number) / (1000 if unit == "ms" else 1)
+    return {"seconds": seconds, "stages_s": stages}
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """Compilations from nothing, one after the last of them without the plan cache, and one with it."""
+    with tempfile.TemporaryDirectory() as name:
+        folder, model = Path(name), case.model
+        if case.exported:
+            model = str(folder / "model.onnx")
+            subprocess.run([sys.executable, "-c", _EXPORT, case.model, model], check=True, capture_output=True)
+        cold = []
+        for number in range(case.repeats):
+            caches = folder / str(number)
+            caches.mkdir()
+            cold.append(compile_once(model, case, caches))
+        result = {"cold": cold, "warm": [compile_once(model, case, caches, "--no-plan-cache")]}
+        if case.exported:
+            result["kept"] = [compile_once(model, case, caches)]
+        return result
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """The table of the README."""
+    rows = [
+        "| model | cold, s | again without the plan cache, s | again, s |",
+        "|---|---|---|---|",
+    ]
+    for name, figures in results["cases"].items():
+        cells = (", ".join(f"{run['seconds']:.1f}" for run in figures.get(k, ())) for k in ("cold", "warm", "kept"))
+        rows.append(f"| {name} | {' | '.join(cell or '-' for cell in cells)} |")
+    return "\n".join(rows)
+
+
+def main(arguments: list[str]) -> None:
+    """Measure, or print the table of what was measured."""
+    if "--markdown" in arguments:
+        print(markdown(environment.read(RESULTS)))
+        return
+    results: dict[str, Any] = {"cores": os.cpu_count(), "cases": {}}
+    for case in CASES:
+        results["cases"][case.name] = measure(case)
+        environment.write(RESULTS, results)
+    print(markdown(results))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,36 @@
+"""Generated kernels for what lies between library calls: each region of the graph becomes one op."""
+
+from torch import fx
+
+from nimblec.kernels import triton_start
+from nimblec.optimize.bias import free_biases
+from nimblec.optimize.fusible import is_one_launch
+from nimblec.optimize.grouped import lay_groups_contiguous
+from nimblec.optimize.regions import Region, extract, partition, replace
+from nimblec.optimize.rewriter import Rewriter, copied, fake
+
+
+def compile_regions(module: fx.GraphModule, *, at_any_cost: bool = True) -> fx.GraphModule:
+    """A graph in which each region is one call of an op of generated kernels; equal regions share one.
+
+    A region that Inductor refuses stays as it is. Without ``at_any_cost`` they all do where none saves
+    a launch: the microseconds that a faster pool gains are not worth Inductor's seconds. ``module``
+    stays as it is.
+    """
+    result = copied(module)
+    lay_groups_contiguous(result)
+    free_biases(result)
+    regions = partition(result)
+    if regions and (at_any_cost or any(map(_saves_launches, regions))):
+        extracts = [extract(region) for region in regions]
+        if fake(extracts[0].outputs[0]).is_cuda:
+            triton_start.begin()
+        from nimblec.optimize import inductor  # takes seconds
+
+        replace(result, inductor.ops(extracts))
+    Rewriter(result).finish()
+    return result
+
+
+def _saves_launches(region: Region) -> bool:
+    return len(region.calls) > 1 or not is_one_launch(region.calls[0])
