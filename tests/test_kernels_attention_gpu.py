@@ -15,6 +15,7 @@ CASES = {  # batch, heads, queries, keys, size, causal, mask
     "t5": (1, 12, 128, 128, 64, False, (1, 12, 128, 128)),
     "padded": (3, 4, 77, 77, 80, False, (3, 1, 1, 77)),
     "cross": (1, 8, 300, 77, 40, False, None),
+    "mobilevit": (4, 4, 256, 256, 36, False, None),
     "decoder": (2, 8, 1, 200, 128, False, None),
 }
 

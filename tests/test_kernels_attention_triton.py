@@ -54,6 +54,8 @@ CASES = {  # none in bfloat16: the interpreter multiplies the bits of bfloat16 a
     "causal, fewer keys": "check(77, 20, 32, [16, 32, 4, 2], causal=True)",
     "one query": "check(1, 77, 128, [16, 32, 4, 2], batch=2)",
     "one key": "check(5, 1, 64, [16, 32, 4, 1])",
+    "MobileViT": "check(16, 16, 36, [16, 16, 2, 1], heads=4, key_heads=4)",
+    "other odd sizes": "check(20, 33, 60, [16, 32, 4, 2], value_size=4)",
     "cross": "check(50, 77, 40, [32, 32, 4, 2])",
     "keys along memory": "check(33, 40, 64, [16, 32, 4, 2], key_first=True)",
     "shared keys": "check(33, 20, 64, [16, 32, 4, 1], heads=4, key_heads=2)",

@@ -29,7 +29,7 @@ from nimblec.optimize.simplify import RESHAPES, simplify
 
 aten = torch.ops.aten
 
-SIZES = range(8, 129, 8)
+SIZES = range(4, 129, 4)
 """Head sizes that our kernel is made for."""
 LONGEST = 4096
 """Keys; longer sequences are the framework's, whose kernels are made for them."""
