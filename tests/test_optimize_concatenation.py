@@ -14,6 +14,7 @@ from nimblec.optimize import optimize
 from nimblec.optimize.layout import propagate_channels_last
 from nimblec.optimize.own_concatenation import place_parts
 from nimblec.optimize.own_kernels import requests, use_own_kernels
+from nimblec.optimize.own_siblings import join_siblings
 from nimblec.optimize.regions import partition
 
 if TYPE_CHECKING:
@@ -75,11 +76,28 @@ def _of_dense_block(x: Tensor) -> Tensor:
     return functional.avg_pool2d(torch.relu(_norm(torch.cat(parts, 1))), 2)
 
 
+def _with_siblings(x: Tensor) -> Tensor:
+    """As in GoogLeNet: three convolutions of the same images, of which the first begins the concatenation."""
+    x = functional.max_pool2d(_conv(x, 16), 3, 1, 1)
+    first, second, third = (torch.relu(_conv(x, out, seed=out)) for out in (8, 16, 24))
+    pooled = functional.max_pool2d(x, 3, 1, 1)
+    return torch.cat([first, _conv(second, 24, 3), _conv(third, 8, 3), _conv(pooled, 8)], 1).neg()
+
+
+def _last_of_a_split(x: Tensor) -> Tensor:
+    """As in CSPNet: half of a result goes another way, and is pooled there."""
+    both = _conv(x, 32)
+    half = both[:, 16:]
+    pooled = functional.max_pool2d(both[:, :16], 3, 1, 1)
+    return torch.cat([half, _conv(x, 8)], 1).neg() + torch.cat([pooled, x[:, :8]], 1)
+
+
 TAKEN_APART: dict[str, tuple[Callable[[Tensor], Tensor], dict[str, int]]] = {
     "inception": (_inception, {"convolution": 1, "convolution_into": 3, "joined": 1}),
     "nested": (_nested, {"convolution_into": 4, "joined": 1}),
     "with a residual": (_with_residual, {"convolution": 1, "convolution_into": 2, "joined": 1}),
     "dense block": (_dense_block, {"convolution": 4, "convolution_into": 3, "joined": 4, "place": 1}),
+    "with siblings": (_with_siblings, {"convolution": 1, "convolution_into": 4, "joined": 1}),
     "after another": (_after_another, {"convolution": 4, "convolution_into": 7, "joined": 5, "place": 1}),
 }
 
@@ -91,7 +109,7 @@ def _graph(function: Callable[[Tensor], Tensor], x: Tensor = IMAGES) -> fx.Graph
 
 
 def _placed(before: fx.GraphModule) -> fx.GraphModule:
-    return rewritten(before, place_parts)
+    return rewritten(before, join_siblings, place_parts)
 
 
 @pytest.mark.parametrize("name", TAKEN_APART)
@@ -128,6 +146,17 @@ def test_what_is_read_from_part_of_the_channels_needs_no_copy() -> None:
     assert [r.shape.pixel_stride for r in asked] == [40, 32, 40, 32, 40, 32]
     assert [r.shape.out_stride for r in asked] == [None, 40, None, 40, None, 40]
     assert [r.before is not None for r in asked] == [True, False, True, False, True, False]
+
+
+def test_the_last_channels_of_a_result_are_a_part_like_others() -> None:
+    before = _graph(_last_of_a_split)
+    after = rewritten(_placed(before), lambda module: use_own_kernels(module, lambda _: TILING))
+    assert {name: counts(after).get(name, 0) for name in ("cat", "convolution_into", "place")} == {
+        "cat": 1,
+        "convolution_into": 2,
+        "place": 0,
+    }
+    assert_same(before, after, IMAGES, rtol=4e-3)
 
 
 def test_generated_kernels_read_the_whole() -> None:

@@ -53,11 +53,18 @@ def _twice(x: Tensor) -> Tensor:
     return sum(_conv(torch.relu(_conv(part, out, 3)), 8) for part in (left, right) for out in (8, 24))
 
 
+def _beside_a_beginning(x: Tensor) -> Tensor:
+    """As in GoogLeNet: the first of them begins a concatenation, which another one does too."""
+    first, second, third, fourth = (_conv(x, out, seed=out) for out in (8, 16, 24, 32))
+    return torch.cat([first, _conv(second, 8, 3), third], 1) + torch.cat([fourth, _conv(second, 8)], 1)
+
+
 JOINED: dict[str, tuple[Callable[[Tensor], Tensor], int, int]] = {
     "block": (_block, 6, 5),
     "of three": (_of_three, 6, 4),
     "after a norm": (_after_a_norm, 5, 4),
     "twice": (_twice, 10, 7),
+    "beside a beginning": (_beside_a_beginning, 6, 5),
 }
 
 
@@ -119,9 +126,20 @@ def _shared_weights(x: Tensor) -> Tensor:
     return _conv(first, 8) + _conv(second, 8)
 
 
+def _in_the_middle(x: Tensor) -> Tensor:
+    return torch.cat([functional.max_pool2d(x, 3, 1, 1), _conv(x, 8), _conv(_conv(x, 16), 8, 3)], 1)
+
+
+def _first_and_more(x: Tensor) -> Tensor:
+    first = _conv(x, 8)
+    return torch.cat([first, _conv(_conv(x, 16), 8, 3)], 1) + torch.cat([_conv(x, 8, 3), first], 1)
+
+
 @pytest.mark.parametrize(
     "function",
     [
+        _in_the_middle,
+        _first_and_more,
         _other_readers,
         _other_images,
         _other_geometry,

@@ -2,7 +2,8 @@
 
 A dense block (DenseNet, Huang et al. 2017) concatenates its first parts again and again, each time
 one more. All of these lie in the memory of the last one (Pleiss et al., "Memory-Efficient
-Implementation of DenseNets", 2017).
+Implementation of DenseNets", 2017). Where one launch computes the first part and siblings of it that
+are not concatenated (`own_siblings.py`), these lie in front, in the same memory.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -17,17 +18,33 @@ from nimblec.kernels.parts import joined, place
 from nimblec.optimize.layout import is_channels_last
 from nimblec.optimize.outputs import output_strides, restore_strides
 from nimblec.optimize.own_kernels import requests
-from nimblec.optimize.rewriter import Rewriter, bound, fake, only_user
+from nimblec.optimize.rewriter import Rewriter, bound, fake, is_call, only_user
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Whole:
-    """Concatenations of the first so many of ``parts``, by their number: the longest one, of all, comes first."""
+    """Concatenations of the first so many of ``parts``, by their number: the longest one, of all, comes first.
+
+    ``front`` is the call whose last channels are the first part, where it is a part of a result itself.
+    """
 
     parts: tuple[fx.Node, ...]
     prefixes: Mapping[fx.Node, int]
+    front: fx.Node | None
+
+
+def begins_concatenations(part: fx.Node) -> bool:
+    """Whether nothing reads the images but concatenations of channels, as their first part."""
+    users = list(part.users)
+    return bool(users) and all(
+        is_call(user, aten.cat.default)
+        and _is_of_channels(user)
+        and bound(user)["tensors"][0] is part
+        and bound(user)["tensors"].count(part) == 1
+        for user in users
+    )
 
 
 def place_parts(module: fx.GraphModule) -> None:
@@ -46,6 +63,8 @@ def place_parts(module: fx.GraphModule) -> None:
     replaced: dict[fx.Node, fx.Node] = {}
     for whole in wholes:
         parts = [replaced.get(part, part) for part in whole.parts]  # one may have been a concatenation itself
+        if whole.front is not None:
+            parts[0] = whole.front
         replaced |= _take_apart(rewriter, parts, whole.prefixes)
     rewriter.propagate()
     restore_strides(module, strides)
@@ -61,9 +80,22 @@ def _wholes(found: Collection[fx.Node], written: Collection[fx.Node]) -> Iterato
         prefixes = {node: len(parts[node]) for node in left if parts[node] == every[: len(parts[node])]}
         users = {*prefixes, *(inner for node in prefixes for inner in _inner(node, found))}
         left = [node for node in left if node not in users]
-        copied = [p for p in every if p not in written or not users.issuperset(p.users)]
+        front = _front(every[0], written)
+        computed = written if front is None else {*written, every[0]}
+        copied = [p for p in every if p not in computed or not users.issuperset(p.users)]
         if len(set(every)) == len(every) and len(copied) < len(prefixes) and _is_aligned(longest, every):
-            yield _Whole(parts=every, prefixes=prefixes)
+            yield _Whole(parts=every, prefixes=prefixes, front=front)
+
+
+def _front(part: fx.Node, written: Collection[fx.Node]) -> fx.Node | None:
+    """The call, of those ``written``, whose last channels are ``part``, and of which nothing reads all at once."""
+    if not is_call(part, aten.slice.Tensor):
+        return None
+    given = bound(part)
+    images, begin = given["self"], given["start"] or 0
+    is_last = given["dim"] == 1 and given["step"] == 1 and begin + fake(part).shape[1] == fake(images).shape[1]
+    is_read_in_parts = all(is_call(user, aten.slice.Tensor) for user in images.users)
+    return images if images in written and is_last and is_read_in_parts else None
 
 
 def _is_of_channels(node: fx.Node) -> bool:
@@ -101,22 +133,31 @@ def _is_aligned(whole: fx.Node, parts: Sequence[fx.Node]) -> bool:
 def _take_apart(
     rewriter: Rewriter, parts: Sequence[fx.Node], prefixes: Mapping[fx.Node, int]
 ) -> dict[fx.Node, fx.Node]:
-    """What stands for each of ``prefixes``, which are erased."""
+    """What stands for each of ``prefixes``, which are erased.
+
+    The first of ``parts`` may have more channels than are concatenated, in front.
+    """
     longest = next(iter(prefixes))
     order = {node: n for n, node in enumerate(rewriter.graph.nodes)}
     first = min((part for part in parts if part.op == "call_function"), key=order.__getitem__, default=longest)
     value = fake(longest)
-    shape, strides = list(value.shape), list(value.stride())
-    how = {"dtype": value.dtype, "device": value.device}
-    memory = rewriter.call(aten.empty_strided.default, shape, strides, at=first, **how)
     ends = list(accumulate(fake(part).shape[1] for part in parts))
+    in_front = ends[-1] - value.shape[1]
+    shape = [value.shape[0], ends[-1], *value.shape[2:]]
+    strides = value.new_empty(shape).to(memory_format=torch.channels_last).stride()
+    how = {"dtype": value.dtype, "device": value.device}
+    memory = rewriter.call(aten.empty_strided.default, shape, list(strides), at=first, **how)
     placed = []
     for part, begin, end in zip(parts, [0, *ends], ends, strict=False):
         where = rewriter.call(aten.slice.Tensor, memory, 1, begin, end, at=first)
         at = part.next if part.op == "call_function" else first
         placed.append(rewriter.call(place, where, part, at=at))
+    whole = memory
+    if in_front:
+        whole = rewriter.call(aten.slice.Tensor, memory, 1, in_front, ends[-1], at=first)
+        parts[0].replace_all_uses_with(placed[0], delete_user_cb=lambda user: user is not placed[0])
     replaced = {}
     for node, count in prefixes.items():
-        replaced[node] = rewriter.call(joined, memory, placed[:count], ends[count - 1], at=node)
+        replaced[node] = rewriter.call(joined, whole, placed[:count], ends[count - 1] - in_front, at=node)
         rewriter.replace(node, replaced[node])
     return replaced

@@ -6,6 +6,7 @@ import torch
 from torch import fx
 
 from nimblec.kernels.ops import ALIGNMENT_NBYTES
+from nimblec.optimize.own_concatenation import begins_concatenations
 from nimblec.optimize.own_kernels import Request, requests
 from nimblec.optimize.rewriter import Rewriter, bound, fake, only_user
 from nimblec.optimize.side_by_side import replace_by_slices
@@ -15,15 +16,24 @@ def join_siblings(module: fx.GraphModule) -> None:
     """Convolutions of one geometry that read the same images become one, before `use_own_kernels`.
 
     Only where nothing but our convolutions reads the results, which are parts of the channels of larger
-    images from then on.
+    images from then on. The last one of them may begin a concatenation instead: `place_parts` lets that
+    follow in the same memory.
     """
     rewriter = Rewriter(module)
     asked = [request for request in requests(module) if request.kind != "linear"]
     readers = {_head(request) for request in asked}
     siblings: dict[object, list[Request]] = {}
+    beginnings: dict[object, Request] = {}
     for request in asked:
-        if _can_join(request, readers):
+        if not _can_join(request):
+            continue
+        if _is_read_by(readers, request.nodes[-1]):
             siblings.setdefault(_shared(request), []).append(request)
+        elif begins_concatenations(request.nodes[-1]):
+            beginnings.setdefault(_shared(request), request)
+    for key, group in siblings.items():
+        if key in beginnings:
+            group.append(beginnings[key])
     groups = [group for group in siblings.values() if len(group) > 1]
     for group in groups:
         _join(rewriter, group)
@@ -37,15 +47,18 @@ def _head(request: Request) -> fx.Node:
     return request.nodes[len(request.before.nodes) if request.before else 0]
 
 
-def _can_join(request: Request, readers: Collection[fx.Node]) -> bool:
-    last = request.nodes[-1]
+def _can_join(request: Request) -> bool:
     return (
         request.kind == "convolution"
         and request.residual is None
-        and all(user in readers and user.all_input_nodes.count(last) == 1 for user in last.users)
-        and fake(last).shape[1] * request.dtype.itemsize % ALIGNMENT_NBYTES == 0
+        and fake(request.nodes[-1]).shape[1] * request.dtype.itemsize % ALIGNMENT_NBYTES == 0
         and only_user(request.weight) is not None  # other users would keep them: twice the memory
     )
+
+
+def _is_read_by(readers: Collection[fx.Node], images: fx.Node) -> bool:
+    """Whether nothing else reads the images, and each once."""
+    return all(user in readers and user.all_input_nodes.count(images) == 1 for user in images.users)
 
 
 def _shared(request: Request) -> object:
@@ -57,14 +70,14 @@ def _shared(request: Request) -> object:
 
 def _join(rewriter: Rewriter, group: list[Request]) -> None:
     heads = [_head(request) for request in group]
-    first = heads[0]
-    given = bound(first)
+    first = min(heads, key=list(rewriter.graph.nodes).index)
+    given = bound(heads[0])
     for name in ("weight", "bias"):
         if given[name] is not None:
             parts = [rewriter.value(bound(head)[name]) for head in heads]
             given[name] = rewriter.constant(torch.cat(parts), at=first)
-    joined = rewriter.call(first.target, *given.values(), at=first)
+    joined = rewriter.call(heads[0].target, *given.values(), at=first)
     lasts = [request.nodes[-1] for request in group]
-    if lasts[0] is not first:
+    if lasts[0] is not heads[0]:
         joined = rewriter.call(lasts[0].target, joined, *lasts[0].args[1:], at=first, **lasts[0].kwargs)
     replace_by_slices(rewriter, lasts, joined)
