@@ -9,6 +9,7 @@ from nimblec.kernels import ops
 from nimblec.kernels.candidates import candidates
 from nimblec.kernels.depthwise import depthwise, depthwise_candidates, pack_depthwise
 from nimblec.kernels.launching import TRIGGERS, Arithmetic
+from nimblec.kernels.norm import normalized
 from nimblec.kernels.packing import counters, pack_convolution, pack_linear
 from nimblec.kernels.reference import Prologue, finish
 from nimblec.kernels.shapes import Convolution, Tiling, product
@@ -98,6 +99,46 @@ def test_products(activation: str) -> None:
             ops.linear(x, packed, None, None, arrived, 200, activation, tiling.numbers, "late") for _ in range(20)
         ]
         _check(results, finish(total, None, activation), arrived)
+
+
+ROWS, COLUMNS, WIDE = 197, 768, 3072
+
+
+@pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_norms_between_products(dtype: torch.dtype, rms: bool) -> None:
+    """A transformer without attention, all launches programmatic, against one after the other."""
+    x = torch.randn(ROWS, COLUMNS, device="cuda").to(dtype)
+    up = (torch.randn(COLUMNS, WIDE, device="cuda") / COLUMNS**0.5).to(dtype)
+    down = (torch.randn(WIDE, COLUMNS, device="cuda") / WIDE**0.5).to(dtype)
+    pairs = candidates(product(ROWS, COLUMNS, WIDE), limit=3), candidates(product(ROWS, WIDE, COLUMNS), limit=3)
+    for tilings in zip(*pairs, strict=True):
+        residual, result = _blocks(x, up, down, tilings, rms, "late", 1)
+        inner = functional.gelu(x.double() @ up.double()).to(dtype)
+        normal = normalized(residual, None, None, 1e-5, rms, torch.float32).double()
+        eps = 4 * torch.finfo(dtype).eps
+        _check([residual], inner.double() @ down.double() + x, None, eps=eps)
+        _check([result], functional.gelu(normal @ up.double()), None, eps=eps)
+        _, apart = _blocks(x, up, down, tilings, rms, "none", 20)
+        for trigger in ("late", "early") * 5:
+            assert torch.equal(_blocks(x, up, down, tilings, rms, trigger, 20)[1], apart)
+
+
+def _blocks(
+    x: Tensor, up: Tensor, down: Tensor, tilings: tuple[Tiling, ...], rms: bool, trigger: str, length: int
+) -> tuple[Tensor, Tensor]:
+    """The sum of all blocks' results and ``x``, and what the first product makes of its norm."""
+    there, back = tilings
+    arrived = _counters(product(ROWS, COLUMNS, WIDE), there), _counters(product(ROWS, WIDE, COLUMNS), back)
+    packed = pack_linear(up, there), pack_linear(down, back)
+    norm = {"column_sums": up.float().sum(0), "eps": 1e-5, "rms": rms}
+    wider = (None, None, arrived[0], WIDE, "gelu", there.numbers, trigger)
+    result = ops.linear(x, packed[0], *wider)
+    for _ in range(length):
+        end = (None, x, arrived[1], COLUMNS, "none", back.numbers, trigger)
+        x, moments = ops.linear_and_moments(result, packed[1], *end)
+        result = ops.linear(x, packed[0], *wider, moments=moments, **norm)
+    return x, result
 
 
 def test_long_sums_in_three_products_keep_all_bits() -> None:

@@ -15,9 +15,10 @@ import torch
 from torch.nn import functional
 from nimblec.kernels.depthwise import DepthwiseTiling, launch_depthwise, pack_depthwise
 from nimblec.kernels.launching import launch_convolution
-from nimblec.kernels.packing import counters, pack_convolution
-from nimblec.kernels.reference import Prologue, finish
-from nimblec.kernels.shapes import Convolution, Tiling
+from nimblec.kernels.norm import normalized
+from nimblec.kernels.packing import counters, pack_convolution, pack_linear
+from nimblec.kernels.reference import Prologue, RowNorm, finish, moments_of
+from nimblec.kernels.shapes import Convolution, Tiling, product
 
 def prologue(channels, images, before, gate):
     if not before and not gate:
@@ -52,6 +53,25 @@ def check(size, channels, out, tiling, activation="relu", *, batch=1, kernel=1, 
     assert not arrived.any(), arrived
     assert whole[..., :-out].isnan().all()
 
+def normed(rows, columns, out, tiling, widths, *, rms=False, residual=False, activation="none"):
+    # of rows whose moments another product left, with the moments of its own result
+    torch.manual_seed(0)
+    tiling = Tiling.of(tiling)
+    x, weight = torch.randn(rows, columns).half() * 2 + 1, (torch.randn(out, columns) / columns ** 0.5).half()
+    b, r = torch.randn(out).half(), torch.randn(rows, out).half() if residual else None
+    norm = RowNorm(moments=moments_of(x, widths), column_sums=weight.float().sum(1), eps=1e-2, rms=rms)
+    y, left = torch.empty(rows, out).half(), torch.full((out // tiling.block_n, 2, rows), torch.nan)
+    shape = product(rows, columns, out)
+    down, across = tiling.tiles(shape)
+    arrived = counters(down * across, x.device)
+    launch_convolution(shape, tiling, x=x, weight=pack_linear(weight.t(), tiling), bias=b, residual=r,
+        prologue=Prologue(), out=y, counters=arrived, activation=activation, trigger="none", arithmetic="tf32",
+        norm=norm, out_moments=left)
+    normal = normalized(x.float(), None, None, 1e-2, rms, torch.float32)
+    expected = finish(normal @ weight.t().float() + b.float(), r, activation)
+    torch.testing.assert_close(y.float(), expected, atol=8e-3, rtol=2e-3)
+    torch.testing.assert_close(left, moments_of(y, tiling.block_n), atol=1e-5, rtol=1e-5)
+
 def depthwise(size, channels, tiling, activation="relu", *, kernel=3, stride=1, padding=1, dilation=1, residual=False,
               before="", gate=False, slices=1, multiplier=1):
     torch.manual_seed(0)
@@ -83,6 +103,10 @@ CASES = {  # none in bfloat16: the interpreter multiplies the bits of bfloat16 a
     "odd channels and stride": "check((9, 5), 10, 33, [16, 16, 16, 1, 4, 2], 'relu6', kernel=3, stride=2, padding=1)",
     "product": "check((1, 37), 80, 50, [16, 32, 32, 1, 4, 2], 'none', bias=False)",
     "product split": "check((1, 5), 200, 50, [16, 32, 32, 3, 4, 2], 'tanh', residual=True)",
+    "product of a norm": "normed(37, 96, 32, [16, 16, 32, 1, 4, 2], 32, residual=True, activation='gelu')",
+    "product of a norm, split": "normed(5, 96, 64, [16, 32, 32, 3, 4, 2], 32, residual=True)",
+    "product of an RMS norm": "normed(20, 80, 16, [32, 16, 32, 1, 4, 2], 16, rms=True)",
+    "product of an RMS norm, split": "normed(20, 64, 16, [32, 16, 16, 2, 4, 2], 64, rms=True)",
     "slice of channels": "check((6, 7), 16, 20, [16, 16, 16, 1, 4, 2], 'sigmoid', kernel=3, slices=2, padding=1)",
     "into a part": "check((6, 7), 16, 24, [16, 16, 16, 1, 4, 2], kernel=3, padding=1, parts=3, residual=True, batch=2)",
     "into a part, split": "check((6, 7), 16, 24, [16, 16, 16, 3, 4, 2], kernel=3, parts=2, residual=True)",
@@ -107,7 +131,7 @@ import re
 from nimblec.kernels.compiling import compile_job, convolution_job, depthwise_job
 from nimblec.kernels.depthwise import DepthwiseTiling, depthwise_settings
 from nimblec.kernels.launching import settings
-from nimblec.kernels.shapes import Convolution, Tiling
+from nimblec.kernels.shapes import Convolution, Tiling, product
 shape = Convolution(batch=1, height=14, width=14, channels=256, out_channels=256, kernel=(3, 3), padding=(1, 1))
 end = {"bias", "residual"}
 for tiling, trigger, before, has in (
@@ -130,6 +154,14 @@ for tiling, trigger, before, has in (
     early = launch < fetch < wait if trigger == "early" else fetch < wait < launch
     reads = min(ptx.find(word, 0) for word in ("cp.async.cg.shared.global", "st.global") if word in ptx)
     print(*found, early, wait < reads)
+for norm in ("none", "layer", "rms"):
+    constants = settings(product(197, 768, 768), Tiling.of([64, 64, 64, 1, 4, 3]), activation="none", trigger="late",
+        norm=norm, eps=1e-5, parts=12)
+    job = convolution_job(constants, dtype="bfloat16", has={"bias", "out_moments"})
+    ptx = compile_job(job, capability=90).asm["ptx"]
+    assert "wgmma.mma_async" in ptx
+    assert ptx.index("griddepcontrol.wait") < ptx.index("cp.async.cg.shared.global")
+    assert ("rsqrt" in ptx) == (norm != "none")
 shape = Convolution(batch=1, height=14, width=14, channels=96, out_channels=96, kernel=(3, 3), padding=(1, 1))
 constants = depthwise_settings(shape, DepthwiseTiling(block_m=8, block_c=32), activation="relu6", trigger="late")
 ptx = compile_job(depthwise_job(constants, dtype="bfloat16", has={"bias"}), capability=90).asm["ptx"]

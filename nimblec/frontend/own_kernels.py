@@ -8,6 +8,7 @@ from nimblec.optimize.layout import lay_float32_channels_last
 from nimblec.optimize.own_attention import select_own_attention
 from nimblec.optimize.own_concatenation import place_parts
 from nimblec.optimize.own_kernels_choice import select_own_kernels
+from nimblec.optimize.own_normed_products import absorb_norms
 from nimblec.optimize.own_selection import Times
 from nimblec.optimize.own_siblings import join_siblings
 from nimblec.optimize.rewriter import copied
@@ -25,8 +26,9 @@ def with_own_products(model: TorchModel, times: Times) -> TorchModel:
 
 
 def with_own_norms(model: TorchModel, times: Times) -> TorchModel:
-    """With our norms too, and the sums before them that products have left."""
+    """With our norms too: inside products where that can be, or by launches, with the sums that products have left."""
     module = copied(model.module)
+    absorb_norms(module)
     own_norms.select_own_norms(module, times)
     return replace(model, module=module)
 

@@ -31,14 +31,16 @@ class Job:
 def convolution_job(settings: dict[str, Any], *, dtype: str, has: Collection[str]) -> Job:
     """The job of a launch by `launch_convolution`.
 
-    ``dtype`` as in "float16"; ``has`` names the optional tensors: bias, residual, scale, shift, gate.
+    ``dtype`` as in "float16"; ``has`` names the optional tensors: bias, residual, scale, shift, gate, out_moments.
     """
-    is_split = settings["SPLIT_K"] > 1
+    is_split, has_norm = settings["SPLIT_K"] > 1, settings["NORM"] != "none"
     pointers = (
         dtype,
         dtype,
         *_optional(dtype, has),
+        *(["float32" if has_norm else None] * 2),
         dtype,
+        "float32" if "out_moments" in has else None,
         "float32" if is_split else None,
         "int32" if is_split else None,
     )

@@ -15,6 +15,12 @@ off what they add (Ootomo and Yokota, "Recovering single precision accuracy from
 
 A prologue, ``activation(x * scale + shift) * gate``, is applied to what is read; padding stays zero.
 
+Rows of a product may be normalised, by layer norm or RMS norm, without that anybody writes them: the kernel
+that makes them leaves ``moments`` of each tile's part of a row, its mean and its sum of squared differences
+from that, which the product puts together (Chan, Golub and LeVeque, "Algorithms for Computing the Sample
+Variance", 1983). As ``((x - mean) / deviation) w`` is ``(x w - mean * sum(w)) / deviation``, only the sum is
+corrected; weights hold the norm's own, the bias what its bias gives.
+
 Under programmatic dependent launch (CUDA programming guide, "Programmatic Dependent Launch and
 Synchronization") a block starts while the kernel before it still runs. It fetches its weights into
 the L2 cache, as nothing ever writes them, and waits before it touches anything else. All blocks
@@ -37,7 +43,10 @@ def convolution(
     scale_ptr,
     shift_ptr,
     gate_ptr,
+    moments_ptr,
+    sums_ptr,
     out_ptr,
+    out_moments_ptr,
     partials_ptr,
     counters_ptr,
     ROWS: tl.constexpr,
@@ -58,6 +67,9 @@ def convolution(
     DILATION_H: tl.constexpr,
     DILATION_W: tl.constexpr,
     BEFORE: tl.constexpr,
+    NORM: tl.constexpr,
+    EPS: tl.constexpr,
+    PARTS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -69,7 +81,9 @@ def convolution(
     """Of x (pixels, channels), weight in tiles, bias (out channels,), residual and out (rows, out channels).
 
     Pixels of x are ``PIXEL_STRIDE`` elements apart, rows of out ``OUT_STRIDE``; all else is dense. The
-    prologue has scale and shift (channels,) in float32, gate (images, channels).
+    prologue has scale and shift (channels,) in float32, gate (images, channels). ``NORM`` is "none", "layer"
+    or "rms", of rows whose moments are (parts, 2, rows) of equal parts of a row; sums (out channels,) are of
+    each channel's weights. The moments of out, where they are asked for, are (tiles across, 2, rows).
     """
     if TRIGGER == "early":
         gdc_launch_dependents()
@@ -106,6 +120,8 @@ def convolution(
         bias = tl.load(bias_ptr + columns, mask=columns < OUT_CHANNELS, other=0.0).to(tl.float32)
     else:
         bias = tl.zeros((BLOCK_N,), tl.float32)
+    if NORM != "none":
+        sums = tl.load(sums_ptr + columns, mask=columns < OUT_CHANNELS, other=0.0)
 
     rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     image = rows // (OUT_HEIGHT * OUT_WIDTH)
@@ -125,6 +141,8 @@ def convolution(
 
     if residual_ptr is not None and SPLIT_K == 1:  # asked for now, there by the time that the sum is
         residual = tl.load(residual_ptr + residual_offsets, mask=exists, other=0.0)
+    if NORM != "none":
+        mean, scale = normalization(moments_ptr, rows, ROWS, CHANNELS, PARTS, EPS, NORM)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for n in tl.range(0, PART):
         step = begin + n
@@ -165,10 +183,14 @@ def convolution(
         total = tl.dot(pixels, weights.T, total, input_precision=PRECISION)
 
     if SPLIT_K == 1:
+        if NORM != "none":
+            total = (total - mean[:, None] * sums[None, :]) * scale[:, None]
         if residual_ptr is not None:
             total += residual.to(tl.float32)
-        total = activate(total + bias[None, :], ACTIVATION)
-        tl.store(out_ptr + out_offsets, total.to(out_ptr.dtype.element_ty), mask=exists)
+        result = activate(total + bias[None, :], ACTIVATION).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + out_offsets, result, mask=exists)
+        if out_moments_ptr is not None:
+            store_moments(out_moments_ptr + tile_n * (2 * ROWS), result, rows, ROWS, BLOCK_N)
     else:
         tile = tile_n * TILES_M + tile_m
         SIZE: tl.constexpr = BLOCK_M * BLOCK_N
@@ -182,10 +204,48 @@ def convolution(
             total = tl.load(partial_ptrs, cache_modifier=".cg")
             for other in tl.static_range(1, SPLIT_K):
                 total += tl.load(partial_ptrs + other * SIZE, cache_modifier=".cg")
+            if NORM != "none":
+                total = (total - mean[:, None] * sums[None, :]) * scale[:, None]
             if residual_ptr is not None:
                 total += tl.load(residual_ptr + residual_offsets, mask=exists, other=0.0).to(tl.float32)
-            total = activate(total + bias[None, :], ACTIVATION)
-            tl.store(out_ptr + out_offsets, total.to(out_ptr.dtype.element_ty), mask=exists)
+            result = activate(total + bias[None, :], ACTIVATION).to(out_ptr.dtype.element_ty)
+            tl.store(out_ptr + out_offsets, result, mask=exists)
+            if out_moments_ptr is not None:
+                store_moments(out_moments_ptr + tile_n * (2 * ROWS), result, rows, ROWS, BLOCK_N)
+
+
+@triton.jit
+def normalization(
+    moments_ptr,
+    rows,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr,
+    EPS: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    """The mean of each of ``rows`` of ``COLUMNS`` numbers, zero for "rms", and one over the deviation from it."""
+    parts = tl.arange(0, triton.next_power_of_2(PARTS))
+    mask = (rows < ROWS)[:, None] & (parts < PARTS)[None, :]
+    pointers = moments_ptr + parts[None, :] * (2 * ROWS) + rows[:, None]
+    means = tl.load(pointers, mask=mask, other=0.0)
+    squares = tl.sum(tl.load(pointers + ROWS, mask=mask, other=0.0), 1)
+    mean = tl.sum(means, 1) * (1.0 / PARTS)
+    if NORM == "rms":
+        mean = tl.zeros_like(mean)
+    apart = tl.where(mask, means - mean[:, None], 0.0)
+    squares += tl.sum(apart * apart, 1) * (COLUMNS // PARTS)
+    return mean, tl.rsqrt(squares * (1.0 / COLUMNS) + EPS)
+
+
+@triton.jit
+def store_moments(moments_ptr, values, rows, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The mean of each row of ``values`` (rows, ``COLUMNS``), then the sum of squared differences from it."""
+    values = values.to(tl.float32)
+    mean = tl.sum(values, 1) * (1.0 / COLUMNS)
+    apart = values - mean[:, None]
+    tl.store(moments_ptr + rows, mean, mask=rows < ROWS)
+    tl.store(moments_ptr + ROWS + rows, tl.sum(apart * apart, 1), mask=rows < ROWS)
 
 
 @triton.jit

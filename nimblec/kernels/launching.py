@@ -5,7 +5,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from nimblec.kernels.reference import Prologue
+from nimblec.kernels.reference import Prologue, RowNorm
 from nimblec.kernels.shapes import Convolution, Tiling
 
 Trigger = Literal["none", "late", "early"]
@@ -30,8 +30,14 @@ def launch_convolution(
     activation: str,
     trigger: str,
     arithmetic: str,
+    norm: RowNorm | None = None,
+    out_moments: Tensor | None = None,
 ) -> None:
-    """Write the convolution of ``x`` to ``out``, rows of ``shape.out_stride`` elements in memory."""
+    """Write the convolution of ``x`` to ``out``, rows of ``shape.out_stride`` elements in memory.
+
+    For products ``norm`` is of the rows of ``x``; ``out_moments`` takes those of ``out``, of whose rows each
+    tile then has ``block_n`` columns.
+    """
     from nimblec.kernels.convolution_template import convolution
 
     down, across = tiling.tiles(shape)
@@ -39,8 +45,12 @@ def launch_convolution(
     if tiling.split_k > 1:
         sums = down * across * tiling.split_k, tiling.block_m * tiling.block_n
         partials = torch.empty(sums, dtype=torch.float32, device=x.device)
-    pointers = (x, weight, bias, residual, *prologue.tensors, out, partials, counters if tiling.split_k > 1 else None)
-    how = {"activation": activation, "trigger": trigger, "arithmetic": arithmetic}
+    read = (None, None) if norm is None else (norm.moments, norm.column_sums)
+    shared = partials, counters if tiling.split_k > 1 else None
+    pointers = (x, weight, bias, residual, *prologue.tensors, *read, out, out_moments, *shared)
+    how: dict[str, Any] = {"activation": activation, "trigger": trigger, "arithmetic": arithmetic}
+    if norm is not None:
+        how |= {"norm": "rms" if norm.rms else "layer", "eps": norm.eps, "parts": len(norm.moments)}
     constants = settings(shape, tiling, before=prologue.activation, **how)
     convolution[tiling.blocks(shape),](*pointers, **constants)
 
@@ -53,6 +63,9 @@ def settings(
     trigger: str,
     before: str = "none",
     arithmetic: str = "tf32",
+    norm: str = "none",
+    eps: float = 0.0,
+    parts: int = 1,
 ) -> dict[str, Any]:
     """What is compiled into a kernel: the template's constants and Triton's options."""
     return {
@@ -60,6 +73,9 @@ def settings(
         "OUT_CHANNELS": shape.out_channels,
         "OUT_STRIDE": shape.out_stride or shape.out_channels,
         "BEFORE": before,
+        "NORM": norm,
+        "EPS": eps,
+        "PARTS": parts,
         "ACTIVATION": activation,
         "BLOCK_M": tiling.block_m,
         "BLOCK_N": tiling.block_n,

@@ -1,5 +1,8 @@
 """The kernels as torch ops in the namespace ``nimblec``: calls that a graph holds and dispatch modes see.
 
+``linear_and_moments`` also returns the `nimblec.kernels.reference.moments_of` its result, of parts as wide
+as its tiles; a product that is given moments is of the normalised rows of ``x`` (`RowNorm`).
+
 Results are new memory, but for `convolution_into`, which writes its result to ``out``, part of the
 channels of larger images. ``counters`` is written by the kernel and is zero again when it ends; calls
 that may run side by side need counters of their own. ``trigger`` is a `nimblec.kernels.launching.Trigger`;
@@ -9,6 +12,7 @@ is a `nimblec.kernels.launching.Arithmetic`.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +21,7 @@ from torch.nn import functional
 
 from nimblec.kernels.launching import launch_convolution
 from nimblec.kernels.packing import unpack_rows
-from nimblec.kernels.reference import NO_PROLOGUE, Prologue, as_multiplied, finish
+from nimblec.kernels.reference import NO_PROLOGUE, Prologue, RowNorm, as_multiplied, finish, moments_of
 from nimblec.kernels.shapes import Convolution, Pair, Tiling, product
 
 ALIGNMENT_NBYTES = 16
@@ -33,10 +37,13 @@ _CONVOLUTION = (
 )
 _LIBRARY.define(f"convolution({_CONVOLUTION}) -> Tensor")
 _LIBRARY.define(f"convolution_into({_CONVOLUTION}, Tensor(b!) out) -> Tensor(b!)")
-_LIBRARY.define(
-    "linear(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor(a!)? counters, int out_channels, "
-    "str activation, int[] tiling, str trigger, *, str arithmetic='tf32') -> Tensor"
+_LINEAR = (
+    "Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor(a!)? counters, int out_channels, "
+    "str activation, int[] tiling, str trigger, *, str arithmetic='tf32', "
+    "Tensor? moments=None, Tensor? column_sums=None, float eps=0., bool rms=False"
 )
+_LIBRARY.define(f"linear({_LINEAR}) -> Tensor")
+_LIBRARY.define(f"linear_and_moments({_LINEAR}) -> (Tensor, Tensor)")
 
 
 def convolution_shape(
@@ -218,12 +225,45 @@ def _linear_fake(
     _counters: Tensor | None,
     out_channels: int,
     *_how: object,
-    **_arithmetic: object,
+    **_norm: object,
 ) -> Tensor:
     return x.new_empty((x.shape[0], out_channels))
 
 
-def _linear_cuda(
+def _linear_and_moments_fake(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    counters: Tensor | None,
+    out_channels: int,
+    activation: str,
+    tiling: Sequence[int],
+    *_how: object,
+    **_norm: object,
+) -> tuple[Tensor, Tensor]:
+    out = _linear_fake(x, weight, bias, residual, counters, out_channels, activation)
+    return out, new_moments(out, Tiling.of(tiling))
+
+
+def new_moments(out: Tensor, tiling: Tiling) -> Tensor:
+    """Memory for those of ``out`` (rows, columns), of parts as wide as tiles, of which each row has a whole number."""
+    rows, columns = out.shape
+    assert columns % tiling.block_n == 0, f"{columns} columns are no multiple of {tiling.block_n}"
+    return out.new_empty((columns // tiling.block_n, 2, rows), dtype=torch.float32)
+
+
+def _linear_cuda(x: Tensor, *given: Any, **how: Any) -> Tensor:
+    return _launch_linear(x, *given, **how, has_moments=False)[0]
+
+
+def _linear_and_moments_cuda(x: Tensor, *given: Any, **how: Any) -> tuple[Tensor, Tensor]:
+    out, moments = _launch_linear(x, *given, **how, has_moments=True)
+    assert moments is not None
+    return out, moments
+
+
+def _launch_linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -234,11 +274,14 @@ def _linear_cuda(
     tiling: Sequence[int],
     trigger: str,
     *,
+    has_moments: bool,
     arithmetic: str = "tf32",
-) -> Tensor:
+    **norm: Any,
+) -> tuple[Tensor, Tensor | None]:
     rows, depth = x.shape
     x = x if depth == 1 or x.stride(1) == 1 else x.contiguous()
     out = x.new_empty((rows, out_channels))
+    moments = new_moments(out, Tiling.of(tiling)) if has_moments else None
     launch_convolution(
         product(rows, depth, out_channels, row_stride=x.stride(0) if rows > 1 else depth),
         Tiling.of(tiling),
@@ -252,8 +295,18 @@ def _linear_cuda(
         activation=activation,
         trigger=trigger,
         arithmetic=arithmetic,
+        norm=_row_norm(**norm),
+        out_moments=moments,
     )
-    return out
+    return out, moments
+
+
+def _row_norm(
+    moments: Tensor | None = None, column_sums: Tensor | None = None, eps: float = 0.0, rms: bool = False
+) -> RowNorm | None:
+    if moments is None or column_sums is None:
+        return None
+    return RowNorm(moments=moments, column_sums=column_sums, eps=eps, rms=rms)
 
 
 def _linear_cpu(
@@ -268,10 +321,22 @@ def _linear_cpu(
     trigger: str,  # noqa: ARG001
     *,
     arithmetic: str = "tf32",
+    **norm: Any,
 ) -> Tensor:
     filters = unpack_rows(weight, out_channels, x.shape[1])
-    total = functional.linear(*(as_multiplied(t, x.dtype, arithmetic) for t in (x, filters)), _float(bias))
+    total = functional.linear(*(as_multiplied(t, x.dtype, arithmetic) for t in (x, filters)))
+    row_norm = _row_norm(**norm)
+    if row_norm is not None:
+        total = row_norm(total, x.shape[1])
+    if bias is not None:
+        total += bias.float()
     return finish(total, residual, activation).to(x.dtype)
+
+
+def _linear_and_moments_cpu(x: Tensor, *given: Any, **how: Any) -> tuple[Tensor, Tensor]:
+    out = _linear_cpu(x, *given, **how)
+    *_, tiling, _trigger = given
+    return out, moments_of(out, Tiling.of(tiling).block_n)
 
 
 def _float(tensor: Tensor | None) -> Tensor | None:
@@ -282,6 +347,7 @@ for _name, _fake, _cuda, _cpu in (
     ("convolution", _convolution_fake, _convolution_cuda, _convolution_cpu),
     ("convolution_into", _convolution_fake, _convolution_cuda, _convolution_cpu),
     ("linear", _linear_fake, _linear_cuda, _linear_cpu),
+    ("linear_and_moments", _linear_and_moments_fake, _linear_and_moments_cuda, _linear_and_moments_cpu),
 ):
     torch.library.register_fake(f"nimblec::{_name}", _fake, lib=_LIBRARY)
     _LIBRARY.impl(_name, _cuda, "CUDA")
@@ -290,3 +356,4 @@ for _name, _fake, _cuda, _cpu in (
 convolution: OpOverload = torch.ops.nimblec.convolution.default
 convolution_into: OpOverload = torch.ops.nimblec.convolution_into.default
 linear: OpOverload = torch.ops.nimblec.linear.default
+linear_and_moments: OpOverload = torch.ops.nimblec.linear_and_moments.default

@@ -53,6 +53,35 @@ class Prologue:
 NO_PROLOGUE = Prologue()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RowNorm:
+    """A norm of the rows (rows, columns) of a product, as its sum is corrected by it.
+
+    ``moments`` (parts, 2, rows) are means and sums of squared differences of equal parts of each row;
+    ``column_sums`` (out channels,) of the weights, which hold the norm's own. Both are in float32.
+    """
+
+    moments: Tensor
+    column_sums: Tensor
+    eps: float
+    rms: bool
+
+    def __call__(self, total: Tensor, columns: int) -> Tensor:
+        """What the product of the normalised rows is, ``total`` being that of the rows as they are, in float32."""
+        means, squares = self.moments.unbind(1)
+        mean = torch.zeros_like(means[0]) if self.rms else means.mean(0)
+        squares = squares.sum(0) + (means - mean).square().sum(0) * (columns // len(means))
+        scale = torch.rsqrt(squares / columns + self.eps)
+        return (total - mean[:, None] * self.column_sums) * scale[:, None]
+
+
+def moments_of(values: Tensor, width: int) -> Tensor:
+    """The moments (parts, 2, rows), in float32, of parts of ``width`` columns each of ``values`` (rows, columns)."""
+    parts = values.float().unflatten(1, (-1, width))
+    mean = parts.mean(2)
+    return torch.stack([mean, (parts - mean[:, :, None]).square().sum(2)]).permute(2, 0, 1).contiguous()
+
+
 def as_multiplied(x: Tensor, dtype: torch.dtype, arithmetic: str) -> Tensor:
     """``x`` as kernels multiply it: of float32, tensor cores ignore the last 13 bits."""
     if dtype is torch.float32 and arithmetic == "tf32":

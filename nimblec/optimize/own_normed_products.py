@@ -1,0 +1,150 @@
+"""Norms between products of ours: the first leaves the moments of its rows, the second corrects its sums by them.
+
+So a norm costs no launch, and nobody writes the normalised rows (`nimblec.kernels.convolution_template`).
+Its own weights are multiplied into those of the products that read it.
+"""
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, fx
+
+from nimblec.kernels.compiling import Job, compile_all, convolution_job
+from nimblec.kernels.launching import settings
+from nimblec.kernels.ops import linear, linear_and_moments
+from nimblec.kernels.packing import pack_rows, unpack_rows
+from nimblec.kernels.shapes import Tiling, product
+from nimblec.optimize.fusible import is_view
+from nimblec.optimize.layout import HALF
+from nimblec.optimize.own_norms import Request, requests
+from nimblec.optimize.own_selection import dtype_name
+from nimblec.optimize.rewriter import Rewriter, bound, fake, is_call
+from nimblec.optimize.whole_views import WHOLE_VIEWS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Normed:
+    """A product that reads a norm, of what ``maker`` makes; ``weight`` (out channels, columns) holds the norm's."""
+
+    request: Request
+    maker: fx.Node
+    reader: fx.Node
+    weight: Tensor
+    bias: Tensor | None
+
+
+def absorb_norms(module: fx.GraphModule, *, compile_jobs: Callable[[Sequence[Job]], None] = compile_all) -> None:
+    """Take away the norms in half precision that our products alone read, of what one of them makes.
+
+    The kernels that are launched instead are compiled side by side, by ``compile_jobs``.
+    """
+    rewriter = Rewriter(module)
+    found = [normed for request in requests(module) for normed in _normed(rewriter, request)]
+    if not found:
+        return
+    calls = {maker: _leaving_moments(rewriter, maker) for maker in {normed.maker: None for normed in found}}
+    for normed in found:
+        _correct(rewriter, normed, calls.get(normed.reader, normed.reader), calls[normed.maker])
+    rewriter.finish()
+    jobs = (_job(node) for node in rewriter.calls(linear, linear_and_moments))
+    compile_jobs(list({repr(job): job for job in jobs if job is not None}.values()))
+
+
+def _normed(rewriter: Rewriter, request: Request) -> Iterator[_Normed]:
+    """The products that read a norm; none where it has to stay."""
+    x, result, maker = fake(request.x), fake(request.result), _maker(request.x)
+    if maker is None or request.residual is not None or x.dtype not in HALF or result.dtype != x.dtype:
+        return
+    columns = request.shape.columns
+    if fake(maker).shape[1] != columns or columns % Tiling.of(bound(maker)["tiling"]).block_n:
+        return
+    readers = list(_readers(request.result))
+    if not all(_is_product_of(reader, rows) for reader, rows in readers):
+        return
+    found = [_with_weights(rewriter, request, maker, reader) for reader, _ in readers]
+    if all(bool(normed.weight.isfinite().all()) for normed in found):
+        yield from found
+
+
+def _maker(node: fx.Node) -> fx.Node | None:
+    """The product whose result, as it lies in memory, the value without gaps is."""
+    while is_call(node, *WHOLE_VIEWS) and is_view(node):
+        node = node.args[0]  # type: ignore[assignment]
+    return node if is_call(node, linear) else None
+
+
+def _readers(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Who reads the value or a view of all of it, and which of them."""
+    for user in node.users:
+        if is_call(user, *WHOLE_VIEWS) and is_view(user):
+            yield from _readers(user)
+        else:
+            yield user, node
+
+
+def _is_product_of(reader: fx.Node, rows: fx.Node) -> bool:
+    is_product = is_call(reader, linear) and reader.args[0] is rows and fake(rows).is_contiguous()
+    return is_product and reader.all_input_nodes.count(rows) == 1
+
+
+def _with_weights(rewriter: Rewriter, request: Request, maker: fx.Node, reader: fx.Node) -> _Normed:
+    given = bound(reader)
+    packed, bias = rewriter.value(given["weight"]), rewriter.value(given["bias"])
+    scale, shift = rewriter.value(request.weight), rewriter.value(request.bias)
+    assert packed is not None
+    weight = unpack_rows(packed, given["out_channels"], request.shape.columns).float()
+    if shift is not None:
+        added = weight @ shift.float()
+        bias = (added if bias is None else added + bias.float()).to(packed.dtype)
+    if scale is not None:
+        weight = weight * scale.float()
+    return _Normed(request=request, maker=maker, reader=reader, weight=weight.to(packed.dtype), bias=bias)
+
+
+def _leaving_moments(rewriter: Rewriter, maker: fx.Node) -> fx.Node:
+    """The call that takes the place of a product and leaves the moments of its result too."""
+    call = rewriter.call(linear_and_moments, *maker.args, at=maker, **maker.kwargs)
+    rewriter.replace(maker, rewriter.call(operator.getitem, call, 0, at=maker))
+    return call
+
+
+def _correct(rewriter: Rewriter, normed: _Normed, reader: fx.Node, maker: fx.Node) -> None:
+    """Let ``reader`` take the rows that ``maker`` makes as they are."""
+    (rows,) = (user for user in maker.users if user.args[1] == 0)
+    tiling = Tiling.of(bound(reader)["tiling"])
+    packed = rewriter.constant(pack_rows(normed.weight, tiling), at=reader)
+    bias = None if normed.bias is None else rewriter.constant(normed.bias, at=reader)
+    norm = {
+        "moments": rewriter.call(operator.getitem, maker, 1, at=reader),
+        "column_sums": rewriter.constant(normed.weight.float().sum(1), at=reader),
+        "eps": normed.request.eps,
+        "rms": normed.request.shape.rms,
+    }
+    reader.args = (rows, packed, bias, *reader.args[3:])
+    reader.kwargs = {**reader.kwargs, **norm}
+
+
+def _job(node: fx.Node) -> Job | None:
+    """What a product launches where a norm is before or after it."""
+    given = bound(node)
+    x, moments = fake(given["x"]), given["moments"]
+    norm: dict[str, Any] = {}
+    if moments is not None:
+        norm = {"norm": "rms" if given["rms"] else "layer", "eps": given["eps"], "parts": len(fake(moments))}
+    elif is_call(node, linear):
+        return None
+    rows, depth = x.shape
+    constants = settings(
+        product(rows, depth, given["out_channels"], row_stride=x.stride(0) if rows > 1 else depth),
+        Tiling.of(given["tiling"]),
+        activation=given["activation"],
+        trigger=given["trigger"],
+        arithmetic=given["arithmetic"],
+        **norm,
+    )
+    has = {name for name in ("bias", "residual") if given[name] is not None}
+    if is_call(node, linear_and_moments):
+        has.add("out_moments")
+    return convolution_job(constants, dtype=dtype_name(x.dtype), has=has)
