@@ -16,10 +16,10 @@ off what they add (Ootomo and Yokota, "Recovering single precision accuracy from
 A prologue, ``activation(x * scale + shift) * gate``, is applied to what is read; padding stays zero.
 
 Rows of a product may be normalised, by layer norm or RMS norm, without that anybody writes them: the kernel
-that makes them leaves ``moments`` of each tile's part of a row, its mean and its sum of squared differences
-from that, which the product puts together (Chan, Golub and LeVeque, "Algorithms for Computing the Sample
-Variance", 1983). As ``((x - mean) / deviation) w`` is ``(x w - mean * sum(w)) / deviation``, only the sum is
-corrected; weights hold the norm's own, the bias what its bias gives.
+that makes them leaves ``moments`` of each tile's part of a row: its sum and its sum of squares, in float32,
+which loses less by their difference than rows of 11 bits have lost when they were rounded. As
+``((x - mean) / deviation) w`` is ``(x w - mean * sum(w)) / deviation``, only the sum is corrected; weights hold
+the norm's own, the bias what its bias gives.
 
 Under programmatic dependent launch (CUDA programming guide, "Programmatic Dependent Launch and
 Synchronization") a block starts while the kernel before it still runs. It fetches its weights into
@@ -121,7 +121,7 @@ def convolution(
     else:
         bias = tl.zeros((BLOCK_N,), tl.float32)
     if NORM != "none":
-        sums = tl.load(sums_ptr + columns, mask=columns < OUT_CHANNELS, other=0.0)
+        weight_sums = tl.load(sums_ptr + columns, mask=columns < OUT_CHANNELS, other=0.0)
 
     rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     image = rows // (OUT_HEIGHT * OUT_WIDTH)
@@ -142,7 +142,11 @@ def convolution(
     if residual_ptr is not None and SPLIT_K == 1:  # asked for now, there by the time that the sum is
         residual = tl.load(residual_ptr + residual_offsets, mask=exists, other=0.0)
     if NORM != "none":
-        mean, scale = normalization(moments_ptr, rows, ROWS, CHANNELS, PARTS, EPS, NORM)
+        parts = tl.arange(0, triton.next_power_of_2(PARTS))
+        moment_ptrs = moments_ptr + parts[None, :] * (2 * ROWS) + rows[:, None]
+        is_moment = (rows < ROWS)[:, None] & (parts < PARTS)[None, :]
+        sums = tl.load(moment_ptrs, mask=is_moment, other=0.0)
+        squares = tl.load(moment_ptrs + ROWS, mask=is_moment, other=0.0)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for n in tl.range(0, PART):
         step = begin + n
@@ -184,13 +188,13 @@ def convolution(
 
     if SPLIT_K == 1:
         if NORM != "none":
-            total = (total - mean[:, None] * sums[None, :]) * scale[:, None]
+            total = correct(total, sums, squares, weight_sums, CHANNELS, EPS, NORM)
         if residual_ptr is not None:
             total += residual.to(tl.float32)
         result = activate(total + bias[None, :], ACTIVATION).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + out_offsets, result, mask=exists)
         if out_moments_ptr is not None:
-            store_moments(out_moments_ptr + tile_n * (2 * ROWS), result, rows, ROWS, BLOCK_N)
+            store_moments(out_moments_ptr + tile_n * (2 * ROWS), result, rows, ROWS)
     else:
         tile = tile_n * TILES_M + tile_m
         SIZE: tl.constexpr = BLOCK_M * BLOCK_N
@@ -205,47 +209,32 @@ def convolution(
             for other in tl.static_range(1, SPLIT_K):
                 total += tl.load(partial_ptrs + other * SIZE, cache_modifier=".cg")
             if NORM != "none":
-                total = (total - mean[:, None] * sums[None, :]) * scale[:, None]
+                total = correct(total, sums, squares, weight_sums, CHANNELS, EPS, NORM)
             if residual_ptr is not None:
                 total += tl.load(residual_ptr + residual_offsets, mask=exists, other=0.0).to(tl.float32)
             result = activate(total + bias[None, :], ACTIVATION).to(out_ptr.dtype.element_ty)
             tl.store(out_ptr + out_offsets, result, mask=exists)
             if out_moments_ptr is not None:
-                store_moments(out_moments_ptr + tile_n * (2 * ROWS), result, rows, ROWS, BLOCK_N)
+                store_moments(out_moments_ptr + tile_n * (2 * ROWS), result, rows, ROWS)
 
 
 @triton.jit
-def normalization(
-    moments_ptr,
-    rows,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    PARTS: tl.constexpr,
-    EPS: tl.constexpr,
-    NORM: tl.constexpr,
-):
-    """The mean of each of ``rows`` of ``COLUMNS`` numbers, zero for "rms", and one over the deviation from it."""
-    parts = tl.arange(0, triton.next_power_of_2(PARTS))
-    mask = (rows < ROWS)[:, None] & (parts < PARTS)[None, :]
-    pointers = moments_ptr + parts[None, :] * (2 * ROWS) + rows[:, None]
-    means = tl.load(pointers, mask=mask, other=0.0)
-    squares = tl.sum(tl.load(pointers + ROWS, mask=mask, other=0.0), 1)
-    mean = tl.sum(means, 1) * (1.0 / PARTS)
+def correct(total, sums, squares, weight_sums, COLUMNS: tl.constexpr, EPS: tl.constexpr, NORM: tl.constexpr):
+    """The product of normalised rows out of that of the rows, whose moments are ``sums`` and ``squares``."""
+    mean = tl.sum(sums, 1) * (1.0 / COLUMNS)
     if NORM == "rms":
         mean = tl.zeros_like(mean)
-    apart = tl.where(mask, means - mean[:, None], 0.0)
-    squares += tl.sum(apart * apart, 1) * (COLUMNS // PARTS)
-    return mean, tl.rsqrt(squares * (1.0 / COLUMNS) + EPS)
+    variance = tl.sum(squares, 1) * (1.0 / COLUMNS) - mean * mean
+    scale = tl.rsqrt(tl.maximum(variance, 0.0, propagate_nan=tl.PropagateNan.ALL) + EPS)
+    return (total - mean[:, None] * weight_sums[None, :]) * scale[:, None]
 
 
 @triton.jit
-def store_moments(moments_ptr, values, rows, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The mean of each row of ``values`` (rows, ``COLUMNS``), then the sum of squared differences from it."""
+def store_moments(moments_ptr, values, rows, ROWS: tl.constexpr):
+    """The sum of each row of ``values``, then the sum of its squares."""
     values = values.to(tl.float32)
-    mean = tl.sum(values, 1) * (1.0 / COLUMNS)
-    apart = values - mean[:, None]
-    tl.store(moments_ptr + rows, mean, mask=rows < ROWS)
-    tl.store(moments_ptr + ROWS + rows, tl.sum(apart * apart, 1), mask=rows < ROWS)
+    tl.store(moments_ptr + rows, tl.sum(values, 1), mask=rows < ROWS)
+    tl.store(moments_ptr + ROWS + rows, tl.sum(values * values, 1), mask=rows < ROWS)
 
 
 @triton.jit

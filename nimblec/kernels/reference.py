@@ -57,8 +57,8 @@ NO_PROLOGUE = Prologue()
 class RowNorm:
     """A norm of the rows (rows, columns) of a product, as its sum is corrected by it.
 
-    ``moments`` (parts, 2, rows) are means and sums of squared differences of equal parts of each row;
-    ``column_sums`` (out channels,) of the weights, which hold the norm's own. Both are in float32.
+    ``moments`` (parts, 2, rows) are sums and sums of squares of parts of each row; ``column_sums``
+    (out channels,) of the weights, which hold the norm's own. Both are in float32.
     """
 
     moments: Tensor
@@ -68,18 +68,17 @@ class RowNorm:
 
     def __call__(self, total: Tensor, columns: int) -> Tensor:
         """What the product of the normalised rows is, ``total`` being that of the rows as they are, in float32."""
-        means, squares = self.moments.unbind(1)
-        mean = torch.zeros_like(means[0]) if self.rms else means.mean(0)
-        squares = squares.sum(0) + (means - mean).square().sum(0) * (columns // len(means))
-        scale = torch.rsqrt(squares / columns + self.eps)
+        mean, square = self.moments.sum(0) / columns
+        if self.rms:
+            mean = torch.zeros_like(mean)
+        scale = torch.rsqrt((square - mean.square()).clamp(min=0) + self.eps)
         return (total - mean[:, None] * self.column_sums) * scale[:, None]
 
 
 def moments_of(values: Tensor, width: int) -> Tensor:
     """The moments (parts, 2, rows), in float32, of parts of ``width`` columns each of ``values`` (rows, columns)."""
     parts = values.float().unflatten(1, (-1, width))
-    mean = parts.mean(2)
-    return torch.stack([mean, (parts - mean[:, :, None]).square().sum(2)]).permute(2, 0, 1).contiguous()
+    return torch.stack([parts.sum(2), parts.square().sum(2)]).permute(2, 0, 1).contiguous()
 
 
 def as_multiplied(x: Tensor, dtype: torch.dtype, arithmetic: str) -> Tensor:
