@@ -298,21 +298,24 @@ def shortcut_by_value() -> Built:
 
 
 class _Concatenating(nn.Module):
-    """A dense block of two layers, and three branches beside one another that are concatenated."""
+    """A dense block of two layers, and three branches, whose first layers read the same, that are concatenated."""
 
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, 16, 3, 2, 1)
         self.first = nn.Conv2d(16, 16, 3, padding=1)
         self.second = nn.Conv2d(32, 16, 3, padding=1)
-        self.branches = nn.ModuleList(nn.Conv2d(48, n, k, padding=k // 2) for n, k in ((8, 1), (24, 3), (16, 5)))
+        self.branches = nn.ModuleList(nn.Conv2d(48, n, 1) for n in (8, 24, 16))
+        self.ends = nn.ModuleList(nn.Conv2d(n, 16, k, padding=k // 2) for n, k in ((24, 3), (16, 5)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         parts = [torch.relu(self.stem(x))]
         parts.append(self.first(parts[0]))
         parts.append(self.second(torch.cat(parts, 1)))
         x = torch.relu(torch.cat(parts, 1))
-        return torch.cat([torch.relu(branch(x)) for branch in self.branches], 1).mean((2, 3))
+        first, *others = (torch.relu(branch(x)) for branch in self.branches)
+        ends = [torch.relu(end(other)) for end, other in zip(self.ends, others, strict=True)]
+        return torch.cat([first, *ends], 1).mean((2, 3))
 
 
 def concatenating() -> Built:

@@ -25,7 +25,7 @@ _WRITES_RUNNING_STATISTICS = {
 }
 
 _MOST_PIECES = 512
-"""Of a tensor that is written: each is an access in the plan. Part of the channels of 22 x 22 pixels has 484."""
+"""Of a tensor: each is an access in the plan. Part of the channels of 22 x 22 pixels has 484."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,17 +204,17 @@ def _accesses(
         written = argument.alias_info is not None and argument.alias_info.is_write
         if statistics and position in statistics[:2]:
             written = bool(args[statistics[2]])
-        (writes if written else reads).extend(_ranges(value, in_pieces=written))
-    writes.extend(_ranges(result, in_pieces=True))
+        (writes if written else reads).extend(_ranges(value))
+    writes.extend(_ranges(result))
     return tuple(reads), tuple(writes)
 
 
-def _ranges(value: Any, *, in_pieces: bool = False) -> Iterator[ByteRange]:
+def _ranges(value: Any) -> Iterator[ByteRange]:
     """The memory of all tensors in ``value``: with the gaps, or where there are few, between them."""
     for leaf in tree_leaves(value):
         if isinstance(leaf, torch.Tensor) and leaf.is_cuda and leaf.numel():
             begin, nbytes = leaf.data_ptr(), leaf.element_size()
-            for first, end in pieces(leaf.shape, leaf.stride(), most=_MOST_PIECES if in_pieces else 1):
+            for first, end in pieces(leaf.shape, leaf.stride(), most=_MOST_PIECES):
                 yield ByteRange(begin=begin + first * nbytes, end=begin + end * nbytes)
 
 
