@@ -94,8 +94,9 @@ Work: TypeAlias = KernelWork | CopyWork | FillWork
 class Task:
     """One kernel launch, copy or fill.
 
-    ``programmatic_after`` is the task (a lower index) from which this one has a programmatic edge,
-    None if it has none.
+    ``programmatic_after`` is the task (a lower index) from which this one was captured with a
+    programmatic edge: it may start before the launch before it has ended, and waits for that itself.
+    None if it may not.
     """
 
     op: int

@@ -147,12 +147,25 @@ def _commands(graph: ir.Graph, schedule: ir.Schedule, locate: _Locate, new_op: d
         for event in sorted(events[before] for before in awaited.get(task, ())):
             yield Wait(stream=stream, event=event)
         work = graph.tasks[task]
-        programmatic = work.programmatic_after is not None and last.get(stream) == work.programmatic_after
+        programmatic = stream in last and _starts_early(graph, task, last[stream])
         yield _work(work, stream, new_op[work.op], locate, programmatic=programmatic)
         last[stream] = task
         if task in recorded:
             events[task] = len(events)
             yield Record(stream=stream, event=events[task])
+
+
+def _starts_early(graph: ir.Graph, task: int, previous: int) -> bool:
+    """Whether a launch may start before that of ``previous``, on the same stream, has ended.
+
+    A launch that was captured with a programmatic edge from another op's did not know what came before
+    it: it waits for whatever does. One from within its op is for that launch alone.
+    """
+    before = graph.tasks[task].programmatic_after
+    if before is None or before == previous:
+        return before is not None
+    is_launch = isinstance(graph.tasks[previous].work, ir.KernelWork)
+    return is_launch and graph.tasks[before].op != graph.tasks[task].op
 
 
 def _work(task: ir.Task, stream: int, op: int, locate: _Locate, *, programmatic: bool) -> Command_Work:

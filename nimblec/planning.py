@@ -10,7 +10,13 @@ from nimblec.ir import Graph, Layout, Schedule
 from nimblec.lower import lower, state, weights
 from nimblec.schedule.bound import arena_lower_bound
 from nimblec.schedule.dag import Dag, transitive_reduction
-from nimblec.schedule.dependencies import dependencies, programmatic_edges, rename_workspaces
+from nimblec.schedule.dependencies import (
+    close_gaps,
+    dependencies,
+    programmatic_edges,
+    rename_workspaces,
+    with_programmatic_edges,
+)
 from nimblec.schedule.launch_order import interleaved
 from nimblec.schedule.lifetimes import lifetimes
 from nimblec.schedule.matching import maximum_matching
@@ -73,11 +79,12 @@ def make_plan(
     """The plan of a graph, without a golden record.
 
     ``streams``: "1" is the captured order, "max" the paper's Algorithm 1, a number at most so many
-    streams, "auto" the fastest of several as ``timer`` measures them, never slower than "1". Where
+    streams, "auto" the fastest of several as ``timer`` measures them, never slower than "1": policies
+    "tied-..." keep launches that were captured with a programmatic edge one after the other. Where
     the arena of what was asked for takes more than ``memory_limit`` bytes, the fastest schedule
     that fits is taken; CompileError where none does.
     """
-    graph = rename_workspaces(graph)
+    graph = close_gaps(rename_workspaces(graph))
     dag = dependencies(graph)
     captured = _try("1", graph, serial(dag))
     durations = timer.command_durations(assemble(graph, captured.schedule, captured.memory, provenance))
@@ -138,6 +145,11 @@ def _schedules(graph: Graph, dag: Dag, streams: str, most: int) -> Iterator[tupl
         yield streams, limited(dag, int(streams), durations)
     else:
         yield from _automatic(graph, dag, durations, most)
+        if programmatic_edges(graph):
+            tied = with_programmatic_edges(dag, graph)
+            for policy, schedule in _automatic(graph, tied, durations, most):
+                if policy != "1":
+                    yield f"tied-{policy}", schedule
 
 
 def _automatic(graph: Graph, dag: Dag, durations: Sequence[int], most: int) -> Iterator[tuple[str, Schedule]]:

@@ -5,9 +5,16 @@ import pytest
 from graphs import access, dataflow, graph, graphs, kernel, temporaries
 from hypothesis import given
 
-from nimblec.ir import Buffer, BufferKind, CopyWork, FillWork, Graph, KernelWork, Reference, Task
+from nimblec.ir import Access, Buffer, BufferKind, CopyWork, FillWork, Graph, KernelWork, Reference, Task
 from nimblec.schedule.dag import Dag, ancestors, descendants, members, transitive_reduction
-from nimblec.schedule.dependencies import conflicts, dependencies, programmatic_edges, rename_workspaces
+from nimblec.schedule.dependencies import (
+    close_gaps,
+    conflicts,
+    dependencies,
+    programmatic_edges,
+    rename_workspaces,
+    with_programmatic_edges,
+)
 
 
 def closure_of_conflicts(model: Graph) -> tuple[int, ...]:
@@ -73,12 +80,49 @@ def test_constants_order_nothing(kind: BufferKind, expected: tuple[int, ...]) ->
     assert dependencies(model).predecessors[1] == expected
 
 
-def test_opaque_ops_keep_their_order_and_programmatic_edges_order() -> None:
+def test_opaque_ops_keep_their_order_and_programmatic_edges_where_asked() -> None:
     tasks = [kernel((), (), op=0), kernel((), (), op=1), kernel((), (), op=0), kernel((), (), op=1)]
-    tasks.append(kernel((), (), op=1, programmatic_after=1))
+    tasks.append(kernel((), (), op=0, programmatic_after=1))
     model = graph([], tasks, opaque=(0,))
-    assert dependencies(model).predecessors == ((), (), (0,), (), (1,))
+    dag = dependencies(model)
+    assert dag.predecessors == ((), (), (0,), (), (2,))
     assert programmatic_edges(model) == ((1, 4),)
+    assert with_programmatic_edges(dag, model).predecessors == ((), (), (0,), (), (1, 2))
+
+
+@given(graphs())
+def test_closed_gaps_order_nothing_anew(model: Graph) -> None:
+    closed = close_gaps(model)
+    assert ancestors(dependencies(closed)) == ancestors(dependencies(model))
+    assert close_gaps(closed) == closed
+    for task, whole in zip(model.tasks, closed.tasks, strict=True):
+        for pieces, accesses in ((task.reads, whole.reads), (task.writes, whole.writes)):
+            assert {a.buffer for a in accesses} == {a.buffer for a in pieces}
+            assert _bytes(pieces) <= _bytes(accesses)
+
+
+def _bytes(accesses: tuple[Access, ...]) -> set[tuple[int, int]]:
+    return {(a.buffer, byte) for a in accesses for byte in range(a.offset, a.offset + a.nbytes)}
+
+
+def test_gaps_stay_where_another_branch_works_in_them() -> None:
+    halves = [(access(0, 32 * n, 8), access(0, 64 + 32 * n, 8)) for n in (0, 1)]
+    siblings = [
+        kernel((), (*halves[0], *halves[1])),
+        *(kernel(half, tuple(access(0, a.offset + 8, 8) for a in half)) for half in halves),
+        kernel((access(0, 8, 8), access(0, 40, 8)), (access(1),)),
+    ]
+    assert close_gaps(graph(temporaries(128, 64), siblings)).tasks == tuple(siblings)
+    chain = [
+        kernel((), (access(0, 0, 8), access(0, 64, 8))),
+        kernel((access(0, 0, 8), access(0, 64, 8)), (access(0, 8, 8), access(0, 72, 8))),
+        kernel((access(0, 0, 16), access(0, 64, 16)), ()),
+    ]
+    assert [(t.reads, t.writes) for t in close_gaps(graph(temporaries(128), chain)).tasks] == [
+        ((), (access(0, 0, 72),)),
+        ((access(0, 0, 72),), (access(0, 8, 72),)),
+        ((access(0, 0, 80),), ()),
+    ]
 
 
 def test_a_workspace_shared_by_two_ops_becomes_two() -> None:

@@ -165,20 +165,49 @@ def test_events_are_recorded_once_and_waited_for_where_needed() -> None:
     assert [c.event for c in program.commands if isinstance(c, Wait)] == [0, 0, 1, 2]
 
 
-@pytest.mark.parametrize(
-    ("schedule", "programmatic"),
-    [
-        (Schedule(order=(0, 1, 2), streams=(0, 0, 1), stream_count=2, waits=((0, 2),)), [False, True, False]),
-        (Schedule(order=(0, 1, 2), streams=(0, 1, 0), stream_count=2, waits=((0, 1),)), [False, False, False]),
-        (Schedule(order=(0, 2, 1), streams=(0, 0, 0), stream_count=1, waits=()), [False, False, False]),
-    ],
-)
-def test_a_programmatic_edge_survives_along_a_stream_only(schedule: Schedule, programmatic: list[bool]) -> None:
-    tasks = [kernel((), (access(0),)), kernel((access(0),), (), programmatic_after=0), kernel((access(0),), ())]
+ORDERS = {
+    "captured": (Schedule(order=(0, 1, 2), streams=(0, 0, 1), stream_count=2, waits=((0, 2),)), [False, True, False]),
+    "streams": (Schedule(order=(0, 1, 2), streams=(0, 1, 0), stream_count=2, waits=((0, 1),)), [False, False, False]),
+    "after another": (Schedule(order=(0, 2, 1), streams=(0, 0, 0), stream_count=1, waits=()), [False, False, True]),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_launch_may_start_early_after_any_launch_of_another_op_on_its_stream(order: str) -> None:
+    schedule, expected = ORDERS[order]
+    tasks = [
+        kernel((), (access(0),), op=0),
+        kernel((access(0),), (), op=1, programmatic_after=0),
+        kernel((access(0),), (), op=2),
+    ]
+    assert _early(tasks, schedule) == expected
+
+
+def test_a_launch_that_its_own_op_let_start_early_does_so_after_that_alone() -> None:
+    tasks = [
+        kernel((), (access(0),), op=0),
+        kernel((access(0),), (), op=0, programmatic_after=0),
+        kernel((access(0),), (), op=1),
+    ]
+    assert _early(tasks, ORDERS["captured"][0]) == [False, True, False]
+    assert _early(tasks, ORDERS["after another"][0]) == [False, False, False]
+
+
+def test_a_launch_waits_for_the_end_of_a_copy() -> None:
+    fill = FillWork(dst=access(0), value=0, element_nbytes=1)
+    tasks = [
+        kernel((), (), op=0),
+        kernel((), (access(0),), op=1, programmatic_after=0),
+        Task(op=2, work=fill, reads=(), writes=(access(0),)),
+    ]
+    schedule = Schedule(order=(0, 2, 1), streams=(0, 0, 0), stream_count=1, waits=())
+    assert _early(tasks, schedule) == [False, False]
+
+
+def _early(tasks: list[Task], schedule: Schedule) -> list[bool]:
     model = graph(temporaries(64), tasks)
     program = lower(model, schedule, layout(model, schedule))
-    found = [command.programmatic for command in program.commands if isinstance(command, Launch)]
-    assert found == programmatic
+    return [command.programmatic for command in program.commands if isinstance(command, Launch)]
 
 
 def test_ops_without_tasks_are_left_out() -> None:

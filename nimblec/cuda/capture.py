@@ -24,8 +24,8 @@ _WRITES_RUNNING_STATISTICS = {
     "aten.cudnn_batch_norm.default": (3, 4, 5),
 }
 
-_MOST_PIECES = 512
-"""Of a tensor: each is an access in the plan. Part of the channels of 22 x 22 pixels has 484."""
+_MOST_PIECES = 2048
+"""Of a tensor. Part of the channels of 45 x 45 pixels has 2025."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from nimblec.cuda.modules import CodeIndex, origin
 from nimblec.cuda.nodes import KernelNode, MemcpyNode, MemsetNode, Node, node_handles, read_edges, read_node
 from nimblec.cuda.relocation import Relocator, Target
 from nimblec.errors import TraceError, UnsupportedModelError
-from nimblec.ir import Access, CopyWork, FillWork, Graph, KernelWork, Op, Reference, Task, TensorView
+from nimblec.ir import CopyWork, FillWork, Graph, KernelWork, Op, Reference, Task, TensorView
 from nimblert.plan import Kernel, Module
 
 _MAX_PORTABLE_CLUSTER = 8
@@ -198,31 +198,6 @@ def _naming_kernel(node: KernelNode) -> Iterator[None]:
         raise UnsupportedModelError(f"kernel {node.function.symbol}: {exc}") from exc
 
 
-def _reading_pieces_where_they_count(tasks: Sequence[Task]) -> Iterator[Task]:
-    """Tasks whose reads are in pieces only of buffers that several ops write, so that the gaps may be another's.
-
-    One access stands for the pieces of another buffer: it orders no more than they do.
-    """
-    writers: dict[int, set[int]] = {}
-    for task in tasks:
-        for access in task.writes:
-            writers.setdefault(access.buffer, set()).add(task.op)
-    for task in tasks:
-        reads: dict[object, Access] = {}
-        for access in task.reads:
-            shared = len(writers.get(access.buffer, ())) > 1
-            key = access if shared else access.buffer
-            reads[key] = _hull(reads.get(key, access), access)
-        yield replace(task, reads=tuple(reads.values()))
-
-
-def _hull(one: Access, other: Access) -> Access:
-    """The bytes of both, and those between them."""
-    begin = min(one.offset, other.offset)
-    end = max(one.offset + one.nbytes, other.offset + other.nbytes)
-    return Access(buffer=one.buffer, offset=begin, nbytes=end - begin)
-
-
 def build_graph(
     first: Capture,
     second: Capture,
@@ -262,7 +237,6 @@ def build_graph(
         before, after = task_of_node.get(edge.before), task_of_node.get(edge.after)
         if edge.programmatic and before is not None and after is not None:
             tasks[after] = replace(tasks[after], programmatic_after=before)
-    tasks = list(_reading_pieces_where_they_count(tasks))
     written = {a.buffer for t in tasks for a in t.writes}
     return Graph(
         modules=kernels.modules(),

@@ -2,19 +2,19 @@
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from nimblec.ir import Access, Buffer, BufferKind, CopyWork, FillWork, Graph, KernelWork, Task, Work
-from nimblec.schedule.dag import Dag
+from nimblec.schedule.dag import Dag, ancestors, task_set
 
 
 def dependencies(graph: Graph) -> Dag:
     """Return what each task of ``graph`` must come after.
 
-    Two tasks keep their captured order if they touch a common byte and one of them writes it, if
-    they stand next to each other in an opaque op, or if a programmatic edge joins them. Constants
-    order nothing. Only the latest of several writers of a byte is named: the earlier ones follow.
+    Two tasks keep their captured order if they touch a common byte and one of them writes it, or if
+    they stand next to each other in an opaque op. Constants order nothing. Only the latest of several
+    writers of a byte is named: the earlier ones follow.
     """
     histories: defaultdict[int, list[_Segment]] = defaultdict(list)
     last_of_op: dict[int, int] = {}
@@ -25,8 +25,6 @@ def dependencies(graph: Graph) -> Dag:
             before |= _read(histories[access.buffer], access, index)
         for access in _ordering(task.writes, graph.buffers):
             before |= _write(histories[access.buffer], access, index)
-        if task.programmatic_after is not None:
-            before.add(task.programmatic_after)
         if graph.ops[task.op].opaque and task.op in last_of_op:
             before.add(last_of_op[task.op])
         last_of_op[task.op] = index
@@ -35,12 +33,55 @@ def dependencies(graph: Graph) -> Dag:
 
 
 def programmatic_edges(graph: Graph) -> tuple[tuple[int, int], ...]:
-    """Return the (before, after) that a library launched with a programmatic edge."""
+    """Return the (before, after) that were captured with a programmatic edge; they order nothing by themselves."""
     return tuple(
         (task.programmatic_after, index)
         for index, task in enumerate(graph.tasks)
         if task.programmatic_after is not None
     )
+
+
+def with_programmatic_edges(dag: Dag, graph: Graph) -> Dag:
+    """Return ``dag`` with the programmatic edges of ``graph`` as dependencies: its launches stay side by side."""
+    predecessors = [set(before) for before in dag.predecessors]
+    for before, after in programmatic_edges(graph):
+        predecessors[after].add(before)
+    return Dag(predecessors=tuple(tuple(sorted(before)) for before in predecessors))
+
+
+def close_gaps(graph: Graph) -> Graph:
+    """Return ``graph`` with one access of a task to a buffer instead of several, wherever that orders nothing anew.
+
+    The tasks before each stay the same. A plan keeps each access, and checks it.
+    """
+    before = ancestors(dependencies(graph))
+    closed = tuple(replace(task, reads=_hulls(task.reads), writes=_hulls(task.writes)) for task in graph.tasks)
+    histories: defaultdict[int, list[_Segment]] = defaultdict(list)
+    apart: set[int] = set()
+    for index, task in enumerate(closed):
+        for note, accesses in ((_read, task.reads), (_write, task.writes)):
+            for access in _ordering(accesses, graph.buffers):
+                if task_set(note(histories[access.buffer], access, index)) & ~(before[index] | 1 << index):
+                    apart.add(access.buffer)
+
+    def chosen(accesses: Sequence[Access], hulls: Sequence[Access]) -> tuple[Access, ...]:
+        return (*(a for a in accesses if a.buffer in apart), *(h for h in hulls if h.buffer not in apart))
+
+    tasks = (
+        replace(task, reads=chosen(task.reads, whole.reads), writes=chosen(task.writes, whole.writes))
+        for task, whole in zip(graph.tasks, closed, strict=True)
+    )
+    return replace(graph, tasks=tuple(tasks))
+
+
+def _hulls(accesses: Iterable[Access]) -> tuple[Access, ...]:
+    """One access for each buffer, from the first byte to the last."""
+    hulls: dict[int, Access] = {}
+    for access in accesses:
+        one = hulls.get(access.buffer, access)
+        begin, end = min(one.offset, access.offset), max(one.offset + one.nbytes, access.offset + access.nbytes)
+        hulls[access.buffer] = Access(buffer=access.buffer, offset=begin, nbytes=end - begin)
+    return tuple(hulls.values())
 
 
 def conflicts(graph: Graph) -> Iterator[tuple[int, int]]:
@@ -51,7 +92,7 @@ def conflicts(graph: Graph) -> Iterator[tuple[int, int]]:
     for after, late in enumerate(graph.tasks):
         for before, early in enumerate(graph.tasks[:after]):
             same_opaque_op = early.op == late.op and graph.ops[late.op].opaque
-            if same_opaque_op or late.programmatic_after == before or _conflict(graph, early, late):
+            if same_opaque_op or _conflict(graph, early, late):
                 yield before, after
 
 
