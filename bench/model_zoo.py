@@ -36,6 +36,7 @@ from nimblec.optimize.own_attention import attention_candidates, use_own_attenti
 from nimblec.optimize.own_concatenation import place_parts
 from nimblec.optimize.own_kernels import use_own_kernels
 from nimblec.optimize.own_kernels_choice import tilings
+from nimblec.optimize.own_normed_products import absorb_norms
 from nimblec.optimize.own_siblings import join_siblings
 from nimblec.optimize.rewriter import copied
 
@@ -234,6 +235,7 @@ def with_own_kernels(module: fx.GraphModule) -> fx.GraphModule:
     join_siblings(result)
     place_parts(result)
     use_own_kernels(result, lambda request: tilings(request)[0])
+    absorb_norms(result, compile_jobs=lambda _: None)
     own_norms.use_own_norms(result)
     return result
 

@@ -37,12 +37,12 @@ def fastest(figures: Figures, modes: Iterable[str]) -> str | None:
     return mode if mode is not None and math.isfinite(microseconds(figures, mode)) else None
 
 
-def ratio(figures: Figures, modes: Iterable[str]) -> float | None:
-    """Wall time of the fastest of ``modes`` over that of our fastest level; None where one is missing."""
+def ratio(figures: Figures, modes: Iterable[str], clock: str = "wall_us") -> float | None:
+    """Time of the fastest of ``modes``, by the wall, over that of our fastest level; None where one is missing."""
     theirs, ours = fastest(figures, modes), fastest(figures, levels(figures))
     if theirs is None or ours is None:
         return None
-    return microseconds(figures, theirs) / microseconds(figures, ours)
+    return microseconds(figures, theirs, clock) / microseconds(figures, ours, clock)
 
 
 def geometric_mean(values: Iterable[float | None]) -> float | None:
@@ -64,7 +64,11 @@ def markdown(results: Mapping[str, Any]) -> str:
     lines = [_row(head), "|---" * len(head) + "|"]
     lines += [_row([_short(spec), *_cells(figures, modes, list(rivals.values()))]) for spec, figures in models.items()]
     means = [geometric_mean(ratio(figures, theirs) for figures in models.values()) for theirs in rivals.values()]
-    lines.append(_row(["geometric mean", *[""] * (len(modes) + 2), *(f"**{_number(mean, 2)}**" for mean in means)]))
+    gpu, *walls = (
+        f"**{_number(mean, 2)}**"
+        for mean in (geometric_mean(ratio(f, rivals[first], "gpu_us") for f in models.values()), *means)
+    )
+    lines.append(_row(["geometric mean", *[""] * len(modes), gpu, "", *walls]))
     return "\n".join(lines)
 
 

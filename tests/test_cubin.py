@@ -194,19 +194,6 @@ def test_sections_belong_together_without_the_flag_that_says_so(cubin: bytes) ->
         assert len(cut(old, keep)) == len(cut(cubin, keep))
 
 
-@any_cubin
-def test_symbols_are_found_where_a_section_names_itself_for_their_table(cubin: bytes) -> None:
-    itself = [row["name"] for row in sections(cubin)].index(".nv.info")
-    old = patched(cubin, header_of(cubin, ".nv.info") + 40, "<I", itself)
-    for keep in ({"scale"}, {"reverse", "indirect"}):
-        part = cut(old, keep)
-        link = header_of(part, ".nv.info") + 40
-        (now,) = struct.unpack_from("<I", part, link)
-        assert sections(part)[now]["name"] == ".nv.info"
-        (table,) = struct.unpack_from("<I", cut(cubin, keep), link)
-        assert patched(part, link, "<I", table) == cut(cubin, keep)
-
-
 def test_an_unlinked_cubin_is_not_cut() -> None:
     with pytest.raises(UnfamiliarCubinError, match="ELF type 1"):
         cut(patched(CUBINS[LINKED], 16, "<H", 1), {"scale"})

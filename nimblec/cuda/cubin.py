@@ -111,7 +111,7 @@ def _unfamiliar_header(elf: Elf, index: int) -> Iterator[str]:
         yield f"flags {header.flags:#x}, address {header.addr:#x}"
     if max(header.link, owner or 0) >= len(elf.sections):
         yield f"names a section out of {len(elf.sections)}"
-    elif header.type in {SHT_CUDA_PROTOTYPE, *symbol_references.HOLDERS} and header.link not in {elf.symtab, index}:
+    elif header.type in {SHT_CUDA_PROTOTYPE, *symbol_references.HOLDERS} and header.link != elf.symtab:
         yield f"names symbols of section {header.link}, expected {elf.symtab}"
     if is_text and not _names_its_function(elf, index):
         yield f"sh_info {header.info:#x}, expected the symbol of its function"

@@ -15,7 +15,7 @@ SHT_CUDA_INFO = 0x70000000
 SHT_CUDA_CALLGRAPH = 0x70000001
 RELOCATIONS = {SHT_REL: struct.Struct("<QQ"), SHT_RELA: struct.Struct("<QQq")}
 HOLDERS = {SHT_CUDA_INFO, SHT_CUDA_CALLGRAPH, *RELOCATIONS}
-"""Types of the sections that ``references`` and ``renumber`` read; ``sh_link`` is the symbol table, or the section."""
+"""Types of the sections that ``references`` and ``renumber`` read; ``sh_link`` of each is the symbol table."""
 
 Renumber = Callable[[int], int | None]
 """New index of a symbol, None if it is dropped."""
