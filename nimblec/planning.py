@@ -6,7 +6,7 @@ from typing import Protocol
 
 from nimblec import __version__
 from nimblec.errors import CompileError
-from nimblec.ir import Graph, Layout, Schedule
+from nimblec.ir import Graph, KernelWork, Layout, Schedule
 from nimblec.lower import lower, state, weights
 from nimblec.schedule.bound import arena_lower_bound
 from nimblec.schedule.dag import Dag, transitive_reduction
@@ -87,7 +87,7 @@ def make_plan(
     graph = close_gaps(rename_workspaces(graph))
     dag = dependencies(graph)
     captured = _try("1", graph, serial(dag))
-    durations = timer.command_durations(assemble(graph, captured.schedule, captured.memory, provenance))
+    durations = timer.command_durations(_timed(graph, captured, provenance))
     graph = replace(graph, tasks=tuple(replace(t, duration_ns=d) for t, d in zip(graph.tasks, durations, strict=True)))
     if streams == "auto":
         graph = _with_faster_edges(graph, captured, provenance, timer)
@@ -106,9 +106,7 @@ def make_plan(
             f"memory limit: {memory_limit} bytes are too few for the arena, the least found is {least}: allow more"
         )
     if len(fitting) > 1:
-        fitting = [
-            replace(t, duration_ns=timer.duration(assemble(graph, t.schedule, t.memory, provenance))) for t in fitting
-        ]
+        fitting = [replace(t, duration_ns=timer.duration(_timed(graph, t, provenance))) for t in fitting]
     chosen = _choose(fitting)
     record = ScheduleRecord(
         policy=chosen.policy,
@@ -120,6 +118,12 @@ def make_plan(
     return assemble(graph, chosen.schedule, chosen.memory, provenance, record)
 
 
+def _timed(graph: Graph, tried: _Tried, provenance: Provenance) -> Plan:
+    """A plan to time, whose launches have no accesses: these are for who checks it, and may be tens of thousands."""
+    tasks = (replace(t, reads=(), writes=()) if isinstance(t.work, KernelWork) else t for t in graph.tasks)
+    return assemble(replace(graph, tasks=tuple(tasks)), tried.schedule, tried.memory, provenance)
+
+
 def _with_faster_edges(graph: Graph, captured: _Tried, provenance: Provenance, timer: Timer) -> Graph:
     """The graph without its programmatic edges, where the captured order is faster so.
 
@@ -128,9 +132,7 @@ def _with_faster_edges(graph: Graph, captured: _Tried, provenance: Provenance, t
     if not programmatic_edges(graph):
         return graph
     plain = replace(graph, tasks=tuple(replace(t, programmatic_after=None) for t in graph.tasks))
-    early, late = (
-        timer.duration(assemble(g, captured.schedule, captured.memory, provenance)) for g in (graph, plain)
-    )
+    early, late = (timer.duration(_timed(g, captured, provenance)) for g in (graph, plain))
     return plain if late < early * _NOISE else graph
 
 

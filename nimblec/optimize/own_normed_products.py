@@ -64,7 +64,8 @@ def _normed(rewriter: Rewriter, request: Request) -> Iterator[_Normed]:
     if not all(_is_product_of(reader, rows) for reader, rows in readers):
         return
     found = [_with_weights(rewriter, request, maker, reader) for reader, _ in readers]
-    if all(bool(normed.weight.isfinite().all()) for normed in found):
+    folded = [tensor for normed in found for tensor in (normed.weight, normed.bias) if tensor is not None]
+    if all(bool(tensor.isfinite().all()) for tensor in folded):
         yield from found
 
 
