@@ -107,12 +107,18 @@ def _bytes(accesses: tuple[Access, ...]) -> set[tuple[int, int]]:
 
 def test_gaps_stay_where_another_branch_works_in_them() -> None:
     halves = [(access(0, 32 * n, 8), access(0, 64 + 32 * n, 8)) for n in (0, 1)]
-    siblings = [
-        kernel((), (*halves[0], *halves[1])),
-        *(kernel(half, tuple(access(0, a.offset + 8, 8) for a in half)) for half in halves),
-        kernel((access(0, 8, 8), access(0, 40, 8)), (access(1),)),
-    ]
-    assert close_gaps(graph(temporaries(128, 64), siblings)).tasks == tuple(siblings)
+    results = [tuple(access(0, a.offset + 8, 8) for a in half) for half in halves]
+    first = kernel((), (*halves[0], *halves[1]))
+    branches = [kernel(half, result) for half, result in zip(halves, results, strict=True)]
+    reader = kernel((*results[0], *results[1]), (access(1),))
+    assert close_gaps(graph(temporaries(128, 64), [first, *branches, reader])).tasks == (
+        kernel((), (access(0, 0, 104),)),
+        *branches,
+        kernel((access(0, 8, 104),), (access(1),)),
+    )
+
+
+def test_gaps_of_a_chain_are_closed() -> None:
     chain = [
         kernel((), (access(0, 0, 8), access(0, 64, 8))),
         kernel((access(0, 0, 8), access(0, 64, 8)), (access(0, 8, 8), access(0, 72, 8))),

@@ -2,11 +2,11 @@
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from nimblec.ir import Access, Buffer, BufferKind, CopyWork, FillWork, Graph, KernelWork, Task, Work
-from nimblec.schedule.dag import Dag, ancestors, task_set
+from nimblec.schedule.dag import Dag, ancestors, descendants
 
 
 def dependencies(graph: Graph) -> Dag:
@@ -52,36 +52,36 @@ def with_programmatic_edges(dag: Dag, graph: Graph) -> Dag:
 def close_gaps(graph: Graph) -> Graph:
     """Return ``graph`` with one access of a task to a buffer instead of several, wherever that orders nothing anew.
 
-    The tasks before each stay the same. A plan keeps each access, and checks it.
+    That is where all who touch the buffer, or all who write it if the task only reads, come before or
+    after the task anyhow. A plan keeps each access, and checks it.
     """
-    before = ancestors(dependencies(graph))
-    closed = tuple(replace(task, reads=_hulls(task.reads), writes=_hulls(task.writes)) for task in graph.tasks)
-    histories: defaultdict[int, list[_Segment]] = defaultdict(list)
-    apart: set[int] = set()
-    for index, task in enumerate(closed):
-        for note, accesses in ((_read, task.reads), (_write, task.writes)):
-            for access in _ordering(accesses, graph.buffers):
-                if task_set(note(histories[access.buffer], access, index)) & ~(before[index] | 1 << index):
-                    apart.add(access.buffer)
-
-    def chosen(accesses: Sequence[Access], hulls: Sequence[Access]) -> tuple[Access, ...]:
-        return (*(a for a in accesses if a.buffer in apart), *(h for h in hulls if h.buffer not in apart))
-
-    tasks = (
-        replace(task, reads=chosen(task.reads, whole.reads), writes=chosen(task.writes, whole.writes))
-        for task, whole in zip(graph.tasks, closed, strict=True)
-    )
+    dag = dependencies(graph)
+    writers: defaultdict[int, int] = defaultdict(int)
+    touching: defaultdict[int, int] = defaultdict(int)
+    for index, task in enumerate(graph.tasks):
+        for access in task.writes:
+            writers[access.buffer] |= 1 << index
+        for access in (*task.reads, *task.writes):
+            touching[access.buffer] |= 1 << index
+    tasks = []
+    for index, (task, before, after) in enumerate(zip(graph.tasks, ancestors(dag), descendants(dag), strict=True)):
+        beside = ~(before | after | 1 << index)
+        written = {access.buffer for access in task.writes}
+        apart = {a.buffer for a in task.reads if (touching if a.buffer in written else writers)[a.buffer] & beside}
+        apart |= {buffer for buffer in written if touching[buffer] & beside}
+        tasks.append(replace(task, reads=_closed(task.reads, apart), writes=_closed(task.writes, apart)))
     return replace(graph, tasks=tuple(tasks))
 
 
-def _hulls(accesses: Iterable[Access]) -> tuple[Access, ...]:
-    """One access for each buffer, from the first byte to the last."""
+def _closed(accesses: Sequence[Access], apart: Collection[int]) -> tuple[Access, ...]:
+    """The accesses to the buffers ``apart``, and one for each other, from the first byte to the last."""
     hulls: dict[int, Access] = {}
     for access in accesses:
-        one = hulls.get(access.buffer, access)
-        begin, end = min(one.offset, access.offset), max(one.offset + one.nbytes, access.offset + access.nbytes)
-        hulls[access.buffer] = Access(buffer=access.buffer, offset=begin, nbytes=end - begin)
-    return tuple(hulls.values())
+        if access.buffer not in apart:
+            one = hulls.get(access.buffer, access)
+            begin, end = min(one.offset, access.offset), max(one.offset + one.nbytes, access.offset + access.nbytes)
+            hulls[access.buffer] = Access(buffer=access.buffer, offset=begin, nbytes=end - begin)
+    return (*(access for access in accesses if access.buffer in apart), *hulls.values())
 
 
 def conflicts(graph: Graph) -> Iterator[tuple[int, int]]:
