@@ -29,6 +29,8 @@ pytestmark = [
 ]
 
 BRANCHING, TRANSFORMER = "families.inception:small", "gpu_models:transformer"
+LEVELS = {BRANCHING: 0, TRANSFORMER: 0, "gpu_models:concatenating": 2}
+"""At level 2 our kernels are in branches, and start early after whatever is before them."""
 POLICIES = ("1", "2", "4", "max", "auto")
 REPLAYS = 1000
 PLANTED = 6  # missing waits to plant
@@ -39,7 +41,8 @@ LONG_NS = 5_000_000
 def _compiling(gpu_compiler: "GpuCompiler") -> None:
     for policy in POLICIES:
         gpu_compiler.start(BRANCHING, streams=policy)
-    gpu_compiler.start(TRANSFORMER, streams="max")
+    for model, level in LEVELS.items():
+        gpu_compiler.start(model, streams="max", level=level)
 
 
 @pytest.fixture(scope="module")
@@ -93,9 +96,9 @@ def test_auto_is_the_fastest_of_what_it_tried(gpu_compiler: "GpuCompiler") -> No
 
 
 @pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("model", [BRANCHING, TRANSFORMER])
+@pytest.mark.parametrize("model", LEVELS)
 def test_random_schedules_with_random_delays(gpu_compiler: "GpuCompiler", delay: bytes, model: str, seed: int) -> None:
-    widest = gpu_compiler.plan(model, streams="max")
+    widest = gpu_compiler.plan(model, streams="max", level=LEVELS[model])
     plan = replanned(widest, random_schedule(dependencies(graph_of(widest)), seed))
     assert list(hazards(plan.programs[0])) == []
     assert verdicts(with_delays(plan, seed, delay)) == {Verdict.BIT_EXACT}
