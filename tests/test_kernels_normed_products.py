@@ -123,6 +123,11 @@ def test_tiles_that_are_no_part_of_a_row() -> None:
     assert counts(_absorbed(before)[0]) == counts(before)
 
 
+def test_more_moments_than_a_thread_can_hold() -> None:
+    before = _graph(_two_readers, _random(3, 5, WIDTH), Tiling(block_m=512, block_n=16, block_k=32, num_warps=1))
+    assert counts(_absorbed(before)[0]) == counts(before)
+
+
 def test_weights_that_would_not_be_finite() -> None:
     before = _graph(_two_readers, _random(3, 5, WIDTH))
     for weight in before.buffers():

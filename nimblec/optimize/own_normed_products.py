@@ -23,6 +23,9 @@ from nimblec.optimize.own_selection import dtype_name
 from nimblec.optimize.rewriter import Rewriter, bound, fake, is_call
 from nimblec.optimize.whole_views import WHOLE_VIEWS
 
+_MOST_MOMENTS = 64
+"""That a thread holds while it multiplies, beside its share of the sum."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Normed:
@@ -57,11 +60,13 @@ def _normed(rewriter: Rewriter, request: Request) -> Iterator[_Normed]:
     x, result, maker = fake(request.x), fake(request.result), _maker(request.x)
     if maker is None or request.residual is not None or x.dtype not in HALF or result.dtype != x.dtype:
         return
-    columns = request.shape.columns
-    if fake(maker).shape[1] != columns or columns % Tiling.of(bound(maker)["tiling"]).block_n:
+    columns, width = request.shape.columns, Tiling.of(bound(maker)["tiling"]).block_n
+    if fake(maker).shape[1] != columns or columns % width:
         return
     readers = list(_readers(request.result))
     if not all(_is_product_of(reader, rows) for reader, rows in readers):
+        return
+    if any(_moments_of_a_thread(reader, columns // width) > _MOST_MOMENTS for reader, _ in readers):
         return
     found = [_with_weights(rewriter, request, maker, reader) for reader, _ in readers]
     folded = [tensor for normed in found for tensor in (normed.weight, normed.bias) if tensor is not None]
@@ -88,6 +93,11 @@ def _readers(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
 def _is_product_of(reader: fx.Node, rows: fx.Node) -> bool:
     is_product = is_call(reader, linear) and reader.args[0] is rows and fake(rows).is_contiguous()
     return is_product and reader.all_input_nodes.count(rows) == 1
+
+
+def _moments_of_a_thread(reader: fx.Node, parts: int) -> float:
+    tiling = Tiling.of(bound(reader)["tiling"])
+    return 2 * tiling.block_m * (1 << (parts - 1).bit_length()) / (32 * tiling.num_warps)
 
 
 def _with_weights(rewriter: Rewriter, request: Request, maker: fx.Node, reader: fx.Node) -> _Normed:
