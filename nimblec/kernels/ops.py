@@ -230,23 +230,18 @@ def _linear_fake(
     return x.new_empty((x.shape[0], out_channels))
 
 
-def _linear_and_moments_fake(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    counters: Tensor | None,
-    out_channels: int,
-    activation: str,
-    tiling: Sequence[int],
-    *_how: object,
-    **_norm: object,
-) -> tuple[Tensor, Tensor]:
-    out = _linear_fake(x, weight, bias, residual, counters, out_channels, activation)
-    return out, new_moments(out, Tiling.of(tiling))
+def _linear_and_moments_fake(x: Tensor, *given: Any, **how: Any) -> tuple[Tensor, Tensor]:
+    out = _linear_fake(x, *given, **how)
+    return out, _new_moments(out, _tiling(given))
 
 
-def new_moments(out: Tensor, tiling: Tiling) -> Tensor:
+def _tiling(given: Sequence[Any]) -> Tiling:
+    """That among the arguments of a product, before its trigger."""
+    *_, tiling, _trigger = given
+    return Tiling.of(tiling)
+
+
+def _new_moments(out: Tensor, tiling: Tiling) -> Tensor:
     """Memory for those of ``out`` (rows, columns), of parts as wide as tiles, of which each row has a whole number."""
     rows, columns = out.shape
     assert columns % tiling.block_n == 0, f"{columns} columns are no multiple of {tiling.block_n}"
@@ -281,7 +276,7 @@ def _launch_linear(
     rows, depth = x.shape
     x = x if depth == 1 or x.stride(1) == 1 else x.contiguous()
     out = x.new_empty((rows, out_channels))
-    moments = new_moments(out, Tiling.of(tiling)) if has_moments else None
+    moments = _new_moments(out, Tiling.of(tiling)) if has_moments else None
     launch_convolution(
         product(rows, depth, out_channels, row_stride=x.stride(0) if rows > 1 else depth),
         Tiling.of(tiling),
@@ -335,8 +330,7 @@ def _linear_cpu(
 
 def _linear_and_moments_cpu(x: Tensor, *given: Any, **how: Any) -> tuple[Tensor, Tensor]:
     out = _linear_cpu(x, *given, **how)
-    *_, tiling, _trigger = given
-    return out, moments_of(out, Tiling.of(tiling).block_n)
+    return out, moments_of(out, _tiling(given).block_n)
 
 
 def _float(tensor: Tensor | None) -> Tensor | None:
