@@ -1,15 +1,17 @@
 """The choice of a schedule: by measurement, within a memory limit, never slower than the captured order."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from graphs import dataflow
 
+from nimblec.certificate import problems
 from nimblec.errors import CompileError
-from nimblec.ir import Graph
+from nimblec.ir import Graph, Op
 from nimblec.planning import Provenance, make_plan
 from nimblert.hazards import hazards
-from nimblert.plan import Device, Plan, Target
+from nimblert.plan import Device, Launch, Plan, Target
 
 PROVENANCE = Provenance(target=Target.CUDA, device=Device(name="x", compute_capability=(9, 0)), versions=())
 
@@ -45,6 +47,40 @@ def test_auto_keeps_the_fastest_and_says_what_was_tried() -> None:
     assert {c.policy for c in program.schedule.candidates} >= {"1", "2", "max"}
     assert len(program.schedule.antichain) == 3
     assert not list(hazards(program))
+
+
+def test_launches_that_start_early_are_tried_in_their_captured_order_and_apart() -> None:
+    graph = _branches()
+    ops = tuple(Op(name=str(n), source="") for n, _ in enumerate(graph.tasks))
+    tasks = (
+        replace(task, op=n, programmatic_after=n - 1 if n in {2, 3} else None) for n, task in enumerate(graph.tasks)
+    )
+    graph = replace(graph, ops=ops, tasks=tuple(tasks))
+    (program,) = make_plan(graph, PROVENANCE, _StreamTimer({1: 900, 2: 800, 3: 500})).programs
+    assert program.schedule is not None
+    tried = {c.policy: c.stream_count for c in program.schedule.candidates}
+    assert tried["max"] == 3
+    assert tried["tied-max"] == 3
+    assert not list(hazards(program))
+    assert not list(problems(program, program.schedule))
+
+
+def test_what_is_timed_has_no_accesses() -> None:
+    class Timer(_StreamTimer):
+        def command_durations(self, plan: Plan) -> Sequence[int]:
+            self._look_at(plan)
+            return super().command_durations(plan)
+
+        def duration(self, plan: Plan) -> int:
+            self._look_at(plan)
+            return super().duration(plan)
+
+        def _look_at(self, plan: Plan) -> None:
+            commands = plan.programs[0].commands
+            assert not any(c.reads or c.writes for c in commands if isinstance(c, Launch))
+
+    (program,) = make_plan(_branches(), PROVENANCE, Timer({})).programs
+    assert all(c.writes for c in program.commands if isinstance(c, Launch))
 
 
 def test_auto_is_never_slower_than_the_captured_order() -> None:
