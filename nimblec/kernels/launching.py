@@ -50,7 +50,7 @@ def launch_convolution(
     pointers = (x, weight, bias, residual, *prologue.tensors, *read, out, out_moments, *shared)
     how: dict[str, Any] = {"activation": activation, "trigger": trigger, "arithmetic": arithmetic}
     if norm is not None:
-        how |= {"norm": "rms" if norm.rms else "layer", "eps": norm.eps, "parts": len(norm.moments)}
+        how |= norm.settings
     constants = settings(shape, tiling, before=prologue.activation, **how)
     convolution[tiling.blocks(shape),](*pointers, **constants)
 

@@ -70,6 +70,12 @@ def convolution_shape(
     )
 
 
+def product_shape(x: Tensor, out_channels: int) -> Convolution:
+    """The geometry for a matrix ``x`` (rows, depth) whose rows lie without gaps, at any distance."""
+    rows, depth = x.shape
+    return product(rows, depth, out_channels, row_stride=x.stride(0) if rows > 1 else depth)
+
+
 def _pair(numbers: Sequence[int]) -> Pair:
     first, second = numbers
     return first, second
@@ -273,12 +279,11 @@ def _launch_linear(
     arithmetic: str = "tf32",
     **norm: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    rows, depth = x.shape
-    x = x if depth == 1 or x.stride(1) == 1 else x.contiguous()
-    out = x.new_empty((rows, out_channels))
+    x = x if x.shape[1] == 1 or x.stride(1) == 1 else x.contiguous()
+    out = x.new_empty((x.shape[0], out_channels))
     moments = _new_moments(out, Tiling.of(tiling)) if has_moments else None
     launch_convolution(
-        product(rows, depth, out_channels, row_stride=x.stride(0) if rows > 1 else depth),
+        product_shape(x, out_channels),
         Tiling.of(tiling),
         x=x,
         weight=weight,
@@ -290,15 +295,16 @@ def _launch_linear(
         activation=activation,
         trigger=trigger,
         arithmetic=arithmetic,
-        norm=_row_norm(**norm),
+        norm=row_norm(**norm),
         out_moments=moments,
     )
     return out, moments
 
 
-def _row_norm(
+def row_norm(
     moments: Tensor | None = None, column_sums: Tensor | None = None, eps: float = 0.0, rms: bool = False
 ) -> RowNorm | None:
+    """The norm of the rows that a product reads, by the arguments of the op; None where there is none."""
     if moments is None or column_sums is None:
         return None
     return RowNorm(moments=moments, column_sums=column_sums, eps=eps, rms=rms)
@@ -320,9 +326,9 @@ def _linear_cpu(
 ) -> Tensor:
     filters = unpack_rows(weight, out_channels, x.shape[1])
     total = functional.linear(*(as_multiplied(t, x.dtype, arithmetic) for t in (x, filters)))
-    row_norm = _row_norm(**norm)
-    if row_norm is not None:
-        total = row_norm(total, x.shape[1])
+    corrected = row_norm(**norm)
+    if corrected is not None:
+        total = corrected(total, x.shape[1])
     if bias is not None:
         total += bias.float()
     return finish(total, residual, activation).to(x.dtype)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,6 +66,11 @@ class RowNorm:
     column_sums: Tensor
     eps: float
     rms: bool
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """As `nimblec.kernels.launching.settings` takes it."""
+        return {"norm": "rms" if self.rms else "layer", "eps": self.eps, "parts": len(self.moments)}
 
     def __call__(self, total: Tensor, columns: int) -> Tensor:
         """What the product of the normalised rows is, ``total`` being that of the rows as they are, in float32."""

@@ -144,7 +144,7 @@ def _take_apart(
     ends = list(accumulate(fake(part).shape[1] for part in parts))
     in_front = ends[-1] - value.shape[1]
     shape = [value.shape[0], ends[-1], *value.shape[2:]]
-    strides = value.new_empty(shape).to(memory_format=torch.channels_last).stride()
+    strides = torch.empty(shape, device="meta", memory_format=torch.channels_last).stride()
     how = {"dtype": value.dtype, "device": value.device}
     memory = rewriter.call(aten.empty_strided.default, shape, list(strides), at=first, **how)
     placed = []

@@ -9,10 +9,18 @@ from torch import Tensor, fx
 
 from nimblec.kernels.depthwise import DepthwiseTiling, depthwise, pack_depthwise
 from nimblec.kernels.launching import Arithmetic, Trigger
-from nimblec.kernels.ops import convolution, convolution_into, convolution_shape, is_read_well, linear, pixel_stride
+from nimblec.kernels.ops import (
+    convolution,
+    convolution_into,
+    convolution_shape,
+    is_read_well,
+    linear,
+    pixel_stride,
+    product_shape,
+)
 from nimblec.kernels.packing import counters, for_tensor_cores, pack_convolution, pack_linear
 from nimblec.kernels.parts import place
-from nimblec.kernels.shapes import Convolution, Tiling, product
+from nimblec.kernels.shapes import Convolution, Tiling
 from nimblec.optimize.batch_norm import CONVOLUTION
 from nimblec.optimize.cudnn import DTYPES
 from nimblec.optimize.fusible import is_view
@@ -180,17 +188,15 @@ def _linear(rewriter: Rewriter, node: fx.Node) -> dict[str, Any] | None:
     plain = given.get("alpha", 1) == 1 and given.get("beta", 1) == 1
     if rewriter.value(given["mat2"]) is None or not plain or not _is_served(rewriter, node, bias):
         return None
-    rows, depth = fake(x).shape
-    if (depth > 1 and fake(x).stride(1) != 1) or not fake(node).is_contiguous():
+    if (fake(x).shape[1] > 1 and fake(x).stride(1) != 1) or not fake(node).is_contiguous():
         return None
     activation = "none"
     if is_call(node, aten._addmm_activation.default):
         activation = "gelu_tanh" if given["use_gelu"] else "relu"
-    row_stride = fake(x).stride(0) if rows > 1 else depth
     return {
         "kind": "linear",
         "arithmetic": _arithmetic(fake(node).dtype, torch.backends.cuda.matmul),
-        "shape": product(rows, depth, fake(node).shape[1], row_stride=row_stride),
+        "shape": product_shape(fake(x), fake(node).shape[1]),
         "x": x,
         "weight": given["mat2"],
         "bias": bias,

@@ -7,15 +7,14 @@ Its own weights are multiplied into those of the products that read it.
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, fx
 
 from nimblec.kernels.compiling import Job, compile_all, convolution_job
 from nimblec.kernels.launching import settings
-from nimblec.kernels.ops import linear, linear_and_moments
+from nimblec.kernels.ops import linear, linear_and_moments, product_shape, row_norm
 from nimblec.kernels.packing import pack_rows, unpack_rows
-from nimblec.kernels.shapes import Tiling, product
+from nimblec.kernels.shapes import Tiling
 from nimblec.optimize.fusible import is_view
 from nimblec.optimize.layout import HALF
 from nimblec.optimize.own_norms import Request, requests
@@ -140,20 +139,18 @@ def _correct(rewriter: Rewriter, normed: _Normed, reader: fx.Node, maker: fx.Nod
 def _job(node: fx.Node) -> Job | None:
     """What a product launches where a norm is before or after it."""
     given = bound(node)
-    x, moments = fake(given["x"]), given["moments"]
-    norm: dict[str, Any] = {}
-    if moments is not None:
-        norm = {"norm": "rms" if given["rms"] else "layer", "eps": given["eps"], "parts": len(fake(moments))}
-    elif is_call(node, linear):
+    x = fake(given["x"])
+    moments, sums = (None if given[name] is None else fake(given[name]) for name in ("moments", "column_sums"))
+    norm = row_norm(moments, sums, given["eps"], given["rms"])
+    if norm is None and is_call(node, linear):
         return None
-    rows, depth = x.shape
     constants = settings(
-        product(rows, depth, given["out_channels"], row_stride=x.stride(0) if rows > 1 else depth),
+        product_shape(x, given["out_channels"]),
         Tiling.of(given["tiling"]),
         activation=given["activation"],
         trigger=given["trigger"],
         arithmetic=given["arithmetic"],
-        **norm,
+        **({} if norm is None else norm.settings),
     )
     has = {name for name in ("bias", "residual") if given[name] is not None}
     if is_call(node, linear_and_moments):

@@ -66,9 +66,8 @@ def close_gaps(graph: Graph) -> Graph:
     tasks = []
     for index, (task, before, after) in enumerate(zip(graph.tasks, ancestors(dag), descendants(dag), strict=True)):
         beside = ~(before | after | 1 << index)
-        written = {access.buffer for access in task.writes}
-        apart = {a.buffer for a in task.reads if (touching if a.buffer in written else writers)[a.buffer] & beside}
-        apart |= {buffer for buffer in written if touching[buffer] & beside}
+        read, written = ({access.buffer for access in accesses} for accesses in (task.reads, task.writes))
+        apart = {n for n in read | written if (touching if n in written else writers)[n] & beside}
         tasks.append(replace(task, reads=_closed(task.reads, apart), writes=_closed(task.writes, apart)))
     return replace(graph, tasks=tuple(tasks))
 
