@@ -29,7 +29,7 @@ pytestmark = pytest.mark.gpu
 
 MODEL = "families.resnet:small"
 LOADERS, CALLERS, CALLS = 32, 8, 20
-LOADS, ROUNDS = 50, 5
+LOADS, ROUNDS = 50, 25
 SLACK_NBYTES = 16 << 20  # the driver keeps some memory for what comes next
 
 REPLAY = """
@@ -110,7 +110,7 @@ def test_loading_and_closing_leaves_no_memory_behind(gpu_compiler: "GpuCompiler"
         return before - call("cuMemGetInfo")[0]
 
     # What other processes of the GPU take meanwhile is in some rounds, what is not given back in all.
-    assert min(lost() for _ in range(ROUNDS)) <= SLACK_NBYTES
+    assert any(lost() <= SLACK_NBYTES for _ in range(ROUNDS))
     assert LOADS * path.stat().st_size > 4 * SLACK_NBYTES  # so that a plan not given back would show
 
 
