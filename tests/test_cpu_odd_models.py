@@ -265,6 +265,11 @@ def test_external_data(path: Path) -> None:
             [("y", INT64, ("n",))],
             r"node 'r' \(Range\)",
         ),
+        (
+            [node("RandomNormalLike", ["x"], ["r"], name="noise"), node("Add", ["x", "r"], ["y"])],
+            [floats("y", 2, 3)],
+            r"node 'noise' \(RandomNormalLike\): draws random numbers",
+        ),
     ],
 )
 def test_what_a_plan_cannot_hold_is_refused_by_name(

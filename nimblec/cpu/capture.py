@@ -11,10 +11,15 @@ from onnx import ModelProto, NodeProto, TensorProto
 from nimblec.cpu import kernels, optimizer, values
 from nimblec.cpu.constants import TensorType, type_of
 from nimblec.cpu.optimizer import OptimizedModel
+from nimblec.errors import UnsupportedModelError
 from nimblec.frontend import onnx_file
 from nimblec.ir import Access, Buffer, BufferKind, Graph, KernelWork, Op, Reference, Task, TensorView
 from nimblec.options import InputSpec
 from nimblert.plan import Kernel, Module, ParameterKind
+
+_RANDOM = frozenset(
+    {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Multinomial", "Bernoulli"}
+)
 
 
 def capture(path: str | PathLike[str], inputs: Sequence[InputSpec] = ()) -> Graph:
@@ -47,6 +52,12 @@ def capture_model(
     ``sample_ranges`` bound the random integers that may stand in for inputs, by name.
     ``scratch_folder`` has room for the weights, which are files without a name as long as the Graph lives.
     """
+    for node in onnx_file.nodes(model.graph):
+        if not node.domain and node.op_type in _RANDOM:
+            raise UnsupportedModelError(
+                f"node {onnx_file.node_name(node)!r} ({node.op_type}): draws random numbers, by which no two runs of a "
+                f"plan are the same; make them an input of the model"
+            )
     optimized = optimizer.optimize(model, folder, scratch_folder)
     builder = _Builder(optimized)
     for tensor in onnx_file.inputs(optimized.proto):
