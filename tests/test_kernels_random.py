@@ -6,7 +6,7 @@ import torch
 from arithmetic import arithmetic
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rewriting import assert_same, check, record
+from rewriting import check, record, run
 from torch import Tensor
 from torch.nn import functional
 
@@ -19,18 +19,19 @@ Step = Callable[[Tensor, Tensor], Tensor]
 ACTIVATIONS = (torch.relu, functional.silu, functional.gelu, functional.hardswish, torch.sigmoid, lambda x: x)
 
 
-def _random(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+def _random(like: Tensor, *shape: int) -> Tensor:
+    """Constants, which are equal for equal shapes, in the precision of ``like``."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(like.dtype)
 
 
 def _conv(x: Tensor, out: int = WIDTH, size: tuple[int, int] = (1, 1), groups: int = 1) -> Tensor:
-    weight = _random(out, x.shape[1] // groups, *size) / (x.shape[1] // groups * size[0] * size[1]) ** 0.5
-    bias = _random(out) if groups == 1 else None
+    weight = _random(x, out, x.shape[1] // groups, *size) / (x.shape[1] // groups * size[0] * size[1]) ** 0.5
+    bias = _random(x, out) if groups == 1 else None
     return torch.conv2d(x, weight, bias, padding=(size[0] // 2, size[1] // 2), groups=groups)
 
 
 def _batch_norm(x: Tensor) -> Tensor:
-    mean, variance = _random(x.shape[1]), _random(x.shape[1]).abs() + 0.5
+    mean, variance = _random(x, x.shape[1]), _random(x, x.shape[1]).abs() + 0.5
     return torch.ops.aten._native_batch_norm_legit_no_training(x, variance, mean, mean, variance, 0.1, 1e-5)[0]
 
 
@@ -61,7 +62,7 @@ def _halves(x: Tensor, _: Tensor) -> Tensor:
 
 
 def _images_as_tokens(x: Tensor, _: Tensor) -> Tensor:
-    rows = functional.layer_norm(x.permute(0, 2, 3, 1), (x.shape[1],), _random(x.shape[1]))
+    rows = functional.layer_norm(x.permute(0, 2, 3, 1), (x.shape[1],), _random(x, x.shape[1]))
     return x + _linear(functional.gelu(_linear(rows, 32)), x.shape[1]).permute(0, 3, 1, 2)
 
 
@@ -85,15 +86,15 @@ IMAGES: tuple[Step, ...] = (
 
 
 def _linear(x: Tensor, out: int = WIDTH) -> Tensor:
-    return functional.linear(x, _random(out, x.shape[-1]) / x.shape[-1] ** 0.5, _random(out))
+    return functional.linear(x, _random(x, out, x.shape[-1]) / x.shape[-1] ** 0.5, _random(x, out))
 
 
 def _layer_norm(x: Tensor) -> Tensor:
-    return functional.layer_norm(x, (WIDTH,), _random(WIDTH), _random(WIDTH))
+    return functional.layer_norm(x, (WIDTH,), _random(x, WIDTH), _random(x, WIDTH))
 
 
 def _rms_norm(x: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * _random(WIDTH)
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * _random(x, WIDTH)
 
 
 def _attention(x: Tensor, y: Tensor) -> Tensor:
@@ -118,7 +119,7 @@ TOKENS: tuple[Step, ...] = (
     lambda x, y: _layer_norm(y + _linear(torch.relu(_linear(x, 32)))),
     lambda x, _: x + _linear(functional.silu(_linear(_rms_norm(x), 24)) * _linear(_rms_norm(x), 24)),
     lambda x, y: _linear(_layer_norm(_linear(x))) + _linear(_layer_norm(y)),
-    lambda x, _: functional.linear(x.transpose(1, 2), _random(9, 9) / 3).transpose(1, 2) + x,
+    lambda x, _: functional.linear(x.transpose(1, 2), _random(x, 9, 9) / 3).transpose(1, 2) + x,
     _attention,
     _attention_by_hand,
 )
@@ -138,20 +139,26 @@ def _check(data: st.DataObject, steps: Sequence[Step], x: Tensor) -> None:
             values.append(activation(step(values[first], values[second])))
         return [values[-1], values[extra]]
 
-    before = record(model, x)
-    with arithmetic("fp32"):
-        after = with_own_kernels(optimize(before, device="cuda"))
-    check(after)
-    assert_same(before, after, x, rtol=5e-5)
+    truth = run(record(model, x.double()), x.double())
+    for dtype, rounding in ((torch.float32, 1e-5), (torch.float16, 8e-3)):
+        given = x.to(dtype)
+        before = record(model, given)
+        with arithmetic("fp32"):
+            after = with_own_kernels(optimize(before, device="cuda"))
+        check(after)
+        for wanted, old, new in zip(truth, run(before, given), run(after, given), strict=True):
+            assert (old.dtype, old.shape, old.stride()) == (new.dtype, new.shape, new.stride())
+            error_before, error_after = (float((t.double() - wanted).norm() / wanted.norm()) for t in (old, new))
+            assert error_after <= 2 * error_before + rounding
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=50, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_any_network_of_images(data: st.DataObject) -> None:
-    _check(data, IMAGES, _random(2, WIDTH, 6, 6))
+    _check(data, IMAGES, torch.randn(2, WIDTH, 6, 6, generator=torch.Generator().manual_seed(0)))
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=50, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_any_network_of_tokens(data: st.DataObject) -> None:
-    _check(data, TOKENS, _random(2, 9, WIDTH))
+    _check(data, TOKENS, torch.randn(2, 9, WIDTH, generator=torch.Generator().manual_seed(0)))
