@@ -85,11 +85,11 @@ def spread(times: np.ndarray) -> dict[str, float]:
 
 def measure(path: Path, repeats: int, *, threads: int, shared: bool) -> dict[str, Any]:
     """One model: the plan's and the session's times, and what the plan is made of."""
-    import onnxruntime
     from cpu_plans import plan_file
 
     from nimblert import golden
     from nimblert.cpu import CpuBackend
+    from nimblert.onnx_session import onnxruntime
 
     plan = plan_file(path, streams=1)
     program = plan.programs[0]
@@ -98,10 +98,10 @@ def measure(path: Path, repeats: int, *, threads: int, shared: bool) -> dict[str
     backend = CpuBackend(plan, program)
     plan_open = time.perf_counter() - begin
     begin = time.perf_counter()
-    options = onnxruntime.SessionOptions()
+    options = onnxruntime().SessionOptions()
     options.intra_op_num_threads = threads
     options.use_per_session_threads = not shared
-    session = onnxruntime.InferenceSession(os.fspath(path), options, providers=["CPUExecutionProvider"])
+    session = onnxruntime().InferenceSession(os.fspath(path), options, providers=["CPUExecutionProvider"])
     session_open = time.perf_counter() - begin
     for tensor, view in zip(program.inputs, backend.inputs, strict=True):
         np.copyto(view, inputs[tensor.name])

@@ -1,5 +1,6 @@
 """GPU tests run where there is a GPU and say what is missing where there is none; shared fixtures."""
 
+import os
 from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -8,6 +9,8 @@ import pytest
 
 if TYPE_CHECKING:
     from command_line import CommandLine
+
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # before a test imports onnxruntime
 
 
 def missing_gpu_capability() -> str | None:

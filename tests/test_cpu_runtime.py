@@ -303,6 +303,17 @@ except nimblert.DeviceMismatchError as exc:
     assert "pip install nimblec[cpu]" in python(code, tmp_path / "model.plan", without=["onnxruntime"])
 
 
+def test_onnx_runtime_reports_to_nobody(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan_file(path).save(tmp_path / "model.plan")
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    for name in ("ORT_DISABLE_TELEMETRY", "CI", "XDG_CACHE_HOME"):  # the last two may silence it too
+        monkeypatch.delenv(name, raising=False)
+    python("import sys, nimblert; nimblert.load(sys.argv[1]).close()", tmp_path / "model.plan")
+    assert list(home.rglob("*")) == []  # no identifier of this machine
+
+
 def test_sessions_of_others_still_work_beside_ours(path: Path) -> None:
     plan = plan_file(path)
     backend = CpuBackend(plan, plan.programs[0])

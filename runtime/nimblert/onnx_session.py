@@ -72,7 +72,8 @@ _THREAD_BUDGET = 256
 
 @cache
 def onnxruntime() -> ModuleType:
-    """The onnxruntime package."""
+    """The onnxruntime package, which reports on the models that it opens only where the user asked for that."""
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # read when it is imported, by versions from 1.29 on
     try:
         return import_module("onnxruntime")
     except ImportError as exc:
