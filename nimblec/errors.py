@@ -1,5 +1,12 @@
 """Why a model cannot be compiled."""
 
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 from nimblert.errors import NimbleError
 
 EXTRAS = {
@@ -27,6 +34,25 @@ class TraceError(CompileError):
 
 class MissingPackageError(CompileError):
     """A part of the compiler needs a package that is not installed."""
+
+
+@contextmanager
+def user_code(what: str) -> Iterator[None]:
+    """Around a call of code that is not ours: whatever it raises is a TraceError, which begins with ``what``."""
+    try:
+        yield
+    except Exception as exc:  # nobody knows what it may raise, and all of it is to be told
+        first = root_cause(exc)
+        raise TraceError(f"{what}: {_place(first)}{type(first).__name__}: {first_line(first)}") from exc
+
+
+def _place(exc: BaseException) -> str:
+    """The last line on the way to an error that is neither in torch nor ours."""
+    frameworks = (module.__file__ for name in ("nimblec", "torch", "importlib") if (module := sys.modules.get(name)))
+    inner = ("<", *(f"{Path(file).parent}{os.sep}" for file in frameworks if file))
+    frames = traceback.extract_tb(exc.__traceback__)
+    places = [(frame.lineno, frame.filename) for frame in frames if not frame.filename.startswith(inner)]
+    return f"line {places[-1][0]} of {places[-1][1]} raised " if places else ""
 
 
 def root_cause(exc: BaseException) -> BaseException:

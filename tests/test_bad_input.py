@@ -4,6 +4,7 @@ Each kind is here or, where it needs nothing but a file, in test_cli_plans.py.
 """
 
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -113,6 +114,27 @@ def test_a_failure_on_random_inputs_points_to_examples(nimblec: CommandLine, tmp
     inputs = [("i", TensorProto.INT64, (3,))]
     model = write_model(tmp_path / "m.onnx", nodes, inputs, [floats("y", 3, 40)], constants=constants)
     assert "--example NAME=FILE.npy" in nimblec.refused("compile", model, "-o", output, "--target", "cpu", "-q")
+    assert_untouched(output)
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("import no_such_package", r"cannot be imported: line 1 of .*users\.py raised ModuleNotFoundError: .*"),
+        ("def f(:", r"cannot be imported: SyntaxError: .*users\.py, line 1\)"),
+        ("g = 1", r"users has no callable 'f'"),
+        ("def f():\n    return {}['size']", r"cannot be called: line 2 of .*users\.py raised KeyError: 'size'"),
+        ("def f():\n    return 3", r"returned int, expected \(module, example_inputs\)"),
+    ],
+)
+def test_a_mistake_in_a_module_of_the_users(
+    nimblec: CommandLine, tmp_path: Path, output: Path, monkeypatch: pytest.MonkeyPatch, code: str, said: str
+) -> None:
+    (tmp_path / "users.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "users", raising=False)
+    sentence = nimblec.refused("compile", "users:f", "-o", output, "--target", "cpu", "-q")
+    assert re.fullmatch(rf"users:f: (users )?{said}", sentence), sentence
     assert_untouched(output)
 
 

@@ -118,6 +118,12 @@ def test_what_the_exporter_refuses_is_said_in_a_sentence() -> None:
     assert not {"\n", "\x1b"} & set(str(refused.value))
 
 
+def test_what_a_model_raises_is_said_in_a_sentence() -> None:
+    error = r"^the model cannot be run: (line \d+ of .* raised )?RuntimeError: mat1 and mat2 .*"
+    with pytest.raises(CompileError, match=error):
+        nimblec.compile(torch.nn.Linear(2, 2), torch.ones(1, 3), target="cpu")
+
+
 @pytest.mark.parametrize(
     ("seconds", "runs"), [(1e-9, 100), (0.01, 20), (0.1, 5), (0.3, 5), (0.5, 4), (2.0, 1), (30.0, 1)]
 )

@@ -24,7 +24,7 @@ from nimblec.cuda.residents import (
     only_in,
 )
 from nimblec.cuda.tasks import build_graph
-from nimblec.errors import TraceError, UnsupportedModelError, first_line, root_cause
+from nimblec.errors import TraceError, UnsupportedModelError, user_code
 from nimblec.frontend.pytorch import DTYPE_NAMES, TorchModel, as_tensor, name_outputs
 from nimblec.ir import Graph, TensorView
 from nimblert.driver import call
@@ -167,13 +167,10 @@ class ModelRecorder:
         return outputs
 
     def _run(self, model: TorchModel) -> Any:
-        try:
+        with user_code("the model cannot be run"):
             with torch.no_grad(), telling(self._tell_capturing):
                 result = model.run(self._sources.set)
             torch.cuda.synchronize()
-        except Exception as exc:  # the model is the user's code: whatever it raises is what to tell
-            first = root_cause(exc)
-            raise TraceError(f"the model cannot be run: {type(first).__name__}: {first_line(first)}") from exc
         self._allocator.check()
         return result
 

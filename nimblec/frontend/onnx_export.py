@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from nimblec.errors import CompileError, TraceError, first_line, root_cause
+from nimblec.errors import CompileError, TraceError, first_line, root_cause, user_code
 from nimblec.frontend import pytorch
 
 
@@ -22,8 +22,9 @@ def export(kind: str, model: str, folder: Path) -> Path:
     """
     module, example_inputs = _load(kind, model)
     args, kwargs = pytorch.split_arguments(example_inputs)
-    with torch.no_grad():
-        names = [name for name, _ in pytorch.name_outputs(module(*args, **kwargs))]
+    with user_code("the model cannot be run"), torch.no_grad():
+        result = module(*args, **kwargs)
+    names = [name for name, _ in pytorch.name_outputs(result)]
     path = folder / "model.onnx"
     try:
         with _quiet():

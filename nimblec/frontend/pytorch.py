@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-from nimblec.errors import CompileError, TraceError, UnsupportedModelError, first_line
+from nimblec.errors import CompileError, TraceError, UnsupportedModelError, first_line, user_code
 from nimblec.frontend.fx_graph import SetSource, run_nodes
 from nimblec.options import InputSpec, Precision
 
@@ -89,14 +89,13 @@ def set_arithmetic(precision: Precision) -> None:
 def import_callable(spec: str) -> tuple[Any, Any]:
     """What the callable named "package.module:callable" returns: (module, example_inputs)."""
     module_name, _, name = spec.partition(":")
-    try:
+    with user_code(f"{spec}: {module_name} cannot be imported"):
         module = importlib.import_module(module_name)
-    except ImportError as exc:
-        raise CompileError(f"{spec}: {module_name} cannot be imported: {exc}") from exc
     builder = getattr(module, name, None)
     if not callable(builder):
         raise CompileError(f"{spec}: {module_name} has no callable {name!r}")
-    built = builder()
+    with user_code(f"{spec}: cannot be called"):
+        built = builder()
     if not isinstance(built, tuple) or len(built) != 2 or not callable(built[0]):
         raise CompileError(f"{spec}: returned {type(built).__name__}, expected (module, example_inputs)")
     return built
