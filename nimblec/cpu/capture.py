@@ -6,7 +6,7 @@ from os import PathLike
 from pathlib import Path
 
 import numpy as np
-from onnx import ModelProto, NodeProto, TensorProto
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 
 from nimblec.cpu import kernels, optimizer, values
 from nimblec.cpu.constants import TensorType, type_of
@@ -52,19 +52,24 @@ def capture_model(
     ``sample_ranges`` bound the random integers that may stand in for inputs, by name.
     ``scratch_folder`` has room for the weights, which are files without a name as long as the Graph lives.
     """
-    for node in onnx_file.nodes(model.graph):
-        if not node.domain and node.op_type in _RANDOM:
-            raise UnsupportedModelError(
-                f"node {onnx_file.node_name(node)!r} ({node.op_type}): draws random numbers, by which no two runs of a "
-                f"plan are the same; make them an input of the model"
-            )
+    _refuse_random(model.graph)
     optimized = optimizer.optimize(model, folder, scratch_folder)
+    _refuse_random(optimized.proto.graph)  # which has the nodes of the model's functions too
     builder = _Builder(optimized)
     for tensor in onnx_file.inputs(optimized.proto):
         builder.add_input(tensor.name, (sample_ranges or {}).get(tensor.name))
     for node in optimized.proto.graph.node:
         builder.add_node(node)
     return builder.graph()
+
+
+def _refuse_random(graph: GraphProto) -> None:
+    for node in onnx_file.nodes(graph):
+        if onnx_file.operator_name(node) in _RANDOM:
+            raise UnsupportedModelError(
+                f"node {onnx_file.node_name(node)!r} ({node.op_type}): draws random numbers, by which no two runs of a "
+                f"plan are the same; make them an input of the model"
+            )
 
 
 class _Builder:
