@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from command_line import CommandLine
 from cpu_plans import floats, write_model
 from families import mobilenet
 from onnx import TensorProto, helper
@@ -110,6 +111,26 @@ def test_results_of_classes_of_torch() -> None:
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         np.testing.assert_array_equal(found[name], value.numpy())
+
+
+@pytest.mark.parametrize(
+    ("module", "sentence"),
+    [
+        (torch.nn.Sequential(torch.nn.Dropout()), r"\(Dropout\): draws random numbers"),
+        (torch.nn.BatchNorm1d(3), r"^the module writes into 'running_mean'.*: call \.eval\(\) first"),
+    ],
+)
+def test_a_module_in_training_mode(module: torch.nn.Module, sentence: str) -> None:
+    with pytest.raises(CompileError, match=sentence):
+        nimblec.compile(module.train(), torch.ones(4, 3), target="cpu")
+
+
+def test_a_function_is_a_model(nimblec: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "doubled.py").write_text("import torch\ndef f():\n    return lambda x: 2 * x, torch.ones(3)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert nimblec("compile", "doubled:f", "-o", tmp_path / "m.plan", "--target", "cpu", "-q").status == 0
+    with executable.load(tmp_path / "m.plan") as model:
+        assert model(np.arange(3, dtype=np.float32)).tolist() == [0, 2, 4]
 
 
 def test_what_the_exporter_refuses_is_said_in_a_sentence() -> None:

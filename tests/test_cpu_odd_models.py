@@ -270,12 +270,17 @@ def test_external_data(path: Path) -> None:
             [floats("y", 2, 3)],
             r"node 'noise' \(RandomNormalLike\): draws random numbers",
         ),
+        (
+            [node("Dropout", ["x", "", "training"], ["y"], name="drop", seed=1)],
+            [floats("y", 2, 3)],
+            r"node 'drop' \(Dropout\): draws random numbers",
+        ),
     ],
 )
 def test_what_a_plan_cannot_hold_is_refused_by_name(
     path: Path, nodes: list, outputs: list[Value], message: str
 ) -> None:
-    constants = {"a": np.array(0), "b": np.array(1)}
+    constants = {"a": np.array(0), "b": np.array(1), "training": np.array(True)}
     write_model(path, nodes, [floats("x", 2, 3)], outputs, constants=constants)
     with pytest.raises(UnsupportedModelError, match=message):
         plan_file(path)

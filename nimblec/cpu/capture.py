@@ -52,9 +52,9 @@ def capture_model(
     ``sample_ranges`` bound the random integers that may stand in for inputs, by name.
     ``scratch_folder`` has room for the weights, which are files without a name as long as the Graph lives.
     """
-    _refuse_random(model.graph)
+    _refuse_random(model.graph, {})
     optimized = optimizer.optimize(model, folder, scratch_folder)
-    _refuse_random(optimized.proto.graph)  # which has the nodes of the model's functions too
+    _refuse_random(optimized.proto.graph, optimized.arrays)  # which has the nodes of the model's functions too
     builder = _Builder(optimized)
     for tensor in onnx_file.inputs(optimized.proto):
         builder.add_input(tensor.name, (sample_ranges or {}).get(tensor.name))
@@ -63,13 +63,21 @@ def capture_model(
     return builder.graph()
 
 
-def _refuse_random(graph: GraphProto) -> None:
+def _refuse_random(graph: GraphProto, constants: Mapping[str, np.ndarray]) -> None:
     for node in onnx_file.nodes(graph):
-        if onnx_file.operator_name(node) in _RANDOM:
+        if _is_random(node, constants):
             raise UnsupportedModelError(
                 f"node {onnx_file.node_name(node)!r} ({node.op_type}): draws random numbers, by which no two runs of a "
-                f"plan are the same; make them an input of the model"
+                f"plan are the same; export the model for inference, or make them an input of it"
             )
+
+
+def _is_random(node: NodeProto, constants: Mapping[str, np.ndarray]) -> bool:
+    """Whether a node draws random numbers: dropout does so in training mode."""
+    if onnx_file.operator_name(node) != "Dropout":
+        return onnx_file.operator_name(node) in _RANDOM
+    ratio, training = (constants.get(name) for name in [*node.input[1:], "", ""][:2])
+    return training is not None and bool(training.all()) and (ratio is None or bool(ratio.any()))
 
 
 class _Builder:

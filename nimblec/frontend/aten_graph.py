@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from nimblec.errors import CompileError, TraceError, UnsupportedModelError, first_line
 from nimblec.frontend.onnx import on_device
+from nimblec.frontend.pytorch import state_written
 from nimblec.frontend.recorder import InPlaceError, Recorder, is_taken_apart
 
 aten = torch.ops.aten
@@ -96,7 +97,7 @@ def _recorded(exported: torch.export.ExportedProgram, device: torch.device) -> A
 
 
 def _pure(module: torch.nn.Module, export: Callable[[], torch.export.ExportedProgram]) -> torch.export.ExportedProgram:
-    """What ``export`` makes of a module, if that writes into no input or buffer, as far as is known then."""
+    """What ``export`` makes of a module, if that writes into no input or state, as far as is known then."""
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # export's deprecations are its own
@@ -104,7 +105,7 @@ def _pure(module: torch.nn.Module, export: Callable[[], torch.export.ExportedPro
     except _EXPORT_ERRORS as exc:
         raise TraceError(f"{type(module).__name__}: torch.export refuses it ({first_line(exc)})") from exc
     signature = exported.graph_signature
-    written = [*signature.buffers_to_mutate.values(), *signature.user_inputs_to_mutate.values()]
+    written = [*state_written(signature), *signature.user_inputs_to_mutate.values()]
     if written:
         raise UnsupportedModelError(
             f"{type(module).__name__} writes into {written[0]!r}: call .eval() first, or compile it as it runs"

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from nimblec.errors import CompileError, TraceError, first_line, root_cause, user_code
+from nimblec.errors import CompileError, TraceError, UnsupportedModelError, first_line, root_cause, user_code
 from nimblec.frontend import pytorch
 
 
@@ -18,7 +18,8 @@ def export(kind: str, model: str, folder: Path) -> Path:
     """Export a model to an ONNX file in ``folder``: its path.
 
     ``kind``: "callable" ("package.module:callable"), "exported" (.pt2) or "saved" (a live module).
-    Raises TraceError where torch.onnx.export refuses the model.
+    Raises TraceError where the model cannot be run or torch.onnx.export refuses it, UnsupportedModelError
+    where it has a state, which an ONNX file cannot say.
     """
     module, example_inputs = _load(kind, model)
     args, kwargs = pytorch.split_arguments(example_inputs)
@@ -26,15 +27,39 @@ def export(kind: str, model: str, folder: Path) -> Path:
         result = module(*args, **kwargs)
     names = [name for name, _ in pytorch.name_outputs(result)]
     path = folder / "model.onnx"
+    name = "the module" if kind == "saved" else model
     try:
         with _quiet():
-            torch.onnx.export(
-                module, args, path, kwargs=kwargs, output_names=names, dynamo=True, verbose=False, external_data=True
+            program = torch.onnx.export(
+                _as_module(module),
+                args,
+                path,
+                kwargs=kwargs,
+                output_names=names,
+                dynamo=True,
+                verbose=False,
+                external_data=True,
             )
     except (torch.onnx.OnnxExporterError, RuntimeError, ValueError, TypeError) as exc:
-        name = "the module" if kind == "saved" else model
         raise TraceError(f"{name}: torch.onnx.export refuses it: {_cause(exc)}") from exc
+    exported = program and program.exported_program
+    assert exported
+    written = pytorch.state_written(exported.graph_signature)
+    if written:
+        raise UnsupportedModelError(
+            f"{name} writes into {written[0]!r}, which an ONNX file does not keep from run to run: "
+            "call .eval() first, or compile it for a GPU"
+        )
     return path
+
+
+def _as_module(model: Any) -> torch.nn.Module:
+    """A function as a module, which is all that the exporter takes."""
+    if isinstance(model, torch.nn.Module):
+        return model
+    module = torch.nn.Module()
+    module.forward = model
+    return module
 
 
 def _cause(exc: BaseException) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.export.graph_signature import ExportGraphSignature
 from torch.utils import _pytree as pytree
 
 from nimblec.errors import CompileError, TraceError, UnsupportedModelError, first_line, user_code
@@ -110,6 +111,11 @@ def load_exported(path: Path) -> tuple[Any, Any]:
     if program.example_inputs is None:
         raise CompileError(f"{path}: holds no example inputs: export the model again with them")
     return program.module(check_guards=False), program.example_inputs
+
+
+def state_written(signature: ExportGraphSignature) -> list[str]:
+    """The buffers and parameters that a run of an exported module changes."""
+    return [*signature.buffers_to_mutate.values(), *signature.parameters_to_mutate.values()]
 
 
 def split_arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
