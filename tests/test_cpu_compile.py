@@ -116,13 +116,44 @@ def test_results_of_classes_of_torch() -> None:
 @pytest.mark.parametrize(
     ("module", "sentence"),
     [
-        (torch.nn.Sequential(torch.nn.Dropout()), r"\(Dropout\): draws random numbers"),
+        (
+            torch.nn.Dropout(),
+            r"^the module: two runs on equal inputs differ in output 'output'.*: call \.eval\(\) first",
+        ),
         (torch.nn.BatchNorm1d(3), r"^the module writes into 'running_mean'.*: call \.eval\(\) first"),
     ],
 )
 def test_a_module_in_training_mode(module: torch.nn.Module, sentence: str) -> None:
     with pytest.raises(CompileError, match=sentence):
         nimblec.compile(module.train(), torch.ones(4, 3), target="cpu")
+
+
+class _Counting(torch.nn.Module):
+    """Has a state that is no buffer."""
+
+    count = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """As many as there were runs are added."""
+        self.count += 1
+        return x + self.count
+
+
+def test_a_state_that_the_exporter_does_not_see() -> None:
+    with pytest.raises(CompileError, match="two runs on equal inputs differ in output 'output'"):
+        nimblec.compile(_Counting(), torch.ones(3), target="cpu")
+
+
+def test_an_export_of_another_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    export = torch.onnx.export
+    monkeypatch.setattr(torch.onnx, "export", lambda _, *args, **how: export(torch.nn.ReLU(), *args, **how))
+    with pytest.raises(CompileError, match=r"of the ONNX file .* differs from what PyTorch computes by 0\.37"):
+        nimblec.compile(torch.nn.Sigmoid(), torch.ones(3), target="cpu")
+
+
+def test_a_result_that_is_no_dense_tensor() -> None:
+    with pytest.raises(CompileError, match=r"^output 0: a plan holds dense tensors, and this one is torch\.sparse_coo"):
+        nimblec.compile(_Calls(torch.Tensor.to_sparse), torch.eye(3), target="cpu")
 
 
 def test_a_function_is_a_model(nimblec: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

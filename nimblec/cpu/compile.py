@@ -33,7 +33,7 @@ def compile_cpu(source: Source, options: Options, output: Path, observer: Observ
     ONNX Runtime session computes.
     """
     try:
-        run_s = _write_plan(source, options, output, observer)  # and let go of all it mapped
+        run_s, notes = _write_plan(source, options, output, observer)  # and let go of all it mapped
     except MemoryError as exc:
         raise CompileError(f"the model needs more memory than there is: {exc}") from exc
     with stage(observer, "check"), LeanProcess(Target.CPU) as lean:
@@ -41,19 +41,19 @@ def compile_cpu(source: Source, options: Options, output: Path, observer: Observ
         if problem:
             raise CompileError(problem)
     if options.level or options.precision != "keep":
-        return ("-O and --precision are the CUDA target's: here ONNX Runtime's optimiser did what it always does",)
-    return ()
+        notes += ("-O and --precision are the CUDA target's: here ONNX Runtime's optimiser did what it always does",)
+    return notes
 
 
-def _write_plan(source: Source, options: Options, output: Path, observer: Observer) -> float:
-    """Write the plan; the seconds that a run takes."""
+def _write_plan(source: Source, options: Options, output: Path, observer: Observer) -> tuple[float, tuple[str, ...]]:
+    """Write the plan; the seconds that a run takes, and what the user should know."""
     with tempfile.TemporaryDirectory(prefix="nimblec-", dir=output.parent) as scratch:  # where room for a plan is
-        path = Path(source.model)
+        path, notes = Path(source.model), ()
         if source.kind != "onnx":
             with stage(observer, "export to ONNX"):
                 from nimblec.frontend.onnx_export import export  # brings in torch
 
-                path = export(source.kind, source.model, Path(scratch))
+                path, notes = export(source.kind, source.model, Path(scratch))
         with stage(observer, "read"):
             model = capture.read(path, _specs(options), options.dims)
         with stage(observer, "optimise"):
@@ -71,7 +71,7 @@ def _write_plan(source: Source, options: Options, output: Path, observer: Observ
             plan = _with_golden(plan, model, path.parent)
     with stage(observer, "write"):
         container.write(plan, output)
-    return run_seconds(plan.programs[0])
+    return run_seconds(plan.programs[0]), notes
 
 
 def _specs(options: Options) -> tuple[InputSpec, ...]:

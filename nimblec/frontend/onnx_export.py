@@ -1,33 +1,41 @@
 """A PyTorch model as an ONNX file, through torch.onnx.export, for the CPU target."""
 
 import logging
+import math
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
+from nimblec.difference import Difference, difference
 from nimblec.errors import CompileError, TraceError, UnsupportedModelError, first_line, root_cause, user_code
 from nimblec.frontend import pytorch
+from nimblert.onnx_session import onnxruntime, runtime_errors, session_options
+
+_NOT_KEPT = "which an ONNX file does not keep from run to run: call .eval() first, or compile it for a GPU"
+_ROUNDING = 1e-3
+"""Of the largest magnitude: by so much sums of several threads may differ."""
+_ANOTHER_MODEL = 0.1
+"""Of the largest magnitude: no rounding explains that."""
 
 
-def export(kind: str, model: str, folder: Path) -> Path:
-    """Export a model to an ONNX file in ``folder``: its path.
+def export(kind: str, model: str, folder: Path) -> tuple[Path, tuple[str, ...]]:
+    """Export a model to an ONNX file in ``folder``: its path, and what the user should know.
 
     ``kind``: "callable" ("package.module:callable"), "exported" (.pt2) or "saved" (a live module).
     Raises TraceError where the model cannot be run or torch.onnx.export refuses it, UnsupportedModelError
-    where it has a state, which an ONNX file cannot say.
+    where its runs differ, CompileError where ONNX Runtime computes something else than PyTorch.
     """
     module, example_inputs = _load(kind, model)
     args, kwargs = pytorch.split_arguments(example_inputs)
-    with user_code("the model cannot be run"), torch.no_grad():
-        result = module(*args, **kwargs)
-    names = [name for name, _ in pytorch.name_outputs(result)]
-    path = folder / "model.onnx"
     name = "the module" if kind == "saved" else model
+    outputs = _run_twice(name, module, args, kwargs)
+    path = folder / "model.onnx"
     try:
         with _quiet():
             program = torch.onnx.export(
@@ -35,22 +43,68 @@ def export(kind: str, model: str, folder: Path) -> Path:
                 args,
                 path,
                 kwargs=kwargs,
-                output_names=names,
+                output_names=[output for output, _ in outputs],
                 dynamo=True,
                 verbose=False,
                 external_data=True,
             )
     except (torch.onnx.OnnxExporterError, RuntimeError, ValueError, TypeError) as exc:
         raise TraceError(f"{name}: torch.onnx.export refuses it: {_cause(exc)}") from exc
-    exported = program and program.exported_program
-    assert exported
-    written = pytorch.state_written(exported.graph_signature)
+    assert program is not None
+    assert program.exported_program is not None
+    written = pytorch.state_written(program.exported_program.graph_signature)
     if written:
-        raise UnsupportedModelError(
-            f"{name} writes into {written[0]!r}, which an ONNX file does not keep from run to run: "
-            "call .eval() first, or compile it for a GPU"
-        )
-    return path
+        raise UnsupportedModelError(f"{name} writes into {written[0]!r}, {_NOT_KEPT}")
+    try:
+        program.initialize_inference_session(_session)
+        found = program(*args, **kwargs)
+    except runtime_errors():  # will be told of the node that it does not run
+        return path, ()
+    return path, (_accuracy(name, outputs, found),)
+
+
+def _run_twice(name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
+    """The outputs by name, which are the same in both runs."""
+
+    def run() -> list[tuple[str, torch.Tensor]]:
+        own_args, own_kwargs = pytree.tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
+        with user_code("the model cannot be run"), torch.no_grad():
+            result = module(*own_args, **own_kwargs)
+        return pytorch.name_outputs(pytree.tree_map_only(torch.Tensor, torch.clone, result))
+
+    first, second = run(), dict(run())
+    for output, before in first:
+        if output not in second or not _difference(before, second[output]).within(_ROUNDING):
+            raise UnsupportedModelError(
+                f"{name}: two runs on equal inputs differ in output {output!r}: the model draws random numbers or has "
+                f"a state, {_NOT_KEPT}"
+            )
+    return first
+
+
+def _accuracy(name: str, outputs: Sequence[tuple[str, torch.Tensor]], found: Sequence[torch.Tensor]) -> str:
+    """How far ONNX Runtime's outputs are from PyTorch's."""
+    largest = 0.0
+    for (output, wanted), got in zip(outputs, found, strict=True):
+        relative = _difference(wanted, got).relative
+        if wanted.is_floating_point() and relative > _ANOTHER_MODEL:
+            raise CompileError(
+                f"{name}: output {output!r} of the ONNX file that torch.onnx.export made differs from what PyTorch "
+                f"computes by {relative:.2g} of its largest magnitude"
+            )
+        largest = max(largest, relative)
+    return f"ONNX Runtime differs from PyTorch by at most {largest:.2g} of the largest magnitude of an output"
+
+
+def _difference(expected: torch.Tensor, found: torch.Tensor) -> Difference:
+    if expected.shape != found.shape:
+        return Difference(absolute=math.inf, relative=math.inf, exact=False)
+    wide = torch.float64 if expected.is_floating_point() else expected.dtype
+    return difference(*(tensor.detach().to(wide).resolve_conj().resolve_neg().numpy() for tensor in (expected, found)))
+
+
+def _session(model: str | bytes) -> Any:
+    return onnxruntime().InferenceSession(model, session_options(), providers=["CPUExecutionProvider"])
 
 
 def _as_module(model: Any) -> torch.nn.Module:

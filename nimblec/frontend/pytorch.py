@@ -154,8 +154,7 @@ def place(
     leaves = [_own(replaced.get(n, leaf), device) for n, leaf in zip(names, flat, strict=True)]
     inputs = tuple((n, leaf) for n, leaf in zip(names, leaves, strict=True) if isinstance(leaf, torch.Tensor))
     for name, tensor in inputs:
-        if tensor.dtype not in DTYPE_NAMES:
-            raise UnsupportedModelError(f"input {name!r}: a plan cannot hold the dtype {tensor.dtype}")
+        _check_dense(f"input {name!r}", tensor)
     args, kwargs = pytree.tree_unflatten(leaves, structure)
     notes = ()
     if isinstance(module, torch.nn.Module):
@@ -163,6 +162,13 @@ def place(
         if module.training:
             notes = ("the module is in training mode: call .eval() first if the plan is for inference",)
     return TorchModel(module=module, args=args, kwargs=kwargs, inputs=inputs, notes=notes)
+
+
+def _check_dense(what: str, tensor: torch.Tensor) -> None:
+    if tensor.dtype not in DTYPE_NAMES:
+        raise UnsupportedModelError(f"{what}: a plan cannot hold the dtype {tensor.dtype}")
+    if tensor.layout is not torch.strided:
+        raise UnsupportedModelError(f"{what}: a plan holds dense tensors, and this one is {tensor.layout}")
 
 
 def _own(leaf: Any, device: str) -> Any:
@@ -243,8 +249,7 @@ def name_outputs(result: Any) -> list[tuple[str, torch.Tensor]]:
             raise UnsupportedModelError(
                 f"output {join_path('', path) or 0}: a {type(leaf).__name__}; a plan returns tensors only"
             )
-        if leaf.dtype not in DTYPE_NAMES:
-            raise UnsupportedModelError(f"output {join_path('', path) or 0}: a plan cannot hold {leaf.dtype}")
+        _check_dense(f"output {join_path('', path) or 0}", leaf)
         outputs.append((_output_name(path, len(leaves)), leaf))
     if not outputs:
         raise UnsupportedModelError("the model returns no tensor")
