@@ -162,10 +162,10 @@ def _starts_early(graph: ir.Graph, task: int, previous: int) -> bool:
     it: it waits for whatever does. One from within its op is for that launch alone.
     """
     before = graph.tasks[task].programmatic_after
-    if before is None or before == previous:
-        return before is not None
+    if before is None:
+        return False
     is_launch = isinstance(graph.tasks[previous].work, ir.KernelWork)
-    return is_launch and graph.tasks[before].op != graph.tasks[task].op
+    return before == previous or (is_launch and graph.tasks[before].op != graph.tasks[task].op)
 
 
 def _work(task: ir.Task, stream: int, op: int, locate: _Locate, *, programmatic: bool) -> Command_Work:
