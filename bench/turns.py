@@ -1,9 +1,10 @@
 """Processes that get ready side by side and then measure one at a time, while the others stand still.
 
 Getting ready to measure a network is mostly compiling, on a few cores; measuring wants the machine to
-itself. A process writes lines of JSON objects, which are merged into its result: `Turn` is its side of
-the talk. `take_turns` is the other side: for the time that one of them measures it stops everything that
-the others have started (bench/process_tree.py), so neither the GPUs nor the cores do anything else then.
+itself. A process writes lines of JSON objects, which are merged into its result; an empty one, as its
+first, asks for the turn. `Turn` is its side of the talk. `take_turns` is the other side: for the time that
+one process measures it stops everything that the others have started (bench/process_tree.py), so neither
+the GPUs nor the cores do anything else then.
 
 What is not guarded: the GPU time of a stopped process's kernels that are queued already (`_SETTLE_S`), and
 what does not come from here. Where jobs time kernels while they get ready, they do so beside each other.
@@ -67,6 +68,7 @@ class Turn:
 class Job:
     """A process to run: what its result is for, its command, and the seconds that it may work."""
 
+    table: str
     model: str
     mode: str
     command: tuple[str, ...]
@@ -107,13 +109,15 @@ class _Child:
         if not self.holds and not self.clock.expired():
             self.clock.reschedule(asyncio.get_running_loop().time() + self.left_s)
 
-    async def listen(self) -> bool:
-        """Take in the next line; False where there is none any more."""
+    async def listen(self) -> Result | None:
+        """Take in the next line; None where there is none any more."""
         assert self.process.stdout is not None
         line = await self.process.stdout.readline()
-        if line:
-            self.result |= json.loads(line)
-        return bool(line)
+        if not line:
+            return None
+        said: Result = json.loads(line)
+        self.result |= said
+        return said
 
 
 class _Table:
@@ -168,15 +172,15 @@ class _Table:
     async def _follow(self, child: _Child) -> None:
         """Get ready, have the turn, and go on to the end."""
         self._working.add(child)
-        if await child.listen():
+        if await child.listen() == {}:
             self._working.discard(child)
             child.hold()
             async with self._turn:
                 child.go_on()
                 await self._measure(child)
             self._working.add(child)
-            while await child.listen():
-                pass
+        while await child.listen() is not None:
+            pass
         await child.process.wait()
 
     async def _measure(self, child: _Child) -> None:

@@ -20,7 +20,7 @@ def measuring(seconds: float) -> str:
 
 
 def job(mode: str, code: str, limit_s: float = 30.0) -> Job:
-    return Job(model="m", mode=mode, command=(sys.executable, "-c", code), limit_s=limit_s)
+    return Job(table="t", model="m", mode=mode, command=(sys.executable, "-c", code), limit_s=limit_s)
 
 
 def run(*jobs: Job, side_by_side: int = 4, stop_after_s: float = 100.0) -> dict[str, Result]:
@@ -32,6 +32,12 @@ def run(*jobs: Job, side_by_side: int = 4, stop_after_s: float = 100.0) -> dict[
         done=lambda job, result: results.update({job.mode: result}),
     )
     return results
+
+
+def test_what_asks_for_no_turn_stops_nobody() -> None:
+    results = run(job("single", "print('{\"printed\": 1}')"), job("beside", "import time; time.sleep(0.5)"))
+    assert results["single"] == {"stopped_s": 0.0, "printed": 1}
+    assert results["beside"] == {"stopped_s": 0.0}
 
 
 def test_no_two_measure_at_the_same_time() -> None:
