@@ -25,6 +25,8 @@ TUNED = (
     "bench.models.gpt2:bf16",
 )
 """For these torch also tunes, minutes each."""
+_TUNING = ("env", "TORCHINDUCTOR_COMPILE_THREADS=8")
+"""It compiles hundreds of candidates, and is what all wait for in the end."""
 
 MODELS = (
     "bench.models.resnet50:fp16",
@@ -93,7 +95,7 @@ def table(options: argparse.Namespace) -> Table:
 
     def job(spec: str, mode: str, *program: str) -> Job:
         limit_s = options.tuning_limit if mode == "autotune" else options.limit
-        command = (sys.executable, "-m", *program, spec, *fp32, "--turns")
+        command = (*(_TUNING if mode == "autotune" else ()), sys.executable, "-m", *program, spec, *fp32, "--turns")
         return Job(table=str(path), model=spec, mode=mode, command=command, limit_s=limit_s)
 
     def jobs(spec: str) -> tuple[Job, ...]:

@@ -1,9 +1,9 @@
 """All processes that a command has started, wherever they went: to sessions of their own, or to another parent.
 
-A process belongs to a tree if its environment holds the tree's token (a child inherits it, and keeps it when its
-parent ends), or if one that belongs to it is its parent. What neither holds of, a process that cleared its environment
-and whose parent has ended, is still below this one as long as it is in `adopting`, and `stop` finds it.
-Linux only: /proc tells.
+While it is in `adopting`, all that this process has started stays below it. A process belongs to a tree if its
+environment holds the tree's token (a child inherits it, and keeps it when its parent ends), or if one that belongs to
+it is its parent. Neither holds of one that cleared its environment and whose parent has ended: `stop` finds it, as
+it is below this process, `Tree.kill` does not. Linux only: /proc tells.
 """
 
 import ctypes
@@ -58,21 +58,26 @@ class Tree:
     def members(self) -> set[int]:
         """Their ids; those that have ended are not among them."""
         found = _processes()
-        return _with_children({pid for pid in found if _has_token(pid, self._token)}, found)
+        return self.among(_below(found), found)
+
+    def among(self, pids: set[int], found: dict[int, _Process]) -> set[int]:
+        """Those of ``pids`` that belong to this tree."""
+        return _with_children({pid for pid in pids if _has_token(pid, self._token)}, found)
 
     def kill(self) -> None:
         """End all of them, and those that they start meanwhile."""
         _wait_until(_signal_all(self.members, signal.SIGKILL), _ENDED)
 
 
-def _below() -> set[int]:
-    """The ids of this process's children, of theirs, and so on."""
-    return _with_children({os.getpid()}, _processes()) - {os.getpid()}
-
-
 def stop(spared: Tree) -> set[int]:
     """Stop all that is below this process but one tree: their ids, when they stand still."""
-    stopped = _signal_all(lambda: _below() - spared.members(), signal.SIGSTOP)
+
+    def others() -> set[int]:
+        found = _processes()
+        below = _below(found)
+        return below - spared.among(below, found)
+
+    stopped = _signal_all(others, signal.SIGSTOP)
     _wait_until(stopped, _STANDING_STILL)
     return stopped
 
@@ -113,6 +118,11 @@ def _processes() -> dict[int, _Process]:
                 state, parent = Path("/proc", name, "stat").read_text(errors="replace").rpartition(")")[2].split()[:2]
                 found[int(name)] = _Process(parent=int(parent), state=state)
     return {pid: process for pid, process in found.items() if process.state not in _ENDED}
+
+
+def _below(found: dict[int, _Process]) -> set[int]:
+    """This process's children, theirs, and so on."""
+    return _with_children({os.getpid()}, found) - {os.getpid()}
 
 
 def _has_token(pid: int, token: str) -> bool:
