@@ -7,7 +7,8 @@ one process measures it stops everything that the others have started (bench/pro
 the GPUs nor the cores do anything else then.
 
 What is not guarded: the GPU time of a stopped process's kernels that are queued already (`_SETTLE_S`), and
-what does not come from here. Where jobs time kernels while they get ready, they do so beside each other.
+what does not come from here. While jobs get ready, those of a GPU time their kernels one at a time
+(`nimblec.gpu_turn`), but beside what the others run untimed: warm-ups, captures, checks.
 """
 
 import asyncio
