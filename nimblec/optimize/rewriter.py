@@ -2,7 +2,6 @@
 
 import copy
 import operator
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -95,9 +94,14 @@ def is_call(node: Any, *targets: OpOverload) -> bool:
 def only_user(node: fx.Node) -> fx.Node | None:
     """The one node that uses ``node``, once; None where there are several or none."""
     (user, *more) = node.users or (None,)
-    if user is None or more or sum(1 for used in _inputs(user) if used is node) != 1:
-        return None
-    return user
+    return user if user is not None and not more and times_read(node, user) == 1 else None
+
+
+def times_read(node: fx.Node, user: fx.Node) -> int:
+    """How many arguments of ``user`` are ``node``; ``all_input_nodes`` names each of them once."""
+    found: list[fx.Node] = []
+    fx.map_arg((user.args, user.kwargs), lambda n: found.append(n) or n)
+    return found.count(node)
 
 
 def bound(node: fx.Node) -> dict[str, Any]:
@@ -144,15 +148,9 @@ def constant_of(module: fx.GraphModule, node: fx.Node) -> Tensor:
 _GETITEM = operator.getitem
 
 
-def _inputs(node: fx.Node) -> Iterator[fx.Node]:
-    found: list[fx.Node] = []
-    fx.map_arg((node.args, node.kwargs), lambda n: found.append(n) or n)
-    yield from found
-
-
 def _likeness(node: fx.Node) -> Any:
     value = node.meta["val"]
-    parts: Sequence[Any] = value if isinstance(value, (tuple, list)) else (value,)
+    parts = value if isinstance(value, (tuple, list)) else (value,)
     return [(part.dtype, tuple(part.shape)) if isinstance(part, Tensor) else part for part in parts]
 
 
