@@ -10,7 +10,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
-from nimblec.optimize.definitions import DEFINITIONS
+from nimblec.optimize.definitions import INFERENCES
 
 
 class Rewriter:
@@ -54,7 +54,7 @@ class Rewriter:
         """What a call returns, as fake tensors."""
         args, kwargs = fx.map_arg((tuple(node.args), dict(node.kwargs)), lambda n: n.meta["val"])
         with self._mode, torch.no_grad():
-            return DEFINITIONS.get(node.target, node.target)(*args, **kwargs)
+            return INFERENCES.get(node.target, node.target)(*args, **kwargs)
 
     def propagate(self) -> None:
         """Infer all values anew, after strides may have changed."""
