@@ -35,9 +35,7 @@ from nimblert.plan import Device, Plan, Target
 if TYPE_CHECKING:
     import torch
 
-    from nimblec.cuda.allocator import BumpAllocator
-    from nimblec.cuda.cupti import CodeRecorder
-    from nimblec.cuda.record import ModelRecorder, Recording
+    from nimblec.cuda.record import ModelRecorder, Recorders, Recording
     from nimblec.cuda.variants import Variant
     from nimblec.frontend.pytorch import TorchModel
 
@@ -96,6 +94,8 @@ class _Worker:
             from nimblec.cuda.allocator import BumpAllocator
             from nimblec.cuda.cupti import CodeRecorder
             from nimblec.cuda.diagnosis import first_difference
+            from nimblec.cuda.record import Recorders
+            from nimblec.cuda.residents import storages
             from nimblec.kernels import triton_start
         with self._stage("initialise CUDA"):
             driver.bindings()
@@ -108,8 +108,12 @@ class _Worker:
                 triton_start.begin()
         with self._stage("load the model"):
             original = self._load_model()
+            recorders = Recorders(code=code, allocator=allocator, loaded=storages())
         self._note(original.notes)
-        made = self._fastest(original, code, allocator)
+        if not original.is_flat:
+            with self._stage("warm up"):
+                recorders.of(original).refuse_hidden_state()
+        made = self._fastest(original, recorders)
         self._note(made.recording.notes)
         with LeanProcess(Target.CUDA) as lean:
             with self._stage("run the framework"):
@@ -130,7 +134,7 @@ class _Worker:
                     assert expected is not None
                     raise CompileError(f"{problem}; {first_difference(made.recording, plan.device, inputs, expected)}")
 
-    def _fastest(self, original: "TorchModel", code: "CodeRecorder", allocator: "BumpAllocator") -> "_Made":
+    def _fastest(self, original: "TorchModel", recorders: "Recorders") -> "_Made":
         """The variant of the model at the level asked for whose plan takes the least GPU time."""
         from nimblec.cuda.variants import as_it_runs, variants
 
@@ -140,13 +144,13 @@ class _Worker:
         for way in variants(original, level, dtype, self._cache):
             try:
                 others = [original, *(m.model for m in made)]
-                made.append(self._make(way, others, code, allocator))
+                made.append(self._make(way, others, recorders))
             except (TraceError, UnsupportedModelError) as exc:
                 closed.append(exc)
         if not made:
             if level == 0 or dtype is not None:
                 raise closed[0]
-            made.append(self._make(as_it_runs(original), [original], code, allocator))
+            made.append(self._make(as_it_runs(original), [original], recorders))
             self._note([f"-O{level} is not open to this model, which is compiled as it runs, as by -O0"])
         self._note(str(exc) for exc in closed)
         if len(made) > 1:
@@ -154,23 +158,18 @@ class _Worker:
             self._note([f"tried {times}: kept the fastest"])
         return min(made, key=lambda m: m.duration_ns)
 
-    def _make(
-        self, way: "Variant", others: list["TorchModel"], code: "CodeRecorder", allocator: "BumpAllocator"
-    ) -> "_Made":
+    def _make(self, way: "Variant", others: list["TorchModel"], recorders: "Recorders") -> "_Made":
         """Record a variant, and schedule it; ``others`` are the models that are there already."""
-        from nimblec.cuda.capture import SourceTracker
-        from nimblec.cuda.record import ModelRecorder
-
         with nullcontext() if way.is_original else self._stage("optimize"):
             model = way.make()
         if not way.is_original:
             self._note(model.notes)
         with self._stage("warm up"):
-            recorder = ModelRecorder(model, SourceTracker(model.module), code, allocator, others)
+            recorder = recorders.of(model, others)
             recorder.warm_up()
         with self._stage("capture"):
             recording = recorder.record()
-        with self._stage("schedule"), code.ignoring():
+        with self._stage("schedule"), recorders.code.ignoring():
             plan, duration_ns = self._schedule(recording.graph, way.name)
         return _Made(
             name=way.name, model=model, recorder=recorder, recording=recording, plan=plan, duration_ns=duration_ns
