@@ -2,13 +2,15 @@
 
 CUPTI must be subscribed before CUDA starts, and torch's allocator exchanged, so every capture has a
 fresh process. It reads one request, writes the plan file, and reports on a pipe: one JSON object a
-line, {"stage", "seconds"}, {"note"}, {"problem"}, or {"error", "message"} as the last.
+line, {"stage", "seconds"}, {"note"}, {"problem"}, or as the last {"error", "message"} or
+{"unforeseen", "traceback"}.
 """
 
 import gc
 import json
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, closing, nullcontext
@@ -21,7 +23,7 @@ import numpy as np
 
 from nimblec.cuda import accuracy
 from nimblec.cuda.timing import CudaTimer
-from nimblec.errors import CompileError, TraceError, UnsupportedModelError, missing_package
+from nimblec.errors import CompileError, TraceError, UnsupportedModelError, described, missing_package, unforeseen
 from nimblec.ir import Graph
 from nimblec.lean import LeanProcess, run_seconds
 from nimblec.options import InputSpec
@@ -51,16 +53,17 @@ def main(request_path: str, events_fd: int) -> int:
     with os.fdopen(events_fd, "w", buffering=1) as events:
         try:
             _Worker(request, events).compile()
-        except ModuleNotFoundError as exc:
-            missing = missing_package(exc)
-            if missing is None:
-                raise
-            _send(events, error=type(missing).__name__, message=str(missing))
-            return 2
         except NimbleError as exc:
             _send(events, error=type(exc).__name__, message=str(exc))
-            return 2
-    return 0
+        except Exception as exc:  # noqa: BLE001 - frameworks raise anything, and the user is to be told
+            missing = missing_package(exc) if isinstance(exc, ModuleNotFoundError) else None
+            if missing is not None:
+                _send(events, error=type(missing).__name__, message=str(missing))
+            else:
+                _send(events, unforeseen=described(exc), traceback=traceback.format_exc())
+        else:
+            return 0
+    return 2
 
 
 def _send(events: IO[str], **message: Any) -> None:
@@ -144,7 +147,8 @@ class _Worker:
         for way in variants(original, level, dtype, self._cache):
             try:
                 others = [original, *(m.model for m in made)]
-                made.append(self._make(way, others, recorders))
+                with nullcontext() if way.is_original else unforeseen(way.name):
+                    made.append(self._make(way, others, recorders))
             except (TraceError, UnsupportedModelError) as exc:
                 closed.append(exc)
         if not made:
