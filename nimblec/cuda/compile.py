@@ -79,6 +79,8 @@ def _run_worker(request: Path, observer: Observer) -> list[str]:
                 message = json.loads(line)
                 if "error" in message:
                     raise _error(message)
+                if "unforeseen" in message:
+                    raise _failure(reached, message)
                 if "note" in message:
                     notes.append(message["note"])
                 elif "problem" in message:
@@ -108,6 +110,13 @@ def _started(command: list[str], **options: Any) -> Iterator[subprocess.Popen[by
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+def _failure(stage: str, message: dict[str, str]) -> CompileError:
+    """What the capture process did not foresee; whoever prints its traceback sees the process's, too."""
+    error = CompileError(f"the capture process failed in the stage {stage!r}: {message['unforeseen']}")
+    error.add_note(message["traceback"])
+    return error
 
 
 def _error(message: dict[str, str]) -> errors.NimbleError:

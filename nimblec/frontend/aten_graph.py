@@ -20,6 +20,7 @@ from nimblec.errors import CompileError, TraceError, UnsupportedModelError, firs
 from nimblec.frontend.onnx import on_device
 from nimblec.frontend.pytorch import state_written
 from nimblec.frontend.recorder import InPlaceError, Recorder, is_taken_apart
+from nimblec.optimize.definitions import RECURRENT
 
 aten = torch.ops.aten
 
@@ -174,7 +175,7 @@ class _StridedRecorder(Recorder):
 
 
 def _is_certain(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call that may draw random numbers does not: attention without dropout.
+    """Whether a call that may draw random numbers does not: attention or a recurrent network without dropout.
 
     Composite calls are taken apart, and their parts asked again.
     """
@@ -182,6 +183,8 @@ def _is_certain(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, An
         return True
     names = [argument.name for argument in func._schema.arguments]
     given = dict(zip(names, args, strict=False)) | dict(kwargs)
+    if func in RECURRENT:
+        return not (given["train"] and given["dropout"])
     return "dropout_p" in names and not given.get("dropout_p", 0.0)
 
 

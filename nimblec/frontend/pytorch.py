@@ -222,7 +222,8 @@ def _replacements(
             raise CompileError(f"input {name!r} is not one of the model's inputs {list(names)}")
     for spec in specs:
         dtype = _DTYPES[spec.dtype] if spec.dtype else leaves[spec.name].dtype
-        replaced[spec.name] = torch.zeros(spec.shape, dtype=dtype)
+        example = torch.rand if dtype.is_floating_point else torch.zeros  # zeros would hide what a model adds up
+        replaced[spec.name] = example(spec.shape).to(dtype)
     for name, array in examples.items():
         replaced[name] = as_tensor(np.ascontiguousarray(array))
     return replaced
