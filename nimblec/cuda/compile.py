@@ -19,7 +19,7 @@ from nimblec import errors
 from nimblec.cuda import fixed_addresses
 from nimblec.errors import CompileError
 from nimblec.options import DEFAULT_LEVEL, Observer, Options
-from nimblec.processes import environment
+from nimblec.processes import environment, module_command
 from nimblec.source import Source
 from nimblec.stages import stage
 
@@ -66,7 +66,7 @@ _STDERR = 2
 
 def _run_worker(request: Path, observer: Observer) -> list[str]:
     read_end, write_end = os.pipe()
-    worker = [sys.executable, "-m", "nimblec.cuda.worker", str(request), str(write_end)]
+    worker = module_command("nimblec.cuda.worker", str(request), str(write_end))
     command = [sys.executable, "-I", "-S", fixed_addresses.__file__, *worker]
     with _started(command, pass_fds=(write_end,)) as process:
         os.close(write_end)
