@@ -33,7 +33,7 @@ _STEERING = (
 )  # fmt: skip
 """How the names of variables begin that steer the frameworks, their compilers and libraries."""
 
-_CHANGE_NO_PLAN = frozenset(
+_NEUTRAL = frozenset(
     {
         "CUDA_CACHE_MAXSIZE",
         "CUDA_CACHE_PATH",
@@ -84,7 +84,7 @@ def find_key(source: Source, target: Target, options: Options) -> PlanKey | None
                 for name, array in options.examples
             ],
             "software": now,
-            "environment": {k: v for k, v in os.environ.items() if k.startswith(_STEERING) and k not in _CHANGE_NO_PLAN},
+            "environment": {k: v for k, v in os.environ.items() if k.startswith(_STEERING) and k not in _NEUTRAL},
             "machine": _machine(target),
         }
     except (CompileError, OSError, UnicodeDecodeError, MemoryError):
