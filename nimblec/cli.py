@@ -176,7 +176,8 @@ def compile(  # noqa: A001  # the command's name
     The last stage runs the plan and compares its outputs with the framework's; a difference is an
     error. PLAN is written to a temporary folder beside it (.nimblec-*) and renamed, so an old file
     stays whole until the new one is complete. What a killed compilation leaves there is removed by
-    the next one that writes to that folder.
+    the next one that writes to that folder. A symbolic link stays, and what it leads to is replaced;
+    a device, a pipe or a folder is refused.
 
     \b
     Examples:

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -22,6 +21,7 @@ from nimblec.options import DEFAULT_LEVEL, Observer, Options
 from nimblec.processes import environment, module_command
 from nimblec.source import Source
 from nimblec.stages import stage
+from nimblert.scratch import scratch_folder
 
 
 def compile_cuda(source: Source, options: Options, output: Path, observer: Observer) -> tuple[str, ...]:
@@ -30,8 +30,8 @@ def compile_cuda(source: Source, options: Options, output: Path, observer: Obser
     Raises the error that the capture process met, or CompileError where it died or where the lean
     replay is not what the framework computed.
     """
-    with tempfile.TemporaryDirectory(prefix="nimblec-") as folder:
-        request = _write_request(Path(folder), source, options, output)
+    with scratch_folder() as folder:
+        request = _write_request(folder, source, options, output)
         return tuple(_run_worker(request, observer))
 
 
