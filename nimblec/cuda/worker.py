@@ -198,7 +198,7 @@ class _Worker:
     def _load_model(self) -> "TorchModel":
         import torch
 
-        from nimblec.frontend import pytorch
+        from nimblec.frontend import exported_program, pytorch
 
         torch.manual_seed(_SEED)
         pytorch.set_arithmetic(self._request["precision"])
@@ -212,7 +212,7 @@ class _Worker:
             case "callable":
                 module, example_inputs = pytorch.import_callable(model)
             case "exported":
-                module, example_inputs = pytorch.load_exported(Path(model))
+                module, example_inputs = exported_program.load_exported(Path(model))
             case "saved":
                 module, example_inputs = pytorch.load_saved(Path(model))
             case "onnx":

@@ -1,19 +1,17 @@
 """A PyTorch model as an ONNX file, through torch.onnx.export, for the CPU target."""
 
-import logging
 import re
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from nimblec.errors import CompileError, TraceError, UnsupportedModelError, first_line, root_cause, user_code
-from nimblec.frontend import pytorch
+from nimblec.errors import CompileError, TraceError, UnsupportedModelError, user_code
+from nimblec.frontend import exported_program, pytorch
 from nimblec.frontend.repeatable import compared, refuse_differing
+from nimblec.frontend.torch_log import quiet_torch
 from nimblert.onnx_session import onnxruntime, runtime_errors, session_options
 
 _NOT_KEPT = "which an ONNX file does not keep from run to run: call .eval() first, or compile it for a GPU"
@@ -34,7 +32,7 @@ def export(kind: str, model: str, folder: Path) -> tuple[Path, tuple[str, ...]]:
     outputs = _run_twice(name, module, args, kwargs)
     path = folder / "model.onnx"
     try:
-        with _quiet():
+        with quiet_torch():
             program = torch.onnx.export(
                 _as_module(module),
                 args,
@@ -103,21 +101,7 @@ def _as_module(model: Any) -> torch.nn.Module:
 
 def _cause(exc: BaseException) -> str:
     """What went wrong first, without colours; the exporter wraps it in advice to its own developers."""
-    return re.sub(r"\x1b\[\d*m", "", first_line(root_cause(exc)))
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without what the exporter tells its own developers (deprecations, packages it does without)."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)
+    return re.sub(r"\x1b\[\d*m", "", pytorch.export_refusal(exc))
 
 
 def _load(kind: str, model: str) -> tuple[Any, Any]:
@@ -125,7 +109,7 @@ def _load(kind: str, model: str) -> tuple[Any, Any]:
         case "callable":
             return pytorch.import_callable(model)
         case "exported":
-            return pytorch.load_exported(Path(model))
+            return exported_program.load_exported(Path(model))
         case "saved":
             return pytorch.load_saved(Path(model))
     raise CompileError(f"a model of kind {kind!r} is not known")

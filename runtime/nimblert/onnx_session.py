@@ -5,13 +5,11 @@ onnxruntime is imported when the first CPU plan is loaded, not before.
 
 import contextlib
 import os
-import tempfile
 import threading
 from collections.abc import Iterator
 from functools import cache, partial
 from importlib import import_module
 from math import prod
-from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, Self
 
@@ -22,6 +20,7 @@ from nimblert.host_memory import HostMemory
 from nimblert.onnx_model import ELEMENT_TYPES
 from nimblert.onnx_rules import EXTERNAL_FILE, ORIGIN
 from nimblert.plan import ITEM_NBYTES, Kernel, Launch, Parameter, ParameterKind, Plan, Pointer, Program
+from nimblert.scratch import scratch_folder
 
 NO_PACKED_COPIES = ("session.disable_prepacking", "1")
 """For a session that will not compute: kernels make no copy of weights in the order they like best."""
@@ -59,7 +58,7 @@ def onnxruntime() -> ModuleType:
     try:
         return import_module("onnxruntime")
     except ImportError as exc:
-        raise DeviceMismatchError("a CPU plan runs on ONNX Runtime: pip install nimblec[cpu]") from exc
+        raise DeviceMismatchError("a CPU plan runs on ONNX Runtime: pip install 'nimblec[cpu]'") from exc
 
 
 def share_thread_pool() -> None:
@@ -156,9 +155,9 @@ def ort_value(array: np.ndarray, dtype: str) -> Any:
 @contextlib.contextmanager
 def initializer_folder() -> Iterator[str]:
     """A folder that holds nothing but the empty file that initializers name."""
-    with tempfile.TemporaryDirectory(prefix="nimblert-") as folder:
-        Path(folder, EXTERNAL_FILE).touch()
-        yield folder
+    with scratch_folder() as folder:
+        (folder / EXTERNAL_FILE).touch()
+        yield str(folder)
 
 
 class SessionCache:
