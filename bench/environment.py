@@ -66,13 +66,18 @@ def provenance(results: dict[str, Any]) -> str:
     Ends the process where the rows are of several commits.
     """
     found = results["environment"]
-    rows = [row for modes in results.get("models", {}).values() for row in modes.values()]
-    commits = sorted({row.get("commit", "unknown") for row in rows} or {found.get("commit", "unknown")})
+    commits = sorted(_commits(results) or {found.get("commit", "unknown")})
     if len(commits) > 1:
         raise SystemExit(f"rows of several commits: {', '.join(commits)}: measure all of them on one (--add)")
-    versions = ", ".join(f"{name} {found[name]}" for name in ("torch", "onnxruntime") if name in found)
     machine = found["cpu"] if found["gpu"] == "none" else found["gpu"].splitlines()[0]
-    return f"Commit {commits[0]}; {machine}; {versions}."
+    versions = (f"{name} {found[name]}" for name in ("torch", "onnxruntime") if name in found)
+    return f"Commit {commits[0]}; {', '.join((machine, *versions))}."
+
+
+def _commits(results: dict[str, Any]) -> set[str]:
+    """Those of the rows by model and mode (bench/running.py), or those that a file lists itself."""
+    rows = [row for modes in results.get("models", {}).values() for row in modes.values() if isinstance(row, dict)]
+    return {row["commit"] for row in rows if "commit" in row} | set(results.get("commits", {}).values())
 
 
 def write(path: Path, figures: dict[str, Any]) -> None:

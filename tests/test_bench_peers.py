@@ -79,7 +79,7 @@ def test_the_table_compares_like_with_like_and_has_geometric_means() -> None:
     assert two[1:4] == ["400 / ~500 (**0.80**)", "~800 / ~508 (1.57)", "1600 / 2000 (**0.80**)"]
     assert three[1:] == ["- / 50 (-)", "- / 58 (-)", "- / 200 (-)", "- / 58 (-)", "- / 10", "- / - / 2.0e-03"]
     assert mean[:2] == ["geometric mean", f"{math.sqrt(2 * 0.8):.2f}"]
-    assert below[0].startswith("Commit abc; NVIDIA H200, 580.1; torch 2.11.0.")
+    assert below[0].startswith("Commit abc; NVIDIA H200, 580.1, torch 2.11.0.")
 
 
 def test_max_autotune_has_a_column_where_it_was_measured() -> None:
