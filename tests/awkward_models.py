@@ -2,6 +2,7 @@
 
 from collections import namedtuple
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -84,6 +85,19 @@ class _Recurrent(nn.Module):
         return y, h, c, z, last, *state
 
 
+class _RecurrentFrom(nn.Module):
+    """From states that are given, with projections, and without gates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(8, 6, 2, proj_size=4)
+        self.rnn = nn.RNN(4, 5, nonlinearity="relu", bias=False, bidirectional=True)
+
+    def forward(self, x: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, ...]:
+        y, state = self.lstm(x, (h.transpose(0, 1).contiguous().sigmoid(), c))
+        return *state, *self.rnn(y)
+
+
 def _last_steps(module: Any, x: Tensor, lengths: Tensor) -> Tensor:
     """The output at the last step of each sequence."""
     y, _ = module.lstm(x)
@@ -142,7 +156,7 @@ def _resizes(_: Any, x: Tensor, grid: Tensor) -> tuple[Tensor, ...]:
     resized.append(functional.interpolate(x, scale_factor=1.5, mode="bilinear", align_corners=True))
     resized.append(functional.interpolate(x, size=(3, 2), mode="bilinear", antialias=True))
     sampled = [functional.grid_sample(x, grid, mode=m, align_corners=False) for m in ("bilinear", "nearest")]
-    sampled.append(functional.grid_sample(x, grid, padding_mode="reflection", align_corners=True))
+    sampled += [functional.grid_sample(x, grid, padding_mode=m, align_corners=True) for m in ("zeros", "reflection")]
     theta = x.new_tensor([[[1.0, 0.2, 0.0], [0.0, 0.9, 0.1]]]).expand(2, 2, 3)
     return *resized, *sampled, functional.affine_grid(theta, [2, 1, 3, 3], align_corners=False)
 
@@ -173,7 +187,7 @@ def _writes(_: Any, x: Tensor, index: Tensor) -> tuple[Tensor, ...]:
     z = x.clone()
     z[index, torch.arange(3, device=x.device)] = 7.0
     added = torch.zeros(5, 4, device=x.device).index_add(0, index, x[:3])
-    spread = torch.zeros_like(x).scatter(0, index[None].expand(2, 3), x[:2, :3])
+    spread = torch.zeros_like(x).scatter(0, index[:, None].expand(3, 4), x[:3])
     reduced = torch.zeros(5, device=x.device).scatter_reduce(0, index, x[:3, 0], "amax", include_self=False)
     put = x.index_put((index,), x[0], accumulate=False)
     return y, z, added, spread, reduced, put, x.masked_fill(x > 0, float("-inf")).softmax(1)
@@ -293,6 +307,9 @@ MODELS: dict[str, Callable[[], Built]] = {
     "keywords": lambda: (_KeywordsOnly(), ((), {"x": torch.randn(2, 3), "gain": torch.randn(3), "flip": True})),
     "transformer": lambda: (_Transformer(), (torch.randn(2, 7, 16), torch.arange(7)[None] > torch.tensor([[4], [6]]))),
     "recurrent": lambda: (_Recurrent(), (torch.randn(3, 4, 8),)),
+    "recurrent_from": lambda: (
+        _RecurrentFrom(), (torch.randn(4, 3, 8), torch.randn(3, 2, 4), torch.randn(2, 3, 6)),
+    ),
     "last_steps": lambda: (
         _Of(_last_steps, lstm=nn.LSTM(8, 6, batch_first=True)), (torch.randn(3, 5, 8), torch.tensor([5, 2, 3])),
     ),
@@ -324,3 +341,10 @@ def build(name: str) -> Built:
     torch.manual_seed(0)
     module, inputs = MODELS[name]()
     return module.eval(), inputs
+
+
+def __getattr__(name: str) -> Callable[[], Built]:
+    """The builder of a model, as the capture process asks for it."""
+    if name not in MODELS:
+        raise AttributeError(name)
+    return partial(build, name)
