@@ -13,6 +13,7 @@ import numpy as np
 from nimblert import container, verify
 from nimblert.dtypes import numpy_dtype
 from nimblert.errors import InputError, PlanInvalidError
+from nimblert.hazards import hazards
 from nimblert.plan import Plan, Pointer, Program, Target, Tensor, Work
 
 if TYPE_CHECKING:
@@ -190,6 +191,8 @@ def _start_device(plan: Plan) -> "Context":
 
 def _loaded(plan: Plan, name: str | None, *, poison: bool) -> Executable:
     program = select_program(plan, name)
+    if unordered := tuple(hazards(program)):
+        raise PlanInvalidError(unordered)
     return Executable(plan, program, _backend(plan, program, poison=poison))
 
 
