@@ -176,12 +176,12 @@ def test_a_plan_is_written_through_a_link(nimblec: CommandLine, tmp_path: Path, 
 
 def test_an_output_whose_folder_takes_no_files(nimblec: CommandLine, tmp_path: Path) -> None:
     sentence = nimblec.refused("compile", DIGITS, "-o", "/proc/m.plan", "--target", "cpu", "-q")
-    assert sentence.startswith("/proc: nothing can be written there: ")
+    assert sentence.startswith("/proc/m.plan: nothing can be written in /proc: ")
     sealed = tmp_path / "sealed"
     sealed.mkdir(mode=0o500)
     missing = tmp_path / "missing" / "m.plan"
     sentence = nimblec.refused("compile", DIGITS, "-o", missing, "--target", "cpu", "-q")
-    assert sentence == f"{missing.parent}: nothing can be written there: No such file or directory"
+    assert sentence == f"{missing}: nothing can be written in {missing.parent}: No such file or directory"
     if os.geteuid():  # who is root may write anyway
         assert "sealed" in nimblec.refused("compile", DIGITS, "-o", sealed / "m.plan", "--target", "cpu", "-q")
 
