@@ -86,6 +86,20 @@ def test_shapes_that_are_missing_or_contradict_name_the_flag(
     assert_untouched(output)
 
 
+@pytest.mark.parametrize("options", [["-O1"], ["-O2"], *(["--precision", p] for p in ("fp16", "bf16", "tf32"))])
+def test_what_only_a_cuda_plan_has_is_refused_for_the_cpu(
+    nimblec: CommandLine, output: Path, options: list[str]
+) -> None:
+    sentence = nimblec.refused("compile", DIGITS, "-o", output, "--target", "cpu", "-q", *options)
+    assert sentence.startswith(f"{' '.join(options)}: only CUDA plans have ")
+    assert_untouched(output)
+
+
+def test_what_a_cpu_plan_does_anyway_may_be_asked_for(nimblec: CommandLine, output: Path) -> None:
+    options = ("-O0", "--precision", "fp32", "--max-error", "0")
+    assert nimblec("compile", DIGITS, "-o", output, "--target", "cpu", "-q", *options).status == 0
+
+
 def test_dimensions_by_name(nimblec: CommandLine, dynamic: Path, output: Path) -> None:
     options = ("--dim", "batch=2", "--dim", "length=3", "--input", "x:4x3")
     done = nimblec("compile", dynamic, "-o", output, "--target", "cpu", "-q", *options)
