@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from bench import environment
+from bench.clocks import spread
 
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "tests"))  # the families
@@ -76,11 +77,6 @@ def take_turns(runs: Sequence[Callable[[], object]], repeats: int) -> np.ndarray
                 run()
                 times[row, column] = (time.perf_counter() - begin) * 1e3
     return times
-
-
-def spread(times: np.ndarray) -> dict[str, float]:
-    """The 5th percentile, median and 95th percentile of some times."""
-    return dict(zip(("p5", "median", "p95"), np.percentile(times, (5, 50, 95)).round(4).tolist(), strict=True))
 
 
 def measure(path: Path, repeats: int, *, threads: int, shared: bool) -> dict[str, Any]:

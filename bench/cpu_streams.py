@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from bench import environment
-from bench.cpu_overhead import spread, take_turns
+from bench.clocks import spread
+from bench.cpu_overhead import take_turns
 from nimblec.compiler import compile_model
 from nimblec.options import Options
 from nimblert import golden

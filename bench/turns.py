@@ -1,15 +1,18 @@
 """Processes that get ready side by side and then measure one at a time, while the others stand still.
 
 Getting ready to measure a network is mostly compiling, on a few cores; measuring wants the machine to
-itself. A process writes lines of JSON objects, which are merged into its result: `Turn` is its side of
-the talk. `take_turns` is the other side: it stops all processes that are at work (SIGSTOP) for the time
-that one of them measures, so neither the GPUs nor the cores do anything else then.
+itself. A process writes lines of JSON objects, which are merged into its result; an empty one, as its
+first, asks for the turn. `Turn` is its side of the talk. `take_turns` is the other side: for the time that
+one process measures it stops everything that the others have started (bench/process_tree.py), so neither
+the GPUs nor the cores do anything else then.
+
+What is not guarded: the GPU time of a stopped process's kernels that are queued already (`_SETTLE_S`), and
+what does not come from here. Where jobs time kernels while they get ready, they do so beside each other.
 """
 
 import asyncio
 import json
 import os
-import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,11 +21,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from bench import process_tree
+from bench.process_tree import Tree
+
 Result: TypeAlias = dict[str, Any]
 
 _LONGEST_LINE = 1 << 20
-_SETTLE_S = 0.05
-"""What stopped processes have launched before is done by then."""
+_SETTLE_S = 0.2
+"""What stopped processes have launched before is done by then: those that time kernels wait for them at least each
+125 ms (the warm-up and the repeats of Triton's do_bench), those that run models after each run."""
 
 
 class Turn:
@@ -61,6 +68,7 @@ class Turn:
 class Job:
     """A process to run: what its result is for, its command, and the seconds that it may work."""
 
+    table: str
     model: str
     mode: str
     command: tuple[str, ...]
@@ -81,15 +89,11 @@ class _Child:
     """A process at work; its clock stands still whenever it does, or waits for its turn."""
 
     process: asyncio.subprocess.Process
+    tree: Tree
     clock: asyncio.Timeout
     result: Result = field(default_factory=lambda: {"stopped_s": 0.0})
     left_s: float = 0.0
     holds: int = 0
-
-    def signal(self, number: signal.Signals) -> None:
-        """To the process and those that it started; they may have ended."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, number)
 
     def hold(self) -> None:
         """Stop the clock until as many `go_on` have come; it may be held already, or have run out."""
@@ -105,13 +109,15 @@ class _Child:
         if not self.holds and not self.clock.expired():
             self.clock.reschedule(asyncio.get_running_loop().time() + self.left_s)
 
-    async def listen(self) -> bool:
-        """Take in the next line; False where there is none any more."""
+    async def listen(self) -> Result | None:
+        """Take in the next line; None where there is none any more."""
         assert self.process.stdout is not None
         line = await self.process.stdout.readline()
-        if line:
-            self.result |= json.loads(line)
-        return bool(line)
+        if not line:
+            return None
+        said: Result = json.loads(line)
+        self.result |= said
+        return said
 
 
 class _Table:
@@ -130,7 +136,7 @@ class _Table:
             return await self._run(job, place, limit_s, Path(name))
 
     async def _run(self, job: Job, place: Place, limit_s: float, folder: Path) -> Result:
-        errors = folder / "stderr"
+        errors, tree = folder / "stderr", Tree()
         async with self._turn:  # a process that starts would disturb the one that measures
             with errors.open("wb") as stderr:
                 process = await asyncio.create_subprocess_exec(
@@ -139,12 +145,12 @@ class _Table:
                     stdin=asyncio.subprocess.PIPE,
                     stdout=asyncio.subprocess.PIPE,
                     stderr=stderr,
-                    env={**place.environment, **_own_folder(folder)},
+                    env={**place.environment, **_own_folder(folder), **tree.environment},
                     start_new_session=True,
                     limit=_LONGEST_LINE,
                 )
         clock = asyncio.timeout(limit_s)
-        child = _Child(process=process, clock=clock)
+        child = _Child(process=process, tree=tree, clock=clock)
         self._running.add(child)
         failed = ""
         try:
@@ -159,30 +165,30 @@ class _Table:
         finally:
             self._working.discard(child)
             self._running.discard(child)
-            child.signal(signal.SIGKILL)
+            tree.kill()
             await process.wait()
         return {**child.result, "failed": failed} if failed else child.result
 
     async def _follow(self, child: _Child) -> None:
         """Get ready, have the turn, and go on to the end."""
         self._working.add(child)
-        if await child.listen():
+        if await child.listen() == {}:
             self._working.discard(child)
             child.hold()
             async with self._turn:
                 child.go_on()
                 await self._measure(child)
             self._working.add(child)
-            while await child.listen():
-                pass
+        while await child.listen() is not None:
+            pass
         await child.process.wait()
 
     async def _measure(self, child: _Child) -> None:
         """Have a child measure alone."""
-        stopped = frozenset(self._working)
+        working = frozenset(self._working)
         begin = asyncio.get_running_loop().time()
-        for other in stopped:
-            other.signal(signal.SIGSTOP)
+        stopped = process_tree.stop(spared=child.tree)
+        for other in working:
             other.hold()
         try:
             await asyncio.sleep(_SETTLE_S)
@@ -193,9 +199,9 @@ class _Table:
             await child.listen()
         finally:
             passed = asyncio.get_running_loop().time() - begin
-            for other in stopped & self._running:
+            process_tree.go_on(stopped)
+            for other in working & self._running:
                 other.go_on()
-                other.signal(signal.SIGCONT)
                 other.result["stopped_s"] += passed
 
 
@@ -233,7 +239,7 @@ async def _all(
 ) -> None:
     loop = asyncio.get_running_loop()
     end = loop.time() + stop_after_s
-    with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder:
+    with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder, process_tree.adopting():
         table = _Table(Path(folder))
 
         async def work(place: Place, waiting: Iterator[Job]) -> None:

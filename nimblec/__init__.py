@@ -7,6 +7,9 @@
 Importing this package imports no framework: the compiler's parts are imported when they are used.
 """
 
+import nimblec.isolation  # noqa: F401 - first, since it may take a folder off the path
+
+# isort: split
 from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path

@@ -170,12 +170,14 @@ def compile(  # noqa: A001  # the command's name
 
     MODEL is an ONNX file (.onnx, external data too), a file of torch.export.save (.pt2), or
     package.module:callable, which is imported with the current directory on the path, called, and
-    returns (module, example_inputs).
+    returns (module, example_inputs). The last two are code, which runs with your rights: compile
+    them only where you trust their origin.
 
     The last stage runs the plan and compares its outputs with the framework's; a difference is an
     error. PLAN is written to a temporary folder beside it (.nimblec-*) and renamed, so an old file
     stays whole until the new one is complete. What a killed compilation leaves there is removed by
-    the next one that writes to that folder.
+    the next one that writes to that folder. A symbolic link stays, and what it leads to is replaced;
+    a device, a pipe or a folder is refused.
 
     \b
     Examples:
@@ -190,7 +192,11 @@ def compile(  # noqa: A001  # the command's name
         if kept is not None and output.exists() and kept.exists() and output.samefile(kept):
             raise click.UsageError(f"{output}: is to be read, and would be overwritten: name another PLAN.")
     arrays = arguments.read_arrays(examples)
-    if ":" in model and str(Path.cwd()) not in sys.path:
+    suffix = Path(model).suffix.lower()
+    is_callable = ":" in model and suffix not in {".onnx", ".pt2"}
+    if not quiet and (is_callable or suffix == ".pt2"):
+        click.echo(f"note: {model} is code, and runs with your rights: go on only if you trust its origin", err=True)
+    if is_callable and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # as `python -m` does, for package.module:callable
 
     from nimblec.compiler import choose_target, compile_model  # brings in the frameworks

@@ -1,6 +1,7 @@
 """The pipeline: a model as a user gives it becomes a checked plan."""
 
-import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -9,11 +10,12 @@ from typing import Any
 from nimblec.errors import CompileError, missing_package
 from nimblec.options import Observer, Options, TargetChoice
 from nimblec.plan_cache import compile_once
-from nimblec.scratch import scratch_folder
 from nimblec.source import Source, find_source
 from nimblert import container, driver
 from nimblert.errors import CudaError, DeviceMismatchError
 from nimblert.plan import Plan, Target
+from nimblert.replacing import destination
+from nimblert.scratch import scratch_folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,11 +69,12 @@ def compile_model(
 
     ``model`` is the path of an ``.onnx`` or ``.pt2`` file, "package.module:callable", or a module
     with ``example_inputs``. The file is written under another name, checked, and renamed: whatever
-    goes wrong, an older file is still there. Raises CompileError, DeviceMismatchError.
+    goes wrong, an older file is still there. A symbolic link stays, and what it leads to is replaced.
+    Raises CompileError, DeviceMismatchError.
     """
     target, _ = choose_target(options.target)
     stopwatch = _Stopwatch(observer)
-    with scratch_folder(_folder(output)) as folder:
+    with _folder(output) as folder:
         written = folder / "model.plan"
         try:
             source = find_source(model, example_inputs, folder)
@@ -79,7 +82,7 @@ def compile_model(
         except ModuleNotFoundError as exc:
             raise missing_package(exc) or exc from exc
         if output is not None:
-            os.replace(written, output)  # noqa: PTH105 - one call that cannot leave half a file
+            written.replace(destination(output))
         plan = container.read(output or written)  # the mapping outlives the temporary file
     return Compiled(plan=plan, stages=tuple(stopwatch.stages), notes=notes)
 
@@ -95,13 +98,13 @@ def _compile(target: Target, source: Source, options: Options, output: Path, obs
     return compile_cpu(source, options, output, observer)
 
 
-def _folder(output: Path | None) -> Path | None:
+@contextmanager
+def _folder(output: Path | None) -> Iterator[Path]:
     """Where to build the file: beside its final place, so that renaming it is atomic."""
-    if output is None:
-        return None
-    folder = output.resolve().parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise CompileError(f"{output}: the folder {folder} does not exist or cannot be written")
-    if output.is_dir():
-        raise CompileError(f"{output}: is a folder, expected the name of a file")
-    return folder
+    parent = destination(output).parent if output else None
+    with ExitStack() as stack:
+        try:
+            folder = stack.enter_context(scratch_folder(parent))
+        except OSError as exc:
+            raise CompileError(f"{parent or exc.filename}: nothing can be written there: {exc.strerror}") from exc
+        yield folder

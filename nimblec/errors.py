@@ -55,6 +55,24 @@ def _place(exc: BaseException) -> str:
     return f"line {places[-1][0]} of {places[-1][1]} raised " if places else ""
 
 
+@contextmanager
+def unforeseen(what: str) -> Iterator[None]:
+    """Around code of ours that a model may break: errors that are not ours to raise become a TraceError."""
+    try:
+        yield
+    except NimbleError:
+        raise
+    except Exception as exc:
+        raise TraceError(f"{what}: {described(exc)}") from exc
+
+
+def described(exc: BaseException) -> str:
+    """An error that nobody foresaw in one sentence: the last line of its traceback, and where it was raised."""
+    (*_, frame) = traceback.extract_tb(exc.__traceback__)
+    said = f": {first_line(exc)}" if str(exc) else ""
+    return f"{type(exc).__name__}{said} ({Path(frame.filename).name}, line {frame.lineno})"
+
+
 def root_cause(exc: BaseException) -> BaseException:
     """What was raised first, of errors that were raised from one another."""
     while exc.__cause__ is not None:

@@ -20,12 +20,12 @@ from typing import Self, TypeAlias
 
 from nimblec.options import Observer, Options
 from nimblec.plan_key import digest_of, find_key
-from nimblec.scratch import scratch_folder
 from nimblec.source import Source
 from nimblec.stages import stage
 from nimblert.errors import NimbleError
 from nimblert.plan import Target
 from nimblert.replacing import replacing
+from nimblert.scratch import scratch_folder
 
 LIMIT_NBYTES = 5 * 10**9
 """What the plans of a folder may take."""

@@ -33,10 +33,11 @@ _STEERING = (
 )  # fmt: skip
 """How the names of variables begin that steer the frameworks, their compilers and libraries."""
 
-_PLACES = frozenset(
+_NEUTRAL = frozenset(
     {
         "CUDA_CACHE_MAXSIZE",
         "CUDA_CACHE_PATH",
+        "ORT_DISABLE_TELEMETRY",
         "TORCHINDUCTOR_CACHE_DIR",
         "TORCH_EXTENSIONS_DIR",
         "TORCH_HOME",
@@ -44,7 +45,8 @@ _PLACES = frozenset(
         "TRITON_DUMP_DIR",
     }
 )
-"""Those among them that only say where something is kept."""
+"""Those among them that only say where something is kept, or that we set ourselves when we import ONNX Runtime: the
+key after a compilation would be another one than before."""
 
 _INSTRUCTION_SETS = ("flags", "Features")
 """What /proc/cpuinfo calls them, on x86 and on Arm."""
@@ -82,7 +84,7 @@ def find_key(source: Source, target: Target, options: Options) -> PlanKey | None
                 for name, array in options.examples
             ],
             "software": now,
-            "environment": {k: v for k, v in os.environ.items() if k.startswith(_STEERING) and k not in _PLACES},
+            "environment": {k: v for k, v in os.environ.items() if k.startswith(_STEERING) and k not in _NEUTRAL},
             "machine": _machine(target),
         }
     except (CompileError, OSError, UnicodeDecodeError, MemoryError):

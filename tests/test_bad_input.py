@@ -20,9 +20,9 @@ from onnx import TensorProto, helper
 from plans import H200, cuda_plan
 from subprocesses import ROOT, SOURCES
 
-from nimblec.scratch import scratch_folder
 from nimblert import container, driver
 from nimblert.plan import Device
+from nimblert.scratch import scratch_folder
 
 node = helper.make_node
 DIGITS = ROOT / "samples" / "digits.onnx"
@@ -153,11 +153,35 @@ def test_a_plan_may_not_replace_what_it_is_made_of(nimblec: CommandLine, tmp_pat
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
+def test_a_plan_replaces_files_only(nimblec: CommandLine, tmp_path: Path) -> None:
+    """As root, `-o /dev/null` would take the machine's null device away."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "pipe")
+    before = {path.name: path.lstat().st_ino for path in tmp_path.iterdir()}
+    for name, kind in (("pipe", "a pipe"), ("link", "a pipe"), ("folder", "a folder"), ("/dev/full", "a device")):
+        sentence = nimblec.refused("compile", DIGITS, "-o", tmp_path / name, "--target", "cpu", "-q")
+        assert sentence == f"{tmp_path / name}: is {kind}, expected the name of a file to write"
+    assert {path.name: path.lstat().st_ino for path in tmp_path.iterdir()} == before
+
+
+def test_a_plan_is_written_through_a_link(nimblec: CommandLine, tmp_path: Path, output: Path) -> None:
+    link = tmp_path / "link.plan"
+    link.symlink_to(output)
+    assert nimblec("compile", DIGITS, "-o", link, "--target", "cpu", "-q").status == 0
+    assert link.readlink() == output
+    assert container.read(output) == container.read(link)
+    assert [path.name for path in output.parent.iterdir()] == [output.name]
+
+
 def test_an_output_whose_folder_takes_no_files(nimblec: CommandLine, tmp_path: Path) -> None:
     sentence = nimblec.refused("compile", DIGITS, "-o", "/proc/m.plan", "--target", "cpu", "-q")
     assert sentence.startswith("/proc: nothing can be written there: ")
     sealed = tmp_path / "sealed"
     sealed.mkdir(mode=0o500)
+    missing = tmp_path / "missing" / "m.plan"
+    sentence = nimblec.refused("compile", DIGITS, "-o", missing, "--target", "cpu", "-q")
+    assert sentence == f"{missing.parent}: nothing can be written there: No such file or directory"
     if os.geteuid():  # who is root may write anyway
         assert "sealed" in nimblec.refused("compile", DIGITS, "-o", sealed / "m.plan", "--target", "cpu", "-q")
 

@@ -206,7 +206,7 @@ def test_compile_hands_on_what_was_asked_and_reports(nimblec: CommandLine, compi
     assert options.dims == (("batch", 4), ("a=b + 1", 7))
     ((name, array),) = options.examples
     assert (name, array.tolist()) == ("ids", [0, 1, 2, 3])
-    assert done.err == ""
+    assert done.err == "note: pkg.module:make is code, and runs with your rights: go on only if you trust its origin\n"
     assert done.out.splitlines()[:2] == ["target: cpu (asked for auto)", "note: mind [this]"]
     for words in (
         "kernels",

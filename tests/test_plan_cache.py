@@ -23,7 +23,7 @@ from nimblec import compiler, plan_key
 from nimblec.options import InputSpec, Observer, Options
 from nimblec.plan_cache import PlanCache, compile_once
 from nimblec.plan_key import PlanKey, find_key
-from nimblec.processes import environment
+from nimblec.processes import environment, module_command
 from nimblec.source import Source
 from nimblert import driver
 from nimblert.plan import Target
@@ -129,6 +129,25 @@ def test_a_plan_that_is_kept_needs_no_framework(tmp_path: Path, model: Path) -> 
     first = python(HIT, model, tmp_path / "plans").splitlines()
     assert "onnxruntime" in first[1]
     assert python(HIT, model, tmp_path / "plans").splitlines() == [first[0], "[]"]
+
+
+@pytest.mark.parametrize("kind", ["onnx", "pt2"])
+def test_a_users_second_compilation_is_a_hit(tmp_path: Path, model: Path, kind: str) -> None:
+    """With nothing in the environment that only the tests set, and the cache where a user has it."""
+    if kind == "pt2":
+        import torch
+
+        model = tmp_path / "m.pt2"
+        torch.export.save(torch.export.export(torch.nn.Linear(8, 8).eval(), (torch.zeros(4, 8),)), model)
+    clean = {k: v for k, v in environment().items() if not k.startswith("ORT_")} | {"HOME": str(tmp_path / "home")}
+    dims = ["--dim", "n=4"] if kind == "onnx" else []
+    command = [*module_command("nimblec", "compile"), str(model), "-o", str(tmp_path / "m.plan"), "--target", "cpu"]
+    first, second = (
+        subprocess.run([*command, *dims], env=clean, capture_output=True, text=True, check=True, timeout=120).stdout
+        for _ in range(2)
+    )
+    assert "plan cache" not in first.replace("write the plan cache", "").replace("read the plan cache", "")
+    assert "note: taken from the plan cache" in second
 
 
 def test_a_plan_in_memory_comes_from_the_cache_too(

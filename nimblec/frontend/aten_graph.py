@@ -5,7 +5,6 @@ torch.export finds the calls, whatever Python lies between them. They are then r
 depends on parameters alone is computed at once.
 """
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +17,10 @@ from torch.utils import _pytree as pytree
 
 from nimblec.errors import CompileError, TraceError, UnsupportedModelError, first_line
 from nimblec.frontend.onnx import on_device
-from nimblec.frontend.pytorch import state_written
+from nimblec.frontend.pytorch import export_refusal, state_written
 from nimblec.frontend.recorder import InPlaceError, Recorder, is_taken_apart
+from nimblec.frontend.torch_log import quiet_torch
+from nimblec.optimize.definitions import RECURRENT
 
 aten = torch.ops.aten
 
@@ -99,11 +100,10 @@ def _recorded(exported: torch.export.ExportedProgram, device: torch.device) -> A
 def _pure(module: torch.nn.Module, export: Callable[[], torch.export.ExportedProgram]) -> torch.export.ExportedProgram:
     """What ``export`` makes of a module, if that writes into no input or state, as far as is known then."""
     try:
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # export's deprecations are its own
+        with torch.no_grad(), quiet_torch():
             exported = export()
     except _EXPORT_ERRORS as exc:
-        raise TraceError(f"{type(module).__name__}: torch.export refuses it ({first_line(exc)})") from exc
+        raise TraceError(f"{type(module).__name__}: torch.export refuses it: {export_refusal(exc)}") from exc
     signature = exported.graph_signature
     written = [*state_written(signature), *signature.user_inputs_to_mutate.values()]
     if written:
@@ -174,7 +174,7 @@ class _StridedRecorder(Recorder):
 
 
 def _is_certain(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call that may draw random numbers does not: attention without dropout.
+    """Whether a call that may draw random numbers does not: attention or a recurrent network without dropout.
 
     Composite calls are taken apart, and their parts asked again.
     """
@@ -182,6 +182,8 @@ def _is_certain(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, An
         return True
     names = [argument.name for argument in func._schema.arguments]
     given = dict(zip(names, args, strict=False)) | dict(kwargs)
+    if func in RECURRENT:
+        return not (given["train"] and given["dropout"])
     return "dropout_p" in names and not given.get("dropout_p", 0.0)
 
 

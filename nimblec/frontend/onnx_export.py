@@ -1,25 +1,20 @@
 """A PyTorch model as an ONNX file, through torch.onnx.export, for the CPU target."""
 
-import logging
-import math
 import re
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from nimblec.difference import Difference, difference
-from nimblec.errors import CompileError, TraceError, UnsupportedModelError, first_line, root_cause, user_code
-from nimblec.frontend import pytorch
+from nimblec.errors import CompileError, TraceError, UnsupportedModelError, user_code
+from nimblec.frontend import exported_program, pytorch
+from nimblec.frontend.repeatable import compared, refuse_differing
+from nimblec.frontend.torch_log import quiet_torch
 from nimblert.onnx_session import onnxruntime, runtime_errors, session_options
 
 _NOT_KEPT = "which an ONNX file does not keep from run to run: call .eval() first, or compile it for a GPU"
-_ROUNDING = 1e-3
-"""Of the largest magnitude: by so much sums of several threads may differ."""
 _ANOTHER_MODEL = 0.1
 """Of the largest magnitude: no rounding explains that."""
 
@@ -37,7 +32,7 @@ def export(kind: str, model: str, folder: Path) -> tuple[Path, tuple[str, ...]]:
     outputs = _run_twice(name, module, args, kwargs)
     path = folder / "model.onnx"
     try:
-        with _quiet():
+        with quiet_torch():
             program = torch.onnx.export(
                 _as_module(module),
                 args,
@@ -72,13 +67,8 @@ def _run_twice(name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, 
             result = module(*own_args, **own_kwargs)
         return pytorch.name_outputs(pytree.tree_map_only(torch.Tensor, torch.clone, result))
 
-    first, second = run(), dict(run())
-    for output, before in first:
-        if output not in second or not _difference(before, second[output]).within(_ROUNDING):
-            raise UnsupportedModelError(
-                f"{name}: two runs on equal inputs differ in output {output!r}: the model draws random numbers or has "
-                f"a state, {_NOT_KEPT}"
-            )
+    first = run()
+    refuse_differing(name, first, run(), _NOT_KEPT)
     return first
 
 
@@ -86,7 +76,7 @@ def _accuracy(name: str, outputs: Sequence[tuple[str, torch.Tensor]], found: Seq
     """How far ONNX Runtime's outputs are from PyTorch's."""
     largest = 0.0
     for (output, wanted), got in zip(outputs, found, strict=True):
-        relative = _difference(wanted, got).relative
+        relative = compared(wanted, got).relative
         if wanted.is_floating_point() and relative > _ANOTHER_MODEL:
             raise CompileError(
                 f"{name}: output {output!r} of the ONNX file that torch.onnx.export made differs from what PyTorch "
@@ -94,13 +84,6 @@ def _accuracy(name: str, outputs: Sequence[tuple[str, torch.Tensor]], found: Seq
             )
         largest = max(largest, relative)
     return f"ONNX Runtime differs from PyTorch by at most {largest:.2g} of the largest magnitude of an output"
-
-
-def _difference(expected: torch.Tensor, found: torch.Tensor) -> Difference:
-    if expected.shape != found.shape:
-        return Difference(absolute=math.inf, relative=math.inf, exact=False)
-    wide = torch.float64 if expected.is_floating_point() else expected.dtype
-    return difference(*(tensor.detach().to(wide).resolve_conj().resolve_neg().numpy() for tensor in (expected, found)))
 
 
 def _session(model: str | bytes) -> Any:
@@ -118,21 +101,7 @@ def _as_module(model: Any) -> torch.nn.Module:
 
 def _cause(exc: BaseException) -> str:
     """What went wrong first, without colours; the exporter wraps it in advice to its own developers."""
-    return re.sub(r"\x1b\[\d*m", "", first_line(root_cause(exc)))
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without what the exporter tells its own developers (deprecations, packages it does without)."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)
+    return re.sub(r"\x1b\[\d*m", "", pytorch.export_refusal(exc))
 
 
 def _load(kind: str, model: str) -> tuple[Any, Any]:
@@ -140,7 +109,7 @@ def _load(kind: str, model: str) -> tuple[Any, Any]:
         case "callable":
             return pytorch.import_callable(model)
         case "exported":
-            return pytorch.load_exported(Path(model))
+            return exported_program.load_exported(Path(model))
         case "saved":
             return pytorch.load_saved(Path(model))
     raise CompileError(f"a model of kind {kind!r} is not known")

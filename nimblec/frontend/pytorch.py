@@ -1,4 +1,4 @@
-"""PyTorch models: from "package.module:callable", a ``.pt2`` file or a pickled module, ready to run."""
+"""PyTorch models: from "package.module:callable" or a saved module, ready to run."""
 
 import importlib
 import inspect
@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch.export.graph_signature import ExportGraphSignature
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
-from nimblec.errors import CompileError, TraceError, UnsupportedModelError, first_line, user_code
+from nimblec.errors import CompileError, TraceError, UnsupportedModelError, first_line, root_cause, user_code
 from nimblec.frontend.fx_graph import SetSource, run_nodes
+from nimblec.frontend.torch_log import quiet_torch
 from nimblec.options import InputSpec, Precision
 
 DTYPE_NAMES = {
@@ -100,17 +102,6 @@ def import_callable(spec: str) -> tuple[Any, Any]:
     if not isinstance(built, tuple) or len(built) != 2 or not callable(built[0]):
         raise CompileError(f"{spec}: returned {type(built).__name__}, expected (module, example_inputs)")
     return built
-
-
-def load_exported(path: Path) -> tuple[Any, Any]:
-    """The module of a ``.pt2`` file and the example inputs saved with it."""
-    try:
-        program = torch.export.load(path)
-    except (RuntimeError, ValueError, OSError, KeyError) as exc:
-        raise CompileError(f"{path}: not a file of torch.export.save: {exc}") from exc
-    if program.example_inputs is None:
-        raise CompileError(f"{path}: holds no example inputs: export the model again with them")
-    return program.module(check_guards=False), program.example_inputs
 
 
 def state_written(signature: ExportGraphSignature) -> list[str]:
@@ -222,7 +213,8 @@ def _replacements(
             raise CompileError(f"input {name!r} is not one of the model's inputs {list(names)}")
     for spec in specs:
         dtype = _DTYPES[spec.dtype] if spec.dtype else leaves[spec.name].dtype
-        replaced[spec.name] = torch.zeros(spec.shape, dtype=dtype)
+        example = torch.rand if dtype.is_floating_point else torch.zeros  # zeros would hide what a model adds up
+        replaced[spec.name] = example(spec.shape).to(dtype)
     for name, array in examples.items():
         replaced[name] = as_tensor(np.ascontiguousarray(array))
     return replaced
@@ -267,8 +259,8 @@ def save(module: Any, example_inputs: Any, folder: Path) -> Path:
     """Save a live module for another process, in ``folder``: the file's path.
 
     A module whose classes can be imported there is pickled and captured as it runs; one made of
-    classes of this script or of a function goes through torch.export. Raises TraceError where
-    torch.export refuses it.
+    classes of this script or of a function goes through torch.export. Raises TraceError where it
+    cannot be run, or torch.export refuses it.
     """
     args, kwargs = split_arguments(example_inputs)
     if all(_is_importable(m) for m in module.modules()):
@@ -278,15 +270,22 @@ def save(module: Any, example_inputs: Any, folder: Path) -> Path:
     path = folder / "model.pt2"
     handle = module.register_forward_hook(lambda _module, _args, result: _in_plain_tuples(result))
     try:
-        torch.export.save(torch.export.export(module, args, kwargs, strict=False), path)
+        with quiet_torch():
+            torch.export.save(torch.export.export(module, args, kwargs, strict=False), path)
     except (RuntimeError, ValueError, TypeError, NotImplementedError, AssertionError) as exc:
-        raise TraceError(
-            f"{type(module).__name__}: torch.export refuses it ({first_line(exc)}): move its class into a module file, "
-            "so that it can be captured as it runs"
-        ) from exc
+        with user_code("the model cannot be run"), torch.no_grad():
+            module(*args, **kwargs)  # what it says of itself is nearer to the cause
+        raise TraceError(f"{type(module).__name__}: torch.export refuses it: {export_refusal(exc)}") from exc
     finally:
         handle.remove()
     return path
+
+
+def export_refusal(exc: BaseException) -> str:
+    """Why torch.export refused a module that runs."""
+    if isinstance(root_cause(exc), GuardOnDataDependentSymNode):
+        return "what it does next depends on the values of a tensor, as by an if or .item(): use torch.where instead"
+    return first_line(root_cause(exc))
 
 
 def _in_plain_tuples(result: Any) -> Any:
@@ -308,6 +307,8 @@ def load_saved(path: Path) -> tuple[Any, Any]:
     with zipfile.ZipFile(path) as archive:
         pickled = any(name.endswith("/data.pkl") for name in archive.namelist())
     if not pickled:
-        return load_exported(path)
+        with quiet_torch():
+            program = torch.export.load(path)  # written by `save`, so nothing in it is to be checked
+        return program.module(check_guards=False), program.example_inputs
     module, example_inputs = torch.load(path, map_location="cpu", weights_only=False)
     return module, example_inputs

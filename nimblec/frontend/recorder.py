@@ -21,14 +21,17 @@ from torch._C import DispatchKey
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nimblec.optimize.definitions import FAKES, RECURRENT
+
 aten = torch.ops.aten
 
 WHOLE = frozenset({
     aten.reshape.default,
     aten.scaled_dot_product_attention.default,
+    *RECURRENT,
 })
 """Composite calls that stay one call: the first is a view or a copy as strides will have it, the
-second picks the fused kernel of the device."""
+others pick the fused kernels of the device."""
 
 RESHAPES = frozenset({aten.reshape.default, aten.view.default, aten._unsafe_view.default, aten.expand.default})
 """Calls that do nothing where the shape stays."""
@@ -46,17 +49,6 @@ VIEWS_IN_PLACE = {
 
 AS_RESHAPE = frozenset({aten.view.default, aten._unsafe_view.default})
 """Written as ``reshape``, which stays right whatever strides the kernels before it choose."""
-
-
-def _normalized(x: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """What a batch norm returns in inference."""
-    return torch.empty_like(x), x.new_empty(0), x.new_empty(0)
-
-
-_FAKES: Mapping[torch._ops.OpOverload, Callable[..., Any]] = {
-    aten._native_batch_norm_legit_no_training.default: _normalized
-}
-"""What calls return, where torch takes milliseconds to tell: a deep network has hundreds of norms."""
 
 
 class InPlaceError(RuntimeError):
@@ -159,7 +151,7 @@ class Recorder(TorchDispatchMode):
                 raise InPlaceError(f"{func} writes into {self._labels.get(id(args[0]), 'a constant')}")
             return func(*args, **kwargs)
         if func is torch.ops.prim.device.default:
-            return self.device
+            return args[0].fake_device  # with its index, by which code of CUDA looks up what it keeps for each device
         if is_taken_apart(func):
             with self:
                 return func._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
@@ -168,7 +160,7 @@ class Recorder(TorchDispatchMode):
         args = tuple(_map_tensors(value, self._as_fake) for value in args)
         kwargs = {key: _map_tensors(value, self._as_fake) for key, value in kwargs.items()}
         with self._fake_mode, _without_tracebacks():
-            result = _FAKES.get(func, func)(*args, **kwargs)
+            result = FAKES.get(func, func)(*args, **kwargs)
         if result is None:
             raise RuntimeError(f"{func} returns nothing: it checks values, which no call of a plan can")
         if func in ALIASES or (func in RESHAPES and result.shape == args[0].shape):
