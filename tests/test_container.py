@@ -164,7 +164,7 @@ def test_writing_to_a_missing_directory(tmp_path: Path) -> None:
 
 
 def test_writing_over_a_directory(tmp_path: Path) -> None:
-    with pytest.raises(NimbleError, match="it is not a regular file"):
+    with pytest.raises(NimbleError, match="is a folder, expected the name of a file to write"):
         container.write(plans.cpu_plan(), tmp_path)
     assert list(tmp_path.iterdir()) == []
 

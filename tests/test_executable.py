@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +15,8 @@ from onnx import helper
 from subprocesses import python
 
 import nimblert
-from nimblert import container
-from nimblert.errors import InputError, PlanError, PlanFormatError
+from nimblert import Limits, container
+from nimblert.errors import InputError, PlanError, PlanFormatError, PlanInvalidError
 from nimblert.executable import Executable
 from nimblert.plan import Pointer, Region
 
@@ -280,3 +281,19 @@ def test_a_process_ends_in_order_while_daemon_threads_run(folder: Path) -> None:
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
         assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
+
+
+def test_a_plan_beyond_the_limits_is_refused_from_wherever_it_comes(path: Path) -> None:
+    limits = Limits(streams=1)
+    for source in (path, path.read_bytes(), container.read(path)):
+        with pytest.raises(PlanInvalidError, match="stream_count: 2, the limit is 1"):
+            nimblert.load(source, limits=limits)
+    with pytest.raises(PlanInvalidError, match="stream_count: 2, the limit is 1"):
+        container.read(path, limits=limits)
+
+
+def test_limits_hold_before_anything_is_allocated(path: Path) -> None:
+    plan = container.read(path)
+    huge = replace(plan, programs=(replace(plan.programs[0], arena_nbytes=1 << 46),))
+    with pytest.raises(PlanInvalidError, match=r"memory: .* bytes, the limit is"):
+        nimblert.load(huge)

@@ -16,6 +16,7 @@ from typing import BinaryIO, TypeAlias
 from nimblert import schema, segments, verify
 from nimblert.decoder import decode, file_nbytes
 from nimblert.errors import InputError, PlanError, PlanFormatError, PlanInvalidError
+from nimblert.limits import DEFAULT_LIMITS, Limits
 from nimblert.plan import Plan
 from nimblert.replacing import replacing
 
@@ -64,8 +65,10 @@ def encode_file(plan: Plan) -> bytes:
     return file.getvalue()
 
 
-def read(source: Source, *, check_digest: bool = True, copy: bool = False) -> Plan:
-    """The plan in a file, or in the bytes of one; see `open_image` for ``copy``.
+def read(
+    source: Source, *, check_digest: bool = True, copy: bool = False, limits: Limits = DEFAULT_LIMITS
+) -> Plan:
+    """The plan in a file, or in the bytes of one, held against ``limits``; see `open_image` for ``copy``.
 
     Raises PlanError where there is no such file, PlanFormatError where it is not a plan, cut short,
     altered (seen only with ``check_digest``) or damaged, PlanInvalidError where the plan contradicts
@@ -74,7 +77,7 @@ def read(source: Source, *, check_digest: bool = True, copy: bool = False) -> Pl
     image = open_image(source, copy=copy)
     if check_digest:
         verify_digest(image, name(source))
-    return parse(image, name(source))
+    return parse(image, name(source), limits)
 
 
 def name(source: Source) -> str:
@@ -176,14 +179,14 @@ def verify_digest(image: memoryview, path: str) -> None:
         raise PlanFormatError(f"{path}: was altered after it was written (SHA-256 differs); copy or compile it again")
 
 
-def parse(image: memoryview, path: str) -> Plan:
+def parse(image: memoryview, path: str, limits: Limits = DEFAULT_LIMITS) -> Plan:
     """The plan in a file's bytes, checked by `verify.problems`; ``path`` is for messages."""
     _, flatbuffer_nbytes, _, _ = _TRAILER.unpack(image[-_TRAILER.size :])
     try:
         plan = decode(image, flatbuffer_nbytes)
     except PlanFormatError as exc:
         raise PlanFormatError(f"{path}: {exc}") from exc
-    problems = tuple(verify.problems(plan))
+    problems = tuple(verify.problems(plan, limits))
     if problems:
         raise PlanInvalidError(problems)
     return plan

@@ -16,6 +16,8 @@ import numpy as np
 from nimblert import container, verify
 from nimblert.dtypes import numpy_dtype
 from nimblert.errors import InputError, PlanInvalidError
+from nimblert.hazards import hazards
+from nimblert.limits import DEFAULT_LIMITS, Limits
 from nimblert.plan import Plan, Pointer, Program, Region, Target, Tensor, Work
 
 if TYPE_CHECKING:
@@ -256,32 +258,34 @@ def load(
     program: str | None = None,
     poison: bool = False,
     copy: bool = False,
+    limits: Limits = DEFAULT_LIMITS,
 ) -> Executable:
     """Load a plan on this machine: a `Plan`, the path of a plan file, or the bytes of one.
 
     A file is mapped, and weights of the CPU target are used where it lies: it may be replaced while
     the executable lives, but not be overwritten in place or cut short. ``copy`` reads it into memory
-    first, and what becomes of the file does not matter. ``poison`` fills memory that nothing should
-    read with 0xFF bytes.
+    first, and what becomes of the file does not matter. ``limits`` is what the plan may ask of this
+    machine; a plan beyond them is refused before anything is allocated. ``poison`` fills memory that
+    nothing should read with 0xFF bytes.
 
     Raises PlanError for a plan that is damaged or contradicts itself, DeviceMismatchError where this
     machine cannot run it, and InputError for a ``plan`` or ``program`` that is none.
     """
     if isinstance(plan, Plan):
-        if problems := list(verify.problems(plan)):
+        if problems := list(verify.problems(plan, limits)):
             raise PlanInvalidError(problems)
-        return _loaded(plan, program, poison=poison)
+        return _loaded(plan, program, limits, poison=poison)
     image, path = container.open_image(plan, copy=copy), container.name(plan)
-    parsed = container.parse(image, path)
+    parsed = container.parse(image, path, limits)
     if parsed.target is Target.CPU:
         container.verify_digest(image, path)
-        return _loaded(parsed, program, poison=poison)
+        return _loaded(parsed, program, limits, poison=poison)
     with ThreadPoolExecutor(1) as pool:
         # Hashing takes as long as starting the GPU; no code is handed over before both are done.
         digest = pool.submit(container.verify_digest, image, path)
         with closing(_start_device(parsed)):
             digest.result()
-            return _loaded(parsed, program, poison=poison)
+            return _loaded(parsed, program, limits, poison=poison)
 
 
 def _start_device(plan: Plan) -> "Context":
@@ -293,8 +297,10 @@ def _start_device(plan: Plan) -> "Context":
     return driver.Context()
 
 
-def _loaded(plan: Plan, name: str | None, *, poison: bool) -> Executable:
+def _loaded(plan: Plan, name: str | None, limits: Limits, *, poison: bool) -> Executable:
     program = select_program(plan, name)
+    if unordered := tuple(hazards(program, limits)):
+        raise PlanInvalidError(unordered)
     return Executable(plan, program, _backend(plan, program, poison=poison))
 
 
