@@ -17,7 +17,8 @@ import torch
 
 from bench.cpu_overhead import spread
 from bench.turns import Turn
-from nimblec.frontend.pytorch import import_callable, set_arithmetic, split_arguments
+from nimblec.frontend.pytorch import set_arithmetic
+from nimblec.frontend.torch_sources import import_callable
 
 MODES = ("eager", "graph", "compile", "freeze", "autotune", "aoti")
 _WARM_UPS = 20
@@ -123,8 +124,7 @@ def main() -> None:
     if options.fp32:
         set_arithmetic("fp32")
     torch.manual_seed(0)
-    module, example_inputs = import_callable(options.model)
-    args, kwargs = split_arguments(example_inputs)
+    module, args, kwargs = import_callable(options.model)
     module = module.cuda()
     args = tuple(a.cuda() if isinstance(a, torch.Tensor) else a for a in args)
     with torch.no_grad():

@@ -4,7 +4,6 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import get_args
@@ -15,7 +14,7 @@ from rich.console import Console
 import nimblec
 from nimblec import arguments, dot, inspection, picture, report, trace, verification
 from nimblec.command import Command, Group
-from nimblec.options import DEFAULT_LEVEL, InputSpec, Options, Precision, TargetChoice
+from nimblec.options import DEFAULT_LEVEL, InputSpec, Precision, TargetChoice, read_options
 from nimblec.progress import StageProgress
 from nimblec.verification import Result
 from nimblert import container, golden
@@ -170,7 +169,7 @@ def compile(  # noqa: A001  # the command's name
 
     MODEL is an ONNX file (.onnx, external data too), a file of torch.export.save (.pt2), or
     package.module:callable, which is imported with the current directory on the path, called, and
-    returns (module, example_inputs).
+    returns (module, example_inputs) or (module, example_inputs, kwargs).
 
     The last stage runs the plan and compares its outputs with the framework's; a difference is an
     error. PLAN is written to a temporary folder beside it (.nimblec-*) and renamed, so an old file
@@ -198,9 +197,11 @@ def compile(  # noqa: A001  # the command's name
     chosen, reason = choose_target(target)
     if not quiet:
         click.echo(f"target: {chosen.name.lower()} ({reason})")
-    resolved: TargetChoice = "cuda" if chosen.name == "CUDA" else "cpu"
-    options = Options(
-        target=resolved,
+    caches = {} if timing_cache is None else {"timing_cache": timing_cache}
+    if plan_cache is not None or no_plan_cache:
+        caches["plan_cache"] = plan_cache
+    options = read_options(
+        target=chosen.name.lower(),
         inputs=inputs,
         dims=dims,
         examples=tuple(arrays.items()),
@@ -209,11 +210,8 @@ def compile(  # noqa: A001  # the command's name
         max_error=max_error,
         streams=streams,
         memory_limit=memory_limit,
+        **caches,
     )
-    if timing_cache is not None:
-        options = replace(options, timing_cache=timing_cache)
-    if plan_cache is not None or no_plan_cache:
-        options = replace(options, plan_cache=plan_cache)
     with StageProgress(verbose=verbose, quiet=quiet) as observer:
         made = compile_model(model, options=options, output=output, observer=observer)
     if quiet:
