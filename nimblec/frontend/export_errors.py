@@ -1,10 +1,11 @@
 """What an exporter refuses, in one sentence: the user's line, what is wrong with it, and a way out."""
 
+import io
 import logging
 import re
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
@@ -49,7 +50,7 @@ def _quiet() -> Iterator[None]:
     try:
         for logger in loggers:
             logger.setLevel(logging.CRITICAL + 1)
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):  # torch.export prints the graph that fails
             warnings.simplefilter("ignore")
             yield
     finally:
