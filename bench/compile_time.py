@@ -22,8 +22,8 @@ RESULTS = Path(__file__).parent / "results" / "h200" / "compile_time.json"
 
 _EXPORT = """
 import sys, torch
-from nimblec.frontend.pytorch import import_callable
-module, inputs = import_callable(sys.argv[1])
+from nimblec.frontend.torch_sources import import_callable
+module, inputs, _ = import_callable(sys.argv[1])
 torch.onnx.export(module, inputs, sys.argv[2], dynamo=False)
 """
 

@@ -29,7 +29,7 @@ from jax.profiler import ProfileData
 
 from bench import clocks, environment, kernel_trace, reference
 from bench.turns import Turn
-from nimblec.frontend.pytorch import import_callable
+from nimblec.frontend.torch_sources import import_callable
 
 _WARM_UPS = 20
 _REPEATS = 100
@@ -132,7 +132,7 @@ def main() -> None:
     if options.fp32:
         jax.config.update("jax_default_matmul_precision", "highest")
     torch.manual_seed(0)  # the networks draw their weights and inputs by torch
-    function, (weights, *inputs) = import_callable(options.model)
+    function, (weights, *inputs), _ = import_callable(options.model)
     measure(function, weights, inputs, turn)
     turn.end()
 

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-from nimblec.frontend.pytorch import import_callable, set_arithmetic, split_arguments
+from nimblec.frontend.pytorch import set_arithmetic
+from nimblec.frontend.torch_sources import import_callable
 from nimblert.dtypes import numpy_dtype
 
 _SEED = 0  # of nimblec's capture, so that its plan holds the same weights
@@ -18,8 +19,7 @@ _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.flo
 def seeded(spec: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """Module, args and kwargs of ``package.module:callable`` on the CPU, the same in every process."""
     torch.manual_seed(_SEED)
-    module, example_inputs = import_callable(spec)
-    return module, *split_arguments(example_inputs)
+    return import_callable(spec)
 
 
 def exact(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[np.ndarray]:

@@ -6,7 +6,6 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import get_args
@@ -17,7 +16,7 @@ import nimblec
 from nimblec import arguments, dot, inspection, picture, report, trace, verification
 from nimblec.command import Command, Group, ReaderGoneError
 from nimblec.console import echo, echo_lines, escape_what_has_no_encoding
-from nimblec.options import DEFAULT_LEVEL, InputSpec, Options, Precision, TargetChoice
+from nimblec.options import DEFAULT_LEVEL, InputSpec, Precision, TargetChoice, read_options
 from nimblec.progress import StageProgress
 from nimblec.verification import Result
 from nimblert import container, golden
@@ -169,8 +168,8 @@ def compile(  # noqa: A001  # the command's name
 
     MODEL is an ONNX file (.onnx, external data too), a file of torch.export.save (.pt2), or
     package.module:callable, which is imported with the current directory on the path, called, and
-    returns (module, example_inputs). The last two are code, which runs with your rights: compile
-    them only where you trust their origin.
+    returns (module, example_inputs) or (module, example_inputs, kwargs). The last two are code, which
+    runs with your rights: compile them only where you trust their origin.
 
     The last stage runs the plan and compares its outputs with the framework's; a difference is an
     error. PLAN is written to a temporary folder beside it (.nimblec-*) and renamed, so an old file
@@ -203,9 +202,11 @@ def compile(  # noqa: A001  # the command's name
     chosen, reason = choose_target(target)
     if not quiet:
         echo(f"target: {chosen.name.lower()} ({reason})")
-    resolved: TargetChoice = "cuda" if chosen.name == "CUDA" else "cpu"
-    options = Options(
-        target=resolved,
+    caches = {} if timing_cache is None else {"timing_cache": timing_cache}
+    if plan_cache is not None or no_plan_cache:
+        caches["plan_cache"] = plan_cache
+    options = read_options(
+        target=chosen.name.lower(),
         inputs=inputs,
         dims=dims,
         examples=tuple(arrays.items()),
@@ -214,11 +215,8 @@ def compile(  # noqa: A001  # the command's name
         max_error=max_error,
         streams=streams,
         memory_limit=memory_limit,
+        **caches,
     )
-    if timing_cache is not None:
-        options = replace(options, timing_cache=timing_cache)
-    if plan_cache is not None or no_plan_cache:
-        options = replace(options, plan_cache=plan_cache)
     with StageProgress(verbose=verbose, quiet=quiet) as observer:
         made = compile_model(model, options=options, output=output, observer=observer)
     if quiet:

@@ -3,7 +3,7 @@
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from nimblec.errors import CompileError, missing_package
 from nimblec.options import Observer, Options, TargetChoice
 from nimblec.plan_cache import compile_once
 from nimblec.source import Source, find_source
+from nimblec.stages import stage
 from nimblert import container, driver
 from nimblert.errors import CudaError, DeviceMismatchError
 from nimblert.plan import Plan, Target
@@ -61,6 +62,7 @@ class _Stopwatch:
 def compile_model(
     model: Any,
     example_inputs: Any = None,
+    kwargs: Any = None,
     *,
     options: Options,
     output: Path | None = None,
@@ -68,17 +70,17 @@ def compile_model(
 ) -> Compiled:
     """Compile a model to a plan, in the file ``output`` where one is named.
 
-    ``model`` is the path of an ``.onnx`` or ``.pt2`` file, "package.module:callable", or a module
-    with ``example_inputs``. The file is written under another name, checked, and renamed: whatever
-    goes wrong, an older file is still there. A symbolic link stays, and what it leads to is replaced.
-    Raises CompileError, DeviceMismatchError.
+    ``model``, ``example_inputs`` and ``kwargs`` are what `nimblec.compile` takes. The file is written
+    under another name, checked, and renamed: whatever goes wrong, an older file is still there. A
+    symbolic link stays, and what it leads to is replaced. Raises ArgumentError, CompileError,
+    DeviceMismatchError.
     """
     target, _ = choose_target(options.target)
     stopwatch = _Stopwatch(observer)
     with _folder(output) as folder:
         written = folder / "model.plan"
         try:
-            source = find_source(model, example_inputs, folder)
+            source = find_source(model, example_inputs, kwargs, folder)
             notes = compile_once(partial(_compile, target), source, target, options, written, stopwatch)
         except ModuleNotFoundError as exc:
             raise missing_package(exc) or exc from exc
@@ -93,7 +95,14 @@ def _compile(target: Target, source: Source, options: Options, output: Path, obs
     if target is Target.CUDA:
         from nimblec.cuda.compile import compile_cuda
 
-        return compile_cuda(source, options, output, observer)
+        notes: tuple[str, ...] = ()
+        if source.live is not None:
+            from nimblec.frontend.handover import hand_over  # brings in torch
+
+            with stage(observer, "export"):
+                source, notes = hand_over(source, options, output.parent)
+            options = replace(options, inputs=(), dims=(), examples=())  # which the exported model has
+        return (*notes, *compile_cuda(source, options, output, observer))
     from nimblec.cpu.compile import compile_cpu
 
     return compile_cpu(source, options, output, observer)

@@ -1,4 +1,4 @@
-"""Small modules with something awkward in each: builders of (module, example_inputs), which a process can import."""
+"""Small modules with something awkward in each: builders that the capture process can import."""
 
 from collections import namedtuple
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations
 
-Built = tuple[nn.Module, Any]
+Built = tuple[nn.Module, tuple[Any, ...]]
 
 Pair = namedtuple("Pair", ["low", "high"])  # noqa: PYI024 - as models have it
 
@@ -304,7 +304,7 @@ def _expanded() -> Built:
 
 MODELS: dict[str, Callable[[], Built]] = {
     "buffers": lambda: (_Buffers(), (torch.randn(3, 6),)),
-    "keywords": lambda: (_KeywordsOnly(), ((), {"x": torch.randn(2, 3), "gain": torch.randn(3), "flip": True})),
+    "keywords": lambda: (_KeywordsOnly(), ()),
     "transformer": lambda: (_Transformer(), (torch.randn(2, 7, 16), torch.arange(7)[None] > torch.tensor([[4], [6]]))),
     "recurrent": lambda: (_Recurrent(), (torch.randn(3, 4, 8),)),
     "recurrent_from": lambda: (
@@ -336,14 +336,15 @@ MODELS: dict[str, Callable[[], Built]] = {
 }  # fmt: skip
 
 
-def build(name: str) -> Built:
-    """A module in inference, and its example inputs."""
+def build(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """A module in inference, and the arguments of a call."""
     torch.manual_seed(0)
-    module, inputs = MODELS[name]()
-    return module.eval(), inputs
+    module, args = MODELS[name]()
+    kwargs = {"x": torch.randn(2, 3), "gain": torch.randn(3), "flip": True} if name == "keywords" else {}
+    return module.eval(), args, kwargs
 
 
-def __getattr__(name: str) -> Callable[[], Built]:
+def __getattr__(name: str) -> Callable[[], tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]:
     """The builder of a model, as the capture process asks for it."""
     if name not in MODELS:
         raise AttributeError(name)

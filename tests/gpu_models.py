@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-Built = tuple[nn.Module, Any]
+Built = tuple[Any, ...]
 
 
 class TransformerBlock(nn.Module):
@@ -166,7 +166,7 @@ def layouts() -> Built:
     module = Layouts().eval().to(memory_format=torch.channels_last)
     image = torch.randn(2, 8, 12, 10).to(memory_format=torch.channels_last)
     pair = (torch.randn(16, 1, 1), torch.randn(1, 16, 1, 1))
-    return module, ((image,), {"scale": torch.randn(()), "pair": pair})
+    return module, (image,), {"scale": torch.randn(()), "pair": pair}
 
 
 def lstm() -> Built:

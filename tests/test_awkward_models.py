@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 from bench.model_zoo import with_own_kernels
 from nimblec.frontend import aten_graph
 from nimblec.frontend.aten_graph import trace
-from nimblec.frontend.pytorch import TorchModel, place, split_arguments
+from nimblec.frontend.pytorch import TorchModel, place
 from nimblec.frontend.rewritten import flattened
 from nimblec.optimize import optimize
 from nimblec.optimize.definitions import Interpreter
@@ -33,8 +33,8 @@ def _compare(graph: fx.GraphModule, model: TorchModel, expected: list[Tensor], t
 
 @pytest.mark.parametrize("name", awkward_models.MODELS)
 def test_every_rewrite_keeps_the_results(name: str) -> None:
-    module, inputs = awkward_models.build(name)
-    model = place(module, inputs, device="cpu")
+    module, args, kwargs = awkward_models.build(name)
+    model = place(module, args, kwargs, device="cpu")
     with torch.no_grad():
         result = module(*model.args, **model.kwargs)
         expected = _tensors(result)
@@ -52,8 +52,7 @@ def test_every_rewrite_keeps_the_results(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in awkward_models.MODELS if name not in NOT_INFERRED])
 def test_every_model_is_traced_for_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aten_graph, "on_device", lambda constants, _device: dict(constants))
-    module, inputs = awkward_models.build(name)
-    args, kwargs = split_arguments(inputs)
+    module, args, kwargs = awkward_models.build(name)
     graph = trace(module, args, kwargs, device="cuda").module.graph
     tensors = _tensors([node.meta["val"] for node in graph.nodes if "val" in node.meta])
     assert {tensor.device for tensor in tensors} == {torch.device("cuda:0")}

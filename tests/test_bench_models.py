@@ -8,7 +8,7 @@ import torch
 from bench import peers
 from bench.models.batch_statistics import settled
 from bench.models.unet import UNet
-from nimblec.frontend.pytorch import import_callable
+from nimblec.frontend.torch_sources import import_callable
 
 PACKAGES = {
     **dict.fromkeys(("bert_base", "gpt2", "t5_encoder"), "transformers"),
@@ -32,7 +32,7 @@ def test_a_model_is_what_its_name_says(spec: str) -> None:
     if find_spec(package) is None:
         pytest.skip(f"needs {package}: not installed")
     with torch.device("meta"), torch.no_grad():
-        module, inputs = import_callable(spec)
+        module, inputs, _ = import_callable(spec)
         result = None if name in READS_VALUES else module(*inputs)
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[callable_name[:4]]
     assert not module.training

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from bench import model_zoo
 from bench.models import amoebanet_a, darts
 from bench.models.searched_cells import OPERATIONS, Cell, FactorizedReduce, Genotype
-from nimblec.frontend.pytorch import import_callable
+from nimblec.frontend.torch_sources import import_callable
 
 
 def darts_network() -> nn.Module:
@@ -141,7 +141,7 @@ def test_rewriting_the_cells_keeps_what_they_compute(name: str) -> None:
 @pytest.mark.parametrize("model", ["darts:{}", "amoebanet_a:{}", "amoebanet_a:{}_as_in_nimble"])
 def test_a_callable_returns_an_inference_network_of_its_precision(model: str, name: str) -> None:
     with torch.device("meta"), torch.no_grad():
-        module, (image,) = import_callable(f"bench.models.{model.format(name)}")
+        module, (image,), _ = import_callable(f"bench.models.{model.format(name)}")
         found = module(image)
     dtype = {"fp16": torch.float16, "fp32": torch.float32}[name]
     assert not module.training

@@ -12,7 +12,7 @@ from plans import cpu_plan, pointer
 
 from nimblec import arguments
 from nimblec.errors import UnsupportedModelError
-from nimblec.options import InputSpec, Observer, Options
+from nimblec.options import InputSpec, Observer, Options, read_spec
 from nimblert.errors import InputError, NimbleError
 from nimblert.plan import Region, Target, Tensor
 
@@ -34,7 +34,7 @@ from nimblert.plan import Region, Target, Tensor
     ],
 )
 def test_an_input_specification_is_read_from_the_right(text: str, spec: InputSpec) -> None:
-    assert arguments.parse_spec(text) == spec
+    assert read_spec(text) == spec
 
 
 @pytest.mark.parametrize(

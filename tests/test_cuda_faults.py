@@ -71,9 +71,9 @@ def test_a_state_in_an_attribute_is_refused_alike_at_every_level(gpu_compiler: "
 
 def _compare(plan: Plan, name: str) -> None:
     """A plan's outputs and eager's, on the model's example."""
-    module, inputs = awkward_models.build(name)
-    reference = eager.Eager(module, inputs)
-    arrays = [eager.as_array(leaf) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+    module, args, kwargs = awkward_models.build(name)
+    reference = eager.Eager(module, args, kwargs)
+    arrays = [eager.as_array(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     (program,) = plan.programs
     with nimblert.load(plan, poison=True) as executable:
         found = executable.run({tensor.name: a for tensor, a in zip(program.inputs, arrays, strict=True)})

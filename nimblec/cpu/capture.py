@@ -12,7 +12,7 @@ from nimblec.cpu import kernels, optimizer, values
 from nimblec.cpu.constants import TensorType, type_of
 from nimblec.cpu.optimizer import OptimizedModel
 from nimblec.errors import UnsupportedModelError
-from nimblec.frontend import onnx_file
+from nimblec.frontend import onnx_file, onnx_shapes
 from nimblec.ir import Access, Buffer, BufferKind, Graph, KernelWork, Op, Reference, Task, TensorView
 from nimblec.options import InputSpec
 from nimblert.plan import Kernel, Module, ParameterKind
@@ -35,7 +35,7 @@ def read(
     path: str | PathLike[str], inputs: Sequence[InputSpec] = (), dims: Sequence[tuple[str, int]] = ()
 ) -> ModelProto:
     """The model in a file, checked, with static input shapes; its external data stay where they are."""
-    model = onnx_file.fix_shapes(onnx_file.load(path, external_data=False), inputs, dims)
+    model = onnx_shapes.fix_shapes(onnx_file.load(path, external_data=False), inputs, dims)
     onnx_file.outputs(model)  # refuses outputs that are no tensors, by name
     onnx_file.clear_repeated_names(model)
     return model

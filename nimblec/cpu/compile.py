@@ -57,13 +57,16 @@ def _write_plan(source: Source, options: Options, output: Path, observer: Observ
     """Write the plan; the seconds that a run takes, and what the user should know."""
     with tempfile.TemporaryDirectory(prefix="nimblec-", dir=output.parent) as scratch:  # where room for a plan is
         path, notes = Path(source.model), ()
+        specs, dims = _specs(options), options.dims
         if source.kind != "onnx":
             with stage(observer, "export to ONNX"):
-                from nimblec.frontend.onnx_export import export  # brings in torch
+                from nimblec.frontend import onnx_export, torch_sources  # which bring in torch
 
-                path, notes = export(source.kind, source.model, Path(scratch))
+                call = torch_sources.load(source, options)
+                path, notes = onnx_export.export(call, Path(scratch))
+                specs, dims = (), ()  # the file has the shapes of the call
         with stage(observer, "read"):
-            model = capture.read(path, _specs(options), options.dims)
+            model = capture.read(path, specs, dims)
         with stage(observer, "optimise"):
             graph = capture.capture_model(model, path.parent, _sample_ranges(options), Path(scratch))
         with stage(observer, "schedule"):

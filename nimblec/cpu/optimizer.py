@@ -8,6 +8,7 @@ ONNX Runtime folds constants before it writes out the functions of operators tha
 of (CenterCropPad, GroupNormalization). Where shape arithmetic is left, it folds a second time.
 """
 
+import re
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -55,6 +56,10 @@ def optimize(model: ModelProto, folder: Path, scratch_folder: Path | None = None
         return OptimizedModel(proto=optimized, arrays=read_arrays(optimized, Path(scratch)))
 
 
+_NEWEST_OPSET = re.compile(r"official support for domain (\S+) is till opset (\d+)")
+"""In what ONNX Runtime says of a newer one."""
+
+
 def _optimize(model: ModelProto, folder: Path, path: Path, level: Any) -> ModelProto:
     """What a session of ``model`` saves at ``path``; large data are in a file beside it."""
     ort = onnxruntime()
@@ -73,7 +78,9 @@ def _optimize(model: ModelProto, folder: Path, path: Path, level: Any) -> ModelP
     except runtime_errors() as exc:
         if weights.exists():  # it had accepted the model and begun to save it
             raise CompileError(f"{path.parent}: ONNX Runtime cannot write its files there: is the disk full?") from exc
-        raise UnsupportedModelError(f"ONNX Runtime {ort.__version__} refuses the model: {exc}") from exc
+        newest = _NEWEST_OPSET.search(str(exc))
+        reason = f"it knows opsets of {newest[1]} up to {newest[2]}: export it for that one" if newest else exc
+        raise UnsupportedModelError(f"ONNX Runtime {ort.__version__} refuses the model: {reason}") from exc
     return onnx.load(path, load_external_data=False)
 
 

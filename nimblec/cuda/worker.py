@@ -26,8 +26,9 @@ from nimblec.cuda.timing import CudaTimer
 from nimblec.errors import CompileError, TraceError, UnsupportedModelError, described, missing_package, unforeseen
 from nimblec.ir import Graph
 from nimblec.lean import LeanProcess, run_seconds
-from nimblec.options import InputSpec
+from nimblec.options import InputSpec, Options
 from nimblec.planning import Provenance, make_plan
+from nimblec.source import Source
 from nimblec.stages import stage
 from nimblec.timing_cache import CachedTimer, TimingCache
 from nimblert import container, driver, golden
@@ -199,30 +200,20 @@ class _Worker:
     def _load_model(self) -> "TorchModel":
         import torch
 
-        from nimblec.frontend import exported_program, pytorch
+        from nimblec.frontend import pytorch, torch_sources
 
         torch.manual_seed(_SEED)
         pytorch.set_arithmetic(self._request["precision"])
         specs = tuple(InputSpec(**{**s, "shape": tuple(s["shape"])}) for s in self._request["inputs"])
         examples = dict(np.load(self._request["examples"])) if self._request["examples"] else {}
         dims = tuple((name, size) for name, size in self._request["dims"])
-        model, kind = self._request["model"], self._request["kind"]
-        if dims and kind != "onnx":
-            raise CompileError(f"--dim {dims[0][0]}: only an ONNX file has named dimensions; use --input NAME:SHAPE")
-        match kind:
-            case "callable":
-                module, example_inputs = pytorch.import_callable(model)
-            case "exported":
-                module, example_inputs = exported_program.load_exported(Path(model))
-            case "saved":
-                module, example_inputs = pytorch.load_saved(Path(model))
-            case "onnx":
-                from nimblec.frontend.onnx_model import load_onnx
+        source = Source(kind=self._request["kind"], model=self._request["model"])
+        if source.kind == "onnx":
+            from nimblec.frontend.onnx_model import load_onnx
 
-                return load_onnx(Path(model), device="cuda", specs=specs, dims=dims, examples=examples)
-            case _:
-                raise CompileError(f"request of kind {kind!r} is not known")
-        return pytorch.place(module, example_inputs, device="cuda", specs=specs, examples=examples)
+            return load_onnx(Path(source.model), device="cuda", specs=specs, dims=dims, examples=examples)
+        options = Options(inputs=specs, dims=dims, examples=tuple(examples.items()))
+        return pytorch.place_call(torch_sources.load(source, options), device="cuda")
 
     def _with_golden(self, plan: Plan, recorder: "ModelRecorder") -> Plan:
         """The plan with what the framework computes from seeded inputs, and how far two runs differ."""

@@ -17,10 +17,10 @@ from torch.export.graph_signature import ConstantArgument, InputKind, InputSpec,
 from torch.utils import _pytree as pytree
 
 from nimblec.errors import CompileError, TraceError, UnsupportedModelError, first_line
+from nimblec.frontend.export_errors import exporting
 from nimblec.frontend.onnx import on_device
-from nimblec.frontend.pytorch import export_refusal, state_written
+from nimblec.frontend.pytorch import state_written
 from nimblec.frontend.recorder import InPlaceError, Recorder, is_taken_apart
-from nimblec.frontend.torch_log import quiet_torch
 from nimblec.optimize.definitions import RECURRENT
 
 aten = torch.ops.aten
@@ -28,7 +28,6 @@ aten = torch.ops.aten
 CHECKS = frozenset({aten._assert_tensor_metadata.default, aten._assert_async.msg, aten.sym_constrain_range.default})
 """Calls that compute nothing: the graph's shapes are static, and checked here once."""
 
-_EXPORT_ERRORS = (RuntimeError, ValueError, TypeError, NotImplementedError, AssertionError, KeyError, AttributeError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,11 +102,8 @@ def _recorded(exported: torch.export.ExportedProgram, device: torch.device) -> A
 
 def _pure(module: torch.nn.Module, export: Callable[[], torch.export.ExportedProgram]) -> torch.export.ExportedProgram:
     """What ``export`` makes of a module, if that writes into no input or state, as far as is known then."""
-    try:
-        with torch.no_grad(), quiet_torch():
-            exported = export()
-    except _EXPORT_ERRORS as exc:
-        raise TraceError(f"{type(module).__name__}: torch.export refuses it: {export_refusal(exc)}") from exc
+    with torch.no_grad(), exporting(type(module).__name__, "torch.export"):
+        exported = export()
     signature = exported.graph_signature
     written = [*state_written(signature), *signature.user_inputs_to_mutate.values()]
     if written:

@@ -40,16 +40,15 @@ _UNBACKED = re.compile(r"(?:u|zuf)(\d+)")
 _MOST_SYMBOLS = 10**5
 
 
-def load_exported(path: Path) -> tuple[Any, Any]:
-    """The module of a ``.pt2`` file and the example inputs saved with it.
+def load_exported(path: Path) -> torch.export.ExportedProgram:
+    """The program in a ``.pt2`` file.
 
     Raises CompileError where the file is damaged, or holds what no exported model needs.
     """
     try:
         with quiet_torch(), PT2ArchiveReader(str(path)) as archive:
             _check(archive)
-            program = load_pt2(str(path)).exported_programs[_NAME]
-            module = program.module(check_guards=False)  # they are code, too
+            return load_pt2(str(path)).exported_programs[_NAME]
     except _RefusedError as exc:
         raise CompileError(f"{path}: {exc}") from exc
     except Exception as exc:  # torch has no error of its own for a file that is damaged
@@ -58,9 +57,6 @@ def load_exported(path: Path) -> tuple[Any, Any]:
             f"{path}: not a file that torch.export.save of torch {torch.__version__} writes, or a damaged one "
             f"({type(exc).__name__}: {said[:300]})"
         ) from exc
-    if program.example_inputs is None:
-        raise CompileError(f"{path}: holds no example inputs: export the model again with them")
-    return module, program.example_inputs
 
 
 class _RefusedError(Exception):

@@ -1,6 +1,5 @@
 """A PyTorch model as an ONNX file, through torch.onnx.export, for the CPU target."""
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,10 +7,12 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from nimblec.errors import CompileError, TraceError, UnsupportedModelError, user_code
-from nimblec.frontend import exported_program, pytorch
+from nimblec.errors import CompileError, UnsupportedModelError, user_code
+from nimblec.frontend import pytorch
+from nimblec.frontend.borrowed import borrowed
+from nimblec.frontend.export_errors import exporting
+from nimblec.frontend.pytorch import ModelCall, TorchModel
 from nimblec.frontend.repeatable import compared, refuse_differing
-from nimblec.frontend.torch_log import quiet_torch
 from nimblert.onnx_session import onnxruntime, runtime_errors, session_options
 
 _NOT_KEPT = "which an ONNX file does not keep from run to run: call .eval() first, or compile it for a GPU"
@@ -19,57 +20,58 @@ _ANOTHER_MODEL = 0.1
 """Of the largest magnitude: no rounding explains that."""
 
 
-def export(kind: str, model: str, folder: Path) -> tuple[Path, tuple[str, ...]]:
+def export(call: ModelCall, folder: Path) -> tuple[Path, tuple[str, ...]]:
     """Export a model to an ONNX file in ``folder``: its path, and what the user should know.
 
-    ``kind``: "callable" ("package.module:callable"), "exported" (.pt2) or "saved" (a live module).
-    Raises TraceError where the model cannot be run or torch.onnx.export refuses it, UnsupportedModelError
-    where its runs differ, CompileError where ONNX Runtime computes something else than PyTorch.
+    The module is left as it was. Raises TraceError where the model cannot be run or torch.onnx.export
+    refuses it, UnsupportedModelError where its runs differ, CompileError where ONNX Runtime computes
+    something else than PyTorch.
     """
-    module, example_inputs = _load(kind, model)
-    args, kwargs = pytorch.split_arguments(example_inputs)
-    name = "the module" if kind == "saved" else model
-    outputs = _run_twice(name, module, args, kwargs)
-    path = folder / "model.onnx"
-    try:
-        with quiet_torch():
-            program = torch.onnx.export(
-                _as_module(module),
-                args,
-                path,
-                kwargs=kwargs,
-                output_names=[output for output, _ in outputs],
-                dynamo=True,
-                verbose=False,
-                external_data=True,
-            )
-    except (torch.onnx.OnnxExporterError, RuntimeError, ValueError, TypeError) as exc:
-        raise TraceError(f"{name}: torch.onnx.export refuses it: {_cause(exc)}") from exc
+    with borrowed(call.module):
+        return _export(call.name, pytorch.place_call(call, device="cpu"), folder / "model.onnx")
+
+
+def _export(name: str, model: TorchModel, path: Path) -> tuple[Path, tuple[str, ...]]:
+    outputs, missing = _run_twice(name, model)
+    with exporting(name, "torch.onnx.export"):
+        program = torch.onnx.export(
+            pytorch.as_module(model.module),
+            model.args if model.kwargs else (*model.args, {}),  # or it takes a dict that stands last for kwargs
+            path,
+            kwargs=model.kwargs,
+            input_names=[name for name, _ in model.inputs],
+            output_names=[output for output, _ in outputs],
+            dynamo=True,
+            verbose=False,
+            external_data=True,
+        )
     assert program is not None
     assert program.exported_program is not None
+    notes = (*model.notes, *missing)
     written = pytorch.state_written(program.exported_program.graph_signature)
     if written:
         raise UnsupportedModelError(f"{name} writes into {written[0]!r}, {_NOT_KEPT}")
     try:
         program.initialize_inference_session(_session)
-        found = program(*args, **kwargs)
+        found = program(*model.args, **model.kwargs)
     except runtime_errors():  # will be told of the node that it does not run
-        return path, ()
-    return path, (_accuracy(name, outputs, found),)
+        return path, notes
+    return path, (*notes, _accuracy(name, outputs, found))
 
 
-def _run_twice(name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
-    """The outputs by name, which are the same in both runs."""
+def _run_twice(name: str, model: TorchModel) -> tuple[list[tuple[str, torch.Tensor]], tuple[str, ...]]:
+    """The outputs by name, which are the same in both runs, and what to say of those that are None."""
 
-    def run() -> list[tuple[str, torch.Tensor]]:
-        own_args, own_kwargs = pytree.tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
-        with user_code("the model cannot be run"), torch.no_grad():
-            result = module(*own_args, **own_kwargs)
-        return pytorch.name_outputs(pytree.tree_map_only(torch.Tensor, torch.clone, result))
+    def run() -> Any:
+        own_args, own_kwargs = pytree.tree_map_only(torch.Tensor, torch.clone, (model.args, model.kwargs))
+        with user_code(f"{name} cannot be run on its example inputs"), torch.no_grad():
+            result = model.module(*own_args, **own_kwargs)
+        return pytree.tree_map_only(torch.Tensor, torch.clone, result)
 
-    first = run()
-    refuse_differing(name, first, run(), _NOT_KEPT)
-    return first
+    result = run()
+    first = pytorch.name_outputs(result)
+    refuse_differing(name, first, pytorch.name_outputs(run()), _NOT_KEPT)
+    return first, pytorch.missing_outputs(result)
 
 
 def _accuracy(name: str, outputs: Sequence[tuple[str, torch.Tensor]], found: Sequence[torch.Tensor]) -> str:
@@ -88,28 +90,3 @@ def _accuracy(name: str, outputs: Sequence[tuple[str, torch.Tensor]], found: Seq
 
 def _session(model: str | bytes) -> Any:
     return onnxruntime().InferenceSession(model, session_options(), providers=["CPUExecutionProvider"])
-
-
-def _as_module(model: Any) -> torch.nn.Module:
-    """A function as a module, which is all that the exporter takes."""
-    if isinstance(model, torch.nn.Module):
-        return model
-    module = torch.nn.Module()
-    module.forward = model
-    return module
-
-
-def _cause(exc: BaseException) -> str:
-    """What went wrong first, without colours; the exporter wraps it in advice to its own developers."""
-    return re.sub(r"\x1b\[\d*m", "", pytorch.export_refusal(exc))
-
-
-def _load(kind: str, model: str) -> tuple[Any, Any]:
-    match kind:
-        case "callable":
-            return pytorch.import_callable(model)
-        case "exported":
-            return exported_program.load_exported(Path(model))
-        case "saved":
-            return pytorch.load_saved(Path(model))
-    raise CompileError(f"a model of kind {kind!r} is not known")

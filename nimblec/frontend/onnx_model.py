@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from nimblec.frontend import onnx_file
+from nimblec.frontend import onnx_file, onnx_shapes
 from nimblec.frontend.onnx import OnnxInput, import_model
 from nimblec.frontend.pytorch import TorchModel, as_tensor
 from nimblec.options import InputSpec
@@ -27,7 +27,7 @@ def load_onnx(
     given = dict(examples or {})
     shapes = {name: InputSpec(name=name, shape=array.shape) for name, array in given.items()}
     shapes |= {spec.name: spec for spec in specs}
-    model = onnx_file.fix_shapes(onnx_file.load(path), tuple(shapes.values()), dims)
+    model = onnx_shapes.fix_shapes(onnx_file.load(path), tuple(shapes.values()), dims)
     program = import_model(model, device=device)
     inputs = tuple((i.name, _example(i, given.get(i.name)).to(device)) for i in program.inputs)
     tensors = tuple(tensor for _, tensor in inputs)

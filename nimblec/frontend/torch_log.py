@@ -35,4 +35,4 @@ def _handlers() -> list[logging.Handler]:
 
 
 def _is_not_torchs(record: logging.LogRecord) -> bool:
-    return record.name.partition(".")[0] not in {"torch", "onnxscript"}
+    return record.name.partition(".")[0] not in {"torch", "onnxscript", "onnx_ir"}
