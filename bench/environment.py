@@ -14,7 +14,10 @@ from nimblec.cpu.timing import processor
 NOT_MEASURED = 3
 """Exit status of a benchmark that is asked for the table of what nobody has measured yet."""
 
-_PACKAGES = ("torch", "triton", "cuda-bindings", "numpy", "onnxruntime", "timm", "torchvision", "transformers")
+_PACKAGES = (
+    *("torch", "triton", "cuda-bindings", "numpy", "timm", "torchvision", "transformers"),
+    *("onnxruntime", "onnxruntime-gpu", "jax", "jaxlib", "iree-base-runtime"),
+)
 
 
 def describe() -> dict[str, Any]:

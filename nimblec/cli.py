@@ -1,6 +1,8 @@
 """The command line: compile | run | inspect | verify. It parses, calls and prints."""
 
 import json
+import os
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -10,11 +12,11 @@ from pathlib import Path
 from typing import get_args
 
 import click
-from rich.console import Console
 
 import nimblec
 from nimblec import arguments, dot, inspection, picture, report, trace, verification
-from nimblec.command import Command, Group
+from nimblec.command import Command, Group, ReaderGoneError
+from nimblec.console import echo, echo_lines, escape_what_has_no_encoding
 from nimblec.options import DEFAULT_LEVEL, InputSpec, Options, Precision, TargetChoice
 from nimblec.progress import StageProgress
 from nimblec.verification import Result
@@ -24,9 +26,6 @@ from nimblert.executable import Executable, load
 from nimblert.onnx_session import share_thread_pool
 from nimblert.plan import Plan, Target
 from nimblert.replacing import replacing
-
-PIPE_WIDTH = 160
-"""Columns of a table that no terminal shows."""
 
 WARM_UPS = 20
 """At most so many runs before latencies count."""
@@ -58,7 +57,7 @@ def cli(ctx: click.Context) -> None:
     Exit status: 0 on success, 2 where something was refused, with one sentence on standard error.
     """
     if ctx.invoked_subcommand is None:
-        click.echo(ctx.get_help())
+        echo_lines(ctx.get_help())
 
 
 @cli.command(cls=Command)
@@ -193,9 +192,9 @@ def compile(  # noqa: A001  # the command's name
             raise click.UsageError(f"{output}: is to be read, and would be overwritten: name another PLAN.")
     arrays = arguments.read_arrays(examples)
     suffix = Path(model).suffix.lower()
-    is_callable = ":" in model and suffix not in {".onnx", ".pt2"}
-    if not quiet and (is_callable or suffix == ".pt2"):
-        click.echo(f"note: {model} is code, and runs with your rights: go on only if you trust its origin", err=True)
+    is_callable = suffix not in {".onnx", ".pt2"} and all(model.partition(":"))
+    if not quiet and (is_callable or (suffix == ".pt2" and Path(model).is_file())):
+        echo(f"note: {model} is code, and runs with your rights: go on only if you trust its origin", err=True)
     if is_callable and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # as `python -m` does, for package.module:callable
 
@@ -203,7 +202,7 @@ def compile(  # noqa: A001  # the command's name
 
     chosen, reason = choose_target(target)
     if not quiet:
-        click.echo(f"target: {chosen.name.lower()} ({reason})")
+        echo(f"target: {chosen.name.lower()} ({reason})")
     resolved: TargetChoice = "cuda" if chosen.name == "CUDA" else "cpu"
     options = Options(
         target=resolved,
@@ -225,10 +224,10 @@ def compile(  # noqa: A001  # the command's name
     if quiet:
         return
     for note in made.notes:
-        click.echo(f"note: {note}")
-    console = _console()
-    console.print(report.compiled(made.plan, made.stages, file_nbytes=output.stat().st_size))
-    console.print(f"wrote {output}")
+        echo(f"note: {note}")
+    size = output.stat().st_size
+    report.SafeConsole().print(report.compiled(made.plan, made.stages, file_nbytes=size))
+    echo(f"wrote {output}")
 
 
 def _refuse_both(one: str, other: str, *, given: bool) -> None:
@@ -288,16 +287,16 @@ def run(
         drawn = golden.draw_inputs(executable.program, seed)
         outputs = executable.run({**drawn, **restored})
         latencies = measure(executable, repeat) if repeat else []
-    console = _console()
+    console = report.SafeConsole()
     if missing := [name for name in tensors if name not in given]:
-        console.print(f"drawn from seed {seed}: {', '.join(missing)}")
+        echo(f"drawn from seed {seed}: {', '.join(missing)}")
     digests = {name: golden.digest(array) for name, array in outputs.items()}
     console.print(report.outputs(outputs, digests))
     if latencies:
-        console.print(report.latency_text(latencies))
+        echo(report.latency_text(latencies))
     if output_dir is not None:
         for path in arguments.write_arrays(output_dir, outputs):
-            console.print(f"wrote {path}")
+            echo(f"wrote {path}")
 
 
 def measure(executable: Executable, repeat: int) -> list[float]:
@@ -351,13 +350,13 @@ def inspect(plan: Path, as_json: bool, as_timeline: bool, trace_file: Path | Non
     opened = container.read(plan)
     if as_json:
         facts = inspection.describe(opened, file_nbytes=plan.stat().st_size)
-        click.echo(json.dumps(facts, indent=2, ensure_ascii=False))
+        echo_lines(json.dumps(facts, indent=2, ensure_ascii=False))
     elif as_timeline:
-        console = _console()
+        console = report.SafeConsole()
         for program in opened.programs:
             console.print(*picture.picture(program, width=console.width), sep="\n")
     elif not files:
-        console = _console()
+        console = report.SafeConsole()
         for table in report.inspected(inspection.describe(opened, file_nbytes=plan.stat().st_size)):
             console.print(table)
     if trace_file is not None:
@@ -371,7 +370,7 @@ def _write_text(path: Path, text: str, *, quiet: bool) -> None:
     with replacing(path) as file:
         file.write(text.encode())
     if not quiet:
-        click.echo(f"wrote {path}")
+        echo(f"wrote {path}")
 
 
 @cli.command(cls=Command, short_help="Check PLAN, and repeat its recorded run.")
@@ -426,7 +425,7 @@ def verify(plan: Path, model: Path | None, tolerance: float | None, per_node: bo
     failed = []
     for check in checks:
         for sentence in check.sentences:
-            click.echo(f"{check.result.value:<8} {check.name}: {sentence}")
+            echo(f"{check.result.value:<8} {check.name}: {sentence}")
         if check.result is Result.FAILED:
             failed.append(check)
     if failed:
@@ -443,13 +442,6 @@ def _against(
     yield from against.compare(plan, against.Against(model=model, tolerance=allowed, per_node=per_node, seed=seed or 0))
 
 
-def _console() -> Console:
-    console = Console(markup=False, highlight=False, emoji=False, soft_wrap=False)
-    if not console.is_terminal:
-        console.width = PIPE_WIDTH
-    return console
-
-
 def _prepared(path: Path) -> Plan:
     """The plan in a file; where it is for the CPU and this process is ours, its sessions share one thread pool.
 
@@ -463,16 +455,22 @@ def _prepared(path: Path) -> Plan:
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command line and exit: 0 on success, 2 with one sentence where it refuses."""
+    obj = OWN_PROCESS if args is None else None
+    if obj:
+        escape_what_has_no_encoding()
     try:
-        obj = OWN_PROCESS if args is None else None
         status = cli.main(args, prog_name="nimblec", standalone_mode=False, obj=obj)
     except click.UsageError as exc:
         command = exc.ctx.command_path if exc.ctx else "nimblec"
-        click.echo(f"nimblec: {exc.format_message().rstrip('.')}: see {command} --help", err=True)
+        echo(f"nimblec: {exc.format_message().rstrip('.')}: see {command} --help", err=True)
         status = 2
     except click.ClickException as exc:
-        click.echo(f"nimblec: {exc.format_message()}", err=True)
+        echo(f"nimblec: {exc.format_message()}", err=True)
         status = 2
     except click.Abort:
-        status = 130  # interrupted: 128 + SIGINT
+        status = 128 + signal.SIGINT
+    except ReaderGoneError:
+        if obj:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python writes as it ends
+        status = 128 + signal.SIGPIPE
     sys.exit(status)

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import platform
+import stat
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
@@ -72,7 +73,7 @@ def find_key(source: Source, target: Target, options: Options) -> PlanKey | None
     try:
         first, now = _software_at_first(), _software()
         paths = _files(source)
-        status = tuple(_status(path) for path in paths.values())
+        found = tuple(_status(path) for path in paths.values())
         parts = {
             "kind": source.kind,
             "files": {name: digest_of(path) for name, path in paths.items()},
@@ -89,7 +90,7 @@ def find_key(source: Source, target: Target, options: Options) -> PlanKey | None
         }
     except (CompileError, OSError, UnicodeDecodeError, MemoryError):
         return None
-    return PlanKey(digest=_digest(parts), files=status) if now == first else None
+    return PlanKey(digest=_digest(parts), files=found) if now == first else None
 
 
 def _files(source: Source) -> dict[str, Path]:
@@ -104,6 +105,8 @@ def _files(source: Source) -> dict[str, Path]:
 
 def _status(path: Path) -> tuple[int, ...]:
     status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(f"{path}: not a regular file, which could be read forever")
     return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 

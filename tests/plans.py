@@ -134,7 +134,7 @@ def cuda_plan() -> Plan:
             params=bytes(16),
             relocations=(relocation(0, Region.ARENA), relocation(8, Region.STATE)),
             reads=(access(Region.ARENA, 0, 64), access(Region.STATE, 0, 64)),
-            writes=(access(Region.ARENA, 0, 64),),
+            writes=(access(Region.ARENA, 64, 64),),
             grid=(32, 2, 1),
             block=(128, 2, 1),
             cluster=(16, 1, 1),

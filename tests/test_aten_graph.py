@@ -302,6 +302,26 @@ def test_statistics_that_a_call_writes_are_refused() -> None:
         trace(model, (torch.randn(3, 4),))
 
 
+@pytest.mark.parametrize("padding_mode", ["zeros", "circular"])
+def test_composite_calls_that_write_are_taken_apart_by_torch(padding_mode: str) -> None:
+    padded = nn.Conv2d(3, 4, 3, padding=1, padding_mode=padding_mode)
+    cell = nn.LSTMCell(5, 3)  # adds to the product of a state of zeros
+    module = _compare(nn.Sequential(padded, nn.Flatten(0, 2), cell), torch.randn(1, 3, 4, 5))
+    targets = [n.target for n in module.graph.nodes if isinstance(n.target, torch._ops.OpOverload)]
+    assert not any(target._schema.is_mutable for target in targets)
+
+
+def test_instance_norms_are_group_norms_of_one_channel() -> None:
+    norm = nn.InstanceNorm2d(4, affine=True).eval()
+    nn.init.normal_(norm.weight)
+    x = torch.randn(2, 4, 5, 6)
+    module = trace(norm, (x,)).module
+    assert "aten.native_group_norm.default" in {str(n.target) for n in module.graph.nodes}
+    torch.testing.assert_close(module(x)[0], norm(x))
+    with pytest.raises((TraceError, UnsupportedModelError)):
+        trace(nn.InstanceNorm2d(4, track_running_stats=True).train(), (x,))
+
+
 def test_a_call_that_only_checks_values_is_refused() -> None:
     with pytest.raises(TraceError, match="returns nothing: it checks values"):
         trace(_Calls(torch.linalg.inv), (torch.randn(4, 4),))

@@ -86,6 +86,20 @@ def test_shapes_that_are_missing_or_contradict_name_the_flag(
     assert_untouched(output)
 
 
+@pytest.mark.parametrize("options", [["-O1"], ["-O2"], *(["--precision", p] for p in ("fp16", "bf16", "tf32"))])
+def test_what_only_a_cuda_plan_has_is_refused_for_the_cpu(
+    nimblec: CommandLine, output: Path, options: list[str]
+) -> None:
+    sentence = nimblec.refused("compile", DIGITS, "-o", output, "--target", "cpu", "-q", *options)
+    assert sentence.startswith(f"{' '.join(options)}: only CUDA plans have ")
+    assert_untouched(output)
+
+
+def test_what_a_cpu_plan_does_anyway_may_be_asked_for(nimblec: CommandLine, output: Path) -> None:
+    options = ("-O0", "--precision", "fp32", "--max-error", "0")
+    assert nimblec("compile", DIGITS, "-o", output, "--target", "cpu", "-q", *options).status == 0
+
+
 def test_dimensions_by_name(nimblec: CommandLine, dynamic: Path, output: Path) -> None:
     options = ("--dim", "batch=2", "--dim", "length=3", "--input", "x:4x3")
     done = nimblec("compile", dynamic, "-o", output, "--target", "cpu", "-q", *options)
@@ -176,12 +190,12 @@ def test_a_plan_is_written_through_a_link(nimblec: CommandLine, tmp_path: Path, 
 
 def test_an_output_whose_folder_takes_no_files(nimblec: CommandLine, tmp_path: Path) -> None:
     sentence = nimblec.refused("compile", DIGITS, "-o", "/proc/m.plan", "--target", "cpu", "-q")
-    assert sentence.startswith("/proc: nothing can be written there: ")
+    assert sentence.startswith("/proc/m.plan: nothing can be written in /proc: ")
     sealed = tmp_path / "sealed"
     sealed.mkdir(mode=0o500)
     missing = tmp_path / "missing" / "m.plan"
     sentence = nimblec.refused("compile", DIGITS, "-o", missing, "--target", "cpu", "-q")
-    assert sentence == f"{missing.parent}: nothing can be written there: No such file or directory"
+    assert sentence == f"{missing}: nothing can be written in {missing.parent}: No such file or directory"
     if os.geteuid():  # who is root may write anyway
         assert "sealed" in nimblec.refused("compile", DIGITS, "-o", sealed / "m.plan", "--target", "cpu", "-q")
 

@@ -24,7 +24,7 @@ def agrees(name: str, callable_name: str, bound: float) -> None:
     torch.manual_seed(0)
     module, _ = import_module(f"bench.models.{name}").fp32()
     torch.manual_seed(0)
-    function, weights, (given,) = getattr(import_module(f"bench.models.jax_{name}"), callable_name)(batch=2)
+    function, (weights, given) = getattr(import_module(f"bench.models.jax_{name}"), callable_name)(batch=2)
     inputs = torch.from_numpy(given)
     with torch.no_grad():
         expected = module(inputs.float().permute(0, 3, 1, 2) if name == "resnet50" else inputs)

@@ -1,7 +1,7 @@
 """BERT-base in JAX, with the weights of bench.models.bert_base, 128 tokens.
 
-Each callable returns (function, weights, inputs), the arrays being NumPy's: ``function(weights, *inputs)`` are the
-last hidden state and the pooled one. Norms and softmax are computed in float32, as on torch's GPU kernels.
+Each callable returns (function, (weights, input_ids)), the arrays being NumPy's. Norms and softmax are computed in
+float32, as on torch's GPU kernels.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from bench.models import bert_base
 
 Weights: TypeAlias = dict[str, np.ndarray]
 """By their names in torch."""
-Network: TypeAlias = tuple[Callable[..., Any], Weights, tuple[np.ndarray, ...]]
+Network: TypeAlias = tuple[Callable[..., Any], tuple[Weights, np.ndarray]]
 
 _LAYERS = 12
 _HEADS = 12
@@ -68,19 +68,19 @@ def fp32(batch: int = 1) -> Network:
     """Single precision."""
     module, (input_ids,) = bert_base.fp32(batch)
     weights = {name.removeprefix("model."): tensor.detach().numpy() for name, tensor in module.named_parameters()}
-    return hidden_states, weights, (input_ids.numpy().astype(np.int32),)
+    return hidden_states, (weights, input_ids.numpy().astype(np.int32))
 
 
 def fp16(batch: int = 1) -> Network:
     """Half precision."""
-    function, weights, inputs = fp32(batch)
-    return function, {name: array.astype(np.float16) for name, array in weights.items()}, inputs
+    function, (weights, input_ids) = fp32(batch)
+    return function, ({name: array.astype(np.float16) for name, array in weights.items()}, input_ids)
 
 
 def fp16_cudnn_attention(batch: int = 1) -> Network:
     """Half precision, attention by cuDNN."""
-    function, weights, inputs = fp16(batch)
-    return partial(function, attention="cudnn"), weights, inputs
+    function, arrays = fp16(batch)
+    return partial(function, attention="cudnn"), arrays
 
 
 fp16_batch_4, fp16_batch_16, fp16_batch_64 = (partial(fp16, batch) for batch in (4, 16, 64))

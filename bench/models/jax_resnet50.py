@@ -1,8 +1,7 @@
 """ResNet-50 in JAX, with the weights of bench.models.resnet50.
 
-Each callable returns (function, weights, inputs), the arrays being NumPy's: ``function(weights, *inputs)`` are the
-logits. Images and activations are NHWC, and batch norms are folded into the convolutions, in float32 and ahead of
-time: torch.compile's freezing does the same.
+Each callable returns (function, (weights, images)), the arrays being NumPy's. Images and activations are NHWC, and
+batch norms are folded into the convolutions, in float32 and ahead of time: torch.compile's freezing does the same.
 """
 
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from bench.models import resnet50
 
 Weights: TypeAlias = dict[str, tuple[np.ndarray, np.ndarray]]
 """Kernel and bias of each convolution (HWIO) and of the classifier (in, out), by its name in torch."""
-Network: TypeAlias = tuple[Callable[..., Any], Weights, tuple[np.ndarray, ...]]
+Network: TypeAlias = tuple[Callable[..., Any], tuple[Weights, np.ndarray]]
 
 _STAGES = (3, 4, 6, 3)
 """Bottleneck blocks."""
@@ -81,13 +80,13 @@ def fp32(batch: int = 1) -> Network:
     """Single precision."""
     module, _ = resnet50.fp32()
     images = torch.randn(batch, 3, 224, 224)
-    return logits, folded(module), (_numpy(images.permute(0, 2, 3, 1)),)
+    return logits, (folded(module), _numpy(images.permute(0, 2, 3, 1)))
 
 
 def fp16(batch: int = 1) -> Network:
     """Half precision."""
-    function, weights, inputs = fp32(batch)
-    return function, *jax.tree.map(lambda array: array.astype(np.float16), (weights, inputs))
+    function, arrays = fp32(batch)
+    return function, jax.tree.map(lambda array: array.astype(np.float16), arrays)
 
 
 fp16_batch_4, fp16_batch_16, fp16_batch_64 = (partial(fp16, batch) for batch in (4, 16, 64))

@@ -32,6 +32,16 @@ def compile_cpu(source: Source, options: Options, output: Path, observer: Observ
     Raises CompileError where the model cannot be compiled, or where the replay is not what a plain
     ONNX Runtime session computes.
     """
+    if options.level:
+        raise CompileError(
+            f"-O{options.level}: only CUDA plans have levels; a CPU plan is what ONNX Runtime's optimiser makes of the "
+            "model, as -O0 is: leave -O out, or compile for --target cuda"
+        )
+    if options.precision not in {"keep", "fp32"}:
+        raise CompileError(
+            f"--precision {options.precision}: only CUDA plans have it; a CPU plan computes in the model's own types: "
+            "convert the model itself, or compile for --target cuda"
+        )
     try:
         run_s, notes = _write_plan(source, options, output, observer)  # and let go of all it mapped
     except MemoryError as exc:
@@ -40,8 +50,6 @@ def compile_cpu(source: Source, options: Options, output: Path, observer: Observ
         problem = lean.differing_output(output, run_s=run_s)
         if problem:
             raise CompileError(problem)
-    if options.level or options.precision != "keep":
-        notes += ("-O and --precision are the CUDA target's: here ONNX Runtime's optimiser did what it always does",)
     return notes
 
 
@@ -67,6 +75,7 @@ def _write_plan(source: Source, options: Options, output: Path, observer: Observ
             except InputError as exc:
                 raise refused_inputs(exc) from exc
             cache.save()
+            notes += cache.notes
         with stage(observer, "golden run"):
             plan = _with_golden(plan, model, path.parent)
     with stage(observer, "write"):

@@ -136,6 +136,7 @@ class _Worker:
                     inputs, expected = golden.draw_inputs(program, _SEED), program.golden
                     assert expected is not None
                     raise CompileError(f"{problem}; {first_difference(made.recording, plan.device, inputs, expected)}")
+        self._note(self._cache.notes)
 
     def _fastest(self, original: "TorchModel", recorders: "Recorders") -> "_Made":
         """The variant of the model at the level asked for whose plan takes the least GPU time."""

@@ -7,6 +7,7 @@ depends on parameters alone is computed at once.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,14 +73,17 @@ def trace(
     inputs or buffers, which a graph of pure calls cannot say.
     """
     exported = _pure(module, lambda: torch.export.export(module, tuple(args), dict(kwargs or {}), strict=False))
-    try:
-        return _recorded(exported, torch.device(device))
-    except InPlaceError:  # takes another two runs of the model on fake tensors
-        decomposed = _pure(module, lambda: exported.run_decompositions({}))
-    try:
-        return _recorded(decomposed, torch.device(device))
-    except InPlaceError as exc:
-        raise TraceError(str(exc)) from exc
+    program, known = exported, torch.export.default_decompositions()
+    apart: dict[OpOverload, Callable[..., Any]] | None = None
+    while True:
+        try:
+            return _recorded(program, torch.device(device))
+        except InPlaceError as exc:
+            inside = {exc.composite: known[exc.composite]} if exc.composite in known else {}
+            if apart is not None and not inside.keys() - apart.keys():
+                raise TraceError(str(exc)) from exc
+            apart = {**(apart or {}), **inside}
+        program = _pure(module, partial(exported.run_decompositions, apart))  # two runs of the model on fake tensors
 
 
 def _recorded(exported: torch.export.ExportedProgram, device: torch.device) -> AtenProgram:
@@ -207,21 +211,26 @@ class _Tracer(fx.Interpreter):
             self._recorder.source = str(list(n.meta["nn_module_stack"].values())[-1][0])
         try:
             return super().run_node(n)
-        except (RuntimeError, NotImplementedError, TypeError) as exc:
-            error = InPlaceError if isinstance(exc, InPlaceError) else TraceError
-            raise error(f"{n.target} in {self._recorder.source or 'the model'}: {first_line(exc)}") from exc
+        except (RuntimeError, TypeError, ValueError, IndexError) as exc:
+            where = f"{n.target} in {self._recorder.source or 'the model'}"
+            if isinstance(exc, InPlaceError):
+                composite = n.target if isinstance(n.target, OpOverload) and is_taken_apart(n.target) else None
+                raise InPlaceError(f"{where}: {exc}", composite) from exc
+            raise TraceError(f"{where}: {first_line(exc)}") from exc
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target in CHECKS:
             return None
         if isinstance(target, HigherOrderOperator):
             return self._call_region(target, args)
-        if target is aten.batch_norm.default:
-            x, weight, bias, mean, variance, training, momentum, epsilon, _ = args
-            if not training:
+        if target in (aten.batch_norm.default, aten.instance_norm.default):
+            x, weight, bias, mean, variance, of_input, momentum, epsilon, _ = args
+            if not of_input:
                 return aten._native_batch_norm_legit_no_training(x, weight, bias, mean, variance, momentum, epsilon)[0]
             if mean is not None:
                 raise InPlaceError(f"{target} writes into its statistics")
+            if target is aten.instance_norm.default:  # else cuDNN's batch norm of training, which no plan can hold
+                return aten.group_norm(x, x.shape[1], weight, bias, epsilon)
         if target is aten.rrelu.default and (slope := _mean_slope(*args, **kwargs)) is not None:
             return aten.leaky_relu(args[0], slope)
         device = self._device_of((args, kwargs))

@@ -52,7 +52,14 @@ AS_RESHAPE = frozenset({aten.view.default, aten._unsafe_view.default})
 
 
 class InPlaceError(RuntimeError):
-    """A call writes into memory that more than one value has, or a constant, or an input."""
+    """A call writes into memory that more than one value has, or a constant, or an input.
+
+    ``composite`` is the call that made it, where that is one of several.
+    """
+
+    def __init__(self, message: str, composite: torch._ops.OpOverload | None = None) -> None:
+        super().__init__(message)
+        self.composite = composite
 
 
 class Recorder(TorchDispatchMode):
@@ -145,7 +152,7 @@ class Recorder(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if not any(_has_fake(value) for value in (*args, *kwargs.values())):
+        if not (self._makes_on_device(kwargs) or any(_has_fake(value) for value in (*args, *kwargs.values()))):
             given = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
             if func._schema.is_mutable and any(_storage(tensor) in self._fixed for tensor in given):
                 raise InPlaceError(f"{func} writes into {self._labels.get(id(args[0]), 'a constant')}")
@@ -167,6 +174,11 @@ class Recorder(TorchDispatchMode):
             self._know(result, self._nodes[id(args[0])])
             return result
         return self._record(func, args, kwargs, result)
+
+    def _makes_on_device(self, kwargs: Mapping[str, Any]) -> bool:
+        """Whether a call makes a tensor for the device, as composite calls do beside the arguments they are given."""
+        on = kwargs.get("device")
+        return isinstance(on, torch.device) and on.type == self.device.type != "cpu"
 
     def _overwrite(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
         """Write the call that returns what ``func`` leaves in its first argument, which is that from now on."""

@@ -171,7 +171,8 @@ class SessionCache:
         self._memory = memory
         self._threads = _threads(plan, program)
         self._sessions: dict[tuple[object, ...], Any] = {}
-        self._options = onnxruntime().RunOptions()
+        self.options = onnxruntime().RunOptions()
+        """Those of every launch, so that `nimblert.streams` can end them all."""
         self._resources = contextlib.ExitStack()
         for origin in sorted({module.origin for module in plan.modules}):
             _check_origin(origin)
@@ -202,7 +203,7 @@ class SessionCache:
             bind(parameter.name, "cpu", 0, _element_type(parameter, array), parameter.shape, array.ctypes.data)
         # The method of the extension itself: 1.6 us a call where the Python wrapper around it takes 5
         # (30 with RunOptions), most of it to look for a WebGPU graph.
-        return partial(session._sess.run_with_iobinding, binding._iobinding, self._options)  # noqa: SLF001
+        return partial(session._sess.run_with_iobinding, binding._iobinding, self.options)  # noqa: SLF001
 
     def _session(self, index: int, pointers: dict[int, Pointer]) -> Any:
         kernel = self._plan.kernels[index]
