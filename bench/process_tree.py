@@ -3,9 +3,10 @@
 While it is in `adopting`, all that this process has started stays below it. A process belongs to a tree if its
 environment holds the tree's token (a child inherits it, and keeps it when its parent ends), or if one that belongs to
 it is its parent. Neither holds of one that cleared its environment and whose parent has ended: `stop` finds it, as
-it is below this process, `Tree.kill` does not. Linux only: /proc tells.
+it is below this process, `Tree.end` does not. Linux only: /proc tells.
 """
 
+import asyncio
 import ctypes
 import os
 import secrets
@@ -19,9 +20,10 @@ from pathlib import Path
 _VARIABLE = "NIMBLEC_BENCH_TREE"
 _SET_CHILD_SUBREAPER, _GET_CHILD_SUBREAPER = 36, 37  # linux/prctl.h
 _ENDED = "ZX"
-_STANDING_STILL = "tTZX"
+_STANDING_STILL = "tT"
 _LONGEST_STOP_S = 5.0
-"""A process stops when it comes back from the system call it is in; one of the GPU's driver may take a while."""
+"""A process stops or ends when it comes back from a system call; one of the GPU's driver may take a while."""
+_PAUSE_S = 0.002
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,9 +66,13 @@ class Tree:
         """Those of ``pids`` that belong to this tree."""
         return _with_children({pid for pid in pids if _has_token(pid, self._token)}, found)
 
-    def kill(self) -> None:
-        """End all of them, and those that they start meanwhile."""
-        _wait_until(_signal_all(self.members, signal.SIGKILL), _ENDED)
+    async def end(self) -> None:
+        """Kill all of them, and those that they start meanwhile; back when they have ended."""
+        _signal_all(self.members, signal.SIGKILL)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LONGEST_STOP_S):
+                while self.members():  # noqa: ASYNC110  # nobody tells of a grandchild's end
+                    await asyncio.sleep(_PAUSE_S)
 
 
 def stop(spared: Tree) -> set[int]:
@@ -78,7 +84,7 @@ def stop(spared: Tree) -> set[int]:
         return below - spared.among(below, found)
 
     stopped = _signal_all(others, signal.SIGSTOP)
-    _wait_until(stopped, _STANDING_STILL)
+    _wait_until_still(stopped)
     return stopped
 
 
@@ -100,13 +106,13 @@ def _signal_all(members: Callable[[], set[int]], number: signal.Signals) -> set[
     return signalled
 
 
-def _wait_until(pids: set[int], states: str) -> None:
+def _wait_until_still(pids: set[int]) -> None:
     end = time.monotonic() + _LONGEST_STOP_S
     while time.monotonic() < end:
         found = _processes()
-        if all(found[pid].state in states for pid in pids & found.keys()):
+        if all(found[pid].state in _STANDING_STILL for pid in pids & found.keys()):
             return
-        time.sleep(0.002)
+        time.sleep(_PAUSE_S)
 
 
 def _processes() -> dict[int, _Process]:

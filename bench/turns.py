@@ -124,19 +124,21 @@ class _Child:
 class _Table:
     """The processes at work, and whose turn it is."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, end: float) -> None:
+        """``end``: when all processes end, by the clock of the event loop."""
         self._folder = folder
+        self._end = end
         self._turn = asyncio.Lock()
         self._running: set[_Child] = set()
         self._working: set[_Child] = set()
         """Those that neither measure nor wait for it."""
 
-    async def run(self, job: Job, place: Place, limit_s: float) -> Result:
+    async def run(self, job: Job, place: Place) -> Result:
         """The result of a job, with "failed" in it where it did not end well."""
         with tempfile.TemporaryDirectory(dir=self._folder, ignore_cleanup_errors=True) as name:
-            return await self._run(job, place, limit_s, Path(name))
+            return await self._run(job, place, Path(name))
 
-    async def _run(self, job: Job, place: Place, limit_s: float, folder: Path) -> Result:
+    async def _run(self, job: Job, place: Place, folder: Path) -> Result:
         errors, tree = folder / "stderr", Tree()
         async with self._turn:  # a process that starts would disturb the one that measures
             with errors.open("wb") as stderr:
@@ -150,23 +152,25 @@ class _Table:
                     start_new_session=True,
                     limit=_LONGEST_LINE,
                 )
-        clock = asyncio.timeout(limit_s)
+        clock = asyncio.timeout(job.limit_s)
         child = _Child(process=process, tree=tree, clock=clock)
         self._running.add(child)
         failed = ""
         try:
-            async with clock:
+            async with asyncio.timeout_at(self._end), clock:
                 await self._follow(child)
             if process.returncode:
                 failed = _last_line(errors) or f"ended with status {process.returncode}"
         except TimeoutError:
-            failed = f"took longer than {limit_s:.0f} s"
+            failed = (
+                f"took longer than {job.limit_s:.0f} s" if clock.expired() else "had not ended when the time was over"
+            )
         except ValueError as exc:
             failed = f"said what is not JSON: {exc}"
         finally:
             self._working.discard(child)
             self._running.discard(child)
-            tree.kill()
+            await tree.end()
             await process.wait()
         return {**child.result, "failed": failed} if failed else child.result
 
@@ -229,8 +233,8 @@ def take_turns(
 ) -> None:
     """Run the jobs of all places, ``side_by_side`` at a time in each, started in their order.
 
-    ``done`` is told each result. What has not started after ``stop_after_s`` seconds does not start;
-    what works then is ended.
+    ``done`` is told the result of each that has started. After ``stop_after_s`` seconds nothing starts, and what
+    works or waits then is ended.
     """
     asyncio.run(_all(places, side_by_side, stop_after_s, done))
 
@@ -241,13 +245,11 @@ async def _all(
     loop = asyncio.get_running_loop()
     end = loop.time() + stop_after_s
     with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder, process_tree.adopting():
-        table = _Table(Path(folder))
+        table = _Table(Path(folder), end)
 
         async def work(place: Place, waiting: Iterator[Job]) -> None:
-            for job in waiting:
-                left = end - loop.time()
-                late = {"failed": f"not started within {stop_after_s:.0f} s"}
-                done(job, await table.run(job, place, min(job.limit_s, left)) if left > 0 else late)
+            while loop.time() < end and (job := next(waiting, None)) is not None:
+                done(job, await table.run(job, place))
 
         async with asyncio.TaskGroup() as group:
             for place in places:

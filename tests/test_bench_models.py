@@ -5,7 +5,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from bench import peers
+from bench import peers, schedules
 from bench.models.batch_statistics import settled
 from bench.models.unet import UNet
 from nimblec.frontend.torch_sources import import_callable
@@ -13,13 +13,13 @@ from nimblec.frontend.torch_sources import import_callable
 PACKAGES = {
     **dict.fromkeys(("bert_base", "gpt2", "t5_encoder"), "transformers"),
     **dict.fromkeys(("nasnet_a_large", "nasnet_a_mobile"), "timm"),
-    "unet": "torch",
+    **dict.fromkeys(("unet", "darts", "amoebanet_a"), "torch"),
 }
 
 
 def specs() -> list[str]:
     chosen = [peers.models(peers.parser().parse_args(a)) for a in ([], ["--precision", "fp32"], ["--batches"])]
-    return sorted({spec for some in chosen for spec in some})
+    return sorted({spec for some in (*chosen, schedules.MODELS) for spec in some})
 
 
 READS_VALUES = ("gpt2",)  # as its attention mask depends on them, it cannot run without
