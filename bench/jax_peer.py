@@ -27,50 +27,34 @@ import torch
 from jax import numpy as jnp
 from jax.profiler import ProfileData
 
-from bench import clocks, environment, kernel_trace, reference
+from bench import clocks, environment, peer_calls, reference
 from bench.turns import Turn
 from nimblec.frontend.torch_sources import import_callable
 
-_WARM_UPS = 20
-_REPEATS = 100
-
-Call = Callable[[], Any]
+_IN_A_ROW = 100
 
 
-def wall_us(call: Call) -> list[float]:
-    """Microseconds of each of many synchronised calls."""
-    for _ in range(_WARM_UPS):
-        jax.block_until_ready(call())
-    times = []
-    for _ in range(_REPEATS):
-        begin = time.perf_counter()
-        jax.block_until_ready(call())
-        times.append((time.perf_counter() - begin) * 1e6)
-    return times
-
-
-def back_to_back_us(call: Call) -> list[float]:
+def back_to_back_us(call: peer_calls.Call) -> list[float]:
     """Microseconds for each of a hundred calls that only the last is waited for, many times."""
-    times = []
-    for _ in range(_WARM_UPS):
-        begin = time.perf_counter()
-        for _ in range(_REPEATS - 1):
+
+    def calls() -> None:
+        for _ in range(_IN_A_ROW - 1):
             call()
         jax.block_until_ready(call())
-        times.append((time.perf_counter() - begin) * 1e6 / _REPEATS)
-    return times
+
+    return [time_us / _IN_A_ROW for time_us in peer_calls.wall_us(calls)]
 
 
-def kernels(call: Call) -> list[kernel_trace.Span]:
-    """The kernels of separate calls, by JAX's profiler."""
+def kernels(call: peer_calls.Call) -> list[peer_calls.Span]:
+    """The kernels of `peer_calls.apart` calls, by JAX's profiler."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
-            kernel_trace.apart(lambda: jax.block_until_ready(call()))
+            peer_calls.apart(call)
         profiles = [ProfileData.from_file(str(path)) for path in Path(folder).rglob("*.xplane.pb")]
         return [span for profile in profiles for span in kernel_spans(profile)]
 
 
-def kernel_spans(profile: ProfileData) -> Iterator[kernel_trace.Span]:
+def kernel_spans(profile: ProfileData) -> Iterator[peer_calls.Span]:
     """The kernels on the streams of GPUs; copies and fills are none."""
     for plane in profile.planes:
         for line in plane.lines if plane.name.startswith("/device:GPU") else ():
@@ -105,19 +89,22 @@ def measure(function: Callable[..., Any], weights: Any, inputs: Sequence[np.ndar
     figures: dict[str, Any] = {"prepare_s": time.perf_counter() - begin}
     figures["error"] = reference.error(floats(found), expected)
 
-    def call() -> Any:
+    def launch() -> Any:
         return compiled(*given)
+
+    def call() -> None:
+        jax.block_until_ready(launch())
 
     turn.begin()
     figures |= clocks.quietest(
         {
-            "call": lambda: {"call_us": wall_us(call)},
-            "back to back": lambda: {"back_to_back_us": back_to_back_us(call)},
-            "numpy": lambda: {"numpy_us": wall_us(lambda: floats(compiled(*inputs)))},
+            "call": lambda: {"call_us": peer_calls.wall_us(call)},
+            "back to back": lambda: {"back_to_back_us": back_to_back_us(launch)},
+            "numpy": lambda: {"numpy_us": peer_calls.wall_us(lambda: floats(compiled(*inputs)))},
         }
     )
     if jax.default_backend() == "gpu":
-        figures |= kernel_trace.figures(kernels(call))
+        figures |= peer_calls.figures(kernels(call))
     turn.say(**figures, backend=jax.default_backend(), environment=environment.describe())
 
 

@@ -2,7 +2,7 @@
 
 Usage: python -m bench.torch_peer MODE MODEL [--fp32] [--turns]; MODE is eager, graph (torch.cuda.CUDAGraph of eager),
 compile (torch.compile), freeze (the same with freezing), autotune (max-autotune with freezing) or aoti (a package of
-AOTInductor). --fp32 switches TF32 off; --turns waits to be told when to measure.
+AOTInductor, with freezing). --fp32 switches TF32 off; --turns waits to be told when to measure.
 
 kernels_us: GPU time of the mode's kernels in one CUDA graph, by events around each replay, without Python in between;
 the three modes of torch.compile are compiled a second time for it, without CUDA graphs of torch's own. replay_us: the
@@ -134,12 +134,15 @@ def _time_kernels_alone() -> None:
 
 
 def _package(module: Any, inputs: Inputs) -> Callable[..., Any]:
+    """A package of AOTInductor with freezing; its own synchronisation, which no CUDA graph takes, is off."""
     from torch._inductor import aoti_compile_and_package, aoti_load_package
 
     program = inputs.call(lambda *args, **kwargs: torch.export.export(module, args, kwargs))
     with tempfile.TemporaryDirectory() as folder:
-        package = aoti_compile_and_package(program, package_path=str(Path(folder, "model.pt2")))
-        loaded: Callable[..., Any] = aoti_load_package(package)
+        package = aoti_compile_and_package(
+            program, package_path=str(Path(folder, "model.pt2")), inductor_configs={"freezing": True}
+        )
+        loaded: Callable[..., Any] = aoti_load_package(package, run_single_threaded=True)
         return loaded
 
 
@@ -174,8 +177,8 @@ def measure(mode: str, module: Any, inputs: Inputs, expected: list[Any], turn: T
     figures["prepare_s"] = time.perf_counter() - begin
     figures["error"] = reference.error(reference.floats(inputs.call(function)), expected)
     counted: Call = lambda: inputs.call(function)  # noqa: E731
-    if mode in {"graph", *COMPILED}:
-        plain = torch.compile(module, mode=COMPILED[mode][1]) if mode in COMPILED else module
+    if mode != "eager":
+        plain = torch.compile(module, mode=COMPILED[mode][1]) if mode in COMPILED else function
         graph, pool = captured(lambda: inputs.call(plain))
         figures["graph_pool_nbytes"] = pool
         groups["kernels"] = lambda: {"kernels_us": gpu_us(graph.replay), "replay_us": wall_us(graph.replay)}

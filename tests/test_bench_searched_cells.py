@@ -137,6 +137,15 @@ def test_rewriting_the_cells_keeps_what_they_compute(name: str) -> None:
     assert rewritten < traced
 
 
+def test_the_features_of_a_settled_network_are_more_than_rounding_errors() -> None:
+    torch.manual_seed(0)
+    network, (image,) = darts.settled_on_others(SMALL["darts"]())
+    network.classifier = nn.Identity()
+    with torch.no_grad():
+        features = network(image)
+    assert features.square().mean().sqrt() > 1e-2
+
+
 @pytest.mark.parametrize("name", ["fp16", "fp32"])
 @pytest.mark.parametrize("model", ["darts:{}", "amoebanet_a:{}", "amoebanet_a:{}_as_in_nimble"])
 def test_a_callable_returns_an_inference_network_of_its_precision(model: str, name: str) -> None:

@@ -8,8 +8,7 @@ AmoebaNet: the cells of the paper's first version as the authors of DARTS wrote 
 import torch
 from torch import nn
 
-from bench.models.batch_statistics import settled
-from bench.models.darts import DartsNetwork
+from bench.models.darts import DartsNetwork, settled_on_others
 from bench.models.searched_cells import Cell, Genotype
 
 NORMAL = Genotype(
@@ -92,7 +91,7 @@ class AmoebaNetA(nn.Module):
 
 def fp32() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
     """As eager PyTorch runs it."""
-    return _settled(AmoebaNetA())
+    return settled_on_others(AmoebaNetA())
 
 
 def fp16() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
@@ -102,17 +101,12 @@ def fp16() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
 
 def fp32_as_in_nimble() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
     """As eager PyTorch runs it."""
-    return _settled(DartsNetwork(NIMBLE_NORMAL, NIMBLE_REDUCTION))
+    return settled_on_others(DartsNetwork(NIMBLE_NORMAL, NIMBLE_REDUCTION))
 
 
 def fp16_as_in_nimble() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
     """Half precision, channels last."""
     return _halved(*fp32_as_in_nimble())
-
-
-def _settled(module: nn.Module) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    image = torch.randn(1, 3, 224, 224)
-    return settled(module, image), (image,)
 
 
 def _halved(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:

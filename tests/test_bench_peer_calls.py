@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from bench import kernel_trace
-from bench.kernel_trace import CALLS, Span, figures
+from bench import peer_calls
+from bench.peer_calls import CALLS, Span, figures
 
 
 def trace(calls: int, *kernels: Span, apart_us: float = 3000.0) -> list[Span]:
@@ -33,11 +33,11 @@ def test_a_trace_of_another_number_of_calls_is_not_believed(calls: int) -> None:
 
 def test_calls_are_apart_for_longer_than_a_gap_within_one(monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
-    monkeypatch.setattr(kernel_trace.time, "sleep", pauses.append)
+    monkeypatch.setattr(peer_calls.time, "sleep", pauses.append)
     made: list[int] = []
-    kernel_trace.apart(lambda: made.append(len(pauses)))
+    peer_calls.apart(lambda: made.append(len(pauses)))
     assert made == list(range(CALLS))
-    assert min(pauses) * 1e6 > kernel_trace._LONGEST_GAP_US
+    assert min(pauses) * 1e6 > peer_calls._LONGEST_GAP_US
 
 
 @pytest.mark.gpu
@@ -49,6 +49,6 @@ def test_torchs_profiler_sees_the_kernels_of_each_call() -> None:
         torch.cuda.synchronize()
 
     call()
-    found = figures(kernel_trace.by_torch(call))
+    found = figures(peer_calls.by_torch(call))
     assert found["kernels"] == 2
     assert 0 < found["busy_us"]["median"] <= found["kernels_us"]["median"] < 1000

@@ -1,4 +1,4 @@
-"""When the GPU works for each of many calls, as a profiler has seen it.
+"""How long calls of a peer take that come back when the GPU is done: by the wall clock, and in a profiler's trace.
 
 A peer whose kernels cannot be put in one CUDA graph of ours, nor between two events, is measured so.
 """
@@ -7,19 +7,38 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
+import torch
+
 from bench import clocks
 
 Span: TypeAlias = tuple[float, float]
 """Begin and end of a kernel, in microseconds of one clock."""
 
+Call: TypeAlias = Callable[[], Any]
+
 CALLS = 50
+"""That are traced."""
+_WARM_UPS = 20
+_REPEATS = 100
 _PAUSE_S = 0.002
 _LONGEST_GAP_US = 1000.0
 """Between two kernels of a call. Those of two calls are `_PAUSE_S` apart at least."""
 
 
-def apart(call: Callable[[], Any]) -> None:
-    """Many synchronised calls, so far apart that `figures` can tell them from each other."""
+def wall_us(call: Call) -> list[float]:
+    """Microseconds of each of many calls."""
+    for _ in range(_WARM_UPS):
+        call()
+    times = []
+    for _ in range(_REPEATS):
+        begin = time.perf_counter()
+        call()
+        times.append((time.perf_counter() - begin) * 1e6)
+    return times
+
+
+def apart(call: Call) -> None:
+    """Many calls, so far apart that `figures` can tell them from each other."""
     for _ in range(CALLS):
         call()
         time.sleep(_PAUSE_S)
@@ -56,13 +75,10 @@ def _covered(spans: Iterable[Span]) -> float:
     return total
 
 
-def by_torch(call: Callable[[], Any]) -> list[Span]:
+def by_torch(call: Call) -> list[Span]:
     """The kernels of `apart` calls of anything in this process, by torch's profiler; copies and fills are none."""
-    import torch
-
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         apart(call)
-        torch.cuda.synchronize()
     return [
         (event.time_range.start, event.time_range.end)
         for event in profile.events() or ()
