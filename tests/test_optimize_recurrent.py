@@ -13,6 +13,8 @@ from nimblec.frontend.aten_graph import trace
 from nimblec.optimize import optimize
 from nimblec.optimize.rewriter import bound, fake
 
+pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN:UserWarning")
+
 STEPS, BATCH, WIDTH, HIDDEN = 5, 3, 8, 6
 
 KINDS: dict[str, tuple[type[nn.RNNBase], dict[str, Any], str]] = {

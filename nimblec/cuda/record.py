@@ -32,8 +32,8 @@ from nimblert.driver import call
 from nimblert.dtypes import numpy_dtype
 
 _HOW_STATE_IS_KEPT = (
-    "and a plan keeps state only in buffers that the model writes into: call .eval() first; make the state in "
-    "__init__ with register_buffer, and write into it (self.state.copy_(...)) instead of assigning another tensor"
+    "and a plan draws none and keeps a state only in buffers: call .eval() first, or make the state in __init__ with "
+    "register_buffer and write into it in place (self.state.copy_(...))"
 )
 
 
