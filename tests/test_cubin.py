@@ -266,7 +266,7 @@ def test_damage_raises_nothing_but_its_own_errors(name: str, data: st.DataObject
     assert "scale" in names & entry_symbols(part)
 
 
-def test_a_cubin_of_one_kernel_is_cut_to_itself_and_to_nothing() -> None:
+def test_a_cubin_whose_segments_begin_where_others_end_is_cut() -> None:
     cubin = (Path(__file__).parent / "data" / "delay.sm_90.cubin").read_bytes()
     assert meaning(cut(cubin, {"delay"}), {"delay"}) == meaning(cubin, {"delay"})
     assert program_headers(cut(cubin, {"delay"}))

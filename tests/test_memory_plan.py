@@ -148,13 +148,14 @@ def test_memory_of_an_output_is_never_used_again() -> None:
     view = TensorView(name="y", dtype="uint8", shape=(256,), strides=(1,), buffer=0)
     model = graph(
         temporaries(256, 256),
-        [kernel((), (access(0, 0, 256),)), kernel((access(0, 0, 256),), (access(1, 0, 256),))],
+        [kernel((), (access(0, 0, 256),)), kernel((), (access(1, 0, 256),))],
         outputs=(view,),
     )
     schedule = serial(dependencies(model))
     reused = Layout(offsets=(0, 0), arena_nbytes=256, weights_nbytes=0, state_nbytes=0)
     (problem,) = overlaps(model, schedule, reused)
     assert problem.startswith("buffers 0 ('') and 1 (''): share arena bytes 0 to 256")
+    assert list(overlaps(replace(model, outputs=()), schedule, reused)) == []
 
 
 def test_inputs_in_the_arena_are_there_together_even_if_one_is_not_read() -> None:
