@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from tokenize import TokenError
 
 import click
 import numpy as np
@@ -13,7 +14,14 @@ from nimblert.errors import InputError
 from nimblert.plan import ITEM_NBYTES, Tensor
 from nimblert.replacing import replacing
 
-_SHAPE = re.compile(r"\d+(x\d+)*|scalar|")
+_SIZE = r"[0-9]{1,18}"  # more digits are no size of anything, and Python refuses to read thousands
+_SHAPE = re.compile(rf"{_SIZE}(x{_SIZE})*|scalar|")
+_LONGEST_SHOWN = 80
+
+
+def _shown(text: str) -> str:
+    """What was given, as a message shows it."""
+    return repr(text) if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]!r}..."
 
 
 def parse_spec(text: str) -> InputSpec:
@@ -27,7 +35,7 @@ def parse_spec(text: str) -> InputSpec:
     name = ":".join(fields)
     if not name or not _SHAPE.fullmatch(shape):
         raise click.BadParameter(
-            f"{text!r} is not NAME:SHAPE[:DTYPE], such as image:1x3x224x224 or ids:1x16:int64 "
+            f"{_shown(text)} is not NAME:SHAPE[:DTYPE], such as image:1x3x224x224 or ids:1x16:int64 "
             f"(dtypes: {', '.join(ITEM_NBYTES)})"
         )
     sizes = () if shape in {"", "scalar"} else tuple(map(int, shape.split("x")))
@@ -35,7 +43,7 @@ def parse_spec(text: str) -> InputSpec:
 
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
-_NBYTES = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>|b|[kmg]i?b)", re.IGNORECASE)
+_NBYTES = re.compile(rf"(?P<number>{_SIZE}(\.[0-9]{{1,18}})?)\s*(?P<unit>|b|[kmg]i?b)", re.IGNORECASE)
 
 
 class Spec(click.ParamType):
@@ -56,8 +64,8 @@ class Streams(click.ParamType):
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
         """The policy, as `Options.streams` takes it."""
-        if value not in ("auto", "max") and not (value.isascii() and value.isdigit() and int(value) > 0):
-            self.fail(f"{value!r}: expected auto, max, or a number of streams from 1.", param, ctx)
+        if value not in ("auto", "max") and not (re.fullmatch(_SIZE, value) and int(value) > 0):
+            self.fail(f"{_shown(value)}: expected auto, max, or a number of streams from 1.", param, ctx)
         return value
 
 
@@ -70,7 +78,7 @@ class Nbytes(click.ParamType):
         """The number of bytes; units are decimal (kB, MB, GB) or binary (KiB, MiB, GiB)."""
         found = _NBYTES.fullmatch(str(value).strip())
         if found is None:
-            self.fail(f"{value!r}: expected a number of bytes such as 1000000, 64MiB or 1.5GB.", param, ctx)
+            self.fail(f"{_shown(str(value))}: expected a number of bytes such as 1000000, 64MiB or 1.5GB.", param, ctx)
         return int(float(found["number"]) * _UNITS[found["unit"].lower()])
 
 
@@ -82,8 +90,8 @@ class NamedSize(click.ParamType):
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, int]:
         """The name and the size."""
         name, _, size = value.rpartition("=")
-        if not name or not (size.isascii() and size.isdigit()):
-            self.fail(f"{value!r} is not NAME=SIZE, such as batch=4", param, ctx)
+        if not name or not re.fullmatch(_SIZE, size):
+            self.fail(f"{_shown(value)} is not NAME=SIZE, such as batch=4", param, ctx)
         return name, int(size)
 
 
@@ -110,11 +118,17 @@ def read_arrays(files: Iterable[tuple[str, Path]]) -> dict[str, np.ndarray]:
     return arrays
 
 
+_DAMAGED = (ValueError, EOFError, SyntaxError, TokenError, OverflowError, MemoryError, RecursionError)
+"""What numpy makes of a header that says something impossible."""
+
+
 def read_array(path: Path) -> np.ndarray:
     """The one array of an .npy file; OSError where it cannot be read, InputError where it is none."""
+    if path.exists() and not path.is_file():  # a pipe may be read forever
+        raise InputError(f"{path}: is no regular file, expected an .npy file")
     try:
         array = np.load(path, allow_pickle=False)
-    except (ValueError, EOFError) as exc:
+    except _DAMAGED as exc:
         raise InputError(f"{path}: not an .npy file, or a damaged one: write it with numpy.save") from exc
     if not isinstance(array, np.ndarray):
         raise InputError(f"{path}: an .npz archive, expected one array: write it with numpy.save")

@@ -63,7 +63,7 @@ def _write_plan(source: Source, options: Options, output: Path, observer: Observ
 
                 path, notes = export(source.kind, source.model, Path(scratch))
         with stage(observer, "read"):
-            model = capture.read(path, _specs(options), options.dims)
+            model = capture.read(path, options.inputs, options.dims, _examples(options))
         with stage(observer, "optimise"):
             graph = capture.capture_model(model, path.parent, _sample_ranges(options), Path(scratch))
         with stage(observer, "schedule"):
@@ -83,15 +83,9 @@ def _write_plan(source: Source, options: Options, output: Path, observer: Observ
     return run_seconds(plan.programs[0]), notes
 
 
-def _specs(options: Options) -> tuple[InputSpec, ...]:
-    """Shapes that were asked for, and those of the examples of other inputs."""
-    named = {spec.name for spec in options.inputs}
-    examples = tuple(
-        InputSpec(name=name, shape=array.shape, dtype=array.dtype.name)
-        for name, array in options.examples
-        if name not in named
-    )
-    return (*options.inputs, *examples)
+def _examples(options: Options) -> tuple[InputSpec, ...]:
+    """What the examples say of their inputs."""
+    return tuple(InputSpec(name=name, shape=array.shape, dtype=array.dtype.name) for name, array in options.examples)
 
 
 def _sample_ranges(options: Options) -> dict[str, tuple[int, int]]:
