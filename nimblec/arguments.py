@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from reprlib import repr as shortened
+from tokenize import TokenError
 from typing import TypeVar
 
 import click
@@ -100,11 +101,17 @@ def read_arrays(files: Iterable[tuple[str, Path]]) -> dict[str, np.ndarray]:
     return arrays
 
 
+_DAMAGED = (ValueError, EOFError, SyntaxError, TokenError, OverflowError, MemoryError, RecursionError)
+"""What numpy makes of a header that says something impossible."""
+
+
 def read_array(path: Path) -> np.ndarray:
     """The one array of an .npy file; OSError where it cannot be read, InputError where it is none."""
+    if path.exists() and not path.is_file():  # a pipe may be read forever
+        raise InputError(f"{path}: is no regular file, expected an .npy file")
     try:
         array = np.load(path, allow_pickle=False)
-    except (ValueError, EOFError) as exc:
+    except _DAMAGED as exc:
         raise InputError(f"{path}: not an .npy file, or a damaged one: write it with numpy.save") from exc
     if not isinstance(array, np.ndarray):
         raise InputError(f"{path}: an .npz archive, expected one array: write it with numpy.save")

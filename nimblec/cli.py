@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
 from typing import get_args
@@ -16,6 +17,7 @@ import nimblec
 from nimblec import arguments, dot, inspection, picture, report, trace, verification
 from nimblec.command import Command, Group, ReaderGoneError
 from nimblec.console import echo, echo_lines, escape_what_has_no_encoding
+from nimblec.interrupts import INTERRUPTED, prompt_interrupts
 from nimblec.options import DEFAULT_LEVEL, InputSpec, Precision, TargetChoice, read_options
 from nimblec.progress import StageProgress
 from nimblec.verification import Result
@@ -457,7 +459,8 @@ def main(args: Sequence[str] | None = None) -> None:
     if obj:
         escape_what_has_no_encoding()
     try:
-        status = cli.main(args, prog_name="nimblec", standalone_mode=False, obj=obj)
+        with prompt_interrupts() if obj else nullcontext():
+            status = cli.main(args, prog_name="nimblec", standalone_mode=False, obj=obj)
     except click.UsageError as exc:
         command = exc.ctx.command_path if exc.ctx else "nimblec"
         echo(f"nimblec: {exc.format_message().rstrip('.')}: see {command} --help", err=True)
@@ -466,7 +469,7 @@ def main(args: Sequence[str] | None = None) -> None:
         echo(f"nimblec: {exc.format_message()}", err=True)
         status = 2
     except click.Abort:
-        status = 128 + signal.SIGINT
+        status = INTERRUPTED
     except ReaderGoneError:
         if obj:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python writes as it ends

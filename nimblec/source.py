@@ -69,8 +69,11 @@ def _find_named(name: str | bytes) -> Source:
             raise CompileError(f"{name}: no such file")
         return Source(kind="onnx" if suffix == ".onnx" else "exported", model=str(Path(name).resolve()))
     module, colon, attribute = name.partition(":")
-    if colon and all(part.isidentifier() for part in (*module.split("."), attribute)):
+    if colon and not module.endswith(".py") and all(part.isidentifier() for part in (*module.split("."), attribute)):
         return Source(kind="callable", model=name)
+    if module.endswith(".py") and attribute.isidentifier():
+        dotted = ".".join(Path(module).with_suffix("").parts)
+        raise CompileError(f"{name}: a module is named as `import` names it: give {dotted}:{attribute}")
     if Path(name).exists():
         raise UnsupportedModelError(f"{name}: expected an .onnx or .pt2 file, or package.module:callable")
     raise CompileError(f"{name}: no such file, and not of the form package.module:callable")

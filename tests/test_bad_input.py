@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 from command_line import CommandLine
 from cpu_plans import floats, write_model
@@ -86,6 +87,105 @@ def test_shapes_that_are_missing_or_contradict_name_the_flag(
     assert_untouched(output)
 
 
+@pytest.mark.parametrize(
+    ("name", "array", "words"),
+    [
+        ("foo", np.zeros((2, 3), np.float32), "the model has no such input; its inputs are 'x', 'z'"),
+        ("x", np.zeros((2, 3), np.int64), "an array of int64 2x3, expected float32 ?x?"),
+        ("x", np.zeros(3, np.float32), "an array of float32 3, expected float32 ?x?"),
+    ],
+)
+def test_an_example_that_does_not_fit_is_named_as_one(
+    nimblec: CommandLine, dynamic: Path, tmp_path: Path, output: Path, name: str, array: np.ndarray, words: str
+) -> None:
+    np.save(tmp_path / "a.npy", array)
+    options = ("--target", "cpu", "-q", "--example", f"{name}={tmp_path / 'a.npy'}")
+    assert nimblec.refused("compile", dynamic, "-o", output, *options) == f"--example {name}: {words}"
+    assert_untouched(output)
+
+
+def test_an_example_gives_the_sizes_that_no_option_gives(
+    nimblec: CommandLine, dynamic: Path, tmp_path: Path, output: Path
+) -> None:
+    np.save(tmp_path / "a.npy", np.zeros((2, 3), np.float32))
+    options = ("--target", "cpu", "-q", "--example", f"x={tmp_path / 'a.npy'}")
+    assert nimblec("compile", dynamic, "-o", output, *options).status == 0
+    assert [tensor.shape for tensor in container.read(output).programs[0].inputs] == [(2, 3), (2, 3)]
+
+
+def doubling_functions(path: Path, levels: int) -> Path:
+    """A model of functions each of which calls the one before it twice: 2 ** levels nodes."""
+    opsets = [helper.make_opsetid("", 18), helper.make_opsetid("f", 1)]
+    functions = []
+    for level in range(levels):
+        inner, domain = ("Relu", "") if level == 0 else (f"f{level - 1}", "f")
+        body = [node(inner, [a], [b], domain=domain) for a, b in (("x", "h"), ("h", "y"))]
+        functions.append(helper.make_function("f", f"f{level}", ["x"], ["y"], body, opsets))
+    write_model(path, [node(f"f{levels - 1}", ["x"], ["y"], domain="f")], [floats("x", 2)], [floats("y", 2)])
+    model = onnx.load(path)
+    model.functions.extend(functions)
+    model.opset_import.append(helper.make_opsetid("f", 1))
+    onnx.save(model, path)
+    return path
+
+
+def test_functions_that_double_are_counted_before_they_are_written_out(
+    nimblec: CommandLine, tmp_path: Path, output: Path
+) -> None:
+    compile_ = ("compile", tmp_path / "m.onnx", "-o", output, "--target", "cpu", "-q")
+    doubling_functions(tmp_path / "m.onnx", 60)
+    assert "stands for more than 1,000,000 nodes with the functions that it calls" in nimblec.refused(*compile_)
+    model = onnx.load(tmp_path / "m.onnx")
+    model.functions[0].node[0].op_type, model.functions[0].node[0].domain = "f1", "f"
+    onnx.save(model, tmp_path / "m.onnx")
+    assert "'f.f1' calls itself, which ONNX does not allow" in nimblec.refused(*compile_)
+    assert_untouched(output)
+    doubling_functions(tmp_path / "m.onnx", 5)
+    assert nimblec(*compile_).status == 0
+
+
+def test_what_onnx_runtime_refuses_is_told_without_its_source(
+    nimblec: CommandLine, tmp_path: Path, output: Path
+) -> None:
+    bfloat16 = [(name, TensorProto.BFLOAT16, (2, 2)) for name in "xy"]
+    write_model(tmp_path / "m.onnx", [node("MatMul", ["x", "x"], ["y"], name="mm")], bfloat16[:1], bfloat16[1:])
+    sentence = nimblec.refused("compile", tmp_path / "m.onnx", "-o", output, "--target", "cpu", "-q")
+    assert "has no CPU kernel for MatMul(13) node with name 'mm': its CPU kernels take float32" in sentence
+    write_model(tmp_path / "m.onnx", [node("Relu", ["x"], ["y"])], [floats("x", 2)], [floats("y", 2)])
+    model = onnx.load(tmp_path / "m.onnx")
+    model.opset_import[0].version = 99
+    onnx.save(model, tmp_path / "m.onnx")
+    sentence = nimblec.refused("compile", tmp_path / "m.onnx", "-o", output, "--target", "cpu", "-q")
+    assert re.search("opset 99", sentence, re.IGNORECASE)
+    assert not re.search(r"ONNXRuntimeError|onnxruntime_src|::", sentence)
+    assert_untouched(output)
+
+
+@pytest.mark.parametrize("name", ["mine.py:net", "./mine.py:net"])
+def test_a_callable_named_by_its_file(nimblec: CommandLine, output: Path, name: str) -> None:
+    sentence = nimblec.refused("compile", name, "-o", output, "--target", "cpu", "-q")
+    assert sentence == f"{name}: a module is named as `import` names it: give mine:net"
+
+
+HUGE = "9" * 5000
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--input", f"x:{HUGE}"),
+        ("--dim", f"n={HUGE}"),
+        ("--memory-limit", HUGE),
+        ("--streams", HUGE),
+    ],
+)
+def test_a_number_of_5000_digits(nimblec: CommandLine, output: Path, option: str, value: str) -> None:
+    sentence = nimblec.refused("compile", DIGITS, "-o", output, "--target", "cpu", "-q", option, value)
+    assert f"Invalid value for '{option}'" in sentence
+    assert len(sentence) < 500
+    assert_untouched(output)
+
+
 @pytest.mark.parametrize("options", [["-O1"], ["-O2"], *(["--precision", p] for p in ("fp16", "bf16", "tf32"))])
 def test_what_only_a_cuda_plan_has_is_refused_for_the_cpu(
     nimblec: CommandLine, output: Path, options: list[str]
@@ -108,8 +208,6 @@ def test_dimensions_by_name(nimblec: CommandLine, dynamic: Path, output: Path) -
 
 
 def test_missing_or_short_external_data(nimblec: CommandLine, tmp_path: Path, output: Path) -> None:
-    import onnx
-
     model = onnx.load(DIGITS)
     path = tmp_path / "m.onnx"
     onnx.save(model, path, save_as_external_data=True, location="m.data", size_threshold=0)

@@ -1,5 +1,6 @@
 """The command line around the compiler and the runtime: notations, help, refusals, what it hands on."""
 
+import os
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -90,6 +91,25 @@ def test_a_damaged_array_is_an_input_error(tmp_path: Path, content: bytes) -> No
     path.write_bytes(content)
     with pytest.raises(InputError, match=r"x\.npy: not an \.npy file, or a damaged one"):
         arguments.read_array(path)
+
+
+def npy(header: str) -> bytes:
+    """A version 2.0 file of this header, and no data."""
+    return b"\x93NUMPY\x02\x00" + len(header).to_bytes(4, "little") + header.encode()
+
+
+@pytest.mark.parametrize("shape", ["(10**18,)", "(1000000000000000000,)", "(-4,)", f"({'9' * 30},)", "(" * 4000])
+def test_a_header_that_says_something_impossible(tmp_path: Path, shape: str) -> None:
+    path = tmp_path / "x.npy"
+    path.write_bytes(npy(f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}, }}\n"))
+    with pytest.raises(InputError, match=r"x\.npy: not an \.npy file, or a damaged one"):
+        arguments.read_array(path)
+
+
+def test_a_pipe_is_no_array(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "x.npy")
+    with pytest.raises(InputError, match=r"x\.npy: is no regular file, expected an \.npy file"):
+        arguments.read_array(tmp_path / "x.npy")
 
 
 def test_pickles_and_archives_are_no_arrays(tmp_path: Path) -> None:

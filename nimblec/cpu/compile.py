@@ -57,16 +57,16 @@ def _write_plan(source: Source, options: Options, output: Path, observer: Observ
     """Write the plan; the seconds that a run takes, and what the user should know."""
     with tempfile.TemporaryDirectory(prefix="nimblec-", dir=output.parent) as scratch:  # where room for a plan is
         path, notes = Path(source.model), ()
-        specs, dims = _specs(options), options.dims
+        specs, dims, examples = options.inputs, options.dims, _examples(options)
         if source.kind != "onnx":
             with stage(observer, "export to ONNX"):
                 from nimblec.frontend import onnx_export, torch_sources  # which bring in torch
 
                 call = torch_sources.load(source, options)
                 path, notes = onnx_export.export(call, Path(scratch))
-                specs, dims = (), ()  # the file has the shapes of the call
+                specs, dims, examples = (), (), ()  # the file has the shapes of the call
         with stage(observer, "read"):
-            model = capture.read(path, specs, dims)
+            model = capture.read(path, specs, dims, examples)
         with stage(observer, "optimise"):
             graph = capture.capture_model(model, path.parent, _sample_ranges(options), Path(scratch))
         with stage(observer, "schedule"):
@@ -86,15 +86,9 @@ def _write_plan(source: Source, options: Options, output: Path, observer: Observ
     return run_seconds(plan.programs[0]), notes
 
 
-def _specs(options: Options) -> tuple[InputSpec, ...]:
-    """Shapes that were asked for, and those of the examples of other inputs."""
-    named = {spec.name for spec in options.inputs}
-    examples = tuple(
-        InputSpec(name=name, shape=array.shape, dtype=array.dtype.name)
-        for name, array in options.examples
-        if name not in named
-    )
-    return (*options.inputs, *examples)
+def _examples(options: Options) -> tuple[InputSpec, ...]:
+    """What the examples say of their inputs."""
+    return tuple(InputSpec(name=name, shape=array.shape, dtype=array.dtype.name) for name, array in options.examples)
 
 
 def _sample_ranges(options: Options) -> dict[str, tuple[int, int]]:

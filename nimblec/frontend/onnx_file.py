@@ -11,7 +11,7 @@ from pathlib import Path
 
 import onnx
 from google.protobuf.message import DecodeError
-from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
+from onnx import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
 
 from nimblec.errors import CompileError, UnsupportedModelError
 from nimblec.frontend.external_data import is_below
@@ -77,6 +77,8 @@ def load(path: str | PathLike[str], *, external_data: bool = True) -> ModelProto
     unless ``external_data`` is false. Raises CompileError for a file that is missing or not ONNX,
     UnsupportedModelError for a model with unknown operators.
     """
+    from nimblec.frontend.onnx_functions import check_functions  # which walks over nodes with what is below
+
     path = Path(path)
     try:
         model = onnx.load(path, load_external_data=False)
@@ -93,6 +95,7 @@ def load(path: str | PathLike[str], *, external_data: bool = True) -> ModelProto
     _check_opsets(model)
     check_operators(model)
     _check_sizes(model, path)
+    check_functions(model)
     _check_external_data(model, path)
     if external_data:
         onnx.load_external_data_for_model(model, str(path.parent))
@@ -121,7 +124,7 @@ def outputs(model: ModelProto) -> tuple[ModelTensor, ...]:
     return tuple(_tensor("output", value) for value in model.graph.output)
 
 
-def nodes(graph: GraphProto) -> Iterator[NodeProto]:
+def nodes(graph: GraphProto | FunctionProto) -> Iterator[NodeProto]:
     """The nodes of a graph and of the subgraphs in it, in order."""
     for node in graph.node:
         yield node
@@ -214,10 +217,7 @@ def _domain(name: str) -> str:
 def _all_nodes(model: ModelProto) -> Iterator[NodeProto]:
     yield from nodes(model.graph)
     for function in model.functions:
-        for node in function.node:
-            yield node
-            for subgraph in subgraphs(node):
-                yield from nodes(subgraph)
+        yield from nodes(function)
 
 
 def _names(model: ModelProto) -> Iterator[str]:
