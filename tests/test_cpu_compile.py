@@ -171,7 +171,7 @@ def test_what_the_exporter_refuses_is_said_in_a_sentence() -> None:
 
 
 def test_what_a_model_raises_is_said_in_a_sentence() -> None:
-    error = r"^the module cannot be run on its example inputs: (line \d+ of .* raised )?RuntimeError: .*mat1 and mat2 .*"
+    error = r"^the module cannot be run on its example inputs: (line \d+ of .* raised )?RuntimeError: mat1 and mat2 .*"
     with pytest.raises(CompileError, match=error):
         nimblec.compile(torch.nn.Linear(2, 2), torch.ones(1, 3), target="cpu")
 
