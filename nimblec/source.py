@@ -71,12 +71,16 @@ def _find_named(name: str | bytes) -> Source:
     module, colon, attribute = name.partition(":")
     if colon and not module.endswith(".py") and all(part.isidentifier() for part in (*module.split("."), attribute)):
         return Source(kind="callable", model=name)
-    if module.endswith(".py") and attribute.isidentifier():
-        dotted = ".".join(Path(module).with_suffix("").parts)
-        raise CompileError(f"{name}: a module is named as `import` names it: give {dotted}:{attribute}")
+    if colon and module.endswith(".py"):
+        raise CompileError(f"{name}: a module is named as import names it: use {_importable(module)}:{attribute}")
     if Path(name).exists():
         raise UnsupportedModelError(f"{name}: expected an .onnx or .pt2 file, or package.module:callable")
     raise CompileError(f"{name}: no such file, and not of the form package.module:callable")
+
+
+def _importable(file: str) -> str:
+    """The name that import has for a file below the current folder."""
+    return ".".join(Path(file).with_suffix("").parts)
 
 
 def _live(model: Any, example_inputs: Any, kwargs: Any) -> LiveModel:

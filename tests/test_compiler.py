@@ -34,6 +34,7 @@ def test_a_module_of_the_users_own_is_not_ours_to_bring() -> None:
     ("model", "sentence"),
     [
         ("nothing.onnx", "no such file"),
+        ("nets/mine.py:net", r"a module is named as import names it: use nets\.mine:net$"),
         ("no_such_thing", "not of the form package.module:callable"),
     ],
 )

@@ -26,15 +26,10 @@ from nimblec.cuda.residents import (
 from nimblec.cuda.tasks import build_graph
 from nimblec.errors import TraceError, UnsupportedModelError, user_code
 from nimblec.frontend.pytorch import DTYPE_NAMES, TorchModel, as_tensor, name_outputs
-from nimblec.frontend.repeatable import refuse_differing
+from nimblec.frontend.repeatable import HOW_STATE_IS_KEPT, refuse_differing
 from nimblec.ir import Graph, TensorView
 from nimblert.driver import call
 from nimblert.dtypes import numpy_dtype
-
-_HOW_STATE_IS_KEPT = (
-    "and a plan draws none and keeps a state only in buffers: call .eval() first, or make the state in __init__ with "
-    "register_buffer and write into it in place (self.state.copy_(...))"
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +105,7 @@ class ModelRecorder:
 
         module = self._model.module
         name = type(getattr(module, "_orig_mod", module)).__name__
-        refuse_differing(name, run(), run(), _HOW_STATE_IS_KEPT)
+        refuse_differing(name, run(), run(), HOW_STATE_IS_KEPT)
 
     def warm_up(self) -> None:
         """Run and capture, so that every library has chosen and loaded its kernels."""

@@ -213,7 +213,7 @@ class _Worker:
 
             return load_onnx(Path(source.model), device="cuda", specs=specs, dims=dims, examples=examples)
         options = Options(inputs=specs, dims=dims, examples=tuple(examples.items()))
-        return pytorch.place_call(torch_sources.load(source, options), device="cuda")
+        return pytorch.place_call(torch_sources.load(source, options, device="cuda"), device="cuda")
 
     def _with_golden(self, plan: Plan, recorder: "ModelRecorder") -> Plan:
         """The plan with what the framework computes from seeded inputs, and how far two runs differ."""

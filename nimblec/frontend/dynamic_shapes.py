@@ -11,7 +11,7 @@ from torch.export.graph_signature import ConstantArgument, InputKind
 from torch.utils import _pytree as pytree
 
 from nimblec.errors import CompileError, UnsupportedModelError
-from nimblec.frontend.pytorch import ModelCall, bind, input_names
+from nimblec.frontend.pytorch import ModelCall, bind, input_names, stand_in
 from nimblec.options import Options
 
 
@@ -153,12 +153,12 @@ def _range(program: ExportedProgram, symbol: str) -> str:
 
 
 def _static(declared: _Declared, leaf: Any, sizes: Mapping[str, int]) -> Any:
-    """The leaf where it has the sizes asked for; else zeros of its dtype."""
+    """The leaf where it has the sizes asked for; else a stand-in."""
     if declared.shape is None:
         return _size(declared.value, sizes) if isinstance(declared.value, SymInt) else leaf
     shape = tuple(_size(size, sizes) for size in declared.shape)
     if isinstance(leaf, torch._subclasses.FakeTensor) or tuple(leaf.shape) != shape:
-        return torch.zeros(shape, dtype=leaf.dtype)
+        return stand_in(shape, leaf.dtype)
     return leaf
 
 

@@ -48,7 +48,8 @@ def load_exported(path: Path) -> torch.export.ExportedProgram:
     try:
         with quiet_torch(), PT2ArchiveReader(str(path)) as archive:
             _check(archive)
-            return load_pt2(str(path)).exported_programs[_NAME]
+            program = load_pt2(str(path)).exported_programs[_NAME]
+            program.module(check_guards=False)  # which fails where the file is damaged; the guards are code, too
     except _RefusedError as exc:
         raise CompileError(f"{path}: {exc}") from exc
     except Exception as exc:  # torch has no error of its own for a file that is damaged
@@ -57,6 +58,7 @@ def load_exported(path: Path) -> torch.export.ExportedProgram:
             f"{path}: not a file that torch.export.save of torch {torch.__version__} writes, or a damaged one "
             f"({type(exc).__name__}: {said[:300]})"
         ) from exc
+    return program
 
 
 class _RefusedError(Exception):

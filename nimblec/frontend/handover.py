@@ -15,6 +15,7 @@ from nimblec.frontend import torch_sources
 from nimblec.frontend.borrowed import borrowed
 from nimblec.frontend.export_errors import exporting
 from nimblec.frontend.pytorch import as_module, is_compiled, missing_outputs, name_outputs, place_call
+from nimblec.frontend.repeatable import HOW_STATE_IS_KEPT, run_twice
 from nimblec.options import Options
 from nimblec.source import Source
 
@@ -31,19 +32,20 @@ def hand_over(source: Source, options: Options, folder: Path) -> tuple[Source, t
             f"{call.name} is one of torch.compile, whose kernels no other process can be given: compile the plain "
             "module, or name it package.module:callable"
         )
-    path, missing = folder / "model.pt2", list[str]()
+    path = folder / "model.pt2"
 
     def by_name(_module: torch.nn.Module, _args: object, result: Any) -> dict[str, torch.Tensor]:
         """The outputs without their classes, of which no other process need know."""
-        missing[:] = missing_outputs(result)
         return dict(name_outputs(result))
 
     with borrowed(call.module):
         module = as_module(call.module)
-        module.register_forward_hook(by_name)  # which is gone with the loan
         # A function's own tensors stay where they are, and so do its arguments.
-        placed = place_call(call, device="cpu") if module is call.module else call
+        device = "cpu" if module is call.module else next((t.device.type for _, t in call.inputs), "cpu")
+        placed = place_call(call, device=device)
+        missing = missing_outputs(run_twice(call.name, placed, HOW_STATE_IS_KEPT, buffers_are_kept=True))
+        module.register_forward_hook(by_name)  # which is gone with the loan
         with exporting(call.name, "torch.export"):
             program = torch.export.export(module, placed.args, placed.kwargs, strict=False)
             torch.export.save(program, path)
-    return Source(kind="exported", model=str(path)), (*call.notes, *missing)
+    return Source(kind="exported", model=str(path)), (*placed.notes, *missing)

@@ -5,14 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
-from nimblec.errors import CompileError, UnsupportedModelError, user_code
+from nimblec.errors import CompileError, UnsupportedModelError
 from nimblec.frontend import pytorch
 from nimblec.frontend.borrowed import borrowed
 from nimblec.frontend.export_errors import exporting
 from nimblec.frontend.pytorch import ModelCall, TorchModel
-from nimblec.frontend.repeatable import compared, refuse_differing
+from nimblec.frontend.repeatable import compared, run_twice
 from nimblert.onnx_session import onnxruntime, runtime_errors, session_options
 
 _NOT_KEPT = "which an ONNX file does not keep from run to run: call .eval() first, or compile it for a GPU"
@@ -32,7 +31,8 @@ def export(call: ModelCall, folder: Path) -> tuple[Path, tuple[str, ...]]:
 
 
 def _export(name: str, model: TorchModel, path: Path) -> tuple[Path, tuple[str, ...]]:
-    outputs, missing = _run_twice(name, model)
+    result = run_twice(name, model, _NOT_KEPT, buffers_are_kept=False)
+    outputs = pytorch.name_outputs(result)
     with exporting(name, "torch.onnx.export"):
         program = torch.onnx.export(
             pytorch.as_module(model.module),
@@ -47,7 +47,7 @@ def _export(name: str, model: TorchModel, path: Path) -> tuple[Path, tuple[str, 
         )
     assert program is not None
     assert program.exported_program is not None
-    notes = (*model.notes, *missing)
+    notes = (*model.notes, *pytorch.missing_outputs(result))
     written = pytorch.state_written(program.exported_program.graph_signature)
     if written:
         raise UnsupportedModelError(f"{name} writes into {written[0]!r}, {_NOT_KEPT}")
@@ -57,21 +57,6 @@ def _export(name: str, model: TorchModel, path: Path) -> tuple[Path, tuple[str, 
     except runtime_errors():  # will be told of the node that it does not run
         return path, notes
     return path, (*notes, _accuracy(name, outputs, found))
-
-
-def _run_twice(name: str, model: TorchModel) -> tuple[list[tuple[str, torch.Tensor]], tuple[str, ...]]:
-    """The outputs by name, which are the same in both runs, and what to say of those that are None."""
-
-    def run() -> Any:
-        own_args, own_kwargs = pytree.tree_map_only(torch.Tensor, torch.clone, (model.args, model.kwargs))
-        with user_code(f"{name} cannot be run on its example inputs"), torch.no_grad():
-            result = model.module(*own_args, **own_kwargs)
-        return pytree.tree_map_only(torch.Tensor, torch.clone, result)
-
-    result = run()
-    first = pytorch.name_outputs(result)
-    refuse_differing(name, first, pytorch.name_outputs(run()), _NOT_KEPT)
-    return first, pytorch.missing_outputs(result)
 
 
 def _accuracy(name: str, outputs: Sequence[tuple[str, torch.Tensor]], found: Sequence[torch.Tensor]) -> str:

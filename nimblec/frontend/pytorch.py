@@ -230,11 +230,16 @@ def _replacements(
             raise CompileError(f"input {name!r} is not one of the model's inputs {list(names)}")
     for spec in specs:
         dtype = _DTYPES[spec.dtype] if spec.dtype else leaves[spec.name].dtype
-        example = torch.rand if dtype.is_floating_point else torch.zeros  # zeros would hide what a model adds up
-        replaced[spec.name] = example(spec.shape).to(dtype)
+        replaced[spec.name] = stand_in(spec.shape, dtype)
     for name, array in examples.items():
         replaced[name] = as_tensor(np.ascontiguousarray(array))
     return replaced
+
+
+def stand_in(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """An example input of which nothing but shape and dtype is known."""
+    example = torch.rand if dtype.is_floating_point else torch.zeros  # zeros would hide what a model adds up
+    return example(tuple(shape)).to(dtype)
 
 
 def as_tensor(array: np.ndarray) -> torch.Tensor:

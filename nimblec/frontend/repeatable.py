@@ -2,13 +2,20 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from nimblec.difference import Difference, difference
-from nimblec.errors import UnsupportedModelError
+from nimblec.errors import UnsupportedModelError, user_code
+from nimblec.frontend.pytorch import TorchModel, name_outputs
 
+HOW_STATE_IS_KEPT = (
+    "and a plan draws none and keeps a state only in buffers: call .eval() first, or make the state in __init__ with "
+    "register_buffer and write into it in place (self.state.copy_(...))"
+)
 _ROUNDING = 1e-3
 """Of the largest magnitude: by so much sums of several threads may differ."""
 _HALF_ULPS = 8
@@ -31,6 +38,34 @@ def refuse_differing(
                 f"{name}: two runs on equal inputs differ in output {output!r}: the model draws random numbers or has "
                 f"a state, {remedy}"
             )
+
+
+def run_twice(name: str, model: TorchModel, remedy: str, *, buffers_are_kept: bool) -> Any:
+    """What a model returns; two runs must agree, both from the same buffers and parameters if a plan keeps those.
+
+    Raises TraceError where the model cannot be run, UnsupportedModelError where the runs differ.
+    """
+    state = _state(model.module) if buffers_are_kept else []
+
+    def run() -> Any:
+        args, kwargs = pytree.tree_map_only(torch.Tensor, torch.clone, (model.args, model.kwargs))
+        with torch.no_grad():
+            with user_code(f"{name} cannot be run on its example inputs"):
+                result = pytree.tree_map_only(torch.Tensor, torch.clone, model.module(*args, **kwargs))
+            for tensor, before in state:
+                tensor.copy_(before)
+        return result
+
+    first = run()
+    refuse_differing(name, name_outputs(first), name_outputs(run()), remedy)
+    return first
+
+
+def _state(module: Any) -> list[tuple[Tensor, Tensor]]:
+    """The tensors that a module has registered, each with a copy."""
+    if not isinstance(module, torch.nn.Module):
+        return []
+    return [(tensor, tensor.detach().clone()) for tensor in (*module.parameters(), *module.buffers())]
 
 
 def compared(expected: Tensor, found: Tensor) -> Difference:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.export.passes import move_to_device_pass
 
 from nimblec.errors import ArgumentError, CompileError, user_code
 from nimblec.frontend import dynamic_shapes
@@ -15,8 +16,10 @@ from nimblec.options import Options
 from nimblec.source import Source
 
 
-def load(source: Source, options: Options) -> ModelCall:
+def load(source: Source, options: Options, *, device: str = "cpu") -> ModelCall:
     """A source that is no ONNX file, ready to be called on inputs of the sizes asked for.
+
+    ``device`` is where it will be placed: the graph of a ``.pt2`` file names the one that it makes tensors on.
 
     Raises CompileError where ``inputs``, ``dims`` or ``examples`` do not fit the model, or leave a size
     open, TraceError for what the user's own code raises.
@@ -24,7 +27,10 @@ def load(source: Source, options: Options) -> ModelCall:
     if source.kind == "callable":
         return _call(source.model, *import_callable(source.model), options)
     if source.kind == "exported":
-        return dynamic_shapes.specialise(source.model, load_exported(Path(source.model)), None, options)
+        program = load_exported(Path(source.model))
+        if device != "cpu":
+            program = move_to_device_pass(program, device)
+        return dynamic_shapes.specialise(source.model, program, None, options)
     live = source.live
     assert live is not None, source.kind
     if is_exported(live.model):
