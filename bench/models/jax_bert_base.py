@@ -28,7 +28,7 @@ def hidden_states(
 ) -> tuple[jax.Array, jax.Array]:
     """(batch, tokens) to (batch, tokens, 768) and (batch, 768) (Devlin et al., 2019); no token is masked.
 
-    ``attention``: of XLA's own fusions, or cuDNN's kernel, which takes half precision on a GPU alone.
+    ``attention``: by XLA's own fusions, or by cuDNN's kernel on a GPU, which takes half precision alone.
     """
     names = ("word_embeddings.weight", "position_embeddings.weight", "token_type_embeddings.weight")
     words, positions, kinds = (weights[f"embeddings.{name}"] for name in names)
@@ -47,7 +47,8 @@ def hidden_states(
     return x, jnp.tanh(_linear(weights, "pooler.dense", x[:, 0]))
 
 
-def _attention(weights: Weights, name: str, x: jax.Array, implementation: Literal["xla", "cudnn"]) -> jax.Array:
+def _attention(weights: Weights, name: str, x: jax.Array, attention: Literal["xla", "cudnn"]) -> jax.Array:
+    implementation = attention if x.dtype.itemsize == 2 else "xla"
     heads = (*x.shape[:2], _HEADS, -1)
     query, key, value = (_linear(weights, f"{name}.{part}", x).reshape(heads) for part in ("query", "key", "value"))
     return jax.nn.dot_product_attention(query, key, value, implementation=implementation).reshape(x.shape)
