@@ -267,7 +267,7 @@ class _Calls(nn.Module):
         lambda x: (y := x * 2, y.add_(1), z := y.view(-1), z * 3 + y.sum())[3],
         lambda x: (y := x * 2, y.t_(), y @ x)[2],
         lambda x: nn.functional.cosine_similarity(x, x + 1, dim=-1),
-        lambda x: torch.stft(x, 4, 2, window=torch.ones(4), return_complex=False),
+        lambda x: torch.view_as_real(torch.stft(x, 4, 2, window=torch.ones(4), return_complex=True)),
         lambda x: nn.functional.dropout((x * 2).flatten(), training=False, inplace=True),
     ],
     ids=["again", "itself", "later view", "another shape", "inside a call", "shape inside a call", "nothing written"],

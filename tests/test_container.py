@@ -1,5 +1,6 @@
 """Writing and reading plan files: whole or not at all, and one clear sentence for each kind of damage."""
 
+import hashlib
 import os
 import re
 import subprocess
@@ -253,3 +254,16 @@ def test_not_a_plan_error_is_a_format_error(tmp_path: Path) -> None:
     path.write_bytes(b"x" * 200)
     with pytest.raises(PlanFormatError):
         container.read(path)
+
+
+def test_only_the_magic_word_is_damaged(plan_path: Path) -> None:
+    content = bytearray(plan_path.read_bytes())
+    content[-64] ^= 1
+    content[-32:] = hashlib.sha256(content[:-32]).digest()
+    plan_path.write_bytes(content)
+    assert refusal(plan_path) == f"the end of its {len(content)} bytes is missing or damaged; copy it again"
+
+
+def test_what_resembles_nothing_is_called_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"some text that is no plan at all")
+    assert refusal(tmp_path / "file") == "is not a plan file"

@@ -617,3 +617,16 @@ def test_a_killed_process_leaves_nothing_that_is_used(tmp_path: Path, when: str)
     found, _ = cache.copy(KEY, output)
     assert found is not None
     assert (found.notes, output.read_bytes()) == (("note",), b"plan")
+
+
+def test_metadata_of_an_egg_are_in_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    about = tmp_path / "torch.egg-info"
+    about.mkdir()
+    (about / "PKG-INFO").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.0\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert plan_key._packages() == [[str(tmp_path), "", (about / "PKG-INFO").read_text(), ""]]
+
+
+def test_the_order_of_names_is_not_in_the_key() -> None:
+    assert plan_key._digest([{"a": 1, "b": 2}]) == plan_key._digest([{"b": 2, "a": 1}])
+    assert plan_key._digest([{"a": 1, "b": 2}]) != plan_key._digest([{"a": 2, "b": 1}])
