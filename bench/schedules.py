@@ -17,10 +17,10 @@ from bench.peers_table import cell, geometric_mean, level_name, levels, microsec
 from bench.running import Table, short
 from bench.turns import Job
 
-PAPER = ("inception_v3", "nasnet_a_mobile", "nasnet_a_large", "darts", "amoebanet_a")
+PAPER = ("inception_v3:{}", "nasnet_a_mobile:{}", "nasnet_a_large:{}", "darts:{}", "amoebanet_a:{}_as_in_nimble")
 """The networks whose gain by multiple streams Nimble (Kwon et al., 2020) tells."""
 MODELS = (
-    *(f"bench.models.{name}:{precision}" for precision in ("fp32", "fp16") for name in PAPER),
+    *(f"bench.models.{name.format(precision)}" for precision in ("fp32", "fp16") for name in PAPER),
     "bench.models.googlenet:fp16",
     "bench.models.two_towers:fp16",
     "bench.models.bert_base:fp16",

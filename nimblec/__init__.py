@@ -113,7 +113,8 @@ def compile(  # noqa: A001  # the word that users look for; nimblec.compile shad
     - ``timing_cache``: the file that keeps measured times; ``plan_cache``: the folder that keeps the
       plans of model files (None: keep no plan).
 
-    What the command line prints as notes is logged by the logger "nimblec" at level INFO.
+    What the command line prints as notes (arguments that are fixed, outputs that are None, errors measured)
+    is logged by the logger "nimblec" at level WARNING, so it is seen unless you silence it.
 
     Raises ArgumentError (an InputError and a TypeError) for an argument that is none of these,
     CompileError where the model cannot be compiled (UnsupportedModelError, TraceError), and
@@ -137,7 +138,7 @@ def compile(  # noqa: A001  # the word that users look for; nimblec.compile shad
 
     made = compile_model(model, example_inputs, kwargs, options=options, observer=_unobserved)
     for note in made.notes:
-        logging.getLogger(__name__).info("%s", note)
+        logging.getLogger(__name__).warning("%s", note)
     return made.plan
 
 

@@ -219,7 +219,7 @@ def test_constants_and_missing_outputs_are_told(caplog: pytest.LogCaptureFixture
     def model(x: Tensor, power: int, bias: Tensor | None, mode: str = "a") -> tuple[Tensor, None]:
         return x**power if bias is None and mode == "b" else x, None
 
-    with caplog.at_level(logging.INFO, "nimblec"):
+    with caplog.at_level(logging.WARNING, "nimblec"):
         plan = nimblec.compile(model, (torch.ones(2), 3, None), kwargs={"mode": "b"}, target="cpu")
     with executable.load(plan) as loaded:
         assert loaded.run({"x": np.array([2, 3], np.float32)})["output_0"].tolist() == [8, 27]
@@ -319,3 +319,9 @@ def test_a_program_without_example_inputs_gets_zeros(dynamic: torch.export.Expor
     assert call.args[2] == 5
     assert call.notes[0] == f"the ExportedProgram is dynamic, and the plan is for {_symbol(program)} = 6 alone"
     assert call.module(*call.args).shape == (6, 3)
+
+
+def test_nothing_is_said_of_a_mode_that_an_exported_program_does_not_have(caplog: pytest.LogCaptureFixture) -> None:
+    program = torch.export.export(nn.Linear(2, 2).eval(), (torch.ones(1, 2),))
+    nimblec.compile(program, target="cpu", plan_cache=None)
+    assert not [record for record in caplog.records if "training mode" in record.getMessage()]
