@@ -38,7 +38,7 @@ def networks() -> dict[str, Table]:
         "peers": peers.table(peers.parser().parse_args([])),
         "schedules": schedules.table(schedules.parser().parse_args([])),
         "batches": peers.table(peers.parser().parse_args(["--batches"])),
-        "fp32": peers.table(peers.parser().parse_args(["--precision", "fp32"])),
+        "fp32": peers.table(peers.parser().parse_args(["--precision", "fp32", "--modes", "eager,freeze"])),
     }
 
 
