@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from typing import IO
 
 from nimblert.driver import call
 
@@ -41,19 +42,29 @@ def _gpu() -> str:
 
 @contextmanager
 def locked(path: Path, pauses: int = _PAUSES) -> Iterator[None]:
-    """Hold the lock of a file, which need not exist, or do without it after so many pauses."""
+    """Hold the lock of a file, which need not exist, or do without it after so many pauses.
+
+    Whoever waits for it keeps a second lock, ``path`` with ".next", which whoever wants the first one again must have
+    first: so one who times kernels without end lets others in.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("wb")
+        file, turnstile = path.open("wb"), path.with_name(f"{path.name}.next").open("wb")
     except OSError:
         yield
         return
     with file:
-        for _ in range(pauses):
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                time.sleep(_PAUSE_S)
-            else:
-                break
+        with turnstile:
+            _lock(turnstile, pauses)
+            _lock(file, pauses)
         yield
+
+
+def _lock(file: IO[bytes], pauses: int) -> None:
+    for _ in range(pauses):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(_PAUSE_S)
+        else:
+            return
