@@ -9,11 +9,12 @@ those of the kernel's parameters. Each rule yields a sentence.
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 
-from nimblert import onnx_operators
+from nimblert import onnx_operators, onnx_trust
 from nimblert.errors import PlanFormatError
 from nimblert.extents import MAX_RANK
 from nimblert.onnx_model import ELEMENT_TYPES, Attribute, Graph, Node, Opset, TensorValue, Value, read_model
 from nimblert.onnx_operators import Formal
+from nimblert.onnx_trust import Call
 from nimblert.plan import ITEM_NBYTES, Kernel, Module, Parameter, ParameterKind
 from nimblert.protobuf import Budget
 
@@ -61,7 +62,7 @@ def problems(kernel: Kernel, module: Module, budget: Budget) -> Iterator[str]:
         yield "model: expected a graph of one node and an IR version"
         return
     (node,) = model.graph.node
-    operator = f"{node.domain}.{node.op_type}" if node.domain else node.op_type
+    operator = _name(node)
     if operator != kernel.symbol:
         yield f"symbol: {kernel.symbol!r}, its model calls {operator!r}"
     layout = module.origin.removeprefix(ORIGIN)
@@ -72,6 +73,12 @@ def problems(kernel: Kernel, module: Module, budget: Budget) -> Iterator[str]:
     opsets = {opset.domain or "": opset.version or 0 for opset in model.opset_import}
     yield from _graph_problems(model.graph, opsets, frozenset())
     yield from _type_problems(node, _types(model.graph, kernel.parameters), opsets)
+    yield from onnx_trust.problems(operator, _call(model.graph, kernel.parameters))
+
+
+def _name(node: Node) -> str:
+    """The operator with its domain, unless that is ONNX's own."""
+    return f"{node.domain}.{node.op_type}" if node.domain else node.op_type or ""
 
 
 def _opset_problems(imports: Sequence[Opset], node: Node) -> Iterator[str]:
@@ -127,6 +134,19 @@ def _types(graph: Graph, parameters: Sequence[Parameter]) -> dict[str, int]:
     return constants | {parameter.name: ELEMENT_TYPES.get(parameter.dtype, 0) for parameter in parameters}
 
 
+def _call(graph: Graph, parameters: Sequence[Parameter]) -> Call:
+    """The node of the model with the shapes of what it reads and gives."""
+    (node,) = graph.node
+    shapes = {tensor.name: tensor.dims for tensor in graph.initializer} | {p.name: p.shape for p in parameters}
+    embedded = {tensor.name for tensor in graph.initializer if tensor.data_location != _EXTERNAL}
+    return Call(
+        attributes={attribute.name or "": attribute for attribute in node.attribute},
+        inputs=tuple(shapes.get(name) for name in node.input),
+        outputs=tuple(shapes.get(name) for name in node.output),
+        constant=frozenset(place for place, name in enumerate(node.input) if name in embedded),
+    )
+
+
 def _type_problems(node: Node, types: Mapping[str, int], opsets: Mapping[str, int]) -> Iterator[str]:
     operator = onnx_operators.find(node.domain or "", node.op_type or "", opsets.get(node.domain or "", 0))
     if operator is None:
@@ -147,7 +167,7 @@ def _graph_problems(graph: Graph, opsets: Mapping[str, int], outer: frozenset[st
         if tensor.data_location != _EXTERNAL or outer:
             yield from _constant_problems(tensor)
     for node in graph.node:
-        yield from _node_problems(node, opsets, frozenset(known))
+        yield from _node_problems(node, opsets, frozenset(known), inner=bool(outer))
         for name in filter(None, node.output):
             yield from _definition_problems(name, known)
     for value in graph.output:
@@ -161,12 +181,14 @@ def _definition_problems(name: str | None, known: set[str]) -> Iterator[str]:
     known.add(name or "")
 
 
-def _node_problems(node: Node, opsets: Mapping[str, int], known: frozenset[str]) -> Iterator[str]:
+def _node_problems(node: Node, opsets: Mapping[str, int], known: frozenset[str], *, inner: bool) -> Iterator[str]:
     domain, opset = node.domain or "", opsets.get(node.domain or "", 0)
     operator = onnx_operators.find(domain, node.op_type or "", opset)
     if operator is None or node.overload:
         yield f"model: {domain or 'ai.onnx'}.{node.op_type} of opset {opset} is no operator that a plan may call"
         return
+    if inner and not onnx_trust.is_for_bodies(_name(node)):
+        yield f"{node.op_type}: is in the body of a loop or branch, where its sizes are not known before a run"
     yield from _arity_problems(node.op_type or "", "inputs", node.input, operator.inputs, operator.least_inputs)
     yield from _arity_problems(node.op_type or "", "outputs", node.output, operator.outputs, operator.least_outputs)
     for name in node.input:

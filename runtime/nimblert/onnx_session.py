@@ -210,17 +210,17 @@ class SessionCache:
         constant = [p for p in kernel.parameters if p.kind is ParameterKind.INITIALIZER]
         key = (index, *(pointers[p.offset] for p in constant))
         if key not in self._sessions:
-            initializers = {p.name: self._value(p, pointers[p.offset]) for p in constant}
-            self._sessions[key] = self._open(kernel, initializers)
+            self._sessions[key] = self._open(kernel, {p.name: (p, pointers[p.offset]) for p in constant})
         return self._sessions[key]
 
     def _value(self, parameter: Parameter, pointer: Pointer) -> Any:
         array = self._memory.array(pointer, parameter.dtype, parameter.shape)
         return ort_value(array, parameter.dtype)
 
-    def _open(self, kernel: Kernel, initializers: dict[str, Any]) -> Any:
+    def _open(self, kernel: Kernel, constants: dict[str, tuple[Parameter, Pointer]]) -> Any:
         code = bytes(self._plan.modules[kernel.module].code)
         try:
+            initializers = {name: self._value(*constant) for name, constant in constants.items()}
             threads = self._threads if _is_threaded(kernel) else 1
             session = open_session(code, initializers, self._folder, threads)
         except runtime_errors() as exc:
@@ -229,7 +229,7 @@ class SessionCache:
                 [f"kernel {kernel.symbol}: ONNX Runtime {version} refuses its model: {exc}"]
             ) from exc
         declared = {tensor.name: tensor.type for tensor in (*session.get_inputs(), *session.get_outputs())}
-        bound = {p.name: _TYPE_NAMES[p.dtype] for p in kernel.parameters if p.name not in initializers}
+        bound = {p.name: _TYPE_NAMES[p.dtype] for p in kernel.parameters if p.name not in constants}
         if declared != bound:
             raise PlanInvalidError([f"kernel {kernel.symbol}: parameters {bound}, its model has {declared}"])
         return session

@@ -389,9 +389,6 @@ OPERATORS = {
 11/1/1c02/1/1c02 ?80/auto_pad=3 ceil_mode=2 dilations=7 kernel_shape=7! pads=7 storage_order=2 strides=7
 12/1/1c0e/1/1c0e ?80/auto_pad=3 ceil_mode=2 dilations=7 kernel_shape=7! pads=7 storage_order=2 strides=7
 22/1/110c0e/1/110c0e ?80/auto_pad=3 ceil_mode=2 dilations=7 kernel_shape=7! pads=7 storage_order=2 strides=7""",
-    ":MaxRoiPool": """\
-1/2/1c02 1c02/1/1c02/pooled_shape=7! spatial_scale=1
-22/2/110c02 110c02/1/110c02/pooled_shape=7! spatial_scale=1""",
     ":MaxUnpool": """\
 9/2/1c02 180 ?80/1/1c02/kernel_shape=7! pads=7 strides=7
 11/2/1c02 180 ?80/1/1c02/kernel_shape=7! pads=7 strides=7
@@ -426,9 +423,6 @@ OPERATORS = {
 1/1/1c02/1/1c02/consumed_inputs=7
 6/1/1cea/1/1cea/
 13/1/110cea/1/110cea/""",
-    ":NonMaxSuppression": """\
-10/2/12 12 ?80 ?2 ?2/1/180/center_point_box=2
-11/2/12 12 ?80 ?2 ?2/1/180/center_point_box=2""",
     ":NonZero": """\
 9/1/1fffe/1/180/
 13/1/11fffe/1/180/""",
@@ -744,8 +738,6 @@ OPERATORS = {
 25/1/17fffffe/1/17fffffe/perm=7""",
     ":Trilu": """\
 14/1/11fffe ?80/1/11fffe/upper=2""",
-    ":Unique": """\
-11/1/1fffe/1/1fffe ?80 ?80 ?80/axis=2 sorted=2""",
     ":Unsqueeze": """\
 1/1/1fffe/1/1fffe/axes=7!
 11/1/1fffe/1/1fffe/axes=7!
@@ -816,36 +808,16 @@ OPERATORS = {
 1/1/12/1/12/coordinate_transformation_mode=3 mode=3 scales=7""",
     "com.microsoft:Attention": """\
 1/2/110402 110402 ?10402 ?40 ?10402 ?10402 ?40/1/110402 ?10402/do_rotary=2 mask_filter_value=1 num_heads=2! past_present_share_buffer=2 qkv_hidden_sizes=7 rotary_embedding_dim=2 scale=1 unidirectional=2""",
-    "com.microsoft:AttnLSTM": """\
-1/3/1802 1802 1802 ?802 ?40 ?802 ?802 ?802 ?802 ?802 ?802 ?802 ?40 ?802/0/?802 ?802 ?802/activation_alpha=6 activation_beta=6 activations=8 clip=1 direction=3 hidden_size=2 input_forget=2""",
     "com.microsoft:BiasGelu": """\
 1/2/110c02 110c02/1/110c02/""",
-    "com.microsoft:BifurcationDetector": """\
-1/3/180 180 180 ?80/2/180 180/max_ngram_size=2 min_ngram_size=2""",
-    "com.microsoft:BranchwiseRMSNorm": """\
-1/1/110402 ?10402/1/110402/epsilon=1 num_branches=2""",
-    "com.microsoft:CDist": """\
-1/2/1802 1802/1/1802/metric=3""",
-    "com.microsoft:CausalConvWithState": """\
-1/2/110402 110402 ?10402 ?10402/2/110402 110402/activation=3 channels_last=2 dilation=2 ndim=2 state_window=2""",
-    "com.microsoft:ConvTransposeWithDynamicPads": """\
-1/2/1c02 1c02 ?80 ?c02/1/1c02/auto_pad=3 dilations=7 group=2 kernel_shape=7 output_padding=7 strides=7""",
-    "com.microsoft:CropAndResize": """\
-1/4/1c02 1c02 140 140/1/1c02/extrapolation_value=1 mode=3""",
-    "com.microsoft:DecoderMaskedMultiHeadAttention": """\
-1/1/1402 ?402 ?402 ?40 ?402 ?402 ?402 ?40 ?40 ?40 ?402/1/1402 ?402 ?402 ?402/mask_filter_value=1 num_heads=2! output_qk=2 past_present_share_buffer=2 scale=1""",
     "com.microsoft:DequantizeLinear": """\
 1/2/160007c 1402 ?60007c/1/1402/axis=2""",
     "com.microsoft:DynamicQuantizeLSTM": """\
 1/12/12 1c 1c ?2 ?40 ?2 ?2 ?2 12 1c 12 1c/0/?2 ?2 ?2/activation_alpha=6 activation_beta=6 activations=8 clip=1 direction=3 hidden_size=2 input_forget=2""",
     "com.microsoft:DynamicQuantizeMatMul": """\
 1/3/12 1c 12 ?c ?2/1/12/""",
-    "com.microsoft:DynamicTimeWarping": """\
-1/1/12/1/140/""",
     "com.microsoft:EmbedLayerNormalization": """\
 1/7/140 ?40 1402 1402 ?402 1402 1402 ?40 ?40/1/1402 ?40 ?402/epsilon=1 mask_index_type=2""",
-    "com.microsoft:EngramGate": """\
-1/5/110402 110402 110402 110402 110402 ?10402/1/110402 ?10402/epsilon=1""",
     "com.microsoft:ExpandDims": """\
 1/2/1fffe 140/1/1fffe/""",
     "com.microsoft:FastGelu": """\
@@ -856,62 +828,26 @@ OPERATORS = {
 1/2/13cc2 13cc2 ?3cc2/1/13cc2/activation=3 activation_alpha=1 activation_beta=1 activation_gamma=1 alpha=1 beta=1 transA=2 transB=2""",
     "com.microsoft:FusedMatMul": """\
 1/2/110c02 110c02/1/110c02/alpha=1 transA=2 transB=2 transBatchA=2 transBatchB=2""",
-    "com.microsoft:GatedAdd": """\
-1/3/110402 110402 110402/1/110402/""",
-    "com.microsoft:GatedRMSNorm": """\
-1/3/110402 110402 110402/1/110402/activation=3 epsilon=1""",
-    "com.microsoft:GatherBlockQuantized": """\
-1/3/1fe0004 1c0 110402 ?fe0004/1/110402/bits=2 block_size=2 gather_axis=2 quantize_axis=2""",
     "com.microsoft:GatherND": """\
 1/2/1fffe 1c0/1/1fffe/""",
     "com.microsoft:Gelu": """\
 1/1/110c02/1/110c02/""",
     "com.microsoft:GridSample": """\
 1/2/1fffe 1fffe/1/1c02/align_corners=2 mode=3 padding_mode=3""",
-    "com.microsoft:GroupQueryAttention": """\
-1/7/110402 ?10402 ?10402 ?3040e ?3040e 140 140 ?10402 ?10402 ?80 ?10402 ?10402 ?2 ?2 ?10402 ?10402/1/110402 ?3040e ?3040e ?10402/causal=2 do_rotary=2 k_quant_type=3 kv_cache_bit_width=2 kv_num_heads=2! local_window_size=2 num_heads=2! qk_norm_epsilon=1 qk_output=2 rotary_interleaved=2 scale=1 sliding_window_cache=2 smooth_softmax=2 softcap=1 v_quant_type=3""",
-    "com.microsoft:HyperConnectionPostMix": """\
-1/3/110402 110402 110402 ?10402/1/110402/num_branches=2""",
-    "com.microsoft:HyperConnectionPreMix": """\
-1/2/110402 110402/1/110402/num_branches=2 reduction_scale=1""",
     "com.microsoft:Inverse": """\
 1/1/1c02/1/1c02/""",
-    "com.microsoft:LinearAttention": """\
-1/3/110402 110402 110402 ?10402 ?10402 ?10402/2/110402 110402/chunk_size=2 kv_num_heads=2! q_num_heads=2! scale=1 state_window=2 update_rule=3""",
-    "com.microsoft:LinearAttentionGate": """\
-1/3/110402 12 12 ?10402/1/110402 ?10402/""",
-    "com.microsoft:MRotaryEmbedding": """\
-1/4/110402 180 110402 110402/1/110402/interleaved=2 is_packed_batching=2 mrope_layout=2 mrope_section=7! num_heads=2 rotary_embedding_dim=2 scale=1""",
-    "com.microsoft:MatMulBnb4": """\
-1/3/110402 14 110402/1/110402/K=2! N=2! block_size=2! quant_type=2! training_mode=2 transB=2""",
-    "com.microsoft:MatMulFpQ4": """\
-1/3/12 14 180/1/12/blk_quant_type=2""",
-    "com.microsoft:MatMulInteger16": """\
-1/2/130 130/1/11040/""",
     "com.microsoft:MatMulIntegerToFloat": """\
 1/4/1c 1c 1402 1402 ?c ?c ?402/1/1402/""",
     "com.microsoft:MatMulNBits": """\
 1/3/110402 14 110402 ?10406 ?40 ?10402/1/110402/K=2! N=2! accuracy_level=2 bits=2 block_size=2! weight_prepacked=2""",
-    "com.microsoft:MaxpoolWithMask": """\
-1/2/12 140/1/12/auto_pad=3 kernel_shape=7 pads=7 storage_order=2 strides=7""",
-    "com.microsoft:MoE": """\
-1/5/110402 110402 110402 ?10402 110402 ?10402 ?10402 ?10402/1/110402/activation_alpha=1 activation_beta=1 activation_type=3 k=2 normalize_routing_weights=2 swiglu_fusion=2 swiglu_limit=1 use_sparse_mixer=2""",
     "com.microsoft:MultiHeadAttention": """\
 1/1/110402 ?10402 ?10402 ?10402 ?40 ?10402 ?10402 ?10402 ?40 ?40/1/110402 ?10402 ?10402 ?10402/mask_filter_value=1 num_heads=2! scale=1 unidirectional=2""",
-    "com.microsoft:MurmurHash3": """\
-1/1/139c2/1/11040/positive=2 seed=2""",
-    "com.microsoft:NGramHashMapping": """\
-1/3/1c0 1c0 1c0 ?c0 ?c0 ?c0 ?40/1/1c0 ?c0/max_ngram_size=2! n_head_per_ngram=2! pad_id=2! reset_on_eos=2""",
-    "com.microsoft:NGramRepeatBlock": """\
-1/2/180 12/1/12/ngram_size=2!""",
     "com.microsoft:NhwcMaxPool": """\
 1/1/1c/1/1c/auto_pad=3 ceil_mode=2 dilations=7 kernel_shape=7! pads=7 strides=7""",
     "com.microsoft:Pad": """\
 1/2/1c02 180 ?c02/1/1c02/mode=3""",
     "com.microsoft:QAttention": """\
 1/5/1c 1c 1402 1402 1402 ?40 ?c ?c ?402/1/1402 ?402/do_rotary=2 mask_filter_value=1 num_heads=2! past_present_share_buffer=2 scale=1 unidirectional=2""",
-    "com.microsoft:QEmbedLayerNormalization": """\
-1/18/140 ?40 1c 1c ?c 1c 1c ?40 12 12 ?2 12 12 1c 1c ?c 1c 1c/2/12 140/epsilon=1""",
     "com.microsoft:QGemm": """\
 1/6/1c 12 1c 1c 12 1c ?40 ?2 ?c/1/1e/alpha=1 transA=2 transB=2""",
     "com.microsoft:QLinearAdd": """\
@@ -934,36 +870,16 @@ OPERATORS = {
 1/5/1c 12 ?c 12 1c/1/1c/axis=2 opset=2!""",
     "com.microsoft:QLinearWhere": """\
 1/9/1200 1c 12 1c 1c 12 1c 12 1c/1/1c/""",
-    "com.microsoft:QMoE": """\
-1/6/110402 110402 120004 ?1030402 ?10402 120004 ?1030402 ?10402 ?20004 ?1030402 ?10402 ?20004 ?20004 ?20004 ?10402 ?2 ?2 ?2 ?2 ?1030402 ?1030402/1/110402/accuracy_level=2 activation_alpha=1 activation_beta=1 activation_type=3 block_size=2 expert_weight_bits=2 fc1_expert_weight_bits=2 fc2_expert_weight_bits=2 fc3_expert_weight_bits=2 k=2 normalize_routing_weights=2 quant_type=3 swiglu_fusion=2 swiglu_limit=1 use_sparse_mixer=2 weights_prepacked=2""",
     "com.microsoft:QuantizeLinear": """\
 1/2/1402 1402 ?60003c/1/160003c/axis=2""",
     "com.microsoft:QuickGelu": """\
 1/1/110c02/1/110c02/alpha=1""",
-    "com.microsoft:Range": """\
-1/2/18e2 18e2 ?8e2/1/18e2/""",
     "com.microsoft:RotaryEmbedding": """\
 1/4/110402 180 110402 110402/1/110402/interleaved=2 is_packed_batching=2 num_heads=2 rotary_embedding_dim=2 scale=1""",
-    "com.microsoft:ScaledSiLU": """\
-1/1/110402 ?10402/1/110402/alpha=1""",
     "com.microsoft:SkipLayerNormalization": """\
 1/3/110402 110402 110402 ?10402 ?10402/1/110402 ?2 ?2 ?10402/epsilon=1""",
     "com.microsoft:SkipSimplifiedLayerNormalization": """\
 1/3/110402 110402 110402 ?10402/1/110402 ?2 ?2 ?10402/epsilon=1""",
-    "com.microsoft:SparseAttention": """\
-1/9/110402 ?10402 ?10402 110402 110402 140 140 140 140 ?10402 ?10402/3/110402 110402 110402/do_rotary=2 kv_num_heads=2! num_heads=2! rotary_interleaved=2 scale=1 sparse_block_size=2!""",
-    "com.microsoft:SparseToDenseMatMul": """\
-1/2/10 138c2/1/138c2/alpha=1 transA=2 transB=2""",
-    "com.microsoft:TransposeMatMul": """\
-1/2/110c02 110c02/1/110c02/alpha=1 transA=2 transB=2""",
     "com.microsoft:Trilu": """\
 1/1/113efe ?80/1/113efe/upper=2""",
-    "com.microsoft:UnfoldTensor": """\
-1/1/11fffe/1/11fffe/dim=2 size=2! step=2""",
-    "com.microsoft:Unique": """\
-1/1/1fffe/3/1fffe 180 180/""",
-    "com.microsoft:VarlenNGramHashMapping": """\
-1/4/1c0 1c0 1c0 140 ?c0 ?c0 ?c0 ?40 ?40 ?40/1/1c0 ?c0 ?40 ?c0/max_ngram_size=2! n_head_per_ngram=2! pad_id=2! reset_on_eos=2 state_update_capacity=2""",
-    "com.microsoft:WordConvEmbedding": """\
-1/4/140 12 12 12/1/12/char_embedding_size=2 conv_window_size=2 embedding_size=2""",
 }
