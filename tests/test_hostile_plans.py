@@ -1,0 +1,346 @@
+"""Well-formed CPU plans with a hostile meaning: each is refused by a sentence before ONNX Runtime sees it."""
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from cpu_plans import floats, plan_file, write_model
+from onnx import ModelProto, NodeProto, TensorProto, helper
+
+import nimblert
+from fuzz import wrapped
+from nimblec import cli
+from nimblec.errors import UnsupportedModelError
+from nimblert import container, verify
+from nimblert.errors import PlanInvalidError
+from nimblert.limits import Limits
+from nimblert.plan import (
+    Access,
+    Launch,
+    Memset,
+    Module,
+    ParameterKind,
+    Plan,
+    Pointer,
+    Record,
+    Region,
+    Tensor,
+    Wait,
+)
+
+node = helper.make_node
+RNG = np.random.default_rng(0)
+
+
+def of(*inputs: np.ndarray, call: NodeProto, outputs: Sequence[tuple[str, tuple[int, ...]]], kind: str) -> Plan:
+    """A plan of one node whose inputs, in order, are weights of it, bound as ``kind`` says; its outputs in order."""
+    arrays = dict(zip(dict.fromkeys(filter(None, call.input)), inputs, strict=True))
+    made = [wrapped.output(i, call.output[i], dtype, shape) for i, (dtype, shape) in enumerate(outputs)]
+    call.overload = ""
+    call.domain = call.domain or ""
+    opset = 1 if call.domain else 18
+    return wrapped.plan_of(call, opset, arrays, dict.fromkeys(arrays, kind), made)
+
+
+def gather(kind: str = "external") -> Plan:
+    """Y = w[i], four rows of eight numbers."""
+    w, i = np.ones((4, 8), np.float32), np.array([0, 1, 2, 3])
+    return of(w, i, call=node("Gather", ["w", "i"], ["y"]), outputs=[("float32", (4, 8))], kind=kind)
+
+
+def with_model(plan: Plan, change: Callable[[ModelProto], object]) -> Plan:
+    """The plan with another model of its kernel."""
+    model = ModelProto.FromString(bytes(plan.modules[0].code))
+    change(model)
+    code = memoryview(model.SerializeToString(deterministic=True))
+    return replace(plan, modules=(Module(origin=plan.modules[0].origin, code=code),))
+
+
+def with_parameter(plan: Plan, index: int, **changes: object) -> Plan:
+    (kernel,) = plan.kernels
+    parameters = list(kernel.parameters)
+    parameters[index] = replace(parameters[index], **changes)
+    return replace(plan, kernels=(replace(kernel, parameters=tuple(parameters)),))
+
+
+def with_program(plan: Plan, **changes: object) -> Plan:
+    return replace(plan, programs=(replace(plan.programs[0], **changes),))
+
+
+def with_launch(plan: Plan, **changes: object) -> Plan:
+    (launch,) = plan.programs[0].commands
+    return with_program(plan, commands=(replace(launch, **changes),))
+
+
+def refusal(plan: Plan) -> str:
+    """What reading the plan's file says."""
+    image = memoryview(container.encode_file(plan))
+    with pytest.raises(PlanInvalidError) as caught:
+        container.parse(image, "file")
+    return "; ".join(caught.value.problems)
+
+
+def test_what_the_changes_start_from_is_sound() -> None:
+    for kind in wrapped.KINDS:
+        with nimblert.load(gather(kind)) as executable:
+            np.testing.assert_array_equal(executable.run({})["y"], np.ones((4, 8), np.float32))
+
+
+def entry(key: str, value: str) -> Callable[[ModelProto], object]:
+    """Change what the first initializer says of its data."""
+
+    def change(model: ModelProto) -> None:
+        for found in model.graph.initializer[0].external_data:
+            if found.key == key:
+                found.value = value
+
+    return change
+
+
+def embed(model: ModelProto) -> None:
+    tensor = model.graph.initializer[0]
+    del tensor.external_data[:]
+    tensor.ClearField("data_location")
+    tensor.raw_data = bytes(4)
+
+
+def tensor_attribute(model: ModelProto) -> None:
+    tensor = TensorProto(name="t", data_type=1, dims=[4], data_location=TensorProto.EXTERNAL)
+    tensor.external_data.add(key="location", value="/etc/passwd")
+    call = model.graph.node[0]
+    call.op_type = "ConstantOfShape"
+    del call.input[1:]
+    call.attribute.append(helper.make_attribute("value", tensor))
+
+
+def sparse(model: ModelProto) -> None:
+    model.graph.sparse_initializer.add().dims.append(1)
+
+
+def function(model: ModelProto) -> None:
+    model.functions.add(name="f", domain="custom")
+
+
+def subgraph(model: ModelProto) -> None:
+    body = helper.make_graph([node("Nothing", [], ["b"])], "body", [], [floats_info("b")])
+    branches = [helper.make_attribute(f"{which}_branch", body) for which in ("then", "else")]
+    call = model.graph.node[0]
+    call.op_type = "If"
+    del call.input[1:]
+    call.attribute.extend(branches)
+
+
+def floats_info(name: str) -> onnx.ValueInfoProto:
+    return helper.make_tensor_value_info(name, TensorProto.FLOAT, (4, 8))
+
+
+MODELS: list[tuple[Callable[[ModelProto], object], str]] = [
+    (lambda m: setattr(m.graph.initializer[0], "data_type", TensorProto.DOUBLE), "parameters: .* are initializers"),
+    (lambda m: m.graph.initializer[0].dims.__setitem__(0, 1 << 16), "parameters: .* are initializers"),
+    (lambda m: setattr(m.graph.initializer[0], "name", "v"), "parameters: .* are initializers"),
+    (entry("location", "/etc/passwd"), "initializer 'w' is in"),
+    (entry("offset", "4096"), "initializer 'w' is in"),
+    (entry("length", "4"), "initializer 'w' is in"),
+    (embed, "parameters: .* are initializers"),
+    (tensor_attribute, "constant 't' of shape .* is not within the model"),
+    (sparse, "protobuf: field 15 .* is none that Graph may have"),
+    (function, "protobuf: field 25 .* is none that Model may have"),
+    (subgraph, "Nothing of opset 18 is no operator that a plan may call"),
+    (lambda m: m.graph.node.append(m.graph.node[0]), "expected a graph of one node"),
+    (lambda m: m.graph.node[0].input.__setitem__(1, ""), "Gather: input 1 is left out, and must be there"),
+    (lambda m: m.graph.node[0].input.append("w"), "Gather: 3 inputs, expected 2 to 2"),
+    (lambda m: m.graph.node[0].input.__setitem__(1, "q"), "Gather: reads 'q', which nothing gives"),
+    (lambda m: m.graph.node[0].attribute.append(helper.make_attribute("axes", 1)), "Gather.axes: attribute type 2"),
+    (lambda m: m.graph.node[0].attribute.append(helper.make_attribute("axis", 1.0)), "Gather.axis: attribute type 1"),
+    (lambda m: setattr(m.graph.node[0], "op_type", "RandomNormalLike"), "RandomNormalLike of opset 18 is no operator"),
+    (lambda m: setattr(m.graph.node[0], "op_type", "Compress"), "symbol: 'Gather', its model calls 'Compress'"),
+    (lambda m: setattr(m.graph.node[0], "domain", "evil"), "evil.Gather of opset 0 is no operator"),
+    (lambda m: setattr(m.opset_import[0], "version", 10**6), "Gather of opset 1000000 is no operator"),
+    (lambda m: m.graph.output.append(floats_info("z")), "parameters: .* are outputs"),
+    (lambda m: setattr(m.graph.output[0].type.tensor_type, "elem_type", 11), "parameters: .* are outputs"),
+    (lambda m: m.graph.output[0].type.tensor_type.shape.dim[0].ClearField("dim_value"), "parameters: .* are outputs"),
+    (lambda m: setattr(m, "producer_name", "x"), "protobuf: field 2 .* is none that Model may have"),
+]
+
+
+@pytest.mark.parametrize(("change", "sentence"), MODELS, ids=[sentence for _, sentence in MODELS])
+def test_a_model_that_is_no_kernel_is_refused(change: Callable[[ModelProto], object], sentence: str) -> None:
+    assert re.search(sentence, refusal(with_model(gather(), change)))
+
+
+@pytest.mark.parametrize(
+    ("index", "changes"),
+    [
+        (0, {"dtype": "float64"}),
+        (0, {"shape": (8, 8)}),
+        (0, {"name": "v"}),
+        (1, {"dtype": "uint8"}),
+        (1, {"kind": ParameterKind.INPUT}),
+        (2, {"shape": (4, 4)}),
+        (2, {"dtype": "float64"}),
+    ],
+)
+def test_parameters_are_what_the_model_reads_and_gives(index: int, changes: dict[str, object]) -> None:
+    assert "parameters: " in refusal(with_parameter(gather(), index, **changes))
+
+
+CALLS = [
+    (["Sum", "x", ""], {}, ""),
+    (["MaxRoiPool", "x", "r"], {"pooled_shape": [1, 1]}, ""),
+    (["NonMaxSuppression", "x", "x"], {}, ""),
+    (["SampleOp", "x"], {}, "com.microsoft"),
+    (["BeamSearch", "x"], {}, "com.microsoft"),
+    (["RandomUniformLike", "x"], {}, ""),
+]
+
+
+@pytest.mark.parametrize(("call", "attributes", "domain"), CALLS, ids=lambda value: str(value)[:30])
+def test_calls_that_crash_onnx_runtime_or_draw_random_numbers_are_refused(
+    call: list[str], attributes: dict[str, object], domain: str
+) -> None:
+    made = node(call[0], call[1:], ["y"], domain=domain, **attributes)
+    arrays = [np.ones((1, 5), np.float32) for _ in dict.fromkeys(filter(None, call[1:]))]
+    sentence = refusal(of(*arrays, call=made, outputs=[("float32", (1, 5))], kind="input"))
+    assert "no operator that a plan may call" in sentence or "is left out, and must be there" in sentence
+
+
+def test_a_bias_that_is_too_short_is_refused_though_the_parameters_agree() -> None:
+    x, w, b = (np.ones(shape, np.float32) for shape in ((1, 1, 1, 1), (4096, 1, 1, 1), (1,)))
+    call = node("Conv", ["x", "w", "b"], ["y"])
+    plan = of(x, w, b, call=call, outputs=[("float32", (1, 4096, 1, 1))], kind="external")
+    assert refusal(plan) == "kernels[0].Conv: bias of shape (1,), expected (4096,)"
+
+
+def test_an_output_over_the_inputs_of_its_launch_is_refused() -> None:
+    plan = gather("input")
+    (launch,) = plan.programs[0].commands
+    assert isinstance(launch, Launch)
+    arena = [Pointer(region=Region.ARENA, offset=offset) for offset in (1024, 0, 8)]
+    moved = tuple(replace(r, pointer=p) for r, p in zip(launch.relocations, arena, strict=True))
+    accesses = [Access(pointer=p, nbytes=n) for p, n in zip(arena, (128, 32, 128), strict=True)]
+    fill = Memset(stream=0, op=0, dst=arena[1], value=0, element_nbytes=4, count=512)
+    over = replace(launch, relocations=moved, reads=tuple(accesses[:2]), writes=tuple(accesses[2:]))
+    sentence = refusal(with_program(plan, commands=(fill, over), arena_nbytes=2048))
+    assert "ARENA(0) is written from 8 to 32, and used otherwise too" in sentence
+
+
+@pytest.mark.parametrize("what", ["reads", "writes"])
+def test_accesses_that_are_not_what_the_relocations_say_are_refused(what: str) -> None:
+    assert f"commands[0].{what}: are not what the relocations point to" in refusal(with_launch(gather(), **{what: ()}))
+
+
+@pytest.fixture
+def two_streams(tmp_path: Path) -> Plan:
+    """Two chains of products beside one another, and their sum."""
+    nodes, constants = [], {}
+    for chain in "ab":
+        before = "x"
+        for i in range(3):
+            constants[f"w{chain}{i}"] = RNG.standard_normal((16, 16)).astype(np.float32)
+            nodes.append(node("MatMul", [before, f"w{chain}{i}"], [f"m{chain}{i}"]))
+            before = f"m{chain}{i}"
+    nodes.append(node("Add", ["ma2", "mb2"], ["y"]))
+    path = write_model(tmp_path / "m.onnx", nodes, [floats("x", 2, 16)], [floats("y", 2, 16)], constants=constants)
+    plan = plan_file(path, streams=None)
+    assert plan.programs[0].stream_count == 2
+    return plan
+
+
+@pytest.mark.parametrize("emptied", [False, True])
+def test_load_refuses_streams_that_do_not_wait(two_streams: Plan, tmp_path: Path, emptied: bool) -> None:
+    commands = [c for c in two_streams.programs[0].commands if not isinstance(c, Wait | Record)]
+    if emptied:
+        commands = [replace(c, reads=(), writes=()) if isinstance(c, Launch) else c for c in commands]
+    racy = with_program(two_streams, commands=tuple(commands), event_count=0)
+    path = tmp_path / "racy.plan"
+    path.write_bytes(container.encode_file(racy))
+    for source in (racy, path):
+        with pytest.raises(PlanInvalidError, match="not what the relocations" if emptied else "nothing orders"):
+            nimblert.load(source)
+
+
+def tensor(shape: tuple[int, ...], strides: tuple[int, ...], dtype: str = "float32") -> Tensor:
+    return Tensor(name="y", dtype=dtype, shape=shape, strides=strides, pointer=Pointer(region=Region.OUTPUT))
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        tensor((1 << 62, 4), (4, 1)),
+        tensor((0, 1 << 62), (1, 1)),
+        tensor((1 << 62, 0, 1 << 62), (0, 0, 0)),
+        tensor((1, 8), (1 << 62, 1)),
+        tensor((0,), (1 << 62,)),
+        tensor((10**10,), (0,)),
+        tensor((16, 8), (0, 1)),
+        tensor((1 << 62, 1 << 62), (0, 0), "complex128"),
+    ],
+    ids=lambda output: f"{output.shape} {output.strides}",
+)
+def test_shapes_and_strides_beyond_any_memory_are_refused(output: Tensor) -> None:
+    sentence = refusal(with_program(gather(), outputs=(output,)))
+    assert "programs[0].outputs[0]." in sentence
+
+
+@pytest.mark.parametrize(
+    ("limits", "sentence"),
+    [
+        (Limits(memory_nbytes=127), "programs[0].memory: 128 bytes, the limit is 127"),
+        (Limits(tensor_nbytes=127), "(4, 8) is 128 bytes, the limit is 127"),
+        (Limits(model_nbytes=10), "modules[0].code: "),
+        (Limits(model_fields=10), "more fields"),
+        (Limits(kernels=0), "kernels: 1, the limit is 0"),
+        (Limits(modules=0), "modules: 1, the limit is 0"),
+        (Limits(programs=0), "programs: 1, the limit is 0"),
+        (Limits(streams=0), "programs[0].stream_count: 1, the limit is 0"),
+        (Limits(commands=0), "programs[0].commands: 1, the limit is 0"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_ceilings_are_kept(limits: Limits, sentence: str) -> None:
+    assert not list(verify.problems(gather()))
+    assert any(sentence in problem for problem in verify.problems(gather(), limits))
+
+
+def test_waits_and_events_have_ceilings_too(two_streams: Plan) -> None:
+    assert not list(verify.problems(two_streams))
+    found = [*verify.problems(two_streams, Limits(events=0)), *verify.problems(two_streams, Limits(clocks=1))]
+    assert [sentence.split(",")[0] for sentence in found] == [
+        f"programs[0].event_count: {two_streams.programs[0].event_count}",
+        f"programs[0].commands: {2 * two_streams.programs[0].event_count} waits times streams",
+    ]
+
+
+def test_a_plan_that_asks_for_terabytes_is_refused_before_any_is_asked_for() -> None:
+    plan = with_program(gather(), arena_nbytes=1 << 42)
+    begin = time.process_time()
+    assert "programs[0].memory: " in refusal(plan)
+    assert time.process_time() - begin < 1
+
+
+def test_the_compiler_names_the_node_that_no_plan_can_hold(tmp_path: Path) -> None:
+    path = write_model(
+        tmp_path / "m.onnx",
+        [node("Conv", ["x", "w", "b"], ["y"], name="first", kernel_shape=[1, 1])],
+        [floats("x", 1, 1, 4, 4)],
+        [floats("y", 1, 8, 4, 4)],
+        constants={"w": np.ones((8, 1, 1, 1), np.float32), "b": np.ones(3, np.float32)},
+    )
+    with pytest.raises(UnsupportedModelError, match=r"node 'first' \(Conv\): no plan for the CPU can hold it: .*bias"):
+        plan_file(path)
+
+
+def test_a_refusal_on_the_command_line_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "m.plan"
+    path.write_bytes(container.encode_file(with_parameter(gather(), 0, dtype="float64")))
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["run", str(path)])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("nimblec: ")
+    assert said.count("\n") == 1
