@@ -95,9 +95,9 @@ def field(number: int, wire_type: int, content: bytes) -> bytes:
     [
         (field(1, 0, b"\x09") * 2, "Model.ir_version at byte .* is out of order"),
         (field(8, 2, b"\x00") + field(1, 0, b"\x09"), "Model.ir_version at byte .* is out of order"),
-        (field(2, 2, b"\x00"), "field 2 at byte .* is none that Model may have"),
-        (field(1, 2, b"\x00"), "ir_version at byte .* has wire type 2, expected 0"),
-        (field(1, 3, b""), "has wire type 3"),
+        (field(2, 2, b"\x00"), "field 2 of wire type 2 at byte 1 is none that Model may have"),
+        (field(1, 2, b"\x00"), "field 1 of wire type 2 at byte 1 is none that Model may have"),
+        (field(1, 3, b""), "field 1 of wire type 3 at byte 1 is none that Model may have"),
         (field(1, 0, b"\x89\x00"), "longer than it need be"),
         (field(1, 0, b"\x80" * 10 + b"\x01"), "longer than it need be"),
         (field(1, 0, b"\xff"), "cut short"),

@@ -223,6 +223,9 @@ def _attribute_problems(attribute: Attribute, opsets: Mapping[str, int], known: 
     given = [name for name in _ATTRIBUTE_FIELDS.values() if getattr(attribute, name) not in (None, ())]
     if given not in ([held], []) or (held in ("f", "i", "s", "t", "g") and not given):
         yield f"model: attribute {attribute.name!r} of type {attribute.type} has the values {given}"
+    for text in (attribute.s or b"", *attribute.strings):
+        if not text.isascii() or not text.decode("ascii").isprintable():
+            yield f"model: attribute {attribute.name!r} is {text!r}, expected printable ASCII"
     if attribute.t is not None:
         yield from _constant_problems(attribute.t)
     if attribute.g is not None:

@@ -151,6 +151,33 @@ def _scales(*places: int) -> Rule:
     return rule
 
 
+def _columns(*places: int) -> Rule:
+    """Both matrices have two dimensions or more; scales, zero points and bias are single, or one for each column."""
+
+    def rule(call: Call) -> Iterator[str]:
+        left, right = call.inputs[:2]
+        if left is None or right is None or min(len(left), len(right)) < 2:
+            yield f"matrices of shapes {left} and {right}"
+            return
+        for place in places:
+            shape = call.input(place)
+            if shape is not None and shape not in ((), (1,), right[-1:]):
+                yield f"input {place} has the shape {shape}, expected one number or {right[-1]}"
+
+    return rule
+
+
+def _bias_of_columns(place: int) -> Rule:
+    """A bias has one number for each column of the second matrix."""
+
+    def rule(call: Call) -> Iterator[str]:
+        right, given = call.input(1), call.input(place)
+        if given is not None and right is not None and given != right[-1:]:
+            yield f"bias of shape {given}, expected {right[-1:]}"
+
+    return rule
+
+
 def _switches(*names: str) -> Rule:
     """Attributes that are 0 or 1."""
 
@@ -194,9 +221,11 @@ _RULES: Mapping[str, tuple[Rule, ...]] = MappingProxyType(
         "QLinearConv": (_bias(3, 8),),
         "TfIdfVectorizer": (_grams,),
         "com.microsoft.Attention": (_ranks("3", "2", "1", "1234", "5", "4", "01"),),
+        "com.microsoft.DynamicQuantizeMatMul": (_columns(2, 3, 4), _bias_of_columns(4)),
         "com.microsoft.DynamicQuantizeLSTM": (_ranks("3", "3", "3", "2", "1", "3", "3", "2", "12", "12", "12", "12"),),
         "com.microsoft.EmbedLayerNormalization": (_ranks("2", "2", "2", "2", "2", "1", "1", "2", "2"),),
         "com.microsoft.FusedConv": (_bias(1, 2), _summand(3)),
+        "com.microsoft.MatMulIntegerToFloat": (_columns(2, 3, 4, 5, 6), _bias_of_columns(6)),
         "com.microsoft.MatMulNBits": (_ranks("12345", "23", "123", "123", "1", "1"),),
         "com.microsoft.MultiHeadAttention": (_ranks("35", "345", "34", "1", "123", "4", "4", "4", "01", "3"),),
         "com.microsoft.QAttention": (_ranks("3", "2", "1", "01", "01", "1234", "01", "01", "5"),),
