@@ -64,10 +64,10 @@ _EMPTY_INPUTS = {"Resize": frozenset({1, 2}), "Upsample": frozenset({1})}
 """Inputs that exporters leave empty instead of out."""
 
 
-_SIZES = frozenset({"blocksize", "group", "hidden_size", "kernel_shape", "strides", "dilations", "output_shape"})
-_HEADS = frozenset({"num_heads", "q_num_heads", "kv_num_heads"})
-_MOST = 1 << 31
-"""Attributes that kernels divide by, or multiply without looking; more than any network has."""
+_SIZES = dict.fromkeys(("kernel_shape", "strides", "dilations"), 1 << 20)
+_SIZES |= dict.fromkeys(("blocksize", "group", "hidden_size", "output_shape"), 1 << 24)
+_HEADS = dict.fromkeys(("num_heads", "q_num_heads", "kv_num_heads"), 1 << 24)
+"""Attributes that kernels divide by, or multiply without looking, and more than any network has."""
 
 
 def problems(operator: str, call: Call) -> Iterator[str]:
@@ -79,10 +79,10 @@ def problems(operator: str, call: Call) -> Iterator[str]:
                 if shape is not None and 0 in shape and not (what == "input" and i in may_be_empty):
                     yield f"{operator}: {what} {i} is empty"
     sizes = _SIZES | _HEADS if "Attention" in operator else _SIZES
-    for name in sizes & call.attributes.keys():
+    for name in sizes.keys() & call.attributes.keys():
         numbers = call.integers(name) or (call.integer(name, 1),)
-        if not 0 < min(numbers) <= max(numbers) < _MOST:
-            yield f"{operator}: {name} is {numbers}, expected each from 1 to {_MOST - 1}"
+        if not 0 < min(numbers) <= max(numbers) <= sizes[name]:
+            yield f"{operator}: {name} is {numbers}, expected each from 1 to {sizes[name]}"
     for rule in _RULES.get(operator, ()):
         for sentence in rule(call):
             yield f"{operator}: {sentence}"
