@@ -1,16 +1,16 @@
 """How a plan compares with its golden record."""
 
-import nimblert
-from nimblert import golden
+from nimblert import executable, golden
 from nimblert.golden import Verdict
 from nimblert.plan import Plan
 
 
 def verdicts(plan: Plan) -> set[Verdict]:
-    """How a plan's outputs in poisoned memory compare with its golden record."""
+    """How a plan's outputs in poisoned memory compare with its golden record; one that races is run, too."""
     (program,) = plan.programs
     assert program.golden is not None
     inputs = golden.draw_inputs(program, program.golden.seed)
-    with nimblert.load(plan, poison=True) as executable:
-        outputs = tuple(executable.run(inputs).values())
+    backend = executable._backend(plan, program, poison=True)
+    with executable.Executable(plan, program, backend) as unchecked:
+        outputs = tuple(unchecked.run(inputs).values())
     return {c.verdict for c in golden.check(program.golden, outputs)}

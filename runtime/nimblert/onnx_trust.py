@@ -178,6 +178,12 @@ def _bias_of_columns(place: int) -> Rule:
     return rule
 
 
+def _batch_dims(call: Call) -> Iterator[str]:
+    ranks = [len(shape) for shape in call.inputs if shape is not None]
+    if not 0 <= call.integer("batch_dims") < min(ranks, default=1):
+        yield f"batch_dims is {call.integer('batch_dims')}, of tensors of {ranks} dimensions"
+
+
 def _switches(*names: str) -> Rule:
     """Attributes that are 0 or 1."""
 
@@ -218,6 +224,7 @@ _RULES: Mapping[str, tuple[Rule, ...]] = MappingProxyType(
         "ConvTranspose": (_transposed_bias,),
         "DFT": (_switches("inverse", "onesided"),),
         "DeformConv": (_bias(1, 3),),
+        "GatherND": (_batch_dims,),
         "QLinearConv": (_bias(3, 8),),
         "TfIdfVectorizer": (_grams,),
         "com.microsoft.Attention": (_ranks("3", "2", "1", "1234", "5", "4", "01"),),
@@ -225,6 +232,7 @@ _RULES: Mapping[str, tuple[Rule, ...]] = MappingProxyType(
         "com.microsoft.DynamicQuantizeLSTM": (_ranks("3", "3", "3", "2", "1", "3", "3", "2", "12", "12", "12", "12"),),
         "com.microsoft.EmbedLayerNormalization": (_ranks("2", "2", "2", "2", "2", "1", "1", "2", "2"),),
         "com.microsoft.FusedConv": (_bias(1, 2), _summand(3)),
+        "com.microsoft.GatherND": (_batch_dims,),
         "com.microsoft.MatMulIntegerToFloat": (_columns(2, 3, 4, 5, 6), _bias_of_columns(6)),
         "com.microsoft.MatMulNBits": (_ranks("12345", "23", "123", "123", "1", "1"),),
         "com.microsoft.MultiHeadAttention": (_ranks("35", "345", "34", "1", "123", "4", "4", "4", "01", "3"),),
