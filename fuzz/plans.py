@@ -23,7 +23,7 @@ _UNTOUCHED = ("producer", "versions", "golden", "schedule")
 @cache
 def _sources() -> tuple[Plan, ...]:
     files = {path: path.read_bytes() for path in sorted(_CORPUS.glob("seed-*.plan"))}
-    return tuple(container.parse(memoryview(data), path) for path, data in files.items())
+    return tuple(container.parse(memoryview(data), str(path)) for path, data in files.items())
 
 
 def build(seed: int, number: int, _note: Callable[[bytes], object]) -> bytes:

@@ -1,6 +1,6 @@
 """GPU tests run where there is a GPU and say what is missing where there is none; shared fixtures."""
 
-import os
+import ctypes
 from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -10,8 +10,6 @@ import pytest
 if TYPE_CHECKING:
     from command_line import CommandLine
 
-os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # before a test imports onnxruntime
-
 
 def missing_gpu_capability() -> str | None:
     """What this machine lacks to run GPU tests; None if it lacks nothing.
@@ -20,13 +18,13 @@ def missing_gpu_capability() -> str | None:
     """
     if find_spec("cuda") is None or find_spec("cuda.bindings") is None:
         return "needs cuda-bindings: not installed"
-    from cuda.bindings import driver
-    from cuda.pathfinder import DynamicLibNotFoundError
-
     try:
-        (status,) = driver.cuInit(0)
-    except DynamicLibNotFoundError:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
         return "needs an NVIDIA driver: libcuda cannot be loaded"
+    from cuda.bindings import driver
+
+    (status,) = driver.cuInit(0)
     if status == driver.CUresult.CUDA_ERROR_NO_DEVICE:
         return "needs an NVIDIA GPU: the driver finds none"
     assert status == driver.CUresult.CUDA_SUCCESS, f"the driver cannot be used: {status.name}"
@@ -43,16 +41,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A home folder of its own for every run: no timing cache is found, none is left behind.
-
-    A file stands where the plan cache would be, so every compilation of a test does compile.
-    """
-    home = tmp_path_factory.mktemp("home")
-    no_plans = home / ".cache" / "nimblec" / "plans"
-    no_plans.parent.mkdir(parents=True)
-    no_plans.touch()
+    """A home folder of its own for every run, empty as a new user's: no cache is found, none is left behind."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HOME", str(home))
+        patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
         yield
 
 

@@ -1,5 +1,6 @@
 """Writing and reading plan files: whole or not at all, and one clear sentence for each kind of damage."""
 
+import hashlib
 import os
 import re
 import subprocess
@@ -77,11 +78,11 @@ def test_code_and_weights_cannot_be_written_through_the_map(plan_path: Path) -> 
 
 
 def test_digest_can_be_checked_beside_the_decoding(plan_path: Path) -> None:
-    image = container.map_file(plan_path)
+    image = container.open_image(plan_path)
     digests: list[bytes] = []
     thread = threading.Thread(target=lambda: digests.append(container.digest(image)))
     thread.start()
-    assert container.parse(image, plan_path) == plans.cuda_plan()
+    assert container.parse(image, str(plan_path)) == plans.cuda_plan()
     thread.join()
     assert digests == [bytes(image[-32:])]
 
@@ -164,7 +165,7 @@ def test_writing_to_a_missing_directory(tmp_path: Path) -> None:
 
 
 def test_writing_over_a_directory(tmp_path: Path) -> None:
-    with pytest.raises(NimbleError, match="it is not a regular file"):
+    with pytest.raises(NimbleError, match="is a folder, expected the name of a file to write"):
         container.write(plans.cpu_plan(), tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -253,3 +254,16 @@ def test_not_a_plan_error_is_a_format_error(tmp_path: Path) -> None:
     path.write_bytes(b"x" * 200)
     with pytest.raises(PlanFormatError):
         container.read(path)
+
+
+def test_only_the_magic_word_is_damaged(plan_path: Path) -> None:
+    content = bytearray(plan_path.read_bytes())
+    content[-64] ^= 1
+    content[-32:] = hashlib.sha256(content[:-32]).digest()
+    plan_path.write_bytes(content)
+    assert refusal(plan_path) == f"the end of its {len(content)} bytes is missing or damaged; copy it again"
+
+
+def test_what_resembles_nothing_is_called_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"some text that is no plan at all")
+    assert refusal(tmp_path / "file") == "is not a plan file"

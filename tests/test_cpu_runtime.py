@@ -1,7 +1,9 @@
 """The CPU backend: errors, poison, streams, copies and fills, and plans that do not fit their models."""
 
 import gc
+import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -300,7 +302,7 @@ try:
 except nimblert.DeviceMismatchError as exc:
     print(exc)
 """
-    assert "pip install nimblec[cpu]" in python(code, tmp_path / "model.plan", without=["onnxruntime"])
+    assert "pip install 'nimblec[cpu]'" in python(code, tmp_path / "model.plan", without=["onnxruntime"])
 
 
 def test_onnx_runtime_reports_to_nobody(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,3 +337,14 @@ with nimblert.executable.load(sys.argv[1] + "/model.plan") as model:
 """
     python(code, tmp_path, without=["onnx", "torch"])
     np.testing.assert_array_equal(np.load(tmp_path / "y.npy"), run_plan(plan, {"x": X})[0])
+
+
+def test_a_profile_measures_each_command(path: Path) -> None:
+    plan = plan_file(path)
+    backend = CpuBackend(plan, plan.programs[0])
+    assert all(ns > 0 for ns in backend.profile())
+    slow = [0.02, 0.0, 0.04]
+    backend._issued = [(c, partial(time.sleep, s)) for c, s in zip(plan.programs[0].commands, slow, strict=True)]
+    durations = backend.profile()
+    assert all(s <= ns / 1e9 < s + 5 for ns, s in zip(durations, slow, strict=True))
+    backend.close()

@@ -43,8 +43,8 @@ def bindings_before_a_global(bindings: list[int]) -> int:
     return bindings.index(GLOBAL) if GLOBAL in bindings else len(bindings)
 
 
-def patched(cubin: bytes, offset: int, layout: str, value: int) -> bytes:
-    return cubin[:offset] + struct.pack(layout, value) + cubin[offset + struct.calcsize(layout) :]
+def patched(cubin: bytes, offset: int, layout: str, *values: int) -> bytes:
+    return cubin[:offset] + struct.pack(layout, *values) + cubin[offset + struct.calcsize(layout) :]
 
 
 def header_of(cubin: bytes, name: str) -> int:
@@ -264,3 +264,40 @@ def test_damage_raises_nothing_but_its_own_errors(name: str, data: st.DataObject
     except (CompileError, PlanFormatError):
         return
     assert "scale" in names & entry_symbols(part)
+
+
+def test_a_cubin_whose_segments_begin_where_others_end_is_cut() -> None:
+    cubin = (Path(__file__).parent / "data" / "delay.sm_90.cubin").read_bytes()
+    assert meaning(cut(cubin, {"delay"}), {"delay"}) == meaning(cubin, {"delay"})
+    assert program_headers(cut(cubin, {"delay"}))
+    assert entry_symbols(cut(cubin, set())) == set()
+
+
+@any_cubin
+def test_a_section_that_names_the_symbol_behind_the_last_is_not_cut(cubin: bytes) -> None:
+    rows = {row["name"]: row for row in sections(cubin)}
+    count = len(rows[".symtab"]["content"]) // 24
+    strange = patched(cubin, rows[".nv.info"]["offset"] + 4, "<I", count)  # behind the first record's head
+    with pytest.raises(UnfamiliarCubinError, match=f".nv.info: names symbol {count} of {count}"):
+        cut(strange, {"scale"})
+
+
+@any_cubin
+def test_sections_that_overlap_are_not_cut(cubin: bytes) -> None:
+    whole = patched(cubin, header_of(cubin, ".text.scale") + 24, "<QQ", 0, len(cubin))
+    with pytest.raises(UnfamiliarCubinError, match=r"bytes of sections that overlap in"):
+        cut(whole, {"scale"})
+
+
+@any_cubin
+def test_memory_that_a_kernel_wants_is_no_part_of_the_file(cubin: bytes) -> None:
+    (name, *_) = (row["name"] for row in sections(cubin) if row["type"] == NOBITS)
+    larger = patched(cubin, header_of(cubin, name) + 32, "<Q", 2 * len(cubin))
+    assert entry_symbols(cut(larger, {"scale"})) == {"scale"}
+
+
+@any_cubin
+def test_tables_stand_on_multiples_of_eight(cubin: bytes) -> None:
+    for kernel in sorted(KERNELS):
+        part = cut(cubin, {kernel})
+        assert struct.unpack_from("<Q", part, 40)[0] % 8 == 0

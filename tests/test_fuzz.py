@@ -19,7 +19,7 @@ CORPUS = sorted((ROOT / "fuzz" / "corpus").glob("*.plan"))
 @pytest.mark.parametrize("path", [p for p in CORPUS if p.name.startswith("crash-")], ids=lambda path: path.stem)
 def test_what_crashed_onnx_runtime_is_refused(path: Path) -> None:
     with pytest.raises(PlanInvalidError):
-        container.parse(memoryview(path.read_bytes()), path)
+        container.parse(memoryview(path.read_bytes()), str(path))
 
 
 def test_kept_files_neither_crash_nor_hang_in_memory_that_ends_where_a_tensor_does() -> None:

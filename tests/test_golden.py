@@ -165,3 +165,11 @@ def test_nan_agrees_with_nan_only() -> None:
 
 def test_another_number_of_elements_is_different() -> None:
     assert compare(np.zeros(3), expected=np.zeros(4), tolerance=0.5).difference == math.inf
+
+
+def test_a_record_of_numbers_far_apart_is_different_without_a_warning() -> None:
+    actual = np.array([-1.7e308])
+    recorded = golden.GoldenOutput(sha256=bytes(32), samples=(1.7e308,))
+    (compared,) = golden.check(golden.Golden(seed=0, tolerance=1e9, outputs=(recorded,)), [actual])
+    assert compared.verdict is Verdict.DIFFERENT
+    assert compared.difference == math.inf

@@ -109,7 +109,7 @@ def source(work: Path) -> Path:
     """A copy of what the wheel is built from, so that the build leaves nothing in the tree."""
     copy = work / "source"
     copy.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE", "nimblec", "runtime"):
+    for name in ("pyproject.toml", "docs", "LICENSE", "nimblec", "runtime"):
         (copy / name).symlink_to(ROOT / name)
     return copy
 

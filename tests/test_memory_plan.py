@@ -142,3 +142,33 @@ def test_nothing_needs_no_arena(model: Graph) -> None:
     schedule: Schedule = serial(dependencies(model))
     assert layout(model, schedule).arena_nbytes == 0
     assert arena_lower_bound(lifetimes(model, schedule)) == 0
+
+
+def test_memory_of_an_output_is_never_used_again() -> None:
+    view = TensorView(name="y", dtype="uint8", shape=(256,), strides=(1,), buffer=0)
+    model = graph(
+        temporaries(256, 256),
+        [kernel((), (access(0, 0, 256),)), kernel((), (access(1, 0, 256),))],
+        outputs=(view,),
+    )
+    schedule = serial(dependencies(model))
+    reused = Layout(offsets=(0, 0), arena_nbytes=256, weights_nbytes=0, state_nbytes=0)
+    (problem,) = overlaps(model, schedule, reused)
+    assert problem.startswith("buffers 0 ('') and 1 (''): share arena bytes 0 to 256")
+    assert list(overlaps(replace(model, outputs=()), schedule, reused)) == []
+
+
+def test_inputs_in_the_arena_are_there_together_even_if_one_is_not_read() -> None:
+    views = [TensorView(name=f"x{b}", dtype="uint8", shape=(256,), strides=(1,), buffer=b) for b in (0, 1)]
+    model = graph(temporaries(256, 256), [kernel((access(0, 0, 256),), ())], inputs=tuple(views))
+    schedule = serial(dependencies(model))
+    live = lifetimes(model, schedule)
+    assert live.buffers == (0, 1)
+    assert not live.precedes.any()
+    planned = layout(model, schedule)
+    assert sorted(planned.offsets) == [0, 256]
+
+
+def test_lower_bound_counts_bytes_up_to_31_bits() -> None:
+    model = dataflow((), (0,), sizes=((1 << 30) + 1, 4))
+    assert arena_lower_bound(lifetimes(model, serial(dependencies(model)))) == (1 << 30) + 5

@@ -282,3 +282,19 @@ def test_what_follows_a_norm_is_folded_too() -> None:
     after = rewritten(before, fold_batch_norm)
     assert counts(after) == {"convolution": 1}
     assert_same(before, after, x, rtol=1e-12)
+
+
+@pytest.mark.parametrize("computed", ["mean", "variance"])
+def test_a_norm_by_computed_statistics_stays(computed: str) -> None:
+    weight, vector = _random(4, 4, 1, 1), torch.rand(4, dtype=torch.float64) + 0.5
+
+    def model(x: Tensor) -> Tensor:
+        statistics = {"mean": vector, "variance": vector, computed: x.abs().mean((0, 2, 3)) + 1}
+        y = torch.conv2d(x, weight)
+        return aten._native_batch_norm_legit_no_training(y, vector, vector, *statistics.values(), 0.1, 1e-3)[0]
+
+    x = _random(2, 4, 5, 5)
+    before = record(model, x)
+    after = rewritten(before, fold_batch_norm)
+    assert counts(after)["_native_batch_norm_legit_no_training"] == 1
+    assert_same(before, after, x)

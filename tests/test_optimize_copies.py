@@ -80,3 +80,13 @@ def test_axes_of_length_one_change_places_without_a_transpose() -> None:
     after = rewritten(before, simplify)
     assert not counts(after).keys() & {"permute", "transpose"}
     assert_same(before, after, x)
+
+
+def test_a_copy_that_a_call_reads_in_its_order_stays() -> None:
+    def model(x: Tensor) -> Tensor:
+        return torch.cumsum(x.transpose(0, 1).clone(memory_format=torch.contiguous_format), 0)
+
+    before = record(model, X)
+    after = rewritten(before, drop_copies)
+    assert counts(after)["clone"] == 1
+    assert_same(before, after, X)

@@ -125,3 +125,14 @@ def test_other_orders_are_copied_too() -> None:
     assert counts(after) - counts(before) == {"clone": 1}
     assert not _refused(after)
     torch.testing.assert_close(after(X)[0], torch.group_norm(X.mT, 4))
+
+
+def test_a_weight_that_is_computed_stays_as_it_is() -> None:
+    def model(x: Tensor, w: Tensor) -> Tensor:
+        return torch.conv2d(x, w * 2)
+
+    weight = _weight(8, 8, 3, 3)
+    before = record(model, X, weight)
+    after = rewritten(before, propagate_channels_last)
+    assert counts(after)["convolution"] == 1
+    torch.testing.assert_close(after(X, weight)[0], before(X, weight)[0], rtol=2e-3, atol=2e-3)

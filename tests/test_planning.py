@@ -109,3 +109,28 @@ def test_a_memory_limit_trades_streams_for_memory() -> None:
     assert program.arena_nbytes <= serial
     with pytest.raises(CompileError, match=f"the least found is {serial}"):
         make_plan(graph, PROVENANCE, _StreamTimer({}), streams="max", memory_limit=serial - 1)
+
+
+def test_a_memory_limit_that_suffices_changes_nothing() -> None:
+    (program,) = make_plan(
+        _branches(), PROVENANCE, _StreamTimer({1: 100}), streams="max", memory_limit=1 << 20
+    ).programs
+    assert program.stream_count == 3
+
+
+def test_auto_tries_numbers_of_streams_below_the_widest_and_up_to_the_timers() -> None:
+    four = dataflow((), *[(0,)] * 4, (1, 2, 3, 4))
+    timer = _StreamTimer({})
+    assert _tried(four, timer) == {"1", "2", "max"}
+    timer.max_streams = 2
+    assert _tried(four, timer) == {"1", "2"}
+    timer.max_streams = 1
+    assert _tried(four, timer) == {"1"}
+
+
+def _tried(graph: Graph, timer: _StreamTimer) -> set[str]:
+    """The policies tried that are named by their number of streams."""
+    (program,) = make_plan(graph, PROVENANCE, timer).programs
+    if program.schedule is None:
+        return set()
+    return {c.policy for c in program.schedule.candidates if c.policy.isdecimal() or c.policy == "max"}

@@ -1,5 +1,6 @@
 """Schedules keep the order they must, and cost no more streams and waits than they have to."""
 
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -12,7 +13,7 @@ from nimblec.ir import Graph, Schedule
 from nimblec.schedule.check import problems
 from nimblec.schedule.dag import Dag, ancestors, scheduled_ancestors, transitive_reduction
 from nimblec.schedule.dependencies import dependencies
-from nimblec.schedule.launch_order import interleaved
+from nimblec.schedule.launch_order import _alternating, interleaved
 from nimblec.schedule.matching import maximum_matching
 from nimblec.schedule.streams import (
     arrange,
@@ -221,3 +222,17 @@ def test_random_schedules_differ_by_seed_only(seed: int) -> None:
     dag = Dag(predecessors=((),) * 20)
     assert random_schedule(dag, seed) == random_schedule(dag, seed)
     assert random_schedule(dag, seed) != random_schedule(dag, seed + 1)
+
+
+def test_kinds_alternate_and_the_least_demand_comes_first() -> None:
+    kinds = [False, False, False, True, True]
+    assert _alternating(((),) * 5, kinds, [3, 1, 2, 9, 8]) == (1, 4, 2, 3, 0)
+    assert _alternating(((), (0,), (0,), (0,)), [False, False, True, True], [1, 1, 7, 5]) == (0, 3, 1, 2)
+
+
+def test_the_median_task_counts_as_memory_bound() -> None:
+    model = dataflow((), (), ())
+    durations = (64, 64, 128)  # bytes for each ns: 1, 1, 0.5
+    tasks = tuple(replace(task, duration_ns=ns) for task, ns in zip(model.tasks, durations, strict=True))
+    model = replace(model, tasks=tasks)
+    assert interleaved(model, maximal(dependencies(model))).order == (2, 0, 1)

@@ -5,13 +5,11 @@ onnxruntime is imported when the first CPU plan is loaded, not before.
 
 import contextlib
 import os
-import tempfile
 import threading
 from collections.abc import Iterator
 from functools import cache, partial
 from importlib import import_module
 from math import prod
-from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, Self
 
@@ -22,6 +20,7 @@ from nimblert.host_memory import HostMemory
 from nimblert.onnx_model import ELEMENT_TYPES
 from nimblert.onnx_rules import EXTERNAL_FILE, ORIGIN
 from nimblert.plan import ITEM_NBYTES, Kernel, Launch, Parameter, ParameterKind, Plan, Pointer, Program
+from nimblert.scratch import scratch_folder
 
 NO_PACKED_COPIES = ("session.disable_prepacking", "1")
 """For a session that will not compute: kernels make no copy of weights in the order they like best."""
@@ -59,7 +58,7 @@ def onnxruntime() -> ModuleType:
     try:
         return import_module("onnxruntime")
     except ImportError as exc:
-        raise DeviceMismatchError("a CPU plan runs on ONNX Runtime: pip install nimblec[cpu]") from exc
+        raise DeviceMismatchError("a CPU plan runs on ONNX Runtime: pip install 'nimblec[cpu]'") from exc
 
 
 def share_thread_pool() -> None:
@@ -156,9 +155,9 @@ def ort_value(array: np.ndarray, dtype: str) -> Any:
 @contextlib.contextmanager
 def initializer_folder() -> Iterator[str]:
     """A folder that holds nothing but the empty file that initializers name."""
-    with tempfile.TemporaryDirectory(prefix="nimblert-") as folder:
-        Path(folder, EXTERNAL_FILE).touch()
-        yield folder
+    with scratch_folder() as folder:
+        (folder / EXTERNAL_FILE).touch()
+        yield str(folder)
 
 
 class SessionCache:
@@ -172,7 +171,8 @@ class SessionCache:
         self._memory = memory
         self._threads = _threads(plan, program)
         self._sessions: dict[tuple[object, ...], Any] = {}
-        self._options = onnxruntime().RunOptions()
+        self.options = onnxruntime().RunOptions()
+        """Those of every launch, so that `nimblert.streams` can end them all."""
         self._resources = contextlib.ExitStack()
         for origin in sorted({module.origin for module in plan.modules}):
             _check_origin(origin)
@@ -203,7 +203,7 @@ class SessionCache:
             bind(parameter.name, "cpu", 0, _element_type(parameter, array), parameter.shape, array.ctypes.data)
         # The method of the extension itself: 1.6 us a call where the Python wrapper around it takes 5
         # (30 with RunOptions), most of it to look for a WebGPU graph.
-        return partial(session._sess.run_with_iobinding, binding._iobinding, self._options)  # noqa: SLF001
+        return partial(session._sess.run_with_iobinding, binding._iobinding, self.options)  # noqa: SLF001
 
     def _session(self, index: int, pointers: dict[int, Pointer]) -> Any:
         kernel = self._plan.kernels[index]

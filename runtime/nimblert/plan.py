@@ -80,6 +80,9 @@ class Tensor:
     pointer: Pointer
     sample_range: tuple[int, int] | None = None
 
+    def __repr__(self) -> str:
+        return f"Tensor({_brief(self)})"
+
     @property
     def span_nbytes(self) -> int:
         """Bytes from the first element to the end of the last one; 0 for an empty tensor."""
@@ -141,6 +144,9 @@ class Kernel:
     max_dynamic_smem_nbytes: int = 0
     non_portable_cluster: bool = False
 
+    def __repr__(self) -> str:
+        return f"Kernel({self.symbol!r}, module={self.module}, {len(self.parameters)} parameters)"
+
     @property
     def params_nbytes(self) -> int:
         """Size of the parameter buffer of every launch of this kernel."""
@@ -155,7 +161,10 @@ class Weight:
     dtype: str
     shape: tuple[int, ...]
     offset: int
-    data: memoryview = field(repr=False)
+    data: memoryview
+
+    def __repr__(self) -> str:
+        return f"Weight({_brief(self)}, {self.data.nbytes:,} bytes at {self.offset:,})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,6 +212,10 @@ class Launch:
     cooperative: bool = False
     programmatic: bool = False
     duration_ns: int = 0
+
+    def __repr__(self) -> str:
+        counts = f"{len(self.reads)} reads, {len(self.writes)} writes"
+        return f"Launch(kernel={self.kernel}, stream={self.stream}, op={self.op}, grid={self.grid}, {counts})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,7 +283,7 @@ class GoldenOutput:
     """
 
     sha256: bytes
-    samples: tuple[float, ...]
+    samples: tuple[float, ...] = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -313,10 +326,10 @@ class ScheduleRecord:
     """
 
     policy: str
-    antichain: tuple[int, ...]
+    antichain: tuple[int, ...] = field(repr=False)
     arena_lower_bound_nbytes: int
     fewest_sync_count: int
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[Candidate, ...] = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -339,6 +352,12 @@ class Program:
     commands: tuple[Command, ...]
     golden: Golden | None = None
     schedule: ScheduleRecord | None = None
+
+    def __repr__(self) -> str:
+        return (
+            f"Program({self.name!r}: {_listed(self.inputs)} -> {_listed(self.outputs)};"
+            f" {len(self.commands)} commands on {self.stream_count} streams, arena of {self.arena_nbytes:,} bytes)"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -375,8 +394,29 @@ class Plan:
     state: tuple[Weight, ...]
     programs: tuple[Program, ...]
 
+    def __repr__(self) -> str:
+        names = ", ".join(repr(program.name) for program in self.programs[:_LISTED])
+        more = ", ..." if len(self.programs) > _LISTED else ""
+        return (
+            f"Plan({self.target.name.lower()} on {self.device.name!r}, programs {names}{more}:"
+            f" {len(self.kernels)} kernels, {len(self.weights)} weights of {self.weights_nbytes:,} bytes,"
+            f" made by {self.producer!r})"
+        )
+
     def save(self, path: str | PathLike[str]) -> None:
         """Write the plan to ``path``: first to a temporary name beside it, then renamed."""
         from nimblert import container  # container needs this module first
 
         container.write(self, path)
+
+
+_LISTED = 4
+"""Of what may be many, a repr shows so many."""
+
+
+def _brief(tensor: Tensor | Weight) -> str:
+    return f"{tensor.name!r}: {tensor.dtype} {tensor.shape}"
+
+
+def _listed(tensors: tuple[Tensor, ...]) -> str:
+    return ", ".join(map(_brief, tensors[:_LISTED])) + (", ..." if len(tensors) > _LISTED else "")
