@@ -2,13 +2,11 @@
 
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from fuzz import decoder, plans
-from fuzz.campaign import Fuzzer, main
 from nimblert import container
 from nimblert.errors import PlanError, PlanInvalidError
 
@@ -22,10 +20,10 @@ def test_what_crashed_onnx_runtime_is_refused(path: Path) -> None:
         container.parse(memoryview(path.read_bytes()), str(path))
 
 
-def test_kept_files_neither_crash_nor_hang_in_memory_that_ends_where_a_tensor_does() -> None:
-    names = [str(path) for path in CORPUS]
+def run(*arguments: str) -> tuple[int, str]:
+    """A campaign in a process of its own, which forks: its status and what it prints."""
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "fuzz.corpus", *names],
+        [sys.executable, "-P", *arguments],
         cwd=ROOT,
         env={"PYTHONPATH": f"{ROOT}:{ROOT / 'runtime'}"},
         capture_output=True,
@@ -33,20 +31,21 @@ def test_kept_files_neither_crash_nor_hang_in_memory_that_ends_where_a_tensor_do
         timeout=250,
         check=False,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_kept_files_neither_crash_nor_hang_in_memory_that_ends_where_a_tensor_does() -> None:
+    status, said = run("-m", "fuzz.corpus", *map(str, CORPUS))
+    assert status == 0, said
     seeds = sum(path.name.startswith("seed-") for path in CORPUS)
-    assert f"'runs': {seeds}" in done.stdout
-    assert f"'refused': {len(CORPUS) - seeds}" in done.stdout
-
-
-def campaign(build: Callable[..., bytes], judge: Callable[[bytes], str], folder: Path, runs: int) -> int:
-    fuzzer = Fuzzer(name="test", build=build, judge=judge)
-    return main(fuzzer, ["--runs", str(runs), "--jobs", "2", "--seconds", "200", "--corpus", str(folder)])
+    assert f"'runs': {seeds}" in said
+    assert f"'refused': {len(CORPUS) - seeds}" in said
 
 
 def test_a_short_campaign_of_damaged_bytes_finds_nothing(tmp_path: Path) -> None:
-    assert campaign(decoder.build, decoder.judge, tmp_path / "found", 400) == 0
-    assert not (tmp_path / "found").exists()
+    found = tmp_path / "found"
+    status, said = run("-m", "fuzz.decoder", "--runs", "400", "--jobs", "2", "--corpus", str(found))
+    assert (status, found.exists()) == (0, False), said
 
 
 def test_cases_follow_from_seed_and_number() -> None:
@@ -67,29 +66,26 @@ def test_damaged_plans_are_refused_or_read() -> None:
     assert outcomes == {"read", "refused"}
 
 
-def crash(file: bytes) -> str:
-    """Die as a broken kernel would, on one case of ten."""
+MADE_UP = """
+import os, sys
+from fuzz.campaign import Fuzzer, main
+
+def judge(file):
     if file[0] == 3:
-        import os
-
-        os.abort()
+        WHAT
     return "fine"
 
-
-def escape(file: bytes) -> str:
-    if file[0] == 4:
-        raise KeyError(file[0])
-    return "fine"
+fuzzer = Fuzzer(name="test", build=lambda seed, number, note: bytes([number % 10]), judge=judge)
+sys.exit(main(fuzzer, ["--runs", "10", "--jobs", "2", "--corpus", sys.argv[1]]))
+"""
 
 
-def number_of(_seed: int, number: int, _note: Callable[[bytes], object]) -> bytes:
-    return bytes([number % 10])
-
-
-@pytest.mark.parametrize(("judge", "number", "text"), [(crash, 3, "ends with status 6"), (escape, 4, "KeyError: 4")])
-def test_a_crash_and_an_escape_are_found_and_kept(
-    judge: Callable[[bytes], str], number: int, text: str, tmp_path: Path
-) -> None:
-    assert campaign(number_of, judge, tmp_path, 10) == 1
-    assert (tmp_path / f"test-0-{number}.plan").read_bytes() == bytes([number])
-    assert text in (tmp_path / f"test-0-{number}.txt").read_text()
+@pytest.mark.parametrize(
+    ("what", "text"), [("os.kill(os.getpid(), 11)", "ends with status 11"), ("raise KeyError('x')", "KeyError: 'x'")]
+)
+def test_a_crash_and_an_escape_are_found_and_kept(what: str, text: str, tmp_path: Path) -> None:
+    status, said = run("-c", MADE_UP.replace("WHAT", what), str(tmp_path))
+    assert status == 1, said
+    assert "1 found" in said
+    assert (tmp_path / "test-0-3.plan").read_bytes() == bytes([3])
+    assert text in (tmp_path / "test-0-3.txt").read_text()
