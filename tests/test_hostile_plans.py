@@ -209,6 +209,17 @@ def test_calls_that_crash_onnx_runtime_or_draw_random_numbers_are_refused(
     assert "no operator that a plan may call" in sentence or "is left out, and must be there" in sentence
 
 
+def test_inputs_left_out_by_name_at_the_end_are_refused_and_the_compiler_drops_them(tmp_path: Path) -> None:
+    tail = node("Clip", ["x", "low", ""], ["y"])
+    x, low = np.ones((2, 4), np.float32), np.array(0, np.float32)
+    assert "its last input or output is left out" in refusal(
+        of(x, low, call=tail, outputs=[("float32", (2, 4))], kind="input")
+    )
+    path = write_model(tmp_path / "m.onnx", [tail], [floats("x", 2, 4)], [floats("y", 2, 4)], constants={"low": low})
+    (module,) = plan_file(path).modules
+    assert len(ModelProto.FromString(bytes(module.code)).graph.node[0].input) == 2
+
+
 def test_a_bias_that_is_too_short_is_refused_though_the_parameters_agree() -> None:
     x, w, b = (np.ones(shape, np.float32) for shape in ((1, 1, 1, 1), (4096, 1, 1, 1), (1,)))
     call = node("Conv", ["x", "w", "b"], ["y"])

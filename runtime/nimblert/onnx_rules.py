@@ -194,6 +194,8 @@ def _node_problems(node: Node, opsets: Mapping[str, int], known: frozenset[str],
     for name in node.input:
         if name and name not in known:
             yield f"{node.op_type}: reads {name!r}, which nothing gives"
+    if not inner and "" in (*node.input[-1:], *node.output[-1:]):
+        yield f"{node.op_type}: its last input or output is left out by name, expected fewer of them"
     names = [attribute.name or "" for attribute in node.attribute]
     missing = {name for name, (_, required) in operator.attributes.items() if required} - set(names)
     if missing or len(set(names)) != len(names):
