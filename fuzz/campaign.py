@@ -1,3 +1,4 @@
+# ruff: noqa: T201 (a program that prints)
 """Run numbered cases in child processes of bounded memory and time, and keep what goes wrong."""
 
 import argparse

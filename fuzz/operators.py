@@ -25,17 +25,19 @@ from nimblert.dtypes import numpy_dtype
 from nimblert.limits import DEFAULT_LIMITS
 from nimblert.onnx_model import ELEMENT_TYPES
 from nimblert.onnx_session import open_session, ort_value, runtime_errors
-from nimblert.plan import ITEM_NBYTES
+from nimblert.plan import ITEM_NBYTES, Tensor
 from nimblert.protobuf import Budget
 
 _DTYPES = {number: dtype for dtype, number in ELEMENT_TYPES.items()}
-_INTS = (0, 1, 2, 3, 4, 8, -1, -2, -3, 7, 16, 31, 64, 255, 1000, 1 << 31, (1 << 31) - 1, 1 << 40, (1 << 63) - 1, -(1 << 63))
+_SMALL = (0, 1, 2, 3, 4, 8, -1, -2)
+_INTS = (*_SMALL, -3, 7, 16, 31, 64, 255, 1000, 1 << 31, (1 << 31) - 1, 1 << 40, (1 << 63) - 1, -(1 << 63))
 _FLOATS = (0.0, 1.0, -1.0, 0.5, 1e-30, 1e30, float("inf"), float("-inf"), float("nan"), 3.0, -0.0)
-_STRINGS = (b"", b"NOTSET", b"SAME_UPPER", b"SAME_LOWER", b"VALID", b"linear", b"cubic", b"nearest", b"reflect", b"edge",
-            b"wrap", b"constant", b"add", b"mul", b"max", b"min", b"none", b"avg", b"sum", b"\xff\xfe", b"ij,jk->ik", b"...i->i",
-            b"ii->i", b"i,,j->k", b"->", b"iiii->", b"DCR", b"CRD", b"forward", b"reverse", b"bidirectional", b"LEFT",
-            b"Tanh", b"Sigmoid", b"Relu", b"half_pixel", b"align_corners", b"asymmetric", b"tf_crop_and_resize", b"bilinear",
-            b"BRANCH_LEQ", b"LEAF", b"SUM", b"NONE", b"SOFTMAX", b"LOGISTIC", b"exact", b"tanh", b"silu", b"swiglu")  # fmt: skip
+_WORDS = """
+NOTSET SAME_UPPER SAME_LOWER VALID linear cubic nearest reflect edge wrap constant add mul max min none avg sum
+ij,jk->ik ...i->i ii->i i,,j->k -> iiii-> DCR CRD forward reverse bidirectional LEFT Tanh Sigmoid Relu half_pixel
+align_corners asymmetric tf_crop_and_resize bilinear BRANCH_LEQ LEAF SUM NONE SOFTMAX LOGISTIC exact tanh silu swiglu
+"""
+_STRINGS = (*map(str.encode, _WORDS.split()), b"", b"\xff\xfe")
 _MOST_NBYTES = 16 << 20
 
 Rng = random.Random
@@ -65,7 +67,8 @@ def examples() -> tuple[Case, ...]:
         known = onnx_operators.find(node.domain, node.op_type, opset) is not None
         if known and all(isinstance(a, np.ndarray) and a.dtype.name in ITEM_NBYTES for a in arrays.values()):
             found.append(Case(node, opset, arrays))
-    return tuple(found)
+    wanted = set(_wanted())
+    return tuple(case for case in found if f"{case.node.domain}:{case.node.op_type}" in wanted)
 
 
 @cache
@@ -74,15 +77,10 @@ def _wanted() -> list[str]:
     return os.environ.get("FUZZ_OPERATORS", "").split() or list(OPERATORS)
 
 
-def _is_wanted(node: NodeProto) -> bool:
-    return f"{node.domain}:{node.op_type}" in _wanted()
-
-
 def build(seed: int, number: int, note: Callable[[bytes], object]) -> bytes:
     """The plan file of a case; it gives as many outputs as ONNX Runtime says that the node has."""
-    rng = Rng(f"{seed} {number}")  # noqa: S311 - reproducible damage, no secrets
-    has_examples = any(_is_wanted(case.node) for case in examples())
-    case = _damaged(rng) if has_examples and rng.random() < 0.5 else _drawn(rng)
+    rng = Rng(f"{seed} {number}")
+    case = _damaged(rng) if examples() and rng.random() < 0.5 else _drawn(rng)
     names = {name: f"i{i}" for i, name in enumerate(dict.fromkeys(filter(None, case.node.input)))}
     names |= {name: f"o{i}" for i, name in enumerate(dict.fromkeys(filter(None, case.node.output)))}
     node = NodeProto(op_type=case.node.op_type, domain=case.node.domain, overload="")
@@ -93,13 +91,14 @@ def build(seed: int, number: int, note: Callable[[bytes], object]) -> bytes:
         attribute.ClearField("doc_string")
     arrays = {new: case.arrays[old] for old, new in names.items() if old in case.arrays}
     kinds = {name: rng.choice(wrapped.KINDS) for name in arrays}
-    made = [name for name in node.output if name]
-    shapes = _outputs(rng, node, case.opset, arrays, kinds, made, note)
-    return container.encode_file(wrapped.plan_of(node, case.opset, arrays, kinds, shapes))
+    outputs = _outputs(Case(node, case.opset, arrays), kinds, rng, note)
+    return container.encode_file(wrapped.plan_of(node, case.opset, arrays, kinds, outputs))
 
 
-def _outputs(rng, node, opset, arrays, kinds, made, note):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202
+def _outputs(case: Case, kinds: dict[str, str], rng: Rng, note: Callable[[bytes], object]) -> list[Tensor]:
     """The outputs as a run of the node gives them; guesses where it gives none."""
+    node, opset, arrays = case.node, case.opset, case.arrays
+    made = [name for name in node.output if name]
     guess = [wrapped.output(i, name, "float32", (rng.choice((1, 2, 3)),)) for i, name in enumerate(made)]
     plan = wrapped.plan_of(node, opset, arrays, kinds, guess)
     kernel, module = plan.kernels[0], plan.modules[0]
@@ -143,14 +142,12 @@ def _dtype(element_type: int) -> str | None:
 
 
 def _damaged(rng: Rng) -> Case:
-    source = rng.choice([case for case in examples() if _is_wanted(case.node)])
+    source = rng.choice(examples())
     node = NodeProto()
     node.CopyFrom(source.node)
     case = Case(node, source.opset, dict(source.arrays))
     for _ in range(rng.choice((0, 1, 1, 1, 2, 3))):
-        rng.choice((_shape, _shape, _values, _values, _retype, _attribute, _attribute, _attribute, _input, _output, _opset))(
-            case, rng
-        )
+        rng.choice(_DAMAGES)(case, rng)
     return case
 
 
@@ -218,24 +215,23 @@ def _array(rng: Rng, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
 def _value(rng: Rng, name: str, kind: int) -> AttributeProto | None:
     """An attribute of a type; None for graphs and what is no tensor of numbers."""
     size = rng.choice((0, 1, 2, 2, 3, 4, 5, 8))
-    small = rng.random() < 0.7
-    ints = [rng.choice(_INTS[:8] if small else _INTS) for _ in range(size)]
-    match kind:
-        case AttributeProto.FLOAT:
-            return helper.make_attribute(name, rng.choice(_FLOATS))
-        case AttributeProto.INT:
-            return helper.make_attribute(name, rng.choice((*_INTS[:9], *range(20)) if small else _INTS))
-        case AttributeProto.STRING:
-            return helper.make_attribute(name, rng.choice(_STRINGS))
-        case AttributeProto.FLOATS:
-            return helper.make_attribute(name, [rng.choice(_FLOATS) for _ in range(size)], attr_type=kind)
-        case AttributeProto.INTS:
-            return helper.make_attribute(name, ints, attr_type=kind)
-        case AttributeProto.STRINGS:
-            return helper.make_attribute(name, [rng.choice(_STRINGS) for _ in range(size)], attr_type=kind)
-        case AttributeProto.TENSOR:
-            tensor = numpy_helper.from_array(_array(rng, rng.choice(list(ELEMENT_TYPES)), _dims(rng, rng.choice((0, 1, 1, 2)))))
-            return helper.make_attribute(name, tensor)
+    integers = rng.choice((_SMALL, _SMALL, _SMALL, range(20), _INTS))
+    dtype, dims = rng.choice(list(ELEMENT_TYPES)), _dims(rng, rng.choice((0, 1, 1, 2)))
+    single: dict[int, Callable[[], object]] = {
+        AttributeProto.FLOAT: lambda: rng.choice(_FLOATS),
+        AttributeProto.INT: lambda: rng.choice(integers),
+        AttributeProto.STRING: lambda: rng.choice(_STRINGS),
+        AttributeProto.TENSOR: lambda: numpy_helper.from_array(_array(rng, dtype, dims)),
+    }
+    lists = {
+        AttributeProto.FLOATS: AttributeProto.FLOAT,
+        AttributeProto.INTS: AttributeProto.INT,
+        AttributeProto.STRINGS: AttributeProto.STRING,
+    }
+    if kind in single:
+        return helper.make_attribute(name, single[kind]())
+    if kind in lists:
+        return helper.make_attribute(name, [single[lists[kind]]() for _ in range(size)], attr_type=kind)
     return None
 
 
@@ -304,11 +300,13 @@ def _input(case: Case, rng: Rng) -> None:
     inputs = list(case.node.input)
     if not inputs:
         return
-    at = rng.randrange(len(inputs))
-    change: Callable[[], object] = rng.choice(
-        (lambda: inputs.__setitem__(at, ""), lambda: inputs.pop(), lambda: inputs.append(inputs[at]), lambda: inputs.__setitem__(at, inputs[0]))
-    )
-    change()
+    at, action = rng.randrange(len(inputs)), rng.randrange(4)
+    if action == 0:
+        inputs.pop()
+    elif action == 1:
+        inputs.append(inputs[at])
+    else:
+        inputs[at] = "" if action == 2 else inputs[0]
     del case.node.input[:]
     case.node.input.extend(inputs)
     case.arrays = {name: array for name, array in case.arrays.items() if name in inputs}
@@ -324,6 +322,9 @@ def _output(case: Case, rng: Rng) -> None:
 
 def _opset(case: Case, rng: Rng) -> None:
     case.opset = rng.randint(1, onnx_operators.NEWEST_OPSETS[case.node.domain])
+
+
+_DAMAGES = (_shape, _shape, _values, _values, _retype, _attribute, _attribute, _attribute, _input, _output, _opset)
 
 
 def start() -> None:

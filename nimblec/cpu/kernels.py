@@ -165,10 +165,17 @@ def _canonical_node(node: NodeProto, names: Mapping[str, str]) -> NodeProto:
         op_type=node.op_type,
         domain=node.domain,
         overload=node.overload,
-        input=[names.get(name, "") for name in node.input],
-        output=[names.get(name, "") for name in node.output],
+        input=_without_tail([names.get(name, "") for name in node.input]),
+        output=_without_tail([names.get(name, "") for name in node.output]),
         attribute=attributes,
     )
+
+
+def _without_tail(names: list[str]) -> list[str]:
+    """The names up to the last that is there: some kernels count those that are left out by name, and read them."""
+    while names and not names[-1]:
+        names.pop()
+    return names
 
 
 def _without_text(attribute: AttributeProto) -> AttributeProto:

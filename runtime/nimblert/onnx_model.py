@@ -7,7 +7,7 @@ listed is refused: functions, sparse tensors, training, metadata, names of devic
 from dataclasses import dataclass
 from typing import Optional
 
-from nimblert.protobuf import Budget, Field, read
+from nimblert.protobuf import Budget, Field, by_tag, read
 
 ELEMENT_TYPES = {
     "bool": 9,
@@ -167,7 +167,7 @@ def _one(name: str, kind: object) -> Field:
     return Field(name=name, kind=kind)
 
 
-_FIELDS = {
+_NUMBERED = {
     Model: {1: _one("ir_version", "int64"), 7: _one("graph", Graph), 8: _many("opset_import", Opset)},
     Opset: {1: _one("domain", "text"), 2: _one("version", "int64")},
     Graph: {
@@ -224,6 +224,7 @@ _FIELDS = {
     Shape: {1: _many("dim", Dimension)},
     Dimension: {1: _one("dim_value", "int64"), 2: _one("dim_param", "text")},
 }
+_FIELDS = by_tag(_NUMBERED)
 
 
 def read_model(code: bytes, budget: Budget) -> Model:

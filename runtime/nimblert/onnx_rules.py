@@ -138,10 +138,12 @@ def _call(graph: Graph, parameters: Sequence[Parameter]) -> Call:
     """The node of the model with the shapes of what it reads and gives."""
     (node,) = graph.node
     shapes = {tensor.name: tensor.dims for tensor in graph.initializer} | {p.name: p.shape for p in parameters}
+    embedded = {tensor.name for tensor in graph.initializer if tensor.data_location != _EXTERNAL}
     return Call(
         attributes={attribute.name or "": attribute for attribute in node.attribute},
         inputs=tuple(shapes.get(name) for name in node.input),
         outputs=tuple(shapes.get(name) for name in node.output),
+        constant=frozenset(place for place, name in enumerate(node.input) if name in embedded),
     )
 
 
@@ -192,6 +194,8 @@ def _node_problems(node: Node, opsets: Mapping[str, int], known: frozenset[str],
     for name in node.input:
         if name and name not in known:
             yield f"{node.op_type}: reads {name!r}, which nothing gives"
+    if not inner and "" in (*node.input[-1:], *node.output[-1:]):
+        yield f"{node.op_type}: its last input or output is left out by name, expected fewer of them"
     names = [attribute.name or "" for attribute in node.attribute]
     missing = {name for name, (_, required) in operator.attributes.items() if required} - set(names)
     if missing or len(set(names)) != len(names):
@@ -221,6 +225,9 @@ def _attribute_problems(attribute: Attribute, opsets: Mapping[str, int], known: 
     given = [name for name in _ATTRIBUTE_FIELDS.values() if getattr(attribute, name) not in (None, ())]
     if given not in ([held], []) or (held in ("f", "i", "s", "t", "g") and not given):
         yield f"model: attribute {attribute.name!r} of type {attribute.type} has the values {given}"
+    for text in (attribute.s or b"", *attribute.strings):
+        if not text.isascii() or not text.decode("ascii").isprintable():
+            yield f"model: attribute {attribute.name!r} is {text!r}, expected printable ASCII"
     if attribute.t is not None:
         yield from _constant_problems(attribute.t)
     if attribute.g is not None:

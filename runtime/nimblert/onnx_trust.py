@@ -8,6 +8,7 @@ corpus replays them. A rule here is stricter than the fault needs where that mak
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from math import prod
 from types import MappingProxyType
 
 from nimblert.onnx_model import Attribute
@@ -17,11 +18,15 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """A node with the shapes of its inputs and outputs: None where one is left out."""
+    """A node with the shapes of its inputs and outputs: None where one is left out.
+
+    ``constant``: the places of inputs whose values are part of the model.
+    """
 
     attributes: Mapping[str, Attribute]
     inputs: tuple[Shape | None, ...]
     outputs: tuple[Shape | None, ...]
+    constant: frozenset[int]
 
     def input(self, index: int) -> Shape | None:
         """The shape of an input; None where the call leaves it out."""
@@ -59,6 +64,12 @@ _EMPTY_INPUTS = {"Resize": frozenset({1, 2}), "Upsample": frozenset({1})}
 """Inputs that exporters leave empty instead of out."""
 
 
+_SIZES = dict.fromkeys(("kernel_shape", "strides", "dilations"), 1 << 20)
+_SIZES |= dict.fromkeys(("blocksize", "group", "hidden_size", "output_shape"), 1 << 24)
+_HEADS = dict.fromkeys(("num_heads", "q_num_heads", "kv_num_heads"), 1 << 24)
+"""Attributes that kernels divide by, or multiply without looking, and more than any network has."""
+
+
 def problems(operator: str, call: Call) -> Iterator[str]:
     """Yield a sentence for each thing about ``call`` that a kernel of ``operator`` would take for granted."""
     if operator not in ANY_SHAPE:
@@ -67,6 +78,11 @@ def problems(operator: str, call: Call) -> Iterator[str]:
             for i, shape in enumerate(shapes):
                 if shape is not None and 0 in shape and not (what == "input" and i in may_be_empty):
                     yield f"{operator}: {what} {i} is empty"
+    sizes = _SIZES | _HEADS if "Attention" in operator else _SIZES
+    for name in sizes.keys() & call.attributes.keys():
+        numbers = call.integers(name) or (call.integer(name, 1),)
+        if not 0 < min(numbers) <= max(numbers) <= sizes[name]:
+            yield f"{operator}: {name} is {numbers}, expected each from 1 to {sizes[name]}"
     for rule in _RULES.get(operator, ()):
         for sentence in rule(call):
             yield f"{operator}: {sentence}"
@@ -112,6 +128,62 @@ def _batch_norm(call: Call) -> Iterator[str]:
         yield "training without the outputs that it writes"
 
 
+def _ranks(*allowed: str) -> Rule:
+    """How many dimensions each input may have, one digit for each number that will do."""
+
+    def rule(call: Call) -> Iterator[str]:
+        for place, (shape, digits) in enumerate(zip(call.inputs, allowed, strict=False)):
+            if shape is not None and str(len(shape)) not in digits:
+                yield f"input {place} has the shape {shape}, expected {' or '.join(digits)} dimensions"
+
+    return rule
+
+
+def _scales(*places: int) -> Rule:
+    """Scales and zero points are single numbers and part of the model: tables are made of them at load."""
+
+    def rule(call: Call) -> Iterator[str]:
+        for place in places:
+            shape = call.input(place)
+            if shape is not None and (prod(shape) != 1 or place not in call.constant):
+                yield f"input {place}, a scale or zero point, is not one number that is part of the model"
+
+    return rule
+
+
+def _columns(*places: int) -> Rule:
+    """Both matrices have two dimensions or more; scales, zero points and bias are single, or one for each column."""
+
+    def rule(call: Call) -> Iterator[str]:
+        left, right = call.inputs[:2]
+        if left is None or right is None or min(len(left), len(right)) < 2:
+            yield f"matrices of shapes {left} and {right}"
+            return
+        for place in places:
+            shape = call.input(place)
+            if shape is not None and shape not in ((), (1,), right[-1:]):
+                yield f"input {place} has the shape {shape}, expected one number or {right[-1]}"
+
+    return rule
+
+
+def _bias_of_columns(place: int) -> Rule:
+    """A bias has one number for each column of the second matrix."""
+
+    def rule(call: Call) -> Iterator[str]:
+        right, given = call.input(1), call.input(place)
+        if given is not None and right is not None and given != right[-1:]:
+            yield f"bias of shape {given}, expected {right[-1:]}"
+
+    return rule
+
+
+def _batch_dims(call: Call) -> Iterator[str]:
+    ranks = [len(shape) for shape in call.inputs if shape is not None]
+    if not 0 <= call.integer("batch_dims") < min(ranks, default=1):
+        yield f"batch_dims is {call.integer('batch_dims')}, of tensors of {ranks} dimensions"
+
+
 def _switches(*names: str) -> Rule:
     """Attributes that are 0 or 1."""
 
@@ -146,15 +218,33 @@ def _grams(call: Call) -> Iterator[str]:
 
 _RULES: Mapping[str, tuple[Rule, ...]] = MappingProxyType(
     {
+        "Attention": (_ranks("34", "34", "34", "1234", "4", "4", "1"),),
         "BatchNormalization": (_batch_norm,),
         "Conv": (_bias(1, 2),),
         "ConvTranspose": (_transposed_bias,),
         "DFT": (_switches("inverse", "onesided"),),
         "DeformConv": (_bias(1, 3),),
+        "GatherND": (_batch_dims,),
         "QLinearConv": (_bias(3, 8),),
         "TfIdfVectorizer": (_grams,),
+        "com.microsoft.Attention": (_ranks("3", "2", "1", "1234", "5", "4", "01"),),
+        "com.microsoft.DynamicQuantizeMatMul": (_columns(2, 3, 4), _bias_of_columns(4)),
+        "com.microsoft.DynamicQuantizeLSTM": (_ranks("3", "3", "3", "2", "1", "3", "3", "2", "12", "12", "12", "12"),),
+        "com.microsoft.EmbedLayerNormalization": (_ranks("2", "2", "2", "2", "2", "1", "1", "2", "2"),),
         "com.microsoft.FusedConv": (_bias(1, 2), _summand(3)),
+        "com.microsoft.GatherND": (_batch_dims,),
+        "com.microsoft.MatMulIntegerToFloat": (_columns(2, 3, 4, 5, 6), _bias_of_columns(6)),
+        "com.microsoft.MatMulNBits": (_ranks("12345", "23", "123", "123", "1", "1"),),
+        "com.microsoft.MultiHeadAttention": (_ranks("35", "345", "34", "1", "123", "4", "4", "4", "01", "3"),),
+        "com.microsoft.QAttention": (_ranks("3", "2", "1", "01", "01", "1234", "01", "01", "5"),),
         "com.microsoft.QLinearConv": (_bias(3, 8),),
+        "com.microsoft.QLinearLeakyRelu": (_scales(1, 2, 3, 4),),
+        "com.microsoft.QLinearSigmoid": (_scales(1, 2, 3, 4),),
+        "com.microsoft.QLinearSoftmax": (_scales(1, 2, 3, 4),),
+        "com.microsoft.QLinearWhere": (_scales(2, 3, 5, 6, 7, 8),),
+        "com.microsoft.RotaryEmbedding": (_ranks("34", "012", "2", "2"),),
+        "com.microsoft.SkipLayerNormalization": (_ranks("23", "123", "1", "1", "1"),),
+        "com.microsoft.SkipSimplifiedLayerNormalization": (_ranks("23", "123", "1", "1"),),
         "com.microsoft.nchwc.Conv": (_bias(1, 2), _summand(3)),
     }
 )

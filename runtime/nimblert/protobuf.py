@@ -36,7 +36,19 @@ class Field:
 
 
 Fields = Mapping[type, Mapping[int, Field]]
-"""For each record class its fields by number."""
+"""For each record class its fields by tag: the number and the wire type as they stand before a value."""
+
+
+def by_tag(numbered: Mapping[type, Mapping[int, Field]]) -> Fields:
+    """The fields of each record class by tag, from those by number."""
+    return {
+        record: {number << 3 | _wire_type(field): field for number, field in fields.items()}
+        for record, fields in numbered.items()
+    }
+
+
+def _wire_type(field: Field) -> int:
+    return _BYTES if field.packed else _WIRE_TYPES.get(field.kind, _BYTES)
 
 
 class Budget:
@@ -70,25 +82,34 @@ class _Reader:
         """The record that the bytes from ``at`` to ``end`` are."""
         if depth > MAX_DEPTH:
             raise PlanFormatError(f"protobuf: messages within messages at byte {at}, deeper than {MAX_DEPTH}")
-        known = self._fields[record]
+        data, known = self._data, self._fields[record]
         values: dict[str, Any] = {}
+        lists: dict[str, list[Any]] = {}
         before = 0
         while at < end:
-            tag, at = self._varint(at, end)
-            number = tag >> 3
-            field = known.get(number)
+            tag = data[at]
+            if tag < 0x80:  # as nearly all are
+                at += 1
+            else:
+                tag, at = self._varint(at, end)
+            field = known.get(tag)
             if field is None:
-                raise PlanFormatError(f"protobuf: field {number} at byte {at} is none that {record.__name__} may have")
-            if number < before or (number == before and (field.packed or not field.repeated)):
+                raise PlanFormatError(
+                    f"protobuf: field {tag >> 3} of wire type {tag & 7} at byte {at} is none that"
+                    f" {record.__name__} may have"
+                )
+            if tag <= before and (tag < before or field.packed or not field.repeated):
                 raise PlanFormatError(f"protobuf: {record.__name__}.{field.name} at byte {at} is out of order")
-            before = number
+            before = tag
             value, at = self._value(field, tag & 7, at, end, depth)
             self._claim(at)
             if field.repeated and not field.packed:
-                values.setdefault(field.name, []).append(value)
+                lists.setdefault(field.name, []).append(value)
             else:
                 values[field.name] = value
-        return record(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+        for name, items in lists.items():
+            values[name] = tuple(items)
+        return record(**values)
 
     def _claim(self, at: int) -> None:
         self._budget.left -= 1
@@ -98,10 +119,7 @@ class _Reader:
     def _value(self, field: Field, wire_type: int, at: int, end: int, depth: int) -> tuple[Any, int]:
         """The value of a field and where it ends."""
         kind = field.kind
-        expected = _BYTES if field.packed else _WIRE_TYPES.get(kind, _BYTES)
-        if wire_type != expected:
-            raise PlanFormatError(f"protobuf: {field.name} at byte {at} has wire type {wire_type}, expected {expected}")
-        if expected != _BYTES:
+        if wire_type != _BYTES:
             return self._number(kind, at, end)
         nbytes, at = self._varint(at, end)
         stop = at + nbytes
@@ -109,10 +127,10 @@ class _Reader:
             raise PlanFormatError(f"protobuf: {field.name} at byte {at} ends at {stop}, beyond its message ({end})")
         if field.packed:
             return self._packed(field, at, stop), stop
-        if kind == "bytes":
-            return self._data[at:stop], stop
         if kind == "text":
             return self._text(field, at, stop), stop
+        if kind == "bytes":
+            return self._data[at:stop], stop
         return self.message(kind, at, stop, depth + 1), stop
 
     def _text(self, field: Field, at: int, stop: int) -> str:
@@ -146,6 +164,8 @@ class _Reader:
 
     def _varint(self, at: int, end: int) -> tuple[int, int]:
         """An unsigned number of at most 64 bits in as few bytes as it needs, and where it ends."""
+        if at < end and self._data[at] < 0x80:
+            return self._data[at], at + 1
         value = shift = 0
         while at < end:
             byte = self._data[at]

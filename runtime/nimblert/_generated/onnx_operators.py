@@ -834,8 +834,6 @@ OPERATORS = {
 1/1/110c02/1/110c02/""",
     "com.microsoft:GridSample": """\
 1/2/1fffe 1fffe/1/1c02/align_corners=2 mode=3 padding_mode=3""",
-    "com.microsoft:GroupQueryAttention": """\
-1/7/110402 ?10402 ?10402 ?3040e ?3040e 140 140 ?10402 ?10402 ?80 ?10402 ?10402 ?2 ?2 ?10402 ?10402/1/110402 ?3040e ?3040e ?10402/causal=2 do_rotary=2 k_quant_type=3 kv_cache_bit_width=2 kv_num_heads=2! local_window_size=2 num_heads=2! qk_norm_epsilon=1 qk_output=2 rotary_interleaved=2 scale=1 sliding_window_cache=2 smooth_softmax=2 softcap=1 v_quant_type=3""",
     "com.microsoft:Inverse": """\
 1/1/1c02/1/1c02/""",
     "com.microsoft:MatMulIntegerToFloat": """\

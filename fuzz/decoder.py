@@ -1,0 +1,71 @@
+"""Damaged bytes of plan files through the decoder, the rules and the proof of order."""
+
+import random
+import struct
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+from fuzz.campaign import Fuzzer, main
+from nimblert import container
+from nimblert.errors import PlanError
+from nimblert.hazards import hazards
+
+_CORPUS = Path(__file__).parent / "corpus"
+_INTERESTING = (0, 1, 2, 3, 7, 8, 127, 128, 255, 256, 4095, 4096, 65535, 65536)
+_EDGES = tuple((1 << bits) + delta for bits in (16, 31, 32, 40, 48, 63, 64) for delta in (-9, -2, -1, 0, 1))
+
+
+@cache
+def _sources() -> tuple[tuple[bytes, int], ...]:
+    """The kept files and the size of the FlatBuffer of each."""
+    files = [path.read_bytes() for path in sorted(_CORPUS.glob("*.plan"))]
+    return tuple((file[:-64], struct.unpack_from("<Q", file, len(file) - 56)[0]) for file in files)
+
+
+def build(seed: int, number: int, _note: Callable[[bytes], object]) -> bytes:
+    """A kept file with one to four damages, most of them in its FlatBuffer, and a trailer that agrees with it."""
+    rng = random.Random(f"{seed} {number}")  # noqa: S311 - reproducible damage, no secrets
+    content, nbytes = rng.choice(_sources())
+    damaged = bytearray(content)
+    for _ in range(rng.choice((1, 1, 1, 2, 3, 4))):
+        within = nbytes if rng.random() < 0.8 else len(damaged)
+        _damage(damaged, rng.randrange(max(1, min(within, len(damaged)))), rng)
+    head = struct.pack("<8sQQ8x", container.MAGIC, min(nbytes, len(damaged)), len(damaged) + 64)
+    return bytes(damaged) + head + bytes(32)
+
+
+def _damage(data: bytearray, at: int, rng: random.Random) -> None:
+    """Flip a bit, set a byte or a word, cut some bytes out, or put some in."""
+    kind = rng.randrange(6)
+    if kind == 0 and at < len(data):
+        data[at] ^= 1 << rng.randrange(8)
+    elif kind == 1:
+        data[at : at + 1] = bytes([rng.choice(_INTERESTING) & 255])
+    elif kind in (2, 3):
+        nbytes, start = rng.choice((4, 8)), at - at % 4
+        value = rng.choice(_INTERESTING + _EDGES) * rng.choice((1, -1))
+        word = (value % (1 << 8 * nbytes)).to_bytes(nbytes, "little")
+        data[start : start + nbytes] = word[: len(data) - start]
+    elif kind == 4:
+        del data[at : at + rng.choice((1, 2, 4, 8, 100))]
+    else:
+        data[at:at] = rng.randbytes(rng.choice((1, 2, 4, 8, 100)))
+
+
+def judge(file: bytes) -> str:
+    """Read the plan and judge its order; nothing but PlanError may come of it."""
+    try:
+        container.check_frame(memoryview(file), "file")
+        plan = container.parse(memoryview(file), "file")
+    except PlanError:
+        return "refused"
+    for program in plan.programs:
+        list(hazards(program))
+    return "read"
+
+
+if __name__ == "__main__":
+    _sources()
+    sys.exit(main(Fuzzer(name="decoder", build=build, judge=judge)))

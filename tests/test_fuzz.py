@@ -1,0 +1,91 @@
+"""What the fuzzers found stays refused, and the fuzzers themselves find what there is to find."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fuzz import decoder, plans
+from nimblert import container
+from nimblert.errors import PlanError, PlanInvalidError
+
+ROOT = Path(__file__).resolve().parents[1]
+CORPUS = sorted((ROOT / "fuzz" / "corpus").glob("*.plan"))
+
+
+@pytest.mark.parametrize("path", [p for p in CORPUS if p.name.startswith("crash-")], ids=lambda path: path.stem)
+def test_what_crashed_onnx_runtime_is_refused(path: Path) -> None:
+    with pytest.raises(PlanInvalidError):
+        container.parse(memoryview(path.read_bytes()), str(path))
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    """A campaign in a process of its own, which forks: its status and what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-P", *arguments],
+        cwd=ROOT,
+        env={"PYTHONPATH": f"{ROOT}:{ROOT / 'runtime'}"},
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_kept_files_neither_crash_nor_hang_in_memory_that_ends_where_a_tensor_does() -> None:
+    status, said = run("-m", "fuzz.corpus", *map(str, CORPUS))
+    assert status == 0, said
+    seeds = sum(path.name.startswith("seed-") for path in CORPUS)
+    assert f"'runs': {seeds}" in said
+    assert f"'refused': {len(CORPUS) - seeds}" in said
+
+
+def test_a_short_campaign_of_damaged_bytes_finds_nothing(tmp_path: Path) -> None:
+    found = tmp_path / "found"
+    status, said = run("-m", "fuzz.decoder", "--runs", "400", "--jobs", "2", "--corpus", str(found))
+    assert (status, found.exists()) == (0, False), said
+
+
+def test_cases_follow_from_seed_and_number() -> None:
+    for fuzzer in (decoder, plans):
+        first, again, other = (fuzzer.build(seed, 7, len) for seed in (1, 1, 2))
+        assert first == again != other
+
+
+def test_damaged_plans_are_refused_or_read() -> None:
+    outcomes = set()
+    for number in range(150):
+        file = plans.build(3, number, len)
+        try:
+            container.parse(memoryview(file), "file")
+            outcomes.add("read")
+        except PlanError:
+            outcomes.add("refused")
+    assert outcomes == {"read", "refused"}
+
+
+MADE_UP = """
+import os, sys
+from fuzz.campaign import Fuzzer, main
+
+def judge(file):
+    if file[0] == 3:
+        WHAT
+    return "fine"
+
+fuzzer = Fuzzer(name="test", build=lambda seed, number, note: bytes([number % 10]), judge=judge)
+sys.exit(main(fuzzer, ["--runs", "10", "--jobs", "2", "--corpus", sys.argv[1]]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "text"), [("os.kill(os.getpid(), 11)", "ends with status 11"), ("raise KeyError('x')", "KeyError: 'x'")]
+)
+def test_a_crash_and_an_escape_are_found_and_kept(what: str, text: str, tmp_path: Path) -> None:
+    status, said = run("-c", MADE_UP.replace("WHAT", what), str(tmp_path))
+    assert status == 1, said
+    assert "1 found" in said
+    assert (tmp_path / "test-0-3.plan").read_bytes() == bytes([3])
+    assert text in (tmp_path / "test-0-3.txt").read_text()
