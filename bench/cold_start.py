@@ -1,6 +1,7 @@
 """From process start to the first output: a plan in nimblert, and the same model in torch.
 
-Usage: python -m bench.cold_start [--markdown] [MODEL]; writes bench/results/h200/cold_start.json.
+Usage: python -m bench.cold_start [--markdown] [MODEL]; writes bench/results/h200/cold_start.json. Nothing else should
+run beside it.
 """
 
 import subprocess
@@ -30,8 +31,8 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 
 _TORCH = """
 import resource, sys, numpy as np, torch
-from nimblec.frontend.pytorch import import_callable
-module, (example,) = import_callable(sys.argv[1])
+from nimblec.frontend.torch_sources import import_callable
+module, (example,), _ = import_callable(sys.argv[1])
 module = module.cuda()
 x = torch.from_numpy(np.load(sys.argv[2])).cuda()
 with torch.no_grad():
@@ -81,6 +82,8 @@ def markdown(r: dict[str, Any]) -> str:
         "",
         "Plan: " + ", ".join(f"{name} {size:.1f} MB" for name, size in sizes.items()) + ".",
         "Compiled in " + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in r["stages_s"].items()) + ".",
+        "",
+        environment.provenance(r),
     ])
 
 
@@ -92,7 +95,7 @@ def main(arguments: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         figures = measure((*arguments, "bench.models.resnet50:fp32")[0], Path(folder))
     environment.write(RESULTS, figures)
-    print(markdown(figures))
+    print(markdown(environment.read(RESULTS)))
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ RESULTS = Path(__file__).parent / "results" / "h200" / "compile_time.json"
 
 _EXPORT = """
 import sys, torch
-from nimblec.frontend.pytorch import import_callable
-module, inputs = import_callable(sys.argv[1])
+from nimblec.frontend.torch_sources import import_callable
+module, inputs, _ = import_callable(sys.argv[1])
 torch.onnx.export(module, inputs, sys.argv[2], dynamo=False)
 """
 
@@ -103,7 +103,7 @@ def markdown(results: dict[str, Any]) -> str:
     for name, figures in results["cases"].items():
         cells = (", ".join(f"{run['seconds']:.1f}" for run in figures.get(k, ())) for k in ("cold", "warm", "kept"))
         rows.append(f"| {name} | {' | '.join(cell or '-' for cell in cells)} |")
-    return "\n".join(rows)
+    return "\n".join([*rows, "", environment.provenance(results)])
 
 
 def main(arguments: list[str]) -> None:
@@ -115,7 +115,7 @@ def main(arguments: list[str]) -> None:
     for case in CASES:
         results["cases"][case.name] = measure(case)
         environment.write(RESULTS, results)
-    print(markdown(results))
+    print(markdown(environment.read(RESULTS)))
 
 
 if __name__ == "__main__":

@@ -4,10 +4,12 @@ Usage: ``python -m bench.cpu_overhead [--markdown] [--repeats 200] [--setting NA
 bench/results/cpu/overhead.json, or prints its table with --markdown. With --setting it measures one setting only and
 leaves the others in the file as they are: on a machine with neighbours each waits for a quiet minute.
 
-Models come from tests/families in their full width with random weights, batch 1. Plan and session take turns on the
-same input, so that both see the same neighbours on a busy machine; the results must be equal bit for bit. Each
-setting has a process of its own: one core; all cores with a thread pool for each session, as a program gets that
-asks for nothing; all cores with one pool (`nimblert.onnx_session.share_thread_pool`), as `nimblec run` has.
+Models come from tests/families in their full width with random weights, batch 1. A call of the plan
+(`nimblert.load(plan).run`) and one of the session take turns on the same arrays, so that both see the same neighbours
+on a busy machine; the results must be equal bit for bit. Each setting has a process of its own: one core; all cores as
+a program gets them that asks for nothing; all cores after `nimblert.onnx_session.share_thread_pool()`, as `nimblec run`
+does. ONNX Runtime allows no session of default options beside a shared pool: what the last is compared with in the
+table is the session of the setting before it.
 """
 
 import argparse
@@ -26,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from bench import environment
+from bench.clocks import spread
 
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "tests"))  # the families
@@ -40,11 +43,8 @@ CASES: dict[str, tuple[str, str, tuple[int, ...]]] = {
     "unet 64 px": ("unet", "UNet", (1, 3, 64, 64)),
     "bert, 2 layers, 16 tokens": ("bert", "", ()),
 }
-SETTINGS: dict[str, tuple[int | None, bool]] = {
-    "one core": (1, False),
-    "all cores": (None, False),
-    "all cores, one pool": (None, True),
-}
+DEFAULT, ASKED = "all cores", "all cores, one pool"
+SETTINGS: dict[str, tuple[int | None, bool]] = {"one core": (1, False), DEFAULT: (None, False), ASKED: (None, True)}
 """Cores (None: all that there are), and whether all sessions share one thread pool."""
 
 
@@ -78,24 +78,18 @@ def take_turns(runs: Sequence[Callable[[], object]], repeats: int) -> np.ndarray
     return times
 
 
-def spread(times: np.ndarray) -> dict[str, float]:
-    """The 5th percentile, median and 95th percentile of some times."""
-    return dict(zip(("p5", "median", "p95"), np.percentile(times, (5, 50, 95)).round(4).tolist(), strict=True))
-
-
 def measure(path: Path, repeats: int, *, threads: int, shared: bool) -> dict[str, Any]:
     """One model: the plan's and the session's times, and what the plan is made of."""
     from cpu_plans import plan_file
 
-    from nimblert import golden
-    from nimblert.cpu import CpuBackend
+    from nimblert import golden, load
     from nimblert.onnx_session import onnxruntime
 
     plan = plan_file(path, streams=1)
     program = plan.programs[0]
     inputs = golden.draw_inputs(program, 0)
     begin = time.perf_counter()
-    backend = CpuBackend(plan, program)
+    loaded = load(plan)
     plan_open = time.perf_counter() - begin
     begin = time.perf_counter()
     options = onnxruntime().SessionOptions()
@@ -103,11 +97,9 @@ def measure(path: Path, repeats: int, *, threads: int, shared: bool) -> dict[str
     options.use_per_session_threads = not shared
     session = onnxruntime().InferenceSession(os.fspath(path), options, providers=["CPUExecutionProvider"])
     session_open = time.perf_counter() - begin
-    for tensor, view in zip(program.inputs, backend.inputs, strict=True):
-        np.copyto(view, inputs[tensor.name])
-    times = take_turns([backend.run, lambda: session.run(None, inputs)], repeats)
-    equal = all(map(np.array_equal, backend.outputs, session.run(None, inputs)))
-    backend.close()
+    times = take_turns([lambda: loaded.run(inputs), lambda: session.run(None, inputs)], repeats)
+    equal = all(map(np.array_equal, loaded.run(inputs).values(), session.run(None, inputs)))
+    loaded.close()
     return {
         "launches": len(program.ops),
         "kernels": len(plan.kernels),
@@ -137,19 +129,23 @@ def measure_setting(name: str, repeats: int) -> dict[str, Any]:
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """The table of the README: medians, and their ratio."""
-    names = [name for name in SETTINGS if name in results["settings"]]
-    lines = ["| model | launches |" + "".join(f" {name}: plan / session, ms |" for name in names)]
-    lines.append("|---|---|" + "---|" * len(names))
+    """The table of the README: medians, and their ratios to the session that asks for nothing either."""
+    settings = results["settings"]
+    lines = ["| model | launches | one core: plan / session, ms | all cores: plan / session, ms | one pool: plan, ms |"]
+    lines.append("|---" * 5 + "|")
     for case in CASES:
-        rows = [results["settings"][name][case] for name in names]
-        cells = []
-        for row in rows:
-            ours, theirs = row["plan_ms"]["median"], row["session_ms"]["median"]
-            cells.append(f"{ours:.2f} / {theirs:.2f} ({ours / theirs:.2f})")
-        lines.append(f"| {case} | {rows[0]['launches']} | " + " | ".join(cells) + " |")
-    exact = all(row["bit_exact"] for setting in results["settings"].values() for row in setting.values())
-    return "\n".join([*lines, "", f"All results bit-exact: {'yes' if exact else 'NO'}."])
+        one, default, asked = (settings[name][case] for name in SETTINGS)
+        theirs = default["session_ms"]["median"]
+        cells = [_pair(row["plan_ms"]["median"], row["session_ms"]["median"]) for row in (one, default)]
+        ours = asked["plan_ms"]["median"]
+        lines.append(f"| {case} | {one['launches']} | {cells[0]} | {cells[1]} | {ours:.2f} ({ours / theirs:.2f}) |")
+    exact = all(row["bit_exact"] for setting in settings.values() for row in setting.values())
+    below = environment.provenance(results)
+    return "\n".join([*lines, "", f"All results bit-exact: {'yes' if exact else 'NO'}. {below}"])
+
+
+def _pair(ours: float, theirs: float) -> str:
+    return f"{ours:.2f} / {theirs:.2f} ({ours / theirs:.2f})"
 
 
 def main() -> None:
@@ -165,13 +161,15 @@ def main() -> None:
     elif options.print:
         print(json.dumps(measure_setting(options.print, options.repeats)))
     else:
-        settings = environment.read(RESULTS)["settings"] if RESULTS.exists() else {}
+        kept = environment.read(RESULTS) if options.setting and RESULTS.exists() else {"settings": {}}
+        settings, commits = kept["settings"], kept.get("commits", {})
         command = [sys.executable, "-m", "bench.cpu_overhead", "--repeats", str(options.repeats), "--print"]
         for name in options.setting or SETTINGS:
             done = subprocess.run([*command, name], stdout=subprocess.PIPE, check=True)
-            settings[name] = json.loads(done.stdout)
-        environment.write(RESULTS, {"settings": settings})
-        print(markdown({"settings": settings}))
+            settings[name], commits[name] = json.loads(done.stdout), environment.commit()
+            environment.write(RESULTS, {"settings": settings, "commits": commits})
+        if settings.keys() == SETTINGS.keys():
+            print(markdown(environment.read(RESULTS)))
 
 
 if __name__ == "__main__":

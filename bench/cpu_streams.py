@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from bench import environment
-from bench.cpu_overhead import spread, take_turns
+from bench.clocks import spread
+from bench.cpu_overhead import take_turns
 from nimblec.compiler import compile_model
 from nimblec.options import Options
 from nimblert import golden
@@ -101,7 +102,7 @@ def markdown(results: dict[str, Any]) -> str:
         lines.append(
             f"| {case} | {cells[0]} | {cells[1]} | {one['median'] / two['median']:.2f} | {cells[2]} | {row['auto']} |"
         )
-    return "\n".join(lines)
+    return "\n".join([*lines, "", environment.provenance(results)])
 
 
 def main() -> None:
@@ -119,7 +120,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             results["models"][case] = measure(build, Path(folder), options.repeats)
     environment.write(RESULTS, results)
-    print(markdown(results))
+    print(markdown(environment.read(RESULTS)))
 
 
 if __name__ == "__main__":

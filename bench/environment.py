@@ -1,6 +1,7 @@
 """What a figure was measured on, and the files where figures are kept."""
 
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -13,18 +14,45 @@ from nimblec.cpu.timing import processor
 NOT_MEASURED = 3
 """Exit status of a benchmark that is asked for the table of what nobody has measured yet."""
 
-_PACKAGES = ("torch", "triton", "cuda-bindings", "numpy", "onnxruntime", "timm", "torchvision", "transformers")
+_PACKAGES = (
+    *("torch", "triton", "cuda-bindings", "numpy", "timm", "torchvision", "transformers"),
+    *("onnxruntime", "onnxruntime-gpu", "jax", "jaxlib", "iree-base-runtime"),
+)
 
 
 def describe() -> dict[str, Any]:
-    """GPU, driver and clocks as found (where there is a GPU), and the versions of the packages."""
+    """Commit, GPU, driver and clocks as found (where there is a GPU), and the versions of the packages."""
     versions = {}
     for name in _PACKAGES:
         try:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return {"gpu": _gpu(), "cpu": processor(), "python": platform.python_version(), **versions}
+    return {"commit": commit(), "gpu": _gpu(), "cpu": processor(), "python": platform.python_version(), **versions}
+
+
+def commit() -> str:
+    """What is measured: the commit that is checked out, and "dirty" where files beside the results differ from it.
+
+    NIMBLEC_COMMIT says it where there is no repository, or "unknown" stands.
+    """
+    if said := os.environ.get("NIMBLEC_COMMIT"):
+        return said
+    try:
+        head = _git("rev-parse", "--short=12", "HEAD")
+        return f"{head} dirty" if _git("status", "--porcelain", "--", ".", ":!bench/results") else head
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def is_exact(commit: str) -> bool:
+    """Whether it says what was measured: two states that are not committed may differ."""
+    return commit != "unknown" and not commit.endswith("dirty")
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", "-C", str(Path(__file__).parent.parent), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def _gpu() -> str:
@@ -33,6 +61,26 @@ def _gpu() -> str:
         return subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
     except (FileNotFoundError, subprocess.CalledProcessError):
         return "none"
+
+
+def provenance(results: dict[str, Any]) -> str:
+    """The sentence under a table: of which commit it is, and on what it was measured.
+
+    Ends the process where the rows are of several commits.
+    """
+    found = results["environment"]
+    commits = sorted(_commits(results) or {found.get("commit", "unknown")})
+    if len(commits) > 1:
+        raise SystemExit(f"rows of several commits: {', '.join(commits)}: measure all of them on one (--add)")
+    machine = found["cpu"] if found["gpu"] == "none" else found["gpu"].splitlines()[0]
+    versions = (f"{name} {found[name]}" for name in ("torch", "onnxruntime") if name in found)
+    return f"Commit {commits[0]}; {', '.join((machine, *versions))}."
+
+
+def _commits(results: dict[str, Any]) -> set[str]:
+    """Those of the rows by model and mode (bench/running.py), or those that a file lists itself."""
+    rows = [row for modes in results.get("models", {}).values() for row in modes.values() if isinstance(row, dict)]
+    return {row["commit"] for row in rows if "commit" in row} | set(results.get("commits", {}).values())
 
 
 def write(path: Path, figures: dict[str, Any]) -> None:

@@ -1,42 +1,85 @@
 """One model in nimblec alone, at one level. Prints one JSON object of figures, and nothing else.
 
-Usage: python -m bench.nimblec_peer LEVEL MODEL [--fp32] [--turns]; --fp32 switches TF32 off; --turns waits to be
-told when to measure. The inputs lie on the GPU, as the peers' do.
+Usage: python -m bench.nimblec_peer LEVEL MODEL [--fp32] [--chain] [--turns]; --fp32 switches TF32 off; --chain also
+times the same kernels in one chain, and tells of the schedule; --turns waits to be told when to measure.
+
+kernels_us: GPU time of the plan's graph, by events around each replay. replay_us: the wall clock of the same replay,
+synchronised, inputs in the GPU's memory. numpy_us: the wall clock of a call from arrays in C order to arrays.
 """
 
 import argparse
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bench.cpu_overhead import spread
+from bench import clocks, reference
 from bench.turns import Turn
 from nimblec.compiler import compile_model
 from nimblec.options import Options
 from nimblert import container, golden
 from nimblert.cuda import CudaBackend
 from nimblert.executable import Executable, load
-from nimblert.plan import Launch, Plan, Record, Wait
+from nimblert.hazards import hazards
+from nimblert.plan import Launch, Plan, Program, Record, Wait
 
 _WARM_UPS = 20
-_REPEATS = 200
+_REPEATS = 100
 
 
-def measure(loaded: Executable) -> dict[str, Any]:
-    """Wall and GPU microseconds of synchronised replays."""
-    assert isinstance(loaded.backend, CudaBackend)
+def wall_us(call: Callable[[], object]) -> list[float]:
+    """Microseconds of each of many calls that wait until all is done."""
     for _ in range(_WARM_UPS):
-        loaded.replay()
-    wall = []
+        call()
+    times = []
     for _ in range(_REPEATS):
         begin = time.perf_counter()
-        loaded.replay()
-        wall.append((time.perf_counter() - begin) * 1e6)
-    return {"wall_us": spread(np.array(wall)), "gpu_us": spread(loaded.backend.time(_REPEATS))}
+        call()
+        times.append((time.perf_counter() - begin) * 1e6)
+    return times
+
+
+def gpu_us(loaded: Executable) -> np.ndarray:
+    """GPU microseconds of each of many replays."""
+    assert isinstance(loaded.backend, CudaBackend)
+    return loaded.backend.time(_WARM_UPS + _REPEATS)[_WARM_UPS:]
+
+
+def serialised(plan: Plan) -> Plan:
+    """The same kernels in the same memory on one stream, in issue order."""
+    (program,) = plan.programs
+    commands = tuple(
+        replace(c, stream=0, programmatic=False) if isinstance(c, Launch) else replace(c, stream=0)
+        for c in program.commands
+        if not isinstance(c, Record | Wait)
+    )
+    return replace(plan, programs=(replace(program, commands=commands, stream_count=1, event_count=0, schedule=None),))
+
+
+def schedule(program: Program, loaded: Executable) -> dict[str, Any]:
+    """What the schedule is, and that it changes no bit."""
+    record, recorded = program.schedule, program.golden
+    assert record is not None
+    assert recorded is not None
+    outputs = list(loaded.run(golden.draw_inputs(program, recorded.seed)).values())
+    return {
+        "bit_exact": golden.record(recorded.seed, outputs, 0.0).outputs == recorded.outputs,
+        "hazards": sum(1 for _ in hazards(program)),
+        "policy": record.policy,
+        "antichain": len(record.antichain),
+        "fewest_syncs": record.fewest_sync_count,
+        "syncs": sum(isinstance(command, Wait) for command in program.commands),
+        "candidates": {
+            c.policy: [c.stream_count, c.sync_count, c.arena_nbytes, c.duration_ns] for c in record.candidates
+        },
+        "arena_lower_bound_nbytes": record.arena_lower_bound_nbytes,
+    }
 
 
 def work(plan: Plan) -> dict[str, dict[str, float]]:
@@ -57,43 +100,69 @@ def work(plan: Plan) -> dict[str, dict[str, float]]:
     return dict(sorted(found.items(), key=lambda item: -item[1]["gpu_us"]))
 
 
+def compiled(spec: str, level: int, path: Path, *, fp32: bool) -> dict[str, Any]:
+    """Write a model's plan, from nothing; what that took, and what the compiler says of it."""
+    options = Options(
+        target="cuda",
+        level=level,
+        precision="fp32" if fp32 else "keep",
+        timing_cache=path.with_suffix(".timings"),
+        plan_cache=None,
+    )
+    begin = time.perf_counter()
+    made = compile_model(spec, options=options, output=path, observer=lambda *_: None)
+    stages: defaultdict[str, float] = defaultdict(float)
+    for name, seconds in made.stages:
+        stages[name] += seconds
+    return {"prepare_s": time.perf_counter() - begin, "stages_s": stages, "notes": made.notes}
+
+
+def arrays(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, np.ndarray]:
+    """The example inputs by the plan's names, in C order."""
+    host = reference.host_arrays((args, kwargs))
+    return {tensor.name: array for tensor, array in zip(program.inputs, host, strict=True)}
+
+
 def main() -> None:
     """Compile the model named ``package.module:callable`` and measure its plan."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("level", type=int)
     parser.add_argument("model")
     parser.add_argument("--fp32", action="store_true")
+    parser.add_argument("--chain", action="store_true")
     parser.add_argument("--turns", action="store_true")
     options = parser.parse_args()
     turn = Turn(wait=options.turns)
-    with tempfile.TemporaryDirectory() as folder:
+    module, args, kwargs = reference.seeded(options.model)
+    expected = reference.exact(module, args, kwargs)
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as open_plans:
         path = Path(folder, "model.plan")
-        asked = Options(
-            target="cuda",
-            level=options.level,
-            precision="fp32" if options.fp32 else "keep",
-            timing_cache=Path(folder, "timings.json"),
-            plan_cache=None,
-        )
-        begin = time.perf_counter()
-        made = compile_model(options.model, options=asked, output=path, observer=lambda *_: None)
-        prepare_s = time.perf_counter() - begin
+        figures = compiled(options.model, options.level, path, fp32=options.fp32)
         plan = container.read(path)
         (program,) = plan.programs
-        with load(plan) as loaded:
-            loaded.run(golden.draw_inputs(program, 0))
-            turn.begin()
-            turn.say(**measure(loaded))
-    stages: defaultdict[str, float] = defaultdict(float)
-    for name, seconds in made.stages:
-        stages[name] += seconds
+        loaded = open_plans.enter_context(load(plan))
+        inputs = arrays(program, args, kwargs)
+        groups: dict[str, Callable[[], clocks.Samples]] = {}
+        if options.chain:
+            figures |= schedule(program, loaded)
+            chain = open_plans.enter_context(load(serialised(plan)))
+            chain.run(inputs)
+            groups["chain"] = lambda: {"chain_us": gpu_us(chain)}
+        outputs = [array.astype(np.float64) for array in loaded.run(inputs).values() if array.dtype.kind not in "iub"]
+        groups |= {
+            "kernels": lambda: {"kernels_us": gpu_us(loaded), "replay_us": wall_us(loaded.replay)},
+            "numpy": lambda: {"numpy_us": wall_us(lambda: loaded(*inputs.values()))},
+        }
+        turn.begin()
+        turn.say(**clocks.quietest(groups))
     turn.say(
-        prepare_s=prepare_s,
-        stages_s=stages,
-        notes=made.notes,
+        **figures,
+        error=reference.error(outputs, expected),
         kernels=sum(isinstance(c, Launch) for c in program.commands),
         commands=len(program.commands),
         streams=program.stream_count,
+        arena_nbytes=program.arena_nbytes,
+        weights_nbytes=plan.weights_nbytes,
         work=work(plan),
     )
     turn.end()

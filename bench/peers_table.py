@@ -1,18 +1,44 @@
-"""The tables of what `bench.peers` measured: wall and GPU microseconds, kernels, and ratios."""
+"""The table of what `bench.peers` measured: like with like, by the clocks of torch_peer.py and nimblec_peer.py."""
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeAlias
+
+from bench import environment
+from bench.running import short
 
 Figures: TypeAlias = Mapping[str, Mapping[str, Any]]
 """What was measured of one model, by mode."""
 
 TORCH_MODES = ("eager", "graph", "compile", "freeze", "autotune", "aoti")
 COMPILED_MODES = ("compile", "freeze", "autotune")
-"""Torch's best is the fastest of these that was measured."""
+"""torch.compile's best is the fastest of these that was measured, by the clock in question."""
 
 _NOT_MEASURED = "-"
+_NOISY = "~"
+_GROUPS = {"kernels_us": "kernels", "replay_us": "kernels", "call_us": "call", "numpy_us": "numpy", "chain_us": "chain"}
+"""The clocks that are sampled together (`bench.clocks.quietest`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """A column: the fastest of torch's modes by one clock, and the fastest of our levels by another."""
+
+    title: str
+    modes: tuple[str, ...]
+    theirs: str
+    ours: str
+
+
+COMPARISONS = (
+    Comparison(title="kernels", modes=COMPILED_MODES, theirs="kernels_us", ours="kernels_us"),
+    Comparison(title="call / our replay", modes=COMPILED_MODES, theirs="call_us", ours="replay_us"),
+    Comparison(title="call from numpy", modes=COMPILED_MODES, theirs="numpy_us", ours="numpy_us"),
+    Comparison(title="eager's call / our replay", modes=("eager",), theirs="call_us", ours="replay_us"),
+)
+TUNED = Comparison(title="max-autotune: kernels", modes=("autotune",), theirs="kernels_us", ours="kernels_us")
 
 
 def level_name(level: int) -> str:
@@ -20,7 +46,7 @@ def level_name(level: int) -> str:
     return f"-O{level}"
 
 
-def microseconds(figures: Figures, mode: str, clock: str = "wall_us") -> float:
+def microseconds(figures: Figures, mode: str, clock: str) -> float:
     """The median of a mode; infinite where it was not measured."""
     found = figures.get(mode, {}).get(clock)
     return float(found["median"]) if found else math.inf
@@ -31,18 +57,19 @@ def levels(figures: Iterable[str]) -> list[str]:
     return sorted(mode for mode in figures if mode.startswith("-O"))
 
 
-def fastest(figures: Figures, modes: Iterable[str]) -> str | None:
-    """The mode of the lowest wall time."""
-    mode = min(modes, key=lambda m: microseconds(figures, m), default=None)
-    return mode if mode is not None and math.isfinite(microseconds(figures, mode)) else None
+def fastest(figures: Figures, modes: Iterable[str], clock: str) -> str | None:
+    """The mode of the lowest time by a clock."""
+    mode = min(modes, key=lambda m: microseconds(figures, m, clock), default=None)
+    return mode if mode is not None and math.isfinite(microseconds(figures, mode, clock)) else None
 
 
-def ratio(figures: Figures, modes: Iterable[str], clock: str = "wall_us") -> float | None:
-    """Time of the fastest of ``modes``, by the wall, over that of our fastest level; None where one is missing."""
-    theirs, ours = fastest(figures, modes), fastest(figures, levels(figures))
+def ratio(figures: Figures, comparison: Comparison) -> float | None:
+    """Torch's time over ours; None where one is missing."""
+    theirs = fastest(figures, comparison.modes, comparison.theirs)
+    ours = fastest(figures, levels(figures), comparison.ours)
     if theirs is None or ours is None:
         return None
-    return microseconds(figures, theirs, clock) / microseconds(figures, ours, clock)
+    return microseconds(figures, theirs, comparison.theirs) / microseconds(figures, ours, comparison.ours)
 
 
 def geometric_mean(values: Iterable[float | None]) -> float | None:
@@ -51,74 +78,69 @@ def geometric_mean(values: Iterable[float | None]) -> float | None:
     return math.exp(sum(logarithms) / len(logarithms)) if logarithms else None
 
 
-def markdown(results: Mapping[str, Any]) -> str:
-    """One line for each model, and the geometric means of the ratios."""
-    models: Mapping[str, Figures] = results["models"]
-    measured = {mode for figures in models.values() for mode in figures}
-    modes = [mode for mode in TORCH_MODES if mode in measured] + levels(measured)
-    rivals = {"torch.compile's best": COMPILED_MODES} if measured & set(COMPILED_MODES) else {}
-    rivals["eager"] = ("eager",)
-    first = next(iter(rivals))
-    head = ["model", *(f"`{mode}`" if mode.startswith("-") else mode for mode in modes)]
-    head += [f"GPU: {first} / ours", f"kernels: {first} / ours", *(f"{rival} / ours" for rival in rivals)]
-    lines = [_row(head), "|---" * len(head) + "|"]
-    lines += [_row([_short(spec), *_cells(figures, modes, list(rivals.values()))]) for spec, figures in models.items()]
-    means = [geometric_mean(ratio(figures, theirs) for figures in models.values()) for theirs in rivals.values()]
-    gpu, *walls = (
-        f"**{_number(mean, 2)}**"
-        for mean in (geometric_mean(ratio(f, rivals[first], "gpu_us") for f in models.values()), *means)
-    )
-    lines.append(_row(["geometric mean", *[""] * len(modes), gpu, "", *walls]))
-    return "\n".join(lines)
+def markdown(results: dict[str, Any]) -> str:
+    """A line for each model (those of one network by batch size), the geometric means, and what they are of.
+
+    A column is there if something in it was measured.
+    """
+    below = environment.provenance(results)
+    models = {spec: figures for curve in by_batch(results).values() for spec, figures in curve.values()}
+    shown = [c for c in (*COMPARISONS, TUNED) if any(ratio(figures, c) for figures in models.values())]
+    head = ["model", *(f"{c.title}: torch / ours, us" for c in shown)]
+    head += ["launches: torch / ours", "error: eager / torch / ours"]
+    lines = [row(head), "|---" * len(head) + "|"]
+    for spec, figures in models.items():
+        times = [_pair(figures, comparison) for comparison in shown]
+        lines.append(row([short(spec), *times, _launches(figures), _errors(figures)]))
+    means = [geometric_mean(ratio(figures, c) for figures in models.values()) for c in shown]
+    lines.append(row(["geometric mean", *(f"{number(mean, 2)}" for mean in means), "", ""]))
+    return "\n".join([*lines, "", f"{below} **Bold**: torch is ahead. {_NOISY}: not quiet in three tries."])
 
 
-def _cells(figures: Figures, modes: Iterable[str], rivals: Sequence[Sequence[str]]) -> list[str]:
-    """All cells of a model's line but its name; GPU and kernels are of the first of ``rivals``, modes of torch."""
-    best = fastest(figures, rivals[0]), fastest(figures, levels(figures))
-    gpu = (_number(microseconds(figures, mode, "gpu_us"), 0) if mode else _NOT_MEASURED for mode in best)
-    kernels = (str(figures[mode].get("kernels", _NOT_MEASURED)) if mode else _NOT_MEASURED for mode in best)
-    return [
-        *(_number(microseconds(figures, mode), 0) for mode in modes),
-        " / ".join(gpu),
-        " / ".join(kernels),
-        *(_number(ratio(figures, theirs), 2) for theirs in rivals),
-    ]
-
-
-def batches(results: Mapping[str, Any]) -> str:
-    """A line for each network: torch's best and ours, in wall microseconds, at each batch size."""
-    found = by_batch(results)
-    sizes = sorted({size for curve in found.values() for size in curve})
-    lines = [_row(["model", *(f"batch {size}: torch's best / ours" for size in sizes)])]
-    lines.append("|---" * (len(sizes) + 1) + "|")
-    for spec, curve in found.items():
-        lines.append(_row([_short(spec), *(_pair(curve.get(size, {})) for size in sizes)]))
-    return "\n".join(lines)
-
-
-def by_batch(results: Mapping[str, Any]) -> dict[str, dict[int, Figures]]:
-    """The figures of each network by batch size; its callables end in _batch_N, or it is 1."""
-    found: dict[str, dict[int, Figures]] = {}
+def by_batch(results: Mapping[str, Any]) -> dict[str, dict[int, tuple[str, Figures]]]:
+    """The figures of each network by batch size, with the model's name; its callables end in _batch_N, or it is 1."""
+    found: dict[str, dict[int, tuple[str, Figures]]] = {}
     for spec, figures in results["models"].items():
         size = re.search(r"_batch_(\d+)$", spec)
         curve = found.setdefault(spec[: size.start()] if size else spec, {})
-        curve[int(size[1]) if size else 1] = figures
+        curve[int(size[1]) if size else 1] = spec, figures
     return {spec: dict(sorted(curve.items())) for spec, curve in found.items()}
 
 
-def _pair(figures: Figures) -> str:
-    times = [fastest(figures, modes) for modes in (COMPILED_MODES, levels(figures))]
-    shown = " / ".join(_number(microseconds(figures, mode), 0) if mode else _NOT_MEASURED for mode in times)
-    return f"{shown} ({_number(ratio(figures, COMPILED_MODES), 2)})"
+def cell(figures: Figures, mode: str | None, clock: str) -> str:
+    """A median in microseconds, marked where the machine was not quiet."""
+    if mode is None or math.isinf(microseconds(figures, mode, clock)):
+        return _NOT_MEASURED
+    noisy = _NOISY if _GROUPS[clock] in figures[mode].get("noisy", ()) else ""
+    return noisy + number(microseconds(figures, mode, clock), 0)
 
 
-def _row(cells: Iterable[str]) -> str:
+def _pair(figures: Figures, comparison: Comparison) -> str:
+    theirs = cell(figures, fastest(figures, comparison.modes, comparison.theirs), comparison.theirs)
+    ours = cell(figures, fastest(figures, levels(figures), comparison.ours), comparison.ours)
+    found = ratio(figures, comparison)
+    times = number(found, 2) if found is None or found >= 1 else f"**{number(found, 2)}**"
+    return f"{theirs} / {ours} ({times})"
+
+
+def _launches(figures: Figures) -> str:
+    """The kernels of the modes that the first comparison is of."""
+    best = fastest(figures, COMPILED_MODES, "kernels_us"), fastest(figures, levels(figures), "kernels_us")
+    return " / ".join(str(figures[mode].get("kernels", _NOT_MEASURED)) if mode else _NOT_MEASURED for mode in best)
+
+
+def _errors(figures: Figures) -> str:
+    """Of eager, of the fastest of torch.compile's kernels and of our fastest level."""
+    best = fastest(figures, COMPILED_MODES, "kernels_us"), fastest(figures, levels(figures), "kernels_us")
+    found = [figures.get(mode, {}).get("error") if mode else None for mode in ("eager", *best)]
+    return " / ".join(_NOT_MEASURED if error is None else f"{error:.1e}" for error in found)
+
+
+def row(cells: Iterable[str]) -> str:
+    """A line of a table in Markdown."""
     return f"| {' | '.join(cells)} |"
 
 
-def _short(spec: str) -> str:
-    return spec.removeprefix("bench.models.")
-
-
-def _number(value: float | None, digits: int) -> str:
+def number(value: float | None, digits: int) -> str:
+    """A figure, or that there is none."""
     return _NOT_MEASURED if value is None or math.isinf(value) else f"{value:.{digits}f}"

@@ -1,143 +1,125 @@
-"""What the schedule is worth: the same kernels in the captured order and as `auto` chose.
+"""What the schedule is worth: the framework's own kernels in one chain, and as `auto` chose.
 
-Usage: python -m bench.schedules [--markdown] [-O0|-O1|-O2] [MODEL ...], a model being package.module:callable.
-Writes bench/results/h200/schedules.json (on an H200), or prints its table with --markdown.
+Usage: python -m bench.schedules [--markdown] [--level N] [MODEL ...], a model being package.module:callable. The
+processes get ready side by side and measure alone (bench/running.py): a plan, its kernels in one chain, and eager in
+a CUDA graph of torch's. Writes schedules.json (schedules-ON.json at another level than 0) in bench/results/h200, or
+--output; --markdown prints its table. With --add only what the file does not hold of this commit is measured.
 """
 
-import json
-import subprocess
+import argparse
 import sys
-import tempfile
-import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from bench import environment, running
+from bench.peers import FOLDER
+from bench.peers_table import cell, geometric_mean, level_name, levels, microseconds, number, row
+from bench.running import Table, short
+from bench.turns import Job
 
-from bench import environment
-from nimblec.compiler import compile_model
-from nimblec.options import Options
-from nimblert import container, golden
-from nimblert.cuda import CudaBackend
-from nimblert.executable import load
-from nimblert.hazards import hazards
-from nimblert.plan import Launch, Plan, Record, Wait
-
-RESULTS = Path(__file__).parent / "results" / "h200" / "schedules.json"
+PAPER = ("inception_v3", "nasnet_a_mobile", "nasnet_a_large", "darts", "amoebanet_a")
+"""The networks whose gain by multiple streams Nimble (Kwon et al., 2020) tells."""
 MODELS = (
-    "bench.models.inception_v3:fp16",
-    "bench.models.nasnet_a_large:fp32",
+    *(f"bench.models.{name}:{precision}" for precision in ("fp32", "fp16") for name in PAPER),
     "bench.models.googlenet:fp16",
-    "bench.models.pnasnet_5_large:fp32",
     "bench.models.two_towers:fp16",
     "bench.models.bert_base:fp16",
-    "bench.models.gpt2:bf16",
     "bench.models.resnet50:fp32",
+)
+_HEAD = (
+    "model",
+    "multiply-adds, 10^9",
+    "degree of concurrency",
+    "torch's graph of eager, us",
+    "chain, us",
+    "auto, us",
+    "gain",
+    "policy",
+    "streams / syncs",
+    "arena / bound / torch's pool, MiB",
 )
 
 
-def serialised(plan: Plan) -> Plan:
-    """The same kernels in the same memory on one stream, in issue order."""
-    (program,) = plan.programs
-    work = tuple(
-        replace(c, stream=0, programmatic=False) if isinstance(c, Launch) else replace(c, stream=0)
-        for c in program.commands
-        if not isinstance(c, Record | Wait)
-    )
-    return replace(plan, programs=(replace(program, commands=work, stream_count=1, event_count=0, schedule=None),))
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("models", nargs="*", metavar="MODEL")
+    made.add_argument("--level", type=int, default=0)
+    made.add_argument("--limit", type=float, default=300, help="seconds that a process may take")
+    made.add_argument("--output", type=Path, help="where the figures are")
+    made.add_argument("--markdown", action="store_true")
+    running.add_options(made)
+    return made
 
 
-def gpu_time(plan: Plan) -> dict[str, float]:
-    """GPU microseconds of a run on random inputs."""
-    with load(plan) as loaded:
-        assert isinstance(loaded.backend, CudaBackend)
-        loaded.run(golden.draw_inputs(plan.programs[0], 0))
-        loaded.backend.time(50)
-        return _spread(loaded.backend.time(200))
+def results_path(options: argparse.Namespace) -> Path:
+    """The file of the figures."""
+    return options.output or FOLDER / (f"schedules-O{options.level}.json" if options.level else "schedules.json")
 
 
-def measure(spec: str, folder: Path, level: int) -> dict[str, Any]:
-    """Compile one model with ``auto`` and measure it, bit-exactness and torch's own graph included."""
-    path = folder / "model.plan"
-    options = Options(target="cuda", level=level, plan_cache=None)
-    made = compile_model(spec, options=options, output=path, observer=lambda *_: None)
-    plan = container.read(path)
-    (program,) = plan.programs
-    record = program.schedule
-    assert record is not None
-    with load(plan) as loaded:
-        outputs = list(loaded.run(golden.draw_inputs(program, 0)).values())
-        exact = golden.record(0, outputs, 0.0).outputs == program.golden.outputs
-        wall = []
-        for _ in range(200):
-            begin = time.perf_counter()
-            loaded.replay()
-            wall.append((time.perf_counter() - begin) * 1e6)
-    command = [sys.executable, "-m", "bench.torch_peer", "graph", spec]
-    peer = subprocess.run(command, capture_output=True, text=True, check=False)
-    return {
-        "bit_exact": exact,
-        "hazards": sum(1 for _ in hazards(program)),
-        "commands": len(program.commands),
-        "streams": program.stream_count,
-        "events": program.event_count,
-        "policy": record.policy,
-        "antichain": len(record.antichain),
-        "fewest_syncs": record.fewest_sync_count,
-        "candidates": {
-            c.policy: [c.stream_count, c.sync_count, c.arena_nbytes, c.duration_ns] for c in record.candidates
-        },
-        "arena_nbytes": program.arena_nbytes,
-        "arena_lower_bound_nbytes": record.arena_lower_bound_nbytes,
-        "gpu_us": gpu_time(plan),
-        "chain_gpu_us": gpu_time(serialised(plan)),
-        "wall_us": _spread(np.array(wall)),
-        "torch": json.loads(peer.stdout) if peer.returncode == 0 else peer.stderr.strip().splitlines()[-1],
-        "stages_s": {name: round(seconds, 3) for name, seconds in made.stages},
-        "notes": made.notes,
-        "code_nbytes": sum(m.code.nbytes for m in plan.modules),
-        "weights_nbytes": plan.weights_nbytes,
-        "file_nbytes": path.stat().st_size,
-    }
+def table(options: argparse.Namespace) -> Table:
+    """What to run, by model."""
+    path = results_path(options)
 
+    def jobs(spec: str) -> tuple[Job, ...]:
+        commands = {
+            level_name(options.level): ("bench.nimblec_peer", str(options.level), spec, "--chain"),
+            "graph": ("bench.torch_peer", "graph", spec),
+        }
+        fp32 = ["--fp32"] if spec.endswith(":fp32") else []
+        return tuple(
+            Job(
+                table=str(path),
+                model=spec,
+                mode=mode,
+                command=(sys.executable, "-m", *command, *fp32, "--turns"),
+                limit_s=options.limit,
+            )
+            for mode, command in commands.items()
+        )
 
-def _spread(times: np.ndarray) -> dict[str, float]:
-    p5, median, p95 = np.percentile(times, (5, 50, 95))
-    return {"p5": round(float(p5), 2), "median": round(float(median), 2), "p95": round(float(p95), 2)}
+    return Table(path=path, jobs=tuple(jobs(spec) for spec in options.models or MODELS))
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """The table of the README."""
-    lines = [
-        "| model | chain, us | auto, us | gain | policy | streams / syncs | arena / bound | torch's graph pool |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for spec, r in results["models"].items():
-        chain, chosen = r["chain_gpu_us"]["median"], r["gpu_us"]["median"]
-        pool = r["torch"]["graph_pool_nbytes"] / 2**20 if isinstance(r["torch"], dict) else float("nan")
-        lines.append(
-            f"| {spec.removeprefix('bench.models.')} | {chain:.0f} | {chosen:.0f} | {chain / chosen:.2f} "
-            f"| {r['policy']} | {r['streams']} / {r['candidates'][r['policy']][1]} | {r['arena_nbytes'] / 2**20:.1f} / "
-            f"{r['arena_lower_bound_nbytes'] / 2**20:.1f} MiB | {pool:.1f} MiB |"
+    """A line for each model; the degree of logical concurrency is the size of the largest antichain."""
+    lines = [row(_HEAD), "|---" * len(_HEAD) + "|"]
+    gains = []
+    for spec, figures in results["models"].items():
+        (level,) = levels(figures) or [""]
+        ours, torch = figures.get(level, {}), figures.get("graph", {})
+        times = [microseconds(figures, level, clock) for clock in ("chain_us", "kernels_us")]
+        gain = times[0] / times[1] if "kernels_us" in ours else None
+        gains.append(gain)
+        sizes = (
+            ours.get("arena_nbytes"),
+            ours.get("arena_lower_bound_nbytes"),
+            torch.get("graph_pool_nbytes"),
         )
-    return "\n".join(lines)
+        macs = torch.get("multiply_adds")
+        cells = [
+            short(spec),
+            number(macs and macs / 1e9, 2),
+            str(ours.get("antichain", "-")),
+            cell(figures, "graph", "kernels_us"),
+            cell(figures, level, "chain_us"),
+            cell(figures, level, "kernels_us"),
+            number(gain, 2),
+            ours.get("policy", "-"),
+            f"{ours.get('streams', '-')} / {ours.get('syncs', '-')}",
+            " / ".join(number(size and size / 2**20, 1) for size in sizes),
+        ]
+        lines.append(row(cells))
+    mean = ["geometric mean", *[""] * 5, number(geometric_mean(gains), 2), "", "", ""]
+    return "\n".join([*lines, row(mean), "", environment.provenance(results)])
 
 
 def main(arguments: list[str]) -> None:
-    """Measure the models named, or all."""
-    level = next((int(a[2:]) for a in arguments if a.startswith("-O")), 0)
-    path = RESULTS.with_stem(f"schedules-O{level}") if level else RESULTS
-    if "--markdown" in arguments:
-        print(markdown(environment.read(path)))
-        return
-    results: dict[str, Any] = {"models": {}}
-    with tempfile.TemporaryDirectory() as folder:
-        for spec in [a for a in arguments if not a.startswith("-")] or MODELS:
-            results["models"][spec] = measure(spec, Path(folder), level)
-            print(spec, results["models"][spec]["gpu_us"], flush=True)
-            environment.write(path, results)
-    print(markdown(results))
+    """Measure, or show what was measured."""
+    options = parser().parse_args(arguments)
+    if not options.markdown:
+        running.measure([table(options)], options)
+    running.show(options, results_path(options), markdown)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,13 @@
 """One model in torch alone, in one of its modes. Prints one JSON object of figures, and nothing else.
 
-Usage: python -m bench.torch_peer MODE MODEL [--fp32] [--turns]; MODE is eager, graph (torch.cuda.CUDAGraph of
-eager), compile (torch.compile with CUDA graphs), freeze (the same with freezing), autotune (max-autotune with
-freezing) or aoti (a package of AOTInductor). --fp32 switches TF32 off; --turns waits to be told when to measure.
+Usage: python -m bench.torch_peer MODE MODEL [--fp32] [--turns]; MODE is eager, graph (torch.cuda.CUDAGraph of eager),
+compile (torch.compile), freeze (the same with freezing), autotune (max-autotune with freezing) or aoti (a package of
+AOTInductor, with freezing). --fp32 switches TF32 off; --turns waits to be told when to measure.
+
+kernels_us: GPU time of the mode's kernels in one CUDA graph, by events around each replay, without Python in between;
+the three modes of torch.compile are compiled a second time for it, without CUDA graphs of torch's own. replay_us: the
+wall clock of the same replay, synchronised. call_us: the wall clock of what a user calls, synchronised, inputs in the
+GPU's memory. numpy_us: the same from arrays in C order to tensors on the host.
 """
 
 import argparse
@@ -12,19 +17,28 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+from torch.utils import _pytree as pytree
 
-from bench.cpu_overhead import spread
+from bench import clocks, reference
 from bench.turns import Turn
-from nimblec.frontend.pytorch import import_callable, set_arithmetic, split_arguments
+from nimblec.frontend.pytorch import set_arithmetic
+from nimblec.gpu_turn import timing_alone
 
-MODES = ("eager", "graph", "compile", "freeze", "autotune", "aoti")
+COMPILED = {
+    "compile": ("reduce-overhead", "default"),
+    "freeze": ("reduce-overhead", "default"),
+    "autotune": ("max-autotune", "max-autotune-no-cudagraphs"),
+}
+"""torch.compile's modes with CUDA graphs of its own, and without."""
+MODES = ("eager", "graph", *COMPILED, "aoti")
 _WARM_UPS = 20
 _REPEATS = 100
 
+Call = Callable[[], Any]
 
-def wall_us(call: Callable[[], object]) -> list[float]:
+
+def wall_us(call: Call) -> list[float]:
     """Microseconds of each of many synchronised calls."""
     for _ in range(_WARM_UPS):
         call()
@@ -38,20 +52,20 @@ def wall_us(call: Callable[[], object]) -> list[float]:
     return times
 
 
-def gpu_us(call: Callable[[], object]) -> list[float]:
-    """GPU microseconds of each of many calls, by events around them."""
+def gpu_us(replay: Call) -> list[float]:
+    """GPU microseconds of each of many replays of a CUDA graph, by events around it."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     times = []
-    for _ in range(_REPEATS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for _ in range(_WARM_UPS + _REPEATS):
         begin.record()
-        call()
+        replay()
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end) * 1e3)
-    return times
+    return times[_WARM_UPS:]
 
 
-def kernel_count(call: Callable[[], object]) -> int:
+def kernel_count(call: Call) -> int:
     """How many kernels a call launches, by torch's profiler; copies and fills are none."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         call()
@@ -60,46 +74,80 @@ def kernel_count(call: Callable[[], object]) -> int:
     return sum(not (e.is_user_annotation or e.name.startswith(("Memcpy", "Memset"))) for e in on_device)
 
 
-def prepare(
-    mode: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Callable[[], Any], dict[str, float]]:
-    """The call of a model in a mode of torch, and what making it cost."""
-    begin = time.perf_counter()
-    figures: dict[str, float] = {}
-    if mode == "graph":
-        call, figures["graph_pool_nbytes"] = _captured(lambda: module(*args, **kwargs))
-    else:
-        made = _compiled(mode, module, args, kwargs)
+class Inputs:
+    """What a model is called with: in the GPU's memory, and as arrays in C order, as a user has them."""
 
-        def call() -> Any:
-            return made(*args, **kwargs)
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        leaves, self._structure = pytree.tree_flatten((args, kwargs))
+        self._placed = [leaf.cuda() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self._host = [leaf.contiguous() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
-        for _ in range(3):  # compile, record the CUDA graph, replay it
-            call()
-    torch.cuda.synchronize()
-    figures["prepare_s"] = time.perf_counter() - begin
-    return call, figures
+    def call(self, function: Callable[..., Any], leaves: list[Any] | None = None) -> Any:
+        """A function's result on the inputs in the GPU's memory, or on other leaves in their place."""
+        args, kwargs = pytree.tree_unflatten(self._placed if leaves is None else leaves, self._structure)
+        return function(*args, **kwargs)
+
+    def call_from_host(self, function: Callable[..., Any]) -> list[Any]:
+        """The tensors that a function makes of the arrays, on the host; they keep the memory order it is used to."""
+        moved = [
+            _ordered(host.cuda(), placed) if isinstance(host, torch.Tensor) else host
+            for host, placed in zip(self._host, self._placed, strict=True)
+        ]
+        return [leaf.cpu() for leaf in pytree.tree_leaves(self.call(function, moved)) if isinstance(leaf, torch.Tensor)]
 
 
-def _compiled(mode: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The model as a mode runs it."""
-    if mode == "eager":
-        return module
+def _ordered(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    if tensor.stride() == like.stride():
+        return tensor
+    return tensor.to(memory_format=torch.channels_last)
+
+
+def user_call(mode: str, module: Any, inputs: Inputs) -> Callable[..., Any]:
+    """The model as a user of a mode calls it, ready: compiled, its CUDA graph recorded and replayed once."""
     if mode == "aoti":
-        from torch._inductor import aoti_compile_and_package, aoti_load_package
+        function = _package(module, inputs)
+    elif mode in COMPILED:
+        from torch._inductor import config
 
-        program = torch.export.export(module, args, kwargs)
-        with tempfile.TemporaryDirectory() as folder:
-            package = aoti_compile_and_package(program, package_path=str(Path(folder, "model.pt2")))
-            return aoti_load_package(package)
-    from torch._inductor import config
+        config.freezing = mode != "compile"
+        _time_kernels_alone()
+        function = torch.compile(module, mode=COMPILED[mode][0])
+    else:
+        function = module
+    for _ in range(3):
+        inputs.call(function)
+    torch.cuda.synchronize()
+    return function
 
-    config.freezing = mode != "compile"
-    return torch.compile(module, mode="max-autotune" if mode == "autotune" else "reduce-overhead")
+
+def _time_kernels_alone() -> None:
+    """Let what Inductor times take turns with what other processes time on this GPU, nimblec's among them."""
+    from torch._inductor.runtime.benchmarking import benchmarker
+
+    timed = benchmarker.benchmark_gpu
+
+    def benchmark_gpu(*args: Any, **kwargs: Any) -> Any:
+        with timing_alone():
+            return timed(*args, **kwargs)
+
+    benchmarker.benchmark_gpu = benchmark_gpu
 
 
-def _captured(call: Callable[[], Any]) -> tuple[Callable[[], Any], int]:
-    """A replay of torch's CUDA graph of a call, and the bytes of its memory pool."""
+def _package(module: Any, inputs: Inputs) -> Callable[..., Any]:
+    """A package of AOTInductor with freezing; its own synchronisation, which no CUDA graph takes, is off."""
+    from torch._inductor import aoti_compile_and_package, aoti_load_package
+
+    program = inputs.call(lambda *args, **kwargs: torch.export.export(module, args, kwargs))
+    with tempfile.TemporaryDirectory() as folder:
+        package = aoti_compile_and_package(
+            program, package_path=str(Path(folder, "model.pt2")), inductor_configs={"freezing": True}
+        )
+        loaded: Callable[..., Any] = aoti_load_package(package, run_single_threaded=True)
+        return loaded
+
+
+def captured(call: Call) -> tuple[torch.cuda.CUDAGraph, int]:
+    """A call in a CUDA graph of torch's, and the bytes of its memory pool."""
     for _ in range(3):
         call()
     torch.cuda.synchronize()
@@ -108,7 +156,42 @@ def _captured(call: Callable[[], Any]) -> tuple[Callable[[], Any], int]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
-    return graph.replay, torch.cuda.memory_reserved() - before
+    return graph, torch.cuda.memory_reserved() - before
+
+
+def multiply_adds(module: Any, inputs: Inputs) -> int:
+    """Of convolutions and matrix products: half the operations that torch counts."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FlopCounterMode(display=False) as counter:
+        inputs.call(module)
+    return int(counter.get_total_flops()) // 2
+
+
+def measure(mode: str, module: Any, inputs: Inputs, expected: list[Any], turn: Turn) -> None:
+    """Get ready, have the turn, and say all figures of a mode."""
+    figures: dict[str, Any] = {}
+    groups: dict[str, Callable[[], clocks.Samples]] = {}
+    begin = time.perf_counter()
+    function = user_call(mode, module, inputs)
+    figures["prepare_s"] = time.perf_counter() - begin
+    figures["error"] = reference.error(reference.floats(inputs.call(function)), expected)
+    counted: Call = lambda: inputs.call(function)  # noqa: E731
+    if mode != "eager":
+        plain = torch.compile(module, mode=COMPILED[mode][1]) if mode in COMPILED else function
+        graph, pool = captured(lambda: inputs.call(plain))
+        figures["graph_pool_nbytes"] = pool
+        groups["kernels"] = lambda: {"kernels_us": gpu_us(graph.replay), "replay_us": wall_us(graph.replay)}
+        counted = graph.replay
+    if mode == "graph":
+        figures["multiply_adds"] = multiply_adds(module, inputs)
+    else:
+        groups["call"] = lambda: {"call_us": wall_us(lambda: inputs.call(function))}
+        if mode != "eager":
+            groups["numpy"] = lambda: {"numpy_us": wall_us(lambda: inputs.call_from_host(function))}
+    turn.begin()
+    turn.say(**clocks.quietest(groups), **figures)
+    turn.say(kernels=kernel_count(counted))
 
 
 def main() -> None:
@@ -122,17 +205,10 @@ def main() -> None:
     turn = Turn(wait=options.turns)
     if options.fp32:
         set_arithmetic("fp32")
-    torch.manual_seed(0)
-    module, example_inputs = import_callable(options.model)
-    args, kwargs = split_arguments(example_inputs)
-    module = module.cuda()
-    args = tuple(a.cuda() if isinstance(a, torch.Tensor) else a for a in args)
+    module, args, kwargs = reference.seeded(options.model)
+    expected = reference.exact(module, args, kwargs)
     with torch.no_grad():
-        call, figures = prepare(options.mode, module, args, kwargs)
-        turn.begin()
-        wall, gpu = wall_us(call), gpu_us(call)
-        turn.say(wall_us=spread(np.array(wall)), gpu_us=spread(np.array(gpu)), **figures)
-        turn.say(kernels=kernel_count(call))
+        measure(options.mode, module.cuda(), Inputs(args, kwargs), expected, turn)
     turn.end()
 
 

@@ -1,15 +1,19 @@
 """Processes that get ready side by side and then measure one at a time, while the others stand still.
 
 Getting ready to measure a network is mostly compiling, on a few cores; measuring wants the machine to
-itself. A process writes lines of JSON objects, which are merged into its result: `Turn` is its side of
-the talk. `take_turns` is the other side: it stops all processes that are at work (SIGSTOP) for the time
-that one of them measures, so neither the GPUs nor the cores do anything else then.
+itself. A process writes lines of JSON objects, which are merged into its result; an empty one, as its
+first, asks for the turn. `Turn` is its side of the talk. `take_turns` is the other side: for the time that
+one process measures it stops everything that the others have started (bench/process_tree.py), so neither
+the GPUs nor the cores do anything else then.
+
+What is not guarded: the GPU time of a stopped process's kernels that are queued already (`_SETTLE_S`), and
+what does not come from here. While jobs get ready, those of a GPU time their kernels one at a time
+(`nimblec.gpu_turn`), but beside what the others run untimed: warm-ups, captures, checks.
 """
 
 import asyncio
 import json
 import os
-import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,11 +22,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from bench import process_tree
+from bench.process_tree import Tree
+
 Result: TypeAlias = dict[str, Any]
 
 _LONGEST_LINE = 1 << 20
-_SETTLE_S = 0.05
-"""What stopped processes have launched before is done by then."""
+_SETTLE_S = 0.2
+"""What stopped processes have launched before is done by then: those that time kernels wait for them at least each
+125 ms (the warm-up and the repeats of Triton's do_bench), those that run models after each run."""
 
 
 class Turn:
@@ -61,6 +69,7 @@ class Turn:
 class Job:
     """A process to run: what its result is for, its command, and the seconds that it may work."""
 
+    table: str
     model: str
     mode: str
     command: tuple[str, ...]
@@ -81,15 +90,11 @@ class _Child:
     """A process at work; its clock stands still whenever it does, or waits for its turn."""
 
     process: asyncio.subprocess.Process
+    tree: Tree
     clock: asyncio.Timeout
     result: Result = field(default_factory=lambda: {"stopped_s": 0.0})
     left_s: float = 0.0
     holds: int = 0
-
-    def signal(self, number: signal.Signals) -> None:
-        """To the process and those that it started; they may have ended."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, number)
 
     def hold(self) -> None:
         """Stop the clock until as many `go_on` have come; it may be held already, or have run out."""
@@ -105,32 +110,36 @@ class _Child:
         if not self.holds and not self.clock.expired():
             self.clock.reschedule(asyncio.get_running_loop().time() + self.left_s)
 
-    async def listen(self) -> bool:
-        """Take in the next line; False where there is none any more."""
+    async def listen(self) -> Result | None:
+        """Take in the next line; None where there is none any more."""
         assert self.process.stdout is not None
         line = await self.process.stdout.readline()
-        if line:
-            self.result |= json.loads(line)
-        return bool(line)
+        if not line:
+            return None
+        said: Result = json.loads(line)
+        self.result |= said
+        return said
 
 
 class _Table:
     """The processes at work, and whose turn it is."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, end: float) -> None:
+        """``end``: when all processes end, by the clock of the event loop."""
         self._folder = folder
+        self._end = end
         self._turn = asyncio.Lock()
         self._running: set[_Child] = set()
         self._working: set[_Child] = set()
         """Those that neither measure nor wait for it."""
 
-    async def run(self, job: Job, place: Place, limit_s: float) -> Result:
+    async def run(self, job: Job, place: Place) -> Result:
         """The result of a job, with "failed" in it where it did not end well."""
         with tempfile.TemporaryDirectory(dir=self._folder, ignore_cleanup_errors=True) as name:
-            return await self._run(job, place, limit_s, Path(name))
+            return await self._run(job, place, Path(name))
 
-    async def _run(self, job: Job, place: Place, limit_s: float, folder: Path) -> Result:
-        errors = folder / "stderr"
+    async def _run(self, job: Job, place: Place, folder: Path) -> Result:
+        errors, tree = folder / "stderr", Tree()
         async with self._turn:  # a process that starts would disturb the one that measures
             with errors.open("wb") as stderr:
                 process = await asyncio.create_subprocess_exec(
@@ -139,50 +148,52 @@ class _Table:
                     stdin=asyncio.subprocess.PIPE,
                     stdout=asyncio.subprocess.PIPE,
                     stderr=stderr,
-                    env={**place.environment, **_own_folder(folder)},
+                    env={**place.environment, **_own_folder(folder), **tree.environment},
                     start_new_session=True,
                     limit=_LONGEST_LINE,
                 )
-        clock = asyncio.timeout(limit_s)
-        child = _Child(process=process, clock=clock)
+        clock = asyncio.timeout(job.limit_s)
+        child = _Child(process=process, tree=tree, clock=clock)
         self._running.add(child)
         failed = ""
         try:
-            async with clock:
+            async with asyncio.timeout_at(self._end), clock:
                 await self._follow(child)
             if process.returncode:
                 failed = _last_line(errors) or f"ended with status {process.returncode}"
         except TimeoutError:
-            failed = f"took longer than {limit_s:.0f} s"
+            failed = (
+                f"took longer than {job.limit_s:.0f} s" if clock.expired() else "had not ended when the time was over"
+            )
         except ValueError as exc:
             failed = f"said what is not JSON: {exc}"
         finally:
             self._working.discard(child)
             self._running.discard(child)
-            child.signal(signal.SIGKILL)
+            await tree.end()
             await process.wait()
         return {**child.result, "failed": failed} if failed else child.result
 
     async def _follow(self, child: _Child) -> None:
         """Get ready, have the turn, and go on to the end."""
         self._working.add(child)
-        if await child.listen():
+        if await child.listen() == {}:
             self._working.discard(child)
             child.hold()
             async with self._turn:
                 child.go_on()
                 await self._measure(child)
             self._working.add(child)
-            while await child.listen():
-                pass
+        while await child.listen() is not None:
+            pass
         await child.process.wait()
 
     async def _measure(self, child: _Child) -> None:
         """Have a child measure alone."""
-        stopped = frozenset(self._working)
+        working = frozenset(self._working)
         begin = asyncio.get_running_loop().time()
-        for other in stopped:
-            other.signal(signal.SIGSTOP)
+        stopped = process_tree.stop(spared=child.tree)
+        for other in working:
             other.hold()
         try:
             await asyncio.sleep(_SETTLE_S)
@@ -193,9 +204,9 @@ class _Table:
             await child.listen()
         finally:
             passed = asyncio.get_running_loop().time() - begin
-            for other in stopped & self._running:
+            process_tree.go_on(stopped)
+            for other in working & self._running:
                 other.go_on()
-                other.signal(signal.SIGCONT)
                 other.result["stopped_s"] += passed
 
 
@@ -222,8 +233,8 @@ def take_turns(
 ) -> None:
     """Run the jobs of all places, ``side_by_side`` at a time in each, started in their order.
 
-    ``done`` is told each result. What has not started after ``stop_after_s`` seconds does not start;
-    what works then is ended.
+    ``done`` is told the result of each that has started. After ``stop_after_s`` seconds nothing starts, and what
+    works or waits then is ended.
     """
     asyncio.run(_all(places, side_by_side, stop_after_s, done))
 
@@ -233,14 +244,12 @@ async def _all(
 ) -> None:
     loop = asyncio.get_running_loop()
     end = loop.time() + stop_after_s
-    with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder:
-        table = _Table(Path(folder))
+    with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder, process_tree.adopting():
+        table = _Table(Path(folder), end)
 
         async def work(place: Place, waiting: Iterator[Job]) -> None:
-            for job in waiting:
-                left = end - loop.time()
-                late = {"failed": f"not started within {stop_after_s:.0f} s"}
-                done(job, await table.run(job, place, min(job.limit_s, left)) if left > 0 else late)
+            while loop.time() < end and (job := next(waiting, None)) is not None:
+                done(job, await table.run(job, place))
 
         async with asyncio.TaskGroup() as group:
             for place in places:

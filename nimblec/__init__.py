@@ -7,13 +7,16 @@
 Importing this package imports no framework: the compiler's parts are imported when they are used.
 """
 
+import nimblec.isolation  # noqa: F401 - first, since it may take a folder off the path
+
+# isort: split
+import logging
 from collections.abc import Mapping, Sequence
 from os import PathLike
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Never
 
-from nimblec.errors import CompileError, TraceError, UnsupportedModelError
-from nimblec.options import InputSpec, Options, Settings, TargetChoice
+from nimblec.errors import ArgumentError, CompileError, TraceError, UnsupportedModelError
+from nimblec.options import OWN_PLAN_CACHE, OWN_TIMING_CACHE, InputSpec, Precision, TargetChoice, read_options
 from nimblert.errors import (
     CudaError,
     DeviceMismatchError,
@@ -26,12 +29,16 @@ from nimblert.errors import (
 from nimblert.plan import Plan
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import numpy as np
+    import onnx
     import torch
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "ArgumentError",
     "CompileError",
     "CudaError",
     "DeviceMismatchError",
@@ -49,39 +56,89 @@ __all__ = [
 
 
 def compile(  # noqa: A001  # the word that users look for; nimblec.compile shadows nothing outside
-    model: "str | PathLike[str] | torch.nn.Module",
-    example_inputs: Sequence[Any] | None = None,
+    model: "str | PathLike[str] | bytes | onnx.ModelProto | torch.export.ExportedProgram | Callable[..., Any]",
+    example_inputs: "Sequence[Any] | torch.Tensor | None" = None,
     *,
+    kwargs: Mapping[str, Any] | None = None,
     target: TargetChoice = "auto",
-    inputs: Sequence[InputSpec] = (),
-    dims: "Mapping[str, int] | None" = None,
+    inputs: "Mapping[str, Sequence[int] | str] | Sequence[InputSpec | str]" = (),
+    dims: Mapping[str, int] | None = None,
     examples: "Mapping[str, np.ndarray] | None" = None,
-    **settings: Unpack[Settings],
+    level: int | None = None,
+    precision: Precision = "keep",
+    max_error: float | None = None,
+    streams: str | int = "auto",
+    memory_limit: int | str | None = None,
+    timing_cache: str | PathLike[str] = OWN_TIMING_CACHE,
+    plan_cache: str | PathLike[str] | None = OWN_PLAN_CACHE,
+    **unknown: Never,
 ) -> Plan:
-    """Compile a PyTorch module, or a model given as `nimblec compile` takes it, to a plan.
+    """Compile a neural network to a plan, which can be saved or loaded as it is.
 
-    ``model`` is a module, the path of an ``.onnx`` or ``.pt2`` file, or "package.module:callable".
-    A module needs ``example_inputs``, the positional arguments of one call. ``inputs`` fix the
-    shapes of an ONNX file's inputs, ``dims`` the sizes of its named dimensions, ``examples`` are
-    arrays for its inputs by name. The rest are ``level``, ``precision``, ``max_error``, ``streams``,
-    ``memory_limit``, ``timing_cache`` and ``plan_cache`` (None: keep no plan), as on the command line
-    (see `Options`). The plan can be saved (``plan.save(path)``) or loaded as it is (``nimblert.load(plan)``).
+    >>> plan = nimblec.compile(module.eval(), (image,), target="cpu", memory_limit="64MiB")
+    >>> plan.save("model.plan")
+    >>> with nimblert.load(plan) as executable: ...
 
-    Raises CompileError where the model cannot be compiled, DeviceMismatchError where the target is
-    not here.
+    ``model`` is one of
+
+    - a torch.nn.Module or a function of tensors, with ``example_inputs``. It is left as it was. For
+      the CUDA target torch.export exports it in this process, since a capture needs a fresh one, and
+      a module is more than what could be pickled of it;
+    - a torch.export.ExportedProgram, or the path of a ``.pt2`` file, with the example inputs saved in it;
+    - an onnx.ModelProto, its bytes, or the path of an ``.onnx`` file;
+    - "package.module:callable", which is imported and called, on the CUDA target in the capture process,
+      and returns (module, example_inputs) or (module, example_inputs, kwargs). There the module is
+      captured as it runs.
+
+    ``example_inputs`` are the positional arguments of one call, a tensor or a tuple, and ``kwargs`` its
+    keyword arguments by name; tensors may be nested in tuples, lists and dicts. The plan has their
+    shapes. An argument that is an int, float, bool, str or None is a constant of the plan.
+
+    The options, each as on the command line:
+
+    - ``target``: "auto" (CUDA where a GPU and cuda-python are here, else CPU), "cuda" or "cpu".
+    - ``inputs``: static shapes by input name, ``{"image": (1, 3, 224, 224)}``, or
+      ``["image:1x3x224x224", "ids:1x16:int64"]``. An ONNX file needs one for each input with a
+      dynamic dimension that has no name; a PyTorch model's example is replaced by zeros of that shape.
+    - ``dims``: sizes of the named dimensions of an ONNX model, or of the symbols of a dynamic
+      ExportedProgram: ``{"batch": 4}``. What ``inputs`` say of a dimension wins.
+    - ``examples``: arrays for inputs by name; integers bound those drawn in later checks.
+    - ``level``: 0 keeps the framework's own kernels, 1 (the default on CUDA) fuses, 2 also chooses
+      kernels by timing them. CUDA target.
+    - ``precision``: "keep", "fp32", "tf32" (how float32 convolutions and matrix products are computed),
+      "fp16" or "bf16" (a float32 model in half precision). CUDA target.
+    - ``max_error``: the largest difference from level 0 to accept, relative to an output's largest magnitude.
+    - ``streams``: "auto" (the fastest of several schedules, measured here), "max", or a number of streams.
+    - ``memory_limit``: what the arena may take, in bytes or as "64MiB", "1.5GB".
+    - ``timing_cache``: the file that keeps measured times; ``plan_cache``: the folder that keeps the
+      plans of model files (None: keep no plan).
+
+    What the command line prints as notes is logged by the logger "nimblec" at level INFO.
+
+    Raises ArgumentError (an InputError and a TypeError) for an argument that is none of these,
+    CompileError where the model cannot be compiled (UnsupportedModelError, TraceError), and
+    DeviceMismatchError where the target is not here.
     """
+    options = read_options(
+        target=target,
+        inputs=inputs,
+        dims=dims or {},
+        examples=examples or {},
+        level=level,
+        precision=precision,
+        max_error=max_error,
+        streams=streams,
+        memory_limit=memory_limit,
+        timing_cache=timing_cache,
+        plan_cache=plan_cache,
+        **unknown,
+    )
     from nimblec.compiler import compile_model  # brings in the frameworks
 
-    options = Options(
-        target=target,
-        inputs=tuple(inputs),
-        dims=tuple((dims or {}).items()),
-        examples=tuple((examples or {}).items()),
-        **settings,
-    )
-    if isinstance(model, PathLike):
-        model = Path(model)
-    return compile_model(model, example_inputs, options=options, observer=_unobserved).plan
+    made = compile_model(model, example_inputs, kwargs, options=options, observer=_unobserved)
+    for note in made.notes:
+        logging.getLogger(__name__).info("%s", note)
+    return made.plan
 
 
 def _unobserved(stage: str, seconds: float | None) -> None:

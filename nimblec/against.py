@@ -9,7 +9,7 @@ import numpy as np
 
 from nimblec.cpu.reference import read_nodes, run_reference, run_values
 from nimblec.difference import difference
-from nimblec.frontend import onnx_file
+from nimblec.frontend import onnx_file, onnx_shapes
 from nimblec.node_values import NodeComparison, compare_nodes
 from nimblec.options import InputSpec
 from nimblec.verification import Check, Result, check_name
@@ -53,7 +53,7 @@ def compare(path: Path, against: Against) -> Iterator[Check]:
 def _compare(plan: Plan, executable: Executable, model: "ModelProto", against: Against) -> Iterator[Check]:
     program, folder = executable.program, against.model.parent
     specs = [InputSpec(name=t.name, shape=t.shape, dtype=t.dtype) for t in program.inputs]
-    fixed = onnx_file.fix_shapes(model, specs)
+    fixed = onnx_shapes.fix_shapes(model, specs)
     nodes = read_nodes(fixed)
     onnx_file.clear_repeated_names(fixed)
     inputs = golden.draw_inputs(program, against.seed)

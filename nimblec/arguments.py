@@ -1,41 +1,37 @@
 """The command line's own notations: NAME:SHAPE[:DTYPE], NAME=SIZE, NAME=FILE.npy, safe file names."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
+from reprlib import repr as shortened
+from tokenize import TokenError
+from typing import TypeVar
 
 import click
 import numpy as np
 
-from nimblec.options import InputSpec
+from nimblec.errors import ArgumentError
+from nimblec.options import InputSpec, read_nbytes, read_size, read_spec, read_streams
 from nimblert.dtypes import numpy_dtype
 from nimblert.errors import InputError
 from nimblert.plan import ITEM_NBYTES, Tensor
 from nimblert.replacing import replacing
 
-_SHAPE = re.compile(r"\d+(x\d+)*|scalar|")
+T = TypeVar("T")
 
 
-def parse_spec(text: str) -> InputSpec:
-    """``NAME:SHAPE[:DTYPE]``, read from the right, since a name may contain colons.
-
-    SHAPE is ``1x3x224x224``, ``16``, or ``scalar`` (or nothing) for a tensor without dimensions.
-    """
-    fields = text.split(":")
-    dtype = fields.pop() if len(fields) > 2 and fields[-1] in ITEM_NBYTES else None
-    shape = fields.pop()
-    name = ":".join(fields)
-    if not name or not _SHAPE.fullmatch(shape):
-        raise click.BadParameter(
-            f"{text!r} is not NAME:SHAPE[:DTYPE], such as image:1x3x224x224 or ids:1x16:int64 "
-            f"(dtypes: {', '.join(ITEM_NBYTES)})"
-        )
-    sizes = () if shape in {"", "scalar"} else tuple(map(int, shape.split("x")))
-    return InputSpec(name=name, shape=sizes, dtype=dtype)
-
-
-_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
-_NBYTES = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>|b|[kmg]i?b)", re.IGNORECASE)
+def _read(
+    reader: Callable[[str], T],
+    value: str,
+    param: click.Parameter | None,
+    ctx: click.Context | None,
+) -> T:
+    """What one of the readers of `nimblec.options` makes of a value."""
+    try:
+        return reader(value)
+    except ArgumentError as exc:
+        raise click.BadParameter(str(exc), ctx, param) from exc
 
 
 class Spec(click.ParamType):
@@ -45,8 +41,7 @@ class Spec(click.ParamType):
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> InputSpec:
         """Parse one value."""
-        del param, ctx
-        return parse_spec(value)
+        return _read(read_spec, value, param, ctx)
 
 
 class Streams(click.ParamType):
@@ -56,9 +51,7 @@ class Streams(click.ParamType):
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
         """The policy, as `Options.streams` takes it."""
-        if value not in ("auto", "max") and not (value.isascii() and value.isdigit() and int(value) > 0):
-            self.fail(f"{value!r}: expected auto, max, or a number of streams from 1.", param, ctx)
-        return value
+        return _read(read_streams, value, param, ctx)
 
 
 class Nbytes(click.ParamType):
@@ -66,12 +59,9 @@ class Nbytes(click.ParamType):
 
     name = "BYTES"
 
-    def convert(self, value: str | int, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """The number of bytes; units are decimal (kB, MB, GB) or binary (KiB, MiB, GiB)."""
-        found = _NBYTES.fullmatch(str(value).strip())
-        if found is None:
-            self.fail(f"{value!r}: expected a number of bytes such as 1000000, 64MiB or 1.5GB.", param, ctx)
-        return int(float(found["number"]) * _UNITS[found["unit"].lower()])
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """The number of bytes."""
+        return _read(read_nbytes, value, param, ctx)
 
 
 class NamedSize(click.ParamType):
@@ -82,9 +72,10 @@ class NamedSize(click.ParamType):
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, int]:
         """The name and the size."""
         name, _, size = value.rpartition("=")
-        if not name or not (size.isascii() and size.isdigit()):
-            self.fail(f"{value!r} is not NAME=SIZE, such as batch=4", param, ctx)
-        return name, int(size)
+        with suppress(ArgumentError):
+            if name:
+                return name, read_size(size)
+        raise click.BadParameter(f"{shortened(value)} is not NAME=SIZE, such as batch=4", ctx, param)
 
 
 class NamedFile(click.ParamType):
@@ -110,11 +101,17 @@ def read_arrays(files: Iterable[tuple[str, Path]]) -> dict[str, np.ndarray]:
     return arrays
 
 
+_DAMAGED = (ValueError, EOFError, SyntaxError, TokenError, OverflowError, MemoryError, RecursionError)
+"""What numpy makes of a header that says something impossible."""
+
+
 def read_array(path: Path) -> np.ndarray:
     """The one array of an .npy file; OSError where it cannot be read, InputError where it is none."""
+    if path.exists() and not path.is_file():  # a pipe may be read forever
+        raise InputError(f"{path}: is no regular file, expected an .npy file")
     try:
         array = np.load(path, allow_pickle=False)
-    except (ValueError, EOFError) as exc:
+    except _DAMAGED as exc:
         raise InputError(f"{path}: not an .npy file, or a damaged one: write it with numpy.save") from exc
     if not isinstance(array, np.ndarray):
         raise InputError(f"{path}: an .npz archive, expected one array: write it with numpy.save")

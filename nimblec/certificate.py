@@ -5,31 +5,37 @@ members. Whoever shows an antichain shows that a schedule on fewer streams order
 without need.
 """
 
-from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 
-from nimblert.edges import edges
-from nimblert.hazards import reads, writes
-from nimblert.plan import Access, Program, Record, Region, ScheduleRecord, Wait, Work
+import numpy as np
+
+from nimblert import pieces
+from nimblert.order import order
+from nimblert.plan import Program, Record, Region, ScheduleRecord, Wait, Work
+
+_MOST_SENTENCES = 100
 
 
 def problems(program: Program, record: ScheduleRecord) -> Iterator[str]:
-    """Yield a sentence for each claim of ``record`` that does not hold of the program.
+    """Yield a sentence for each claim of ``record`` that does not hold of the program, at most a hundred.
 
     Policy "max" must leave its antichain unordered: by streams and events, and so, in a program
     without hazards, by any accesses that conflict; and needs no more streams than that. Other
     policies order more than they must, so there the antichain is held against what the data order.
     """
+    return islice(_problems(program, record), _MOST_SENTENCES)
+
+
+def _problems(program: Program, record: ScheduleRecord) -> Iterator[str]:
     works = [(i, c) for i, c in enumerate(program.commands) if not isinstance(c, Record | Wait)]
     widest = is_widest(record.policy)
-    before = _closure(_scheduled(program) if widest else _required([work for _, work in works]))
-    members = sum(1 << member for member in record.antichain)
-    for member in record.antichain:
-        if ordered := before[member] & members:
-            first, second = (works[i][0] for i in (ordered.bit_length() - 1, member))
-            reason = "streams and events" if widest else "accesses"
-            yield f"antichain: commands[{second}] comes after commands[{first}] by their {reason}"
-    limit = len(record.antichain) if widest else int(record.policy) if record.policy.isdecimal() else None
+    members = record.antichain
+    pairs = _scheduled(program, members) if widest else _required([work for _, work in works], members)
+    reason = "streams and events" if widest else "accesses"
+    for early, late in pairs:
+        yield f"antichain: commands[{works[late][0]}] comes after commands[{works[early][0]}] by their {reason}"
+    limit = len(members) if widest else int(record.policy) if record.policy.isdecimal() else None
     if limit is not None and program.stream_count > limit:
         yield f"policy {record.policy!r}: {program.stream_count} streams, expected at most {limit}"
     yield from _candidate_problems(program, record)
@@ -50,82 +56,39 @@ def _candidate_problems(program: Program, record: ScheduleRecord) -> Iterator[st
             yield f"candidates[{i}]: streams, syncs and arena are {claimed}, those of the program {actual}"
 
 
-def _closure(dependencies: Iterable[Iterable[int]]) -> list[int]:
-    """Everything before each work, as bits, from what each directly depends on."""
-    before: list[int] = []
-    for sources in dependencies:
-        found = 0
-        for source in sources:
-            found |= before[source] | 1 << source
-        before.append(found)
-    return before
+def _scheduled(program: Program, members: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield for each member that another is before by streams and events (the last such one, it)."""
+    ordered = order(program.commands)
+    earlier = np.array(members, np.int64)
+    for count, member in enumerate(members):
+        before = np.flatnonzero(ordered.before(earlier[:count], np.full(count, member)))
+        if len(before):
+            yield members[before[-1]], member
 
 
-def _scheduled(program: Program) -> list[list[int]]:
-    """What the streams and events put before each work."""
-    return [[edge.source for edge in row] for row in edges(program.commands)]
+def _required(works: Sequence[Work], members: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield for each member that another is before by the data (the last such one, it).
 
-
-def _required(works: Sequence[Work]) -> Iterator[set[int]]:
-    """Yield what each work must come after, whatever the schedule, as far as a plan can tell.
-
-    Outside the arena no bytes serve two buffers, so all conflicting accesses keep their order. In
-    the arena a write may start another buffer's turn, and orders nothing; a read comes after the
-    last write. Bytes that a work both reads and writes there may be scratch memory, and order nothing.
+    As far as a plan can tell: outside the arena no bytes serve two buffers, so all conflicting
+    accesses keep their order. In the arena a write may start another buffer's turn, and orders
+    nothing; a read comes after the last write. Bytes that a work both reads and writes there may be
+    scratch memory, and order nothing.
     """
-    histories: dict[tuple[Region, int], _History] = {}
-    for index, work in enumerate(works):
-        required: set[int] = set()
-        written = [access for access in writes(work) if access.nbytes]
-        for access in written:
-            if access.pointer.region is Region.ARENA:  # first: a read of these bytes finds the work itself
-                _history(histories, access).write(access, index)
-        for access in reads(work):
-            if access.nbytes and access.pointer.region is not Region.WEIGHTS:
-                required |= _history(histories, access).read(access, index)
-        for access in written:
-            if access.pointer.region is not Region.ARENA:
-                required |= _history(histories, access).write(access, index)
-        yield required - {index}
+    bits = {member: 1 << place for place, member in enumerate(members)}
+    before = [0] * len(works)  # by work: the members that are before it
+    for early, late in _data_edges(works):
+        before[late] |= before[early] | bits.get(early, 0)
+    for member in members:
+        if before[member]:
+            yield members[before[member].bit_length() - 1], member
 
 
-def _history(histories: dict[tuple[Region, int], "_History"], access: Access) -> "_History":
-    return histories.setdefault((access.pointer.region, access.pointer.index), _History())
-
-
-class _History:
-    """Who wrote each byte of a region last, and who has read it since; pieces from start to start."""
-
-    def __init__(self) -> None:
-        self._starts = [0]
-        self._writers: list[frozenset[int]] = [frozenset()]
-        self._readers: list[frozenset[int]] = [frozenset()]
-
-    def read(self, access: Access, work: int) -> set[int]:
-        """Note a read, and return who wrote its bytes."""
-        pieces = self._pieces(access)
-        for place in range(len(self._starts))[pieces]:
-            self._readers[place] |= {work}
-        return set().union(*self._writers[pieces])
-
-    def write(self, access: Access, work: int) -> set[int]:
-        """Note a write, and return who wrote its bytes and who has read them."""
-        pieces = self._pieces(access)
-        before = set().union(*self._writers[pieces], *self._readers[pieces])
-        self._starts[pieces] = [access.pointer.offset]
-        self._writers[pieces] = [frozenset({work})]
-        self._readers[pieces] = [frozenset()]
-        return before
-
-    def _pieces(self, access: Access) -> slice:
-        first = self._cut(access.pointer.offset)
-        return slice(first, self._cut(access.pointer.offset + access.nbytes))
-
-    def _cut(self, at: int) -> int:
-        """The piece that starts at ``at``, made if there is none."""
-        place = bisect_left(self._starts, at)
-        if place == len(self._starts) or self._starts[place] != at:
-            self._starts.insert(place, at)
-            self._writers.insert(place, self._writers[place - 1])
-            self._readers.insert(place, self._readers[place - 1])
-        return place
+def _data_edges(works: Sequence[Work]) -> list[list[int]]:
+    """Pairs of works of which the data order the first before the second, in ascending order of the second."""
+    edges = []
+    for (region, _), touched in pieces.touches(works).items():
+        for pairs in pieces.conflicts(touched) if touched.write.any() else ():
+            ordering = ~pairs.late_writes if region is Region.ARENA else np.full(len(pairs.late), fill_value=True)
+            edges.append(np.stack((pairs.late, pairs.early), axis=1)[ordering])
+    found = np.unique(np.concatenate(edges), axis=0) if edges else np.zeros((0, 2), np.int64)
+    return list(map(list, found[:, ::-1].tolist()))

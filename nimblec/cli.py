@@ -1,21 +1,24 @@
 """The command line: compile | run | inspect | verify. It parses, calls and prints."""
 
 import json
+import os
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
 from typing import get_args
 
 import click
-from rich.console import Console
 
 import nimblec
 from nimblec import arguments, dot, inspection, picture, report, trace, verification
-from nimblec.command import Command, Group
-from nimblec.options import DEFAULT_LEVEL, InputSpec, Options, Precision, TargetChoice
+from nimblec.command import Command, Group, ReaderGoneError
+from nimblec.console import echo, echo_lines, escape_what_has_no_encoding
+from nimblec.interrupts import INTERRUPTED, prompt_interrupts
+from nimblec.options import DEFAULT_LEVEL, InputSpec, Precision, TargetChoice, read_options
 from nimblec.progress import StageProgress
 from nimblec.verification import Result
 from nimblert import container, golden
@@ -24,9 +27,6 @@ from nimblert.executable import Executable, load
 from nimblert.onnx_session import share_thread_pool
 from nimblert.plan import Plan, Target
 from nimblert.replacing import replacing
-
-PIPE_WIDTH = 160
-"""Columns of a table that no terminal shows."""
 
 WARM_UPS = 20
 """At most so many runs before latencies count."""
@@ -58,7 +58,7 @@ def cli(ctx: click.Context) -> None:
     Exit status: 0 on success, 2 where something was refused, with one sentence on standard error.
     """
     if ctx.invoked_subcommand is None:
-        click.echo(ctx.get_help())
+        echo_lines(ctx.get_help())
 
 
 @cli.command(cls=Command)
@@ -170,12 +170,14 @@ def compile(  # noqa: A001  # the command's name
 
     MODEL is an ONNX file (.onnx, external data too), a file of torch.export.save (.pt2), or
     package.module:callable, which is imported with the current directory on the path, called, and
-    returns (module, example_inputs).
+    returns (module, example_inputs) or (module, example_inputs, kwargs). The last two are code, which
+    runs with your rights: compile them only where you trust their origin.
 
     The last stage runs the plan and compares its outputs with the framework's; a difference is an
     error. PLAN is written to a temporary folder beside it (.nimblec-*) and renamed, so an old file
     stays whole until the new one is complete. What a killed compilation leaves there is removed by
-    the next one that writes to that folder.
+    the next one that writes to that folder. A symbolic link stays, and what it leads to is replaced;
+    a device, a pipe or a folder is refused.
 
     \b
     Examples:
@@ -190,17 +192,23 @@ def compile(  # noqa: A001  # the command's name
         if kept is not None and output.exists() and kept.exists() and output.samefile(kept):
             raise click.UsageError(f"{output}: is to be read, and would be overwritten: name another PLAN.")
     arrays = arguments.read_arrays(examples)
-    if ":" in model and str(Path.cwd()) not in sys.path:
+    suffix = Path(model).suffix.lower()
+    is_callable = suffix not in {".onnx", ".pt2"} and all(model.partition(":"))
+    if not quiet and (is_callable or (suffix == ".pt2" and Path(model).is_file())):
+        echo(f"note: {model} is code, and runs with your rights: go on only if you trust its origin", err=True)
+    if is_callable and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # as `python -m` does, for package.module:callable
 
     from nimblec.compiler import choose_target, compile_model  # brings in the frameworks
 
     chosen, reason = choose_target(target)
     if not quiet:
-        click.echo(f"target: {chosen.name.lower()} ({reason})")
-    resolved: TargetChoice = "cuda" if chosen.name == "CUDA" else "cpu"
-    options = Options(
-        target=resolved,
+        echo(f"target: {chosen.name.lower()} ({reason})")
+    caches = {} if timing_cache is None else {"timing_cache": timing_cache}
+    if plan_cache is not None or no_plan_cache:
+        caches["plan_cache"] = plan_cache
+    options = read_options(
+        target=chosen.name.lower(),
         inputs=inputs,
         dims=dims,
         examples=tuple(arrays.items()),
@@ -209,20 +217,17 @@ def compile(  # noqa: A001  # the command's name
         max_error=max_error,
         streams=streams,
         memory_limit=memory_limit,
+        **caches,
     )
-    if timing_cache is not None:
-        options = replace(options, timing_cache=timing_cache)
-    if plan_cache is not None or no_plan_cache:
-        options = replace(options, plan_cache=plan_cache)
     with StageProgress(verbose=verbose, quiet=quiet) as observer:
         made = compile_model(model, options=options, output=output, observer=observer)
     if quiet:
         return
     for note in made.notes:
-        click.echo(f"note: {note}")
-    console = _console()
-    console.print(report.compiled(made.plan, made.stages, file_nbytes=output.stat().st_size))
-    console.print(f"wrote {output}")
+        echo(f"note: {note}")
+    size = output.stat().st_size
+    report.SafeConsole().print(report.compiled(made.plan, made.stages, file_nbytes=size))
+    echo(f"wrote {output}")
 
 
 def _refuse_both(one: str, other: str, *, given: bool) -> None:
@@ -282,16 +287,16 @@ def run(
         drawn = golden.draw_inputs(executable.program, seed)
         outputs = executable.run({**drawn, **restored})
         latencies = measure(executable, repeat) if repeat else []
-    console = _console()
+    console = report.SafeConsole()
     if missing := [name for name in tensors if name not in given]:
-        console.print(f"drawn from seed {seed}: {', '.join(missing)}")
+        echo(f"drawn from seed {seed}: {', '.join(missing)}")
     digests = {name: golden.digest(array) for name, array in outputs.items()}
     console.print(report.outputs(outputs, digests))
     if latencies:
-        console.print(report.latency_text(latencies))
+        echo(report.latency_text(latencies))
     if output_dir is not None:
         for path in arguments.write_arrays(output_dir, outputs):
-            console.print(f"wrote {path}")
+            echo(f"wrote {path}")
 
 
 def measure(executable: Executable, repeat: int) -> list[float]:
@@ -345,13 +350,13 @@ def inspect(plan: Path, as_json: bool, as_timeline: bool, trace_file: Path | Non
     opened = container.read(plan)
     if as_json:
         facts = inspection.describe(opened, file_nbytes=plan.stat().st_size)
-        click.echo(json.dumps(facts, indent=2, ensure_ascii=False))
+        echo_lines(json.dumps(facts, indent=2, ensure_ascii=False))
     elif as_timeline:
-        console = _console()
+        console = report.SafeConsole()
         for program in opened.programs:
             console.print(*picture.picture(program, width=console.width), sep="\n")
     elif not files:
-        console = _console()
+        console = report.SafeConsole()
         for table in report.inspected(inspection.describe(opened, file_nbytes=plan.stat().st_size)):
             console.print(table)
     if trace_file is not None:
@@ -365,7 +370,7 @@ def _write_text(path: Path, text: str, *, quiet: bool) -> None:
     with replacing(path) as file:
         file.write(text.encode())
     if not quiet:
-        click.echo(f"wrote {path}")
+        echo(f"wrote {path}")
 
 
 @cli.command(cls=Command, short_help="Check PLAN, and repeat its recorded run.")
@@ -420,7 +425,7 @@ def verify(plan: Path, model: Path | None, tolerance: float | None, per_node: bo
     failed = []
     for check in checks:
         for sentence in check.sentences:
-            click.echo(f"{check.result.value:<8} {check.name}: {sentence}")
+            echo(f"{check.result.value:<8} {check.name}: {sentence}")
         if check.result is Result.FAILED:
             failed.append(check)
     if failed:
@@ -437,13 +442,6 @@ def _against(
     yield from against.compare(plan, against.Against(model=model, tolerance=allowed, per_node=per_node, seed=seed or 0))
 
 
-def _console() -> Console:
-    console = Console(markup=False, highlight=False, emoji=False, soft_wrap=False)
-    if not console.is_terminal:
-        console.width = PIPE_WIDTH
-    return console
-
-
 def _prepared(path: Path) -> Plan:
     """The plan in a file; where it is for the CPU and this process is ours, its sessions share one thread pool.
 
@@ -457,16 +455,23 @@ def _prepared(path: Path) -> Plan:
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command line and exit: 0 on success, 2 with one sentence where it refuses."""
+    obj = OWN_PROCESS if args is None else None
+    if obj:
+        escape_what_has_no_encoding()
     try:
-        obj = OWN_PROCESS if args is None else None
-        status = cli.main(args, prog_name="nimblec", standalone_mode=False, obj=obj)
+        with prompt_interrupts() if obj else nullcontext():
+            status = cli.main(args, prog_name="nimblec", standalone_mode=False, obj=obj)
     except click.UsageError as exc:
         command = exc.ctx.command_path if exc.ctx else "nimblec"
-        click.echo(f"nimblec: {exc.format_message().rstrip('.')}: see {command} --help", err=True)
+        echo(f"nimblec: {exc.format_message().rstrip('.')}: see {command} --help", err=True)
         status = 2
     except click.ClickException as exc:
-        click.echo(f"nimblec: {exc.format_message()}", err=True)
+        echo(f"nimblec: {exc.format_message()}", err=True)
         status = 2
     except click.Abort:
-        status = 130  # interrupted: 128 + SIGINT
+        status = INTERRUPTED
+    except ReaderGoneError:
+        if obj:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python writes as it ends
+        status = 128 + signal.SIGPIPE
     sys.exit(status)

@@ -1,10 +1,13 @@
 """What all commands of the command line have in common: one-sentence refusals, and their order."""
 
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import click
 
+from nimblec.console import echo_lines
 from nimblec.errors import missing_package
 from nimblert.errors import NimbleError
 
@@ -31,13 +34,13 @@ class Command(click.Command):
         try:
             return super().invoke(ctx)
         except BrokenPipeError:
-            raise  # click ends quietly when the reader has gone
+            raise  # as `Group` says
         except (NimbleError, OSError, ModuleNotFoundError) as exc:
             sentence = _sentence(exc)
             if sentence is None:
                 raise
             if ctx.meta[DEBUG]:
-                traceback.print_exc()
+                echo_lines(traceback.format_exc().rstrip(), err=True)
             raise click.ClickException(sentence) from exc
 
 
@@ -55,10 +58,32 @@ def _sentence(exc: NimbleError | OSError | ModuleNotFoundError) -> str | None:
     return " ".join(str(exc).split())
 
 
+class ReaderGoneError(Exception):
+    """Nobody reads standard output any more, as in ``nimblec inspect model.plan | head``."""
+
+
 class Group(click.Group):
-    """Lists its commands in the order in which they are used."""
+    """Lists its commands in the order in which they are used, and raises ReaderGoneError when its reader has gone."""
+
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        """As click does, which prints --help here; it would exit with 1."""
+        with _reader():
+            return super().make_context(*args, **kwargs)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """As click does."""
+        with _reader():
+            return super().invoke(ctx)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """The names of the commands, as they were added."""
         del ctx
         return list(self.commands)
+
+
+@contextmanager
+def _reader() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError as exc:
+        raise ReaderGoneError from exc

@@ -1,7 +1,9 @@
 """The pipeline: a model as a user gives it becomes a checked plan."""
 
-import os
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,11 +11,13 @@ from typing import Any
 from nimblec.errors import CompileError, missing_package
 from nimblec.options import Observer, Options, TargetChoice
 from nimblec.plan_cache import compile_once
-from nimblec.scratch import scratch_folder
 from nimblec.source import Source, find_source
+from nimblec.stages import stage
 from nimblert import container, driver
 from nimblert.errors import CudaError, DeviceMismatchError
 from nimblert.plan import Plan, Target
+from nimblert.replacing import destination
+from nimblert.scratch import scratch_folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +62,7 @@ class _Stopwatch:
 def compile_model(
     model: Any,
     example_inputs: Any = None,
+    kwargs: Any = None,
     *,
     options: Options,
     output: Path | None = None,
@@ -65,21 +70,22 @@ def compile_model(
 ) -> Compiled:
     """Compile a model to a plan, in the file ``output`` where one is named.
 
-    ``model`` is the path of an ``.onnx`` or ``.pt2`` file, "package.module:callable", or a module
-    with ``example_inputs``. The file is written under another name, checked, and renamed: whatever
-    goes wrong, an older file is still there. Raises CompileError, DeviceMismatchError.
+    ``model``, ``example_inputs`` and ``kwargs`` are what `nimblec.compile` takes. The file is written
+    under another name, checked, and renamed: whatever goes wrong, an older file is still there. A
+    symbolic link stays, and what it leads to is replaced. Raises ArgumentError, CompileError,
+    DeviceMismatchError.
     """
     target, _ = choose_target(options.target)
     stopwatch = _Stopwatch(observer)
-    with scratch_folder(_folder(output)) as folder:
+    with _folder(output) as folder:
         written = folder / "model.plan"
         try:
-            source = find_source(model, example_inputs, folder)
+            source = find_source(model, example_inputs, kwargs, folder)
             notes = compile_once(partial(_compile, target), source, target, options, written, stopwatch)
         except ModuleNotFoundError as exc:
             raise missing_package(exc) or exc from exc
         if output is not None:
-            os.replace(written, output)  # noqa: PTH105 - one call that cannot leave half a file
+            written.replace(destination(output))
         plan = container.read(output or written)  # the mapping outlives the temporary file
     return Compiled(plan=plan, stages=tuple(stopwatch.stages), notes=notes)
 
@@ -89,19 +95,26 @@ def _compile(target: Target, source: Source, options: Options, output: Path, obs
     if target is Target.CUDA:
         from nimblec.cuda.compile import compile_cuda
 
-        return compile_cuda(source, options, output, observer)
+        notes: tuple[str, ...] = ()
+        if source.live is not None:
+            from nimblec.frontend.handover import hand_over  # brings in torch
+
+            with stage(observer, "export"):
+                source, notes = hand_over(source, options, output.parent)
+            options = replace(options, inputs=(), dims=(), examples=())  # which the exported model has
+        return (*notes, *compile_cuda(source, options, output, observer))
     from nimblec.cpu.compile import compile_cpu
 
     return compile_cpu(source, options, output, observer)
 
 
-def _folder(output: Path | None) -> Path | None:
+@contextmanager
+def _folder(output: Path | None) -> Iterator[Path]:
     """Where to build the file: beside its final place, so that renaming it is atomic."""
-    if output is None:
-        return None
-    folder = output.resolve().parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise CompileError(f"{output}: the folder {folder} does not exist or cannot be written")
-    if output.is_dir():
-        raise CompileError(f"{output}: is a folder, expected the name of a file")
-    return folder
+    parent = destination(output).parent if output else Path(tempfile.gettempdir())
+    with ExitStack() as stack:
+        try:
+            folder = stack.enter_context(scratch_folder(parent))
+        except OSError as exc:
+            raise CompileError(f"{output or parent}: nothing can be written in {parent}: {exc.strerror}") from exc
+        yield folder

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from nimblert.errors import NimbleError
+from nimblert.errors import InputError, NimbleError
 
 EXTRAS = {
     "onnx": "cpu",
@@ -18,6 +18,10 @@ EXTRAS = {
     "cuda": "cuda",
 }
 """Packages that a plain installation lacks, and the extra that brings each."""
+
+
+class ArgumentError(InputError, TypeError):
+    """An argument of `nimblec.compile`, or an option of the command line, is not what it takes."""
 
 
 class CompileError(NimbleError):
@@ -43,16 +47,44 @@ def user_code(what: str) -> Iterator[None]:
         yield
     except Exception as exc:  # nobody knows what it may raise, and all of it is to be told
         first = root_cause(exc)
-        raise TraceError(f"{what}: {_place(first)}{type(first).__name__}: {first_line(first)}") from exc
+        where = f"{line} raised " if (line := users_line(first)) else ""
+        raise TraceError(f"{what}: {where}{type(first).__name__}: {first_line(first)}") from exc
 
 
-def _place(exc: BaseException) -> str:
-    """The last line on the way to an error that is neither in torch nor ours."""
-    frameworks = (module.__file__ for name in ("nimblec", "torch", "importlib") if (module := sys.modules.get(name)))
-    inner = ("<", *(f"{Path(file).parent}{os.sep}" for file in frameworks if file))
+def users_line(exc: BaseException) -> str:
+    """The last line on the way to an error that is the user's, as "line 7 of model.py"; nothing where there is none."""
     frames = traceback.extract_tb(exc.__traceback__)
-    places = [(frame.lineno, frame.filename) for frame in frames if not frame.filename.startswith(inner)]
-    return f"line {places[-1][0]} of {places[-1][1]} raised " if places else ""
+    places = [(frame.lineno, frame.filename) for frame in frames if not _is_frameworks(frame.filename)]
+    return f"line {places[-1][0]} of {places[-1][1]}" if places else ""
+
+
+def _is_frameworks(file: str) -> bool:
+    """Whether a file is ours, a framework's, or Python's own."""
+    modules = (sys.modules.get(name) for name in ("nimblec", "torch", "onnx", "onnx_ir", "onnxscript", "sympy"))
+    roots = tuple(f"{Path(module.__file__).parent}{os.sep}" for module in modules if module and module.__file__)
+    in_python = file.startswith(_PYTHON) and "site-packages" not in file
+    return in_python or file.startswith(("<", *roots))
+
+
+_PYTHON = f"{Path(os.__file__).parent}{os.sep}"
+
+
+@contextmanager
+def unforeseen(what: str) -> Iterator[None]:
+    """Around code of ours that a model may break: errors that are not ours to raise become a TraceError."""
+    try:
+        yield
+    except NimbleError:
+        raise
+    except Exception as exc:
+        raise TraceError(f"{what}: {described(exc)}") from exc
+
+
+def described(exc: BaseException) -> str:
+    """An error that nobody foresaw in one sentence: the last line of its traceback, and where it was raised."""
+    (*_, frame) = traceback.extract_tb(exc.__traceback__)
+    said = f": {first_line(exc)}" if str(exc) else ""
+    return f"{type(exc).__name__}{said} ({Path(frame.filename).name}, line {frame.lineno})"
 
 
 def root_cause(exc: BaseException) -> BaseException:

@@ -3,12 +3,11 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Self
 
 from nimblec.errors import CompileError
-from nimblec.processes import environment
+from nimblec.processes import environment, module_command
 from nimblert.plan import Program, Record, Target, Wait
 
 _TIMEOUT_S = 60
@@ -29,7 +28,7 @@ class LeanProcess:
     def __init__(self, target: Target) -> None:
         """For a plan of this ``target``."""
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "nimblert.check", target.name.lower()],
+            module_command("nimblert.check", target.name.lower()),
             env=environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

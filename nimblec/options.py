@@ -1,15 +1,26 @@
-"""What a user may ask of a compilation."""
+"""What a user may ask of a compilation, and how it is written: one reader for the command line and for Python."""
 
-from collections.abc import Callable
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from decimal import Decimal
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Literal, TypeAlias, TypedDict
+from reprlib import repr as shortened
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
+
+from nimblec.errors import ArgumentError
+from nimblert.plan import ITEM_NBYTES
 
 TargetChoice: TypeAlias = Literal["auto", "cuda", "cpu"]
 
 Precision: TypeAlias = Literal["keep", "fp32", "tf32", "fp16", "bf16"]
+
+Level: TypeAlias = Literal[0, 1, 2]
 
 DEFAULT_LEVEL = 1
 """The level of optimisation of a CUDA plan where none is asked for."""
@@ -18,9 +29,9 @@ Observer: TypeAlias = Callable[[str, float | None], None]
 """Called with (stage, None) when a stage starts and (stage, seconds) when it has ended."""
 
 
-def _own_cache(name: str) -> Path:
-    """A file or folder of the user's own that the next compilation finds again."""
-    return Path.home() / ".cache" / "nimblec" / name
+OWN_TIMING_CACHE = "~/.cache/nimblec/timings.json"
+OWN_PLAN_CACHE = "~/.cache/nimblec/plans"
+"""A file and a folder of the user's own that the next compilation finds again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +47,7 @@ class InputSpec:
 class Options:
     """``inputs`` fix the shapes of inputs by name; ``examples`` are arrays for inputs by name.
 
-    ``dims`` are sizes of an ONNX file's named dimensions, wherever ``inputs`` leave them dynamic.
+    ``dims`` are sizes of a model's named dimensions, wherever ``inputs`` leave them dynamic.
     An integer input with an example is drawn from the example's range in later golden checks.
     ``streams``: "auto", "1", "max" or a number of streams; ``memory_limit``: bytes the arena may
     have. ``timing_cache`` is the file that keeps measured times, ``plan_cache`` the folder that keeps
@@ -57,17 +68,174 @@ class Options:
     max_error: float | None = None
     streams: str = "auto"
     memory_limit: int | None = None
-    timing_cache: Path = field(default_factory=lambda: _own_cache("timings.json"))
-    plan_cache: Path | None = field(default_factory=lambda: _own_cache("plans"))
+    timing_cache: Path = field(default_factory=lambda: _read_path(OWN_TIMING_CACHE))
+    plan_cache: Path | None = field(default_factory=lambda: _read_path(OWN_PLAN_CACHE))
 
 
-class Settings(TypedDict, total=False):
-    """The options that are one plain value each, as `nimblec.compile` takes them."""
+def read_options(**given: Any) -> Options:
+    """The options that a user wrote, as `nimblec.compile` and the command line take them.
 
-    level: int | None
-    precision: Precision
-    max_error: float | None
-    streams: str
-    memory_limit: int | None
-    timing_cache: Path
-    plan_cache: Path | None
+    Raises ArgumentError, which names the option, what was found and what was expected.
+    """
+    for name in given:
+        if name not in _READERS:
+            meant = get_close_matches(name, _READERS, n=1)
+            hint = f"did you mean {meant[0]!r}?" if meant else f"expected one of {', '.join(_READERS)}"
+            raise ArgumentError(f"there is no option {name!r}: {hint}")
+    read = {}
+    for name, value in given.items():
+        try:
+            read[name] = _READERS[name](value)
+        except ArgumentError as exc:
+            raise ArgumentError(f"{name}: {exc}") from exc
+    return Options(**read)
+
+
+def read_spec(text: str) -> InputSpec:
+    """``NAME:SHAPE[:DTYPE]``, read from the right, since a name may contain colons."""
+    *fields, last = text.split(":")
+    dtype, shape = (last, fields.pop()) if len(fields) > 1 and last in ITEM_NBYTES else (None, last)
+    if not any(fields) or not _SHAPE.fullmatch(shape):
+        raise ArgumentError(
+            f"{shortened(text)} is not NAME:SHAPE[:DTYPE], such as image:1x3x224x224 or ids:1x16:int64 "
+            f"(dtypes: {', '.join(ITEM_NBYTES)})"
+        )
+    return InputSpec(name=":".join(fields), shape=_sizes(shape), dtype=dtype)
+
+
+def read_size(value: int | str) -> int:
+    """The size of a dimension, which a plan holds in 63 bits."""
+    if not (_is_integer(value) or (isinstance(value, str) and _SIZE.fullmatch(value))):
+        raise ArgumentError(f"{shortened(value)}, expected a size such as 4")
+    size = int(value)
+    if not 0 <= size < 2**63:
+        raise ArgumentError(f"{size}, expected a size from 0 to {2**63 - 1}")
+    return size
+
+
+def read_streams(value: int | str) -> str:
+    """The policy, as `Options.streams` takes it."""
+    text = str(value) if _is_integer(value) else value
+    if not isinstance(text, str) or not _STREAMS.fullmatch(text):
+        raise ArgumentError(f"{shortened(value)}, expected auto, max, or a number of streams from 1")
+    return text
+
+
+def read_nbytes(value: int | str) -> int:
+    """The number of bytes; units are decimal (kB, MB, GB) or binary (KiB, MiB, GiB)."""
+    text = str(value).strip() if isinstance(value, str) or _is_integer(value) else ""
+    found = _NBYTES.fullmatch(text)
+    if found is None:
+        raise ArgumentError(f"{shortened(value)}, expected a number of bytes such as 1000000, 64MiB or 1.5GB")
+    return int(Decimal(found["number"]) * _UNITS[found["unit"].lower()])
+
+
+_SIZE = re.compile(r"[0-9]{1,19}")
+_SHAPE = re.compile(rf"{_SIZE.pattern}(x{_SIZE.pattern})*|scalar|")
+_STREAMS = re.compile(r"auto|max|[1-9][0-9]{0,8}")
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+_NBYTES = re.compile(r"(?P<number>[0-9]{1,18}(\.[0-9]{1,18})?)\s*(?P<unit>|b|[kmg]i?b)", re.IGNORECASE)
+
+
+def _is_integer(value: object) -> bool:
+    """Whether it is a number without a fraction, numpy's too; True is not one."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _sizes(shape: Any) -> tuple[int, ...]:
+    """A shape as the command line writes it, or a sequence of sizes."""
+    if isinstance(shape, str):
+        return () if shape in {"", "scalar"} else tuple(map(read_size, shape.split("x")))
+    if not isinstance(shape, Iterable):
+        raise ArgumentError(f"{shortened(shape)}, expected a shape such as (1, 3, 224, 224)")
+    return tuple(map(read_size, shape))
+
+
+def _read_inputs(value: Any) -> tuple[InputSpec, ...]:
+    """Of a mapping from names to shapes, or a sequence of `InputSpec` and NAME:SHAPE[:DTYPE]."""
+    if isinstance(value, Mapping):
+        return tuple(_spec_of(name, shape) for name, shape in _named(value))
+    if isinstance(value, Iterable) and not isinstance(value, str):
+        items = tuple(value)
+        if all(isinstance(item, InputSpec | str) for item in items):
+            return tuple(read_spec(item) if isinstance(item, str) else item for item in items)
+    raise ArgumentError(f'{shortened(value)}, expected {{"image": (1, 3, 224, 224)}} or ["image:1x3x224x224"]')
+
+
+def _spec_of(name: str, shape: Any) -> InputSpec:
+    if isinstance(shape, str):
+        return read_spec(f"{name}:{shape}")
+    return InputSpec(name=name, shape=_sizes(shape))
+
+
+def _read_dims(value: Any) -> tuple[tuple[str, int], ...]:
+    return tuple((name, read_size(size)) for name, size in _named(value))
+
+
+def _read_examples(value: Any) -> tuple[tuple[str, np.ndarray], ...]:
+    return tuple((name, _array(name, example)) for name, example in _named(value))
+
+
+def _array(name: str, example: Any) -> np.ndarray:
+    if isinstance(example, np.ma.MaskedArray):
+        raise ArgumentError(f"{name!r} is a masked array, of which a plan knows no mask: give it filled")
+    array = example if isinstance(example, np.ndarray) else None
+    if array is None and hasattr(example, "detach"):  # a tensor of torch
+        array = np.asarray(example.detach().cpu())
+    if array is None or array.dtype.name not in ITEM_NBYTES:
+        found = f"an array of {array.dtype}" if array is not None else shortened(example)
+        raise ArgumentError(f"{name!r} is {found}, expected an array of one of {', '.join(ITEM_NBYTES)}")
+    return array
+
+
+def _named(value: Any) -> Iterator[tuple[str, Any]]:
+    """The items of a mapping, or pairs as the command line gives them, where a name may stand twice."""
+    if not isinstance(value, Mapping | tuple):
+        raise ArgumentError(f"{shortened(value)}, expected a dict by name")
+    for name, item in value.items() if isinstance(value, Mapping) else value:
+        if not isinstance(name, str):
+            raise ArgumentError(f"{shortened(name)} is no name: expected a string")
+        yield name, item
+
+
+def _one_of(*choices: object) -> Callable[[Any], Any]:
+    def read(value: Any) -> Any:
+        for choice in choices:
+            if type(value) is type(choice) and value == choice:
+                return value
+        raise ArgumentError(f"{shortened(value)}, expected {' or '.join(map(repr, choices))}")
+
+    return read
+
+
+def _or_none(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda value: None if value is None else read(value)
+
+
+def _read_error(value: Any) -> float:
+    is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+    if not is_number or not 0 <= value < math.inf:
+        raise ArgumentError(f"{shortened(value)}, expected a number from 0, such as 1e-3")
+    return float(value)
+
+
+def _read_path(value: Any) -> Path:
+    text = os.fspath(value) if isinstance(value, str | os.PathLike) else ""
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise ArgumentError(f"{shortened(value)}, expected a path")
+    return Path(text).expanduser()
+
+
+_READERS: Mapping[str, Callable[[Any], Any]] = {
+    "target": _one_of(*get_args(TargetChoice)),
+    "inputs": _read_inputs,
+    "dims": _read_dims,
+    "examples": _read_examples,
+    "level": _one_of(None, *get_args(Level)),
+    "precision": _one_of(*get_args(Precision)),
+    "max_error": _or_none(_read_error),
+    "streams": read_streams,
+    "memory_limit": _or_none(read_nbytes),
+    "timing_cache": _read_path,
+    "plan_cache": _or_none(_read_path),
+}

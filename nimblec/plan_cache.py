@@ -1,8 +1,9 @@
 """Plans of model files, kept, so that the same compilation again takes a second and gives the same bytes.
 
-A plan is kept in two files named by its key: the plan, and a record of its SHA-256 and of what the
-compilation said. The record is written last and only a plan that it fits is used, so whatever is
-damaged, half written or written by two processes at once counts as absent. A folder takes a
+A plan is kept in two files named by its key: the plan, and a record of that key, of the plan's SHA-256
+and of what the compilation said. The record is written last and only a plan that it fits is used, so
+whatever is damaged, half written, put under another name or written by two processes at once is
+compiled anew and replaced, and the user is told. A folder takes a
 limited number of bytes; what was not used for longest goes first.
 """
 
@@ -10,6 +11,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import sys
 import time
 from collections.abc import Callable
@@ -20,12 +22,12 @@ from typing import Self, TypeAlias
 
 from nimblec.options import Observer, Options
 from nimblec.plan_key import digest_of, find_key
-from nimblec.scratch import scratch_folder
 from nimblec.source import Source
 from nimblec.stages import stage
 from nimblert.errors import NimbleError
 from nimblert.plan import Target
 from nimblert.replacing import replacing
+from nimblert.scratch import scratch_folder
 
 LIMIT_NBYTES = 5 * 10**9
 """What the plans of a folder may take."""
@@ -37,10 +39,15 @@ _PLAN = re.compile(r"[0-9a-f]{64}\.plan")
 """Files of ours: a user may keep plans of his own in the same folder."""
 
 
+_LONGEST_S = 1e7
+"""No compilation takes four months."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """``sha256`` of the plan's file; what the compilation that made it said, and how long it took."""
+    """``key`` and ``sha256`` of the plan's file; what the compilation that made it said, and how long it took."""
 
+    key: str
     sha256: str
     seconds: float
     notes: tuple[str, ...]
@@ -48,9 +55,14 @@ class Record:
     @classmethod
     def read(cls, path: Path) -> Self:
         """The record in a file; ValueError where it holds none."""
-        match json.loads(path.read_text()):
-            case {"sha256": str(sha256), "seconds": float(seconds), "notes": [*notes]}:
-                return cls(sha256=sha256, seconds=seconds, notes=tuple(map(str, notes)))
+        try:
+            match json.loads(path.read_text()):
+                case {"key": str(key), "sha256": str(sha256), "seconds": float(seconds), "notes": [*notes]} if (
+                    0 <= seconds < _LONGEST_S
+                ):
+                    return cls(key=key, sha256=sha256, seconds=seconds, notes=tuple(map(str, notes)))
+        except RecursionError:  # of JSON that is nested too deep
+            pass
         raise ValueError(f"{path}: not a record of the plan cache")
 
 
@@ -66,17 +78,18 @@ def compile_once(
         return (*compiler(source, options, output, observer), problem)
     with stage(observer, "read the plan cache"):
         key = find_key(source, target, options)
-        record = cache.copy(key.digest, output) if key else None
+        record, problem = cache.copy(key.digest, output) if key else (None, None)
     if record:
         said = f"taken from the plan cache, where a compilation of {record.seconds:.1f} s left it"
         return (*record.notes, said)
     begin = time.perf_counter()
     notes = compiler(source, options, output, observer)
     seconds = time.perf_counter() - begin
+    unkept = None
     with stage(observer, "write the plan cache"):
         if key and key == find_key(source, target, options):  # nobody wrote to the model's files meanwhile
-            problem = cache.keep(key.digest, output, notes, seconds)
-    return (*notes, problem) if problem else notes
+            unkept = cache.keep(key.digest, output, notes, seconds)
+    return (*notes, *filter(None, (problem, unkept)))
 
 
 def _is_file(source: Source, target: Target) -> bool:
@@ -104,20 +117,24 @@ class PlanCache:
             return f"no plan cache at {self._folder}: {exc.strerror}; --no-plan-cache asks for none"
         return None
 
-    def copy(self, key: str, output: Path) -> Record | None:
-        """Write the plan with this key to ``output`` and return its record; None where it is not here, undamaged."""
+    def copy(self, key: str, output: Path) -> tuple[Record | None, str | None]:
+        """Write the plan with this key to ``output``: its record, or None and what is wrong with the one here."""
         kept = self._folder / f"{key}.plan"
+        said = kept.with_suffix(".json")
         try:
-            record = Record.read(kept.with_suffix(".json"))
+            _check_regular(kept, said)
+            record = Record.read(said)
             with kept.open("rb") as plan, replacing(output) as file:
                 shutil.copyfileobj(plan, file, 1 << 24)
-            if digest_of(output) != record.sha256:
-                return None
-        except (OSError, NimbleError, ValueError):
-            return None
+            if (record.key, record.sha256) != (key, digest_of(output)):
+                raise ValueError(f"{kept}: is not what its record says")  # noqa: TRY301 - as any other damage
+        except (FileNotFoundError, NimbleError):  # that it cannot be written, the compiler finds, too
+            return None, None
+        except (OSError, ValueError) as exc:
+            return None, f"the plan cache's entry {kept} is damaged, and is replaced: {exc}"
         with suppress(OSError):  # of a folder that can only be read
             os.utime(kept)
-        return record
+        return record, None
 
     def keep(self, key: str, plan: Path, notes: tuple[str, ...], seconds: float) -> str | None:
         """Keep the plan in a file, and what was said of it; a sentence where that cannot be."""
@@ -127,7 +144,7 @@ class PlanCache:
             with scratch_folder(self._folder) as scratch:
                 copy, said = scratch / "plan", scratch / "record"
                 shutil.copyfile(plan, copy)
-                record = Record(sha256=digest_of(copy), seconds=seconds, notes=notes)
+                record = Record(key=key, sha256=digest_of(copy), seconds=seconds, notes=notes)
                 said.write_text(json.dumps(asdict(record)))
                 copy.replace(self._folder / f"{key}.plan")
                 said.replace(self._folder / f"{key}.json")
@@ -151,3 +168,10 @@ class PlanCache:
             plan.with_suffix(".json").unlink(missing_ok=True)
             plan.unlink(missing_ok=True)
             excess -= nbytes
+
+
+def _check_regular(*paths: Path) -> None:
+    """OSError for what is no file: who opens a pipe may wait forever."""
+    for path in paths:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise OSError(f"{path}: not a regular file")

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import platform
+import stat
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
@@ -33,10 +34,11 @@ _STEERING = (
 )  # fmt: skip
 """How the names of variables begin that steer the frameworks, their compilers and libraries."""
 
-_PLACES = frozenset(
+_NEUTRAL = frozenset(
     {
         "CUDA_CACHE_MAXSIZE",
         "CUDA_CACHE_PATH",
+        "ORT_DISABLE_TELEMETRY",
         "TORCHINDUCTOR_CACHE_DIR",
         "TORCH_EXTENSIONS_DIR",
         "TORCH_HOME",
@@ -44,7 +46,8 @@ _PLACES = frozenset(
         "TRITON_DUMP_DIR",
     }
 )
-"""Those among them that only say where something is kept."""
+"""Those among them that only say where something is kept, or that we set ourselves when we import ONNX Runtime: the
+key after a compilation would be another one than before."""
 
 _INSTRUCTION_SETS = ("flags", "Features")
 """What /proc/cpuinfo calls them, on x86 and on Arm."""
@@ -70,7 +73,7 @@ def find_key(source: Source, target: Target, options: Options) -> PlanKey | None
     try:
         first, now = _software_at_first(), _software()
         paths = _files(source)
-        status = tuple(_status(path) for path in paths.values())
+        found = tuple(_status(path) for path in paths.values())
         parts = {
             "kind": source.kind,
             "files": {name: digest_of(path) for name, path in paths.items()},
@@ -82,12 +85,12 @@ def find_key(source: Source, target: Target, options: Options) -> PlanKey | None
                 for name, array in options.examples
             ],
             "software": now,
-            "environment": {k: v for k, v in os.environ.items() if k.startswith(_STEERING) and k not in _PLACES},
+            "environment": {k: v for k, v in os.environ.items() if k.startswith(_STEERING) and k not in _NEUTRAL},
             "machine": _machine(target),
         }
     except (CompileError, OSError, UnicodeDecodeError, MemoryError):
         return None
-    return PlanKey(digest=_digest(parts), files=status) if now == first else None
+    return PlanKey(digest=_digest(parts), files=found) if now == first else None
 
 
 def _files(source: Source) -> dict[str, Path]:
@@ -102,6 +105,8 @@ def _files(source: Source) -> dict[str, Path]:
 
 def _status(path: Path) -> tuple[int, ...]:
     status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(f"{path}: not a regular file, which could be read forever")
     return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 

@@ -1,15 +1,23 @@
 """Processes of our own that the compiler starts."""
 
 import os
+import sys
 from pathlib import Path
 
 import nimblec
 import nimblert
 
 
+def module_command(name: str, *arguments: str) -> list[str]:
+    """The command that runs the module ``name`` in this Python, with what `environment` makes importable.
+
+    ``-P`` keeps the current folder off the path: files that lie beside a model are not ours to run.
+    """
+    return [sys.executable, "-P", "-m", name, *arguments]
+
+
 def environment() -> dict[str, str]:
     """This process's environment, in which another Python finds the packages of this installation."""
     roots = dict.fromkeys(str(Path(next(iter(p.__path__))).parent) for p in (nimblec, nimblert))
-    inherited = os.environ.get("PYTHONPATH")
-    path = os.pathsep.join([*roots, inherited] if inherited else roots)
-    return {**os.environ, "PYTHONPATH": path}
+    inherited = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]  # "": the current folder
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([*roots, *inherited])}

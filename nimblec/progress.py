@@ -4,11 +4,10 @@ import sys
 from types import TracebackType
 from typing import Self
 
-import click
-from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
-from nimblec.report import seconds_text
+from nimblec.console import echo
+from nimblec.report import SafeConsole, seconds_text
 
 
 class StageProgress:
@@ -24,7 +23,7 @@ class StageProgress:
             SpinnerColumn(finished_text=" "),
             TextColumn("{task.description}", markup=False),
             TimeElapsedColumn(),
-            console=Console(stderr=True),
+            console=SafeConsole(stderr=True),
             transient=True,
             disable=quiet or not sys.stderr.isatty(),
         )
@@ -46,4 +45,4 @@ class StageProgress:
             return
         self._progress.update(self._tasks[stage], completed=1)
         if self._verbose:
-            click.echo(f"{stage}: {seconds_text(seconds)}", err=True)
+            echo(f"{stage}: {seconds_text(seconds)}", err=True)

@@ -2,12 +2,16 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
 
 import numpy as np
 from rich import box
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from nimblec.console import printable
 from nimblec.inspection import COMMAND_KINDS, Json, command_counts, shape_text, sizes
 from nimblert.plan import Plan
 
@@ -16,6 +20,32 @@ ROWS = 20
 
 SMALL = 16
 """Outputs of up to so many elements are printed."""
+
+
+PIPE_WIDTH = 160
+"""Columns of a table that no terminal shows."""
+
+
+class SafeConsole(Console):
+    """A console whose own control codes are the only ones that it writes."""
+
+    def __init__(self, *, stderr: bool = False) -> None:
+        super().__init__(stderr=stderr, markup=False, highlight=False, emoji=False, soft_wrap=False)
+        if not self.is_terminal:
+            self.width = PIPE_WIDTH
+
+    def on_broken_pipe(self) -> NoReturn:
+        """Say so, where rich would exit."""
+        raise BrokenPipeError
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """As rich does, of what is printed in the end: so columns are as wide as that."""
+        return super().render_str(printable(text, keep="\n"), **options)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """As rich does; whatever is text is made printable."""
+        for text, style, control in super().render(renderable, options):
+            yield Segment(text if control else printable(text, keep="\n"), style, control)
 
 
 def nbytes_text(nbytes: int) -> str:

@@ -1,50 +1,101 @@
-"""Where a model comes from: a file, the name of a callable, or a module of the calling process."""
+"""Where a model comes from: a file, the name of a callable, or an object of the calling process."""
 
-from dataclasses import dataclass
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nimblec.errors import CompileError, UnsupportedModelError
+from nimblec.errors import ArgumentError, CompileError, UnsupportedModelError
+
+TAKES = (
+    "a torch.nn.Module or a function with its example inputs, a torch.export.ExportedProgram, an onnx.ModelProto or "
+    "its bytes, the path of an .onnx or .pt2 file, or package.module:callable"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveModel:
+    """A module, a function or an ExportedProgram of this process, and the arguments of one call.
+
+    ``args`` is None where none were given: an ExportedProgram has its own.
+    """
+
+    model: Any
+    args: tuple[Any, ...] | None
+    kwargs: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A model as another process can load it.
+    """A model that was found, not loaded.
 
-    ``kind``: "callable" ("package.module:callable"), "exported" (.pt2), "saved" (a live module) or
-    "onnx"; ``model`` its name or path.
+    ``kind``: "callable" ("package.module:callable"), "exported" (.pt2), "onnx", of which ``model`` is
+    the name or path, or "live", which is ``live``.
     """
 
     kind: str
-    model: str
+    model: str = ""
+    live: LiveModel | None = None
 
 
-def find_source(model: Any, example_inputs: Any, folder: Path) -> Source:
-    """The source of what a user calls a model; a live module is saved in ``folder``.
+def find_source(model: Any, example_inputs: Any, kwargs: Any, folder: Path) -> Source:
+    """The source of what a user calls a model; an ONNX model in memory is written to ``folder``.
 
-    Raises CompileError for what is neither a file, nor such a name, nor a module.
+    Raises ArgumentError for what is no model and for example inputs that are no arguments, CompileError
+    for a file that is not there.
     """
-    if not isinstance(model, str | Path):
-        return _save_module(model, example_inputs, folder)
-    name = str(model)
+    if callable(model):
+        return Source(kind="live", live=_live(model, example_inputs, kwargs))
+    if example_inputs is not None or kwargs is not None:
+        raise ArgumentError("example_inputs: only a module, a function or an ExportedProgram takes them")
+    if isinstance(model, str | os.PathLike):
+        return _find_named(os.fspath(model))
+    onnx = sys.modules.get("onnx")  # imported by whoever holds a model of it
+    if isinstance(model, bytes | bytearray | memoryview) or (onnx and isinstance(model, onnx.ModelProto)):
+        from nimblec.frontend.onnx_memory import write
+
+        return Source(kind="onnx", model=str(write(model, folder)))
+    raise ArgumentError(f"the model is of type {type(model).__name__}: expected {TAKES}")
+
+
+def _find_named(name: str | bytes) -> Source:
+    if not isinstance(name, str) or "\0" in name:
+        raise CompileError(f"{name!r}: no such file")
     suffix = Path(name).suffix.lower()
     if suffix in (".onnx", ".pt2"):
         if not Path(name).is_file():
             raise CompileError(f"{name}: no such file")
         return Source(kind="onnx" if suffix == ".onnx" else "exported", model=str(Path(name).resolve()))
     module, colon, attribute = name.partition(":")
-    if colon and all(part.isidentifier() for part in (*module.split("."), attribute)):
+    if colon and not module.endswith(".py") and all(part.isidentifier() for part in (*module.split("."), attribute)):
         return Source(kind="callable", model=name)
+    if colon and module.endswith(".py"):
+        raise CompileError(f"{name}: a module is named as import names it: use {_importable(module)}:{attribute}")
     if Path(name).exists():
         raise UnsupportedModelError(f"{name}: expected an .onnx or .pt2 file, or package.module:callable")
     raise CompileError(f"{name}: no such file, and not of the form package.module:callable")
 
 
-def _save_module(module: Any, example_inputs: Any, folder: Path) -> Source:
-    from nimblec.frontend import pytorch  # brings in torch, which whoever holds a module has
+def _importable(file: str) -> str:
+    """The name that import has for a file below the current folder."""
+    return ".".join(Path(file).with_suffix("").parts)
 
-    if not hasattr(module, "state_dict"):
-        raise CompileError(f"the model is a {type(module).__name__}: expected a torch.nn.Module or a path")
-    if example_inputs is None:
-        raise CompileError("a module needs example inputs: compile(module, (x,))")
-    return Source(kind="saved", model=str(pytorch.save(module, example_inputs, folder)))
+
+def _live(model: Any, example_inputs: Any, kwargs: Any) -> LiveModel:
+    """A callable that can be exported, with its arguments checked as far as it goes without a run."""
+    if isinstance(model, type):
+        raise ArgumentError(f"the model is the class {model.__name__}: expected an instance of it")
+    from nimblec.frontend import torch_sources  # brings in torch, which whoever holds a model of it has
+
+    torch_sources.refuse_script(model)
+    if kwargs is not None and not (isinstance(kwargs, Mapping) and all(isinstance(name, str) for name in kwargs)):
+        raise ArgumentError(f"kwargs: got {type(kwargs).__name__}, expected a dict of keyword arguments by name")
+    args = None if example_inputs is None else torch_sources.positional(example_inputs)
+    if args is None and not kwargs and not torch_sources.is_exported(model):
+        raise ArgumentError(
+            "example_inputs: a module or a function needs the arguments of one call: compile(module, (x,)), or "
+            "compile(module, kwargs={'x': x})"
+        )
+    return LiveModel(model=model, args=args if args is not None or not kwargs else (), kwargs=dict(kwargs or {}))

@@ -17,13 +17,17 @@ from nimblert.errors import NimbleError
 from nimblert.plan import Device, Launch, Plan, Record, Wait, Work
 from nimblert.replacing import replacing
 
+_LONGEST_NS = 24 * 3600 * 10**9
+"""No command takes a day."""
+
 
 class TimingCache:
-    """The times in one file; a file that is not one counts as empty."""
+    """The times in one file. What is wrong with the file costs new measurements, and is told in ``notes``."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._new: dict[str, int] = {}
+        self._notes: dict[str, None] = {}  # in order, each once
         self._known = self._read()
 
     def __getitem__(self, key: str) -> int:
@@ -35,25 +39,46 @@ class TimingCache:
     def __setitem__(self, key: str, duration_ns: int) -> None:
         self._known[key] = self._new[key] = duration_ns
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the user should know of the file."""
+        return tuple(self._notes)
+
     def save(self) -> None:
         """Add what is new to the file, which another process may have written meanwhile."""
         if not self._new:
             return
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as exc:
-            raise NimbleError(f"timing cache {self._path}: cannot be written: {exc.strerror}") from exc
-        with replacing(self._path) as file:
-            file.write(json.dumps(self._read() | self._new, sort_keys=True).encode())
+            with replacing(self._path) as file:
+                file.write(json.dumps(self._read() | self._new, sort_keys=True).encode())
+        except (NimbleError, OSError) as exc:
+            self._note(f"not kept, and will be measured again: {getattr(exc, 'strerror', None) or exc}")
 
     def _read(self) -> dict[str, int]:
+        """The times in the file that can be ones."""
         try:
-            found = json.loads(self._path.read_text())
-        except (FileNotFoundError, ValueError):
+            if self._path.exists() and not self._path.is_file():
+                self._note("is no regular file, and is left alone")
+                return {}
+            found = json.loads(self._path.read_text() or "{}")
+        except FileNotFoundError:
             return {}
         except OSError as exc:
-            raise NimbleError(f"timing cache {self._path}: cannot be read: {exc.strerror}") from exc
-        return {k: v for k, v in found.items() if isinstance(v, int)} if isinstance(found, dict) else {}
+            self._note(f"cannot be read: {exc.strerror}")
+            return {}
+        except (ValueError, RecursionError):
+            found = None
+        if not isinstance(found, dict):
+            self._note("is damaged, and is replaced")
+            return {}
+        times = {key: time for key, time in found.items() if type(time) is int and 0 <= time <= _LONGEST_NS}
+        if len(times) < len(found):
+            self._note(f"held {len(found) - len(times)} entries that are no times, which are replaced")
+        return times
+
+    def _note(self, problem: str) -> None:
+        self._notes[f"timing cache {self._path}: {problem}"] = None
 
 
 class CachedTimer:

@@ -15,13 +15,15 @@ from nimblert.plan import Plan
 class Eager:
     """A module on a device, called with arrays for the tensors among its example inputs, in their order."""
 
-    def __init__(self, module: torch.nn.Module, example_inputs: Any, device: str = "cuda") -> None:
-        match example_inputs:
-            case (tuple() as args, dict() as kwargs):
-                pass
-            case args:
-                kwargs = {}
-        leaves, structure = tree_flatten((args, kwargs))
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        device: str = "cuda",
+    ) -> None:
+        leaves, structure = tree_flatten((tuple(args), dict(kwargs or {})))
         self._tensors = [leaf.to(device, copy=True) for leaf in leaves]
         self._args, self._kwargs = tree_unflatten(self._tensors, structure)
         self._module = module.to(device)
@@ -38,7 +40,7 @@ def build(model: str, device: str = "cuda") -> Eager:
     """The model named "module:callable" with the weights that the compiler gives it."""
     name, _, builder = model.partition(":")
     torch.manual_seed(0)
-    return Eager(*getattr(importlib.import_module(name), builder)(), device)
+    return Eager(*getattr(importlib.import_module(name), builder)(), device=device)
 
 
 def as_tensor(array: np.ndarray) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-Built = tuple[nn.Module, Any]
+Built = tuple[Any, ...]
 
 
 class TransformerBlock(nn.Module):
@@ -166,7 +166,12 @@ def layouts() -> Built:
     module = Layouts().eval().to(memory_format=torch.channels_last)
     image = torch.randn(2, 8, 12, 10).to(memory_format=torch.channels_last)
     pair = (torch.randn(16, 1, 1), torch.randn(1, 16, 1, 1))
-    return module, ((image,), {"scale": torch.randn(()), "pair": pair})
+    return module, (image,), {"scale": torch.randn(()), "pair": pair}
+
+
+def lstm() -> Built:
+    """Two layers in half precision, of 20 steps."""
+    return nn.LSTM(512, 512, 2, batch_first=True).eval().half(), (torch.randn(1, 20, 512).half(),)
 
 
 class PastTheDispatcher(nn.Module):
@@ -267,6 +272,32 @@ class _LazyCounter(nn.Module):
 def lazy_counter() -> Built:
     """State that no run starts with."""
     return _refused(_LazyCounter())
+
+
+class _Assigning(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = torch.zeros(3, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.cache = x + self.cache.to(x.device)
+        return self.cache * 2
+
+
+def assigning() -> Built:
+    """State in an attribute, which each run replaces."""
+    return _refused(_Assigning())
+
+
+def breaking() -> Built:
+    """A model on which the optimiser fails: here by the builder's doing."""
+    from nimblec.cuda import variants
+
+    def optimized(*_: object) -> None:
+        raise IndexError("vector::_M_range_check")
+
+    variants.optimized = optimized
+    return perceptron()
 
 
 class AsksForCapture(nn.Module):

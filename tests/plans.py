@@ -1,9 +1,12 @@
 """Small valid plans for tests: one of each target, and one of any size to measure with.
 
-Their code is not runnable: modules hold a few made-up bytes.
+The code of the CUDA plans is not runnable: their modules hold a few made-up bytes.
 """
 
 import struct
+from math import prod
+
+from onnx import NodeProto, TensorProto, ValueInfoProto, helper
 
 from nimblert.plan import (
     Access,
@@ -131,7 +134,7 @@ def cuda_plan() -> Plan:
             params=bytes(16),
             relocations=(relocation(0, Region.ARENA), relocation(8, Region.STATE)),
             reads=(access(Region.ARENA, 0, 64), access(Region.STATE, 0, 64)),
-            writes=(access(Region.ARENA, 0, 64),),
+            writes=(access(Region.ARENA, 64, 64),),
             grid=(32, 2, 1),
             block=(128, 2, 1),
             cluster=(16, 1, 1),
@@ -207,8 +210,28 @@ def _cpu_kernel(module: int, symbol: str, parameters: tuple[tuple[ParameterKind,
     return Kernel(module=module, symbol=symbol, parameters=records)
 
 
+def _model(node: NodeProto, inputs: dict[str, tuple[int, ...]], external: dict[str, tuple[int, ...]]) -> memoryview:
+    """The code of a CPU kernel: one node of float32 tensors that gives a (4, 4) one."""
+
+    def value(name: str, shape: tuple[int, ...]) -> ValueInfoProto:
+        return helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)
+
+    tensors = []
+    for name, shape in external.items():
+        tensor = TensorProto(name=name, data_type=TensorProto.FLOAT, dims=shape, data_location=TensorProto.EXTERNAL)
+        for key, entry in (("location", "weights"), ("offset", "0"), ("length", str(4 * prod(shape)))):
+            tensor.external_data.add(key=key, value=entry)
+        tensors.append(tensor)
+    values = [value(*item) for item in inputs.items()]
+    graph = helper.make_graph([node], "kernel", values, [value(node.output[0], (4, 4))], tensors)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9, producer_name="")
+    model.ClearField("producer_name")
+    return memoryview(model.SerializeToString(deterministic=True))
+
+
 def cpu_plan() -> Plan:
     """Two kernels on two streams: y = relu(x + bias), and the index of a sample as int64 beside it."""
+    add, relu = helper.make_node("Add", ["x", "bias"], ["sum"]), helper.make_node("Relu", ["sum"], ["y"])
     kernels = (
         _cpu_kernel(
             0,
@@ -273,8 +296,8 @@ def cpu_plan() -> Plan:
         target=Target.CPU,
         device=Device(name="cpu"),
         modules=(
-            Module(origin="onnx", code=memoryview(b"model of Add")),
-            Module(origin="onnx", code=memoryview(b"model of Relu")),
+            Module(origin="onnxruntime", code=_model(add, {"x": (4, 4)}, {"bias": (4,)})),
+            Module(origin="onnxruntime", code=_model(relu, {"sum": (4, 4)}, {})),
         ),
         kernels=kernels,
         weights_nbytes=64,

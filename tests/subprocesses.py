@@ -11,22 +11,19 @@ SOURCES = (ROOT, ROOT / "runtime")
 
 FRAMEWORKS = ("torch", "onnx", "triton")
 
-_HIDE = """
-import sys
-class Hiding:
-    def __init__(self, finder):
-        self.finder = finder
-    def __getattr__(self, name):
-        return getattr(self.finder, name)
+_BLOCK = """
+import importlib.abc, sys
+class Blocked(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
-        return None if name.partition(".")[0] in {hidden!r} else self.finder.find_spec(name, path, target)
-sys.meta_path[:] = map(Hiding, sys.meta_path)
+        if name.partition(".")[0] in {blocked!r}:
+            raise ImportError(f"{{name}} is blocked")
+sys.meta_path.insert(0, Blocked())
 """
 
 
 def python(code: str, *args: object, without: Iterable[str] = (), timeout: float = 120) -> str:
-    """Run ``code`` from the root of the repository, as if the packages ``without`` were not installed; its output."""
-    command = [sys.executable, "-c", _HIDE.format(hidden=tuple(without)) + code, *map(str, args)]
+    """Run ``code`` from the root of the repository, where importing ``without`` raises; its output."""
+    command = [sys.executable, "-c", _BLOCK.format(blocked=tuple(without)) + code, *map(str, args)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, SOURCES)), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment, timeout=timeout

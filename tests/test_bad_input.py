@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 from command_line import CommandLine
 from cpu_plans import floats, write_model
@@ -20,9 +21,9 @@ from onnx import TensorProto, helper
 from plans import H200, cuda_plan
 from subprocesses import ROOT, SOURCES
 
-from nimblec.scratch import scratch_folder
 from nimblert import container, driver
 from nimblert.plan import Device
+from nimblert.scratch import scratch_folder
 
 node = helper.make_node
 DIGITS = ROOT / "samples" / "digits.onnx"
@@ -86,6 +87,119 @@ def test_shapes_that_are_missing_or_contradict_name_the_flag(
     assert_untouched(output)
 
 
+@pytest.mark.parametrize(
+    ("name", "array", "words"),
+    [
+        ("foo", np.zeros((2, 3), np.float32), "the model has no such input; its inputs are 'x', 'z'"),
+        ("x", np.zeros((2, 3), np.int64), "an array of int64 2x3, expected float32 ?x?"),
+        ("x", np.zeros(3, np.float32), "an array of float32 3, expected float32 ?x?"),
+    ],
+)
+def test_an_example_that_does_not_fit_is_named_as_one(
+    nimblec: CommandLine, dynamic: Path, tmp_path: Path, output: Path, name: str, array: np.ndarray, words: str
+) -> None:
+    np.save(tmp_path / "a.npy", array)
+    options = ("--target", "cpu", "-q", "--example", f"{name}={tmp_path / 'a.npy'}")
+    assert nimblec.refused("compile", dynamic, "-o", output, *options) == f"--example {name}: {words}"
+    assert_untouched(output)
+
+
+def test_an_example_gives_the_sizes_that_no_option_gives(
+    nimblec: CommandLine, dynamic: Path, tmp_path: Path, output: Path
+) -> None:
+    np.save(tmp_path / "a.npy", np.zeros((2, 3), np.float32))
+    options = ("--target", "cpu", "-q", "--example", f"x={tmp_path / 'a.npy'}")
+    assert nimblec("compile", dynamic, "-o", output, *options).status == 0
+    assert [tensor.shape for tensor in container.read(output).programs[0].inputs] == [(2, 3), (2, 3)]
+
+
+def doubling_functions(path: Path, levels: int) -> Path:
+    """A model of functions each of which calls the one before it twice: 2 ** levels nodes."""
+    opsets = [helper.make_opsetid("", 18), helper.make_opsetid("f", 1)]
+    functions = []
+    for level in range(levels):
+        inner, domain = ("Relu", "") if level == 0 else (f"f{level - 1}", "f")
+        body = [node(inner, [a], [b], domain=domain) for a, b in (("x", "h"), ("h", "y"))]
+        functions.append(helper.make_function("f", f"f{level}", ["x"], ["y"], body, opsets))
+    write_model(path, [node(f"f{levels - 1}", ["x"], ["y"], domain="f")], [floats("x", 2)], [floats("y", 2)])
+    model = onnx.load(path)
+    model.functions.extend(functions)
+    model.opset_import.append(helper.make_opsetid("f", 1))
+    onnx.save(model, path)
+    return path
+
+
+def test_functions_that_double_are_counted_before_they_are_written_out(
+    nimblec: CommandLine, tmp_path: Path, output: Path
+) -> None:
+    compile_ = ("compile", tmp_path / "m.onnx", "-o", output, "--target", "cpu", "-q")
+    doubling_functions(tmp_path / "m.onnx", 60)
+    assert "stands for more than 1,000,000 nodes with the functions that it calls" in nimblec.refused(*compile_)
+    model = onnx.load(tmp_path / "m.onnx")
+    model.functions[0].node[0].op_type, model.functions[0].node[0].domain = "f1", "f"
+    onnx.save(model, tmp_path / "m.onnx")
+    assert "'f.f1' calls itself, which ONNX does not allow" in nimblec.refused(*compile_)
+    assert_untouched(output)
+    doubling_functions(tmp_path / "m.onnx", 5)
+    assert nimblec(*compile_).status == 0
+
+
+def test_what_onnx_runtime_refuses_is_told_without_its_source(
+    nimblec: CommandLine, tmp_path: Path, output: Path
+) -> None:
+    bfloat16 = [(name, TensorProto.BFLOAT16, (2, 2)) for name in "xy"]
+    write_model(tmp_path / "m.onnx", [node("MatMul", ["x", "x"], ["y"], name="mm")], bfloat16[:1], bfloat16[1:])
+    sentence = nimblec.refused("compile", tmp_path / "m.onnx", "-o", output, "--target", "cpu", "-q")
+    assert "has no CPU kernel for MatMul(13) node with name 'mm': its CPU kernels take float32" in sentence
+    write_model(tmp_path / "m.onnx", [node("Relu", ["x"], ["y"])], [floats("x", 2)], [floats("y", 2)])
+    model = onnx.load(tmp_path / "m.onnx")
+    model.opset_import[0].version = 99
+    onnx.save(model, tmp_path / "m.onnx")
+    sentence = nimblec.refused("compile", tmp_path / "m.onnx", "-o", output, "--target", "cpu", "-q")
+    assert re.search("opset 99", sentence, re.IGNORECASE)
+    assert not re.search(r"ONNXRuntimeError|onnxruntime_src|::", sentence)
+    assert_untouched(output)
+
+
+@pytest.mark.parametrize("name", ["mine.py:net", "./mine.py:net"])
+def test_a_callable_named_by_its_file(nimblec: CommandLine, output: Path, name: str) -> None:
+    sentence = nimblec.refused("compile", name, "-o", output, "--target", "cpu", "-q")
+    assert sentence == f"{name}: a module is named as import names it: use mine:net"
+
+
+HUGE = "9" * 5000
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--input", f"x:{HUGE}"),
+        ("--dim", f"n={HUGE}"),
+        ("--memory-limit", HUGE),
+        ("--streams", HUGE),
+    ],
+)
+def test_a_number_of_5000_digits(nimblec: CommandLine, output: Path, option: str, value: str) -> None:
+    sentence = nimblec.refused("compile", DIGITS, "-o", output, "--target", "cpu", "-q", option, value)
+    assert f"Invalid value for '{option}'" in sentence
+    assert len(sentence) < 500
+    assert_untouched(output)
+
+
+@pytest.mark.parametrize("options", [["-O1"], ["-O2"], *(["--precision", p] for p in ("fp16", "bf16", "tf32"))])
+def test_what_only_a_cuda_plan_has_is_refused_for_the_cpu(
+    nimblec: CommandLine, output: Path, options: list[str]
+) -> None:
+    sentence = nimblec.refused("compile", DIGITS, "-o", output, "--target", "cpu", "-q", *options)
+    assert sentence.startswith(f"{' '.join(options)}: only CUDA plans have ")
+    assert_untouched(output)
+
+
+def test_what_a_cpu_plan_does_anyway_may_be_asked_for(nimblec: CommandLine, output: Path) -> None:
+    options = ("-O0", "--precision", "fp32", "--max-error", "0")
+    assert nimblec("compile", DIGITS, "-o", output, "--target", "cpu", "-q", *options).status == 0
+
+
 def test_dimensions_by_name(nimblec: CommandLine, dynamic: Path, output: Path) -> None:
     options = ("--dim", "batch=2", "--dim", "length=3", "--input", "x:4x3")
     done = nimblec("compile", dynamic, "-o", output, "--target", "cpu", "-q", *options)
@@ -94,8 +208,6 @@ def test_dimensions_by_name(nimblec: CommandLine, dynamic: Path, output: Path) -
 
 
 def test_missing_or_short_external_data(nimblec: CommandLine, tmp_path: Path, output: Path) -> None:
-    import onnx
-
     model = onnx.load(DIGITS)
     path = tmp_path / "m.onnx"
     onnx.save(model, path, save_as_external_data=True, location="m.data", size_threshold=0)
@@ -124,7 +236,7 @@ def test_a_failure_on_random_inputs_points_to_examples(nimblec: CommandLine, tmp
         ("def f(:", r"cannot be imported: SyntaxError: .*users\.py, line 1\)"),
         ("g = 1", r"users has no callable 'f'"),
         ("def f():\n    return {}['size']", r"cannot be called: line 2 of .*users\.py raised KeyError: 'size'"),
-        ("def f():\n    return 3", r"returned int, expected \(module, example_inputs\)"),
+        ("def f():\n    return 3", r"returned int, expected \(module, example_inputs\) or .*"),
     ],
 )
 def test_a_mistake_in_a_module_of_the_users(
@@ -153,11 +265,35 @@ def test_a_plan_may_not_replace_what_it_is_made_of(nimblec: CommandLine, tmp_pat
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
+def test_a_plan_replaces_files_only(nimblec: CommandLine, tmp_path: Path) -> None:
+    """As root, `-o /dev/null` would take the machine's null device away."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "pipe")
+    before = {path.name: path.lstat().st_ino for path in tmp_path.iterdir()}
+    for name, kind in (("pipe", "a pipe"), ("link", "a pipe"), ("folder", "a folder"), ("/dev/full", "a device")):
+        sentence = nimblec.refused("compile", DIGITS, "-o", tmp_path / name, "--target", "cpu", "-q")
+        assert sentence == f"{tmp_path / name}: is {kind}, expected the name of a file to write"
+    assert {path.name: path.lstat().st_ino for path in tmp_path.iterdir()} == before
+
+
+def test_a_plan_is_written_through_a_link(nimblec: CommandLine, tmp_path: Path, output: Path) -> None:
+    link = tmp_path / "link.plan"
+    link.symlink_to(output)
+    assert nimblec("compile", DIGITS, "-o", link, "--target", "cpu", "-q").status == 0
+    assert link.readlink() == output
+    assert container.read(output) == container.read(link)
+    assert [path.name for path in output.parent.iterdir()] == [output.name]
+
+
 def test_an_output_whose_folder_takes_no_files(nimblec: CommandLine, tmp_path: Path) -> None:
     sentence = nimblec.refused("compile", DIGITS, "-o", "/proc/m.plan", "--target", "cpu", "-q")
-    assert sentence.startswith("/proc: nothing can be written there: ")
+    assert sentence.startswith("/proc/m.plan: nothing can be written in /proc: ")
     sealed = tmp_path / "sealed"
     sealed.mkdir(mode=0o500)
+    missing = tmp_path / "missing" / "m.plan"
+    sentence = nimblec.refused("compile", DIGITS, "-o", missing, "--target", "cpu", "-q")
+    assert sentence == f"{missing}: nothing can be written in {missing.parent}: No such file or directory"
     if os.geteuid():  # who is root may write anyway
         assert "sealed" in nimblec.refused("compile", DIGITS, "-o", sealed / "m.plan", "--target", "cpu", "-q")
 

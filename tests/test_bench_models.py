@@ -5,21 +5,21 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from bench import peers
+from bench import peers, schedules
 from bench.models.batch_statistics import settled
 from bench.models.unet import UNet
-from nimblec.frontend.pytorch import import_callable
+from nimblec.frontend.torch_sources import import_callable
 
 PACKAGES = {
     **dict.fromkeys(("bert_base", "gpt2", "t5_encoder"), "transformers"),
     **dict.fromkeys(("nasnet_a_large", "nasnet_a_mobile"), "timm"),
-    "unet": "torch",
+    **dict.fromkeys(("unet", "darts", "amoebanet_a"), "torch"),
 }
 
 
 def specs() -> list[str]:
     chosen = [peers.models(peers.parser().parse_args(a)) for a in ([], ["--precision", "fp32"], ["--batches"])]
-    return sorted({spec for some in chosen for spec in some})
+    return sorted({spec for some in (*chosen, schedules.MODELS) for spec in some})
 
 
 READS_VALUES = ("gpt2",)  # as its attention mask depends on them, it cannot run without
@@ -32,7 +32,7 @@ def test_a_model_is_what_its_name_says(spec: str) -> None:
     if find_spec(package) is None:
         pytest.skip(f"needs {package}: not installed")
     with torch.device("meta"), torch.no_grad():
-        module, inputs = import_callable(spec)
+        module, inputs, _ = import_callable(spec)
         result = None if name in READS_VALUES else module(*inputs)
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[callable_name[:4]]
     assert not module.training

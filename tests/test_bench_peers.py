@@ -2,6 +2,7 @@
 
 import json
 import math
+import subprocess
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
@@ -9,31 +10,54 @@ from typing import Any
 
 import pytest
 
-from bench import environment, peers, peers_table
+from bench import environment, peers, peers_table, running
 from bench.nimblec_peer import work
 from bench.turns import Job, Result
 from nimblert import container
 from nimblert.plan import Launch
 
 
-def figures(wall: float, kernels: int = 10) -> dict[str, Any]:
-    spread = {"p5": wall - 1, "median": wall, "p95": wall + 1}
-    return {"wall_us": spread, "gpu_us": {**spread, "median": wall / 2}, "kernels": kernels}
+def spread(median: float) -> dict[str, float]:
+    return {"p5": median - 1, "median": median, "p95": median + 1}
 
 
+def figures(kernels_us: float, launches: int = 10, **more: Any) -> dict[str, Any]:
+    """Of a mode of torch whose call takes twice its kernels, from arrays four times; of ours, with `ours`."""
+    clocks = {"kernels_us": spread(kernels_us), "replay_us": spread(kernels_us + 8)}
+    clocks |= {"call_us": spread(2 * kernels_us), "numpy_us": spread(4 * kernels_us)}
+    return {**clocks, "kernels": launches, "error": 2e-3, "commit": "abc", **more}
+
+
+def eager(call_us: float) -> dict[str, Any]:
+    return {"call_us": spread(call_us), "error": 1e-3, "kernels": 30, "commit": "abc"}
+
+
+def ours(kernels_us: float, launches: int = 10, **more: Any) -> dict[str, Any]:
+    made = figures(kernels_us, launches, **more)
+    del made["call_us"]
+    return made
+
+
+FAILED = {"failed": "took longer than 400 s", "commit": "abc"}
+ENVIRONMENT = {"gpu": "NVIDIA H200, 580.1", "cpu": "x", "torch": "2.11.0"}
 RESULTS = {
+    "environment": ENVIRONMENT,
     "models": {
         "bench.models.one:fp16": {
-            "eager": figures(3000),
+            "eager": eager(3024),
             "compile": figures(600),
             "freeze": figures(500, 100),
-            "autotune": {"failed": "took longer than 400 s"},
-            "-O0": figures(800),
-            "-O1": figures(250, 60),
+            "autotune": FAILED,
+            "-O0": ours(800),
+            "-O2": ours(250, 60),
         },
-        "bench.models.two:fp16": {"eager": figures(900), "compile": figures(400), "-O1": figures(100)},
-        "other:three": {"eager": {"failed": "no memory"}, "-O1": figures(50)},
-    }
+        "bench.models.two:fp16": {
+            "eager": eager(926.4),
+            "compile": figures(400, noisy=["call"]),
+            "-O2": ours(500, noisy=["kernels"]),
+        },
+        "other:three": {"eager": FAILED, "-O2": ours(50)},
+    },
 }
 
 
@@ -41,15 +65,34 @@ def cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
-def test_the_table_has_ratios_to_the_best_that_was_measured_and_their_geometric_means() -> None:
-    head, _, one, two, three, mean = map(cells, peers_table.markdown(RESULTS).splitlines())
-    assert head[:7] == ["model", "eager", "compile", "freeze", "autotune", "`-O0`", "`-O1`"]
-    assert one == ["one:fp16", "3000", "600", "500", "-", "800", "250", "250 / 125", "100 / 60", "2.00", "12.00"]
-    assert two == ["two:fp16", "900", "400", "-", "-", "-", "100", "200 / 50", "10 / 10", "4.00", "9.00"]
-    assert three == ["other:three", "-", "-", "-", "-", "-", "50", "- / 25", "- / 10", "-", "-"]
-    assert mean[0] == "geometric mean"
-    assert mean[-2:] == [f"**{math.sqrt(2 * 4):.2f}**", f"**{math.sqrt(12 * 9):.2f}**"]
-    assert len(head) == len(one) == len(mean)
+def test_the_table_compares_like_with_like_and_has_geometric_means() -> None:
+    head, _, one, two, three, mean, _, below = map(cells, peers_table.markdown(RESULTS).splitlines())
+    assert head == [
+        "model",
+        *("kernels: torch / ours, us", "call / our replay: torch / ours, us", "call from numpy: torch / ours, us"),
+        *("eager's call / our replay: torch / ours, us", "launches: torch / ours", "error: eager / torch / ours"),
+    ]
+    assert one == [
+        *("one:fp16", "500 / 250 (2.00)", "1000 / 258 (3.88)", "2000 / 1000 (2.00)", "3024 / 258 (11.72)"),
+        *("100 / 60", "1.0e-03 / 2.0e-03 / 2.0e-03"),
+    ]
+    assert two[1:4] == ["400 / ~500 (**0.80**)", "~800 / ~508 (1.57)", "1600 / 2000 (**0.80**)"]
+    assert three[1:] == ["- / 50 (-)", "- / 58 (-)", "- / 200 (-)", "- / 58 (-)", "- / 10", "- / - / 2.0e-03"]
+    assert mean[:2] == ["geometric mean", f"{math.sqrt(2 * 0.8):.2f}"]
+    assert below[0].startswith("Commit abc; NVIDIA H200, 580.1, torch 2.11.0.")
+
+
+def test_max_autotune_has_a_column_where_it_was_measured() -> None:
+    models = {"a:b": {"autotune": figures(300), "freeze": figures(200), "-O2": ours(100)}}
+    head, _, line, *_ = map(cells, peers_table.markdown({"environment": ENVIRONMENT, "models": models}).splitlines())
+    assert dict(zip(head, line, strict=True))["max-autotune: kernels: torch / ours, us"] == "300 / 100 (3.00)"
+    assert line[1] == "200 / 100 (2.00)"
+
+
+def test_rows_of_several_commits_make_no_table() -> None:
+    models = {"a:b": {"freeze": figures(200), "-O2": {**ours(100), "commit": "def"}}}
+    with pytest.raises(SystemExit, match="rows of several commits: abc, def"):
+        peers_table.markdown({"environment": ENVIRONMENT, "models": models})
 
 
 def test_the_geometric_mean_of_nothing_is_nothing() -> None:
@@ -58,33 +101,31 @@ def test_the_geometric_mean_of_nothing_is_nothing() -> None:
 
 
 BATCHES = {
+    "environment": ENVIRONMENT,
     "models": {
-        "m:fp16_batch_16": {"compile": figures(40), "-O1": figures(20)},
-        "m:fp16": {"compile": figures(30), "freeze": figures(24), "-O1": figures(12)},
-        "n:fp16_batch_4": {"-O1": figures(9)},
-    }
+        "m:fp16_batch_16": {"compile": figures(40), "-O2": ours(20)},
+        "m:fp16": {"compile": figures(30), "freeze": figures(24), "-O2": ours(12)},
+        "m:fp16_batch_4": {"-O2": ours(9)},
+    },
 }
 
 
-def test_the_table_of_batches_has_a_line_for_each_network_and_a_column_for_each_size() -> None:
-    head, _, first, second = map(cells, peers_table.batches(BATCHES).splitlines())
-    assert [name.split(":")[0] for name in head] == ["model", "batch 1", "batch 4", "batch 16"]
-    assert first == ["m:fp16", "24 / 12 (2.00)", "- / - (-)", "40 / 20 (2.00)"]
-    assert second == ["n:fp16", "- / - (-)", "- / 9 (-)", "- / - (-)"]
+def test_batch_sizes_of_a_network_stand_in_their_order() -> None:
+    _, _, *lines = map(cells, peers_table.markdown(BATCHES).splitlines())
+    assert [line[0] for line in lines[:3]] == ["m:fp16", "m:fp16_batch_4", "m:fp16_batch_16"]
+    assert [line[1] for line in lines[:3]] == ["24 / 12 (2.00)", "- / 9 (-)", "40 / 20 (2.00)"]
 
 
 def planned(*arguments: str) -> list[Job]:
-    return list(chain.from_iterable(peers.jobs(peers.parser().parse_args(arguments))))
+    return list(chain.from_iterable(peers.table(peers.parser().parse_args(arguments)).jobs))
 
 
 def test_all_models_run_in_all_modes_those_that_are_tuned_first() -> None:
     jobs = planned("--levels", "0,1")
     assert list(dict.fromkeys(j.model for j in jobs))[: len(peers.TUNED)] == list(peers.TUNED)
     assert [j.model for j in jobs if j.mode == "autotune"] == list(peers.TUNED)
-    assert [j.mode for j in jobs if j.model == "bench.models.unet:fp16"] == [
-        *("eager", "graph", "compile", "freeze", "-O0", "-O1")
-    ]
-    assert len({(j.model, j.mode) for j in jobs}) == len(jobs) == len(peers.MODELS) * 6 + len(peers.TUNED)
+    assert [j.mode for j in jobs if j.model == "bench.models.unet:fp16"] == ["eager", "compile", "freeze", "-O0", "-O1"]
+    assert len({(j.model, j.mode) for j in jobs}) == len(jobs) == len(peers.MODELS) * 5 + len(peers.TUNED)
 
 
 @pytest.mark.parametrize(("asked", "tuned"), [("some", peers.TUNED), ("all", peers.MODELS), ("none", ())])
@@ -94,12 +135,12 @@ def test_torch_tunes_what_it_is_asked_to(asked: str, tuned: tuple[str, ...]) -> 
 
 
 def test_each_gpu_has_its_cores_and_takes_on_whole_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers.os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr(running.os, "sched_getaffinity", lambda _: set(range(8)))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
     options = peers.parser().parse_args(
         ["--gpus", "2", "--jobs", "2", "--modes", "eager", "--levels", "1", "a:a", "b:b"]
     )
-    first, second = peers.places(options)
+    first, second = running.places(iter(peers.table(options).jobs), options)
     assert (first.prefix, second.prefix) == (("taskset", "--cpu-list", "0,1,2,3"), ("taskset", "--cpu-list", "4,5,6,7"))
     assert [place.environment["CUDA_VISIBLE_DEVICES"] for place in (first, second)] == ["5", "7"]
     assert {place.environment["OMP_NUM_THREADS"] for place in (first, second)} == {"2"}
@@ -112,9 +153,9 @@ def test_each_gpu_has_its_cores_and_takes_on_whole_models(monkeypatch: pytest.Mo
 
 
 def test_fp32_is_asked_of_both_sides() -> None:
-    jobs = planned("--precision", "fp32", "--modes", "eager")
+    jobs = planned("--precision", "fp32")
     assert all(j.model.endswith(":fp32") and "--fp32" in j.command for j in jobs)
-    assert {j.mode for j in jobs} == {"eager", "-O0", "-O1", "-O2"}
+    assert {j.mode for j in jobs} == {"eager", "compile", "freeze", "-O2"}
     assert not [j for j in planned() if "--fp32" in j.command]
 
 
@@ -125,33 +166,86 @@ def test_batches_are_four_networks_at_four_sizes() -> None:
 
 
 @pytest.fixture
-def fake_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """What would have been started, in the place of which stand made-up figures."""
+    began: list[tuple[str, str]] = []
+
     def take_turns(places: Any, *, done: Any, **_: Any) -> None:
         for job in chain.from_iterable(place.jobs for place in places):
+            began.append((job.model, job.mode))
             result: Result = figures(100.0) if job.mode != "graph" else {"failed": "no memory"}
+            result.pop("commit", None)
             done(job, result)
 
-    monkeypatch.setattr(peers, "take_turns", take_turns)
+    monkeypatch.setattr(running, "take_turns", take_turns)
+    monkeypatch.setenv("NIMBLEC_COMMIT", "abc")
+    return began
 
 
-@pytest.mark.usefixtures("fake_turns")
 def test_measured_figures_are_written_with_what_they_were_measured_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, started: list[tuple[str, str]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "new" / "peers.json"
-    command = ["--output", str(path), "--levels", "1", "a:b"]
-    peers.main(["--modes", "eager,graph", *command])
+    command = ["--output", str(path), "a:b"]
+    peers.main(["--modes", "compile", *command])
     written = json.loads(path.read_text())
     assert written["environment"]["gpu"]
-    assert set(written["models"]["a:b"]) == {"eager", "graph", "-O1"}
-    assert written["models"]["a:b"]["graph"] == {"failed": "no memory", "jobs": 8}
+    assert {mode: row["commit"] for mode, row in written["models"]["a:b"].items()} == {"compile": "abc", "-O2": "abc"}
     printed = capsys.readouterr().out
-    assert "a:b graph  no memory" in printed
+    assert "a:b compile kernels_us 100 call_us 200 numpy_us 400" in printed
     assert "| geometric mean |" in printed
-    peers.main(["--modes", "compile", "--add", *command])
-    assert set(json.loads(path.read_text())["models"]["a:b"]) == {"eager", "graph", "compile", "-O1"}
+    started.clear()
+    peers.main(["--modes", "compile,freeze", "--add", *command])
+    assert started == [("a:b", "freeze")]
+    assert set(json.loads(path.read_text())["models"]["a:b"]) == {"compile", "freeze", "-O2"}
+    monkeypatch.setenv("NIMBLEC_COMMIT", "def")
+    with pytest.raises(SystemExit, match="rows of several commits"):
+        peers.main(["--modes", "compile", "--add", *command])
     peers.main(["--modes", "compile", *command])
-    assert set(json.loads(path.read_text())["models"]["a:b"]) == {"compile", "-O1"}
+    assert set(json.loads(path.read_text())["models"]["a:b"]) == {"compile", "-O2"}
+
+
+@pytest.mark.parametrize("commit", ["unknown", "abc dirty"])
+def test_figures_of_a_state_that_nobody_can_name_are_measured_again(
+    tmp_path: Path, started: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch, commit: str
+) -> None:
+    monkeypatch.setenv("NIMBLEC_COMMIT", commit)
+    command = ["--modes", "", "--output", str(tmp_path / "peers.json"), "--add", "a:b"]
+    peers.main(command)
+    peers.main(command)
+    assert started == [("a:b", "-O2")] * 2
+
+
+def test_what_failed_is_said_and_tried_again(tmp_path: Path, started: list[tuple[str, str]]) -> None:
+    path = tmp_path / "peers.json"
+    options = peers.parser().parse_args(["--output", str(path), "--modes", "graph", "--add", "a:b"])
+    table = peers.table(options)
+    running.measure([table], options)
+    assert running.summary(table) == "peers: 1 of 2 rows\n  a:b graph: no memory"
+    started.clear()
+    running.measure([table], options)
+    assert started == [("a:b", "graph")]
+
+
+def test_the_state_of_the_code_is_the_commit_that_is_checked_out(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("NIMBLEC_COMMIT", raising=False)
+    (tmp_path / "bench").mkdir()
+    monkeypatch.setattr(environment, "__file__", str(tmp_path / "bench" / "environment.py"))
+    assert environment.commit() == "unknown"
+    (tmp_path / "bench" / "a.py").touch()
+    for command in ("init -q", "add .", "-c user.name=a -c user.email=a@b commit -q -m a"):
+        subprocess.run(["git", "-C", str(tmp_path), *command.split()], check=True)
+    named = environment.commit()
+    assert len(named) == 12
+    (tmp_path / "bench" / "results").mkdir()
+    (tmp_path / "bench" / "results" / "peers.json").touch()
+    assert environment.commit() == named
+    (tmp_path / "bench" / "a.py").write_text("1")
+    assert environment.commit() == f"{named} dirty"
+    assert environment.is_exact(named)
+    assert not environment.is_exact(f"{named} dirty")
 
 
 def test_tables_are_printed_from_a_file_of_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

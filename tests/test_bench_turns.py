@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -19,7 +20,7 @@ def measuring(seconds: float) -> str:
 
 
 def job(mode: str, code: str, limit_s: float = 30.0) -> Job:
-    return Job(model="m", mode=mode, command=(sys.executable, "-c", code), limit_s=limit_s)
+    return Job(table="t", model="m", mode=mode, command=(sys.executable, "-c", code), limit_s=limit_s)
 
 
 def run(*jobs: Job, side_by_side: int = 4, stop_after_s: float = 100.0) -> dict[str, Result]:
@@ -31,6 +32,12 @@ def run(*jobs: Job, side_by_side: int = 4, stop_after_s: float = 100.0) -> dict[
         done=lambda job, result: results.update({job.mode: result}),
     )
     return results
+
+
+def test_what_asks_for_no_turn_stops_nobody() -> None:
+    results = run(job("single", "print('{\"printed\": 1}')"), job("beside", "import time; time.sleep(0.5)"))
+    assert results["single"] == {"stopped_s": 0.0, "printed": 1}
+    assert results["beside"] == {"stopped_s": 0.0}
 
 
 def test_no_two_measure_at_the_same_time() -> None:
@@ -105,9 +112,7 @@ def test_a_process_that_takes_too_long_is_killed_with_all_that_it_started(tmp_pa
     results = run(job("slow", code, limit_s=1.5), job("well", measuring(0)))
     assert results["slow"]["failed"] == "took longer than 2 s"
     assert "failed" not in results["well"]
-    for pid in map(int, pids.read_text().split()):
-        state = Path(f"/proc/{pid}/stat")
-        assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+    assert all(ended(pid) for pid in map(int, pids.read_text().split()))
 
 
 def test_one_that_hangs_in_its_turn_gives_it_back() -> None:
@@ -124,8 +129,15 @@ def test_time_spent_waiting_or_standing_still_does_not_count() -> None:
 def test_nothing_starts_when_the_time_is_over() -> None:
     jobs = [job(str(i), measuring(0.6)) for i in range(3)]
     results = run(*jobs, side_by_side=1, stop_after_s=0.4)
-    assert results["0"]["failed"] == "took longer than 0 s"
-    assert results["2"]["failed"] == "not started within 0 s"
+    assert results == {"0": {"stopped_s": 0.0, "failed": "had not ended when the time was over"}}
+
+
+def test_what_waits_for_its_turn_is_ended_when_the_time_is_over() -> None:
+    begin = time.monotonic()
+    results = run(*(job(str(i), measuring(2.0)) for i in range(4)), stop_after_s=3.5)
+    assert time.monotonic() - begin < 8
+    assert len(results) == 4
+    assert sum(result.get("failed") == "had not ended when the time was over" for result in results.values()) >= 2
 
 
 @pytest.mark.parametrize("turns", [True, False])
@@ -148,3 +160,66 @@ turn.end()
         from subprocesses import python
 
         assert python(code) == '{"wall_us": 1.5, "kernels": 7}\n'
+
+
+ELSEWHERE = """
+import pathlib, subprocess, sys
+folder = pathlib.Path({folder!r})
+code = '''
+import pathlib, sys, time
+folder = pathlib.Path(sys.argv[1])
+times = []
+while not (folder / "measured").exists():
+    times.append(time.monotonic())
+    (folder / "working").touch()
+    time.sleep(0.005)
+times.append(time.monotonic())
+(folder / "times").write_text(" ".join(map(str, times)))
+'''
+"""
+"""Where a process that counts on and on is started, apart from the one that a job is."""
+
+STARTS = {
+    "in a session of its own": "subprocess.run([sys.executable, '-c', code, str(folder)], start_new_session=True)\n",
+    "by a process that has ended": """
+start = "import subprocess, sys; subprocess.Popen([sys.executable, *sys.argv[1:]], start_new_session=True)"
+subprocess.run([sys.executable, "-c", start, "-c", code, str(folder)], check=True)
+while not (folder / "times").exists(): time.sleep(0.01)
+""",
+    "in a session and an environment of its own, by a process that has ended": """
+start = "import subprocess, sys; subprocess.Popen([sys.executable, *sys.argv[1:]], start_new_session=True, env={})"
+subprocess.run([sys.executable, "-c", start, "-c", code, str(folder)], check=True)
+while not (folder / "times").exists(): time.sleep(0.01)
+""",
+}
+
+
+@pytest.mark.parametrize("where", STARTS)
+def test_what_a_process_has_started_stands_still_wherever_it_went(tmp_path: Path, where: str) -> None:
+    busy = ELSEWHERE.format(folder=str(tmp_path)) + "import time\n" + STARTS[where]
+    wait = f"import pathlib, time\nwhile not pathlib.Path({str(tmp_path / 'working')!r}).exists(): time.sleep(0.01)\n"
+    measure = wait + measuring(0.3) + f"pathlib.Path({str(tmp_path / 'measured')!r}).touch()\n"
+    results = run(job("busy", busy), job("measure", measure))
+    assert not [r["failed"] for r in results.values() if "failed" in r]
+    span, times = results["measure"], list(map(float, (tmp_path / "times").read_text().split()))
+    assert times[0] < span["begin"] < span["end"] < times[-1]
+    assert not [t for t in times if span["begin"] < t < span["end"]]
+
+
+def ended(pid: int) -> bool:
+    state = Path(f"/proc/{pid}/stat")
+    return not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_what_took_too_long_is_killed_with_what_went_elsewhere(tmp_path: Path) -> None:
+    code = (
+        "import os, pathlib, subprocess, sys\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session=True)\n"
+        f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(child.pid))\n"
+        "child.wait()\n"
+    )
+    begin = time.monotonic()
+    results = run(job("slow", code, limit_s=1.5))
+    assert time.monotonic() - begin < 30
+    assert results["slow"]["failed"] == "took longer than 2 s"
+    assert ended(int((tmp_path / "pid").read_text()))

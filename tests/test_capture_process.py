@@ -1,5 +1,7 @@
 """The process that captures: it takes with it whatever it has started."""
 
+import json
+import re
 import sys
 import time
 from pathlib import Path
@@ -7,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from nimblec.cuda import compile as cuda
+from nimblec.errors import CompileError, TraceError, UnsupportedModelError, unforeseen
 
 STARTS_ANOTHER = """
 import subprocess, sys
@@ -31,6 +34,25 @@ def test_nothing_that_it_started_outlives_it(first: str, tmp_path: Path) -> None
         assert time.monotonic() < begin + 10
         time.sleep(0.01)
     assert process.returncode is not None
+
+
+def test_whatever_it_dies_of_is_one_sentence(tmp_path: Path) -> None:
+    request = tmp_path / "request.json"
+    request.write_text(json.dumps({"sys_path": []}))
+    with pytest.raises(CompileError) as failure:
+        cuda._run_worker(request, lambda _stage, _seconds: None)
+    sentence = r"the capture process failed in the stage 'start': KeyError: 'timing_cache' \(worker\.py, line \d+\)"
+    assert re.fullmatch(sentence, str(failure.value))
+    (traceback,) = failure.value.__notes__
+    assert traceback.startswith("Traceback (most recent call last):")
+
+
+def test_what_a_rewrite_does_not_foresee_closes_that_way_alone() -> None:
+    sentence = r"^own kernels: IndexError: pop from empty list \(test_capture_process\.py, line \d+\)$"
+    with pytest.raises(TraceError, match=sentence), unforeseen("own kernels"):
+        [].pop()
+    with pytest.raises(UnsupportedModelError, match=r"^told already$"), unforeseen("own kernels"):
+        raise UnsupportedModelError("told already")
 
 
 def _runs(pid: int) -> bool:

@@ -1,5 +1,6 @@
 """The command line around the compiler and the runtime: notations, help, refusals, what it hands on."""
 
+import os
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -12,7 +13,7 @@ from plans import cpu_plan, pointer
 
 from nimblec import arguments
 from nimblec.errors import UnsupportedModelError
-from nimblec.options import InputSpec, Observer, Options
+from nimblec.options import InputSpec, Observer, Options, read_spec
 from nimblert.errors import InputError, NimbleError
 from nimblert.plan import Region, Target, Tensor
 
@@ -34,7 +35,7 @@ from nimblert.plan import Region, Target, Tensor
     ],
 )
 def test_an_input_specification_is_read_from_the_right(text: str, spec: InputSpec) -> None:
-    assert arguments.parse_spec(text) == spec
+    assert read_spec(text) == spec
 
 
 @pytest.mark.parametrize(
@@ -90,6 +91,25 @@ def test_a_damaged_array_is_an_input_error(tmp_path: Path, content: bytes) -> No
     path.write_bytes(content)
     with pytest.raises(InputError, match=r"x\.npy: not an \.npy file, or a damaged one"):
         arguments.read_array(path)
+
+
+def npy(header: str) -> bytes:
+    """A version 2.0 file of this header, and no data."""
+    return b"\x93NUMPY\x02\x00" + len(header).to_bytes(4, "little") + header.encode()
+
+
+@pytest.mark.parametrize("shape", ["(10**18,)", "(1000000000000000000,)", "(-4,)", f"({'9' * 30},)", "(" * 4000])
+def test_a_header_that_says_something_impossible(tmp_path: Path, shape: str) -> None:
+    path = tmp_path / "x.npy"
+    path.write_bytes(npy(f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}, }}\n"))
+    with pytest.raises(InputError, match=r"x\.npy: not an \.npy file, or a damaged one"):
+        arguments.read_array(path)
+
+
+def test_a_pipe_is_no_array(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "x.npy")
+    with pytest.raises(InputError, match=r"x\.npy: is no regular file, expected an \.npy file"):
+        arguments.read_array(tmp_path / "x.npy")
 
 
 def test_pickles_and_archives_are_no_arrays(tmp_path: Path) -> None:
@@ -206,7 +226,7 @@ def test_compile_hands_on_what_was_asked_and_reports(nimblec: CommandLine, compi
     assert options.dims == (("batch", 4), ("a=b + 1", 7))
     ((name, array),) = options.examples
     assert (name, array.tolist()) == ("ids", [0, 1, 2, 3])
-    assert done.err == ""
+    assert done.err == "note: pkg.module:make is code, and runs with your rights: go on only if you trust its origin\n"
     assert done.out.splitlines()[:2] == ["target: cpu (asked for auto)", "note: mind [this]"]
     for words in (
         "kernels",

@@ -168,14 +168,18 @@ def _code_segment(root: fb.Plan) -> int:
     return root.Modules(1).Code()._tab.Pos
 
 
+ADD, RELU = (module.code.nbytes for module in plans.cpu_plan().modules)
+BEFORE = f"the one before it ends at byte {4096 + ADD}"
+
+
 @pytest.mark.parametrize(
     ("offset", "nbytes", "message"),
     [
-        (4096, 13, "segment at byte 4096: the one before it ends at byte 4108, expected less than 4096 bytes"),
-        (12288, 13, "segment at byte 12288: the one before it ends at byte 4108, expected less than 4096 bytes"),
-        (2**64 - 1, 13, "segment at byte 18446744073709551615: the one before it ends at byte 4108"),
+        (4096, RELU, f"segment at byte 4096: {BEFORE}, expected less than 4096 bytes"),
+        (12288, RELU, f"segment at byte 12288: {BEFORE}, expected less than 4096 bytes"),
+        (2**64 - 1, RELU, f"segment at byte 18446744073709551615: {BEFORE}"),
         (8192, 2**63, "segment at byte 8192 ends at byte 9223372036854784000 of 12368"),
-        (8192, 12, "bytes 8204 to 12288: expected zero padding"),
+        (8192, RELU - 1, f"bytes {8192 + RELU - 1} to 12288: expected zero padding"),
     ],
 )
 def test_segments_fill_the_file(offset: int, nbytes: int, message: str) -> None:

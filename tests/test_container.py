@@ -77,11 +77,11 @@ def test_code_and_weights_cannot_be_written_through_the_map(plan_path: Path) -> 
 
 
 def test_digest_can_be_checked_beside_the_decoding(plan_path: Path) -> None:
-    image = container.map_file(plan_path)
+    image = container.open_image(plan_path)
     digests: list[bytes] = []
     thread = threading.Thread(target=lambda: digests.append(container.digest(image)))
     thread.start()
-    assert container.parse(image, plan_path) == plans.cuda_plan()
+    assert container.parse(image, str(plan_path)) == plans.cuda_plan()
     thread.join()
     assert digests == [bytes(image[-32:])]
 
@@ -164,7 +164,7 @@ def test_writing_to_a_missing_directory(tmp_path: Path) -> None:
 
 
 def test_writing_over_a_directory(tmp_path: Path) -> None:
-    with pytest.raises(NimbleError, match="it is not a regular file"):
+    with pytest.raises(NimbleError, match="is a folder, expected the name of a file to write"):
         container.write(plans.cpu_plan(), tmp_path)
     assert list(tmp_path.iterdir()) == []
 

@@ -9,6 +9,7 @@ from cpu_plans import Value, assert_same, floats, plan_file, run_plan, write_mod
 from onnx import TensorProto, helper
 
 from nimblec.errors import CompileError, UnsupportedModelError
+from nimblec.frontend import onnx_file
 from nimblec.options import InputSpec
 from nimblert import verify
 from nimblert.errors import DeviceMismatchError
@@ -336,3 +337,25 @@ def test_an_output_that_folds_away_in_an_old_file(path: Path) -> None:
     model.ir_version = 3
     onnx.save(model, path)
     assert_same(path, {"x": one})
+
+
+@pytest.mark.parametrize("shape", [(2**62, 2**62), (0, 2**62, 2**62)])
+def test_a_shape_that_no_process_can_address(path: Path, shape: tuple[int, ...]) -> None:
+    write_model(path, [node("Relu", ["x"], ["y"])], [floats("x", *shape)], [floats("y", *shape)])
+    with pytest.raises(UnsupportedModelError, match=r"value 'x' has the shape .*, more than a process can address"):
+        plan_file(path)
+
+
+def test_an_opset_that_onnx_runtime_does_not_know(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onnx_file, "_check_opsets", lambda _model: None)  # as an onnx that is newer would
+    monkeypatch.setattr(onnx_file, "check_operators", lambda _model: None)
+    write_model(path, [node("Relu", ["x"], ["y"])], [floats("x", 2)], [floats("y", 2)], opset=99)
+    sentence = r"ONNX Runtime \S+ refuses the model: it knows opsets of ai\.onnx up to \d+: export it for that one$"
+    with pytest.raises(UnsupportedModelError, match=sentence):
+        plan_file(path)
+
+
+def test_more_dimensions_than_an_array_has(path: Path) -> None:
+    write_model(path, [node("Relu", ["x"], ["y"])], [floats("x", *[1] * 100)], [("y", TensorProto.FLOAT, None)])
+    with pytest.raises(UnsupportedModelError, match=r"value 'x' has 100 dimensions; a plan holds at most \d+"):
+        plan_file(path)

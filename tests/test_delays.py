@@ -54,10 +54,13 @@ def test_delays_come_by_their_seed_and_are_short() -> None:
 
 def test_order_is_kept() -> None:
     plan = cuda_plan()
-    everywhere = dict.fromkeys(range(len(plan.programs[0].commands)), 10)
-    delayed = with_delays_before(plan, everywhere, CODE)
-    (known,) = hazards(plan.programs[0])  # that one is in this made-up plan
-    (found,) = hazards(delayed.programs[0])
+    (program,) = plan.programs
+    everywhere = dict.fromkeys(range(len(program.commands)), 10)
+    assert list(hazards(with_delays_before(plan, everywhere, CODE).programs[0])) == []
+    unmet = tuple(c for c in program.commands if not (isinstance(c, Wait) and c.stream == 0))
+    racy = replace(plan, programs=(replace(program, commands=unmet),))
+    (known,) = hazards(racy.programs[0])
+    (found,) = hazards(with_delays_before(racy, dict.fromkeys(range(len(unmet)), 10), CODE).programs[0])
     assert known.split("nothing orders")[1] == found.split("nothing orders")[1]
 
 

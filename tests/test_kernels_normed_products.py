@@ -69,6 +69,11 @@ def _also_the_residual(x: Tensor) -> Tensor:
     return _linear(x) + x
 
 
+def _of_a_matrix_also_the_residual(x: Tensor) -> Tensor:
+    x = _norm(_linear(x.flatten(0, 1)))
+    return _linear(x) + x
+
+
 MODELS: dict[str, tuple[Callable[[Tensor], Tensor], int, int, int]] = {  # norms left, makers, readers
     "pre-norm": (_pre, 1, 2, 2),
     "rms": (lambda x: _linear(_rms(_linear(x, bias=False)), 32, bias=False), 0, 1, 1),
@@ -78,6 +83,7 @@ MODELS: dict[str, tuple[Callable[[Tensor], Tensor], int, int, int]] = {  # norms
     "a maker reads": (lambda x: _linear(_norm(_linear(_norm(_linear(x)), seed=7)), 64), 0, 2, 2),
     "read by another": (_read_by_another, 1, 0, 0),
     "also the residual": (_also_the_residual, 1, 0, 0),
+    "of a matrix, also the residual": (_of_a_matrix_also_the_residual, 1, 0, 0),
     "of no product": (lambda x: _linear(_norm(x.sin())), 1, 0, 0),
     "rows moved": (lambda x: _linear(_norm(_linear(x)).transpose(0, 1)), 1, 0, 0),
 }

@@ -84,6 +84,10 @@ def _with_skip(x: Tensor) -> Tensor:
     return y + _conv(y)
 
 
+def _with_skip_of(x: Tensor) -> Tensor:
+    return _conv(x) + x
+
+
 def _added_to_itself(x: Tensor) -> Tensor:
     y = _conv(x)
     return y + y
@@ -124,6 +128,10 @@ MODELS: "dict[str, tuple[Callable[[Tensor], Tensor], Tensor, str]]" = {
     "added to the relu before": (
         lambda x: _branches(x, lambda y: y + _conv(torch.relu(y))), IMAGES,
         f"{FIRST}, convolution none residual after relu",
+    ),
+    "added to the relu that is read": (
+        lambda x: _branches(x, lambda y: torch.relu(_with_skip_of(torch.relu(y)))), IMAGES,
+        f"{FIRST}, convolution relu residual",
     ),
     "norm and relu before": (
         lambda x: _branches(x, lambda y: _conv(torch.relu(_norm(y)), groups=16)), IMAGES,

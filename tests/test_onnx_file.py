@@ -9,7 +9,7 @@ from cpu_plans import floats, write_model
 from onnx import ModelProto, TensorProto, helper
 
 from nimblec.errors import CompileError, UnsupportedModelError
-from nimblec.frontend import onnx_file
+from nimblec.frontend import onnx_file, onnx_shapes
 from nimblec.frontend.onnx_file import ModelTensor
 from nimblec.options import InputSpec
 from nimblert.plan import ITEM_NBYTES
@@ -124,7 +124,7 @@ def test_every_dtype_of_a_plan_has_an_element_type() -> None:
 def test_a_dynamic_dimension_names_itself_and_the_flag(path: Path) -> None:
     write_model(path, [node("Relu", ["x"], ["y"])], [floats("x", "batch", 3, 224, 224)], [floats("y", None)])
     with pytest.raises(UnsupportedModelError) as caught:
-        onnx_file.fix_shapes(onnx_file.load(path), ())
+        onnx_shapes.fix_shapes(onnx_file.load(path), ())
     assert str(caught.value) == (
         "input 'x' has the dynamic dimension 'batch' (axis 0): give --dim batch=1 or --input x:1x3x224x224"
     )
@@ -133,7 +133,7 @@ def test_a_dynamic_dimension_names_itself_and_the_flag(path: Path) -> None:
 def test_all_dynamic_inputs_are_named_and_sizes_left_to_the_user(path: Path) -> None:
     model = image_model(path)
     with pytest.raises(UnsupportedModelError) as caught:
-        onnx_file.fix_shapes(model, ())
+        onnx_shapes.fix_shapes(model, ())
     assert str(caught.value) == "; ".join(
         f"input {name!r} has the dynamic dimensions 'batch' (axis 0), 'height' (axis 2): "
         f"give --dim batch=1 --dim height=<height> or --input {name}:1x3x<height>x8"
@@ -145,16 +145,16 @@ def test_an_input_without_any_shape_needs_a_spec(path: Path) -> None:
     write_model(path, [node("Relu", ["x"], ["y"])], [("x", TensorProto.FLOAT, None)], [("y", TensorProto.FLOAT, None)])
     model = onnx_file.load(path)
     with pytest.raises(UnsupportedModelError, match="input 'x' has no shape: give --input x:"):
-        onnx_file.fix_shapes(model, ())
+        onnx_shapes.fix_shapes(model, ())
     for shape in ((2, 5), ()):
-        fixed = onnx_file.fix_shapes(model, [InputSpec(name="x", shape=shape)])
+        fixed = onnx_shapes.fix_shapes(model, [InputSpec(name="x", shape=shape)])
         assert onnx_file.inputs(fixed)[0].shape == shape
 
 
 def test_one_spec_fixes_the_named_dimension_everywhere(path: Path) -> None:
     model = image_model(path)
     before = model.SerializeToString()
-    fixed = onnx_file.fix_shapes(model, [InputSpec(name="x", shape=(2, 3, 5, 8))])
+    fixed = onnx_shapes.fix_shapes(model, [InputSpec(name="x", shape=(2, 3, 5, 8))])
     assert [tensor.shape for tensor in onnx_file.inputs(fixed)] == [(2, 3, 5, 8)] * 2
     assert onnx_file.outputs(fixed)[0].shape == (2, 3, 5, 8)
     assert [value.name for value in fixed.graph.input] == ["x", "z"]
@@ -165,9 +165,9 @@ def test_one_spec_fixes_the_named_dimension_everywhere(path: Path) -> None:
 def test_sizes_are_given_by_name_and_a_spec_wins(path: Path) -> None:
     model = image_model(path)
     dims = [("batch", 4), ("height", 6)]
-    fixed = onnx_file.fix_shapes(model, (), dims)
+    fixed = onnx_shapes.fix_shapes(model, (), dims)
     assert [tensor.shape for tensor in (*onnx_file.inputs(fixed), *onnx_file.outputs(fixed))] == [(4, 3, 6, 8)] * 3
-    fixed = onnx_file.fix_shapes(model, [InputSpec(name="z", shape=(2, 3, 5, 8))], dims)
+    fixed = onnx_shapes.fix_shapes(model, [InputSpec(name="z", shape=(2, 3, 5, 8))], dims)
     assert [tensor.shape for tensor in onnx_file.inputs(fixed)] == [(2, 3, 5, 8)] * 2
 
 
@@ -181,19 +181,19 @@ def test_sizes_are_given_by_name_and_a_spec_wins(path: Path) -> None:
 )
 def test_names_that_do_not_fit_or_do_not_suffice(path: Path, dims: list[tuple[str, int]], message: str) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
-        onnx_file.fix_shapes(image_model(path), (), dims)
+        onnx_shapes.fix_shapes(image_model(path), (), dims)
 
 
 def test_a_dimension_without_a_name_needs_a_spec(path: Path) -> None:
     write_model(path, [node("Relu", ["x"], ["y"])], [floats("x", "a b", None, 2)], [floats("y", None, None, 2)])
     model = onnx_file.load(path)
     with pytest.raises(UnsupportedModelError) as caught:
-        onnx_file.fix_shapes(model, ())
+        onnx_shapes.fix_shapes(model, ())
     assert str(caught.value) == (
         "input 'x' has the dynamic dimensions 'a b' (axis 0), of axis 1: give --input x:1x<1>x2"
     )
     with pytest.raises(UnsupportedModelError, match=r"dimension of axis 1: give --input x:3x<1>x2"):
-        onnx_file.fix_shapes(model, (), [("a b", 3)])
+        onnx_shapes.fix_shapes(model, (), [("a b", 3)])
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ def test_a_dimension_without_a_name_needs_a_spec(path: Path) -> None:
 )
 def test_specs_that_do_not_fit(path: Path, specs: list[InputSpec], message: str) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
-        onnx_file.fix_shapes(image_model(path), specs)
+        onnx_shapes.fix_shapes(image_model(path), specs)
 
 
 @pytest.mark.parametrize(
@@ -250,3 +250,49 @@ def test_external_data_are_read_into_the_model_where_asked(path: Path) -> None:
     onnx.save(image_model(path), path, save_as_external_data=True, location="data", size_threshold=0)
     assert onnx_file.load(path).graph.initializer[0].raw_data == np.ones(8, np.float32).tobytes()
     assert not onnx_file.load(path, external_data=False).graph.initializer[0].raw_data
+
+
+@pytest.mark.parametrize("name", ["?", "*", "-1", "None", "", " ", "unk__12", "unk", "unknown_3"])
+def test_a_placeholder_for_a_name_is_none(path: Path, name: str) -> None:
+    write_model(
+        path, [node("Relu", ["x"], ["y"])], [floats("x", "n", 3, name, name)], [floats("y", "n", 3, name, name)]
+    )
+    model = onnx_file.load(path)
+    fixed = onnx_shapes.fix_shapes(model, [InputSpec(name="x", shape=(2, 3, 48, 192))])
+    assert onnx_file.inputs(fixed)[0].shape == (2, 3, 48, 192)
+    with pytest.raises(UnsupportedModelError, match=r"dimensions of axis 2, of axis 3: give --input x:2x3x<2>x<3>$"):
+        onnx_shapes.fix_shapes(model, (), [("n", 2)])
+    with pytest.raises(UnsupportedModelError, match=r"no input has a dimension of that name; the names are 'n'$"):
+        onnx_shapes.fix_shapes(model, (), [(name, 2)])
+
+
+@pytest.mark.parametrize("name", ["unk_tokens", "?height", "nonempty", "p2o.DynamicDimension.1"])
+def test_a_name_that_looks_like_a_placeholder_is_one_dimension(path: Path, name: str) -> None:
+    write_model(path, [node("Relu", ["x"], ["y"])], [floats("x", name, name)], [floats("y", name, name)])
+    with pytest.raises(UnsupportedModelError, match="makes it 2"):
+        onnx_shapes.fix_shapes(onnx_file.load(path), [InputSpec(name="x", shape=(2, 3))])
+
+
+@pytest.mark.parametrize(("domain", "shown"), [("", "ONNX"), ("ai.onnx.ml", "ai.onnx.ml")])
+def test_an_opset_of_the_future_is_refused_with_the_newest_known(path: Path, domain: str, shown: str) -> None:
+    model = image_model(path)
+    body = helper.make_graph([node("Relu", ["x"], ["b"])], "body", [], [helper.make_empty_tensor_value_info("b")])
+    model.graph.node.append(node("If", ["k"], ["c"], then_branch=body, else_branch=body))
+    del model.opset_import[:]
+    model.opset_import.extend([helper.make_opsetid("", 18), helper.make_opsetid(domain, 99)])
+    path.write_bytes(model.SerializeToString())
+    newest = onnx.defs.C.schema_version_map()[domain][1]
+    with pytest.raises(UnsupportedModelError) as refused:
+        onnx_file.load(path)
+    assert str(refused.value) == (
+        f"the model needs opset 99 of {shown}: the newest that onnx {onnx.__version__} knows is {newest}: export the "
+        "model for that one, or an older one"
+    )
+
+
+def test_a_negative_size_of_a_tensor(path: Path) -> None:
+    model = image_model(path)
+    model.graph.initializer[0].dims[:] = [-8]
+    path.write_bytes(model.SerializeToString())
+    with pytest.raises(CompileError, match=r"model\.onnx: damaged: tensor 'w' has the shape -8"):
+        onnx_file.load(path)

@@ -1,14 +1,16 @@
 """The timing cache: measured once, the same ever after."""
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from command_line import CommandLine
 from plans import cuda_plan
+from subprocesses import ROOT
 
 from nimblec.timing_cache import CachedTimer, TimingCache
-from nimblert.errors import NimbleError
 from nimblert.plan import Device, Plan
 
 
@@ -61,17 +63,55 @@ def test_saving_keeps_what_another_process_wrote(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["t.json"]
 
 
-@pytest.mark.parametrize("content", ["", "{", "[1]", '{"a": "x"}'])
-def test_a_damaged_cache_counts_as_empty(tmp_path: Path, content: str) -> None:
+DAMAGED = {
+    "{": "is damaged, and is replaced",
+    "[1]": "is damaged, and is replaced",
+    "[" * 100_000: "is damaged, and is replaced",
+    '{"a": "x", "b": 2}': "held 1 entries that are no times, which are replaced",
+    '{"a": 1000000000000000000000, "b": 2}': "held 1 entries that are no times, which are replaced",
+    '{"a": -1, "b": 2}': "held 1 entries that are no times, which are replaced",
+    '{"a": true, "b": 2}': "held 1 entries that are no times, which are replaced",
+    '{"a": ' + "9" * 5000 + "}": "is damaged, and is replaced",
+}
+
+
+@pytest.mark.parametrize("content", DAMAGED)
+def test_what_is_damaged_is_told_and_replaced(tmp_path: Path, content: str) -> None:
     path = tmp_path / "t.json"
     path.write_text(content)
-    assert "a" not in TimingCache(path)
-
-
-def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    cache = TimingCache(tmp_path / "t.json")
+    cache = TimingCache(path)
+    assert "a" not in cache
+    assert ("b" in cache) == ('"b"' in content)
     cache["a"] = 1
-    cache._path = tmp_path / "file" / "t.json"
-    with pytest.raises(NimbleError, match="timing cache"):
+    cache.save()
+    assert cache.notes == (f"timing cache {path}: {DAMAGED[content]}",)
+    again = TimingCache(path)
+    assert (again["a"], again.notes) == (1, ())
+
+
+def test_an_empty_file_is_an_empty_cache(tmp_path: Path) -> None:
+    (tmp_path / "t.json").touch()
+    assert TimingCache(tmp_path / "t.json").notes == ()
+
+
+def test_a_cache_that_cannot_be_written_or_is_no_file_is_told(tmp_path: Path) -> None:
+    """The measurements are in the plan by then: nothing is lost but time."""
+    (tmp_path / "file").write_text("")
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "file" / "t.json", Path("/proc/t.json"), tmp_path / "pipe", tmp_path):
+        cache = TimingCache(path)
+        cache["a"] = 1
         cache.save()
+        assert cache.notes
+        assert all(note.startswith(f"timing cache {path}: ") for note in cache.notes)
+    assert (tmp_path / "pipe").is_fifo()
+
+
+def test_a_home_that_cannot_be_written_is_a_note(
+    nimblec: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/proc")
+    done = nimblec("compile", ROOT / "samples" / "digits.onnx", "-o", tmp_path / "d.plan", "--target", "cpu")
+    assert (done.status, done.err) == (0, "")
+    for words in ("note: timing cache /proc/.cache/nimblec/timings.json: not kept", "note: no plan cache at /proc/"):
+        assert words in done.out

@@ -10,6 +10,7 @@ from any_plan import any_plan
 from hypothesis import given, settings
 
 from nimblert import verify
+from nimblert.limits import Limits
 from nimblert.plan import (
     Candidate,
     Command,
@@ -102,6 +103,8 @@ def inserted(index: int, new: Command) -> Change:
 P = "programs[0]."
 C = "programs[0].commands"
 WORD = Parameter(offset=0, nbytes=8, kind=ParameterKind.INPUT)
+
+BOUNDLESS = Limits(**dict.fromkeys(Limits.__dataclass_fields__, 1 << 70))
 
 CUDA_MISTAKES = [
     (plan_with(programs=()), ["programs: the plan has none"]),
@@ -344,15 +347,25 @@ CPU_MISTAKES = [
     ),
     (
         pointed(0, 2, 16, Region.ARENA, offset=200),
-        [f"{C}[0].relocations[2].pointer: 64 bytes at 200 lie outside ARENA(0) (256 bytes)"],
+        [
+            f"{C}[0].relocations[2].pointer: 64 bytes at 200 lie outside ARENA(0) (256 bytes)",
+            f"{C}[0].writes: are not what the relocations point to",
+        ],
     ),
     (
         pointed(0, 1, 8, Region.ARENA),
-        [f"{C}[0].relocations[1].pointer: an initializer in ARENA, expected WEIGHTS"],
+        [
+            f"{C}[0].relocations[1].pointer: an initializer in ARENA, expected WEIGHTS",
+            f"{C}[0].reads: are not what the relocations point to",
+            f"{C}[0].relocations: ARENA(0) is written from 0 to 16, and used otherwise too",
+        ],
     ),
     (
         pointed(3, 1, 8, Region.WEIGHTS),
-        [f"{C}[3].relocations[1].pointer: an output in WEIGHTS, which never change"],
+        [
+            f"{C}[3].relocations[1].pointer: an output in WEIGHTS, which a run does not change",
+            f"{C}[3].writes: are not what the relocations point to",
+        ],
     ),
     (command(3, programmatic=True), [f"{C}[3].programmatic: expected on the CUDA target only"]),
 ]
@@ -370,12 +383,12 @@ def test_sound_plans_have_no_problems() -> None:
 
 @pytest.mark.parametrize(("change", "expected"), CUDA_MISTAKES, ids=case_name)
 def test_mistakes_of_a_cuda_plan(change: Change, expected: list[str]) -> None:
-    assert list(verify.problems(change(plans.cuda_plan()))) == expected
+    assert list(verify.problems(change(plans.cuda_plan()), BOUNDLESS)) == expected
 
 
 @pytest.mark.parametrize(("change", "expected"), CPU_MISTAKES, ids=case_name)
 def test_mistakes_of_a_cpu_plan(change: Change, expected: list[str]) -> None:
-    assert list(verify.problems(change(plans.cpu_plan()))) == expected
+    assert list(verify.problems(change(plans.cpu_plan()), BOUNDLESS)) == expected
 
 
 @settings(max_examples=200, deadline=None)

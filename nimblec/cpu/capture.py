@@ -12,7 +12,8 @@ from nimblec.cpu import kernels, optimizer, values
 from nimblec.cpu.constants import TensorType, type_of
 from nimblec.cpu.optimizer import OptimizedModel
 from nimblec.errors import UnsupportedModelError
-from nimblec.frontend import onnx_file
+from nimblec.frontend import onnx_file, onnx_shapes
+from nimblec.frontend.onnx_examples import check_examples
 from nimblec.ir import Access, Buffer, BufferKind, Graph, KernelWork, Op, Reference, Task, TensorView
 from nimblec.options import InputSpec
 from nimblert.plan import Kernel, Module, ParameterKind
@@ -32,10 +33,20 @@ def capture(path: str | PathLike[str], inputs: Sequence[InputSpec] = ()) -> Grap
 
 
 def read(
-    path: str | PathLike[str], inputs: Sequence[InputSpec] = (), dims: Sequence[tuple[str, int]] = ()
+    path: str | PathLike[str],
+    inputs: Sequence[InputSpec] = (),
+    dims: Sequence[tuple[str, int]] = (),
+    examples: Sequence[InputSpec] = (),
 ) -> ModelProto:
-    """The model in a file, checked, with static input shapes; its external data stay where they are."""
-    model = onnx_file.fix_shapes(onnx_file.load(path, external_data=False), inputs, dims)
+    """The model in a file, checked, with static input shapes; its external data stay where they are.
+
+    ``examples`` are what arrays for its inputs are; they count where ``inputs`` say nothing.
+    """
+    loaded = onnx_file.load(path, external_data=False)
+    check_examples(loaded, examples)
+    named = {spec.name for spec in inputs}
+    specs = (*inputs, *(spec for spec in examples if spec.name not in named))
+    model = onnx_shapes.fix_shapes(loaded, specs, dims)
     onnx_file.outputs(model)  # refuses outputs that are no tensors, by name
     onnx_file.clear_repeated_names(model)
     return model

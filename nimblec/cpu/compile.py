@@ -32,6 +32,16 @@ def compile_cpu(source: Source, options: Options, output: Path, observer: Observ
     Raises CompileError where the model cannot be compiled, or where the replay is not what a plain
     ONNX Runtime session computes.
     """
+    if options.level:
+        raise CompileError(
+            f"-O{options.level}: only CUDA plans have levels; a CPU plan is what ONNX Runtime's optimiser makes of the "
+            "model, as -O0 is: leave -O out, or compile for --target cuda"
+        )
+    if options.precision not in {"keep", "fp32"}:
+        raise CompileError(
+            f"--precision {options.precision}: only CUDA plans have it; a CPU plan computes in the model's own types: "
+            "convert the model itself, or compile for --target cuda"
+        )
     try:
         run_s, notes = _write_plan(source, options, output, observer)  # and let go of all it mapped
     except MemoryError as exc:
@@ -40,8 +50,6 @@ def compile_cpu(source: Source, options: Options, output: Path, observer: Observ
         problem = lean.differing_output(output, run_s=run_s)
         if problem:
             raise CompileError(problem)
-    if options.level or options.precision != "keep":
-        notes += ("-O and --precision are the CUDA target's: here ONNX Runtime's optimiser did what it always does",)
     return notes
 
 
@@ -49,13 +57,16 @@ def _write_plan(source: Source, options: Options, output: Path, observer: Observ
     """Write the plan; the seconds that a run takes, and what the user should know."""
     with tempfile.TemporaryDirectory(prefix="nimblec-", dir=output.parent) as scratch:  # where room for a plan is
         path, notes = Path(source.model), ()
+        specs, dims, examples = options.inputs, options.dims, _examples(options)
         if source.kind != "onnx":
             with stage(observer, "export to ONNX"):
-                from nimblec.frontend.onnx_export import export  # brings in torch
+                from nimblec.frontend import onnx_export, torch_sources  # which bring in torch
 
-                path, notes = export(source.kind, source.model, Path(scratch))
+                call = torch_sources.load(source, options)
+                path, notes = onnx_export.export(call, Path(scratch))
+                specs, dims, examples = (), (), ()  # the file has the shapes of the call
         with stage(observer, "read"):
-            model = capture.read(path, _specs(options), options.dims)
+            model = capture.read(path, specs, dims, examples)
         with stage(observer, "optimise"):
             graph = capture.capture_model(model, path.parent, _sample_ranges(options), Path(scratch))
         with stage(observer, "schedule"):
@@ -67,6 +78,7 @@ def _write_plan(source: Source, options: Options, output: Path, observer: Observ
             except InputError as exc:
                 raise refused_inputs(exc) from exc
             cache.save()
+            notes += cache.notes
         with stage(observer, "golden run"):
             plan = _with_golden(plan, model, path.parent)
     with stage(observer, "write"):
@@ -74,15 +86,9 @@ def _write_plan(source: Source, options: Options, output: Path, observer: Observ
     return run_seconds(plan.programs[0]), notes
 
 
-def _specs(options: Options) -> tuple[InputSpec, ...]:
-    """Shapes that were asked for, and those of the examples of other inputs."""
-    named = {spec.name for spec in options.inputs}
-    examples = tuple(
-        InputSpec(name=name, shape=array.shape, dtype=array.dtype.name)
-        for name, array in options.examples
-        if name not in named
-    )
-    return (*options.inputs, *examples)
+def _examples(options: Options) -> tuple[InputSpec, ...]:
+    """What the examples say of their inputs."""
+    return tuple(InputSpec(name=name, shape=array.shape, dtype=array.dtype.name) for name, array in options.examples)
 
 
 def _sample_ranges(options: Options) -> dict[str, tuple[int, int]]:

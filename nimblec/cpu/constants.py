@@ -18,7 +18,7 @@ from onnx.external_data_helper import ExternalDataInfo, load_external_data_for_t
 
 from nimblec.frontend import onnx_file
 from nimblert.dtypes import numpy_dtype
-from nimblert.onnx_session import EXTERNAL_FILE
+from nimblert.onnx_rules import EXTERNAL_FILE
 from nimblert.plan import ITEM_NBYTES
 
 _EMBEDDED_NBYTES = 64

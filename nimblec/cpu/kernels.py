@@ -21,11 +21,14 @@ from onnx import (
 )
 
 from nimblec.cpu.constants import TensorType, external, is_embedded, type_of
+from nimblec.errors import UnsupportedModelError
 from nimblec.frontend import onnx_file
-from nimblert.onnx_session import ORIGIN, nchwc_block_size
-from nimblert.plan import Module, Parameter, ParameterKind
-
-NCHWC_DOMAIN = "com.microsoft.nchwc"
+from nimblert import onnx_rules
+from nimblert.limits import DEFAULT_LIMITS
+from nimblert.onnx_rules import NCHWC_DOMAIN, ORIGIN
+from nimblert.onnx_session import nchwc_block_size
+from nimblert.plan import Kernel, Module, Parameter, ParameterKind
+from nimblert.protobuf import Budget
 
 _POINTER_NBYTES = 8
 
@@ -38,6 +41,14 @@ class NodeKernel:
     symbol: str
     parameters: tuple[Parameter, ...]
     values: tuple[str, ...]
+
+    def check(self, node: NodeProto) -> None:
+        """Raise UnsupportedModelError, naming ``node``, where the runtime would refuse the code."""
+        kernel = Kernel(module=0, symbol=self.symbol, parameters=self.parameters)
+        for problem in onnx_rules.problems(kernel, self.module, Budget(DEFAULT_LIMITS.model_fields)):
+            raise UnsupportedModelError(
+                f"node {onnx_file.node_name(node)!r} ({node.op_type}): no plan for the CPU can hold it: {problem}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +74,10 @@ def symbol(node: NodeProto) -> str:
 def build(
     node: NodeProto, types: Mapping[str, TensorType], constants: Mapping[str, TensorProto], header: Header
 ) -> NodeKernel:
-    """The kernel of one node. ``types`` has every value, ``constants`` every initializer."""
+    """The kernel of one node. ``types`` has every value, ``constants`` every initializer.
+
+    Raises UnsupportedModelError where the runtime would refuse to load it.
+    """
     reads = tuple(dict.fromkeys(name for name in (*node.input, *_captured(node)) if name))
     writes = tuple(name for name in node.output if name)
     names = _canonical_names(node, reads, writes)
@@ -105,12 +119,14 @@ def build(
     for name in writes:
         add(ParameterKind.OUTPUT, name, types[name])
         model.graph.output.append(_value_info(names[name], types[name]))
-    return NodeKernel(
+    built = NodeKernel(
         module=Module(origin=_origin(node), code=memoryview(model.SerializeToString(deterministic=True))),
         symbol=symbol(node),
         parameters=tuple(parameters),
         values=tuple(values),
     )
+    built.check(node)
+    return built
 
 
 def _origin(node: NodeProto) -> str:

@@ -8,6 +8,7 @@ ONNX Runtime folds constants before it writes out the functions of operators tha
 of (CenterCropPad, GroupNormalization). Where shape arithmetic is left, it folds a second time.
 """
 
+import re
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import onnx
-from onnx import ModelProto
+from onnx import ModelProto, TensorProto
 
 from nimblec.cpu.constants import dense_of, read_arrays
 from nimblec.errors import CompileError, UnsupportedModelError
@@ -55,6 +56,10 @@ def optimize(model: ModelProto, folder: Path, scratch_folder: Path | None = None
         return OptimizedModel(proto=optimized, arrays=read_arrays(optimized, Path(scratch)))
 
 
+_NEWEST_OPSET = re.compile(r"official support for domain (\S+) is till opset (\d+)")
+"""In what ONNX Runtime says of a newer one."""
+
+
 def _optimize(model: ModelProto, folder: Path, path: Path, level: Any) -> ModelProto:
     """What a session of ``model`` saves at ``path``; large data are in a file beside it."""
     ort = onnxruntime()
@@ -73,8 +78,27 @@ def _optimize(model: ModelProto, folder: Path, path: Path, level: Any) -> ModelP
     except runtime_errors() as exc:
         if weights.exists():  # it had accepted the model and begun to save it
             raise CompileError(f"{path.parent}: ONNX Runtime cannot write its files there: is the disk full?") from exc
-        raise UnsupportedModelError(f"ONNX Runtime {ort.__version__} refuses the model: {exc}") from exc
+        raise UnsupportedModelError(f"ONNX Runtime {ort.__version__} {_refusal(exc, model)}") from exc
     return onnx.load(path, load_external_data=False)
+
+
+_CODE = re.compile(r"\[ONNXRuntimeError\] : \d+ : \w+ : ")
+_PLACE = re.compile(r"/\S+\.(?:cc|h):\d+ [^()]*\((?:[^()]|\([^()]*\))*\)(?: const)? ")
+"""Where in ONNX Runtime's source an error was raised: a file, and the signature of a function."""
+
+
+def _refusal(exc: Exception, model: ModelProto) -> str:
+    """What an error of ONNX Runtime says of the model."""
+    said = _PLACE.sub("", _CODE.sub("", str(exc)))
+    if newest := _NEWEST_OPSET.search(said):
+        return f"refuses the model: it knows opsets of {newest[1]} up to {newest[2]}: export it for that one"
+    if "Could not find an implementation" not in said:
+        return f"refuses the model: {said}"
+    node = said.partition("implementation for ")[2] or said
+    advice = ""
+    if any(value.type.tensor_type.elem_type == TensorProto.BFLOAT16 for value in model.graph.input):
+        advice = ": its CPU kernels take float32 rather than bfloat16: convert the model, or compile for --target cuda"
+    return f"has no CPU kernel for {node}{advice}"
 
 
 def read_external_data_from(folder: Path, options: Any) -> None:

@@ -19,6 +19,7 @@ from nimblec.errors import UnsupportedModelError
 from nimblec.frontend import onnx_file
 from nimblec.frontend.onnx_file import ModelTensor
 from nimblert.dtypes import numpy_dtype
+from nimblert.extents import MAX_RANK
 from nimblert.onnx_session import initializer_folder, open_session, ort_value, runtime_errors
 from nimblert.plan import ITEM_NBYTES
 
@@ -62,10 +63,15 @@ def infer(optimized: OptimizedModel, inputs: Sequence[ModelTensor]) -> dict[str,
 
 def _check_sizes(types: Mapping[str, TensorType]) -> None:
     for name, tensor_type in types.items():
-        if tensor_type.nbytes > _MOST_NBYTES:
+        if len(tensor_type.shape) > MAX_RANK:
+            raise UnsupportedModelError(
+                f"value {name!r} has {len(tensor_type.shape)} dimensions; a plan holds at most {MAX_RANK}"
+            )
+        nbytes = prod(max(size, 1) for size in tensor_type.shape) * ITEM_NBYTES[tensor_type.dtype]
+        if nbytes > _MOST_NBYTES:  # an empty tensor has strides, too
             shape = "x".join(map(str, tensor_type.shape))
             raise UnsupportedModelError(
-                f"value {name!r} has the shape {shape}: {tensor_type.nbytes} bytes, more than a process can address"
+                f"value {name!r} has the shape {shape}: {nbytes} bytes, more than a process can address"
             )
 
 

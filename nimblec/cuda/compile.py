@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -19,9 +18,10 @@ from nimblec import errors
 from nimblec.cuda import fixed_addresses
 from nimblec.errors import CompileError
 from nimblec.options import DEFAULT_LEVEL, Observer, Options
-from nimblec.processes import environment
+from nimblec.processes import environment, module_command
 from nimblec.source import Source
 from nimblec.stages import stage
+from nimblert.scratch import scratch_folder
 
 
 def compile_cuda(source: Source, options: Options, output: Path, observer: Observer) -> tuple[str, ...]:
@@ -30,8 +30,8 @@ def compile_cuda(source: Source, options: Options, output: Path, observer: Obser
     Raises the error that the capture process met, or CompileError where it died or where the lean
     replay is not what the framework computed.
     """
-    with tempfile.TemporaryDirectory(prefix="nimblec-") as folder:
-        request = _write_request(Path(folder), source, options, output)
+    with scratch_folder() as folder:
+        request = _write_request(folder, source, options, output)
         return tuple(_run_worker(request, observer))
 
 
@@ -66,7 +66,7 @@ _STDERR = 2
 
 def _run_worker(request: Path, observer: Observer) -> list[str]:
     read_end, write_end = os.pipe()
-    worker = [sys.executable, "-m", "nimblec.cuda.worker", str(request), str(write_end)]
+    worker = module_command("nimblec.cuda.worker", str(request), str(write_end))
     command = [sys.executable, "-I", "-S", fixed_addresses.__file__, *worker]
     with _started(command, pass_fds=(write_end,)) as process:
         os.close(write_end)
@@ -79,6 +79,8 @@ def _run_worker(request: Path, observer: Observer) -> list[str]:
                 message = json.loads(line)
                 if "error" in message:
                     raise _error(message)
+                if "unforeseen" in message:
+                    raise _failure(reached, message)
                 if "note" in message:
                     notes.append(message["note"])
                 elif "problem" in message:
@@ -108,6 +110,13 @@ def _started(command: list[str], **options: Any) -> Iterator[subprocess.Popen[by
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+def _failure(stage: str, message: dict[str, str]) -> CompileError:
+    """What the capture process did not foresee; whoever prints its traceback sees the process's, too."""
+    error = CompileError(f"the capture process failed in the stage {stage!r}: {message['unforeseen']}")
+    error.add_note(message["traceback"])
+    return error
 
 
 def _error(message: dict[str, str]) -> errors.NimbleError:

@@ -26,6 +26,7 @@ from nimblec.cuda.residents import (
 from nimblec.cuda.tasks import build_graph
 from nimblec.errors import TraceError, UnsupportedModelError, user_code
 from nimblec.frontend.pytorch import DTYPE_NAMES, TorchModel, as_tensor, name_outputs
+from nimblec.frontend.repeatable import HOW_STATE_IS_KEPT, refuse_differing
 from nimblec.ir import Graph, TensorView
 from nimblert.driver import call
 from nimblert.dtypes import numpy_dtype
@@ -60,29 +61,51 @@ class Recording:
         return [_as_array(tensor) for _, tensor in name_outputs(self.capture.result)]
 
 
-class ModelRecorder:
-    """Records one model. ``code`` and ``allocator`` must have been started before CUDA was.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorders:
+    """What the recorders of all models of this process share.
 
-    ``others`` are models in this process whose weights it has no part in, but for those it shares.
+    ``code`` and ``allocator`` must have been started before CUDA was. ``loaded`` are the storages
+    that were there before any model ran (`residents.storages`).
     """
 
-    def __init__(
-        self,
-        model: TorchModel,
-        sources: SourceTracker,
-        code: CodeRecorder,
-        allocator: BumpAllocator,
-        others: Iterable[TorchModel] = (),
-    ) -> None:
+    code: CodeRecorder
+    allocator: BumpAllocator
+    loaded: frozenset[int]
+
+    def of(self, model: TorchModel, others: Iterable[TorchModel] = ()) -> "ModelRecorder":
+        """The recorder of ``model``; of ``others`` it takes no weights but those that it shares."""
+        return ModelRecorder(model, self, others)
+
+
+class ModelRecorder:
+    """Records one model."""
+
+    def __init__(self, model: TorchModel, shared: Recorders, others: Iterable[TorchModel]) -> None:
         self._model = model
-        self._sources = sources
-        self._code = code
-        self._allocator = allocator
+        self._sources = SourceTracker(model.module)
+        self._code = shared.code
+        self._allocator = shared.allocator
+        self._loaded = shared.loaded
         self._elsewhere = frozenset(only_in((other.module for other in others), model.module))
         self._residents = find_residents(model.module, model.inputs, self._elsewhere)
-        self._made: set[int] = set()
         self._tell_capturing = False
         self._notes: list[str] = []
+
+    def refuse_hidden_state(self) -> None:
+        """Run twice from equal memory: what differs is held where no plan can hold it.
+
+        Raises UnsupportedModelError for it, TraceError where the model cannot be run.
+        """
+
+        def run() -> list[tuple[str, torch.Tensor]]:
+            outputs = [(name, tensor.cpu()) for name, tensor in name_outputs(self._run(self._model))]
+            self._restore()
+            return outputs
+
+        module = self._model.module
+        name = type(getattr(module, "_orig_mod", module)).__name__
+        refuse_differing(name, run(), run(), HOW_STATE_IS_KEPT)
 
     def warm_up(self) -> None:
         """Run and capture, so that every library has chosen and loaded its kernels."""
@@ -104,13 +127,11 @@ class ModelRecorder:
     def _note_made(self) -> None:
         """Add what the model itself made in its first runs and keeps: tables, or constants of torch.compile."""
         known = {*self._elsewhere, *(r.storage.data_ptr() for r in self._residents)}
-        found = find_residents(self._model.module, self._model.inputs, known)
-        self._made |= {id(resident) for resident in found}
-        self._residents += found
+        self._residents += find_residents(self._model.module, self._model.inputs, known)
 
     def _refuse_made_state(self) -> None:
         for resident in self._residents:
-            if resident.mutated and id(resident) in self._made:
+            if resident.mutated and resident.storage._cdata not in self._loaded:
                 raise UnsupportedModelError(
                     f"{resident.name} ({resident.dtype} {list(resident.shape)}) is made in the model's first run and "
                     "written by later ones, so that no run has a known start: make it in __init__"

@@ -103,6 +103,11 @@ def _device_tensors() -> list[torch.Tensor]:
     return found
 
 
+def storages() -> frozenset[int]:
+    """What tells the storages on the device apart, also when they move."""
+    return frozenset(tensor.untyped_storage()._cdata for tensor in _device_tensors())
+
+
 def _names(root: object) -> dict[int, str]:
     if not isinstance(root, torch.nn.Module):
         return {}

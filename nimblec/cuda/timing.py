@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from nimblec.gpu_turn import timing_alone
 from nimblert import golden, graph
 from nimblert.driver import Context, Handle, bindings, call
 from nimblert.memory import DeviceMemory, Staging
@@ -51,7 +52,8 @@ class CudaTimer:
                     last = node
                 last = call("cuGraphAddEventRecordNode", chain, [last], 1, event)
             executable = scope.acquire(call("cuGraphInstantiate", chain, 0), "cuGraphExecDestroy")
-            rows = [self._intervals(executable, events) for _ in range(_REPEATS + _WARM_UPS)][_WARM_UPS:]
+            with timing_alone():
+                rows = [self._intervals(executable, events) for _ in range(_REPEATS + _WARM_UPS)][_WARM_UPS:]
         medians = np.median(np.array(rows), axis=0)
         overhead = float(np.median(medians[len(work) :]))
         return [max(1, round((d - overhead) * 1e6)) for d in medians[: len(work)]]
@@ -69,9 +71,10 @@ class CudaTimer:
             built = graph.build(scope, program, self._functions, memory)
             executable = scope.acquire(call("cuGraphInstantiate", built, 0), "cuGraphExecDestroy")
             events = [scope.acquire(call("cuEventCreate", 0), "cuEventDestroy") for _ in range(2)]
-            first = [self._time_once(executable, events) for _ in range(_WARM_UPS)]
-            count = int(np.clip(_TARGET_US / max(first[-1], 1.0), 10, 200))
-            return round(float(np.median([self._time_once(executable, events) for _ in range(count)])) * 1e3)
+            with timing_alone():
+                first = [self._time_once(executable, events) for _ in range(_WARM_UPS)]
+                count = int(np.clip(_TARGET_US / max(first[-1], 1.0), 10, 200))
+                return round(float(np.median([self._time_once(executable, events) for _ in range(count)])) * 1e3)
 
     def _time_once(self, executable: Handle, events: list[Handle]) -> float:
         call("cuEventRecord", events[0], self._stream)

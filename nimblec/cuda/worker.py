@@ -2,13 +2,15 @@
 
 CUPTI must be subscribed before CUDA starts, and torch's allocator exchanged, so every capture has a
 fresh process. It reads one request, writes the plan file, and reports on a pipe: one JSON object a
-line, {"stage", "seconds"}, {"note"}, {"problem"}, or {"error", "message"} as the last.
+line, {"stage", "seconds"}, {"note"}, {"problem"}, or as the last {"error", "message"} or
+{"unforeseen", "traceback"}.
 """
 
 import gc
 import json
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, closing, nullcontext
@@ -21,11 +23,12 @@ import numpy as np
 
 from nimblec.cuda import accuracy
 from nimblec.cuda.timing import CudaTimer
-from nimblec.errors import CompileError, TraceError, UnsupportedModelError, missing_package
+from nimblec.errors import CompileError, TraceError, UnsupportedModelError, described, missing_package, unforeseen
 from nimblec.ir import Graph
 from nimblec.lean import LeanProcess, run_seconds
-from nimblec.options import InputSpec
+from nimblec.options import InputSpec, Options
 from nimblec.planning import Provenance, make_plan
+from nimblec.source import Source
 from nimblec.stages import stage
 from nimblec.timing_cache import CachedTimer, TimingCache
 from nimblert import container, driver, golden
@@ -35,9 +38,7 @@ from nimblert.plan import Device, Plan, Target
 if TYPE_CHECKING:
     import torch
 
-    from nimblec.cuda.allocator import BumpAllocator
-    from nimblec.cuda.cupti import CodeRecorder
-    from nimblec.cuda.record import ModelRecorder, Recording
+    from nimblec.cuda.record import ModelRecorder, Recorders, Recording
     from nimblec.cuda.variants import Variant
     from nimblec.frontend.pytorch import TorchModel
 
@@ -53,16 +54,17 @@ def main(request_path: str, events_fd: int) -> int:
     with os.fdopen(events_fd, "w", buffering=1) as events:
         try:
             _Worker(request, events).compile()
-        except ModuleNotFoundError as exc:
-            missing = missing_package(exc)
-            if missing is None:
-                raise
-            _send(events, error=type(missing).__name__, message=str(missing))
-            return 2
         except NimbleError as exc:
             _send(events, error=type(exc).__name__, message=str(exc))
-            return 2
-    return 0
+        except Exception as exc:  # noqa: BLE001 - frameworks raise anything, and the user is to be told
+            missing = missing_package(exc) if isinstance(exc, ModuleNotFoundError) else None
+            if missing is not None:
+                _send(events, error=type(missing).__name__, message=str(missing))
+            else:
+                _send(events, unforeseen=described(exc), traceback=traceback.format_exc())
+        else:
+            return 0
+    return 2
 
 
 def _send(events: IO[str], **message: Any) -> None:
@@ -96,6 +98,8 @@ class _Worker:
             from nimblec.cuda.allocator import BumpAllocator
             from nimblec.cuda.cupti import CodeRecorder
             from nimblec.cuda.diagnosis import first_difference
+            from nimblec.cuda.record import Recorders
+            from nimblec.cuda.residents import storages
             from nimblec.kernels import triton_start
         with self._stage("initialise CUDA"):
             driver.bindings()
@@ -108,8 +112,12 @@ class _Worker:
                 triton_start.begin()
         with self._stage("load the model"):
             original = self._load_model()
+            recorders = Recorders(code=code, allocator=allocator, loaded=storages())
         self._note(original.notes)
-        made = self._fastest(original, code, allocator)
+        if not original.is_flat:
+            with self._stage("warm up"):
+                recorders.of(original).refuse_hidden_state()
+        made = self._fastest(original, recorders)
         self._note(made.recording.notes)
         with LeanProcess(Target.CUDA) as lean:
             with self._stage("run the framework"):
@@ -129,8 +137,9 @@ class _Worker:
                     inputs, expected = golden.draw_inputs(program, _SEED), program.golden
                     assert expected is not None
                     raise CompileError(f"{problem}; {first_difference(made.recording, plan.device, inputs, expected)}")
+        self._note(self._cache.notes)
 
-    def _fastest(self, original: "TorchModel", code: "CodeRecorder", allocator: "BumpAllocator") -> "_Made":
+    def _fastest(self, original: "TorchModel", recorders: "Recorders") -> "_Made":
         """The variant of the model at the level asked for whose plan takes the least GPU time."""
         from nimblec.cuda.variants import as_it_runs, variants
 
@@ -140,13 +149,14 @@ class _Worker:
         for way in variants(original, level, dtype, self._cache):
             try:
                 others = [original, *(m.model for m in made)]
-                made.append(self._make(way, others, code, allocator))
+                with nullcontext() if way.is_original else unforeseen(way.name):
+                    made.append(self._make(way, others, recorders))
             except (TraceError, UnsupportedModelError) as exc:
                 closed.append(exc)
         if not made:
             if level == 0 or dtype is not None:
                 raise closed[0]
-            made.append(self._make(as_it_runs(original), [original], code, allocator))
+            made.append(self._make(as_it_runs(original), [original], recorders))
             self._note([f"-O{level} is not open to this model, which is compiled as it runs, as by -O0"])
         self._note(str(exc) for exc in closed)
         if len(made) > 1:
@@ -154,23 +164,18 @@ class _Worker:
             self._note([f"tried {times}: kept the fastest"])
         return min(made, key=lambda m: m.duration_ns)
 
-    def _make(
-        self, way: "Variant", others: list["TorchModel"], code: "CodeRecorder", allocator: "BumpAllocator"
-    ) -> "_Made":
+    def _make(self, way: "Variant", others: list["TorchModel"], recorders: "Recorders") -> "_Made":
         """Record a variant, and schedule it; ``others`` are the models that are there already."""
-        from nimblec.cuda.capture import SourceTracker
-        from nimblec.cuda.record import ModelRecorder
-
         with nullcontext() if way.is_original else self._stage("optimize"):
             model = way.make()
         if not way.is_original:
             self._note(model.notes)
         with self._stage("warm up"):
-            recorder = ModelRecorder(model, SourceTracker(model.module), code, allocator, others)
+            recorder = recorders.of(model, others)
             recorder.warm_up()
         with self._stage("capture"):
             recording = recorder.record()
-        with self._stage("schedule"), code.ignoring():
+        with self._stage("schedule"), recorders.code.ignoring():
             plan, duration_ns = self._schedule(recording.graph, way.name)
         return _Made(
             name=way.name, model=model, recorder=recorder, recording=recording, plan=plan, duration_ns=duration_ns
@@ -195,30 +200,20 @@ class _Worker:
     def _load_model(self) -> "TorchModel":
         import torch
 
-        from nimblec.frontend import pytorch
+        from nimblec.frontend import pytorch, torch_sources
 
         torch.manual_seed(_SEED)
         pytorch.set_arithmetic(self._request["precision"])
         specs = tuple(InputSpec(**{**s, "shape": tuple(s["shape"])}) for s in self._request["inputs"])
         examples = dict(np.load(self._request["examples"])) if self._request["examples"] else {}
         dims = tuple((name, size) for name, size in self._request["dims"])
-        model, kind = self._request["model"], self._request["kind"]
-        if dims and kind != "onnx":
-            raise CompileError(f"--dim {dims[0][0]}: only an ONNX file has named dimensions; use --input NAME:SHAPE")
-        match kind:
-            case "callable":
-                module, example_inputs = pytorch.import_callable(model)
-            case "exported":
-                module, example_inputs = pytorch.load_exported(Path(model))
-            case "saved":
-                module, example_inputs = pytorch.load_saved(Path(model))
-            case "onnx":
-                from nimblec.frontend.onnx_model import load_onnx
+        source = Source(kind=self._request["kind"], model=self._request["model"])
+        if source.kind == "onnx":
+            from nimblec.frontend.onnx_model import load_onnx
 
-                return load_onnx(Path(model), device="cuda", specs=specs, dims=dims, examples=examples)
-            case _:
-                raise CompileError(f"request of kind {kind!r} is not known")
-        return pytorch.place(module, example_inputs, device="cuda", specs=specs, examples=examples)
+            return load_onnx(Path(source.model), device="cuda", specs=specs, dims=dims, examples=examples)
+        options = Options(inputs=specs, dims=dims, examples=tuple(examples.items()))
+        return pytorch.place_call(torch_sources.load(source, options, device="cuda"), device="cuda")
 
     def _with_golden(self, plan: Plan, recorder: "ModelRecorder") -> Plan:
         """The plan with what the framework computes from seeded inputs, and how far two runs differ."""

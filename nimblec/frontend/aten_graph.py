@@ -5,9 +5,9 @@ torch.export finds the calls, whatever Python lies between them. They are then r
 depends on parameters alone is computed at once.
 """
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,16 +17,17 @@ from torch.export.graph_signature import ConstantArgument, InputKind, InputSpec,
 from torch.utils import _pytree as pytree
 
 from nimblec.errors import CompileError, TraceError, UnsupportedModelError, first_line
+from nimblec.frontend.export_errors import exporting
 from nimblec.frontend.onnx import on_device
 from nimblec.frontend.pytorch import state_written
 from nimblec.frontend.recorder import InPlaceError, Recorder, is_taken_apart
+from nimblec.optimize.definitions import RECURRENT
 
 aten = torch.ops.aten
 
 CHECKS = frozenset({aten._assert_tensor_metadata.default, aten._assert_async.msg, aten.sym_constrain_range.default})
 """Calls that compute nothing: the graph's shapes are static, and checked here once."""
 
-_EXPORT_ERRORS = (RuntimeError, ValueError, TypeError, NotImplementedError, AssertionError, KeyError, AttributeError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,14 +72,17 @@ def trace(
     inputs or buffers, which a graph of pure calls cannot say.
     """
     exported = _pure(module, lambda: torch.export.export(module, tuple(args), dict(kwargs or {}), strict=False))
-    try:
-        return _recorded(exported, torch.device(device))
-    except InPlaceError:  # takes another two runs of the model on fake tensors
-        decomposed = _pure(module, lambda: exported.run_decompositions({}))
-    try:
-        return _recorded(decomposed, torch.device(device))
-    except InPlaceError as exc:
-        raise TraceError(str(exc)) from exc
+    program, known = exported, torch.export.default_decompositions()
+    apart: dict[OpOverload, Callable[..., Any]] | None = None
+    while True:
+        try:
+            return _recorded(program, torch.device(device))
+        except InPlaceError as exc:
+            inside = {exc.composite: known[exc.composite]} if exc.composite in known else {}
+            if apart is not None and not inside.keys() - apart.keys():
+                raise TraceError(str(exc)) from exc
+            apart = {**(apart or {}), **inside}
+        program = _pure(module, partial(exported.run_decompositions, apart))  # two runs of the model on fake tensors
 
 
 def _recorded(exported: torch.export.ExportedProgram, device: torch.device) -> AtenProgram:
@@ -98,12 +102,8 @@ def _recorded(exported: torch.export.ExportedProgram, device: torch.device) -> A
 
 def _pure(module: torch.nn.Module, export: Callable[[], torch.export.ExportedProgram]) -> torch.export.ExportedProgram:
     """What ``export`` makes of a module, if that writes into no input or state, as far as is known then."""
-    try:
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # export's deprecations are its own
-            exported = export()
-    except _EXPORT_ERRORS as exc:
-        raise TraceError(f"{type(module).__name__}: torch.export refuses it ({first_line(exc)})") from exc
+    with torch.no_grad(), exporting(type(module).__name__, "torch.export"):
+        exported = export()
     signature = exported.graph_signature
     written = [*state_written(signature), *signature.user_inputs_to_mutate.values()]
     if written:
@@ -174,7 +174,7 @@ class _StridedRecorder(Recorder):
 
 
 def _is_certain(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call that may draw random numbers does not: attention without dropout.
+    """Whether a call that may draw random numbers does not: attention or a recurrent network without dropout.
 
     Composite calls are taken apart, and their parts asked again.
     """
@@ -182,6 +182,8 @@ def _is_certain(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, An
         return True
     names = [argument.name for argument in func._schema.arguments]
     given = dict(zip(names, args, strict=False)) | dict(kwargs)
+    if func in RECURRENT:
+        return not (given["train"] and given["dropout"])
     return "dropout_p" in names and not given.get("dropout_p", 0.0)
 
 
@@ -205,21 +207,26 @@ class _Tracer(fx.Interpreter):
             self._recorder.source = str(list(n.meta["nn_module_stack"].values())[-1][0])
         try:
             return super().run_node(n)
-        except (RuntimeError, NotImplementedError, TypeError) as exc:
-            error = InPlaceError if isinstance(exc, InPlaceError) else TraceError
-            raise error(f"{n.target} in {self._recorder.source or 'the model'}: {first_line(exc)}") from exc
+        except (RuntimeError, TypeError, ValueError, IndexError) as exc:
+            where = f"{n.target} in {self._recorder.source or 'the model'}"
+            if isinstance(exc, InPlaceError):
+                composite = n.target if isinstance(n.target, OpOverload) and is_taken_apart(n.target) else None
+                raise InPlaceError(f"{where}: {exc}", composite) from exc
+            raise TraceError(f"{where}: {first_line(exc)}") from exc
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target in CHECKS:
             return None
         if isinstance(target, HigherOrderOperator):
             return self._call_region(target, args)
-        if target is aten.batch_norm.default:
-            x, weight, bias, mean, variance, training, momentum, epsilon, _ = args
-            if not training:
+        if target in (aten.batch_norm.default, aten.instance_norm.default):
+            x, weight, bias, mean, variance, of_input, momentum, epsilon, _ = args
+            if not of_input:
                 return aten._native_batch_norm_legit_no_training(x, weight, bias, mean, variance, momentum, epsilon)[0]
             if mean is not None:
                 raise InPlaceError(f"{target} writes into its statistics")
+            if target is aten.instance_norm.default:  # else cuDNN's batch norm of training, which no plan can hold
+                return aten.group_norm(x, x.shape[1], weight, bias, epsilon)
         if target is aten.rrelu.default and (slope := _mean_slope(*args, **kwargs)) is not None:
             return aten.leaky_relu(args[0], slope)
         device = self._device_of((args, kwargs))

@@ -1,92 +1,69 @@
 """A PyTorch model as an ONNX file, through torch.onnx.export, for the CPU target."""
 
-import logging
-import math
-import re
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
-from nimblec.difference import Difference, difference
-from nimblec.errors import CompileError, TraceError, UnsupportedModelError, first_line, root_cause, user_code
+from nimblec.errors import CompileError, UnsupportedModelError
 from nimblec.frontend import pytorch
+from nimblec.frontend.borrowed import borrowed
+from nimblec.frontend.export_errors import exporting
+from nimblec.frontend.pytorch import ModelCall, TorchModel
+from nimblec.frontend.repeatable import compared, run_twice
 from nimblert.onnx_session import onnxruntime, runtime_errors, session_options
 
 _NOT_KEPT = "which an ONNX file does not keep from run to run: call .eval() first, or compile it for a GPU"
-_ROUNDING = 1e-3
-"""Of the largest magnitude: by so much sums of several threads may differ."""
 _ANOTHER_MODEL = 0.1
 """Of the largest magnitude: no rounding explains that."""
 
 
-def export(kind: str, model: str, folder: Path) -> tuple[Path, tuple[str, ...]]:
+def export(call: ModelCall, folder: Path) -> tuple[Path, tuple[str, ...]]:
     """Export a model to an ONNX file in ``folder``: its path, and what the user should know.
 
-    ``kind``: "callable" ("package.module:callable"), "exported" (.pt2) or "saved" (a live module).
-    Raises TraceError where the model cannot be run or torch.onnx.export refuses it, UnsupportedModelError
-    where its runs differ, CompileError where ONNX Runtime computes something else than PyTorch.
+    The module is left as it was. Raises TraceError where the model cannot be run or torch.onnx.export
+    refuses it, UnsupportedModelError where its runs differ, CompileError where ONNX Runtime computes
+    something else than PyTorch.
     """
-    module, example_inputs = _load(kind, model)
-    args, kwargs = pytorch.split_arguments(example_inputs)
-    name = "the module" if kind == "saved" else model
-    outputs = _run_twice(name, module, args, kwargs)
-    path = folder / "model.onnx"
-    try:
-        with _quiet():
-            program = torch.onnx.export(
-                _as_module(module),
-                args,
-                path,
-                kwargs=kwargs,
-                output_names=[output for output, _ in outputs],
-                dynamo=True,
-                verbose=False,
-                external_data=True,
-            )
-    except (torch.onnx.OnnxExporterError, RuntimeError, ValueError, TypeError) as exc:
-        raise TraceError(f"{name}: torch.onnx.export refuses it: {_cause(exc)}") from exc
+    with borrowed(call.module):
+        return _export(call.name, pytorch.place_call(call, device="cpu"), folder / "model.onnx")
+
+
+def _export(name: str, model: TorchModel, path: Path) -> tuple[Path, tuple[str, ...]]:
+    result = run_twice(name, model, _NOT_KEPT, buffers_are_kept=False)
+    outputs = pytorch.name_outputs(result)
+    with exporting(name, "torch.onnx.export"):
+        program = torch.onnx.export(
+            pytorch.as_module(model.module),
+            model.args if model.kwargs else (*model.args, {}),  # or it takes a dict that stands last for kwargs
+            path,
+            kwargs=model.kwargs,
+            input_names=[name for name, _ in model.inputs],
+            output_names=[output for output, _ in outputs],
+            dynamo=True,
+            verbose=False,
+            external_data=True,
+        )
     assert program is not None
     assert program.exported_program is not None
+    notes = (*model.notes, *pytorch.missing_outputs(result))
     written = pytorch.state_written(program.exported_program.graph_signature)
     if written:
         raise UnsupportedModelError(f"{name} writes into {written[0]!r}, {_NOT_KEPT}")
     try:
         program.initialize_inference_session(_session)
-        found = program(*args, **kwargs)
+        found = program(*model.args, **model.kwargs)
     except runtime_errors():  # will be told of the node that it does not run
-        return path, ()
-    return path, (_accuracy(name, outputs, found),)
-
-
-def _run_twice(name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
-    """The outputs by name, which are the same in both runs."""
-
-    def run() -> list[tuple[str, torch.Tensor]]:
-        own_args, own_kwargs = pytree.tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
-        with user_code("the model cannot be run"), torch.no_grad():
-            result = module(*own_args, **own_kwargs)
-        return pytorch.name_outputs(pytree.tree_map_only(torch.Tensor, torch.clone, result))
-
-    first, second = run(), dict(run())
-    for output, before in first:
-        if output not in second or not _difference(before, second[output]).within(_ROUNDING):
-            raise UnsupportedModelError(
-                f"{name}: two runs on equal inputs differ in output {output!r}: the model draws random numbers or has "
-                f"a state, {_NOT_KEPT}"
-            )
-    return first
+        return path, notes
+    return path, (*notes, _accuracy(name, outputs, found))
 
 
 def _accuracy(name: str, outputs: Sequence[tuple[str, torch.Tensor]], found: Sequence[torch.Tensor]) -> str:
     """How far ONNX Runtime's outputs are from PyTorch's."""
     largest = 0.0
     for (output, wanted), got in zip(outputs, found, strict=True):
-        relative = _difference(wanted, got).relative
+        relative = compared(wanted, got).relative
         if wanted.is_floating_point() and relative > _ANOTHER_MODEL:
             raise CompileError(
                 f"{name}: output {output!r} of the ONNX file that torch.onnx.export made differs from what PyTorch "
@@ -96,51 +73,5 @@ def _accuracy(name: str, outputs: Sequence[tuple[str, torch.Tensor]], found: Seq
     return f"ONNX Runtime differs from PyTorch by at most {largest:.2g} of the largest magnitude of an output"
 
 
-def _difference(expected: torch.Tensor, found: torch.Tensor) -> Difference:
-    if expected.shape != found.shape:
-        return Difference(absolute=math.inf, relative=math.inf, exact=False)
-    wide = torch.float64 if expected.is_floating_point() else expected.dtype
-    return difference(*(tensor.detach().to(wide).resolve_conj().resolve_neg().numpy() for tensor in (expected, found)))
-
-
 def _session(model: str | bytes) -> Any:
     return onnxruntime().InferenceSession(model, session_options(), providers=["CPUExecutionProvider"])
-
-
-def _as_module(model: Any) -> torch.nn.Module:
-    """A function as a module, which is all that the exporter takes."""
-    if isinstance(model, torch.nn.Module):
-        return model
-    module = torch.nn.Module()
-    module.forward = model
-    return module
-
-
-def _cause(exc: BaseException) -> str:
-    """What went wrong first, without colours; the exporter wraps it in advice to its own developers."""
-    return re.sub(r"\x1b\[\d*m", "", first_line(root_cause(exc)))
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without what the exporter tells its own developers (deprecations, packages it does without)."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)
-
-
-def _load(kind: str, model: str) -> tuple[Any, Any]:
-    match kind:
-        case "callable":
-            return pytorch.import_callable(model)
-        case "exported":
-            return pytorch.load_exported(Path(model))
-        case "saved":
-            return pytorch.load_saved(Path(model))
-    raise CompileError(f"a model of kind {kind!r} is not known")

@@ -1,22 +1,20 @@
-"""Reading an ONNX file: load it, check its operators, fix the shapes of its inputs.
+"""Reading an ONNX file: load it, check its opsets, operators and tensors.
 
 Both ways in start here: the CPU target, and the translation of ONNX to ATen. Every error is one
 sentence that names the input, node or file at fault.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from shlex import quote
 
 import onnx
 from google.protobuf.message import DecodeError
-from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
+from onnx import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
 
 from nimblec.errors import CompileError, UnsupportedModelError
 from nimblec.frontend.external_data import is_below
-from nimblec.options import InputSpec
 from nimblert.plan import ITEM_NBYTES
 
 _DTYPES: dict[int, str] = {
@@ -79,6 +77,8 @@ def load(path: str | PathLike[str], *, external_data: bool = True) -> ModelProto
     unless ``external_data`` is false. Raises CompileError for a file that is missing or not ONNX,
     UnsupportedModelError for a model with unknown operators.
     """
+    from nimblec.frontend.onnx_functions import check_functions  # which walks over nodes with what is below
+
     path = Path(path)
     try:
         model = onnx.load(path, load_external_data=False)
@@ -92,7 +92,10 @@ def load(path: str | PathLike[str], *, external_data: bool = True) -> ModelProto
         raise CompileError(f"{path}: not an ONNX file")
     if not all(isinstance(text, str) for text in _names(model)):
         raise CompileError(f"{path}: damaged: a name in it is not UTF-8")
+    _check_opsets(model)
     check_operators(model)
+    _check_sizes(model, path)
+    check_functions(model)
     _check_external_data(model, path)
     if external_data:
         onnx.load_external_data_for_model(model, str(path.parent))
@@ -121,44 +124,7 @@ def outputs(model: ModelProto) -> tuple[ModelTensor, ...]:
     return tuple(_tensor("output", value) for value in model.graph.output)
 
 
-def fix_shapes(model: ModelProto, specs: Sequence[InputSpec], dims: Sequence[tuple[str, int]] = ()) -> ModelProto:
-    """A copy of ``model`` in which every input has a static shape and initializers are no inputs.
-
-    A named dimension that one spec fixes is fixed wherever the name stands; those that no spec
-    fixes get their sizes from ``dims``. Raises UnsupportedModelError where a spec fits no input, a
-    name is no dimension's, or a dimension stays dynamic.
-    """
-    known = {tensor.name: tensor for tensor in inputs(model)}
-    by_name: dict[str, InputSpec] = {}
-    for spec in specs:
-        if spec.name not in known:
-            names = ", ".join(repr(name) for name in known) or "none"
-            raise UnsupportedModelError(f"--input {spec.name}: the model has no such input; its inputs are {names}")
-        if spec.name in by_name:
-            raise UnsupportedModelError(f"--input {spec.name}: given twice; give it once")
-        _check_spec(spec, known[spec.name])
-        by_name[spec.name] = spec
-
-    fixed = ModelProto()
-    fixed.CopyFrom(model)
-    graph_inputs = [value for value in fixed.graph.input if value.name in known]
-    sizes = _given_sizes(graph_inputs, dims) | _named_sizes(graph_inputs, by_name)
-    for value in graph_inputs:
-        if value.name in by_name:
-            _set_shape(value, by_name[value.name].shape)
-    for value in (*graph_inputs, *fixed.graph.value_info, *fixed.graph.output):
-        for dim in value.type.tensor_type.shape.dim:
-            if dim.dim_param in sizes:
-                dim.dim_value = sizes[dim.dim_param]
-    problems = [problem for value in graph_inputs for problem in _dynamic_dimensions(value)]
-    if problems:
-        raise UnsupportedModelError("; ".join(problems))
-    del fixed.graph.input[:]
-    fixed.graph.input.extend(graph_inputs)
-    return fixed
-
-
-def nodes(graph: GraphProto) -> Iterator[NodeProto]:
+def nodes(graph: GraphProto | FunctionProto) -> Iterator[NodeProto]:
     """The nodes of a graph and of the subgraphs in it, in order."""
     for node in graph.node:
         yield node
@@ -205,6 +171,18 @@ def clear_repeated_names(model: ModelProto) -> None:
         seen.add(node.name)
 
 
+def _check_opsets(model: ModelProto) -> None:
+    """Raise UnsupportedModelError for an opset that nobody here has heard of."""
+    newest = {domain: last for domain, (_, last) in onnx.defs.C.schema_version_map().items()}
+    for opset in model.opset_import:
+        domain = _domain(opset.domain)
+        if opset.version > newest.get(domain, opset.version):
+            raise UnsupportedModelError(
+                f"the model needs opset {opset.version} of {domain or 'ONNX'}: the newest that onnx {onnx.__version__} "
+                f"knows is {newest[domain]}: export the model for that one, or an older one"
+            )
+
+
 def check_operators(model: ModelProto) -> None:
     """Raise UnsupportedModelError that lists every node whose operator is not known."""
     versions = {_domain(opset.domain): opset.version for opset in model.opset_import}
@@ -214,9 +192,7 @@ def check_operators(model: ModelProto) -> None:
         domain = _domain(node.domain)
         if (domain, node.op_type) in functions or _is_runtimes_own(domain, node.op_type):
             continue
-        newest = onnx.defs.onnx_opset_version() if domain == "" else 2**31 - 1
-        version = min(versions.get(domain, 1), newest)
-        if domain not in _SCHEMA_DOMAINS or not _has_schema(node.op_type, version, domain):
+        if domain not in _SCHEMA_DOMAINS or not _has_schema(node.op_type, versions.get(domain, 1), domain):
             full = f"{domain}.{node.op_type}" if domain else node.op_type
             opset = versions.get(domain, "not imported")
             unknown.append(f"node {node_name(node)!r}: unknown operator {full} (opset {opset})")
@@ -241,10 +217,7 @@ def _domain(name: str) -> str:
 def _all_nodes(model: ModelProto) -> Iterator[NodeProto]:
     yield from nodes(model.graph)
     for function in model.functions:
-        for node in function.node:
-            yield node
-            for subgraph in subgraphs(node):
-                yield from nodes(subgraph)
+        yield from nodes(function)
 
 
 def _names(model: ModelProto) -> Iterator[str]:
@@ -273,6 +246,13 @@ def tensors(model: ModelProto) -> Iterator[TensorProto]:
             yield from attribute.tensors
     for graph in graphs:
         yield from graph.initializer
+
+
+def _check_sizes(model: ModelProto, path: Path) -> None:
+    for tensor in tensors(model):
+        if any(size < 0 for size in tensor.dims):
+            shape = "x".join(map(str, tensor.dims))
+            raise CompileError(f"{path}: damaged: tensor {tensor.name!r} has the shape {shape}")
 
 
 def _check_external_data(model: ModelProto, path: Path) -> None:
@@ -315,88 +295,10 @@ def _tensor(role: str, value: ValueInfoProto) -> ModelTensor:
         raise UnsupportedModelError(f"{role} {value.name!r} has the dtype {shown}, which a plan cannot hold")
     if not tensor.HasField("shape"):
         return ModelTensor(name=value.name, dtype=dtype, shape=None)
-    shape = tuple(d.dim_value if _is_static(d) else None for d in tensor.shape.dim)
+    shape = tuple(d.dim_value if is_static(d) else None for d in tensor.shape.dim)
     return ModelTensor(name=value.name, dtype=dtype, shape=shape)
 
 
-def _is_static(dim: onnx.TensorShapeProto.Dimension) -> bool:
+def is_static(dim: onnx.TensorShapeProto.Dimension) -> bool:
+    """Whether a dimension has a size."""
     return dim.HasField("dim_value") and dim.dim_value >= 0
-
-
-def _check_spec(spec: InputSpec, tensor: ModelTensor) -> None:
-    if spec.dtype is not None and spec.dtype != tensor.dtype:
-        raise UnsupportedModelError(f"--input {spec.name}: dtype {spec.dtype}, the model's input has {tensor.dtype}")
-    if tensor.shape is None:
-        return
-    shown = "x".join("?" if n is None else str(n) for n in tensor.shape)
-    if len(spec.shape) != len(tensor.shape):
-        raise UnsupportedModelError(
-            f"--input {spec.name}: {len(spec.shape)} dimensions, the model's input has {len(tensor.shape)} ({shown})"
-        )
-    for axis, (given, declared) in enumerate(zip(spec.shape, tensor.shape, strict=True)):
-        if declared is not None and given != declared:
-            raise UnsupportedModelError(
-                f"--input {spec.name}: {given} at axis {axis}, the model's input has {declared} there ({shown})"
-            )
-
-
-def _given_sizes(graph_inputs: Sequence[ValueInfoProto], dims: Sequence[tuple[str, int]]) -> dict[str, int]:
-    """The sizes of dimensions that were given by name."""
-    known = dict.fromkeys(d.dim_param for v in graph_inputs for d in v.type.tensor_type.shape.dim if d.dim_param)
-    sizes: dict[str, int] = {}
-    for name, size in dims:
-        if name not in known:
-            names = ", ".join(repr(name) for name in known) or "none"
-            raise UnsupportedModelError(f"--dim {name}: no input has a dimension of that name; the names are {names}")
-        if name in sizes:
-            raise UnsupportedModelError(f"--dim {name}: given twice, {sizes[name]} and {size}; give it once")
-        sizes[name] = size
-    return sizes
-
-
-def _named_sizes(graph_inputs: Sequence[ValueInfoProto], specs: dict[str, InputSpec]) -> dict[str, int]:
-    """What the specs make of the named dimensions."""
-    sizes: dict[str, tuple[int, str]] = {}
-    for value in graph_inputs:
-        if value.name not in specs:
-            continue
-        for dim, size in zip(value.type.tensor_type.shape.dim, specs[value.name].shape, strict=False):
-            if not dim.dim_param:
-                continue
-            before, where = sizes.setdefault(dim.dim_param, (size, value.name))
-            if before != size:
-                raise UnsupportedModelError(
-                    f"--input {value.name}: dimension {dim.dim_param!r} is {size}, --input {where} makes it {before}"
-                )
-    return {name: size for name, (size, _) in sizes.items()}
-
-
-def _set_shape(value: ValueInfoProto, shape: tuple[int, ...]) -> None:
-    proto = value.type.tensor_type.shape
-    del proto.dim[:]
-    for size in shape:
-        proto.dim.add(dim_value=size)
-    proto.SetInParent()  # a scalar has a shape without dimensions
-
-
-def _dynamic_dimensions(value: ValueInfoProto) -> Iterator[str]:
-    tensor = value.type.tensor_type
-    if not tensor.HasField("shape"):
-        yield f"input {value.name!r} has no shape: give --input {value.name}:<shape>"
-        return
-    dims = list(enumerate(tensor.shape.dim))
-    example = "x".join(str(d.dim_value) if _is_static(d) else _example_size(axis, d.dim_param) for axis, d in dims)
-    dynamic = [(axis, dim.dim_param) for axis, dim in dims if not _is_static(dim)]
-    if not dynamic:
-        return
-    listed = ", ".join(f"{name!r} (axis {axis})" if name else f"of axis {axis}" for axis, name in dynamic)
-    kind = "the dynamic dimension" if len(dynamic) == 1 else "the dynamic dimensions"
-    flags = f"--input {value.name}:{example}"
-    if all(name for _, name in dynamic):
-        by_name = " ".join(f"--dim {quote(n)}={_example_size(a, n)}" for a, n in dynamic)
-        flags = f"{by_name} or {flags}"
-    yield f"input {value.name!r} has {kind} {listed}: give {flags}"
-
-
-def _example_size(axis: int, name: str) -> str:
-    return "1" if axis == 0 else f"<{name or axis}>"

@@ -1,11 +1,9 @@
-"""PyTorch models: from "package.module:callable", a ``.pt2`` file or a pickled module, ready to run."""
+"""PyTorch models: one call of each, its inputs by name, on the device that it runs on."""
 
-import importlib
 import inspect
-import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from reprlib import repr as shortened
 from typing import Any
 
 import numpy as np
@@ -13,7 +11,7 @@ import torch
 from torch.export.graph_signature import ExportGraphSignature
 from torch.utils import _pytree as pytree
 
-from nimblec.errors import CompileError, TraceError, UnsupportedModelError, first_line, user_code
+from nimblec.errors import CompileError, UnsupportedModelError
 from nimblec.frontend.fx_graph import SetSource, run_nodes
 from nimblec.options import InputSpec, Precision
 
@@ -61,10 +59,7 @@ class TorchModel:
     @property
     def is_compiled(self) -> bool:
         """Whether it goes through torch.compile, whose kernels the dispatcher does not see."""
-        modules = self.module.modules() if isinstance(self.module, torch.nn.Module) else (self.module,)
-        return any(
-            isinstance(m, torch._dynamo.OptimizedModule) or hasattr(m, "_torchdynamo_orig_callable") for m in modules
-        )
+        return is_compiled(self.module)
 
     def run(self, set_source: SetSource) -> Any:
         """Run it, telling ``set_source`` where in the model each op is as far as its graph tells."""
@@ -78,6 +73,38 @@ class TorchModel:
         return dict(zip(self.output_names, result, strict=True)) if self.output_names else result
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCall:
+    """A model and the arguments of one call.
+
+    ``name`` is what refusals call it; ``inputs`` are the tensors among the arguments, by name.
+    """
+
+    name: str
+    module: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    inputs: tuple[tuple[str, torch.Tensor], ...]
+    notes: tuple[str, ...] = ()
+
+
+def is_compiled(model: Any) -> bool:
+    """Whether a module, a part of it, or a function is what torch.compile returned."""
+    modules = model.modules() if isinstance(model, torch.nn.Module) else (model,)
+    return any(
+        isinstance(m, torch._dynamo.OptimizedModule) or hasattr(m, "_torchdynamo_orig_callable") for m in modules
+    )
+
+
+def as_module(model: Any) -> torch.nn.Module:
+    """A function as a module, which is all that exporters take."""
+    if isinstance(model, torch.nn.Module):
+        return model
+    module = torch.nn.Module()
+    module.forward = model
+    return module
+
+
 def set_arithmetic(precision: Precision) -> None:
     """Let tensor cores multiply float32 in this process, for "tf32", or not, for "fp32"; else as torch has it.
 
@@ -87,80 +114,61 @@ def set_arithmetic(precision: Precision) -> None:
         torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
 
 
-def import_callable(spec: str) -> tuple[Any, Any]:
-    """What the callable named "package.module:callable" returns: (module, example_inputs)."""
-    module_name, _, name = spec.partition(":")
-    with user_code(f"{spec}: {module_name} cannot be imported"):
-        module = importlib.import_module(module_name)
-    builder = getattr(module, name, None)
-    if not callable(builder):
-        raise CompileError(f"{spec}: {module_name} has no callable {name!r}")
-    with user_code(f"{spec}: cannot be called"):
-        built = builder()
-    if not isinstance(built, tuple) or len(built) != 2 or not callable(built[0]):
-        raise CompileError(f"{spec}: returned {type(built).__name__}, expected (module, example_inputs)")
-    return built
-
-
-def load_exported(path: Path) -> tuple[Any, Any]:
-    """The module of a ``.pt2`` file and the example inputs saved with it."""
-    try:
-        program = torch.export.load(path)
-    except (RuntimeError, ValueError, OSError, KeyError) as exc:
-        raise CompileError(f"{path}: not a file of torch.export.save: {exc}") from exc
-    if program.example_inputs is None:
-        raise CompileError(f"{path}: holds no example inputs: export the model again with them")
-    return program.module(check_guards=False), program.example_inputs
-
-
 def state_written(signature: ExportGraphSignature) -> list[str]:
     """The buffers and parameters that a run of an exported module changes."""
     return [*signature.buffers_to_mutate.values(), *signature.parameters_to_mutate.values()]
 
 
-def split_arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Example inputs as (args, kwargs): one tensor, a sequence, a mapping, or (args, kwargs)."""
-    match example_inputs:
-        case (tuple() | list() as args, dict() as kwargs):
-            return tuple(args), dict(kwargs)
-        case torch.Tensor():
-            return (example_inputs,), {}
-        case Mapping():
-            return (), dict(example_inputs)
-        case tuple() | list():
-            return tuple(example_inputs), {}
-    raise CompileError(
-        f"example inputs: got {type(example_inputs).__name__}, expected a tensor, a tuple of arguments or a dict"
-    )
-
-
-def place(
+def bind(
     module: Any,
-    example_inputs: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
     *,
-    device: str,
+    name: str = "the module",
     specs: Iterable[InputSpec] = (),
     examples: Mapping[str, np.ndarray] | None = None,
-) -> TorchModel:
-    """Move a module and its example inputs to ``device``.
+) -> ModelCall:
+    """One call of a module, with names for its inputs.
 
     ``specs`` and ``examples`` replace example inputs by name. Raises UnsupportedModelError for
     inputs that a plan cannot take, CompileError for names that are not inputs.
     """
-    args, kwargs = split_arguments(example_inputs)
+    args, kwargs = tuple(args), dict(kwargs or {})
     flat, structure = pytree.tree_flatten((args, kwargs))
-    names = _input_names(module, args, kwargs)
+    names = input_names(module, args, kwargs)
     replaced = _replacements(names, flat, specs, examples or {})
-    leaves = [_own(replaced.get(n, leaf), device) for n, leaf in zip(names, flat, strict=True)]
+    leaves = [replaced.get(n, leaf) for n, leaf in zip(names, flat, strict=True)]
     inputs = tuple((n, leaf) for n, leaf in zip(names, leaves, strict=True) if isinstance(leaf, torch.Tensor))
-    for name, tensor in inputs:
-        _check_dense(f"input {name!r}", tensor)
+    for input_name, tensor in inputs:
+        _check_dense(f"input {input_name!r}", tensor)
+    notes = tuple(_fixed(n, leaf) for n, leaf in zip(names, leaves, strict=True) if not isinstance(leaf, torch.Tensor))
     args, kwargs = pytree.tree_unflatten(leaves, structure)
-    notes = ()
+    return ModelCall(name=name, module=module, args=args, kwargs=kwargs, inputs=inputs, notes=notes)
+
+
+def _fixed(name: str, leaf: Any) -> str:
+    """What to say of an argument that is no tensor, and so is no input of the plan."""
+    if isinstance(leaf, np.ndarray | np.generic):
+        raise UnsupportedModelError(f"argument {name!r} is a numpy array: give torch.from_numpy of it")
+    return f"argument {name!r} is fixed to {shortened(leaf)}: only tensors are inputs of a plan"
+
+
+def place(module: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, *, device: str) -> TorchModel:
+    """A module and the arguments of one call, moved to ``device``."""
+    return place_call(bind(module, args, kwargs), device=device)
+
+
+def place_call(call: ModelCall, *, device: str) -> TorchModel:
+    """A call with module and inputs moved to ``device``."""
+    leaves, structure = pytree.tree_flatten((call.args, call.kwargs))
+    args, kwargs = pytree.tree_unflatten([_own(leaf, device) for leaf in leaves], structure)
+    tensors = (leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+    inputs = tuple(zip((name for name, _ in call.inputs), tensors, strict=True))
+    module, notes = call.module, call.notes
     if isinstance(module, torch.nn.Module):
         module = module.to(device)
         if module.training:
-            notes = ("the module is in training mode: call .eval() first if the plan is for inference",)
+            notes += ("the module is in training mode: call .eval() first if the plan is for inference",)
     return TorchModel(module=module, args=args, kwargs=kwargs, inputs=inputs, notes=notes)
 
 
@@ -178,7 +186,7 @@ def _own(leaf: Any, device: str) -> Any:
     return leaf.detach().to(device, copy=True, memory_format=torch.preserve_format)
 
 
-def _input_names(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+def input_names(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
     """The names of all leaves: the parameter's, followed by the path inside a nested argument."""
     target = getattr(module, "_orig_mod", module)  # what torch.compile wrapped
     forward = target.forward if isinstance(target, torch.nn.Module) else target
@@ -222,10 +230,16 @@ def _replacements(
             raise CompileError(f"input {name!r} is not one of the model's inputs {list(names)}")
     for spec in specs:
         dtype = _DTYPES[spec.dtype] if spec.dtype else leaves[spec.name].dtype
-        replaced[spec.name] = torch.zeros(spec.shape, dtype=dtype)
+        replaced[spec.name] = stand_in(spec.shape, dtype)
     for name, array in examples.items():
         replaced[name] = as_tensor(np.ascontiguousarray(array))
     return replaced
+
+
+def stand_in(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """An example input of which nothing but shape and dtype is known."""
+    example = torch.rand if dtype.is_floating_point else torch.zeros  # zeros would hide what a model adds up
+    return example(tuple(shape)).to(dtype)
 
 
 def as_tensor(array: np.ndarray) -> torch.Tensor:
@@ -238,7 +252,8 @@ def as_tensor(array: np.ndarray) -> torch.Tensor:
 def name_outputs(result: Any) -> list[tuple[str, torch.Tensor]]:
     """The tensors a model returned, by name: its keys, or "output" and a number.
 
-    Raises UnsupportedModelError for anything else among them: a plan computes tensors only.
+    A None among them is no output of a plan; the others keep the numbers they have beside it. Raises
+    UnsupportedModelError for anything else: a plan computes tensors only.
     """
     leaves = pytree.tree_flatten_with_path(result)[0]
     outputs = []
@@ -256,58 +271,15 @@ def name_outputs(result: Any) -> list[tuple[str, torch.Tensor]]:
     return outputs
 
 
+def missing_outputs(result: Any) -> tuple[str, ...]:
+    """What to say of each None that a model returned."""
+    leaves = pytree.tree_flatten_with_path(result)[0]
+    names = (_output_name(path, len(leaves)) for path, leaf in leaves if leaf is None)
+    return tuple(f"the model returns None as {name!r}: the plan has no such output" for name in names)
+
+
 def _output_name(path: Sequence[Any], count: int) -> str:
     name = join_path("", path)
     if not name or (count == 1 and name.isdigit()):
         return "output"
     return f"output_{name}" if name[0].isdigit() else name
-
-
-def save(module: Any, example_inputs: Any, folder: Path) -> Path:
-    """Save a live module for another process, in ``folder``: the file's path.
-
-    A module whose classes can be imported there is pickled and captured as it runs; one made of
-    classes of this script or of a function goes through torch.export. Raises TraceError where
-    torch.export refuses it.
-    """
-    args, kwargs = split_arguments(example_inputs)
-    if all(_is_importable(m) for m in module.modules()):
-        path = folder / "model.pt"
-        torch.save((module, (args, kwargs)), path)
-        return path
-    path = folder / "model.pt2"
-    handle = module.register_forward_hook(lambda _module, _args, result: _in_plain_tuples(result))
-    try:
-        torch.export.save(torch.export.export(module, args, kwargs, strict=False), path)
-    except (RuntimeError, ValueError, TypeError, NotImplementedError, AssertionError) as exc:
-        raise TraceError(
-            f"{type(module).__name__}: torch.export refuses it ({first_line(exc)}): move its class into a module file, "
-            "so that it can be captured as it runs"
-        ) from exc
-    finally:
-        handle.remove()
-    return path
-
-
-def _in_plain_tuples(result: Any) -> Any:
-    """Tuples instead of what torch has classes for, as `torch.topk` returns, and does not save."""
-    return pytree.tree_map(lambda part: tuple(part) if _is_named(part) else part, result, is_leaf=_is_named)
-
-
-def _is_named(result: Any) -> bool:
-    return type(result).__module__ == "torch.return_types"
-
-
-def _is_importable(module: torch.nn.Module) -> bool:
-    kind = type(module)
-    return kind.__module__ != "__main__" and "<locals>" not in kind.__qualname__
-
-
-def load_saved(path: Path) -> tuple[Any, Any]:
-    """What `save` saved."""
-    with zipfile.ZipFile(path) as archive:
-        pickled = any(name.endswith("/data.pkl") for name in archive.namelist())
-    if not pickled:
-        return load_exported(path)
-    module, example_inputs = torch.load(path, map_location="cpu", weights_only=False)
-    return module, example_inputs

@@ -21,14 +21,17 @@ from torch._C import DispatchKey
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nimblec.optimize.definitions import FAKES, RECURRENT
+
 aten = torch.ops.aten
 
 WHOLE = frozenset({
     aten.reshape.default,
     aten.scaled_dot_product_attention.default,
+    *RECURRENT,
 })
 """Composite calls that stay one call: the first is a view or a copy as strides will have it, the
-second picks the fused kernel of the device."""
+others pick the fused kernels of the device."""
 
 RESHAPES = frozenset({aten.reshape.default, aten.view.default, aten._unsafe_view.default, aten.expand.default})
 """Calls that do nothing where the shape stays."""
@@ -48,19 +51,15 @@ AS_RESHAPE = frozenset({aten.view.default, aten._unsafe_view.default})
 """Written as ``reshape``, which stays right whatever strides the kernels before it choose."""
 
 
-def _normalized(x: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """What a batch norm returns in inference."""
-    return torch.empty_like(x), x.new_empty(0), x.new_empty(0)
-
-
-_FAKES: Mapping[torch._ops.OpOverload, Callable[..., Any]] = {
-    aten._native_batch_norm_legit_no_training.default: _normalized
-}
-"""What calls return, where torch takes milliseconds to tell: a deep network has hundreds of norms."""
-
-
 class InPlaceError(RuntimeError):
-    """A call writes into memory that more than one value has, or a constant, or an input."""
+    """A call writes into memory that more than one value has, or a constant, or an input.
+
+    ``composite`` is the call that made it, where that is one of several.
+    """
+
+    def __init__(self, message: str, composite: torch._ops.OpOverload | None = None) -> None:
+        super().__init__(message)
+        self.composite = composite
 
 
 class Recorder(TorchDispatchMode):
@@ -153,13 +152,13 @@ class Recorder(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if not any(_has_fake(value) for value in (*args, *kwargs.values())):
+        if not (self._makes_on_device(kwargs) or any(_has_fake(value) for value in (*args, *kwargs.values()))):
             given = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
             if func._schema.is_mutable and any(_storage(tensor) in self._fixed for tensor in given):
                 raise InPlaceError(f"{func} writes into {self._labels.get(id(args[0]), 'a constant')}")
             return func(*args, **kwargs)
         if func is torch.ops.prim.device.default:
-            return self.device
+            return args[0].fake_device  # with its index, by which code of CUDA looks up what it keeps for each device
         if is_taken_apart(func):
             with self:
                 return func._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
@@ -168,13 +167,18 @@ class Recorder(TorchDispatchMode):
         args = tuple(_map_tensors(value, self._as_fake) for value in args)
         kwargs = {key: _map_tensors(value, self._as_fake) for key, value in kwargs.items()}
         with self._fake_mode, _without_tracebacks():
-            result = _FAKES.get(func, func)(*args, **kwargs)
+            result = FAKES.get(func, func)(*args, **kwargs)
         if result is None:
             raise RuntimeError(f"{func} returns nothing: it checks values, which no call of a plan can")
         if func in ALIASES or (func in RESHAPES and result.shape == args[0].shape):
             self._know(result, self._nodes[id(args[0])])
             return result
         return self._record(func, args, kwargs, result)
+
+    def _makes_on_device(self, kwargs: Mapping[str, Any]) -> bool:
+        """Whether a call makes a tensor for the device, as composite calls do beside the arguments they are given."""
+        on = kwargs.get("device")
+        return isinstance(on, torch.device) and on.type == self.device.type != "cpu"
 
     def _overwrite(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
         """Write the call that returns what ``func`` leaves in its first argument, which is that from now on."""

@@ -25,10 +25,12 @@ def flattened(model: TorchModel) -> TorchModel:
 def in_precision(model: TorchModel, dtype: torch.dtype) -> TorchModel:
     """A flat model computed in ``dtype`` where it is in float32; its inputs and outputs stay as they are."""
     from nimblec.optimize.precision import cast
+    from nimblec.optimize.recurrent import pack_recurrent_weights
     from nimblec.optimize.rewriter import copied
 
     module = copied(model.module)
     cast(module, dtype)
+    pack_recurrent_weights(module)
     return replace(model, module=module)
 
 

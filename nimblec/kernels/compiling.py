@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nimblec.errors import CompileError
+from nimblec.processes import environment, module_command
 
 HOPPER = 90
 """Compute capability 9.0, the first with programmatic dependent launch."""
@@ -104,13 +105,12 @@ class _NoDevice:
 
 def _start(jobs: Sequence[Job], capability: int) -> "subprocess.Popen[str]":
     described = [{"kernel": job.kernel, "pointers": job.pointers, "settings": job.settings} for job in jobs]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     worker = subprocess.Popen(
-        [sys.executable, "-m", "nimblec.kernels.compiling", str(capability)],
+        module_command("nimblec.kernels.compiling", str(capability)),
         stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=environment,
+        env=environment(),
     )
     assert worker.stdin is not None
     worker.stdin.write(json.dumps(described))

@@ -10,6 +10,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from nimblec.gpu_turn import timing_alone
+
 FLUSH_NBYTES = 256 << 20
 """Written before each replay: several times the L2 cache."""
 
@@ -68,15 +70,16 @@ class GraphTimer:
     def _chain(self, calls: Sequence[Callable[[], object]], *, flush: bool = True) -> float:
         graph = self._captured(calls)
         times = []
-        for _ in range(self._repeats + 2):
-            if flush:
-                self._flushed.fill_(1)
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            graph.replay()
-            end.record()
-            times.append((begin, end))
-        torch.cuda.synchronize()
+        with timing_alone():
+            for _ in range(self._repeats + 2):
+                if flush:
+                    self._flushed.fill_(1)
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                begin.record()
+                graph.replay()
+                end.record()
+                times.append((begin, end))
+            torch.cuda.synchronize()
         return 1000 * statistics.median(float(begin.elapsed_time(end)) for begin, end in times[2:])
 
     def _captured(self, calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:

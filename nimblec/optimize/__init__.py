@@ -17,6 +17,7 @@ from nimblec.optimize.layout import lay_contiguous, propagate_channels_last
 from nimblec.optimize.outputs import output_strides, restore_strides, separate_outputs
 from nimblec.optimize.pointwise import linear_convolutions
 from nimblec.optimize.precision import cast
+from nimblec.optimize.recurrent import pack_recurrent_weights
 from nimblec.optimize.rewriter import Rewriter, copied
 from nimblec.optimize.scalars import inline_numbers
 from nimblec.optimize.shared_matrix import join_batches
@@ -47,6 +48,7 @@ ON_CUDA = (
     fuse_activations,
     join_linears,
     align_weights,
+    pack_recurrent_weights,
     lay_contiguous,
 )
 """Rewrites in their order: each finds what those before it have left."""

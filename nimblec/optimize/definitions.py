@@ -1,11 +1,11 @@
-"""What the fused calls of CUDA libraries compute there, in plain ATen calls.
+"""What the fused calls of CUDA libraries compute there, in plain ATen calls; what slow calls return.
 
-They exist on CUDA only, or mean something else on the CPU; these definitions infer their shapes and
-check rewrites on any machine. Sources: aten/src/ATen/native/cudnn/ConvShared.cpp and
+The fused calls exist on CUDA only, or mean something else on the CPU; their definitions infer
+shapes and check rewrites on any machine. Sources: aten/src/ATen/native/cudnn/ConvShared.cpp and
 torch/_decomp/decompositions.py of PyTorch.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -57,6 +57,53 @@ DEFINITIONS: dict[Any, Callable[..., Tensor]] = {
     aten.cudnn_convolution_add_relu.default: convolution_add_relu,
     aten._addmm_activation.default: addmm_activation,
 }
+
+
+RECURRENT: Mapping[Any, str] = {
+    aten.lstm.input: "LSTM",
+    aten.gru.input: "GRU",
+    aten.rnn_tanh.input: "RNN_TANH",
+    aten.rnn_relu.input: "RNN_RELU",
+}
+"""Whole recurrent networks, as `torch.nn` calls them, and torch's names of what they are to cuDNN."""
+
+
+def _normalized(x: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """What a batch norm returns in inference."""
+    return torch.empty_like(x), x.new_empty(0), x.new_empty(0)
+
+
+def _recurrent(
+    x: Tensor,
+    state: Tensor | Sequence[Tensor],
+    _weights: Sequence[Tensor],
+    _has_biases: bool,
+    _num_layers: int,
+    _dropout: float,
+    _train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> tuple[Tensor, ...]:
+    """What a recurrent network returns for (steps, batch, width), or (batch, steps, width) if ``batch_first``.
+
+    That is the outputs of all steps, (steps, batch, hidden) in memory whatever their shape, and each
+    part of the last state. Source: aten/src/ATen/native/RNN.cpp of PyTorch.
+    """
+    states = (state,) if isinstance(state, Tensor) else tuple(state)
+    steps, batch = (x.shape[1], x.shape[0]) if batch_first else x.shape[:2]
+    outputs = x.new_empty((steps, batch, states[0].shape[2] * (2 if bidirectional else 1)))
+    return outputs.transpose(0, 1) if batch_first else outputs, *(x.new_empty(part.shape) for part in states)
+
+
+FAKES: Mapping[Any, Callable[..., Any]] = {
+    aten._native_batch_norm_legit_no_training.default: _normalized,
+    **dict.fromkeys(RECURRENT, _recurrent),
+}
+"""What calls return, where torch takes long to tell: a deep network has hundreds of norms, and torch infers a
+recurrent network step by step."""
+
+INFERENCES: Mapping[Any, Callable[..., Any]] = {**DEFINITIONS, **FAKES}
+"""How to infer what calls return that torch does not infer, or not fast."""
 
 
 class Interpreter(fx.Interpreter):

@@ -5,6 +5,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor, fx
 
+from nimblec.optimize.definitions import RECURRENT
 from nimblec.optimize.outputs import output_strides, restore_strides
 from nimblec.optimize.rewriter import Rewriter, bound, fake, is_call
 from nimblec.optimize.simplify import RESHAPES
@@ -28,11 +29,11 @@ BY_STRIDE = frozenset({
     aten.empty_strided.default,
 })
 """Calls whose meaning hangs on the strides of their argument."""
-CONTIGUOUS = {aten.native_group_norm.default: "input"}
+CONTIGUOUS = {aten.native_group_norm.default: "input", **dict.fromkeys(RECURRENT, "hx")}
 """Calls that CUDA refuses for an argument of other strides, where inference does not, by its name.
 
 Other calls, ``native_layer_norm`` and pooling among them, read any strides or copy by themselves.
-Source: aten/src/ATen/native/group_norm.cpp of PyTorch.
+Sources: aten/src/ATen/native/group_norm.cpp and cudnn/RNN.cpp of PyTorch.
 """
 
 
@@ -71,10 +72,11 @@ def lay_contiguous(module: fx.GraphModule) -> None:
 
 
 def _make_contiguous(rewriter: Rewriter, node: fx.Node) -> None:
-    source = bound(node)[CONTIGUOUS[node.target]]
-    if not fake(source).is_contiguous():
-        copy = rewriter.call(aten.clone.default, source, memory_format=torch.contiguous_format, at=node)
-        node.replace_input_with(source, copy)
+    given = bound(node)[CONTIGUOUS[node.target]]
+    for source in given if isinstance(given, (list, tuple)) else (given,):
+        if not fake(source).is_contiguous():
+            copy = rewriter.call(aten.clone.default, source, memory_format=torch.contiguous_format, at=node)
+            node.replace_input_with(source, copy)
 
 
 def _free_views(rewriter: Rewriter) -> None:

@@ -17,7 +17,7 @@ from nimblec.kernels.ops import is_read_well
 from nimblec.optimize.affine import read_affine
 from nimblec.optimize.cudnn import is_relu
 from nimblec.optimize.fusible import is_fusible
-from nimblec.optimize.rewriter import Rewriter, bound, fake, is_call
+from nimblec.optimize.rewriter import Rewriter, bound, fake, is_call, times_read
 
 aten = torch.ops.aten
 
@@ -70,7 +70,7 @@ def prologues(rewriter: Rewriter, readers: Iterable[fx.Node], taken: Collection[
     found = {}
     for reader in known:
         images = _argument(reader, 0)
-        if all(user in known and user.all_input_nodes.count(images) == 1 for user in images.users):
+        if all(user in known and times_read(images, user) == 1 for user in images.users):
             before = _walk(rewriter, images, taken)
             if before is not None and (before.x in taken or not _is_generated(before.x)):
                 found[reader] = replace(before, sharers=len(images.users))

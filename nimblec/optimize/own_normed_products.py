@@ -19,7 +19,7 @@ from nimblec.optimize.fusible import is_view
 from nimblec.optimize.layout import HALF
 from nimblec.optimize.own_norms import Request, requests
 from nimblec.optimize.own_selection import dtype_name
-from nimblec.optimize.rewriter import Rewriter, bound, fake, is_call
+from nimblec.optimize.rewriter import Rewriter, bound, fake, is_call, times_read
 from nimblec.optimize.whole_views import WHOLE_VIEWS
 
 _MOST_MOMENTS = 64
@@ -91,7 +91,7 @@ def _readers(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
 
 def _is_product_of(reader: fx.Node, rows: fx.Node) -> bool:
     is_product = is_call(reader, linear) and reader.args[0] is rows and fake(rows).is_contiguous()
-    return is_product and reader.all_input_nodes.count(rows) == 1
+    return is_product and times_read(rows, reader) == 1
 
 
 def _moments_of_a_thread(reader: fx.Node, parts: int) -> float:

@@ -8,7 +8,7 @@ from torch import fx
 from nimblec.kernels.ops import ALIGNMENT_NBYTES
 from nimblec.optimize.own_concatenation import begins_concatenations
 from nimblec.optimize.own_kernels import Request, requests
-from nimblec.optimize.rewriter import Rewriter, bound, fake, only_user
+from nimblec.optimize.rewriter import Rewriter, bound, fake, only_user, times_read
 from nimblec.optimize.side_by_side import replace_by_slices
 
 
@@ -37,9 +37,7 @@ def join_siblings(module: fx.GraphModule) -> None:
     groups = [group for group in siblings.values() if len(group) > 1]
     for group in groups:
         _join(rewriter, group)
-    if groups:
-        rewriter.propagate()
-        rewriter.finish()
+    rewriter.finish()
 
 
 def _head(request: Request) -> fx.Node:
@@ -57,8 +55,8 @@ def _can_join(request: Request) -> bool:
 
 
 def _is_read_by(readers: Collection[fx.Node], images: fx.Node) -> bool:
-    """Whether nothing else reads the images, and each once."""
-    return all(user in readers and user.all_input_nodes.count(images) == 1 for user in images.users)
+    """Whether nothing else reads the images, and each reads them once: not as a residual too."""
+    return all(user in readers and times_read(images, user) == 1 for user in images.users)
 
 
 def _shared(request: Request) -> object:

@@ -2,7 +2,6 @@
 
 import copy
 import operator
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
-from nimblec.optimize.definitions import DEFINITIONS
+from nimblec.optimize.definitions import INFERENCES
 
 
 class Rewriter:
@@ -55,7 +54,7 @@ class Rewriter:
         """What a call returns, as fake tensors."""
         args, kwargs = fx.map_arg((tuple(node.args), dict(node.kwargs)), lambda n: n.meta["val"])
         with self._mode, torch.no_grad():
-            return DEFINITIONS.get(node.target, node.target)(*args, **kwargs)
+            return INFERENCES.get(node.target, node.target)(*args, **kwargs)
 
     def propagate(self) -> None:
         """Infer all values anew, after strides may have changed."""
@@ -95,9 +94,14 @@ def is_call(node: Any, *targets: OpOverload) -> bool:
 def only_user(node: fx.Node) -> fx.Node | None:
     """The one node that uses ``node``, once; None where there are several or none."""
     (user, *more) = node.users or (None,)
-    if user is None or more or sum(1 for used in _inputs(user) if used is node) != 1:
-        return None
-    return user
+    return user if user is not None and not more and times_read(node, user) == 1 else None
+
+
+def times_read(node: fx.Node, user: fx.Node) -> int:
+    """How many arguments of ``user`` are ``node``; ``all_input_nodes`` names each of them once."""
+    found: list[fx.Node] = []
+    fx.map_arg((user.args, user.kwargs), lambda n: found.append(n) or n)
+    return found.count(node)
 
 
 def bound(node: fx.Node) -> dict[str, Any]:
@@ -144,15 +148,9 @@ def constant_of(module: fx.GraphModule, node: fx.Node) -> Tensor:
 _GETITEM = operator.getitem
 
 
-def _inputs(node: fx.Node) -> Iterator[fx.Node]:
-    found: list[fx.Node] = []
-    fx.map_arg((node.args, node.kwargs), lambda n: found.append(n) or n)
-    yield from found
-
-
 def _likeness(node: fx.Node) -> Any:
     value = node.meta["val"]
-    parts: Sequence[Any] = value if isinstance(value, (tuple, list)) else (value,)
+    parts = value if isinstance(value, (tuple, list)) else (value,)
     return [(part.dtype, tuple(part.shape)) if isinstance(part, Tensor) else part for part in parts]
 
 

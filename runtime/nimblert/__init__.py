@@ -15,6 +15,7 @@ from nimblert.errors import (
     PlanInvalidError,
 )
 from nimblert.executable import Executable, load
+from nimblert.limits import Limits
 from nimblert.plan import Plan
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "DeviceMismatchError",
     "Executable",
     "InputError",
+    "Limits",
     "NimbleError",
     "Plan",
     "PlanError",

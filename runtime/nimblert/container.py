@@ -8,16 +8,20 @@ import hashlib
 import mmap
 import os
 import stat
-from io import BytesIO
+from io import BufferedReader, BytesIO
 from pathlib import Path
 from struct import Struct
-from typing import BinaryIO
+from typing import BinaryIO, TypeAlias
 
 from nimblert import schema, segments, verify
 from nimblert.decoder import decode, file_nbytes
-from nimblert.errors import PlanError, PlanFormatError, PlanInvalidError
+from nimblert.errors import InputError, PlanError, PlanFormatError, PlanInvalidError
+from nimblert.limits import DEFAULT_LIMITS, Limits
 from nimblert.plan import Plan
 from nimblert.replacing import replacing
+
+Source: TypeAlias = str | os.PathLike[str] | bytes | bytearray | memoryview
+"""A plan file, by its path or by its bytes."""
 
 MAGIC = b"NPLNTAIL"
 """The first bytes of the trailer."""
@@ -61,39 +65,100 @@ def encode_file(plan: Plan) -> bytes:
     return file.getvalue()
 
 
-def read(path: str | os.PathLike[str], *, check_digest: bool = True) -> Plan:
-    """The plan in the file at ``path``.
+def read(
+    source: Source, *, check_digest: bool = True, copy: bool = False, limits: Limits = DEFAULT_LIMITS
+) -> Plan:
+    """The plan in a file, or in the bytes of one, held against ``limits``; see `open_image` for ``copy``.
 
-    The file is mapped: code and weights are slices of the map and must not be changed or cut off on
-    disk while the plan is in use. Raises PlanError where there is no such file, PlanFormatError where it is
-    not a plan, cut short, altered (seen only with ``check_digest``) or damaged, and PlanInvalidError
-    where the plan contradicts itself.
+    Raises PlanError where there is no such file, PlanFormatError where it is not a plan, cut short,
+    altered (seen only with ``check_digest``) or damaged, PlanInvalidError where the plan contradicts
+    itself, and InputError where ``source`` is neither a path nor bytes.
     """
-    image = map_file(path)
+    image = open_image(source, copy=copy)
     if check_digest:
-        verify_digest(image, path)
-    return parse(image, path)
+        verify_digest(image, name(source))
+    return parse(image, name(source), limits)
 
 
-def map_file(path: str | os.PathLike[str]) -> memoryview:
-    """Map a plan file, read only, and check its identifier and its length."""
-    try:
-        # Before open, which would wait for ever at a pipe.
-        mode = Path(path).stat().st_mode
-        if stat.S_ISDIR(mode):
-            raise PlanError(f"{path}: is a directory, expected a plan file")
-        if not stat.S_ISREG(mode):
-            raise PlanError(f"{path}: is not a regular file, expected a plan file")
-        with Path(path).open("rb") as file:
-            if os.fstat(file.fileno()).st_size == 0:
-                raise PlanFormatError(f"{path}: is empty, expected a plan file")
-            image = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-    except FileNotFoundError as exc:
-        raise PlanError(f"{path}: no such file") from exc
-    except OSError as exc:
-        raise PlanError(f"{path}: cannot be read: {exc.strerror}") from exc
-    check_frame(image, path)
+def name(source: Source) -> str:
+    """What messages call a plan file, or the bytes of one."""
+    return "plan" if isinstance(source, bytes | bytearray | memoryview) else os.fsdecode(source)
+
+
+def open_image(source: Source, *, copy: bool = False) -> memoryview:
+    """The bytes of a plan file, read only, after a look at its identifier and length.
+
+    A file is mapped: code and weights are slices of the map. Overwriting the file in place then
+    changes the plan, and cutting it off ends the process (SIGBUS) when the bytes are next read;
+    replacing it by a rename, as `write` does, is safe. ``copy`` reads the file into memory instead,
+    once, and what becomes of it later does not matter. Bytes that can change are copied always.
+    """
+    if isinstance(source, bytes | bytearray | memoryview):
+        view = memoryview(source)
+        image = view.cast("B") if _is_constant(view) and not copy else _copied(view)
+    elif isinstance(source, str | os.PathLike):
+        image = _open_file(source, copy=copy)
+    else:
+        raise InputError(
+            f"plan: got {type(source).__name__}, expected the path of a plan file, its bytes, or a Plan"
+            f" (nimblec.compile makes one of a model)"
+        )
+    check_frame(image, name(source))
     return image
+
+
+def _is_constant(view: memoryview) -> bool:
+    return view.readonly and view.c_contiguous and view.nbytes > 0
+
+
+def _copied(view: memoryview) -> memoryview:
+    if not view.nbytes:
+        return memoryview(b"")
+    pages = mmap.mmap(-1, view.nbytes)  # bytes objects start where weights could not be used in place
+    pages.write(view.cast("B") if view.c_contiguous else view.tobytes())
+    return memoryview(pages).toreadonly()
+
+
+def _open_file(path: str | os.PathLike[str], *, copy: bool) -> memoryview:
+    try:
+        with open(path, "rb", opener=_without_waiting) as file:
+            nbytes = _file_nbytes(file, path)
+            if not copy:
+                return memoryview(mmap.mmap(file.fileno(), nbytes, access=mmap.ACCESS_READ))
+            pages = mmap.mmap(-1, nbytes)
+            return memoryview(pages).toreadonly()[: _fill(memoryview(pages), file)]
+    except PlanError:  # a ValueError, too
+        raise
+    except FileNotFoundError as exc:
+        raise PlanError(f"{name(path)}: no such file") from exc
+    except IsADirectoryError as exc:
+        raise PlanError(f"{name(path)}: is a directory, expected a plan file") from exc
+    except OSError as exc:
+        raise PlanError(f"{name(path)}: cannot be read: {exc.strerror}") from exc
+    except ValueError as exc:  # a null character in the path, more than can be mapped
+        raise PlanError(f"{name(path)!r}: cannot be read: {exc}") from exc
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """Open a pipe, too, at once, instead of waiting for somebody to write into it."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+
+
+def _file_nbytes(file: BufferedReader, path: str | os.PathLike[str]) -> int:
+    status = os.fstat(file.fileno())
+    if not stat.S_ISREG(status.st_mode):
+        raise PlanError(f"{name(path)}: is not a regular file, expected a plan file")
+    if status.st_size == 0:
+        raise PlanFormatError(f"{name(path)}: is empty, expected a plan file")
+    return status.st_size
+
+
+def _fill(target: memoryview, file: BufferedReader) -> int:
+    """Read the file into ``target``: bytes that it had."""
+    position = 0
+    while position < len(target) and (count := file.readinto(target[position : position + _CHUNK_NBYTES])):
+        position += count
+    return position
 
 
 def digest(image: memoryview) -> bytes:
@@ -108,26 +173,26 @@ def digest(image: memoryview) -> bytes:
     return sha256.digest()
 
 
-def verify_digest(image: memoryview, path: str | os.PathLike[str]) -> None:
+def verify_digest(image: memoryview, path: str) -> None:
     """Raise PlanFormatError where the bytes are not those that were written; ``path`` is for the message."""
     if digest(image) != image[-_DIGEST_NBYTES:]:
         raise PlanFormatError(f"{path}: was altered after it was written (SHA-256 differs); copy or compile it again")
 
 
-def parse(image: memoryview, path: str | os.PathLike[str]) -> Plan:
-    """The plan in a mapped file, checked by `verify.problems`; ``path`` is for messages."""
+def parse(image: memoryview, path: str, limits: Limits = DEFAULT_LIMITS) -> Plan:
+    """The plan in a file's bytes, checked by `verify.problems`; ``path`` is for messages."""
     _, flatbuffer_nbytes, _, _ = _TRAILER.unpack(image[-_TRAILER.size :])
     try:
         plan = decode(image, flatbuffer_nbytes)
     except PlanFormatError as exc:
         raise PlanFormatError(f"{path}: {exc}") from exc
-    problems = tuple(verify.problems(plan))
+    problems = tuple(verify.problems(plan, limits))
     if problems:
         raise PlanInvalidError(problems)
     return plan
 
 
-def check_frame(image: memoryview, path: str | os.PathLike[str]) -> None:
+def check_frame(image: memoryview, path: str) -> None:
     """Raise PlanFormatError unless the file starts and ends as a plan does, with the lengths it names."""
     if image[4:8] != schema.IDENTIFIER:
         raise PlanFormatError(f"{path}: is not a plan file{_resemblance(image)}")

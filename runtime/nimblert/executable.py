@@ -1,10 +1,13 @@
 """Executable: a loaded plan that can be called; the one stateful object of the runtime."""
 
+import atexit
+import ctypes
+import os
 import threading
+import weakref
 from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from os import PathLike
+from contextlib import closing
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self
 
@@ -13,10 +16,15 @@ import numpy as np
 from nimblert import container, verify
 from nimblert.dtypes import numpy_dtype
 from nimblert.errors import InputError, PlanInvalidError
-from nimblert.plan import Plan, Pointer, Program, Target, Tensor, Work
+from nimblert.hazards import hazards
+from nimblert.limits import DEFAULT_LIMITS, Limits
+from nimblert.plan import Plan, Pointer, Program, Region, Target, Tensor, Work
 
 if TYPE_CHECKING:
     from nimblert.driver import Context
+
+_LAST_RUN_S = 10.0
+"""How long the end of the interpreter waits for a run of a daemon thread."""
 
 
 class Backend(Protocol):
@@ -42,14 +50,31 @@ class Backend(Protocol):
 
 
 class Executable:
-    """One program of a plan, ready to run. Threads may share it: calls take turns."""
+    """One program of a plan, ready to run. Threads may share it: calls take turns.
+
+    Ctrl-C ends a run between two commands, and the executable stays usable. A process that was
+    forked after the load has to load again: threads and GPU stay with the process that loaded.
+    """
 
     def __init__(self, plan: Plan, program: Program, backend: Backend) -> None:
         self.plan = plan
         self.program = program
         self.backend = backend
-        self._lock = threading.Lock()
+        self._sizes = {
+            (Region.ARENA, 0): program.arena_nbytes,
+            (Region.WEIGHTS, 0): plan.weights_nbytes,
+            (Region.STATE, 0): plan.state_nbytes,
+            **{(Region.INPUT, i): nbytes for i, nbytes in enumerate(program.input_nbytes)},
+            **{(Region.OUTPUT, i): nbytes for i, nbytes in enumerate(program.output_nbytes)},
+        }
+        self._own_lock = threading.Lock()
         self._closed = False
+        self._steps: Generator[Work, None, None] | None = None
+        self._process = os.getpid()
+        _live.add(self)
+
+    def __repr__(self) -> str:
+        return f"Executable({self.program!r})"
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
@@ -79,6 +104,7 @@ class Executable:
         """Run on arrays by input name: the outputs by name, in the plan's order."""
         checked = self._check(arrays)
         with self._lock:
+            self._check_ready()
             self._place(checked)
             self.backend.run()
             return {t.name: v.copy() for t, v in zip(self.outputs, self.backend.outputs, strict=True)}
@@ -86,29 +112,67 @@ class Executable:
     def steps(self, arrays: Mapping[str, np.ndarray]) -> Generator[Work, None, None]:
         """Run on arrays by input name, one command after the other in issue order.
 
-        Gives each launch, copy or fill when it is done; what it wrote can be had of `read`.
+        Gives each launch, copy or fill when it is done; what it wrote can be had of `read`. Until the
+        generator is exhausted, closed or dropped, every other run raises InputError.
         """
         checked = self._check(arrays)
-        with self._lock:
-            self._place(checked)
-            yield from self.backend.steps()
+        steps = self.backend.steps()
+        try:
+            with self._lock:
+                self._check_ready()
+                self._steps = steps
+                self._place(checked)
+            while True:
+                with self._lock:
+                    self._check_ready(steps)
+                    work = next(steps, None)
+                if work is None:
+                    return
+                yield work
+        finally:
+            if self._steps is steps:  # without the lock: this thread may hold it where it drops the generator
+                self._steps = None
 
     def read(self, pointer: Pointer, nbytes: int) -> np.ndarray:
-        """A copy of ``nbytes`` bytes of the program's memory between two `steps`, as uint8."""
-        return self.backend.read(pointer, nbytes)
+        """A copy of ``nbytes`` bytes of the program's memory between two `steps`, as uint8.
 
-    def _place(self, arrays: Sequence[np.ndarray]) -> None:
-        self._check_open()
-        for view, array in zip(self.backend.inputs, arrays, strict=True):
-            np.copyto(view, array)
+        Raises InputError where the region does not hold them.
+        """
+        held = self._sizes.get((pointer.region, pointer.index), 0)
+        if not 0 <= pointer.offset <= pointer.offset + nbytes <= held:
+            region = f"{pointer.region.name}({pointer.index})"
+            raise InputError(f"read: {nbytes} bytes at {pointer.offset} lie outside {region} ({held} bytes)")
+        with self._lock:
+            self._check_ready(self._steps)
+            return self.backend.read(pointer, nbytes)
 
     def replay(self) -> None:
         """Run again on the inputs of the run before; nothing is copied to or from the caller."""
         with self._lock:
-            self._check_open()
+            self._check_ready()
             self.backend.replay()
 
+    def _place(self, arrays: Sequence[np.ndarray]) -> None:
+        for view, array in zip(self.backend.inputs, arrays, strict=True):
+            np.copyto(view, array)
+
+    @property
+    def _lock(self) -> threading.Lock:
+        """Whose turn it is. A child may have been forked while a thread held it, which no child has."""
+        if os.getpid() != self._process:
+            raise InputError(f"this executable was loaded in process {self._process}: load the plan again in this one")
+        return self._own_lock
+
+    def _check_ready(self, steps: Generator[Work, None, None] | None = None) -> None:
+        """Raise InputError unless it is open and nothing but ``steps`` is half done."""
+        if self._closed:
+            raise InputError("this executable is closed: load the plan again")
+        if self._steps is not steps:
+            raise InputError("a run by steps() is half done: exhaust it or close it first")
+
     def _check(self, arrays: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+        if not isinstance(arrays, Mapping):
+            raise InputError(f"inputs: got {type(arrays).__name__}, expected a dict of arrays by input name")
         expected = {t.name: t for t in self.inputs}
         if unknown := [n for n in arrays if n not in expected]:
             raise InputError(f"input {unknown[0]!r} is not one of the plan's inputs {list(expected)}")
@@ -116,12 +180,13 @@ class Executable:
             raise InputError(f"input {missing[0]!r} is missing: the plan takes {list(expected)}")
         return [_checked(t, arrays[t.name]) for t in self.inputs]
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise InputError("this executable is closed: load the plan again")
-
     def close(self) -> None:
-        """Give back memory, streams and graph; calling it twice is harmless."""
+        """Give back memory, streams and graph; calling it twice is harmless.
+
+        Waits for the run of another thread. In a forked process it does nothing.
+        """
+        if os.getpid() != self._process:
+            return
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -136,9 +201,38 @@ class Executable:
         self.close()
 
 
+_live: weakref.WeakSet[Executable] = weakref.WeakSet()
+
+
+@atexit.register
+def _wait_for_runs() -> None:
+    """Let the runs of daemon threads end, and none begin: the locks are kept.
+
+    A thread that came back from ONNX Runtime when the interpreter is gone would abort the process.
+    """
+    for executable in tuple(_live):
+        if executable._process == os.getpid():  # noqa: SLF001
+            executable._own_lock.acquire(timeout=_LAST_RUN_S)  # noqa: SLF001
+
+
+def _keep_for_ever() -> None:
+    """In a forked child, let nothing be given back: a session's end waits for threads that no child has."""
+    for executable in tuple(_live):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(executable.backend))
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_keep_for_ever)
+
+
 def _checked(tensor: Tensor, value: np.ndarray) -> np.ndarray:
     if not isinstance(value, np.ndarray | np.generic):
-        raise InputError(f"input {tensor.name!r}: got {type(value).__name__}, expected a numpy array")
+        raise InputError(
+            f"input {tensor.name!r}: got {type(value).__name__}, expected a numpy array:"
+            f" use numpy.asarray(value, {tensor.dtype!r})"
+        )
+    if isinstance(value, np.ma.MaskedArray):
+        raise InputError(f"input {tensor.name!r}: a plan knows no masks: give what masked values stand for, .filled(0)")
     if value.dtype != numpy_dtype(tensor.dtype):
         raise InputError(
             f"input {tensor.name!r}: dtype {value.dtype}, expected {tensor.dtype}: use .astype({tensor.dtype!r})"
@@ -158,25 +252,40 @@ def select_program(plan: Plan, name: str | None) -> Program:
     raise InputError(f"program {name!r}: not found, the plan has {[p.name for p in plan.programs]}")
 
 
-def load(plan: Plan | str | PathLike[str], *, program: str | None = None, poison: bool = False) -> Executable:
-    """Load a plan, or a plan file, on this machine.
+def load(
+    plan: Plan | container.Source,
+    *,
+    program: str | None = None,
+    poison: bool = False,
+    copy: bool = False,
+    limits: Limits = DEFAULT_LIMITS,
+) -> Executable:
+    """Load a plan on this machine: a `Plan`, the path of a plan file, or the bytes of one.
 
-    ``poison`` fills memory that nothing should read with 0xFF bytes first. Raises PlanError for a
-    plan that is damaged or contradicts itself, DeviceMismatchError where this machine cannot run it.
+    A file is mapped, and weights of the CPU target are used where it lies: it may be replaced while
+    the executable lives, but not be overwritten in place or cut short. ``copy`` reads it into memory
+    first, and what becomes of the file does not matter. ``limits`` is what the plan may ask of this
+    machine; a plan beyond them is refused before anything is allocated. ``poison`` fills memory that
+    nothing should read with 0xFF bytes.
+
+    Raises PlanError for a plan that is damaged or contradicts itself, DeviceMismatchError where this
+    machine cannot run it, and InputError for a ``plan`` or ``program`` that is none.
     """
     if isinstance(plan, Plan):
-        if problems := list(verify.problems(plan)):
+        if problems := list(verify.problems(plan, limits)):
             raise PlanInvalidError(problems)
-        return _loaded(plan, program, poison=poison)
-    image = container.map_file(plan)
-    with ThreadPoolExecutor(1) as pool, ExitStack() as started:
+        return _loaded(plan, program, limits, poison=poison)
+    image, path = container.open_image(plan, copy=copy), container.name(plan)
+    parsed = container.parse(image, path, limits)
+    if parsed.target is Target.CPU:
+        container.verify_digest(image, path)
+        return _loaded(parsed, program, limits, poison=poison)
+    with ThreadPoolExecutor(1) as pool:
         # Hashing takes as long as starting the GPU; no code is handed over before both are done.
-        digest = pool.submit(container.verify_digest, image, plan)
-        parsed = container.parse(image, plan)
-        if parsed.target is Target.CUDA:
-            started.callback(_start_device(parsed).close)
-        digest.result()
-        return _loaded(parsed, program, poison=poison)
+        digest = pool.submit(container.verify_digest, image, path)
+        with closing(_start_device(parsed)):
+            digest.result()
+            return _loaded(parsed, program, limits, poison=poison)
 
 
 def _start_device(plan: Plan) -> "Context":
@@ -188,8 +297,10 @@ def _start_device(plan: Plan) -> "Context":
     return driver.Context()
 
 
-def _loaded(plan: Plan, name: str | None, *, poison: bool) -> Executable:
+def _loaded(plan: Plan, name: str | None, limits: Limits, *, poison: bool) -> Executable:
     program = select_program(plan, name)
+    if unordered := tuple(hazards(program, limits)):
+        raise PlanInvalidError(unordered)
     return Executable(plan, program, _backend(plan, program, poison=poison))
 
 

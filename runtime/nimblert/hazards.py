@@ -6,173 +6,119 @@ does not tell which of two ordered writes a later read means: that is the compil
 (`nimblec.schedule.memory.overlaps`).
 """
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
-from numpy.typing import NDArray
 
-from nimblert.edges import Edge, edges
-from nimblert.plan import Access, Launch, Memcpy, Memset, Program, Record, Region, Wait, Work
+from nimblert import pieces
+from nimblert.limits import DEFAULT_LIMITS, Limits
+from nimblert.order import Order, order
+from nimblert.pieces import Touches
+from nimblert.plan import Program, Record, Region, Wait, Work
 
-_PAIRS = 1 << 20  # pairs of overlapping accesses looked at together: bounds the memory
-
-
-@dataclass(frozen=True, slots=True)
-class _Touches:
-    """The accesses to one region, by ascending start; arrays of one shape."""
-
-    start: NDArray[np.int64]
-    end: NDArray[np.int64]
-    work: NDArray[np.int64]
-    write: NDArray[np.bool_]
+_MOST_SENTENCES = 100
+"""Where one wait is missing, thousands of pairs may be unordered; nobody reads more."""
 
 
-def hazards(program: Program) -> Iterator[str]:
-    """Yield a sentence for each pair of commands, in each region, that conflict and nothing orders.
+def hazards(program: Program, limits: Limits = DEFAULT_LIMITS) -> Iterator[str]:
+    """Yield sentences where commands conflict and nothing orders them; none where all is ordered.
 
-    And for each read of arena bytes that no earlier command, no input and not the command itself
-    writes. The program must be verified otherwise: its indices and events in range.
+    A sentence names two neighbours of the accesses to a byte, so others may conflict too. And for
+    each read of arena bytes that no earlier command, no input and not the command itself writes. At
+    most a hundred. The program must be verified otherwise: its indices, bounds and events in order.
+    Near-linear in its accesses; one whose accesses fall into more pieces than ``limits`` has is not judged
+    but named.
     """
     works = [
         (place, command) for place, command in enumerate(program.commands) if not isinstance(command, Record | Wait)
     ]
-    before = _before(edges(program.commands))
-    for region, touches in _touches([work for _, work in works]).items():
-        for first, second, start, end in _unordered(touches, before):
+    touched = pieces.touches([work for _, work in works])
+    found = sum(pieces.count(accesses) for accesses in touched.values())
+    if found > limits.pieces:
+        return iter([f"the accesses of its commands fall into {found} pieces, the limit is {limits.pieces}"])
+    return islice(_hazards(program, works, touched), _MOST_SENTENCES)
+
+
+def _hazards(
+    program: Program, works: Sequence[tuple[int, Work]], touched: dict[tuple[Region, int], Touches]
+) -> Iterator[str]:
+    ordered = order(program.commands)
+    for region, accesses in touched.items():
+        for first, second, start, end in _unordered(accesses, ordered):
             yield (
                 f"{_describe(program, works[first])} and {_describe(program, works[second])}: nothing orders "
                 f"their accesses to {_name(*region)} bytes {start} to {end}"
             )
-    yield from _unwritten(program, works)
+    if (Region.ARENA, 0) in touched:
+        yield from _unwritten(program, works, touched[Region.ARENA, 0])
 
 
-def reads(work: Work) -> tuple[Access, ...]:
-    """Return the byte ranges that a command reads."""
-    match work:
-        case Launch():
-            return work.reads
-        case Memcpy():
-            return (Access(pointer=work.src, nbytes=work.nbytes),)
-        case Memset():
-            return ()
-
-
-def writes(work: Work) -> tuple[Access, ...]:
-    """Return the byte ranges that a command writes."""
-    match work:
-        case Launch():
-            return work.writes
-        case Memcpy():
-            return (Access(pointer=work.dst, nbytes=work.nbytes),)
-        case Memset():
-            return (Access(pointer=work.dst, nbytes=work.count * work.element_nbytes),)
-
-
-def _before(dependencies: Sequence[Sequence[Edge]]) -> NDArray[np.uint8]:
-    """Return the packed bit matrix ``[work, source]``: the source has ended when the work starts."""
-    matrix = np.zeros((len(dependencies), (len(dependencies) + 7) // 8), dtype=np.uint8)
-    for work, row in enumerate(dependencies):
-        for edge in row:
-            matrix[work] |= matrix[edge.source]
-            matrix[work, edge.source >> 3] |= 1 << (edge.source & 7)
-    return matrix
-
-
-def _touches(works: Sequence[Work]) -> dict[tuple[Region, int], _Touches]:
-    """Return the accesses to each region, (region, index), that have any bytes."""
-    rows: dict[tuple[Region, int], list[tuple[int, int, int, bool]]] = {}
-    for index, work in enumerate(works):
-        for accesses, write in ((reads(work), False), (writes(work), True)):
-            for access in accesses:
-                if access.nbytes:
-                    start = access.pointer.offset
-                    row = (start, start + access.nbytes, index, write)
-                    rows.setdefault((access.pointer.region, access.pointer.index), []).append(row)
-    result = {}
-    for region in sorted(rows):
-        start, end, work_index, write_flag = np.array(sorted(rows[region]), dtype=np.int64).T
-        result[region] = _Touches(start, end, work_index, write_flag.astype(np.bool_))
-    return result
-
-
-def _unordered(touches: _Touches, before: NDArray[np.uint8]) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (first work, second work, start, end) for each unordered pair, with the bytes in common.
-
-    Access ``i`` overlaps just those of the accesses after it that start before it ends. Of several
-    overlaps of one pair of works the first is given.
-    """
-    count = len(touches.start)
-    overlapping = np.searchsorted(touches.start, touches.end, side="left") - np.arange(count) - 1
-    totals = np.cumsum(overlapping)
+def _unordered(accesses: Touches, ordered: Order) -> Iterator[tuple[int, int, int, int]]:
+    """Yield (first work, second work, start, end) for pairs in the first piece in which they conflict."""
+    streams = ordered.stream[accesses.work]
+    if not accesses.write.any() or (streams == streams[0]).all():
+        return
     found: set[tuple[int, int]] = set()
-    low = 0
-    while low < count:
-        done = totals[low - 1] if low else 0
-        high = max(low + 1, int(np.searchsorted(totals, done + _PAIRS, side="right")))
-        first = np.repeat(np.arange(low, high), overlapping[low:high])
-        starts_of_runs = np.repeat(totals[low:high] - overlapping[low:high] - done, overlapping[low:high])
-        second = first + 1 + np.arange(len(first)) - starts_of_runs
-        early = np.minimum(touches.work[first], touches.work[second])
-        late = np.maximum(touches.work[first], touches.work[second])
-        ordered = before[late, early >> 3] >> (early & 7) & 1
-        writing = touches.write[first] | touches.write[second]
-        for pair in np.flatnonzero(writing & (ordered == 0) & (early != late)):
-            works = (int(early[pair]), int(late[pair]))
+    for pairs in pieces.conflicts(accesses):
+        for at in np.flatnonzero(~ordered.before(pairs.early, pairs.late)):
+            works = int(pairs.early[at]), int(pairs.late[at])
             if works not in found:
                 found.add(works)
-                start = max(touches.start[first[pair]], touches.start[second[pair]])
-                yield *works, int(start), int(min(touches.end[first[pair]], touches.end[second[pair]]))
-        low = high
+                yield *works, int(pairs.start[at]), int(pairs.end[at])
 
 
-def _unwritten(program: Program, works: Sequence[tuple[int, Work]]) -> Iterator[str]:
+def _unwritten(program: Program, works: Sequence[tuple[int, Work]], accesses: Touches) -> Iterator[str]:
     """Yield a sentence for each read of arena bytes that nothing has written by then.
 
     Bytes that the same command also writes are left out: it may fill them before it reads them.
     """
-    written = _Ranges()
-    for tensor in program.inputs:
-        if tensor.pointer.region is Region.ARENA:
-            written.add(tensor.pointer.offset, tensor.pointer.offset + tensor.span_nbytes)
-    for place, work in works:
-        for access in writes(work):
-            if access.pointer.region is Region.ARENA:
-                written.add(access.pointer.offset, access.pointer.offset + access.nbytes)
-        for access in reads(work):
-            start, end = access.pointer.offset, access.pointer.offset + access.nbytes
-            if access.pointer.region is Region.ARENA and (gap := written.gap(start, end)):
-                reader = _describe(program, (place, work))
-                yield f"{reader}: reads arena bytes {gap[0]} to {gap[1]}, which nobody wrote"
+    inputs = [tensor for tensor in program.inputs if tensor.pointer.region is Region.ARENA]
+    starts = [tensor.pointer.offset for tensor in inputs]
+    ends = [tensor.pointer.offset + tensor.span_nbytes for tensor in inputs]
+    borders = np.unique(np.concatenate((pieces.cuts(accesses), np.array(starts + ends, np.int64))))
+    written = _Growing(len(borders))
+    for start, end in zip(np.searchsorted(borders, starts), np.searchsorted(borders, ends), strict=True):
+        written.add(int(start), int(end))
+    by_time = np.lexsort((~accesses.write, accesses.work))  # a command's writes before its reads
+    columns = (np.searchsorted(borders, accesses.start), np.searchsorted(borders, accesses.end))
+    rows = (column[by_time].tolist() for column in (*columns, accesses.work, accesses.write))
+    for start, end, work, write in zip(*rows, strict=True):
+        if write:
+            written.add(start, end)
+        elif (first := written.first_missing(start)) < end:
+            last = min(end, written.first_present(first))
+            reader = _describe(program, works[work])
+            yield f"{reader}: reads arena bytes {borders[first]} to {borders[last]}, which nobody wrote"
 
 
-class _Ranges:
-    """A growing set of bytes, as sorted ranges that do not touch."""
+class _Growing:
+    """A growing set of numbers below ``count``: each is looked at about once, however often it is added."""
 
-    def __init__(self) -> None:
-        self.starts: list[int] = []
-        self.ends: list[int] = []
+    def __init__(self, count: int) -> None:
+        self._missing = list(range(count + 1))  # a missing number leads to itself, others towards the next missing
+
+    def first_missing(self, number: int) -> int:
+        """The first number from ``number`` on that is not in the set; ``count`` never is."""
+        missing = self._missing
+        while missing[number] != number:
+            missing[number] = missing[missing[number]]
+            number = missing[number]
+        return number
+
+    def first_present(self, number: int) -> int:
+        """The first number from ``number`` on that is in the set, or ``count``."""
+        count = len(self._missing) - 1
+        while number < count and self._missing[number] == number:
+            number += 1
+        return number
 
     def add(self, start: int, end: int) -> None:
-        if start >= end:
-            return
-        first = bisect_left(self.ends, start)
-        last = bisect_right(self.starts, end)
-        if first < last:
-            start, end = min(start, self.starts[first]), max(end, self.ends[last - 1])
-        self.starts[first:last] = [start]
-        self.ends[first:last] = [end]
-
-    def gap(self, start: int, end: int) -> tuple[int, int] | None:
-        """Return the first bytes of ``start`` to ``end`` that are not in the set, if any."""
-        at = bisect_right(self.starts, start) - 1
-        if at >= 0:
-            start = max(start, self.ends[at])
-        if start >= end:
-            return None
-        following = self.starts[at + 1] if at + 1 < len(self.starts) else end
-        return start, min(end, following)
+        """Add all from ``start`` to below ``end``."""
+        number = self.first_missing(start)
+        while number < end:
+            self._missing[number] = number + 1
+            number = self.first_missing(number + 1)
 
 
 def _describe(program: Program, placed: tuple[int, Work]) -> str:

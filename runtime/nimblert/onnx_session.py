@@ -5,13 +5,11 @@ onnxruntime is imported when the first CPU plan is loaded, not before.
 
 import contextlib
 import os
-import tempfile
 import threading
 from collections.abc import Iterator
 from functools import cache, partial
 from importlib import import_module
 from math import prod
-from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, Self
 
@@ -19,36 +17,19 @@ import numpy as np
 
 from nimblert.errors import DeviceMismatchError, PlanInvalidError
 from nimblert.host_memory import HostMemory
+from nimblert.onnx_model import ELEMENT_TYPES
+from nimblert.onnx_rules import EXTERNAL_FILE, ORIGIN
 from nimblert.plan import ITEM_NBYTES, Kernel, Launch, Parameter, ParameterKind, Plan, Pointer, Program
-
-EXTERNAL_FILE = "weights"
-"""The file that an initializer of a kernel's model names. It never holds anything: ONNX Runtime takes
-the memory it is given for the initializer, but insists that the file exists."""
-
-ORIGIN = "onnxruntime"
-"""Origin of a module. With blocked convolutions (NCHWc) the block follows: "onnxruntime nchwc16"."""
+from nimblert.scratch import scratch_folder
 
 NO_PACKED_COPIES = ("session.disable_prepacking", "1")
 """For a session that will not compute: kernels make no copy of weights in the order they like best."""
 
-_ELEMENT_TYPES = {
-    "bool": ("tensor(bool)", 9),
-    "uint8": ("tensor(uint8)", 2),
-    "int8": ("tensor(int8)", 3),
-    "uint16": ("tensor(uint16)", 4),
-    "int16": ("tensor(int16)", 5),
-    "uint32": ("tensor(uint32)", 12),
-    "int32": ("tensor(int32)", 6),
-    "uint64": ("tensor(uint64)", 13),
-    "int64": ("tensor(int64)", 7),
-    "float16": ("tensor(float16)", 10),
-    "bfloat16": ("tensor(bfloat16)", 16),
-    "float32": ("tensor(float)", 1),
-    "float64": ("tensor(double)", 11),
-    "complex64": ("tensor(complex64)", 14),
-    "complex128": ("tensor(complex128)", 15),
+_TYPE_NAMES = {dtype: f"tensor({dtype})" for dtype in ELEMENT_TYPES} | {
+    "float32": "tensor(float)",
+    "float64": "tensor(double)",
 }
-"""ONNX Runtime's name of each dtype, and the number that ONNX gives it (TensorProto.DataType)."""
+"""ONNX Runtime's name of each dtype."""
 
 _REORDER_MODEL = bytes.fromhex(
     "08083a560a290a0178120179220c52656f72646572496e7075743a13636f6d2e6d6963726f736f66742e6e6368776312"
@@ -77,7 +58,7 @@ def onnxruntime() -> ModuleType:
     try:
         return import_module("onnxruntime")
     except ImportError as exc:
-        raise DeviceMismatchError("a CPU plan runs on ONNX Runtime: pip install nimblec[cpu]") from exc
+        raise DeviceMismatchError("a CPU plan runs on ONNX Runtime: pip install 'nimblec[cpu]'") from exc
 
 
 def share_thread_pool() -> None:
@@ -168,15 +149,15 @@ def open_session(
 
 def ort_value(array: np.ndarray, dtype: str) -> Any:
     """An OrtValue over the memory of ``array``, which it does not copy."""
-    return onnxruntime().OrtValue.ortvalue_from_numpy_with_onnx_type(array, _ELEMENT_TYPES[dtype][1])
+    return onnxruntime().OrtValue.ortvalue_from_numpy_with_onnx_type(array, ELEMENT_TYPES[dtype])
 
 
 @contextlib.contextmanager
 def initializer_folder() -> Iterator[str]:
     """A folder that holds nothing but the empty file that initializers name."""
-    with tempfile.TemporaryDirectory(prefix="nimblert-") as folder:
-        Path(folder, EXTERNAL_FILE).touch()
-        yield folder
+    with scratch_folder() as folder:
+        (folder / EXTERNAL_FILE).touch()
+        yield str(folder)
 
 
 class SessionCache:
@@ -190,7 +171,8 @@ class SessionCache:
         self._memory = memory
         self._threads = _threads(plan, program)
         self._sessions: dict[tuple[object, ...], Any] = {}
-        self._options = onnxruntime().RunOptions()
+        self.options = onnxruntime().RunOptions()
+        """Those of every launch, so that `nimblert.streams` can end them all."""
         self._resources = contextlib.ExitStack()
         for origin in sorted({module.origin for module in plan.modules}):
             _check_origin(origin)
@@ -221,24 +203,24 @@ class SessionCache:
             bind(parameter.name, "cpu", 0, _element_type(parameter, array), parameter.shape, array.ctypes.data)
         # The method of the extension itself: 1.6 us a call where the Python wrapper around it takes 5
         # (30 with RunOptions), most of it to look for a WebGPU graph.
-        return partial(session._sess.run_with_iobinding, binding._iobinding, self._options)  # noqa: SLF001
+        return partial(session._sess.run_with_iobinding, binding._iobinding, self.options)  # noqa: SLF001
 
     def _session(self, index: int, pointers: dict[int, Pointer]) -> Any:
         kernel = self._plan.kernels[index]
         constant = [p for p in kernel.parameters if p.kind is ParameterKind.INITIALIZER]
         key = (index, *(pointers[p.offset] for p in constant))
         if key not in self._sessions:
-            initializers = {p.name: self._value(p, pointers[p.offset]) for p in constant}
-            self._sessions[key] = self._open(kernel, initializers)
+            self._sessions[key] = self._open(kernel, {p.name: (p, pointers[p.offset]) for p in constant})
         return self._sessions[key]
 
     def _value(self, parameter: Parameter, pointer: Pointer) -> Any:
         array = self._memory.array(pointer, parameter.dtype, parameter.shape)
         return ort_value(array, parameter.dtype)
 
-    def _open(self, kernel: Kernel, initializers: dict[str, Any]) -> Any:
+    def _open(self, kernel: Kernel, constants: dict[str, tuple[Parameter, Pointer]]) -> Any:
         code = bytes(self._plan.modules[kernel.module].code)
         try:
+            initializers = {name: self._value(*constant) for name, constant in constants.items()}
             threads = self._threads if _is_threaded(kernel) else 1
             session = open_session(code, initializers, self._folder, threads)
         except runtime_errors() as exc:
@@ -247,7 +229,7 @@ class SessionCache:
                 [f"kernel {kernel.symbol}: ONNX Runtime {version} refuses its model: {exc}"]
             ) from exc
         declared = {tensor.name: tensor.type for tensor in (*session.get_inputs(), *session.get_outputs())}
-        bound = {p.name: _ELEMENT_TYPES[p.dtype][0] for p in kernel.parameters if p.name not in initializers}
+        bound = {p.name: _TYPE_NAMES[p.dtype] for p in kernel.parameters if p.name not in constants}
         if declared != bound:
             raise PlanInvalidError([f"kernel {kernel.symbol}: parameters {bound}, its model has {declared}"])
         return session
@@ -269,7 +251,7 @@ def _threads(plan: Plan, program: Program) -> int:
 
 def _element_type(parameter: Parameter, array: np.ndarray) -> Any:
     """What IOBinding wants: numpy's type, or ONNX's number where numpy has none of its own."""
-    return array.dtype.type if array.dtype.isbuiltin == 1 else _ELEMENT_TYPES[parameter.dtype][1]
+    return array.dtype.type if array.dtype.isbuiltin == 1 else ELEMENT_TYPES[parameter.dtype]
 
 
 def _check_origin(origin: str) -> None:

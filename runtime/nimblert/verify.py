@@ -4,29 +4,28 @@ Each rule yields a sentence, `path: actual, expected`. The rules hold for whatev
 decode to, so nothing here raises. Which commands may run side by side is judged elsewhere.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from math import inf, prod
-from typing import TypeAlias
+from itertools import islice, pairwise
+from math import inf
 
-from nimblert import launch_limits
+from nimblert import cpu_rules, launch_limits
+from nimblert import limits as ceilings
+from nimblert.extents import MAX_NBYTES, Sizes, array_problems, dense_nbytes, extent_problems, under
+from nimblert.limits import DEFAULT_LIMITS, Limits
 from nimblert.plan import (
-    ITEM_NBYTES,
     Candidate,
     Golden,
     Kernel,
     Launch,
     Memcpy,
     Memset,
-    Parameter,
     ParameterKind,
     Plan,
     Pointer,
     Program,
     Record,
     Region,
-    Relocation,
     ScheduleRecord,
     Target,
     Tensor,
@@ -35,19 +34,25 @@ from nimblert.plan import (
     Work,
 )
 
-MAX_NBYTES = 1 << 48
-"""No region is as large as this: it is the address space of a process."""
 MAX_BIAS = 1 << 40
 """How far from its region a relocation may point; see `Pointer`."""
-MAX_RANK = 64
 MAX_POLICY_LENGTH = 64
 
-Sizes: TypeAlias = Mapping[tuple[Region, int], int]
-"""Bytes of each region by (region, index)."""
+_MOST_SENTENCES = 1 << 16
+"""Nobody reads more, and a plan may break each rule a million times."""
 
 
-def problems(plan: Plan) -> Iterator[str]:
-    """Yield a sentence for each rule that the plan breaks; none for a plan that can be loaded."""
+def problems(plan: Plan, limits: Limits = DEFAULT_LIMITS) -> Iterator[str]:
+    """Yield a sentence for each rule that the plan breaks, ``limits`` included; none for a plan that can be loaded.
+
+    Whether conflicting accesses are ordered is `hazards` to say. Ends after some thousands of sentences.
+    """
+    beyond = tuple(ceilings.problems(plan, limits))
+    # What is beyond a limit is not looked at any closer.
+    return iter(beyond) if beyond else islice(_problems(plan, limits), _MOST_SENTENCES)
+
+
+def _problems(plan: Plan, limits: Limits) -> Iterator[str]:
     if not plan.programs:
         yield "programs: the plan has none"
     yield from _repeated("programs", [program.name for program in plan.programs])
@@ -55,13 +60,16 @@ def problems(plan: Plan) -> Iterator[str]:
         if not module.code.nbytes or not module.code.c_contiguous:
             yield f"modules[{i}].code: is empty or not contiguous"
     for i, kernel in enumerate(plan.kernels):
-        yield from _under(f"kernels[{i}]", _kernel_problems(kernel, plan))
-    yield from _weights_problems("weights", plan.weights, plan.weights_nbytes)
-    yield from _weights_problems("state", plan.state, plan.state_nbytes)
+        yield from under(f"kernels[{i}]", _kernel_problems(kernel, plan))
+    if plan.target == Target.CPU:
+        yield from cpu_rules.kernels_problems(plan, limits)
+    yield from _weights_problems("weights", plan.weights, plan.weights_nbytes, limits)
+    yield from _weights_problems("state", plan.state, plan.state_nbytes, limits)
     params_nbytes = tuple(kernel.params_nbytes for kernel in plan.kernels)
     for i, program in enumerate(plan.programs):
-        scope = _Scope(plan=plan, program=program, sizes=_sizes(program, plan), params_nbytes=params_nbytes)
-        yield from _under(f"programs[{i}]", _program_problems(scope))
+        sizes = _sizes(program, plan)
+        scope = _Scope(plan=plan, limits=limits, program=program, sizes=sizes, params_nbytes=params_nbytes)
+        yield from under(f"programs[{i}]", _program_problems(scope))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,14 +77,10 @@ class _Scope:
     """What the rules of a command refer to; ``params_nbytes`` is that of each kernel."""
 
     plan: Plan
+    limits: Limits
     program: Program
     sizes: Sizes
     params_nbytes: tuple[int, ...]
-
-
-def _under(path: str, sentences: Iterable[str]) -> Iterator[str]:
-    """The sentences with the path of the record that they are about."""
-    return (f"{path}.{sentence}" for sentence in sentences)
 
 
 def _repeated(path: str, names: Sequence[str]) -> Iterator[str]:
@@ -89,28 +93,13 @@ def _index_problems(path: str, index: int, count: int, what: str) -> Iterator[st
         yield f"{path}: {index} is out of range (there are {count} {what})"
 
 
-def _array_problems(dtype: str, shape: Sequence[int]) -> Iterator[str]:
-    """Rules that let `_nbytes` be computed."""
-    if dtype not in ITEM_NBYTES:
-        yield f"dtype: {dtype!r} is not one that a plan may name"
-    elif len(shape) > MAX_RANK:
-        yield f"shape: {len(shape)} dimensions, expected at most {MAX_RANK}"
-    elif min(shape, default=0) < 0:
-        yield f"shape: {shape} has a negative dimension"
-
-
-def _nbytes(dtype: str, shape: Sequence[int]) -> int:
-    """Size of a tensor whose elements lie side by side, 0 where `_array_problems` objects."""
-    return prod(shape) * ITEM_NBYTES.get(dtype, 0) if len(shape) <= MAX_RANK else 0
-
-
-def _weights_problems(path: str, weights: Sequence[Weight], region_nbytes: int) -> Iterator[str]:
+def _weights_problems(path: str, weights: Sequence[Weight], region_nbytes: int, limits: Limits) -> Iterator[str]:
     if not 0 <= region_nbytes < MAX_NBYTES:
         yield f"{path}_nbytes: {region_nbytes}, expected less than {MAX_NBYTES}"
     end = 0
     for i, weight in enumerate(weights):
-        yield from _under(f"{path}[{i}]", _array_problems(weight.dtype, weight.shape))
-        nbytes = _nbytes(weight.dtype, weight.shape)
+        yield from under(f"{path}[{i}]", array_problems(weight.dtype, weight.shape, limits.tensor_nbytes))
+        nbytes = dense_nbytes(weight.dtype, weight.shape)
         if weight.data.nbytes != nbytes or not weight.data.c_contiguous:
             yield f"{path}[{i}].data: {weight.data.nbytes} bytes, expected {nbytes}, contiguous"
         if weight.offset < end:
@@ -132,21 +121,6 @@ def _kernel_problems(kernel: Kernel, plan: Plan) -> Iterator[str]:
         for i, parameter in enumerate(kernel.parameters):
             if parameter.kind != ParameterKind.VALUE:
                 yield f"parameters[{i}].kind: {parameter.kind.name}, expected VALUE on the CUDA target"
-    else:
-        yield from _repeated("parameters", [parameter.name for parameter in kernel.parameters])
-        for i, parameter in enumerate(kernel.parameters):
-            yield from _under(f"parameters[{i}]", _cpu_parameter_problems(i, parameter))
-
-
-def _cpu_parameter_problems(position: int, parameter: Parameter) -> Iterator[str]:
-    """On the CPU target parameters are an array of pointers."""
-    if parameter.kind == ParameterKind.VALUE:
-        yield "kind: VALUE, expected a pointer on the CPU target"
-    if (parameter.offset, parameter.nbytes) != (8 * position, 8):
-        yield f"offset: {parameter.nbytes} bytes at {parameter.offset}, expected 8 at {8 * position}"
-    if not parameter.name:
-        yield "name: is empty"
-    yield from _array_problems(parameter.dtype, parameter.shape)
 
 
 def _program_problems(scope: _Scope) -> Iterator[str]:
@@ -154,8 +128,8 @@ def _program_problems(scope: _Scope) -> Iterator[str]:
     for (region, index), nbytes in sizes.items():
         if not 0 <= nbytes < MAX_NBYTES:
             yield f"{region.name}({index}): {nbytes} bytes, expected less than {MAX_NBYTES}"
-    yield from _tensors_problems("inputs", program.inputs, sizes)
-    yield from _tensors_problems("outputs", program.outputs, sizes)
+    yield from _tensors_problems("inputs", program.inputs, scope)
+    yield from _tensors_problems("outputs", program.outputs, scope)
     # More would cost a reader threads or handles for nothing.
     if program.stream_count > max(1, len(program.commands)):
         yield f"stream_count: {program.stream_count}, more than the {len(program.commands)} commands"
@@ -166,13 +140,13 @@ def _program_problems(scope: _Scope) -> Iterator[str]:
         path = f"commands[{i}]"
         yield from _index_problems(f"{path}.stream", command.stream, program.stream_count, "streams")
         if isinstance(command, Launch | Memcpy | Memset):
-            yield from _under(path, _work_problems(command, scope))
+            yield from under(path, _work_problems(command, scope))
     yield from _event_problems(program)
     yield from _programmatic_problems(program, scope.plan)
     if program.golden is not None:
-        yield from _under("golden", _golden_problems(program.golden, len(program.outputs)))
+        yield from under("golden", _golden_problems(program.golden, len(program.outputs)))
     if program.schedule is not None:
-        yield from _under("schedule", _schedule_problems(program.schedule, program))
+        yield from under("schedule", _schedule_problems(program.schedule, program))
 
 
 def _sizes(program: Program, plan: Plan) -> Sizes:
@@ -185,33 +159,25 @@ def _sizes(program: Program, plan: Plan) -> Sizes:
     }
 
 
-def _extent_problems(path: str, pointer: Pointer, nbytes: int, sizes: Sizes) -> Iterator[str]:
-    """``nbytes`` bytes from ``pointer`` lie in its region."""
-    region_nbytes = sizes.get((pointer.region, pointer.index))
-    if region_nbytes is None:
-        yield f"{path}: the program has no region {pointer.region.name}({pointer.index})"
-    elif nbytes < 0 or pointer.offset < 0 or pointer.offset + nbytes > region_nbytes:
-        yield (
-            f"{path}: {nbytes} bytes at {pointer.offset} lie outside"
-            f" {pointer.region.name}({pointer.index}) ({region_nbytes} bytes)"
-        )
-
-
-def _tensors_problems(path: str, tensors: Sequence[Tensor], sizes: Sizes) -> Iterator[str]:
+def _tensors_problems(path: str, tensors: Sequence[Tensor], scope: _Scope) -> Iterator[str]:
     yield from _repeated(path, [tensor.name for tensor in tensors])
     for i, tensor in enumerate(tensors):
-        yield from _under(f"{path}[{i}]", _tensor_problems(tensor, sizes))
+        yield from under(f"{path}[{i}]", _tensor_problems(tensor, scope))
 
 
-def _tensor_problems(tensor: Tensor, sizes: Sizes) -> Iterator[str]:
-    broken = tuple(_array_problems(tensor.dtype, tensor.shape))
+def _tensor_problems(tensor: Tensor, scope: _Scope) -> Iterator[str]:
+    broken = tuple(array_problems(tensor.dtype, tensor.shape, scope.limits.tensor_nbytes))
     yield from broken
     if len(tensor.strides) != len(tensor.shape):
         yield f"strides: {len(tensor.strides)}, expected one for each of {len(tensor.shape)} dimensions"
     elif min(tensor.strides, default=0) < 0:
         yield f"strides: {tensor.strides} has a negative one"
+    elif max(tensor.strides, default=0) * 16 > MAX_NBYTES:
+        yield f"strides: {tensor.strides} has one beyond any memory"
     elif not broken:
-        yield from _extent_problems("pointer", tensor.pointer, tensor.span_nbytes, sizes)
+        yield from extent_problems("pointer", tensor.pointer, tensor.span_nbytes, scope.sizes)
+        if scope.plan.target == Target.CPU and dense_nbytes(tensor.dtype, tensor.shape) > tensor.span_nbytes:
+            yield f"strides: {tensor.strides} give several elements one place, which the CPU target does not do"
     if tensor.sample_range is not None and tensor.sample_range[0] > tensor.sample_range[1]:
         yield f"sample_range: {tensor.sample_range} is empty"
 
@@ -230,9 +196,9 @@ def _work_problems(work: Work, scope: _Scope) -> Iterator[str]:
 def _launch_problems(launch: Launch, scope: _Scope) -> Iterator[str]:
     plan, sizes = scope.plan, scope.sizes
     for i, access in enumerate(launch.reads):
-        yield from _extent_problems(f"reads[{i}]", access.pointer, access.nbytes, sizes)
+        yield from extent_problems(f"reads[{i}]", access.pointer, access.nbytes, sizes)
     for i, access in enumerate(launch.writes):
-        yield from _extent_problems(f"writes[{i}]", access.pointer, access.nbytes, sizes)
+        yield from extent_problems(f"writes[{i}]", access.pointer, access.nbytes, sizes)
     if not 0 <= launch.kernel < len(plan.kernels):
         yield f"kernel: {launch.kernel} is out of range (there are {len(plan.kernels)} kernels)"
         return
@@ -246,7 +212,7 @@ def _launch_problems(launch: Launch, scope: _Scope) -> Iterator[str]:
         for i, relocation in enumerate(launch.relocations):
             yield from _biased_problems(f"relocations[{i}].pointer", relocation.pointer, sizes)
     else:
-        yield from _cpu_launch_problems(launch.relocations, kernel.parameters, sizes)
+        yield from cpu_rules.launch_problems(launch, kernel, sizes)
 
 
 def _relocation_problems(launch: Launch) -> Iterator[str]:
@@ -267,28 +233,9 @@ def _biased_problems(path: str, pointer: Pointer, sizes: Sizes) -> Iterator[str]
         yield f"{path}: offset {pointer.offset}, expected within {MAX_BIAS} of the region"
 
 
-def _cpu_launch_problems(
-    relocations: Sequence[Relocation], parameters: Sequence[Parameter], sizes: Sizes
-) -> Iterator[str]:
-    """On the CPU target each relocation is one parameter, and points to the whole of its tensor."""
-    offsets = [relocation.param_offset for relocation in relocations]
-    if len(offsets) != len(parameters) or offsets != [parameter.offset for parameter in parameters]:
-        yield f"relocations: expected one for each of {len(parameters)} parameters, in order"
-        return
-    for i, (relocation, parameter) in enumerate(zip(relocations, parameters, strict=True)):
-        path = f"relocations[{i}].pointer"
-        nbytes = _nbytes(parameter.dtype, parameter.shape)
-        yield from _extent_problems(path, relocation.pointer, nbytes, sizes)
-        in_weights = relocation.pointer.region == Region.WEIGHTS
-        if parameter.kind == ParameterKind.INITIALIZER and not in_weights:
-            yield f"{path}: an initializer in {relocation.pointer.region.name}, expected WEIGHTS"
-        if parameter.kind == ParameterKind.OUTPUT and in_weights:
-            yield f"{path}: an output in WEIGHTS, which never change"
-
-
 def _memcpy_problems(memcpy: Memcpy, sizes: Sizes) -> Iterator[str]:
-    yield from _extent_problems("dst", memcpy.dst, memcpy.nbytes, sizes)
-    yield from _extent_problems("src", memcpy.src, memcpy.nbytes, sizes)
+    yield from extent_problems("dst", memcpy.dst, memcpy.nbytes, sizes)
+    yield from extent_problems("src", memcpy.src, memcpy.nbytes, sizes)
     if memcpy.dst.region == Region.WEIGHTS:
         yield "dst: is in WEIGHTS, which never change"
     same_region = (memcpy.dst.region, memcpy.dst.index) == (memcpy.src.region, memcpy.src.index)
@@ -297,7 +244,7 @@ def _memcpy_problems(memcpy: Memcpy, sizes: Sizes) -> Iterator[str]:
 
 
 def _memset_problems(memset: Memset, sizes: Sizes) -> Iterator[str]:
-    yield from _extent_problems("dst", memset.dst, memset.count * memset.element_nbytes, sizes)
+    yield from extent_problems("dst", memset.dst, memset.count * memset.element_nbytes, sizes)
     if memset.dst.region == Region.WEIGHTS:
         yield "dst: is in WEIGHTS, which never change"
     if memset.element_nbytes not in (1, 2, 4):
@@ -365,7 +312,7 @@ def _schedule_problems(record: ScheduleRecord, program: Program) -> Iterator[str
     if not 0 <= record.fewest_sync_count <= work_count**2:
         yield f"fewest_sync_count: {record.fewest_sync_count}, more than pairs of work commands ({work_count**2})"
     for i, candidate in enumerate(record.candidates):
-        yield from _under(f"candidates[{i}]", _candidate_problems(candidate, work_count))
+        yield from under(f"candidates[{i}]", _candidate_problems(candidate, work_count))
 
 
 def _candidate_problems(candidate: Candidate, work_count: int) -> Iterator[str]:

@@ -13,8 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from nimblert.errors import NimbleError
-
 _PREFIX = ".nimblec-"
 _LOCK = "lock"
 
@@ -23,15 +21,11 @@ _LOCK = "lock"
 def scratch_folder(parent: Path | None = None) -> Iterator[Path]:
     """A new folder in ``parent`` (or where the system keeps temporary files), removed at the end.
 
-    Raises NimbleError where none can be made there.
+    Raises OSError where none can be made there.
     """
     parent = parent or Path(tempfile.gettempdir())
     _remove_abandoned(parent)
-    try:
-        made = tempfile.TemporaryDirectory(prefix=_PREFIX, dir=parent)
-    except OSError as exc:
-        raise NimbleError(f"{parent}: nothing can be written there: {exc.strerror}") from exc
-    with made as name, _locked(Path(name)):
+    with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=parent) as name, _locked(Path(name)):
         yield Path(name)
 
 

@@ -1,0 +1,83 @@
+"""All that is measured on an H200, in the order of its worth, within a time.
+
+Usage: python -m bench.all [--gpus N] [--jobs J] [--stop-after SECONDS] [--only NAME,...]. First the tables of networks
+(peers, schedules, batches, fp32), in one queue of processes that get ready side by side and measure alone
+(bench/running.py). Then the programs that time kernels, compilations and starts (singles), on each GPU one at a time
+with its share of the cores: what they print is in singles.json. The figures are in bench/results/h200 as they come.
+
+Each of these holds on to what the files hold of this commit, so the same command goes on with what is missing. On a
+machine without the repository, NIMBLEC_COMMIT says the commit.
+"""
+
+import argparse
+import copy
+import sys
+import time
+
+from bench import peers, running, schedules
+from bench.running import Table
+from bench.turns import Job
+
+SINGLES = (
+    ("compile_time",),
+    ("cold_start",),
+    ("conv_kernels", "--model", "efficientnet_b0"),
+    ("conv_kernels", "--model", "mobilenet_v3"),
+    ("attention_kernel",),
+    ("conv_kernels", "--model", "resnet50", "--float32", "tf32"),
+    ("conv_kernels", "--model", "resnet50", "--float32", "tf32x3"),
+    ("conv_kernels", "--model", "vit", "--float32", "tf32x3"),
+    ("grouped_convolutions",),
+)
+_SINGLE_LIMIT_S = 400
+
+
+def networks() -> dict[str, Table]:
+    """The tables of networks by name."""
+    return {
+        "peers": peers.table(peers.parser().parse_args([])),
+        "schedules": schedules.table(schedules.parser().parse_args([])),
+        "batches": peers.table(peers.parser().parse_args(["--batches"])),
+        "fp32": peers.table(peers.parser().parse_args(["--precision", "fp32"])),
+    }
+
+
+def singles() -> Table:
+    """The programs that have a GPU to themselves from beginning to end."""
+    path = peers.FOLDER / "singles.json"
+
+    def job(program: tuple[str, ...]) -> Job:
+        command = (sys.executable, "-m", "bench.single", *program)
+        return Job(table=str(path), model=" ".join(program), mode="single", command=command, limit_s=_SINGLE_LIMIT_S)
+
+    return Table(path=path, jobs=tuple((job(program),) for program in SINGLES))
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--only", default="peers,schedules,batches,fp32,singles", metavar="NAME,...")
+    running.add_options(made)
+    made.set_defaults(add=True)
+    return made
+
+
+def main(arguments: list[str]) -> None:
+    """Measure what is missing, as far as the time goes."""
+    options = parser().parse_args(arguments)
+    begin = time.monotonic()
+    names = options.only.split(",")
+    tables = {**networks(), "singles": singles()}
+    if unknown := set(names) - tables.keys():
+        raise SystemExit(f"--only {min(unknown)}: expected some of {', '.join(tables)}")
+    running.measure([tables[name] for name in names if name != "singles"], options)
+    alone = copy.copy(options)
+    alone.jobs = 1
+    alone.stop_after = options.stop_after - (time.monotonic() - begin)
+    if "singles" in names and alone.stop_after > 0:
+        running.measure([tables["singles"]], alone)
+    print("\n".join(running.summary(tables[name]) for name in names))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,47 @@
+"""Samples of a clock: their spread, and whether the machine was quiet while they were taken."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+Samples: TypeAlias = Mapping[str, Sequence[float] | np.ndarray]
+"""Microseconds by the name of the clock."""
+
+TRIES = 3
+MOST_SPREAD = 1.15
+"""The 95th percentile over the 5th, where nothing disturbed."""
+MOST_LAUNCH_US = 30.0
+"""What the wall clock of a replay has beside the GPU's time, where nothing disturbed."""
+
+
+def spread(times: Sequence[float] | np.ndarray) -> dict[str, float]:
+    """The 5th percentile, median and 95th percentile of some times."""
+    return dict(zip(("p5", "median", "p95"), np.percentile(times, (5, 50, 95)).round(4).tolist(), strict=True))
+
+
+def unrest(figures: Mapping[str, Mapping[str, float]]) -> float:
+    """How far from quiet spreads by clock are; 1 is just about quiet."""
+    found = [(clock["p95"] / clock["p5"] - 1) / (MOST_SPREAD - 1) for clock in figures.values()]
+    if {"kernels_us", "replay_us"} <= figures.keys():
+        launch_us = figures["replay_us"]["median"] - figures["kernels_us"]["median"]
+        found.append(launch_us / MOST_LAUNCH_US)
+    return max(found)
+
+
+def quietest(groups: Mapping[str, Callable[[], Samples]]) -> dict[str, Any]:
+    """The spreads of all clocks, and as "noisy" the groups that were not quiet in any of three tries.
+
+    The clocks of a group are sampled together: again where they were not quiet. The quietest try stands.
+    """
+    figures: dict[str, Any] = {}
+    noisy = []
+    for name, sample in groups.items():
+        tries: list[dict[str, dict[str, float]]] = []
+        while len(tries) < TRIES and not (tries and unrest(tries[-1]) <= 1):
+            tries.append({clock: spread(times) for clock, times in sample().items()})
+        best = min(tries, key=unrest)
+        figures |= best
+        if unrest(best) > 1:
+            noisy.append(name)
+    return {**figures, "noisy": noisy}

@@ -1,0 +1,128 @@
+"""One network written in JAX, compiled by XLA. Prints one JSON object of figures, and nothing else.
+
+Usage: python -m bench.jax_peer MODEL [--fp32] [--turns]; MODEL is package.module:callable, which returns (function,
+(weights, input, ...)) as those of bench.models.jax_resnet50 do. --fp32 switches TF32 off; --turns waits to be told
+when to measure.
+
+The weights are constants of the compiled function: given as arguments, they cost 0.2 ms a call. XLA puts kernels in
+CUDA graphs by itself. call_us: the wall clock of a synchronised call, inputs in the GPU's memory. back_to_back_us: the
+wall clock of a hundred calls with one synchronisation, for each of them. numpy_us: as call_us, from arrays to arrays.
+kernels_us: from the begin of a call's first kernel to the end of its last, in a profiler's trace of synchronised
+calls; busy_us: the time of that in which a kernel runs.
+"""
+
+import argparse
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # most of the GPU's memory, otherwise
+
+import jax
+import numpy as np
+import torch
+from jax import numpy as jnp
+from jax.profiler import ProfileData
+
+from bench import clocks, environment, peer_calls, reference
+from bench.turns import Turn
+from nimblec.frontend.torch_sources import import_callable
+
+_IN_A_ROW = 100
+
+
+def back_to_back_us(call: peer_calls.Call) -> list[float]:
+    """Microseconds for each of a hundred calls that only the last is waited for, many times."""
+
+    def calls() -> None:
+        for _ in range(_IN_A_ROW - 1):
+            call()
+        jax.block_until_ready(call())
+
+    return [time_us / _IN_A_ROW for time_us in peer_calls.wall_us(calls)]
+
+
+def kernels(call: peer_calls.Call) -> list[peer_calls.Span]:
+    """The kernels of `peer_calls.apart` calls, by JAX's profiler."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            peer_calls.apart(call)
+        profiles = [ProfileData.from_file(str(path)) for path in Path(folder).rglob("*.xplane.pb")]
+        return [span for profile in profiles for span in kernel_spans(profile)]
+
+
+def kernel_spans(profile: ProfileData) -> Iterator[peer_calls.Span]:
+    """The kernels on the streams of GPUs; copies and fills are none."""
+    for plane in profile.planes:
+        for line in plane.lines if plane.name.startswith("/device:GPU") else ():
+            if line.name.startswith("Stream"):
+                for event in line.events:
+                    if not event.name.lower().startswith(("memcpy", "memset")):
+                        yield event.start_ns / 1e3, event.end_ns / 1e3
+
+
+def floats(outputs: Any) -> list[np.ndarray]:
+    """The arrays of a result, in their order, on the host, in single precision."""
+    return [np.asarray(leaf).astype(np.float32) for leaf in jax.tree.leaves(outputs)]
+
+
+def exact(function: Callable[..., Any], weights: Any, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """The outputs in float32 without TF32, with the same weights and inputs."""
+
+    def widened(array: np.ndarray) -> np.ndarray:
+        return array.astype(np.float32) if jnp.issubdtype(array.dtype, jnp.floating) else array
+
+    with jax.default_matmul_precision("highest"):
+        return floats(jax.jit(function)(*jax.tree.map(widened, (weights, *inputs))))
+
+
+def measure(function: Callable[..., Any], weights: Any, inputs: Sequence[np.ndarray], turn: Turn) -> None:
+    """Get ready, have the turn, and say all figures."""
+    expected = exact(function, weights, inputs)
+    placed, given = jax.device_put((weights, inputs))
+    begin = time.perf_counter()
+    compiled = jax.jit(lambda *arrays: function(placed, *arrays))
+    found = jax.block_until_ready(compiled(*given))
+    figures: dict[str, Any] = {"prepare_s": time.perf_counter() - begin}
+    figures["error"] = reference.error(floats(found), expected)
+
+    def launch() -> Any:
+        return compiled(*given)
+
+    def call() -> None:
+        jax.block_until_ready(launch())
+
+    turn.begin()
+    figures |= clocks.quietest(
+        {
+            "call": lambda: {"call_us": peer_calls.wall_us(call)},
+            "back to back": lambda: {"back_to_back_us": back_to_back_us(launch)},
+            "numpy": lambda: {"numpy_us": peer_calls.wall_us(lambda: floats(compiled(*inputs)))},
+        }
+    )
+    if jax.default_backend() == "gpu":
+        figures |= peer_calls.figures(kernels(call))
+    turn.say(**figures, backend=jax.default_backend(), environment=environment.describe())
+
+
+def main() -> None:
+    """Measure the network named ``package.module:callable``."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--fp32", action="store_true")
+    parser.add_argument("--turns", action="store_true")
+    options = parser.parse_args()
+    turn = Turn(wait=options.turns)
+    if options.fp32:
+        jax.config.update("jax_default_matmul_precision", "highest")
+    torch.manual_seed(0)  # the networks draw their weights and inputs by torch
+    function, (weights, *inputs), _ = import_callable(options.model)
+    measure(function, weights, inputs, turn)
+    turn.end()
+
+
+if __name__ == "__main__":
+    main()

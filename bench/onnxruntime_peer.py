@@ -1,0 +1,124 @@
+"""One model in ONNX Runtime's CUDA provider. Prints one JSON object of figures, and nothing else.
+
+Usage: python -m bench.onnxruntime_peer MODEL [--fp32] [--nchw] [--cpu] [--turns]; MODEL is package.module:callable, as
+for torch, exported by torch.onnx.export. Needs the package onnxruntime-gpu. A run is one CUDA graph, its inputs and
+outputs are bound, and convolutions are NHWC unless --nchw is given. --fp32 switches TF32 off; --cpu takes the CPU
+provider instead; --turns waits to be told when to measure.
+
+call_us: the wall clock of a synchronised run, inputs in the GPU's memory. numpy_us: the same from arrays to arrays.
+kernels_us: from the begin of a run's first kernel to the end of its last, in a profiler's trace; busy_us: the time of
+that in which a kernel runs.
+"""
+
+import argparse
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import torch
+
+from bench import clocks, environment, peer_calls, reference
+from bench.turns import Turn
+
+Providers = Sequence[tuple[str, Mapping[str, str]]]
+
+CPU: Providers = (("CPUExecutionProvider", {}),)
+
+
+def cuda(*, tf32: bool, nhwc: bool) -> Providers:
+    """The CUDA provider: a session's runs are one CUDA graph, recorded in the first."""
+    flags = {"enable_cuda_graph": True, "use_tf32": tf32, "prefer_nhwc": nhwc}
+    options = {name: str(int(flag)) for name, flag in flags.items()} | {"cudnn_conv_algo_search": "EXHAUSTIVE"}
+    return (("CUDAExecutionProvider", options),)
+
+
+class Bound:
+    """A session whose inputs and outputs are bound to memory of its device."""
+
+    def __init__(
+        self, path: Path, providers: Providers, inputs: Sequence[np.ndarray], outputs: Sequence[np.ndarray]
+    ) -> None:
+        """``outputs`` are of the dtypes and shapes of what the model returns.
+
+        The process ends where ONNX Runtime falls back from the first of ``providers`` to another.
+        """
+        self._session = onnxruntime.InferenceSession(path, providers=[*providers])
+        asked, found = providers[0][0], self._session.get_providers()[0]
+        if found != asked:
+            sys.exit(f"ONNX Runtime takes {found}: {asked} cannot be loaded (its warning says why)")
+        device = "cuda" if asked == "CUDAExecutionProvider" else "cpu"
+        self._binding = self._session.io_binding()
+        self._inputs, self._outputs = (
+            [onnxruntime.OrtValue.ortvalue_from_numpy(array.copy(), device, 0) for array in arrays]
+            for arrays in (inputs, outputs)
+        )
+        for place, value in zip(self._session.get_inputs(), self._inputs, strict=True):
+            self._binding.bind_ortvalue_input(place.name, value)
+        for place, value in zip(self._session.get_outputs(), self._outputs, strict=True):
+            self._binding.bind_ortvalue_output(place.name, value)
+
+    def run(self) -> None:
+        """Compute the outputs, and wait for them."""
+        self._session.run_with_iobinding(self._binding)
+
+    def run_on(self, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """The outputs for some arrays of the same dtypes and shapes, on the host."""
+        for value, array in zip(self._inputs, inputs, strict=True):
+            value.update_inplace(array)
+        self.run()
+        return [value.numpy() for value in self._outputs]
+
+
+def measure(spec: str, providers: Providers, turn: Turn) -> None:
+    """Get ready, have the turn, and say all figures."""
+    on_gpu = providers is not CPU
+    module, args, kwargs = reference.seeded(spec)
+    with torch.no_grad():
+        returned = module(*args, **kwargs)
+    expected = reference.exact(module, args, kwargs) if on_gpu else reference.floats(returned)
+    inputs = reference.host_arrays((args, kwargs))
+    begin = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        path = Path(folder, "model.onnx")
+        torch.onnx.export(module, args, path, kwargs=kwargs, dynamo=True, verbose=False)
+        bound = Bound(path, providers, inputs, reference.host_arrays(returned))
+    found = bound.run_on(inputs)
+    figures: dict[str, Any] = {
+        "prepare_s": time.perf_counter() - begin,
+        "error": reference.error([array for array in found if array.dtype.kind == "f"], expected),
+    }
+    turn.begin()
+    figures |= clocks.quietest(
+        {
+            "call": lambda: {"call_us": peer_calls.wall_us(bound.run)},
+            "numpy": lambda: {"numpy_us": peer_calls.wall_us(lambda: bound.run_on(inputs))},
+        }
+    )
+    if on_gpu:
+        figures |= peer_calls.figures(peer_calls.by_torch(bound.run))
+    turn.say(**figures, provider=providers[0][0], environment=environment.describe())
+
+
+def main() -> None:
+    """Measure the model named ``package.module:callable``."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--fp32", action="store_true")
+    parser.add_argument("--nchw", action="store_true")
+    parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--turns", action="store_true")
+    options = parser.parse_args()
+    turn = Turn(wait=options.turns)
+    measure(options.model, CPU if options.cpu else cuda(tf32=not options.fp32, nhwc=not options.nchw), turn)
+    turn.end()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""All processes that a command has started, wherever they went: to sessions of their own, or to another parent.
+
+While it is in `adopting`, all that this process has started stays below it. A process belongs to a tree if its
+environment holds the tree's token (a child inherits it, and keeps it when its parent ends), or if one that belongs to
+it is its parent. Neither holds of one that cleared its environment and whose parent has ended: `stop` finds it, as
+it is below this process, `Tree.end` does not. Linux only: /proc tells.
+"""
+
+import asyncio
+import ctypes
+import os
+import secrets
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+_VARIABLE = "NIMBLEC_BENCH_TREE"
+_SET_CHILD_SUBREAPER, _GET_CHILD_SUBREAPER = 36, 37  # linux/prctl.h
+_ENDED = "ZX"
+_STANDING_STILL = "tT"
+_LONGEST_STOP_S = 5.0
+"""A process stops or ends when it comes back from a system call; one of the GPU's driver may take a while."""
+_PAUSE_S = 0.002
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Process:
+    parent: int
+    state: str
+    """As proc_pid_stat(5) names it."""
+
+
+@contextmanager
+def adopting() -> Iterator[None]:
+    """Be the parent of all processes below this one whose own parent ends meanwhile, in place of init."""
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    before = ctypes.c_int()
+    if prctl(_GET_CHILD_SUBREAPER, ctypes.byref(before)) or prctl(_SET_CHILD_SUBREAPER, 1):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+    try:
+        yield
+    finally:
+        prctl(_SET_CHILD_SUBREAPER, before.value)
+
+
+class Tree:
+    """The processes that are started with this tree's `environment`, and all that those start."""
+
+    def __init__(self) -> None:
+        self._token = secrets.token_hex(16)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What the environment of the first process has to hold."""
+        return {_VARIABLE: self._token}
+
+    def members(self) -> set[int]:
+        """Their ids; those that have ended are not among them."""
+        found = _processes()
+        return self.among(_below(found), found)
+
+    def among(self, pids: set[int], found: dict[int, _Process]) -> set[int]:
+        """Those of ``pids`` that belong to this tree."""
+        return _with_children({pid for pid in pids if _has_token(pid, self._token)}, found)
+
+    async def end(self) -> None:
+        """Kill all of them, and those that they start meanwhile; back when they have ended."""
+        _signal_all(self.members, signal.SIGKILL)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LONGEST_STOP_S):
+                while self.members():  # noqa: ASYNC110  # nobody tells of a grandchild's end
+                    await asyncio.sleep(_PAUSE_S)
+
+
+def stop(spared: Tree) -> set[int]:
+    """Stop all that is below this process but one tree: their ids, when they stand still."""
+
+    def others() -> set[int]:
+        found = _processes()
+        below = _below(found)
+        return below - spared.among(below, found)
+
+    stopped = _signal_all(others, signal.SIGSTOP)
+    _wait_until_still(stopped)
+    return stopped
+
+
+def go_on(stopped: set[int]) -> None:
+    """Let stopped processes go on; some may have ended."""
+    for pid in stopped:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+
+def _signal_all(members: Callable[[], set[int]], number: signal.Signals) -> set[int]:
+    """Signal all members, until no look finds one that was not there at the look before."""
+    signalled: set[int] = set()
+    while new := members() - signalled:
+        for pid in new:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+        signalled |= new
+    return signalled
+
+
+def _wait_until_still(pids: set[int]) -> None:
+    end = time.monotonic() + _LONGEST_STOP_S
+    while time.monotonic() < end:
+        found = _processes()
+        if all(found[pid].state in _STANDING_STILL for pid in pids & found.keys()):
+            return
+        time.sleep(_PAUSE_S)
+
+
+def _processes() -> dict[int, _Process]:
+    """All that have not ended."""
+    found = {}
+    for name in os.listdir("/proc"):  # noqa: PTH208  # no Path for each of a thousand
+        if name.isdecimal():
+            with suppress(FileNotFoundError, ProcessLookupError):
+                state, parent = Path("/proc", name, "stat").read_text(errors="replace").rpartition(")")[2].split()[:2]
+                found[int(name)] = _Process(parent=int(parent), state=state)
+    return {pid: process for pid, process in found.items() if process.state not in _ENDED}
+
+
+def _below(found: dict[int, _Process]) -> set[int]:
+    """This process's children, theirs, and so on."""
+    return _with_children({os.getpid()}, found) - {os.getpid()}
+
+
+def _has_token(pid: int, token: str) -> bool:
+    try:
+        return f"{_VARIABLE}={token}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except (FileNotFoundError, ProcessLookupError, PermissionError):  # it has ended, or is another user's
+        return False
+
+
+def _with_children(first: set[int], found: dict[int, _Process]) -> set[int]:
+    children: dict[int, list[int]] = {}
+    for pid, process in found.items():
+        children.setdefault(process.parent, []).append(pid)
+    members, waiting = set(first), list(first)
+    while waiting:
+        new = [pid for pid in children.get(waiting.pop(), ()) if pid not in members]
+        members.update(new)
+        waiting += new
+    return members

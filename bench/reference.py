@@ -1,0 +1,75 @@
+"""The weights and inputs that all measuring processes share, and how far an output is from the exact one."""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
+
+from nimblec.frontend.pytorch import set_arithmetic
+from nimblec.frontend.torch_sources import import_callable
+from nimblert.dtypes import numpy_dtype
+
+_SEED = 0  # of nimblec's capture, so that its plan holds the same weights
+_WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}
+
+
+def seeded(spec: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Module, args and kwargs of ``package.module:callable`` on the CPU, the same in every process."""
+    torch.manual_seed(_SEED)
+    return import_callable(spec)
+
+
+def exact(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[np.ndarray]:
+    """The floating-point outputs by eager PyTorch on the GPU, computed wider, with the same weights and inputs.
+
+    A half-precision model is computed in float32 without TF32, a float32 model in float64.
+    """
+    dtype = next(p.dtype for p in module.parameters() if p.is_floating_point())
+    wide = copy.deepcopy(module).to("cuda", _WIDER[dtype])
+
+    def widened(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return leaf.to("cuda", _WIDER[dtype]) if leaf.is_floating_point() else leaf.cuda()
+
+    before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
+    set_arithmetic("fp32")
+    args, kwargs = pytree.tree_map(widened, (args, kwargs))
+    with torch.no_grad():
+        outputs = floats(wide(*args, **kwargs))
+    torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
+    del wide
+    torch.cuda.empty_cache()
+    return outputs
+
+
+def floats(outputs: Any) -> list[np.ndarray]:
+    """The floating-point tensors of what a module returned, in their order, as arrays on the host."""
+    tensors = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
+    wide = [t if t.dtype == torch.float64 else t.float() for t in tensors if t.is_floating_point()]
+    return [t.cpu().numpy() for t in wide]
+
+
+def host_arrays(inputs: Any) -> list[np.ndarray]:
+    """The tensors among inputs, in their order, as arrays in C order."""
+    return [as_array(leaf) for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+
+
+def as_array(tensor: torch.Tensor) -> np.ndarray:
+    """A tensor in C order with the dtype that nimblert gives it."""
+    tensor = tensor.contiguous()
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.uint16).numpy().view(numpy_dtype("bfloat16"))
+    return tensor.numpy()
+
+
+def error(outputs: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> float:
+    """The largest difference of any output as a part of the largest magnitude of that output."""
+    parts = []
+    for output, right in zip(outputs, expected, strict=True):
+        difference = np.abs(output.astype(np.float64) - right).max()
+        parts.append(float(difference / np.abs(right).max()))
+    return max(parts)

@@ -1,0 +1,126 @@
+"""Measure what is missing in files of figures: many processes, on the GPUs of one machine.
+
+A file holds figures by model and mode, each with the commit that it is of. Processes get ready side by side and measure
+alone (bench/turns.py), on each of --gpus with its share of the cores, all of a model of one table on one of them.
+"""
+
+import argparse
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from bench import environment
+from bench.turns import Job, Place, Result, take_turns
+from nimblec import processes
+from nimblert.replacing import replacing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """A file of figures, and the jobs that make them, model by model in the order in which they start."""
+
+    path: Path
+    jobs: tuple[tuple[Job, ...], ...]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """How to measure."""
+    parser.add_argument("--jobs", type=int, default=8, help="processes of a GPU that get ready side by side")
+    parser.add_argument("--gpus", type=int, default=1, help="of those in CUDA_VISIBLE_DEVICES, where it is set")
+    parser.add_argument("--stop-after", type=float, default=3600, help="seconds after which nothing starts or works")
+    parser.add_argument("--add", action="store_true", help="measure only what the files do not hold of this commit")
+
+
+def measure(tables: Sequence[Table], options: argparse.Namespace) -> None:
+    """Run the jobs of all tables in their order; the figures are in the files whenever one has ended."""
+    commit = environment.commit()
+    files = {str(table.path): _File(table.path, commit, options) for table in tables}
+    waiting = iter([left for table in tables for jobs in table.jobs if (left := files[str(table.path)].missing(jobs))])
+
+    def done(job: Job, result: Result) -> None:
+        files[job.table].record(job, result)
+        clocks = (name for name in ("kernels_us", "call_us", "numpy_us") if name in result)
+        said = [f"{name} {result[name]['median']:.0f}" for name in clocks]
+        noisy = [f"noisy: {', '.join(result['noisy'])}"] if result.get("noisy") else []
+        print(Path(job.table).stem, job.model, job.mode, *said, *noisy, result.get("failed", ""), flush=True)
+
+    take_turns(places(waiting, options), side_by_side=options.jobs, stop_after_s=options.stop_after, done=done)
+
+
+class _File:
+    """Figures in a file, written whenever some are added."""
+
+    def __init__(self, path: Path, commit: str, options: argparse.Namespace) -> None:
+        self._path = path
+        self._commit = commit
+        self._jobs = options.jobs
+        kept = json.loads(path.read_text())["models"] if options.add and path.exists() else {}
+        self._content = {
+            "environment": environment.describe(),
+            "settings": {"gpus": options.gpus, "jobs": options.jobs},
+            "models": kept,
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+    def missing(self, jobs: Sequence[Job]) -> list[Job]:
+        """Those that have no figures of this commit."""
+        return [job for job in jobs if not self._has(self._content["models"].get(job.model, {}).get(job.mode, {}))]
+
+    def _has(self, figures: Mapping[str, Any]) -> bool:
+        return figures.get("commit") == self._commit and environment.is_exact(self._commit) and "failed" not in figures
+
+    def record(self, job: Job, result: Result) -> None:
+        """Add the figures of a job."""
+        row = {**result, "commit": self._commit, "jobs": self._jobs}
+        self._content["models"].setdefault(job.model, {})[job.mode] = row
+        with replacing(self._path) as file:
+            file.write((json.dumps(self._content, indent=1, sort_keys=True) + "\n").encode())
+
+
+def places(waiting: Iterator[Sequence[Job]], options: argparse.Namespace) -> Iterator[Place]:
+    """The GPUs, each with its share of the cores, which takes on the next model when it is done with one."""
+    cores = sorted(os.sched_getaffinity(0))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    names = visible if visible != [""] else [str(gpu) for gpu in range(options.gpus)]
+    for gpu in range(options.gpus):
+        own = cores[gpu * len(cores) // options.gpus : (gpu + 1) * len(cores) // options.gpus]
+        yield Place(
+            jobs=chain.from_iterable(waiting),
+            environment=surroundings(len(own) // options.jobs) | {"CUDA_VISIBLE_DEVICES": names[gpu]},
+            prefix=("taskset", "--cpu-list", ",".join(map(str, own))),
+        )
+
+
+def surroundings(cores: int) -> dict[str, str]:
+    """The environment of a measuring process: its share of the cores for what it compiles."""
+    share = str(max(1, cores))
+    threads = {"TORCHINDUCTOR_COMPILE_THREADS": share, "OMP_NUM_THREADS": share}
+    return {**processes.environment(), **threads, "PYTHONWARNINGS": "ignore", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def summary(table: Table) -> str:
+    """How much of a table is there, and which rows failed or were not quiet."""
+    rows = json.loads(table.path.read_text())["models"] if table.path.exists() else {}
+    asked = [job for jobs in table.jobs for job in jobs]
+    found = {f"{short(job.model)} {job.mode}": rows.get(job.model, {}).get(job.mode) for job in asked}
+    there = sum(row is not None and "failed" not in row for row in found.values())
+    lines = [f"{table.path.stem}: {there} of {len(found)} rows"]
+    lines += [f"  {name}: {row['failed'][:200]}" for name, row in found.items() if row and "failed" in row]
+    noisy = [name for name, row in found.items() if row and row.get("noisy")]
+    return "\n".join([*lines, *([f"  noisy: {', '.join(noisy)}"] if noisy else [])])
+
+
+def short(spec: str) -> str:
+    """A model's name without what all have."""
+    return spec.removeprefix("bench.models.")
+
+
+def show(options: argparse.Namespace, path: Path, printed: Callable[[Any], str]) -> None:
+    """Print the table of a file."""
+    if options.output and not path.exists():
+        raise SystemExit(f"{path}: there is no such file")
+    print(printed(environment.read(path)))

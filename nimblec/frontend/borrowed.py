@@ -1,0 +1,36 @@
+"""A user's module, lent to the compiler and given back as it was."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import torch
+
+
+@contextmanager
+def borrowed(model: Any) -> Iterator[None]:
+    """Have the parameters and buffers of a module be copies on the CPU inside the block.
+
+    Afterwards every attribute of every module in it is what it was: runs and exports write running
+    statistics, count, keep tables and register hooks. Of a plain function nothing is known.
+    """
+    if not isinstance(model, torch.nn.Module):
+        yield
+        return
+    attributes = [(module, dict(module.__dict__)) for module in model.modules()]
+    contents = [(kept, dict(kept)) for _, found in attributes for kept in found.values() if isinstance(kept, dict)]
+    data = {id(tensor): (tensor, tensor.data) for tensor in chain(model.parameters(), model.buffers())}
+    try:
+        for tensor, its_data in data.values():
+            tensor.data = its_data.to("cpu", copy=True)
+        yield
+    finally:
+        for module, found in attributes:
+            module.__dict__.clear()
+            module.__dict__.update(found)
+        for kept, items in contents:
+            kept.clear()
+            kept.update(items)
+        for tensor, its_data in data.values():
+            tensor.data = its_data

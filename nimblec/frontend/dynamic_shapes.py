@@ -1,0 +1,181 @@
+"""An ExportedProgram with dynamic dimensions, made static: a plan has one size for each."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import SymInt, Tensor
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ConstantArgument, InputKind
+from torch.utils import _pytree as pytree
+
+from nimblec.errors import CompileError, UnsupportedModelError
+from nimblec.frontend.pytorch import ModelCall, bind, input_names, stand_in
+from nimblec.options import Options
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Declared:
+    """An input as the program declares it.
+
+    ``shape`` has a SymInt for each dynamic dimension; it is None for what is no tensor, of which
+    ``value`` is the constant, or the SymInt.
+    """
+
+    name: str
+    shape: tuple[int | SymInt, ...] | None
+    value: Any = None
+
+    def symbols(self) -> Iterator[tuple[str, str]]:
+        """The plain symbols among its dimensions, and where each stands."""
+        for axis, size in enumerate(self.shape or ()):
+            if isinstance(size, SymInt) and size.node.expr.is_symbol:
+                yield str(size.node.expr), f"axis {axis} of {self.name!r}"
+        if isinstance(self.value, SymInt):
+            yield str(self.value.node.expr), f"{self.name!r}"
+
+
+def specialise(
+    name: str, program: ExportedProgram, given: tuple[tuple[Any, ...], dict[str, Any]] | None, options: Options
+) -> ModelCall:
+    """The module of an exported program and static arguments for it.
+
+    ``given`` are arguments to take instead of the example inputs that the program was exported with.
+    Sizes of dynamic dimensions come from ``inputs``, ``examples``, ``given`` and, by symbol, ``dims``, in
+    this order. Raises UnsupportedModelError where one stays open, is out of its range, or fits no input.
+    """
+    module = program.module(check_guards=False)
+    args, kwargs = given or program.example_inputs or _placeholders(program)
+    leaves, structure = pytree.tree_flatten((args, kwargs))
+    if structure.num_leaves != len(_user_inputs(program)):
+        raise CompileError(f"{name}: takes {len(_user_inputs(program))} inputs, the example inputs are {len(leaves)}")
+    names = input_names(module, args, kwargs)
+    declared = [_declare(n, value) for n, value in zip(names, _user_inputs(program), strict=True)]
+    shapes = {n: tuple(leaf.shape) for n, leaf in zip(names, leaves, strict=True) if given and isinstance(leaf, Tensor)}
+    shapes |= {n: array.shape for n, array in options.examples}
+    shapes |= {spec.name: spec.shape for spec in options.inputs}
+    sizes = _sizes(name, declared, shapes, options.dims)
+    _check_ranges(name, program, sizes)
+    open_sizes = _open(declared, sizes)
+    if open_sizes:
+        listed = "; ".join(f"{s} ({_range(program, s)}) is {' and '.join(where)}" for s, where in open_sizes.items())
+        flags = " ".join(f"--dim {symbol}=<size>" for symbol in open_sizes)
+        by_name = ", ".join(f"{symbol!r}: <size>" for symbol in open_sizes)
+        raise UnsupportedModelError(
+            f"{name} has dynamic dimensions, and a plan is static: {listed}: give {flags}, in Python dims={{{by_name}}}"
+        )
+    static = [_static(d, leaf, sizes) for d, leaf in zip(declared, leaves, strict=True)]
+    args, kwargs = pytree.tree_unflatten(static, structure)
+    call = bind(module, args, kwargs, name=name, specs=options.inputs, examples=dict(options.examples))
+    _check_shapes(declared, dict(call.inputs), sizes)
+    fixed = ", ".join(f"{symbol} = {size}" for symbol, size in sizes.items())
+    notes = (f"{name} is dynamic, and the plan is for {fixed} alone",) if fixed else ()
+    return ModelCall(
+        name=name, module=module, args=call.args, kwargs=call.kwargs, inputs=call.inputs, notes=notes + call.notes
+    )
+
+
+def _user_inputs(program: ExportedProgram) -> list[Any]:
+    """What the graph knows of each input: a fake tensor, a SymInt, or a constant."""
+    values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
+    return [
+        spec.arg.value if isinstance(spec.arg, ConstantArgument) else values[spec.arg.name]
+        for spec in program.graph_signature.input_specs
+        if spec.kind is InputKind.USER_INPUT
+    ]
+
+
+def _placeholders(program: ExportedProgram) -> Any:
+    """Stand-ins for the example inputs of a program that was saved without them."""
+    return pytree.tree_unflatten(_user_inputs(program), program.call_spec.in_spec)
+
+
+def _declare(name: str, value: Any) -> _Declared:
+    if isinstance(value, Tensor):
+        return _Declared(name=name, shape=tuple(value.shape))
+    return _Declared(name=name, shape=None, value=value)
+
+
+def _sizes(
+    name: str, declared: Sequence[_Declared], shapes: Mapping[str, tuple[int, ...]], dims: Sequence[tuple[str, int]]
+) -> dict[str, int]:
+    """The size of each symbol that something says one for."""
+    symbols = dict.fromkeys(symbol for d in declared for symbol, _ in d.symbols())
+    sizes: dict[str, int] = {}
+    for symbol, size in dims:
+        if symbol not in symbols:
+            names = ", ".join(map(repr, symbols)) or "none"
+            raise UnsupportedModelError(
+                f"--dim {symbol}: {name} has no dynamic dimension of that name; the names are {names}"
+            )
+        sizes[symbol] = size
+    found: dict[str, tuple[int, str]] = {}
+    for d in declared:
+        shape = shapes.get(d.name)
+        if shape is None or d.shape is None or len(shape) != len(d.shape):
+            continue
+        for size, dimension in zip(shape, d.shape, strict=True):
+            if isinstance(dimension, SymInt) and dimension.node.expr.is_symbol:
+                before, where = found.setdefault(str(dimension.node.expr), (size, d.name))
+                if before != size:
+                    raise UnsupportedModelError(
+                        f"input {d.name!r}: {dimension} is {size}, and input {where!r} makes it {before}"
+                    )
+    return sizes | {symbol: size for symbol, (size, _) in found.items()}
+
+
+def _open(declared: Sequence[_Declared], sizes: Mapping[str, int]) -> dict[str, list[str]]:
+    """The symbols that have no size, and where they stand."""
+    places: dict[str, list[str]] = {}
+    for d in declared:
+        for symbol, where in d.symbols():
+            if symbol not in sizes:
+                places.setdefault(symbol, []).append(where)
+    return places
+
+
+def _check_ranges(name: str, program: ExportedProgram, sizes: Mapping[str, int]) -> None:
+    for symbol, allowed in program.range_constraints.items():
+        size = sizes.get(str(symbol))
+        if size is not None and not allowed.lower <= size <= allowed.upper:
+            raise UnsupportedModelError(
+                f"{name}: {symbol} is {size}, and was exported for {_range(program, str(symbol))}"
+            )
+
+
+def _range(program: ExportedProgram, symbol: str) -> str:
+    """The sizes that a symbol may have, in words."""
+    for known, allowed in program.range_constraints.items():
+        if str(known) == symbol:
+            return f"{allowed.lower} to {allowed.upper}" if allowed.upper.is_Integer else f"from {allowed.lower}"
+    return "of any size"
+
+
+def _static(declared: _Declared, leaf: Any, sizes: Mapping[str, int]) -> Any:
+    """The leaf where it has the sizes asked for; else a stand-in."""
+    if declared.shape is None:
+        return _size(declared.value, sizes) if isinstance(declared.value, SymInt) else leaf
+    shape = tuple(_size(size, sizes) for size in declared.shape)
+    if isinstance(leaf, torch._subclasses.FakeTensor) or tuple(leaf.shape) != shape:
+        return stand_in(shape, leaf.dtype)
+    return leaf
+
+
+def _size(size: int | SymInt, sizes: Mapping[str, int]) -> int:
+    """A dimension's size, where those of all symbols are known."""
+    if not isinstance(size, SymInt):
+        return size
+    expression = size.node.expr
+    return int(expression.subs({symbol: sizes[str(symbol)] for symbol in expression.free_symbols}))
+
+
+def _check_shapes(declared: Sequence[_Declared], inputs: Mapping[str, Tensor], sizes: Mapping[str, int]) -> None:
+    """Raise UnsupportedModelError for an input that is not of the shape it was exported with."""
+    for d in declared:
+        if d.shape is None:
+            continue
+        expected = tuple(_size(size, sizes) for size in d.shape)
+        if tuple(inputs[d.name].shape) != expected:
+            found, wanted = ("x".join(map(str, shape)) or "scalar" for shape in (inputs[d.name].shape, expected))
+            raise UnsupportedModelError(f"input {d.name!r}: has the shape {found}, the model was exported for {wanted}")

@@ -1,0 +1,38 @@
+"""What an exporter refuses, in one sentence: the user's line, what is wrong with it, and a way out."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+from nimblec.errors import NimbleError, TraceError, first_line, root_cause, users_line
+from nimblec.frontend.torch_log import quiet_torch
+
+
+@contextmanager
+def exporting(name: str, exporter: str) -> Iterator[None]:
+    """Around a call of ``exporter`` on the model ``name``: what it raises is a TraceError, what it logs is nothing.
+
+    An exporter runs the user's code, which may raise anything.
+    """
+    try:
+        with quiet_torch():
+            yield
+    except NimbleError:
+        raise
+    except Exception as exc:  # nobody knows what a user's code may raise, and all of it is to be told
+        first = root_cause(exc)
+        line = users_line(first)
+        if isinstance(first, GuardOnDataDependentSymNode):
+            raise TraceError(
+                f"{name}: {line or 'its code'} lets the value of a tensor decide what runs next, or a size, and a plan "
+                "is static: use torch.where or torch.cond there, or take it out of the model"
+            ) from exc
+        where = f"{line} raised {type(first).__name__}: " if line else ""
+        raise TraceError(f"{name}: {exporter} refuses it: {where}{_plain(first)}") from exc
+
+
+def _plain(exc: BaseException) -> str:
+    """The first line of an error without colours."""
+    return re.sub(r"\x1b\[\d*m", "", first_line(exc))

@@ -1,0 +1,51 @@
+"""A model of this process for the capture process, which CUPTI and the allocator want to be a fresh one.
+
+What is handed over is what torch.export sees here. A pickled module would be another one: classes
+drop attributes when they are pickled, lambdas and hooks cannot be, and what libraries keep outside
+of modules (registries that `__init__` fills, patches, flags) is not in the other process at all.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nimblec.errors import UnsupportedModelError
+from nimblec.frontend import torch_sources
+from nimblec.frontend.borrowed import borrowed
+from nimblec.frontend.export_errors import exporting
+from nimblec.frontend.pytorch import as_module, is_compiled, missing_outputs, name_outputs, place_call
+from nimblec.frontend.repeatable import HOW_STATE_IS_KEPT, run_twice
+from nimblec.options import Options
+from nimblec.source import Source
+
+
+def hand_over(source: Source, options: Options, folder: Path) -> tuple[Source, tuple[str, ...]]:
+    """Write a live model to a ``.pt2`` file in ``folder``, its inputs of the sizes asked for.
+
+    The file as a source, and what the user should know. Raises TraceError where torch.export refuses
+    the model, with the line of the user's that it stopped at.
+    """
+    call = torch_sources.load(source, options)
+    if is_compiled(call.module):
+        raise UnsupportedModelError(
+            f"{call.name} is one of torch.compile, whose kernels no other process can be given: compile the plain "
+            "module, or name it package.module:callable"
+        )
+    path = folder / "model.pt2"
+
+    def by_name(_module: torch.nn.Module, _args: object, result: Any) -> dict[str, torch.Tensor]:
+        """The outputs without their classes, of which no other process need know."""
+        return dict(name_outputs(result))
+
+    with borrowed(call.module):
+        module = as_module(call.module)
+        # A function's own tensors stay where they are, and so do its arguments.
+        device = "cpu" if module is call.module else next((t.device.type for _, t in call.inputs), "cpu")
+        placed = place_call(call, device=device)
+        missing = missing_outputs(run_twice(call.name, placed, HOW_STATE_IS_KEPT, buffers_are_kept=True))
+        module.register_forward_hook(by_name)  # which is gone with the loan
+        with exporting(call.name, "torch.export"):
+            program = torch.export.export(module, placed.args, placed.kwargs, strict=False)
+            torch.export.save(program, path)
+    return Source(kind="exported", model=str(path)), (*placed.notes, *missing)

@@ -1,0 +1,33 @@
+"""An ONNX model that is in memory, as a file."""
+
+from pathlib import Path
+
+from google.protobuf.message import DecodeError, EncodeError
+from onnx import ModelProto, TensorProto
+
+from nimblec.errors import CompileError
+from nimblec.frontend import onnx_file
+
+
+def write(model: ModelProto | bytes | bytearray | memoryview, folder: Path) -> Path:
+    """Write a ModelProto, or the bytes of one, to a file in ``folder``: its path.
+
+    Raises CompileError for bytes that are no ONNX model, and for a model that is not all in memory.
+    """
+    try:
+        proto = model if isinstance(model, ModelProto) else ModelProto.FromString(bytes(model))
+        image = proto.SerializeToString()
+    except DecodeError as exc:
+        raise CompileError("the bytes given are not an ONNX model") from exc
+    except (EncodeError, ValueError) as exc:  # more than protobuf's 2 GiB
+        raise CompileError(
+            f"the onnx.ModelProto cannot be written ({exc}): save it with external data and give the file's path"
+        ) from exc
+    for tensor in onnx_file.tensors(proto):
+        if tensor.data_location == TensorProto.EXTERNAL:
+            raise CompileError(
+                f"initializer {tensor.name!r} of the ONNX model is stored in a file beside it: give the model's path"
+            )
+    path = folder / "model.onnx"
+    path.write_bytes(image)
+    return path

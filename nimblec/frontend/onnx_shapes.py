@@ -1,0 +1,140 @@
+"""The inputs of an ONNX model with static shapes: a plan has one size for each dimension."""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from shlex import quote
+
+from onnx import ModelProto, ValueInfoProto
+
+from nimblec.errors import UnsupportedModelError
+from nimblec.frontend import onnx_file
+from nimblec.frontend.onnx_file import ModelTensor, is_static
+from nimblec.options import InputSpec
+
+_PLACEHOLDER = re.compile(r"\s*(\?+|\*|-\d+|none|null|unk(nown)?(_+\d+)?)?\s*", re.IGNORECASE)
+"""What exporters write where a dimension has no name: Paddle "?", tf2onnx "unk__12", others "None" or "-1"."""
+
+
+def fix_shapes(model: ModelProto, specs: Sequence[InputSpec], dims: Sequence[tuple[str, int]] = ()) -> ModelProto:
+    """A copy of ``model`` in which every input has a static shape and initializers are no inputs.
+
+    A named dimension that one spec fixes is fixed wherever the name stands; those that no spec
+    fixes get their sizes from ``dims``. A name that exporters write for want of one, such as "?", is
+    none: each place that it stands at is a dimension of its own. Raises UnsupportedModelError where a
+    spec fits no input, a name is no dimension's, or a dimension stays dynamic.
+    """
+    known = {tensor.name: tensor for tensor in onnx_file.inputs(model)}
+    by_name: dict[str, InputSpec] = {}
+    for spec in specs:
+        if spec.name not in known:
+            names = ", ".join(repr(name) for name in known) or "none"
+            raise UnsupportedModelError(f"--input {spec.name}: the model has no such input; its inputs are {names}")
+        if spec.name in by_name:
+            raise UnsupportedModelError(f"--input {spec.name}: given twice; give it once")
+        _check_spec(spec, known[spec.name])
+        by_name[spec.name] = spec
+
+    fixed = ModelProto()
+    fixed.CopyFrom(model)
+    graph_inputs = [value for value in fixed.graph.input if value.name in known]
+    _forget_placeholders((*graph_inputs, *fixed.graph.value_info, *fixed.graph.output))
+    sizes = _given_sizes(graph_inputs, dims) | _named_sizes(graph_inputs, by_name)
+    for value in graph_inputs:
+        if value.name in by_name:
+            _set_shape(value, by_name[value.name].shape)
+    for value in (*graph_inputs, *fixed.graph.value_info, *fixed.graph.output):
+        for dim in value.type.tensor_type.shape.dim:
+            if dim.dim_param in sizes:
+                dim.dim_value = sizes[dim.dim_param]
+    problems = [problem for value in graph_inputs for problem in _dynamic_dimensions(value)]
+    if problems:
+        raise UnsupportedModelError("; ".join(problems))
+    del fixed.graph.input[:]
+    fixed.graph.input.extend(graph_inputs)
+    return fixed
+
+
+def _forget_placeholders(values: Iterable[ValueInfoProto]) -> None:
+    for value in values:
+        for dim in value.type.tensor_type.shape.dim:
+            if dim.HasField("dim_param") and _PLACEHOLDER.fullmatch(dim.dim_param):
+                dim.ClearField("dim_param")
+
+
+def _check_spec(spec: InputSpec, tensor: ModelTensor) -> None:
+    if spec.dtype is not None and spec.dtype != tensor.dtype:
+        raise UnsupportedModelError(f"--input {spec.name}: dtype {spec.dtype}, the model's input has {tensor.dtype}")
+    if tensor.shape is None:
+        return
+    shown = "x".join("?" if n is None else str(n) for n in tensor.shape)
+    if len(spec.shape) != len(tensor.shape):
+        raise UnsupportedModelError(
+            f"--input {spec.name}: {len(spec.shape)} dimensions, the model's input has {len(tensor.shape)} ({shown})"
+        )
+    for axis, (given, declared) in enumerate(zip(spec.shape, tensor.shape, strict=True)):
+        if declared is not None and given != declared:
+            raise UnsupportedModelError(
+                f"--input {spec.name}: {given} at axis {axis}, the model's input has {declared} there ({shown})"
+            )
+
+
+def _given_sizes(graph_inputs: Sequence[ValueInfoProto], dims: Sequence[tuple[str, int]]) -> dict[str, int]:
+    """The sizes of dimensions that were given by name."""
+    known = dict.fromkeys(d.dim_param for v in graph_inputs for d in v.type.tensor_type.shape.dim if d.dim_param)
+    sizes: dict[str, int] = {}
+    for name, size in dims:
+        if name not in known:
+            names = ", ".join(repr(name) for name in known) or "none"
+            raise UnsupportedModelError(f"--dim {name}: no input has a dimension of that name; the names are {names}")
+        if name in sizes:
+            raise UnsupportedModelError(f"--dim {name}: given twice, {sizes[name]} and {size}; give it once")
+        sizes[name] = size
+    return sizes
+
+
+def _named_sizes(graph_inputs: Sequence[ValueInfoProto], specs: dict[str, InputSpec]) -> dict[str, int]:
+    """What the specs make of the named dimensions."""
+    sizes: dict[str, tuple[int, str]] = {}
+    for value in graph_inputs:
+        if value.name not in specs:
+            continue
+        for dim, size in zip(value.type.tensor_type.shape.dim, specs[value.name].shape, strict=False):
+            if not dim.dim_param:
+                continue
+            before, where = sizes.setdefault(dim.dim_param, (size, value.name))
+            if before != size:
+                raise UnsupportedModelError(
+                    f"--input {value.name}: dimension {dim.dim_param!r} is {size}, --input {where} makes it {before}"
+                )
+    return {name: size for name, (size, _) in sizes.items()}
+
+
+def _set_shape(value: ValueInfoProto, shape: tuple[int, ...]) -> None:
+    proto = value.type.tensor_type.shape
+    del proto.dim[:]
+    for size in shape:
+        proto.dim.add(dim_value=size)
+    proto.SetInParent()  # a scalar has a shape without dimensions
+
+
+def _dynamic_dimensions(value: ValueInfoProto) -> Iterator[str]:
+    tensor = value.type.tensor_type
+    if not tensor.HasField("shape"):
+        yield f"input {value.name!r} has no shape: give --input {value.name}:<shape>"
+        return
+    dims = list(enumerate(tensor.shape.dim))
+    example = "x".join(str(d.dim_value) if is_static(d) else _example_size(axis, d.dim_param) for axis, d in dims)
+    dynamic = [(axis, dim.dim_param) for axis, dim in dims if not is_static(dim)]
+    if not dynamic:
+        return
+    listed = ", ".join(f"{name!r} (axis {axis})" if name else f"of axis {axis}" for axis, name in dynamic)
+    kind = "the dynamic dimension" if len(dynamic) == 1 else "the dynamic dimensions"
+    flags = f"--input {value.name}:{example}"
+    if all(name for _, name in dynamic):
+        by_name = " ".join(f"--dim {quote(n)}={_example_size(a, n)}" for a, n in dynamic)
+        flags = f"{by_name} or {flags}"
+    yield f"input {value.name!r} has {kind} {listed}: give {flags}"
+
+
+def _example_size(axis: int, name: str) -> str:
+    return "1" if axis == 0 else f"<{name or axis}>"

@@ -1,0 +1,52 @@
+"""Ctrl-C while native code runs.
+
+Python hears of a signal when native code has returned, and a model with an endless loop never does. So a thread
+watches for SIGINT, too, and ends the process where Python has not begun to within a second. What is left then (a
+scratch folder, whose lock the kernel gives back) is removed by the next run.
+"""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+_GRACE_S = 1.0
+_STOP = b"\0"
+
+INTERRUPTED = 128 + signal.SIGINT
+"""The exit status of a program that Ctrl-C ended."""
+
+
+@contextmanager
+def prompt_interrupts() -> Iterator[None]:
+    """Let Ctrl-C end the process within about a second, whatever the main thread, which this is, is at."""
+    heard = threading.Event()
+
+    def raise_interrupt(number: int, frame: FrameType | None) -> None:
+        heard.set()
+        signal.default_int_handler(number, frame)
+
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    watcher = threading.Thread(target=_watch, args=(read_end, heard), daemon=True)
+    handler = signal.signal(signal.SIGINT, raise_interrupt)
+    before = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    watcher.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        signal.signal(signal.SIGINT, handler)
+        os.write(write_end, _STOP)
+        watcher.join()
+        os.close(read_end)
+        os.close(write_end)
+
+
+def _watch(read_end: int, heard: threading.Event) -> None:
+    """The kernel's signals, as numbers of one byte, until a zero."""
+    while (number := os.read(read_end, 1)) != _STOP:
+        if number[0] == signal.SIGINT and not heard.wait(_GRACE_S):
+            os._exit(INTERRUPTED)

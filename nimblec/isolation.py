@@ -1,0 +1,19 @@
+"""``python -m nimblec`` without the current folder on the path; imported before anything else of the package.
+
+``-m`` puts the current folder first, so a ``numpy.py`` that lies beside a model would run. A model
+named package.module:callable is imported from the current folder all the same: `compile` adds it then.
+"""
+
+import os
+import sys
+
+_ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120 - pathlib is not loaded yet
+
+
+def _is_the_program() -> bool:
+    """Whether this is ``python -m nimblec ...``: while Python looks for the module, it is named "-m"."""
+    return sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)].removeprefix("-m") == "nimblec"
+
+
+if _is_the_program() and not sys.flags.safe_path and sys.path[0] != _ROOT:  # where it lies there, it is needed
+    del sys.path[0]

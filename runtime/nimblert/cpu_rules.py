@@ -1,0 +1,91 @@
+"""The rules of a plan for the CPU target: what ONNX Runtime may be handed, and which bytes it touches.
+
+On this target a kernel's parameters are whole tensors, so what a launch reads and writes follows from
+where its relocations point. What the plan says of it besides must be the same.
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+
+from nimblert import onnx_rules
+from nimblert.extents import Sizes, array_problems, dense_nbytes, extent_problems, under
+from nimblert.limits import Limits
+from nimblert.plan import Access, Kernel, Launch, Parameter, ParameterKind, Plan, Region
+from nimblert.protobuf import Budget
+
+Place = tuple[Region, int, int, int]
+"""Bytes of a region: region, index, offset, bytes."""
+
+
+def kernels_problems(plan: Plan, limits: Limits) -> Iterator[str]:
+    """Yield a sentence for each rule that the kernels of ``plan`` and their models break."""
+    budget = Budget(limits.model_fields)
+    first: dict[int, int] = {}
+    for i, kernel in enumerate(plan.kernels):
+        path = f"kernels[{i}]"
+        sound = True
+        for sentence in under(path, _parameters_problems(kernel.parameters, limits)):
+            sound = False
+            yield sentence
+        if first.setdefault(kernel.module, i) != i:
+            yield f"{path}.module: {kernel.module} is the code of kernels[{first[kernel.module]}]"
+        elif sound and 0 <= kernel.module < len(plan.modules):
+            yield from under(path, onnx_rules.problems(kernel, plan.modules[kernel.module], budget))
+
+
+def _parameters_problems(parameters: Sequence[Parameter], limits: Limits) -> Iterator[str]:
+    if len({parameter.name for parameter in parameters}) != len(parameters):
+        yield "parameters: two have the same name"
+    for i, parameter in enumerate(parameters):
+        yield from under(f"parameters[{i}]", _parameter_problems(i, parameter, limits))
+
+
+def _parameter_problems(position: int, parameter: Parameter, limits: Limits) -> Iterator[str]:
+    """Parameters are an array of pointers."""
+    if parameter.kind == ParameterKind.VALUE:
+        yield "kind: VALUE, expected a pointer on the CPU target"
+    if (parameter.offset, parameter.nbytes) != (8 * position, 8):
+        yield f"offset: {parameter.nbytes} bytes at {parameter.offset}, expected 8 at {8 * position}"
+    if not parameter.name:
+        yield "name: is empty"
+    yield from array_problems(parameter.dtype, parameter.shape, limits.tensor_nbytes)
+
+
+def launch_problems(launch: Launch, kernel: Kernel, sizes: Sizes) -> Iterator[str]:
+    """Yield a sentence for each rule that a launch breaks: each relocation is one parameter, a whole tensor."""
+    parameters = kernel.parameters
+    offsets = [relocation.param_offset for relocation in launch.relocations]
+    if len(offsets) != len(parameters) or offsets != [parameter.offset for parameter in parameters]:
+        yield f"relocations: expected one for each of {len(parameters)} parameters, in order"
+        return
+    reads: list[Place] = []
+    writes: list[Place] = []
+    for i, (relocation, parameter) in enumerate(zip(launch.relocations, parameters, strict=True)):
+        path, pointer = f"relocations[{i}].pointer", relocation.pointer
+        nbytes = dense_nbytes(parameter.dtype, parameter.shape)
+        yield from extent_problems(path, pointer, nbytes, sizes)
+        in_weights = pointer.region == Region.WEIGHTS
+        if parameter.kind == ParameterKind.INITIALIZER and not in_weights:
+            yield f"{path}: an initializer in {pointer.region.name}, expected WEIGHTS"
+        if parameter.kind == ParameterKind.OUTPUT and pointer.region in (Region.WEIGHTS, Region.INPUT):
+            yield f"{path}: an output in {pointer.region.name}, which a run does not change"
+        places = writes if parameter.kind == ParameterKind.OUTPUT else reads
+        if nbytes:
+            places.append((pointer.region, pointer.index, pointer.offset, nbytes))
+    for what, declared, found in (("reads", launch.reads, reads), ("writes", launch.writes, writes)):
+        if _places(declared) != set(found):
+            yield f"{what}: are not what the relocations point to"
+    yield from _overlap_problems(set(reads), writes)
+
+
+def _places(accesses: Sequence[Access]) -> set[Place]:
+    return {(a.pointer.region, a.pointer.index, a.pointer.offset, a.nbytes) for a in accesses if a.nbytes}
+
+
+def _overlap_problems(reads: Collection[Place], writes: Collection[Place]) -> Iterator[str]:
+    """What a launch writes overlaps nothing else that it touches: kernels read on while they write."""
+    ends: dict[bool, tuple[Region, int, int]] = {}  # by written or not: where the last bytes so far end
+    for (region, index, start, nbytes), written in sorted([(p, False) for p in reads] + [(p, True) for p in writes]):
+        for other, (*place, end) in ends.items():
+            if (other or written) and place == [region, index] and start < end:
+                yield f"relocations: {region.name}({index}) is written from {start} to {end}, and used otherwise too"
+        ends[written] = max(ends.get(written, (region, 0, 0)), (region, index, start + nbytes))

@@ -1,0 +1,160 @@
+"""What ONNX Runtime's CPU kernels take for granted about shapes and attributes, and so a plan must keep.
+
+ONNX Runtime checks most of what it is given. Where it does not, a kernel reads or writes past a tensor,
+divides by zero or never ends; such cases were found by ``fuzz/operators.py`` (versions 1.24 to 1.31), whose
+corpus replays them. A rule here is stricter than the fault needs where that makes it simpler.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from types import MappingProxyType
+
+from nimblert.onnx_model import Attribute
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A node with the shapes of its inputs and outputs: None where one is left out."""
+
+    attributes: Mapping[str, Attribute]
+    inputs: tuple[Shape | None, ...]
+    outputs: tuple[Shape | None, ...]
+
+    def input(self, index: int) -> Shape | None:
+        """The shape of an input; None where the call leaves it out."""
+        return self.inputs[index] if index < len(self.inputs) else None
+
+    def integer(self, name: str, default: int = 0) -> int:
+        """An integer attribute."""
+        attribute = self.attributes.get(name)
+        return default if attribute is None or attribute.i is None else attribute.i
+
+    def integers(self, name: str) -> tuple[int, ...]:
+        """An attribute that is a list of integers, empty where it is not there."""
+        return self.attributes[name].ints if name in self.attributes else ()
+
+
+Rule = Callable[[Call], Iterator[str]]
+
+_ANY_SHAPE = """
+Abs Acos Acosh Add And ArgMax ArgMin Asin Asinh Atan Atanh BitShift BitwiseAnd BitwiseNot BitwiseOr BitwiseXor
+Cast Ceil Celu Clip Concat ConstantOfShape Cos Cosh Div Dropout Elu Equal Erf Exp Expand Flatten Floor Gather
+GatherElements Gelu Gemm Greater GreaterOrEqual HardSigmoid Identity If IsInf IsNaN LeakyRelu Less LessOrEqual
+Log Loop MatMul Max Mean Min Mod Mul Neg Not Or PRelu Pow Range Reciprocal ReduceL1 ReduceL2 ReduceLogSum
+ReduceLogSumExp ReduceMax ReduceMean ReduceMin ReduceProd ReduceSum ReduceSumSquare Relu Reshape Round Scan Selu
+SequenceAt SequenceConstruct SequenceEmpty SequenceErase SequenceInsert SequenceLength ConcatFromSequence
+OptionalGetElement OptionalHasElement Shape Sigmoid Sign Sin Sinh Size Slice Softplus Softsign Split
+Sqrt Squeeze Sub Sum Tan Tanh Tile Transpose Trilu Unsqueeze Where Xor
+com.microsoft.FusedGemm com.microsoft.FusedMatMul com.microsoft.QuickGelu
+"""
+
+ANY_SHAPE = frozenset(_ANY_SHAPE.split())
+"""Operators that take empty tensors. Only these may be in the bodies of loops and branches, where shapes are
+not known before a run."""
+
+_EMPTY_INPUTS = {"Resize": frozenset({1, 2}), "Upsample": frozenset({1})}
+"""Inputs that exporters leave empty instead of out."""
+
+
+def problems(operator: str, call: Call) -> Iterator[str]:
+    """Yield a sentence for each thing about ``call`` that a kernel of ``operator`` would take for granted."""
+    if operator not in ANY_SHAPE:
+        may_be_empty: frozenset[int] = _EMPTY_INPUTS.get(operator, frozenset())
+        for what, shapes in (("input", call.inputs), ("output", call.outputs)):
+            for i, shape in enumerate(shapes):
+                if shape is not None and 0 in shape and not (what == "input" and i in may_be_empty):
+                    yield f"{operator}: {what} {i} is empty"
+    for rule in _RULES.get(operator, ()):
+        for sentence in rule(call):
+            yield f"{operator}: {sentence}"
+
+
+def is_for_bodies(operator: str) -> bool:
+    """Whether an operator is safe whatever shapes its inputs have."""
+    return operator in ANY_SHAPE and operator not in _RULES
+
+
+def _bias(weights: int, bias: int) -> Rule:
+    """A bias has one number for each filter; ``weights`` and ``bias`` are places of inputs."""
+
+    def rule(call: Call) -> Iterator[str]:
+        filters, given = call.input(weights), call.input(bias)
+        if given is not None and filters is not None and given != filters[:1]:
+            yield f"bias of shape {given}, expected {filters[:1]}"
+
+    return rule
+
+
+def _transposed_bias(call: Call) -> Iterator[str]:
+    filters, given = call.input(1), call.input(2)
+    if given is None or filters is None or len(filters) < 2:
+        return
+    if given != (filters[1] * call.integer("group", 1),):
+        yield f"bias of shape {given}, expected {(filters[1] * call.integer('group', 1),)}"
+
+
+def _summand(index: int) -> Rule:
+    """What a convolution adds to its output is as large as that."""
+
+    def rule(call: Call) -> Iterator[str]:
+        given = call.input(index)
+        if given is not None and given != call.outputs[0]:
+            yield f"summand of shape {given}, expected {call.outputs[0]}"
+
+    return rule
+
+
+def _batch_norm(call: Call) -> Iterator[str]:
+    if call.integer("training_mode") and (len(call.outputs) != 3 or None in call.outputs):
+        yield "training without the outputs that it writes"
+
+
+def _switches(*names: str) -> Rule:
+    """Attributes that are 0 or 1."""
+
+    def rule(call: Call) -> Iterator[str]:
+        for name in names:
+            if call.integer(name) not in (0, 1):
+                yield f"{name}: {call.integer(name)}, expected 0 or 1"
+
+    return rule
+
+
+def _grams(call: Call) -> Iterator[str]:
+    """TfIdfVectorizer: n-grams of numbers by length, an index each."""
+    pool, counts, indexes = call.integers("pool_int64s"), call.integers("ngram_counts"), call.integers("ngram_indexes")
+    ends = (*counts[1:], len(pool))
+    if not pool or "pool_strings" in call.attributes or not counts or counts[0] != 0:
+        yield "expected n-grams of numbers, in order of length"
+        return
+    if any(before > after for before, after in pairwise((*counts, len(pool)))):
+        yield f"ngram_counts: {counts} is not ascending up to {len(pool)}"
+        return
+    if any((end - start) % length for length, (start, end) in enumerate(zip(counts, ends, strict=True), 1)):
+        yield f"ngram_counts: {counts} cuts n-grams of {len(pool)} numbers"
+    total = sum((end - start) // length for length, (start, end) in enumerate(zip(counts, ends, strict=True), 1))
+    weights = call.attributes["weights"].floats if "weights" in call.attributes else ()
+    if len(indexes) != total or min(indexes) < 0 or max(indexes) >= 1 << 31 or len(weights) not in (0, total):
+        yield f"ngram_indexes: {len(indexes)}, and {len(weights)} weights, for {total} n-grams"
+    shortest, longest, skips = map(call.integer, ("min_gram_length", "max_gram_length", "max_skip_count"))
+    if not 1 <= shortest <= longest <= len(counts) or not 0 <= skips <= 1 << 16:
+        yield f"n-grams of {shortest} to {longest} with up to {skips} skipped"
+
+
+_RULES: Mapping[str, tuple[Rule, ...]] = MappingProxyType(
+    {
+        "BatchNormalization": (_batch_norm,),
+        "Conv": (_bias(1, 2),),
+        "ConvTranspose": (_transposed_bias,),
+        "DFT": (_switches("inverse", "onesided"),),
+        "DeformConv": (_bias(1, 3),),
+        "QLinearConv": (_bias(3, 8),),
+        "TfIdfVectorizer": (_grams,),
+        "com.microsoft.FusedConv": (_bias(1, 2), _summand(3)),
+        "com.microsoft.QLinearConv": (_bias(3, 8),),
+        "com.microsoft.nchwc.Conv": (_bias(1, 2), _summand(3)),
+    }
+)

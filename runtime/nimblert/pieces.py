@@ -1,0 +1,135 @@
+"""The accesses of a program cut into pieces: bytes between which no access begins or ends.
+
+Within a piece accesses either touch all bytes or none, so it is enough to look at each piece's accesses
+in issue order: if each is ordered against the write before it, and each read against the write after
+it, then all that conflict are ordered. That is linear in the accesses of pieces, where pairs are quadratic.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nimblert.plan import Access, Launch, Memcpy, Memset, Region, Work
+
+_TOGETHER = 1 << 20  # accesses of pieces looked at together: bounds the memory
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Touches:
+    """The accesses to one region by issue order; arrays of one shape. ``work`` counts work commands."""
+
+    start: Ints
+    end: Ints
+    work: Ints
+    write: Bools
+
+
+@dataclass(frozen=True, slots=True)
+class Conflicts:
+    """Pairs of works that conflict in a piece, from ``start`` to ``end``: ``early`` was issued first.
+
+    ``late_writes``: whether the later one does.
+    """
+
+    early: Ints
+    late: Ints
+    late_writes: Bools
+    start: Ints
+    end: Ints
+
+
+def reads(work: Work) -> tuple[Access, ...]:
+    """Return the byte ranges that a command reads."""
+    match work:
+        case Launch():
+            return work.reads
+        case Memcpy():
+            return (Access(pointer=work.src, nbytes=work.nbytes),)
+        case Memset():
+            return ()
+
+
+def writes(work: Work) -> tuple[Access, ...]:
+    """Return the byte ranges that a command writes."""
+    match work:
+        case Launch():
+            return work.writes
+        case Memcpy():
+            return (Access(pointer=work.dst, nbytes=work.nbytes),)
+        case Memset():
+            return (Access(pointer=work.dst, nbytes=work.count * work.element_nbytes),)
+
+
+def touches(works: Sequence[Work]) -> dict[tuple[Region, int], Touches]:
+    """Return the accesses to each region, (region, index), that have any bytes."""
+    rows: dict[tuple[Region, int], list[tuple[int, int, int, bool]]] = {}
+    for index, work in enumerate(works):
+        for write, accesses in ((False, reads(work)), (True, writes(work))):
+            for access in accesses:
+                if access.nbytes:
+                    pointer = access.pointer
+                    row = (pointer.offset, pointer.offset + access.nbytes, index, write)
+                    rows.setdefault((pointer.region, pointer.index), []).append(row)
+    result = {}
+    for region in sorted(rows):
+        start, end, work_index, write_flag = np.array(rows[region], dtype=np.int64).T
+        result[region] = Touches(start, end, work_index, write_flag.astype(np.bool_))
+    return result
+
+
+def cuts(touched: Touches) -> Ints:
+    """The offsets at which accesses begin or end, ascending; a piece lies between each two."""
+    return np.unique(np.concatenate((touched.start, touched.end)))
+
+
+def count(touched: Touches) -> int:
+    """How many pieces all accesses have together."""
+    borders = cuts(touched)
+    first, last = (np.searchsorted(borders, ends) for ends in (touched.start, touched.end))
+    return int((last - first).sum())
+
+
+def conflicts(touched: Touches) -> Iterator[Conflicts]:
+    """Yield the pairs that must be ordered for all to be: a write with what comes next, a read with the next write.
+
+    The pairs of some pieces at a time, in ascending order of pieces.
+    """
+    borders = cuts(touched)
+    first, last = (np.searchsorted(borders, ends) for ends in (touched.start, touched.end))
+    by_piece = np.cumsum(np.bincount(first, minlength=len(borders)) - np.bincount(last, minlength=len(borders)))
+    totals = np.cumsum(by_piece)
+    low = 0
+    while low < len(borders) - 1:
+        done = totals[low - 1] if low else 0
+        high = min(len(borders) - 1, max(low + 1, int(np.searchsorted(totals, done + _TOGETHER, side="right"))))
+        within = np.flatnonzero((first < high) & (last > low))
+        starts, ends = np.maximum(first[within], low), np.minimum(last[within], high)
+        yield _neighbours(touched, within, starts, ends - starts, borders)
+        low = high
+
+
+def _neighbours(touched: Touches, within: Ints, starts: Ints, counts: Ints, borders: Ints) -> Conflicts:
+    """The pairs of the accesses ``within``, of which each has ``counts`` pieces from ``starts``."""
+    access = np.repeat(within, counts)
+    piece = np.repeat(starts - np.cumsum(counts) + counts, counts) + np.arange(len(access))
+    work, write = touched.work[access], touched.write[access]
+    by_time = np.argsort((piece * (int(touched.work.max()) + 1) + work) * 2 + write, kind="stable")
+    piece, work, write = piece[by_time], work[by_time], write[by_time]
+    # Of the accesses of one work to a piece the last is kept, a write if there is one.
+    kept = np.append((np.diff(piece) != 0) | (np.diff(work) != 0), True)
+    piece, work, write = piece[kept], work[kept], write[kept]
+    place = np.arange(len(piece))
+    begin = np.searchsorted(piece, piece, side="left")
+    end = np.searchsorted(piece, piece, side="right")
+    write_before = np.append(-1, np.maximum.accumulate(np.where(write, place, -1))[:-1])
+    write_after = np.append(np.minimum.accumulate(np.where(write, place, len(place))[::-1])[::-1][1:], len(place))
+    after_write = np.flatnonzero(write_before >= begin)
+    before_write = np.flatnonzero(~write & (write_after < end))
+    early = np.concatenate((write_before[after_write], before_write))
+    late = np.concatenate((after_write, write_after[before_write]))
+    return Conflicts(work[early], work[late], write[late], borders[piece[early]], borders[piece[early] + 1])

@@ -1,0 +1,161 @@
+"""Strict reading of protobuf messages: what has one meaning only, or nothing.
+
+Parsers differ in what they make of unknown fields, of a field that comes twice, of groups, of numbers
+in more bytes than they need. Here all of these are refused, and fields must stand in ascending order:
+a message that is read is, byte for byte, the one way to write it down (deterministic serialization),
+so every parser sees the same. See https://protobuf.dev/programming-guides/encoding/.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from struct import Struct
+from typing import Any
+
+from nimblert.errors import PlanFormatError
+
+MAX_DEPTH = 24
+"""Messages in messages: six for a model's tensors, five more for each level of control flow."""
+
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+_F32, _F64 = Struct("<f"), Struct("<d")
+_WIRE_TYPES = {"int32": _VARINT, "int64": _VARINT, "uint64": _VARINT, "float": _FIXED32, "double": _FIXED64}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Field:
+    """One field of a message: the attribute of the record that it becomes, and how it is written.
+
+    ``kind`` is "int32" (enums too), "int64", "uint64", "float", "double", "text", "bytes", or the
+    record class of a message. What is ``repeated`` becomes a tuple; ``packed``: written as one block.
+    """
+
+    name: str
+    kind: Any
+    repeated: bool = False
+    packed: bool = False
+
+
+Fields = Mapping[type, Mapping[int, Field]]
+"""For each record class its fields by number."""
+
+
+class Budget:
+    """How many more fields may be read; each becomes a Python object, so a small file could ask for much."""
+
+    __slots__ = ("left",)
+
+    def __init__(self, fields: int) -> None:
+        self.left = fields
+
+
+def read(data: bytes, record: type, fields: Fields, budget: Budget) -> Any:
+    """The message of the class ``record`` that ``data`` is, all of it.
+
+    Its fields and those of messages within it are taken from ``budget``. Absent fields take the
+    defaults of the record. Raises PlanFormatError where the bytes are not a message in the one form
+    described above, or have fields that ``fields`` does not know.
+    """
+    return _Reader(data, fields, budget).message(record, 0, len(data), 0)
+
+
+class _Reader:
+    """The bytes, what their fields mean, and how many fields may still come."""
+
+    def __init__(self, data: bytes, fields: Fields, budget: Budget) -> None:
+        self._data = data
+        self._fields = fields
+        self._budget = budget
+
+    def message(self, record: type, at: int, end: int, depth: int) -> Any:
+        """The record that the bytes from ``at`` to ``end`` are."""
+        if depth > MAX_DEPTH:
+            raise PlanFormatError(f"protobuf: messages within messages at byte {at}, deeper than {MAX_DEPTH}")
+        known = self._fields[record]
+        values: dict[str, Any] = {}
+        before = 0
+        while at < end:
+            tag, at = self._varint(at, end)
+            number = tag >> 3
+            field = known.get(number)
+            if field is None:
+                raise PlanFormatError(f"protobuf: field {number} at byte {at} is none that {record.__name__} may have")
+            if number < before or (number == before and (field.packed or not field.repeated)):
+                raise PlanFormatError(f"protobuf: {record.__name__}.{field.name} at byte {at} is out of order")
+            before = number
+            value, at = self._value(field, tag & 7, at, end, depth)
+            self._claim(at)
+            if field.repeated and not field.packed:
+                values.setdefault(field.name, []).append(value)
+            else:
+                values[field.name] = value
+        return record(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+
+    def _claim(self, at: int) -> None:
+        self._budget.left -= 1
+        if self._budget.left < 0:
+            raise PlanFormatError(f"protobuf: more fields by byte {at} than the limit for all models of a plan")
+
+    def _value(self, field: Field, wire_type: int, at: int, end: int, depth: int) -> tuple[Any, int]:
+        """The value of a field and where it ends."""
+        kind = field.kind
+        expected = _BYTES if field.packed else _WIRE_TYPES.get(kind, _BYTES)
+        if wire_type != expected:
+            raise PlanFormatError(f"protobuf: {field.name} at byte {at} has wire type {wire_type}, expected {expected}")
+        if expected != _BYTES:
+            return self._number(kind, at, end)
+        nbytes, at = self._varint(at, end)
+        stop = at + nbytes
+        if stop > end:
+            raise PlanFormatError(f"protobuf: {field.name} at byte {at} ends at {stop}, beyond its message ({end})")
+        if field.packed:
+            return self._packed(field, at, stop), stop
+        if kind == "bytes":
+            return self._data[at:stop], stop
+        if kind == "text":
+            return self._text(field, at, stop), stop
+        return self.message(kind, at, stop, depth + 1), stop
+
+    def _text(self, field: Field, at: int, stop: int) -> str:
+        try:
+            return self._data[at:stop].decode()
+        except UnicodeDecodeError as exc:
+            raise PlanFormatError(f"protobuf: {field.name} at byte {at} is not UTF-8") from exc
+
+    def _packed(self, field: Field, at: int, stop: int) -> tuple[Any, ...]:
+        if at == stop:
+            raise PlanFormatError(f"protobuf: {field.name} at byte {at} is an empty block")
+        values = []
+        while at < stop:
+            value, at = self._number(field.kind, at, stop)
+            self._claim(at)
+            values.append(value)
+        return tuple(values)
+
+    def _number(self, kind: str, at: int, end: int) -> tuple[Any, int]:
+        if kind in ("float", "double"):
+            layout = _F32 if kind == "float" else _F64
+            if at + layout.size > end:
+                raise PlanFormatError(f"protobuf: a {kind} at byte {at} is cut short")
+            return layout.unpack_from(self._data, at)[0], at + layout.size
+        value, at = self._varint(at, end)
+        if kind != "uint64" and value >> 63:
+            value -= 1 << 64
+        if kind == "int32" and not -(1 << 31) <= value < 1 << 31:
+            raise PlanFormatError(f"protobuf: {value} before byte {at} does not fit 32 bits")
+        return value, at
+
+    def _varint(self, at: int, end: int) -> tuple[int, int]:
+        """An unsigned number of at most 64 bits in as few bytes as it needs, and where it ends."""
+        value = shift = 0
+        while at < end:
+            byte = self._data[at]
+            at += 1
+            value |= (byte & 0x7F) << shift
+            if byte < 0x80:
+                if (byte == 0 and shift) or value >> 64:
+                    break
+                return value, at
+            shift += 7
+            if shift > 63:
+                break
+        raise PlanFormatError(f"protobuf: the number before byte {at} is cut short, or longer than it need be")

@@ -1,0 +1,58 @@
+"""Awkward modules through all rewrites of -O1 and -O2: what eager torch computes, up to rounding."""
+
+import awkward_models
+import pytest
+import torch
+from rewriting import check
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from bench.model_zoo import with_own_kernels
+from nimblec.frontend import aten_graph
+from nimblec.frontend.aten_graph import trace
+from nimblec.frontend.pytorch import TorchModel, place
+from nimblec.frontend.rewritten import flattened
+from nimblec.optimize import optimize
+from nimblec.optimize.definitions import Interpreter
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own, of nested tensors and of windows
+
+NOT_INFERRED = ("resizes", "pixels")
+"""torch without CUDA refuses to infer what grid_sample and unfold return there."""
+
+
+def _tensors(result: object) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+
+
+def _compare(graph: fx.GraphModule, model: TorchModel, expected: list[Tensor], tolerance: float) -> None:
+    found = Interpreter(graph).run(*(tensor for _, tensor in model.inputs))
+    for wanted, got in zip(expected, found, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", awkward_models.MODELS)
+def test_every_rewrite_keeps_the_results(name: str) -> None:
+    module, args, kwargs = awkward_models.build(name)
+    model = place(module, args, kwargs, device="cpu")
+    with torch.no_grad():
+        result = module(*model.args, **model.kwargs)
+        expected = _tensors(result)
+        tolerance = 2e-2 if torch.bfloat16 in {t.dtype for t in expected} else 1e-3
+        flat = flattened(model)
+        structure = pytree.tree_structure(flat.run(lambda _source: None))
+        assert structure == pytree.tree_structure(result)
+        _compare(flat.module, flat, expected, tolerance)
+        rewritten = optimize(flat.module, device="cuda")
+        check(rewritten)
+        _compare(rewritten, flat, expected, tolerance)
+        _compare(with_own_kernels(rewritten), flat, expected, tolerance)
+
+
+@pytest.mark.parametrize("name", [name for name in awkward_models.MODELS if name not in NOT_INFERRED])
+def test_every_model_is_traced_for_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aten_graph, "on_device", lambda constants, _device: dict(constants))
+    module, args, kwargs = awkward_models.build(name)
+    graph = trace(module, args, kwargs, device="cuda").module.graph
+    tensors = _tensors([node.meta["val"] for node in graph.nodes if "val" in node.meta])
+    assert {tensor.device for tensor in tensors} == {torch.device("cuda:0")}

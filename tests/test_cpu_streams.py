@@ -1,0 +1,258 @@
+"""Streams of a CPU program: what a Ctrl-C, a failure or a missing thread leaves behind."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cpu_plans import floats, plan_file, write_model
+from onnx import TensorProto, helper
+from subprocesses import python
+
+from nimblert.cpu import CpuBackend
+from nimblert.errors import DeviceMismatchError, InputError
+from nimblert.plan import Command, Memset, Plan, Pointer, Record, Region, Wait
+from nimblert.streams import Bound, Step, Streams, pass_gate, unlock
+
+WIDTH = 64
+node = helper.make_node
+
+
+class Options:
+    """RunOptions of nothing."""
+
+    terminate = False
+
+
+def work(stream: int = 0) -> Command:
+    return Memset(stream=stream, op=0, dst=Pointer(region=Region.ARENA), value=0, element_nbytes=1, count=0)
+
+
+def steps(count: int, step: Step) -> list[Bound]:
+    return [(work(), step)] * count
+
+
+def streams(*bound: Sequence[Bound], gates: Sequence[threading.Lock] = ()) -> Streams:
+    return Streams(bound, gates, Options(), (ValueError,), lambda command: type(command).__name__)
+
+
+def interrupt_after(seconds: float) -> threading.Timer:
+    timer = threading.Timer(seconds, partial(os.kill, os.getpid(), signal.SIGINT))
+    timer.start()
+    return timer
+
+
+def branches(folder: Path, count: int) -> Plan:
+    """The sum of ``count`` products, each on a stream of its own."""
+    names = [f"p{i}" for i in range(count)]
+    rng = np.random.default_rng(0)
+    path = write_model(
+        folder / "model.onnx",
+        [*(node("MatMul", ["x", f"w{i}"], [name]) for i, name in enumerate(names)), node("Sum", names, ["y"])],
+        [floats("x", 4, WIDTH)],
+        [floats("y", 4, WIDTH)],
+        constants={f"w{i}": rng.standard_normal((WIDTH, WIDTH)).astype(np.float32) for i in range(count)},
+    )
+    plan = plan_file(path, streams=None)
+    assert plan.programs[0].stream_count == count
+    return plan
+
+
+def test_an_interrupt_stops_every_stream_at_its_next_command() -> None:
+    done: list[str] = []
+
+    def slow(name: str) -> None:
+        time.sleep(0.005)
+        done.append(name)
+
+    ready = streams(*(steps(400, partial(slow, name)) for name in "abc"))
+    timer = interrupt_after(0.1)
+    with pytest.raises(KeyboardInterrupt):
+        ready.run()
+    timer.join()
+    stopped = len(done)
+    time.sleep(0.05)
+    assert 0 < stopped == len(done) < 600
+    ready.close()
+
+
+def test_a_run_after_an_interrupt_is_whole() -> None:
+    done: list[int] = []
+    ready = streams(steps(30, lambda: time.sleep(0.005)), steps(30, lambda: done.append(1)))
+    timer = interrupt_after(0.05)
+    with pytest.raises(KeyboardInterrupt):
+        ready.run()
+    timer.join()
+    done.clear()
+    ready.run()
+    assert len(done) == 30
+    ready.close()
+
+
+def test_an_interrupt_frees_streams_that_wait_for_one_another() -> None:
+    gate, never = threading.Lock(), threading.Lock()
+    waiting = [(Wait(stream=1, event=1), partial(pass_gate, never)), (Record(stream=1, event=0), partial(unlock, gate))]
+    ready = streams([(Wait(stream=0, event=0), partial(pass_gate, gate))], waiting, gates=[gate, never])
+    timer = interrupt_after(0.05)
+    with pytest.raises(KeyboardInterrupt):
+        ready.run()
+    timer.join()
+    ready.close()
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_failure_stops_the_other_streams(failing: int) -> None:
+    done: list[int] = []
+
+    def slow() -> None:
+        time.sleep(0.005)
+        done.append(1)
+
+    def fail() -> None:
+        raise ValueError("no such index")
+
+    bound = [steps(400, slow), steps(400, slow)]
+    bound[failing][3] = (work(), fail)
+    ready = streams(*bound)
+    with pytest.raises(InputError, match="Memset: failed on these inputs: no such index"):
+        ready.run()
+    assert len(done) < 100
+    ready.close()
+
+
+def test_what_a_thread_cannot_handle_is_raised_in_the_callers() -> None:
+    def full() -> None:
+        raise MemoryError("none left")
+
+    ready = streams(steps(1, lambda: None), steps(1, full))
+    for _ in range(2):
+        with pytest.raises(MemoryError, match="none left"):
+            ready.run()
+    ready.close()
+
+
+def test_a_stream_without_a_thread_is_a_sentence_and_nothing_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = branches(tmp_path, 3)
+    before = threading.active_count()
+    started: list[threading.Thread] = []
+    start = threading.Thread.start
+
+    def second_fails(thread: threading.Thread) -> None:
+        if started:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", second_fails)
+        with pytest.raises(DeviceMismatchError, match=r"3 streams, .*can't start new thread.*--streams 1"):
+            CpuBackend(plan, plan.programs[0])
+    started[0].join(timeout=30)
+    assert threading.active_count() == before
+
+
+def test_a_backend_that_is_dropped_ends_its_threads(tmp_path: Path) -> None:
+    plan = branches(tmp_path, 3)
+    before = set(threading.enumerate())
+    backend = CpuBackend(plan, plan.programs[0])
+    backend.run()
+    own = set(threading.enumerate()) - before
+    assert len(own) == 2
+    del backend
+    for thread in own:
+        thread.join(timeout=30)
+        assert not thread.is_alive()
+
+
+HAMMER = """
+import random, signal, sys, numpy as np, nimblert
+left = 0
+
+def interrupt(*_):
+    global left
+    if left:
+        left -= 1
+        raise KeyboardInterrupt
+
+signal.signal(signal.SIGALRM, interrupt)
+model = nimblert.load(sys.argv[1])
+(tensor,) = model.inputs
+rng = np.random.default_rng(0)
+inputs = [rng.standard_normal(tensor.shape).astype(np.float32) for _ in range(4)]
+expected = [model(x) for x in inputs]
+random.seed(0)
+interrupted = 0
+for i in range(400):
+    x = inputs[i % 4]
+    left = random.choice([1, 2])
+    try:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-5, 4e-4), 5e-5)
+            while left:
+                model(x)
+        except KeyboardInterrupt:
+            interrupted += 1
+            while left:
+                model(x)
+    except KeyboardInterrupt:
+        pass
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    j = (i + 1) % 4
+    assert np.array_equal(model(inputs[j]), expected[j]), i
+print(interrupted)
+"""
+
+
+def test_interrupts_at_any_moment_leave_a_model_that_computes_the_same(tmp_path: Path) -> None:
+    branches(tmp_path, 3).save(tmp_path / "model.plan")
+    assert int(python(HAMMER, tmp_path / "model.plan")) == 400
+
+
+ENDLESS = """
+import signal, sys, numpy as np, nimblert
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+signal.signal(signal.SIGALRM, interrupt)
+with nimblert.load(sys.argv[1]) as model:
+    x = np.ones((2, 3), np.float32)
+    for run in (lambda: model(np.float32(101), x), lambda: list(model.steps({"g": np.float32(101), "x": x}))):
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        try:
+            run()
+            print("ended")
+        except KeyboardInterrupt:
+            print("interrupted")
+        print(model(np.float32(0), x).sum())
+"""
+
+
+def test_a_loop_without_end_can_be_interrupted(tmp_path: Path) -> None:
+    scalar = partial(helper.make_tensor_value_info, elem_type=TensorProto.BOOL, shape=())
+    body = helper.make_graph(
+        [node("Identity", ["keep"], ["next"]), node("Add", ["s", "s"], ["doubled"])],
+        "body",
+        [
+            helper.make_tensor_value_info("i", TensorProto.INT64, ()),
+            scalar("keep"),
+            helper.make_tensor_value_info("s", TensorProto.FLOAT, (2, 3)),
+        ],
+        [scalar("next"), helper.make_tensor_value_info("doubled", TensorProto.FLOAT, (2, 3))],
+    )
+    path = write_model(
+        tmp_path / "model.onnx",
+        [node("Greater", ["g", "hundred"], ["go"]), node("Loop", ["", "go", "x"], ["y"], body=body)],
+        [floats("g"), floats("x", 2, 3)],
+        [floats("y", 2, 3)],
+        constants={"hundred": np.float32(100)},
+    )
+    plan_file(path).save(tmp_path / "model.plan")
+    assert python(ENDLESS, tmp_path / "model.plan", timeout=60).split() == ["interrupted", "6.0"] * 2

@@ -1,0 +1,75 @@
+"""Processes that time kernels on a GPU wait for each other."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from nimblec import gpu_turn
+from nimblec.gpu_turn import locked
+from nimblec.processes import environment
+
+HOLD = """
+import pathlib, sys
+from nimblec.gpu_turn import locked
+with locked(pathlib.Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.readline()
+"""
+
+
+def holder(path: Path) -> "subprocess.Popen[bytes]":
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=environment(),
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"held\n"
+    return process
+
+
+def test_one_waits_until_the_other_is_done(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "gpu.lock"
+    with holder(path) as process:
+        end = subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -{signal.SIGKILL} {process.pid}"])
+        begin = time.monotonic()
+        with locked(path):
+            waited = time.monotonic() - begin
+        assert end.wait() == 0
+    assert 0.3 < waited < 5
+
+
+def test_one_that_never_ends_is_not_waited_for_forever(tmp_path: Path) -> None:
+    path = tmp_path / "gpu.lock"
+    with holder(path) as process:
+        with locked(path, pauses=3):
+            assert process.poll() is None
+        process.kill()
+
+
+def test_the_lock_can_be_had_again(tmp_path: Path) -> None:
+    for _ in range(2):
+        begin = time.monotonic()
+        with locked(tmp_path / "gpu.lock"):
+            assert time.monotonic() - begin < 1
+
+
+def test_nobody_waits_where_no_file_can_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with locked(tmp_path / "file" / "gpu.lock"):
+        assert not (tmp_path / "file").is_dir()
+
+
+def test_the_lock_is_of_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = {"cuDeviceGet": 0, "cuDeviceGetPCIBusId": b"0000:3B:00.0\0\0\0\0"}
+    monkeypatch.setattr(gpu_turn, "call", lambda api, *_: results[api])
+    monkeypatch.setattr(gpu_turn, "_folder", lambda: tmp_path)
+    gpu_turn._gpu.cache_clear()
+    with gpu_turn.timing_alone():
+        assert [path.name for path in tmp_path.iterdir()] == ["timing-0000.3B.00.0.lock"]
+    gpu_turn._gpu.cache_clear()

@@ -1,0 +1,67 @@
+"""What torch says while it exports a model that it refuses: one sentence of ours, and nothing beside it."""
+
+import subprocess
+import sys
+
+import pytest
+from subprocesses import ROOT
+
+from nimblec.processes import environment
+
+MODELS = """
+import torch
+
+class Branching(torch.nn.Module):
+    def forward(self, x):
+        if x.sum() > 0:
+            return x * 2
+        return x + 1
+
+class Misshapen(torch.nn.Module):
+    def forward(self, x):
+        return x @ torch.zeros(7, 7)
+
+def branching():
+    return Branching().eval(), (torch.ones(3, 4),)
+
+def misshapen():
+    return Misshapen().eval(), (torch.ones(3, 4),)
+"""
+
+COMPILE = """
+import sys
+import nimblec
+exec(sys.argv[1], globals())
+try:
+    nimblec.compile(*globals()[sys.argv[2]](), target="cpu")
+except nimblec.TraceError as exc:
+    print(exc)
+"""
+
+BRANCHES = "depends on the values of a tensor, as by an if or .item(): use torch.where instead"
+MISSHAPEN = "RuntimeError: mat1 and mat2 shapes cannot be multiplied (3x4 and 7x7)"
+
+
+@pytest.mark.parametrize(("name", "words"), [("branching", BRANCHES), ("misshapen", MISSHAPEN)])
+def test_a_module_that_torch_refuses(name: str, words: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE, MODELS, name],
+        capture_output=True, text=True, check=True, cwd=ROOT, env=environment(), timeout=120,
+    )  # fmt: skip
+    assert done.stderr == ""
+    (sentence,) = done.stdout.splitlines()
+    assert words in sentence
+    assert "module file" not in sentence  # would not help
+
+
+@pytest.mark.parametrize(("name", "words"), [("branching", BRANCHES), ("misshapen", MISSHAPEN)])
+def test_a_callable_that_torch_refuses(name: str, words: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("models")
+    (folder / "mine.py").write_text(MODELS)
+    command = [sys.executable, "-m", "nimblec", "compile", f"mine:{name}", "-o", "m.plan", "--target", "cpu", "-q"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=folder, env=environment(), timeout=120
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    (sentence,) = done.stderr.splitlines()
+    assert words in sentence
