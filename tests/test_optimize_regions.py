@@ -76,7 +76,8 @@ def _check_partition(module: fx.GraphModule, regions: Sequence[Region]) -> None:
     assert all(is_fusible(call) and not is_view(call) for call in calls)
     assert nx.is_directed_acyclic_graph(_contracted(graph, [region.calls for region in regions]))
     for region in regions:
-        inside = nx.Graph([(s, c) for c in region.calls for s in _sources(c) if s in region.calls])
+        inside = nx.Graph()
+        inside.add_edges_from((s, c) for c in region.calls for s in _sources(c) if s in region.calls)
         inside.add_nodes_from(region.calls)
         assert nx.is_connected(inside)
         assert len(region.calls) > 1 or is_slow_alone(region.calls[0])

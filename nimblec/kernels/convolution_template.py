@@ -176,7 +176,7 @@ def convolution(
             mask = (y >= 0) & (y < HEIGHT) & (x >= 0) & (x < WIDTH)
             mask = mask & (rows < ROWS)[:, None] & (k < DEPTH)[None, :]
         if PART * SPLIT_K > STEPS:  # the last part is shorter: zeros times any weights
-            mask = mask & (step < STEPS)
+            mask = mask & (rows < tl.where(step < STEPS, ROWS, 0))[:, None]
             step = tl.minimum(step, STEPS - 1)
         pixels = tl.load(x_ptr + x_offsets, mask=mask, other=0.0)
         if HAS_PROLOGUE:
