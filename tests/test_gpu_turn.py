@@ -5,7 +5,6 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -77,22 +76,19 @@ def test_the_lock_is_of_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     gpu_turn._gpu.cache_clear()
 
 
-def test_who_times_without_end_lets_others_in(tmp_path: Path) -> None:
-    path, stop = tmp_path / "lock", threading.Event()
+def test_who_waits_is_next(tmp_path: Path) -> None:
+    path, order = tmp_path / "lock", []
 
-    def greedy() -> None:
-        while not stop.is_set():
-            with locked(path):
-                time.sleep(0.01)
+    def wait() -> None:
+        with locked(path):
+            order.append("waited")
 
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(greedy)
-        try:
-            begin = time.monotonic()
-            for _ in range(40):
-                with locked(path):
-                    pass
-            taken = time.monotonic() - begin
-        finally:
-            stop.set()
-    assert taken < 3  # each waits for one hold of the other's, not for the luck of the moment between two
+    for _ in range(5):
+        with locked(path):
+            waiting = threading.Thread(target=wait)
+            waiting.start()
+            time.sleep(0.1)
+        with locked(path):
+            order.append("again")
+        waiting.join()
+    assert order == ["waited", "again"] * 5
