@@ -2,8 +2,9 @@
 
 Usage: python -m bench.all [--gpus N] [--jobs J] [--stop-after SECONDS] [--only NAME,...]. First the tables of networks
 (peers, schedules, batches, fp32), in one queue of processes that get ready side by side and measure alone
-(bench/running.py). Then the programs that time kernels, compilations and starts (singles), on each GPU one at a time
-with its share of the cores: what they print is in singles.json. The figures are in bench/results/h200 as they come.
+(bench/running.py). Then what needs a GPU and its share of the cores to itself: max-autotune, which times candidates for
+minutes (tuned, in peers.json), and the programs that time kernels, compilations and starts (singles, in singles.json).
+The figures are in bench/results/h200 as they come.
 
 Each of these holds on to what the files hold of this commit, so the same command goes on with what is missing. On a
 machine without the repository, NIMBLEC_COMMIT says the commit.
@@ -35,11 +36,16 @@ _SINGLE_LIMIT_S = 400
 def networks() -> dict[str, Table]:
     """The tables of networks by name."""
     return {
-        "peers": peers.table(peers.parser().parse_args([])),
+        "peers": peers.table(peers.parser().parse_args(["--tune", "none"])),
         "schedules": schedules.table(schedules.parser().parse_args([])),
         "batches": peers.table(peers.parser().parse_args(["--batches"])),
         "fp32": peers.table(peers.parser().parse_args(["--precision", "fp32", "--modes", "eager,freeze"])),
     }
+
+
+def tuned() -> Table:
+    """Max-autotune of the networks for which torch also tunes."""
+    return peers.table(peers.parser().parse_args(["--tune", "all", "--modes", "", "--levels", "", *peers.TUNED]))
 
 
 def singles() -> Table:
@@ -56,7 +62,7 @@ def singles() -> Table:
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--only", default="peers,schedules,batches,fp32,singles", metavar="NAME,...")
+    made.add_argument("--only", default="peers,schedules,batches,fp32,tuned,singles", metavar="NAME,...")
     running.add_options(made)
     made.set_defaults(add=True)
     return made
@@ -67,15 +73,17 @@ def main(arguments: list[str]) -> None:
     options = parser().parse_args(arguments)
     begin = time.monotonic()
     names = options.only.split(",")
-    tables = {**networks(), "singles": singles()}
+    alone = {"tuned": tuned(), "singles": singles()}
+    tables = {**networks(), **alone}
     if unknown := set(names) - tables.keys():
         raise SystemExit(f"--only {min(unknown)}: expected some of {', '.join(tables)}")
-    running.measure([tables[name] for name in names if name != "singles"], options)
-    alone = copy.copy(options)
-    alone.jobs = 1
-    alone.stop_after = options.stop_after - (time.monotonic() - begin)
-    if "singles" in names and alone.stop_after > 0:
-        running.measure([tables["singles"]], alone)
+    running.measure([tables[name] for name in names if name not in alone], options)
+    one_by_one = copy.copy(options)
+    one_by_one.jobs = 1
+    for name in names:
+        one_by_one.stop_after = options.stop_after - (time.monotonic() - begin)
+        if name in alone and one_by_one.stop_after > 0:
+            running.measure([tables[name]], one_by_one)
     print("\n".join(running.summary(tables[name]) for name in names))
 
 

@@ -89,12 +89,17 @@ def markdown(results: dict[str, Any]) -> str:
     head = ["model", *(f"{c.title}: torch / ours, us" for c in shown)]
     head += ["launches: torch / ours", "error: eager / torch / ours"]
     lines = [row(head), "|---" * len(head) + "|"]
+    missing = [short(spec) for spec, figures in models.items() if not any(ratio(figures, c) for c in shown)]
     for spec, figures in models.items():
+        if short(spec) in missing:
+            continue
         times = [_pair(figures, comparison) for comparison in shown]
         lines.append(row([short(spec), *times, _launches(figures), _errors(figures)]))
     means = [geometric_mean(ratio(figures, c) for figures in models.values()) for c in shown]
     lines.append(row(["geometric mean", *(f"{number(mean, 2)}" for mean in means), "", ""]))
-    return "\n".join([*lines, "", f"{below} **Bold**: torch is ahead. {_NOISY}: not quiet in three tries."])
+    notes = [below, f"**Bold**: torch is ahead. {_NOISY}: not quiet in three tries."]
+    notes += [f"Not measured on both sides: {', '.join(missing)}."] if missing else []
+    return "\n".join([*lines, "", " ".join(notes)])
 
 
 def by_batch(results: Mapping[str, Any]) -> dict[str, dict[int, tuple[str, Figures]]]:
