@@ -179,7 +179,7 @@ def sections(folder: Path) -> Iterator[tuple[str, Lines]]:
     plan = with_golden(plan, model)
     path = folder / "digits.plan"
     container.write(plan, path)
-    image = container.map_file(path)
+    image = container.open_image(path)
     yield "file", plan_bytes.file_map(plan, image)
     yield "head", plan_bytes.head(image)
     yield "trailer", plan_bytes.trailer(image)
