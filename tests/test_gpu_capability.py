@@ -1,9 +1,15 @@
 """GPU tests are skipped where there is no GPU, and for no other reason."""
 
+import ctypes
+
 import pytest
 from conftest import missing_gpu_capability
 from cuda.bindings import driver
-from cuda.pathfinder import DynamicLibNotFoundError
+
+
+@pytest.fixture(autouse=True)
+def _libcuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: {"libcuda.so.1": "a driver"}[name])
 
 
 def test_a_driver_without_a_gpu_is_a_stated_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -12,10 +18,10 @@ def test_a_driver_without_a_gpu_is_a_stated_reason(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_missing_driver_is_a_stated_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(_: int) -> None:
-        raise DynamicLibNotFoundError("libcuda.so.1")
+    def missing(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
 
-    monkeypatch.setattr(driver, "cuInit", missing)
+    monkeypatch.setattr(ctypes, "CDLL", missing)
     assert missing_gpu_capability() == "needs an NVIDIA driver: libcuda cannot be loaded"
 
 

@@ -56,6 +56,7 @@ def test_the_arena_map_gives_the_life_of_every_range() -> None:
     (program,) = cuda_plan().programs
     assert inspection.arena_map(program) == [
         {"offset": 0, "nbytes": 64, "first_command": 1, "last_command": 6},
+        {"offset": 64, "nbytes": 64, "first_command": 6, "last_command": 6},
         {"offset": 256, "nbytes": 64, "first_command": 0, "last_command": 0},
         {"offset": 512, "nbytes": 64, "first_command": 4, "last_command": 8},
     ]
