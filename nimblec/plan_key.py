@@ -96,6 +96,7 @@ def find_key(source: Source, target: Target, options: Options) -> PlanKey | None
 def _files(source: Source) -> dict[str, Path]:
     """The model's file under the name "", and its data files under those that it calls them by."""
     path = Path(source.model)
+    _status(path)  # before onnx opens it, which older versions do with a pipe
     if source.kind != "onnx":
         return {"": path}
     from nimblec.frontend.external_data import data_files  # brings in onnx
