@@ -134,7 +134,7 @@ def test_biases_and_scales_fold(name: str) -> None:
     model, shape = LINEARS[name]
     x = _random(*shape)
     before = record(model, x)
-    assert (counts(before)["bmm"], counts(before)["add"]) == (1, 1)
+    assert (counts(before)["bmm"] + counts(before)["mm"], counts(before)["add"]) == (1, 1)  # mm with torch 2.15
     after = optimize(before, device="cuda")
     check(after)
     called = counts(after)
