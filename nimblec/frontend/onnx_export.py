@@ -14,7 +14,7 @@ from nimblec.frontend.pytorch import ModelCall, TorchModel
 from nimblec.frontend.repeatable import compared, run_twice
 from nimblert.onnx_session import onnxruntime, runtime_errors, session_options
 
-_NOT_KEPT = "which an ONNX file does not keep from run to run: call .eval() first, or compile it for a GPU"
+_NOT_KEPT = "which an ONNX file does not keep: call .eval() first; plans for a GPU keep state that lies in buffers"
 _ANOTHER_MODEL = 0.1
 """Of the largest magnitude: no rounding explains that."""
 
