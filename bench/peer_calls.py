@@ -77,7 +77,7 @@ def _covered(spans: Iterable[Span]) -> float:
 
 def by_torch(call: Call) -> list[Span]:
     """The kernels of `apart` calls of anything in this process, by torch's profiler; copies and fills are none."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
         apart(call)
     return [
         (event.time_range.start, event.time_range.end)

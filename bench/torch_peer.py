@@ -67,7 +67,7 @@ def gpu_us(replay: Call) -> list[float]:
 
 def kernel_count(call: Call) -> int:
     """How many kernels a call launches, by torch's profiler; copies and fills are none."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
         call()
         torch.cuda.synchronize()
     on_device = (e for e in profile.events() or () if e.device_type == torch.autograd.DeviceType.CUDA)
