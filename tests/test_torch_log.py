@@ -38,7 +38,7 @@ except nimblec.TraceError as exc:
     print(exc)
 """
 
-BRANCHES = "depends on the values of a tensor, as by an if or .item(): use torch.where instead"
+BRANCHES = "lets the value of a tensor decide what runs next, or a size, and a plan is static: use torch.where"
 MISSHAPEN = "RuntimeError: mat1 and mat2 shapes cannot be multiplied (3x4 and 7x7)"
 
 
