@@ -204,6 +204,8 @@ def _node_problems(node: Node, opsets: Mapping[str, int], known: frozenset[str],
         expected, _ = operator.attributes.get(attribute.name or "", (0, False))
         if attribute.type != expected:
             yield f"{node.op_type}.{attribute.name}: attribute type {attribute.type}, expected {expected or 'none'}"
+        if attribute.name == "num_outputs" and attribute.i != len(node.output):  # of Split, which believes it
+            yield f"{node.op_type}.num_outputs: {attribute.i}, it has {len(node.output)} outputs"
         yield from _attribute_problems(attribute, opsets, known)
 
 

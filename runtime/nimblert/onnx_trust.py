@@ -53,7 +53,7 @@ ReduceLogSumExp ReduceMax ReduceMean ReduceMin ReduceProd ReduceSum ReduceSumSqu
 SequenceAt SequenceConstruct SequenceEmpty SequenceErase SequenceInsert SequenceLength ConcatFromSequence
 OptionalGetElement OptionalHasElement Shape Sigmoid Sign Sin Sinh Size Slice Softplus Softsign Split
 Sqrt Squeeze Sub Sum Tan Tanh Tile Transpose Trilu Unsqueeze Where Xor
-com.microsoft.FusedGemm com.microsoft.FusedMatMul com.microsoft.QuickGelu
+com.microsoft.FusedGemm com.microsoft.QuickGelu
 """
 
 ANY_SHAPE = frozenset(_ANY_SHAPE.split())
@@ -232,6 +232,7 @@ _RULES: Mapping[str, tuple[Rule, ...]] = MappingProxyType(
         "com.microsoft.DynamicQuantizeLSTM": (_ranks("3", "3", "3", "2", "1", "3", "3", "2", "12", "12", "12", "12"),),
         "com.microsoft.EmbedLayerNormalization": (_ranks("2", "2", "2", "2", "2", "1", "1", "2", "2"),),
         "com.microsoft.FusedConv": (_bias(1, 2), _summand(3)),
+        "com.microsoft.FusedMatMul": (_switches("transA", "transB", "transBatchA", "transBatchB"),),
         "com.microsoft.GatherND": (_batch_dims,),
         "com.microsoft.MatMulIntegerToFloat": (_columns(2, 3, 4, 5, 6), _bias_of_columns(6)),
         "com.microsoft.MatMulNBits": (_ranks("12345", "23", "123", "123", "1", "1"),),
