@@ -1,6 +1,7 @@
 """GPU tests run where there is a GPU and say what is missing where there is none; shared fixtures."""
 
 import ctypes
+import signal
 from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -29,6 +30,11 @@ def missing_gpu_capability() -> str | None:
         return "needs an NVIDIA GPU: the driver finds none"
     assert status == driver.CUresult.CUDA_SUCCESS, f"the driver cannot be used: {status.name}"
     return None
+
+
+def pytest_configure() -> None:
+    """Let Ctrl-C interrupt, as it does at a terminal: a shell starts what it runs in the background without."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
