@@ -40,11 +40,11 @@ def build(seed: int, number: int, _note: Callable[[bytes], object]) -> bytes:
 
 
 def _changed_commands(plan: Plan, rng: random.Random) -> Plan:
-    (program,) = plan.programs
-    commands = list(program.commands)
-    action, at = rng.randrange(5), rng.randrange(len(commands)) if commands else 0
-    if not commands:
+    if not plan.programs or not plan.programs[0].commands:  # an earlier change took them
         return plan
+    program, *others = plan.programs
+    commands = list(program.commands)
+    action, at = rng.randrange(5), rng.randrange(len(commands))
     if action == 0:
         del commands[at]
     elif action == 1:
@@ -55,7 +55,7 @@ def _changed_commands(plan: Plan, rng: random.Random) -> Plan:
         rng.shuffle(commands)
     else:
         commands = [_consistent(c, rng) if i == at else c for i, c in enumerate(commands)]
-    return dataclasses.replace(plan, programs=(dataclasses.replace(program, commands=tuple(commands)),))
+    return dataclasses.replace(plan, programs=(dataclasses.replace(program, commands=tuple(commands)), *others))
 
 
 def _consistent(command: Any, rng: random.Random) -> Any:
