@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from bench import clocks, reference
+from bench.peer_calls import wall_us
 from bench.turns import Turn
 from nimblec.compiler import compile_model
 from nimblec.options import Options
@@ -31,18 +32,6 @@ from nimblert.plan import Launch, Plan, Program, Record, Wait
 
 _WARM_UPS = 20
 _REPEATS = 100
-
-
-def wall_us(call: Callable[[], object]) -> list[float]:
-    """Microseconds of each of many calls that wait until all is done."""
-    for _ in range(_WARM_UPS):
-        call()
-    times = []
-    for _ in range(_REPEATS):
-        begin = time.perf_counter()
-        call()
-        times.append((time.perf_counter() - begin) * 1e6)
-    return times
 
 
 def gpu_us(loaded: Executable) -> np.ndarray:
