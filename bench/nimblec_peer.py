@@ -11,11 +11,10 @@ import argparse
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -29,6 +28,9 @@ from nimblert.cuda import CudaBackend
 from nimblert.executable import Executable, load
 from nimblert.hazards import hazards
 from nimblert.plan import Launch, Plan, Program, Record, Wait
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _WARM_UPS = 20
 _REPEATS = 100
