@@ -41,6 +41,7 @@ LEFT_OUT = {
     "text generation, whole models as attributes": "BeamSearch GreedySearch Sampling WhisperBeamSearch",
     "between devices": "MemcpyFromHost MemcpyToHost",
     "its attribute is a type": "Optional",
+    "gives sequences of sizes that it divides by without looking": "SplitToSequence",
     "a kernel reads what its inputs point to, unchecked": "MaxRoiPool",
     "sizes depend on values, and no body of a loop needs it": "NonMaxSuppression Unique",
 }

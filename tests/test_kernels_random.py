@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+import pytest
 import torch
 from arithmetic import arithmetic
 from hypothesis import given, settings
@@ -152,12 +153,14 @@ def _check(data: st.DataObject, steps: Sequence[Step], x: Tensor) -> None:
             assert error_after <= 2 * error_before + rounding
 
 
+@pytest.mark.timeout(900)  # minutes on a busy machine
 @settings(max_examples=50, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_any_network_of_images(data: st.DataObject) -> None:
     _check(data, IMAGES, torch.randn(2, WIDTH, 6, 6, generator=torch.Generator().manual_seed(0)))
 
 
+@pytest.mark.timeout(900)  # minutes on a busy machine
 @settings(max_examples=50, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_any_network_of_tokens(data: st.DataObject) -> None:

@@ -6,6 +6,7 @@ of torch, the tests are skipped.
 
 from pathlib import Path
 
+import pytest
 from triton_process import interpret, needs_triton, run
 
 pytestmark = needs_triton
@@ -185,6 +186,7 @@ except Exception as error:
 """
 
 
+@pytest.mark.timeout(900)  # minutes on a busy machine
 def test_values_in_the_interpreter(tmp_path: Path) -> None:
     interpret(INTERPRET, CASES, tmp_path)
 

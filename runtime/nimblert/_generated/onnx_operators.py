@@ -679,9 +679,6 @@ OPERATORS = {
 11/1/1fffe/1/*fffe/axis=2 split=7
 13/1/11fffe ?80/1/*1fffe/axis=2
 18/1/11fffe ?80/1/*1fffe/axis=2 num_outputs=2""",
-    ":SplitToSequence": """\
-11/1/1fffe ?c0/1/10/axis=2 keepdims=2
-24/1/11fffe ?c0/1/10/axis=2 keepdims=2""",
     ":Sqrt": """\
 1/1/1c02/1/1c02/consumed_inputs=7
 6/1/1c02/1/1c02/
