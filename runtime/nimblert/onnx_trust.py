@@ -89,8 +89,12 @@ def problems(operator: str, call: Call) -> Iterator[str]:
 
 
 def is_for_bodies(operator: str) -> bool:
-    """Whether an operator is safe whatever shapes its inputs have."""
-    return operator in ANY_SHAPE and operator not in _RULES
+    """Whether an operator is safe whatever shapes its inputs have.
+
+    Loops build their results with Concat. That tensors of several ranks are refused by itself, unless the
+    first is empty: then the process ends, which in a body nobody can see coming.
+    """
+    return operator in ANY_SHAPE and (operator not in _RULES or operator == "Concat")
 
 
 def _bias(weights: int, bias: int) -> Rule:
@@ -184,6 +188,12 @@ def _batch_dims(call: Call) -> Iterator[str]:
         yield f"batch_dims is {call.integer('batch_dims')}, of tensors of {ranks} dimensions"
 
 
+def _one_rank(call: Call) -> Iterator[str]:
+    ranks = {len(shape) for shape in call.inputs if shape is not None}
+    if len(ranks) > 1:
+        yield f"inputs of {min(ranks)} to {max(ranks)} dimensions, expected one number for all"
+
+
 def _switches(*names: str) -> Rule:
     """Attributes that are 0 or 1."""
 
@@ -220,6 +230,7 @@ _RULES: Mapping[str, tuple[Rule, ...]] = MappingProxyType(
     {
         "Attention": (_ranks("34", "34", "34", "1234", "4", "4", "1"),),
         "BatchNormalization": (_batch_norm,),
+        "Concat": (_one_rank,),
         "Conv": (_bias(1, 2),),
         "ConvTranspose": (_transposed_bias,),
         "DFT": (_switches("inverse", "onesided"),),
