@@ -9,7 +9,8 @@ from rewriting import assert_same, counts, record, rewritten
 from torch import fx, nn
 
 from nimblec.frontend.aten_graph import trace
-from nimblec.optimize.folding import GROWTH, fold_constants
+from nimblec.optimize import optimize
+from nimblec.optimize.folding import GROWTH, fill_empty, fold_constants
 from nimblec.optimize.outputs import separate_outputs
 from nimblec.optimize.simplify import simplify
 from nimblec.optimize.subexpressions import merge_equal_calls
@@ -79,6 +80,20 @@ def test_what_would_swell_the_weights_stays() -> None:
     before = _with_calls(build, torch.randn(1, 4, dtype=torch.float64))
     after = rewritten(before, fold_constants)
     assert counts(after) == {"repeat": 1, "select": 1, "add": 1, "expand": 1}
+
+
+def test_what_is_made_empty_holds_zeros() -> None:
+    module = _with_calls(lambda call, x: [call(aten.slice.Tensor, call(aten.new_empty.default, x, (5, 6)), 0, 1, 3)])
+    filled = rewritten(module, fill_empty)
+    assert counts(filled)["new_empty"] == 0
+    assert torch.equal(filled(X)[0], torch.zeros(2, 6, dtype=X.dtype))
+
+
+def test_circular_padding_reads_nothing_that_is_not_written() -> None:
+    model = nn.Conv1d(2, 3, 3, padding=1, padding_mode="circular").eval()
+    module = trace(model, (torch.randn(1, 2, 5),), {}, device="cpu").module
+    assert any("empty" in name for name in counts(module))
+    assert not any("empty" in name for name in counts(optimize(module, device="cuda")))
 
 
 def test_random_calls_are_neither_folded_nor_merged() -> None:

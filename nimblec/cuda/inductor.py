@@ -3,8 +3,9 @@
 A dispatch mode around a compiled callable makes Dynamo fall back to eager; inside the code that
 Inductor generated there is no Dynamo any more. So the mode is entered there, and the launches of
 Triton kernels, which pass the dispatcher by, are seen at Inductor's launcher. Its naming tells what
-a kernel writes: ``out_ptr*`` is written, ``in_out_ptr*`` read and written, the rest read, and
-kernels of the user's list the names they mutate.
+a kernel writes: ``out_ptr*`` is written, ``in_out_ptr*`` read and written, the rest read, and the
+names that a kernel says it mutates. Of the user's own Triton kernels Inductor passes no such names
+on: they are left to whoever sees launches that nobody recorded.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +34,7 @@ class CallRecorder(Protocol):
 def seeing_compiled_code(recorder: CallRecorder) -> Iterator[None]:
     """Have ``recorder`` see what generated code launches inside the block."""
     from torch._inductor.output_code import CompiledFxGraph
+    from torch._inductor.runtime.hints import HeuristicType
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
     call_graph, launch = CompiledFxGraph.__call__, CachingAutotuner.run
@@ -42,6 +44,8 @@ def seeing_compiled_code(recorder: CallRecorder) -> Iterator[None]:
             return call_graph(graph, inputs)
 
     def seen_launch(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        if kernel.heuristic_type is HeuristicType.USER_AUTOTUNE:
+            return launch(kernel, *args, **kwargs)
         reads, writes = _accesses(kernel.fn.arg_names, set(kernel.mutated_arg_names), args)
         return recorder.record(kernel.fn.__name__, reads, writes, lambda: launch(kernel, *args, **kwargs))
 

@@ -11,7 +11,7 @@ from nimblec.optimize.branches import join_branches
 from nimblec.optimize.constant_masks import state_masks
 from nimblec.optimize.copies import drop_copies
 from nimblec.optimize.cudnn import fuse_convolutions
-from nimblec.optimize.folding import fold_constants
+from nimblec.optimize.folding import fill_empty, fold_constants
 from nimblec.optimize.gelu import recognize_gelu
 from nimblec.optimize.layout import lay_contiguous, propagate_channels_last
 from nimblec.optimize.outputs import output_strides, restore_strides, separate_outputs
@@ -27,6 +27,7 @@ from nimblec.optimize.subexpressions import merge_equal_calls
 from nimblec.optimize.transposed import spread_pixels
 
 ALWAYS = (
+    fill_empty,
     fold_constants,
     inline_numbers,
     simplify,

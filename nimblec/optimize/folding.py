@@ -6,11 +6,36 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
-from nimblec.optimize.rewriter import Rewriter, constant_of, is_pure
+from nimblec.optimize.rewriter import Rewriter, constant_of, fake, is_call, is_pure
+
+aten = torch.ops.aten
 
 GROWTH = 1 << 20
 """Bytes by which a folded constant may exceed what it was made of: filling memory anew is cheaper
 than loading more weights."""
+
+
+_EMPTY = (
+    aten.empty.memory_format,
+    aten.empty_like.default,
+    aten.empty_strided.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+)
+
+
+def fill_empty(module: fx.GraphModule) -> None:
+    """Have what is made without contents hold zeros: in a graph of pure calls its value can only be read.
+
+    Padding around the edges, for one, makes the result empty and then writes all of it, part by part.
+    """
+    rewriter = Rewriter(module)
+    for node in list(module.graph.nodes):
+        if is_call(node, *_EMPTY):
+            made = fake(node)
+            how = {"dtype": made.dtype, "device": made.device}
+            rewriter.replace(node, rewriter.call(aten.full.default, list(made.shape), 0, at=node, **how))
+    rewriter.finish()
 
 
 def fold_constants(module: fx.GraphModule) -> None:
