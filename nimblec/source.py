@@ -87,13 +87,13 @@ def _live(model: Any, example_inputs: Any, kwargs: Any) -> LiveModel:
     """A callable that can be exported, with its arguments checked as far as it goes without a run."""
     if isinstance(model, type):
         raise ArgumentError(f"the model is the class {model.__name__}: expected an instance of it")
-    from nimblec.frontend import torch_sources  # brings in torch, which whoever holds a model of it has
+    from nimblec.frontend import torch_objects  # brings in torch, which whoever holds a model of it has
 
-    torch_sources.refuse_script(model)
+    torch_objects.refuse_script(model)
     if kwargs is not None and not (isinstance(kwargs, Mapping) and all(isinstance(name, str) for name in kwargs)):
         raise ArgumentError(f"kwargs: got {type(kwargs).__name__}, expected a dict of keyword arguments by name")
-    args = None if example_inputs is None else torch_sources.positional(example_inputs)
-    if args is None and not kwargs and not torch_sources.is_exported(model):
+    args = None if example_inputs is None else torch_objects.positional(example_inputs)
+    if args is None and not kwargs and not torch_objects.is_exported(model):
         raise ArgumentError(
             "example_inputs: a module or a function needs the arguments of one call: compile(module, (x,)), or "
             "compile(module, kwargs={'x': x})"

@@ -302,7 +302,7 @@ try:
 except nimblert.DeviceMismatchError as exc:
     print(exc)
 """
-    assert "pip install 'nimblec[cpu]'" in python(code, tmp_path / "model.plan", without=["onnxruntime"])
+    assert "pip install 'nimblert[cpu]'" in python(code, tmp_path / "model.plan", without=["onnxruntime"])
 
 
 def test_onnx_runtime_reports_to_nobody(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from nimblec.errors import ArgumentError, CompileError, user_code
 from nimblec.frontend import dynamic_shapes
 from nimblec.frontend.exported_program import load_exported
 from nimblec.frontend.pytorch import ModelCall, bind
+from nimblec.frontend.torch_objects import is_exported, positional
 from nimblec.options import Options
 from nimblec.source import Source
 
@@ -47,34 +48,6 @@ def _call(name: str, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, An
             "use --input NAME:SHAPE"
         )
     return bind(module, args, kwargs, name=name, specs=options.inputs, examples=dict(options.examples))
-
-
-def is_exported(model: Any) -> bool:
-    """Whether a model is what torch.export.export returns."""
-    return isinstance(model, torch.export.ExportedProgram)
-
-
-def refuse_script(model: Any) -> None:
-    """Raise ArgumentError for TorchScript, whose code torch.export does not see."""
-    if isinstance(model, torch.jit.ScriptModule | torch.jit.ScriptFunction):
-        raise ArgumentError(
-            "the model is TorchScript, which has no Python code to export: give the torch.nn.Module that it was made "
-            "from, or an ONNX file of it"
-        )
-
-
-def positional(example_inputs: Any) -> tuple[Any, ...]:
-    """The positional arguments of one call, of which one tensor may stand alone."""
-    match example_inputs:
-        case torch.Tensor():
-            return (example_inputs,)
-        case tuple() | list():
-            return tuple(example_inputs)
-    hint = "; keyword arguments are given as kwargs" if isinstance(example_inputs, Mapping) else ""
-    raise ArgumentError(
-        f"example_inputs: got {type(example_inputs).__name__}, expected a tensor or a tuple of the positional "
-        f"arguments{hint}"
-    )
 
 
 def import_callable(spec: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:

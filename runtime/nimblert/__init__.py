@@ -18,6 +18,8 @@ from nimblert.executable import Executable, load
 from nimblert.limits import Limits
 from nimblert.plan import Plan
 
+__version__ = "0.1.0"
+
 __all__ = [
     "CudaError",
     "DeviceMismatchError",

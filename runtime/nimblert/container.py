@@ -58,6 +58,9 @@ def write(plan: Plan, path: str | os.PathLike[str]) -> None:
         _stream(plan, file)
 
 
+Plan.save = write
+
+
 def encode_file(plan: Plan) -> bytes:
     """The bytes of the plan's file. Unlike `write`, takes plans that contradict themselves."""
     file = BytesIO()

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from nimblert.errors import DeviceMismatchError
 from nimblert.plan import ITEM_NBYTES
 
 
@@ -10,8 +11,10 @@ def numpy_dtype(name: str) -> np.dtype:
     if name not in ITEM_NBYTES:
         raise ValueError(f"dtype {name!r} is not one that a plan may name")
     if name == "bfloat16":
-        import ml_dtypes  # 20 ms that other plans need not pay
-
+        try:
+            import ml_dtypes  # 20 ms that other plans need not pay
+        except ImportError as exc:
+            raise DeviceMismatchError("bfloat16 tensors need ml_dtypes: pip install 'nimblert[bfloat16]'") from exc
         bfloat16: np.dtype = np.dtype(ml_dtypes.bfloat16)
         return bfloat16
     return np.dtype(name)

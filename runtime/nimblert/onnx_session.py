@@ -58,7 +58,7 @@ def onnxruntime() -> ModuleType:
     try:
         return import_module("onnxruntime")
     except ImportError as exc:
-        raise DeviceMismatchError("a CPU plan runs on ONNX Runtime: pip install 'nimblec[cpu]'") from exc
+        raise DeviceMismatchError("a CPU plan runs on ONNX Runtime: pip install 'nimblert[cpu]'") from exc
 
 
 def share_thread_pool() -> None:

@@ -5,10 +5,11 @@ offset in a region; loading turns pointers into addresses.
 """
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
 from os import PathLike
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 
 class Target(enum.IntEnum):
@@ -394,6 +395,9 @@ class Plan:
     state: tuple[Weight, ...]
     programs: tuple[Program, ...]
 
+    save: ClassVar[Callable[["Plan", str | PathLike[str]], None]]
+    """``plan.save(path)`` writes the plan to a file: `nimblert.container.write`, which stands above this module."""
+
     def __repr__(self) -> str:
         names = ", ".join(repr(program.name) for program in self.programs[:_LISTED])
         more = ", ..." if len(self.programs) > _LISTED else ""
@@ -402,12 +406,6 @@ class Plan:
             f" {len(self.kernels)} kernels, {len(self.weights)} weights of {self.weights_nbytes:,} bytes,"
             f" made by {self.producer!r})"
         )
-
-    def save(self, path: str | PathLike[str]) -> None:
-        """Write the plan to ``path``: first to a temporary name beside it, then renamed."""
-        from nimblert import container  # container needs this module first
-
-        container.write(self, path)
 
 
 _LISTED = 4

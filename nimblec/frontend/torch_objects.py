@@ -1,0 +1,36 @@
+"""What a model of PyTorch and its arguments may be, told without running anything."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from nimblec.errors import ArgumentError
+
+
+def is_exported(model: Any) -> bool:
+    """Whether a model is what torch.export.export returns."""
+    return isinstance(model, torch.export.ExportedProgram)
+
+
+def refuse_script(model: Any) -> None:
+    """Raise ArgumentError for TorchScript, whose code torch.export does not see."""
+    if isinstance(model, torch.jit.ScriptModule | torch.jit.ScriptFunction):
+        raise ArgumentError(
+            "the model is TorchScript, which has no Python code to export: give the torch.nn.Module that it was made "
+            "from, or an ONNX file of it"
+        )
+
+
+def positional(example_inputs: Any) -> tuple[Any, ...]:
+    """The positional arguments of one call, of which one tensor may stand alone."""
+    match example_inputs:
+        case torch.Tensor():
+            return (example_inputs,)
+        case tuple() | list():
+            return tuple(example_inputs)
+    hint = "; keyword arguments are given as kwargs" if isinstance(example_inputs, Mapping) else ""
+    raise ArgumentError(
+        f"example_inputs: got {type(example_inputs).__name__}, expected a tensor or a tuple of the positional "
+        f"arguments{hint}"
+    )

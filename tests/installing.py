@@ -1,0 +1,87 @@
+"""Environments that hold this repository's distributions, built from a copy of it and without a network."""
+
+import shutil
+import subprocess
+import sys
+import venv
+from collections.abc import Iterator
+from importlib.metadata import Distribution, distribution
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from subprocesses import ROOT
+
+OURS = {"nimblec", "nimblert"}
+
+
+def checkout(folder: Path) -> Path:
+    """A copy of what the distributions are built from, so that the build leaves nothing in the tree."""
+    copy = folder / "checkout"
+    for name in ("docs", "nimblec", "runtime"):
+        shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=_not_built_from)
+    for name in ("pyproject.toml", "setup.py", "LICENSE"):
+        shutil.copy(ROOT / name, copy)
+    return copy
+
+
+def _not_built_from(_folder: str, names: list[str]) -> set[str]:
+    return {name for name in names if name in {"__pycache__", "build"} or name.endswith(".egg-info")}
+
+
+class Environment:
+    """A virtual environment; requirements that are not ours are linked from the one that runs the tests."""
+
+    def __init__(self, folder: Path) -> None:
+        venv.create(folder, with_pip=False)
+        self.python = folder / "bin" / "python"
+        (self.packages,) = (folder / "lib").glob("python*/site-packages")
+
+    def install(self, *paths: str | Path) -> None:
+        """Install as pip does from these folders, with their extras; only what is linked here can be required."""
+        _link(_with_requirements(["setuptools>=77"]), self.packages)  # which builds the wheels
+        self.pip("install", "--no-index", "--no-build-isolation", *paths)
+
+    def link(self, *requirements: str) -> None:
+        """Link what ``requirements`` bring without extras, requirements of requirements too."""
+        _link(_with_requirements(list(requirements)), self.packages)
+
+    def pip(self, *args: str | Path) -> None:
+        """Run pip on this environment."""
+        command = [sys.executable, "-m", "pip", "--python", str(self.python), *map(str, args)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    def run(self, *args: object) -> subprocess.CompletedProcess[str]:
+        """Run its Python, which sees nothing else."""
+        command = [str(self.python), "-I", *map(str, args)]
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, cwd=self.python.parent)
+
+    def installed(self, name: str) -> Distribution:
+        """A distribution that was installed here."""
+        (found,) = Distribution.discover(name=name, path=[str(self.packages)])
+        return found
+
+
+def _with_requirements(requirements: list[str]) -> Iterator[Distribution]:
+    seen: set[str] = set()
+    waiting = list(requirements)
+    while waiting:
+        requirement = Requirement(waiting.pop())
+        name = canonicalize_name(requirement.name)
+        if name in seen | OURS or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
+            continue
+        seen.add(name)
+        found = distribution(name)
+        yield found
+        waiting += found.requires or []
+
+
+def _link(distributions: Iterator[Distribution], packages: Path) -> None:
+    """Link the top-level files and folders of installed distributions into ``packages``."""
+    for found in distributions:
+        tops = {file.parts[0] for file in found.files or () if ".." not in file.parts}
+        for top in tops - {"__pycache__"}:
+            target = packages / top
+            if not target.exists():
+                target.symlink_to(Path(str(found.locate_file(top))))
