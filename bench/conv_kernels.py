@@ -310,7 +310,7 @@ def _job(call: Call, tiling: AnyTiling, numbers: Numbers, trigger: str = "late")
     has = {"bias", *(["residual"] if call.residual else []), *_READ[call.reading]}
     known: dict[str, Any] = {"dtype": str(numbers.dtype).removeprefix("torch."), "has": has}
     before = "relu" if "relu" in call.reading else "none"
-    how = {"activation": call.activation, "before": before, "trigger": trigger}
+    how: dict[str, Any] = {"activation": call.activation, "before": before, "trigger": trigger}
     if isinstance(tiling, DepthwiseTiling):
         return depthwise_job(depthwise_settings(call.shape, tiling, **how), **known)
     return convolution_job(settings(call.shape, tiling, arithmetic=numbers.arithmetic, **how), **known)

@@ -82,12 +82,12 @@ def measure(build: Callable[[], tuple[Any, tuple[Any, ...]]], folder: Path, repe
         outputs = [executable.run(inputs) for executable in loaded.values()]
         exact = all(np.array_equal(a, b) for o in outputs for a, b in zip(o.values(), outputs[0].values(), strict=True))
         before = os.getloadavg()[0]
-        times = take_turns([executable.replay for executable in loaded.values()], repeats)
+        measured = take_turns([executable.replay for executable in loaded.values()], repeats)
         return {
             "launches": len(loaded["1"].program.ops),
             "auto": loaded["auto"].program.schedule.policy if loaded["auto"].program.schedule else "",
             "streams": {policy: executable.program.stream_count for policy, executable in loaded.items()},
-            "ms": {policy: spread(column) for policy, column in zip(POLICIES, times.T, strict=True)},
+            "ms": {policy: spread(column) for policy, column in zip(POLICIES, measured.T, strict=True)},
             "bit_exact": exact,
             "load_average": [round(before, 2), round(os.getloadavg()[0], 2)],
         }

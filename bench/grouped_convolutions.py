@@ -71,7 +71,6 @@ def times(case: Case, dtype: torch.dtype, timer: GraphTimer) -> dict[str, float]
     bias = torch.randn(case.results).to("cuda", dtype)
     padding = case.dilation * (case.kernel // 2)
     geometry = (case.stride, padding, case.dilation, case.groups)
-    pairs = tuple([n, n] for n in geometry[:3])
     last = torch.channels_last
     x_last, weight_last = x.contiguous(memory_format=last), weight.contiguous(memory_format=last)
 
@@ -81,7 +80,9 @@ def times(case: Case, dtype: torch.dtype, timer: GraphTimer) -> dict[str, float]
 
     def fused(images: Tensor, filters: Tensor) -> float:
         def call(_: int) -> Tensor:
-            return torch.cudnn_convolution_relu(images, filters, bias, *pairs, case.groups)
+            return torch.cudnn_convolution_relu(
+                images, filters, bias, [case.stride] * 2, [padding] * 2, [case.dilation] * 2, case.groups
+            )
 
         try:
             call(0)

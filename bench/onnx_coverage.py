@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from onnx import ModelProto
@@ -35,6 +36,9 @@ if importlib.util.find_spec("bench") is None:
 
 from bench import environment
 from bench.onnx_cases import Case, cases, difference, static_form
+
+if TYPE_CHECKING:
+    import torch
 
 RESULTS = Path(__file__).parent / "results" / "cpu"
 SECONDS_A_CASE = 120
@@ -92,7 +96,7 @@ def run_fused(model: ModelProto, inputs: Sequence[np.ndarray]) -> list[np.ndarra
         return [_to_array(tensor.cpu()) for tensor in module(*(_to_tensor(array).to(device) for array in inputs))]
 
 
-def _to_tensor(array: np.ndarray) -> "torch.Tensor":  # noqa: F821 - torch is imported where it is needed
+def _to_tensor(array: np.ndarray) -> "torch.Tensor":
     import torch
 
     if array.dtype.name == "bfloat16":
@@ -100,7 +104,7 @@ def _to_tensor(array: np.ndarray) -> "torch.Tensor":  # noqa: F821 - torch is im
     return torch.from_numpy(array.copy())
 
 
-def _to_array(tensor: "torch.Tensor") -> np.ndarray:  # noqa: F821
+def _to_array(tensor: "torch.Tensor") -> np.ndarray:
     import ml_dtypes
     import torch
 

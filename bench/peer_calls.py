@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
 import torch
+from torch._C._autograd import DeviceType
 
 from bench import clocks
 
@@ -82,6 +83,6 @@ def by_torch(call: Call) -> list[Span]:
     return [
         (event.time_range.start, event.time_range.end)
         for event in profile.events() or ()
-        if event.device_type == torch.autograd.DeviceType.CUDA
+        if event.device_type == DeviceType.CUDA
         and not (event.is_user_annotation or event.name.startswith(("Memcpy", "Memset")))
     ]

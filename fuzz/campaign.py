@@ -180,7 +180,8 @@ class _Campaign:
             return None if child.next_number < 0 else number
         self._found += 1
         self._keep(number, "hangs" if hung else f"ends with status {status} (a signal if below 256)", child.case)
-        return number + self._options.jobs
+        jobs: int = self._options.jobs
+        return number + jobs
 
     def _keep(self, number: int, text: str, case: Path) -> None:
         """Copy the file of a case to the corpus, with what happened beside it."""

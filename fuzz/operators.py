@@ -117,6 +117,7 @@ def _outputs(case: Case, kinds: dict[str, str], rng: Rng, note: Callable[[bytes]
     for name, array in arrays.items():
         if kinds[name] != "input":
             model.graph.initializer.append(numpy_helper.from_array(array, name))
+    failures: tuple[type[Exception], ...] = (*runtime_errors(), MemoryError, TypeError)
     try:
         session = open_session(model.SerializeToString())
         binding = session.io_binding()
@@ -130,7 +131,7 @@ def _outputs(case: Case, kinds: dict[str, str], rng: Rng, note: Callable[[bytes]
         session.run_with_iobinding(binding)
         values = binding.get_outputs()
         types = [(_dtype(value.element_type()), tuple(value.shape())) for value in values]
-    except (*runtime_errors(), MemoryError, TypeError):
+    except failures:
         return guess
     if any(dtype is None or prod(shape) > _MOST_NBYTES for dtype, shape in types):
         return guess
@@ -223,7 +224,7 @@ def _value(rng: Rng, name: str, kind: int) -> AttributeProto | None:
         AttributeProto.STRING: lambda: rng.choice(_STRINGS),
         AttributeProto.TENSOR: lambda: numpy_helper.from_array(_array(rng, dtype, dims)),
     }
-    lists = {
+    lists: dict[int, int] = {
         AttributeProto.FLOATS: AttributeProto.FLOAT,
         AttributeProto.INTS: AttributeProto.INT,
         AttributeProto.STRINGS: AttributeProto.STRING,

@@ -4,6 +4,7 @@ import dataclasses
 import random
 import sys
 from collections.abc import Callable
+from enum import Enum
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,9 @@ def _consistent(command: Any, rng: random.Random) -> Any:
     def moved(record: Any) -> Any:
         return dataclasses.replace(record, pointer=new) if record.pointer == old else record
 
-    changes = {name: tuple(map(moved, getattr(command, name))) for name in ("relocations", "reads", "writes")}
+    changes: dict[str, Any] = {
+        name: tuple(map(moved, getattr(command, name))) for name in ("relocations", "reads", "writes")
+    }
     return dataclasses.replace(command, **changes)
 
 
@@ -84,9 +87,8 @@ def _changed(value: Any, rng: random.Random) -> Any:
         case bool():
             changed = not value
         case int():
-            members = list(type(value)) if type(value) is not int else []  # an enum
             drawn = rng.choice((*_NUMBERS, value + 1, value + 4, value + 8, max(0, value - 1), value * 2))
-            changed = rng.choice(members) if members else drawn
+            changed = rng.choice(list(type(value))) if isinstance(value, Enum) else drawn
         case str():
             changed = rng.choice((*ITEM_NBYTES, "", "i0", "i1", "o0", "w", value + "x"))
         case _:

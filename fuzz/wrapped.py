@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from onnx import ModelProto, NodeProto, OperatorSetIdProto, TensorProto, numpy_helper
+from onnx import ModelProto, NodeProto, OperatorSetIdProto, TensorProto, ValueInfoProto, numpy_helper
 
 from nimblec.cpu.constants import TensorType, external
 from nimblec.frontend import onnx_file
@@ -51,12 +51,13 @@ def model_of(
             graph.initializer.append(numpy_helper.from_array(array, name))
     for tensor in outputs:
         _declare(graph.output.add(), tensor.name, TensorType(dtype=tensor.dtype, shape=tensor.shape))
-    return model.SerializeToString(deterministic=True)
+    serialized: bytes = model.SerializeToString(deterministic=True)
+    return serialized
 
 
-def _declare(value: object, name: str, tensor_type: TensorType) -> None:
-    value.name = name  # type: ignore[attr-defined]
-    tensor = value.type.tensor_type  # type: ignore[attr-defined]
+def _declare(value: ValueInfoProto, name: str, tensor_type: TensorType) -> None:
+    value.name = name
+    tensor = value.type.tensor_type
     tensor.elem_type = onnx_file.element_type(tensor_type.dtype) if tensor_type.dtype else TensorProto.UNDEFINED
     tensor.shape.SetInParent()
     for size in tensor_type.shape:

@@ -9,7 +9,7 @@ import numpy as np
 
 from nimblec.cpu.reference import read_nodes, run_reference, run_values
 from nimblec.difference import difference
-from nimblec.frontend import onnx_file, onnx_shapes
+from nimblec.frontend import onnx_file, onnx_nodes, onnx_shapes
 from nimblec.node_values import NodeComparison, compare_nodes
 from nimblec.options import InputSpec
 from nimblec.verification import Check, Result, check_name
@@ -55,7 +55,7 @@ def _compare(plan: Plan, executable: Executable, model: "ModelProto", against: A
     specs = [InputSpec(name=t.name, shape=t.shape, dtype=t.dtype) for t in program.inputs]
     fixed = onnx_shapes.fix_shapes(model, specs)
     nodes = read_nodes(fixed)
-    onnx_file.clear_repeated_names(fixed)
+    onnx_nodes.clear_repeated_names(fixed)
     inputs = golden.draw_inputs(program, against.seed)
     names = [value.name for value in fixed.graph.output]
     expected = dict(zip(names, run_reference(fixed, folder, inputs), strict=True))

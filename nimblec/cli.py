@@ -204,7 +204,7 @@ def compile(  # noqa: A001  # the command's name
     chosen, reason = choose_target(target)
     if not quiet:
         echo(f"target: {chosen.name.lower()} ({reason})")
-    caches = {} if timing_cache is None else {"timing_cache": timing_cache}
+    caches: dict[str, Path | None] = {} if timing_cache is None else {"timing_cache": timing_cache}
     if plan_cache is not None or no_plan_cache:
         caches["plan_cache"] = plan_cache
     options = read_options(

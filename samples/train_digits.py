@@ -56,7 +56,8 @@ def split() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     images, labels = load_digits(return_X_y=True)
     scaled = (images / 16).astype(np.float32).reshape(-1, 1, 8, 8)
     parts = train_test_split(scaled, labels, test_size=0.25, random_state=SEED, stratify=labels)
-    return tuple(torch.from_numpy(part) for part in parts)
+    images, test_images, labels, test_labels = map(torch.from_numpy, parts)
+    return images, test_images, labels, test_labels
 
 
 def train(images: Tensor, labels: Tensor) -> DigitNet:
@@ -86,6 +87,7 @@ def export(net: DigitNet, path: Path) -> None:
         dynamo=True,
         verbose=False,
     )
+    assert program is not None  # as dynamo=True returns it
     for node in program.model.graph:
         node.metadata_props.clear()  # stack traces
     program.save(path, external_data=False)

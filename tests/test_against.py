@@ -14,7 +14,7 @@ from onnx import TensorProto, helper
 import nimblec
 from nimblec.cpu.reference import read_nodes, run_values
 from nimblec.difference import difference, same_numbers
-from nimblec.frontend import onnx_file
+from nimblec.frontend import onnx_file, onnx_nodes
 from nimblec.node_values import compare_nodes
 from nimblert import container, executable, golden
 from nimblert.plan import Plan, Target
@@ -175,7 +175,7 @@ def test_a_node_in_blocks_is_told_from_a_wrong_one(plan: Path, model: Path) -> N
 def compare(plan: Plan, path: Path, tolerance: float = 1e-4) -> object:
     model = onnx_file.load(path)
     nodes = read_nodes(model)
-    onnx_file.clear_repeated_names(model)
+    onnx_nodes.clear_repeated_names(model)
     with executable.load(plan) as loaded:
         inputs = golden.draw_inputs(loaded.program, 0)
         return compare_nodes(loaded, inputs, nodes, run_values(model, path.parent, inputs), tolerance)

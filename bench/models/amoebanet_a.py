@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from bench.models.darts import DartsNetwork, settled_on_others
+from bench.models.half import channels_last
 from bench.models.searched_cells import Cell, Genotype
 
 NORMAL = Genotype(
@@ -111,7 +112,4 @@ def fp16_as_in_nimble() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
 
 def _halved(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     (image,) = inputs
-    return (
-        module.half().to(memory_format=torch.channels_last),
-        (image.half().to(memory_format=torch.channels_last),),
-    )
+    return channels_last(module, image)

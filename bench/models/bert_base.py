@@ -1,6 +1,7 @@
 """BERT-base (transformers), random weights, 128 tokens."""
 
 from functools import partial
+from typing import Any
 
 import torch
 from transformers import BertConfig, BertModel
@@ -36,4 +37,5 @@ fp16_batch_4, fp16_batch_16, fp16_batch_64 = (partial(fp16, batch) for batch in 
 def fp16_compiled() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
     """Half precision through torch.compile."""
     module, inputs = fp16()
-    return torch.compile(module), inputs
+    compiled: Any = torch.compile(module)
+    return compiled, inputs

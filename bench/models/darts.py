@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from bench.models.batch_statistics import settled
+from bench.models.half import channels_last
 from bench.models.searched_cells import Cell, Genotype
 
 NORMAL = Genotype(
@@ -79,7 +80,4 @@ def settled_on_others(module: nn.Module) -> tuple[nn.Module, tuple[torch.Tensor,
 def fp16() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
     """Half precision, channels last."""
     module, (image,) = fp32()
-    return (
-        module.half().to(memory_format=torch.channels_last),
-        (image.half().to(memory_format=torch.channels_last),),
-    )
+    return channels_last(module, image)

@@ -3,6 +3,8 @@
 import torch
 import torchvision
 
+from bench.models.half import channels_last
+
 
 def fp32() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
     """As eager PyTorch runs it."""
@@ -12,7 +14,4 @@ def fp32() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
 def fp16() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
     """Half precision, channels last."""
     module, (image,) = fp32()
-    return (
-        module.half().to(memory_format=torch.channels_last),
-        (image.half().to(memory_format=torch.channels_last),),
-    )
+    return channels_last(module, image)

@@ -3,9 +3,10 @@
 import torch
 import torchvision
 
+from bench.models.half import channels_last
+
 
 def fp16() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
     """Half precision, channels last."""
     module = torchvision.models.googlenet(init_weights=False, transform_input=False)
-    module = module.eval().half().to(memory_format=torch.channels_last)
-    return module, (torch.randn(1, 3, 224, 224).half().to(memory_format=torch.channels_last),)
+    return channels_last(module.eval(), torch.randn(1, 3, 224, 224))

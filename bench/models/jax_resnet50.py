@@ -63,10 +63,13 @@ def folded(module: nn.Module) -> Weights:
         if isinstance(part, nn.Conv2d):
             convolution = name, part
         elif isinstance(part, nn.BatchNorm2d):
+            mean, variance = part.running_mean, part.running_var
             assert convolution is not None
-            scale = part.weight / torch.sqrt(part.running_var + part.eps)
+            assert mean is not None
+            assert variance is not None
+            scale = part.weight / torch.sqrt(variance + part.eps)
             kernel = convolution[1].weight * scale[:, None, None, None]
-            weights[convolution[0]] = _numpy(kernel.permute(2, 3, 1, 0)), _numpy(part.bias - part.running_mean * scale)
+            weights[convolution[0]] = _numpy(kernel.permute(2, 3, 1, 0)), _numpy(part.bias - mean * scale)
         elif isinstance(part, nn.Linear):
             weights[name] = _numpy(part.weight.T), _numpy(part.bias)
     return weights

@@ -6,6 +6,7 @@ import torch
 import torchvision
 
 from bench.models.batch_statistics import settled
+from bench.models.half import channels_last
 
 
 def fp32() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
@@ -17,8 +18,7 @@ def fp32() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
 def fp16(batch: int = 1) -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
     """Half precision, channels last."""
     module, _ = fp32()
-    images = torch.randn(batch, 3, 224, 224).half()
-    return module.half().to(memory_format=torch.channels_last), (images.to(memory_format=torch.channels_last),)
+    return channels_last(module, torch.randn(batch, 3, 224, 224))
 
 
 fp16_batch_4, fp16_batch_16, fp16_batch_64 = (partial(fp16, batch) for batch in (4, 16, 64))

@@ -4,6 +4,7 @@ import torch
 import torchvision
 
 from bench.models.batch_statistics import settled
+from bench.models.half import channels_last
 
 
 def fp32() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
@@ -15,7 +16,4 @@ def fp32() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
 def fp16() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
     """Half precision, channels last."""
     module, (image,) = fp32()
-    return (
-        module.half().to(memory_format=torch.channels_last),
-        (image.half().to(memory_format=torch.channels_last),),
-    )
+    return channels_last(module, image)

@@ -4,6 +4,7 @@ import torch
 from timm.models.nasnet import NASNetALarge
 
 from bench.models.batch_statistics import settled
+from bench.models.half import channels_last
 
 _LEFT_OUT = ("cell_4", "cell_5", "cell_10", "cell_11", "cell_16", "cell_17")
 
@@ -42,7 +43,4 @@ def fp32() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
 def fp16() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
     """Half precision, channels last."""
     module, (image,) = fp32()
-    return (
-        module.half().to(memory_format=torch.channels_last),
-        (image.half().to(memory_format=torch.channels_last),),
-    )
+    return channels_last(module, image)

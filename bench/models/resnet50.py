@@ -1,9 +1,12 @@
 """ResNet-50 (torchvision), random weights."""
 
 from functools import partial
+from typing import Any
 
 import torch
 import torchvision
+
+from bench.models.half import channels_last
 
 
 def fp32() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
@@ -13,8 +16,7 @@ def fp32() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
 
 def fp16(batch: int = 1) -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
     """Half precision, channels last."""
-    module = torchvision.models.resnet50().eval().half().to(memory_format=torch.channels_last)
-    return module, (torch.randn(batch, 3, 224, 224).half().to(memory_format=torch.channels_last),)
+    return channels_last(torchvision.models.resnet50().eval(), torch.randn(batch, 3, 224, 224))
 
 
 fp16_batch_4, fp16_batch_16, fp16_batch_64 = (partial(fp16, batch) for batch in (4, 16, 64))
@@ -23,4 +25,5 @@ fp16_batch_4, fp16_batch_16, fp16_batch_64 = (partial(fp16, batch) for batch in 
 def fp16_compiled() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
     """Half precision through torch.compile."""
     module, inputs = fp16()
-    return torch.compile(module), inputs
+    compiled: Any = torch.compile(module)
+    return compiled, inputs

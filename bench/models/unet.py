@@ -3,6 +3,8 @@
 import torch
 from torch import nn
 
+from bench.models.half import channels_last
+
 _WIDTHS = (64, 128, 256, 512, 1024)
 
 
@@ -44,7 +46,4 @@ def fp32() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
 def fp16() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     """Half precision, channels last."""
     module, (image,) = fp32()
-    return (
-        module.half().to(memory_format=torch.channels_last),
-        (image.half().to(memory_format=torch.channels_last),),
-    )
+    return channels_last(module, image)

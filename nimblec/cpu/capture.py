@@ -12,7 +12,7 @@ from nimblec.cpu import kernels, optimizer, values
 from nimblec.cpu.constants import TensorType, type_of
 from nimblec.cpu.optimizer import OptimizedModel
 from nimblec.errors import UnsupportedModelError
-from nimblec.frontend import onnx_file, onnx_shapes
+from nimblec.frontend import onnx_file, onnx_nodes, onnx_shapes
 from nimblec.frontend.onnx_examples import check_examples
 from nimblec.ir import Access, Buffer, BufferKind, Graph, KernelWork, Op, Reference, Task, TensorView
 from nimblec.options import InputSpec
@@ -48,7 +48,7 @@ def read(
     specs = (*inputs, *(spec for spec in examples if spec.name not in named))
     model = onnx_shapes.fix_shapes(loaded, specs, dims)
     onnx_file.outputs(model)  # refuses outputs that are no tensors, by name
-    onnx_file.clear_repeated_names(model)
+    onnx_nodes.clear_repeated_names(model)
     return model
 
 
@@ -75,18 +75,18 @@ def capture_model(
 
 
 def _refuse_random(graph: GraphProto, constants: Mapping[str, np.ndarray]) -> None:
-    for node in onnx_file.nodes(graph):
+    for node in onnx_nodes.nodes(graph):
         if _is_random(node, constants):
             raise UnsupportedModelError(
-                f"node {onnx_file.node_name(node)!r} ({node.op_type}): draws random numbers, by which no two runs of a "
-                f"plan are the same; export the model for inference, or make them an input of it"
+                f"node {onnx_nodes.node_name(node)!r} ({node.op_type}): draws random numbers, by which no two runs of "
+                f"a plan are the same; export the model for inference, or make them an input of it"
             )
 
 
 def _is_random(node: NodeProto, constants: Mapping[str, np.ndarray]) -> bool:
     """Whether a node draws random numbers: dropout does so in training mode."""
-    if onnx_file.operator_name(node) != "Dropout":
-        return onnx_file.operator_name(node) in _RANDOM
+    if onnx_nodes.operator_name(node) != "Dropout":
+        return onnx_nodes.operator_name(node) in _RANDOM
     ratio, training = (constants.get(name) for name in [*node.input[1:], "", ""][:2])
     return training is not None and bool(training.all()) and (ratio is None or bool(ratio.any()))
 
@@ -126,7 +126,7 @@ class _Builder:
         operands = [self._buffer(name) for name in built.values]
         accesses = [Access(buffer=b, offset=0, nbytes=self._buffers[b].nbytes) for b in operands]
         roles = [parameter.kind for parameter in built.parameters]
-        self._ops.append(Op(name=built.symbol, source=onnx_file.node_name(node)))
+        self._ops.append(Op(name=built.symbol, source=onnx_nodes.node_name(node)))
         self._tasks.append(
             Task(
                 op=len(self._ops) - 1,

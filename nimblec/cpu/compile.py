@@ -56,7 +56,7 @@ def compile_cpu(source: Source, options: Options, output: Path, observer: Observ
 def _write_plan(source: Source, options: Options, output: Path, observer: Observer) -> tuple[float, tuple[str, ...]]:
     """Write the plan; the seconds that a run takes, and what the user should know."""
     with tempfile.TemporaryDirectory(prefix="nimblec-", dir=output.parent) as scratch:  # where room for a plan is
-        path, notes = Path(source.model), ()
+        path, notes = Path(source.model), tuple[str, ...]()
         specs, dims, examples = options.inputs, options.dims, _examples(options)
         if source.kind != "onnx":
             with stage(observer, "export to ONNX"):

@@ -131,7 +131,7 @@ class BumpAllocator:
         """Make torch allocate here; must come before torch initialises CUDA."""
         import torch
 
-        malloc, free = (ctypes.cast(c, ctypes.c_void_p).value for c in self._callbacks)
+        malloc, free = (ctypes.cast(c, ctypes.c_void_p).value or 0 for c in self._callbacks)
         torch._C._cuda_changeCurrentAllocator(torch._C._cuda_customAllocator(malloc, free))
         torch.cuda.init()
         call("cuCtxSetCurrent", call("cuDevicePrimaryCtxRetain", call("cuDeviceGet", 0)))

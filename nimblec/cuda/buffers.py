@@ -53,7 +53,11 @@ class BufferTable:
         self._zone = zone
         self._resident = resident
         self._foreign = foreign
-        self._places = {Place.CAPTURE: zone, Place.RESIDENT: resident, Place.FOREIGN: foreign}
+        self._places: dict[Place, Zone | ForeignMemory] = {
+            Place.CAPTURE: zone,
+            Place.RESIDENT: resident,
+            Place.FOREIGN: foreign,
+        }
         self._contents = contents
         self._numbers: dict[Allocation, int] = {}
         self._tensors: set[Allocation] = set()

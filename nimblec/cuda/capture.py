@@ -133,7 +133,7 @@ class _OpRecorder(TorchDispatchMode):
     """Sees every op that reaches a device, and counts the nodes of the graph around it."""
 
     def __init__(self, stream: torch.cuda.Stream, sources: SourceTracker) -> None:
-        super().__init__()
+        TorchDispatchMode.__init__(self)
         self.ops: list[OpRecord] = []
         self._stream = stream.cuda_stream
         self._sources = sources

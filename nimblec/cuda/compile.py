@@ -21,6 +21,7 @@ from nimblec.options import DEFAULT_LEVEL, Observer, Options
 from nimblec.processes import environment, module_command
 from nimblec.source import Source
 from nimblec.stages import stage
+from nimblert.errors import NimbleError
 from nimblert.scratch import scratch_folder
 
 
@@ -119,6 +120,6 @@ def _failure(stage: str, message: dict[str, str]) -> CompileError:
     return error
 
 
-def _error(message: dict[str, str]) -> errors.NimbleError:
+def _error(message: dict[str, str]) -> NimbleError:
     # Errors of nimblert (of the driver, of a plan) are failed compilations here: their sentence is kept.
     return getattr(errors, message["error"], CompileError)(message["message"])

@@ -34,7 +34,7 @@ class ForeignMemory:
         """What an allocation holds now."""
         host = np.empty(self.sizes[index], np.uint8)
         call("cuMemcpyDtoH", host.ctypes.data, self.addresses[index], host.nbytes)
-        return memoryview(host)
+        return host.data
 
     def _look_up(self, address: int) -> int | None:
         attribute = bindings().CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE

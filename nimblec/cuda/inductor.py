@@ -10,7 +10,9 @@ on: they are left to whoever sees launches that nobody recorded.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import TracebackType
 from typing import Any, Protocol
+from unittest.mock import patch
 
 import torch
 
@@ -21,7 +23,9 @@ class CallRecorder(Protocol):
     def __enter__(self) -> Any:
         """Start to see what reaches the dispatcher."""
 
-    def __exit__(self, *exc: object) -> Any:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> Any:
         """Stop it."""
 
     def record(
@@ -37,7 +41,8 @@ def seeing_compiled_code(recorder: CallRecorder) -> Iterator[None]:
     from torch._inductor.runtime.hints import HeuristicType
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
-    call_graph, launch = CompiledFxGraph.__call__, CachingAutotuner.run
+    call_graph: Callable[..., Any] = CompiledFxGraph.__call__
+    launch: Callable[..., Any] = CachingAutotuner.run
 
     def seen_call(graph: Any, inputs: Any) -> Any:
         with recorder:
@@ -49,11 +54,8 @@ def seeing_compiled_code(recorder: CallRecorder) -> Iterator[None]:
         reads, writes = _accesses(kernel.fn.arg_names, set(kernel.mutated_arg_names), args)
         return recorder.record(kernel.fn.__name__, reads, writes, lambda: launch(kernel, *args, **kwargs))
 
-    CompiledFxGraph.__call__, CachingAutotuner.run = seen_call, seen_launch
-    try:
+    with patch.object(CompiledFxGraph, "__call__", seen_call), patch.object(CachingAutotuner, "run", seen_launch):
         yield
-    finally:
-        CompiledFxGraph.__call__, CachingAutotuner.run = call_graph, launch
 
 
 def _accesses(

@@ -146,7 +146,7 @@ def contents(residents: Iterable[Resident]) -> dict[Allocation, Content]:
             name=r.name,
             dtype=r.dtype,
             shape=r.shape,
-            data=memoryview(r.pristine.cpu().numpy()),
+            data=r.pristine.cpu().numpy().data,
             is_input=r.is_input,
             mutated=r.mutated,
         )

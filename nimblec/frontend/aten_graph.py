@@ -78,7 +78,7 @@ def trace(
         try:
             return _recorded(program, torch.device(device))
         except InPlaceError as exc:
-            inside = {exc.composite: known[exc.composite]} if exc.composite in known else {}
+            inside = {exc.composite: known[exc.composite]} if exc.composite and exc.composite in known else {}
             if apart is not None and not inside.keys() - apart.keys():
                 raise TraceError(str(exc)) from exc
             apart = {**(apart or {}), **inside}

@@ -29,7 +29,7 @@ def _fuse(graph: fx.Graph, add: fx.Node, product: fx.Node, bias: fx.Node) -> boo
     if not isinstance(mm, fx.Node) or mm.target is not aten.mm.default or len(mm.users) != 1:
         return False
     result, columns = mm.meta["val"], mm.meta["val"].shape[1]
-    vector = bias.meta.get("val")
+    vector = bias.meta["val"]
     if bias.op != "get_attr" or vector.shape not in ((columns,), (1, columns)) or vector.dtype != result.dtype:
         return False
     if add.meta["val"].shape != product.meta["val"].shape or add.meta["val"].shape[-1] != columns:

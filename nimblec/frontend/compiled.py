@@ -1,12 +1,14 @@
 """A model through torch.compile: fewer kernels, fused by Inductor."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from nimblec.frontend.pytorch import TorchModel
 
-_OPTIONS = {
+_OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {
     "freezing": True,  # weights are constants: batch norms fold, layouts are chosen once
     "triton.cudagraphs": False,  # the plan is the graph
     "allow_buffer_reuse": False,  # reuse orders kernels that could run side by side; the plan does it

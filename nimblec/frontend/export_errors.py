@@ -6,8 +6,9 @@ from contextlib import contextmanager
 
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from nimblec.errors import NimbleError, TraceError, first_line, root_cause, users_line
+from nimblec.errors import TraceError, first_line, root_cause, users_line
 from nimblec.frontend.torch_log import quiet_torch
+from nimblert.errors import NimbleError
 
 
 @contextmanager

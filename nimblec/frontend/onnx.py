@@ -16,10 +16,11 @@ from torch import Tensor, fx
 from nimblec.errors import UnsupportedModelError
 from nimblec.frontend import onnx_file
 from nimblec.frontend.bias import fuse_bias
+from nimblec.frontend.onnx_frame import Frame, Scope
 from nimblec.frontend.onnx_ops.axes import sizes_of
 from nimblec.frontend.onnx_ops.table import Refused
 from nimblec.frontend.onnx_tensors import dense_of, narrow_type, tensor_of
-from nimblec.frontend.onnx_walk import Frame, Scope, Walk
+from nimblec.frontend.onnx_walk import Walk
 from nimblec.frontend.recorder import Recorder
 
 

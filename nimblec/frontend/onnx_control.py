@@ -2,36 +2,43 @@
 
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
-from onnx import GraphProto
+from onnx import GraphProto, NodeProto
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from nimblec.frontend.onnx_frame import Frame, Scope
 from nimblec.frontend.onnx_ops.axes import axis_of, sizes_of
 from nimblec.frontend.onnx_ops.creation import dtype_of
 from nimblec.frontend.onnx_ops.table import Ints, Refused
 from nimblec.frontend.onnx_tensors import tensor_of
 
-if TYPE_CHECKING:
-    from nimblec.frontend.onnx_walk import Frame, Scope, Walk
-
 MOST_NODES = 20_000
 """A loop may unroll to this many nodes."""
 
 
-def run_graph(walk: "Walk", graph: GraphProto, inputs: Sequence[Any], scope: "Scope", frame: "Frame") -> list[Any]:
+class Walk(Protocol):
+    """What evaluates nodes; ``problems`` has a sentence for each node that was refused."""
+
+    problems: list[str]
+
+    def nodes(self, nodes: Sequence[NodeProto], scope: Scope, frame: Frame) -> None:
+        """Evaluate ``nodes`` in order, and put their outputs into ``scope``."""
+
+
+def run_graph(walk: Walk, graph: GraphProto, inputs: Sequence[Any], scope: Scope, frame: Frame) -> list[Any]:
     """Evaluate a subgraph, which sees the names around it; return its outputs."""
-    local = {proto.name: tensor_of(proto) for proto in graph.initializer}
+    local: dict[str, Any] = {proto.name: tensor_of(proto) for proto in graph.initializer}
     local.update(zip((value.name for value in graph.input), inputs, strict=False))
-    inner = ChainMap(local, scope)  # type: ignore[arg-type]
+    inner = ChainMap[str, Any](local, scope)
     walk.nodes(graph.node, inner, frame)
     return [inner.get(value.name) for value in graph.output]
 
 
 def branch(
-    walk: "Walk", inputs: Sequence[Any], attributes: Mapping[str, Any], scope: "Scope", frame: "Frame"
+    walk: Walk, inputs: Sequence[Any], attributes: Mapping[str, Any], scope: Scope, frame: Frame
 ) -> list[Any]:
     """Evaluate the branch that the condition, known at import, takes."""
     chosen = attributes["then_branch" if _truth(inputs[0], "condition") else "else_branch"]
@@ -45,11 +52,12 @@ def _truth(value: Any, what: str) -> bool:
 
 
 def loop(
-    walk: "Walk", inputs: Sequence[Any], attributes: Mapping[str, Any], scope: "Scope", frame: "Frame"
+    walk: Walk, inputs: Sequence[Any], attributes: Mapping[str, Any], scope: Scope, frame: Frame
 ) -> list[Any]:
     """Unroll a loop whose trip count and conditions are known at import."""
     body: GraphProto = attributes["body"]
-    trip, going, *carried = [*inputs, *[None] * (2 - len(inputs))]
+    given: list[Any] = [*inputs, *[None] * (2 - len(inputs))]
+    trip, going, carried = given[0], given[1], given[2:]
     if isinstance(trip, FakeTensor):
         raise Refused("input 0 'M' is computed while the model runs; it must be known at import")
     most = MOST_NODES // max(1, len(body.node))
@@ -70,7 +78,7 @@ def loop(
     return [*carried, *(_stacked(kept, value, 0) for kept, value in zip(gathered, ends, strict=True))]
 
 
-def _stop_at_failures(walk: "Walk", values: Sequence[Any]) -> None:
+def _stop_at_failures(walk: Walk, values: Sequence[Any]) -> None:
     if walk.problems and any(not isinstance(value, (Tensor, list)) and value is not None for value in values):
         raise Refused("its body cannot be imported")
 
@@ -87,7 +95,7 @@ def _stacked(values: Sequence[Tensor], declared: Any, axis: int) -> Tensor:
 
 
 def scan(
-    walk: "Walk", inputs: Sequence[Any], attributes: Mapping[str, Any], scope: "Scope", frame: "Frame"
+    walk: Walk, inputs: Sequence[Any], attributes: Mapping[str, Any], scope: Scope, frame: Frame
 ) -> list[Any]:
     """Unroll a scan over the slices of its inputs (opset 9 and up)."""
     if frame.opsets[""] < 9:

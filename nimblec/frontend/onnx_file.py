@@ -11,10 +11,12 @@ from pathlib import Path
 
 import onnx
 from google.protobuf.message import DecodeError
-from onnx import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
+from onnx import AttributeProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
 
 from nimblec.errors import CompileError, UnsupportedModelError
 from nimblec.frontend.external_data import is_below
+from nimblec.frontend.onnx_functions import check_functions
+from nimblec.frontend.onnx_nodes import node_name, nodes, plain_domain, subgraphs
 from nimblert.plan import ITEM_NBYTES
 
 _DTYPES: dict[int, str] = {
@@ -77,8 +79,6 @@ def load(path: str | PathLike[str], *, external_data: bool = True) -> ModelProto
     unless ``external_data`` is false. Raises CompileError for a file that is missing or not ONNX,
     UnsupportedModelError for a model with unknown operators.
     """
-    from nimblec.frontend.onnx_functions import check_functions  # which walks over nodes with what is below
-
     path = Path(path)
     try:
         model = onnx.load(path, load_external_data=False)
@@ -124,58 +124,11 @@ def outputs(model: ModelProto) -> tuple[ModelTensor, ...]:
     return tuple(_tensor("output", value) for value in model.graph.output)
 
 
-def nodes(graph: GraphProto | FunctionProto) -> Iterator[NodeProto]:
-    """The nodes of a graph and of the subgraphs in it, in order."""
-    for node in graph.node:
-        yield node
-        for subgraph in subgraphs(node):
-            yield from nodes(subgraph)
-
-
-def subgraphs(node: NodeProto) -> tuple[GraphProto, ...]:
-    """The bodies of a control-flow node."""
-    one = [a.g for a in node.attribute if a.type == AttributeProto.GRAPH]
-    many = [g for a in node.attribute if a.type == AttributeProto.GRAPHS for g in a.graphs]
-    return (*one, *many)
-
-
-def read_names(node: NodeProto) -> tuple[str, ...]:
-    """The values that a node reads, those of the nodes in its subgraphs too."""
-    inner = (name for graph in subgraphs(node) for other in nodes(graph) for name in other.input)
-    return tuple(dict.fromkeys(name for name in (*node.input, *inner) if name))
-
-
-def node_name(node: NodeProto) -> str:
-    """The node's name; its first output's where it has none."""
-    return node.name or next((name for name in node.output if name), "")
-
-
-def describe(node: NodeProto) -> str:
-    """The operator and the name of a node, or its first output where it has no name: "Conv 'stem'"."""
-    name = node.name or next((f"-> {output}" for output in node.output if output), "")
-    return f"{operator_name(node)} '{name}'"
-
-
-def operator_name(node: NodeProto) -> str:
-    """The operator with its domain, unless it is ONNX's own."""
-    domain = _domain(node.domain)
-    return f"{domain}.{node.op_type}" if domain else node.op_type
-
-
-def clear_repeated_names(model: ModelProto) -> None:
-    """Take the names from nodes that earlier nodes have too: ONNX Runtime refuses them."""
-    seen: set[str] = set()
-    for node in nodes(model.graph):
-        if node.name in seen:
-            node.ClearField("name")
-        seen.add(node.name)
-
-
 def _check_opsets(model: ModelProto) -> None:
     """Raise UnsupportedModelError for an opset that nobody here has heard of."""
     newest = {domain: last for domain, (_, last) in onnx.defs.C.schema_version_map().items()}
     for opset in model.opset_import:
-        domain = _domain(opset.domain)
+        domain = plain_domain(opset.domain)
         if opset.version > newest.get(domain, opset.version):
             raise UnsupportedModelError(
                 f"the model needs opset {opset.version} of {domain or 'ONNX'}: the newest that onnx {onnx.__version__} "
@@ -185,11 +138,11 @@ def _check_opsets(model: ModelProto) -> None:
 
 def check_operators(model: ModelProto) -> None:
     """Raise UnsupportedModelError that lists every node whose operator is not known."""
-    versions = {_domain(opset.domain): opset.version for opset in model.opset_import}
-    functions = {(_domain(f.domain), f.name) for f in model.functions}
+    versions = {plain_domain(opset.domain): opset.version for opset in model.opset_import}
+    functions = {(plain_domain(f.domain), f.name) for f in model.functions}
     unknown = []
     for node in _all_nodes(model):
-        domain = _domain(node.domain)
+        domain = plain_domain(node.domain)
         if (domain, node.op_type) in functions or _is_runtimes_own(domain, node.op_type):
             continue
         if domain not in _SCHEMA_DOMAINS or not _has_schema(node.op_type, versions.get(domain, 1), domain):
@@ -208,10 +161,6 @@ def _has_schema(op_type: str, version: int, domain: str) -> bool:
     if not onnx.defs.has(op_type, max_inclusive_version=version, domain=domain):
         return False
     return not onnx.defs.get_schema(op_type, max_inclusive_version=version, domain=domain).deprecated
-
-
-def _domain(name: str) -> str:
-    return "" if name == "ai.onnx" else name
 
 
 def _all_nodes(model: ModelProto) -> Iterator[NodeProto]:

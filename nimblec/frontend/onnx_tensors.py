@@ -15,7 +15,7 @@ from nimblec.frontend.onnx_ops.axes import sizes_of
 from nimblec.frontend.onnx_ops.creation import ELEMENT_TYPES
 from nimblec.frontend.onnx_ops.table import Refused
 
-NARROW = {
+NARROW: dict[int, type[np.generic]] = {
     TensorProto.INT4: np.int8,
     TensorProto.UINT4: np.uint8,
     TensorProto.INT2: np.int8,
@@ -27,6 +27,9 @@ NARROW = {
     TensorProto.FLOAT4E2M1: np.float32,
 }
 """Element types without a dtype of their own, and one that holds all their values."""
+
+_MARK = "narrow_type"
+"""The attribute of a tensor that says which of these it stands for."""
 
 
 def tensor_of(proto: TensorProto) -> Tensor:
@@ -51,7 +54,7 @@ def tensor_of(proto: TensorProto) -> Tensor:
 def _widened(array: np.ndarray, element_type: int) -> Tensor:
     """Return narrow numbers in a dtype that holds them all, marked as what they are."""
     tensor = torch.from_numpy(array.astype(NARROW[element_type]))
-    tensor.narrow_type = TensorProto.DataType.Name(element_type)  # type: ignore[attr-defined]
+    setattr(tensor, _MARK, TensorProto.DataType.Name(element_type))
     return tensor
 
 
@@ -60,7 +63,8 @@ def narrow_type(value: Any) -> str | None:
 
     Such a tensor stands for weights: only DequantizeLinear may read it.
     """
-    return getattr(value, "narrow_type", None)
+    name: str | None = getattr(value, _MARK, None)
+    return name
 
 
 def _from_array(array: np.ndarray) -> Tensor:

@@ -1,28 +1,22 @@
 """The walk over the nodes of an ONNX graph, its functions and its subgraphs."""
 
 from collections import ChainMap
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
-import onnx
 from onnx import FunctionProto, ModelProto, NodeProto
 from torch import Tensor
 
 from nimblec.errors import UnsupportedModelError
-from nimblec.frontend import onnx_ops  # noqa: F401 - fills the table
+from nimblec.frontend import onnx_ops, onnx_schemas  # noqa: F401 - the first fills the table
 from nimblec.frontend.onnx_control import CONTROL
-from nimblec.frontend.onnx_file import describe
+from nimblec.frontend.onnx_frame import Frame, Scope
+from nimblec.frontend.onnx_nodes import describe, plain_domain
 from nimblec.frontend.onnx_ops import binding
-from nimblec.frontend.onnx_ops.creation import ELEMENT_TYPES
 from nimblec.frontend.onnx_ops.table import LATEST_OPSET, Declined, Node, Operator, Refused, find
 from nimblec.frontend.onnx_tensors import attribute_of, narrow_type
 from nimblec.frontend.recorder import Recorder
-
-Scope = MutableMapping[str, Any]
-"""Values by name: a tensor (fake while it is not known), a list of tensors, or None."""
 
 DEEPEST = 32
 """Functions and subgraphs may nest this deep; deeper is a cycle."""
@@ -38,24 +32,14 @@ class _Failed:
 FAILED = _Failed()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Frame:
-    """Where the walk is: the opsets in force, the attributes of the function, how deep."""
-
-    opsets: Mapping[str, int]
-    attributes: Mapping[str, Any] = field(default_factory=dict)
-    within: str = ""
-    depth: int = 0
-
-
 class Walk:
     """Evaluates nodes under a recorder; ``problems`` has a sentence for each node that was refused."""
 
     def __init__(self, model: ModelProto, recorder: Recorder) -> None:
         self.recorder = recorder
         self.problems: list[str] = []
-        self.opsets = {_domain(entry.domain): entry.version for entry in model.opset_import}
-        self.functions = {(_domain(f.domain), f.name, f.overload): f for f in model.functions}
+        self.opsets = {plain_domain(entry.domain): entry.version for entry in model.opset_import}
+        self.functions = {(plain_domain(f.domain), f.name, f.overload): f for f in model.functions}
         if self.opsets.get("", 1) > LATEST_OPSET:
             raise UnsupportedModelError(
                 f"the model needs opset {self.opsets['']}; this version knows opsets up to {LATEST_OPSET}"
@@ -69,7 +53,7 @@ class Walk:
                 _refuse_second_names(proto, scope)
                 outputs = self._evaluate(proto, scope, frame)
             except (Refused, UnsupportedModelError, *MODEL_ERRORS) as exc:
-                opset = frame.opsets.get(_domain(proto.domain), "?")
+                opset = frame.opsets.get(plain_domain(proto.domain), "?")
                 inside = f" in {frame.within}" if frame.within else ""
                 problem = f"{describe(proto)}{inside} (opset {opset}): {_sentence(exc)}"
                 self.problems += [problem] if problem not in self.problems else []
@@ -77,19 +61,20 @@ class Walk:
             scope.update({name: value for name, value in zip(proto.output, outputs, strict=False) if name})
 
     def _evaluate(self, proto: NodeProto, scope: Scope, frame: Frame) -> Sequence[Any]:
-        domain = _domain(proto.domain)
+        domain = plain_domain(proto.domain)
         if domain not in frame.opsets:
             raise Refused(f"the model imports no opset of domain '{proto.domain}'")
+        opset = frame.opsets[domain]
         function = self.functions.get((domain, proto.op_type, proto.overload))
-        operator = find(domain, proto.op_type, frame.opsets[domain])
+        operator = find(domain, proto.op_type, opset)
         control = CONTROL.get(proto.op_type) if domain == "" else None
-        body = None if function or operator or control else _schema_function(domain, proto.op_type, frame)
+        body = None if function or operator or control else onnx_schemas.with_body(domain, proto.op_type, opset)
         if not (function or operator or control or body):
             raise Refused("the operator is not supported")
         inputs = [_lookup(name, scope) for name in proto.input]
         if any(value is FAILED for value in inputs):
             return [FAILED] * len(proto.output)
-        _check_dtypes(domain, proto, frame.opsets[domain], inputs)
+        _check_dtypes(domain, proto, opset, inputs)
         attributes = self._attributes(proto, frame)
         if function is not None:
             return self._call_function(function, proto, inputs, attributes, frame)
@@ -97,11 +82,11 @@ class Walk:
             return control(self, inputs, attributes, scope, frame)
         if operator is not None:
             with suppress(Declined):
-                return _call_operator(operator, proto, inputs, attributes, frame.opsets[domain])
-        schema = _schema_function(domain, proto.op_type, frame)
+                return _call_operator(operator, proto, inputs, attributes, opset)
+        schema = onnx_schemas.with_body(domain, proto.op_type, opset)
         if schema is None:
             raise Refused("its function declined, and it has no body")
-        function = _schema_function_body(schema, proto, inputs, frame.opsets[domain])
+        function = onnx_schemas.body(schema, proto, inputs, opset)
         return self._call_function(function, proto, inputs, attributes, frame)
 
     def _attributes(self, proto: NodeProto, frame: Frame) -> dict[str, Any]:
@@ -127,7 +112,7 @@ class Walk:
             raise Refused(f"functions nest more than {DEEPEST} deep")
         defaults = {attribute.name: attribute_of(attribute) for attribute in function.attribute_proto}
         inner = Frame(
-            opsets={**frame.opsets, **{_domain(e.domain): e.version for e in function.opset_import}},
+            opsets={**frame.opsets, **{plain_domain(e.domain): e.version for e in function.opset_import}},
             attributes={**defaults, **attributes},
             within=frame.within or describe(proto),
             depth=frame.depth + 1,
@@ -150,10 +135,6 @@ def _call_operator(
         if name and (i >= len(values) or values[i] is None):
             raise Refused(f"output {i} '{name}' is not supported")
     return values
-
-
-def _domain(domain: str) -> str:
-    return "" if domain == "ai.onnx" else domain
 
 
 def _refuse_second_names(proto: NodeProto, scope: Scope) -> None:
@@ -179,46 +160,6 @@ def _sentence(exc: BaseException) -> str:
     return text.splitlines()[0] if text else type(exc).__name__
 
 
-@lru_cache(maxsize=4096)
-def _schema(domain: str, name: str, opset: int) -> onnx.defs.OpSchema | None:
-    try:
-        return onnx.defs.get_schema(name, opset, domain)
-    except onnx.defs.SchemaError:
-        return None
-
-
-def _schema_function(domain: str, name: str, frame: Frame) -> onnx.defs.OpSchema | None:
-    schema = _schema(domain, name, frame.opsets[domain])
-    if schema is not None and (schema.has_function or schema.has_context_dependent_function):
-        return schema
-    return None
-
-
-def _schema_function_body(
-    schema: onnx.defs.OpSchema, proto: NodeProto, inputs: Sequence[Any], opset: int
-) -> FunctionProto:
-    """Return the body that the ONNX schema gives an operator, for these inputs."""
-    if schema.has_function:
-        versions = [v for v in schema.function_opset_versions if v <= opset] or schema.function_opset_versions
-        return FunctionProto.FromString(schema.get_function_with_opset_version(max(versions)))
-    versions = schema.context_dependent_function_opset_versions
-    chosen = max([v for v in versions if v <= opset] or versions)
-    types = [_type_proto(value).SerializeToString() for value in inputs]
-    resolved = NodeProto()
-    resolved.CopyFrom(proto)
-    body = schema.get_context_dependent_function_with_opset_version(
-        chosen, resolved.SerializeToString(), types
-    )
-    return FunctionProto.FromString(body)
-
-
-def _type_proto(value: Any) -> onnx.TypeProto:
-    if not isinstance(value, Tensor):
-        return onnx.TypeProto()
-    number = next(number for number, dtype in ELEMENT_TYPES.items() if dtype == value.dtype)
-    return onnx.helper.make_tensor_type_proto(number, tuple(value.shape))
-
-
 def _check_dtypes(domain: str, proto: NodeProto, opset: int, inputs: Sequence[Any]) -> None:
     """Refuse inputs of different dtypes where the schema wants one: torch would promote them."""
     for name, value in zip(proto.input, inputs, strict=True):
@@ -226,19 +167,10 @@ def _check_dtypes(domain: str, proto: NodeProto, opset: int, inputs: Sequence[An
         if narrow and (domain, proto.op_type) != ("", "DequantizeLinear"):
             raise Refused(f"input '{name}' is {narrow}, which only DequantizeLinear may read")
     types: dict[str, tuple[str, Any]] = {}
-    for i, (parameter, homogeneous) in enumerate(_typed_inputs(domain, proto.op_type, opset, len(inputs))):
+    for i, (parameter, homogeneous) in enumerate(onnx_schemas.typed_inputs(domain, proto.op_type, opset, len(inputs))):
         value = inputs[i]
         if not homogeneous or not isinstance(value, Tensor):
             continue
         name, dtype = types.setdefault(parameter, (proto.input[i], value.dtype))
         if dtype != value.dtype:
             raise Refused(f"input '{proto.input[i]}' is {value.dtype}; expected {dtype}, as '{name}'")
-
-
-@lru_cache(maxsize=4096)
-def _typed_inputs(domain: str, name: str, opset: int, count: int) -> tuple[tuple[str, bool], ...]:
-    schema = _schema(domain, name, opset)
-    if schema is None or not schema.inputs:
-        return ()
-    formal = [schema.inputs[min(i, len(schema.inputs) - 1)] for i in range(count)]
-    return tuple((parameter.type_str, parameter.is_homogeneous) for parameter in formal)

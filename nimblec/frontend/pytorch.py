@@ -133,17 +133,17 @@ def bind(
     ``specs`` and ``examples`` replace example inputs by name. Raises UnsupportedModelError for
     inputs that a plan cannot take, CompileError for names that are not inputs.
     """
-    args, kwargs = tuple(args), dict(kwargs or {})
-    flat, structure = pytree.tree_flatten((args, kwargs))
-    names = input_names(module, args, kwargs)
+    positional, keywords = tuple(args), dict(kwargs or {})
+    flat, structure = pytree.tree_flatten((positional, keywords))
+    names = input_names(module, positional, keywords)
     replaced = _replacements(names, flat, specs, examples or {})
     leaves = [replaced.get(n, leaf) for n, leaf in zip(names, flat, strict=True)]
     inputs = tuple((n, leaf) for n, leaf in zip(names, leaves, strict=True) if isinstance(leaf, torch.Tensor))
     for input_name, tensor in inputs:
         _check_dense(f"input {input_name!r}", tensor)
     notes = tuple(_fixed(n, leaf) for n, leaf in zip(names, leaves, strict=True) if not isinstance(leaf, torch.Tensor))
-    args, kwargs = pytree.tree_unflatten(leaves, structure)
-    return ModelCall(name=name, module=module, args=args, kwargs=kwargs, inputs=inputs, notes=notes)
+    positional, keywords = pytree.tree_unflatten(leaves, structure)
+    return ModelCall(name=name, module=module, args=positional, kwargs=keywords, inputs=inputs, notes=notes)
 
 
 def _fixed(name: str, leaf: Any) -> str:

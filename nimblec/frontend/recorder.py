@@ -70,7 +70,7 @@ class Recorder(TorchDispatchMode):
     """
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__()
+        TorchDispatchMode.__init__(self)
         self.graph = fx.Graph()
         self.device = device
         self.source = ""
@@ -90,11 +90,11 @@ class Recorder(TorchDispatchMode):
         guard = torch._C._AutoDispatchBelowAutograd()
         guard.__enter__()
         self._guards.append(guard)
-        super().__enter__()
+        TorchDispatchMode.__enter__(self)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        super().__exit__(*exc)
+        TorchDispatchMode.__exit__(self, *exc)
         self._guards.pop().__exit__(*exc)
 
     def placeholder(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> FakeTensor:
@@ -182,9 +182,10 @@ class Recorder(TorchDispatchMode):
 
     def _overwrite(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
         """Write the call that returns what ``func`` leaves in its first argument, which is that from now on."""
+        written: Tensor = args[0]
         if func is aten.as_strided_.default and _lies_so(*args):
-            return args[0]  # how pooling to one pixel says that its result has the channels last
-        written, view = args[0], VIEWS_IN_PLACE.get(func)
+            return written  # how pooling to one pixel says that its result has the channels last
+        view = VIEWS_IN_PLACE.get(func)
         plain = view or _plain(func)
         if plain is None or not isinstance(written, FakeTensor) or not (view or self._is_alone(written)):
             raise InPlaceError(f"{func} writes into its arguments; expected a call that returns a new tensor")

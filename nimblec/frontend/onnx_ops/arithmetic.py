@@ -1,5 +1,6 @@
 """Element-wise arithmetic."""
 
+from collections.abc import Callable
 from functools import reduce
 from typing import Any
 
@@ -166,7 +167,10 @@ def clip_to_attributes(
 def clip(x: Tensor, min: Tensor | None = None, max: Tensor | None = None) -> Tensor:  # noqa: A002
     if min is None and max is None:
         return x
-    return torch.clamp(x, _number_if_known(min), _number_if_known(max))
+    return _clamp(x, _number_if_known(min), _number_if_known(max))
+
+
+_clamp: Callable[..., Tensor] = torch.clamp  # the annotations of which know no bound of either kind
 
 
 def _number_if_known(bound: Tensor | None) -> Tensor | float | None:

@@ -60,7 +60,7 @@ def _bind_input(index: int, parameter: Parameter, value: Any) -> Any:
         if parameter.optional:
             return parameter.default
         raise Refused(f"{where} is missing")
-    if parameter.kind is list:
+    if parameter.kind == list[Tensor]:
         if not isinstance(value, list):
             raise Refused(f"{where} is a tensor; expected a sequence")
         return value

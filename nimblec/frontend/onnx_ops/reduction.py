@@ -40,7 +40,8 @@ def _extreme(name: str) -> Reduction:
             return function(x, axes, keepdim)
         if any(x.shape[axis] == 0 for axis in axes):
             return _extreme_of_nothing(x, axes, keepdim, largest=name == "amax")
-        return getattr(torch, name)(x, axes, keepdim)
+        extreme = torch.amax if name == "amax" else torch.amin
+        return extreme(x, axes, keepdim)
 
     return reduce_extreme
 

@@ -29,30 +29,30 @@ def empty(*, dtype: int = 1) -> list[Tensor]:
 
 
 @op("SequenceLength", since=11)
-def length(input_sequence: list) -> Tensor:  # type: ignore[type-arg]
+def length(input_sequence: list[Tensor]) -> Tensor:
     return torch.tensor(len(input_sequence))
 
 
 @op("SequenceAt", since=11)
-def item_at(input_sequence: list, position: int) -> Tensor:  # type: ignore[type-arg]
+def item_at(input_sequence: list[Tensor], position: int) -> Tensor:
     place = _place(position, len(input_sequence), 0)
     return input_sequence[place]
 
 
 @op("SequenceInsert", since=11)
-def insert(input_sequence: list, tensor: Tensor, position: int | None = None) -> list[Tensor]:  # type: ignore[type-arg]
+def insert(input_sequence: list[Tensor], tensor: Tensor, position: int | None = None) -> list[Tensor]:
     place = _place(position, len(input_sequence), len(input_sequence))
     return [*input_sequence[:place], tensor, *input_sequence[place:]]
 
 
 @op("SequenceErase", since=11)
-def erase(input_sequence: list, position: int | None = None) -> list[Tensor]:  # type: ignore[type-arg]
+def erase(input_sequence: list[Tensor], position: int | None = None) -> list[Tensor]:
     place = _place(position, len(input_sequence), len(input_sequence) - 1)
     return [*input_sequence[:place], *input_sequence[place + 1 :]]
 
 
 @op("ConcatFromSequence", since=11)
-def concatenate_sequence(input_sequence: list, *, axis: int, new_axis: int = 0) -> Tensor:  # type: ignore[type-arg]
+def concatenate_sequence(input_sequence: list[Tensor], *, axis: int, new_axis: int = 0) -> Tensor:
     if new_axis:
         return torch.stack(input_sequence, axis)
     return torch.cat(input_sequence, axis)

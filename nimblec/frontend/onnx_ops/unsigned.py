@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,41 +12,47 @@ from nimblec.frontend.onnx_ops.table import Refused
 SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 WIDER = {torch.uint16: torch.int32, torch.uint32: torch.int64}
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
-def bitwise(function: Callable[..., Any]) -> Callable[..., Any]:
+
+def bitwise(function: Callable[P, R]) -> Callable[P, R]:
     """Run a function on the bits of wide unsigned tensors seen as signed ones.
 
     Right for whatever only moves elements, and for + - * & | ^ ~ << in two's complement. Outputs
     of the signed dtype become unsigned again.
     """
+    retyped: Callable[..., R] = function
 
     @wraps(function)
-    def on_bits(*args: Any, **kwargs: Any) -> Any:
+    def on_bits(*args: P.args, **kwargs: P.kwargs) -> R:
         unsigned = _wide_dtype(args)
         if unsigned is None:
             return function(*args, **kwargs)
         signed = SIGNED[unsigned]
-        return _retype(function(*[_reinterpret(a, unsigned, signed) for a in args], **kwargs), signed, unsigned)
+        result = retyped(*[_reinterpret(a, unsigned, signed) for a in args], **kwargs)
+        return _reinterpret(result, signed, unsigned)
 
     return on_bits
 
 
-def by_value(function: Callable[..., Any]) -> Callable[..., Any]:
+def by_value(function: Callable[P, R]) -> Callable[P, R]:
     """Run a function on the values of wide unsigned tensors in a signed dtype that holds them all.
 
     No signed dtype holds all of uint64: those are refused. Outputs of the wider dtype become
     unsigned again.
     """
+    converted: Callable[..., R] = function
 
     @wraps(function)
-    def on_values(*args: Any, **kwargs: Any) -> Any:
+    def on_values(*args: P.args, **kwargs: P.kwargs) -> R:
         unsigned = _wide_dtype(args)
         if unsigned is None:
             return function(*args, **kwargs)
         if unsigned not in WIDER:
             raise Refused("has uint64 inputs, which torch cannot compute with; expected another dtype")
         wide = WIDER[unsigned]
-        result = function(*[_convert(a, unsigned, wide) for a in args], **kwargs)
+        result = converted(*[_convert(a, unsigned, wide) for a in args], **kwargs)
         return _convert(result, wide, unsigned)
 
     return on_values
@@ -74,9 +80,6 @@ def _reinterpret(value: Any, old: torch.dtype, new: torch.dtype) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_reinterpret(item, old, new) for item in value)
     return value.view(new) if isinstance(value, Tensor) and value.dtype == old else value
-
-
-_retype = _reinterpret
 
 
 def _convert(value: Any, old: torch.dtype, new: torch.dtype) -> Any:

@@ -1,0 +1,57 @@
+"""The nodes of an ONNX model: what is inside them, what they read, and how messages name them."""
+
+from collections.abc import Iterator
+
+from onnx import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto
+
+
+def nodes(graph: GraphProto | FunctionProto) -> Iterator[NodeProto]:
+    """The nodes of a graph and of the subgraphs in it, in order."""
+    for node in graph.node:
+        yield node
+        for subgraph in subgraphs(node):
+            yield from nodes(subgraph)
+
+
+def subgraphs(node: NodeProto) -> tuple[GraphProto, ...]:
+    """The bodies of a control-flow node."""
+    one = [a.g for a in node.attribute if a.type == AttributeProto.GRAPH]
+    many = [g for a in node.attribute if a.type == AttributeProto.GRAPHS for g in a.graphs]
+    return (*one, *many)
+
+
+def read_names(node: NodeProto) -> tuple[str, ...]:
+    """The values that a node reads, those of the nodes in its subgraphs too."""
+    inner = (name for graph in subgraphs(node) for other in nodes(graph) for name in other.input)
+    return tuple(dict.fromkeys(name for name in (*node.input, *inner) if name))
+
+
+def node_name(node: NodeProto) -> str:
+    """The node's name; its first output's where it has none."""
+    return node.name or next((name for name in node.output if name), "")
+
+
+def describe(node: NodeProto) -> str:
+    """The operator and the name of a node, or its first output where it has no name: "Conv 'stem'"."""
+    name = node.name or next((f"-> {output}" for output in node.output if output), "")
+    return f"{operator_name(node)} '{name}'"
+
+
+def operator_name(node: NodeProto) -> str:
+    """The operator with its domain, unless it is ONNX's own."""
+    domain = plain_domain(node.domain)
+    return f"{domain}.{node.op_type}" if domain else node.op_type
+
+
+def clear_repeated_names(model: ModelProto) -> None:
+    """Take the names from nodes that earlier nodes have too: ONNX Runtime refuses them."""
+    seen: set[str] = set()
+    for node in nodes(model.graph):
+        if node.name in seen:
+            node.ClearField("name")
+        seen.add(node.name)
+
+
+def plain_domain(name: str) -> str:
+    """A domain as schemas call it: ONNX's own has two names, of which the empty one is kept."""
+    return "" if name == "ai.onnx" else name
