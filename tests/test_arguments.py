@@ -2,7 +2,7 @@
 
 import pytest
 
-from nimblec.arguments import Nbytes
+from nimblec.cli.arguments import Nbytes
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from command_line import CommandLine
 from plans import cpu_plan, pointer
 
-from nimblec import arguments
+from nimblec.cli import arguments
 from nimblec.errors import UnsupportedModelError
 from nimblec.options import InputSpec, Observer, Options, read_spec
 from nimblert.errors import InputError, NimbleError

@@ -14,7 +14,7 @@ from cpu_plans import floats, write_model
 from onnx import helper
 from plans import cpu_plan, cuda_plan
 
-from nimblec.console import printable
+from nimblec.cli.console import printable
 from nimblec.processes import environment
 from nimblert.plan import Plan, Program
 

@@ -11,7 +11,7 @@ import pytest
 from cpu_plans import floats, write_model
 from onnx import TensorProto, helper
 
-from nimblec.interrupts import prompt_interrupts
+from nimblec.cli.interrupts import prompt_interrupts
 from nimblec.processes import environment
 
 

@@ -16,10 +16,10 @@ from schedule_cost import simulate
 from test_certificate import planned, with_program, work
 from test_streams import schedules
 
+from nimblec.cli.picture import picture
 from nimblec.dot import dot
 from nimblec.ir import Graph, Schedule
 from nimblec.lower import lower
-from nimblec.picture import picture
 from nimblec.schedule.dependencies import dependencies, rename_workspaces
 from nimblec.schedule.memory import layout
 from nimblec.timeline import UNIT_NS, kind, timeline

@@ -11,7 +11,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from nimblec.console import printable
+from nimblec.cli.console import printable
 from nimblec.inspection import COMMAND_KINDS, Json, command_counts, shape_text, sizes
 from nimblert.plan import Plan
 

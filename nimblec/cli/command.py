@@ -7,11 +7,14 @@ from typing import Any
 
 import click
 
-from nimblec.console import echo_lines
+from nimblec.cli.console import echo_lines
 from nimblec.errors import missing_package
 from nimblert.errors import NimbleError
 
 DEBUG = "nimblec.debug"
+
+OWN_PROCESS = "own process"
+"""The context's object where the command line was started as a program, not called from one."""
 
 
 class Command(click.Command):
@@ -87,3 +90,9 @@ def _reader() -> Iterator[None]:
         yield
     except BrokenPipeError as exc:
         raise ReaderGoneError from exc
+
+
+def refuse_both(one: str, other: str, *, given: bool) -> None:
+    """Refuse two options that contradict each other, where both were given."""
+    if given:
+        raise click.UsageError(f"{one} and {other} contradict each other.")

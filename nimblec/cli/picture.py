@@ -13,7 +13,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from nimblec.report import capped, seconds_text, table
+from nimblec.cli.report import capped, seconds_text, table
 from nimblec.timeline import UNIT_NS, Span, Timeline, kind, timeline, visible
 from nimblert.plan import Program
 

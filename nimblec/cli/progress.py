@@ -6,8 +6,8 @@ from typing import Self
 
 from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
-from nimblec.console import echo
-from nimblec.report import SafeConsole, seconds_text
+from nimblec.cli.console import echo
+from nimblec.cli.report import SafeConsole, seconds_text
 
 
 class StageProgress:

@@ -1,0 +1,72 @@
+"""The command line: compile | run | inspect | verify. It parses, calls and prints."""
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+import click
+
+import nimblec
+from nimblec.cli.command import OWN_PROCESS, Group, ReaderGoneError
+from nimblec.cli.compile import compile_model
+from nimblec.cli.console import echo, echo_lines, escape_what_has_no_encoding
+from nimblec.cli.inspect import inspect_plan
+from nimblec.cli.interrupts import INTERRUPTED, prompt_interrupts
+from nimblec.cli.run import run_plan
+from nimblec.cli.verify import verify_plan
+
+
+@click.group(
+    cls=Group,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    invoke_without_command=True,
+)
+@click.version_option(nimblec.__version__, prog_name="nimblec")
+@click.pass_context
+def cli(ctx: click.Context) -> None:
+    """Compile a neural network into one plan file, and run it without the framework.
+
+    A plan holds the kernels of a model, its weights and the order of its work. It is made once,
+    by `compile`, and runs on every machine of its kind with nothing but nimblert.
+
+    \b
+    Examples:
+      nimblec compile model.onnx -o model.plan
+      nimblec run model.plan --input image=photo.npy
+      nimblec inspect model.plan
+      nimblec verify model.plan
+
+    Exit status: 0 on success, 2 where something was refused, with one sentence on standard error.
+    """
+    if ctx.invoked_subcommand is None:
+        echo_lines(ctx.get_help())
+
+
+for command in (compile_model, run_plan, inspect_plan, verify_plan):
+    cli.add_command(command)
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run the command line and exit: 0 on success, 2 with one sentence where it refuses."""
+    obj = OWN_PROCESS if args is None else None
+    if obj:
+        escape_what_has_no_encoding()
+    try:
+        with prompt_interrupts() if obj else nullcontext():
+            status = cli.main(args, prog_name="nimblec", standalone_mode=False, obj=obj)
+    except click.UsageError as exc:
+        command = exc.ctx.command_path if exc.ctx else "nimblec"
+        echo(f"nimblec: {exc.format_message().rstrip('.')}: see {command} --help", err=True)
+        status = 2
+    except click.ClickException as exc:
+        echo(f"nimblec: {exc.format_message()}", err=True)
+        status = 2
+    except click.Abort:
+        status = INTERRUPTED
+    except ReaderGoneError:
+        if obj:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python writes as it ends
+        status = 128 + signal.SIGPIPE
+    sys.exit(status)

@@ -1,0 +1,182 @@
+"""``nimblec compile``."""
+
+import sys
+from pathlib import Path
+from typing import get_args
+
+import click
+
+from nimblec.cli import arguments, report
+from nimblec.cli.command import Command, refuse_both
+from nimblec.cli.console import echo
+from nimblec.cli.progress import StageProgress
+from nimblec.options import DEFAULT_LEVEL, InputSpec, Precision, TargetChoice, read_options
+
+
+@click.command("compile", cls=Command)
+@click.argument("model")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    required=True,
+    metavar="PLAN",
+    help="The file to write.",
+)
+@click.option(
+    "--target",
+    type=click.Choice(get_args(TargetChoice)),
+    default="auto",
+    show_default=True,
+    help="What shall run the plan. auto: cuda where a GPU and cuda-python are here, else cpu.",
+)
+@click.option(
+    "--input",
+    "inputs",
+    type=arguments.Spec(),
+    multiple=True,
+    help="Fix the shape (and dtype) of an input: image:1x3x224x224, ids:1x16:int64, scale:scalar. "
+    "Needed for every input with a dynamic dimension that has no name. Repeatable.",
+)
+@click.option(
+    "--dim",
+    "dims",
+    type=arguments.NamedSize(),
+    multiple=True,
+    help="The size of an ONNX file's named dimension, in all inputs that have it: batch=4. What --input says of "
+    "a dimension wins. Repeatable.",
+)
+@click.option(
+    "--example",
+    "examples",
+    type=arguments.NamedFile(),
+    multiple=True,
+    help="An array for an input; its integers bound the ones drawn in checks. Repeatable.",
+)
+@click.option(
+    "-O",
+    "level",
+    type=click.IntRange(0, 2),
+    help="0: the framework's own kernels, bit for bit. 1: rewritten, and fused by generated kernels. 2: kernels chosen "
+    "by timing them too, our own among them. These are the CUDA target's; 1 and 2 report how far they are from 0.  "
+    f"[default: {DEFAULT_LEVEL}]",
+)
+@click.option(
+    "--precision",
+    type=click.Choice(get_args(Precision)),
+    default="keep",
+    show_default=True,
+    help="fp32, tf32: how float32 convolutions and matrix products are computed on the GPU. keep: as PyTorch does, "
+    "TF32 for convolutions. fp16, bf16: a float32 model in half precision, its inputs and outputs as they were.",
+)
+@click.option(
+    "--max-error",
+    type=float,
+    metavar="E",
+    help="Refuse -O1, -O2, fp16 or bf16 where an output differs by more than E of its largest magnitude.",
+)
+@click.option(
+    "--streams",
+    type=arguments.Streams(),
+    default="auto",
+    show_default=True,
+    help="1: the captured order. max: every stream the model can use. N: at most N. auto: the fastest of several, "
+    "measured here.",
+)
+@click.option("--memory-limit", type=arguments.Nbytes(), help="What the arena may take: 64MiB, 1.5GB, 1000000.")
+@click.option(
+    "--timing-cache",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Where measured times are kept, so that the next compilation measures nothing.  [default: the user's own]",
+)
+@click.option(
+    "--plan-cache",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="FOLDER",
+    help="Where the plans of model files are kept: the same file with the same options is not compiled twice on the "
+    "same machine with the same software.  [default: the user's own]",
+)
+@click.option("--no-plan-cache", is_flag=True, help="Compile anew, and keep no plan.")
+@click.option("-v", "--verbose", is_flag=True, help="Print each stage as it ends, also to a pipe.")
+@click.option("-q", "--quiet", is_flag=True, help="Print errors only.")
+def compile_model(
+    model: str,
+    output: Path,
+    target: TargetChoice,
+    inputs: tuple[InputSpec, ...],
+    dims: tuple[tuple[str, int], ...],
+    examples: tuple[tuple[str, Path], ...],
+    level: int | None,
+    precision: Precision,
+    max_error: float | None,
+    streams: str,
+    memory_limit: int | None,
+    timing_cache: Path | None,
+    plan_cache: Path | None,
+    no_plan_cache: bool,
+    verbose: bool,
+    quiet: bool,
+) -> None:
+    """Compile MODEL into a plan file.
+
+    MODEL is an ONNX file (.onnx, external data too), a file of torch.export.save (.pt2), or
+    package.module:callable, which is imported with the current directory on the path, called, and
+    returns (module, example_inputs) or (module, example_inputs, kwargs). The last two are code, which
+    runs with your rights: compile them only where you trust their origin.
+
+    The last stage runs the plan and compares its outputs with the framework's; a difference is an
+    error. PLAN is written to a temporary folder beside it (.nimblec-*) and renamed, so an old file
+    stays whole until the new one is complete. What a killed compilation leaves there is removed by
+    the next one that writes to that folder. A symbolic link stays, and what it leads to is replaced;
+    a device, a pipe or a folder is refused.
+
+    \b
+    Examples:
+      nimblec compile resnet.onnx -o resnet.plan
+      nimblec compile bert.onnx -o bert.plan --target cpu \\
+          --dim batch=1 --dim sequence=128 --example input_ids=tokens.npy
+      nimblec compile samples.resnet:resnet18 -o resnet18.plan --target cuda -O2
+    """
+    refuse_both("--verbose", "--quiet", given=verbose and quiet)
+    refuse_both("--plan-cache", "--no-plan-cache", given=plan_cache is not None and no_plan_cache)
+    for kept in (Path(model), timing_cache, *(file for _, file in examples)):
+        if kept is not None and output.exists() and kept.exists() and output.samefile(kept):
+            raise click.UsageError(f"{output}: is to be read, and would be overwritten: name another PLAN.")
+    arrays = arguments.read_arrays(examples)
+    suffix = Path(model).suffix.lower()
+    is_callable = suffix not in {".onnx", ".pt2"} and all(model.partition(":"))
+    if not quiet and (is_callable or (suffix == ".pt2" and Path(model).is_file())):
+        echo(f"note: {model} is code, and runs with your rights: go on only if you trust its origin", err=True)
+    if is_callable and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))  # as `python -m` does, for package.module:callable
+
+    from nimblec import compiler  # brings in the frameworks
+
+    chosen, reason = compiler.choose_target(target)
+    if not quiet:
+        echo(f"target: {chosen.name.lower()} ({reason})")
+    caches: dict[str, Path | None] = {} if timing_cache is None else {"timing_cache": timing_cache}
+    if plan_cache is not None or no_plan_cache:
+        caches["plan_cache"] = plan_cache
+    options = read_options(
+        target=chosen.name.lower(),
+        inputs=inputs,
+        dims=dims,
+        examples=tuple(arrays.items()),
+        level=level,
+        precision=precision,
+        max_error=max_error,
+        streams=streams,
+        memory_limit=memory_limit,
+        **caches,
+    )
+    with StageProgress(verbose=verbose, quiet=quiet) as observer:
+        made = compiler.compile_model(model, options=options, output=output, observer=observer)
+    if quiet:
+        return
+    for note in made.notes:
+        echo(f"note: {note}")
+    size = output.stat().st_size
+    report.SafeConsole().print(report.compiled(made.plan, made.stages, file_nbytes=size))
+    echo(f"wrote {output}")

@@ -1,0 +1,75 @@
+"""``nimblec inspect``."""
+
+import json
+from pathlib import Path
+
+import click
+
+from nimblec import dot, inspection, trace
+from nimblec.cli import picture, report
+from nimblec.cli.command import Command, refuse_both
+from nimblec.cli.console import echo, echo_lines
+from nimblert import container
+from nimblert.replacing import replacing
+
+
+@click.command("inspect", cls=Command, short_help="Show what PLAN holds.")
+@click.argument("plan", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+@click.option("--timeline", "as_timeline", is_flag=True, help="Draw the streams in the terminal instead.")
+@click.option(
+    "--chrome-trace",
+    "trace_file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Write the timeline as JSON for ui.perfetto.dev or chrome://tracing.",
+)
+@click.option(
+    "--dot",
+    "dot_file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Write the graph of the commands for Graphviz.",
+)
+def inspect_plan(plan: Path, as_json: bool, as_timeline: bool, trace_file: Path | None, dot_file: Path | None) -> None:
+    """Show what PLAN holds: target, inputs, outputs, commands, schedule, kernels, memory, weights, sizes.
+
+    Works on every machine, whatever the plan was made for. The timeline, the trace and the critical
+    path are simulated from the durations of single commands, measured when the plan was made.
+
+    \b
+    Examples:
+      nimblec inspect model.plan
+      nimblec inspect model.plan --json | jq .sizes
+      nimblec inspect model.plan --timeline
+      nimblec inspect model.plan --chrome-trace trace.json --dot graph.dot
+    """
+    refuse_both("--json", "--timeline", given=as_json and as_timeline)
+    files = [path for path in (trace_file, dot_file) if path is not None]
+    resolved = [path.resolve() for path in (plan, *files)]
+    if len(set(resolved)) < len(resolved):
+        raise click.UsageError("PLAN and the files to write must be different files.")
+    opened = container.read(plan)
+    if as_json:
+        facts = inspection.describe(opened, file_nbytes=plan.stat().st_size)
+        echo_lines(json.dumps(facts, indent=2, ensure_ascii=False))
+    elif as_timeline:
+        console = report.SafeConsole()
+        for program in opened.programs:
+            console.print(*picture.picture(program, width=console.width), sep="\n")
+    elif not files:
+        console = report.SafeConsole()
+        for table in report.inspected(inspection.describe(opened, file_nbytes=plan.stat().st_size)):
+            console.print(table)
+    if trace_file is not None:
+        _write_text(trace_file, json.dumps(trace.chrome_trace(opened)), quiet=as_json)
+    if dot_file is not None:
+        _write_text(dot_file, dot.dot(opened), quiet=as_json)
+
+
+def _write_text(path: Path, text: str, *, quiet: bool) -> None:
+    """Write a file, and say so unless that would mix with what is printed."""
+    with replacing(path) as file:
+        file.write(text.encode())
+    if not quiet:
+        echo(f"wrote {path}")

@@ -1,0 +1,82 @@
+"""``nimblec verify``."""
+
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+
+import click
+
+from nimblec import verification
+from nimblec.cli.command import Command
+from nimblec.cli.console import echo
+from nimblec.verification import Result
+from nimblert.errors import PlanError
+
+
+@click.command("verify", cls=Command, short_help="Check PLAN, and repeat its recorded run.")
+@click.argument("plan", type=click.Path(path_type=Path))
+@click.option(
+    "--against",
+    "model",
+    type=click.Path(path_type=Path),
+    metavar="MODEL.onnx",
+    help="Also run the ONNX file through ONNX Runtime on the CPU, and compare.",
+)
+@click.option(
+    "--tolerance",
+    type=click.FloatRange(min=0),
+    metavar="R",
+    help="With --against: the difference to allow, of an output's largest magnitude; integers and bools must be "
+    "equal.  [default: 0.0001]",
+)
+@click.option("--per-node", is_flag=True, help="With --against: name the first ONNX node that differs.")
+@click.option(
+    "--seed",
+    type=click.IntRange(0, 2**64 - 1),
+    metavar="S",
+    help="With --against: what the inputs are drawn from.  [default: 0]",
+)
+def verify_plan(plan: Path, model: Path | None, tolerance: float | None, per_node: bool, seed: int | None) -> None:
+    """Check PLAN without running it and, on a machine that can run it, by running it.
+
+    \b
+    format   the file is complete and undamaged
+    rules    references, bounds, launch limits
+    hazards  accesses that conflict, those of buffers that share bytes too, are ordered
+    schedule commands of which none waits for another prove that fewer streams would not do
+    symbols  every cubin holds the kernels that are launched from it
+    golden   the recorded run, repeated, gives the recorded outputs
+    against  a plain ONNX Runtime session of MODEL.onnx gives the same outputs of random inputs
+    nodes    so does each node of it, as far as the plan has the values of single nodes
+
+    One line for each check; exit status 2 if one failed. Where outputs agree, a node that differs
+    is told and is no failure.
+
+    \b
+    Examples:
+      nimblec verify model.plan
+      nimblec verify model.plan --against model.onnx --tolerance 1e-3 --per-node
+    """
+    checks = verification.verify(plan)
+    if model is not None:
+        checks = chain(checks, _against(plan, model, tolerance, seed, per_node=per_node))
+    elif per_node or tolerance is not None or seed is not None:
+        raise click.UsageError("--tolerance, --per-node and --seed need --against MODEL.onnx.")
+    failed = []
+    for check in checks:
+        for sentence in check.sentences:
+            echo(f"{check.result.value:<8} {check.name}: {sentence}")
+        if check.result is Result.FAILED:
+            failed.append(check)
+    if failed:
+        names = ", ".join(dict.fromkeys(check.name for check in failed))
+        raise PlanError(f"{plan}: failed the checks of {names}: {failed[0].sentences[0]}")
+
+
+def _against(
+    plan: Path, model: Path, tolerance: float | None, seed: int | None, *, per_node: bool
+) -> Iterator[verification.Check]:
+    from nimblec import against  # brings in onnx and ONNX Runtime
+
+    allowed = against.TOLERANCE if tolerance is None else tolerance
+    yield from against.compare(plan, against.Against(model=model, tolerance=allowed, per_node=per_node, seed=seed or 0))
