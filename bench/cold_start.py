@@ -71,7 +71,7 @@ def measure(spec: str, folder: Path) -> dict[str, Any]:
 
 
 def markdown(r: dict[str, Any]) -> str:
-    """The table of the README."""
+    """The table of docs/measured.md."""
     lean, torch = (float(np.median(r[k])) for k in ("lean_s", "torch_s"))
     sizes = {name: nbytes / 1e6 for name, nbytes in r["plan_nbytes"].items()}
     return "\n".join([

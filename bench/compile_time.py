@@ -95,7 +95,7 @@ def measure(case: Case) -> dict[str, Any]:
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """The table of the README."""
+    """The table of docs/measured.md."""
     rows = [
         "| model | cold, s | again without the plan cache, s | again, s |",
         "|---|---|---|---|",

@@ -129,7 +129,7 @@ def measure_setting(name: str, repeats: int) -> dict[str, Any]:
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """The table of the README: medians, and their ratios to the session that asks for nothing either."""
+    """The table of docs/measured.md: medians, and their ratios to the session that asks for nothing either."""
     settings = results["settings"]
     lines = ["| model | launches | one core: plan / session, ms | all cores: plan / session, ms | one pool: plan, ms |"]
     lines.append("|---" * 5 + "|")

@@ -94,7 +94,7 @@ def measure(build: Callable[[], tuple[Any, tuple[Any, ...]]], folder: Path, repe
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """The table of the README: milliseconds, median (p5 to p95)."""
+    """The table of docs/measured.md: milliseconds, median (p5 to p95)."""
     lines = ["| model | one stream, ms | two streams, ms | gain | auto, ms | auto kept |", "|---|---|---|---|---|---|"]
     for case, row in results["models"].items():
         one, two, auto = (row["ms"][policy] for policy in POLICIES)

@@ -318,7 +318,7 @@ def report(results: Sequence[Result]) -> None:
 
 
 def markdown() -> str:
-    """The table of the README, out of the results of each target: counts by status."""
+    """The table of docs/measured.md, out of the results of each target: counts by status."""
     aten, optimized, fused, cpu = (environment.read(RESULTS / name) for name in RESULT_NAMES.values())
     lines = [f"| | {' | '.join(STATUSES)} |", "|---|" + "---|" * len(STATUSES)]
     for title, results, field in (

@@ -1,8 +1,8 @@
-"""Fill the tables of README.md from the results that are committed.
+"""Fill the tables of README.md and docs/measured.md from the committed results.
 
 Usage: ``python -m bench.readme_tables [--check]``. A table stands between ``<!-- table: COMMAND -->`` and
-``<!-- end of table -->``, and is what COMMAND prints. Where its results do not exist yet, what stands there stays.
-With --check nothing is written; the exit status is 1 where the README is not up to date.
+``<!-- end of table -->``, and is what COMMAND prints; it stays as it is while its results do not exist.
+With --check nothing is written, and the exit status is 1 if a table is out of date.
 """
 
 import re
@@ -16,6 +16,7 @@ from bench.environment import NOT_MEASURED
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
+DOCUMENTS = (README, ROOT / "docs" / "measured.md")
 
 _TABLE = re.compile(r"<!-- table: (.*?) -->\n(.*?)<!-- end of table -->", re.DOTALL)
 
@@ -43,12 +44,16 @@ def printed(command: str) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the README, or compare."""
-    before = README.read_text()
-    after = filled(before)
+    """Write the documents, or compare."""
+    changed = {}
+    for document in DOCUMENTS:
+        before = document.read_text()
+        if (after := filled(before)) != before:
+            changed[document] = after
     if "--check" in arguments:
-        return int(before != after)
-    README.write_text(after)
+        return int(bool(changed))
+    for document, text in changed.items():
+        document.write_text(text)
     return 0
 
 

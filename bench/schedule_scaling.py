@@ -97,7 +97,7 @@ def planning_seconds(row: dict[str, Any]) -> float:
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """The table of the README, and how the sum grows between the two largest sizes."""
+    """The table of docs/measured.md, and how the sum grows between the two largest sizes."""
     lines = [
         "| tasks | policy | dependencies, s | streams, s | memory, s | sum, s | streams / syncs | arena / bound |",
         "|---|---|---|---|---|---|---|---|",

@@ -41,7 +41,9 @@ def test_the_blocks_are_what_the_walkthrough_prints(printed: dict[str, str]) -> 
         assert text == shown[name], f"{name}: run python docs/walkthrough.py --write"
 
 
-DOCUMENTS = ("README.md", "docs/how-it-works.md", "docs/onnx-operators.md", "schema/README.md")
+DOCUMENTS = sorted(
+    str(path.relative_to(ROOT)) for folder in (".", "docs", "schema") for path in (ROOT / folder).glob("*.md")
+)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
@@ -63,10 +65,15 @@ def test_every_module_that_a_document_names_in_short_is_in_the_folder_named_befo
         assert (folder / Path(name).name).exists() or (ROOT / name).exists(), name
 
 
-def test_the_tables_of_the_readme_are_what_the_committed_results_say() -> None:
-    text = readme_tables.README.read_text()
+@pytest.mark.parametrize("document", readme_tables.DOCUMENTS, ids=lambda path: path.name)
+def test_the_tables_are_what_the_committed_results_say(document: Path) -> None:
+    text = document.read_text()
     assert text.count("<!-- table: python -m bench.") == text.count("<!-- end of table -->") > 0
     assert readme_tables.filled(text) == text, "run python -m bench.readme_tables"
+
+
+def test_the_readme_is_short() -> None:
+    assert len(readme_tables.README.read_text().splitlines()) <= 200
 
 
 def test_a_table_without_results_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
