@@ -29,8 +29,9 @@ from bench import environment
 from nimblec.errors import CompileError
 from nimblec.frontend.pytorch import place, set_arithmetic
 from nimblec.frontend.rewritten import flattened
+from nimblec.graph.definitions import Interpreter
+from nimblec.graph.rewriter import copied
 from nimblec.optimize import optimize, own_norms
-from nimblec.optimize.definitions import Interpreter
 from nimblec.optimize.layout import lay_float32_channels_last
 from nimblec.optimize.own_attention import attention_candidates, use_own_attention
 from nimblec.optimize.own_concatenation import place_parts
@@ -38,7 +39,6 @@ from nimblec.optimize.own_kernels import use_own_kernels
 from nimblec.optimize.own_kernels_choice import tilings
 from nimblec.optimize.own_normed_products import absorb_norms
 from nimblec.optimize.own_siblings import join_siblings
-from nimblec.optimize.rewriter import copied
 
 RESULTS = Path(__file__).parent / "results" / "cpu"
 STATUSES = ("pass", "refused", "wrong", "error")

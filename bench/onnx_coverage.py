@@ -74,8 +74,8 @@ def run_optimized(model: ModelProto, inputs: Sequence[np.ndarray]) -> list[np.nd
     import torch
 
     from nimblec.frontend.onnx import import_model
+    from nimblec.graph.definitions import Interpreter
     from nimblec.optimize import optimize
-    from nimblec.optimize.definitions import Interpreter
 
     module = optimize(import_model(model).module, device="cuda")
     with torch.no_grad():

@@ -10,8 +10,8 @@ from torch import Tensor, fx, nn
 
 from nimblec.frontend.aten_graph import trace
 from nimblec.frontend.recorder import Recorder
-from nimblec.optimize.definitions import Interpreter
-from nimblec.optimize.rewriter import Rewriter
+from nimblec.graph.definitions import Interpreter
+from nimblec.graph.rewriter import Rewriter
 
 FAMILIES = ("resnet", "mobilenet", "inception", "bert", "unet")
 

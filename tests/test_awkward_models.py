@@ -12,8 +12,8 @@ from nimblec.frontend import aten_graph
 from nimblec.frontend.aten_graph import trace
 from nimblec.frontend.pytorch import TorchModel, place
 from nimblec.frontend.rewritten import flattened
+from nimblec.graph.definitions import Interpreter
 from nimblec.optimize import optimize
-from nimblec.optimize.definitions import Interpreter
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own, of nested tensors and of windows
 

@@ -10,13 +10,13 @@ from torch import Tensor, fx
 from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
 
+from nimblec.graph.rewriter import Rewriter, is_call
+from nimblec.graph.views import is_view
+from nimblec.graph.vocabulary import LINEARS
 from nimblec.kernels.attention import AttentionTiling, attention, attention_candidates, attention_shape
 from nimblec.optimize import optimize
-from nimblec.optimize.fusible import is_view
 from nimblec.optimize.own_attention import AttentionSelector, Request, requests, use_own_attention
 from nimblec.optimize.own_selection import THEIRS
-from nimblec.optimize.rewriter import Rewriter, is_call
-from nimblec.optimize.side_by_side import LINEARS
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,8 +9,8 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from nimblec.frontend.aten_graph import trace
+from nimblec.graph.definitions import DEFINITIONS
 from nimblec.optimize import optimize
-from nimblec.optimize.definitions import DEFINITIONS
 from nimblec.optimize.own_kernels import Request, requests, use_own_kernels
 from nimblec.optimize.own_kernels_choice import Selector, tilings
 from nimblec.optimize.own_selection import THEIRS

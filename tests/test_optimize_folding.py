@@ -9,9 +9,9 @@ from rewriting import assert_same, counts, record, rewritten
 from torch import fx, nn
 
 from nimblec.frontend.aten_graph import trace
+from nimblec.graph.outputs import separate_outputs
 from nimblec.optimize import optimize
 from nimblec.optimize.folding import GROWTH, fill_empty, fold_constants
-from nimblec.optimize.outputs import separate_outputs
 from nimblec.optimize.simplify import simplify
 from nimblec.optimize.subexpressions import merge_equal_calls
 

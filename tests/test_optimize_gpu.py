@@ -9,7 +9,7 @@ from rewriting import FAMILIES, DenseNet, counts, randomize
 from torch import Tensor, fx, nn
 
 from nimblec.frontend.aten_graph import trace
-from nimblec.optimize.rewriter import fake
+from nimblec.graph.rewriter import fake
 
 pytestmark = pytest.mark.gpu
 

@@ -6,9 +6,9 @@ from rewriting import assert_same, counts, record, rewritten
 from torch import Tensor, fx
 from torch.nn import functional
 
+from nimblec.graph.rewriter import bound, fake, is_call
 from nimblec.optimize import optimize
 from nimblec.optimize.grouped import lay_groups_contiguous
-from nimblec.optimize.rewriter import bound, fake, is_call
 
 HALF, FLOAT = torch.float16, torch.float32
 CHANNELS_LAST = torch.channels_last

@@ -5,9 +5,10 @@ import torch
 from rewriting import assert_same, counts, family, record, rewritten
 from torch import Tensor, fx
 
+from nimblec.graph.rewriter import fake
+from nimblec.graph.vocabulary import CONVOLUTIONS
 from nimblec.optimize import optimize
-from nimblec.optimize.layout import CONTIGUOUS, CONVOLUTIONS, lay_contiguous, propagate_channels_last
-from nimblec.optimize.rewriter import fake
+from nimblec.optimize.layout import CONTIGUOUS, lay_contiguous, propagate_channels_last
 
 X = torch.randn(2, 8, 6, 6, generator=torch.Generator().manual_seed(0)).half()
 FLOAT = frozenset({torch.float32})

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from nimblec.errors import UnsupportedModelError
 from nimblec.frontend import aten_graph
 from nimblec.frontend.aten_graph import trace
+from nimblec.graph.rewriter import bound, fake
 from nimblec.optimize import optimize
-from nimblec.optimize.rewriter import bound, fake
 
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN:UserWarning")
 

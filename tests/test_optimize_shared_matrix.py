@@ -12,10 +12,10 @@ from rewriting import assert_same, check, counts, record, rewritten
 from torch import Tensor, fx, nn
 
 from nimblec.frontend.aten_graph import trace
+from nimblec.graph.rewriter import Rewriter, fake
+from nimblec.graph.views import is_view
 from nimblec.optimize import optimize
-from nimblec.optimize.fusible import is_view
 from nimblec.optimize.own_kernels import requests
-from nimblec.optimize.rewriter import Rewriter, fake
 from nimblec.optimize.shared_matrix import join_batches
 
 HALF = (torch.float16, torch.bfloat16)

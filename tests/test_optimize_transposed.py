@@ -12,11 +12,11 @@ from torch import Tensor, fx, nn
 
 from bench.models import unet
 from nimblec.frontend.aten_graph import trace
+from nimblec.graph.rewriter import fake
+from nimblec.graph.views import is_view
 from nimblec.optimize import optimize
-from nimblec.optimize.fusible import is_view
 from nimblec.optimize.own_kernels import requests
 from nimblec.optimize.regions import extract, partition, replace
-from nimblec.optimize.rewriter import fake
 from nimblec.optimize.transposed import spread_pixels
 
 HALF = (torch.float16, torch.bfloat16)

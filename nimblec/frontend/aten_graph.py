@@ -21,7 +21,7 @@ from nimblec.frontend.export_errors import exporting
 from nimblec.frontend.onnx import on_device
 from nimblec.frontend.pytorch import state_written
 from nimblec.frontend.recorder import InPlaceError, Recorder, is_taken_apart
-from nimblec.optimize.definitions import RECURRENT
+from nimblec.graph.definitions import RECURRENT
 
 aten = torch.ops.aten
 

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from nimblec.frontend.pytorch import TorchModel
+from nimblec.graph.rewriter import copied
 from nimblec.optimize import own_norms
 from nimblec.optimize.layout import lay_float32_channels_last
 from nimblec.optimize.own_attention import select_own_attention
@@ -11,7 +12,6 @@ from nimblec.optimize.own_kernels_choice import select_own_kernels
 from nimblec.optimize.own_normed_products import absorb_norms
 from nimblec.optimize.own_selection import Times
 from nimblec.optimize.own_siblings import join_siblings
-from nimblec.optimize.rewriter import copied
 
 
 def with_own_products(model: TorchModel, times: Times) -> TorchModel:

@@ -21,7 +21,7 @@ from torch._C import DispatchKey
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nimblec.optimize.definitions import FAKES, RECURRENT
+from nimblec.graph.definitions import FAKES, RECURRENT
 
 aten = torch.ops.aten
 

@@ -24,9 +24,9 @@ def flattened(model: TorchModel) -> TorchModel:
 
 def in_precision(model: TorchModel, dtype: torch.dtype) -> TorchModel:
     """A flat model computed in ``dtype`` where it is in float32; its inputs and outputs stay as they are."""
+    from nimblec.graph.rewriter import copied
     from nimblec.optimize.precision import cast
     from nimblec.optimize.recurrent import pack_recurrent_weights
-    from nimblec.optimize.rewriter import copied
 
     module = copied(model.module)
     cast(module, dtype)

@@ -3,6 +3,8 @@
 import torch
 from torch import fx
 
+from nimblec.graph.outputs import output_strides, restore_strides, separate_outputs
+from nimblec.graph.rewriter import Rewriter, copied
 from nimblec.optimize.activation import fuse_activations
 from nimblec.optimize.aligned_weights import align_weights
 from nimblec.optimize.attention import fuse_attention
@@ -14,12 +16,10 @@ from nimblec.optimize.cudnn import fuse_convolutions
 from nimblec.optimize.folding import fill_empty, fold_constants
 from nimblec.optimize.gelu import recognize_gelu
 from nimblec.optimize.layout import lay_contiguous, propagate_channels_last
-from nimblec.optimize.outputs import output_strides, restore_strides, separate_outputs
+from nimblec.optimize.numbers import inline_numbers
 from nimblec.optimize.pointwise import linear_convolutions
 from nimblec.optimize.precision import cast
 from nimblec.optimize.recurrent import pack_recurrent_weights
-from nimblec.optimize.rewriter import Rewriter, copied
-from nimblec.optimize.scalars import inline_numbers
 from nimblec.optimize.shared_matrix import join_batches
 from nimblec.optimize.side_by_side import join_linears
 from nimblec.optimize.simplify import simplify

@@ -3,9 +3,8 @@
 import torch
 from torch import fx
 
-from nimblec.optimize.cudnn import is_relu
-from nimblec.optimize.rewriter import Rewriter, bound, fake, is_call, only_user
-from nimblec.optimize.simplify import RESHAPES, TRANSPOSES
+from nimblec.graph.rewriter import Rewriter, bound, fake, is_call, only_user
+from nimblec.graph.vocabulary import RESHAPES, TRANSPOSES, is_relu
 
 aten = torch.ops.aten
 

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor, fx
 
-from nimblec.optimize.layout import BY_STRIDE, HALF
-from nimblec.optimize.rewriter import Rewriter, bound, fake
+from nimblec.graph.rewriter import Rewriter, bound, fake
+from nimblec.graph.vocabulary import BY_STRIDE, HALF
 
 aten = torch.ops.aten
 

@@ -9,11 +9,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, fx
 
-from nimblec.optimize.constant_masks import HIDDEN, is_causal
-from nimblec.optimize.cudnn import DTYPES
-from nimblec.optimize.rewriter import Rewriter, bound, fake, is_call, only_user
-from nimblec.optimize.scalars import number, scaled
-from nimblec.optimize.simplify import RESHAPES
+from nimblec.graph.masks import HIDDEN, is_causal
+from nimblec.graph.rewriter import Rewriter, bound, fake, is_call, only_user
+from nimblec.graph.scalars import number, scaled
+from nimblec.graph.vocabulary import ATTENTION, DTYPES, RESHAPES, is_like
 
 aten = torch.ops.aten
 
@@ -87,21 +86,17 @@ def _step(rewriter: Rewriter, found: _Scores) -> _Scores | None:
         return replace(found, product=source) if same else None
     times = scaled(rewriter, node)
     if times is not None:
-        return replace(found, product=times[0], scale=found.scale * times[1]) if _is_like(times[0], node) else None
+        return replace(found, product=times[0], scale=found.scale * times[1]) if is_like(times[0], node) else None
     if is_call(node, aten.add.Tensor) and node.kwargs.get("alpha", 1) == 1:
         return _masked(found, node)
     return _filled(rewriter, found, node)
-
-
-def _is_like(node: fx.Node, other: fx.Node) -> bool:
-    return (fake(node).dtype, fake(node).shape) == (fake(other).dtype, fake(other).shape)
 
 
 def _masked(found: _Scores, node: fx.Node) -> _Scores | None:
     """A sum of the scores and a mask: the scores are the term from the product."""
     terms = [term for term in node.args[:2] if isinstance(term, fx.Node)]
     for scores, mask in (terms, terms[::-1]) if len(terms) == 2 else ():
-        full = _is_like(scores, node) and tuple(fake(node).shape) == found.shape and found.hidden is None
+        full = is_like(scores, node) and tuple(fake(node).shape) == found.shape and found.hidden is None
         # A scale between the softmax and the mask would be one of the mask too.
         if full and found.scale == 1 and fake(mask).dtype == fake(node).dtype and _leads_to_product(scores):
             return replace(found, product=scores, masks=(*found.masks, mask))
@@ -129,7 +124,7 @@ def _filled(rewriter: Rewriter, found: _Scores, node: fx.Node) -> _Scores | None
     low = number(rewriter, fill)
     if hidden is None or hidden.dim() < 2 or low is None or low > HIDDEN or bool(hidden.all(-1).any()):
         return None
-    if found.masks or found.scale != 1 or not _is_like(scores, node) or tuple(fake(node).shape) != found.shape:
+    if found.masks or found.scale != 1 or not is_like(scores, node) or tuple(fake(node).shape) != found.shape:
         return None
     return replace(found, product=scores, hidden=hidden)
 
@@ -167,7 +162,7 @@ def _attention(rewriter: Rewriter, node: fx.Node, scores: _Scores) -> fx.Node:
     keys = rewriter.call(aten.transpose.int, columns, 2, 3, at=node)
     mask, causal = _mask(rewriter, scores, node)
     result = rewriter.call(
-        aten.scaled_dot_product_attention.default,
+        ATTENTION,
         *(queries, keys, values, mask, 0.0, causal),
         scale=scale * factor * other,
         at=node,

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from nimblec.optimize.affine import NORMS, ChannelAffine, read_affine
-from nimblec.optimize.rewriter import Rewriter, bound, fake, is_call, only_user
-from nimblec.optimize.whole_views import WHOLE_VIEWS, axis_before
+from nimblec.graph.affine import ChannelAffine, read_affine
+from nimblec.graph.rewriter import Rewriter, bound, fake, is_call, only_user
+from nimblec.graph.views import axis_before
+from nimblec.graph.vocabulary import CONVOLUTION, NORMS, WHOLE_VIEWS
+from nimblec.graph.weights import Weights, constant_weights, rounded_weights
 
 aten = torch.ops.aten
-
-CONVOLUTION = aten.convolution.default
 
 
 def fold_batch_norm(module: fx.GraphModule) -> None:
@@ -32,14 +32,6 @@ def fold_batch_norm(module: fx.GraphModule) -> None:
         if is_call(node.args[0], *NORMS) and fake(node).dtype in (torch.float32, torch.float64):
             _as_addcmul(rewriter, affine)
     rewriter.finish()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Weights:
-    """Weights and bias of a convolution or linear; no bias is zeros."""
-
-    weight: Tensor
-    bias: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,47 +184,10 @@ def _is_plain(given: dict[str, Any]) -> bool:
     return given.get("alpha", 1) == 1 and given.get("beta", 1) == 1
 
 
-def constant_weights(rewriter: Rewriter, weight_node: Any, bias_node: Any, channels: int) -> Weights | None:
-    """Constant weights and bias (channels,) of one floating dtype."""
-    weight = rewriter.value(weight_node)
-    if weight is None or not weight.dtype.is_floating_point:
-        return None
-    if bias_node is None:
-        return Weights(weight=weight, bias=torch.zeros(channels, dtype=weight.dtype, device=weight.device))
-    bias = rewriter.value(bias_node)
-    if bias is None or bias.numel() != channels or bias.shape[-1:] != (channels,) or bias.dtype != weight.dtype:
-        return None
-    return Weights(weight=weight, bias=bias.reshape(-1))
-
-
 def _shifted(old: Weights, shift: Tensor) -> Weights | None:
     """The same weights, another bias."""
     bias = (old.bias.double() + shift).to(old.bias.dtype)
     return Weights(weight=old.weight, bias=bias) if bool(bias.isfinite().all()) else None
-
-
-def rounded_weights(old: Tensor, weight: Tensor, bias: Tensor, *, axis: int) -> Weights | None:
-    """New weights in the dtype of ``old``, unless they lose there what weights may not.
-
-    Float32 may be cast to half precision later, where weights that fit it are to fit it still.
-    """
-    dtypes = [old.dtype]
-    if old.dtype == torch.float32 and _keeps(old.double(), torch.float16, axis=axis):
-        dtypes.append(torch.float16)
-    new = Weights(weight=weight.to(old.dtype), bias=bias.to(old.dtype))
-    kept = all(_keeps(weight, dtype, axis=axis) for dtype in dtypes)
-    return new if kept and bool(new.bias.isfinite().all()) else None
-
-
-def _keeps(weight: Tensor, dtype: torch.dtype, *, axis: int) -> bool:
-    """Whether in ``dtype`` no channel along ``axis`` loses more than the rounding of the largest one.
-
-    Weights of a channel that is nearly off may fall below the normal range.
-    """
-    others = [n for n in range(weight.dim()) if n != axis]
-    lost = torch.linalg.vector_norm(weight.to(dtype).double() - weight, dim=others)
-    allowed = torch.finfo(dtype).eps * torch.linalg.vector_norm(weight, dim=others).max()
-    return bool((lost <= allowed).all())
 
 
 def _apply(rewriter: Rewriter, change: _Change) -> None:

@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from nimblec.optimize.batch_norm import CONVOLUTION
-from nimblec.optimize.fusible import is_fusible, is_view
-from nimblec.optimize.layout import CONVOLUTIONS
-from nimblec.optimize.rewriter import Rewriter, bound, fake, is_call
+from nimblec.graph.fusible import is_fusible
+from nimblec.graph.rewriter import Rewriter, bound, fake, is_call
+from nimblec.graph.views import is_view
+from nimblec.graph.vocabulary import CONVOLUTION, CONVOLUTIONS
 
 aten = torch.ops.aten
 

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional
 
-from nimblec.optimize.affine import read_affine
-from nimblec.optimize.batch_norm import CONVOLUTION, Weights, constant_weights, fold_batch_norm, rounded_weights
-from nimblec.optimize.rewriter import Rewriter, bound, fake, is_call, only_user
+from nimblec.graph.affine import read_affine
+from nimblec.graph.rewriter import Rewriter, bound, fake, is_call, only_user
+from nimblec.graph.vocabulary import CONVOLUTION
+from nimblec.graph.weights import Weights, constant_weights, rounded_weights
+from nimblec.optimize.batch_norm import fold_batch_norm
 
 aten = torch.ops.aten
 

@@ -1,19 +1,16 @@
 """Constant masks of scaled_dot_product_attention, said in the form that the fastest kernel takes."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from nimblec.optimize.rewriter import Rewriter, bound, fake, is_pure
+from nimblec.graph.masks import hides_nothing, is_causal
+from nimblec.graph.rewriter import Rewriter, bound, fake, is_pure
+from nimblec.graph.vocabulary import ATTENTION
 
 aten = torch.ops.aten
 
-ATTENTION = aten.scaled_dot_product_attention.default
-
-HIDDEN = -1e4
-"""A constant score from here on down hides a position as minus infinity does."""
 
 ALIGNMENT = 16
 """Elements that each row of a mask must begin at a multiple of, or CUDA copies the mask at every call."""
@@ -42,21 +39,6 @@ def state_masks(module: fx.GraphModule) -> None:
                 added[mask, queries.dtype] = rewriter.constant(_added(value, queries.dtype), at=mask)
             _say(node, added[mask, queries.dtype], is_causal=False)
     rewriter.finish()
-
-
-def hides_nothing(mask: Tensor) -> bool:
-    """Whether a mask (True where a key is read, or what to add to the scores) changes nothing."""
-    return bool(mask.all()) if mask.dtype == torch.bool else bool((mask == 0).all())
-
-
-def is_causal(mask: Tensor, lengths: Sequence[int]) -> bool:
-    """Whether a mask leaves each of equally many queries and keys, ``lengths``, the keys up to its own."""
-    if lengths[0] != lengths[1] or tuple(mask.shape[-2:]) != tuple(lengths):
-        return False
-    earlier = torch.ones(tuple(lengths), dtype=torch.bool, device=mask.device).tril().expand(mask.shape)
-    if mask.dtype == torch.bool:
-        return torch.equal(mask, earlier)
-    return bool((mask[~earlier] <= HIDDEN).all() and (mask[earlier] == 0).all())
 
 
 def _known(rewriter: Rewriter, node: fx.Node, known: dict[fx.Node, Tensor | None]) -> Tensor | None:

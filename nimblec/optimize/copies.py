@@ -3,12 +3,11 @@
 import torch
 from torch import fx
 
-from nimblec.optimize.fusible import is_view
-from nimblec.optimize.rewriter import Rewriter, fake, is_call, views
+from nimblec.graph.rewriter import Rewriter, fake, is_call, views
+from nimblec.graph.views import is_view
+from nimblec.graph.vocabulary import ATTENTION
 
 aten = torch.ops.aten
-
-SDPA = aten.scaled_dot_product_attention.default
 
 
 def drop_copies(module: fx.GraphModule) -> None:
@@ -42,7 +41,7 @@ def _seen(node: fx.Node) -> list[fx.Node] | None:
 
 def _reads_any_order(node: fx.Node) -> bool:
     is_overload = isinstance(node.target, torch._ops.OpOverload)
-    return is_call(node, SDPA) or (is_overload and torch.Tag.pointwise in node.target.tags)
+    return is_call(node, ATTENTION) or (is_overload and torch.Tag.pointwise in node.target.tags)
 
 
 def _try_without(rewriter: Rewriter, node: fx.Node, seen: list[fx.Node]) -> None:
@@ -54,7 +53,7 @@ def _try_without(rewriter: Rewriter, node: fx.Node, seen: list[fx.Node]) -> None
     node.replace_all_uses_with(source)
     for view in seen:
         view.meta["val"] = rewriter.infer(view)
-    attended = [read for view in (source, *seen) for read in view.users if is_call(read, SDPA)]
+    attended = [read for view in (source, *seen) for read in view.users if is_call(read, ATTENTION)]
     rows = {q for read in attended for q in read.args[:3] if isinstance(q, fx.Node)}
     if all(is_view(view) for view in seen) and all(fake(q).stride(-1) == 1 for q in rows):
         rewriter.graph.erase_node(node)

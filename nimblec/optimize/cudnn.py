@@ -5,13 +5,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from nimblec.optimize.batch_norm import CONVOLUTION
-from nimblec.optimize.grouped import is_well_grouped
-from nimblec.optimize.rewriter import Rewriter, bound, fake, is_call, only_user
+from nimblec.graph.rewriter import Rewriter, bound, fake, is_call, only_user
+from nimblec.graph.vocabulary import CONVOLUTION, DTYPES, is_like, is_relu, is_well_grouped
 
 aten = torch.ops.aten
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 RANKS = (4, 5)
 """The calls view the bias as 4 or 5 axes: there is no form for convolutions of one axis."""
 
@@ -36,16 +34,6 @@ def fuse_convolutions(module: fx.GraphModule) -> None:
     rewriter.finish()
 
 
-def is_relu(node: fx.Node) -> bool:
-    """Whether a call is max(x, 0), by whatever name."""
-    if is_call(node, aten.relu.default):
-        return True
-    if not is_call(node, aten.clamp.default, aten.clamp_min.default):
-        return False
-    given = bound(node)
-    return given["min"] is not None and given["min"] == 0 and given.get("max") is None
-
-
 def _fuse(rewriter: Rewriter, relu: fx.Node, source: fx.Node) -> fx.Node | None:
     if not _can_fuse(rewriter, source):
         return None
@@ -66,8 +54,7 @@ def _fuse_residual(rewriter: Rewriter, relu: fx.Node, source: fx.Node) -> fx.Nod
             continue
         (z,) = others
         scaled = term is source.args[0]  # ``other`` is what alpha multiplies
-        same = (fake(z).dtype, fake(z).shape) == (fake(term).dtype, fake(term).shape)
-        if same and (scaled or alpha == 1):
+        if is_like(z, term) and (scaled or alpha == 1):
             return _call_residual(rewriter, relu, bound(term), z, alpha)
     return None
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
-from nimblec.optimize.rewriter import Rewriter, constant_of, fake, is_call, is_pure
+from nimblec.graph.rewriter import Rewriter, constant_of, fake, is_call, is_pure
 
 aten = torch.ops.aten
 

@@ -2,12 +2,12 @@
 
 from torch import fx
 
+from nimblec.graph.fusible import is_one_launch
+from nimblec.graph.rewriter import Rewriter, copied, fake
 from nimblec.kernels import triton_start
 from nimblec.optimize.bias import free_biases
-from nimblec.optimize.fusible import is_one_launch
 from nimblec.optimize.grouped import lay_groups_contiguous
 from nimblec.optimize.regions import Region, extract, partition, replace
-from nimblec.optimize.rewriter import Rewriter, copied, fake
 
 
 def compile_regions(module: fx.GraphModule, *, at_any_cost: bool = True) -> fx.GraphModule:

@@ -5,8 +5,8 @@ import math
 import torch
 from torch import fx
 
-from nimblec.optimize.rewriter import Rewriter, fake, is_call, only_user
-from nimblec.optimize.scalars import number, scaled, shifted
+from nimblec.graph.rewriter import Rewriter, fake, is_call, only_user
+from nimblec.graph.scalars import number, scaled, shifted
 
 aten = torch.ops.aten
 

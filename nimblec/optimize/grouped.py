@@ -3,9 +3,9 @@
 import torch
 from torch import fx
 
-from nimblec.optimize.batch_norm import CONVOLUTION
-from nimblec.optimize.layout import HALF, is_channels_last
-from nimblec.optimize.rewriter import Rewriter, bound, fake
+from nimblec.graph.rewriter import Rewriter, bound, fake
+from nimblec.graph.views import is_channels_last
+from nimblec.graph.vocabulary import CONVOLUTION, HALF, is_well_grouped
 
 aten = torch.ops.aten
 
@@ -31,13 +31,6 @@ def lay_groups_contiguous(module: fx.GraphModule) -> None:
         if is_channels_last(fake(node)):
             _lay(rewriter, node)
     rewriter.finish()
-
-
-def is_well_grouped(convolution: fx.Node) -> bool:
-    """Whether there is one group, or each has as many results as channels, 4, 8, 16 ...: what fast kernels are for."""
-    weight, groups = fake(bound(convolution)["weight"]), bound(convolution)["groups"]
-    made, read = weight.shape[0] // groups, weight.shape[1]
-    return bool(groups == 1 or (read == made and read >= 4 and read & (read - 1) == 0))
 
 
 def _is_slow(node: fx.Node) -> bool:

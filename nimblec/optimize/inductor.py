@@ -18,10 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from nimblec.optimize.fusible import is_view
+from nimblec.graph.rewriter import fake
+from nimblec.graph.views import is_view, telling_strides
 from nimblec.optimize.regions import Extract
-from nimblec.optimize.rewriter import fake
-from nimblec.optimize.simplify import telling_strides
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, while it imports itself

@@ -3,32 +3,16 @@
 from collections.abc import Collection
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
-from nimblec.optimize.definitions import RECURRENT
-from nimblec.optimize.outputs import output_strides, restore_strides
-from nimblec.optimize.rewriter import Rewriter, bound, fake, is_call
-from nimblec.optimize.simplify import RESHAPES
+from nimblec.graph.definitions import RECURRENT
+from nimblec.graph.outputs import output_strides, restore_strides
+from nimblec.graph.rewriter import Rewriter, bound, fake, is_call
+from nimblec.graph.views import is_channels_last
+from nimblec.graph.vocabulary import BY_STRIDE, CONVOLUTIONS, HALF, RESHAPES
 
 aten = torch.ops.aten
 
-HALF = frozenset({torch.float16, torch.bfloat16})
-CONVOLUTIONS = (
-    aten.convolution.default,
-    aten.cudnn_convolution_relu.default,
-    aten.cudnn_convolution_add_relu.default,
-)
-BY_STRIDE = frozenset({
-    aten.as_strided.default,
-    aten.view.dtype,
-    aten.view_as_real.default,
-    aten.view_as_complex.default,
-    aten._reshape_alias.default,
-    aten.as_strided_copy.default,
-    aten.new_empty_strided.default,
-    aten.empty_strided.default,
-})
-"""Calls whose meaning hangs on the strides of their argument."""
 CONTIGUOUS = {aten.native_group_norm.default: "input", **dict.fromkeys(RECURRENT, "hx")}
 """Calls that CUDA refuses for an argument of other strides, where inference does not, by its name.
 
@@ -109,8 +93,3 @@ def _convert_inputs(rewriter: Rewriter, convolutions: frozenset[fx.Node]) -> Non
             _make_contiguous(rewriter, node)
         if node.op == "call_function":
             node.meta["val"] = rewriter.infer(node)
-
-
-def is_channels_last(tensor: Tensor) -> bool:
-    """Whether images (4 axes) lie channels last, without gaps."""
-    return tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)

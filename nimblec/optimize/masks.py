@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from nimblec.graph.rewriter import bound, is_call, views
 from nimblec.optimize import autocast
-from nimblec.optimize.rewriter import bound, is_call, views
 
 aten = torch.ops.aten
 

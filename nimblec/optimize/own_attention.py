@@ -7,6 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
+from nimblec.graph.outputs import output_strides, restore_strides, separate_outputs
+from nimblec.graph.rewriter import Rewriter, bound, fake, is_call
+from nimblec.graph.vocabulary import ATTENTION, BY_STRIDE, DTYPES, RESHAPES
 from nimblec.kernels.attention import (
     Attention,
     AttentionTiling,
@@ -19,13 +22,8 @@ from nimblec.kernels.attention import (
 from nimblec.kernels.choosing import Choice
 from nimblec.kernels.compiling import Job
 from nimblec.kernels.launching import Trigger
-from nimblec.optimize.constant_masks import ATTENTION
-from nimblec.optimize.cudnn import DTYPES
-from nimblec.optimize.layout import BY_STRIDE
-from nimblec.optimize.outputs import output_strides, restore_strides, separate_outputs
 from nimblec.optimize.own_selection import HOPPER, Call, TilingSelector, Times, dtype_name
-from nimblec.optimize.rewriter import Rewriter, bound, fake, is_call
-from nimblec.optimize.simplify import RESHAPES, simplify
+from nimblec.optimize.simplify import simplify
 
 aten = torch.ops.aten
 

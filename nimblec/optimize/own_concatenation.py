@@ -13,12 +13,12 @@ from itertools import accumulate
 import torch
 from torch import fx
 
+from nimblec.graph.outputs import output_strides, restore_strides
+from nimblec.graph.rewriter import Rewriter, bound, fake, is_call, only_user
+from nimblec.graph.views import is_channels_last
 from nimblec.kernels.ops import ALIGNMENT_NBYTES
 from nimblec.kernels.parts import joined, place
-from nimblec.optimize.layout import is_channels_last
-from nimblec.optimize.outputs import output_strides, restore_strides
 from nimblec.optimize.own_kernels import requests
-from nimblec.optimize.rewriter import Rewriter, bound, fake, is_call, only_user
 
 aten = torch.ops.aten
 

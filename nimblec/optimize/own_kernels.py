@@ -7,6 +7,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx
 
+from nimblec.graph.rewriter import Rewriter, bound, fake, is_call, only_user
+from nimblec.graph.views import as_stored, is_view, viewed_alike
+from nimblec.graph.vocabulary import CONVOLUTION, DTYPES, HALF, WHOLE_VIEWS, activation_of
 from nimblec.kernels.depthwise import DepthwiseTiling, depthwise, pack_depthwise
 from nimblec.kernels.launching import Arithmetic, Trigger
 from nimblec.kernels.ops import (
@@ -21,13 +24,7 @@ from nimblec.kernels.ops import (
 from nimblec.kernels.packing import counters, for_tensor_cores, pack_convolution, pack_linear
 from nimblec.kernels.parts import place
 from nimblec.kernels.shapes import Convolution, Tiling
-from nimblec.optimize.batch_norm import CONVOLUTION
-from nimblec.optimize.cudnn import DTYPES
-from nimblec.optimize.fusible import is_view
-from nimblec.optimize.layout import HALF
-from nimblec.optimize.own_kernels_prologue import Before, activation_of, prologues
-from nimblec.optimize.rewriter import Rewriter, bound, fake, is_call, only_user
-from nimblec.optimize.whole_views import WHOLE_VIEWS, as_stored, viewed_alike
+from nimblec.optimize.own_kernels_prologue import Before, prologues
 
 aten = torch.ops.aten
 

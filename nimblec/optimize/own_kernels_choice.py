@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 
+from nimblec.graph.rewriter import fake
 from nimblec.kernels.candidates import candidates
 from nimblec.kernels.choosing import Choice, Timer
 from nimblec.kernels.compiling import Job, convolution_job, depthwise_job
@@ -24,7 +25,6 @@ from nimblec.kernels.shapes import Tiling
 from nimblec.kernels.timing import GraphTimer, WeightPool
 from nimblec.optimize.own_kernels import Choose, Request, requests, use_own_kernels
 from nimblec.optimize.own_selection import HOPPER, Call, TilingSelector, Times, dtype_name, machine
-from nimblec.optimize.rewriter import fake
 
 AnyTiling = Tiling | DepthwiseTiling
 

@@ -6,29 +6,19 @@ other readers, or the weights hang on all of its result.
 """
 
 import operator
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
 
+from nimblec.graph.affine import read_affine
+from nimblec.graph.fusible import is_fusible
+from nimblec.graph.rewriter import Rewriter, fake, is_call, times_read
+from nimblec.graph.vocabulary import activation_of
 from nimblec.kernels.ops import is_read_well
-from nimblec.optimize.affine import read_affine
-from nimblec.optimize.cudnn import is_relu
-from nimblec.optimize.fusible import is_fusible
-from nimblec.optimize.rewriter import Rewriter, bound, fake, is_call, times_read
 
 aten = torch.ops.aten
-
-_ACTIVATIONS: Mapping[OpOverload, str] = {
-    aten.relu6.default: "relu6",
-    aten.hardswish.default: "hardswish",
-    aten.hardsigmoid.default: "hardsigmoid",
-    aten.silu.default: "silu",
-    aten.sigmoid.default: "sigmoid",
-    aten.tanh.default: "tanh",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -75,19 +65,6 @@ def prologues(rewriter: Rewriter, readers: Iterable[fx.Node], taken: Collection[
             if before is not None and (before.x in taken or not _is_generated(before.x)):
                 found[reader] = replace(before, sharers=len(images.users))
     return found
-
-
-def activation_of(node: fx.Node) -> str | None:
-    """The activation that a call is, by the kernels' names."""
-    if is_relu(node):
-        return "relu"
-    if is_call(node, aten.hardtanh.default, aten.clamp.default):
-        given = bound(node)
-        low, high = given.get("min_val", given.get("min")), given.get("max_val", given.get("max"))
-        return "relu6" if (low, high) == (0, 6) else None
-    if is_call(node, aten.gelu.default):
-        return "gelu" if bound(node)["approximate"] == "none" else "gelu_tanh"
-    return _ACTIVATIONS.get(node.target) if node.op == "call_function" else None  # type: ignore[call-overload]
 
 
 def _walk(rewriter: Rewriter, last: fx.Node, taken: Collection[fx.Node]) -> Before | None:

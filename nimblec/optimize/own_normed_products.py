@@ -10,17 +10,16 @@ from dataclasses import dataclass
 
 from torch import Tensor, fx
 
+from nimblec.graph.rewriter import Rewriter, bound, fake, is_call, times_read
+from nimblec.graph.views import is_view
+from nimblec.graph.vocabulary import HALF, WHOLE_VIEWS
 from nimblec.kernels.compiling import Job, compile_all, convolution_job
 from nimblec.kernels.launching import settings
 from nimblec.kernels.ops import linear, linear_and_moments, product_shape, row_norm
 from nimblec.kernels.packing import pack_rows, unpack_rows
 from nimblec.kernels.shapes import Tiling
-from nimblec.optimize.fusible import is_view
-from nimblec.optimize.layout import HALF
 from nimblec.optimize.own_norms import Request, requests
 from nimblec.optimize.own_selection import dtype_name
-from nimblec.optimize.rewriter import Rewriter, bound, fake, is_call, times_read
-from nimblec.optimize.whole_views import WHOLE_VIEWS
 
 _MOST_MOMENTS = 64
 """That a thread holds while it multiplies, beside its share of the sum."""

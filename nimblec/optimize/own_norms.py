@@ -12,6 +12,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, fx
 
+from nimblec.graph.fusible import is_fusible
+from nimblec.graph.rewriter import Rewriter, bound, fake, is_call, only_user
+from nimblec.graph.scalars import number, shifted
+from nimblec.graph.views import is_view
+from nimblec.graph.vocabulary import DTYPES, HALF
 from nimblec.kernels.choosing import Choice
 from nimblec.kernels.compiling import Job
 from nimblec.kernels.launching import Trigger
@@ -25,12 +30,7 @@ from nimblec.kernels.norm import (
     norm_job,
     norm_settings,
 )
-from nimblec.optimize.cudnn import DTYPES
-from nimblec.optimize.fusible import is_fusible, is_view
-from nimblec.optimize.layout import HALF
 from nimblec.optimize.own_selection import HOPPER, Call, TilingSelector, Times, dtype_name
-from nimblec.optimize.rewriter import Rewriter, bound, fake, is_call, only_user
-from nimblec.optimize.scalars import number, shifted
 
 aten = torch.ops.aten
 

@@ -5,11 +5,11 @@ from collections.abc import Collection
 import torch
 from torch import fx
 
+from nimblec.graph.rewriter import Rewriter, bound, fake, only_user, times_read
+from nimblec.graph.views import replace_by_slices
 from nimblec.kernels.ops import ALIGNMENT_NBYTES
 from nimblec.optimize.own_concatenation import begins_concatenations
 from nimblec.optimize.own_kernels import Request, requests
-from nimblec.optimize.rewriter import Rewriter, bound, fake, only_user, times_read
-from nimblec.optimize.side_by_side import replace_by_slices
 
 
 def join_siblings(module: fx.GraphModule) -> None:

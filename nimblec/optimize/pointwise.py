@@ -3,8 +3,8 @@
 import torch
 from torch import fx
 
-from nimblec.optimize.batch_norm import CONVOLUTION
-from nimblec.optimize.rewriter import Rewriter, bound, fake
+from nimblec.graph.rewriter import Rewriter, bound, fake
+from nimblec.graph.vocabulary import CONVOLUTION
 
 aten = torch.ops.aten
 

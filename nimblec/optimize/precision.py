@@ -20,11 +20,11 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
 from nimblec.errors import UnsupportedModelError
+from nimblec.graph.definitions import DEFINITIONS
+from nimblec.graph.outputs import output_strides, restore_strides
+from nimblec.graph.rewriter import Rewriter, fake, is_call, views
 from nimblec.optimize import autocast
-from nimblec.optimize.definitions import DEFINITIONS
 from nimblec.optimize.masks import added_to_scores
-from nimblec.optimize.outputs import output_strides, restore_strides
-from nimblec.optimize.rewriter import Rewriter, fake, is_call, views
 
 aten = torch.ops.aten
 

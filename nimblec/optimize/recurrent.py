@@ -3,8 +3,8 @@
 import torch
 from torch import fx
 
-from nimblec.optimize.definitions import RECURRENT
-from nimblec.optimize.rewriter import Rewriter, bound, fake
+from nimblec.graph.definitions import RECURRENT
+from nimblec.graph.rewriter import Rewriter, bound, fake
 
 
 def pack_recurrent_weights(module: fx.GraphModule) -> None:

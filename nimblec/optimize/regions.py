@@ -15,8 +15,9 @@ from itertools import pairwise
 from torch import fx
 from torch._ops import OpOverload
 
-from nimblec.optimize.fusible import is_fusible, is_slow_alone, is_stencil, is_view
-from nimblec.optimize.rewriter import Rewriter
+from nimblec.graph.fusible import is_fusible, is_slow_alone, is_stencil
+from nimblec.graph.rewriter import Rewriter
+from nimblec.graph.views import is_view
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

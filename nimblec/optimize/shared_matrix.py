@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, fx
 
-from nimblec.optimize.rewriter import Rewriter, bound, fake, is_call
+from nimblec.graph.rewriter import Rewriter, bound, fake, is_call
 
 aten = torch.ops.aten
 

@@ -1,15 +1,13 @@
 """Linears on one input, side by side in one matrix product: queries, keys and values above all."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, fx
 
-from nimblec.optimize.rewriter import Rewriter, bound, fake, is_call, only_user
+from nimblec.graph.rewriter import Rewriter, bound, fake, is_call, only_user
+from nimblec.graph.views import replace_by_slices
+from nimblec.graph.vocabulary import LINEARS
 
 aten = torch.ops.aten
-
-LINEARS = (aten.addmm.default, aten.mm.default)
 
 
 def join_linears(module: fx.GraphModule) -> None:
@@ -48,15 +46,6 @@ def _join(rewriter: Rewriter, nodes: list[fx.Node]) -> None:
     else:
         joined = rewriter.call(aten.mm.default, given[0]["self"], weight, at=first)
     replace_by_slices(rewriter, nodes, joined)
-
-
-def replace_by_slices(rewriter: Rewriter, nodes: Sequence[fx.Node], joined: fx.Node) -> None:
-    """Let slices of ``joined`` along axis 1, side by side in this order, take the places of ``nodes``."""
-    begin = 0
-    for node in nodes:
-        end = begin + fake(node).shape[1]
-        rewriter.replace(node, rewriter.call(aten.slice.Tensor, joined, 1, begin, end, at=node))
-        begin = end
 
 
 def _beside(weights: list[Tensor]) -> Tensor:

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from nimblec.optimize.rewriter import Rewriter, bound, fake, is_call
+from nimblec.graph.rewriter import Rewriter, fake, is_call
+from nimblec.graph.views import permutation, telling_strides
+from nimblec.graph.vocabulary import RESHAPES, TRANSPOSES
 
 aten = torch.ops.aten
 
-RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
-TRANSPOSES = (aten.permute.default, aten.transpose.int, aten.t.default)
 _GEOMETRY = (3, 4, 5, 7)
 """Where `aten.convolution` takes what has a number for each axis of the image."""
 _EXPAND = (aten.expand.default,)
@@ -30,20 +30,6 @@ def simplify(module: fx.GraphModule) -> None:
         elif is_call(node, *_EXPAND, *_COPIES) and _is_same(node, node.args[0]):
             rewriter.replace(node, node.args[0])
     rewriter.finish()
-
-
-def permutation(node: fx.Node) -> list[int]:
-    """The permutation of axes that a transpose makes: result axis i is axis ``[i]`` of its argument."""
-    given, rank = bound(node), fake(node).dim()
-    if node.target is aten.permute.default:
-        return [axis % rank for axis in given["dims"]]
-    order = list(range(rank))
-    if node.target is aten.t.default:
-        return order[::-1]
-    first, second = given["dim0"] % max(rank, 1), given["dim1"] % max(rank, 1)
-    if rank:
-        order[first], order[second] = order[second], order[first]
-    return order
 
 
 def _reshape(rewriter: Rewriter, node: fx.Node) -> None:
@@ -92,8 +78,3 @@ def _is_same(node: fx.Node, source: fx.Node) -> bool:
         and telling_strides(before.shape, before.stride()) == telling_strides(after.shape, after.stride())
         and torch._debug_has_internal_overlap(before) != 1
     )
-
-
-def telling_strides(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
-    """The strides that say where elements lie: those along axes longer than one."""
-    return [stride for length, stride in zip(shape, strides, strict=True) if length != 1]

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from nimblec.optimize.rewriter import Rewriter, constant_of, is_pure
+from nimblec.graph.rewriter import Rewriter, constant_of, is_pure
 
 
 def merge_equal_calls(module: fx.GraphModule) -> None:

@@ -3,10 +3,9 @@
 import torch
 from torch import Tensor, fx
 
-from nimblec.optimize.batch_norm import CONVOLUTION
-from nimblec.optimize.cudnn import DTYPES
-from nimblec.optimize.layout import is_channels_last
-from nimblec.optimize.rewriter import Rewriter, bound, fake
+from nimblec.graph.rewriter import Rewriter, bound, fake
+from nimblec.graph.views import is_channels_last
+from nimblec.graph.vocabulary import CONVOLUTION, DTYPES
 
 aten = torch.ops.aten
 

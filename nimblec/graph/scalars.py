@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from nimblec.optimize.rewriter import Rewriter, fake, is_call
+from nimblec.graph.rewriter import Rewriter, is_call
 
 aten = torch.ops.aten
 
@@ -42,32 +42,3 @@ def shifted(rewriter: Rewriter, node: Any) -> tuple[fx.Node, float] | None:
             if term is not None and isinstance(x, fx.Node):
                 return x, term
     return None
-
-
-def inline_numbers(module: fx.GraphModule) -> None:
-    """Sums and products of floating tensors with constants of no axes take them as numbers."""
-    rewriter = Rewriter(module)
-    for node in rewriter.calls(aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor):
-        left, right = node.args[:2]
-        if _keeps_floats(node, left) and _is_number(rewriter, right):
-            node.args = (left, number(rewriter, right))
-        elif _keeps_floats(node, right) and _is_number(rewriter, left) and _commutes(node):
-            node.args = (right, number(rewriter, left))
-    rewriter.finish()
-
-
-def _commutes(node: fx.Node) -> bool:
-    return node.target is not aten.sub.Tensor and node.kwargs.get("alpha", 1) == 1
-
-
-def _is_number(rewriter: Rewriter, argument: Any) -> bool:
-    value = rewriter.value(argument)
-    return value is not None and value.dim() == 0 and not value.is_complex() and value.dtype != torch.bool
-
-
-def _keeps_floats(node: fx.Node, argument: Any) -> bool:
-    """Whether the result has the floating dtype and the shape of one argument."""
-    if not isinstance(argument, fx.Node):
-        return False
-    before, after = fake(argument), fake(node)
-    return after.dtype.is_floating_point and (before.dtype, before.shape) == (after.dtype, after.shape)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from nimblec.optimize.rewriter import Rewriter, fake, views
+from nimblec.graph.rewriter import Rewriter, fake, views
 
 aten = torch.ops.aten
 

@@ -10,7 +10,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
-from nimblec.optimize.definitions import INFERENCES
+from nimblec.graph.definitions import INFERENCES
 
 
 class Rewriter:

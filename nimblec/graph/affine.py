@@ -6,15 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from nimblec.optimize.rewriter import Rewriter, bound, fake, is_call
+from nimblec.graph.rewriter import Rewriter, bound, fake, is_call
+from nimblec.graph.vocabulary import NORMS, is_like
 
 aten = torch.ops.aten
 
-NORMS = (
-    aten._native_batch_norm_legit_no_training.default,
-    aten.native_batch_norm.default,
-    aten._native_batch_norm_legit.default,
-)
 _SUMS = (aten.add.Tensor, aten.sub.Tensor, aten.rsub.Scalar)
 _PRODUCTS = (aten.mul.Tensor, aten.div.Tensor)
 
@@ -45,8 +41,7 @@ def read_affine(rewriter: Rewriter, node: fx.Node) -> ChannelAffine | None:
     read = _read_norm(rewriter, node) or _read_arithmetic(rewriter, node) or _read_addcmul(rewriter, node)
     if read is None or not fake(node).dtype.is_floating_point:
         return None
-    before, after = fake(read.source), fake(node)
-    return read if (before.dtype, before.shape) == (after.dtype, after.shape) else None
+    return read if is_like(read.source, node) else None
 
 
 def _read_norm(rewriter: Rewriter, node: fx.Node) -> ChannelAffine | None:

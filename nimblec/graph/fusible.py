@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
-from nimblec.optimize.rewriter import bound, fake, is_pure, views
+from nimblec.graph.rewriter import bound, fake, is_pure
 
 aten = torch.ops.aten
 
@@ -86,11 +86,3 @@ def _name(node: fx.Node) -> str:
     return node.target._schema.name.partition("::")[2] if isinstance(node.target, OpOverload) else ""
 
 
-def is_view(node: fx.Node) -> bool:
-    """Whether the result lies in the memory of an argument; needs values inferred in one go."""
-    viewed = views(node)
-    if viewed is None:
-        return False
-    value = node.meta["val"]
-    part = value[0] if isinstance(value, (tuple, list)) else value
-    return part.untyped_storage()._cdata == fake(viewed).untyped_storage()._cdata

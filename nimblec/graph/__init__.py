@@ -1,0 +1,1 @@
+"""ATen graphs: how to read and change them, and the vocabulary that passes and kernels share."""

@@ -1,0 +1,82 @@
+"""Views: where their axes come from, and where the elements of a value lie in memory."""
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from torch import Tensor, fx
+
+from nimblec.graph.rewriter import Rewriter, bound, fake, is_call, views
+from nimblec.graph.vocabulary import TRANSPOSES
+
+aten = torch.ops.aten
+
+
+def axis_before(view: fx.Node, axis: int) -> int | None:
+    """The axis of the argument of a whole view that ``axis`` of its result is; None where that is split or joined."""
+    if is_call(view, *TRANSPOSES):
+        return permutation(view)[axis]
+    (source,) = view.all_input_nodes
+    before, after = fake(source).shape, fake(view).shape
+    places = ((length, prod(before[i + 1 :])) for i, length in enumerate(before))
+    wanted = after[axis], prod(after[axis + 1 :])
+    return next((i for i, place in enumerate(places) if place == wanted), None)
+
+
+def viewed_alike(rewriter: Rewriter, node: fx.Node, views: list[fx.Node], *, at: fx.Node) -> fx.Node:
+    """The same views of ``node``, one of another, as ``views`` are."""
+    for view in views:
+        node = rewriter.call(view.target, node, *view.args[1:], at=at, **view.kwargs)
+    return node
+
+
+def as_stored(rewriter: Rewriter, node: fx.Node, shape: list[int], *, at: fx.Node) -> fx.Node:
+    """A view of ``node``, which is dense, of ``shape`` without gaps: its elements in their order in memory."""
+    strides = fake(node).stride()
+    order = sorted(range(len(strides)), key=lambda axis: -strides[axis])
+    if order != sorted(order):
+        node = rewriter.call(aten.permute.default, node, order, at=at)
+    return node if list(fake(node).shape) == shape else rewriter.call(aten.reshape.default, node, shape, at=at)
+
+
+def permutation(node: fx.Node) -> list[int]:
+    """The permutation of axes that a transpose makes: result axis i is axis ``[i]`` of its argument."""
+    given, rank = bound(node), fake(node).dim()
+    if node.target is aten.permute.default:
+        return [axis % rank for axis in given["dims"]]
+    order = list(range(rank))
+    if node.target is aten.t.default:
+        return order[::-1]
+    first, second = given["dim0"] % max(rank, 1), given["dim1"] % max(rank, 1)
+    if rank:
+        order[first], order[second] = order[second], order[first]
+    return order
+
+
+def telling_strides(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
+    """The strides that say where elements lie: those along axes longer than one."""
+    return [stride for length, stride in zip(shape, strides, strict=True) if length != 1]
+
+
+def is_channels_last(tensor: Tensor) -> bool:
+    """Whether images (4 axes) lie channels last, without gaps."""
+    return tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the result lies in the memory of an argument; needs values inferred in one go."""
+    viewed = views(node)
+    if viewed is None:
+        return False
+    value = node.meta["val"]
+    part = value[0] if isinstance(value, (tuple, list)) else value
+    return part.untyped_storage()._cdata == fake(viewed).untyped_storage()._cdata
+
+
+def replace_by_slices(rewriter: Rewriter, nodes: Sequence[fx.Node], joined: fx.Node) -> None:
+    """Let slices of ``joined`` along axis 1, side by side in this order, take the places of ``nodes``."""
+    begin = 0
+    for node in nodes:
+        end = begin + fake(node).shape[1]
+        rewriter.replace(node, rewriter.call(aten.slice.Tensor, joined, 1, begin, end, at=node))
+        begin = end

@@ -1,0 +1,102 @@
+"""Names that passes share: groups of dtypes, groups of calls that mean the same to them, and what a call is."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+from nimblec.graph.rewriter import bound, fake, is_call
+
+aten = torch.ops.aten
+
+HALF = frozenset({torch.float16, torch.bfloat16})
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+"""What fused library calls and Triton kernels compute in."""
+
+CONVOLUTION = aten.convolution.default
+CONVOLUTIONS = (
+    CONVOLUTION,
+    aten.cudnn_convolution_relu.default,
+    aten.cudnn_convolution_add_relu.default,
+)
+LINEARS = (aten.addmm.default, aten.mm.default)
+ATTENTION = aten.scaled_dot_product_attention.default
+NORMS = (
+    aten._native_batch_norm_legit_no_training.default,
+    aten.native_batch_norm.default,
+    aten._native_batch_norm_legit.default,
+)
+"""Batch norms."""
+
+RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
+TRANSPOSES = (aten.permute.default, aten.transpose.int, aten.t.default)
+WHOLE_VIEWS = (
+    *RESHAPES,
+    *TRANSPOSES,
+    aten.unsqueeze.default,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+)
+"""Calls whose result has each element of their first argument once; reshapes may copy."""
+BY_STRIDE = frozenset(
+    {
+        aten.as_strided.default,
+        aten.view.dtype,
+        aten.view_as_real.default,
+        aten.view_as_complex.default,
+        aten._reshape_alias.default,
+        aten.as_strided_copy.default,
+        aten.new_empty_strided.default,
+        aten.empty_strided.default,
+    }
+)
+"""Calls whose meaning depends on the strides of their argument."""
+
+_ACTIVATIONS: Mapping[OpOverload, str] = {
+    aten.relu6.default: "relu6",
+    aten.hardswish.default: "hardswish",
+    aten.hardsigmoid.default: "hardsigmoid",
+    aten.silu.default: "silu",
+    aten.sigmoid.default: "sigmoid",
+    aten.tanh.default: "tanh",
+}
+
+
+def is_like(node: fx.Node, other: fx.Node) -> bool:
+    """Whether two values have the same dtype and shape."""
+    return (fake(node).dtype, fake(node).shape) == (fake(other).dtype, fake(other).shape)
+
+
+def is_relu(node: fx.Node) -> bool:
+    """Whether a call is max(x, 0), by whatever name."""
+    if is_call(node, aten.relu.default):
+        return True
+    if not is_call(node, aten.clamp.default, aten.clamp_min.default):
+        return False
+    given = bound(node)
+    return given["min"] is not None and given["min"] == 0 and given.get("max") is None
+
+
+def activation_of(node: fx.Node) -> str | None:
+    """The name of the activation that a call is, as the kernels know it; None where it is none of theirs."""
+    if is_relu(node):
+        return "relu"
+    if is_call(node, aten.hardtanh.default, aten.clamp.default):
+        given = bound(node)
+        low, high = given.get("min_val", given.get("min")), given.get("max_val", given.get("max"))
+        return "relu6" if (low, high) == (0, 6) else None
+    if is_call(node, aten.gelu.default):
+        return "gelu" if bound(node)["approximate"] == "none" else "gelu_tanh"
+    return _ACTIVATIONS.get(node.target) if node.op == "call_function" else None  # type: ignore[call-overload]
+
+
+def is_well_grouped(convolution: fx.Node) -> bool:
+    """Whether cuDNN has fast kernels for the groups of a convolution.
+
+    That is one group, or groups of 4, 8, 16 ... channels with as many results.
+    """
+    weight, groups = fake(bound(convolution)["weight"]), bound(convolution)["groups"]
+    made, read = weight.shape[0] // groups, weight.shape[1]
+    return bool(groups == 1 or (read == made and read >= 4 and read & (read - 1) == 0))
