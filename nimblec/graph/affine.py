@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from nimblec.graph.rewriter import Rewriter, bound, fake, is_call
+from nimblec.graph.rewriter import Rewriter, argument, bound, fake, is_call
 from nimblec.graph.vocabulary import NORMS, is_like
 
 aten = torch.ops.aten
@@ -73,7 +73,7 @@ def _read_arithmetic(rewriter: Rewriter, node: fx.Node) -> ChannelAffine | None:
     """A product or sum of a tensor and a constant that varies along one axis at most."""
     if not is_call(node, *_SUMS, *_PRODUCTS):
         return None
-    left, right = node.args[:2]
+    left, right = argument(node, 0), argument(node, 1)
     source, other = (left, right) if rewriter.value(left) is None else (right, left)
     if not isinstance(source, fx.Node) or not fake(source).dim():
         return None
@@ -82,7 +82,7 @@ def _read_arithmetic(rewriter: Rewriter, node: fx.Node) -> ChannelAffine | None:
         return None
     axis, values = vector
     one, zero = torch.ones_like(values), torch.zeros_like(values)
-    alpha = node.kwargs.get("alpha", 1)
+    alpha: Any = node.kwargs.get("alpha", 1)
     match node.target:
         case aten.mul.Tensor:
             scale, shift = values, zero
@@ -103,12 +103,13 @@ def _read_addcmul(rewriter: Rewriter, node: fx.Node) -> ChannelAffine | None:
     """What a batch norm became that nothing took in."""
     if not is_call(node, aten.addcmul.default) or node.kwargs:
         return None
-    shift, source, scale = node.args
-    vectors = [_along_axis(rewriter, other, source) for other in (shift, scale)] if fake(source).dim() > 1 else []
-    if not all(vector is not None and vector[0] == 1 for vector in vectors) or not vectors:
+    shift, source, scale = (argument(node, place) for place in range(3))
+    if fake(source).dim() < 2:
         return None
-    (_, shifts), (_, scales) = vectors
-    return ChannelAffine(source=source, node=node, axis=1, scale=scales, shift=shifts)
+    shifts, scales = (_along_axis(rewriter, other, source) for other in (shift, scale))
+    if shifts is None or scales is None or not shifts[0] == scales[0] == 1:
+        return None
+    return ChannelAffine(source=source, node=node, axis=1, scale=scales[1], shift=shifts[1])
 
 
 def _along_axis(rewriter: Rewriter, other: Any, source: fx.Node) -> tuple[int | None, Tensor] | None:

@@ -9,6 +9,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.utils._pytree import tree_leaves
 
 from nimblec.graph.definitions import INFERENCES
 
@@ -54,7 +55,7 @@ class Rewriter:
         """What a call returns, as fake tensors."""
         args, kwargs = fx.map_arg((tuple(node.args), dict(node.kwargs)), lambda n: n.meta["val"])
         with self._mode, torch.no_grad():
-            return INFERENCES.get(node.target, node.target)(*args, **kwargs)
+            return INFERENCES.get(node.target, node.target)(*args, **kwargs)  # type: ignore[operator]
 
     def propagate(self) -> None:
         """Infer all values anew, after strides may have changed."""
@@ -99,9 +100,7 @@ def only_user(node: fx.Node) -> fx.Node | None:
 
 def times_read(node: fx.Node, user: fx.Node) -> int:
     """How many arguments of ``user`` are ``node``; ``all_input_nodes`` names each of them once."""
-    found: list[fx.Node] = []
-    fx.map_arg((user.args, user.kwargs), lambda n: found.append(n) or n)
-    return found.count(node)
+    return sum(leaf is node for leaf in tree_leaves((user.args, user.kwargs)))
 
 
 def bound(node: fx.Node) -> dict[str, Any]:
@@ -109,6 +108,11 @@ def bound(node: fx.Node) -> dict[str, Any]:
     arguments = node.target._schema.arguments  # type: ignore[union-attr]
     given = dict(zip((a.name for a in arguments), node.args, strict=False)) | dict(node.kwargs)
     return {a.name: given.get(a.name, a.default_value) for a in arguments}
+
+
+def argument(node: fx.Node, place: int) -> Any:
+    """What stands at this place of a call's arguments: a node mostly."""
+    return node.args[place]
 
 
 def fake(node: fx.Node) -> FakeTensor:
@@ -119,19 +123,19 @@ def fake(node: fx.Node) -> FakeTensor:
 
 def views(node: fx.Node) -> fx.Node | None:
     """What the result of ``node`` may share memory with; None where it is new, or the call writes it."""
-    if node.target is _GETITEM:
-        return views(node.args[0])  # type: ignore[arg-type]
+    if node.target is operator.getitem:
+        return views(argument(node, 0))
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return None
     schema = node.target._schema
     if schema.is_mutable or not any(result.alias_info for result in schema.returns):
         return None
-    return next((n for a, n in zip(schema.arguments, node.args, strict=False) if a.alias_info), None)  # type: ignore[misc]
+    return next((argument(node, n) for n, a in enumerate(schema.arguments[: len(node.args)]) if a.alias_info), None)
 
 
 def is_pure(node: fx.Node) -> bool:
     """Whether a call returns the same for the same arguments, and does nothing else."""
-    if node.target is _GETITEM:
+    if node.target is operator.getitem:
         return True
     if not isinstance(node.target, OpOverload) or node.target._schema.is_mutable:
         return False
@@ -143,9 +147,6 @@ def constant_of(module: fx.GraphModule, node: fx.Node) -> Tensor:
     path, _, name = str(node.target).rpartition(".")
     tensor: Tensor = getattr(module.get_submodule(path), name)
     return tensor
-
-
-_GETITEM = operator.getitem
 
 
 def _likeness(node: fx.Node) -> Any:
