@@ -41,9 +41,11 @@ def build(seed: int, number: int, _note: Callable[[bytes], object]) -> bytes:
 
 
 def _changed_commands(plan: Plan, rng: random.Random) -> Plan:
-    if not plan.programs or not plan.programs[0].commands:  # an earlier change took them
+    programs = list(plan.programs)
+    chosen = rng.randrange(len(programs) or 1)
+    if not programs or not programs[chosen].commands:  # an earlier change took them
         return plan
-    program, *others = plan.programs
+    program = programs[chosen]
     commands = list(program.commands)
     action, at = rng.randrange(5), rng.randrange(len(commands))
     if action == 0:
@@ -56,7 +58,8 @@ def _changed_commands(plan: Plan, rng: random.Random) -> Plan:
         rng.shuffle(commands)
     else:
         commands = [_consistent(c, rng) if i == at else c for i, c in enumerate(commands)]
-    return dataclasses.replace(plan, programs=(dataclasses.replace(program, commands=tuple(commands)), *others))
+    programs[chosen] = dataclasses.replace(program, commands=tuple(commands))
+    return dataclasses.replace(plan, programs=tuple(programs))
 
 
 def _consistent(command: Any, rng: random.Random) -> Any:

@@ -22,6 +22,7 @@ from nimblert.plan import (
     Record,
     Region,
     Relocation,
+    Role,
     ScheduleRecord,
     Target,
     Tensor,
@@ -132,6 +133,9 @@ programs = st.builds(
     commands=several(commands),
     golden=st.none() | goldens,
     schedule=st.none() | schedules,
+    entry=text,
+    profile=several(st.tuples(text, u64)),
+    role=st.sampled_from(Role),
 )
 any_plan = st.builds(
     Plan,

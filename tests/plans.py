@@ -4,6 +4,7 @@ The code of the CUDA plans is not runnable: their modules hold a few made-up byt
 """
 
 import struct
+from dataclasses import replace
 from math import prod
 
 from onnx import NodeProto, TensorProto, ValueInfoProto, helper
@@ -197,6 +198,19 @@ def cuda_plan() -> Plan:
         state=(weight("mean", (0.0,) * 16, 0),),
         programs=(program,),
     )
+
+
+def several_entries() -> Plan:
+    """`cuda_plan` with an entry "main" of two profiles and an entry "tail"."""
+    plan = cuda_plan()
+    (main,) = plan.programs
+    half = tuple(replace(tensor, shape=(2, 4)) for tensor in main.inputs)
+    programs = (
+        replace(main, profile=(("batch", 4),)),
+        replace(main, name="main[batch=2]", profile=(("batch", 2),), inputs=half),
+        replace(main, name="tail", entry="tail"),
+    )
+    return replace(plan, programs=programs)
 
 
 def _cpu_parameter(position: int, kind: ParameterKind, name: str, shape: tuple[int, ...]) -> Parameter:

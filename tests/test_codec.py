@@ -131,8 +131,8 @@ def _patched(position_of: Callable[[fb.Plan], int], value: bytes) -> bytes:
 
 
 def test_newer_major_version_is_refused() -> None:
-    file = _patched(lambda root: root.Schema()._tab.Pos, struct.pack("<HH", 2, 3))
-    with pytest.raises(PlanFormatError, match=r"plan schema 2\.3, this nimblert reads 1\.x; install a newer"):
+    file = _patched(lambda root: root.Schema()._tab.Pos, struct.pack("<HH", 3, 3))
+    with pytest.raises(PlanFormatError, match=r"plan schema 3\.3, this nimblert reads 1\.x to 2\.x; install a newer"):
         decode_file(file)
 
 
@@ -154,6 +154,43 @@ def test_unknown_action_is_refused() -> None:
 
     with pytest.raises(PlanFormatError, match="command of kind 6: this nimblert knows kinds 1 to 5"):
         decode_file(_patched(kind_of_first_command, b"\x06"))
+
+
+def test_unknown_action_of_a_newer_minor_version_names_that() -> None:
+    file = bytearray(_patched(lambda root: root.Schema()._tab.Pos, struct.pack("<HH", schema.MAJOR, 7)))
+    table = fb.Plan.GetRootAs(file, 0).Programs(0).Commands(0)._tab
+    file[table.Pos + table.Offset(4)] = 6
+    with pytest.raises(PlanFormatError, match=r"kinds 1 to 5; it is of plan schema 2\.7, .* up to 2\.0: a newer one"):
+        decode_file(bytes(file))
+
+
+@pytest.mark.parametrize("add", [fb.ModuleAddCompression, fb.WeightAddCompression], ids=["code", "weight"])
+def test_compression_is_refused(add: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    end = {fb.ModuleAddCompression: "ModuleEnd", fb.WeightAddCompression: "WeightEnd"}[add]
+    finish = getattr(fb, end)
+
+    def compressed(builder: flatbuffers.Builder) -> int:
+        add(builder, 1)
+        return int(finish(builder))
+
+    monkeypatch.setattr(fb, end, compressed)
+    file = container.encode_file(plans.cpu_plan())
+    with pytest.raises(PlanFormatError, match="segment of compression 1: this nimblert knows none"):
+        decode_file(file)
+
+
+def test_unknown_role_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    add = fb.ProgramAddRole
+    monkeypatch.setattr(fb, "ProgramAddRole", lambda builder, _: add(builder, 2))
+    file = container.encode_file(plans.cpu_plan())
+    with pytest.raises(PlanFormatError, match="2 is not a valid Role"):
+        decode_file(file)
+
+
+def test_an_entry_that_is_not_named_is_the_program() -> None:
+    plan = plans.several_entries()
+    assert [program.entry for program in decode_file(container.encode_file(plan)).programs] == ["main", "main", "tail"]
+    assert b"tail" in container.encode_file(_with_program(plan, name="tail"))
 
 
 def test_unknown_region_is_refused() -> None:
@@ -315,7 +352,13 @@ def test_no_change_of_the_schema_without_a_new_version() -> None:
 def test_a_file_of_every_version_is_read(released: Path) -> None:
     plan = container.read(ROOT / "tests" / "data" / released.with_suffix(".plan").name)
     assert [kernel.symbol for kernel in plan.kernels] == ["_Z5scalePfS_S_i", "_Z3addPfS_", "relu"]
-    assert [len(program.commands) for program in plan.programs] == [9]
+    programs = [(p.name, p.entry, p.profile, len(p.commands)) for p in plan.programs]
+    assert programs == [
+        ("main", "main", (("batch", 4),) if len(programs) > 1 else (), 9),
+        ("main[batch=2]", "main", (("batch", 2),), 9),
+        ("tail", "tail", (), 9),
+    ][: len(programs)]
+    assert len(programs) == {"plan-1.0": 1, "plan-2.0": 3}[released.stem]
 
 
 def flatc(*arguments: str | Path) -> None:

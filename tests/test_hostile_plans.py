@@ -301,7 +301,7 @@ def test_shapes_and_strides_beyond_any_memory_are_refused(output: Tensor) -> Non
 @pytest.mark.parametrize(
     ("limits", "sentence"),
     [
-        (Limits(memory_nbytes=127), "programs[0].memory: 128 bytes, the limit is 127"),
+        (Limits(memory_nbytes=127), "memory: 128 bytes, the limit is 127"),
         (Limits(tensor_nbytes=127), "(4, 8) is 128 bytes, the limit is 127"),
         (Limits(model_nbytes=10), "modules[0].code: "),
         (Limits(model_fields=10), "more fields"),
@@ -330,7 +330,7 @@ def test_waits_and_events_have_ceilings_too(two_streams: Plan) -> None:
 def test_a_plan_that_asks_for_terabytes_is_refused_before_any_is_asked_for() -> None:
     plan = with_program(gather(), arena_nbytes=1 << 42)
     begin = time.process_time()
-    assert "programs[0].memory: " in refusal(plan)
+    assert "memory: " in refusal(plan)
     assert time.process_time() - begin < 1
 
 

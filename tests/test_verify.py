@@ -22,6 +22,7 @@ from nimblert.plan import (
     Plan,
     Record,
     Region,
+    Role,
     Target,
     Wait,
 )
@@ -108,7 +109,31 @@ BOUNDLESS = Limits(**dict.fromkeys(Limits.__dataclass_fields__, 1 << 70))
 
 CUDA_MISTAKES = [
     (plan_with(programs=()), ["programs: the plan has none"]),
-    (lambda p: replace(p, programs=p.programs * 2), ["programs: two have the same name"]),
+    (
+        lambda p: replace(p, programs=p.programs * 2),
+        [
+            "programs: two have the same name",
+            "programs[1].profile: none, as programs[0] of the same entry",
+            "programs[1].inputs: have the shapes of programs[0], which is of the same entry",
+        ],
+    ),
+    (program(role=Role.BODY), ["programs[0].role: BODY, which no command runs"]),
+    (
+        program(profile=(("batch", 1), ("batch", 2))),
+        ["programs[0].profile: ['batch', 'batch'], expected a name for each dimension, no two the same"],
+    ),
+    (
+        program(profile=(("", 1),)),
+        ["programs[0].profile: [''], expected a name for each dimension, no two the same"],
+    ),
+    (
+        program(profile=(("batch", 1 << 63),)),
+        [f"programs[0].profile: batch={1 << 63}, expected sizes below {1 << 63}"],
+    ),
+    (
+        program(profile=tuple((f"d{n}", 1) for n in range(65))),
+        ["programs[0].profile: 65 dimensions, expected at most 64"],
+    ),
     (
         item("modules", 1, code=memoryview(b"")),
         ["modules[1].code: is empty or not contiguous"],

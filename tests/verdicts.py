@@ -1,7 +1,7 @@
 """How a plan compares with its golden record."""
 
 import nimblert
-from nimblert import executable, golden
+from nimblert import golden
 from nimblert.executable import Executable
 from nimblert.golden import Verdict
 from nimblert.plan import Plan
@@ -14,8 +14,7 @@ def verdicts(plan: Plan) -> set[Verdict]:
 
 def unchecked_verdicts(plan: Plan) -> set[Verdict]:
     """The same for a plan that `load` refuses, as its commands race."""
-    (program,) = plan.programs
-    return _verdicts(plan, Executable(plan, program, executable._backend(plan, program, poison=True)))
+    return _verdicts(plan, Executable(plan, poison=True))
 
 
 def _verdicts(plan: Plan, loaded: Executable) -> set[Verdict]:

@@ -2,7 +2,7 @@
 
 The path of the plan is read from standard input, so that the process can be begun before there is one.
 Importing torch, onnx or triton raises in that process, and memory is poisoned first. Prints one
-JSON object: the verdict and difference of every output, and the seconds that each part took.
+JSON object: the verdict and difference of every output of every program, and the seconds that each part took.
 """
 
 import json
@@ -14,14 +14,14 @@ _FRAMEWORKS = ("torch", "onnx", "triton", "nimblec")
 
 
 def main(target: str) -> int:
-    """Check the first program of the plan whose path is read, which is for ``target``."""
+    """Check every program of the plan whose path is read, which is for ``target``."""
     for name in _FRAMEWORKS:
         sys.modules[name] = None  # type: ignore[assignment]  # makes an import of it raise
-    seconds = {}
+    seconds: dict[str, float] = {}
 
     def lap(name: str, begin: float) -> float:
         now = time.perf_counter()
-        seconds[name] = round(now - begin, 4)
+        seconds[name] = round(seconds.get(name, 0.0) + now - begin, 4)
         return now
 
     now = time.perf_counter()
@@ -36,29 +36,32 @@ def main(target: str) -> int:
     path = os.fsdecode(sys.stdin.buffer.read())
     now = time.perf_counter()
     plan = container.read(path)
-    now = lap("read", now)
-    with executable.load(plan, poison=True) as loaded:
-        now = lap("load", now)
-        record = loaded.program.golden
-        if record is None:
-            sys.stderr.write(f"{path}: the plan has no golden record\n")
-            return 2
-        inputs = golden.draw_inputs(loaded.program, record.seed)
-        now = lap("draw inputs", now)
-        outputs = list(loaded.run(inputs).values())
-        lap("first run", now)
-        again = list(loaded.run(inputs).values())
+    lap("read", now)
+    verdicts = []
+    for program in plan.programs:
+        now = time.perf_counter()
+        with executable.load(plan, program=program.name, poison=True) as loaded:  # each from the first state
+            now = lap("load", now)
+            record = program.golden
+            if record is None:
+                sys.stderr.write(f"{path}: program {program.name!r} has no golden record\n")
+                return 2
+            inputs = golden.draw_inputs(program, record.seed)
+            now = lap("draw inputs", now)
+            outputs = list(loaded.run(inputs).values())
+            lap("first run", now)
+            again = list(loaded.run(inputs).values())
         compared = golden.check(record, outputs)
         repeated = golden.check(golden.record(record.seed, outputs, record.tolerance), again)
-    verdicts = [
-        {
-            "name": t.name,
-            "verdict": c.verdict.value,
-            "difference": c.difference,
-            "repeat": "not the same state" if plan.state else r.verdict.value,
-        }
-        for t, c, r in zip(loaded.outputs, compared, repeated, strict=True)
-    ]
+        verdicts += [
+            {
+                "name": t.name if len(plan.programs) == 1 else f"{t.name} of {program.name}",
+                "verdict": c.verdict.value,
+                "difference": c.difference,
+                "repeat": "not the same state" if plan.state else r.verdict.value,
+            }
+            for t, c, r in zip(program.outputs, compared, repeated, strict=True)
+        ]
     json.dump({"outputs": verdicts, "seconds": seconds}, sys.stdout)
     return 0
 

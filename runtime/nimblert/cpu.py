@@ -26,11 +26,15 @@ from nimblert.streams import Bound, Step, Streams, interruptible, pass_gate, unl
 class CpuBackend:
     """A program in host memory. ``inputs`` and ``outputs`` are strided views of it, in program order.
 
-    ``poison`` fills the arena and the outputs with 0xFF bytes first.
+    ``poison`` fills the arena and the outputs with 0xFF bytes first. ``beside`` runs another program
+    of the plan, whose arena, state and weights are shared: only one of them may run at a time.
     """
 
-    def __init__(self, plan: Plan, program: Program, *, poison: bool = False) -> None:
-        self.memory = HostMemory(plan, program, poison=poison)
+    def __init__(
+        self, plan: Plan, program: Program, *, poison: bool = False, beside: "CpuBackend | None" = None
+    ) -> None:
+        shared = None if beside is None else beside.memory.shared
+        self.memory: HostMemory = HostMemory(plan, program, poison=poison, shared=shared)
         self.inputs: tuple[np.ndarray, ...] = tuple(map(self.memory.tensor, program.inputs))
         self.outputs: tuple[np.ndarray, ...] = tuple(map(self.memory.tensor, program.outputs))
         self._gates = [threading.Lock() for _ in range(program.event_count)]

@@ -1,45 +1,57 @@
 """The CUDA backend: a program as an instantiated CUDA graph over its own device memory."""
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 
 import numpy as np
 
 from nimblert import driver, graph
-from nimblert.driver import Context, call
+from nimblert.driver import Context, Handle, call
 from nimblert.memory import DeviceMemory, Staging
-from nimblert.plan import Plan, Pointer, Program, Record, Wait, Work
+from nimblert.plan import Plan, Pointer, Program, Record, Region, Wait, Work
+
+_SHARED = (Region.ARENA, Region.WEIGHTS, Region.STATE)
+"""Regions that the programs of a plan have in common."""
 
 
 class CudaBackend:
     """A program loaded on the first visible GPU.
 
     ``inputs`` and ``outputs`` are numpy views of page-locked memory; `run` uploads the one, replays
-    and downloads the other. `replay` runs on what the device already holds.
+    and downloads the other. `replay` runs on what the device already holds. ``beside`` runs another
+    program of the plan, whose code, weights, state and arena are shared: it is closed later, and only
+    one of them may run at a time.
     """
 
-    def __init__(self, plan: Plan, program: Program, *, poison: bool = False) -> None:
+    def __init__(
+        self, plan: Plan, program: Program, *, poison: bool = False, beside: "CudaBackend | None" = None
+    ) -> None:
         driver.initialise()
         driver.check_device(plan.device, driver.describe())
         self._context = Context()
         self._modules = plan.modules  # the driver reads their code when a kernel is first used
         try:
-            self._load(plan, program, poison=poison)
+            self._load(plan, program, beside, poison=poison)
         except BaseException:
             self._context.close()
             raise
 
-    def _load(self, plan: Plan, program: Program, *, poison: bool) -> None:
+    def _load(self, plan: Plan, program: Program, beside: "CudaBackend | None", *, poison: bool) -> None:
         context = self._context
         non_blocking = driver.bindings().CUstream_flags.CU_STREAM_NON_BLOCKING
         self._stream = context.acquire(call("cuStreamCreate", non_blocking), "cuStreamDestroy")
-        self.memory = DeviceMemory(context, plan, program, poison=poison)
+        resident = None if beside is None else beside.memory
+        self.memory: DeviceMemory = DeviceMemory(
+            context, plan, program, poison=poison, resident=resident, shared=_SHARED
+        )
         self._staged_inputs = Staging(context, program.inputs, self.memory)
         self._staged_outputs = Staging(context, program.outputs, self.memory)
         self.inputs: tuple[np.ndarray, ...] = self._staged_inputs.views
         self.outputs: tuple[np.ndarray, ...] = self._staged_outputs.views
         self._program = program
-        self._functions = graph.load_functions(context, self._modules, plan.kernels)
-        self.graph = graph.build(context, program, self._functions, self.memory)
+        self.functions: Sequence[Handle] = (
+            graph.load_functions(context, self._modules, plan.kernels) if beside is None else beside.functions
+        )
+        self.graph = graph.build(context, program, self.functions, self.memory)
         self._executable = context.acquire(call("cuGraphInstantiate", self.graph, 0), "cuGraphExecDestroy")
         call("cuGraphUpload", self._executable, self._stream)
         call("cuStreamSynchronize", self._stream)
@@ -74,7 +86,7 @@ class CudaBackend:
     def _run_alone(self, command: Work) -> None:
         single = call("cuGraphCreate", 0)
         try:
-            graph.add_node(single, command, self._functions, self.memory)
+            graph.add_node(single, command, self.functions, self.memory)
             executable = call("cuGraphInstantiate", single, 0)
             try:
                 call("cuGraphLaunch", executable, self._stream)

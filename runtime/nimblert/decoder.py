@@ -31,6 +31,7 @@ from nimblert.plan import (
     Record,
     Region,
     Relocation,
+    Role,
     ScheduleRecord,
     Target,
     Tensor,
@@ -54,12 +55,16 @@ def decode(image: memoryview, flatbuffer_nbytes: int) -> Plan:
     """
     try:
         root = FlatBuffer(image[:flatbuffer_nbytes]).root()
-        _check_version(root)
-        return _Decoder(image, flatbuffer_nbytes).plan(root)
-    except PlanFormatError:
-        raise
-    except (struct_error, TypeError, IndexError, ValueError, OverflowError) as exc:
+        version = root.record(0, schema.SCHEMA_VERSION)
+    except struct_error as exc:
         raise PlanFormatError(f"flatbuffer is damaged: {exc}") from exc
+    _check_version(*version)
+    try:
+        return _Decoder(image, flatbuffer_nbytes).plan(root)
+    except PlanFormatError as exc:
+        raise PlanFormatError(f"{exc}{_hint(*version)}") from exc
+    except (struct_error, TypeError, IndexError, ValueError, OverflowError) as exc:
+        raise PlanFormatError(f"flatbuffer is damaged: {exc}{_hint(*version)}") from exc
 
 
 def file_nbytes(image: memoryview) -> int | None:
@@ -71,13 +76,22 @@ def file_nbytes(image: memoryview) -> int | None:
     return trailer.offset + trailer.nbytes
 
 
-def _check_version(root: Table) -> None:
-    major, minor = root.record(0, schema.SCHEMA_VERSION)
-    if major != schema.MAJOR:
+def _check_version(major: int, minor: int) -> None:
+    if not schema.OLDEST_MAJOR <= major <= schema.MAJOR:
         raise PlanFormatError(
-            f"made with plan schema {major}.{minor}, this nimblert reads {schema.MAJOR}.x;"
+            f"made with plan schema {major}.{minor}, this nimblert reads {schema.OLDEST_MAJOR}.x to {schema.MAJOR}.x;"
             f" {'install a newer nimblert' if major > schema.MAJOR else 'compile the model again'}"
         )
+
+
+def _hint(major: int, minor: int) -> str:
+    """What may be behind a plan that cannot be decoded, as the end of a sentence."""
+    if (major, minor) <= (schema.MAJOR, schema.MINOR):
+        return ""
+    return (
+        f"; it is of plan schema {major}.{minor}, which this nimblert knows up to {schema.MAJOR}.{schema.MINOR}:"
+        f" a newer one may read it"
+    )
 
 
 class _Pointers(dict[tuple[int, int, int], Pointer]):
@@ -128,10 +142,12 @@ class _Decoder:
         )
 
     def _bytes(self, table: Table, slot: int) -> memoryview:
-        """The part of the file that a Segment names, empty where it leaves the file.
+        """The part of the file that a Segment names, empty where it leaves the file; its compression follows it.
 
         Whether segments are where they should be is checked when all of them are known.
         """
+        if compression := table.u8(slot + 1):
+            raise PlanFormatError(f"segment of compression {compression}: this nimblert knows none")
         segment = Segment(*table.record(slot, schema.SEGMENT))
         self._segments.append(segment)
         return self._image[segment.offset : segment.offset + segment.nbytes]
@@ -172,6 +188,9 @@ class _Decoder:
             commands=tuple(map(self._command, table.tables(9))),
             golden=None if golden is None else _golden(golden),
             schedule=None if schedule is None else _schedule(schedule),
+            entry=table.string(12),
+            profile=tuple((dimension.string(0), dimension.u64(1)) for dimension in table.tables(13)),
+            role=Role(table.u8(14)),
         )
 
     def _tensor(self, table: Table) -> Tensor:

@@ -230,6 +230,8 @@ class _Encoder:
         commands = self._tables([self._command(command) for command in program.commands])
         golden = self._golden(program.golden) if program.golden else 0
         schedule = self._schedule(program.schedule) if program.schedule else 0
+        entry = self._string(program.entry) if program.entry != program.name else 0
+        profile = self._tables([self._dimension(*dimension) for dimension in program.profile])
         fb.ProgramStart(builder)
         fb.ProgramAddName(builder, name)
         fb.ProgramAddInputs(builder, inputs)
@@ -243,7 +245,17 @@ class _Encoder:
         fb.ProgramAddCommands(builder, commands)
         fb.ProgramAddGolden(builder, golden)
         fb.ProgramAddSchedule(builder, schedule)
+        fb.ProgramAddEntry(builder, entry)
+        fb.ProgramAddProfile(builder, profile)
+        fb.ProgramAddRole(builder, program.role)
         return int(fb.ProgramEnd(builder))
+
+    def _dimension(self, name: str, size: int) -> int:
+        name_offset = self._string(name)
+        fb.DimensionStart(self._builder)
+        fb.DimensionAddName(self._builder, name_offset)
+        fb.DimensionAddSize(self._builder, size)
+        return int(fb.DimensionEnd(self._builder))
 
     def _tensor(self, tensor: Tensor) -> int:
         builder = self._builder

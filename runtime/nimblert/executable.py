@@ -8,23 +8,29 @@ import weakref
 from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
 
 from nimblert import container, verify
-from nimblert.dtypes import numpy_dtype
+from nimblert.entries import Signature
 from nimblert.errors import InputError, PlanInvalidError
+from nimblert.extents import region_sizes
 from nimblert.hazards import hazards
 from nimblert.limits import DEFAULT_LIMITS, Limits
-from nimblert.plan import Plan, Pointer, Program, Region, Target, Tensor, Work
+from nimblert.plan import Plan, Pointer, Program, Target, Tensor, Work
 
 if TYPE_CHECKING:
     from nimblert.driver import Context
 
 _LAST_RUN_S = 10.0
 """How long the end of the interpreter waits for a run of a daemon thread."""
+
+
+_LISTED = 4
+"""Of what may be many, a repr shows so many."""
 
 
 class Backend(Protocol):
@@ -50,78 +56,91 @@ class Backend(Protocol):
 
 
 class Executable:
-    """One program of a plan, ready to run. Threads may share it: calls take turns.
+    """A plan, ready to run: each program is loaded when it is first asked for. Threads may share it: calls take turns.
 
-    Ctrl-C ends a run between two commands, and the executable stays usable. A process that was
-    forked after the load has to load again: threads and GPU stay with the process that loaded.
+    All programs see the same weights and the same state. Ctrl-C ends a run between two commands, and
+    the executable stays usable. A process that was forked after the load has to load again: threads
+    and GPU stay with the process that loaded.
     """
 
-    def __init__(self, plan: Plan, program: Program, backend: Backend) -> None:
+    def __init__(self, plan: Plan, *, poison: bool = False) -> None:
+        """Of a plan that was checked; see `load`."""
         self.plan = plan
-        self.program = program
-        self.backend = backend
-        self._sizes = {
-            (Region.ARENA, 0): program.arena_nbytes,
-            (Region.WEIGHTS, 0): plan.weights_nbytes,
-            (Region.STATE, 0): plan.state_nbytes,
-            **{(Region.INPUT, i): nbytes for i, nbytes in enumerate(program.input_nbytes)},
-            **{(Region.OUTPUT, i): nbytes for i, nbytes in enumerate(program.output_nbytes)},
-        }
+        self._poison = poison
+        self._signatures = {name: Signature(name, programs) for name, programs in plan.entries.items()}
+        self._backends: dict[str, Backend] = {}
         self._own_lock = threading.Lock()
         self._closed = False
         self._steps: Generator[Work, None, None] | None = None
         self._process = os.getpid()
+        self._current = plan.programs[0]  # which `replay` and `read` are about
+        self._load(self._current)
         _live.add(self)
 
     def __repr__(self) -> str:
-        return f"Executable({self.program!r})"
+        programs = ", ".join(map(repr, self.plan.programs[:_LISTED]))
+        return f"Executable({programs}{', ...' if len(self.plan.programs) > _LISTED else ''})"
+
+    @property
+    def entries(self) -> tuple[str, ...]:
+        """The names of the plan's entries, each of which `entry` gives."""
+        return tuple(self._signatures)
+
+    def entry(self, name: str | None = None) -> "Entry":
+        """The entry called ``name``: without one, the only one there is, or "main". Raises InputError."""
+        return Entry(self, self._signature(name))
+
+    @property
+    def program(self) -> Program:
+        """The first program of the entry that is meant where none is named."""
+        return self._signature(None).programs[0]
+
+    @property
+    def backend(self) -> Backend:
+        """What runs `program`."""
+        with self._lock:
+            self._check_ready(self._steps)
+            return self._load(self.program)
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
-        """The inputs, each with name, shape and dtype."""
+        """The inputs of `program`, each with name, shape and dtype."""
         return self.program.inputs
 
     @property
     def outputs(self) -> tuple[Tensor, ...]:
-        """The outputs, each with name, shape and dtype."""
+        """The outputs of `program`, each with name, shape and dtype."""
         return self.program.outputs
 
-    def __call__(self, *args: np.ndarray, **kwargs: np.ndarray) -> np.ndarray | tuple[np.ndarray, ...]:
-        """Run on arrays given in the plan's order, by name, or both.
+    def __call__(
+        self, *args: np.ndarray, entry: str | None = None, **kwargs: np.ndarray
+    ) -> np.ndarray | tuple[np.ndarray, ...]:
+        """Run an entry on arrays given in the plan's order, by name, or both; their shapes choose its program.
 
-        One output comes back as an array, several as a tuple in the plan's order.
+        One output comes back as an array, several as a tuple in the plan's order. An input whose name
+        is "entry" is given by position, or to what `entry` returns.
         """
-        names = [t.name for t in self.inputs]
-        if len(args) > len(names):
-            raise InputError(f"inputs: {len(args)} arrays were given, the plan takes {len(names)}: {names}")
-        given = dict(zip(names, args, strict=False))
-        if twice := given.keys() & kwargs.keys():
-            raise InputError(f"input {min(twice)!r} was given by position and by name: give it once")
-        results = tuple(self.run({**given, **kwargs}).values())
-        return results[0] if len(results) == 1 else results
+        return self._call(self._signature(entry), args, kwargs)
 
-    def run(self, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Run on arrays by input name: the outputs by name, in the plan's order."""
-        checked = self._check(arrays)
-        with self._lock:
-            self._check_ready()
-            self._place(checked)
-            self.backend.run()
-            return {t.name: v.copy() for t, v in zip(self.outputs, self.backend.outputs, strict=True)}
+    def run(self, arrays: Mapping[str, np.ndarray], *, entry: str | None = None) -> dict[str, np.ndarray]:
+        """Run an entry on arrays by input name: the outputs by name, in the plan's order."""
+        return self._run(self._signature(entry), arrays)
 
-    def steps(self, arrays: Mapping[str, np.ndarray]) -> Generator[Work, None, None]:
-        """Run on arrays by input name, one command after the other in issue order.
+    def steps(self, arrays: Mapping[str, np.ndarray], *, entry: str | None = None) -> Generator[Work, None, None]:
+        """Run an entry on arrays by input name, one command after the other in issue order.
 
         Gives each launch, copy or fill when it is done; what it wrote can be had of `read`. Until the
         generator is exhausted, closed or dropped, every other run raises InputError.
         """
-        checked = self._check(arrays)
-        steps = self.backend.steps()
+        program, checked = self._signature(entry).choose(arrays)
+        with self._lock:
+            self._check_ready()
+            steps = self._load(program).steps()
         try:
             with self._lock:
                 self._check_ready()
                 self._steps = steps
-                self._place(checked)
+                self._place(program, checked)
             while True:
                 with self._lock:
                     self._check_ready(steps)
@@ -134,27 +153,61 @@ class Executable:
                 self._steps = None
 
     def read(self, pointer: Pointer, nbytes: int) -> np.ndarray:
-        """A copy of ``nbytes`` bytes of the program's memory between two `steps`, as uint8.
+        """A copy of ``nbytes`` bytes of the memory of the program run last, between two `steps`, as uint8.
 
         Raises InputError where the region does not hold them.
         """
-        held = self._sizes.get((pointer.region, pointer.index), 0)
+        held = region_sizes(self.plan, self._current).get((pointer.region, pointer.index), 0)
         if not 0 <= pointer.offset <= pointer.offset + nbytes <= held:
             region = f"{pointer.region.name}({pointer.index})"
             raise InputError(f"read: {nbytes} bytes at {pointer.offset} lie outside {region} ({held} bytes)")
         with self._lock:
             self._check_ready(self._steps)
-            return self.backend.read(pointer, nbytes)
+            return self._load(self._current).read(pointer, nbytes)
 
     def replay(self) -> None:
         """Run again on the inputs of the run before; nothing is copied to or from the caller."""
         with self._lock:
             self._check_ready()
-            self.backend.replay()
+            self._load(self._current).replay()
 
-    def _place(self, arrays: Sequence[np.ndarray]) -> None:
-        for view, array in zip(self.backend.inputs, arrays, strict=True):
+    def _call(
+        self, signature: Signature, args: Sequence[np.ndarray], kwargs: Mapping[str, np.ndarray]
+    ) -> np.ndarray | tuple[np.ndarray, ...]:
+        results = tuple(self._run(signature, signature.by_name(args, kwargs)).values())
+        return results[0] if len(results) == 1 else results
+
+    def _run(self, signature: Signature, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        program, checked = signature.choose(arrays)
+        with self._lock:
+            self._check_ready()
+            backend = self._place(program, checked)
+            backend.run()
+            return {t.name: v.copy() for t, v in zip(program.outputs, backend.outputs, strict=True)}
+
+    def _signature(self, name: str | None) -> Signature:
+        if name is None and len(self._signatures) == 1:
+            (name,) = self._signatures
+        found = self._signatures.get("main" if name is None else name)
+        if found is None:
+            what = "no entry is named" if name is None else f"entry {name!r}: not found"
+            raise InputError(f"{what}, the plan has {list(self._signatures)}")
+        return found
+
+    def _load(self, program: Program) -> Backend:
+        """What runs ``program``, loaded now if it was not before."""
+        if program.name not in self._backends:
+            beside = next(iter(self._backends.values()), None)
+            self._backends[program.name] = _backend(self.plan, program, beside, poison=self._poison)
+        return self._backends[program.name]
+
+    def _place(self, program: Program, arrays: Sequence[np.ndarray]) -> Backend:
+        """Give a program its inputs: what runs it."""
+        backend = self._load(program)
+        self._current = program
+        for view, array in zip(backend.inputs, arrays, strict=True):
             np.copyto(view, array)
+        return backend
 
     @property
     def _lock(self) -> threading.Lock:
@@ -170,16 +223,6 @@ class Executable:
         if self._steps is not steps:
             raise InputError("a run by steps() is half done: exhaust it or close it first")
 
-    def _check(self, arrays: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-        if not isinstance(arrays, Mapping):
-            raise InputError(f"inputs: got {type(arrays).__name__}, expected a dict of arrays by input name")
-        expected = {t.name: t for t in self.inputs}
-        if unknown := [n for n in arrays if n not in expected]:
-            raise InputError(f"input {unknown[0]!r} is not one of the plan's inputs {list(expected)}")
-        if missing := [n for n in expected if n not in arrays]:
-            raise InputError(f"input {missing[0]!r} is missing: the plan takes {list(expected)}")
-        return [_checked(t, arrays[t.name]) for t in self.inputs]
-
     def close(self) -> None:
         """Give back memory, streams and graph; calling it twice is harmless.
 
@@ -190,7 +233,8 @@ class Executable:
         with self._lock:
             if not self._closed:
                 self._closed = True
-                self.backend.close()
+                for backend in reversed(self._backends.values()):  # the first one has what all of them share
+                    backend.close()
 
     def __enter__(self) -> Self:
         return self
@@ -199,6 +243,27 @@ class Executable:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class Entry:
+    """One entry of an executable. ``name``; ``programs`` are those of its profiles."""
+
+    def __init__(self, executable: Executable, signature: Signature) -> None:
+        self.name = signature.name
+        self.programs = signature.programs
+        self._executable = executable
+        self._signature = signature
+
+    def __repr__(self) -> str:
+        return f"Entry({self.name!r}, {len(self.programs)} programs)"
+
+    def __call__(self, *args: np.ndarray, **kwargs: np.ndarray) -> np.ndarray | tuple[np.ndarray, ...]:
+        """As a call of the executable that names this entry."""
+        return self._executable._call(self._signature, args, kwargs)  # noqa: SLF001
+
+    def run(self, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """As `Executable.run`."""
+        return self._executable.run(arrays, entry=self.name)
 
 
 _live: weakref.WeakSet[Executable] = weakref.WeakSet()
@@ -218,37 +283,20 @@ def _wait_for_runs() -> None:
 def _keep_for_ever() -> None:
     """In a forked child, let nothing be given back: a session's end waits for threads that no child has."""
     for executable in tuple(_live):
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(executable.backend))
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(executable._backends))  # noqa: SLF001
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_keep_for_ever)
 
 
-def _checked(tensor: Tensor, value: np.ndarray) -> np.ndarray:
-    if not isinstance(value, np.ndarray | np.generic):
-        raise InputError(
-            f"input {tensor.name!r}: got {type(value).__name__}, expected a numpy array:"
-            f" use numpy.asarray(value, {tensor.dtype!r})"
-        )
-    if isinstance(value, np.ma.MaskedArray):
-        raise InputError(f"input {tensor.name!r}: a plan knows no masks: give what masked values stand for, .filled(0)")
-    if value.dtype != numpy_dtype(tensor.dtype):
-        raise InputError(
-            f"input {tensor.name!r}: dtype {value.dtype}, expected {tensor.dtype}: use .astype({tensor.dtype!r})"
-        )
-    if value.shape != tensor.shape:
-        raise InputError(f"input {tensor.name!r}: shape {value.shape}, expected {tensor.shape}")
-    return np.asarray(value)
-
-
-def select_program(plan: Plan, name: str | None) -> Program:
-    """The program called ``name``, or the first one."""
+def _select(plan: Plan, name: str | None) -> Plan:
+    """The plan with the program called ``name`` alone, or as it is."""
     if name is None:
-        return plan.programs[0]
+        return plan
     for program in plan.programs:
         if program.name == name:
-            return program
+            return replace(plan, programs=(program,))
     raise InputError(f"program {name!r}: not found, the plan has {[p.name for p in plan.programs]}")
 
 
@@ -266,7 +314,8 @@ def load(
     the executable lives, but not be overwritten in place or cut short. ``copy`` reads it into memory
     first, and what becomes of the file does not matter. ``limits`` is what the plan may ask of this
     machine; a plan beyond them is refused before anything is allocated. ``poison`` fills memory that
-    nothing should read with 0xFF bytes.
+    nothing should read with 0xFF bytes. ``program`` is the name of the one to load where the others
+    will not be called.
 
     Raises PlanError for a plan that is damaged or contradicts itself, DeviceMismatchError where this
     machine cannot run it, and InputError for a ``plan`` or ``program`` that is none.
@@ -298,17 +347,19 @@ def _start_device(plan: Plan) -> "Context":
 
 
 def _loaded(plan: Plan, name: str | None, limits: Limits, *, poison: bool) -> Executable:
-    program = select_program(plan, name)
-    if unordered := tuple(hazards(program, limits)):
-        raise PlanInvalidError(unordered)
-    return Executable(plan, program, _backend(plan, program, poison=poison))
+    selected = _select(plan, name)
+    for program in selected.programs:
+        if unordered := tuple(hazards(program, limits)):
+            raise PlanInvalidError(unordered)
+    return Executable(selected, poison=poison)
 
 
-def _backend(plan: Plan, program: Program, *, poison: bool) -> Backend:
+def _backend(plan: Plan, program: Program, beside: Any, *, poison: bool) -> Backend:
+    """What runs a program on the plan's target, with the weights, state and arena of ``beside``."""
     if plan.target is Target.CPU:
         from nimblert.cpu import CpuBackend
 
-        return CpuBackend(plan, program, poison=poison)
+        return CpuBackend(plan, program, poison=poison, beside=beside)
     from nimblert.cuda import CudaBackend
 
-    return CudaBackend(plan, program, poison=poison)
+    return CudaBackend(plan, program, poison=poison, beside=beside)

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import TypeAlias
 
-from nimblert.plan import ITEM_NBYTES, Pointer, Region
+from nimblert.plan import ITEM_NBYTES, Plan, Pointer, Program, Region
 
 MAX_NBYTES = 1 << 48
 """No region is as large as this: it is the address space of a process."""
@@ -12,6 +12,17 @@ MAX_RANK = 64
 
 Sizes: TypeAlias = Mapping[tuple[Region, int], int]
 """Bytes of each region by (region, index)."""
+
+
+def region_sizes(plan: Plan, program: Program) -> Sizes:
+    """The regions that a program may name."""
+    return {
+        (Region.ARENA, 0): program.arena_nbytes,
+        (Region.WEIGHTS, 0): plan.weights_nbytes,
+        (Region.STATE, 0): plan.state_nbytes,
+        **{(Region.INPUT, i): nbytes for i, nbytes in enumerate(program.input_nbytes)},
+        **{(Region.OUTPUT, i): nbytes for i, nbytes in enumerate(program.output_nbytes)},
+    }
 
 
 def under(path: str, sentences: Iterable[str]) -> Iterator[str]:

@@ -18,20 +18,35 @@ _READ_ALIGNMENT = 64
 _READ_ONLY = (Region.WEIGHTS, Region.INPUT)
 
 
-class HostMemory:
-    """The regions of a program as byte arrays. Every range handed out is within its region."""
+class SharedMemory:
+    """What the programs of a plan share: the arena, the state, and the weights, each by itself."""
 
-    def __init__(self, plan: Plan, program: Program, *, poison: bool = False) -> None:
-        regions = {(Region.ARENA, 0): _allocate(program.arena_nbytes, poison=poison)}
+    def __init__(self, plan: Plan, *, poison: bool) -> None:
+        self.arena = _allocate(plan.arena_nbytes, poison=poison)
+        self.state = _allocate(plan.state_nbytes)
+        for part in plan.state:
+            self.state[part.offset : part.offset + part.data.nbytes] = np.frombuffer(part.data, np.uint8)
+        self.weight_offsets = [weight.offset for weight in plan.weights]
+        self.weights = [_in_place(weight) for weight in plan.weights]
+
+
+class HostMemory:
+    """The regions of a program as byte arrays. Every range handed out is within its region.
+
+    ``shared`` is that of another program of the plan, or made here.
+    """
+
+    def __init__(
+        self, plan: Plan, program: Program, *, poison: bool = False, shared: SharedMemory | None = None
+    ) -> None:
+        self.shared = shared or SharedMemory(plan, poison=poison)
+        regions = {(Region.ARENA, 0): self.shared.arena, (Region.STATE, 0): self.shared.state}
         regions |= {(Region.INPUT, i): _allocate(n) for i, n in enumerate(program.input_nbytes)}
         regions |= {(Region.OUTPUT, i): _allocate(n, poison=poison) for i, n in enumerate(program.output_nbytes)}
-        state = regions[Region.STATE, 0] = _allocate(plan.state_nbytes)
-        for part in plan.state:
-            state[part.offset : part.offset + part.data.nbytes] = np.frombuffer(part.data, np.uint8)
         self._regions = regions
         self._nothing = _allocate(0)
-        self._weight_offsets = [weight.offset for weight in plan.weights]
-        self._weights = [_in_place(weight) for weight in plan.weights]
+        self._weight_offsets = self.shared.weight_offsets
+        self._weights = self.shared.weights
 
     def range(self, pointer: Pointer, nbytes: int, *, written: bool = False) -> np.ndarray:
         """``nbytes`` bytes from ``pointer`` as uint8. Raises PlanInvalidError where they are not there."""

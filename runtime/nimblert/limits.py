@@ -10,8 +10,8 @@ from nimblert.plan import Plan, Program, Target, Wait
 class Limits:
     """The most of each thing that a plan may have; nothing is allocated before it is held against them.
 
-    - ``memory_nbytes``: the arena, the state, inputs and outputs of a program together, which is what
-      a load allocates beside the weights. ``tensor_nbytes``: one input, output, parameter or weight,
+    - ``memory_nbytes``: the arena, the state, inputs and outputs of all programs together, which is what
+      an executable allocates beside the weights. ``tensor_nbytes``: one input, output, parameter or weight,
       its elements side by side.
     - Of the ONNX models of a CPU plan: ``model_nbytes``, one of them; ``model_fields``, the protobuf
       fields of all of them together, each of which is a Python object while it is checked.
@@ -46,14 +46,14 @@ def problems(plan: Plan, limits: Limits) -> Iterator[str]:
     if plan.target == Target.CPU:
         for i, module in enumerate(plan.modules):
             yield from _beyond(f"modules[{i}].code", module.code.nbytes, limits.model_nbytes, " bytes")
+    passed = sum(sum(program.input_nbytes) + sum(program.output_nbytes) for program in plan.programs)
+    yield from _beyond("memory", plan.state_nbytes + plan.arena_nbytes + passed, limits.memory_nbytes, " bytes")
     for i, program in enumerate(plan.programs):
-        for sentence in _program_problems(program, plan, limits):
+        for sentence in _program_problems(program, limits):
             yield f"programs[{i}].{sentence}"
 
 
-def _program_problems(program: Program, plan: Plan, limits: Limits) -> Iterator[str]:
-    regions = (plan.state_nbytes, program.arena_nbytes, *program.input_nbytes, *program.output_nbytes)
-    yield from _beyond("memory", sum(regions), limits.memory_nbytes, " bytes")
+def _program_problems(program: Program, limits: Limits) -> Iterator[str]:
     yield from _beyond("stream_count", program.stream_count, limits.streams)
     yield from _beyond("event_count", program.event_count, limits.events)
     yield from _beyond("commands", len(program.commands), limits.commands)

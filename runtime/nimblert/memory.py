@@ -1,6 +1,6 @@
 """Device memory of a program: one allocation for each region, the inputs and outputs packed."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -11,7 +11,6 @@ from nimblert.plan import Plan, Pointer, Program, Region, Tensor, Weight
 
 _ALIGNMENT = 512
 _POISON = 0xFF
-_RESIDENT = (Region.WEIGHTS, Region.STATE)
 
 
 def _round_up(nbytes: int) -> int:
@@ -22,8 +21,8 @@ class DeviceMemory:
     """The regions of one program in device memory.
 
     ``poison`` fills everything that a run must write before it reads with 0xFF bytes, so that a
-    kernel that reads what nobody wrote does not find zeros by luck. The weights and the state of
-    ``resident`` are used where it is given: it must be of the same plan and live as long.
+    kernel that reads what nobody wrote does not find zeros by luck. The regions ``shared`` are those
+    of ``resident`` where it is given: it must be of the same plan and live as long.
     """
 
     def __init__(
@@ -34,23 +33,25 @@ class DeviceMemory:
         *,
         poison: bool = False,
         resident: "DeviceMemory | None" = None,
+        shared: Collection[Region] = (Region.WEIGHTS, Region.STATE),
     ) -> None:
         self._context = context
-        self._bases: dict[tuple[Region, int], int] = {}
-        self._take(Region.ARENA, (program.arena_nbytes,), poison=poison)
+        self._bases = {} if resident is None else resident.bases(shared)
+        if (Region.ARENA, 0) not in self._bases:
+            self._take(Region.ARENA, (plan.arena_nbytes,), poison=poison)
         self._take(Region.INPUT, program.input_nbytes, poison=poison)
         self._take(Region.OUTPUT, program.output_nbytes, poison=poison)
-        if resident is not None:
-            self._bases |= resident.resident_bases()
-            return
-        self._take(Region.WEIGHTS, (plan.weights_nbytes,))
-        self._take(Region.STATE, (plan.state_nbytes,))
-        self._upload(Region.WEIGHTS, plan.weights)
-        self._upload(Region.STATE, plan.state)
+        for region, nbytes, contents in (
+            (Region.WEIGHTS, plan.weights_nbytes, plan.weights),
+            (Region.STATE, plan.state_nbytes, plan.state),
+        ):
+            if (region, 0) not in self._bases:
+                self._take(region, (nbytes,))
+                self._upload(region, contents)
 
-    def resident_bases(self) -> dict[tuple[Region, int], int]:
-        """The addresses of the regions that are the same for every program and run."""
-        return {key: base for key, base in self._bases.items() if key[0] in _RESIDENT}
+    def bases(self, regions: Collection[Region]) -> dict[tuple[Region, int], int]:
+        """The addresses of these regions."""
+        return {key: base for key, base in self._bases.items() if key[0] in regions}
 
     def _take(self, region: Region, sizes: Sequence[int], *, poison: bool = False) -> None:
         rounded = [_round_up(n) for n in sizes]

@@ -11,39 +11,60 @@ from math import prod
 from os import PathLike
 from typing import ClassVar, TypeAlias
 
+from nimblert.commands import (
+    Access,
+    Command,
+    Dim3,
+    Launch,
+    Memcpy,
+    Memset,
+    Pointer,
+    Record,
+    Region,
+    Relocation,
+    Wait,
+    Work,
+)
+
+__all__ = [
+    "ITEM_NBYTES",
+    "Access",
+    "Candidate",
+    "Command",
+    "Device",
+    "Dim3",
+    "Golden",
+    "GoldenOutput",
+    "Kernel",
+    "Launch",
+    "Memcpy",
+    "Memset",
+    "Module",
+    "Op",
+    "Parameter",
+    "ParameterKind",
+    "Plan",
+    "Pointer",
+    "Profile",
+    "Program",
+    "Record",
+    "Region",
+    "Relocation",
+    "Role",
+    "ScheduleRecord",
+    "Target",
+    "Tensor",
+    "Wait",
+    "Weight",
+    "Work",
+]
+
 
 class Target(enum.IntEnum):
     """What runs the kernels of a plan."""
 
     CUDA = 0
     CPU = 1
-
-
-class Region(enum.IntEnum):
-    """The memory that a pointer counts from.
-
-    ARENA holds what lives during one run, WEIGHTS what never changes, STATE what a run leaves for
-    the next one. INPUT and OUTPUT are one region for each index.
-    """
-
-    ARENA = 0
-    WEIGHTS = 1
-    INPUT = 2
-    OUTPUT = 3
-    STATE = 4
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pointer:
-    """A byte address: ``offset`` bytes from the start of a region.
-
-    ``index`` is the number of the input or output region, 0 elsewhere. The offset of a relocation
-    may lie outside its region: some kernels are handed the base minus a padding.
-    """
-
-    region: Region
-    index: int = 0
-    offset: int = 0
 
 
 ITEM_NBYTES = {
@@ -169,102 +190,6 @@ class Weight:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Relocation:
-    """The 8 bytes at ``param_offset`` of a parameter buffer become the address of ``pointer``."""
-
-    param_offset: int
-    pointer: Pointer
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Access:
-    """A byte range that a command reads or writes."""
-
-    pointer: Pointer
-    nbytes: int
-
-
-Dim3: TypeAlias = tuple[int, int, int]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
-    """Run a kernel.
-
-    ``params`` is the parameter buffer, zero where a relocation goes. On the CPU target it is an
-    array of pointers, one relocation each, in the order of the kernel's parameters. ``cluster`` is
-    (0, 0, 0) where the launch names none. ``programmatic``: the edge from the command before it on
-    its stream is a programmatic one (the kernel may start before that launch has ended, and waits
-    for it itself). ``op`` indexes `Program.ops`; ``duration_ns`` is the time measured when the plan
-    was made, 0 if it was not.
-    """
-
-    stream: int
-    op: int
-    kernel: int
-    params: bytes
-    relocations: tuple[Relocation, ...]
-    reads: tuple[Access, ...]
-    writes: tuple[Access, ...]
-    grid: Dim3 = (1, 1, 1)
-    block: Dim3 = (1, 1, 1)
-    cluster: Dim3 = (0, 0, 0)
-    dynamic_smem_nbytes: int = 0
-    cooperative: bool = False
-    programmatic: bool = False
-    duration_ns: int = 0
-
-    def __repr__(self) -> str:
-        counts = f"{len(self.reads)} reads, {len(self.writes)} writes"
-        return f"Launch(kernel={self.kernel}, stream={self.stream}, op={self.op}, grid={self.grid}, {counts})"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Memcpy:
-    """Copy ``nbytes`` bytes from ``src`` to ``dst``."""
-
-    stream: int
-    op: int
-    dst: Pointer
-    src: Pointer
-    nbytes: int
-    duration_ns: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Memset:
-    """Write ``count`` elements of ``element_nbytes`` (1, 2 or 4) bytes, each ``value``."""
-
-    stream: int
-    op: int
-    dst: Pointer
-    value: int
-    element_nbytes: int
-    count: int
-    duration_ns: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
-    """Mark the work issued so far on ``stream``; each event is recorded once."""
-
-    stream: int
-    event: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wait:
-    """What follows on ``stream`` starts after what ``event`` marked has ended."""
-
-    stream: int
-    event: int
-
-
-Command: TypeAlias = Launch | Memcpy | Memset | Record | Wait
-Work: TypeAlias = Launch | Memcpy | Memset
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
     """The operator that commands came from.
 
@@ -333,12 +258,25 @@ class ScheduleRecord:
     candidates: tuple[Candidate, ...] = field(repr=False)
 
 
+Profile: TypeAlias = tuple[tuple[str, int], ...]
+"""Sizes of named dimensions."""
+
+
+class Role(enum.IntEnum):
+    """Who runs a program: an ENTRY its caller, a BODY a command of another program."""
+
+    ENTRY = 0
+    BODY = 1
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """One entry point.
+    """Commands for inputs of one shape: those of one profile of one entry.
 
     ``input_nbytes[i]`` and ``output_nbytes[i]`` are the sizes of the regions INPUT(i), OUTPUT(i);
     an input or output tensor lies in any region its pointer names. ``commands`` are in issue order.
+    ``name`` is no other program's. ``entry`` is what a caller names, the program's name where it is
+    not given; ``profile`` the sizes of named dimensions that tell the programs of an entry apart.
     """
 
     name: str
@@ -353,6 +291,12 @@ class Program:
     commands: tuple[Command, ...]
     golden: Golden | None = None
     schedule: ScheduleRecord | None = None
+    entry: str = ""
+    profile: Profile = ()
+    role: Role = Role.ENTRY
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "entry", self.entry or self.name)
 
     def __repr__(self) -> str:
         return (
@@ -380,7 +324,7 @@ class Plan:
     """A compiled model. ``producer`` and ``versions`` say what made it.
 
     ``weights_nbytes`` and ``state_nbytes`` are the sizes of the two regions; ``weights`` and
-    ``state`` are in ascending order of offset.
+    ``state`` are in ascending order of offset. All programs share them, and an arena.
     """
 
     producer: str
@@ -394,6 +338,20 @@ class Plan:
     state_nbytes: int
     state: tuple[Weight, ...]
     programs: tuple[Program, ...]
+
+    @property
+    def entries(self) -> dict[str, tuple[Program, ...]]:
+        """The programs of each entry, one for each of its profiles; both in the plan's order."""
+        found: dict[str, tuple[Program, ...]] = {}
+        for program in self.programs:
+            if program.role is Role.ENTRY:
+                found[program.entry] = (*found.get(program.entry, ()), program)
+        return found
+
+    @property
+    def arena_nbytes(self) -> int:
+        """Size of the arena: that of the program which needs most."""
+        return max((program.arena_nbytes for program in self.programs), default=0)
 
     save: ClassVar[Callable[["Plan", str | PathLike[str]], None]]
     """``plan.save(path)`` writes the plan to a file: `nimblert.container.write`, which stands above this module."""

@@ -10,10 +10,12 @@ from struct import Struct
 IDENTIFIER = b"NPLN"
 """Bytes 4 to 8 of the file, schema/plan.fbs: file_identifier."""
 
-MAJOR = 1
-"""Plans of another major version are refused; see schema/README.md."""
+MAJOR = 2
+"""The major version that is written. Version 1 is read, too, of which 2 is an extension; see schema/README.md."""
 MINOR = 0
 """Fields of a newer minor version are ignored."""
+OLDEST_MAJOR = 1
+"""Plans of an older major version than this, or of a newer one than `MAJOR`, are refused."""
 
 
 class Action(enum.IntEnum):

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from itertools import islice, pairwise
 from math import inf
 
-from nimblert import cpu_rules, launch_limits
+from nimblert import cpu_rules, entries, launch_limits
 from nimblert import limits as ceilings
-from nimblert.extents import MAX_NBYTES, Sizes, array_problems, dense_nbytes, extent_problems, under
+from nimblert.extents import MAX_NBYTES, Sizes, array_problems, dense_nbytes, extent_problems, region_sizes, under
 from nimblert.limits import DEFAULT_LIMITS, Limits
 from nimblert.plan import (
     Candidate,
@@ -56,6 +56,7 @@ def _problems(plan: Plan, limits: Limits) -> Iterator[str]:
     if not plan.programs:
         yield "programs: the plan has none"
     yield from _repeated("programs", [program.name for program in plan.programs])
+    yield from entries.problems(plan)
     for i, module in enumerate(plan.modules):
         if not module.code.nbytes or not module.code.c_contiguous:
             yield f"modules[{i}].code: is empty or not contiguous"
@@ -67,7 +68,7 @@ def _problems(plan: Plan, limits: Limits) -> Iterator[str]:
     yield from _weights_problems("state", plan.state, plan.state_nbytes, limits)
     params_nbytes = tuple(kernel.params_nbytes for kernel in plan.kernels)
     for i, program in enumerate(plan.programs):
-        sizes = _sizes(program, plan)
+        sizes = region_sizes(plan, program)
         scope = _Scope(plan=plan, limits=limits, program=program, sizes=sizes, params_nbytes=params_nbytes)
         yield from under(f"programs[{i}]", _program_problems(scope))
 
@@ -147,16 +148,6 @@ def _program_problems(scope: _Scope) -> Iterator[str]:
         yield from under("golden", _golden_problems(program.golden, len(program.outputs)))
     if program.schedule is not None:
         yield from under("schedule", _schedule_problems(program.schedule, program))
-
-
-def _sizes(program: Program, plan: Plan) -> Sizes:
-    return {
-        (Region.ARENA, 0): program.arena_nbytes,
-        (Region.WEIGHTS, 0): plan.weights_nbytes,
-        (Region.STATE, 0): plan.state_nbytes,
-        **{(Region.INPUT, i): nbytes for i, nbytes in enumerate(program.input_nbytes)},
-        **{(Region.OUTPUT, i): nbytes for i, nbytes in enumerate(program.output_nbytes)},
-    }
 
 
 def _tensors_problems(path: str, tensors: Sequence[Tensor], scope: _Scope) -> Iterator[str]:

@@ -26,6 +26,15 @@ class ParameterKind(object):
     INITIALIZER = 3
 
 
+class Role(object):
+    ENTRY = 0
+    BODY = 1
+
+
+class Compression(object):
+    NONE = 0
+
+
 class Action(object):
     NONE = 0
     Launch = 1
@@ -383,9 +392,17 @@ class Module(object):
             return obj
         return None
 
-def ModuleStart(builder): builder.StartObject(2)
+    # Module
+    def Compression(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(8))
+        if o != 0:
+            return self._tab.Get(flatbuffers.number_types.Uint8Flags, o + self._tab.Pos)
+        return 0
+
+def ModuleStart(builder): builder.StartObject(3)
 def ModuleAddOrigin(builder, origin): builder.PrependUOffsetTRelativeSlot(0, flatbuffers.number_types.UOffsetTFlags.py_type(origin), 0)
 def ModuleAddCode(builder, code): builder.PrependStructSlot(1, flatbuffers.number_types.UOffsetTFlags.py_type(code), 0)
+def ModuleAddCompression(builder, compression): builder.PrependUint8Slot(2, compression, 0)
 def ModuleEnd(builder): return builder.EndObject()
 
 
@@ -648,13 +665,21 @@ class Weight(object):
             return obj
         return None
 
-def WeightStart(builder): builder.StartObject(5)
+    # Weight
+    def Compression(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(14))
+        if o != 0:
+            return self._tab.Get(flatbuffers.number_types.Uint8Flags, o + self._tab.Pos)
+        return 0
+
+def WeightStart(builder): builder.StartObject(6)
 def WeightAddName(builder, name): builder.PrependUOffsetTRelativeSlot(0, flatbuffers.number_types.UOffsetTFlags.py_type(name), 0)
 def WeightAddDtype(builder, dtype): builder.PrependUOffsetTRelativeSlot(1, flatbuffers.number_types.UOffsetTFlags.py_type(dtype), 0)
 def WeightAddShape(builder, shape): builder.PrependUOffsetTRelativeSlot(2, flatbuffers.number_types.UOffsetTFlags.py_type(shape), 0)
 def WeightStartShapeVector(builder, numElems): return builder.StartVector(8, numElems, 8)
 def WeightAddOffset(builder, offset): builder.PrependUint64Slot(3, offset, 0)
 def WeightAddData(builder, data): builder.PrependStructSlot(4, flatbuffers.number_types.UOffsetTFlags.py_type(data), 0)
+def WeightAddCompression(builder, compression): builder.PrependUint8Slot(5, compression, 0)
 def WeightEnd(builder): return builder.EndObject()
 
 
@@ -1658,6 +1683,48 @@ def ScheduleRecordAddFewestSyncCount(builder, fewestSyncCount): builder.PrependU
 def ScheduleRecordEnd(builder): return builder.EndObject()
 
 
+class Dimension(object):
+    __slots__ = ['_tab']
+
+    @classmethod
+    def GetRootAs(cls, buf, offset=0):
+        n = flatbuffers.encode.Get(flatbuffers.packer.uoffset, buf, offset)
+        x = Dimension()
+        x.Init(buf, n + offset)
+        return x
+
+    @classmethod
+    def GetRootAsDimension(cls, buf, offset=0):
+        """This method is deprecated. Please switch to GetRootAs."""
+        return cls.GetRootAs(buf, offset)
+    @classmethod
+    def DimensionBufferHasIdentifier(cls, buf, offset, size_prefixed=False):
+        return flatbuffers.util.BufferHasIdentifier(buf, offset, b"\x4E\x50\x4C\x4E", size_prefixed=size_prefixed)
+
+    # Dimension
+    def Init(self, buf, pos):
+        self._tab = flatbuffers.table.Table(buf, pos)
+
+    # Dimension
+    def Name(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(4))
+        if o != 0:
+            return self._tab.String(o + self._tab.Pos)
+        return None
+
+    # Dimension
+    def Size(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(6))
+        if o != 0:
+            return self._tab.Get(flatbuffers.number_types.Uint64Flags, o + self._tab.Pos)
+        return 0
+
+def DimensionStart(builder): builder.StartObject(2)
+def DimensionAddName(builder, name): builder.PrependUOffsetTRelativeSlot(0, flatbuffers.number_types.UOffsetTFlags.py_type(name), 0)
+def DimensionAddSize(builder, size): builder.PrependUint64Slot(1, size, 0)
+def DimensionEnd(builder): return builder.EndObject()
+
+
 class Program(object):
     __slots__ = ['_tab']
 
@@ -1878,7 +1945,45 @@ class Program(object):
             return obj
         return None
 
-def ProgramStart(builder): builder.StartObject(12)
+    # Program
+    def Entry(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(28))
+        if o != 0:
+            return self._tab.String(o + self._tab.Pos)
+        return None
+
+    # Program
+    def Profile(self, j):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(30))
+        if o != 0:
+            x = self._tab.Vector(o)
+            x += flatbuffers.number_types.UOffsetTFlags.py_type(j) * 4
+            x = self._tab.Indirect(x)
+            obj = Dimension()
+            obj.Init(self._tab.Bytes, x)
+            return obj
+        return None
+
+    # Program
+    def ProfileLength(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(30))
+        if o != 0:
+            return self._tab.VectorLen(o)
+        return 0
+
+    # Program
+    def ProfileIsNone(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(30))
+        return o == 0
+
+    # Program
+    def Role(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(32))
+        if o != 0:
+            return self._tab.Get(flatbuffers.number_types.Uint8Flags, o + self._tab.Pos)
+        return 0
+
+def ProgramStart(builder): builder.StartObject(15)
 def ProgramAddName(builder, name): builder.PrependUOffsetTRelativeSlot(0, flatbuffers.number_types.UOffsetTFlags.py_type(name), 0)
 def ProgramAddInputs(builder, inputs): builder.PrependUOffsetTRelativeSlot(1, flatbuffers.number_types.UOffsetTFlags.py_type(inputs), 0)
 def ProgramStartInputsVector(builder, numElems): return builder.StartVector(4, numElems, 4)
@@ -1897,6 +2002,10 @@ def ProgramAddCommands(builder, commands): builder.PrependUOffsetTRelativeSlot(9
 def ProgramStartCommandsVector(builder, numElems): return builder.StartVector(4, numElems, 4)
 def ProgramAddGolden(builder, golden): builder.PrependUOffsetTRelativeSlot(10, flatbuffers.number_types.UOffsetTFlags.py_type(golden), 0)
 def ProgramAddSchedule(builder, schedule): builder.PrependUOffsetTRelativeSlot(11, flatbuffers.number_types.UOffsetTFlags.py_type(schedule), 0)
+def ProgramAddEntry(builder, entry): builder.PrependUOffsetTRelativeSlot(12, flatbuffers.number_types.UOffsetTFlags.py_type(entry), 0)
+def ProgramAddProfile(builder, profile): builder.PrependUOffsetTRelativeSlot(13, flatbuffers.number_types.UOffsetTFlags.py_type(profile), 0)
+def ProgramStartProfileVector(builder, numElems): return builder.StartVector(4, numElems, 4)
+def ProgramAddRole(builder, role): builder.PrependUint8Slot(14, role, 0)
 def ProgramEnd(builder): return builder.EndObject()
 
 

@@ -1,0 +1,139 @@
+"""The entries of a plan: which programs belong to one, and which of them takes what a caller gives.
+
+The programs of an entry differ in their sizes alone: the shapes of the inputs tell which one is meant.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TypeAlias
+
+import numpy as np
+
+from nimblert.dtypes import numpy_dtype
+from nimblert.errors import InputError
+from nimblert.extents import MAX_RANK
+from nimblert.plan import Plan, Profile, Program, Role, Tensor
+
+Shapes: TypeAlias = tuple[tuple[int, ...], ...]
+
+_SHOWN = 8
+"""Of what may be many, a sentence lists so many."""
+
+
+def problems(plan: Plan) -> Iterator[str]:
+    """Yield a sentence for each program that a caller could not tell from another one of its entry."""
+    first: dict[str, int] = {}
+    shapes: dict[tuple[str, Shapes], int] = {}
+    profiles: dict[tuple[str, frozenset[tuple[str, int]]], int] = {}
+    for i, program in enumerate(plan.programs):
+        path = f"programs[{i}]"
+        yield from _profile_problems(f"{path}.profile", program.profile)
+        if program.role is not Role.ENTRY:
+            yield f"{path}.role: {program.role.name}, which no command runs"
+            continue
+        other = first.setdefault(program.entry, i)
+        if _signature(program) != _signature(plan.programs[other]):
+            yield f"{path}: takes or gives other tensors than programs[{other}], which is of the same entry"
+        same = profiles.setdefault((program.entry, frozenset(program.profile)), i)
+        if same != i:
+            yield f"{path}.profile: {_profile_text(program.profile)}, as programs[{same}] of the same entry"
+        same = shapes.setdefault((program.entry, _shapes(program.inputs)), i)
+        if same != i:
+            yield f"{path}.inputs: have the shapes of programs[{same}], which is of the same entry"
+
+
+def _profile_problems(path: str, profile: Profile) -> Iterator[str]:
+    names = [name for name, _ in profile]
+    if len(names) > MAX_RANK:
+        yield f"{path}: {len(names)} dimensions, expected at most {MAX_RANK}"
+    elif len(set(names)) != len(names) or not all(name.isprintable() and name for name in names):
+        yield f"{path}: {names}, expected a name for each dimension, no two the same"
+    elif not all(0 <= size < 1 << 63 for _, size in profile):
+        yield f"{path}: {_profile_text(profile)}, expected sizes below {1 << 63}"
+
+
+def _signature(program: Program) -> tuple[object, ...]:
+    """What the programs of an entry have in common."""
+    sides = (tuple((t.name, t.dtype, len(t.shape)) for t in side) for side in (program.inputs, program.outputs))
+    return (*sides, frozenset(name for name, _ in program.profile))
+
+
+def _shapes(tensors: Iterable[Tensor]) -> Shapes:
+    return tuple(tensor.shape for tensor in tensors)
+
+
+def _profile_text(profile: Profile) -> str:
+    return ", ".join(f"{name}={size}" for name, size in profile) or "none"
+
+
+class Signature:
+    """What an entry takes. ``programs`` are those of its profiles, of a plan in which `problems` finds none."""
+
+    def __init__(self, name: str, programs: Sequence[Program]) -> None:
+        self.name = name
+        self.programs = tuple(programs)
+        self._inputs = {tensor.name: tensor for tensor in self.programs[0].inputs}
+        self._by_shapes = {_shapes(program.inputs): program for program in self.programs}
+
+    def by_name(self, args: Sequence[np.ndarray], kwargs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Arrays given in the plan's order and by name, all by name. InputError where they are too many."""
+        names = list(self._inputs)
+        if len(args) > len(names):
+            raise InputError(f"inputs: {len(args)} arrays were given, the plan takes {len(names)}: {names}")
+        given = dict(zip(names, args, strict=False))
+        if twice := given.keys() & kwargs.keys():
+            raise InputError(f"input {min(twice)!r} was given by position and by name: give it once")
+        return {**given, **kwargs}
+
+    def choose(self, arrays: Mapping[str, np.ndarray]) -> tuple[Program, list[np.ndarray]]:
+        """The program for these arrays, by input name, and they in its order.
+
+        Raises InputError for names and types that are not the entry's, and shapes that it has no program for.
+        """
+        if not isinstance(arrays, Mapping):
+            raise InputError(f"inputs: got {type(arrays).__name__}, expected a dict of arrays by input name")
+        expected = self._inputs
+        if unknown := [n for n in arrays if n not in expected]:
+            raise InputError(f"input {unknown[0]!r} is not one of the plan's inputs {list(expected)}")
+        if missing := [n for n in expected if n not in arrays]:
+            raise InputError(f"input {missing[0]!r} is missing: the plan takes {list(expected)}")
+        checked = [_checked(tensor, arrays[tensor.name]) for tensor in expected.values()]
+        program = self._by_shapes.get(tuple(array.shape for array in checked))
+        if program is None:
+            raise InputError(self._no_program(checked))
+        return program, checked
+
+    def _no_program(self, arrays: Sequence[np.ndarray]) -> str:
+        """Why the shapes of ``arrays`` choose no program."""
+        if len(self.programs) == 1:
+            given = zip(self._inputs.values(), arrays, strict=True)
+            tensor, array = next((t, a) for t, a in given if t.shape != a.shape)
+            return f"input {tensor.name!r}: shape {array.shape}, expected {tensor.shape}"
+        found = ", ".join(f"{name!r}: {array.shape}" for name, array in zip(self._inputs, arrays, strict=True))
+        return f"inputs of the shapes {found}: {self.name!r} has programs for {self._listed()}"
+
+    def _listed(self) -> str:
+        """The profiles of the entry, as the end of a sentence."""
+        texts = [_described(program) for program in self.programs[:_SHOWN]]
+        more = len(self.programs) - len(texts)
+        return "; ".join(texts) + (f"; and {more} more" if more else "")
+
+
+def _described(program: Program) -> str:
+    shapes = ", ".join(f"{tensor.name!r}: {tensor.shape}" for tensor in program.inputs)
+    return f"{_profile_text(program.profile)} ({shapes})" if program.profile else shapes
+
+
+def _checked(tensor: Tensor, value: np.ndarray) -> np.ndarray:
+    """The array, of the dtype of ``tensor``; InputError where it is none."""
+    if not isinstance(value, np.ndarray | np.generic):
+        raise InputError(
+            f"input {tensor.name!r}: got {type(value).__name__}, expected a numpy array:"
+            f" use numpy.asarray(value, {tensor.dtype!r})"
+        )
+    if isinstance(value, np.ma.MaskedArray):
+        raise InputError(f"input {tensor.name!r}: a plan knows no masks: give what masked values stand for, .filled(0)")
+    if value.dtype != numpy_dtype(tensor.dtype):
+        raise InputError(
+            f"input {tensor.name!r}: dtype {value.dtype}, expected {tensor.dtype}: use .astype({tensor.dtype!r})"
+        )
+    return np.asarray(value)
