@@ -27,9 +27,10 @@ TOLERANCE = 1e-4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Against:
-    """What to compare a plan with, and how."""
+    """What to compare a plan with, and how; ``entry`` is needed where the plan has several."""
 
     model: Path
+    entry: str | None = None
     tolerance: float = TOLERANCE
     per_node: bool = False
     seed: int = 0
@@ -43,11 +44,22 @@ def compare(path: Path, against: Against) -> Iterator[Check]:
     """
     plan = container.read(path)
     model = onnx_file.load(against.model, external_data=False)
-    for program in plan.programs:
+    for program in _of_entry(path, plan, against.entry):
         for problem in _misfits(program, model):
             raise PlanError(f"{path}: is not of the model {against.model}: {problem}")
         with load(plan, program=program.name) as executable:
             yield from _compare(plan, executable, model, against)
+
+
+def _of_entry(path: Path, plan: Plan, entry: str | None) -> tuple[Program, ...]:
+    """The programs of an entry, or of the only one."""
+    entries = plan.entries
+    if entry is None and len(entries) == 1:
+        (entry,) = entries
+    if entry not in entries:
+        what = "which is of the model?" if entry is None else f"none is called {entry!r}"
+        raise PlanError(f"{path}: has the entries {_names(entries)}: {what}")
+    return entries[entry]
 
 
 def _compare(plan: Plan, executable: Executable, model: "ModelProto", against: Against) -> Iterator[Check]:

@@ -61,7 +61,7 @@ def sizes(plan: Plan, *, file_nbytes: int) -> dict[str, int]:
         "weights": weights,
         "state": state,
         "metadata": file_nbytes - code - weights - state,
-        "arena": max((program.arena_nbytes for program in plan.programs), default=0),
+        "arena": plan.arena_nbytes,
     }
 
 
@@ -148,6 +148,9 @@ def _program(program: Program) -> Json:
     golden = program.golden
     return {
         "name": program.name,
+        "entry": program.entry,
+        "profile": dict(program.profile),
+        "role": program.role.name.lower(),
         "inputs": [_tensor(tensor) for tensor in program.inputs],
         "outputs": [_tensor(tensor) for tensor in program.outputs],
         "streams": program.stream_count,

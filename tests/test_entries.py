@@ -1,12 +1,15 @@
 """Plans of several entries and profiles: what they may be, and which program a call takes."""
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import plans
 import pytest
+from command_line import CommandLine
 
 import nimblert
 from nimblert import container, verify
@@ -197,3 +200,48 @@ def test_many_profiles_are_not_all_listed() -> None:
     assert signature.choose({"x": floats(*range(39))})[0] is programs[-1]
     with pytest.raises(InputError, match=r"; and 31 more$"):
         signature.choose({"x": floats(*range(40))})
+
+
+# --- on the command line
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Path:
+    path = tmp_path / "keeping.plan"
+    keeping().save(path)
+    return path
+
+
+def test_an_entry_is_run_by_its_name(nimblec: CommandLine, kept: Path, tmp_path: Path) -> None:
+    assert "[1. 2. 3. 4.]" in nimblec("run", kept, "--entry", "read").out
+    assert "entry 'head': not found, the plan has ['write', 'read']" in nimblec.refused("run", kept, "--entry", "head")
+    assert "no entry is named" in nimblec.refused("run", kept)
+    np.save(tmp_path / "two.npy", floats(3, 4))
+    assert "[3. 4.]" in nimblec("run", kept, "--entry", "write", "--input", f"x={tmp_path / 'two.npy'}").out
+    assert "drawn from seed 0: x" in nimblec("run", kept, "--entry", "write").out
+
+
+def test_inspect_shows_entries_and_profiles(nimblec: CommandLine, kept: Path) -> None:
+    programs = json.loads(nimblec("inspect", kept, "--json").out)["programs"]
+    assert [(program["entry"], program["profile"], program["role"]) for program in programs] == [
+        ("write", {"count": 4}, "entry"),
+        ("write", {"count": 2}, "entry"),
+        ("read", {}, "entry"),
+    ]
+    assert "Program 'write[count=2]'" in nimblec("inspect", kept).out
+    assert nimblec("inspect", kept, "--timeline").out.count("stream") >= 3
+
+
+def test_verify_checks_every_program(nimblec: CommandLine, kept: Path) -> None:
+    done = nimblec("verify", kept)
+    assert done.status == 0
+    for program in keeping().programs:
+        assert f"golden of {program.name!r}: the plan holds no golden record" in done.out
+
+
+def test_traces_and_graphs_have_every_program(nimblec: CommandLine, kept: Path, tmp_path: Path) -> None:
+    done = nimblec("inspect", kept, "--chrome-trace", tmp_path / "trace.json", "--dot", tmp_path / "graph.dot")
+    assert done.status == 0
+    for file in ("trace.json", "graph.dot"):
+        text = (tmp_path / file).read_text()
+        assert all(program.name in text for program in keeping().programs)

@@ -1,9 +1,11 @@
 """``nimblec run``."""
 
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import click
+import numpy as np
 
 from nimblec.cli import arguments, report
 from nimblec.cli.command import OWN_PROCESS, Command
@@ -12,7 +14,7 @@ from nimblert import container, golden
 from nimblert.errors import InputError
 from nimblert.executable import Executable, load
 from nimblert.onnx_session import share_thread_pool
-from nimblert.plan import Plan, Target
+from nimblert.plan import Plan, Program, Target
 
 WARM_UPS = 20
 """At most so many runs before latencies count."""
@@ -20,6 +22,11 @@ WARM_UPS = 20
 
 @click.command("run", cls=Command)
 @click.argument("plan", type=click.Path(path_type=Path))
+@click.option(
+    "--entry",
+    metavar="NAME",
+    help="The entry to run, where PLAN has several.  [default: the only one, or main]",
+)
 @click.option(
     "--input",
     "files",
@@ -48,12 +55,17 @@ WARM_UPS = 20
     help="What inputs not given are drawn from.",
 )
 def run_plan(
-    plan: Path, files: tuple[tuple[str, Path], ...], output_dir: Path | None, repeat: int | None, seed: int
+    plan: Path,
+    entry: str | None,
+    files: tuple[tuple[str, Path], ...],
+    output_dir: Path | None,
+    repeat: int | None,
+    seed: int,
 ) -> None:
     """Run PLAN once and print its outputs.
 
     Prints the name, type and digest (the first 6 bytes of SHA-256) of every output, and the values
-    of small ones.
+    of small ones. Of an entry for several sizes, the first that the given inputs fit is run.
 
     \b
     Examples:
@@ -63,12 +75,14 @@ def run_plan(
     """
     given = arguments.read_arrays(files)
     with load(_prepared(plan)) as executable:
-        tensors = {tensor.name: tensor for tensor in executable.inputs}
+        chosen = executable.entry(entry)
+        program = _first_fitting(chosen.programs, given)
+        tensors = {tensor.name: tensor for tensor in program.inputs}
         if unknown := [name for name in given if name not in tensors]:
             raise InputError(f"input {unknown[0]!r} is not one of the plan's inputs {list(tensors)}")
         restored = {name: arguments.restore_dtype(array, tensors[name]) for name, array in given.items()}
-        drawn = golden.draw_inputs(executable.program, seed)
-        outputs = executable.run({**drawn, **restored})
+        drawn = golden.draw_inputs(program, seed)
+        outputs = chosen.run({**drawn, **restored})
         latencies = measure(executable, repeat) if repeat else []
     console = report.SafeConsole()
     if missing := [name for name in tensors if name not in given]:
@@ -91,6 +105,14 @@ def _prepared(path: Path) -> Plan:
     if plan.target is Target.CPU and click.get_current_context().obj == OWN_PROCESS:
         share_thread_pool()
     return plan
+
+
+def _first_fitting(programs: Sequence[Program], given: Mapping[str, np.ndarray]) -> Program:
+    """The first program whose inputs have the shapes of those given; the first one if none has."""
+    for program in programs:
+        if all(tensor.shape == given[tensor.name].shape for tensor in program.inputs if tensor.name in given):
+            return program
+    return programs[0]
 
 
 def measure(executable: Executable, repeat: int) -> list[float]:

@@ -1,6 +1,5 @@
 """``nimblec verify``."""
 
-from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 
@@ -29,6 +28,7 @@ from nimblert.errors import PlanError
     help="With --against: the difference to allow, of an output's largest magnitude; integers and bools must be "
     "equal.  [default: 0.0001]",
 )
+@click.option("--entry", metavar="NAME", help="With --against: the entry to compare, where PLAN has several.")
 @click.option("--per-node", is_flag=True, help="With --against: name the first ONNX node that differs.")
 @click.option(
     "--seed",
@@ -36,7 +36,9 @@ from nimblert.errors import PlanError
     metavar="S",
     help="With --against: what the inputs are drawn from.  [default: 0]",
 )
-def verify_plan(plan: Path, model: Path | None, tolerance: float | None, per_node: bool, seed: int | None) -> None:
+def verify_plan(
+    plan: Path, model: Path | None, tolerance: float | None, entry: str | None, per_node: bool, seed: int | None
+) -> None:
     """Check PLAN without running it and, on a machine that can run it, by running it.
 
     \b
@@ -59,9 +61,13 @@ def verify_plan(plan: Path, model: Path | None, tolerance: float | None, per_nod
     """
     checks = verification.verify(plan)
     if model is not None:
-        checks = chain(checks, _against(plan, model, tolerance, seed, per_node=per_node))
-    elif per_node or tolerance is not None or seed is not None:
-        raise click.UsageError("--tolerance, --per-node and --seed need --against MODEL.onnx.")
+        from nimblec import against  # brings in onnx and ONNX Runtime
+
+        allowed = against.TOLERANCE if tolerance is None else tolerance
+        wanted = against.Against(model=model, entry=entry, tolerance=allowed, per_node=per_node, seed=seed or 0)
+        checks = chain(checks, against.compare(plan, wanted))
+    elif per_node or tolerance is not None or seed is not None or entry is not None:
+        raise click.UsageError("--tolerance, --entry, --per-node and --seed need --against MODEL.onnx.")
     failed = []
     for check in checks:
         for sentence in check.sentences:
@@ -71,12 +77,3 @@ def verify_plan(plan: Path, model: Path | None, tolerance: float | None, per_nod
     if failed:
         names = ", ".join(dict.fromkeys(check.name for check in failed))
         raise PlanError(f"{plan}: failed the checks of {names}: {failed[0].sentences[0]}")
-
-
-def _against(
-    plan: Path, model: Path, tolerance: float | None, seed: int | None, *, per_node: bool
-) -> Iterator[verification.Check]:
-    from nimblec import against  # brings in onnx and ONNX Runtime
-
-    allowed = against.TOLERANCE if tolerance is None else tolerance
-    yield from against.compare(plan, against.Against(model=model, tolerance=allowed, per_node=per_node, seed=seed or 0))
