@@ -1,4 +1,4 @@
-"""Grouped convolutions by cuDNN in both orders of the axes: what `nimblec.optimize.grouped` and `cudnn` go by.
+"""Grouped convolutions by cuDNN in both orders of the axes: what `nimblec.optimize.layout.groups` goes by.
 
 ``python -m bench.grouped_convolutions`` on a GPU prints a line for each case: microseconds of one call in a graph of
 ten, contiguous (nchw), channels last (nhwc), contiguous with copies from and to channels last (copied), and of

@@ -32,7 +32,7 @@ from nimblec.frontend.rewritten import flattened
 from nimblec.graph.definitions import Interpreter
 from nimblec.graph.rewriter import copied
 from nimblec.optimize import optimize, own_norms
-from nimblec.optimize.layout import lay_float32_channels_last
+from nimblec.optimize.layout.channels_last import lay_float32_channels_last
 from nimblec.optimize.own_attention import attention_candidates, use_own_attention
 from nimblec.optimize.own_concatenation import place_parts
 from nimblec.optimize.own_kernels import use_own_kernels

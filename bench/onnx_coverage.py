@@ -88,7 +88,7 @@ def run_fused(model: ModelProto, inputs: Sequence[np.ndarray]) -> list[np.ndarra
 
     from nimblec.frontend.onnx import import_model
     from nimblec.optimize import optimize
-    from nimblec.optimize.fusion import compile_regions
+    from nimblec.optimize.regions.compile import compile_regions
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     module = compile_regions(optimize(import_model(model, device=device).module, device=device))

@@ -11,7 +11,7 @@ from nimblec.optimize import optimize
 from nimblec.optimize.own_attention import use_own_attention
 from nimblec.optimize.own_kernels import use_own_kernels
 from nimblec.optimize.own_norms import use_own_norms
-from nimblec.optimize.regions import partition
+from nimblec.optimize.regions.partition import partition
 
 LAYERS = 3
 

@@ -14,7 +14,7 @@ from nimblec.kernels.depthwise import DepthwiseTiling, depthwise
 from nimblec.kernels.ops import convolution, linear
 from nimblec.kernels.shapes import Tiling
 from nimblec.optimize import optimize
-from nimblec.optimize.layout import propagate_channels_last
+from nimblec.optimize.layout.channels_last import propagate_channels_last
 from nimblec.optimize.own_kernels import Request, requests, use_own_kernels
 from nimblec.optimize.own_kernels_choice import Selector, tilings
 from nimblec.optimize.own_selection import THEIRS

@@ -11,11 +11,11 @@ from rewriting import assert_same, counts, record, rewritten
 from torch import Tensor, fx
 from torch.nn.functional import scaled_dot_product_attention as attention
 
-from nimblec.optimize.attention import fuse_attention
-from nimblec.optimize.constant_masks import ALIGNMENT, state_masks
-from nimblec.optimize.folding import fold_constants
-from nimblec.optimize.simplify import simplify
-from nimblec.optimize.subexpressions import merge_equal_calls
+from nimblec.graph.simplify import simplify
+from nimblec.optimize.canonical.attention_masks import ALIGNMENT, canonicalize_masks
+from nimblec.optimize.canonical.folding import fold_constants
+from nimblec.optimize.canonical.subexpressions import merge_equal_calls
+from nimblec.optimize.fuse.attention import fuse_attention
 
 BATCH, HEADS, TOKENS, SIZE = 2, 3, 5, 8
 FUSED = "scaled_dot_product_attention"
@@ -168,7 +168,7 @@ def _stated(mask: Tensor, passes: Sequence[Callable[[fx.GraphModule], None]] = (
         return _joined(attention(_heads(q), _heads(k), _heads(v), expanded, scale=0.3))
 
     before = record(model, *inputs)
-    after = rewritten(before, *passes, state_masks)
+    after = rewritten(before, *passes, canonicalize_masks)
     assert_same(before, after, *inputs, rtol=1e-5)
     assert not counts(after).keys() & {"expand", "unsqueeze", "slice"}
     (call,) = (n for n in after.graph.nodes if FUSED in str(n.target))
@@ -214,7 +214,7 @@ def test_masks_that_say_more_stay() -> None:
         return attention(q, k, v, mask), attention(q, k, v, nothing_left)
 
     before = record(model, *_inputs(), ~LATER)
-    after = rewritten(before, state_masks)
+    after = rewritten(before, canonicalize_masks)
     masks = [n.args[3].meta["val"].dtype for n in after.graph.nodes if FUSED in str(n.target)]
     assert masks == [torch.bool, torch.bool]
 
@@ -227,6 +227,6 @@ def test_layers_share_one_added_mask() -> None:
 
     inputs = [_heads(t).clone() for t in _inputs()]
     before = record(model, *inputs)
-    after = rewritten(before, merge_equal_calls, state_masks)
+    after = rewritten(before, merge_equal_calls, canonicalize_masks)
     assert sum(n.op == "get_attr" for n in after.graph.nodes) == 1
     assert_same(before, after, *inputs, rtol=1e-5)

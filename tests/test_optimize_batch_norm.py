@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from rewriting import assert_same, counts, record, rewritten
 from torch import Tensor
 
-from nimblec.optimize.batch_norm import fold_batch_norm
-from nimblec.optimize.folding import fold_constants
+from nimblec.optimize.canonical.folding import fold_constants
+from nimblec.optimize.fuse.batch_norm import fold_batch_norm
 
 aten = torch.ops.aten
 

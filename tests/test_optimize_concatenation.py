@@ -11,11 +11,11 @@ from torch.nn import functional
 
 from nimblec.kernels.shapes import Tiling
 from nimblec.optimize import optimize
-from nimblec.optimize.layout import propagate_channels_last
+from nimblec.optimize.layout.channels_last import propagate_channels_last
 from nimblec.optimize.own_concatenation import place_parts
 from nimblec.optimize.own_kernels import requests, use_own_kernels
 from nimblec.optimize.own_siblings import join_siblings
-from nimblec.optimize.regions import partition
+from nimblec.optimize.regions.partition import partition
 
 if TYPE_CHECKING:
     from nimblec.optimize.own_kernels import Request

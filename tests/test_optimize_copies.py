@@ -7,9 +7,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from nimblec.frontend.aten_graph import trace
+from nimblec.graph.simplify import simplify
 from nimblec.optimize import optimize
-from nimblec.optimize.copies import drop_copies
-from nimblec.optimize.simplify import simplify
+from nimblec.optimize.canonical.copies import drop_copies
 
 X = torch.randn(6, 3, 4, generator=torch.Generator().manual_seed(0))
 

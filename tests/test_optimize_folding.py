@@ -10,10 +10,10 @@ from torch import fx, nn
 
 from nimblec.frontend.aten_graph import trace
 from nimblec.graph.outputs import separate_outputs
+from nimblec.graph.simplify import simplify
 from nimblec.optimize import optimize
-from nimblec.optimize.folding import GROWTH, fill_empty, fold_constants
-from nimblec.optimize.simplify import simplify
-from nimblec.optimize.subexpressions import merge_equal_calls
+from nimblec.optimize.canonical.folding import GROWTH, fill_empty, fold_constants
+from nimblec.optimize.canonical.subexpressions import merge_equal_calls
 
 aten = torch.ops.aten
 Call = Callable[..., fx.Node]

@@ -9,12 +9,13 @@ import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from rewriting import assert_same, counts, record, rewritten
 from torch import Tensor, fx
 
-from nimblec.optimize import aligned_weights, optimize
-from nimblec.optimize.activation import fuse_activations
-from nimblec.optimize.aligned_weights import align_weights
-from nimblec.optimize.folding import fold_constants
-from nimblec.optimize.gelu import recognize_gelu
-from nimblec.optimize.side_by_side import join_linears
+from nimblec.optimize import optimize
+from nimblec.optimize.canonical.folding import fold_constants
+from nimblec.optimize.canonical.gelu import recognize_gelu
+from nimblec.optimize.fuse.activations import fuse_activations
+from nimblec.optimize.fuse.linears import join_linears
+from nimblec.optimize.layout import aligned_weights
+from nimblec.optimize.layout.aligned_weights import align_weights
 
 GENERATOR = torch.Generator().manual_seed(0)
 X = torch.randn(6, 8, generator=GENERATOR)

@@ -17,7 +17,7 @@ from nimblec.errors import UnsupportedModelError
 from nimblec.frontend.aten_graph import trace
 from nimblec.frontend.onnx import import_model
 from nimblec.optimize import optimize
-from nimblec.optimize.precision import cast
+from nimblec.optimize.precision.cast import cast
 
 aten = torch.ops.aten
 

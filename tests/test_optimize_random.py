@@ -9,10 +9,10 @@ from rewriting import assert_same, check, record, rewritten
 from torch import Tensor, fx
 
 from nimblec.optimize import optimize
-from nimblec.optimize.bias import free_biases
-from nimblec.optimize.cudnn import fuse_convolutions
-from nimblec.optimize.layout import propagate_channels_last
-from nimblec.optimize.regions import extract, partition, replace
+from nimblec.optimize.fuse.convolutions import fuse_convolutions
+from nimblec.optimize.layout.channels_last import propagate_channels_last
+from nimblec.optimize.regions.biases import free_biases
+from nimblec.optimize.regions.partition import extract, partition, replace
 
 CHANNELS = 4
 X = torch.randn(2, CHANNELS, 6, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

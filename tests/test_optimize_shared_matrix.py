@@ -15,8 +15,8 @@ from nimblec.frontend.aten_graph import trace
 from nimblec.graph.rewriter import Rewriter, fake
 from nimblec.graph.views import is_view
 from nimblec.optimize import optimize
+from nimblec.optimize.fuse.shared_matrix import join_batches
 from nimblec.optimize.own_kernels import requests
-from nimblec.optimize.shared_matrix import join_batches
 
 HALF = (torch.float16, torch.bfloat16)
 

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from nimblec.kernels.shapes import Tiling
 from nimblec.optimize import optimize
-from nimblec.optimize.layout import propagate_channels_last
+from nimblec.optimize.layout.channels_last import propagate_channels_last
 from nimblec.optimize.own_kernels import requests, use_own_kernels
 from nimblec.optimize.own_siblings import join_siblings
 

@@ -15,9 +15,9 @@ from nimblec.frontend.aten_graph import trace
 from nimblec.graph.rewriter import fake
 from nimblec.graph.views import is_view
 from nimblec.optimize import optimize
+from nimblec.optimize.layout.transposed import block_transposed_convolutions
 from nimblec.optimize.own_kernels import requests
-from nimblec.optimize.regions import extract, partition, replace
-from nimblec.optimize.transposed import spread_pixels
+from nimblec.optimize.regions.partition import extract, partition, replace
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -66,7 +66,7 @@ def test_any_block(
         return torch.conv_transpose2d(x.clone(memory_format=order), weight, bias, kernel)
 
     before = record(model, x)
-    after = rewritten(before, spread_pixels)
+    after = rewritten(before, block_transposed_convolutions)
     convolution = _convolution(after)
     assert fake(convolution).shape == (batch, channels * kernel[0] * kernel[1], *size)
     assert fake(convolution.args[1]).shape[2:] == (1, 1)
@@ -83,7 +83,7 @@ def test_each_number_goes_where_it_went(channels_last: bool) -> None:
     weight, bias = torch.arange(1.0, 49).reshape(2, 4, 2, 3), torch.arange(4.0) * 1000
     x = torch.arange(12.0).reshape(1, 2, 2, 3)
     before = record(lambda x: torch.conv_transpose2d(x.clone(memory_format=order), weight, bias, (2, 3)), x)
-    after = rewritten(before, spread_pixels)
+    after = rewritten(before, block_transposed_convolutions)
     assert counts(after)["clone"] == counts(before)["clone"] + 1
     assert_same(before, after, x, rtol=0)
 
@@ -92,7 +92,7 @@ def test_one_pixel_makes_one_block_whatever_the_stride() -> None:
     """As the first layer of a DCGAN (Radford et al. 2016)."""
     x = X[:, :, :1, :1]
     before = record(lambda x: torch.conv_transpose2d(x, _weight(4, 3, 4, 4), stride=1), x)
-    after = rewritten(before, spread_pixels)
+    after = rewritten(before, block_transposed_convolutions)
     assert fake(_convolution(after)).shape == (2, 48, 1, 1)
     assert_same(before, after, x)
 
@@ -118,7 +118,7 @@ def test_one_pixel_makes_one_block_whatever_the_stride() -> None:
 )
 def test_what_makes_no_blocks_stays(convolve: Callable[[Tensor], Tensor]) -> None:
     before = record(convolve, X)
-    after = rewritten(before, spread_pixels)
+    after = rewritten(before, block_transposed_convolutions)
     assert counts(after) == counts(before)
     assert_same(before, after, X)
 

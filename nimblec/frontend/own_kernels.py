@@ -5,7 +5,7 @@ from dataclasses import replace
 from nimblec.frontend.pytorch import TorchModel
 from nimblec.graph.rewriter import copied
 from nimblec.optimize import own_norms
-from nimblec.optimize.layout import lay_float32_channels_last
+from nimblec.optimize.layout.channels_last import lay_float32_channels_last
 from nimblec.optimize.own_attention import select_own_attention
 from nimblec.optimize.own_concatenation import place_parts
 from nimblec.optimize.own_kernels_choice import select_own_kernels

@@ -25,8 +25,8 @@ def flattened(model: TorchModel) -> TorchModel:
 def in_precision(model: TorchModel, dtype: torch.dtype) -> TorchModel:
     """A flat model computed in ``dtype`` where it is in float32; its inputs and outputs stay as they are."""
     from nimblec.graph.rewriter import copied
-    from nimblec.optimize.precision import cast
-    from nimblec.optimize.recurrent import pack_recurrent_weights
+    from nimblec.optimize.layout.recurrent import pack_recurrent_weights
+    from nimblec.optimize.precision.cast import cast
 
     module = copied(model.module)
     cast(module, dtype)
@@ -43,7 +43,7 @@ def optimized(model: TorchModel, dtype: torch.dtype | None = None) -> TorchModel
 
 def fused(model: TorchModel, *, at_any_cost: bool = True) -> TorchModel:
     """An optimised model with generated kernels for what lies between library calls."""
-    from nimblec.optimize.fusion import compile_regions
+    from nimblec.optimize.regions.compile import compile_regions
 
     return replace(model, module=compile_regions(model.module, at_any_cost=at_any_cost))
 

@@ -5,26 +5,26 @@ from torch import fx
 
 from nimblec.graph.outputs import output_strides, restore_strides, separate_outputs
 from nimblec.graph.rewriter import Rewriter, copied
-from nimblec.optimize.activation import fuse_activations
-from nimblec.optimize.aligned_weights import align_weights
-from nimblec.optimize.attention import fuse_attention
-from nimblec.optimize.batch_norm import fold_batch_norm
-from nimblec.optimize.branches import join_branches
-from nimblec.optimize.constant_masks import state_masks
-from nimblec.optimize.copies import drop_copies
-from nimblec.optimize.cudnn import fuse_convolutions
-from nimblec.optimize.folding import fill_empty, fold_constants
-from nimblec.optimize.gelu import recognize_gelu
-from nimblec.optimize.layout import lay_contiguous, propagate_channels_last
-from nimblec.optimize.numbers import inline_numbers
-from nimblec.optimize.pointwise import linear_convolutions
-from nimblec.optimize.precision import cast
-from nimblec.optimize.recurrent import pack_recurrent_weights
-from nimblec.optimize.shared_matrix import join_batches
-from nimblec.optimize.side_by_side import join_linears
-from nimblec.optimize.simplify import simplify
-from nimblec.optimize.subexpressions import merge_equal_calls
-from nimblec.optimize.transposed import spread_pixels
+from nimblec.graph.simplify import simplify
+from nimblec.optimize.canonical.attention_masks import canonicalize_masks
+from nimblec.optimize.canonical.copies import drop_copies
+from nimblec.optimize.canonical.folding import fill_empty, fold_constants
+from nimblec.optimize.canonical.gelu import recognize_gelu
+from nimblec.optimize.canonical.numbers import inline_numbers
+from nimblec.optimize.canonical.subexpressions import merge_equal_calls
+from nimblec.optimize.fuse.activations import fuse_activations
+from nimblec.optimize.fuse.attention import fuse_attention
+from nimblec.optimize.fuse.batch_norm import fold_batch_norm
+from nimblec.optimize.fuse.branches import join_branches
+from nimblec.optimize.fuse.convolutions import fuse_convolutions
+from nimblec.optimize.fuse.linears import join_linears
+from nimblec.optimize.fuse.pointwise import linear_convolutions
+from nimblec.optimize.fuse.shared_matrix import join_batches
+from nimblec.optimize.layout.aligned_weights import align_weights
+from nimblec.optimize.layout.channels_last import lay_contiguous, propagate_channels_last
+from nimblec.optimize.layout.recurrent import pack_recurrent_weights
+from nimblec.optimize.layout.transposed import block_transposed_convolutions
+from nimblec.optimize.precision.cast import cast
 
 ALWAYS = (
     fill_empty,
@@ -37,14 +37,14 @@ ALWAYS = (
     fold_batch_norm,
     join_branches,
     fuse_attention,
-    state_masks,
+    canonicalize_masks,
     simplify,
     drop_copies,
 )
 ON_CUDA = (
     linear_convolutions,
     propagate_channels_last,
-    spread_pixels,
+    block_transposed_convolutions,
     fuse_convolutions,
     fuse_activations,
     join_linears,

@@ -9,6 +9,7 @@ from torch import Tensor, fx
 
 from nimblec.graph.outputs import output_strides, restore_strides, separate_outputs
 from nimblec.graph.rewriter import Rewriter, bound, fake, is_call
+from nimblec.graph.simplify import simplify
 from nimblec.graph.vocabulary import ATTENTION, BY_STRIDE, DTYPES, RESHAPES
 from nimblec.kernels.attention import (
     Attention,
@@ -23,7 +24,6 @@ from nimblec.kernels.choosing import Choice
 from nimblec.kernels.compiling import Job
 from nimblec.kernels.launching import Trigger
 from nimblec.optimize.own_selection import HOPPER, Call, TilingSelector, Times, dtype_name
-from nimblec.optimize.simplify import simplify
 
 aten = torch.ops.aten
 

@@ -16,7 +16,7 @@ ALIGNMENT = 16
 """Elements that each row of a mask must begin at a multiple of, or CUDA copies the mask at every call."""
 
 
-def state_masks(module: fx.GraphModule) -> None:
+def canonicalize_masks(module: fx.GraphModule) -> None:
     """A mask that hides nothing goes, a causal one is said by a flag, another boolean one is added.
 
     On CUDA, boolean masks are made over into added ones by three kernels at each call. Masks are

@@ -16,7 +16,7 @@ from nimblec.graph.affine import read_affine
 from nimblec.graph.rewriter import Rewriter, bound, fake, is_call, only_user
 from nimblec.graph.vocabulary import CONVOLUTION
 from nimblec.graph.weights import Weights, constant_weights, rounded_weights
-from nimblec.optimize.batch_norm import fold_batch_norm
+from nimblec.optimize.fuse.batch_norm import fold_batch_norm
 
 aten = torch.ops.aten
 

@@ -20,7 +20,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from nimblec.graph.rewriter import fake
 from nimblec.graph.views import is_view, telling_strides
-from nimblec.optimize.regions import Extract
+from nimblec.optimize.regions.partition import Extract
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, while it imports itself

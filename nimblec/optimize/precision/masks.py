@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from nimblec.graph.rewriter import bound, is_call, views
-from nimblec.optimize import autocast
+from nimblec.optimize.precision import autocast
 
 aten = torch.ops.aten
 

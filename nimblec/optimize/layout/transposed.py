@@ -10,7 +10,7 @@ from nimblec.graph.vocabulary import CONVOLUTION, DTYPES
 aten = torch.ops.aten
 
 
-def spread_pixels(module: fx.GraphModule) -> None:
+def block_transposed_convolutions(module: fx.GraphModule) -> None:
     """Transposed convolutions that make a block of each pixel become convolutions of pixels, and one copy.
 
     The library computes them as the gradient of a convolution, by slow kernels whose result must be

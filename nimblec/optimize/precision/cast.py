@@ -1,6 +1,6 @@
 """A float32 model computed in half precision, between inputs and outputs that stay as they were.
 
-What runs in which precision follows torch.autocast (`nimblec.optimize.autocast`). Calls on none of
+What runs in which precision follows torch.autocast (`nimblec.optimize.precision.autocast`). Calls on none of
 its lists run in half precision where their arguments are in it. A result of the float32 list stays
 in float32 through the calls after it (a hand-written softmax or RMSNorm) until a matrix product, a
 bounded function, or a call that joins it with half precision: that call still computes in float32,
@@ -23,8 +23,8 @@ from nimblec.errors import UnsupportedModelError
 from nimblec.graph.definitions import DEFINITIONS
 from nimblec.graph.outputs import output_strides, restore_strides
 from nimblec.graph.rewriter import Rewriter, fake, is_call, views
-from nimblec.optimize import autocast
-from nimblec.optimize.masks import added_to_scores
+from nimblec.optimize.precision import autocast
+from nimblec.optimize.precision.masks import added_to_scores
 
 aten = torch.ops.aten
 

@@ -5,9 +5,9 @@ from torch import fx
 from nimblec.graph.fusible import is_one_launch
 from nimblec.graph.rewriter import Rewriter, copied, fake
 from nimblec.kernels import triton_start
-from nimblec.optimize.bias import free_biases
-from nimblec.optimize.grouped import lay_groups_contiguous
-from nimblec.optimize.regions import Region, extract, partition, replace
+from nimblec.optimize.layout.groups import lay_groups_contiguous
+from nimblec.optimize.regions.biases import free_biases
+from nimblec.optimize.regions.partition import Region, extract, partition, replace
 
 
 def compile_regions(module: fx.GraphModule, *, at_any_cost: bool = True) -> fx.GraphModule:
@@ -25,7 +25,7 @@ def compile_regions(module: fx.GraphModule, *, at_any_cost: bool = True) -> fx.G
         extracts = [extract(region) for region in regions]
         if fake(extracts[0].outputs[0]).is_cuda:
             triton_start.begin()
-        from nimblec.optimize import inductor  # takes seconds
+        from nimblec.optimize.regions import inductor  # takes seconds
 
         replace(result, inductor.ops(extracts))
     Rewriter(result).finish()

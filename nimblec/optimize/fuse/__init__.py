@@ -1,0 +1,1 @@
+"""Fewer calls: what one call of a library computes as well."""

@@ -1,0 +1,1 @@
+"""Graphs in float32 computed in half precision."""

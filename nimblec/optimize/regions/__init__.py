@@ -1,0 +1,1 @@
+"""What lies between the calls of libraries, as generated kernels."""
