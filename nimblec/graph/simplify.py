@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from nimblec.graph.rewriter import Rewriter, fake, is_call
+from nimblec.graph.rewriter import Rewriter, argument, fake, is_call
 from nimblec.graph.views import permutation, telling_strides
 from nimblec.graph.vocabulary import RESHAPES, TRANSPOSES
 
@@ -27,15 +27,15 @@ def simplify(module: fx.GraphModule) -> None:
             _transpose(rewriter, node)
         elif is_call(node, aten.convolution.default):
             _spell_out(node)
-        elif is_call(node, *_EXPAND, *_COPIES) and _is_same(node, node.args[0]):
-            rewriter.replace(node, node.args[0])
+        elif is_call(node, *_EXPAND, *_COPIES) and _is_same(node, argument(node, 0)):
+            rewriter.replace(node, argument(node, 0))
     rewriter.finish()
 
 
 def _reshape(rewriter: Rewriter, node: fx.Node) -> None:
-    source = node.args[0]
+    source = argument(node, 0)
     if is_call(source, *RESHAPES):
-        source = source.args[0]
+        source = argument(source, 0)
     if fake(source).shape == fake(node).shape:
         rewriter.replace(node, source)
     elif source is not node.args[0] or node.target is not aten.reshape.default:
@@ -45,11 +45,11 @@ def _reshape(rewriter: Rewriter, node: fx.Node) -> None:
 
 def _transpose(rewriter: Rewriter, node: fx.Node) -> None:
     order = permutation(node)
-    source = node.args[0]
+    source = argument(node, 0)
     joined = is_call(source, *TRANSPOSES)
     if joined:
         order = [permutation(source)[axis] for axis in order]
-        source = source.args[0]
+        source = argument(source, 0)
     shape = fake(source).shape
     moved = [axis for axis in order if shape[axis] != 1]
     if order == sorted(order):
@@ -65,9 +65,9 @@ def _transpose(rewriter: Rewriter, node: fx.Node) -> None:
 def _spell_out(node: fx.Node) -> None:
     """Strides, padding and dilation of a convolution may be one number for all axes of the image."""
     for place in _GEOMETRY:
-        numbers = node.args[place]
+        numbers = argument(node, place)
         if isinstance(numbers, Sequence) and len(numbers) == 1:
-            node.update_arg(place, [*numbers] * (fake(node.args[1]).dim() - 2))  # type: ignore[arg-type]
+            node.update_arg(place, [*numbers] * (fake(argument(node, 1)).dim() - 2))
 
 
 def _is_same(node: fx.Node, source: fx.Node) -> bool:
