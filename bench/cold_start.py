@@ -31,7 +31,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 
 _TORCH = """
 import resource, sys, numpy as np, torch
-from nimblec.frontend.torch_sources import import_callable
+from nimblec.frontend.pytorch.sources import import_callable
 module, (example,), _ = import_callable(sys.argv[1])
 module = module.cuda()
 x = torch.from_numpy(np.load(sys.argv[2])).cuda()

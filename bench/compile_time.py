@@ -22,7 +22,7 @@ RESULTS = Path(__file__).parent / "results" / "h200" / "compile_time.json"
 
 _EXPORT = """
 import sys, torch
-from nimblec.frontend.torch_sources import import_callable
+from nimblec.frontend.pytorch.sources import import_callable
 module, inputs, _ = import_callable(sys.argv[1])
 torch.onnx.export(module, inputs, sys.argv[2], dynamo=False)
 """

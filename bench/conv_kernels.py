@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from bench.conv_networks import MODELS, Call
 from bench.environment import describe
-from nimblec.frontend.pytorch import set_arithmetic
+from nimblec.frontend.pytorch.model import set_arithmetic
 from nimblec.kernels import ops
 from nimblec.kernels.candidates import candidates
 from nimblec.kernels.choosing import Choice, choose

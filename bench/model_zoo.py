@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 
 from bench import environment
 from nimblec.errors import CompileError
-from nimblec.frontend.pytorch import place, set_arithmetic
+from nimblec.frontend.pytorch.model import place, set_arithmetic
 from nimblec.frontend.rewritten import flattened
 from nimblec.graph.definitions import Interpreter
 from nimblec.graph.rewriter import copied

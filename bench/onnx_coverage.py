@@ -63,7 +63,7 @@ class Result:
 
 def run_aten(model: ModelProto, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Import a model and run its ATen calls with torch."""
-    from nimblec.frontend.onnx import import_model
+    from nimblec.frontend.onnx.importer import import_model
 
     module = import_model(model).module
     return [_to_array(tensor) for tensor in module(*(_to_tensor(array) for array in inputs))]
@@ -73,7 +73,7 @@ def run_optimized(model: ModelProto, inputs: Sequence[np.ndarray]) -> list[np.nd
     """Import a model, rewrite its calls as ``-O1`` does for a GPU, and run them with torch on the CPU."""
     import torch
 
-    from nimblec.frontend.onnx import import_model
+    from nimblec.frontend.onnx.importer import import_model
     from nimblec.graph.definitions import Interpreter
     from nimblec.optimize import optimize
 
@@ -86,7 +86,7 @@ def run_fused(model: ModelProto, inputs: Sequence[np.ndarray]) -> list[np.ndarra
     """The same with regions compiled by Inductor, all of it on the GPU where there is one."""
     import torch
 
-    from nimblec.frontend.onnx import import_model
+    from nimblec.frontend.onnx.importer import import_model
     from nimblec.optimize import optimize
     from nimblec.optimize.regions.compile import compile_regions
 

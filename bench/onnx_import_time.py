@@ -21,7 +21,7 @@ if importlib.util.find_spec("nimblec") is None:
     root = Path(__file__).resolve().parents[1]
     sys.path[:0] = [str(root), str(root / "runtime")]
 
-from nimblec.frontend.onnx import import_model
+from nimblec.frontend.onnx.importer import import_model
 
 RESULTS = Path(__file__).parent / "results" / "cpu" / "onnx_import_time.json"
 

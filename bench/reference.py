@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-from nimblec.frontend.pytorch import set_arithmetic
-from nimblec.frontend.torch_sources import import_callable
+from nimblec.frontend.pytorch.model import set_arithmetic
+from nimblec.frontend.pytorch.sources import import_callable
 from nimblert.dtypes import numpy_dtype
 
 _SEED = 0  # of nimblec's capture, so that its plan holds the same weights

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from bench import clocks, reference
 from bench.turns import Turn
-from nimblec.frontend.pytorch import set_arithmetic
+from nimblec.frontend.pytorch.model import set_arithmetic
 from nimblec.gpu_turn import timing_alone
 
 COMPILED = {

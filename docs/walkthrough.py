@@ -23,7 +23,7 @@ from plan_bytes import Lines, columns
 from nimblec import verification
 from nimblec.cpu import capture
 from nimblec.cpu.compile import run_reference
-from nimblec.frontend import onnx_file
+from nimblec.frontend.onnx import model_file
 from nimblec.inspection import pointer_text, shape_text
 from nimblec.ir import BufferKind, Graph
 from nimblec.lean import LeanProcess
@@ -70,14 +70,14 @@ def read() -> tuple[onnx.ModelProto, Lines]:
     def lines() -> Lines:
         opsets = ", ".join(f"opset {entry.version} of {entry.domain or 'ai.onnx'}" for entry in model.opset_import)
         yield f"{MODEL.name}: {len(model.graph.node)} nodes, {opsets}"
-        yield from (f"input {t.name}: {shape_text(t.dtype, _static(t))}" for t in onnx_file.inputs(model))
-        yield from (f"output {t.name}" for t in onnx_file.outputs(model))
+        yield from (f"input {t.name}: {shape_text(t.dtype, _static(t))}" for t in model_file.inputs(model))
+        yield from (f"output {t.name}" for t in model_file.outputs(model))
         yield f"operators: {' '.join(node.op_type for node in model.graph.node)}"
 
     return model, lines()
 
 
-def _static(tensor: onnx_file.ModelTensor) -> tuple[int, ...]:
+def _static(tensor: model_file.ModelTensor) -> tuple[int, ...]:
     assert tensor.shape is not None
     return tuple(size for size in tensor.shape if size is not None)
 

@@ -6,7 +6,7 @@ import numpy as np
 from onnx import ModelProto, NodeProto, OperatorSetIdProto, TensorProto, ValueInfoProto, numpy_helper
 
 from nimblec.cpu.constants import TensorType, external
-from nimblec.frontend import onnx_file
+from nimblec.frontend.onnx import model_file
 from nimblert.onnx_rules import NCHWC_DOMAIN, ORIGIN
 from nimblert.onnx_session import nchwc_block_size
 from nimblert.plan import (
@@ -58,7 +58,7 @@ def model_of(
 def _declare(value: ValueInfoProto, name: str, tensor_type: TensorType) -> None:
     value.name = name
     tensor = value.type.tensor_type
-    tensor.elem_type = onnx_file.element_type(tensor_type.dtype) if tensor_type.dtype else TensorProto.UNDEFINED
+    tensor.elem_type = model_file.element_type(tensor_type.dtype) if tensor_type.dtype else TensorProto.UNDEFINED
     tensor.shape.SetInParent()
     for size in tensor_type.shape:
         tensor.shape.dim.add().dim_value = size

@@ -9,7 +9,7 @@ import numpy as np
 
 from nimblec.cpu.reference import read_nodes, run_reference, run_values
 from nimblec.difference import difference
-from nimblec.frontend import onnx_file, onnx_nodes, onnx_shapes
+from nimblec.frontend.onnx import model_file, model_nodes, model_shapes
 from nimblec.node_values import NodeComparison, compare_nodes
 from nimblec.options import InputSpec
 from nimblec.verification import Check, Result, check_name
@@ -43,7 +43,7 @@ def compare(path: Path, against: Against) -> Iterator[Check]:
     here, CompileError where the model cannot be read or run.
     """
     plan = container.read(path)
-    model = onnx_file.load(against.model, external_data=False)
+    model = model_file.load(against.model, external_data=False)
     for program in _of_entry(path, plan, against.entry):
         for problem in _misfits(program, model):
             raise PlanError(f"{path}: is not of the model {against.model}: {problem}")
@@ -65,9 +65,9 @@ def _of_entry(path: Path, plan: Plan, entry: str | None) -> tuple[Program, ...]:
 def _compare(plan: Plan, executable: Executable, model: "ModelProto", against: Against) -> Iterator[Check]:
     program, folder = executable.program, against.model.parent
     specs = [InputSpec(name=t.name, shape=t.shape, dtype=t.dtype) for t in program.inputs]
-    fixed = onnx_shapes.fix_shapes(model, specs)
+    fixed = model_shapes.fix_shapes(model, specs)
     nodes = read_nodes(fixed)
-    onnx_nodes.clear_repeated_names(fixed)
+    model_nodes.clear_repeated_names(fixed)
     inputs = golden.draw_inputs(program, against.seed)
     names = [value.name for value in fixed.graph.output]
     expected = dict(zip(names, run_reference(fixed, folder, inputs), strict=True))
@@ -118,7 +118,7 @@ def _describe(compared: NodeComparison, tolerance: float) -> Iterator[str]:
 
 def _misfits(program: Program, model: "ModelProto") -> Iterator[str]:
     """What speaks against a plan's being made from a model."""
-    inputs = {tensor.name: tensor for tensor in onnx_file.inputs(model)}
+    inputs = {tensor.name: tensor for tensor in model_file.inputs(model)}
     if {tensor.name for tensor in program.inputs} != set(inputs):
         yield f"its inputs are {_names(t.name for t in program.inputs)}, the model's {_names(inputs)}"
         return

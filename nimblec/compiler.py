@@ -97,7 +97,7 @@ def _compile(target: Target, source: Source, options: Options, output: Path, obs
 
         notes: tuple[str, ...] = ()
         if source.live is not None:
-            from nimblec.frontend.handover import hand_over  # brings in torch
+            from nimblec.frontend.pytorch.handover import hand_over  # brings in torch
 
             with stage(observer, "export"):
                 source, notes = hand_over(source, options, output.parent)

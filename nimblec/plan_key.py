@@ -99,7 +99,7 @@ def _files(source: Source) -> dict[str, Path]:
     _status(path)  # a pipe is refused before anything reads it
     if source.kind != "onnx":
         return {"": path}
-    from nimblec.frontend.external_data import data_files  # brings in onnx
+    from nimblec.frontend.onnx.external_data import data_files  # brings in onnx
 
     return {"": path} | {str(name): path.parent / name for name in data_files(path)}
 

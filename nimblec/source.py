@@ -54,7 +54,7 @@ def find_source(model: Any, example_inputs: Any, kwargs: Any, folder: Path) -> S
         return _find_named(os.fspath(model))
     onnx = sys.modules.get("onnx")  # imported by whoever holds a model of it
     if isinstance(model, bytes | bytearray | memoryview) or (onnx and isinstance(model, onnx.ModelProto)):
-        from nimblec.frontend.onnx_memory import write
+        from nimblec.frontend.onnx.memory import write
 
         return Source(kind="onnx", model=str(write(model, folder)))
     raise ArgumentError(f"the model is of type {type(model).__name__}: expected {TAKES}")
@@ -87,13 +87,13 @@ def _live(model: Any, example_inputs: Any, kwargs: Any) -> LiveModel:
     """A callable that can be exported, with its arguments checked as far as it goes without a run."""
     if isinstance(model, type):
         raise ArgumentError(f"the model is the class {model.__name__}: expected an instance of it")
-    from nimblec.frontend import torch_objects  # brings in torch, which whoever holds a model of it has
+    from nimblec.frontend.pytorch import objects  # brings in torch, which whoever holds a model of it has
 
-    torch_objects.refuse_script(model)
+    objects.refuse_script(model)
     if kwargs is not None and not (isinstance(kwargs, Mapping) and all(isinstance(name, str) for name in kwargs)):
         raise ArgumentError(f"kwargs: got {type(kwargs).__name__}, expected a dict of keyword arguments by name")
-    args = None if example_inputs is None else torch_objects.positional(example_inputs)
-    if args is None and not kwargs and not torch_objects.is_exported(model):
+    args = None if example_inputs is None else objects.positional(example_inputs)
+    if args is None and not kwargs and not objects.is_exported(model):
         raise ArgumentError(
             "example_inputs: a module or a function needs the arguments of one call: compile(module, (x,)), or "
             "compile(module, kwargs={'x': x})"

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
-from nimblec.frontend.pytorch import set_arithmetic
+from nimblec.frontend.pytorch.model import set_arithmetic
 from nimblec.options import Precision
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from nimblec.frontend.aten_graph import trace
+from nimblec.frontend.pytorch.aten_graph import trace
 from nimblec.frontend.recorder import Recorder
 from nimblec.graph.definitions import Interpreter
 from nimblec.graph.rewriter import Rewriter

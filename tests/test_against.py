@@ -14,7 +14,7 @@ from onnx import TensorProto, helper
 import nimblec
 from nimblec.cpu.reference import read_nodes, run_values
 from nimblec.difference import difference, same_numbers
-from nimblec.frontend import onnx_file, onnx_nodes
+from nimblec.frontend.onnx import model_file, model_nodes
 from nimblec.node_values import compare_nodes
 from nimblert import container, executable, golden
 from nimblert.plan import Plan, Target
@@ -173,9 +173,9 @@ def test_a_node_in_blocks_is_told_from_a_wrong_one(plan: Path, model: Path) -> N
 
 
 def compare(plan: Plan, path: Path, tolerance: float = 1e-4) -> object:
-    model = onnx_file.load(path)
+    model = model_file.load(path)
     nodes = read_nodes(model)
-    onnx_nodes.clear_repeated_names(model)
+    model_nodes.clear_repeated_names(model)
     with executable.load(plan) as loaded:
         inputs = golden.draw_inputs(loaded.program, 0)
         return compare_nodes(loaded, inputs, nodes, run_values(model, path.parent, inputs), tolerance)
@@ -209,7 +209,7 @@ def test_plans_of_the_gpu_name_nodes_by_operator_and_name(tmp_path: Path) -> Non
     ops = (replace(sine, source="Sin 's'"), replace(cosine, source="Cos '-> y'"))
     described = replace(plan, programs=(replace(plan.programs[0], ops=ops),))
     assert compare(described, path).agreeing == 0  # a plan of the CPU names them otherwise
-    model = onnx_file.load(path)
+    model = model_file.load(path)
     with executable.load(described) as loaded:
         loaded.plan = replace(described, target=Target.CUDA)
         inputs = golden.draw_inputs(loaded.program, 0)

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from nimblec.errors import TraceError, UnsupportedModelError
-from nimblec.frontend.aten_graph import trace
+from nimblec.frontend.pytorch.aten_graph import trace
 
 
 def _compare(module: nn.Module, *args: Any, **kwargs: Any) -> fx.GraphModule:

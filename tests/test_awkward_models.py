@@ -8,9 +8,9 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from bench.model_zoo import with_own_kernels
-from nimblec.frontend import aten_graph
-from nimblec.frontend.aten_graph import trace
-from nimblec.frontend.pytorch import TorchModel, place
+from nimblec.frontend.pytorch import aten_graph
+from nimblec.frontend.pytorch.aten_graph import trace
+from nimblec.frontend.pytorch.model import TorchModel, place
 from nimblec.frontend.rewritten import flattened
 from nimblec.graph.definitions import Interpreter
 from nimblec.optimize import optimize

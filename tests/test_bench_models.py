@@ -8,7 +8,7 @@ import torch
 from bench import peers, schedules
 from bench.models.batch_statistics import settled
 from bench.models.unet import UNet
-from nimblec.frontend.torch_sources import import_callable
+from nimblec.frontend.pytorch.sources import import_callable
 
 PACKAGES = {
     **dict.fromkeys(("bert_base", "gpt2", "t5_encoder"), "transformers"),

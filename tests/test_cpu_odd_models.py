@@ -9,7 +9,7 @@ from cpu_plans import Value, assert_same, floats, plan_file, run_plan, write_mod
 from onnx import TensorProto, helper
 
 from nimblec.errors import CompileError, UnsupportedModelError
-from nimblec.frontend import onnx_file
+from nimblec.frontend.onnx import model_file
 from nimblec.options import InputSpec
 from nimblert import verify
 from nimblert.errors import DeviceMismatchError
@@ -347,8 +347,8 @@ def test_a_shape_that_no_process_can_address(path: Path, shape: tuple[int, ...])
 
 
 def test_an_opset_that_onnx_runtime_does_not_know(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(onnx_file, "_check_opsets", lambda _model: None)  # as an onnx that is newer would
-    monkeypatch.setattr(onnx_file, "check_operators", lambda _model: None)
+    monkeypatch.setattr(model_file, "_check_opsets", lambda _model: None)  # as an onnx that is newer would
+    monkeypatch.setattr(model_file, "check_operators", lambda _model: None)
     write_model(path, [node("Relu", ["x"], ["y"])], [floats("x", 2)], [floats("y", 2)], opset=99)
     sentence = r"ONNX Runtime \S+ refuses the model: it knows opsets of ai\.onnx up to \d+: export it for that one$"
     with pytest.raises(UnsupportedModelError, match=sentence):

@@ -17,8 +17,8 @@ import torch
 from command_line import CommandLine
 
 from nimblec.errors import CompileError
-from nimblec.frontend.exported_program import load_exported
-from nimblec.frontend.size_expression import check_expression
+from nimblec.frontend.pytorch.exported_program import load_exported
+from nimblec.frontend.pytorch.size_expression import check_expression
 
 
 class Model(torch.nn.Module):

@@ -4,7 +4,7 @@ import torch
 from families.bert import Bert
 from rewriting import counts, run
 
-from nimblec.frontend.aten_graph import trace
+from nimblec.frontend.pytorch.aten_graph import trace
 from nimblec.kernels.attention import AttentionTiling
 from nimblec.kernels.shapes import Tiling
 from nimblec.optimize import optimize

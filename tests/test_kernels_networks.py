@@ -8,7 +8,7 @@ from rewriting import DenseNet, assert_same, counts, randomize, rewritten
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
-from nimblec.frontend.aten_graph import trace
+from nimblec.frontend.pytorch.aten_graph import trace
 from nimblec.graph.definitions import DEFINITIONS
 from nimblec.optimize import optimize
 from nimblec.optimize.own_kernels import Request, requests, use_own_kernels

@@ -9,7 +9,7 @@ from rewriting import assert_same, counts, record, rewritten, run
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
-from nimblec.frontend.aten_graph import trace
+from nimblec.frontend.pytorch.aten_graph import trace
 from nimblec.kernels.depthwise import DepthwiseTiling, depthwise
 from nimblec.kernels.ops import convolution, linear
 from nimblec.kernels.shapes import Tiling

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import nimblec
-from nimblec.frontend import torch_sources
-from nimblec.frontend.handover import hand_over
+from nimblec.frontend.pytorch import sources
+from nimblec.frontend.pytorch.handover import hand_over
 from nimblec.options import Options, read_options
 from nimblec.source import LiveModel, Source, find_source
 from nimblert import executable
@@ -58,7 +58,7 @@ def handed(model: Any, folder: Path, *args: Any, **kwargs: Any) -> tuple[Any, tu
     """What the capture process gets: the call that it loads, and the notes."""
     source, notes = hand_over(live(model, *args, **kwargs), Options(), folder)
     assert source.kind == "exported"
-    return torch_sources.load(source, Options()), notes
+    return sources.load(source, Options()), notes
 
 
 @pytest.mark.parametrize("build", [Forgetful, WithLambda])
@@ -305,7 +305,7 @@ def test_sizes_that_do_not_fit(
     source = find_source(dynamic, None, None, tmp_path)
     given = {"dims": {_symbol(dynamic): 3}} if "z" in options.get("inputs", {}) else {}
     with pytest.raises(nimblec.CompileError, match=sentence):
-        torch_sources.load(source, read_options(**given, **options))
+        sources.load(source, read_options(**given, **options))
 
 
 def test_a_program_without_example_inputs_gets_zeros(dynamic: torch.export.ExportedProgram, tmp_path: Path) -> None:
@@ -314,7 +314,7 @@ def test_a_program_without_example_inputs_gets_zeros(dynamic: torch.export.Expor
     program = torch.export.load(path)
     program._example_inputs = None
     source = Source(kind="live", live=LiveModel(model=program, args=None))
-    call = torch_sources.load(source, Options(dims=((_symbol(program), 6),)))
+    call = sources.load(source, Options(dims=((_symbol(program), 6),)))
     assert {name: tuple(tensor.shape) for name, tensor in call.inputs} == {"x": (6, 3), "more.y": (6, 3)}
     assert call.args[2] == 5
     assert call.notes[0] == f"the ExportedProgram is dynamic, and the plan is for {_symbol(program)} = 6 alone"

@@ -7,7 +7,7 @@ import torch
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 from nimblec.errors import UnsupportedModelError
-from nimblec.frontend.onnx import import_model
+from nimblec.frontend.onnx.importer import import_model
 
 BRANCHES = """
     y = If (c) <

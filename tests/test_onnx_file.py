@@ -9,8 +9,8 @@ from cpu_plans import floats, write_model
 from onnx import ModelProto, TensorProto, helper
 
 from nimblec.errors import CompileError, UnsupportedModelError
-from nimblec.frontend import onnx_file, onnx_shapes
-from nimblec.frontend.onnx_file import ModelTensor
+from nimblec.frontend.onnx import model_file, model_shapes
+from nimblec.frontend.onnx.model_file import ModelTensor
 from nimblec.options import InputSpec
 from nimblert.plan import ITEM_NBYTES
 
@@ -31,17 +31,17 @@ def image_model(path: Path) -> ModelProto:
         [floats("y", "batch", 3, "height", 8)],
         constants={"w": np.ones(8, np.float32)},
     )
-    return onnx_file.load(path)
+    return model_file.load(path)
 
 
 def test_a_missing_file(path: Path) -> None:
     with pytest.raises(CompileError, match=r"model\.onnx: no such file"):
-        onnx_file.load(path)
+        model_file.load(path)
 
 
 def test_a_folder(tmp_path: Path) -> None:
     with pytest.raises(CompileError, match="cannot be read"):
-        onnx_file.load(tmp_path)
+        model_file.load(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_a_folder(tmp_path: Path) -> None:
 def test_what_is_not_an_onnx_file(path: Path, content: bytes) -> None:
     path.write_bytes(content)
     with pytest.raises(CompileError, match=r"model\.onnx: not an ONNX file"):
-        onnx_file.load(path)
+        model_file.load(path)
 
 
 def test_every_truncation_is_refused_or_says_what_is_missing(path: Path) -> None:
@@ -59,7 +59,7 @@ def test_every_truncation_is_refused_or_says_what_is_missing(path: Path) -> None
     for length in range(0, len(whole), 7):
         path.write_bytes(whole[:length])
         with pytest.raises(CompileError):
-            onnx_file.load(path)
+            model_file.load(path)
 
 
 def test_unknown_operators_are_listed_all(path: Path) -> None:
@@ -75,7 +75,7 @@ def test_unknown_operators_are_listed_all(path: Path) -> None:
     ]
     write_model(path, nodes, [floats("x", 2), ("k", TensorProto.BOOL, ())], [floats("y", 2)])
     with pytest.raises(UnsupportedModelError) as caught:
-        onnx_file.load(path)
+        model_file.load(path)
     message = str(caught.value)
     assert "node 'first': unknown operator Frobnicate (opset 18)" in message
     assert "node 'd': unknown operator my.ops.Mish2 (opset not imported)" in message
@@ -87,8 +87,8 @@ def test_unknown_operators_are_listed_all(path: Path) -> None:
 def test_an_operator_that_a_later_opset_brought_is_unknown_before(path: Path) -> None:
     nodes = [node("Gelu", ["x"], ["y"])]
     with pytest.raises(UnsupportedModelError, match=r"unknown operator Gelu \(opset 18\)"):
-        onnx_file.load(write_model(path, nodes, [floats("x", 2)], [floats("y", 2)], opset=18))
-    onnx_file.load(write_model(path, nodes, [floats("x", 2)], [floats("y", 2)], opset=20))
+        model_file.load(write_model(path, nodes, [floats("x", 2)], [floats("y", 2)], opset=18))
+    model_file.load(write_model(path, nodes, [floats("x", 2)], [floats("y", 2)], opset=20))
 
 
 def test_functions_of_the_model_are_known_and_their_bodies_checked(path: Path) -> None:
@@ -100,31 +100,31 @@ def test_functions_of_the_model_are_known_and_their_bodies_checked(path: Path) -
         )
 
     save("Relu")
-    onnx_file.load(path)
+    model_file.load(path)
     save("Frob")
     with pytest.raises(UnsupportedModelError, match="node 'inside': unknown operator Frob"):
-        onnx_file.load(path)
+        model_file.load(path)
 
 
 def test_signature(path: Path) -> None:
     model = image_model(path)
-    assert onnx_file.inputs(model) == (
+    assert model_file.inputs(model) == (
         ModelTensor(name="x", dtype="float32", shape=(None, 3, None, 8)),
         ModelTensor(name="z", dtype="float32", shape=(None, 3, None, 8)),
     )
-    assert [tensor.name for tensor in onnx_file.outputs(model)] == ["y"]
+    assert [tensor.name for tensor in model_file.outputs(model)] == ["y"]
 
 
 def test_every_dtype_of_a_plan_has_an_element_type() -> None:
     for name in ITEM_NBYTES:
-        assert onnx_file.dtype_name(onnx_file.element_type(name)) == name
-    assert onnx_file.dtype_name(TensorProto.STRING) is None
+        assert model_file.dtype_name(model_file.element_type(name)) == name
+    assert model_file.dtype_name(TensorProto.STRING) is None
 
 
 def test_a_dynamic_dimension_names_itself_and_the_flag(path: Path) -> None:
     write_model(path, [node("Relu", ["x"], ["y"])], [floats("x", "batch", 3, 224, 224)], [floats("y", None)])
     with pytest.raises(UnsupportedModelError) as caught:
-        onnx_shapes.fix_shapes(onnx_file.load(path), ())
+        model_shapes.fix_shapes(model_file.load(path), ())
     assert str(caught.value) == (
         "input 'x' has the dynamic dimension 'batch' (axis 0): give --dim batch=1 or --input x:1x3x224x224"
     )
@@ -133,7 +133,7 @@ def test_a_dynamic_dimension_names_itself_and_the_flag(path: Path) -> None:
 def test_all_dynamic_inputs_are_named_and_sizes_left_to_the_user(path: Path) -> None:
     model = image_model(path)
     with pytest.raises(UnsupportedModelError) as caught:
-        onnx_shapes.fix_shapes(model, ())
+        model_shapes.fix_shapes(model, ())
     assert str(caught.value) == "; ".join(
         f"input {name!r} has the dynamic dimensions 'batch' (axis 0), 'height' (axis 2): "
         f"give --dim batch=1 --dim height=<height> or --input {name}:1x3x<height>x8"
@@ -143,20 +143,20 @@ def test_all_dynamic_inputs_are_named_and_sizes_left_to_the_user(path: Path) -> 
 
 def test_an_input_without_any_shape_needs_a_spec(path: Path) -> None:
     write_model(path, [node("Relu", ["x"], ["y"])], [("x", TensorProto.FLOAT, None)], [("y", TensorProto.FLOAT, None)])
-    model = onnx_file.load(path)
+    model = model_file.load(path)
     with pytest.raises(UnsupportedModelError, match="input 'x' has no shape: give --input x:"):
-        onnx_shapes.fix_shapes(model, ())
+        model_shapes.fix_shapes(model, ())
     for shape in ((2, 5), ()):
-        fixed = onnx_shapes.fix_shapes(model, [InputSpec(name="x", shape=shape)])
-        assert onnx_file.inputs(fixed)[0].shape == shape
+        fixed = model_shapes.fix_shapes(model, [InputSpec(name="x", shape=shape)])
+        assert model_file.inputs(fixed)[0].shape == shape
 
 
 def test_one_spec_fixes_the_named_dimension_everywhere(path: Path) -> None:
     model = image_model(path)
     before = model.SerializeToString()
-    fixed = onnx_shapes.fix_shapes(model, [InputSpec(name="x", shape=(2, 3, 5, 8))])
-    assert [tensor.shape for tensor in onnx_file.inputs(fixed)] == [(2, 3, 5, 8)] * 2
-    assert onnx_file.outputs(fixed)[0].shape == (2, 3, 5, 8)
+    fixed = model_shapes.fix_shapes(model, [InputSpec(name="x", shape=(2, 3, 5, 8))])
+    assert [tensor.shape for tensor in model_file.inputs(fixed)] == [(2, 3, 5, 8)] * 2
+    assert model_file.outputs(fixed)[0].shape == (2, 3, 5, 8)
     assert [value.name for value in fixed.graph.input] == ["x", "z"]
     assert model.SerializeToString() == before
     onnx.checker.check_model(fixed)
@@ -165,10 +165,10 @@ def test_one_spec_fixes_the_named_dimension_everywhere(path: Path) -> None:
 def test_sizes_are_given_by_name_and_a_spec_wins(path: Path) -> None:
     model = image_model(path)
     dims = [("batch", 4), ("height", 6)]
-    fixed = onnx_shapes.fix_shapes(model, (), dims)
-    assert [tensor.shape for tensor in (*onnx_file.inputs(fixed), *onnx_file.outputs(fixed))] == [(4, 3, 6, 8)] * 3
-    fixed = onnx_shapes.fix_shapes(model, [InputSpec(name="z", shape=(2, 3, 5, 8))], dims)
-    assert [tensor.shape for tensor in onnx_file.inputs(fixed)] == [(2, 3, 5, 8)] * 2
+    fixed = model_shapes.fix_shapes(model, (), dims)
+    assert [tensor.shape for tensor in (*model_file.inputs(fixed), *model_file.outputs(fixed))] == [(4, 3, 6, 8)] * 3
+    fixed = model_shapes.fix_shapes(model, [InputSpec(name="z", shape=(2, 3, 5, 8))], dims)
+    assert [tensor.shape for tensor in model_file.inputs(fixed)] == [(2, 3, 5, 8)] * 2
 
 
 @pytest.mark.parametrize(
@@ -181,19 +181,19 @@ def test_sizes_are_given_by_name_and_a_spec_wins(path: Path) -> None:
 )
 def test_names_that_do_not_fit_or_do_not_suffice(path: Path, dims: list[tuple[str, int]], message: str) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
-        onnx_shapes.fix_shapes(image_model(path), (), dims)
+        model_shapes.fix_shapes(image_model(path), (), dims)
 
 
 def test_a_dimension_without_a_name_needs_a_spec(path: Path) -> None:
     write_model(path, [node("Relu", ["x"], ["y"])], [floats("x", "a b", None, 2)], [floats("y", None, None, 2)])
-    model = onnx_file.load(path)
+    model = model_file.load(path)
     with pytest.raises(UnsupportedModelError) as caught:
-        onnx_shapes.fix_shapes(model, ())
+        model_shapes.fix_shapes(model, ())
     assert str(caught.value) == (
         "input 'x' has the dynamic dimensions 'a b' (axis 0), of axis 1: give --input x:1x<1>x2"
     )
     with pytest.raises(UnsupportedModelError, match=r"dimension of axis 1: give --input x:3x<1>x2"):
-        onnx_shapes.fix_shapes(model, (), [("a b", 3)])
+        model_shapes.fix_shapes(model, (), [("a b", 3)])
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ def test_a_dimension_without_a_name_needs_a_spec(path: Path) -> None:
 )
 def test_specs_that_do_not_fit(path: Path, specs: list[InputSpec], message: str) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
-        onnx_shapes.fix_shapes(image_model(path), specs)
+        model_shapes.fix_shapes(image_model(path), specs)
 
 
 @pytest.mark.parametrize(
@@ -221,17 +221,17 @@ def test_specs_that_do_not_fit(path: Path, specs: list[InputSpec], message: str)
 )
 def test_dtypes_that_no_plan_holds(path: Path, element_type: int, shown: str) -> None:
     write_model(path, [node("Identity", ["x"], ["y"])], [("x", element_type, (2,))], [("y", element_type, (2,))])
-    model = onnx_file.load(path)
+    model = model_file.load(path)
     with pytest.raises(UnsupportedModelError, match=f"input 'x' has the dtype {shown}, which a plan cannot hold"):
-        onnx_file.inputs(model)
+        model_file.inputs(model)
 
 
 def test_inputs_that_are_no_tensors(path: Path) -> None:
     write_model(path, [node("SequenceLength", ["s"], ["y"])], [floats("x", 2)], [("y", TensorProto.INT64, ())])
-    model = onnx_file.load(path)
+    model = model_file.load(path)
     model.graph.input.append(helper.make_tensor_sequence_value_info("s", TensorProto.FLOAT, None))
     with pytest.raises(UnsupportedModelError, match="input 's' is a sequence, expected a tensor"):
-        onnx_file.inputs(model)
+        model_file.inputs(model)
 
 
 @pytest.mark.parametrize("location", ["/etc/passwd", "../model.data", "", "a\0b", "@@"])
@@ -243,13 +243,13 @@ def test_external_data_outside_the_models_folder(path: Path, location: str) -> N
     tensor.external_data.add(key="location", value=location)
     path.write_bytes(model.SerializeToString().replace(b"@@", b"\xff\xfe"))  # which is not UTF-8
     with pytest.raises(CompileError, match=r"initializer 'w' names the data file .*, expected one below"):
-        onnx_file.load(path)
+        model_file.load(path)
 
 
 def test_external_data_are_read_into_the_model_where_asked(path: Path) -> None:
     onnx.save(image_model(path), path, save_as_external_data=True, location="data", size_threshold=0)
-    assert onnx_file.load(path).graph.initializer[0].raw_data == np.ones(8, np.float32).tobytes()
-    assert not onnx_file.load(path, external_data=False).graph.initializer[0].raw_data
+    assert model_file.load(path).graph.initializer[0].raw_data == np.ones(8, np.float32).tobytes()
+    assert not model_file.load(path, external_data=False).graph.initializer[0].raw_data
 
 
 @pytest.mark.parametrize("name", ["?", "*", "-1", "None", "", " ", "unk__12", "unk", "unknown_3"])
@@ -257,20 +257,20 @@ def test_a_placeholder_for_a_name_is_none(path: Path, name: str) -> None:
     write_model(
         path, [node("Relu", ["x"], ["y"])], [floats("x", "n", 3, name, name)], [floats("y", "n", 3, name, name)]
     )
-    model = onnx_file.load(path)
-    fixed = onnx_shapes.fix_shapes(model, [InputSpec(name="x", shape=(2, 3, 48, 192))])
-    assert onnx_file.inputs(fixed)[0].shape == (2, 3, 48, 192)
+    model = model_file.load(path)
+    fixed = model_shapes.fix_shapes(model, [InputSpec(name="x", shape=(2, 3, 48, 192))])
+    assert model_file.inputs(fixed)[0].shape == (2, 3, 48, 192)
     with pytest.raises(UnsupportedModelError, match=r"dimensions of axis 2, of axis 3: give --input x:2x3x<2>x<3>$"):
-        onnx_shapes.fix_shapes(model, (), [("n", 2)])
+        model_shapes.fix_shapes(model, (), [("n", 2)])
     with pytest.raises(UnsupportedModelError, match=r"no input has a dimension of that name; the names are 'n'$"):
-        onnx_shapes.fix_shapes(model, (), [(name, 2)])
+        model_shapes.fix_shapes(model, (), [(name, 2)])
 
 
 @pytest.mark.parametrize("name", ["unk_tokens", "?height", "nonempty", "p2o.DynamicDimension.1"])
 def test_a_name_that_looks_like_a_placeholder_is_one_dimension(path: Path, name: str) -> None:
     write_model(path, [node("Relu", ["x"], ["y"])], [floats("x", name, name)], [floats("y", name, name)])
     with pytest.raises(UnsupportedModelError, match="makes it 2"):
-        onnx_shapes.fix_shapes(onnx_file.load(path), [InputSpec(name="x", shape=(2, 3))])
+        model_shapes.fix_shapes(model_file.load(path), [InputSpec(name="x", shape=(2, 3))])
 
 
 @pytest.mark.parametrize(("domain", "shown"), [("", "ONNX"), ("ai.onnx.ml", "ai.onnx.ml")])
@@ -283,7 +283,7 @@ def test_an_opset_of_the_future_is_refused_with_the_newest_known(path: Path, dom
     path.write_bytes(model.SerializeToString())
     newest = onnx.defs.C.schema_version_map()[domain][1]
     with pytest.raises(UnsupportedModelError) as refused:
-        onnx_file.load(path)
+        model_file.load(path)
     assert str(refused.value) == (
         f"the model needs opset 99 of {shown}: the newest that onnx {onnx.__version__} knows is {newest}: export the "
         "model for that one, or an older one"
@@ -295,4 +295,4 @@ def test_a_negative_size_of_a_tensor(path: Path) -> None:
     model.graph.initializer[0].dims[:] = [-8]
     path.write_bytes(model.SerializeToString())
     with pytest.raises(CompileError, match=r"model\.onnx: damaged: tensor 'w' has the shape -8"):
-        onnx_file.load(path)
+        model_file.load(path)

@@ -10,8 +10,9 @@ import torch
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 from nimblec.errors import UnsupportedModelError
-from nimblec.frontend import onnx as frontend
-from nimblec.frontend.onnx import OnnxInput, OnnxProgram, import_model
+from nimblec.frontend import recorder
+from nimblec.frontend.onnx import importer as frontend
+from nimblec.frontend.onnx.importer import OnnxInput, OnnxProgram, import_model
 
 OPSET = 21
 
@@ -170,7 +171,7 @@ def test_moved_constants_share_storage_where_that_saves_memory(monkeypatch: pyte
         return real_to(tensor, torch.float32, copy=True)
 
     monkeypatch.setattr(torch.Tensor, "to", to)
-    moved = frontend.on_device(constants, torch.device("meta"))
+    moved = recorder.on_device(constants, torch.device("meta"))
     assert sorted(moved_sizes) == [5, 5, 12]
     assert moved["w"].untyped_storage().data_ptr() == moved["t"].untyped_storage().data_ptr()
     assert all(torch.equal(moved[name], constants[name]) for name in constants)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from exported_models import FAMILIES, export, optimized
 
-from nimblec.frontend import onnx_file
-from nimblec.frontend.onnx import import_model
+from nimblec.frontend.onnx import model_file
+from nimblec.frontend.onnx.importer import import_model
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -46,7 +46,7 @@ def check(family: str, opset: int | None, path: Path) -> None:
 
 def compare(path: Path, inputs: dict[str, np.ndarray]) -> None:
     """The file's ATen graph against ONNX Runtime."""
-    model = onnx_file.load(path)
+    model = model_file.load(path)
     found = import_model(model).module(*map(torch.from_numpy, inputs.values()))
     expected = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"]).run(None, inputs)
     for left, right in zip(found, expected, strict=True):

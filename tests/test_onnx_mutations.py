@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from damaged_models import mutations
 
-from nimblec.frontend import onnx_file, onnx_shapes
-from nimblec.frontend.onnx import import_model
+from nimblec.frontend.onnx import model_file, model_shapes
+from nimblec.frontend.onnx.importer import import_model
 from nimblert.errors import NimbleError
 
 
@@ -14,7 +14,7 @@ def import_file(data: bytes, path: Path) -> bool:
     """Whether a damaged file imports; False where it is refused with an error of ours."""
     path.write_bytes(data)
     try:
-        import_model(onnx_shapes.fix_shapes(onnx_file.load(path), ()))
+        import_model(model_shapes.fix_shapes(model_file.load(path), ()))
     except NimbleError:
         return False
     return True

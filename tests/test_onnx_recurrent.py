@@ -9,7 +9,7 @@ import torch
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 from nimblec.errors import UnsupportedModelError
-from nimblec.frontend.onnx import import_model
+from nimblec.frontend.onnx.importer import import_model
 
 STEPS, BATCH, SIZE, HIDDEN = 5, 3, 4, 6
 GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}

@@ -6,7 +6,7 @@ from rewriting import assert_same, counts, record, rewritten
 from torch import Tensor, nn
 from torch.nn import functional
 
-from nimblec.frontend.aten_graph import trace
+from nimblec.frontend.pytorch.aten_graph import trace
 from nimblec.graph.simplify import simplify
 from nimblec.optimize import optimize
 from nimblec.optimize.canonical.copies import drop_copies

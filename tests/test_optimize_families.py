@@ -8,7 +8,7 @@ import torch
 from rewriting import FAMILIES, assert_same, check, counts, family, run
 from test_cpu_families import export
 
-from nimblec.frontend.onnx import import_model
+from nimblec.frontend.onnx.importer import import_model
 from nimblec.optimize import optimize
 
 

@@ -8,7 +8,7 @@ import torch
 from rewriting import assert_same, counts, record, rewritten
 from torch import fx, nn
 
-from nimblec.frontend.aten_graph import trace
+from nimblec.frontend.pytorch.aten_graph import trace
 from nimblec.graph.outputs import separate_outputs
 from nimblec.graph.simplify import simplify
 from nimblec.optimize import optimize

@@ -8,7 +8,7 @@ import torch
 from rewriting import FAMILIES, DenseNet, counts, randomize
 from torch import Tensor, fx, nn
 
-from nimblec.frontend.aten_graph import trace
+from nimblec.frontend.pytorch.aten_graph import trace
 from nimblec.graph.rewriter import fake
 
 pytestmark = pytest.mark.gpu

@@ -14,8 +14,8 @@ from rewriting import FAMILIES, check, counts, family, randomize, record, rewrit
 from torch import Tensor, fx, nn
 
 from nimblec.errors import UnsupportedModelError
-from nimblec.frontend.aten_graph import trace
-from nimblec.frontend.onnx import import_model
+from nimblec.frontend.onnx.importer import import_model
+from nimblec.frontend.pytorch.aten_graph import trace
 from nimblec.optimize import optimize
 from nimblec.optimize.precision.cast import cast
 

@@ -8,8 +8,8 @@ from rewriting import assert_same, check, counts
 from torch import Tensor, nn
 
 from nimblec.errors import UnsupportedModelError
-from nimblec.frontend import aten_graph
-from nimblec.frontend.aten_graph import trace
+from nimblec.frontend.pytorch import aten_graph
+from nimblec.frontend.pytorch.aten_graph import trace
 from nimblec.graph.rewriter import bound, fake
 from nimblec.optimize import optimize
 

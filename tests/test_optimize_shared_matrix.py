@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rewriting import assert_same, check, counts, record, rewritten
 from torch import Tensor, fx, nn
 
-from nimblec.frontend.aten_graph import trace
+from nimblec.frontend.pytorch.aten_graph import trace
 from nimblec.graph.rewriter import Rewriter, fake
 from nimblec.graph.views import is_view
 from nimblec.optimize import optimize

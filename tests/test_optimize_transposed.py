@@ -11,7 +11,7 @@ from rewriting import assert_same, check, counts, randomize, record, rewritten
 from torch import Tensor, fx, nn
 
 from bench.models import unet
-from nimblec.frontend.aten_graph import trace
+from nimblec.frontend.pytorch.aten_graph import trace
 from nimblec.graph.rewriter import fake
 from nimblec.graph.views import is_view
 from nimblec.optimize import optimize

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from nimblec.errors import UnsupportedModelError
-from nimblec.frontend.repeatable import refuse_differing
+from nimblec.frontend.pytorch.repeatable import refuse_differing
 
 ONES = torch.ones(4)
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from nimblec.errors import TraceError, UnsupportedModelError
-from nimblec.frontend.pytorch import TorchModel, place
+from nimblec.frontend.pytorch.model import TorchModel, place
 from nimblec.frontend.rewritten import flattened, fused, optimized
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from nimblec.cuda.variants import variants
 from nimblec.errors import CompileError
-from nimblec.frontend.pytorch import TorchModel, place
+from nimblec.frontend.pytorch.model import TorchModel, place
 from nimblec.timing_cache import TimingCache
 
 

@@ -12,8 +12,8 @@ from nimblec.cpu import kernels, optimizer, values
 from nimblec.cpu.constants import TensorType, type_of
 from nimblec.cpu.optimizer import OptimizedModel
 from nimblec.errors import UnsupportedModelError
-from nimblec.frontend import onnx_file, onnx_nodes, onnx_shapes
-from nimblec.frontend.onnx_examples import check_examples
+from nimblec.frontend.onnx import model_file, model_nodes, model_shapes
+from nimblec.frontend.onnx.examples import check_examples
 from nimblec.ir import Access, Buffer, BufferKind, Graph, KernelWork, Op, Reference, Task, TensorView
 from nimblec.options import InputSpec
 from nimblert.plan import Kernel, Module, ParameterKind
@@ -42,13 +42,13 @@ def read(
 
     ``examples`` are what arrays for its inputs are; they count where ``inputs`` say nothing.
     """
-    loaded = onnx_file.load(path, external_data=False)
+    loaded = model_file.load(path, external_data=False)
     check_examples(loaded, examples)
     named = {spec.name for spec in inputs}
     specs = (*inputs, *(spec for spec in examples if spec.name not in named))
-    model = onnx_shapes.fix_shapes(loaded, specs, dims)
-    onnx_file.outputs(model)  # refuses outputs that are no tensors, by name
-    onnx_nodes.clear_repeated_names(model)
+    model = model_shapes.fix_shapes(loaded, specs, dims)
+    model_file.outputs(model)  # refuses outputs that are no tensors, by name
+    model_nodes.clear_repeated_names(model)
     return model
 
 
@@ -67,7 +67,7 @@ def capture_model(
     optimized = optimizer.optimize(model, folder, scratch_folder)
     _refuse_random(optimized.proto.graph, optimized.arrays)  # which has the nodes of the model's functions too
     builder = _Builder(optimized)
-    for tensor in onnx_file.inputs(optimized.proto):
+    for tensor in model_file.inputs(optimized.proto):
         builder.add_input(tensor.name, (sample_ranges or {}).get(tensor.name))
     for node in optimized.proto.graph.node:
         builder.add_node(node)
@@ -75,18 +75,18 @@ def capture_model(
 
 
 def _refuse_random(graph: GraphProto, constants: Mapping[str, np.ndarray]) -> None:
-    for node in onnx_nodes.nodes(graph):
+    for node in model_nodes.nodes(graph):
         if _is_random(node, constants):
             raise UnsupportedModelError(
-                f"node {onnx_nodes.node_name(node)!r} ({node.op_type}): draws random numbers, by which no two runs of "
+                f"node {model_nodes.node_name(node)!r} ({node.op_type}): draws random numbers, by which no two runs of "
                 f"a plan are the same; export the model for inference, or make them an input of it"
             )
 
 
 def _is_random(node: NodeProto, constants: Mapping[str, np.ndarray]) -> bool:
     """Whether a node draws random numbers: dropout does so in training mode."""
-    if onnx_nodes.operator_name(node) != "Dropout":
-        return onnx_nodes.operator_name(node) in _RANDOM
+    if model_nodes.operator_name(node) != "Dropout":
+        return model_nodes.operator_name(node) in _RANDOM
     ratio, training = (constants.get(name) for name in [*node.input[1:], "", ""][:2])
     return training is not None and bool(training.all()) and (ratio is None or bool(ratio.any()))
 
@@ -99,7 +99,7 @@ class _Builder:
         self._header = kernels.header(model)
         self._arrays = optimized.arrays
         self._constants = {tensor.name: tensor for tensor in model.graph.initializer}
-        self._types = values.infer(optimized, onnx_file.inputs(model))
+        self._types = values.infer(optimized, model_file.inputs(model))
         self._returned = {value.name for value in model.graph.output}
         self._buffers: list[Buffer] = []
         self._buffer_of: dict[str, int] = {}
@@ -126,7 +126,7 @@ class _Builder:
         operands = [self._buffer(name) for name in built.values]
         accesses = [Access(buffer=b, offset=0, nbytes=self._buffers[b].nbytes) for b in operands]
         roles = [parameter.kind for parameter in built.parameters]
-        self._ops.append(Op(name=built.symbol, source=onnx_nodes.node_name(node)))
+        self._ops.append(Op(name=built.symbol, source=model_nodes.node_name(node)))
         self._tasks.append(
             Task(
                 op=len(self._ops) - 1,

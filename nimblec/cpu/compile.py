@@ -60,9 +60,9 @@ def _write_plan(source: Source, options: Options, output: Path, observer: Observ
         specs, dims, examples = options.inputs, options.dims, _examples(options)
         if source.kind != "onnx":
             with stage(observer, "export to ONNX"):
-                from nimblec.frontend import onnx_export, torch_sources  # which bring in torch
+                from nimblec.frontend.pytorch import onnx_export, sources  # which bring in torch
 
-                call = torch_sources.load(source, options)
+                call = sources.load(source, options)
                 path, notes = onnx_export.export(call, Path(scratch))
                 specs, dims, examples = (), (), ()  # the file has the shapes of the call
         with stage(observer, "read"):

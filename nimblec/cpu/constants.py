@@ -16,7 +16,7 @@ import numpy as np
 from onnx import ModelProto, SparseTensorProto, TensorProto, numpy_helper
 from onnx.external_data_helper import ExternalDataInfo, load_external_data_for_tensor, uses_external_data
 
-from nimblec.frontend import onnx_file
+from nimblec.frontend.onnx import model_file
 from nimblert.dtypes import numpy_dtype
 from nimblert.onnx_rules import EXTERNAL_FILE
 from nimblert.plan import ITEM_NBYTES
@@ -40,7 +40,7 @@ class TensorType:
 
 def type_of(tensor: TensorProto) -> TensorType:
     """The type of a constant that a plan can hold."""
-    dtype = onnx_file.dtype_name(tensor.data_type)
+    dtype = model_file.dtype_name(tensor.data_type)
     assert dtype is not None
     return TensorType(dtype=dtype, shape=tuple(tensor.dims))
 
@@ -50,7 +50,7 @@ def is_embedded(tensor: TensorProto) -> bool:
 
     So do shapes, axes and scalars, which shape inference reads, and what a plan has no dtype for.
     """
-    dtype = onnx_file.dtype_name(tensor.data_type)
+    dtype = model_file.dtype_name(tensor.data_type)
     if dtype is None:
         return True
     limit = _EMBEDDED_INTEGER_NBYTES if dtype.startswith(("int", "uint")) else _EMBEDDED_NBYTES
@@ -64,7 +64,7 @@ def read_arrays(model: ModelProto, folder: Path) -> dict[str, np.ndarray]:
     may be deleted afterwards, not changed. The data of all others come into ``model``.
     """
     large = {tensor.name for tensor in model.graph.initializer if not is_embedded(tensor)}
-    for tensor in onnx_file.tensors(model):
+    for tensor in model_file.tensors(model):
         if uses_external_data(tensor) and tensor.name not in large:
             load_external_data_for_tensor(tensor, str(folder))
     image_of = cache(_map)
@@ -73,7 +73,7 @@ def read_arrays(model: ModelProto, folder: Path) -> dict[str, np.ndarray]:
         if uses_external_data(tensor):
             info = ExternalDataInfo(tensor)
             arrays[tensor.name] = _mapped(tensor, image_of(folder / info.location), info.offset or 0)
-        elif onnx_file.dtype_name(tensor.data_type):
+        elif model_file.dtype_name(tensor.data_type):
             arrays[tensor.name] = np.ascontiguousarray(numpy_helper.to_array(tensor)).reshape(tuple(tensor.dims))
     return arrays
 
@@ -104,7 +104,7 @@ def external(name: str, tensor_type: TensorType) -> TensorProto:
     """An initializer whose memory is given to the session that is opened on the model."""
     tensor = TensorProto(
         name=name,
-        data_type=onnx_file.element_type(tensor_type.dtype),
+        data_type=model_file.element_type(tensor_type.dtype),
         dims=tensor_type.shape,
         data_location=TensorProto.EXTERNAL,
     )

@@ -22,7 +22,7 @@ from onnx import (
 
 from nimblec.cpu.constants import TensorType, external, is_embedded, type_of
 from nimblec.errors import UnsupportedModelError
-from nimblec.frontend import onnx_file, onnx_nodes
+from nimblec.frontend.onnx import model_file, model_nodes
 from nimblert import onnx_rules
 from nimblert.limits import DEFAULT_LIMITS
 from nimblert.onnx_rules import NCHWC_DOMAIN, ORIGIN
@@ -47,7 +47,7 @@ class NodeKernel:
         kernel = Kernel(module=0, symbol=self.symbol, parameters=self.parameters)
         for problem in onnx_rules.problems(kernel, self.module, Budget(DEFAULT_LIMITS.model_fields)):
             raise UnsupportedModelError(
-                f"node {onnx_nodes.node_name(node)!r} ({node.op_type}): no plan for the CPU can hold it: {problem}"
+                f"node {model_nodes.node_name(node)!r} ({node.op_type}): no plan for the CPU can hold it: {problem}"
             )
 
 
@@ -135,7 +135,7 @@ def _origin(node: NodeProto) -> str:
 
 def _captured(node: NodeProto) -> Iterator[str]:
     """Values of the main graph that the subgraphs of ``node`` use."""
-    for graph in onnx_nodes.subgraphs(node):
+    for graph in model_nodes.subgraphs(node):
         yield from _free_names(graph)
 
 
@@ -154,7 +154,7 @@ def _free_names(graph: GraphProto) -> Iterator[str]:
 
 def _canonical_names(node: NodeProto, reads: Sequence[str], writes: Sequence[str]) -> dict[str, str]:
     """New names of the values; the old ones where a subgraph captures values by name."""
-    if onnx_nodes.subgraphs(node):
+    if model_nodes.subgraphs(node):
         return {name: name for name in (*reads, *writes)}
     return {name: f"i{i}" for i, name in enumerate(reads)} | {name: f"o{i}" for i, name in enumerate(writes)}
 
@@ -187,14 +187,14 @@ def _without_text(attribute: AttributeProto) -> AttributeProto:
 
 def _domains(node: NodeProto, header: Header) -> set[str]:
     """The domains whose opset the node's model must import."""
-    used = {node.domain, *(inner.domain for graph in onnx_nodes.subgraphs(node) for inner in onnx_nodes.nodes(graph))}
+    used = {node.domain, *(inner.domain for graph in model_nodes.subgraphs(node) for inner in model_nodes.nodes(graph))}
     if header.functions:
         used.update(header.opsets)
     return used
 
 
 def _value_info(name: str, tensor_type: TensorType) -> ValueInfoProto:
-    return helper.make_tensor_value_info(name, onnx_file.element_type(tensor_type.dtype), tensor_type.shape)
+    return helper.make_tensor_value_info(name, model_file.element_type(tensor_type.dtype), tensor_type.shape)
 
 
 def _renamed(tensor: TensorProto, name: str) -> TensorProto:

@@ -10,7 +10,7 @@ from onnx import ModelProto, ValueInfoProto
 
 from nimblec.cpu import optimizer
 from nimblec.errors import CompileError
-from nimblec.frontend import onnx_nodes
+from nimblec.frontend.onnx import model_nodes
 from nimblert.onnx_session import onnxruntime, runtime_errors
 
 
@@ -31,12 +31,12 @@ def read_nodes(model: ModelProto) -> tuple[Node, ...]:
     """The nodes of the main graph in order. ``model`` has the names that its file gives them."""
     renamed = ModelProto()
     renamed.CopyFrom(model)
-    onnx_nodes.clear_repeated_names(renamed)
+    model_nodes.clear_repeated_names(renamed)
     return tuple(
         Node(
-            name=onnx_nodes.node_name(unique),
-            description=onnx_nodes.describe(node),
-            reads=onnx_nodes.read_names(node),
+            name=model_nodes.node_name(unique),
+            description=model_nodes.describe(node),
+            reads=model_nodes.read_names(node),
             makes=tuple(name for name in node.output if name),
         )
         for node, unique in zip(model.graph.node, renamed.graph.node, strict=True)

@@ -16,8 +16,8 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
 from nimblec.cpu.constants import TensorType, external, is_embedded, type_of
 from nimblec.cpu.optimizer import OptimizedModel
 from nimblec.errors import UnsupportedModelError
-from nimblec.frontend import onnx_nodes
-from nimblec.frontend.onnx_file import ModelTensor
+from nimblec.frontend.onnx import model_nodes
+from nimblec.frontend.onnx.model_file import ModelTensor
 from nimblert.dtypes import numpy_dtype
 from nimblert.extents import MAX_RANK
 from nimblert.onnx_session import initializer_folder, open_session, ort_value, runtime_errors
@@ -118,7 +118,7 @@ def _is_sized_by_value(
 
 def _has_rule(node: NodeProto, opset: int) -> bool:
     """Whether ONNX has shape inference for a node; not all operators without a domain are ONNX's."""
-    if node.domain or onnx_nodes.subgraphs(node) or not onnx.defs.has(node.op_type, max_inclusive_version=opset):
+    if node.domain or model_nodes.subgraphs(node) or not onnx.defs.has(node.op_type, max_inclusive_version=opset):
         return False
     schema = onnx.defs.get_schema(node.op_type, max_inclusive_version=opset)
     return bool(schema.has_type_and_shape_inference_function)
@@ -144,8 +144,8 @@ def _with_all_outputs(model: ModelProto, names: Iterable[str]) -> ModelProto:
 
 def _read_names(graph: GraphProto) -> set[str]:
     """The values that nodes read, or that the bodies of nodes return."""
-    nodes = list(onnx_nodes.nodes(graph))
-    returned = {value.name for node in nodes for body in onnx_nodes.subgraphs(node) for value in body.output}
+    nodes = list(model_nodes.nodes(graph))
+    returned = {value.name for node in nodes for body in model_nodes.subgraphs(node) for value in body.output}
     return returned.union(*(node.input for node in nodes))
 
 
@@ -163,7 +163,7 @@ def _dtype(value: Any, node: NodeProto) -> str:
     name = _TYPE_NAMES.get(inner, inner)
     if not value.type.startswith("tensor(") or name not in ITEM_NBYTES:
         raise UnsupportedModelError(
-            f"node {onnx_nodes.node_name(node)!r} ({node.op_type}): output {value.name!r} is a {value.type}, "
+            f"node {model_nodes.node_name(node)!r} ({node.op_type}): output {value.name!r} is a {value.type}, "
             f"which a plan cannot hold; only tensors of numbers and bools"
         )
     return name
@@ -185,7 +185,7 @@ def _observe(
         except runtime_errors() as exc:
             node = makers[names[0]]
             raise UnsupportedModelError(
-                f"node {onnx_nodes.node_name(node)!r} ({node.op_type}): the shape of output {names[0]!r} is not known "
+                f"node {model_nodes.node_name(node)!r} ({node.op_type}): the shape of output {names[0]!r} is not known "
                 f"before a run, and a run on random inputs failed: {exc}"
             ) from exc
         seen.append([np.shape(result) for result in results])
@@ -197,7 +197,7 @@ def _observe(
 
 def _sized_by_value(node: NodeProto, value: str) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"node {onnx_nodes.node_name(node)!r} ({node.op_type}): the size of output {value!r} depends on values, and a "
+        f"node {model_nodes.node_name(node)!r} ({node.op_type}): the size of output {value!r} depends on values, and a "
         f"plan's sizes are fixed; cut the model before it"
     )
 

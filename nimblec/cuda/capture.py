@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from nimblec.cuda.allocator import Zone
 from nimblec.cuda.inductor import seeing_compiled_code
 from nimblec.errors import TraceError, first_line
-from nimblec.frontend.fx_graph import SetSource
+from nimblec.frontend.pytorch.fx_graph import SetSource
 from nimblert.driver import call
 
 # Schemas that do not tell that the running statistics are written: (mean, var, training) positions.

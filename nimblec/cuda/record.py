@@ -25,8 +25,8 @@ from nimblec.cuda.residents import (
 )
 from nimblec.cuda.tasks import build_graph
 from nimblec.errors import TraceError, UnsupportedModelError, user_code
-from nimblec.frontend.pytorch import DTYPE_NAMES, TorchModel, as_tensor, name_outputs
-from nimblec.frontend.repeatable import HOW_STATE_IS_KEPT, refuse_differing
+from nimblec.frontend.pytorch.model import DTYPE_NAMES, TorchModel, as_tensor, name_outputs
+from nimblec.frontend.pytorch.repeatable import HOW_STATE_IS_KEPT, refuse_differing
 from nimblec.ir import Graph, TensorView
 from nimblert.driver import call
 from nimblert.dtypes import numpy_dtype

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 from nimblec.cuda.allocator import BumpAllocator, Zone
 from nimblec.cuda.buffers import Allocation, Content
 from nimblec.cuda.capture import Capture
-from nimblec.frontend.pytorch import DTYPE_NAMES
+from nimblec.frontend.pytorch.model import DTYPE_NAMES
 from nimblert.driver import call
 
 

@@ -8,7 +8,7 @@ import torch
 
 from nimblec.errors import CompileError, TraceError, UnsupportedModelError
 from nimblec.frontend.compiled import compiled
-from nimblec.frontend.pytorch import TorchModel
+from nimblec.frontend.pytorch.model import TorchModel
 from nimblec.frontend.rewritten import flattened, fused, in_precision, optimized
 from nimblec.timing_cache import TimingCache
 

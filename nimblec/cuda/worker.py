@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from nimblec.cuda.record import ModelRecorder, Recorders, Recording
     from nimblec.cuda.variants import Variant
-    from nimblec.frontend.pytorch import TorchModel
+    from nimblec.frontend.pytorch.model import TorchModel
 
 _SEED = 0
 _NEW_OBJECTS = 100_000
@@ -200,20 +200,21 @@ class _Worker:
     def _load_model(self) -> "TorchModel":
         import torch
 
-        from nimblec.frontend import pytorch, torch_sources
+        from nimblec.frontend.pytorch import sources
+        from nimblec.frontend.pytorch.model import place_call, set_arithmetic
 
         torch.manual_seed(_SEED)
-        pytorch.set_arithmetic(self._request["precision"])
+        set_arithmetic(self._request["precision"])
         specs = tuple(InputSpec(**{**s, "shape": tuple(s["shape"])}) for s in self._request["inputs"])
         examples = dict(np.load(self._request["examples"])) if self._request["examples"] else {}
         dims = tuple((name, size) for name, size in self._request["dims"])
         source = Source(kind=self._request["kind"], model=self._request["model"])
         if source.kind == "onnx":
-            from nimblec.frontend.onnx_model import load_onnx
+            from nimblec.frontend.onnx.torch_model import load_onnx
 
             return load_onnx(Path(source.model), device="cuda", specs=specs, dims=dims, examples=examples)
         options = Options(inputs=specs, dims=dims, examples=tuple(examples.items()))
-        return pytorch.place_call(torch_sources.load(source, options, device="cuda"), device="cuda")
+        return place_call(sources.load(source, options, device="cuda"), device="cuda")
 
     def _with_golden(self, plan: Plan, recorder: "ModelRecorder") -> Plan:
         """The plan with what the framework computes from seeded inputs, and how far two runs differ."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from nimblec.frontend.pytorch import TorchModel
+from nimblec.frontend.pytorch.model import TorchModel
 
 _OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {
     "freezing": True,  # weights are constants: batch norms fold, layouts are chosen once

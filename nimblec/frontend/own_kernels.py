@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from nimblec.frontend.pytorch import TorchModel
+from nimblec.frontend.pytorch.model import TorchModel
 from nimblec.graph.rewriter import copied
 from nimblec.optimize import own_norms
 from nimblec.optimize.layout.channels_last import lay_float32_channels_last

@@ -316,3 +316,24 @@ def _map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
     if isinstance(value, (list, tuple)):
         return [_map_tensors(item, function) for item in value]
     return value
+
+
+def on_device(constants: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Move constants; those that share a storage share one on the device, where that saves memory."""
+    if device.type == "cpu":
+        return dict(constants)
+    groups: dict[tuple[int, torch.dtype], list[str]] = {}
+    for name, tensor in constants.items():
+        groups.setdefault((tensor.untyped_storage().data_ptr(), tensor.dtype), []).append(name)
+    moved: dict[str, Tensor] = {}
+    for names in groups.values():
+        first = constants[names[0]]
+        whole = torch.empty(0, dtype=first.dtype).set_(first.untyped_storage())
+        if sum(constants[name].numel() for name in names) <= whole.numel():
+            moved.update((name, constants[name].to(device)) for name in names)
+            continue
+        base = whole.to(device)
+        for name in names:
+            view = constants[name]
+            moved[name] = base.as_strided(view.shape, view.stride(), view.storage_offset())
+    return moved

@@ -5,8 +5,8 @@ from dataclasses import replace
 import torch
 from torch.utils import _pytree as pytree
 
-from nimblec.frontend.aten_graph import trace
-from nimblec.frontend.pytorch import TorchModel
+from nimblec.frontend.pytorch.aten_graph import trace
+from nimblec.frontend.pytorch.model import TorchModel
 
 
 def flattened(model: TorchModel) -> TorchModel:

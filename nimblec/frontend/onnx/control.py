@@ -9,11 +9,11 @@ from onnx import GraphProto, NodeProto
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from nimblec.frontend.onnx_frame import Frame, Scope
+from nimblec.frontend.onnx.frame import Frame, Scope
+from nimblec.frontend.onnx.tensors import tensor_of
 from nimblec.frontend.onnx_ops.axes import axis_of, sizes_of
 from nimblec.frontend.onnx_ops.creation import dtype_of
 from nimblec.frontend.onnx_ops.table import Ints, Refused
-from nimblec.frontend.onnx_tensors import tensor_of
 
 MOST_NODES = 20_000
 """A loop may unroll to this many nodes."""

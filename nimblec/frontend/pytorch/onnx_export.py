@@ -7,11 +7,18 @@ from typing import Any
 import torch
 
 from nimblec.errors import CompileError, UnsupportedModelError
-from nimblec.frontend import pytorch
-from nimblec.frontend.borrowed import borrowed
-from nimblec.frontend.export_errors import exporting
-from nimblec.frontend.pytorch import ModelCall, TorchModel
-from nimblec.frontend.repeatable import compared, run_twice
+from nimblec.frontend.pytorch.borrowed import borrowed
+from nimblec.frontend.pytorch.export_errors import exporting
+from nimblec.frontend.pytorch.model import (
+    ModelCall,
+    TorchModel,
+    as_module,
+    missing_outputs,
+    name_outputs,
+    place_call,
+    state_written,
+)
+from nimblec.frontend.pytorch.repeatable import compared, run_twice
 from nimblert.onnx_session import onnxruntime, runtime_errors, session_options
 
 _NOT_KEPT = "which an ONNX file does not keep: call .eval() first; plans for a GPU keep state that lies in buffers"
@@ -27,15 +34,15 @@ def export(call: ModelCall, folder: Path) -> tuple[Path, tuple[str, ...]]:
     something else than PyTorch.
     """
     with borrowed(call.module):
-        return _export(call.name, pytorch.place_call(call, device="cpu"), folder / "model.onnx")
+        return _export(call.name, place_call(call, device="cpu"), folder / "model.onnx")
 
 
 def _export(name: str, model: TorchModel, path: Path) -> tuple[Path, tuple[str, ...]]:
     result = run_twice(name, model, _NOT_KEPT, buffers_are_kept=False)
-    outputs = pytorch.name_outputs(result)
+    outputs = name_outputs(result)
     with exporting(name, "torch.onnx.export"):
         program = torch.onnx.export(
-            pytorch.as_module(model.module),
+            as_module(model.module),
             model.args if model.kwargs else (*model.args, {}),  # or it takes a dict that stands last for kwargs
             path,
             kwargs=model.kwargs,
@@ -47,8 +54,8 @@ def _export(name: str, model: TorchModel, path: Path) -> tuple[Path, tuple[str, 
         )
     assert program is not None
     assert program.exported_program is not None
-    notes = (*model.notes, *pytorch.missing_outputs(result))
-    written = pytorch.state_written(program.exported_program.graph_signature)
+    notes = (*model.notes, *missing_outputs(result))
+    written = state_written(program.exported_program.graph_signature)
     if written:
         raise UnsupportedModelError(f"{name} writes into {written[0]!r}, {_NOT_KEPT}")
     try:

@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from nimblec.frontend import onnx_file, onnx_shapes
-from nimblec.frontend.onnx import OnnxInput, import_model
-from nimblec.frontend.onnx_examples import check_examples
-from nimblec.frontend.pytorch import TorchModel, as_tensor
+from nimblec.frontend.onnx import model_file, model_shapes
+from nimblec.frontend.onnx.examples import check_examples
+from nimblec.frontend.onnx.importer import OnnxInput, import_model
+from nimblec.frontend.pytorch.model import TorchModel, as_tensor
 from nimblec.options import InputSpec
 
 
@@ -26,11 +26,11 @@ def load_onnx(
     ``specs`` and ``dims`` give sizes to its dynamic dimensions, of one input and by name.
     """
     given = dict(examples or {})
-    loaded = onnx_file.load(path)
+    loaded = model_file.load(path)
     check_examples(loaded, [InputSpec(name=n, shape=a.shape, dtype=a.dtype.name) for n, a in given.items()])
     shapes = {name: InputSpec(name=name, shape=array.shape) for name, array in given.items()}
     shapes |= {spec.name: spec for spec in specs}
-    model = onnx_shapes.fix_shapes(loaded, tuple(shapes.values()), dims)
+    model = model_shapes.fix_shapes(loaded, tuple(shapes.values()), dims)
     program = import_model(model, device=device)
     inputs = tuple((i.name, _example(i, given.get(i.name)).to(device)) for i in program.inputs)
     tensors = tuple(tensor for _, tensor in inputs)

@@ -10,7 +10,7 @@ from typing import TypeAlias
 from onnx import FunctionProto, ModelProto, NodeProto
 
 from nimblec.errors import UnsupportedModelError
-from nimblec.frontend import onnx_nodes
+from nimblec.frontend.onnx import model_nodes
 
 _MOST_NODES = 1_000_000
 _DEEPEST = 100
@@ -22,7 +22,7 @@ _Key: TypeAlias = tuple[str, str, str]
 def check_functions(model: ModelProto) -> None:
     """Raise UnsupportedModelError where functions call themselves, or stand for more nodes than can be compiled."""
     counter = _Counter({(function.domain, function.name, function.overload): function for function in model.functions})
-    counter.count(onnx_nodes.nodes(model.graph), ())
+    counter.count(model_nodes.nodes(model.graph), ())
 
 
 class _Counter:
@@ -51,7 +51,7 @@ class _Counter:
         if len(callers) >= _DEEPEST:
             raise UnsupportedModelError(f"{_name((key,))}: functions call each other more than {_DEEPEST} levels deep")
         inner = self._functions[key]
-        self._counts[key] = self.count(onnx_nodes.nodes(inner), (*callers, key))
+        self._counts[key] = self.count(model_nodes.nodes(inner), (*callers, key))
         return self._counts[key]
 
 

@@ -17,10 +17,9 @@ from torch.export.graph_signature import ConstantArgument, InputKind, InputSpec,
 from torch.utils import _pytree as pytree
 
 from nimblec.errors import CompileError, TraceError, UnsupportedModelError, first_line
-from nimblec.frontend.export_errors import exporting
-from nimblec.frontend.onnx import on_device
-from nimblec.frontend.pytorch import state_written
-from nimblec.frontend.recorder import InPlaceError, Recorder, is_taken_apart
+from nimblec.frontend.pytorch.export_errors import exporting
+from nimblec.frontend.pytorch.model import state_written
+from nimblec.frontend.recorder import InPlaceError, Recorder, is_taken_apart, on_device
 from nimblec.graph.definitions import RECURRENT
 
 aten = torch.ops.aten

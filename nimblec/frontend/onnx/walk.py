@@ -9,13 +9,14 @@ from onnx import FunctionProto, ModelProto, NodeProto
 from torch import Tensor
 
 from nimblec.errors import UnsupportedModelError
-from nimblec.frontend import onnx_ops, onnx_schemas  # noqa: F401 - the first fills the table
-from nimblec.frontend.onnx_control import CONTROL
-from nimblec.frontend.onnx_frame import Frame, Scope
-from nimblec.frontend.onnx_nodes import describe, plain_domain
+from nimblec.frontend import onnx_ops  # noqa: F401 - the first fills the table
+from nimblec.frontend.onnx import schemas
+from nimblec.frontend.onnx.control import CONTROL
+from nimblec.frontend.onnx.frame import Frame, Scope
+from nimblec.frontend.onnx.model_nodes import describe, plain_domain
+from nimblec.frontend.onnx.tensors import attribute_of, narrow_type
 from nimblec.frontend.onnx_ops import binding
 from nimblec.frontend.onnx_ops.table import LATEST_OPSET, Declined, Node, Operator, Refused, find
-from nimblec.frontend.onnx_tensors import attribute_of, narrow_type
 from nimblec.frontend.recorder import Recorder
 
 DEEPEST = 32
@@ -68,7 +69,7 @@ class Walk:
         function = self.functions.get((domain, proto.op_type, proto.overload))
         operator = find(domain, proto.op_type, opset)
         control = CONTROL.get(proto.op_type) if domain == "" else None
-        body = None if function or operator or control else onnx_schemas.with_body(domain, proto.op_type, opset)
+        body = None if function or operator or control else schemas.with_body(domain, proto.op_type, opset)
         if not (function or operator or control or body):
             raise Refused("the operator is not supported")
         inputs = [_lookup(name, scope) for name in proto.input]
@@ -83,10 +84,10 @@ class Walk:
         if operator is not None:
             with suppress(Declined):
                 return _call_operator(operator, proto, inputs, attributes, opset)
-        schema = onnx_schemas.with_body(domain, proto.op_type, opset)
+        schema = schemas.with_body(domain, proto.op_type, opset)
         if schema is None:
             raise Refused("its function declined, and it has no body")
-        function = onnx_schemas.body(schema, proto, inputs, opset)
+        function = schemas.body(schema, proto, inputs, opset)
         return self._call_function(function, proto, inputs, attributes, frame)
 
     def _attributes(self, proto: NodeProto, frame: Frame) -> dict[str, Any]:
@@ -167,7 +168,7 @@ def _check_dtypes(domain: str, proto: NodeProto, opset: int, inputs: Sequence[An
         if narrow and (domain, proto.op_type) != ("", "DequantizeLinear"):
             raise Refused(f"input '{name}' is {narrow}, which only DequantizeLinear may read")
     types: dict[str, tuple[str, Any]] = {}
-    for i, (parameter, homogeneous) in enumerate(onnx_schemas.typed_inputs(domain, proto.op_type, opset, len(inputs))):
+    for i, (parameter, homogeneous) in enumerate(schemas.typed_inputs(domain, proto.op_type, opset, len(inputs))):
         value = inputs[i]
         if not homogeneous or not isinstance(value, Tensor):
             continue

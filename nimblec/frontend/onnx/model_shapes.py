@@ -7,8 +7,8 @@ from shlex import quote
 from onnx import ModelProto, ValueInfoProto
 
 from nimblec.errors import UnsupportedModelError
-from nimblec.frontend import onnx_file
-from nimblec.frontend.onnx_file import ModelTensor, is_static
+from nimblec.frontend.onnx import model_file
+from nimblec.frontend.onnx.model_file import ModelTensor, is_static
 from nimblec.options import InputSpec
 
 _PLACEHOLDER = re.compile(r"\s*(\?+|\*|-\d+|none|null|unk(nown)?(_+\d+)?)?\s*", re.IGNORECASE)
@@ -23,7 +23,7 @@ def fix_shapes(model: ModelProto, specs: Sequence[InputSpec], dims: Sequence[tup
     none: each place that it stands at is a dimension of its own. Raises UnsupportedModelError where a
     spec fits no input, a name is no dimension's, or a dimension stays dynamic.
     """
-    known = {tensor.name: tensor for tensor in onnx_file.inputs(model)}
+    known = {tensor.name: tensor for tensor in model_file.inputs(model)}
     by_name: dict[str, InputSpec] = {}
     for spec in specs:
         if spec.name not in known:

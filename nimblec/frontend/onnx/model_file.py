@@ -14,9 +14,9 @@ from google.protobuf.message import DecodeError
 from onnx import AttributeProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
 
 from nimblec.errors import CompileError, UnsupportedModelError
-from nimblec.frontend.external_data import is_below
-from nimblec.frontend.onnx_functions import check_functions
-from nimblec.frontend.onnx_nodes import node_name, nodes, plain_domain, subgraphs
+from nimblec.frontend.onnx.external_data import is_below
+from nimblec.frontend.onnx.functions import check_functions
+from nimblec.frontend.onnx.model_nodes import node_name, nodes, plain_domain, subgraphs
 from nimblert.plan import ITEM_NBYTES
 
 _DTYPES: dict[int, str] = {

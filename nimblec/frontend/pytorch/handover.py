@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from nimblec.errors import UnsupportedModelError
-from nimblec.frontend import torch_sources
-from nimblec.frontend.borrowed import borrowed
-from nimblec.frontend.export_errors import exporting
-from nimblec.frontend.pytorch import as_module, is_compiled, missing_outputs, name_outputs, place_call
-from nimblec.frontend.repeatable import HOW_STATE_IS_KEPT, run_twice
+from nimblec.frontend.pytorch import sources
+from nimblec.frontend.pytorch.borrowed import borrowed
+from nimblec.frontend.pytorch.export_errors import exporting
+from nimblec.frontend.pytorch.model import as_module, is_compiled, missing_outputs, name_outputs, place_call
+from nimblec.frontend.pytorch.repeatable import HOW_STATE_IS_KEPT, run_twice
 from nimblec.options import Options
 from nimblec.source import Source
 
@@ -26,7 +26,7 @@ def hand_over(source: Source, options: Options, folder: Path) -> tuple[Source, t
     The file as a source, and what the user should know. Raises TraceError where torch.export refuses
     the model, with the line of the user's that it stopped at.
     """
-    call = torch_sources.load(source, options)
+    call = sources.load(source, options)
     if is_compiled(call.module):
         raise UnsupportedModelError(
             f"{call.name} is one of torch.compile, whose kernels no other process can be given: compile the plain "

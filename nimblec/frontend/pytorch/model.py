@@ -12,7 +12,7 @@ from torch.export.graph_signature import ExportGraphSignature
 from torch.utils import _pytree as pytree
 
 from nimblec.errors import CompileError, UnsupportedModelError
-from nimblec.frontend.fx_graph import SetSource, run_nodes
+from nimblec.frontend.pytorch.fx_graph import SetSource, run_nodes
 from nimblec.options import InputSpec, Precision
 
 DTYPE_NAMES = {

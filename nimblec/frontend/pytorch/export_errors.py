@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from nimblec.errors import TraceError, first_line, root_cause, users_line
-from nimblec.frontend.torch_log import quiet_torch
+from nimblec.frontend.pytorch.log import quiet_torch
 from nimblert.errors import NimbleError
 
 

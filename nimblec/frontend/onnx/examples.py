@@ -5,13 +5,13 @@ from collections.abc import Iterable
 from onnx import ModelProto
 
 from nimblec.errors import UnsupportedModelError
-from nimblec.frontend import onnx_file
+from nimblec.frontend.onnx import model_file
 from nimblec.options import InputSpec
 
 
 def check_examples(model: ModelProto, examples: Iterable[InputSpec]) -> None:
     """Raise UnsupportedModelError for an array whose name, dtype or shape is none of the model's inputs."""
-    known = {tensor.name: tensor for tensor in onnx_file.inputs(model)}
+    known = {tensor.name: tensor for tensor in model_file.inputs(model)}
     for example in examples:
         if example.name not in known:
             names = ", ".join(repr(name) for name in known) or "none"

@@ -9,10 +9,10 @@ import torch
 from torch.export.passes import move_to_device_pass
 
 from nimblec.errors import ArgumentError, CompileError, user_code
-from nimblec.frontend import dynamic_shapes
-from nimblec.frontend.exported_program import load_exported
-from nimblec.frontend.pytorch import ModelCall, bind
-from nimblec.frontend.torch_objects import is_exported, positional
+from nimblec.frontend.pytorch import dynamic_shapes
+from nimblec.frontend.pytorch.exported_program import load_exported
+from nimblec.frontend.pytorch.model import ModelCall, bind
+from nimblec.frontend.pytorch.objects import is_exported, positional
 from nimblec.options import Options
 from nimblec.source import Source
 

@@ -30,8 +30,8 @@ from torch.export.pt2_archive.constants import (
 )
 
 from nimblec.errors import CompileError, first_line
-from nimblec.frontend.size_expression import check_expression
-from nimblec.frontend.torch_log import quiet_torch
+from nimblec.frontend.pytorch.log import quiet_torch
+from nimblec.frontend.pytorch.size_expression import check_expression
 
 _NAME = "model"
 """What torch.export.save calls the one program of a file."""

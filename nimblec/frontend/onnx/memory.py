@@ -6,7 +6,7 @@ from google.protobuf.message import DecodeError, EncodeError
 from onnx import ModelProto, TensorProto
 
 from nimblec.errors import CompileError
-from nimblec.frontend import onnx_file
+from nimblec.frontend.onnx import model_file
 
 
 def write(model: ModelProto | bytes | bytearray | memoryview, folder: Path) -> Path:
@@ -23,7 +23,7 @@ def write(model: ModelProto | bytes | bytearray | memoryview, folder: Path) -> P
         raise CompileError(
             f"the onnx.ModelProto cannot be written ({exc}): save it with external data and give the file's path"
         ) from exc
-    for tensor in onnx_file.tensors(proto):
+    for tensor in model_file.tensors(proto):
         if tensor.data_location == TensorProto.EXTERNAL:
             raise CompileError(
                 f"initializer {tensor.name!r} of the ONNX model is stored in a file beside it: give the model's path"

@@ -6,7 +6,7 @@ computed at once, the rest is written down. Operators that the table lacks are r
 function body, where the model or the ONNX schema has one.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,14 +14,14 @@ from onnx import ModelProto
 from torch import Tensor, fx
 
 from nimblec.errors import UnsupportedModelError
-from nimblec.frontend import onnx_file
-from nimblec.frontend.bias import fuse_bias
-from nimblec.frontend.onnx_frame import Frame, Scope
+from nimblec.frontend.onnx import model_file
+from nimblec.frontend.onnx.bias import fuse_bias
+from nimblec.frontend.onnx.frame import Frame, Scope
+from nimblec.frontend.onnx.tensors import dense_of, narrow_type, tensor_of
+from nimblec.frontend.onnx.walk import Walk
 from nimblec.frontend.onnx_ops.axes import sizes_of
 from nimblec.frontend.onnx_ops.table import Refused
-from nimblec.frontend.onnx_tensors import dense_of, narrow_type, tensor_of
-from nimblec.frontend.onnx_walk import Walk
-from nimblec.frontend.recorder import Recorder
+from nimblec.frontend.recorder import Recorder, on_device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ def import_model(model: ModelProto, *, device: str = "cpu") -> OnnxProgram:
     Raises UnsupportedModelError with a sentence for each node that cannot be translated.
     """
     recorder = Recorder(torch.device(device))
-    inputs = tuple(_input(value) for value in onnx_file.inputs(model))
+    inputs = tuple(_input(value) for value in model_file.inputs(model))
     walk = Walk(model, recorder)
     with recorder:
         scope = _constants(model, recorder)
@@ -70,7 +70,7 @@ def import_model(model: ModelProto, *, device: str = "cpu") -> OnnxProgram:
     )
 
 
-def _input(value: onnx_file.ModelTensor) -> OnnxInput:
+def _input(value: model_file.ModelTensor) -> OnnxInput:
     shape = value.shape
     if shape is None or None in shape:
         raise UnsupportedModelError(f"input '{value.name}': shape {shape} is dynamic; fix it with --input")
@@ -116,24 +116,3 @@ def _module(recorder: Recorder) -> fx.GraphModule:
     used = {node.target for node in graph.nodes if node.op == "get_attr"}
     constants = {name: tensor for name, tensor in recorder.constants.items() if name in used}
     return fx.GraphModule(on_device(constants, recorder.device), graph, class_name="OnnxModel")
-
-
-def on_device(constants: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Move constants; those that share a storage share one on the device, where that saves memory."""
-    if device.type == "cpu":
-        return dict(constants)
-    groups: dict[tuple[int, torch.dtype], list[str]] = {}
-    for name, tensor in constants.items():
-        groups.setdefault((tensor.untyped_storage().data_ptr(), tensor.dtype), []).append(name)
-    moved: dict[str, Tensor] = {}
-    for names in groups.values():
-        first = constants[names[0]]
-        whole = torch.empty(0, dtype=first.dtype).set_(first.untyped_storage())
-        if sum(constants[name].numel() for name in names) <= whole.numel():
-            moved.update((name, constants[name].to(device)) for name in names)
-            continue
-        base = whole.to(device)
-        for name in names:
-            view = constants[name]
-            moved[name] = base.as_strided(view.shape, view.stride(), view.storage_offset())
-    return moved

@@ -1,0 +1,1 @@
+"""ONNX models: read and checked, and translated to ATen calls."""
