@@ -28,7 +28,7 @@ from jax import numpy as jnp
 from jax.profiler import ProfileData
 
 from bench import clocks, environment, peer_calls, reference
-from bench.turns import Turn
+from bench.turns import Turn, add_arguments
 from nimblec.frontend.pytorch.sources import import_callable
 
 _IN_A_ROW = 100
@@ -111,9 +111,7 @@ def measure(function: Callable[..., Any], weights: Any, inputs: Sequence[np.ndar
 def main() -> None:
     """Measure the network named ``package.module:callable``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
-    parser.add_argument("--fp32", action="store_true")
-    parser.add_argument("--turns", action="store_true")
+    add_arguments(parser)
     options = parser.parse_args()
     turn = Turn(wait=options.turns)
     if options.fp32:

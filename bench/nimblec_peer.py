@@ -20,7 +20,7 @@ import numpy as np
 
 from bench import clocks, reference
 from bench.peer_calls import wall_us
-from bench.turns import Turn
+from bench.turns import Turn, add_arguments
 from nimblec.compiler import compile_model
 from nimblec.options import Options
 from nimblert import container, golden
@@ -118,10 +118,8 @@ def main() -> None:
     """Compile the model named ``package.module:callable`` and measure its plan."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("level", type=int)
-    parser.add_argument("model")
-    parser.add_argument("--fp32", action="store_true")
+    add_arguments(parser)
     parser.add_argument("--chain", action="store_true")
-    parser.add_argument("--turns", action="store_true")
     options = parser.parse_args()
     turn = Turn(wait=options.turns)
     module, args, kwargs = reference.seeded(options.model)

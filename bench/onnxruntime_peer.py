@@ -24,7 +24,7 @@ import onnxruntime
 import torch
 
 from bench import clocks, environment, peer_calls, reference
-from bench.turns import Turn
+from bench.turns import Turn, add_arguments
 
 Providers = Sequence[tuple[str, Mapping[str, str]]]
 
@@ -109,11 +109,9 @@ def measure(spec: str, providers: Providers, turn: Turn) -> None:
 def main() -> None:
     """Measure the model named ``package.module:callable``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
-    parser.add_argument("--fp32", action="store_true")
+    add_arguments(parser)
     parser.add_argument("--nchw", action="store_true")
     parser.add_argument("--cpu", action="store_true")
-    parser.add_argument("--turns", action="store_true")
     options = parser.parse_args()
     turn = Turn(wait=options.turns)
     measure(options.model, CPU if options.cpu else cuda(tf32=not options.fp32, nhwc=not options.nchw), turn)

@@ -77,9 +77,14 @@ def _covered(spans: Iterable[Span]) -> float:
 
 
 def by_torch(call: Call) -> list[Span]:
-    """The kernels of `apart` calls of anything in this process, by torch's profiler; copies and fills are none."""
+    """The kernels of `apart` calls of anything in this process."""
+    return traced(lambda: apart(call))
+
+
+def traced(work: Call) -> list[Span]:
+    """The kernels that ``work`` runs until it returns, by torch's profiler; copies and fills are none."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
-        apart(call)
+        work()
     return [
         (event.time_range.start, event.time_range.end)
         for event in profile.events() or ()

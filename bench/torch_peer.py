@@ -14,15 +14,15 @@ import argparse
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch._C._autograd import DeviceType
 from torch.utils import _pytree as pytree
 
-from bench import clocks, reference
-from bench.turns import Turn
+from bench import clocks, peer_calls, reference
+from bench.turns import Turn, add_arguments
 from nimblec.frontend.pytorch.model import set_arithmetic
 from nimblec.gpu_turn import timing_alone
 
@@ -36,10 +36,8 @@ MODES = ("eager", "graph", *COMPILED, "aoti")
 _WARM_UPS = 20
 _REPEATS = 100
 
-Call = Callable[[], Any]
 
-
-def wall_us(call: Call) -> list[float]:
+def wall_us(call: peer_calls.Call) -> list[float]:
     """Microseconds of each of many synchronised calls."""
     for _ in range(_WARM_UPS):
         call()
@@ -53,7 +51,7 @@ def wall_us(call: Call) -> list[float]:
     return times
 
 
-def gpu_us(replay: Call) -> list[float]:
+def gpu_us(replay: peer_calls.Call) -> list[float]:
     """GPU microseconds of each of many replays of a CUDA graph, by events around it."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     times = []
@@ -66,13 +64,14 @@ def gpu_us(replay: Call) -> list[float]:
     return times[_WARM_UPS:]
 
 
-def kernel_count(call: Call) -> int:
-    """How many kernels a call launches, by torch's profiler; copies and fills are none."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
+def kernel_count(call: peer_calls.Call) -> int:
+    """How many kernels a call launches; copies and fills are none."""
+
+    def until_done() -> None:
         call()
         torch.cuda.synchronize()
-    on_device = (e for e in profile.events() or () if e.device_type == DeviceType.CUDA)
-    return sum(not (e.is_user_annotation or e.name.startswith(("Memcpy", "Memset"))) for e in on_device)
+
+    return len(peer_calls.traced(until_done))
 
 
 class Inputs:
@@ -148,7 +147,7 @@ def _package(module: Any, inputs: Inputs) -> Callable[..., Any]:
         return loaded
 
 
-def captured(call: Call) -> tuple[torch.cuda.CUDAGraph, int]:
+def captured(call: peer_calls.Call) -> tuple[torch.cuda.CUDAGraph, int]:
     """A call in a CUDA graph of torch's, and the bytes of its memory pool."""
     for _ in range(3):
         call()
@@ -178,7 +177,7 @@ def measure(mode: str, module: Any, inputs: Inputs, expected: list[Any], turn: T
     function = user_call(mode, module, inputs)
     figures["prepare_s"] = time.perf_counter() - begin
     figures["error"] = reference.error(reference.floats(inputs.call(function)), expected)
-    counted: Call = lambda: inputs.call(function)  # noqa: E731
+    counted: peer_calls.Call = partial(inputs.call, function)
     if mode != "eager":
         plain = torch.compile(module, mode=COMPILED[mode][1]) if mode in COMPILED else function
         graph, pool = captured(lambda: inputs.call(plain))
@@ -200,9 +199,7 @@ def main() -> None:
     """Measure the model named ``package.module:callable``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("mode", choices=MODES)
-    parser.add_argument("model")
-    parser.add_argument("--fp32", action="store_true")
-    parser.add_argument("--turns", action="store_true")
+    add_arguments(parser)
     options = parser.parse_args()
     turn = Turn(wait=options.turns)
     if options.fp32:

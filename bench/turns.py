@@ -11,6 +11,7 @@ what does not come from here. While jobs get ready, those of a GPU time their ke
 (`nimblec.gpu_turn`), but beside what the others run untimed: warm-ups, captures, checks.
 """
 
+import argparse
 import asyncio
 import json
 import os
@@ -31,6 +32,13 @@ _LONGEST_LINE = 1 << 20
 _SETTLE_S = 0.2
 """What stopped processes have launched before is done by then: those that time kernels wait for them at least each
 125 ms (the warm-up and the repeats of Triton's do_bench), those that run models after each run."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What every measuring process takes: MODEL, --fp32 and --turns."""
+    parser.add_argument("model", metavar="MODEL", help="package.module:callable")
+    parser.add_argument("--fp32", action="store_true", help="without TF32")
+    parser.add_argument("--turns", action="store_true", help="wait to be told when to measure")
 
 
 class Turn:

@@ -71,7 +71,7 @@ class ValueDependentError(TraceError):
 
 
 @contextmanager
-def telling(capturing: bool) -> Iterator[None]:
+def pretend_capturing(capturing: bool) -> Iterator[None]:
     """Have ``torch.cuda.is_current_stream_capturing`` say so inside the block.
 
     Models ask it and take another path under capture: transformers makes attention masks that it

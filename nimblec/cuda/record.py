@@ -9,7 +9,7 @@ import torch
 
 from nimblec.cuda.allocator import BumpAllocator, Shift, Zone
 from nimblec.cuda.buffers import BufferTable, Span
-from nimblec.cuda.capture import ByteRange, Capture, SourceTracker, ValueDependentError, capture, telling
+from nimblec.cuda.capture import ByteRange, Capture, SourceTracker, ValueDependentError, capture, pretend_capturing
 from nimblec.cuda.cupti import CodeRecorder
 from nimblec.cuda.foreign import ForeignMemory
 from nimblec.cuda.modules import CodeIndex
@@ -189,14 +189,14 @@ class ModelRecorder:
 
     def _run(self, model: TorchModel) -> Any:
         with user_code("the model cannot be run"):
-            with torch.no_grad(), telling(self._tell_capturing):
+            with torch.no_grad(), pretend_capturing(self._tell_capturing):
                 result = model.run(self._sources.set)
             torch.cuda.synchronize()
         self._allocator.check()
         return result
 
     def _capture(self, zone: Zone) -> Capture:
-        with self._allocator.allocating_in(zone), torch.no_grad(), telling(self._tell_capturing):
+        with self._allocator.allocating_in(zone), torch.no_grad(), pretend_capturing(self._tell_capturing):
             captured = capture(self._model.run, zone, self._sources, compiled=self._model.is_compiled)
         self._allocator.check()
         return captured

@@ -1,8 +1,8 @@
 """Activations."""
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import Tensor
+from torch.nn import functional
 
 from nimblec.frontend.onnx_ops.axes import axis_of, zero_like
 from nimblec.frontend.onnx_ops.table import Refused, op
@@ -25,7 +25,7 @@ def tanh(x: Tensor) -> Tensor:
 
 @op("Softplus")
 def softplus(x: Tensor) -> Tensor:
-    return F.softplus(x)
+    return functional.softplus(x)
 
 
 @op("Softsign")
@@ -35,12 +35,12 @@ def softsign(x: Tensor) -> Tensor:
 
 @op("Mish", since=18)
 def mish(x: Tensor) -> Tensor:
-    return F.mish(x)
+    return functional.mish(x)
 
 
 @op("LeakyRelu")
 def leaky_relu(x: Tensor, *, alpha: float = 0.009999999776482582) -> Tensor:
-    return F.leaky_relu(x, alpha)
+    return functional.leaky_relu(x, alpha)
 
 
 @op("PRelu", since=7)
@@ -50,12 +50,12 @@ def prelu(x: Tensor, slope: Tensor) -> Tensor:
 
 @op("Elu")
 def elu(x: Tensor, *, alpha: float = 1.0) -> Tensor:
-    return F.elu(x, alpha)
+    return functional.elu(x, alpha)
 
 
 @op("Celu", since=12)
 def celu(x: Tensor, *, alpha: float = 1.0) -> Tensor:
-    return F.celu(x, alpha)
+    return functional.celu(x, alpha)
 
 
 @op("Selu")
@@ -75,19 +75,19 @@ def hard_sigmoid(x: Tensor, *, alpha: float = 0.20000000298023224, beta: float =
 
 @op("HardSwish", since=14)
 def hard_swish(x: Tensor) -> Tensor:
-    return F.hardswish(x)
+    return functional.hardswish(x)
 
 
 @op("Gelu", since=20)
 def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
     if approximate not in ("none", "tanh"):
         raise Refused(f"attribute 'approximate' is {approximate!r}; expected none or tanh")
-    return F.gelu(x, approximate=approximate)
+    return functional.gelu(x, approximate=approximate)
 
 
 @op("Swish", since=24)
 def swish(x: Tensor, *, alpha: float = 1.0) -> Tensor:
-    return F.silu(x) if alpha == 1.0 else x * torch.sigmoid(x * alpha)
+    return functional.silu(x) if alpha == 1.0 else x * torch.sigmoid(x * alpha)
 
 
 @op("SwiGLU", since=28)

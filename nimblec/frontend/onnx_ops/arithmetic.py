@@ -157,14 +157,14 @@ def mean(*data_0: Tensor) -> Tensor:
 
 @op("Clip", since=6)
 def clip_to_attributes(
-    x: Tensor, *, min: float = -3.4028234663852886e38, max: float = 3.4028234663852886e38  # noqa: A002
+    x: Tensor, *, min: float = -3.4028234663852886e38, max: float = 3.4028234663852886e38
 ) -> Tensor:
     return torch.clamp(x, min, max)
 
 
 @op("Clip", since=11)
 @by_value
-def clip(x: Tensor, min: Tensor | None = None, max: Tensor | None = None) -> Tensor:  # noqa: A002
+def clip(x: Tensor, min: Tensor | None = None, max: Tensor | None = None) -> Tensor:
     if min is None and max is None:
         return x
     return _clamp(x, _number_if_known(min), _number_if_known(max))

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional
 
 from nimblec.frontend.onnx_ops.table import MICROSOFT, Declined, Ints, Node, Refused, op
 
@@ -35,7 +35,7 @@ def causal_allowed(queries: int, keys: int, offset: int) -> Tensor:
 def scaled_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, causal: bool) -> Tensor:
     """Call the fused attention; ``mask`` is boolean (True attends) or added to the scores."""
     grouped = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(
+    return functional.scaled_dot_product_attention(
         q, k, v, mask, is_causal=causal, scale=scale, **({"enable_gqa": True} if grouped else {})
     )
 
@@ -147,8 +147,8 @@ def rotary_embedding(
     if not heads or (x.dim() == 3 and x.shape[2] % heads):
         raise Refused(f"an input of shape {tuple(x.shape)} does not make {num_heads} heads")
     if position_ids is not None:
-        cos_cache = F.embedding(position_ids.to(torch.int64), cos_cache)
-        sin_cache = F.embedding(position_ids.to(torch.int64), sin_cache)
+        cos_cache = functional.embedding(position_ids.to(torch.int64), cos_cache)
+        sin_cache = functional.embedding(position_ids.to(torch.int64), sin_cache)
     head_axis = 1 if x.dim() == 4 else 2
     apart = x if x.dim() == 4 else x.reshape(x.shape[0], x.shape[1], heads, -1)
     half = (rotary_embedding_dim or apart.shape[3]) // 2

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import Tensor
+from torch.nn import functional
 
 from nimblec.frontend.onnx_ops.axes import repeated
 from nimblec.frontend.onnx_ops.linear import centered
@@ -37,7 +37,7 @@ def pad_spatial(x: Tensor, before: Sequence[int], after: Sequence[int], value: f
     if not any((*before, *after)):
         return x
     pairs = [n for pair in reversed(list(zip(before, after, strict=True))) for n in pair]
-    return F.pad(x, pairs, value=value)
+    return functional.pad(x, pairs, value=value)
 
 
 @op("Conv")

@@ -54,7 +54,7 @@ def constant(
 
 
 @op("ConstantOfShape", since=9)
-def constant_of_shape(input: Ints, *, value: Known | None = None) -> Tensor:  # noqa: A002
+def constant_of_shape(input: Ints, *, value: Known | None = None) -> Tensor:
     element = torch.zeros(1) if value is None else value
     if element.numel() != 1:
         raise Refused(f"attribute 'value' has {element.numel()} elements; expected one")

@@ -163,7 +163,7 @@ def top_k_input(x: Tensor, k: int, *, axis: int = -1) -> tuple[Tensor, Tensor]:
 
 
 @op("TopK", since=11)
-def top_k(x: Tensor, k: int, *, axis: int = -1, largest: int = 1, sorted: int = 1) -> tuple[Tensor, Tensor]:  # noqa: A002
+def top_k(x: Tensor, k: int, *, axis: int = -1, largest: int = 1, sorted: int = 1) -> tuple[Tensor, Tensor]:
     axis = axis_of(axis, x.dim())
     if not 0 <= k <= x.shape[axis]:
         raise Refused(f"k is {k}; axis {axis} has length {x.shape[axis]}")
@@ -207,7 +207,7 @@ def unique(
     x: Known,
     *,
     axis: int | None = None,
-    sorted: int = 1,  # noqa: A002
+    sorted: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rows = x.reshape(-1, 1) if axis is None else x.movedim(axis_of(axis, x.dim()), 0)
     values, inverse, counts = torch.unique(rows, dim=0, return_inverse=True, return_counts=True)

@@ -55,8 +55,8 @@ def gemm(
     alpha: float = 1.0,
     beta: float = 1.0,
     broadcast: int = 0,
-    transA: int = 0,  # noqa: N803
-    transB: int = 0,  # noqa: N803
+    transA: int = 0,
+    transB: int = 0,
 ) -> Tensor:
     return gemm_optional(a, b, c, alpha=alpha, beta=beta, transA=transA, transB=transB)
 

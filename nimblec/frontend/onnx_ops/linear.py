@@ -86,7 +86,7 @@ def centered(x: Tensor, zero_point: Tensor | None, axis: int) -> Tensor:
 
 @op("Gemm", since=7)
 def gemm(
-    a: Tensor, b: Tensor, c: Tensor, *, alpha: float = 1.0, beta: float = 1.0, transA: int = 0, transB: int = 0  # noqa: N803
+    a: Tensor, b: Tensor, c: Tensor, *, alpha: float = 1.0, beta: float = 1.0, transA: int = 0, transB: int = 0
 ) -> Tensor:
     return gemm_optional(a, b, c, alpha=alpha, beta=beta, transA=transA, transB=transB)
 
@@ -99,8 +99,8 @@ def gemm_optional(
     *,
     alpha: float = 1.0,
     beta: float = 1.0,
-    transA: int = 0,  # noqa: N803
-    transB: int = 0,  # noqa: N803
+    transA: int = 0,
+    transB: int = 0,
 ) -> Tensor:
     if a.dim() != 2 or b.dim() != 2:
         raise Refused(f"inputs have {a.dim()} and {b.dim()} dimensions; expected 2")

@@ -9,7 +9,7 @@ from nimblec.frontend.onnx_ops.table import Refused, op
 
 @op("NegativeLogLikelihoodLoss", since=12)
 def negative_log_likelihood(
-    input: Tensor,  # noqa: A002
+    input: Tensor,
     target: Tensor,
     weight: Tensor | None = None,
     *,

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import Tensor
+from torch.nn import functional
 
 from nimblec.frontend.onnx_ops.axes import axis_of
 from nimblec.frontend.onnx_ops.convolution import convolution
@@ -23,17 +23,17 @@ op("Trilu", domain=MICROSOFT)(triangle)
 
 @op("Gelu", domain=MICROSOFT)
 def gelu(x: Tensor) -> Tensor:
-    return F.gelu(x)
+    return functional.gelu(x)
 
 
 @op("BiasGelu", domain=MICROSOFT)
 def bias_gelu(a: Tensor, b: Tensor) -> Tensor:
-    return F.gelu(a + b)
+    return functional.gelu(a + b)
 
 
 @op("FastGelu", domain=MICROSOFT)
 def fast_gelu(x: Tensor, bias: Tensor | None = None) -> Tensor:
-    return F.gelu(x if bias is None else x + bias, approximate="tanh")
+    return functional.gelu(x if bias is None else x + bias, approximate="tanh")
 
 
 @op("QuickGelu", domain=MICROSOFT)
@@ -57,10 +57,10 @@ def fused_matmul(
     b: Tensor,
     *,
     alpha: float = 1.0,
-    transA: int = 0,  # noqa: N803
-    transB: int = 0,  # noqa: N803
-    transBatchA: int = 0,  # noqa: N803
-    transBatchB: int = 0,  # noqa: N803
+    transA: int = 0,
+    transB: int = 0,
+    transBatchA: int = 0,
+    transBatchB: int = 0,
 ) -> Tensor:
     if transBatchA or transBatchB:
         raise Refused("transBatchA and transBatchB are not supported; expected 0")
@@ -75,13 +75,13 @@ FUSED_ACTIVATIONS: dict[str, tuple[int, Callable[..., Tensor]]] = {
     "Relu": (0, torch.relu),
     "Tanh": (0, torch.tanh),
     "Sigmoid": (0, torch.sigmoid),
-    "LeakyRelu": (1, F.leaky_relu),
+    "LeakyRelu": (1, functional.leaky_relu),
     "Clip": (2, torch.clamp),
     "HardSigmoid": (2, lambda x, alpha, beta: torch.clamp(alpha * x + beta, 0, 1)),
-    "Elu": (1, F.elu),
-    "Selu": (3, lambda x, alpha, _, gamma: gamma * F.elu(x, alpha)),
-    "Softplus": (0, F.softplus),
-    "Softsign": (0, F.softsign),
+    "Elu": (1, functional.elu),
+    "Selu": (3, lambda x, alpha, _, gamma: gamma * functional.elu(x, alpha)),
+    "Softplus": (0, functional.softplus),
+    "Softsign": (0, functional.softsign),
     "ThresholdedRelu": (1, lambda x, alpha: torch.where(x > alpha, x, 0)),
 }
 """What may be fused into a product, with the number of its parameters."""
@@ -107,8 +107,8 @@ def fused_gemm(
     activation_gamma: float = 0.0,
     alpha: float = 1.0,
     beta: float = 1.0,
-    transA: int = 0,  # noqa: N803
-    transB: int = 0,  # noqa: N803
+    transA: int = 0,
+    transB: int = 0,
 ) -> Tensor:
     y = gemm_optional(a, b, c, alpha=alpha, beta=beta, transA=transA, transB=transB)
     return activated(y, activation, (activation_alpha, activation_beta, activation_gamma))
@@ -190,13 +190,13 @@ def embed_layer_normalization(
     mask_index_type: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     tokens = input_ids.shape[1]
-    total = F.embedding(input_ids.to(torch.int64), word_embedding)
+    total = functional.embedding(input_ids.to(torch.int64), word_embedding)
     if position_ids is None:
         total = total + position_embedding.narrow(0, 0, tokens)
     else:
-        total = total + F.embedding(position_ids.to(torch.int64), position_embedding)
+        total = total + functional.embedding(position_ids.to(torch.int64), position_embedding)
     if segment_ids is not None and segment_embedding is not None:
-        total = total + F.embedding(segment_ids.to(torch.int64), segment_embedding)
+        total = total + functional.embedding(segment_ids.to(torch.int64), segment_embedding)
     lengths = torch.zeros(input_ids.shape[0], dtype=torch.int32)
     if mask is not None:
         lengths = torch.sum(mask, 1, dtype=torch.int32)

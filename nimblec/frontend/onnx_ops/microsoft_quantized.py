@@ -199,8 +199,8 @@ def gemm_quantized(
     y_zero_point: Tensor | None = None,
     *,
     alpha: float = 1.0,
-    transA: int = 0,  # noqa: N803
-    transB: int = 0,  # noqa: N803
+    transA: int = 0,
+    transB: int = 0,
 ) -> Tensor:
     left = centered(a.t() if transA else a, a_zero_point.reshape(()), -2)
     right = centered(b.t() if transB else b, b_zero_point.reshape(-1), -1)
@@ -243,8 +243,8 @@ def matmul_of_few_bits(
     g_idx: Known | None = None,
     bias: Tensor | None = None,
     *,
-    K: int,  # noqa: N803
-    N: int,  # noqa: N803
+    K: int,
+    N: int,
     accuracy_level: int = 0,
     bits: int = 4,
     block_size: int,

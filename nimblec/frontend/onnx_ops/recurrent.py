@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional
 
 from nimblec.frontend.onnx_ops.axes import zero_like
 from nimblec.frontend.onnx_ops.indexing import reversed_steps
@@ -27,13 +27,13 @@ PLAIN: dict[str, Activation] = {
     "relu": torch.relu,
     "tanh": torch.tanh,
     "sigmoid": torch.sigmoid,
-    "softsign": F.softsign,
-    "softplus": F.softplus,
+    "softsign": functional.softsign,
+    "softplus": functional.softplus,
 }
 WITH_ALPHA: dict[str, tuple[float, Callable[[Tensor, float], Tensor]]] = {
-    "leakyrelu": (0.01, F.leaky_relu),
+    "leakyrelu": (0.01, functional.leaky_relu),
     "thresholdedrelu": (1.0, lambda x, alpha: torch.where(x > alpha, x, zero_like(x))),
-    "elu": (1.0, F.elu),
+    "elu": (1.0, functional.elu),
 }
 WITH_BOTH: dict[str, tuple[float | None, float | None, Callable[[Tensor, float, float], Tensor]]] = {
     "affine": (1.0, 0.0, lambda x, alpha, beta: alpha * x + beta),

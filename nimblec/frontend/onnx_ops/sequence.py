@@ -60,7 +60,7 @@ def concatenate_sequence(input_sequence: list[Tensor], *, axis: int, new_axis: i
 
 @op("SplitToSequence", since=11)
 def split_to_sequence(
-    input: Tensor,  # noqa: A002
+    input: Tensor,
     split: Known | None = None,
     *,
     axis: int = 0,
@@ -76,10 +76,10 @@ def split_to_sequence(
 
 
 @op("OptionalHasElement", since=15)
-def has_element(input: Any = None) -> Tensor:  # noqa: A002
+def has_element(input: Any = None) -> Tensor:
     return torch.tensor(input is not None)
 
 
 @op("OptionalGetElement", since=15)
-def get_element(input: Any) -> Any:  # noqa: A002
+def get_element(input: Any) -> Any:
     return input

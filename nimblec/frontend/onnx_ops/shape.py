@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from math import prod
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import Tensor
+from torch.nn import functional
 
 from nimblec.frontend.onnx_ops.axes import axes_of, axis_of, sizes_of
 from nimblec.frontend.onnx_ops.table import Description, Ints, Known, Node, Refused, op
@@ -207,7 +207,7 @@ def pad_all(data: Tensor, pads: Sequence[int], value: float, mode: str) -> Tenso
     if mode == "constant":
         sides = [pads[side * rank + axis] for axis in reversed(range(rank)) for side in (0, 1)]
         fits = data.dtype.is_floating_point or isinstance(value, (bool, int))
-        return F.pad(data, sides, value=value if fits else int(value))
+        return functional.pad(data, sides, value=value if fits else int(value))
     for axis in range(rank):
         data = _pad_axis(data, axis, pads[axis], pads[rank + axis], mode)
     return data
@@ -239,7 +239,7 @@ def depth_to_space(x: Tensor, *, blocksize: int, mode: str = "DCR") -> Tensor:
     if mode not in ("DCR", "CRD") or b < 1 or c % (b * b):
         raise Refused(f"mode {mode!r} with blocksize {b} does not fit {c} channels")
     if mode == "CRD":
-        return F.pixel_shuffle(x, b)
+        return functional.pixel_shuffle(x, b)
     parts = x.reshape(n, b, b, c // (b * b), h, w).permute(0, 3, 4, 1, 5, 2)
     return parts.reshape(n, c // (b * b), h * b, w * b)
 

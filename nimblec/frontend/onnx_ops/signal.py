@@ -51,14 +51,14 @@ def _multiply(x: Tensor, matrix: np.ndarray) -> Tensor:
 
 @op("DFT", since=17)
 def dft_17(
-    input: Tensor, dft_length: int | None = None, *, axis: int = 1, inverse: int = 0, onesided: int = 0  # noqa: A002
+    input: Tensor, dft_length: int | None = None, *, axis: int = 1, inverse: int = 0, onesided: int = 0
 ) -> Tensor:
     return dft(input, dft_length, axis, inverse=inverse, onesided=onesided)
 
 
 @op("DFT", since=20)
 def dft(
-    input: Tensor,  # noqa: A002
+    input: Tensor,
     dft_length: int | None = None,
     axis: int = -2,
     *,

@@ -3,9 +3,9 @@
 import math
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional
 
 from nimblec.frontend.onnx_ops.axes import repeated
 from nimblec.frontend.onnx_ops.table import Ints, Refused, op
@@ -34,7 +34,7 @@ def grid_sample(
         raise Refused(f"mode {mode!r} with padding_mode {padding_mode!r} is not supported")
     if x.dim() not in (4, 5) or (x.dim() == 5 and SAMPLE_MODES[mode] == "bicubic"):
         raise Refused(f"mode {mode!r} for an input of {x.dim()} dimensions is not supported")
-    return F.grid_sample(x, grid.to(x.dtype), SAMPLE_MODES[mode], padding_mode, bool(align_corners))
+    return functional.grid_sample(x, grid.to(x.dtype), SAMPLE_MODES[mode], padding_mode, bool(align_corners))
 
 
 @op("RoiAlign", since=10)
@@ -188,7 +188,7 @@ def deformable_convolution(
         places.append(place * (2 / max(1, x.shape[2 + axis] - 1)) - 1)
     grid = torch.stack((places[1], places[0]), -1).reshape(n * offset_group, taps * out_h, out_w, 2)
     images = x.reshape(n * offset_group, channels // offset_group, *x.shape[2:])
-    columns = F.grid_sample(images, grid, "bilinear", "zeros", align_corners=True)
+    columns = functional.grid_sample(images, grid, "bilinear", "zeros", align_corners=True)
     columns = columns.reshape(n, offset_group, channels // offset_group, taps, out_h, out_w)
     if mask is not None:
         columns = columns * mask.reshape(n, offset_group, 1, taps, out_h, out_w)
