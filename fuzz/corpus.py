@@ -1,7 +1,11 @@
 """Run plan files that were found or kept, each in a child of its own: ``python -m fuzz.corpus FILE ...``."""
 
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 
@@ -12,29 +16,39 @@ from nimblert.errors import DeviceMismatchError, InputError, PlanError
 from nimblert.executable import Executable, load
 from nimblert.plan import Program
 
+RUN_S = 2.0
+"""A plan's own loop may run for as long as it likes, but an interrupt ends it."""
+
 
 def judge(file: bytes) -> str:
     """What becomes of a plan file: read, loaded, and each program run twice. Raises where it is none of what may."""
     image = memoryview(file)
     try:
         container.check_frame(image, "file")
-        plan = container.parse(image, "file")
-        executable = load(plan, poison=True)
+        executable = load(container.parse(image, "file"), poison=True)
+        try:
+            return _run(executable)
+        finally:
+            executable.close()
     except PlanError:
         return "refused"
-    except (DeviceMismatchError, MemoryError):
-        return "too large"
-    try:
-        for program in plan.programs:
-            _run_twice(executable, program)
-    except InputError:
-        return "fails"
-    except PlanError:
-        return "refused"
+    except DeviceMismatchError:
+        return "another CPU"
     except MemoryError:
         return "too large"
-    finally:
-        executable.close()
+
+
+def _run(executable: Executable) -> str:
+    try:
+        with _interrupted_after(RUN_S):
+            for program in executable.plan.programs:
+                _run_twice(executable, program)
+    except KeyboardInterrupt:
+        if not any(kernel.symbol == "Loop" for kernel in executable.plan.kernels):
+            raise AssertionError("it hangs, and has no loop") from None
+        return "loops on"
+    except InputError:
+        return "fails"
     return "runs"
 
 
@@ -44,6 +58,22 @@ def _run_twice(executable: Executable, program: Program) -> None:
     for name, array in first.items():
         if array.tobytes() != second[name].tobytes() and not _is_nan(array) and not executable.plan.state_nbytes:
             raise AssertionError(f"output {name!r} differs from run to run")
+
+
+@contextmanager
+def _interrupted_after(seconds: float) -> Iterator[None]:
+    """End the block as Ctrl-C does."""
+
+    def interrupt(_number: int, _frame: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _is_nan(array: np.ndarray) -> bool:

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -37,9 +38,11 @@ def run(*arguments: str) -> tuple[int, str]:
 def test_kept_files_neither_crash_nor_hang_in_memory_that_ends_where_a_tensor_does() -> None:
     status, said = run("-m", "fuzz.corpus", *map(str, CORPUS))
     assert status == 0, said
-    seeds = sum(path.name.startswith("seed-") for path in CORPUS)
-    assert f"'runs': {seeds}" in said
-    assert f"'refused': {len(CORPUS) - seeds}" in said
+    kinds = Counter(path.name.partition("-")[0] for path in CORPUS)
+    other = "'another CPU': 1" in said  # of the layouts nchwc8 and nchwc16 a CPU has one
+    assert f"'runs': {kinds['seed'] - other}" in said
+    assert f"'loops on': {kinds['endless']}" in said
+    assert f"'refused': {len(CORPUS) - kinds['seed'] - kinds['endless']}" in said
 
 
 def test_a_short_campaign_of_damaged_bytes_finds_nothing(tmp_path: Path) -> None:
