@@ -24,6 +24,7 @@ _LIMIT_S = 300
 
 def programs() -> dict[tuple[str, str], tuple[str, ...]]:
     """What measures a model with a peer, by both."""
+    found: dict[tuple[str, str], tuple[str, ...]]
     found = {(spec, "AOTInductor"): ("bench.torch_peer", "aoti", spec) for spec in peers.TUNED}
     found |= {(spec, "ONNX Runtime CUDA"): ("bench.onnxruntime_peer", spec) for spec in (RESNET, BERT)}
     found[RESNET, "JAX"] = ("bench.jax_peer", "bench.models.jax_resnet50:fp16")
