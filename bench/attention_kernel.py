@@ -20,34 +20,20 @@ from torch import Tensor
 from torch.nn import functional
 
 from bench.environment import describe
-from nimblec.kernels.attention import (
-    Attention,
-    AttentionTiling,
-    attended,
-    attention,
-    attention_candidates,
-    attention_job,
-    attention_settings,
-    attention_shape,
-)
-from nimblec.kernels.candidates import candidates
-from nimblec.kernels.choosing import Choice, choose
-from nimblec.kernels.compiling import Job, compile_all, convolution_job
-from nimblec.kernels.launching import TRIGGERS, Trigger, settings
-from nimblec.kernels.norm import (
-    Norm,
-    NormTiling,
-    add_layer_norm,
-    layer_norm,
-    norm_candidates,
-    norm_job,
-    norm_settings,
-    normalized,
-)
-from nimblec.kernels.ops import linear
-from nimblec.kernels.packing import counters
-from nimblec.kernels.shapes import Tiling, ceil_div, product
-from nimblec.kernels.timing import GraphTimer, WeightPool
+from nimblec.kernels.attention.op import attended, attention
+from nimblec.kernels.attention.shapes import Attention, attention_shape
+from nimblec.kernels.attention.tilings import AttentionTiling, attention_candidates
+from nimblec.kernels.core.choosing import Choice, choose
+from nimblec.kernels.core.compiling import Job, compile_all
+from nimblec.kernels.core.gpu import GPU, TRIGGERS, Trigger
+from nimblec.kernels.core.launch import launch_of
+from nimblec.kernels.core.shapes import ceil_div, product
+from nimblec.kernels.core.timing import GraphTimer, WeightPool
+from nimblec.kernels.gemm.op import linear
+from nimblec.kernels.gemm.packing import counters
+from nimblec.kernels.gemm.tilings import Tiling, candidates
+from nimblec.kernels.norm.op import add_layer_norm, layer_norm, normalized
+from nimblec.kernels.norm.tilings import Norm, NormTiling, norm_candidates
 
 THEIRS = "theirs"
 TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -108,9 +94,9 @@ def main() -> None:
     compile_begin = time.perf_counter()
     everything: list[Prepared | PreparedNorm | Bert] = [*prepared.values(), *norms, bert]
     jobs = [job for each in everything for job in each.jobs()]
-    compile_all(jobs)
+    compile_all(jobs, gpu=GPU.current())
     print(f"{len(jobs)} kernels compiled in {time.perf_counter() - compile_begin:.1f} s")
-    timer = GraphTimer(repeats=7)
+    timer = GraphTimer(GPU.current(), repeats=7)
     rows = [measure(name, each, timer) for name, each in prepared.items()]
     rows += [measure(each.name, each, timer) for each in norms]
     layers = bert.measure(timer, prepared[BERT], norms[0])
@@ -136,23 +122,19 @@ class Prepared:
         self.tensors = case.tensors()
         self.shape: Attention = attention_shape(*self.tensors, causal=case.causal)
         self.scale = case.size**-0.5
-        candidates = attention_candidates(self.shape, limit=limit)
+        candidates = attention_candidates(self.shape, GPU.current(), limit=limit)
         self.tilings = {"x".join(map(str, tiling.numbers)): tiling for tiling in candidates}
 
     def jobs(self) -> list[Job]:
         """What to compile."""
-        dtype = str(self.case.dtype).removeprefix("torch.")
-        mask = dtype if self.case.bias else None
-        return [
-            attention_job(
-                attention_settings(self.shape, tiling, scale=self.scale, trigger="late"), dtype=dtype, mask=mask
-            )
-            for tiling in self.tilings.values()
-        ]
+        return [launch_of(attention, *self._arguments(tiling)).job for tiling in self.tilings.values()]
+
+    def _arguments(self, tiling: AttentionTiling, trigger: Trigger = "late") -> tuple[Any, ...]:
+        return (*self.tensors, self.case.causal, self.scale, tiling.numbers, trigger)
 
     def ours(self, tiling: AttentionTiling, trigger: Trigger = "late") -> Tensor:
         """Our op."""
-        return attention(*self.tensors, self.case.causal, self.scale, tiling.numbers, trigger)
+        return attention(*self._arguments(tiling, trigger))
 
     def theirs(self) -> Tensor:
         """Torch's op, whichever kernel it chooses."""
@@ -205,24 +187,27 @@ class PreparedNorm:
         self.x, self.residual = (torch.randn(size, device="cuda").half() for _ in range(2))
         self.weight = torch.randn(self.shape.columns, device="cuda").half()
         self.bias = None if self.shape.rms else self.weight.neg()
-        self.tilings = {"x".join(map(str, tiling.numbers)): tiling for tiling in norm_candidates(self.shape)}
+        self.tilings = {
+            "x".join(map(str, tiling.numbers)): tiling for tiling in norm_candidates(self.shape, GPU.current())
+        }
 
     def jobs(self) -> list[Job]:
         """What to compile."""
-        bias = None if self.bias is None else "float16"
-        names: dict[str, Any] = {"dtype": "float16", "out_dtype": "float16", "weight": "float16", "bias": bias}
+        op = add_layer_norm if self.adds else layer_norm
         return [
-            norm_job(norm_settings(self.shape, tiling, eps=1e-5, trigger=trigger), residual=self.adds, **names)
+            launch_of(op, *self._arguments(tiling, trigger)).job
             for tiling in self.tilings.values()
             for trigger in NORM_TRIGGERS
         ]
 
     def ours(self, tiling: NormTiling, trigger: Trigger = "late") -> Tensor:
         """Our op."""
-        how = (self.weight, self.bias, 1e-5, self.shape.rms, torch.float16, tiling.numbers, trigger)
-        if self.adds:
-            return add_layer_norm(self.x, self.residual, *how)[0]
-        return layer_norm(self.x, *how)
+        arguments = self._arguments(tiling, trigger)
+        return add_layer_norm(*arguments)[0] if self.adds else layer_norm(*arguments)
+
+    def _arguments(self, tiling: NormTiling, trigger: Trigger) -> tuple[Any, ...]:
+        read = (self.x, self.residual) if self.adds else (self.x,)
+        return (*read, self.weight, self.bias, 1e-5, self.shape.rms, torch.float16, tiling.numbers, trigger)
 
     def theirs(self) -> Tensor:
         """Torch's ops."""
@@ -272,18 +257,12 @@ class Bert:
 
     def __init__(self) -> None:
         self.shapes = [product(128, depth, columns) for depth, columns, *_ in self.PRODUCTS]
-        self.tilings: list[Tiling] = [candidates(shape)[0] for shape in self.shapes]
+        self.tilings: list[Tiling] = [candidates(shape, GPU.current())[0] for shape in self.shapes]
 
     def jobs(self) -> list[Job]:
         """What to compile."""
-        return [
-            convolution_job(
-                settings(shape, tiling, activation=activation, trigger="late"),
-                dtype="float16",
-                has={"bias", "residual"} if adds else {"bias"},
-            )
-            for shape, tiling, (*_, activation, adds) in zip(self.shapes, self.tilings, self.PRODUCTS, strict=True)
-        ]
+        arguments = (self._arguments(number, self._weight(number), "late") for number in range(len(self.PRODUCTS)))
+        return [launch_of(linear, *given).job for given in arguments]
 
     def measure(self, timer: GraphTimer, attended: Prepared, norm: PreparedNorm) -> dict[str, float]:
         """Microseconds of all layers in one graph, by whose attention and norms they have."""
@@ -311,7 +290,7 @@ class Bert:
     def _calls(
         self, mix: Callable[[], object], normalize: Callable[[], object], trigger: Trigger
     ) -> list[Callable[[], object]]:
-        pool = WeightPool(nbytes=256 << 20, dtype=torch.float16)
+        pool = WeightPool(GPU.current())
         products = [self._product(number, pool, trigger) for _ in range(self.LAYERS) for number in range(4)]
         calls: list[Callable[[], object]] = []
         for first, second, third, fourth in zip(*[iter(products)] * 4, strict=True):
@@ -319,15 +298,24 @@ class Bert:
         return calls
 
     def _product(self, number: int, pool: WeightPool, trigger: Trigger) -> Callable[[], object]:
+        return partial(linear, *self._arguments(number, pool.take(self._weight(number)), trigger))
+
+    def _weight(self, number: int) -> Tensor:
+        """The weights of a product, without memory."""
+        shape, tiling = self.shapes[number], self.tilings[number]
+        across = ceil_div(shape.out_channels, tiling.block_n)
+        packed = (across, tiling.steps(shape), tiling.block_n, tiling.block_k)
+        return torch.empty(packed, dtype=torch.float16, device="meta")
+
+    def _arguments(self, number: int, weight: Tensor, trigger: Trigger) -> tuple[Any, ...]:
         shape, tiling = self.shapes[number], self.tilings[number]
         _, columns, activation, adds = self.PRODUCTS[number]
-        weight = pool.take((ceil_div(columns, tiling.block_n), tiling.steps(shape), tiling.block_n, tiling.block_k))
         x = torch.randn(128, shape.channels, device="cuda").half()
         residual = torch.randn(128, columns, device="cuda").half() if adds else None
         bias = torch.randn(columns, device="cuda").half()
         down, across = tiling.tiles(shape)
         arrived = counters(down * across, x.device) if tiling.split_k > 1 else None
-        return lambda: linear(x, weight, bias, residual, arrived, columns, activation, tiling.numbers, trigger)
+        return x, weight, bias, residual, arrived, columns, activation, tiling.numbers, trigger
 
 
 def _ignoring(call: Callable[..., object], tiling: object, trigger: Trigger, _: int) -> object:

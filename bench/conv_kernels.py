@@ -16,34 +16,29 @@ from typing import Any, get_args
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.nn import functional
 
 from bench.conv_networks import MODELS, Call
 from bench.environment import describe
 from nimblec.frontend.pytorch.model import set_arithmetic
-from nimblec.kernels import ops
-from nimblec.kernels.candidates import candidates
-from nimblec.kernels.choosing import Choice, choose
-from nimblec.kernels.compiling import Job, compile_all, convolution_job, depthwise_job
-from nimblec.kernels.depthwise import (
-    DepthwiseTiling,
-    depthwise,
-    depthwise_candidates,
-    depthwise_settings,
-    pack_depthwise,
-)
-from nimblec.kernels.launching import TRIGGERS, Arithmetic, settings
-from nimblec.kernels.packing import counters, pack_rows
-from nimblec.kernels.reference import ACTIVATIONS, NO_PROLOGUE, Prologue, finish
-from nimblec.kernels.shapes import Convolution, Tiling, ceil_div
-from nimblec.kernels.timing import GraphTimer, WeightPool
+from nimblec.kernels.core.choosing import Choice, choose
+from nimblec.kernels.core.compiling import Job, compile_all
+from nimblec.kernels.core.gpu import GPU, TRIGGERS
+from nimblec.kernels.core.launch import launch_of
+from nimblec.kernels.core.reference import ACTIVATIONS, NO_PROLOGUE, Prologue, finish
+from nimblec.kernels.core.shapes import Convolution, ceil_div
+from nimblec.kernels.core.timing import GraphTimer, WeightPool
+from nimblec.kernels.depthwise.op import depthwise, pack_depthwise
+from nimblec.kernels.depthwise.tilings import DepthwiseTiling, depthwise_candidates
+from nimblec.kernels.gemm import op as ops
+from nimblec.kernels.gemm.op import Arithmetic
+from nimblec.kernels.gemm.packing import counters, pack_rows
+from nimblec.kernels.gemm.rewrite import AnyTiling
+from nimblec.kernels.gemm.tilings import candidates
 
 aten = torch.ops.aten
 
-AnyTiling = Tiling | DepthwiseTiling
-
-_READ = {"": (), "relu": (), "norm relu": ("scale", "shift"), "gate": ("gate",)}
-POOL_NBYTES = 512 << 20
 THEIRS = "theirs"
 TOLERANCE = 0.02
 """Of the results' spread: float16 and bfloat16 round once, the library's and our sums differ in order."""
@@ -92,15 +87,27 @@ class Tensors:
 
     def ours(self, weight: Tensor, tiling: AnyTiling, arrived: Tensor | None, trigger: str = "late") -> Tensor:
         """Our op."""
+        op, args, how = self._call(weight, tiling, arrived, trigger)
+        return op(*args, **how)
+
+    def job(self, tiling: AnyTiling, trigger: str = "late") -> Job:
+        """What our op launches."""
+        weight = torch.empty(packed(self.call, tiling), dtype=self.x.dtype, device="meta")
+        op, args, how = self._call(weight, tiling, _counters(self.call.shape, tiling), trigger)
+        return launch_of(op, *args, **how).job
+
+    def _call(
+        self, weight: Tensor, tiling: AnyTiling, arrived: Tensor | None, trigger: str
+    ) -> tuple[OpOverload, tuple[Any, ...], dict[str, Any]]:
         call, shape = self.call, self.call.shape
         shared = self.x, weight, self.bias, self.residual, arrived, shape.out_channels
         last = call.activation, tiling.numbers, trigger
         if call.kind == "linear":
-            return ops.linear(*shared, *last, arithmetic=self._arithmetic)
+            return ops.linear, (*shared, *last), {"arithmetic": self._arithmetic}
         geometry = shape.kernel, shape.stride, shape.padding, shape.dilation
         if call.kind == "depthwise":
-            return depthwise(*shared[:4], shape.out_channels, *geometry, *last, **self._before())
-        return ops.convolution(*shared, *geometry, *last, arithmetic=self._arithmetic, **self._before())
+            return depthwise, (*shared[:4], shape.out_channels, *geometry, *last), self._before()
+        return ops.convolution, (*shared, *geometry, *last), {"arithmetic": self._arithmetic, **self._before()}
 
     def _before(self) -> dict[str, Any]:
         prologue = self.prologue
@@ -201,20 +208,20 @@ def main() -> None:
 def tilings(call: Call, numbers: Numbers, limit: int) -> Sequence[AnyTiling]:
     """The candidates for a call."""
     if call.kind == "depthwise":
-        return depthwise_candidates(call.shape, limit=limit)
-    return candidates(call.shape, limit=limit, itemsize=numbers.dtype.itemsize)
+        return depthwise_candidates(call.shape, GPU.current(), limit=limit)
+    return candidates(call.shape, GPU.current(), limit=limit, itemsize=numbers.dtype.itemsize)
 
 
 def measure(name: str, calls: Sequence[Call], numbers: Numbers, limit: int) -> dict[str, Any]:
     """Time and check all calls of a network; prints a table and returns the raw figures."""
-    distinct = list(dict.fromkeys(calls))
+    distinct, gpu = list(dict.fromkeys(calls)), GPU.current()
     tried = {call: {_name(t): t for t in tilings(call, numbers, limit)} for call in distinct}
     begin = time.perf_counter()
-    compile_all([_job(call, tiling, numbers) for call in distinct for tiling in tried[call].values()])
+    compile_all([Tensors(call, numbers).job(t) for call in distinct for t in tried[call].values()], gpu=gpu)
     kernels = sum(map(len, tried.values()))
     print(f"{name}: {len(calls)} calls, {len(distinct)} distinct; {kernels} kernels compiled in", end=" ")
     print(f"{time.perf_counter() - begin:.1f} s")
-    pool, timer = WeightPool(nbytes=POOL_NBYTES, dtype=numbers.dtype), GraphTimer()
+    pool, timer = WeightPool(gpu), GraphTimer(gpu)
     measured = []
     for call in distinct:
         found = measure_call(call, calls.count(call), tried[call], pool, timer, numbers)
@@ -263,15 +270,18 @@ def _error(tensors: Tensors, rows: Tensor, tiling: AnyTiling, expected: Tensor) 
     return error
 
 
+def _taken(pool: WeightPool, tensors: Tensors, shape: tuple[int, ...]) -> Tensor:
+    return pool.take(torch.empty(shape, dtype=tensors.x.dtype, device="meta"))
+
+
 def _chain_of_theirs(tensors: Tensors, pool: WeightPool, length: int) -> Callable[[int], object]:
-    size = tensors.call.shape.out_channels, _depth(tensors.call)
-    weights = [pool.take(size) for _ in range(length)]
+    weights = [_taken(pool, tensors, (tensors.call.shape.out_channels, _depth(tensors.call))) for _ in range(length)]
     prepared, sharers = tensors.prepared(), tensors.call.sharers
     return lambda n: tensors.theirs(weights[n], prepared if n % sharers else None)
 
 
 def _chain_of_ours(tensors: Tensors, tiling: AnyTiling, pool: WeightPool, length: int) -> Callable[[int], object]:
-    weights = [pool.take(_packed(tensors.call, tiling)) for _ in range(length)]
+    weights = [_taken(pool, tensors, packed(tensors.call, tiling)) for _ in range(length)]
     arrived = [_counters(tensors.call.shape, tiling) for _ in range(length)]
     return lambda n: tensors.ours(weights[n], tiling, arrived[n])
 
@@ -285,14 +295,15 @@ def measure_network(
 ) -> dict[str, float]:
     """All calls of a network in its order in one graph, each with weights of its own; replay after replay."""
     best = {call: m.tilings[m.ours] for call, m in measured.items()}
-    compile_all([_job(call, tiling, numbers, trigger) for call, tiling in best.items() for trigger in TRIGGERS])
     tensors = {call: Tensors(call, numbers) for call in measured}
+    jobs = [tensors[call].job(tiling, trigger) for call, tiling in best.items() for trigger in TRIGGERS]
+    compile_all(jobs, gpu=GPU.current())
 
     def theirs(call: Call) -> Callable[[], object]:
-        return partial(tensors[call].theirs, pool.take((call.shape.out_channels, _depth(call))))
+        return partial(tensors[call].theirs, _taken(pool, tensors[call], (call.shape.out_channels, _depth(call))))
 
     def ours(call: Call, trigger: str = "late") -> Callable[[], object]:
-        weight = pool.take(_packed(call, best[call]))
+        weight = _taken(pool, tensors[call], packed(call, best[call]))
         return partial(tensors[call].ours, weight, best[call], _counters(call.shape, best[call]), trigger)
 
     def better(call: Call) -> Callable[[], object]:
@@ -306,16 +317,6 @@ def measure_network(
     return {name: timer.chain([side(call) for call in calls], flush=False) for name, side in sides.items()}
 
 
-def _job(call: Call, tiling: AnyTiling, numbers: Numbers, trigger: str = "late") -> Job:
-    has = {"bias", *(["residual"] if call.residual else []), *_READ[call.reading]}
-    known: dict[str, Any] = {"dtype": str(numbers.dtype).removeprefix("torch."), "has": has}
-    before = "relu" if "relu" in call.reading else "none"
-    how: dict[str, Any] = {"activation": call.activation, "before": before, "trigger": trigger}
-    if isinstance(tiling, DepthwiseTiling):
-        return depthwise_job(depthwise_settings(call.shape, tiling, **how), **known)
-    return convolution_job(settings(call.shape, tiling, arithmetic=numbers.arithmetic, **how), **known)
-
-
 def _depth(call: Call) -> int:
     """Products in each sum."""
     return call.shape.depth // (call.shape.channels if call.kind == "depthwise" else 1)
@@ -327,7 +328,8 @@ def _pack(tensors: Tensors, rows: Tensor, tiling: AnyTiling) -> Tensor:
     return pack_rows(rows, tiling)
 
 
-def _packed(call: Call, tiling: AnyTiling) -> tuple[int, ...]:
+def packed(call: Call, tiling: AnyTiling) -> tuple[int, ...]:
+    """The shape of the weights, packed."""
     if isinstance(tiling, DepthwiseTiling):
         return ceil_div(call.shape.channels, tiling.block_c), _depth(call), tiling.block_c
     across, deep = ceil_div(call.shape.out_channels, tiling.block_n), tiling.steps(call.shape)

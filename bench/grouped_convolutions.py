@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from bench.environment import describe
-from nimblec.kernels.timing import GraphTimer
+from nimblec.kernels.core.gpu import GPU
+from nimblec.kernels.core.timing import GraphTimer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -102,7 +103,7 @@ def times(case: Case, dtype: torch.dtype, timer: GraphTimer) -> dict[str, float]
 def main() -> None:
     """Print the environment and the table."""
     print(json.dumps(describe()))
-    timer = GraphTimer(length=10, repeats=5)
+    timer = GraphTimer(GPU.current(), length=10, repeats=5)
     for dtype in (torch.float16, torch.float32):
         for case in CASES:
             found = {name: round(microseconds, 1) for name, microseconds in times(case, dtype, timer).items()}

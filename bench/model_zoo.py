@@ -31,14 +31,10 @@ from nimblec.frontend.pytorch.model import place, set_arithmetic
 from nimblec.frontend.rewritten import flattened
 from nimblec.graph.definitions import Interpreter
 from nimblec.graph.rewriter import copied
-from nimblec.optimize import optimize, own_norms
+from nimblec.kernels.core.gpu import SM_90
+from nimblec.kernels.families import FAMILIES
+from nimblec.optimize import optimize
 from nimblec.optimize.layout.channels_last import lay_float32_channels_last
-from nimblec.optimize.own_attention import attention_candidates, use_own_attention
-from nimblec.optimize.own_concatenation import place_parts
-from nimblec.optimize.own_kernels import use_own_kernels
-from nimblec.optimize.own_kernels_choice import tilings
-from nimblec.optimize.own_normed_products import absorb_norms
-from nimblec.optimize.own_siblings import join_siblings
 
 RESULTS = Path(__file__).parent / "results" / "cpu"
 STATUSES = ("pass", "refused", "wrong", "error")
@@ -218,7 +214,7 @@ def compared(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[tuple[int, 
         model = flattened(place(module, inputs, device="cpu"))
         rewritten = optimize(model.module, device="cuda")
         given = [tensor for _, tensor in model.inputs]
-        graphs = (model.module, rewritten, with_own_kernels(rewritten))
+        graphs = (model.module, rewritten, with_triton_kernels(rewritten))
         errors = [
             _error(wanted, got)
             for graph in graphs
@@ -227,16 +223,12 @@ def compared(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[tuple[int, 
     return tuple(sum(node.op == "call_function" for node in graph.graph.nodes) for graph in graphs), max(errors)
 
 
-def with_own_kernels(module: fx.GraphModule) -> fx.GraphModule:
-    """A copy with our kernels wherever they serve."""
+def with_triton_kernels(module: fx.GraphModule) -> fx.GraphModule:
+    """A copy with Triton kernels wherever they serve."""
     result = copied(module)
     lay_float32_channels_last(result)
-    use_own_attention(result, lambda request: attention_candidates(request.shape)[0])
-    join_siblings(result)
-    place_parts(result)
-    use_own_kernels(result, lambda request: tilings(request)[0])
-    absorb_norms(result, compile_jobs=lambda _: None)
-    own_norms.use_own_norms(result)
+    for family in FAMILIES:
+        family.use_first(result, SM_90)
     return result
 
 

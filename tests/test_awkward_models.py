@@ -7,7 +7,7 @@ from rewriting import check
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from bench.model_zoo import with_own_kernels
+from bench.model_zoo import with_triton_kernels
 from nimblec.frontend.pytorch import aten_graph
 from nimblec.frontend.pytorch.aten_graph import trace
 from nimblec.frontend.pytorch.model import TorchModel, place
@@ -46,7 +46,7 @@ def test_every_rewrite_keeps_the_results(name: str) -> None:
         rewritten = optimize(flat.module, device="cuda")
         check(rewritten)
         _compare(rewritten, flat, expected, tolerance)
-        _compare(with_own_kernels(rewritten), flat, expected, tolerance)
+        _compare(with_triton_kernels(rewritten), flat, expected, tolerance)
 
 
 @pytest.mark.parametrize("name", [name for name in awkward_models.MODELS if name not in NOT_INFERRED])

@@ -11,11 +11,14 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nimblec.kernels import ops
-from nimblec.kernels.candidates import MULTIPROCESSORS, SHARED_NBYTES, candidates
-from nimblec.kernels.choosing import Choice, choose
-from nimblec.kernels.depthwise import DepthwiseTiling, depthwise, depthwise_candidates, pack_depthwise
-from nimblec.kernels.packing import (
+from nimblec.kernels.core.choosing import Choice, choose
+from nimblec.kernels.core.gpu import SM_90
+from nimblec.kernels.core.images import channels_last, convolution_shape, laid_like
+from nimblec.kernels.core.shapes import Convolution, ceil_div, product
+from nimblec.kernels.depthwise.op import depthwise, pack_depthwise
+from nimblec.kernels.depthwise.tilings import DepthwiseTiling, depthwise_candidates
+from nimblec.kernels.gemm import op as ops
+from nimblec.kernels.gemm.packing import (
     counters,
     for_tensor_cores,
     pack_convolution,
@@ -23,8 +26,8 @@ from nimblec.kernels.packing import (
     pack_rows,
     unpack_rows,
 )
-from nimblec.kernels.reference import as_multiplied
-from nimblec.kernels.shapes import Convolution, Tiling, ceil_div, product
+from nimblec.kernels.gemm.reference import as_multiplied
+from nimblec.kernels.gemm.tilings import Tiling, candidates, shared_budget
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -96,21 +99,21 @@ SHAPES = (
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_candidates_are_few_and_fit(shape: Convolution) -> None:
-    found = candidates(shape, limit=10)
+    found = candidates(shape, SM_90, limit=10)
     assert 1 <= len(found) <= 10
     assert len(set(found)) == len(found)
     for tiling in found:
         part = ceil_div(tiling.steps(shape), tiling.split_k)
         assert part * (tiling.split_k - 1) < tiling.steps(shape), "every part of the sum has work"
         stage = 2 * tiling.block_k * (tiling.block_m + tiling.block_n)
-        assert stage * tiling.num_stages <= max(SHARED_NBYTES, stage)
+        assert stage * tiling.num_stages <= max(shared_budget(SM_90), stage)
         assert tiling.block_m == 16 or tiling.block_m < 2 * shape.rows
 
 
 def test_a_long_sum_of_few_tiles_is_split() -> None:
-    best = candidates(RESNET)[0]
+    best = candidates(RESNET, SM_90)[0]
     assert best.split_k > 1
-    assert MULTIPROCESSORS // 3 <= best.blocks(RESNET) <= 2 * MULTIPROCESSORS
+    assert SM_90.multiprocessors // 3 <= best.blocks(RESNET) <= 2 * SM_90.multiprocessors
 
 
 def test_choose_the_fastest() -> None:
@@ -177,9 +180,9 @@ def test_depthwise_on_the_cpu(multiplier: int) -> None:
 
 def test_depthwise_candidates_fill_the_device() -> None:
     shape = Convolution(batch=1, height=14, width=14, channels=576, out_channels=576, kernel=(3, 3), padding=(1, 1))
-    found = depthwise_candidates(shape)
+    found = depthwise_candidates(shape, SM_90)
     assert len(set(found)) == len(found) == 5
-    assert MULTIPROCESSORS <= found[0].blocks(shape) <= 4 * MULTIPROCESSORS
+    assert SM_90.multiprocessors <= found[0].blocks(shape) <= 4 * SM_90.multiprocessors
     assert all(tiling.num_warps * 32 * 8 <= tiling.block_m * tiling.block_c for tiling in found)
 
 
@@ -187,7 +190,7 @@ def test_fake_results_need_no_triton() -> None:
     code = """
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from nimblec.kernels import ops
+from nimblec.kernels.gemm import op as ops
 with FakeTensorMode():
     x = torch.empty(2, 6, 9, 8, dtype=torch.bfloat16).to(memory_format=torch.channels_last)
     weight = torch.empty(1, 4, 32, 16, dtype=torch.bfloat16)
@@ -228,12 +231,12 @@ def test_schemas_tell_what_is_written() -> None:
 def test_images_with_gaps_are_refused() -> None:
     x = torch.empty(1, 6, 9, 8)
     with pytest.raises(ValueError, match="channels last"):
-        ops.convolution_shape(x, 10, [1, 1], [1, 1], [0, 0], [1, 1])
+        convolution_shape(x, 10, [1, 1], [1, 1], [0, 0], [1, 1])
 
 
 def test_a_slice_of_channels_is_read_in_place() -> None:
     x = _images(2, 8, 5, 5)[:, :4]
-    assert ops.convolution_shape(x, 10, [1, 1], [1, 1], [0, 0], [1, 1]).pixel_stride == 8
+    assert convolution_shape(x, 10, [1, 1], [1, 1], [0, 0], [1, 1]).pixel_stride == 8
 
 
 def test_what_tensor_cores_cut_off_is_made_up_for() -> None:
@@ -253,13 +256,13 @@ def test_what_tensor_cores_cut_off_is_made_up_for() -> None:
 
 def test_what_lies_otherwise_than_inferred_is_laid_anew() -> None:
     images, other = torch.randn(2, 3, 4, 5), torch.empty(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
-    assert torch.equal(ops.channels_last(images), images)
-    assert ops.channels_last(images).stride() == other.stride()
-    assert ops.channels_last(other) is other
-    laid = ops.laid_like(images, other)
+    assert torch.equal(channels_last(images), images)
+    assert channels_last(images).stride() == other.stride()
+    assert channels_last(other) is other
+    laid = laid_like(images, other)
     assert laid is not None
     assert torch.equal(laid, images)
     assert laid.stride() == other.stride()
     row = images[:1, :1].as_strided((1, 1, 4, 5), (7, 9, 5, 1))
-    assert ops.laid_like(row, torch.empty(1, 1, 4, 5)) is row
-    assert ops.laid_like(None, other) is None
+    assert laid_like(row, torch.empty(1, 1, 4, 5)) is row
+    assert laid_like(None, other) is None

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from choosing import selector
 from rewriting import counts, record, rewritten, run
 from torch import Tensor, fx
 from torch.nn import functional
@@ -13,13 +14,19 @@ from torch.nn.functional import scaled_dot_product_attention
 from nimblec.graph.rewriter import Rewriter, is_call
 from nimblec.graph.views import is_view
 from nimblec.graph.vocabulary import LINEARS
-from nimblec.kernels.attention import AttentionTiling, attention, attention_candidates, attention_shape
+from nimblec.kernels.attention.op import attention
+from nimblec.kernels.attention.rewrite import ATTENTION_FAMILY, Request, requests, use_triton_attention
+from nimblec.kernels.attention.shapes import attention_shape
+from nimblec.kernels.attention.tilings import AttentionTiling, attention_candidates
+from nimblec.kernels.core.gpu import SM_90
+from nimblec.kernels.core.selector import FRAMEWORK
 from nimblec.optimize import optimize
-from nimblec.optimize.own_attention import AttentionSelector, Request, requests, use_own_attention
-from nimblec.optimize.own_selection import THEIRS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from nimblec.kernels.core.compiling import Job
+    from nimblec.kernels.core.selector import Selector
 
 COMPUTED = (*LINEARS, torch.ops.aten.bmm.default, torch.ops.aten.add.Tensor)
 TILING = AttentionTiling(block_m=16, block_n=32)
@@ -126,7 +133,7 @@ def _graph(name: str, batch: int) -> tuple[fx.GraphModule, Tensor]:
 @pytest.mark.parametrize("name", MODELS)
 def test_values_and_no_copies(name: str, batch: int) -> None:
     module, x = _graph(name, batch)
-    own = rewritten(module, lambda m: use_own_attention(m, lambda _: TILING))
+    own = rewritten(module, lambda m: use_triton_attention(m, lambda _: TILING))
     (call,) = (node for node in own.graph.nodes if node.target is attention)
     for expected, result in zip(run(module, x), run(own, x), strict=True):
         torch.testing.assert_close(result, expected, atol=4e-3, rtol=4e-3)
@@ -149,7 +156,7 @@ def _is_in_place(module: fx.GraphModule, call: fx.Node) -> bool:
 
 def test_nothing_changes_where_the_framework_is_chosen() -> None:
     module, _ = _graph("bert", 1)
-    assert counts(rewritten(module, lambda m: use_own_attention(m, lambda _: None))) == counts(module)
+    assert counts(rewritten(module, lambda m: use_triton_attention(m, lambda _: None))) == counts(module)
 
 
 def test_what_our_kernel_does_not_take() -> None:
@@ -180,11 +187,11 @@ def test_the_fastest_tiling_is_chosen_once(name: str) -> None:
     (request,) = requests(_graph(name, 1)[0])
     selector, jobs = _selector(lambda n: {0: 3.0, 2: 1.0}.get(n, 2.0))
     selector.prepare([request, request])
-    tilings = attention_candidates(request.shape)
+    tilings = attention_candidates(request.shape, SM_90)
     assert len(jobs) == len(tilings)
     assert selector(request) == selector(request) == tilings[1]
     choice = selector.choices[request.signature]
-    assert choice.runner_up != THEIRS
+    assert choice.runner_up != FRAMEWORK
     assert len(choice.microseconds) == len(jobs) + 1
 
 
@@ -208,16 +215,8 @@ def test_times_are_remembered() -> None:
 
 def _selector(
     times: "Callable[[int], float]", memory: dict[str, int] | None = None
-) -> tuple[AttentionSelector, list[Any]]:
-    jobs: list[Any] = []
-    timed: list[int] = []
-
-    def timer(call: "Callable[[int], object]") -> float:
-        call(1)
-        timed.append(len(timed))
-        return times(timed[-1])
-
-    return AttentionSelector(timer, times=memory, compile_jobs=jobs.extend), jobs
+) -> "tuple[Selector[Any, Any], list[Job]]":
+    return selector(ATTENTION_FAMILY, times, times=memory)
 
 
 def test_requests_say_what_they_ask() -> None:

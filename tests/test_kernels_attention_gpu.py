@@ -4,7 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from nimblec.kernels.attention import AttentionTiling, attended, attention, attention_candidates, attention_shape
+from nimblec.kernels.attention.op import attended, attention
+from nimblec.kernels.attention.shapes import attention_shape
+from nimblec.kernels.attention.tilings import AttentionTiling, attention_candidates
+from nimblec.kernels.core.gpu import GPU
 
 pytestmark = pytest.mark.gpu
 
@@ -22,7 +25,7 @@ CASES = {  # batch, heads, queries, keys, size, causal, mask
 
 @pytest.fixture(autouse=True)
 def _hopper() -> None:
-    if torch.cuda.get_device_capability() < (9, 0):
+    if not GPU.current().has_programmatic_launch:
         pytest.skip("needs compute capability 9.0: programmatic dependent launch")
     torch.manual_seed(0)
 
@@ -37,7 +40,7 @@ def test_values(name: str, dtype: torch.dtype) -> None:
     mask = None if masked is None else _random(*masked).to(dtype)
     expected = attended(query, key, value, mask, causal=causal, scale=0.1).transpose(1, 2)
     shape = attention_shape(query, key, value, mask, causal=causal)
-    for tiling in attention_candidates(shape, limit=2, itemsize=dtype.itemsize):
+    for tiling in attention_candidates(shape, GPU.current(), limit=2, itemsize=dtype.itemsize):
         _check([attention(query, key, value, mask, causal, 0.1, tiling.numbers, "late") for _ in range(20)], expected)
 
 

@@ -5,12 +5,13 @@ from families.bert import Bert
 from rewriting import counts, run
 
 from nimblec.frontend.pytorch.aten_graph import trace
-from nimblec.kernels.attention import AttentionTiling
-from nimblec.kernels.shapes import Tiling
+from nimblec.kernels.attention.rewrite import use_triton_attention
+from nimblec.kernels.attention.tilings import AttentionTiling
+from nimblec.kernels.core.gpu import SM_90
+from nimblec.kernels.gemm.rewrite import use_triton_kernels
+from nimblec.kernels.gemm.tilings import Tiling
+from nimblec.kernels.norm.rewrite import NORM
 from nimblec.optimize import optimize
-from nimblec.optimize.own_attention import use_own_attention
-from nimblec.optimize.own_kernels import use_own_kernels
-from nimblec.optimize.own_norms import use_own_norms
 from nimblec.optimize.regions.partition import partition
 
 LAYERS = 3
@@ -22,9 +23,9 @@ def test_bert() -> None:
     inputs = torch.randint(0, 100, (2, 16)), torch.ones(2, 16, dtype=torch.int64)
     graph = trace(model, inputs).module
     expected, own = run(graph, *inputs), optimize(graph, device="cuda")
-    use_own_attention(own, lambda _: AttentionTiling(block_m=16, block_n=32))
-    use_own_kernels(own, lambda _: Tiling(block_m=16, block_n=16, block_k=32))
-    use_own_norms(own)
+    use_triton_attention(own, lambda _: AttentionTiling(block_m=16, block_n=32))
+    use_triton_kernels(own, lambda _: Tiling(block_m=16, block_n=16, block_k=32))
+    NORM.use(own, lambda request: NORM.tilings(request, SM_90)[0], SM_90.trigger)
     found = counts(own)
     assert (found["attention"], found["layer_norm"], found["linear"]) == (LAYERS, 2 * LAYERS, 4 * LAYERS + 1)
     assert found["native_layer_norm"] == 1, "the embeddings' is generated together with them"

@@ -12,7 +12,9 @@ pytestmark = needs_triton
 INTERPRET = """
 import torch
 from triton.runtime import interpreter
-from nimblec.kernels.attention import AttentionTiling, attended, attention_shape, launch_attention
+from nimblec.kernels.attention.op import attended, attention_launch
+from nimblec.kernels.attention.shapes import attention_shape
+from nimblec.kernels.attention.tilings import AttentionTiling
 
 # Triton 3.6 reads the bound of a loop from an array of one element, which NumPy no longer does.
 patch = interpreter._patch_lang_tensor
@@ -34,8 +36,8 @@ def check(queries, keys, size, tiling, *, batch=1, heads=2, key_heads=2, value_s
         key = key.contiguous().mT.contiguous().mT
     shape = attention_shape(query, key, value, mask, causal=causal)
     out = torch.full((batch, queries, heads, value_size), torch.nan, dtype=dtype)
-    launch_attention(shape, AttentionTiling.of(tiling), query=query, key=key, value=value, mask=mask, out=out,
-        scale=0.2, trigger="none")
+    attention_launch(shape, AttentionTiling.of(tiling), query=query, key=key, value=value, mask=mask, out=out,
+        scale=0.2, trigger="none")()
     expected = attended(query, key, value, mask, causal=causal, scale=0.2).transpose(1, 2)
     torch.testing.assert_close(out.float(), expected, atol=2e-3, rtol=2e-3)
 
@@ -69,15 +71,17 @@ CASES = {  # none in bfloat16: the interpreter multiplies the bits of bfloat16 a
 }
 
 COMPILE = """
-from nimblec.kernels.attention import Attention, AttentionTiling, attention_job, attention_settings
-from nimblec.kernels.compiling import compile_job
+import torch
+from nimblec.kernels.attention.op import attention
+from nimblec.kernels.core.compiling import compile_job
+from nimblec.kernels.core.launch import launch_of
 def code(queries, keys, size, tiling, dtype="float16", mask=None, causal=False):
-    strides = (0, size, 36 * size, 1)
-    shape = Attention(batch=1, heads=12, key_heads=12, queries=queries, keys=keys, size=size, value_size=size,
-        query_strides=strides, key_strides=strides, value_strides=strides,
-        mask_strides=(0, 0, keys, 1) if mask else None, causal=causal)
-    settings = attention_settings(shape, AttentionTiling.of(tiling), scale=0.125, trigger="late")
-    ptx = compile_job(attention_job(settings, dtype=dtype, mask=mask), capability=90).asm["ptx"]
+    def rows(count):
+        of_all = torch.empty(1, count, 3, 12, size, dtype=getattr(torch, dtype), device="meta")
+        return of_all[:, :, 0].transpose(1, 2)
+    hidden = torch.empty(1, 1, queries, keys, dtype=getattr(torch, mask), device="meta") if mask else None
+    launch = launch_of(attention, rows(queries), rows(keys), rows(keys), hidden, causal, 0.125, tiling, "late")
+    ptx = compile_job(launch.job, architecture=90).asm["ptx"]
     wait = ptx.index("griddepcontrol.wait")
     first = min(ptx.index(word) for word in ("ld.global", "cp.async.cg") if word in ptx)
     loads = ptx.rindex("cp.async.cg" if "cp.async.cg" in ptx else "ld.global.v4")

@@ -5,15 +5,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nimblec.kernels import ops
-from nimblec.kernels.candidates import candidates
-from nimblec.kernels.depthwise import depthwise, depthwise_candidates, pack_depthwise
-from nimblec.kernels.launching import TRIGGERS, Arithmetic
-from nimblec.kernels.norm import normalized
-from nimblec.kernels.packing import counters, pack_convolution, pack_linear
-from nimblec.kernels.reference import Prologue, finish
-from nimblec.kernels.shapes import Convolution, Tiling, product
-from nimblec.kernels.timing import GraphTimer
+from nimblec.kernels.core.gpu import GPU, TRIGGERS
+from nimblec.kernels.core.reference import Prologue, finish
+from nimblec.kernels.core.shapes import Convolution, product
+from nimblec.kernels.core.timing import GraphTimer
+from nimblec.kernels.depthwise.op import depthwise, pack_depthwise
+from nimblec.kernels.depthwise.tilings import depthwise_candidates
+from nimblec.kernels.gemm import op as ops
+from nimblec.kernels.gemm.op import Arithmetic
+from nimblec.kernels.gemm.packing import counters, pack_convolution, pack_linear
+from nimblec.kernels.gemm.tilings import Tiling, candidates
+from nimblec.kernels.norm.op import normalized
 
 pytestmark = pytest.mark.gpu
 
@@ -32,7 +34,7 @@ _EPS: dict[Arithmetic, float] = {"tf32": 2**-9, "tf32x3": 2**-20}
 
 @pytest.fixture(autouse=True)
 def _hopper() -> None:
-    if torch.cuda.get_device_capability() < (9, 0):
+    if not GPU.current().has_programmatic_launch:
         pytest.skip("needs compute capability 9.0: programmatic dependent launch")
     torch.manual_seed(0)
 
@@ -54,7 +56,7 @@ def test_convolutions(name: str, dtype: torch.dtype, arithmetic: Arithmetic) -> 
     total = functional.conv2d(x.double(), weight.double(), bias.double(), shape.stride, shape.padding)
     residual = torch.randn_like(total.to(dtype), memory_format=torch.channels_last)
     eps = _EPS[arithmetic] if dtype is torch.float32 else torch.finfo(dtype).eps
-    for tiling in candidates(shape, limit=2, itemsize=dtype.itemsize):
+    for tiling in candidates(shape, GPU.current(), limit=2, itemsize=dtype.itemsize):
         arrived = _counters(shape, tiling)
         results = [
             ops.convolution(
@@ -73,7 +75,7 @@ def test_part_of_larger_images(name: str, dtype: torch.dtype) -> None:
     x = torch.randn(shape.batch, shape.channels, shape.height, shape.width, device="cuda").to(dtype)
     x = x.contiguous(memory_format=torch.channels_last)
     weight = torch.randn(shape.out_channels, shape.channels, *shape.kernel, device="cuda").to(dtype)
-    for tiling in candidates(shape, limit=4, itemsize=dtype.itemsize):
+    for tiling in candidates(shape, GPU.current(), limit=4, itemsize=dtype.itemsize):
         arguments = (
             x, pack_convolution(weight, tiling), None, None, _counters(shape, tiling), shape.out_channels, shape.kernel,
             shape.stride, shape.padding, shape.dilation, "relu", tiling.numbers, "late",
@@ -93,7 +95,7 @@ def test_products(activation: str) -> None:
     x = torch.randn(100, 768, device="cuda").half()
     weight = (torch.randn(768, 200, device="cuda") / 768**0.5).half()
     total = x.double() @ weight.double()
-    for tiling in candidates(shape, limit=2):
+    for tiling in candidates(shape, GPU.current(), limit=2):
         arrived, packed = _counters(shape, tiling), pack_linear(weight, tiling)
         results = [
             ops.linear(x, packed, None, None, arrived, 200, activation, tiling.numbers, "late") for _ in range(20)
@@ -111,7 +113,7 @@ def test_norms_between_products(dtype: torch.dtype, rms: bool) -> None:
     x = torch.randn(ROWS, COLUMNS, device="cuda").to(dtype)
     up = (torch.randn(COLUMNS, WIDE, device="cuda") / COLUMNS**0.5).to(dtype)
     down = (torch.randn(WIDE, COLUMNS, device="cuda") / WIDE**0.5).to(dtype)
-    pairs = candidates(product(ROWS, COLUMNS, WIDE), limit=3), candidates(product(ROWS, WIDE, COLUMNS), limit=3)
+    pairs = (candidates(product(ROWS, *sizes), GPU.current(), limit=3) for sizes in ((COLUMNS, WIDE), (WIDE, COLUMNS)))
     for tilings in zip(*pairs, strict=True):
         residual, result = _blocks(x, up, down, tilings, rms, "late", 1)
         inner = functional.gelu(x.double() @ up.double()).to(dtype)
@@ -147,7 +149,7 @@ def test_long_sums_in_three_products_keep_all_bits() -> None:
     expected = x.double() @ weight.double()
     x_odd = x.clone()
     x_odd[0, 7], x_odd[1, 8] = torch.inf, torch.nan
-    for tiling in candidates(shape, itemsize=4):
+    for tiling in candidates(shape, GPU.current(), itemsize=4):
         arrived, packed = _counters(shape, tiling), pack_linear(weight, tiling)
         end = (packed, None, None, arrived, 64, "none", tiling.numbers, "late")
         error = ops.linear(x, *end, arithmetic="tf32x3") / expected - 1
@@ -169,7 +171,7 @@ def test_prologues(name: str, trigger: str) -> None:
     gate = torch.rand(shape.batch, shape.channels, 1, 1, device="cuda").half()
     read = Prologue(scale=scale, shift=shift, gate=gate, activation="relu")
     total = functional.conv2d(read(x.float()).half().double(), weight.double(), None, shape.stride, shape.padding)
-    for tiling in candidates(shape, limit=2):
+    for tiling in candidates(shape, GPU.current(), limit=2):
         arrived = _counters(shape, tiling)
         results = [
             ops.convolution(
@@ -199,7 +201,7 @@ def test_depthwise(trigger: str, dtype: torch.dtype, size: int, out: int) -> Non
     gate = torch.rand(2, 84, 1, 1, device="cuda", dtype=dtype)
     read = Prologue(gate=gate, activation="relu")
     total = functional.conv2d(read(x.double()), weight.double(), None, 1, padding, 1, 84)
-    for tiling in depthwise_candidates(shape, limit=2):
+    for tiling in depthwise_candidates(shape, GPU.current(), limit=2):
         packed = pack_depthwise(weight, tiling)
         geometry = shape.kernel, shape.stride, shape.padding, shape.dilation
         results = [
@@ -212,7 +214,7 @@ def test_depthwise(trigger: str, dtype: torch.dtype, size: int, out: int) -> Non
 
 
 def test_a_timer_tells_a_long_call_from_a_short_one() -> None:
-    timer = GraphTimer(length=8, repeats=5)
+    timer = GraphTimer(GPU.current(), length=8, repeats=5)
     x = torch.ones(64 << 20, device="cuda")
     long, short = timer(lambda _: x.neg()), timer.screen(length=4)(lambda _: x[:1024].neg())
     assert 10 * short < long < 10_000

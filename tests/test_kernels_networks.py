@@ -1,24 +1,30 @@
 """Our own kernels in small networks of the kinds that they were made for, chosen everywhere, and chosen again."""
 
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from choosing import Pool
 from rewriting import DenseNet, assert_same, counts, randomize, rewritten
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from nimblec.frontend.pytorch.aten_graph import trace
 from nimblec.graph.definitions import DEFINITIONS
+from nimblec.kernels.core.gpu import SM_80, SM_90
+from nimblec.kernels.core.selector import FRAMEWORK, Selector
+from nimblec.kernels.gemm.match import Request, requests
+from nimblec.kernels.gemm.rewrite import GEMM, tilings, use_triton_kernels
 from nimblec.optimize import optimize
-from nimblec.optimize.own_kernels import Request, requests, use_own_kernels
-from nimblec.optimize.own_kernels_choice import Selector, tilings
-from nimblec.optimize.own_selection import THEIRS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
-    from nimblec.kernels.compiling import Job
+    from nimblec.kernels.core.call import Pool as PoolOfWeights
+    from nimblec.kernels.core.compiling import Job
+    from nimblec.kernels.core.selector import Family, Timed
+    from nimblec.kernels.gemm.rewrite import AnyTiling
 
 
 class Excited(nn.Module):
@@ -138,54 +144,48 @@ def _network(name: str) -> tuple[fx.GraphModule, Tensor]:
     return optimize(trace(module, (x,)).module, device="cuda"), x
 
 
-class _Pool:
-    def take(self, shape: "Sequence[int]") -> Tensor:
-        return torch.zeros(tuple(shape), dtype=torch.float16)
-
-
-class _Timer:
-    """Counts what is timed, each twice."""
+class _Clock:
+    """Our calls take a microsecond, the framework's two; cuDNN's fused calls are not called on the CPU."""
 
     def __init__(self) -> None:
         self.count = 0
+        self._time = 1.0
 
     def __call__(self, call: "Callable[[int], object]") -> float:
         self.count += 1
+        self._time = 1.0
         call(0)
         call(1)
-        return 1.0
+        return self._time
+
+    def framework(self, request: Request, pool: "PoolOfWeights", length: int) -> "Timed":
+        """As GEMM's."""
+        given = GEMM.framework(request, pool, length)
+        exists = given is not None and not any(node.target in DEFINITIONS for node in request.nodes)
+
+        def call(n: int) -> None:
+            if exists and given is not None:
+                given(n)
+            self._time = 2.0
+
+        return call
+
+    @property
+    def family(self) -> "Family[Request, AnyTiling]":
+        """With the framework's calls so."""
+        return replace(GEMM, framework=self.framework)
 
 
-class _OursFirst(Selector):
-    """Theirs take twice the time; cuDNN's fused calls are not called on the CPU."""
-
-    def theirs(self, request: Request) -> "Callable[[int], object]":
-        call = super().theirs(request)
-        if any(node.target in DEFINITIONS for node in request.nodes):
-            return lambda _: self.say(2.0)
-        return lambda n: (call(n), self.say(2.0))
-
-    def say(self, time: float) -> None:
-        """What the timer will return."""
-        self.time = time
-
-
-def _selector(times: dict[str, int]) -> tuple[Selector, list["Job"], _Timer]:
+def _selector(times: dict[str, int], **how: Any) -> "tuple[Selector[Any, Any], list[Job], _Clock]":
     jobs: list[Job] = []
-    timer = _Timer()
-
-    def timed(call: "Callable[[int], object]") -> float:
-        selector.say(1.0)
-        timer(call)
-        return selector.time
-
-    selector = _OursFirst(timed, _Pool(), length=2, times=times, compile_jobs=jobs.extend)
-    return selector, jobs, timer
+    clock = _Clock()
+    given = {"gpu": SM_90, "times": times, "compile_jobs": jobs.extend, **how}
+    return Selector(clock.family, timer=clock, pool=Pool(), length=2, **given), jobs, clock
 
 
-def _chosen(module: fx.GraphModule, selector: Selector) -> fx.GraphModule:
+def _chosen(module: fx.GraphModule, selector: "Selector[Any, Any]") -> fx.GraphModule:
     selector.prepare(requests(module))
-    return rewritten(module, lambda m: use_own_kernels(m, selector))
+    return rewritten(module, lambda m: use_triton_kernels(m, selector))
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -216,15 +216,15 @@ def test_times_of_another_machine_or_trigger_are_not_taken() -> None:
     times: dict[str, int] = {}
     _chosen(module, _selector(times)[0])
     known = dict(times)
-    for other in ({"machine": "another"}, {"trigger": "early"}):
-        timer = _Timer()
-        _chosen(module, Selector(timer, _Pool(), length=2, times=times, compile_jobs=list, **other))
-        assert timer.count > 0
+    for other in ({"fingerprint": "another"}, {"gpu": SM_80}):
+        again, _, clock = _selector(times, **other)
+        _chosen(module, again)
+        assert clock.count > 0
     assert known.items() < times.items()
 
 
 def test_a_short_look_sorts_the_candidates_out() -> None:
-    request = max(requests(_network("EfficientNet")[0]), key=lambda r: (r.kind != "depthwise", len(tilings(r))))
+    request = max(requests(_network("EfficientNet")[0]), key=lambda r: (r.kind != "depthwise", len(tilings(r, SM_90))))
     short: list[float] = []
     long: list[int] = []
 
@@ -237,8 +237,8 @@ def test_a_short_look_sorts_the_candidates_out() -> None:
         long.append(len(long))
         return 5.0 - len(long)
 
-    selector = Selector(timer, _Pool(), length=2, screen=screen, compile_jobs=list)
-    assert selector(request) == tilings(request)[-3]
-    (choice,) = selector.choices.values()
-    assert len(short) == len(tilings(request)) > len(long) == len(choice.microseconds) == 4
-    assert THEIRS in choice.microseconds
+    choose = Selector(GEMM, SM_90, timer, Pool(), length=2, screen=screen, compile_jobs=lambda _: None)
+    assert choose(request) == tilings(request, SM_90)[-3]
+    (choice,) = choose.choices.values()
+    assert len(short) == len(tilings(request, SM_90)) > len(long) == len(choice.microseconds) == 4
+    assert FRAMEWORK in choice.microseconds

@@ -1,17 +1,21 @@
 """Our own norms in a graph: what they take, what they leave to generated kernels, and that the values stay."""
 
 import operator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from choosing import selector as _selector
 from rewriting import counts, record, rewritten, run
 from torch import Tensor, fx
 from torch.nn import functional
 
-from nimblec.kernels.norm import Norm, add_layer_norm, layer_norm, norm_candidates
+from nimblec.kernels.core.gpu import SM_90
+from nimblec.kernels.norm.match import Request, requests
+from nimblec.kernels.norm.op import add_layer_norm, layer_norm
+from nimblec.kernels.norm.rewrite import NORM, use_triton_norms
+from nimblec.kernels.norm.tilings import Norm, NormTiling, norm_candidates
 from nimblec.optimize import optimize
-from nimblec.optimize.own_norms import NormSelector, Request, requests, use_own_norms
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -95,13 +99,21 @@ def test_what_is_taken_and_its_values(name: str) -> None:
     module, x = _graph(name)
     asked = [_described(request) for request in requests(module)]
     assert asked == MODELS[name][1], module.graph
-    own = rewritten(module, use_own_norms)
+    own = rewritten(module, _with_norms)
     assert sum(node.target in {layer_norm, add_layer_norm} for node in own.graph.nodes) == len(asked)
     left = {*counts(own)} & {"native_layer_norm", "rsqrt", "mean"}
     assert not asked or not left, left
     for expected, result in zip(run(module, x), run(own, x), strict=True):
         torch.testing.assert_close(result, expected, atol=8e-3, rtol=8e-3)
         assert result.stride() == expected.stride()
+
+
+def _with_norms(module: fx.GraphModule) -> None:
+    use_triton_norms(module, _first)
+
+
+def _first(request: Request) -> NormTiling:
+    return norm_candidates(request.shape, SM_90)[0]
 
 
 def _described(request: Request) -> str:
@@ -113,27 +125,27 @@ def test_a_norm_in_half_precision_of_a_float32_model() -> None:
     weights = MATRIX.float(), WEIGHT.float(), BIAS.float()
     norm = lambda x: functional.layer_norm(functional.linear(x, weights[0]), (WIDTH,), *weights[1:])  # noqa: E731
     module = optimize(record(lambda x: functional.linear(norm(x), weights[0]), x), device="cuda", dtype=torch.half)
-    own = rewritten(module, use_own_norms)
+    own = rewritten(module, _with_norms)
     assert counts(own)["layer_norm"] == 1
     torch.testing.assert_close(run(own, x), run(module, x), atol=8e-3, rtol=8e-3)
 
 
 def test_the_sum_is_dropped_where_nobody_reads_it() -> None:
     module, _ = _graph("post-norm")
-    own = rewritten(module, use_own_norms)
+    own = rewritten(module, _with_norms)
     parts = [node.args[1] for node in own.graph.nodes if node.target is operator.getitem]
     assert parts == [0, 0]
 
 
 def test_nothing_changes_where_nothing_is_chosen() -> None:
     module, _ = _graph("pre-norm")
-    assert counts(rewritten(module, lambda m: use_own_norms(m, lambda _: None))) == counts(module)
+    assert counts(rewritten(module, lambda m: use_triton_norms(m, lambda _: None))) == counts(module)
 
 
 @pytest.mark.parametrize("columns", [1, 48, 768, 1000, 4096, 8192])
 def test_candidates_hold_whole_rows(columns: int) -> None:
     shape = Norm(rows=3, columns=columns)
-    found = norm_candidates(shape)
+    found = norm_candidates(shape, SM_90)
     assert found
     assert columns <= shape.width < 2 * max(columns, 32)
     assert all(tiling.block_r <= shape.rows for tiling in found)
@@ -141,17 +153,15 @@ def test_candidates_hold_whole_rows(columns: int) -> None:
 
 def test_the_fastest_tiling_is_chosen_once() -> None:
     *_, request = requests(_graph("pre-norm")[0])
-    jobs: list[Any] = []
     timed: list[int] = []
 
-    def timer(call: "Callable[[int], object]") -> float:
-        call(0)
-        timed.append(len(timed))
-        return {2: 1.0}.get(timed[-1], 2.0)
+    def times(n: int) -> float:
+        timed.append(n)
+        return {2: 1.0}.get(n, 2.0)
 
-    selector = NormSelector(timer, compile_jobs=jobs.extend)
+    selector, jobs = _selector(NORM, times)
     selector.prepare([request, request])
-    tilings = norm_candidates(request.shape)
+    tilings = norm_candidates(request.shape, SM_90)
     assert len(jobs) == len(tilings)
     assert selector(request) == selector(request) == tilings[2]
     assert len(timed) == len(tilings)

@@ -4,14 +4,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from nimblec.kernels.norm import add_layer_norm, layer_norm, norm_candidates, norm_shape, normalized
+from nimblec.kernels.core.gpu import GPU
+from nimblec.kernels.norm.op import add_layer_norm, layer_norm, norm_shape, normalized
+from nimblec.kernels.norm.tilings import norm_candidates
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(autouse=True)
 def _hopper() -> None:
-    if torch.cuda.get_device_capability() < (9, 0):
+    if not GPU.current().has_programmatic_launch:
         pytest.skip("needs compute capability 9.0: programmatic dependent launch")
     torch.manual_seed(0)
 
@@ -24,7 +26,7 @@ def test_values(shape: tuple[int, ...], dtype: torch.dtype, rms: bool) -> None:
     weight, bias = (torch.randn(shape[-1], device="cuda").to(dtype) for _ in range(2))
     expected = normalized(x, weight, bias, 1e-5, rms, torch.float32)
     expected_of_sum = normalized(x + residual, weight, None, 1e-5, rms, torch.float32)
-    for tiling in norm_candidates(norm_shape(x, rms=rms), limit=2):
+    for tiling in norm_candidates(norm_shape(x, rms=rms), GPU.current(), limit=2):
         how = (1e-5, rms, dtype, tiling.numbers, "late")
         _check([layer_norm(x, weight, bias, *how) for _ in range(20)], expected)
         results, totals = zip(*(add_layer_norm(x, residual, weight, None, *how) for _ in range(20)), strict=True)

@@ -11,7 +11,8 @@ pytestmark = needs_triton
 
 INTERPRET = """
 import torch
-from nimblec.kernels.norm import NormTiling, launch_norm, norm_shape, normalized
+from nimblec.kernels.norm.op import norm_launch, norm_shape, normalized
+from nimblec.kernels.norm.tilings import NormTiling
 
 def check(rows, columns, tiling, *, rms=False, weight=True, bias=True, residual=False, shift=0.0, **dtypes):
     torch.manual_seed(0)
@@ -22,8 +23,8 @@ def check(rows, columns, tiling, *, rms=False, weight=True, bias=True, residual=
     other = torch.randn(rows, columns).to(dtype) if residual else None
     total = torch.full_like(x, torch.nan) if residual else None
     out = torch.full((rows, columns), torch.nan, dtype=out_dtype)
-    launch_norm(norm_shape(x, rms=rms), NormTiling.of(tiling), x=x, residual=other, weight=w, bias=b, total=total,
-        out=out, eps=1e-5, trigger="none")
+    norm_launch(norm_shape(x, rms=rms), NormTiling.of(tiling), x=x, residual=other, weight=w, bias=b, total=total,
+        out=out, eps=1e-5, trigger="none")()
     if residual:
         x = x + other
         torch.testing.assert_close(total, x, atol=0, rtol=0)
@@ -45,12 +46,15 @@ CASES = {  # the interpreter rounds bfloat16 towards zero: see test_kernels_norm
 }
 
 COMPILE = """
-from nimblec.kernels.compiling import compile_job
-from nimblec.kernels.norm import Norm, NormTiling, norm_job, norm_settings
+import torch
+from nimblec.kernels.core.compiling import compile_job
+from nimblec.kernels.core.launch import launch_of
+from nimblec.kernels.norm.op import add_layer_norm, layer_norm
 for columns, tiling, residual in ((768, [1, 4], True), (1000, [2, 1], False)):
-    settings = norm_settings(Norm(rows=128, columns=columns), NormTiling.of(tiling), eps=1e-5, trigger="late")
-    job = norm_job(settings, dtype="float16", out_dtype="float16", weight="float16", bias="float16", residual=residual)
-    ptx = compile_job(job, capability=90).asm["ptx"]
+    x, weight = (torch.empty(shape, dtype=torch.float16, device="meta") for shape in ((128, columns), (columns,)))
+    op, read = (add_layer_norm, (x, x)) if residual else (layer_norm, (x,))
+    launch = launch_of(op, *read, weight, weight, 1e-5, False, torch.float16, tiling, "late")
+    ptx = compile_job(launch.job, architecture=90).asm["ptx"]
     before, after = ptx.split("griddepcontrol.wait")
     early, _ = after.split("griddepcontrol.launch_dependents")
     loads, stores = "ld.global.v4", "st.global"

@@ -9,13 +9,13 @@ from rewriting import counts, record, rewritten, run
 from torch import Tensor, fx
 from torch.nn import functional
 
-from nimblec.kernels.shapes import Tiling
+from nimblec.kernels.gemm.rewrite import use_triton_kernels
+from nimblec.kernels.gemm.tilings import Tiling
+from nimblec.kernels.norm.folding import fold_norms_into_products
 from nimblec.optimize import optimize
-from nimblec.optimize.own_kernels import use_own_kernels
-from nimblec.optimize.own_normed_products import absorb_norms
 
 if TYPE_CHECKING:
-    from nimblec.kernels.compiling import Job
+    from nimblec.kernels.core.compiling import Job
 
 WIDTH = 48
 TILING = Tiling(block_m=16, block_n=16, block_k=32, split_k=2)
@@ -91,12 +91,12 @@ MODELS: dict[str, tuple[Callable[[Tensor], Tensor], int, int, int]] = {  # norms
 
 def _graph(function: Callable[[Tensor], Tensor], x: Tensor, tiling: Tiling = TILING) -> fx.GraphModule:
     module = optimize(record(function, x), device="cuda")
-    return rewritten(module, lambda m: use_own_kernels(m, lambda _: tiling))
+    return rewritten(module, lambda m: use_triton_kernels(m, lambda _: tiling))
 
 
 def _absorbed(module: fx.GraphModule) -> tuple[fx.GraphModule, "list[Job]"]:
     jobs: list[Job] = []
-    return rewritten(module, lambda m: absorb_norms(m, compile_jobs=jobs.extend)), jobs
+    return rewritten(module, lambda m: fold_norms_into_products(m, jobs.extend)), jobs
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -115,9 +115,15 @@ def test_norms_are_corrections(name: str) -> None:
         assert result.stride() == expected.stride()
 
 
+POINTERS = ("moments_ptr", "sums_ptr", "out_ptr", "out_moments_ptr")
+
+
 def test_kernels_are_compiled_as_they_are_launched() -> None:
     _, jobs = _absorbed(_graph(_pre, _random(3, 5, WIDTH)))
-    described = {(j.settings["NORM"], j.settings["PARTS"], j.settings["EPS"], *j.pointers[7:11]) for j in jobs}
+    described = {
+        (j.settings["NORM"], j.settings["PARTS"], j.settings["EPS"], *(j.pointers[name] for name in POINTERS))
+        for j in jobs
+    }
     assert described == {
         ("layer", 3, 1e-5, "float32", "float32", "float16", None),
         ("none", 1, 0.0, None, None, "float16", "float32"),

@@ -1,26 +1,29 @@
 """Our own kernels in a graph: what is fused, that the values stay, and how a tiling is chosen."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from arithmetic import arithmetic
+from choosing import selector
 from rewriting import assert_same, counts, record, rewritten, run
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from nimblec.frontend.pytorch.aten_graph import trace
-from nimblec.kernels.depthwise import DepthwiseTiling, depthwise
-from nimblec.kernels.ops import convolution, linear
-from nimblec.kernels.shapes import Tiling
+from nimblec.kernels.core.gpu import SM_90
+from nimblec.kernels.core.selector import FRAMEWORK
+from nimblec.kernels.depthwise.op import depthwise
+from nimblec.kernels.depthwise.tilings import DepthwiseTiling
+from nimblec.kernels.gemm.match import Request, requests
+from nimblec.kernels.gemm.op import convolution, linear
+from nimblec.kernels.gemm.rewrite import GEMM, tilings, use_triton_kernels
+from nimblec.kernels.gemm.tilings import Tiling
 from nimblec.optimize import optimize
 from nimblec.optimize.layout.channels_last import propagate_channels_last
-from nimblec.optimize.own_kernels import Request, requests, use_own_kernels
-from nimblec.optimize.own_kernels_choice import Selector, tilings
-from nimblec.optimize.own_selection import THEIRS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
 OWN = (convolution, linear, depthwise)
 
@@ -238,7 +241,7 @@ def test_what_is_fused_and_its_values(name: str) -> None:
         asked.append(_told(request))
         return _tiling(request)
 
-    own = rewritten(module, lambda m: use_own_kernels(m, choose))
+    own = rewritten(module, lambda m: use_triton_kernels(m, choose))
     assert ", ".join(asked) == MODELS[name][2]
     assert sum(node.target in OWN for node in own.graph.nodes) == len(asked), counts(own)
     for expected, result in zip(run(module, x), run(own, x), strict=True):
@@ -248,7 +251,7 @@ def test_what_is_fused_and_its_values(name: str) -> None:
 
 def test_nothing_changes_where_the_framework_is_chosen() -> None:
     module, _ = _graph("residual and relu")
-    assert counts(rewritten(module, lambda m: use_own_kernels(m, lambda _: None))) == counts(module)
+    assert counts(rewritten(module, lambda m: use_triton_kernels(m, lambda _: None))) == counts(module)
 
 
 def test_double_precision_stays() -> None:
@@ -290,7 +293,7 @@ def test_torch_exports_whatever_the_arithmetic() -> None:
 def test_single_precision_computes_the_same() -> None:
     x = IMAGES.float()
     before = _single_precision(lambda x: functional.conv2d(x, WEIGHT.float(), BIAS.float(), padding=1).relu(), x)
-    after = rewritten(before, lambda m: use_own_kernels(m, lambda request: tilings(request)[0]))
+    after = rewritten(before, lambda m: use_triton_kernels(m, lambda request: tilings(request, SM_90)[0]))
     assert counts(after)["convolution"] == 1
     assert "cudnn_convolution_relu" not in counts(after)
     assert_same(before, after, x, rtol=1e-3)
@@ -306,37 +309,20 @@ def test_a_bias_that_is_computed_stays_outside() -> None:
     assert not list(requests(optimize(module, device="cuda")))
 
 
-class _Pool:
-    def take(self, shape: "Sequence[int]") -> Tensor:
-        return torch.zeros(tuple(shape), dtype=torch.float16)
-
-
-def _selector(times: "Callable[[int], float]") -> tuple[Selector, list[Any]]:
-    jobs: list[Any] = []
-    timed: list[int] = []
-
-    def timer(call: "Callable[[int], object]") -> float:
-        call(1)
-        timed.append(len(timed))
-        return times(timed[-1])
-
-    return Selector(timer, _Pool(), length=2, compile_jobs=jobs.extend), jobs
-
-
 @pytest.mark.parametrize("name", ["silu", "residual", "depthwise", "gelu", "linear and residual"])
 def test_the_fastest_tiling_is_chosen_once(name: str) -> None:
     module, _ = _graph(name)
     *_, request = requests(module)
-    selector, jobs = _selector(lambda n: {0: 3.0, 2: 1.0}.get(n, 2.0))
-    selector.prepare([request, request])
-    assert len(jobs) == len(tilings(request))
-    assert selector(request) == selector(request) == tilings(request)[1]
-    choice = selector.choices[request.signature]
-    assert choice.runner_up != THEIRS
+    choose, jobs = selector(GEMM, lambda n: {0: 3.0, 2: 1.0}.get(n, 2.0))
+    choose.prepare([request, request])
+    assert len(jobs) == len(tilings(request, SM_90))
+    assert choose(request) == choose(request) == tilings(request, SM_90)[1]
+    choice = choose.choices[request.signature]
+    assert choice.runner_up != FRAMEWORK
     assert len(choice.microseconds) == len(jobs) + 1
 
 
 def test_the_framework_stays_where_it_is_faster() -> None:
     *_, request = requests(_graph("residual")[0])
-    selector, _ = _selector(lambda n: 1.0 + n)
-    assert selector(request) is None
+    choose, _ = selector(GEMM, lambda n: 1.0 + n)
+    assert choose(request) is None

@@ -11,7 +11,7 @@ from rewriting import check, record, run
 from torch import Tensor
 from torch.nn import functional
 
-from bench.model_zoo import with_own_kernels
+from bench.model_zoo import with_triton_kernels
 from nimblec.optimize import optimize
 
 WIDTH = 16
@@ -145,7 +145,7 @@ def _check(data: st.DataObject, steps: Sequence[Step], x: Tensor) -> None:
         given = x.to(dtype)
         before = record(model, given)
         with arithmetic("fp32"):
-            after = with_own_kernels(optimize(before, device="cuda"))
+            after = with_triton_kernels(optimize(before, device="cuda"))
         check(after)
         for wanted, old, new in zip(truth, run(before, given), run(after, given), strict=True):
             assert (old.dtype, old.shape, old.stride()) == (new.dtype, new.shape, new.stride())

@@ -14,12 +14,15 @@ pytestmark = needs_triton
 INTERPRET = """
 import torch
 from torch.nn import functional
-from nimblec.kernels.depthwise import DepthwiseTiling, launch_depthwise, pack_depthwise
-from nimblec.kernels.launching import launch_convolution
-from nimblec.kernels.norm import normalized
-from nimblec.kernels.packing import counters, pack_convolution, pack_linear
-from nimblec.kernels.reference import Prologue, RowNorm, finish, moments_of
-from nimblec.kernels.shapes import Convolution, Tiling, product
+from nimblec.kernels.core.reference import Prologue, finish
+from nimblec.kernels.core.shapes import Convolution, product
+from nimblec.kernels.depthwise.op import depthwise_launch, pack_depthwise
+from nimblec.kernels.depthwise.tilings import DepthwiseTiling
+from nimblec.kernels.gemm.op import convolution_launch
+from nimblec.kernels.norm.op import normalized
+from nimblec.kernels.gemm.packing import counters, pack_convolution, pack_linear
+from nimblec.kernels.gemm.reference import RowNorm, moments_of
+from nimblec.kernels.gemm.tilings import Tiling
 
 def prologue(channels, images, before, gate):
     if not before and not gate:
@@ -45,8 +48,8 @@ def check(size, channels, out, tiling, activation="relu", *, batch=1, kernel=1, 
     r = torch.randn(y.shape, dtype=dtype).contiguous(memory_format=torch.channels_last) if residual else None
     down, across = tiling.tiles(shape)
     arrived = counters(down * across, x.device)
-    launch_convolution(shape, tiling, x=x, weight=pack_convolution(weight, tiling), bias=b, residual=r,
-        prologue=read, out=y, counters=arrived, activation=activation, trigger="none", arithmetic="tf32x3")
+    convolution_launch(shape, tiling, x=x, weight=pack_convolution(weight, tiling), bias=b, residual=r,
+        prologue=read, out=y, counters=arrived, activation=activation, trigger="none", arithmetic="tf32x3")()
     read = read(x.float()).to(dtype).float()
     total = functional.conv2d(read, weight.float(), b.float() if bias else None, stride, padding, dilation)
     eps = torch.finfo(torch.float16).eps
@@ -65,9 +68,9 @@ def normed(rows, columns, out, tiling, widths, *, rms=False, residual=False, act
     shape = product(rows, columns, out)
     down, across = tiling.tiles(shape)
     arrived = counters(down * across, x.device)
-    launch_convolution(shape, tiling, x=x, weight=pack_linear(weight.t(), tiling), bias=b, residual=r,
+    convolution_launch(shape, tiling, x=x, weight=pack_linear(weight.t(), tiling), bias=b, residual=r,
         prologue=Prologue(), out=y, counters=arrived, activation=activation, trigger="none", arithmetic="tf32",
-        norm=norm, out_moments=left)
+        norm=norm, out_moments=left)()
     normal = normalized(x.float(), None, None, 1e-2, rms, torch.float32)
     expected = finish(normal @ weight.t().float() + b.float(), r, activation)
     torch.testing.assert_close(y.float(), expected, atol=8e-3, rtol=2e-3)
@@ -87,8 +90,8 @@ def depthwise(size, channels, tiling, activation="relu", *, kernel=3, stride=1, 
     y = y.contiguous(memory_format=torch.channels_last)
     r = torch.randn_like(y) if residual else None
     read = prologue(channels, 2, before, gate)
-    launch_depthwise(shape, tiling, x=x, weight=pack_depthwise(weight, tiling), bias=b, residual=r,
-        prologue=read, out=y, activation=activation, trigger="none")
+    depthwise_launch(shape, tiling, x=x, weight=pack_depthwise(weight, tiling), bias=b, residual=r,
+        prologue=read, out=y, activation=activation, trigger="none")()
     total = functional.conv2d(read(x.float()), weight.float(), b.float(), stride, padding, dilation, channels)
     torch.testing.assert_close(y.float(), finish(total, r, activation), atol=8e-3, rtol=1e-3)
 """
@@ -129,24 +132,43 @@ CASES = {  # none in bfloat16: the interpreter multiplies the bits of bfloat16 a
 
 COMPILE = """
 import re
-from nimblec.kernels.compiling import compile_job, convolution_job, depthwise_job
-from nimblec.kernels.depthwise import DepthwiseTiling, depthwise_settings
-from nimblec.kernels.launching import settings
-from nimblec.kernels.shapes import Convolution, Tiling, product
+import torch
+from dataclasses import replace
+from nimblec.kernels.core.compiling import compile_job
+from nimblec.kernels.core.reference import Prologue
+from nimblec.kernels.core.shapes import Convolution, product
+from nimblec.kernels.depthwise.op import depthwise_launch
+from nimblec.kernels.depthwise.tilings import DepthwiseTiling
+from nimblec.kernels.gemm.op import convolution_launch
+from nimblec.kernels.gemm.reference import RowNorm
+from nimblec.kernels.gemm.tilings import Tiling
+
+def empty(dtype=torch.float16):
+    return torch.empty(1, dtype=dtype, device="meta")
+
+def job(shape, tiling, dtype=torch.float16, arithmetic="tf32", activation="relu", **given):
+    named = {name: empty(dtype) for name in ("x", "weight", "out", "bias")}
+    launch = convolution_launch(shape, Tiling.of(tiling), **{"residual": empty(dtype), **named, **given},
+        counters=empty(torch.int32), activation=activation, arithmetic=arithmetic)
+    return launch.job
+
+def ptx_of(job):
+    return compile_job(job, architecture=90).asm["ptx"]
+
 shape = Convolution(batch=1, height=14, width=14, channels=256, out_channels=256, kernel=(3, 3), padding=(1, 1))
-end = {"bias", "residual"}
-for tiling, trigger, before, has in (
-    ([64, 64, 64, 4, 4, 3], "late", "none", end),
-    ([64, 64, 64, 4, 4, 3], "early", "relu", end | {"scale", "shift", "gate"}),
-    ([16, 32, 64, 1, 2, 3], "late", "none", end),
+wide = empty(torch.float32)
+whole = Prologue(scale=wide, shift=wide, gate=empty(), activation="relu")
+for tiling, trigger, before in (
+    ([64, 64, 64, 4, 4, 3], "late", Prologue()),
+    ([64, 64, 64, 4, 4, 3], "early", whole),
+    ([16, 32, 64, 1, 2, 3], "late", Prologue()),
 ):
-    constants = settings(shape, Tiling.of(tiling), activation="relu", before=before, trigger=trigger)
-    job = convolution_job(constants, dtype="float16", has=has)
-    ptx = compile_job(job, capability=90).asm["ptx"]
+    ptx = ptx_of(job(shape, tiling, trigger=trigger, prologue=before))
     products = []
-    for precision in ("tf32", "tf32x3"):
-        wide = convolution_job(constants | {"PRECISION": precision}, dtype="float32", has=has)
-        products.append(len(re.findall("mma.*tf32", compile_job(wide, capability=90).asm["ptx"])))
+    for arithmetic in ("tf32", "tf32x3"):
+        gate = None if before.gate is None else wide
+        single = job(shape, tiling, torch.float32, arithmetic, trigger=trigger, prologue=replace(before, gate=gate))
+        products.append(len(re.findall("mma.*tf32", ptx_of(single))))
     assert 0 < 3 * products[0] <= products[1], products
     found = [word in ptx for word in ("wgmma.mma_async", "mma.sync", "atom.global.gpu.acq_rel")]
     wait = ptx.index("griddepcontrol.wait")
@@ -155,32 +177,35 @@ for tiling, trigger, before, has in (
     early = launch < fetch < wait if trigger == "early" else fetch < wait < launch
     reads = min(ptx.find(word, 0) for word in ("cp.async.cg.shared.global", "st.global") if word in ptx)
     print(*found, early, wait < reads)
-for norm in ("none", "layer", "rms"):
-    constants = settings(product(197, 768, 768), Tiling.of([64, 64, 64, 1, 4, 3]), activation="none", trigger="late",
-        norm=norm, eps=1e-5, parts=12)
-    job = convolution_job(constants, dtype="bfloat16", has={"bias", "out_moments"})
-    ptx = compile_job(job, capability=90).asm["ptx"]
+for rms in (None, False, True):
+    moments = torch.empty(12, 2, 197, device="meta")
+    norm = None if rms is None else RowNorm(moments=moments, column_sums=wide, eps=1e-5, rms=rms)
+    ptx = ptx_of(job(product(197, 768, 768), [64, 64, 64, 1, 4, 3], torch.bfloat16, activation="none", trigger="late",
+        residual=None, out_moments=wide, norm=norm))
     assert "wgmma.mma_async" in ptx
     assert ptx.index("griddepcontrol.wait") < ptx.index("cp.async.cg.shared.global")
-    assert ("rsqrt" in ptx) == (norm != "none")
+    assert ("rsqrt" in ptx) == (rms is not None)
 shape = Convolution(batch=1, height=14, width=14, channels=96, out_channels=96, kernel=(3, 3), padding=(1, 1))
-constants = depthwise_settings(shape, DepthwiseTiling(block_m=8, block_c=32), activation="relu6", trigger="late")
-ptx = compile_job(depthwise_job(constants, dtype="bfloat16", has={"bias"}), capability=90).asm["ptx"]
+half = empty(torch.bfloat16)
+launch = depthwise_launch(shape, DepthwiseTiling(block_m=8, block_c=32), x=half, weight=half, bias=half, residual=None,
+    out=half, activation="relu6", trigger="late")
+ptx = ptx_of(launch.job)
 print(ptx.index("cp.async.bulk.prefetch.L2") < ptx.index("griddepcontrol.wait") < ptx.index("st.global"))
 """
 
 COMPILE_ALL = """
-from nimblec.kernels.compiling import compile_all, convolution_job
-from nimblec.kernels.launching import settings
-from nimblec.kernels.shapes import Tiling, product
+import torch
+from nimblec.kernels.core.compiling import compile_all
+from nimblec.kernels.core.gpu import SM_90
+from nimblec.kernels.gemm.op import linear
+from nimblec.kernels.core.launch import launch_of
 def job(block_k):
-    tiling = Tiling(block_m=16, block_n=16, block_k=block_k)
-    constants = settings(product(16, 64, 16), tiling, activation="none", trigger="late")
-    return convolution_job(constants, dtype="float16", has=())
-compile_all([job(16), job(32)], processes=2)
+    x, weight = (torch.empty(16, 64, dtype=torch.float16, device="meta") for _ in range(2))
+    return launch_of(linear, x, weight, None, None, None, 16, "none", [16, 16, block_k, 1, 4, 3], "late").job
+compile_all([job(16), job(32)], gpu=SM_90, processes=2)
 print("compiled")
 try:
-    compile_all([job(24)], processes=1)
+    compile_all([job(24)], gpu=SM_90, processes=1)
 except Exception as error:
     print(type(error).__name__, "power of 2" in str(error))
 """

@@ -9,16 +9,17 @@ from rewriting import assert_same, counts, record, rewritten
 from torch import Tensor, fx
 from torch.nn import functional
 
-from nimblec.kernels.shapes import Tiling
+from nimblec.kernels.gemm.concatenation import concatenate_in_place
+from nimblec.kernels.gemm.match import requests
+from nimblec.kernels.gemm.rewrite import use_triton_kernels
+from nimblec.kernels.gemm.siblings import join_siblings
+from nimblec.kernels.gemm.tilings import Tiling
 from nimblec.optimize import optimize
 from nimblec.optimize.layout.channels_last import propagate_channels_last
-from nimblec.optimize.own_concatenation import place_parts
-from nimblec.optimize.own_kernels import requests, use_own_kernels
-from nimblec.optimize.own_siblings import join_siblings
 from nimblec.optimize.regions.partition import partition
 
 if TYPE_CHECKING:
-    from nimblec.optimize.own_kernels import Request
+    from nimblec.kernels.gemm.match import Request
 
 TILING = Tiling(block_m=16, block_n=16, block_k=32, split_k=2)
 
@@ -109,14 +110,14 @@ def _graph(function: Callable[[Tensor], Tensor], x: Tensor = IMAGES) -> fx.Graph
 
 
 def _placed(before: fx.GraphModule) -> fx.GraphModule:
-    return rewritten(before, join_siblings, place_parts)
+    return rewritten(before, join_siblings, concatenate_in_place)
 
 
 @pytest.mark.parametrize("name", TAKEN_APART)
 def test_parts_are_written_where_they_belong(name: str) -> None:
     function, wanted = TAKEN_APART[name]
     before = _graph(function)
-    after = rewritten(_placed(before), lambda module: use_own_kernels(module, lambda _: TILING))
+    after = rewritten(_placed(before), lambda module: use_triton_kernels(module, lambda _: TILING))
     assert "cat" not in counts(after)
     for op in ("convolution", "convolution_into", "joined", "place"):
         assert counts(after).get(op, 0) == wanted.get(op, 0), counts(after)
@@ -126,7 +127,7 @@ def test_parts_are_written_where_they_belong(name: str) -> None:
 @pytest.mark.parametrize("name", TAKEN_APART)
 def test_each_part_is_copied_where_the_framework_is_faster(name: str) -> None:
     before = _graph(TAKEN_APART[name][0])
-    after = rewritten(_placed(before), lambda module: use_own_kernels(module, lambda _: None))
+    after = rewritten(_placed(before), lambda module: use_triton_kernels(module, lambda _: None))
     assert counts(after)["place"] == len({part for joined in _calls(after, "joined") for part in joined.args[1]})
     assert_same(before, after, IMAGES, rtol=1e-3)
 
@@ -136,7 +137,7 @@ def test_a_choice_for_each_part() -> None:
         return TILING if request.shape.out_channels == 24 else None
 
     before = _graph(_inception)
-    after = rewritten(_placed(before), lambda module: use_own_kernels(module, choose))
+    after = rewritten(_placed(before), lambda module: use_triton_kernels(module, choose))
     assert (counts(after)["convolution_into"], counts(after)["place"]) == (1, 2)
     assert_same(before, after, IMAGES, rtol=4e-3)
 
@@ -150,7 +151,7 @@ def test_what_is_read_from_part_of_the_channels_needs_no_copy() -> None:
 
 def test_the_last_channels_of_a_result_are_a_part_like_others() -> None:
     before = _graph(_last_of_a_split)
-    after = rewritten(_placed(before), lambda module: use_own_kernels(module, lambda _: TILING))
+    after = rewritten(_placed(before), lambda module: use_triton_kernels(module, lambda _: TILING))
     assert {name: counts(after).get(name, 0) for name in ("cat", "convolution_into", "place")} == {
         "cat": 1,
         "convolution_into": 2,
@@ -160,7 +161,7 @@ def test_the_last_channels_of_a_result_are_a_part_like_others() -> None:
 
 
 def test_generated_kernels_read_the_whole() -> None:
-    after = rewritten(_placed(_graph(_dense_block)), lambda module: use_own_kernels(module, lambda _: TILING))
+    after = rewritten(_placed(_graph(_dense_block)), lambda module: use_triton_kernels(module, lambda _: TILING))
     names = [{str(call.target._schema.name) for call in region.calls} for region in partition(after)]
     assert names
     assert not any(name.startswith("nimblec") for calls in names for name in calls)

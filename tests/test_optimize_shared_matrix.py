@@ -14,9 +14,9 @@ from torch import Tensor, fx, nn
 from nimblec.frontend.pytorch.aten_graph import trace
 from nimblec.graph.rewriter import Rewriter, fake
 from nimblec.graph.views import is_view
+from nimblec.kernels.gemm.match import requests
 from nimblec.optimize import optimize
 from nimblec.optimize.fuse.shared_matrix import join_batches
-from nimblec.optimize.own_kernels import requests
 
 HALF = (torch.float16, torch.bfloat16)
 

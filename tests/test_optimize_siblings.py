@@ -8,11 +8,12 @@ from rewriting import assert_same, counts, record, rewritten
 from torch import Tensor, fx
 from torch.nn import functional
 
-from nimblec.kernels.shapes import Tiling
+from nimblec.kernels.gemm.match import requests
+from nimblec.kernels.gemm.rewrite import use_triton_kernels
+from nimblec.kernels.gemm.siblings import join_siblings
+from nimblec.kernels.gemm.tilings import Tiling
 from nimblec.optimize import optimize
 from nimblec.optimize.layout.channels_last import propagate_channels_last
-from nimblec.optimize.own_kernels import requests, use_own_kernels
-from nimblec.optimize.own_siblings import join_siblings
 
 TILING = Tiling(block_m=16, block_n=16, block_k=32)
 
@@ -82,7 +83,7 @@ def test_siblings_are_one_launch(name: str) -> None:
     assert len([*requests(before)]) == before_count
     assert len([*requests(joined)]) == after_count
     assert_same(before, joined, IMAGES, rtol=2e-3)
-    after = rewritten(joined, lambda module: use_own_kernels(module, lambda _: TILING))
+    after = rewritten(joined, lambda module: use_triton_kernels(module, lambda _: TILING))
     assert counts(after)["convolution"] == after_count
     assert_same(before, after, IMAGES, rtol=4e-3)
 

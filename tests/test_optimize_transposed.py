@@ -14,9 +14,9 @@ from bench.models import unet
 from nimblec.frontend.pytorch.aten_graph import trace
 from nimblec.graph.rewriter import fake
 from nimblec.graph.views import is_view
+from nimblec.kernels.gemm.match import requests
 from nimblec.optimize import optimize
 from nimblec.optimize.layout.transposed import block_transposed_convolutions
-from nimblec.optimize.own_kernels import requests
 from nimblec.optimize.regions.partition import extract, partition, replace
 
 HALF = (torch.float16, torch.bfloat16)

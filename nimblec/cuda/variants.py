@@ -37,16 +37,21 @@ def variants(model: TorchModel, level: int, dtype: torch.dtype | None, times: Ti
     elif level == 0:
         yield as_it_runs(model) if dtype is None else Variant(name="cast", make=partial(_cast, model, dtype))
     else:
-        from nimblec.frontend.own_kernels import has_norms, has_own_kernels, with_own_norms, with_own_products
+        from nimblec.frontend.own_kernels import (
+            has_norms,
+            has_triton_kernels,
+            with_triton_kernels,
+            with_triton_norms,
+        )
 
         rewritten = _Once(lambda: optimized(flattened(model), dtype))
-        own = _Once(lambda: with_own_products(rewritten(), times))
+        own = _Once(lambda: with_triton_kernels(rewritten(), times))
         if level > 1:
             yield Variant(name="own kernels", make=lambda: fused(own()))
         if own.is_made and has_norms(own()):
-            yield Variant(name="own kernels and norms", make=lambda: fused(with_own_norms(own(), times)))
+            yield Variant(name="own kernels and norms", make=lambda: fused(with_triton_norms(own(), times)))
         yield Variant(name="fused regions", make=partial(_fused, rewritten, model, level, dtype))
-        if level > 1 and dtype is None and not (own.is_made and has_own_kernels(own())):
+        if level > 1 and dtype is None and not (own.is_made and has_triton_kernels(own())):
             yield Variant(name="torch.compile", make=partial(compiled, model))
 
 

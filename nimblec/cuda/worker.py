@@ -100,7 +100,7 @@ class _Worker:
             from nimblec.cuda.diagnosis import first_difference
             from nimblec.cuda.record import Recorders
             from nimblec.cuda.residents import storages
-            from nimblec.kernels import triton_start
+            from nimblec.kernels.core import triton_start
         with self._stage("initialise CUDA"):
             driver.bindings()
             code = CodeRecorder()

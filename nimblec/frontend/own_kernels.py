@@ -1,43 +1,40 @@
-"""An optimised model with our own kernels wherever they are faster on this GPU."""
+"""An optimised model with Triton kernels wherever they are faster on this GPU."""
 
 from dataclasses import replace
 
 from nimblec.frontend.pytorch.model import TorchModel
 from nimblec.graph.rewriter import copied
-from nimblec.optimize import own_norms
+from nimblec.kernels.core.gpu import GPU
+from nimblec.kernels.core.launch import ops
+from nimblec.kernels.core.selector import Times
+from nimblec.kernels.families import FAMILIES
 from nimblec.optimize.layout.channels_last import lay_float32_channels_last
-from nimblec.optimize.own_attention import select_own_attention
-from nimblec.optimize.own_concatenation import place_parts
-from nimblec.optimize.own_kernels_choice import select_own_kernels
-from nimblec.optimize.own_normed_products import absorb_norms
-from nimblec.optimize.own_selection import Times
-from nimblec.optimize.own_siblings import join_siblings
 
 
-def with_own_products(model: TorchModel, times: Times) -> TorchModel:
-    """With our attention, convolutions and products; attention first, as it may change strides."""
-    module = copied(model.module)
+def with_triton_kernels(model: TorchModel, times: Times) -> TorchModel:
+    """With those families whose kernels gain if they are faster than the framework's."""
+    module, gpu = copied(model.module), GPU.current()
     lay_float32_channels_last(module)
-    select_own_attention(module, times)
-    join_siblings(module)
-    place_parts(module)
-    select_own_kernels(module, times)
+    for family in FAMILIES:
+        if not family.needs_whole_plan:
+            family.select(module, gpu, times)
     return replace(model, module=module)
 
 
-def with_own_norms(model: TorchModel, times: Times) -> TorchModel:
-    """With our norms too: inside products where that can be, or by launches, with the sums that products have left."""
-    module = copied(model.module)
-    absorb_norms(module)
-    own_norms.select_own_norms(module, times)
+def with_triton_norms(model: TorchModel, times: Times) -> TorchModel:
+    """With the other families too: norms inside products where that can be, or by launches."""
+    module, gpu = copied(model.module), GPU.current()
+    for family in FAMILIES:
+        if family.needs_whole_plan:
+            family.select(module, gpu, times)
     return replace(model, module=module)
 
 
-def has_own_kernels(model: TorchModel) -> bool:
-    """Whether any call is of ours."""
-    return any(getattr(node.target, "namespace", "") == "nimblec" for node in model.module.graph.nodes)
+def has_triton_kernels(model: TorchModel) -> bool:
+    """Whether any call is of theirs."""
+    return any(node.target in ops() for node in model.module.graph.nodes)
 
 
 def has_norms(model: TorchModel) -> bool:
-    """Whether there is a norm that ours could compute."""
-    return any(own_norms.requests(model.module))
+    """Whether there is a call that the other families could compute."""
+    return any(any(family.requests(model.module)) for family in FAMILIES if family.needs_whole_plan)

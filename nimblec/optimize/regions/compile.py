@@ -4,7 +4,7 @@ from torch import fx
 
 from nimblec.graph.fusible import is_one_launch
 from nimblec.graph.rewriter import Rewriter, copied, fake
-from nimblec.kernels import triton_start
+from nimblec.kernels.core import triton_start
 from nimblec.optimize.layout.groups import lay_groups_contiguous
 from nimblec.optimize.regions.biases import free_biases
 from nimblec.optimize.regions.partition import Region, extract, partition, replace

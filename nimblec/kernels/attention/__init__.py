@@ -1,0 +1,1 @@
+"""Attention for short sequences."""

@@ -1,0 +1,103 @@
+"""How an attention is cut into blocks, and which cuts are worth a try on a GPU."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Self
+
+from nimblec.kernels.attention.shapes import Attention
+from nimblec.kernels.core.gpu import GPU, KIB
+from nimblec.kernels.core.shapes import ceil_div
+from nimblec.kernels.core.tilings import most_promising
+
+_FETCHED_REGISTERS = 128
+"""Of a thread's 255, how many may hold keys and values where one step takes them all."""
+_LEFT_NBYTES = 27 * KIB
+"""Of the shared memory that a block may have, for what is not loaded ahead."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionTiling:
+    """A block computes ``block_m`` queries of a head and reads ``block_n`` keys in each step."""
+
+    block_m: int
+    block_n: int
+    num_warps: int = 4
+    num_stages: int = 2
+
+    @property
+    def numbers(self) -> list[int]:
+        """What the op takes as its ``tiling``."""
+        return [self.block_m, self.block_n, self.num_warps, self.num_stages]
+
+    @classmethod
+    def of(cls, numbers: Sequence[int]) -> Self:
+        """The inverse of `numbers`."""
+        block_m, block_n, num_warps, num_stages = numbers
+        return cls(block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=num_stages)
+
+    def blocks(self, shape: Attention) -> int:
+        """How many blocks are launched."""
+        return shape.batch * shape.heads * ceil_div(shape.queries, self.block_m)
+
+    def steps(self, shape: Attention) -> int:
+        """How many steps over the keys the longest block takes."""
+        return ceil_div(shape.read_keys, self.block_n)
+
+
+def padded(size: int) -> int:
+    """The width of a tile that holds a head."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def attention_candidates(shape: Attention, gpu: GPU, *, limit: int = 6, itemsize: int = 2) -> list[AttentionTiling]:
+    """At most ``limit`` tilings, the most promising first, no two alike but for warps and stages more than twice.
+
+    ``itemsize``: bytes of an element.
+    """
+    return most_promising(_all(shape, gpu, itemsize), partial(estimate, shape, gpu=gpu), limit=limit, alike=2)
+
+
+def estimate(shape: Attention, tiling: AttentionTiling, *, gpu: GPU) -> float:
+    """Microseconds, roughly: each step's latency and products, once more for each turn of the blocks."""
+    turns = ceil_div(tiling.blocks(shape), gpu.multiprocessors)
+    steps = tiling.steps(shape)
+    width = (padded(shape.size) + padded(shape.value_size)) * tiling.block_n
+    flops = 2 * tiling.block_m * width * steps
+    nbytes = 2 * width * steps
+    latency = 0.5 + 0.25 * (steps - 1) / min(tiling.num_stages, 2)
+    # Softmax and conversions go through registers, by the thread.
+    elements = tiling.block_m * tiling.block_n * steps / (32 * tiling.num_warps)
+    busy = flops / 3e6 + nbytes / 120e3
+    return latency + ceil_div(turns, 2) * elements * 0.004 + turns * busy
+
+
+def _all(shape: Attention, gpu: GPU, itemsize: int) -> Iterator[AttentionTiling]:
+    longest = max(32, 1 << (shape.read_keys - 1).bit_length())
+    for block_m in (16, 32, 64, 128):
+        if block_m > 16 and block_m >= 2 * shape.queries:
+            continue
+        for block_n in (32, 64, 128, 256):
+            if block_n > longest:
+                continue
+            for num_warps in (1, 2, 4, 8):
+                scores = block_m * block_n // (32 * num_warps)  # that a thread holds
+                if 8 <= scores <= 96 and num_warps * 4 <= block_m:
+                    cut = AttentionTiling(block_m=block_m, block_n=block_n, num_warps=num_warps)
+                    yield from _staged(shape, cut, gpu, itemsize)
+
+
+def _staged(shape: Attention, cut: AttentionTiling, gpu: GPU, itemsize: int) -> Iterator[AttentionTiling]:
+    """One step fetches through registers, several through shared memory, some steps ahead."""
+    width = padded(shape.size) + padded(shape.value_size)
+    steps = cut.steps(shape)
+    if steps == 1:
+        registers = cut.block_n * width * itemsize // (4 * 32 * cut.num_warps)
+        nbytes = itemsize * width * max(cut.block_n, cut.block_m)  # the products read them there
+        if registers <= _FETCHED_REGISTERS and nbytes <= gpu.shared_per_block:
+            yield replace(cut, num_stages=1)
+        return
+    for num_stages in (2, 3):
+        nbytes = itemsize * width * (num_stages * cut.block_n + cut.block_m)
+        if nbytes <= gpu.shared_per_block - _LEFT_NBYTES and num_stages <= steps:
+            yield replace(cut, num_stages=num_stages)

@@ -1,0 +1,67 @@
+"""Which calls are a launch by themselves, as no generated kernel would compute them together with a neighbour."""
+
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Protocol, TypeVar
+
+from torch import fx
+
+from nimblec.graph.fusible import is_fusible
+from nimblec.graph.views import is_view
+
+
+class HasNeighbours(Protocol):
+    """A request for one launch."""
+
+    @property
+    def calls(self) -> tuple[fx.Node, ...]:
+        """All that one launch computes."""
+
+    @property
+    def sources(self) -> tuple[fx.Node, ...]:
+        """What they read."""
+
+    @property
+    def results(self) -> tuple[fx.Node, ...]:
+        """What others read of them."""
+
+
+Request = TypeVar("Request", bound=HasNeighbours)
+
+
+def alone(requests: Sequence[Request]) -> list[Request]:
+    """Those between calls that are not fusible, or are of another such request; values must be inferred in one go."""
+    inside = {call for request in requests for call in request.calls}
+    left = [request for request in requests if not any(_is_generated(n, inside) for n in _neighbours(request))]
+    return left if len(left) == len(requests) else alone(left)
+
+
+def _is_generated(node: fx.Node, inside: set[fx.Node]) -> bool:
+    return node.op == "call_function" and node not in inside and is_fusible(node)
+
+
+def _neighbours(request: HasNeighbours) -> Iterator[fx.Node]:
+    """The calls whose results are read, and those that read the results, through views."""
+    for source in request.sources:
+        yield _computed(source)
+    for result in request.results:
+        yield from _readers(result)
+
+
+def _computed(node: fx.Node) -> fx.Node:
+    while _is_part(node):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    for user in node.users:
+        if _is_part(user):
+            yield from _readers(user)
+        else:
+            yield user
+
+
+def _is_part(node: fx.Node) -> bool:
+    """Whether a node has the memory of its argument."""
+    return node.op == "call_function" and (is_view(node) or node.target is operator.getitem)

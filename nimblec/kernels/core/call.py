@@ -1,0 +1,132 @@
+"""A call of a kernel's op before it is anywhere: it can be put into a graph, be timed, or say what to compile."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
+
+from nimblec.graph.rewriter import Rewriter, fake
+from nimblec.graph.views import as_stored
+from nimblec.kernels.core.compiling import Job
+from nimblec.kernels.core.launch import launch_of
+
+
+class Pool(Protocol):
+    """Where copies of weights come from: `nimblec.kernels.core.timing.WeightPool`."""
+
+    def take(self, like: Tensor) -> Tensor:
+        """Another tensor of this dtype, shape and strides, with memory of its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Made:
+    """A constant that is made for one call: ``make(source)``.
+
+    Of ``weights``, timed calls have copies of their own, as cold as a network's are; of ``counters`` too, as calls
+    that run side by side need them; ``factors`` are shared.
+    """
+
+    source: Tensor
+    make: Callable[[Tensor], Tensor]
+    role: Literal["weights", "counters", "factors"]
+
+    @property
+    def value(self) -> Tensor:
+        """The constant itself."""
+        return self.make(self.source)
+
+    @property
+    def meta(self) -> Tensor:
+        """Its dtype, shape and strides alone."""
+        return self.make(self.source.to("meta"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AsStored:
+    """The elements of a dense node in their order in memory, as a tensor of ``shape``."""
+
+    node: fx.Node
+    shape: tuple[int, ...]
+
+
+Leaf = fx.Node | Made | AsStored
+"""What stands for a tensor among the arguments of a `Call`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Call:
+    """A call of ``op``, with a `Leaf` for each tensor among its arguments."""
+
+    op: OpOverload
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def arguments(self, value: Callable[[Leaf], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Positional and named arguments, with ``value(leaf)`` for each leaf."""
+        args, kwargs = pytree.tree_map_only((fx.Node, Made, AsStored), value, (self.args, dict(self.kwargs)))
+        return args, kwargs
+
+    def job(self) -> Job:
+        """What to compile."""
+        args, kwargs = self.arguments(_meta)
+        return launch_of(self.op, *args, **kwargs).job
+
+    def put(self, rewriter: Rewriter, *, at: fx.Node) -> fx.Node:
+        """The call in a graph, before ``at``, with the constants that it needs."""
+
+        def value(leaf: Leaf) -> fx.Node:
+            if isinstance(leaf, Made):
+                return rewriter.constant(leaf.value, at=at)
+            if isinstance(leaf, AsStored):
+                return as_stored(rewriter, leaf.node, list(leaf.shape), at=at)
+            return leaf
+
+        args, kwargs = self.arguments(value)
+        return rewriter.call(self.op, *args, at=at, **kwargs)
+
+    def timed(self, pool: Pool, length: int) -> Callable[[int], object]:
+        """A function that calls the op on random numbers, the ``n``-th time of ``length`` with the n-th weights."""
+        known: dict[Leaf, Tensor] = {}
+
+        def value(leaf: Leaf) -> Tensor:
+            if isinstance(leaf, Made) and leaf.role == "weights":
+                return pool.take(leaf.meta)
+            if isinstance(leaf, Made) and leaf.role == "counters":
+                return leaf.value
+            if leaf not in known:
+                known[leaf] = leaf.value if isinstance(leaf, Made) else example(_meta(leaf), _device(leaf))
+            return known[leaf]
+
+        chain = [self.arguments(value) for _ in range(length)]
+
+        def call(n: int) -> object:
+            args, kwargs = chain[n]
+            return self.op(*args, **kwargs)
+
+        return call
+
+
+def example(like: Tensor, device: torch.device) -> Tensor:
+    """Random numbers that lie as ``like`` does; bits and integers are ones."""
+    span = 1 + sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True))
+    flat = torch.ones(span, dtype=like.dtype, device=device)
+    if like.dtype.is_floating_point:
+        flat.normal_()
+    return flat.as_strided(like.shape, like.stride())
+
+
+def _meta(leaf: Leaf) -> Tensor:
+    if isinstance(leaf, Made):
+        return leaf.meta
+    like = fake(leaf.node if isinstance(leaf, AsStored) else leaf)
+    if isinstance(leaf, AsStored):
+        return torch.empty(leaf.shape, dtype=like.dtype, device="meta")
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
+
+
+def _device(leaf: fx.Node | AsStored) -> torch.device:
+    return fake(leaf.node if isinstance(leaf, AsStored) else leaf).device

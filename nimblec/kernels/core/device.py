@@ -1,0 +1,83 @@
+# ruff: noqa: ANN001, ANN201 - Triton compiles these functions; their arguments are its own tensors
+# ruff: noqa: N803 - constants known to the compiler in capitals, as in Triton's own kernels
+# ruff: noqa: PLR0911, RET505 - branches are taken while they are compiled
+"""Triton functions that the templates share, and how their kernels follow one another.
+
+Under programmatic dependent launch (CUDA programming guide, "Programmatic Dependent Launch and
+Synchronization") a block starts while the kernel before it still runs. It fetches its weights into
+the L2 cache, as nothing ever writes them, and waits before it touches anything else. All blocks
+wait: the end of a kernel then implies the end of all kernels before it. A block lets the next
+kernel start ``early``, before all else, or ``late``, after its own wait: early hides more of the
+launch, but the blocks that come too soon take the place of those that have work.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def prepare(x, mask, image, channel, scale_ptr, shift_ptr, gate_ptr, CHANNELS: tl.constexpr, BEFORE: tl.constexpr):
+    """The prologue of x (rows, columns) in float32; ``image`` of each row, None where there is only one."""
+    exists = channel < CHANNELS
+    x = x.to(tl.float32)
+    if scale_ptr is not None:
+        x *= tl.load(scale_ptr + channel, mask=exists, other=0.0)[None, :]
+    if shift_ptr is not None:
+        x += tl.load(shift_ptr + channel, mask=exists, other=0.0)[None, :]
+    x = activate(x, BEFORE)
+    if gate_ptr is not None:
+        if image is None:
+            x *= tl.load(gate_ptr + channel, mask=exists, other=0.0).to(tl.float32)[None, :]
+        else:
+            gates = gate_ptr + (image * CHANNELS)[:, None] + channel[None, :]
+            x *= tl.load(gates, mask=mask & exists[None, :], other=0.0).to(tl.float32)
+    return tl.where(mask, x, 0.0)
+
+
+@triton.jit
+def activate(x, ACTIVATION: tl.constexpr):
+    """The activation of that name, in float32."""
+    if ACTIVATION == "relu":
+        return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    elif ACTIVATION == "relu6":
+        return tl.clamp(x, 0.0, 6.0, propagate_nan=tl.PropagateNan.ALL)
+    elif ACTIVATION == "hardsigmoid":
+        return tl.clamp(x + 3.0, 0.0, 6.0, propagate_nan=tl.PropagateNan.ALL) * (1.0 / 6.0)
+    elif ACTIVATION == "hardswish":
+        return x * tl.clamp(x + 3.0, 0.0, 6.0, propagate_nan=tl.PropagateNan.ALL) * (1.0 / 6.0)
+    elif ACTIVATION == "sigmoid":
+        return tl.sigmoid(x)
+    elif ACTIVATION == "silu":
+        return x * tl.sigmoid(x)
+    elif ACTIVATION == "gelu":
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif ACTIVATION == "gelu_tanh":  # 0.5 (1 + tanh y) is sigmoid 2 y
+        return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    elif ACTIVATION == "tanh":
+        return 2.0 * tl.sigmoid(2.0 * x) - 1.0
+    else:
+        tl.static_assert(ACTIVATION == "none")
+        return x
+
+
+@triton.jit
+def fetch_into_l2(address, nbytes):
+    """Begin to fetch ``nbytes`` (a multiple of 16) of global memory into the L2 cache; one thread asks for all.
+
+    PTX ISA, "cp.async.bulk.prefetch".
+    """
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred first;
+        .reg .b32 thread;
+        mov.u32 thread, %tid.x;
+        setp.eq.u32 first, thread, 0;
+        @first cp.async.bulk.prefetch.L2.global [$1], $2;
+        mov.u32 $0, 0;
+        }""",
+        "=r,l,r",
+        [address, nbytes],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )

@@ -1,0 +1,94 @@
+"""Images and matrices as the kernels read and write them: where their elements lie, and what that makes of a shape."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from nimblec.kernels.core.shapes import Convolution, Pair, product
+
+ALIGNMENT_NBYTES = 16
+"""What a thread reads or writes at once."""
+
+
+def convolution_shape(
+    x: Tensor,
+    out_channels: int,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> Convolution:
+    """The geometry for images ``x`` (batch, channels, height, width) that lie channels last."""
+    batch, channels, height, width = x.shape
+    return Convolution(
+        batch=batch,
+        height=height,
+        width=width,
+        channels=channels,
+        out_channels=out_channels,
+        kernel=_pair(kernel),
+        stride=_pair(stride),
+        padding=_pair(padding),
+        dilation=_pair(dilation),
+        pixel_stride=pixel_stride(x),
+    )
+
+
+def product_shape(x: Tensor, out_channels: int) -> Convolution:
+    """The geometry for a matrix ``x`` (rows, depth) whose rows lie without gaps, at any distance."""
+    rows, depth = x.shape
+    return product(rows, depth, out_channels, row_stride=x.stride(0) if rows > 1 else depth)
+
+
+def _pair(numbers: Sequence[int]) -> Pair:
+    first, second = numbers
+    return first, second
+
+
+def pixel_stride(x: Tensor) -> int:
+    """How far apart neighbouring pixels lie in images that lie channels last; others are a ValueError."""
+    batch, channels, height, width = x.shape
+    stride = x.stride(3) if width > 1 else x.stride(2) if height > 1 else x.stride(0) if batch > 1 else channels
+    wanted = (height * width * stride, 1, width * stride, stride)
+    if any(size > 1 and has != want for size, has, want in zip(x.shape, x.stride(), wanted, strict=True)):
+        raise ValueError(f"images of shape {tuple(x.shape)} and strides {x.stride()} do not lie channels last")
+    return stride
+
+
+def is_read_well(x: Tensor) -> bool:
+    """Whether the kernels read images as fast as dense ones: channels last, also a part of the channels of others."""
+    if x.dim() != 4:
+        return False
+    if x.is_contiguous(memory_format=torch.channels_last):
+        return True
+    try:
+        distances = pixel_stride(x), x.storage_offset()
+    except ValueError:
+        return False
+    return all(distance * x.dtype.itemsize % ALIGNMENT_NBYTES == 0 for distance in distances)
+
+
+def channels_last(x: Tensor) -> Tensor:
+    """Images as the kernels read them.
+
+    A copy only where they lie otherwise than was inferred: torch's calls and their inference differ at
+    times on images that have an axis of length 1, and so on what comes after them.
+    """
+    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous(memory_format=torch.channels_last)
+
+
+def laid_like(tensor: Tensor | None, other: Tensor) -> Tensor | None:
+    """The same numbers, each where ``other`` has its own; a copy only as in `channels_last`."""
+    if tensor is None:
+        return None
+    pairs = zip(tensor.shape, tensor.stride(), other.stride(), strict=True)
+    if all(size == 1 or mine == theirs for size, mine, theirs in pairs):
+        return tensor
+    return torch.empty_strided(other.shape, other.stride(), dtype=other.dtype, device=tensor.device).copy_(tensor)
+
+
+def new_images(x: Tensor, shape: Convolution) -> Tensor:
+    """Memory for the results, channels last."""
+    size = (shape.batch, shape.out_channels, shape.out_height, shape.out_width)
+    return torch.empty(size, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)

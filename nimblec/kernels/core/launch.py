@@ -1,0 +1,96 @@
+"""The one description of a launch, which runs it or says what to compile; ops made of such launches.
+
+An op of the namespace ``nimblec`` is a call that a graph holds and dispatch modes see. It has a schema,
+a ``prepare`` that takes its arguments and makes memory for its results and the `Launch` that fills it,
+and a ``reference``, its meaning on the CPU. On a GPU the launch is run; on meta tensors it says what
+will be compiled; inference takes the results alone.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from nimblec.kernels.core.compiling import Job, load_template
+
+_LIBRARY = torch.library.Library("nimblec", "FRAGMENT")
+"""The ops live as long as this module."""
+
+Results = TypeVar("Results", covariant=True)  # noqa: PLC0105 - named as it is read
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Launch:
+    """One launch of ``template`` ("module:function") in ``blocks`` blocks.
+
+    ``pointers`` are tensors and ``settings`` constants, by the names of the template's parameters; settings
+    hold Triton's options too (num_warps, num_stages, launch_pdl).
+    """
+
+    template: str
+    blocks: int
+    pointers: Mapping[str, Tensor | None]
+    settings: Mapping[str, Any]
+
+    def __call__(self) -> None:
+        """Launch on the current stream; imports Triton."""
+        load_template(self.template)[self.blocks,](**self.pointers, **self.settings)
+
+    @property
+    def job(self) -> Job:
+        """What is compiled for it; also of meta tensors."""
+        dtypes = {name: None if tensor is None else dtype_name(tensor.dtype) for name, tensor in self.pointers.items()}
+        return Job(template=self.template, pointers=dtypes, settings=dict(self.settings))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared(Generic[Results]):
+    """Results in new memory, and the launch that writes them."""
+
+    results: Results
+    launch: Launch
+
+
+Prepare = Callable[..., Prepared[Any]]
+
+_PREPARES: dict[OpOverload, Prepare] = {}
+
+
+def define_op(schema: str, *, prepare: Prepare, reference: Callable[..., Any]) -> OpOverload:
+    """A new op of the namespace ``nimblec``; ``schema`` without it, as in "norm(Tensor x) -> Tensor"."""
+    name = schema.partition("(")[0]
+
+    def inferred(*args: Any, **kwargs: Any) -> Any:
+        return prepare(*args, **kwargs).results
+
+    def launched(*args: Any, **kwargs: Any) -> Any:
+        prepared = prepare(*args, **kwargs)
+        prepared.launch()
+        return prepared.results
+
+    _LIBRARY.define(schema)
+    torch.library.register_fake(f"nimblec::{name}", inferred, lib=_LIBRARY)
+    _LIBRARY.impl(name, launched, "CUDA")
+    _LIBRARY.impl(name, reference, "CPU")
+    op: OpOverload = getattr(torch.ops.nimblec, name).default
+    _PREPARES[op] = prepare
+    return op
+
+
+def launch_of(op: OpOverload, *args: Any, **kwargs: Any) -> Launch:
+    """What a call of an op launches, of tensors of any kind; nothing is computed."""
+    launch: Launch = _PREPARES[op](*args, **kwargs).launch
+    return launch
+
+
+def ops() -> frozenset[OpOverload]:
+    """All that were defined so far."""
+    return frozenset(_PREPARES)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As Triton has it: "float16"."""
+    return str(dtype).removeprefix("torch.")

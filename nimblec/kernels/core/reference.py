@@ -1,0 +1,58 @@
+"""What kernels compute before and after their sums, in torch: the meaning of ops on the CPU, and for tests."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda x: x,
+    "relu": torch.relu,
+    "relu6": functional.relu6,
+    "hardsigmoid": functional.hardsigmoid,
+    "hardswish": functional.hardswish,
+    "sigmoid": torch.sigmoid,
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "tanh": torch.tanh,
+}
+"""By the names that the ops take."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Prologue:
+    """What is done to images while they are read: ``activation(x * scale + shift) * gate``.
+
+    ``scale`` and ``shift`` are (channels,) in float32 and constant; ``gate`` is (images, channels, 1, 1)
+    in the dtype of the images, without gaps. Padding is added to the result, and is zero.
+    """
+
+    scale: Tensor | None = None
+    shift: Tensor | None = None
+    gate: Tensor | None = None
+    activation: str = "none"
+
+    @property
+    def pointers(self) -> dict[str, Tensor | None]:
+        """By the names of the templates' parameters."""
+        return {"scale_ptr": self.scale, "shift_ptr": self.shift, "gate_ptr": self.gate}
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """In the dtype of ``x`` (images, channels, height, width)."""
+        if self.scale is not None:
+            x = x * self.scale[:, None, None].to(x.dtype)
+        if self.shift is not None:
+            x = x + self.shift[:, None, None].to(x.dtype)
+        x = ACTIVATIONS[self.activation](x)
+        return x if self.gate is None else x * self.gate.to(x.dtype)
+
+
+NO_PROLOGUE = Prologue()
+
+
+def finish(total: Tensor, residual: Tensor | None, activation: str) -> Tensor:
+    """Residual and activation in the dtype of ``total``."""
+    return ACTIVATIONS[activation](total if residual is None else total + residual.to(total.dtype))

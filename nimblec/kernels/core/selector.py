@@ -1,0 +1,197 @@
+"""Choose tilings by timing calls; times are remembered between compilations."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from hashlib import sha256
+from importlib.resources import files
+from typing import Generic, Protocol, TypeVar
+
+import torch
+from torch import fx
+
+from nimblec.kernels.core.call import Call, Pool
+from nimblec.kernels.core.choosing import Choice, Timer, choose, rank
+from nimblec.kernels.core.compiling import Compile, compile_all
+from nimblec.kernels.core.gpu import GPU, Trigger
+from nimblec.kernels.core.tilings import HasNumbers
+
+FRAMEWORK = "framework"
+
+Timed = Callable[[int], object]
+"""A call that takes the number of a copy of its weights."""
+
+
+class Times(Protocol):
+    """Measured nanoseconds by key, as `nimblec.timing_cache.TimingCache` keeps them between compilations."""
+
+    def __contains__(self, key: str) -> bool:
+        """Whether a time is known."""
+
+    def __getitem__(self, key: str) -> int:
+        """The time."""
+
+    def __setitem__(self, key: str, duration_ns: int) -> None:
+        """Note a time."""
+
+
+class HasSignature(Protocol):
+    """A request for one launch."""
+
+    @property
+    def signature(self) -> str:
+        """What tells requests apart."""
+
+
+Request = TypeVar("Request", bound=HasSignature)
+Tiling = TypeVar("Tiling", bound=HasNumbers)
+Choose = Callable[[Request], Tiling | None]
+"""How to cut a request's work; None where the framework's calls are to stay."""
+
+
+def _nothing(_module: fx.GraphModule, _compile_jobs: Compile) -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family(Generic[Request, Tiling]):
+    """A kind of kernels, and how it comes into a graph.
+
+    ``requests`` finds what one launch could compute, ``tilings`` the candidates for it, the most promising first,
+    and ``call`` what is launched. ``framework`` is the call that serves otherwise, of some copies of its weights;
+    None where a generated kernel would, which is not at hand: then candidates are compared with each other alone.
+    ``use`` replaces the requests for which a function has a tiling, after ``prepare`` has made more of them
+    possible. Where ``needs_whole_plan``, only the time of a whole plan tells whether the kernels gain. The
+    ``templates`` are modules whose code the times depend on.
+    """
+
+    name: str
+    requests: Callable[[fx.GraphModule], Iterable[Request]]
+    tilings: Callable[[Request, GPU], Sequence[Tiling]]
+    call: Callable[[Request, Tiling, Trigger], Call]
+    framework: Callable[[Request, Pool, int], Timed | None]
+    use: Callable[[fx.GraphModule, "Choose[Request, Tiling]", Trigger], None]
+    templates: Sequence[str]
+    prepare: Callable[[fx.GraphModule, Compile], None] = _nothing
+    needs_whole_plan: bool = False
+
+    def select(self, module: fx.GraphModule, gpu: GPU, times: Times | None = None) -> Mapping[str, Choice]:
+        """Put the kernels in wherever they are faster on this GPU, the current one; what was chosen, by request.
+
+        Times that are known are not measured again.
+        """
+        if not gpu.has_programmatic_launch:
+            return {}
+        compile_jobs = partial(compile_all, gpu=gpu)
+        self.prepare(module, compile_jobs)
+        found = list(self.requests(module))
+        if not found:
+            return {}
+        from nimblec.kernels.core.timing import GraphTimer, WeightPool
+
+        timer = GraphTimer(gpu)
+        selector = Selector(
+            self,
+            gpu,
+            timer,
+            WeightPool(gpu),
+            length=timer.length,
+            screen=timer.screen(),
+            times=times,
+            fingerprint=timing_fingerprint(self.templates),
+            compile_jobs=compile_jobs,
+        )
+        selector.prepare(found)
+        self.use(module, selector, gpu.trigger)
+        return selector.choices
+
+    def use_first(self, module: fx.GraphModule, gpu: GPU) -> None:
+        """Put the kernels in wherever they serve, each with its most promising tiling: for tests without a GPU."""
+        self.prepare(module, lambda _: None)
+        self.use(module, lambda request: next(iter(self.tilings(request, gpu)), None), gpu.trigger)
+
+
+class Selector(Generic[Request, Tiling]):
+    """The function that a family's ``use`` asks; equal requests are timed once, and ``choices`` tells what came out."""
+
+    def __init__(
+        self,
+        family: Family[Request, Tiling],
+        gpu: GPU,
+        timer: Timer,
+        pool: Pool,
+        *,
+        length: int,
+        screen: Timer | None = None,
+        times: Times | None = None,
+        fingerprint: str = "",
+        compile_jobs: Compile,
+    ) -> None:
+        """``timer`` times calls that take the number of a copy of their weights, from the ``pool``, up to ``length``.
+
+        ``screen`` is a quicker timer to sort candidates out with, ``times`` what is known under the ``fingerprint``.
+        """
+        self._family = family
+        self._gpu = gpu
+        self._timer = timer
+        self._pool = pool
+        self._length = length
+        self._screen = screen
+        self._times: Times = {} if times is None else times
+        self._fingerprint = fingerprint
+        self._compile = compile_jobs
+        self.choices: dict[str, Choice] = {}
+
+    def prepare(self, requests: Iterable[Request]) -> None:
+        """Compile all that will be launched side by side: what is chosen already, or else all candidates."""
+        jobs = []
+        for key, request in {request.signature: request for request in requests}.items():
+            named = self._named(request)
+            known = self._known(key, named)
+            chosen = [tiling for name, tiling in named.items() if known is None or name == known.best]
+            jobs += [self._call(request, tiling).job() for tiling in chosen]
+        if jobs:
+            self._compile(jobs)
+
+    def __call__(self, request: Request) -> Tiling | None:
+        """The fastest tiling; None where the framework's call is as fast."""
+        key, named = request.signature, self._named(request)
+        if key not in self.choices:
+            self.choices[key] = self._known(key, named) or self._measured(key, request, named)
+        return named.get(self.choices[key].best)
+
+    def _call(self, request: Request, tiling: Tiling) -> Call:
+        return self._family.call(request, tiling, self._gpu.trigger)
+
+    def _named(self, request: Request) -> dict[str, Tiling]:
+        return {"x".join(map(str, tiling.numbers)): tiling for tiling in self._family.tilings(request, self._gpu)}
+
+    def _known(self, key: str, named: Iterable[str]) -> Choice | None:
+        sides = {side: self._side(key, side) for side in (FRAMEWORK, *named)}
+        times = {side: self._times[at] / 1000 for side, at in sides.items() if at in self._times}
+        return rank(times) if len(times) > 1 else None
+
+    def _measured(self, key: str, request: Request, named: Mapping[str, Tiling]) -> Choice:
+        framework = self._family.framework(request, self._pool, self._length)
+        sides: dict[str, Timed] = {} if framework is None else {FRAMEWORK: framework}
+        for name, tiling in named.items():
+            sides[name] = self._call(request, tiling).timed(self._pool, self._length)
+        choice = choose(sides, self._timer, screen=self._screen)
+        for side, microseconds in choice.microseconds.items():
+            self._times[self._side(key, side)] = round(1000 * microseconds)
+        return choice
+
+    def _side(self, key: str, side: str) -> str:
+        return sha256(repr((self._fingerprint, self._gpu.trigger, key, side)).encode()).hexdigest()
+
+
+def timing_fingerprint(templates: Iterable[str]) -> str:
+    """What times depend on beside the request: the device, the libraries, the code of the templates' modules."""
+    from triton import __version__ as triton_version
+
+    code = sha256()
+    for name in ("nimblec.kernels.core.device", *templates):
+        package, _, module = name.rpartition(".")
+        code.update(files(package).joinpath(f"{module}.py").read_bytes())
+    versions = torch.__version__, triton_version, torch.backends.cudnn.version()
+    return repr((torch.cuda.get_device_name(), *versions, code.hexdigest()))

@@ -1,0 +1,83 @@
+"""What a kernel computes: the geometry of a convolution or a matrix product."""
+
+from dataclasses import dataclass
+
+Pair = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Convolution:
+    """A convolution of images (batch, height, width, channels), the channels next to each other in memory.
+
+    Neighbouring pixels of the input are ``pixel_stride`` elements apart, those of the result
+    ``out_stride`` (None: as many as there are channels); rows and images follow without a gap. As a
+    matrix product it has ``rows`` x ``out_channels`` results, each a sum of ``depth`` products.
+    """
+
+    batch: int
+    height: int
+    width: int
+    channels: int
+    out_channels: int
+    kernel: Pair = (1, 1)
+    stride: Pair = (1, 1)
+    padding: Pair = (0, 0)
+    dilation: Pair = (1, 1)
+    pixel_stride: int | None = None
+    out_stride: int | None = None
+
+    @property
+    def out_height(self) -> int:
+        """Rows of pixels of the result."""
+        return self._extent(self.height, 0)
+
+    @property
+    def out_width(self) -> int:
+        """Pixels of a row of the result."""
+        return self._extent(self.width, 1)
+
+    @property
+    def rows(self) -> int:
+        """Pixels of all results."""
+        return self.batch * self.out_height * self.out_width
+
+    @property
+    def depth(self) -> int:
+        """Products in each sum: kernel height, kernel width, channels."""
+        return self.kernel[0] * self.kernel[1] * self.channels
+
+    @property
+    def settings(self) -> dict[str, int]:
+        """The constants of templates that read images."""
+        return {
+            "ROWS": self.rows,
+            "HEIGHT": self.height,
+            "WIDTH": self.width,
+            "CHANNELS": self.channels,
+            "PIXEL_STRIDE": self.pixel_stride or self.channels,
+            "OUT_HEIGHT": self.out_height,
+            "OUT_WIDTH": self.out_width,
+            "OUT_CHANNELS": self.out_channels,
+            "KERNEL_H": self.kernel[0],
+            "KERNEL_W": self.kernel[1],
+            "STRIDE_H": self.stride[0],
+            "STRIDE_W": self.stride[1],
+            "PADDING_H": self.padding[0],
+            "PADDING_W": self.padding[1],
+            "DILATION_H": self.dilation[0],
+            "DILATION_W": self.dilation[1],
+        }
+
+    def _extent(self, size: int, axis: int) -> int:
+        reach = self.dilation[axis] * (self.kernel[axis] - 1) + 1
+        return (size + 2 * self.padding[axis] - reach) // self.stride[axis] + 1
+
+
+def product(rows: int, depth: int, columns: int, *, row_stride: int | None = None) -> Convolution:
+    """The matrix product (rows, depth) x (depth, columns): a 1x1 convolution of one line of pixels."""
+    return Convolution(batch=1, height=1, width=rows, channels=depth, out_channels=columns, pixel_stride=row_stride)
+
+
+def ceil_div(a: int, b: int) -> int:
+    """The quotient, rounded up."""
+    return -(-a // b)

@@ -1,0 +1,112 @@
+"""How long a call takes inside a network: in a CUDA graph, after its like, its weights not in the L2 cache."""
+
+import copy
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from nimblec.gpu_turn import timing_alone
+from nimblec.kernels.core.gpu import GPU
+
+_CACHES = 5
+"""Times the L2 cache is written before each replay."""
+
+
+class WeightPool:
+    """Random numbers to cut copies of weights from; their values do not change a kernel's time.
+
+    The memory is of one dtype at a time.
+    """
+
+    def __init__(self, gpu: GPU) -> None:
+        self._nbytes = 2 * _CACHES * gpu.l2
+        self._numbers = torch.empty(0, device="cuda")
+        self._taken = 0
+
+    def take(self, like: Tensor) -> Tensor:
+        """A tensor of this dtype, shape and strides, beside the ones taken before; from the start where the pool ends.
+
+        Dense tensors alone.
+        """
+        size = like.numel()
+        if like.dtype is not self._numbers.dtype or size > len(self._numbers):
+            length = max(self._nbytes // like.dtype.itemsize, size)
+            self._numbers = torch.empty(length, dtype=like.dtype, device="cuda").normal_(0, 0.02)
+            self._taken = 0
+        if self._taken + size > len(self._numbers):
+            self._taken = 0
+        cut = self._numbers[self._taken : self._taken + size]
+        self._taken += -(-size // 128) * 128
+        return cut.as_strided(like.shape, like.stride())
+
+
+class GraphTimer:
+    """Times calls in chains of ``length``, the programmatic edges between them included.
+
+    The graphs it makes, one after the other, share their memory: to free it each time takes
+    milliseconds.
+    """
+
+    def __init__(self, gpu: GPU, *, length: int = 40, repeats: int = 9) -> None:
+        self.length = length
+        self._repeats = repeats
+        self._flushed = torch.empty(_CACHES * gpu.l2, dtype=torch.uint8, device="cuda")
+        self._stream = torch.cuda.Stream()
+        self._pool = torch.cuda.graph_pool_handle()
+        self._first = self._captured([partial(self._flushed[:16].fill_, 1)])  # a pool lives while a graph has it
+
+    def screen(self, *, length: int = 12, repeats: int = 3) -> "GraphTimer":
+        """A quicker timer of shorter chains, with this one's memory, to sort candidates out with."""
+        other = copy.copy(self)
+        other.length, other._repeats = length, repeats
+        return other
+
+    def __call__(self, call: Callable[[int], object]) -> float:
+        """Median microseconds of ``call(n)``, n from 0 on, which are all calls of the same kernels."""
+        with self._beside():
+            call(0)  # libraries choose and Triton loads on the first call
+        return self._chain([partial(call, n) for n in range(self.length)]) / self.length
+
+    def chain(self, calls: Sequence[Callable[[], object]], *, flush: bool = True) -> float:
+        """Median microseconds of all ``calls`` in one graph; the cache is emptied before each replay or not."""
+        with self._beside():
+            for call in calls:
+                call()
+        return self._chain(calls, flush=flush)
+
+    def _chain(self, calls: Sequence[Callable[[], object]], *, flush: bool = True) -> float:
+        graph = self._captured(calls)
+        times = []
+        with timing_alone():
+            for _ in range(self._repeats + 2):
+                if flush:
+                    self._flushed.fill_(1)
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                begin.record()
+                graph.replay()
+                end.record()
+                times.append((begin, end))
+            torch.cuda.synchronize()
+        return 1000 * statistics.median(float(begin.elapsed_time(end)) for begin, end in times[2:])
+
+    def _captured(self, calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
+        """The calls as a graph; without `torch.cuda.graph`, which frees all cached memory before."""
+        graph = torch.cuda.CUDAGraph()
+        with self._beside():
+            graph.capture_begin(pool=self._pool)
+            for call in calls:
+                call()
+            graph.capture_end()
+        return graph
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """On the stream that graphs are captured from, after the work so far and before what follows."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            yield
+        torch.cuda.current_stream().wait_stream(self._stream)

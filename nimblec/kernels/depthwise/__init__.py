@@ -1,0 +1,1 @@
+"""Depthwise convolutions: each result reads one channel."""

@@ -1,0 +1,52 @@
+"""How a depthwise convolution is cut into blocks, and which cuts are worth a try on a GPU."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from nimblec.kernels.core.gpu import GPU
+from nimblec.kernels.core.shapes import Convolution, ceil_div
+
+_VECTOR = 8
+"""Channels that a thread loads at once, 16 bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DepthwiseTiling:
+    """A block computes ``block_m`` pixels of ``block_c`` channels."""
+
+    block_m: int
+    block_c: int
+    num_warps: int = 4
+
+    @property
+    def numbers(self) -> list[int]:
+        """What the op takes as its ``tiling``."""
+        return [self.block_m, self.block_c, self.num_warps]
+
+    @classmethod
+    def of(cls, numbers: Sequence[int]) -> Self:
+        """The inverse of `numbers`."""
+        block_m, block_c, num_warps = numbers
+        return cls(block_m=block_m, block_c=block_c, num_warps=num_warps)
+
+    def blocks(self, shape: Convolution) -> int:
+        """How many blocks are launched."""
+        return ceil_div(shape.rows, self.block_m) * ceil_div(shape.out_channels, self.block_c)
+
+
+def depthwise_candidates(shape: Convolution, gpu: GPU, *, limit: int = 5) -> list[DepthwiseTiling]:
+    """Tilings with about two blocks for each multiprocessor first, and as little work past the edges as can be."""
+    found = []
+    for block_c in (16, 32, 64, 128):
+        for block_m in (4, 8, 16, 32, 64):
+            threads = block_m * block_c // _VECTOR
+            if 32 <= threads <= 512:
+                found.append(DepthwiseTiling(block_m=block_m, block_c=block_c, num_warps=min(threads // 32, 8)))
+
+    def cost(tiling: DepthwiseTiling) -> tuple[float, list[int]]:
+        done = tiling.blocks(shape) * tiling.block_m * tiling.block_c / (shape.rows * shape.out_channels)
+        load = tiling.blocks(shape) / (2 * gpu.multiprocessors)
+        return done * max(load**0.5, load**-0.5), tiling.numbers
+
+    return sorted(found, key=cost)[:limit]

@@ -1,0 +1,14 @@
+"""The families of kernels, in the order in which they come into a graph."""
+
+from typing import Any
+
+from nimblec.kernels.attention.rewrite import ATTENTION_FAMILY
+from nimblec.kernels.core.selector import Family
+from nimblec.kernels.gemm.rewrite import GEMM
+from nimblec.kernels.norm.rewrite import NORM
+
+FAMILIES: tuple[Family[Any, Any], ...] = (
+    ATTENTION_FAMILY,  # first, as it may change strides
+    GEMM,
+    NORM,  # after the products, which take norms in
+)

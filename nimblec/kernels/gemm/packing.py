@@ -1,0 +1,57 @@
+"""Weights in the order in which the kernels read them: one tile after the other, each in one piece of memory.
+
+A block's part of the weights is then contiguous: one instruction fetches it into the L2 cache.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from nimblec.kernels.core.shapes import ceil_div
+from nimblec.kernels.gemm.tilings import Tiling
+
+
+def pack_convolution(weight: Tensor, tiling: Tiling) -> Tensor:
+    """Tiles of the weights (out channels, in channels, height, width) of a convolution; see `pack_rows`."""
+    return pack_rows(weight.permute(0, 2, 3, 1).flatten(1), tiling)
+
+
+def pack_linear(weight: Tensor, tiling: Tiling) -> Tensor:
+    """Tiles of the right matrix (depth, columns) of a product; see `pack_rows`."""
+    return pack_rows(weight.t(), tiling)
+
+
+def pack_rows(weight: Tensor, tiling: Tiling) -> Tensor:
+    """(columns, depth) cut into tiles: (tiles across, tiles deep, block_n, block_k), zeros past the edges."""
+    columns, depth = weight.shape
+    across, deep = ceil_div(columns, tiling.block_n), ceil_div(depth, tiling.block_k)
+    padded = weight.new_zeros(across * tiling.block_n, deep * tiling.block_k)
+    padded[:columns, :depth] = weight
+    return padded.reshape(across, tiling.block_n, deep, tiling.block_k).transpose(1, 2).contiguous()
+
+
+_CUT_OFF = 2**-11 / (2 * math.log(2))
+"""What TF32 loses of a float32 on average, in relation to it: half of its last bit, leading digits by Benford's law."""
+
+
+def for_tensor_cores(weight: Tensor) -> Tensor:
+    """Weights (float32) that tensor cores multiply as TF32.
+
+    They cut off the last 13 bits of both factors, so that each layer's result comes out smaller by the
+    same part of it, and a deep network's by percents. So weights are rounded here, and larger by what
+    the other factor loses on average.
+    """
+    bits = (weight.double() / (1 - _CUT_OFF)).float().view(torch.int32)
+    return ((bits + 0x1000) & ~0x1FFF).view(torch.float32)
+
+
+def unpack_rows(packed: Tensor, columns: int, depth: int) -> Tensor:
+    """The inverse of `pack_rows`."""
+    across, deep, block_n, block_k = packed.shape
+    return packed.transpose(1, 2).reshape(across * block_n, deep * block_k)[:columns, :depth]
+
+
+def counters(tiles: int, device: torch.device) -> Tensor:
+    """How many blocks of each tile have arrived: zeros before and after each launch."""
+    return torch.zeros(tiles, dtype=torch.int32, device=device)

@@ -1,0 +1,1 @@
+"""Layer norm and RMS norm, with the sum before them."""

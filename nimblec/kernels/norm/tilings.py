@@ -1,0 +1,61 @@
+"""How norms are cut into blocks, and which cuts are worth a try on a GPU."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from nimblec.kernels.core.gpu import GPU
+from nimblec.kernels.core.shapes import ceil_div
+
+WIDEST = 8192
+"""Columns that a block can hold."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Norm:
+    """``rows`` rows of ``columns`` numbers, each normalised by itself: by mean and variance, or ``rms`` alone."""
+
+    rows: int
+    columns: int
+    rms: bool = False
+
+    @property
+    def width(self) -> int:
+        """Of a block: a power of two."""
+        return max(32, 1 << (self.columns - 1).bit_length())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NormTiling:
+    """A block computes ``block_r`` rows."""
+
+    block_r: int
+    num_warps: int
+
+    @property
+    def numbers(self) -> list[int]:
+        """What the ops take as their ``tiling``."""
+        return [self.block_r, self.num_warps]
+
+    @classmethod
+    def of(cls, numbers: Sequence[int]) -> Self:
+        """The inverse of `numbers`."""
+        block_r, num_warps = numbers
+        return cls(block_r=block_r, num_warps=num_warps)
+
+
+def norm_candidates(shape: Norm, gpu: GPU, *, limit: int = 4) -> list[NormTiling]:
+    """At most ``limit`` tilings, the most promising first: eight numbers a thread, some blocks a multiprocessor."""
+    found = []
+    for block_r in (1, 2, 4, 8):
+        for num_warps in (1, 2, 4, 8):
+            numbers = block_r * shape.width / (32 * num_warps)  # that a thread holds
+            if (2 <= numbers <= 64 or (block_r, num_warps) == (1, 8)) and (block_r == 1 or block_r <= shape.rows):
+                found.append(NormTiling(block_r=block_r, num_warps=num_warps))
+
+    def cost(tiling: NormTiling) -> tuple[float, list[int]]:
+        warps = ceil_div(shape.rows, tiling.block_r) * tiling.num_warps / gpu.multiprocessors
+        numbers = tiling.block_r * shape.width / (32 * tiling.num_warps)
+        return 8 + numbers + 2 * (tiling.num_warps > 1) + warps * numbers / 16, tiling.numbers
+
+    return sorted(found, key=cost)[:limit]

@@ -1,0 +1,35 @@
+"""Selectors of tilings for tests: a clock that is told its times, and no compiler."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nimblec.kernels.core.compiling import Job
+from nimblec.kernels.core.gpu import SM_90
+from nimblec.kernels.core.selector import Family, Selector
+
+
+class Pool:
+    """Copies of weights: zeros."""
+
+    def take(self, like: Tensor) -> Tensor:
+        """One of them."""
+        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype).zero_()
+
+
+def selector(
+    family: Family[Any, Any], clock: Callable[[int], float], **how: Any
+) -> tuple[Selector[Any, Any], list[Job]]:
+    """A selector whose n-th measurement takes ``clock(n)``, and the jobs that it has compiled."""
+    jobs: list[Job] = []
+    timed: list[int] = []
+
+    def timer(call: Callable[[int], object]) -> float:
+        call(0)
+        call(1)
+        timed.append(len(timed))
+        return clock(timed[-1])
+
+    return Selector(family, SM_90, timer, Pool(), length=2, compile_jobs=jobs.extend, **how), jobs

@@ -1,0 +1,148 @@
+"""What an op launches is what its template takes: every pointer and constant by its name, for every family."""
+
+import ast
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from triton_process import needs_triton, run
+
+from nimblec.kernels.attention.op import attention
+from nimblec.kernels.core.call import Call, Made
+from nimblec.kernels.core.compiling import Job
+from nimblec.kernels.core.launch import Launch, launch_of, ops
+from nimblec.kernels.depthwise.op import depthwise
+from nimblec.kernels.families import FAMILIES
+from nimblec.kernels.gemm.op import convolution, convolution_into, linear, linear_and_moments
+from nimblec.kernels.norm.op import add_layer_norm, layer_norm
+
+OPTIONS = {"num_warps", "num_stages", "launch_pdl"}
+"""Triton's."""
+
+
+def _images(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.float16, device="meta").contiguous(memory_format=torch.channels_last)
+
+
+def _half(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+X, WEIGHT, VECTOR, COUNTERS = _images(1, 16, 8, 8), _half(1, 1, 16, 16), _half(16), _half(9, dtype=torch.int32)
+GEOMETRY = (16, [3, 3], [1, 1], [1, 1], [1, 1], "relu")
+FACTORS = {"scale": _half(16, dtype=torch.float32), "shift": None, "gate": _half(1, 16, 1, 1), "before": "relu"}
+ROWS = _half(5, 16)
+MOMENTS = {"moments": _half(2, 2, 5, dtype=torch.float32), "column_sums": _half(16, dtype=torch.float32), "rms": True}
+HEADS = _half(1, 9, 2, 16).transpose(1, 2)
+
+CALLS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
+    "convolution": (convolution, (X, WEIGHT, VECTOR, X, COUNTERS, *GEOMETRY, [16, 16, 16, 2, 4, 2], "late"), FACTORS),
+    "convolution of one": (convolution, (X, WEIGHT, None, None, None, *GEOMETRY, [16, 16, 16, 1, 4, 2], "none"), {}),
+    "convolution into": (
+        convolution_into,
+        (X, WEIGHT, None, None, None, *GEOMETRY, [16, 16, 16, 1, 4, 2], "late"),
+        {"out": _images(1, 32, 8, 8)[:, 16:]},
+    ),
+    "linear": (linear, (ROWS, WEIGHT, VECTOR, ROWS, None, 16, "gelu", [16, 16, 16, 1, 4, 2], "late"), MOMENTS),
+    "linear and moments": (
+        linear_and_moments,
+        (ROWS, WEIGHT, None, None, COUNTERS, 16, "none", [16, 16, 16, 2, 4, 2], "late"),
+        {},
+    ),
+    "depthwise": (depthwise, (X, _half(1, 9, 16), VECTOR, X, *GEOMETRY, [4, 16, 2], "late"), FACTORS),
+    "attention": (attention, (HEADS, HEADS, HEADS, _half(9, 9), False, 0.5, [16, 32, 4, 1], "late"), {}),
+    "causal attention": (attention, (HEADS, HEADS, HEADS, None, True, 0.5, [16, 32, 4, 1], "late"), {}),
+    "norm": (layer_norm, (ROWS, VECTOR, None, 1e-5, False, torch.float16, [1, 1], "late"), {}),
+    "sum and norm": (add_layer_norm, (ROWS, ROWS, VECTOR, VECTOR, 1e-5, True, torch.float32, [1, 1], "late"), {}),
+}
+
+
+def _parameters(template: str) -> tuple[list[str], list[str]]:
+    """The names of a template's pointers and of its constants, in their order; read, as Triton may not be there."""
+    module, _, name = template.partition(":")
+    spec = find_spec(module)
+    assert spec is not None
+    assert spec.origin is not None
+    (function,) = (
+        node
+        for node in ast.parse(Path(spec.origin).read_text()).body
+        if isinstance(node, ast.FunctionDef) and node.name == name
+    )
+    is_constant = {arg.arg: arg.annotation is not None for arg in function.args.args}
+    return [n for n, constant in is_constant.items() if not constant], [n for n, c in is_constant.items() if c]
+
+
+def _launch(name: str) -> Launch:
+    op, args, kwargs = CALLS[name]
+    return launch_of(op, *args, **kwargs)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_launch_has_all_that_its_template_takes(name: str) -> None:
+    launch = _launch(name)
+    pointers, constants = _parameters(launch.template)
+    assert list(launch.pointers) == pointers
+    assert sorted(launch.settings.keys() - OPTIONS) == sorted(constants)
+    assert launch.blocks > 0
+
+
+def test_every_op_and_every_template_is_among_them() -> None:
+    assert {op for op, *_ in CALLS.values()} == ops()
+    told = {template for family in FAMILIES for template in family.templates}
+    assert {_launch(name).template.partition(":")[0] for name in CALLS} == told
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_job_is_the_launch_without_memory(name: str) -> None:
+    launch = _launch(name)
+    job = launch.job
+    assert Job(**json.loads(json.dumps({"template": job.template, "pointers": job.pointers, "settings": job.settings})))
+    dtypes = {name: None if t is None else str(t.dtype).removeprefix("torch.") for name, t in launch.pointers.items()}
+    assert dict(job.pointers) == dtypes
+
+
+def test_pointers_lie_where_their_names_say() -> None:
+    op, args, how = CALLS["convolution"]
+    launch = launch_of(op, *args, **how)
+    named = dict(zip(("x", "weight", "bias"), args, strict=False)) | {"gate": how["gate"], "scale": how["scale"]}
+    assert all(launch.pointers[f"{name}_ptr"] is tensor for name, tensor in named.items())
+    assert launch.pointers["counters_ptr"] is COUNTERS
+    assert launch.pointers["moments_ptr"] is None
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(count=st.integers(1, 4))
+def test_arguments_keep_their_places(count: int) -> None:
+    """Made constants are found wherever they stand, and nothing else is changed."""
+    made = [Made(source=torch.ones(n + 1), make=torch.neg, role="factors") for n in range(count)]
+    call = Call(op=layer_norm, args=(made[0], 3, None, [1, 2], "late"), kwargs={"rest": made[1:]})
+    args, kwargs = call.arguments(lambda leaf: leaf.value)
+    assert torch.equal(args[0], -torch.ones(1))
+    assert args[1:] == (3, None, [1, 2], "late")
+    assert [tensor.numel() for tensor in kwargs["rest"]] == list(range(2, count + 1))
+
+
+COMPILED = """
+import inspect, sys, torch
+sys.path.insert(0, "tests")
+from test_kernels_launch import CALLS, OPTIONS, _launch
+from nimblec.kernels.core.compiling import compile_job, load_template
+for name in CALLS:
+    launch = _launch(name)
+    taken = list(inspect.signature(load_template(launch.template).fn).parameters)
+    assert taken[: len(launch.pointers)] == list(launch.pointers), name
+    assert compile_job(launch.job, architecture=90).asm["cubin"], name
+    print(name)
+"""
+
+
+@needs_triton
+@pytest.mark.timeout(600)
+def test_all_launches_compile(tmp_path: Path) -> None:
+    assert run(COMPILED, tmp_path).splitlines() == list(CALLS)
