@@ -1,5 +1,6 @@
 """What the documents show and name is there."""
 
+import ast
 import re
 import shutil
 from pathlib import Path
@@ -50,10 +51,41 @@ DOCUMENTS = sorted(
 def test_every_file_that_a_document_names_is_there(document: str) -> None:
     text = (ROOT / document).read_text()
     names = set(re.findall(r"`((?:nimblec|runtime|docs|bench|samples|schema|tests)/[\w./-]*)`", text))
-    links = set(re.findall(r"\]\(([^)#:]+)\)", text))
+    links = set(re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text))
     missing = [name for name in names if not (ROOT / name).exists()]
     missing += [link for link in links if not (ROOT / document).parent.joinpath(link).exists()]
     assert not missing
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_heading_that_a_link_leads_to_is_there(document: str) -> None:
+    for target, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", (ROOT / document).read_text()):
+        page = (ROOT / document).parent / target if target else ROOT / document
+        headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+        anchors = {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+        assert anchor in anchors, f"{target}#{anchor}"
+
+
+def said(node: ast.AST) -> str:
+    """The text of a string in the code, with an ellipsis for each value that is put into it; empty for all else."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(said(part) or "…" for part in node.values)
+    return ""
+
+
+def test_every_message_of_troubleshooting_is_one_of_the_tool() -> None:
+    sources = [path for folder in ("nimblec", "runtime/nimblert") for path in (ROOT / folder).rglob("*.py")]
+    texts = {said(node) for path in sources for node in ast.walk(ast.parse(path.read_text()))}
+    quoted = re.findall(r"^\| `(.*?)` \|", (ROOT / "docs" / "troubleshooting.md").read_text(), re.MULTILINE)
+    unknown = []
+    for message in quoted:
+        pattern = re.compile(".*".join(map(re.escape, message.split("…"))), re.DOTALL)
+        if not any(pattern.search(text) for text in texts):
+            unknown.append(message)
+    assert len(quoted) > 30
+    assert not unknown
 
 
 def test_every_module_that_a_document_names_in_short_is_in_the_folder_named_before_it() -> None:
