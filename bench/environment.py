@@ -74,7 +74,7 @@ def provenance(results: dict[str, Any]) -> str:
         raise SystemExit(f"rows of several commits: {', '.join(commits)}: measure all of them on one (--add)")
     machine = found["cpu"] if found["gpu"] == "none" else found["gpu"].splitlines()[0]
     versions = (f"{name} {found[name]}" for name in ("torch", "onnxruntime") if name in found)
-    return f"Commit {commits[0]}; {', '.join((machine, *versions))}."
+    return f"Commit {commits[0][:12]}; {', '.join((machine, *versions))}."
 
 
 def _commits(results: dict[str, Any]) -> set[str]:
