@@ -16,7 +16,7 @@ from nimblert.errors import DeviceMismatchError, InputError, PlanError
 from nimblert.executable import Executable, load
 from nimblert.plan import Program
 
-RUN_S = 2.0
+RUN_S = 5.0
 """A plan's own loop may run for as long as it likes, but an interrupt ends it."""
 
 

@@ -11,6 +11,9 @@ from nimblert.plan import Weight
 _libc = ctypes.CDLL(None, use_errno=True)
 _NO_ACCESS = 0
 
+LARGEST_NBYTES = 1 << 28
+"""Of a region: to draw and fill more takes longer than a case may."""
+
 
 def install() -> None:
     """Let every region and every weight of plans loaded from now on end at such a page."""
@@ -22,7 +25,7 @@ def _allocate(nbytes: int, *, poison: bool = False) -> np.ndarray:
     """Bytes that end where a forbidden page begins; kernels see no more alignment than their items have."""
     page = mmap.PAGESIZE
     room = -(-max(nbytes, 1) // page) * page
-    if room > 1 << 31:
+    if room > LARGEST_NBYTES:
         raise MemoryError(nbytes)
     memory = mmap.mmap(-1, room + 2 * page)
     array = np.frombuffer(memory, np.uint8)
