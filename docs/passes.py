@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from plan_bytes import Lines, columns
 
-from nimblec.inspection import shape_text
+from nimblec.inspect.inspection import shape_text
 from nimblec.ir import Access, Buffer, BufferKind, Graph, KernelWork, Op, Schedule, Task
 from nimblec.lower import lower
 from nimblec.schedule import bound, check, matching, memory, streams

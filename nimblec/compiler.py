@@ -8,9 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from nimblec.cache.plan_cache import compile_once
 from nimblec.errors import CompileError, missing_package
 from nimblec.options import Observer, Options, TargetChoice
-from nimblec.plan_cache import compile_once
 from nimblec.source import Source, find_source
 from nimblec.stages import stage
 from nimblert import container, driver

@@ -15,7 +15,7 @@ import nimblec
 from nimblec.cpu.reference import read_nodes, run_values
 from nimblec.difference import difference, same_numbers
 from nimblec.frontend.onnx import model_file, model_nodes
-from nimblec.node_values import compare_nodes
+from nimblec.verify.node_values import compare_nodes
 from nimblert import container, executable, golden
 from nimblert.plan import Plan, Target
 

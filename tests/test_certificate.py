@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_streams import schedules
 
-from nimblec.certificate import problems
 from nimblec.ir import Graph, Schedule
 from nimblec.lower import lower
 from nimblec.schedule.dag import Dag
 from nimblec.schedule.dependencies import dependencies, rename_workspaces
 from nimblec.schedule.memory import layout
 from nimblec.schedule.streams import certificate, maximal
+from nimblec.verify.certificate import problems
 from nimblert.plan import (
     Access,
     Candidate,

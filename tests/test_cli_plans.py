@@ -13,7 +13,7 @@ import pytest
 from command_line import CommandLine
 from plans import cpu_plan, cuda_plan
 
-from nimblec.inspection import describe
+from nimblec.inspect.inspection import describe
 from nimblert import container
 from nimblert.plan import Plan, ScheduleRecord
 

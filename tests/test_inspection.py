@@ -6,8 +6,8 @@ import pytest
 from plans import cpu_plan, cuda_plan, large_plan
 from rich.console import Console
 
-from nimblec import inspection
 from nimblec.cli import report
+from nimblec.inspect import inspection
 from nimblert.plan import Plan, Pointer, Region
 
 

@@ -19,10 +19,11 @@ from plans import H200
 from subprocesses import python
 
 import nimblec
-from nimblec import compiler, plan_key
+from nimblec import compiler
+from nimblec.cache import plan_key
+from nimblec.cache.plan_cache import PlanCache, compile_once
+from nimblec.cache.plan_key import PlanKey, find_key
 from nimblec.options import InputSpec, Observer, Options
-from nimblec.plan_cache import PlanCache, compile_once
-from nimblec.plan_key import PlanKey, find_key
 from nimblec.processes import environment, module_command
 from nimblec.source import Source
 from nimblert import driver
@@ -588,7 +589,7 @@ def test_two_processes_at_once_leave_one_good_plan(tmp_path: Path, model: Path) 
 KILLED = """
 import os, shutil, signal, sys
 from pathlib import Path
-from nimblec import plan_cache
+from nimblec.cache import plan_cache
 def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 {patch}

@@ -17,13 +17,13 @@ from test_certificate import planned, with_program, work
 from test_streams import schedules
 
 from nimblec.cli.picture import picture
-from nimblec.dot import dot
+from nimblec.inspect.dot import dot
+from nimblec.inspect.timeline import UNIT_NS, kind, timeline
+from nimblec.inspect.trace import chrome_trace
 from nimblec.ir import Graph, Schedule
 from nimblec.lower import lower
 from nimblec.schedule.dependencies import dependencies, rename_workspaces
 from nimblec.schedule.memory import layout
-from nimblec.timeline import UNIT_NS, kind, timeline
-from nimblec.trace import chrome_trace
 from nimblert.plan import Op, Plan, Program, Record, Wait
 
 FORK = planned(

@@ -10,7 +10,7 @@ from command_line import CommandLine
 from plans import cuda_plan
 from subprocesses import ROOT
 
-from nimblec.timing_cache import CachedTimer, TimingCache
+from nimblec.cache.timing_cache import CachedTimer, TimingCache
 from nimblert.plan import Device, Plan
 
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import pytest
 from plans import cuda_plan
 
-from nimblec import verification
-from nimblec.verification import Result
+from nimblec.verify import verification
+from nimblec.verify.verification import Result
 from nimblert import container, cubin, golden, hazards, verify
 from nimblert.graph import relocate
 from nimblert.plan import Launch, Plan, Pointer, Record, Region, Target, Wait

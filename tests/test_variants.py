@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from nimblec.cache.timing_cache import TimingCache
 from nimblec.cuda.variants import variants
 from nimblec.errors import CompileError
 from nimblec.frontend.pytorch.model import TorchModel, place
-from nimblec.timing_cache import TimingCache
 
 
 class Looking(nn.Module):

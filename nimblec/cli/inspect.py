@@ -5,10 +5,10 @@ from pathlib import Path
 
 import click
 
-from nimblec import dot, inspection, trace
 from nimblec.cli import picture, report
 from nimblec.cli.command import Command, refuse_both
 from nimblec.cli.console import echo, echo_lines
+from nimblec.inspect import dot, inspection, trace
 from nimblert import container
 from nimblert.replacing import replacing
 

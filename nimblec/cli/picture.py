@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nimblec.cli.report import capped, seconds_text, table
-from nimblec.timeline import UNIT_NS, Span, Timeline, kind, timeline, visible
+from nimblec.inspect.timeline import UNIT_NS, Span, Timeline, kind, timeline, visible
 from nimblert.plan import Program
 
 IDLE = "."

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nimblec.cli.console import printable
-from nimblec.inspection import COMMAND_KINDS, Json, command_counts, shape_text, sizes
+from nimblec.inspect.inspection import COMMAND_KINDS, Json, command_counts, shape_text, sizes
 from nimblert.plan import Plan
 
 ROWS = 20

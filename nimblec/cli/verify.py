@@ -5,10 +5,10 @@ from pathlib import Path
 
 import click
 
-from nimblec import verification
 from nimblec.cli.command import Command
 from nimblec.cli.console import echo
-from nimblec.verification import Result
+from nimblec.verify import verification
+from nimblec.verify.verification import Result
 from nimblert.errors import PlanError
 
 
@@ -61,7 +61,7 @@ def verify_plan(
     """
     checks = verification.verify(plan)
     if model is not None:
-        from nimblec import against  # brings in onnx and ONNX Runtime
+        from nimblec.verify import against  # brings in onnx and ONNX Runtime
 
         allowed = against.TOLERANCE if tolerance is None else tolerance
         wanted = against.Against(model=model, entry=entry, tolerance=allowed, per_node=per_node, seed=seed or 0)

@@ -8,6 +8,7 @@ import onnx
 from onnx import ModelProto
 
 from nimblec import __version__
+from nimblec.cache.timing_cache import CachedTimer, TimingCache
 from nimblec.cpu import capture
 from nimblec.cpu.reference import refused_inputs, run_reference
 from nimblec.cpu.timing import CpuTimer, processor
@@ -17,7 +18,6 @@ from nimblec.options import InputSpec, Observer, Options
 from nimblec.planning import Provenance, make_plan
 from nimblec.source import Source
 from nimblec.stages import stage
-from nimblec.timing_cache import CachedTimer, TimingCache
 from nimblert import container, golden
 from nimblert.errors import InputError
 from nimblert.onnx_session import onnxruntime

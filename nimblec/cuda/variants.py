@@ -6,11 +6,11 @@ from functools import partial
 
 import torch
 
+from nimblec.cache.timing_cache import TimingCache
 from nimblec.errors import CompileError, TraceError, UnsupportedModelError
 from nimblec.frontend.compiled import compiled
 from nimblec.frontend.pytorch.model import TorchModel
 from nimblec.frontend.rewritten import flattened, fused, in_precision, optimized
-from nimblec.timing_cache import TimingCache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

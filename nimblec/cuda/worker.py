@@ -21,6 +21,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
+from nimblec.cache.timing_cache import CachedTimer, TimingCache
 from nimblec.cuda import accuracy
 from nimblec.cuda.timing import CudaTimer
 from nimblec.errors import CompileError, TraceError, UnsupportedModelError, described, missing_package, unforeseen
@@ -30,7 +31,6 @@ from nimblec.options import InputSpec, Options
 from nimblec.planning import Provenance, make_plan
 from nimblec.source import Source
 from nimblec.stages import stage
-from nimblec.timing_cache import CachedTimer, TimingCache
 from nimblert import container, driver, golden
 from nimblert.errors import NimbleError
 from nimblert.plan import Device, Plan, Target

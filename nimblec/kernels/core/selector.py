@@ -23,7 +23,7 @@ Timed = Callable[[int], object]
 
 
 class Times(Protocol):
-    """Measured nanoseconds by key, as `nimblec.timing_cache.TimingCache` keeps them between compilations."""
+    """Measured nanoseconds by key, as `nimblec.cache.timing_cache.TimingCache` keeps them between compilations."""
 
     def __contains__(self, key: str) -> bool:
         """Whether a time is known."""

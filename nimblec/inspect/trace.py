@@ -5,15 +5,15 @@ The format: "Trace Event Format", https://docs.google.com/document/d/1CvAClvFfyA
 
 from collections.abc import Iterator
 
-from nimblec.inspection import Json, pointer_text
-from nimblec.timeline import Handover, Span, Timeline, kind, timeline
+from nimblec.inspect.inspection import Json, pointer_text
+from nimblec.inspect.timeline import Handover, Span, Timeline, kind, timeline
 from nimblert.plan import Dim3, Launch, Memcpy, Memset, Plan, Program
 
 
 def chrome_trace(plan: Plan) -> Json:
     """Return the trace as JSON: a process per program, a thread per stream, an arrow per event waited for.
 
-    Times are simulated from the durations in the plan; see `nimblec.timeline`.
+    Times are simulated from the durations in the plan; see `nimblec.inspect.timeline`.
     """
     programs = [(number, program, timeline(program)) for number, program in enumerate(plan.programs)]
     return {

@@ -20,8 +20,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self, TypeAlias
 
+from nimblec.cache.plan_key import digest_of, find_key
 from nimblec.options import Observer, Options
-from nimblec.plan_key import digest_of, find_key
 from nimblec.source import Source
 from nimblec.stages import stage
 from nimblert.errors import NimbleError

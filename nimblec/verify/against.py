@@ -10,9 +10,9 @@ import numpy as np
 from nimblec.cpu.reference import read_nodes, run_reference, run_values
 from nimblec.difference import difference
 from nimblec.frontend.onnx import model_file, model_nodes, model_shapes
-from nimblec.node_values import NodeComparison, compare_nodes
 from nimblec.options import InputSpec
-from nimblec.verification import Check, Result, check_name
+from nimblec.verify.node_values import NodeComparison, compare_nodes
+from nimblec.verify.verification import Check, Result, check_name
 from nimblert import container, golden
 from nimblert.errors import PlanError
 from nimblert.executable import Executable, load

@@ -6,7 +6,7 @@ The language: https://graphviz.org/doc/info/lang.html
 from collections.abc import Iterator
 from itertools import pairwise
 
-from nimblec.timeline import Span, Timeline, kind, timeline, visible
+from nimblec.inspect.timeline import Span, Timeline, kind, timeline, visible
 from nimblert.edges import Edge, edges
 from nimblert.plan import Plan, Program
 
@@ -20,7 +20,7 @@ def dot(plan: Plan) -> str:
 
     A node is a launch, copy or fill in the colour of its stream. Edges that the others imply are
     left out: full ones within a stream, dashed ones between streams, dotted programmatic ones. The
-    critical path of the simulated run (`nimblec.timeline`) is red and thick.
+    critical path of the simulated run (`nimblec.inspect.timeline`) is red and thick.
     """
     lines = [
         "digraph plan {",

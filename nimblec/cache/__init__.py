@@ -1,0 +1,1 @@
+"""Kept between compilations: plans of model files, and measured times."""

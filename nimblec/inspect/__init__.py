@@ -1,0 +1,1 @@
+"""What a plan holds, as facts, a timeline, a trace and a graph."""
