@@ -2,6 +2,7 @@
 
 import copy
 import operator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +13,15 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.utils._pytree import tree_leaves
 
 from nimblec.graph.definitions import INFERENCES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Inference:
+    """What a call returned, and what it read: in words, and the values, so that no other takes their identity."""
+
+    read: str
+    values: tuple[Any, ...]
+    result: Any
 
 
 class Rewriter:
@@ -52,13 +62,19 @@ class Rewriter:
         return _described(node, self.infer(node), at)
 
     def infer(self, node: fx.Node) -> Any:
-        """What a call returns, as fake tensors."""
-        args, kwargs = fx.map_arg((tuple(node.args), dict(node.kwargs)), lambda n: n.meta["val"])
-        with self._mode, torch.no_grad():
-            return INFERENCES.get(node.target, node.target)(*args, **kwargs)  # type: ignore[operator]
+        """What a call returns, as fake tensors: those inferred last, if it reads the same values as then."""
+        given = fx.map_arg((tuple(node.args), dict(node.kwargs)), lambda n: f"value {id(n.meta['val'])}")
+        read = f"{node.target} {given}"
+        last: _Inference | None = node.meta.get("inference")
+        if last is None or last.read != read:
+            args, kwargs = fx.map_arg((tuple(node.args), dict(node.kwargs)), lambda n: n.meta["val"])
+            with self._mode, torch.no_grad():
+                result = INFERENCES.get(node.target, node.target)(*args, **kwargs)  # type: ignore[operator]
+            last = node.meta["inference"] = _Inference(read=read, values=(args, kwargs), result=result)
+        return last.result
 
     def propagate(self) -> None:
-        """Infer all values anew, after strides may have changed."""
+        """Infer anew whatever reads a value that has changed, as after strides have."""
         for node in self.graph.nodes:
             if node.op == "call_function":
                 node.meta["val"] = self.infer(node)
