@@ -6,10 +6,11 @@ to match, so that the decoder and the verifier see it.
 
 import hashlib
 import random
+import resource
 import struct
-import tracemalloc
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 
 import plans
 import pytest
@@ -89,12 +90,18 @@ def content(value: object) -> object:
 
 @pytest.fixture
 def bounded_memory() -> Iterator[None]:
-    """Fail the test if more than the limit is allocated at any time."""
-    tracemalloc.start()
+    """Let the process grow by no more than the limit: beyond it, a MemoryError escapes."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + MEMORY_LIMIT_NBYTES, before[1]))
     yield
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < MEMORY_LIMIT_NBYTES
+    resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+@pytest.mark.usefixtures("bounded_memory")
+def test_the_limit_of_memory_holds() -> None:
+    with pytest.raises(MemoryError):
+        bytearray(2 * MEMORY_LIMIT_NBYTES)
 
 
 @pytest.mark.usefixtures("bounded_memory")
