@@ -3,6 +3,7 @@
 import importlib
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, fx, nn
 from nimblec.frontend.pytorch.aten_graph import trace
 from nimblec.frontend.recorder import Recorder
 from nimblec.graph.definitions import Interpreter
-from nimblec.graph.rewriter import Rewriter
+from nimblec.graph.rewriter import Rewriter, copied
 
 FAMILIES = ("resnet", "mobilenet", "inception", "bert", "unet")
 
@@ -107,7 +108,13 @@ def randomize(module: nn.Module) -> nn.Module:
 
 
 def family(name: str, dtype: torch.dtype, seed: int = 0) -> tuple[fx.GraphModule, tuple[Tensor, ...]]:
-    """The graph of a small model and random inputs."""
+    """The graph of a small model, to change, and random inputs."""
+    module, inputs = _traced(name, dtype, seed)
+    return copied(module), inputs
+
+
+@cache
+def _traced(name: str, dtype: torch.dtype, seed: int) -> tuple[fx.GraphModule, tuple[Tensor, ...]]:
     torch.manual_seed(seed)
     module, args = DenseNet.small() if name == "densenet" else importlib.import_module(f"families.{name}").small()
     module = randomize(module).to(dtype)
