@@ -1,15 +1,41 @@
 """GPU tests run where there is a GPU and say what is missing where there is none; shared fixtures."""
 
 import ctypes
+import os
 import signal
 from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
     from command_line import CommandLine
+
+_MOST_WORKERS = 8
+"""Each of them imports PyTorch and collects all tests: more of them end no sooner."""
+_WORKER_NBYTES = 2 << 30
+"""What a process of tests takes at most, with the compilations that it starts."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """For ``-n auto``: as many processes as processors and memory allow, and as there are files to run.
+
+    A single file is run in the process itself (0).
+    """
+    if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
+        return None
+    paths = [Path(argument.partition("::")[0]) for argument in config.args]
+    files = len({*paths}) if all(path.is_file() for path in paths) else _MOST_WORKERS
+    count = min(_MOST_WORKERS, files, len(os.sched_getaffinity(0)), _available_nbytes() // _WORKER_NBYTES)
+    return count if count > 1 else 0
+
+
+def _available_nbytes() -> int:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
 
 
 def missing_gpu_capability() -> str | None:
@@ -33,8 +59,15 @@ def missing_gpu_capability() -> str | None:
 
 
 def pytest_configure() -> None:
-    """Let Ctrl-C interrupt, as it does at a terminal: a shell starts what it runs in the background without."""
+    """Set up the process, and what it starts.
+
+    Ctrl-C interrupts, as it does at a terminal: a shell starts what it runs in the background without.
+    Computations take one thread, as tests run side by side. Inductor's code for the CPU is scalar:
+    what is tested is which calls it is given, and vector code takes twice as long to compile.
+    """
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -47,9 +80,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A home folder of its own for every run, empty as a new user's: no cache is found, none is left behind."""
+    """A home folder of its own for every process, empty as a new user's: no cache is found, none is left behind."""
+    home = tmp_path_factory.mktemp("home")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+        patch.setenv("HOME", str(home))
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(home / "inductor"))
         yield
 
 
