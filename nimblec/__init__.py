@@ -81,44 +81,44 @@ def compile(  # noqa: A001  # the word that users look for; nimblec.compile shad
 
     ``model`` is one of
 
-    - a torch.nn.Module or a function of tensors, with ``example_inputs``. It is left as it was. For
-      the CUDA target torch.export exports it in this process, since a capture needs a fresh one, and
-      a module is more than what could be pickled of it;
+    - a torch.nn.Module or a function of tensors, with ``example_inputs``. It is not modified. For the
+      CUDA target it is exported by torch.export in this process, because kernels are captured in a
+      fresh one, and pickling would lose parts of a module;
     - a torch.export.ExportedProgram, or the path of a ``.pt2`` file, with the example inputs saved in it;
     - an onnx.ModelProto, its bytes, or the path of an ``.onnx`` file;
-    - "package.module:callable", which is imported and called, on the CUDA target in the capture process,
-      and returns (module, example_inputs) or (module, example_inputs, kwargs). There the module is
-      captured as it runs.
+    - "package.module:callable", which is imported and called (for the CUDA target in the capture
+      process) and returns (module, example_inputs) or (module, example_inputs, kwargs). Its module is
+      captured as it runs, without an export.
 
     ``example_inputs`` are the positional arguments of one call, a tensor or a tuple, and ``kwargs`` its
-    keyword arguments by name; tensors may be nested in tuples, lists and dicts. The plan has their
-    shapes. An argument that is an int, float, bool, str or None is a constant of the plan.
+    keyword arguments by name; tensors may be nested in tuples, lists and dicts. Their shapes become
+    the plan's. An argument that is an int, float, bool, str or None becomes a constant of the plan.
 
-    The options, each as on the command line:
+    The options are those of the command line:
 
-    - ``target``: "auto" (CUDA where a GPU and cuda-python are here, else CPU), "cuda" or "cpu".
+    - ``target``: "auto" (CUDA if there is a GPU and cuda-python is installed, else CPU), "cuda" or "cpu".
     - ``inputs``: static shapes by input name, ``{"image": (1, 3, 224, 224)}``, or
       ``["image:1x3x224x224", "ids:1x16:int64"]``. An ONNX file needs one for each input with a
       dynamic dimension that has no name; a PyTorch model's example is replaced by zeros of that shape.
     - ``dims``: sizes of the named dimensions of an ONNX model, or of the symbols of a dynamic
-      ExportedProgram: ``{"batch": 4}``. What ``inputs`` say of a dimension wins.
-    - ``examples``: arrays for inputs by name; integers bound those drawn in later checks.
+      ExportedProgram: ``{"batch": 4}``. ``inputs`` take precedence.
+    - ``examples``: arrays for inputs by name; the range of an integer array bounds what later checks draw.
     - ``level``: 0 keeps the framework's own kernels, 1 (the default on CUDA) fuses, 2 also chooses
       kernels by timing them. CUDA target.
     - ``precision``: "keep", "fp32", "tf32" (how float32 convolutions and matrix products are computed),
       "fp16" or "bf16" (a float32 model in half precision). CUDA target.
     - ``max_error``: the largest difference from level 0 to accept, relative to an output's largest magnitude.
-    - ``streams``: "auto" (the fastest of several schedules, measured here), "max", or a number of streams.
-    - ``memory_limit``: what the arena may take, in bytes or as "64MiB", "1.5GB".
+    - ``streams``: "auto" (the fastest of several schedules, timed on this machine), "max", or a number of streams.
+    - ``memory_limit``: the largest arena to accept, in bytes or as "64MiB", "1.5GB".
     - ``timing_cache``: the file that keeps measured times; ``plan_cache``: the folder that keeps the
       plans of model files (None: keep no plan).
 
-    What the command line prints as notes (arguments that are fixed, outputs that are None, errors measured)
-    is logged by the logger "nimblec" at level WARNING, so it is seen unless you silence it.
+    The notes that the command line prints (arguments that became constants, outputs that are None, measured
+    errors) go to the logger "nimblec" at level WARNING.
 
-    Raises ArgumentError (an InputError and a TypeError) for an argument that is none of these,
-    CompileError where the model cannot be compiled (UnsupportedModelError, TraceError), and
-    DeviceMismatchError where the target is not here.
+    Raises ArgumentError (an InputError and a TypeError) for an invalid argument, CompileError if the model
+    cannot be compiled (UnsupportedModelError, TraceError), and DeviceMismatchError if this machine lacks
+    the target.
     """
     options = read_options(
         target=target,
@@ -143,4 +143,4 @@ def compile(  # noqa: A001  # the word that users look for; nimblec.compile shad
 
 
 def _unobserved(stage: str, seconds: float | None) -> None:
-    """Progress that nobody asked for."""
+    """Discard progress."""

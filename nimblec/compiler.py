@@ -22,7 +22,7 @@ from nimblert.scratch import scratch_folder
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compiled:
-    """A plan, the seconds of each stage that made it, and what the user should know."""
+    """A plan, the seconds each stage took, and notes for the user."""
 
     plan: Plan
     stages: tuple[tuple[str, float], ...]
@@ -32,7 +32,7 @@ class Compiled:
 def choose_target(choice: TargetChoice) -> tuple[Target, str]:
     """The target to compile for, and why in a few words.
 
-    Raises DeviceMismatchError where CUDA is asked for and not here.
+    Raises DeviceMismatchError if CUDA is requested and not available.
     """
     if choice == "cpu":
         return Target.CPU, "asked for"

@@ -21,7 +21,7 @@ EXTRAS = {
 
 
 class ArgumentError(InputError, TypeError):
-    """An argument of `nimblec.compile`, or an option of the command line, is not what it takes."""
+    """An argument of `nimblec.compile` or an option of the command line is invalid."""
 
 
 class CompileError(NimbleError):
@@ -42,24 +42,24 @@ class MissingPackageError(CompileError):
 
 @contextmanager
 def user_code(what: str) -> Iterator[None]:
-    """Around a call of code that is not ours: whatever it raises is a TraceError, which begins with ``what``."""
+    """Turn whatever the user's code raises inside the block into a TraceError that begins with ``what``."""
     try:
         yield
-    except Exception as exc:  # nobody knows what it may raise, and all of it is to be told
+    except Exception as exc:  # it may raise anything, and the user needs to see it
         first = root_cause(exc)
         where = f"{line} raised " if (line := users_line(first)) else ""
         raise TraceError(f"{what}: {where}{type(first).__name__}: {first_line(first)}") from exc
 
 
 def users_line(exc: BaseException) -> str:
-    """The last line on the way to an error that is the user's, as "line 7 of model.py"; nothing where there is none."""
+    """The innermost line of the user's own code in a traceback, as "line 7 of model.py"; "" if there is none."""
     frames = traceback.extract_tb(exc.__traceback__)
     places = [(frame.lineno, frame.filename) for frame in frames if not _is_frameworks(frame.filename)]
     return f"line {places[-1][0]} of {places[-1][1]}" if places else ""
 
 
 def _is_frameworks(file: str) -> bool:
-    """Whether a file is ours, a framework's, or Python's own."""
+    """Whether a file belongs to nimblec, a framework or Python."""
     modules = (sys.modules.get(name) for name in ("nimblec", "torch", "onnx", "onnx_ir", "onnxscript", "sympy"))
     roots = tuple(f"{Path(module.__file__).parent}{os.sep}" for module in modules if module and module.__file__)
     in_python = file.startswith(_PYTHON) and "site-packages" not in file
@@ -71,7 +71,7 @@ _PYTHON = f"{Path(os.__file__).parent}{os.sep}"
 
 @contextmanager
 def unforeseen(what: str) -> Iterator[None]:
-    """Around code of ours that a model may break: errors that are not ours to raise become a TraceError."""
+    """Turn errors that a model provokes in nimblec's own code into a TraceError."""
     try:
         yield
     except NimbleError:
@@ -81,26 +81,26 @@ def unforeseen(what: str) -> Iterator[None]:
 
 
 def described(exc: BaseException) -> str:
-    """An error that nobody foresaw in one sentence: the last line of its traceback, and where it was raised."""
+    """An unexpected error in one sentence: the last line of its traceback, and where it was raised."""
     (*_, frame) = traceback.extract_tb(exc.__traceback__)
     said = f": {first_line(exc)}" if str(exc) else ""
     return f"{type(exc).__name__}{said} ({Path(frame.filename).name}, line {frame.lineno})"
 
 
 def root_cause(exc: BaseException) -> BaseException:
-    """What was raised first, of errors that were raised from one another."""
+    """The first error of a chain of causes."""
     while exc.__cause__ is not None:
         exc = exc.__cause__
     return exc
 
 
 def first_line(exc: BaseException) -> str:
-    """What an error says first: frameworks go on with advice and stacks."""
+    """The first line of an error's message: frameworks append advice and stacks."""
     return str(exc).strip().split("\n", 1)[0]
 
 
 def missing_package(exc: ModuleNotFoundError) -> MissingPackageError | None:
-    """What to tell where an import failed: None if the module is not one of ours to bring."""
+    """The error for a failed import; None if no extra of nimblec installs that module."""
     name = (exc.name or "").partition(".")[0]
     if name not in EXTRAS:
         return None

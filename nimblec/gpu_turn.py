@@ -1,7 +1,7 @@
-"""One process at a time times kernels on a GPU.
+"""A lock that lets one process at a time measure kernels on a GPU.
 
-Compilations that run beside each other would otherwise time kernels while others of theirs are on the GPU, and choose
-by that. What they run without timing it, a model's warm-up for example, still disturbs.
+Concurrent compilations would otherwise disturb each other's timings and choose kernels by them. Work that is not timed,
+such as a model's warm-up, takes no lock and still disturbs.
 """
 
 import fcntl
@@ -20,10 +20,10 @@ _PAUSES = 5000  # ten seconds, but for the time that this process stands still i
 
 @contextmanager
 def timing_alone() -> Iterator[None]:
-    """Wait until no other process times kernels on the first GPU, and keep others waiting.
+    """Hold the lock on timing kernels on the first GPU.
 
-    They hold the lock for some milliseconds at a time; one that is stopped meanwhile is not waited for longer than ten
-    seconds. Where the user's cache folder cannot be written, nobody waits.
+    Holders keep it for a few milliseconds. After ten seconds, for example because the holder is stopped, the wait
+    ends without the lock. Without a writable cache folder there is no lock.
     """
     with locked(_folder() / f"timing-{_gpu()}.lock"):
         yield
@@ -35,17 +35,17 @@ def _folder() -> Path:
 
 @cache
 def _gpu() -> str:
-    """Its place on the bus, which all processes see alike."""
+    """The GPU's bus address, which is the same in all processes."""
     found: bytes = call("cuDeviceGetPCIBusId", 16, call("cuDeviceGet", 0))
     return found.split(b"\0")[0].decode().replace(":", ".")
 
 
 @contextmanager
 def locked(path: Path, pauses: int = _PAUSES) -> Iterator[None]:
-    """Hold the lock of a file, which need not exist, or do without it after so many pauses.
+    """Hold a lock on ``path``, which is created if needed, or go on without it after so many pauses.
 
-    Whoever waits for it keeps a second lock, ``path`` with ".next", which whoever wants the first one again must have
-    first: so one who times kernels without end lets others in.
+    A waiting process holds a second lock, ``path`` with ".next", which has to be taken first: so a process that times
+    kernels continuously lets others in.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

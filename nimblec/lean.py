@@ -12,7 +12,7 @@ from nimblert.plan import Program, Record, Target, Wait
 
 _TIMEOUT_S = 60
 _SLOWEST_NBYTES_S = 20_000_000
-"""How fast even a slow disk gives a large plan's bytes."""
+"""A slow disk's rate, which bounds the time to read a large plan."""
 _SLOWEST_RUNS = 20
 """Two runs, each ten times slower than when it was measured."""
 

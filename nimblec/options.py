@@ -1,4 +1,4 @@
-"""What a user may ask of a compilation, and how it is written: one reader for the command line and for Python."""
+"""Options of `compile`, and one reader of them for the command line and for Python."""
 
 import math
 import os
@@ -23,15 +23,15 @@ Precision: TypeAlias = Literal["keep", "fp32", "tf32", "fp16", "bf16"]
 Level: TypeAlias = Literal[0, 1, 2]
 
 DEFAULT_LEVEL = 1
-"""The level of optimisation of a CUDA plan where none is asked for."""
+"""The default level of optimisation of a CUDA plan."""
 
 Observer: TypeAlias = Callable[[str, float | None], None]
-"""Called with (stage, None) when a stage starts and (stage, seconds) when it has ended."""
+"""Called with (stage, None) when a stage starts and with (stage, seconds) when it ends."""
 
 
 OWN_TIMING_CACHE = "~/.cache/nimblec/timings.json"
 OWN_PLAN_CACHE = "~/.cache/nimblec/plans"
-"""A file and a folder of the user's own that the next compilation finds again."""
+"""The default caches, in the user's cache folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,7 @@ class Options:
 
 
 def read_options(**given: Any) -> Options:
-    """The options that a user wrote, as `nimblec.compile` and the command line take them.
+    """Parse options as `nimblec.compile` and the command line take them.
 
     Raises ArgumentError, which names the option, what was found and what was expected.
     """

@@ -1,4 +1,4 @@
-"""From a captured graph to a plan: the passes that both targets share, and the choice of a schedule."""
+"""From a captured graph to a plan: the passes shared by both targets, and the choice of a schedule."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""Processes of our own that the compiler starts."""
+"""How the compiler starts its own subprocesses."""
 
 import os
 import sys
@@ -11,7 +11,7 @@ import nimblert
 def module_command(name: str, *arguments: str) -> list[str]:
     """The command that runs the module ``name`` in this Python, with what `environment` makes importable.
 
-    ``-P`` keeps the current folder off the path: files that lie beside a model are not ours to run.
+    ``-P`` keeps the current folder off the path, so that files beside a model are not run.
     """
     return [sys.executable, "-P", "-m", name, *arguments]
 

@@ -29,7 +29,7 @@ class LiveModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A model that was found, not loaded.
+    """Where a model is; it is not loaded yet.
 
     ``kind``: "callable" ("package.module:callable"), "exported" (.pt2), "onnx", of which ``model`` is
     the name or path, or "live", which is ``live``.
@@ -41,10 +41,10 @@ class Source:
 
 
 def find_source(model: Any, example_inputs: Any, kwargs: Any, folder: Path) -> Source:
-    """The source of what a user calls a model; an ONNX model in memory is written to ``folder``.
+    """The source of ``model``; an ONNX model in memory is written to ``folder``.
 
-    Raises ArgumentError for what is no model and for example inputs that are no arguments, CompileError
-    for a file that is not there.
+    Raises ArgumentError for objects that are not models and for invalid example inputs, CompileError
+    for a missing file.
     """
     if callable(model):
         return Source(kind="live", live=_live(model, example_inputs, kwargs))
@@ -52,7 +52,7 @@ def find_source(model: Any, example_inputs: Any, kwargs: Any, folder: Path) -> S
         raise ArgumentError("example_inputs: only a module, a function or an ExportedProgram takes them")
     if isinstance(model, str | os.PathLike):
         return _find_named(os.fspath(model))
-    onnx = sys.modules.get("onnx")  # imported by whoever holds a model of it
+    onnx = sys.modules.get("onnx")  # already imported if the caller holds a model of it
     if isinstance(model, bytes | bytearray | memoryview) or (onnx and isinstance(model, onnx.ModelProto)):
         from nimblec.frontend.onnx.memory import write
 
@@ -79,15 +79,15 @@ def _find_named(name: str | bytes) -> Source:
 
 
 def _importable(file: str) -> str:
-    """The name that import has for a file below the current folder."""
+    """The module name of a file below the current folder."""
     return ".".join(Path(file).with_suffix("").parts)
 
 
 def _live(model: Any, example_inputs: Any, kwargs: Any) -> LiveModel:
-    """A callable that can be exported, with its arguments checked as far as it goes without a run."""
+    """A callable that can be exported, with its arguments checked as far as possible without a run."""
     if isinstance(model, type):
         raise ArgumentError(f"the model is the class {model.__name__}: expected an instance of it")
-    from nimblec.frontend.pytorch import objects  # brings in torch, which whoever holds a model of it has
+    from nimblec.frontend.pytorch import objects  # imports torch, which the caller's model needs anyway
 
     objects.refuse_script(model)
     if kwargs is not None and not (isinstance(kwargs, Mapping) and all(isinstance(name, str) for name in kwargs)):

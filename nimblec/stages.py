@@ -1,4 +1,4 @@
-"""Tell an observer when the stages of a compilation begin and end."""
+"""Report the start and end of a compilation's stages to an observer."""
 
 import time
 from collections.abc import Iterator

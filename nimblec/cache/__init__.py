@@ -1,1 +1,1 @@
-"""Kept between compilations: plans of model files, and measured times."""
+"""What is kept between compilations: plans of model files, and measured times."""

@@ -1,10 +1,9 @@
-"""Plans of model files, kept, so that the same compilation again takes a second and gives the same bytes.
+"""A cache of plans, so that repeating a compilation takes a second and gives the same bytes.
 
-A plan is kept in two files named by its key: the plan, and a record of that key, of the plan's SHA-256
-and of what the compilation said. The record is written last and only a plan that it fits is used, so
-whatever is damaged, half written, put under another name or written by two processes at once is
-compiled anew and replaced, and the user is told. A folder takes a
-limited number of bytes; what was not used for longest goes first.
+An entry is two files named by its key: the plan, and a record of the key, the plan's SHA-256 and the
+notes of the compilation. The record is written last, and only a plan that matches it is used: an entry
+that is damaged, half written, renamed or written by two processes at once is compiled again and
+replaced, with a note. The folder's size is limited; the least recently used entries are evicted first.
 """
 
 import json
@@ -30,13 +29,13 @@ from nimblert.replacing import replacing
 from nimblert.scratch import scratch_folder
 
 LIMIT_NBYTES = 5 * 10**9
-"""What the plans of a folder may take."""
+"""The most bytes that the plans of a folder take."""
 
 Compiler: TypeAlias = Callable[[Source, Options, Path, Observer], tuple[str, ...]]
-"""Writes the plan of a model to a file, and returns what the user should know."""
+"""Writes the plan of a model to a file, and returns notes for the user."""
 
 _PLAN = re.compile(r"[0-9a-f]{64}\.plan")
-"""Files of ours: a user may keep plans of his own in the same folder."""
+"""The cache's own files: users may keep other plans in the same folder."""
 
 
 _LONGEST_S = 1e7
@@ -45,7 +44,7 @@ _LONGEST_S = 1e7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """``key`` and ``sha256`` of the plan's file; what the compilation that made it said, and how long it took."""
+    """``key`` and ``sha256`` of the plan's file; the notes of the compilation, and how long it took."""
 
     key: str
     sha256: str
@@ -69,7 +68,7 @@ class Record:
 def compile_once(
     compiler: Compiler, source: Source, target: Target, options: Options, output: Path, observer: Observer
 ) -> tuple[str, ...]:
-    """As ``compiler(source, options, output, observer)``, unless the plan cache has what it would write."""
+    """Call ``compiler(source, options, output, observer)``, unless the plan cache has the result."""
     if options.plan_cache is None or not _is_file(source, target):
         return compiler(source, options, output, observer)
     cache = PlanCache(options.plan_cache)
@@ -87,15 +86,15 @@ def compile_once(
     seconds = time.perf_counter() - begin
     unkept = None
     with stage(observer, "write the plan cache"):
-        if key and key == find_key(source, target, options):  # nobody wrote to the model's files meanwhile
+        if key and key == find_key(source, target, options):  # the model's files have not changed meanwhile
             unkept = cache.keep(key.digest, output, notes, seconds)
     return (*notes, *filter(None, (problem, unkept)))
 
 
 def _is_file(source: Source, target: Target) -> bool:
-    """Whether a file says all about the model: what a callable gives is known when it has run.
+    """Whether the model is determined by its files; the result of a callable is known only once it has run.
 
-    On the CPU target this process exports a .pt2 file, with torch as its user may have set it up.
+    On the CPU target a .pt2 file is exported in this process, whose user may have changed torch's settings.
     """
     return source.kind == "onnx" or (
         source.kind == "exported" and (target is Target.CUDA or "torch" not in sys.modules)
@@ -110,7 +109,7 @@ class PlanCache:
         self._limit_nbytes = LIMIT_NBYTES if limit_nbytes is None else limit_nbytes
 
     def problem(self) -> str | None:
-        """Why there can be no such folder; None where there is one."""
+        """Why the folder cannot be used; None if it can."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as exc:
@@ -128,7 +127,7 @@ class PlanCache:
                 shutil.copyfileobj(plan, file, 1 << 24)
             if (record.key, record.sha256) != (key, digest_of(output)):
                 raise ValueError(f"{kept}: is not what its record says")  # noqa: TRY301 - as any other damage
-        except (FileNotFoundError, NimbleError):  # that it cannot be written, the compiler finds, too
+        except (FileNotFoundError, NimbleError):  # the compiler will report what cannot be written
             return None, None
         except (OSError, ValueError) as exc:
             return None, f"the plan cache's entry {kept} is damaged, and is replaced: {exc}"
@@ -154,7 +153,7 @@ class PlanCache:
         return None
 
     def _make_room(self) -> None:
-        """Remove plans, from the one that was not used for longest, until the rest is within the limit."""
+        """Evict the least recently used plans until the rest is within the limit."""
         found = []
         for plan in self._folder.iterdir():
             if _PLAN.fullmatch(plan.name):
@@ -171,7 +170,7 @@ class PlanCache:
 
 
 def _check_regular(*paths: Path) -> None:
-    """OSError for what is no file: who opens a pipe may wait forever."""
+    """Raise OSError for what is not a regular file: opening a pipe may block forever."""
     for path in paths:
         if not stat.S_ISREG(path.stat().st_mode):
             raise OSError(f"{path}: not a regular file")

@@ -1,7 +1,7 @@
 """The key of a plan in the plan cache: a digest of all that the plan's bytes depend on.
 
-Nothing here imports torch. A part that is left out could give a user a plan of something else, so
-parts are taken whole: every byte of the model, every source file of ours, every installed package.
+Nothing here imports torch. Leaving something out could return a plan of something else, so everything
+goes in: every byte of the model, every source file of nimblec, every installed package.
 """
 
 import hashlib
@@ -55,9 +55,9 @@ _INSTRUCTION_SETS = ("flags", "Features")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanKey:
-    """``digest`` names the plan; ``files`` tells whether a file of the model was written in between.
+    """``digest`` names the plan; ``files`` shows whether a file of the model has changed meanwhile.
 
-    A key found before a compilation and an equal one found after it say what was compiled.
+    Equal keys before and after a compilation prove what was compiled.
     """
 
     digest: str
@@ -65,10 +65,10 @@ class PlanKey:
 
 
 def find_key(source: Source, target: Target, options: Options) -> PlanKey | None:
-    """The key of the plan of a model file; None where it cannot be told.
+    """The key of the plan of a model file; None if there is no telling.
 
-    That is where a file cannot be read, of which the compiler has more to say, and where packages
-    were exchanged under this process, which still runs what it imported before.
+    That is so if a file cannot be read, which the compiler reports better, and if packages were replaced
+    under this process, which still runs what it imported before.
     """
     try:
         first, now = _software_at_first(), _software()
@@ -112,7 +112,7 @@ def _status(path: Path) -> tuple[int, ...]:
 
 
 def _software() -> str:
-    """A digest of our own source, of Python, and of every package that can be imported."""
+    """A digest of nimblec's source, of Python, and of every package that can be imported."""
     return _digest([sys.version, _sources(), _packages()])
 
 
@@ -133,7 +133,7 @@ def _sources() -> dict[str, str]:
 def _packages() -> list[list[str]]:
     """Where each installed package lies, and its metadata, which list the digests of its files."""
     found = []
-    for folder in dict.fromkeys(sys.path):  # of two versions, the one that stands first is imported
+    for folder in dict.fromkeys(sys.path):  # of two versions, the first on the path is imported
         found += sorted(
             [
                 str(package.locate_file("")),
@@ -166,5 +166,5 @@ def digest_of(path: Path) -> str:
 
 
 def _digest(parts: object) -> str:
-    """The digest of JSON text, in which no two different values look alike."""
+    """The digest of a value's JSON text, which is different for different values."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

@@ -1,8 +1,8 @@
-"""Remember measured times between compilations, so that the next one of the same model measures nothing.
+"""A cache of measured times, so that compiling the same model again measures nothing.
 
-One JSON file of nanoseconds by key; a key is the SHA-256 of all that a time depends on: the device,
-the code and the launch for one command, the whole program for one run. So a second compilation on
-the same machine also makes the same decisions, and the same plan.
+One JSON file maps keys to nanoseconds. A key is the SHA-256 of everything a time depends on: device,
+code and launch for a command, the whole program for a run. So a second compilation on the same machine
+makes the same decisions, and the same plan.
 """
 
 import json
@@ -22,7 +22,7 @@ _LONGEST_NS = 24 * 3600 * 10**9
 
 
 class TimingCache:
-    """The times in one file. What is wrong with the file costs new measurements, and is told in ``notes``."""
+    """The times in one file. A damaged file only costs new measurements, and is reported in ``notes``."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -41,11 +41,11 @@ class TimingCache:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the user should know of the file."""
+        """What is wrong with the file, for the user."""
         return tuple(self._notes)
 
     def save(self) -> None:
-        """Add what is new to the file, which another process may have written meanwhile."""
+        """Add new times to the file, which another process may have written meanwhile."""
         if not self._new:
             return
         try:
@@ -56,7 +56,7 @@ class TimingCache:
             self._note(f"not kept, and will be measured again: {getattr(exc, 'strerror', None) or exc}")
 
     def _read(self) -> dict[str, int]:
-        """The times in the file that can be ones."""
+        """The plausible times in the file."""
         try:
             if self._path.exists() and not self._path.is_file():
                 self._note("is no regular file, and is left alone")
@@ -92,7 +92,7 @@ class CachedTimer:
         self._code: dict[int, str] = {}
 
     def command_durations(self, plan: Plan) -> Sequence[int]:
-        """Nanoseconds of each command; commands that are the same launch count the same."""
+        """Nanoseconds of each command; identical launches are measured once."""
         keys = self._command_keys(plan)
         if any(key not in self._cache for key in keys):
             measured = defaultdict(list)

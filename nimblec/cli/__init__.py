@@ -28,8 +28,8 @@ from nimblec.cli.verify import verify_plan
 def cli(ctx: click.Context) -> None:
     """Compile a neural network into one plan file, and run it without the framework.
 
-    A plan holds the kernels of a model, its weights and the order of its work. It is made once,
-    by `compile`, and runs on every machine of its kind with nothing but nimblert.
+    A plan holds the kernels of a model, its weights and its schedule. `compile` makes it once, and
+    it runs on any machine of the same kind with nothing but nimblert.
 
     \b
     Examples:

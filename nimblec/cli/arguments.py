@@ -27,7 +27,7 @@ def _read(
     param: click.Parameter | None,
     ctx: click.Context | None,
 ) -> T:
-    """What one of the readers of `nimblec.options` makes of a value."""
+    """Apply a reader of `nimblec.options`, and turn its error into click's."""
     try:
         return reader(value)
     except ArgumentError as exc:
@@ -102,12 +102,12 @@ def read_arrays(files: Iterable[tuple[str, Path]]) -> dict[str, np.ndarray]:
 
 
 _DAMAGED = (ValueError, EOFError, SyntaxError, TokenError, OverflowError, MemoryError, RecursionError)
-"""What numpy makes of a header that says something impossible."""
+"""What numpy raises for an impossible header."""
 
 
 def read_array(path: Path) -> np.ndarray:
-    """The one array of an .npy file; OSError where it cannot be read, InputError where it is none."""
-    if path.exists() and not path.is_file():  # a pipe may be read forever
+    """The array in an .npy file; OSError if it cannot be read, InputError if it is something else."""
+    if path.exists() and not path.is_file():  # reading a pipe may never end
         raise InputError(f"{path}: is no regular file, expected an .npy file")
     try:
         array = np.load(path, allow_pickle=False)
@@ -119,7 +119,7 @@ def read_array(path: Path) -> np.ndarray:
 
 
 def restore_dtype(array: np.ndarray, tensor: Tensor) -> np.ndarray:
-    """``array`` as bfloat16 where an .npy file has lost that: numpy writes it as 2 raw bytes."""
+    """``array`` as bfloat16 if the tensor is: numpy writes that dtype as 2 raw bytes."""
     raw = array.dtype.kind == "V" and array.dtype.itemsize == ITEM_NBYTES[tensor.dtype]
     return array.view(numpy_dtype(tensor.dtype)) if raw else array
 
@@ -131,7 +131,7 @@ def file_names(names: Iterable[str]) -> dict[str, str]:
     for name in names:
         stem = re.sub(r"[^A-Za-z0-9._-]+", "_", name).strip(".")[:100] or "output"
         candidate, count = stem, 1
-        while candidate.lower() in taken:  # some file systems do not tell A from a
+        while candidate.lower() in taken:  # some file systems ignore case
             count += 1
             candidate = f"{stem}_{count}"
         taken.add(candidate.lower())
@@ -140,7 +140,7 @@ def file_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def write_arrays(directory: Path, arrays: Mapping[str, np.ndarray]) -> tuple[Path, ...]:
-    """Write each array as NAME.npy: to a temporary name first, so that no old file is half replaced."""
+    """Write each array as NAME.npy, each file atomically."""
     directory.mkdir(parents=True, exist_ok=True)
     paths = tuple(directory / file for file in file_names(arrays).values())
     for path, array in zip(paths, arrays.values(), strict=True):

@@ -1,4 +1,4 @@
-"""What all commands of the command line have in common: one-sentence refusals, and their order."""
+"""What all commands share: refusals of one sentence, and the order in which help lists them."""
 
 import traceback
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from nimblert.errors import NimbleError
 DEBUG = "nimblec.debug"
 
 OWN_PROCESS = "own process"
-"""The context's object where the command line was started as a program, not called from one."""
+"""The context's object if the command line is the program, not a function called from one."""
 
 
 class Command(click.Command):
@@ -52,7 +52,7 @@ def _remember_debug(ctx: click.Context, _param: click.Parameter, value: bool) ->
 
 
 def _sentence(exc: NimbleError | OSError | ModuleNotFoundError) -> str | None:
-    """What to tell the user; None where a module is missing that is not ours to bring."""
+    """What to tell the user; None if a module is missing that no extra of nimblec installs."""
     if isinstance(exc, ModuleNotFoundError):
         missing = missing_package(exc)
         return str(missing) if missing else None
@@ -62,19 +62,19 @@ def _sentence(exc: NimbleError | OSError | ModuleNotFoundError) -> str | None:
 
 
 class ReaderGoneError(Exception):
-    """Nobody reads standard output any more, as in ``nimblec inspect model.plan | head``."""
+    """The reader of standard output has gone, as in ``nimblec inspect model.plan | head``."""
 
 
 class Group(click.Group):
-    """Lists its commands in the order in which they are used, and raises ReaderGoneError when its reader has gone."""
+    """Lists commands in order of use, and raises ReaderGoneError when the reader of its output has gone."""
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
-        """As click does, which prints --help here; it would exit with 1."""
+        """As click's, which prints --help here and would exit with 1 on a broken pipe."""
         with _reader():
             return super().make_context(*args, **kwargs)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """As click does."""
+        """As click's."""
         with _reader():
             return super().invoke(ctx)
 

@@ -28,7 +28,7 @@ from nimblec.options import DEFAULT_LEVEL, InputSpec, Precision, TargetChoice, r
     type=click.Choice(get_args(TargetChoice)),
     default="auto",
     show_default=True,
-    help="What shall run the plan. auto: cuda where a GPU and cuda-python are here, else cpu.",
+    help="Target device. auto: cuda if there is a GPU and cuda-python is installed, else cpu.",
 )
 @click.option(
     "--input",
@@ -43,22 +43,22 @@ from nimblec.options import DEFAULT_LEVEL, InputSpec, Precision, TargetChoice, r
     "dims",
     type=arguments.NamedSize(),
     multiple=True,
-    help="The size of an ONNX file's named dimension, in all inputs that have it: batch=4. What --input says of "
-    "a dimension wins. Repeatable.",
+    help="The size of an ONNX file's named dimension, in all inputs that have it: batch=4. --input takes "
+    "precedence. Repeatable.",
 )
 @click.option(
     "--example",
     "examples",
     type=arguments.NamedFile(),
     multiple=True,
-    help="An array for an input; its integers bound the ones drawn in checks. Repeatable.",
+    help="An array for an input; if it holds integers, their range bounds those drawn in checks. Repeatable.",
 )
 @click.option(
     "-O",
     "level",
     type=click.IntRange(0, 2),
-    help="0: the framework's own kernels, bit for bit. 1: rewritten, and fused by generated kernels. 2: kernels chosen "
-    "by timing them too, our own among them. These are the CUDA target's; 1 and 2 report how far they are from 0.  "
+    help="CUDA target. 0: the framework's own kernels, bit for bit. 1: rewritten, and fused by generated kernels. 2: "
+    "kernels also chosen by timing, our own among them. 1 and 2 report how far they are from 0.  "
     f"[default: {DEFAULT_LEVEL}]",
 )
 @click.option(
@@ -67,7 +67,7 @@ from nimblec.options import DEFAULT_LEVEL, InputSpec, Precision, TargetChoice, r
     default="keep",
     show_default=True,
     help="fp32, tf32: how float32 convolutions and matrix products are computed on the GPU. keep: as PyTorch does, "
-    "TF32 for convolutions. fp16, bf16: a float32 model in half precision, its inputs and outputs as they were.",
+    "TF32 for convolutions. fp16, bf16: a float32 model in half precision, with its inputs and outputs unchanged.",
 )
 @click.option(
     "--max-error",
@@ -81,24 +81,25 @@ from nimblec.options import DEFAULT_LEVEL, InputSpec, Precision, TargetChoice, r
     default="auto",
     show_default=True,
     help="1: the captured order. max: every stream the model can use. N: at most N. auto: the fastest of several, "
-    "measured here.",
+    "timed on this machine.",
 )
-@click.option("--memory-limit", type=arguments.Nbytes(), help="What the arena may take: 64MiB, 1.5GB, 1000000.")
+@click.option("--memory-limit", type=arguments.Nbytes(), help="The largest arena to accept: 64MiB, 1.5GB, 1000000.")
 @click.option(
     "--timing-cache",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="Where measured times are kept, so that the next compilation measures nothing.  [default: the user's own]",
+    help="Where measured times are kept, so that the next compilation measures nothing.  "
+    "[default: ~/.cache/nimblec/timings.json]",
 )
 @click.option(
     "--plan-cache",
     type=click.Path(path_type=Path, file_okay=False),
     metavar="FOLDER",
-    help="Where the plans of model files are kept: the same file with the same options is not compiled twice on the "
-    "same machine with the same software.  [default: the user's own]",
+    help="Where plans of model files are kept: the same file with the same options is not compiled twice on the "
+    "same machine with the same software.  [default: ~/.cache/nimblec/plans]",
 )
-@click.option("--no-plan-cache", is_flag=True, help="Compile anew, and keep no plan.")
-@click.option("-v", "--verbose", is_flag=True, help="Print each stage as it ends, also to a pipe.")
+@click.option("--no-plan-cache", is_flag=True, help="Compile again, and keep no plan.")
+@click.option("-v", "--verbose", is_flag=True, help="Print each stage as it ends, even to a pipe.")
 @click.option("-q", "--quiet", is_flag=True, help="Print errors only.")
 def compile_model(
     model: str,
@@ -120,15 +121,15 @@ def compile_model(
 ) -> None:
     """Compile MODEL into a plan file.
 
-    MODEL is an ONNX file (.onnx, external data too), a file of torch.export.save (.pt2), or
+    MODEL is an ONNX file (.onnx, with or without external data), a file of torch.export.save (.pt2), or
     package.module:callable, which is imported with the current directory on the path, called, and
-    returns (module, example_inputs) or (module, example_inputs, kwargs). The last two are code, which
-    runs with your rights: compile them only where you trust their origin.
+    returns (module, example_inputs) or (module, example_inputs, kwargs). The last two are code and run
+    with your rights: compile them only if you trust their origin.
 
     The last stage runs the plan and compares its outputs with the framework's; a difference is an
     error. PLAN is written to a temporary folder beside it (.nimblec-*) and renamed, so an old file
     stays whole until the new one is complete. What a killed compilation leaves there is removed by
-    the next one that writes to that folder. A symbolic link stays, and what it leads to is replaced;
+    the next one that writes to that folder. A symbolic link is kept and its target replaced;
     a device, a pipe or a folder is refused.
 
     \b
@@ -151,7 +152,7 @@ def compile_model(
     if is_callable and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # as `python -m` does, for package.module:callable
 
-    from nimblec import compiler  # brings in the frameworks
+    from nimblec import compiler  # imports the frameworks
 
     chosen, reason = compiler.choose_target(target)
     if not quiet:

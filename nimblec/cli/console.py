@@ -1,7 +1,7 @@
-r"""Text for the terminal: every line that the command line prints goes through here, its tables through `SafeConsole`.
+r"""Text for the terminal: lines are printed through here, tables through `SafeConsole`.
 
-A plan or a model may be called "\x1b]0;...\x07", or turn the text around it with bidirectional controls.
-Characters that do not print are shown as JSON writes them, \u001b.
+Names in a plan or a model may hold escape sequences or bidirectional controls. Characters that do not print are
+escaped as in JSON: \u001b.
 """
 
 import io
@@ -10,14 +10,14 @@ import sys
 
 
 def printable(text: str, *, keep: str = "") -> str:
-    """``text`` with every character escaped that does not print, but for those in ``keep``."""
+    """``text`` with characters that do not print escaped, except those in ``keep``."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in keep else json.dumps(c)[1:-1] for c in text)
 
 
 def echo(line: str, *, err: bool = False) -> None:
-    """Print one line; a line break in it, by which a name could pose as a line of ours, is escaped, too."""
+    """Print one line. Line breaks in it are escaped too, so that a name cannot pose as a line of output."""
     _write(printable(line), err=err)
 
 
@@ -33,7 +33,7 @@ def _write(text: str, *, err: bool) -> None:
 
 
 def escape_what_has_no_encoding() -> None:
-    """Let both streams escape what the locale's encoding lacks, which would else be an error."""
+    """Let both streams escape what the locale's encoding lacks instead of raising."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

@@ -34,7 +34,7 @@ from nimblert.replacing import replacing
 def inspect_plan(plan: Path, as_json: bool, as_timeline: bool, trace_file: Path | None, dot_file: Path | None) -> None:
     """Show what PLAN holds: target, inputs, outputs, commands, schedule, kernels, memory, weights, sizes.
 
-    Works on every machine, whatever the plan was made for. The timeline, the trace and the critical
+    Works on any machine, whatever the plan was made for. The timeline, the trace and the critical
     path are simulated from the durations of single commands, measured when the plan was made.
 
     \b
@@ -68,7 +68,7 @@ def inspect_plan(plan: Path, as_json: bool, as_timeline: bool, trace_file: Path 
 
 
 def _write_text(path: Path, text: str, *, quiet: bool) -> None:
-    """Write a file, and say so unless that would mix with what is printed."""
+    """Write a file, and say so unless that would mix with printed data."""
     with replacing(path) as file:
         file.write(text.encode())
     if not quiet:

@@ -1,8 +1,8 @@
 """Ctrl-C while native code runs.
 
-Python hears of a signal when native code has returned, and a model with an endless loop never does. So a thread
-watches for SIGINT, too, and ends the process where Python has not begun to within a second. What is left then (a
-scratch folder, whose lock the kernel gives back) is removed by the next run.
+Python handles a signal once native code has returned, which a model with an endless loop never does. So a thread
+watches for SIGINT too, and ends the process if Python has not reacted within a second. What that leaves behind (a
+scratch folder, whose lock the operating system releases) is removed by the next run.
 """
 
 import os
@@ -21,7 +21,7 @@ INTERRUPTED = 128 + signal.SIGINT
 
 @contextmanager
 def prompt_interrupts() -> Iterator[None]:
-    """Let Ctrl-C end the process within about a second, whatever the main thread, which this is, is at."""
+    """Let Ctrl-C end the process within about a second, whatever the main thread is doing. Call it there."""
     heard = threading.Event()
 
     def raise_interrupt(number: int, frame: FrameType | None) -> None:
@@ -46,7 +46,7 @@ def prompt_interrupts() -> Iterator[None]:
 
 
 def _watch(read_end: int, heard: threading.Event) -> None:
-    """The kernel's signals, as numbers of one byte, until a zero."""
+    """Read signal numbers, a byte each, until a zero."""
     while (number := os.read(read_end, 1)) != _STOP:
         if number[0] == signal.SIGINT and not heard.wait(_GRACE_S):
             os._exit(INTERRUPTED)

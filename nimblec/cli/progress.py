@@ -11,10 +11,10 @@ from nimblec.cli.report import SafeConsole, seconds_text
 
 
 class StageProgress:
-    """An Observer of a compilation, entered with ``with``.
+    """An Observer of a compilation, and a context manager.
 
-    Shows the running stage on a terminal; with ``verbose`` prints a line for each stage that has
-    ended, to a pipe as well. Everything goes to standard error.
+    Shows the running stage on a terminal; with ``verbose``, also prints a line as each stage ends, even to
+    a pipe. Everything goes to standard error.
     """
 
     def __init__(self, *, verbose: bool, quiet: bool) -> None:
@@ -39,7 +39,7 @@ class StageProgress:
         self._progress.stop()
 
     def __call__(self, stage: str, seconds: float | None) -> None:
-        """Take notice that a stage starts (``seconds`` is None) or has ended."""
+        """Note that a stage starts (``seconds`` is None) or has ended."""
         if seconds is None:
             self._tasks[stage] = self._progress.add_task(stage, total=1)
             return

@@ -1,4 +1,4 @@
-"""What the command line prints: tables of rich, made of plain values."""
+"""The tables that the command line prints, made with rich from plain values."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -19,15 +19,15 @@ ROWS = 20
 """Rows of a table before "and N more"."""
 
 SMALL = 16
-"""Outputs of up to so many elements are printed."""
+"""Outputs of up to this many elements are printed."""
 
 
 PIPE_WIDTH = 160
-"""Columns of a table that no terminal shows."""
+"""Width of tables that are not printed to a terminal."""
 
 
 class SafeConsole(Console):
-    """A console whose own control codes are the only ones that it writes."""
+    """A console that escapes control codes in text, so that only its own reach the terminal."""
 
     def __init__(self, *, stderr: bool = False) -> None:
         super().__init__(stderr=stderr, markup=False, highlight=False, emoji=False, soft_wrap=False)
@@ -35,7 +35,7 @@ class SafeConsole(Console):
             self.width = PIPE_WIDTH
 
     def on_broken_pipe(self) -> NoReturn:
-        """Say so, where rich would exit."""
+        """Raise, where rich would exit."""
         raise BrokenPipeError
 
     def render_str(self, text: str, **options: Any) -> Text:
@@ -43,7 +43,7 @@ class SafeConsole(Console):
         return super().render_str(printable(text, keep="\n"), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """As rich does; whatever is text is made printable."""
+        """As rich does, with text made printable."""
         for text, style, control in super().render(renderable, options):
             yield Segment(text if control else printable(text, keep="\n"), style, control)
 
@@ -74,7 +74,7 @@ def table(title: str, *columns: str, right: Sequence[str] = ()) -> Table:
 
 
 def compiled(plan: Plan, stages: Iterable[tuple[str, float]], *, file_nbytes: int) -> Table:
-    """What came out of a compilation, and where the time went."""
+    """The result of a compilation, and where its time went."""
     launches = sum(command_counts(program)["launch"] for program in plan.programs)
     size = sizes(plan, file_nbytes=file_nbytes)
     made = table("", "plan", "value", right=("value",))
@@ -226,7 +226,7 @@ def _weights(facts: Json) -> Table:
 
 
 def capped(made: Table, rows: Sequence[tuple[str | Text, ...]], *, rest: str = "--json lists all") -> Table:
-    """The table with the first rows, and a word about the others: ``rest`` says where they are."""
+    """The table with its first rows and a line about the others: ``rest`` says where to find them."""
     for row in rows[:ROWS]:
         made.add_row(*row)
     if len(rows) > ROWS:

@@ -17,7 +17,7 @@ from nimblert.onnx_session import share_thread_pool
 from nimblert.plan import Plan, Program, Target
 
 WARM_UPS = 20
-"""At most so many runs before latencies count."""
+"""The most runs before latencies count."""
 
 
 @click.command("run", cls=Command)
@@ -52,7 +52,7 @@ WARM_UPS = 20
     default=0,
     show_default=True,
     metavar="S",
-    help="What inputs not given are drawn from.",
+    help="The seed of inputs that are not given.",
 )
 def run_plan(
     plan: Path,
@@ -97,9 +97,9 @@ def run_plan(
 
 
 def _prepared(path: Path) -> Plan:
-    """The plan in a file; where it is for the CPU and this process is ours, its sessions share one thread pool.
+    """The plan in a file. A CPU plan's sessions share one thread pool if the command line is the program.
 
-    ONNX Runtime then refuses sessions with threads of their own, which is for a program to decide.
+    ONNX Runtime then refuses sessions with threads of their own, which a calling program may need.
     """
     plan = container.read(path)
     if plan.target is Target.CPU and click.get_current_context().obj == OWN_PROCESS:

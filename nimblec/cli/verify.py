@@ -34,7 +34,7 @@ from nimblert.errors import PlanError
     "--seed",
     type=click.IntRange(0, 2**64 - 1),
     metavar="S",
-    help="With --against: what the inputs are drawn from.  [default: 0]",
+    help="With --against: the seed of the inputs.  [default: 0]",
 )
 def verify_plan(
     plan: Path, model: Path | None, tolerance: float | None, entry: str | None, per_node: bool, seed: int | None
@@ -44,15 +44,15 @@ def verify_plan(
     \b
     format   the file is complete and undamaged
     rules    references, bounds, launch limits
-    hazards  accesses that conflict, those of buffers that share bytes too, are ordered
-    schedule commands of which none waits for another prove that fewer streams would not do
+    hazards  conflicting accesses are ordered, also between buffers that share bytes
+    schedule commands that need not wait for each other prove that fewer streams would not do
     symbols  every cubin holds the kernels that are launched from it
     golden   the recorded run, repeated, gives the recorded outputs
     against  a plain ONNX Runtime session of MODEL.onnx gives the same outputs of random inputs
     nodes    so does each node of it, as far as the plan has the values of single nodes
 
-    One line for each check; exit status 2 if one failed. Where outputs agree, a node that differs
-    is told and is no failure.
+    Prints a line for each check; the exit status is 2 if one failed. A node that differs while the
+    outputs agree is reported, and is no failure.
 
     \b
     Examples:

@@ -94,19 +94,19 @@ def kernels_by_origin(plan: Plan) -> list[Json]:
 
 
 def pointer_text(pointer: Pointer) -> str:
-    """A place in memory as people write it: ``arena+4096``, ``input[0]+0``."""
+    """A pointer for people to read: ``arena+4096``, ``input[0]+0``."""
     indexed = pointer.region in {Region.INPUT, Region.OUTPUT}
     region = pointer.region.name.lower() + (f"[{pointer.index}]" if indexed else "")
     return f"{region}{pointer.offset:+d}"
 
 
 def shape_text(dtype: str, shape: tuple[int, ...]) -> str:
-    """A tensor type as people write it: ``float32 1x3x224x224``, ``int64 scalar``."""
+    """A tensor type for people to read: ``float32 1x3x224x224``, ``int64 scalar``."""
     return f"{dtype} {'x'.join(map(str, shape)) or 'scalar'}"
 
 
 def command_counts(program: Program) -> dict[str, int]:
-    """How many commands of each kind a program issues."""
+    """The number of commands of each kind in a program."""
     counts = Counter(type(command).__name__.lower() for command in program.commands)
     return {kind: counts[kind] for kind in COMMAND_KINDS}
 

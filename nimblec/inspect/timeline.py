@@ -1,4 +1,4 @@
-"""When each command of a program would run, and which of them decide how long a run takes."""
+"""When each command of a program would run, and which commands determine how long a run takes."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from nimblert.edges import Edge, edges
 from nimblert.plan import Command, Launch, Memcpy, Memset, Program, Record, Wait, Work
 
 UNIT_NS = 1000
-"""What every command takes where none was measured."""
+"""The duration of every command if none was measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +102,7 @@ def kind(program: Program, work: Work) -> str:
 
 
 def visible(text: str) -> str:
-    """Names of a plan, which may come from anywhere, without characters that steer a terminal."""
+    """Names in a plan, which may come from anywhere, without characters that control a terminal."""
     return "".join(character if character.isprintable() else "?" for character in text)
 
 

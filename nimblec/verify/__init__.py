@@ -1,1 +1,1 @@
-"""Whether a plan is what it should be: its checks, its proof of width, and ONNX Runtime beside it."""
+"""The checks of a plan: its structure, the proof of its width, and a comparison with ONNX Runtime."""

@@ -39,8 +39,8 @@ class Against:
 def compare(path: Path, against: Against) -> Iterator[Check]:
     """Compare each output of the plan in ``path`` with what a plain ONNX Runtime session computes.
 
-    Raises PlanError where the plan cannot be of that model, DeviceMismatchError where it cannot run
-    here, CompileError where the model cannot be read or run.
+    Raises PlanError if the plan cannot be of that model, DeviceMismatchError if it cannot run on this
+    machine, CompileError if the model cannot be read or run.
     """
     plan = container.read(path)
     model = model_file.load(against.model, external_data=False)
@@ -117,7 +117,7 @@ def _describe(compared: NodeComparison, tolerance: float) -> Iterator[str]:
 
 
 def _misfits(program: Program, model: "ModelProto") -> Iterator[str]:
-    """What speaks against a plan's being made from a model."""
+    """Signs that a plan was not made from a model."""
     inputs = {tensor.name: tensor for tensor in model_file.inputs(model)}
     if {tensor.name for tensor in program.inputs} != set(inputs):
         yield f"its inputs are {_names(t.name for t in program.inputs)}, the model's {_names(inputs)}"

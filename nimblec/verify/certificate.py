@@ -1,8 +1,7 @@
-"""The proof that a schedule has as many streams as it needs: work of which none waits for the other.
+"""The proof that a schedule has no more streams than it needs: an antichain, work that may run concurrently.
 
-By Dilworth's theorem the tasks of a graph fall into as many chains as its largest antichain has
-members. Whoever shows an antichain shows that a schedule on fewer streams orders some of its members
-without need.
+By Dilworth's theorem, the tasks of a graph can be split into as many chains as its largest antichain has
+members. So an antichain proves that a schedule on fewer streams orders some of its members needlessly.
 """
 
 from collections.abc import Iterator, Sequence

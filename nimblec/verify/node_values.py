@@ -1,9 +1,9 @@
-"""Find the first ONNX node whose value a plan computes otherwise than ONNX Runtime does.
+"""Find the first ONNX node whose value differs between a plan and ONNX Runtime.
 
-A plan need not have every value: nodes are fused, folded, laid out otherwise. What a command wrote
-counts as a node's value where it says that it came from that node and wrote as many bytes. The
-numbers may stand in another order (a layout). If they are others, they may still be the value of a
-node behind it (a fusion); only where they are nothing of the kind is the node said to differ.
+A plan need not hold every value: nodes are fused, folded, and laid out differently. The result of a
+command counts as a node's value if the command names that node as its source and wrote as many bytes.
+The numbers may be in another order (a layout), or be the value of a later node (a fusion); the node
+differs only if they are neither.
 """
 
 from collections import Counter, deque

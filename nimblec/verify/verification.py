@@ -1,4 +1,4 @@
-"""What `nimblec verify` checks of a plan file, one result after the other."""
+"""The checks of `nimblec verify`, in order."""
 
 import enum
 from collections.abc import Iterable, Iterator
@@ -34,10 +34,9 @@ class Check:
 
 
 def verify(path: Path) -> Iterator[Check]:
-    """Check a plan file: without running it first, then by its golden record where it can run.
+    """Check a plan file: first without running it, then by its golden record if this machine can run it.
 
-    The checks stop at the first that makes those after it meaningless. Raises PlanError where the
-    file cannot be read.
+    Stops at a failure that makes later checks meaningless. Raises PlanError if the file cannot be read.
     """
     try:
         plan = container.read(path)
