@@ -20,13 +20,14 @@ import plan_bytes
 import refusals
 from plan_bytes import Lines, columns
 
+from nimblec.assembly import Provenance
 from nimblec.cpu import capture
 from nimblec.cpu.compile import run_reference
 from nimblec.frontend.onnx import model_file
 from nimblec.inspect.inspection import pointer_text, shape_text
 from nimblec.ir import BufferKind, Graph
 from nimblec.lean import LeanProcess
-from nimblec.planning import Provenance, make_plan
+from nimblec.planning import make_plan
 from nimblec.schedule import streams
 from nimblec.schedule.dependencies import dependencies
 from nimblec.verify import verification

@@ -96,7 +96,7 @@ def _compile(target: Target, source: Source, options: Options, output: Path, obs
         from nimblec.cuda.compile import compile_cuda
 
         notes: tuple[str, ...] = ()
-        if source.live is not None:
+        if source.kind in {"live", "entries"}:
             from nimblec.frontend.pytorch.handover import hand_over  # brings in torch
 
             with stage(observer, "export"):

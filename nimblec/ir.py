@@ -27,6 +27,8 @@ class Buffer:
 
     ``data`` holds the (initial) contents of a constant or state buffer, None elsewhere. ``dtype``
     and ``shape`` only describe it. Contents of a workspace do not outlive the op that uses it.
+    ``storage`` tells constants and states of several graphs apart that lie in the same memory; 0: in none
+    of another graph.
     """
 
     kind: BufferKind
@@ -36,6 +38,7 @@ class Buffer:
     shape: tuple[int, ...] = ()
     alignment: int = 256
     data: memoryview | None = field(default=None, repr=False, compare=False)
+    storage: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

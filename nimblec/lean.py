@@ -3,12 +3,13 @@
 import json
 import os
 import subprocess
+from itertools import chain
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 from nimblec.errors import CompileError
 from nimblec.processes import environment, module_command
-from nimblert.plan import Program, Record, Target, Wait
+from nimblert.plan import Plan, Record, Target, Wait
 
 _TIMEOUT_S = 60
 _SLOWEST_NBYTES_S = 20_000_000
@@ -17,9 +18,17 @@ _SLOWEST_RUNS = 20
 """Two runs, each ten times slower than when it was measured."""
 
 
-def run_seconds(program: Program) -> float:
-    """What the commands of a program take one after another, as they were measured."""
-    return sum(c.duration_ns for c in program.commands if not isinstance(c, Record | Wait)) / 1e9
+def run_seconds(plan: Plan) -> float:
+    """What the commands of all programs take one after another, as they were measured."""
+    commands = chain.from_iterable(program.commands for program in plan.programs)
+    return sum(c.duration_ns for c in commands if not isinstance(c, Record | Wait)) / 1e9
+
+
+class DifferingOutput(NamedTuple):
+    """An output that is not what the framework computed: the name of its program, and a sentence."""
+
+    program: str
+    sentence: str
 
 
 class LeanProcess:
@@ -42,8 +51,8 @@ class LeanProcess:
         self._process.kill()
         self._process.communicate()
 
-    def differing_output(self, plan: Path, *, run_s: float) -> str | None:
-        """A sentence about the first output that is not what the framework computed; None if all are.
+    def differing_output(self, plan: Path, *, run_s: float) -> DifferingOutput | None:
+        """The first output that is not what the framework computed; None if all are.
 
         To be asked once. ``run_s`` is about what one run takes. Raises CompileError where the plan does
         not run at all.
@@ -58,8 +67,9 @@ class LeanProcess:
             raise CompileError(f"the plan does not run in a process without the framework: {' '.join(last)}")
         for output in json.loads(printed)["outputs"]:
             if "different" in (output["verdict"], output["repeat"]):
-                return (
+                sentence = (
                     f"output {output['name']!r}: the replay differs from what the framework computed by "
                     f"{output['difference']:.2g} of its largest magnitude"
                 )
+                return DifferingOutput(program=output["program"], sentence=sentence)
         return None

@@ -1,13 +1,12 @@
-"""From a captured graph to a plan: the passes shared by both targets, and the choice of a schedule."""
+"""The choice of a schedule for a captured graph, and the passes before it; both targets share them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from nimblec import __version__
+from nimblec.assembly import Part, Provenance, assemble
 from nimblec.errors import CompileError
 from nimblec.ir import Graph, KernelWork, Layout, Schedule
-from nimblec.lower import lower, state, weights
 from nimblec.schedule.bound import arena_lower_bound
 from nimblec.schedule.dag import Dag, transitive_reduction
 from nimblec.schedule.dependencies import (
@@ -22,7 +21,7 @@ from nimblec.schedule.lifetimes import lifetimes
 from nimblec.schedule.matching import maximum_matching
 from nimblec.schedule.memory import layout
 from nimblec.schedule.streams import certificate, critical_path, limited, maximal, serial
-from nimblert.plan import Candidate, Device, Plan, ScheduleRecord, Target
+from nimblert.plan import Candidate, Plan, ScheduleRecord
 
 _AUTO_LIMITS = (2, 4, 8, 16)
 _CROSS_EDGE_NS = (500, 1_000, 2_000)
@@ -30,7 +29,7 @@ _NOISE = 0.98  # times nearer to one another than this count as equal
 
 
 class Timer(Protocol):
-    """Measures plans of one graph on the device they are for.
+    """Measures plans of one program on the device they are for.
 
     ``max_streams`` are as many as can be worth trying there.
     """
@@ -42,15 +41,6 @@ class Timer(Protocol):
 
     def duration(self, plan: Plan) -> int:
         """Nanoseconds of one run."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Provenance:
-    """What a plan says about where it comes from."""
-
-    target: Target
-    device: Device
-    versions: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +66,15 @@ class _Tried:
 def make_plan(
     graph: Graph, provenance: Provenance, timer: Timer, *, streams: str = "auto", memory_limit: int | None = None
 ) -> Plan:
-    """The plan of a graph, without a golden record.
+    """The plan of one graph, without a golden record; see `choose_schedule`."""
+    part = choose_schedule(graph, provenance, timer, streams=streams, memory_limit=memory_limit)
+    return assemble([part], provenance)
+
+
+def choose_schedule(
+    graph: Graph, provenance: Provenance, timer: Timer, *, streams: str = "auto", memory_limit: int | None = None
+) -> Part:
+    """The graph in the schedule and the memory that serve it best.
 
     ``streams``: "1" is the captured order, "max" the paper's Algorithm 1, a number at most so many
     streams, "auto" the fastest of several as ``timer`` measures them, never slower than "1": policies
@@ -115,13 +113,14 @@ def make_plan(
         candidates=tuple(t.candidate for t in fitting),
         fewest_sync_count=_fewest_syncs(dag),
     )
-    return assemble(graph, chosen.schedule, chosen.memory, provenance, record)
+    return Part(graph=graph, schedule=chosen.schedule, memory=chosen.memory, record=record)
 
 
 def _timed(graph: Graph, tried: _Tried, provenance: Provenance) -> Plan:
     """A plan to time, whose launches have no accesses: these are for who checks it, and may be tens of thousands."""
     tasks = (replace(t, reads=(), writes=()) if isinstance(t.work, KernelWork) else t for t in graph.tasks)
-    return assemble(replace(graph, tasks=tuple(tasks)), tried.schedule, tried.memory, provenance)
+    part = Part(graph=replace(graph, tasks=tuple(tasks)), schedule=tried.schedule, memory=tried.memory)
+    return assemble([part], provenance)
 
 
 def _with_faster_edges(graph: Graph, captured: _Tried, provenance: Provenance, timer: Timer) -> Graph:
@@ -193,23 +192,3 @@ def _choose(tried: Sequence[_Tried]) -> _Tried:
 def _positions(tasks: Sequence[int], schedule: Schedule) -> tuple[int, ...]:
     place: Mapping[int, int] = {task: position for position, task in enumerate(schedule.order)}
     return tuple(sorted(place[t] for t in tasks))
-
-
-def assemble(
-    graph: Graph, schedule: Schedule, memory: Layout, provenance: Provenance, record: ScheduleRecord | None = None
-) -> Plan:
-    """The plan of a graph in this schedule and this memory."""
-    program = replace(lower(graph, schedule, memory), schedule=record)
-    return Plan(
-        producer=f"nimblec {__version__}",
-        versions=provenance.versions,
-        target=provenance.target,
-        device=provenance.device,
-        modules=graph.modules,
-        kernels=graph.kernels,
-        weights_nbytes=memory.weights_nbytes,
-        weights=weights(graph, memory),
-        state_nbytes=memory.state_nbytes,
-        state=state(graph, memory),
-        programs=(program,),
-    )

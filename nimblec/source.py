@@ -1,17 +1,20 @@
 """Where a model comes from: a file, the name of a callable, or an object of the calling process."""
 
+import inspect
 import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from reprlib import repr as shortened
+from types import FunctionType
 from typing import Any
 
-from nimblec.errors import ArgumentError, CompileError, UnsupportedModelError
+from nimblec.errors import ArgumentError, CompileError, UnsupportedModelError, user_code
 
 TAKES = (
     "a torch.nn.Module or a function with its example inputs, a torch.export.ExportedProgram, an onnx.ModelProto or "
-    "its bytes, the path of an .onnx or .pt2 file, or package.module:callable"
+    "its bytes, the path of an .onnx or .pt2 file, package.module:callable, or a dict of entries"
 )
 
 
@@ -32,12 +35,14 @@ class Source:
     """Where a model is; it is not loaded yet.
 
     ``kind``: "callable" ("package.module:callable"), "exported" (.pt2), "onnx", of which ``model`` is
-    the name or path, or "live", which is ``live``.
+    the name or path, "live", which is ``live``, or "entries", a source for each entry by its name.
+    What a callable returns may be several entries, too.
     """
 
     kind: str
     model: str = ""
     live: LiveModel | None = None
+    entries: "tuple[tuple[str, Source], ...]" = ()
 
 
 def find_source(model: Any, example_inputs: Any, kwargs: Any, folder: Path) -> Source:
@@ -46,6 +51,12 @@ def find_source(model: Any, example_inputs: Any, kwargs: Any, folder: Path) -> S
     Raises ArgumentError for objects that are not models and for invalid example inputs, CompileError
     for a missing file.
     """
+    if example_inputs is None and kwargs is None and (entries := _entries(model)) is not None:
+        found = read_entries("the model", entries)
+        return Source(
+            kind="entries",
+            entries=tuple((name, Source(kind="live", live=_live(*call))) for name, call in found.items()),
+        )
     if callable(model):
         return Source(kind="live", live=_live(model, example_inputs, kwargs))
     if example_inputs is not None or kwargs is not None:
@@ -58,6 +69,35 @@ def find_source(model: Any, example_inputs: Any, kwargs: Any, folder: Path) -> S
 
         return Source(kind="onnx", model=str(write(model, folder)))
     raise ArgumentError(f"the model is of type {type(model).__name__}: expected {TAKES}")
+
+
+def _entries(model: Any) -> Mapping[Any, Any] | None:
+    """The entries that a user gives as a dict, or as a function that takes nothing and returns one."""
+    if isinstance(model, FunctionType) and not inspect.signature(model).parameters:
+        with user_code(f"{model.__name__}: cannot be called"):
+            model = model()
+    return model if isinstance(model, Mapping) else None
+
+
+def read_entries(what: str, entries: Mapping[Any, Any]) -> dict[str, tuple[Any, Any, Any]]:
+    """The model, example inputs and keyword arguments of each entry by its name; ArgumentError for what is none."""
+    if not entries:
+        raise ArgumentError(f"{what}: has no entries")
+    found: dict[str, tuple[Any, Any, Any]] = {}
+    for name, call in entries.items():
+        if not isinstance(name, str) or not name or not name.isprintable():
+            raise ArgumentError(f"{what}: {shortened(name)} is no name of an entry: expected a string")
+        match call:
+            case (module, example_inputs) if callable(module):
+                found[name] = module, example_inputs, None
+            case (module, example_inputs, dict() as kwargs) if callable(module):
+                found[name] = module, example_inputs, kwargs
+            case _:
+                raise ArgumentError(
+                    f"{what}: entry {name!r} is {type(call).__name__}, expected (module, example_inputs) or "
+                    "(module, example_inputs, kwargs)"
+                )
+    return found
 
 
 def _find_named(name: str | bytes) -> Source:

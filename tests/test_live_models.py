@@ -58,7 +58,7 @@ def handed(model: Any, folder: Path, *args: Any, **kwargs: Any) -> tuple[Any, tu
     """What the capture process gets: the call that it loads, and the notes."""
     source, notes = hand_over(live(model, *args, **kwargs), Options(), folder)
     assert source.kind == "exported"
-    return sources.load(source, Options()), notes
+    return sources.load(source, Options())["main"], notes
 
 
 @pytest.mark.parametrize("build", [Forgetful, WithLambda])
@@ -314,7 +314,7 @@ def test_a_program_without_example_inputs_gets_zeros(dynamic: torch.export.Expor
     program = torch.export.load(path)
     program._example_inputs = None
     source = Source(kind="live", live=LiveModel(model=program, args=None))
-    call = sources.load(source, Options(dims=((_symbol(program), 6),)))
+    call = sources.load(source, Options(dims=((_symbol(program), 6),)))["main"]
     assert {name: tuple(tensor.shape) for name, tensor in call.inputs} == {"x": (6, 3), "more.y": (6, 3)}
     assert call.args[2] == 5
     assert call.notes[0] == f"the ExportedProgram is dynamic, and the plan is for {_symbol(program)} = 6 alone"

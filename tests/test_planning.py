@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 from graphs import dataflow
 
+from nimblec.assembly import Provenance
 from nimblec.errors import CompileError
 from nimblec.ir import Graph, Op
-from nimblec.planning import Provenance, make_plan
+from nimblec.planning import make_plan
 from nimblec.verify.certificate import problems
 from nimblert.hazards import hazards
 from nimblert.plan import Device, Launch, Plan, Target

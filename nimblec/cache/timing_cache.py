@@ -104,14 +104,14 @@ class CachedTimer:
 
     def duration(self, plan: Plan) -> int:
         """Nanoseconds of one run."""
-        (program,) = plan.programs
+        program = plan.programs[0]
         key = self._key("run", *self._command_keys(plan), program.commands, program.arena_nbytes)
         if key not in self._cache:
             self._cache[key] = self._timer.duration(plan)
         return self._cache[key]
 
     def _command_keys(self, plan: Plan) -> list[str]:
-        (program,) = plan.programs
+        program = plan.programs[0]
         for index, module in enumerate(plan.modules):
             self._code.setdefault(index, sha256(module.code).hexdigest())
         work = (c for c in program.commands if not isinstance(c, Record | Wait))

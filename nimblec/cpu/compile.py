@@ -1,6 +1,7 @@
 """Compile for the CPU target: a model file in, a checked plan file out."""
 
 import tempfile
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,20 +9,22 @@ import onnx
 from onnx import ModelProto
 
 from nimblec import __version__
+from nimblec.assembly import Provenance, assemble
 from nimblec.cache.timing_cache import CachedTimer, TimingCache
 from nimblec.cpu import capture
 from nimblec.cpu.reference import refused_inputs, run_reference
 from nimblec.cpu.timing import CpuTimer, processor
 from nimblec.errors import CompileError
+from nimblec.ir import Graph
 from nimblec.lean import LeanProcess, run_seconds
 from nimblec.options import InputSpec, Observer, Options
-from nimblec.planning import Provenance, make_plan
+from nimblec.planning import choose_schedule
 from nimblec.source import Source
 from nimblec.stages import stage
 from nimblert import container, golden
 from nimblert.errors import InputError
 from nimblert.onnx_session import onnxruntime
-from nimblert.plan import Device, Plan, Target
+from nimblert.plan import Device, Plan, Program, Target
 
 _SEED = 0
 
@@ -49,41 +52,68 @@ def compile_cpu(source: Source, options: Options, output: Path, observer: Observ
     with stage(observer, "check"), LeanProcess(Target.CPU) as lean:
         problem = lean.differing_output(output, run_s=run_s)
         if problem:
-            raise CompileError(problem)
+            raise CompileError(problem.sentence)
     return notes
 
 
 def _write_plan(source: Source, options: Options, output: Path, observer: Observer) -> tuple[float, tuple[str, ...]]:
     """Write the plan; the seconds that a run takes, and what the user should know."""
     with tempfile.TemporaryDirectory(prefix="nimblec-", dir=output.parent) as scratch:  # where room for a plan is
-        path, notes = Path(source.model), tuple[str, ...]()
+        paths = {"main": Path(source.model)}
+        notes: tuple[str, ...] = ()
         specs, dims, examples = options.inputs, options.dims, _examples(options)
         if source.kind != "onnx":
             with stage(observer, "export to ONNX"):
-                from nimblec.frontend.pytorch import onnx_export, sources  # which bring in torch
-
-                call = sources.load(source, options)
-                path, notes = onnx_export.export(call, Path(scratch))
-                specs, dims, examples = (), (), ()  # the file has the shapes of the call
+                paths, notes = _exported(source, options, Path(scratch))
+                specs, dims, examples = (), (), ()  # the files have the shapes of the calls
         with stage(observer, "read"):
-            model = capture.read(path, specs, dims, examples)
+            models = {entry: capture.read(path, specs, dims, examples) for entry, path in paths.items()}
         with stage(observer, "optimise"):
-            graph = capture.capture_model(model, path.parent, _sample_ranges(options), Path(scratch))
+            graphs = {
+                entry: capture.capture_model(model, paths[entry].parent, _sample_ranges(options), Path(scratch))
+                for entry, model in models.items()
+            }
         with stage(observer, "schedule"):
-            provenance = Provenance(target=Target.CPU, device=Device(name="cpu"), versions=_versions())
             cache = TimingCache(options.timing_cache)
-            timer = CachedTimer(CpuTimer(), cache, replace(provenance.device, name=processor()))
-            try:
-                plan = make_plan(graph, provenance, timer, streams=options.streams, memory_limit=options.memory_limit)
-            except InputError as exc:
-                raise refused_inputs(exc) from exc
+            plan = _scheduled(graphs, options, cache)
             cache.save()
             notes += cache.notes
         with stage(observer, "golden run"):
-            plan = _with_golden(plan, model, path.parent)
+            programs = (_with_golden(p, models[p.entry], paths[p.entry].parent) for p in plan.programs)
+            plan = replace(plan, programs=tuple(programs))
     with stage(observer, "write"):
         container.write(plan, output)
-    return run_seconds(plan.programs[0]), notes
+    return run_seconds(plan), notes
+
+
+def _exported(source: Source, options: Options, scratch: Path) -> tuple[dict[str, Path], tuple[str, ...]]:
+    """The ONNX file of each entry, and what the user should know."""
+    from nimblec.frontend.pytorch import onnx_export, sources  # which bring in torch
+
+    paths: dict[str, Path] = {}
+    notes: tuple[str, ...] = ()
+    for entry, call in sources.load(source, options).items():
+        folder = scratch / str(len(paths))
+        folder.mkdir()
+        paths[entry], said = onnx_export.export(call, folder)
+        notes += said
+    return paths, notes
+
+
+def _scheduled(graphs: Mapping[str, Graph], options: Options, cache: TimingCache) -> Plan:
+    """The plan of the graphs of all entries, without golden records."""
+    provenance = Provenance(target=Target.CPU, device=Device(name="cpu"), versions=_versions())
+    parts = []
+    for entry, graph in graphs.items():
+        timer = CachedTimer(CpuTimer(), cache, replace(provenance.device, name=processor()))
+        try:
+            part = choose_schedule(
+                graph, provenance, timer, streams=options.streams, memory_limit=options.memory_limit
+            )
+        except InputError as exc:
+            raise refused_inputs(exc) from exc
+        parts.append(replace(part, entry=entry))
+    return assemble(parts, provenance)
 
 
 def _examples(options: Options) -> tuple[InputSpec, ...]:
@@ -100,8 +130,7 @@ def _versions() -> tuple[tuple[str, str], ...]:
     return (("nimblec", __version__), ("onnx", onnx.__version__), ("onnxruntime", onnxruntime().__version__))
 
 
-def _with_golden(plan: Plan, model: ModelProto, folder: Path) -> Plan:
-    """The plan with the record of what a plain ONNX Runtime session makes of random inputs."""
-    (program,) = plan.programs
+def _with_golden(program: Program, model: ModelProto, folder: Path) -> Program:
+    """The program with the record of what a plain ONNX Runtime session makes of random inputs."""
     outputs = run_reference(model, folder, golden.draw_inputs(program, _SEED))
-    return replace(plan, programs=(replace(program, golden=golden.record(_SEED, outputs, 0.0)),))
+    return replace(program, golden=golden.record(_SEED, outputs, 0.0))

@@ -60,7 +60,7 @@ def _time_once(backend: CpuBackend) -> float:
 
 @contextmanager
 def _loaded(plan: Plan) -> Iterator[CpuBackend]:
-    (program,) = plan.programs
+    program = plan.programs[0]
     backend = CpuBackend(plan, program)
     try:
         drawn = golden.draw_inputs(program, 0)

@@ -16,7 +16,7 @@ class Content:
     """What an allocation that outlives the run holds before it: a weight, an input, a state.
 
     ``dtype`` and ``shape`` describe ``data``. ``is_input`` for the memory of a model input;
-    ``mutated`` where a run was seen to change it.
+    ``mutated`` where a run was seen to change it; ``storage`` is that of `nimblec.ir.Buffer`.
     """
 
     name: str
@@ -25,6 +25,7 @@ class Content:
     data: memoryview = field(repr=False)
     is_input: bool = False
     mutated: bool = False
+    storage: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +140,7 @@ class BufferTable:
             dtype=content.dtype,
             shape=content.shape,
             data=content.data,
+            storage=content.storage,
         )
 
     def _foreign_buffer(self, allocation: Allocation) -> Buffer:

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import numpy as np
 
 from nimblec import errors
 from nimblec.cuda import fixed_addresses
+from nimblec.cuda.request import CompileRequest
 from nimblec.errors import CompileError
 from nimblec.options import DEFAULT_LEVEL, Observer, Options
 from nimblec.processes import environment, module_command
@@ -32,33 +32,31 @@ def compile_cuda(source: Source, options: Options, output: Path, observer: Obser
     replay is not what the framework computed.
     """
     with scratch_folder() as folder:
-        request = _write_request(folder, source, options, output)
-        return tuple(_run_worker(request, observer))
+        path = folder / "request.json"
+        path.write_text(_request(folder, source, options, output).to_json())
+        return tuple(_run_worker(path, observer))
 
 
-def _write_request(folder: Path, source: Source, options: Options, output: Path) -> Path:
-    examples = ""
+def _request(folder: Path, source: Source, options: Options, output: Path) -> CompileRequest:
+    """The request, whose example arrays are written to ``folder``."""
+    examples = None
     if options.examples:
-        examples = str(folder / "examples.npz")
+        examples = folder / "examples.npz"
         np.savez(examples, **dict(options.examples))  # type: ignore[arg-type]  # numpy's stub of savez
-    request = folder / "request.json"
-    content = {
-        "kind": source.kind,
-        "model": source.model,
-        "inputs": [asdict(s) for s in options.inputs],
-        "dims": options.dims,
-        "examples": examples,
-        "output": str(output),
-        "level": DEFAULT_LEVEL if options.level is None else options.level,
-        "precision": options.precision,
-        "max_error": options.max_error,
-        "streams": options.streams,
-        "memory_limit": options.memory_limit,
-        "timing_cache": str(options.timing_cache),
-        "sys_path": [p for p in sys.path if p],
-    }
-    request.write_text(json.dumps(content))
-    return request
+    return CompileRequest(
+        source=source,
+        inputs=options.inputs,
+        dims=options.dims,
+        examples=examples,
+        output=output,
+        level=DEFAULT_LEVEL if options.level is None else options.level,
+        precision=options.precision,
+        max_error=options.max_error,
+        streams=options.streams,
+        memory_limit=options.memory_limit,
+        timing_cache=options.timing_cache,
+        sys_path=tuple(p for p in sys.path if p),
+    )
 
 
 _STDERR = 2

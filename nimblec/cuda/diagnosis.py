@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
+from nimblec.assembly import Part, Provenance, assemble
 from nimblec.cuda.record import Recording
 from nimblec.ir import BufferKind, Graph, Layout
-from nimblec.planning import Provenance, assemble
 from nimblec.schedule.dependencies import dependencies
 from nimblec.schedule.streams import serial
 from nimblert import golden
@@ -38,8 +38,8 @@ def first_difference(recording: Recording, device: Device, inputs: Mapping[str, 
         )
     layout = separate(graph)
     provenance = Provenance(target=Target.CUDA, device=device, versions=())
-    plan = assemble(graph, serial(dependencies(graph)), layout, provenance)
-    (program,) = plan.programs
+    plan = assemble([Part(graph=graph, schedule=serial(dependencies(graph)), memory=layout)], provenance)
+    program = plan.programs[0]
     backend = CudaBackend(plan, program, poison=True)
     try:
         for tensor, view in zip(program.inputs, backend.inputs, strict=True):

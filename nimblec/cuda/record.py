@@ -74,7 +74,7 @@ class Recorders:
     loaded: frozenset[int]
 
     def of(self, model: TorchModel, others: Iterable[TorchModel] = ()) -> "ModelRecorder":
-        """The recorder of ``model``; of ``others`` it takes no weights but those that it shares."""
+        """The recorder of ``model``; of ``others`` it takes no weights and inputs but those that it shares."""
         return ModelRecorder(model, self, others)
 
 
@@ -87,7 +87,7 @@ class ModelRecorder:
         self._code = shared.code
         self._allocator = shared.allocator
         self._loaded = shared.loaded
-        self._elsewhere = frozenset(only_in((other.module for other in others), model.module))
+        self._elsewhere = _elsewhere(model, tuple(others))
         self._residents = find_residents(model.module, model.inputs, self._elsewhere)
         self._tell_capturing = False
         self._notes: list[str] = []
@@ -222,6 +222,16 @@ class ModelRecorder:
             span = buffers.span(_first_element(tensor, addresses.get(tensor.untyped_storage().data_ptr(), 0)))
             views.append(_view(name, tensor, span, buffers, _sample_range(tensor)))
         return tuple(views)
+
+
+def _elsewhere(model: TorchModel, others: Iterable[TorchModel]) -> frozenset[int]:
+    """The addresses of what other models of this process have, and ``model`` has no share in."""
+    others = tuple(others)
+    given, own = (
+        {tensor.untyped_storage().data_ptr() for one in models for _, tensor in one.inputs}
+        for models in (others, (model,))
+    )
+    return frozenset(only_in((other.module for other in others), model.module) | (given - own))
 
 
 def _output_views(outputs: Iterable[tuple[str, torch.Tensor, int]], buffers: BufferTable) -> tuple[TensorView, ...]:

@@ -149,6 +149,7 @@ def contents(residents: Iterable[Resident]) -> dict[Allocation, Content]:
             data=r.pristine.cpu().numpy().data,
             is_input=r.is_input,
             mutated=r.mutated,
+            storage=r.storage._cdata,
         )
         for index, r in enumerate(residents)
     }

@@ -36,7 +36,7 @@ class CudaTimer:
 
         One graph holds an event between any two commands, so caches are as they are in the network.
         """
-        (program,) = plan.programs
+        program = plan.programs[0]
         work = [c for c in program.commands if not isinstance(c, Record | Wait)]
         with self._loaded(plan, program) as (scope, memory):
             chain = scope.acquire(call("cuGraphCreate", 0), "cuGraphDestroy")
@@ -66,7 +66,7 @@ class CudaTimer:
 
     def duration(self, plan: Plan) -> int:
         """Nanoseconds of one run: the median of GPU times by events around a graph launch."""
-        (program,) = plan.programs
+        program = plan.programs[0]
         with self._loaded(plan, program) as (scope, memory):
             built = graph.build(scope, program, self._functions, memory)
             executable = scope.acquire(call("cuGraphInstantiate", built, 0), "cuGraphExecDestroy")

@@ -12,7 +12,7 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,19 +21,21 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
+from nimblec.assembly import Part, Provenance, assemble
 from nimblec.cache.timing_cache import CachedTimer, TimingCache
 from nimblec.cuda import accuracy
+from nimblec.cuda.common_state import refuse_folded_state
+from nimblec.cuda.request import CompileRequest
 from nimblec.cuda.timing import CudaTimer
 from nimblec.errors import CompileError, TraceError, UnsupportedModelError, described, missing_package, unforeseen
 from nimblec.ir import Graph
 from nimblec.lean import LeanProcess, run_seconds
-from nimblec.options import InputSpec, Options
-from nimblec.planning import Provenance, make_plan
-from nimblec.source import Source
+from nimblec.options import Options
+from nimblec.planning import choose_schedule
 from nimblec.stages import stage
 from nimblert import container, driver, golden
 from nimblert.errors import NimbleError
-from nimblert.plan import Device, Plan, Target
+from nimblert.plan import Device, Program, Target
 
 if TYPE_CHECKING:
     import torch
@@ -49,8 +51,8 @@ _NEW_OBJECTS = 100_000
 
 def main(request_path: str, events_fd: int) -> int:
     """Serve one request; 0 where the plan file was written."""
-    request = json.loads(Path(request_path).read_text())
-    sys.path[:0] = request["sys_path"]
+    request = CompileRequest.from_json(Path(request_path).read_text())
+    sys.path[:0] = request.sys_path
     with os.fdopen(events_fd, "w", buffering=1) as events:
         try:
             _Worker(request, events).compile()
@@ -79,15 +81,17 @@ class _Made:
     model: "TorchModel"
     recorder: "ModelRecorder"
     recording: "Recording"
-    plan: Plan
+    part: Part
     duration_ns: int
 
 
 class _Worker:
-    def __init__(self, request: dict[str, Any], events: IO[str]) -> None:
+    def __init__(self, request: CompileRequest, events: IO[str]) -> None:
         self._request = request
         self._events = events
-        self._cache = TimingCache(Path(request["timing_cache"]))
+        self._cache = TimingCache(request.timing_cache)
+        self._models: list[TorchModel] = []
+        """All that are in this process: those asked for, and their variants."""
 
     def _stage(self, name: str) -> AbstractContextManager[None]:
         return stage(lambda stage, seconds: _send(self._events, stage=stage, seconds=seconds), name)
@@ -108,55 +112,62 @@ class _Worker:
             driver.initialise()
             allocator = BumpAllocator()
             allocator.install()
-            if self._request["level"] > 1:
+            if self._request.level > 1:
                 triton_start.begin()
         with self._stage("load the model"):
-            original = self._load_model()
+            originals = self._load_models()
             recorders = Recorders(code=code, allocator=allocator, loaded=storages())
-        self._note(original.notes)
-        if not original.is_flat:
-            with self._stage("warm up"):
-                recorders.of(original).refuse_hidden_state()
-        made = self._fastest(original, recorders)
-        self._note(made.recording.notes)
+        self._models += originals.values()
+        for original in originals.values():
+            self._note(original.notes)
+            if not original.is_flat:
+                with self._stage("warm up"):
+                    recorders.of(original, self._models).refuse_hidden_state()
+        made = {entry: self._fastest(original, recorders) for entry, original in originals.items()}
+        for each in made.values():
+            self._note(each.recording.notes)
+        refuse_folded_state(
+            {entry: original.module for entry, original in originals.items()},
+            {entry: each.part.graph for entry, each in made.items()},
+            as_they_run=[entry for entry, each in made.items() if each.model is originals[entry]],
+        )
+        parts = [replace(each.part, entry=entry) for entry, each in made.items()]
+        plan = assemble(parts, self._provenance({entry: each.name for entry, each in made.items()}))
         with LeanProcess(Target.CUDA) as lean:
             with self._stage("run the framework"):
-                plan = self._with_golden(made.plan, made.recorder)
-                if made.model is not original:
-                    program, allowed = plan.programs[0], self._request["max_error"]
-                    reference = partial(made.recorder.compute, model=original)
-                    self._note(accuracy.report(program, reference, made.recorder.compute, allowed))
-            output = Path(self._request["output"])
+                programs = (self._with_golden(p, made[p.entry], originals[p.entry]) for p in plan.programs)
+                plan = replace(plan, programs=tuple(programs))
             with self._stage("write"):
-                container.write(plan, output)
+                container.write(plan, self._request.output)
             with self._stage("check"):
-                problem = lean.differing_output(output, run_s=run_seconds(plan.programs[0]))
+                problem = lean.differing_output(self._request.output, run_s=run_seconds(plan))
                 if problem:
-                    _send(self._events, problem=problem)  # should the search below not live to tell it
-                    (program,) = plan.programs
+                    _send(self._events, problem=problem.sentence)  # should the search below not live to tell it
+                    (program,) = (p for p in plan.programs if p.name == problem.program)
                     inputs, expected = golden.draw_inputs(program, _SEED), program.golden
                     assert expected is not None
-                    raise CompileError(f"{problem}; {first_difference(made.recording, plan.device, inputs, expected)}")
+                    recording = made[program.entry].recording
+                    found = first_difference(recording, plan.device, inputs, expected)
+                    raise CompileError(f"{problem.sentence}; {found}")
         self._note(self._cache.notes)
 
     def _fastest(self, original: "TorchModel", recorders: "Recorders") -> "_Made":
         """The variant of the model at the level asked for whose plan takes the least GPU time."""
         from nimblec.cuda.variants import as_it_runs, variants
 
-        level, dtype = self._request["level"], _half(self._request["precision"])
+        level, dtype = self._request.level, _half(self._request.precision)
         made: list[_Made] = []
         closed: list[NimbleError] = []
         for way in variants(original, level, dtype, self._cache):
             try:
-                others = [original, *(m.model for m in made)]
                 with nullcontext() if way.is_original else unforeseen(way.name):
-                    made.append(self._make(way, others, recorders))
+                    made.append(self._make(way, recorders))
             except (TraceError, UnsupportedModelError) as exc:
                 closed.append(exc)
         if not made:
             if level == 0 or dtype is not None:
                 raise closed[0]
-            made.append(self._make(as_it_runs(original), [original], recorders))
+            made.append(self._make(as_it_runs(original), recorders))
             self._note([f"-O{level} is not open to this model, which is compiled as it runs, as by -O0"])
         self._note(str(exc) for exc in closed)
         if len(made) > 1:
@@ -164,63 +175,71 @@ class _Worker:
             self._note([f"tried {times}: kept the fastest"])
         return min(made, key=lambda m: m.duration_ns)
 
-    def _make(self, way: "Variant", others: list["TorchModel"], recorders: "Recorders") -> "_Made":
-        """Record a variant, and schedule it; ``others`` are the models that are there already."""
+    def _make(self, way: "Variant", recorders: "Recorders") -> "_Made":
+        """Record a variant, and schedule it."""
         with nullcontext() if way.is_original else self._stage("optimize"):
             model = way.make()
         if not way.is_original:
             self._note(model.notes)
         with self._stage("warm up"):
-            recorder = recorders.of(model, others)
+            recorder = recorders.of(model, self._models)
             recorder.warm_up()
         with self._stage("capture"):
             recording = recorder.record()
         with self._stage("schedule"), recorders.code.ignoring():
-            plan, duration_ns = self._schedule(recording.graph, way.name)
+            part, duration_ns = self._schedule(recording.graph)
+        self._models.append(model)
         return _Made(
-            name=way.name, model=model, recorder=recorder, recording=recording, plan=plan, duration_ns=duration_ns
+            name=way.name, model=model, recorder=recorder, recording=recording, part=part, duration_ns=duration_ns
         )
 
     def _note(self, notes: Iterable[str]) -> None:
         for note in notes:
             _send(self._events, note=note)
 
-    def _schedule(self, graph: Graph, way: str) -> tuple[Plan, int]:
-        """The plan of a variant, and the nanoseconds it takes on the GPU."""
-        made_how = (("level", f"-O{self._request['level']}, {way}"), ("precision", self._request["precision"]))
-        provenance = Provenance(target=Target.CUDA, device=_needed_device(), versions=(*_versions(), *made_how))
-        streams, memory_limit = self._request["streams"], self._request["memory_limit"]
+    def _provenance(self, ways: Mapping[str, str] | None = None) -> Provenance:
+        """``ways`` are the names of the variants that were kept, by entry."""
+        kept = list((ways or {}).values())
+        how = kept[0] if len(kept) == 1 else ", ".join(f"{entry}: {way}" for entry, way in (ways or {}).items())
+        made_how = (("level", f"-O{self._request.level}, {how}"), ("precision", self._request.precision))
+        return Provenance(target=Target.CUDA, device=_needed_device(), versions=(*_versions(), *made_how))
+
+    def _schedule(self, graph: Graph) -> tuple[Part, int]:
+        """A variant with its schedule, and the nanoseconds it takes on the GPU."""
+        provenance = self._provenance()
+        streams, memory_limit = self._request.streams, self._request.memory_limit
         with closing(CudaTimer()) as timer:
             cached = CachedTimer(timer, self._cache, provenance.device)
-            plan = make_plan(graph, provenance, cached, streams=streams, memory_limit=memory_limit)
-            duration_ns = cached.duration(plan)
+            part = choose_schedule(graph, provenance, cached, streams=streams, memory_limit=memory_limit)
+            duration_ns = cached.duration(assemble([part], provenance))
         self._cache.save()
-        return plan, duration_ns
+        return part, duration_ns
 
-    def _load_model(self) -> "TorchModel":
+    def _load_models(self) -> "dict[str, TorchModel]":
+        """The model of each entry."""
         import torch
 
         from nimblec.frontend.pytorch import sources
         from nimblec.frontend.pytorch.model import place_call, set_arithmetic
 
+        request = self._request
         torch.manual_seed(_SEED)
-        set_arithmetic(self._request["precision"])
-        specs = tuple(InputSpec(**{**s, "shape": tuple(s["shape"])}) for s in self._request["inputs"])
-        examples = dict(np.load(self._request["examples"])) if self._request["examples"] else {}
-        dims = tuple((name, size) for name, size in self._request["dims"])
-        source = Source(kind=self._request["kind"], model=self._request["model"])
-        if source.kind == "onnx":
+        set_arithmetic(request.precision)
+        examples = {} if request.examples is None else dict(np.load(request.examples))
+        if request.source.kind == "onnx":
             from nimblec.frontend.onnx.torch_model import load_onnx
 
-            return load_onnx(Path(source.model), device="cuda", specs=specs, dims=dims, examples=examples)
-        options = Options(inputs=specs, dims=dims, examples=tuple(examples.items()))
-        return place_call(sources.load(source, options, device="cuda"), device="cuda")
+            path = Path(request.source.model)
+            loaded = load_onnx(path, device="cuda", specs=request.inputs, dims=request.dims, examples=examples)
+            return {"main": loaded}
+        options = Options(inputs=request.inputs, dims=request.dims, examples=tuple(examples.items()))
+        calls = sources.load(request.source, options, device="cuda")
+        return {entry: place_call(call, device="cuda") for entry, call in calls.items()}
 
-    def _with_golden(self, plan: Plan, recorder: "ModelRecorder") -> Plan:
-        """The plan with what the framework computes from seeded inputs, and how far two runs differ."""
-        (program,) = plan.programs
+    def _with_golden(self, program: Program, made: _Made, original: "TorchModel") -> Program:
+        """The program with what the framework computes from seeded inputs, and how far two runs differ."""
         inputs = golden.draw_inputs(program, _SEED)
-        first, second = recorder.compute(inputs), recorder.compute(inputs)
+        first, second = made.recorder.compute(inputs), made.recorder.compute(inputs)
         tolerance = accuracy.spread(first, second)
         if tolerance:
             _send(
@@ -228,8 +247,10 @@ class _Worker:
                 note=f"two runs of the framework on equal inputs differ by {tolerance:.2g} of the largest magnitude: "
                 "the plan is checked within that spread",
             )
-        record = golden.record(_SEED, first, tolerance)
-        return replace(plan, programs=(replace(program, golden=record),))
+        if made.model is not original:
+            reference = partial(made.recorder.compute, model=original)
+            self._note(accuracy.report(program, reference, made.recorder.compute, self._request.max_error))
+        return replace(program, golden=golden.record(_SEED, first, tolerance))
 
 
 def _half(precision: str) -> "torch.dtype | None":

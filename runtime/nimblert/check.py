@@ -55,6 +55,7 @@ def main(target: str) -> int:
         repeated = golden.check(golden.record(record.seed, outputs, record.tolerance), again)
         verdicts += [
             {
+                "program": program.name,
                 "name": t.name if len(plan.programs) == 1 else f"{t.name} of {program.name}",
                 "verdict": c.verdict.value,
                 "difference": c.difference,

@@ -14,25 +14,62 @@ from nimblec.errors import UnsupportedModelError
 from nimblec.frontend.pytorch import sources
 from nimblec.frontend.pytorch.borrowed import borrowed
 from nimblec.frontend.pytorch.export_errors import exporting
-from nimblec.frontend.pytorch.model import as_module, is_compiled, missing_outputs, name_outputs, place_call
+from nimblec.frontend.pytorch.model import (
+    ModelCall,
+    as_module,
+    is_compiled,
+    missing_outputs,
+    name_outputs,
+    place_call,
+    state_written,
+)
 from nimblec.frontend.pytorch.repeatable import HOW_STATE_IS_KEPT, run_twice
 from nimblec.options import Options
 from nimblec.source import Source
 
 
 def hand_over(source: Source, options: Options, folder: Path) -> tuple[Source, tuple[str, ...]]:
-    """Write a live model to a ``.pt2`` file in ``folder``, its inputs of the sizes asked for.
+    """Write a live model to ``.pt2`` files in ``folder``, one for each entry, its inputs of the sizes asked for.
 
-    The file as a source, and what the user should know. Raises TraceError where torch.export refuses
-    the model, with the line of the user's that it stopped at.
+    The files as a source, and what the user should know. Raises TraceError where torch.export refuses
+    the model, with the line of the user's that it stopped at, and UnsupportedModelError for a state that
+    entries share: each file has its own.
     """
-    call = sources.load(source, options)
+    calls = sources.load(source, options)
+    held = {entry: _storages(call.module) for entry, call in calls.items()}
+    entries: dict[str, Source] = {}
+    notes: tuple[str, ...] = ()
+    for entry, call in calls.items():
+        path = folder / f"model_{len(entries)}.pt2"
+        said, written = _export(call, path)
+        notes += said
+        others = {storage for other in held if other != entry for storage in held[other].values()}
+        if shared := [name for name in written if held[entry].get(name) in others]:
+            raise UnsupportedModelError(
+                f"{call.name} writes into {shared[0]!r}, which other entries have, too: name the callable that returns "
+                "them, package.module:callable, which is called where all entries are captured"
+            )
+        entries[entry] = Source(kind="exported", model=str(path))
+    if source.kind != "entries":
+        return entries["main"], notes
+    return Source(kind="entries", entries=tuple(entries.items())), notes
+
+
+def _storages(module: Any) -> dict[str, int]:
+    """What tells the storages of a module's parameters and buffers apart, by their names."""
+    if not isinstance(module, torch.nn.Module):
+        return {}
+    named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    return {name: tensor.untyped_storage()._cdata for name, tensor in named}
+
+
+def _export(call: ModelCall, path: Path) -> tuple[tuple[str, ...], list[str]]:
+    """Write one call to ``path``: what the user should know, and the names of what it writes into."""
     if is_compiled(call.module):
         raise UnsupportedModelError(
             f"{call.name} is one of torch.compile, whose kernels no other process can be given: compile the plain "
             "module, or name it package.module:callable"
         )
-    path = folder / "model.pt2"
 
     def by_name(_module: torch.nn.Module, _args: object, result: Any) -> dict[str, torch.Tensor]:
         """The outputs without their classes, of which no other process need know."""
@@ -48,4 +85,4 @@ def hand_over(source: Source, options: Options, folder: Path) -> tuple[Source, t
         with exporting(call.name, "torch.export"):
             program = torch.export.export(module, placed.args, placed.kwargs, strict=False)
             torch.export.save(program, path)
-    return Source(kind="exported", model=str(path)), (*placed.notes, *missing)
+    return (*placed.notes, *missing), state_written(program.graph_signature)

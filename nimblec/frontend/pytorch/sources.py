@@ -3,7 +3,7 @@
 import importlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.export.passes import move_to_device_pass
@@ -14,19 +14,32 @@ from nimblec.frontend.pytorch.exported_program import load_exported
 from nimblec.frontend.pytorch.model import ModelCall, bind
 from nimblec.frontend.pytorch.objects import is_exported, positional
 from nimblec.options import Options
-from nimblec.source import Source
+from nimblec.source import Source, read_entries
 
 
-def load(source: Source, options: Options, *, device: str = "cpu") -> ModelCall:
-    """A source that is no ONNX file, ready to be called on inputs of the sizes asked for.
+def load(source: Source, options: Options, *, device: str = "cpu") -> dict[str, ModelCall]:
+    """The entries of a source that is no ONNX file, each ready to be called on inputs of the sizes asked for.
 
-    ``device`` is where it will be placed: the graph of a ``.pt2`` file names the one that it makes tensors on.
+    One entry is called "main" unless the source names it. ``device`` is where it will be placed: the
+    graph of a ``.pt2`` file names the one that it makes tensors on.
 
     Raises CompileError where ``inputs``, ``dims`` or ``examples`` do not fit the model, or leave a size
     open, TraceError for what the user's own code raises.
     """
     if source.kind == "callable":
-        return _call(source.model, *import_callable(source.model), options)
+        calls = import_entries(source.model)
+        if list(calls) == ["main"]:
+            return {"main": _call(source.model, *calls["main"], options)}
+        _refuse_sizes(source.model, options)
+        return {name: _call(f"entry {name!r} of {source.model}", *call, options) for name, call in calls.items()}
+    if source.kind == "entries":
+        _refuse_sizes("the model", options)
+        return {name: _load_one(part, options, device, f"entry {name!r}") for name, part in source.entries}
+    return {"main": _load_one(source, options, device)}
+
+
+def _load_one(source: Source, options: Options, device: str, name: str = "") -> ModelCall:
+    """A file or an object of this process; ``name`` is what refusals call the latter."""
     if source.kind == "exported":
         program = load_exported(Path(source.model))
         if device != "cpu":
@@ -36,9 +49,15 @@ def load(source: Source, options: Options, *, device: str = "cpu") -> ModelCall:
     assert live is not None, source.kind
     if is_exported(live.model):
         given = None if live.args is None else (live.args, live.kwargs)
-        return dynamic_shapes.specialise("the ExportedProgram", live.model, given, options)
-    name = "the module" if isinstance(live.model, torch.nn.Module) else "the function"
+        return dynamic_shapes.specialise(name or "the ExportedProgram", live.model, given, options)
+    name = name or ("the module" if isinstance(live.model, torch.nn.Module) else "the function")
     return _call(name, live.model, live.args or (), live.kwargs, options)
+
+
+def _refuse_sizes(name: str, options: Options) -> None:
+    """Raise CompileError for sizes and examples that would be of several entries."""
+    if options.inputs or options.dims or options.examples:
+        raise CompileError(f"{name} has several entries, whose example inputs say their sizes: give no others")
 
 
 def _call(name: str, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], options: Options) -> ModelCall:
@@ -50,10 +69,24 @@ def _call(name: str, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, An
     return bind(module, args, kwargs, name=name, specs=options.inputs, examples=dict(options.examples))
 
 
-def import_callable(spec: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """What the callable named "package.module:callable" returns: module, args, kwargs.
+ModuleCall: TypeAlias = tuple[Any, tuple[Any, ...], dict[str, Any]]
+"""A module, and the positional and keyword arguments of one call."""
 
-    It returns (module, example_inputs) or (module, example_inputs, kwargs), as `nimblec.compile` takes them.
+
+def import_callable(spec: str) -> ModuleCall:
+    """What the callable named "package.module:callable" returns where that is one entry."""
+    calls = import_entries(spec)
+    if len(calls) > 1:
+        raise CompileError(f"{spec}: returned the entries {list(calls)}, expected one")
+    (call,) = calls.values()
+    return call
+
+
+def import_entries(spec: str) -> dict[str, ModuleCall]:
+    """What the callable named "package.module:callable" returns: module, args, kwargs of each entry.
+
+    It returns (module, example_inputs) or (module, example_inputs, kwargs), as `nimblec.compile` takes
+    them, for an entry "main", or a dict of such by the names of entries.
     """
     module_name, _, name = spec.partition(":")
     with user_code(f"{spec}: {module_name} cannot be imported"):
@@ -63,17 +96,20 @@ def import_callable(spec: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         raise CompileError(f"{spec}: {module_name} has no callable {name!r}")
     with user_code(f"{spec}: cannot be called"):
         built = builder()
+    try:
+        found = read_entries(spec, built) if isinstance(built, Mapping) else {"main": _model_and_inputs(built)}
+        return {entry: (model, positional(inputs), kwargs or {}) for entry, (model, inputs, kwargs) in found.items()}
+    except ArgumentError as exc:
+        raise CompileError(str(exc) if str(exc).startswith(spec) else f"{spec}: {exc}") from exc
+
+
+def _model_and_inputs(built: Any) -> tuple[Any, Any, dict[str, Any]]:
     match built:
         case (model, example_inputs) if callable(model):
-            kwargs: Any = {}
+            return model, example_inputs, {}
         case (model, example_inputs, dict() as kwargs) if callable(model):
-            pass
-        case _:
-            raise CompileError(
-                f"{spec}: returned {type(built).__name__}, expected (module, example_inputs) or "
-                "(module, example_inputs, kwargs)"
-            )
-    try:
-        return model, positional(example_inputs), kwargs
-    except ArgumentError as exc:
-        raise CompileError(f"{spec}: {exc}") from exc
+            return model, example_inputs, kwargs
+    raise ArgumentError(
+        f"returned {type(built).__name__}, expected (module, example_inputs), (module, example_inputs, kwargs), or a "
+        "dict of them by entry"
+    )

@@ -1,0 +1,38 @@
+"""State that several entries have in common."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from nimblec.errors import CompileError
+from nimblec.ir import BufferKind, Graph
+
+
+def refuse_folded_state(
+    modules: Mapping[str, Any], graphs: Mapping[str, Graph], *, as_they_run: Collection[str]
+) -> None:
+    """Raise CompileError where an entry may hold as a constant what another one writes; all by entry.
+
+    A rewritten module computes with what its weights and buffers were when it was rewritten; those
+    ``as_they_run`` read the memory itself.
+    """
+    states = {
+        entry: {b.storage: b.name for b in graph.buffers if b.kind is BufferKind.STATE and b.storage}
+        for entry, graph in graphs.items()
+    }
+    for entry, module in modules.items():
+        if entry in as_they_run:
+            continue
+        held = _storages(module) - states[entry].keys()
+        for other, written in states.items():
+            for storage in held & written.keys():
+                raise CompileError(
+                    f"entry {entry!r} has {written[storage]!r}, which entry {other!r} writes, and was rewritten as if "
+                    "it were constant: use -O0"
+                )
+
+
+def _storages(module: Any) -> set[int]:
+    """The storages of the parameters and buffers of a module; none of a function."""
+    if not hasattr(module, "named_buffers"):
+        return set()
+    return {tensor.untyped_storage()._cdata for tensor in (*module.parameters(), *module.buffers())}

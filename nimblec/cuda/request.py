@@ -1,0 +1,60 @@
+"""What the capture process is asked for, as it crosses to it."""
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from nimblec.options import InputSpec, Precision
+from nimblec.source import Source
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompileRequest:
+    """A compilation for the CUDA target. Fields are those of `nimblec.options.Options` where nothing else is said.
+
+    ``source`` holds no object of the asking process, ``examples`` is an .npz file of the arrays, and
+    ``output`` the plan file to write. ``sys_path`` is where the process looks for modules first.
+    """
+
+    source: Source
+    inputs: tuple[InputSpec, ...]
+    dims: tuple[tuple[str, int], ...]
+    examples: Path | None
+    output: Path
+    level: int
+    precision: Precision
+    max_error: float | None
+    streams: str
+    memory_limit: int | None
+    timing_cache: Path
+    sys_path: tuple[str, ...]
+
+    def to_json(self) -> str:
+        """The request as JSON text, of which `from_json` makes an equal one."""
+        return json.dumps(asdict(self), default=os.fspath)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """The request in what `to_json` gave."""
+        found = json.loads(text)
+        return cls(
+            source=_source(found["source"]),
+            inputs=tuple(InputSpec(name=s["name"], shape=tuple(s["shape"]), dtype=s["dtype"]) for s in found["inputs"]),
+            dims=tuple((name, size) for name, size in found["dims"]),
+            examples=None if found["examples"] is None else Path(found["examples"]),
+            output=Path(found["output"]),
+            level=found["level"],
+            precision=found["precision"],
+            max_error=found["max_error"],
+            streams=found["streams"],
+            memory_limit=found["memory_limit"],
+            timing_cache=Path(found["timing_cache"]),
+            sys_path=tuple(found["sys_path"]),
+        )
+
+
+def _source(found: dict[str, Any]) -> Source:
+    entries = tuple((name, _source(entry)) for name, entry in found["entries"])
+    return Source(kind=found["kind"], model=found["model"], entries=entries)
