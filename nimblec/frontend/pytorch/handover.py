@@ -5,10 +5,12 @@ drop attributes when they are pickled, lambdas and hooks cannot be, and what lib
 of modules (registries that `__init__` fills, patches, flags) is not in the other process at all.
 """
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.export import ExportedProgram
 
 from nimblec.errors import UnsupportedModelError
 from nimblec.frontend.pytorch import sources
@@ -41,14 +43,10 @@ def hand_over(source: Source, options: Options, folder: Path) -> tuple[Source, t
     notes: tuple[str, ...] = ()
     for entry, call in calls.items():
         path = folder / f"model_{len(entries)}.pt2"
-        said, written = _export(call, path)
+        program, said = _export(call, path)
         notes += said
         others = {storage for other in held if other != entry for storage in held[other].values()}
-        if shared := [name for name in written if held[entry].get(name) in others]:
-            raise UnsupportedModelError(
-                f"{call.name} writes into {shared[0]!r}, which other entries have, too: name the callable that returns "
-                "them, package.module:callable, which is called where all entries are captured"
-            )
+        _refuse_shared_state(call.name, program, {name for name, storage in held[entry].items() if storage in others})
         entries[entry] = Source(kind="exported", model=str(path))
     if source.kind != "entries":
         return entries["main"], notes
@@ -63,8 +61,22 @@ def _storages(module: Any) -> dict[str, int]:
     return {name: tensor.untyped_storage()._cdata for name, tensor in named}
 
 
-def _export(call: ModelCall, path: Path) -> tuple[tuple[str, ...], list[str]]:
-    """Write one call to ``path``: what the user should know, and the names of what it writes into."""
+def _refuse_shared_state(name: str, program: ExportedProgram, shared: Collection[str]) -> None:
+    """Raise where the program writes into what is ``shared`` with other entries."""
+    if not shared:
+        return
+    with exporting(name, "torch.export"):
+        functional = program.run_decompositions({})  # whose signature tells
+    for written in state_written(functional.graph_signature):
+        if written in shared:
+            raise UnsupportedModelError(
+                f"{name} writes into {written!r}, which other entries have, too: name the callable that returns them, "
+                "package.module:callable, which is called where all entries are captured"
+            )
+
+
+def _export(call: ModelCall, path: Path) -> tuple[ExportedProgram, tuple[str, ...]]:
+    """Write one call to ``path``: what was exported, and what the user should know."""
     if is_compiled(call.module):
         raise UnsupportedModelError(
             f"{call.name} is one of torch.compile, whose kernels no other process can be given: compile the plain "
@@ -85,4 +97,4 @@ def _export(call: ModelCall, path: Path) -> tuple[tuple[str, ...], list[str]]:
         with exporting(call.name, "torch.export"):
             program = torch.export.export(module, placed.args, placed.kwargs, strict=False)
             torch.export.save(program, path)
-    return (*placed.notes, *missing), state_written(program.graph_signature)
+    return program, (*placed.notes, *missing)

@@ -1,0 +1,87 @@
+"""Models of several entries, as "package.module:callable" names them."""
+
+from typing import Any
+
+import torch
+
+
+class Head(torch.nn.Module):
+    """A large product, then a small one, over rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.wide = torch.nn.Linear(16, 64)
+        self.narrow = torch.nn.Linear(64, 4)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """Logits of (n, 16) rows, (n, 4)."""
+        return self.narrow(torch.relu(self.wide(rows)))
+
+
+class Probabilities(torch.nn.Module):
+    """The probabilities that `Head`, whose weights it shares, gives."""
+
+    def __init__(self, head: Head) -> None:
+        super().__init__()
+        self.head = head
+
+    def forward(self, row: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+        """Of a (1, 16) row, (1, 4)."""
+        return torch.softmax(self.head(row) / temperature, -1)
+
+
+class Counter(torch.nn.Module):
+    """Adds what it is given to a sum that outlives the call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(4))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum with these 4 values."""
+        self.total += values
+        return self.total * 1
+
+
+class Total(torch.nn.Module):
+    """Reads the sum of a `Counter`."""
+
+    def __init__(self, counter: Counter) -> None:
+        super().__init__()
+        self.counter = counter
+
+    def forward(self, scale: torch.Tensor) -> torch.Tensor:
+        """The sum, scaled."""
+        return self.counter.total * scale
+
+
+def head() -> dict[str, Any]:
+    """Rows, and one row with its probabilities."""
+    shared = Head().eval()
+    rows = torch.linspace(-1, 1, 48).reshape(3, 16)
+    return {
+        "rows": (shared, (rows,)),
+        "probabilities": (Probabilities(shared).eval(), rows[:1], {"temperature": torch.tensor(2.0)}),
+    }
+
+
+def counting() -> dict[str, Any]:
+    """A state that one entry writes and another one reads."""
+    counter = Counter().eval()
+    return {"add": (counter, torch.ones(4)), "total": (Total(counter).eval(), torch.tensor(1.0))}
+
+
+def none() -> dict[str, Any]:
+    """No entries."""
+    return {}
+
+
+def unnamed() -> dict[Any, Any]:
+    """An entry whose name is none."""
+    return {1: (Head(), torch.zeros(1, 16))}
+
+
+def without_inputs() -> dict[str, Any]:
+    """An entry that is a module alone."""
+    return {"rows": Head()}

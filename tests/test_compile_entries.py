@@ -1,0 +1,158 @@
+"""Models of several entries, from Python and by name, through to a run."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import entry_models
+import numpy as np
+import pytest
+import torch
+from command_line import CommandLine
+
+import nimblec
+import nimblert
+from nimblec.cuda.request import CompileRequest
+from nimblec.errors import ArgumentError, CompileError, UnsupportedModelError
+from nimblec.frontend.pytorch.handover import hand_over
+from nimblec.options import InputSpec, Options
+from nimblec.source import Source, find_source
+from nimblert.plan import Plan
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return nimblec.compile(entry_models.head, target="cpu", plan_cache=None)
+
+
+def test_each_entry_computes_what_its_module_does(plan: Plan) -> None:
+    entries = entry_models.head()
+    rows, row = entries["rows"][1][0], entries["probabilities"][1]
+    with nimblert.load(plan) as model:
+        assert model.entries == ("rows", "probabilities")
+        found = model(rows.numpy(), entry="rows")
+        np.testing.assert_allclose(found, entries["rows"][0](rows).detach().numpy(), rtol=1e-5, atol=1e-6)
+        temperature = np.array(0.5, np.float32)
+        found = model.entry("probabilities")(row.numpy(), temperature=temperature)
+        expected = entries["probabilities"][0](row, torch.tensor(0.5)).detach().numpy()
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+        with pytest.raises(nimblert.InputError, match=r"input 'rows': shape \(2, 16\), expected \(3, 16\)"):
+            model(rows[:2].numpy(), entry="rows")
+
+
+def test_weights_are_stored_once(plan: Plan) -> None:
+    alone = nimblec.compile(
+        entry_models.Head().eval(), torch.zeros(3, 16), target="cpu", plan_cache=None
+    )
+    shared = {bytes(weight.data) for weight in alone.weights}
+    assert shared <= {bytes(weight.data) for weight in plan.weights}
+    assert sum(w.data.nbytes for w in plan.weights) < 1.5 * sum(w.data.nbytes for w in alone.weights)
+    assert plan.arena_nbytes == max(program.arena_nbytes for program in plan.programs)
+    assert all(program.golden is not None for program in plan.programs)
+
+
+@pytest.mark.parametrize("model", ["entry_models:head", entry_models.head()])
+def test_a_name_and_a_dict_give_the_same_plan(plan: Plan, model: Any) -> None:
+    found = nimblec.compile(model, target="cpu", plan_cache=None)
+    assert [p.name for p in found.programs] == ["rows", "probabilities"]
+    assert [bytes(w.data) for w in found.weights] == [bytes(w.data) for w in plan.weights]
+    assert [p.golden for p in found.programs] == [p.golden for p in plan.programs]
+
+
+def test_the_command_line_compiles_runs_and_verifies_entries(nimblec: CommandLine, tmp_path: Path) -> None:
+    path = tmp_path / "head.plan"
+    done = nimblec("compile", "entry_models:head", "-o", path, "--target", "cpu")
+    assert done.status == 0, done.err
+    assert "float32 1x4" in nimblec("run", path, "--entry", "probabilities").out
+    verified = nimblec("verify", path)
+    assert verified.status == 0
+    assert "golden of 'probabilities'" in verified.out
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (entry_models.none, "the model: has no entries"),
+        (entry_models.unnamed, "1 is no name of an entry: expected a string"),
+        (entry_models.without_inputs, r"entry 'rows' is Head, expected \(module, example_inputs\) or"),
+        (lambda: 1, "example_inputs: a module or a function needs the arguments of one call"),
+    ],
+)
+def test_what_are_no_entries_is_refused(model: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        nimblec.compile(model, target="cpu")
+    if model.__name__ != "<lambda>":
+        with pytest.raises(CompileError, match=message.removeprefix("the model: ")):
+            nimblec.compile(f"entry_models:{model.__name__}", target="cpu")
+
+
+def test_sizes_are_those_of_the_entries() -> None:
+    for model in (entry_models.head, "entry_models:head"):
+        with pytest.raises(CompileError, match="has several entries, whose example inputs say their sizes"):
+            nimblec.compile(model, target="cpu", inputs={"rows": (4, 16)})
+
+
+def test_a_state_that_entries_share_does_not_go_through_files(tmp_path: Path) -> None:
+    source = find_source(entry_models.counting, None, None, tmp_path)
+    with pytest.raises(UnsupportedModelError, match=r"entry 'add' writes into 'total', which other entries have, too"):
+        hand_over(source, Options(), tmp_path)
+
+
+def test_entries_are_handed_over_as_a_file_each(tmp_path: Path) -> None:
+    source, _ = hand_over(find_source(entry_models.head, None, None, tmp_path), Options(), tmp_path)
+    assert [(name, part.kind) for name, part in source.entries] == [("rows", "exported"), ("probabilities", "exported")]
+    assert all(Path(part.model).is_file() for _, part in source.entries)
+
+
+def test_a_request_crosses_to_the_capture_process_as_it_is() -> None:
+    parts = tuple((name, Source(kind="exported", model=f"/models/{name}.pt2")) for name in ("a", "b"))
+    request = CompileRequest(
+        source=Source(kind="entries", entries=parts),
+        inputs=(InputSpec(name="x", shape=(1, 2), dtype="float32"), InputSpec(name="y", shape=())),
+        dims=(("batch", 4),),
+        examples=Path("/models/examples.npz"),
+        output=Path("/models/model.plan"),
+        level=2,
+        precision="fp16",
+        max_error=1e-3,
+        streams="auto",
+        memory_limit=None,
+        timing_cache=Path("/models/timings.json"),
+        sys_path=("/a", "/b"),
+    )
+    assert CompileRequest.from_json(request.to_json()) == request
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("level", [0, 1])
+def test_entries_run_on_the_gpu(level: int) -> None:
+    entries = entry_models.head()
+    rows = entries["rows"][1][0]
+    for model in (entry_models.head, "entry_models:head"):
+        made = nimblec.compile(model, target="cuda", level=level, plan_cache=None)
+        assert len({bytes(m.code) for m in made.modules}) == len(made.modules)
+        assert len({bytes(w.data) for w in made.weights}) == len(made.weights)
+        with nimblert.load(made) as loaded:
+            found = loaded(rows.numpy(), entry="rows")
+            np.testing.assert_allclose(found, entries["rows"][0](rows).detach().numpy(), rtol=1e-2, atol=1e-3)
+            temperature = np.array(1.0, np.float32)
+            found = loaded(rows[:1].numpy(), temperature, entry="probabilities")
+            np.testing.assert_allclose(found.sum(), 1, rtol=1e-3)
+
+
+@pytest.mark.gpu
+def test_entries_share_a_state_on_the_gpu() -> None:
+    made = nimblec.compile("entry_models:counting", target="cuda", level=0, plan_cache=None)
+    assert [weight.name for weight in made.state] == ["total"]
+    with nimblert.load(made) as loaded:
+        ones, two = np.ones(4, np.float32), np.array(2.0, np.float32)
+        assert loaded(two, entry="total").tolist() == [0, 0, 0, 0]
+        loaded(ones, entry="add")
+        assert loaded(ones, entry="add").tolist() == [2, 2, 2, 2]
+        assert loaded(two, entry="total").tolist() == [4, 4, 4, 4]
+
+
+@pytest.mark.gpu
+def test_a_state_that_another_entry_writes_is_not_folded_on_the_gpu() -> None:
+    with pytest.raises(CompileError, match="entry 'total' has 'total', which entry 'add' writes"):
+        nimblec.compile("entry_models:counting", target="cuda", level=1, plan_cache=None)
