@@ -41,7 +41,7 @@ def test_whatever_it_dies_of_is_one_sentence(tmp_path: Path) -> None:
     request.write_text(json.dumps({"sys_path": []}))
     with pytest.raises(CompileError) as failure:
         cuda._run_worker(request, lambda _stage, _seconds: None)
-    sentence = r"the capture process failed in the stage 'start': KeyError: 'timing_cache' \(worker\.py, line \d+\)"
+    sentence = r"the capture process failed in the stage 'start': KeyError: 'source' \(request\.py, line \d+\)"
     assert re.fullmatch(sentence, str(failure.value))
     (traceback,) = failure.value.__notes__
     assert traceback.startswith("Traceback (most recent call last):")

@@ -170,7 +170,8 @@ def test_a_dict_that_stands_last_is_a_positional_argument() -> None:
     [
         (3, {}, "the model is of type int: expected a torch.nn.Module or a function with its example inputs"),
         (None, {}, "the model is of type NoneType: expected"),
-        ({"a": 1}, {}, "the model is of type dict: expected"),
+        ({"a": 1}, {}, "the model: entry 'a' is int, expected (module, example_inputs)"),
+        ({"a": 1}, {"kwargs": {}}, "example_inputs: only a module, a function or an ExportedProgram takes them"),
         (torch.nn.Linear, {}, "the model is the class Linear: expected an instance of it"),
         (torch.nn.Identity(), {}, "example_inputs: a module or a function needs the arguments of one call"),
         (
@@ -235,6 +236,6 @@ def test_what_a_named_callable_may_return(tmp_path: Path, monkeypatch: pytest.Mo
     ):
         nimblec.compile("returns:keywords", target="cpu")
     with pytest.raises(
-        nimblec.CompileError, match=r"returned int, expected \(module, example_inputs\) or \(module, ex"
+        nimblec.CompileError, match=r"returned int, expected \(module, example_inputs\), \(module, ex"
     ):
         nimblec.compile("returns:nothing", target="cpu")

@@ -51,10 +51,10 @@ _NEW_OBJECTS = 100_000
 
 def main(request_path: str, events_fd: int) -> int:
     """Serve one request; 0 where the plan file was written."""
-    request = CompileRequest.from_json(Path(request_path).read_text())
-    sys.path[:0] = request.sys_path
     with os.fdopen(events_fd, "w", buffering=1) as events:
         try:
+            request = CompileRequest.from_json(Path(request_path).read_text())
+            sys.path[:0] = request.sys_path
             _Worker(request, events).compile()
         except NimbleError as exc:
             _send(events, error=type(exc).__name__, message=str(exc))
