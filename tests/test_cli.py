@@ -205,6 +205,7 @@ class Compiler(ModuleType):
 def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
     made = Compiler()
     monkeypatch.setitem(sys.modules, "nimblec.compiler", made)
+    monkeypatch.setattr("nimblec.compiler", made, raising=False)  # where it was imported before
     return made
 
 
