@@ -9,7 +9,7 @@ import numpy as np
 from nimblec.gpu_turn import timing_alone
 from nimblert import golden, graph
 from nimblert.driver import Context, Handle, bindings, call
-from nimblert.memory import DeviceMemory, Staging
+from nimblert.memory import Bases, DeviceMemory, Staging, place_weights, place_working
 from nimblert.plan import Plan, Program, Record, Wait
 
 _REPEATS = 15
@@ -29,7 +29,7 @@ class CudaTimer:
             call("cuStreamCreate", bindings().CUstream_flags.CU_STREAM_NON_BLOCKING), "cuStreamDestroy"
         )
         self._functions: list[Handle] = []
-        self._resident: DeviceMemory | None = None
+        self._weights: Bases | None = None
 
     def command_durations(self, plan: Plan) -> list[int]:
         """Nanoseconds of each launch, copy and fill, run one after another as in the captured order.
@@ -86,13 +86,13 @@ class CudaTimer:
     @contextmanager
     def _loaded(self, plan: Plan, program: Program) -> Iterator[tuple[Context, DeviceMemory]]:
         """Memory for one plan, given back at the end; its kernels and weights stay for the next."""
-        if self._resident is None:
+        if self._weights is None:
             self._modules = plan.modules
             self._functions = graph.load_functions(self._context, plan.modules, plan.kernels)
-            self._resident = DeviceMemory(self._context, plan, program)
+            self._weights = place_weights(self._context, plan)
         scope = Context()
         try:
-            memory = DeviceMemory(scope, plan, program, resident=self._resident)
+            memory = DeviceMemory(scope, program, {**self._weights, **place_working(scope, plan)})
             self._fill_inputs(scope, program, memory)
             yield scope, memory
         finally:

@@ -5,6 +5,8 @@
 ...     y = model(x)
 """
 
+from nimblert.arena import Arena
+from nimblert.context import Context
 from nimblert.errors import (
     CudaError,
     DeviceMismatchError,
@@ -21,6 +23,8 @@ from nimblert.plan import Plan
 __version__ = "0.1.0"
 
 __all__ = [
+    "Arena",
+    "Context",
     "CudaError",
     "DeviceMismatchError",
     "Executable",

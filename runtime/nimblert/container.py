@@ -68,9 +68,7 @@ def encode_file(plan: Plan) -> bytes:
     return file.getvalue()
 
 
-def read(
-    source: Source, *, check_digest: bool = True, copy: bool = False, limits: Limits = DEFAULT_LIMITS
-) -> Plan:
+def read(source: Source, *, check_digest: bool = True, copy: bool = False, limits: Limits = DEFAULT_LIMITS) -> Plan:
     """The plan in a file, or in the bytes of one, held against ``limits``; see `open_image` for ``copy``.
 
     Raises PlanError where there is no such file, PlanFormatError where it is not a plan, cut short,

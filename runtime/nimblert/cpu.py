@@ -17,31 +17,58 @@ from functools import partial
 import numpy as np
 
 from nimblert.errors import PlanInvalidError
-from nimblert.host_memory import HostMemory
-from nimblert.onnx_session import SessionCache, runtime_errors
+from nimblert.host_memory import HostMemory, HostWeights, HostWorking
+from nimblert.onnx_session import SessionCache, run_options, runtime_errors
 from nimblert.plan import Command, Launch, Memcpy, Memset, Plan, Pointer, Program, Record, Wait, Work
 from nimblert.streams import Bound, Step, Streams, interruptible, pass_gate, unlock
+
+
+class CpuResident:
+    """What all contexts of a CPU plan share: the weights, and the sessions over them."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self.weights = HostWeights(plan)
+        self.sessions = SessionCache(plan, self.weights)
+
+    def working(self, arena: np.ndarray | None = None, *, poison: bool = False) -> HostWorking:
+        """Arena and state for one context."""
+        return HostWorking(self._plan, arena, poison=poison)
+
+    def backend(self, program: Program, working: HostWorking, *, poison: bool = False) -> "CpuBackend":
+        """A program in the memory of a context."""
+        return CpuBackend(self._plan, program, poison=poison, resident=self, working=working)
+
+    def close(self) -> None:
+        """Sessions and weights go with the last who has them."""
 
 
 class CpuBackend:
     """A program in host memory. ``inputs`` and ``outputs`` are strided views of it, in program order.
 
-    ``poison`` fills the arena and the outputs with 0xFF bytes first. ``beside`` runs another program
-    of the plan, whose arena, state and weights are shared: only one of them may run at a time.
+    ``poison`` fills the arena and the outputs with 0xFF bytes first. Programs of one ``working`` memory
+    run one at a time.
     """
 
     def __init__(
-        self, plan: Plan, program: Program, *, poison: bool = False, beside: "CpuBackend | None" = None
+        self,
+        plan: Plan,
+        program: Program,
+        *,
+        poison: bool = False,
+        resident: CpuResident | None = None,
+        working: HostWorking | None = None,
     ) -> None:
-        shared = None if beside is None else beside.memory.shared
-        self.memory: HostMemory = HostMemory(plan, program, poison=poison, shared=shared)
+        resident = resident or CpuResident(plan)
+        self.memory: HostMemory = HostMemory(plan, program, poison=poison, weights=resident.weights, working=working)
         self.inputs: tuple[np.ndarray, ...] = tuple(map(self.memory.tensor, program.inputs))
         self.outputs: tuple[np.ndarray, ...] = tuple(map(self.memory.tensor, program.outputs))
         self._gates = [threading.Lock() for _ in range(program.event_count)]
-        with SessionCache(plan, program, self.memory) as sessions:
+        self._options = run_options()
+        with resident.sessions as sessions:
             self._issued = self._bind(plan, program, sessions)
         streams = _by_stream(self._issued, program.stream_count)
-        self._streams = Streams(streams, self._gates, sessions.options, runtime_errors(), partial(_origin, program))
+        self._streams = Streams(streams, self._gates, self._options, runtime_errors(), partial(_origin, program))
         # The threads know the streams, not this object: they end when nobody has it any more.
         self._dropped = weakref.finalize(self, self._streams.end)
         self._dropped.atexit = False  # a daemon thread may run on to the very end
@@ -97,9 +124,9 @@ class CpuBackend:
     def _step(self, plan: Plan, sessions: SessionCache, command: Command, index: int) -> Step:
         match command:
             case Launch():
-                bound = sessions.bind(command, f"commands[{index}]")
+                bound = sessions.bind(command, self.memory, self._options, f"commands[{index}]")
                 if _may_loop(plan, command):
-                    return partial(interruptible, bound, sessions.options)
+                    return partial(interruptible, bound, self._options)
                 return bound
             case Memcpy():
                 target = self.memory.range(command.dst, command.nbytes, written=True)

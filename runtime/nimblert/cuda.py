@@ -1,56 +1,104 @@
 """The CUDA backend: a program as an instantiated CUDA graph over its own device memory."""
 
 from collections.abc import Generator, Sequence
+from contextlib import ExitStack
 
 import numpy as np
 
 from nimblert import driver, graph
 from nimblert.driver import Context, Handle, call
-from nimblert.memory import DeviceMemory, Staging
-from nimblert.plan import Plan, Pointer, Program, Record, Region, Wait, Work
-
-_SHARED = (Region.ARENA, Region.WEIGHTS, Region.STATE)
-"""Regions that the programs of a plan have in common."""
+from nimblert.memory import Bases, DeviceMemory, Staging, place_weights, place_working
+from nimblert.plan import Plan, Pointer, Program, Record, Wait, Work
 
 
-class CudaBackend:
-    """A program loaded on the first visible GPU.
+class CudaResident:
+    """What all contexts of a plan on one GPU share: code and weights."""
 
-    ``inputs`` and ``outputs`` are numpy views of page-locked memory; `run` uploads the one, replays
-    and downloads the other. `replay` runs on what the device already holds. ``beside`` runs another
-    program of the plan, whose code, weights, state and arena are shared: it is closed later, and only
-    one of them may run at a time.
-    """
-
-    def __init__(
-        self, plan: Plan, program: Program, *, poison: bool = False, beside: "CudaBackend | None" = None
-    ) -> None:
+    def __init__(self, plan: Plan, device: int = 0) -> None:
         driver.initialise()
-        driver.check_device(plan.device, driver.describe())
-        self._context = Context()
-        self._modules = plan.modules  # the driver reads their code when a kernel is first used
+        driver.check_device(plan.device, driver.describe(device))
+        self._plan = plan
+        self._device = device
+        self._context = Context(device)
         try:
-            self._load(plan, program, beside, poison=poison)
+            self.weights: Bases = place_weights(self._context, plan)
+            self.functions: Sequence[Handle] = graph.load_functions(self._context, plan.modules, plan.kernels)
         except BaseException:
             self._context.close()
             raise
 
-    def _load(self, plan: Plan, program: Program, beside: "CudaBackend | None", *, poison: bool) -> None:
+    def working(self, arena: int | None = None, *, poison: bool = False) -> "CudaWorking":
+        """Arena and state for one context."""
+        return CudaWorking(self._plan, self._device, arena, poison=poison)
+
+    def backend(self, program: Program, working: "CudaWorking", *, poison: bool = False) -> "CudaBackend":
+        """A program in the memory of a context."""
+        return CudaBackend(self._plan, program, poison=poison, resident=self, working=working, device=self._device)
+
+    def close(self) -> None:
+        """Give back code and weights; every context must be closed."""
+        self._context.close()
+
+
+class CudaWorking:
+    """The device memory that the programs of a context share."""
+
+    def __init__(self, plan: Plan, device: int, arena: int | None, *, poison: bool) -> None:
+        self._context = Context(device)
+        try:
+            self.bases: Bases = place_working(self._context, plan, arena, poison=poison)
+        except BaseException:
+            self._context.close()
+            raise
+
+    def close(self) -> None:
+        """Give it back; the programs that use it must be closed."""
+        self._context.close()
+
+
+class CudaBackend:
+    """A program loaded on a GPU.
+
+    ``inputs`` and ``outputs`` are numpy views of page-locked memory; `run` uploads the one, replays
+    and downloads the other. `replay` runs on what the device already holds. Programs of one
+    ``working`` memory run one at a time.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        program: Program,
+        *,
+        poison: bool = False,
+        resident: CudaResident | None = None,
+        working: CudaWorking | None = None,
+        device: int = 0,
+    ) -> None:
+        with ExitStack() as owned:
+            if resident is None:
+                resident = CudaResident(plan, device)
+                owned.callback(resident.close)
+            if working is None:
+                working = resident.working(poison=poison)
+                owned.callback(working.close)
+            self._modules = plan.modules  # the driver reads their code when a kernel is first used
+            self._context = Context(device)
+            owned.callback(self._context.close)
+            self._load(program, resident, working, poison=poison)
+            self._owned = owned.pop_all()
+
+    def _load(self, program: Program, resident: CudaResident, working: CudaWorking, *, poison: bool) -> None:
         context = self._context
         non_blocking = driver.bindings().CUstream_flags.CU_STREAM_NON_BLOCKING
         self._stream = context.acquire(call("cuStreamCreate", non_blocking), "cuStreamDestroy")
-        resident = None if beside is None else beside.memory
-        self.memory: DeviceMemory = DeviceMemory(
-            context, plan, program, poison=poison, resident=resident, shared=_SHARED
-        )
+        given = {**resident.weights, **working.bases}
+        self.memory: DeviceMemory = DeviceMemory(context, program, given, poison=poison)
         self._staged_inputs = Staging(context, program.inputs, self.memory)
         self._staged_outputs = Staging(context, program.outputs, self.memory)
         self.inputs: tuple[np.ndarray, ...] = self._staged_inputs.views
         self.outputs: tuple[np.ndarray, ...] = self._staged_outputs.views
         self._program = program
-        self.functions: Sequence[Handle] = (
-            graph.load_functions(context, self._modules, plan.kernels) if beside is None else beside.functions
-        )
+        self.functions: Sequence[Handle] = resident.functions
         self.graph = graph.build(context, program, self.functions, self.memory)
         self._executable = context.acquire(call("cuGraphInstantiate", self.graph, 0), "cuGraphExecDestroy")
         call("cuGraphUpload", self._executable, self._stream)
@@ -122,5 +170,5 @@ class CudaBackend:
         return times
 
     def close(self) -> None:
-        """Give back the graph, the modules and the memory."""
-        self._context.close()
+        """Give back the graph and its memory, and what was made for it alone."""
+        self._owned.close()

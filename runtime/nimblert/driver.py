@@ -41,7 +41,9 @@ def initialise() -> None:
 
 
 def describe(ordinal: int = 0) -> Device:
-    """The GPU with this ordinal, and the CUDA version of its driver."""
+    """The GPU with this ordinal, and the CUDA version of its driver. DeviceMismatchError where there is none."""
+    if not 0 <= ordinal < (count := call("cuDeviceGetCount")):
+        raise DeviceMismatchError(f"device {ordinal}: CUDA shows {count} here, from 0 (CUDA_VISIBLE_DEVICES)")
     attribute = bindings().CUdevice_attribute
     device = call("cuDeviceGet", ordinal)
 

@@ -100,9 +100,7 @@ def check(golden: Golden, outputs: Sequence[np.ndarray], *, rounding: float = 0.
     the one that made the plan; the record's own tolerance is permitted always.
     """
     allowed = max(golden.tolerance, rounding)
-    return tuple(
-        _compare(expected, actual, allowed) for expected, actual in zip(golden.outputs, outputs, strict=True)
-    )
+    return tuple(_compare(expected, actual, allowed) for expected, actual in zip(golden.outputs, outputs, strict=True))
 
 
 def _compare(expected: GoldenOutput, actual: np.ndarray, allowed: float) -> Comparison:

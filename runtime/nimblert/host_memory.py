@@ -18,35 +18,56 @@ _READ_ALIGNMENT = 64
 _READ_ONLY = (Region.WEIGHTS, Region.INPUT)
 
 
-class SharedMemory:
-    """What the programs of a plan share: the arena, the state, and the weights, each by itself."""
+class HostWeights:
+    """The weights of a plan, which nobody writes: used where the file lies."""
 
-    def __init__(self, plan: Plan, *, poison: bool) -> None:
-        self.arena = _allocate(plan.arena_nbytes, poison=poison)
-        self.state = _allocate(plan.state_nbytes)
+    def __init__(self, plan: Plan) -> None:
+        self._offsets = [weight.offset for weight in plan.weights]
+        self._weights = [_in_place(weight) for weight in plan.weights]
+
+    def find(self, offset: int) -> tuple[np.ndarray, int]:
+        """The weight that holds byte ``offset`` of the region, and where in it that is. Raises PlanInvalidError."""
+        index = bisect_right(self._offsets, offset) - 1
+        if index < 0:
+            raise PlanInvalidError([f"weights: no weight holds byte {offset}"])
+        return self._weights[index], offset - self._offsets[index]
+
+
+class HostWorking:
+    """What the programs of a context share: the arena, which may be the caller's, and the state."""
+
+    def __init__(self, plan: Plan, arena: np.ndarray | None = None, *, poison: bool = False) -> None:
+        self.arena = allocate(plan.arena_nbytes, poison=poison) if arena is None else arena[: plan.arena_nbytes]
+        self.state = allocate(plan.state_nbytes)
         for part in plan.state:
             self.state[part.offset : part.offset + part.data.nbytes] = np.frombuffer(part.data, np.uint8)
-        self.weight_offsets = [weight.offset for weight in plan.weights]
-        self.weights = [_in_place(weight) for weight in plan.weights]
+
+    def close(self) -> None:
+        """The memory goes with the last who has it."""
 
 
 class HostMemory:
     """The regions of a program as byte arrays. Every range handed out is within its region.
 
-    ``shared`` is that of another program of the plan, or made here.
+    ``weights`` and ``working`` are those of other programs of the plan, or made here.
     """
 
     def __init__(
-        self, plan: Plan, program: Program, *, poison: bool = False, shared: SharedMemory | None = None
+        self,
+        plan: Plan,
+        program: Program,
+        *,
+        poison: bool = False,
+        weights: HostWeights | None = None,
+        working: HostWorking | None = None,
     ) -> None:
-        self.shared = shared or SharedMemory(plan, poison=poison)
-        regions = {(Region.ARENA, 0): self.shared.arena, (Region.STATE, 0): self.shared.state}
-        regions |= {(Region.INPUT, i): _allocate(n) for i, n in enumerate(program.input_nbytes)}
-        regions |= {(Region.OUTPUT, i): _allocate(n, poison=poison) for i, n in enumerate(program.output_nbytes)}
+        working = working or HostWorking(plan, poison=poison)
+        regions = {(Region.ARENA, 0): working.arena, (Region.STATE, 0): working.state}
+        regions |= {(Region.INPUT, i): allocate(n) for i, n in enumerate(program.input_nbytes)}
+        regions |= {(Region.OUTPUT, i): allocate(n, poison=poison) for i, n in enumerate(program.output_nbytes)}
         self._regions = regions
-        self._nothing = _allocate(0)
-        self._weight_offsets = self.shared.weight_offsets
-        self._weights = self.shared.weights
+        self._nothing = allocate(0)
+        self._weights = weights or HostWeights(plan)
 
     def range(self, pointer: Pointer, nbytes: int, *, written: bool = False) -> np.ndarray:
         """``nbytes`` bytes from ``pointer`` as uint8. Raises PlanInvalidError where they are not there."""
@@ -78,13 +99,10 @@ class HostMemory:
             if (pointer.region, pointer.index) not in self._regions:
                 raise PlanInvalidError([f"{pointer.region.name.lower()}({pointer.index}): there is no such region"])
             return self._regions[pointer.region, pointer.index], pointer.offset
-        index = bisect_right(self._weight_offsets, pointer.offset) - 1
-        if index < 0:
-            raise PlanInvalidError([f"weights: no weight holds byte {pointer.offset}"])
-        return self._weights[index], pointer.offset - self._weight_offsets[index]
+        return self._weights.find(pointer.offset)
 
 
-def _allocate(nbytes: int, *, poison: bool = False) -> np.ndarray:
+def allocate(nbytes: int, *, poison: bool = False) -> np.ndarray:
     """Aligned bytes, zero or 0xFF; there is memory behind no bytes too, so that they have an address."""
     try:
         memory = np.full(nbytes + ALIGNMENT, 0xFF, np.uint8) if poison else np.zeros(nbytes + ALIGNMENT, np.uint8)
@@ -99,7 +117,7 @@ def _in_place(weight: Weight) -> np.ndarray:
     data = np.frombuffer(weight.data, np.uint8)
     if data.nbytes == 0 or data.ctypes.data % _READ_ALIGNMENT == 0:
         return data
-    copy = _allocate(data.nbytes)
+    copy = allocate(data.nbytes)
     copy[:] = data
     copy.flags.writeable = False
     return copy

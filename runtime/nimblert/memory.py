@@ -1,7 +1,8 @@
 """Device memory of a program: one allocation for each region, the inputs and outputs packed."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
+from typing import TypeAlias
 
 import numpy as np
 
@@ -12,63 +13,61 @@ from nimblert.plan import Plan, Pointer, Program, Region, Tensor, Weight
 _ALIGNMENT = 512
 _POISON = 0xFF
 
+Bases: TypeAlias = Mapping[tuple[Region, int], int]
+"""Device addresses of the parts of regions."""
+
 
 def _round_up(nbytes: int) -> int:
     return -(-max(nbytes, 1) // _ALIGNMENT) * _ALIGNMENT
 
 
-class DeviceMemory:
-    """The regions of one program in device memory.
+def allocate(context: Context, nbytes: int, *, poison: bool = False) -> int:
+    """The address of so many bytes of device memory, which go with the context."""
+    base = int(context.acquire(call("cuMemAlloc", _round_up(nbytes)), "cuMemFree"))
+    if poison:
+        call("cuMemsetD8", base, _POISON, _round_up(nbytes))
+    return base
 
-    ``poison`` fills everything that a run must write before it reads with 0xFF bytes, so that a
-    kernel that reads what nobody wrote does not find zeros by luck. The regions ``shared`` are those
-    of ``resident`` where it is given: it must be of the same plan and live as long.
+
+def place_weights(context: Context, plan: Plan) -> Bases:
+    """The weights of a plan in device memory."""
+    return {(Region.WEIGHTS, 0): _uploaded(context, plan.weights_nbytes, plan.weights)}
+
+
+def place_working(context: Context, plan: Plan, arena: int | None = None, *, poison: bool = False) -> Bases:
+    """What the programs of a context share: the arena, which may be the caller's, and the state.
+
+    ``poison`` fills the arena with 0xFF bytes, so that a kernel that reads what nobody wrote does not
+    find zeros by luck.
+    """
+    if arena is None:
+        arena = allocate(context, plan.arena_nbytes, poison=poison)
+    return {(Region.ARENA, 0): arena, (Region.STATE, 0): _uploaded(context, plan.state_nbytes, plan.state)}
+
+
+def _uploaded(context: Context, nbytes: int, contents: Iterable[Weight]) -> int:
+    base = allocate(context, nbytes)
+    for weight in contents:
+        if weight.data.nbytes:
+            source = np.frombuffer(weight.data, np.uint8)
+            call("cuMemcpyHtoD", base + weight.offset, source.ctypes.data, source.nbytes)
+    return base
+
+
+class DeviceMemory:
+    """The regions of one program in device memory: inputs and outputs of its own, and those ``given``.
+
+    ``poison`` fills inputs and outputs with 0xFF bytes.
     """
 
-    def __init__(
-        self,
-        context: Context,
-        plan: Plan,
-        program: Program,
-        *,
-        poison: bool = False,
-        resident: "DeviceMemory | None" = None,
-        shared: Collection[Region] = (Region.WEIGHTS, Region.STATE),
-    ) -> None:
-        self._context = context
-        self._bases = {} if resident is None else resident.bases(shared)
-        if (Region.ARENA, 0) not in self._bases:
-            self._take(Region.ARENA, (plan.arena_nbytes,), poison=poison)
-        self._take(Region.INPUT, program.input_nbytes, poison=poison)
-        self._take(Region.OUTPUT, program.output_nbytes, poison=poison)
-        for region, nbytes, contents in (
-            (Region.WEIGHTS, plan.weights_nbytes, plan.weights),
-            (Region.STATE, plan.state_nbytes, plan.state),
-        ):
-            if (region, 0) not in self._bases:
-                self._take(region, (nbytes,))
-                self._upload(region, contents)
-
-    def bases(self, regions: Collection[Region]) -> dict[tuple[Region, int], int]:
-        """The addresses of these regions."""
-        return {key: base for key, base in self._bases.items() if key[0] in regions}
-
-    def _take(self, region: Region, sizes: Sequence[int], *, poison: bool = False) -> None:
-        rounded = [_round_up(n) for n in sizes]
-        if not rounded:
-            return
-        base = int(self._context.acquire(call("cuMemAlloc", sum(rounded)), "cuMemFree"))
-        if poison:
-            call("cuMemsetD8", base, _POISON, sum(rounded))
-        for index, offset in enumerate(accumulate(rounded[:-1], initial=0)):
-            self._bases[region, index] = base + offset
-
-    def _upload(self, region: Region, weights: Iterable[Weight]) -> None:
-        base = self._bases[region, 0]
-        for weight in weights:
-            if weight.data.nbytes:
-                source = np.frombuffer(weight.data, np.uint8)
-                call("cuMemcpyHtoD", base + weight.offset, source.ctypes.data, source.nbytes)
+    def __init__(self, context: Context, program: Program, given: Bases, *, poison: bool = False) -> None:
+        self._bases = dict(given)
+        for region, sizes in ((Region.INPUT, program.input_nbytes), (Region.OUTPUT, program.output_nbytes)):
+            rounded = [_round_up(nbytes) for nbytes in sizes]
+            if rounded:
+                base = allocate(context, sum(rounded), poison=poison)
+                offsets = accumulate(rounded[:-1], initial=0)
+                self._bases |= {(region, index): base + offset for index, offset in enumerate(offsets)}
 
     def address(self, pointer: Pointer) -> int:
         """The device address of a pointer."""
@@ -84,8 +83,7 @@ class Staging:
         address = context.acquire(call("cuMemHostAlloc", max(offsets[-1], 1), 0), "cuMemFreeHost")
         host = _host_bytes(int(address), max(offsets[-1], 1))
         self.views = tuple(
-            _strided(host[offset : offset + t.span_nbytes], t)
-            for t, offset in zip(tensors, offsets[:-1], strict=True)
+            _strided(host[offset : offset + t.span_nbytes], t) for t, offset in zip(tensors, offsets[:-1], strict=True)
         )
         self._copies = tuple(
             (memory.address(t.pointer), int(address) + offset, t.span_nbytes)

@@ -15,11 +15,12 @@ from typing import Any, Self
 
 import numpy as np
 
+from nimblert.dtypes import numpy_dtype
 from nimblert.errors import DeviceMismatchError, PlanInvalidError
-from nimblert.host_memory import HostMemory
+from nimblert.host_memory import HostMemory, HostWeights
 from nimblert.onnx_model import ELEMENT_TYPES
 from nimblert.onnx_rules import EXTERNAL_FILE, ORIGIN
-from nimblert.plan import ITEM_NBYTES, Kernel, Launch, Parameter, ParameterKind, Plan, Pointer, Program
+from nimblert.plan import ITEM_NBYTES, Kernel, Launch, Parameter, ParameterKind, Plan, Pointer, Region
 from nimblert.scratch import scratch_folder
 
 NO_PACKED_COPIES = ("session.disable_prepacking", "1")
@@ -120,6 +121,11 @@ def nchwc_block_size() -> int:
     return int(reordered.shape[1])
 
 
+def run_options() -> Any:
+    """RunOptions for the launches of one program in one context, so that `nimblert.streams` can end them all."""
+    return onnxruntime().RunOptions()
+
+
 def open_session(
     code: bytes,
     initializers: dict[str, Any] | None = None,
@@ -161,33 +167,44 @@ def initializer_folder() -> Iterator[str]:
 
 
 class SessionCache:
-    """The sessions of a plan while its launches are bound: one for each kernel and its initializers.
+    """The sessions of a plan, one for each kernel and its initializers, whatever launches it and in which memory.
 
-    Used in a ``with`` block: sessions and bindings outlive it, the placeholder file does not.
+    Launches are bound in a ``with`` block, by one thread at a time: sessions and bindings outlive it,
+    the placeholder file of initializers does not.
     """
 
-    def __init__(self, plan: Plan, program: Program, memory: HostMemory) -> None:
+    def __init__(self, plan: Plan, weights: HostWeights) -> None:
         self._plan = plan
-        self._memory = memory
-        self._threads = _threads(plan, program)
+        self._weights = weights
+        self._threads = _threads(plan)
         self._sessions: dict[tuple[object, ...], Any] = {}
-        self.options = onnxruntime().RunOptions()
-        """Those of every launch, so that `nimblert.streams` can end them all."""
+        self._lock = threading.Lock()
         self._resources = contextlib.ExitStack()
         for origin in sorted({module.origin for module in plan.modules}):
             _check_origin(origin)
 
     def __enter__(self) -> Self:
-        self._folder = self._resources.enter_context(initializer_folder())
+        self._lock.acquire()
+        try:
+            self._folder = self._resources.enter_context(initializer_folder())
+        except BaseException:
+            self._lock.release()
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._resources.close()
+        try:
+            self._resources.close()
+        finally:
+            self._lock.release()
 
-    def bind(self, launch: Launch, where: str) -> "partial[object]":
-        """A call that runs the launch. Raises PlanInvalidError where kernel and launch do not fit."""
+    def bind(self, launch: Launch, memory: HostMemory, options: Any, where: str) -> "partial[object]":
+        """A call that runs the launch in ``memory``, under these RunOptions.
+
+        Raises PlanInvalidError where kernel and launch do not fit.
+        """
         kernel = self._plan.kernels[launch.kernel]
         pointers = {relocation.param_offset: relocation.pointer for relocation in launch.relocations}
         if sorted(pointers) != sorted(p.offset for p in kernel.parameters):
@@ -198,12 +215,12 @@ class SessionCache:
             if parameter.kind is ParameterKind.INITIALIZER:
                 continue
             written = parameter.kind is ParameterKind.OUTPUT
-            array = self._memory.array(pointers[parameter.offset], parameter.dtype, parameter.shape, written=written)
+            array = memory.array(pointers[parameter.offset], parameter.dtype, parameter.shape, written=written)
             bind = binding.bind_output if written else binding.bind_input
             bind(parameter.name, "cpu", 0, _element_type(parameter, array), parameter.shape, array.ctypes.data)
         # The method of the extension itself: 1.6 us a call where the Python wrapper around it takes 5
         # (30 with RunOptions), most of it to look for a WebGPU graph.
-        return partial(session._sess.run_with_iobinding, binding._iobinding, self.options)  # noqa: SLF001
+        return partial(session._sess.run_with_iobinding, binding._iobinding, options)  # noqa: SLF001
 
     def _session(self, index: int, pointers: dict[int, Pointer]) -> Any:
         kernel = self._plan.kernels[index]
@@ -214,7 +231,14 @@ class SessionCache:
         return self._sessions[key]
 
     def _value(self, parameter: Parameter, pointer: Pointer) -> Any:
-        array = self._memory.array(pointer, parameter.dtype, parameter.shape)
+        """An initializer, where it lies among the weights; all of it must lie in one of them."""
+        if pointer.region is not Region.WEIGHTS:
+            raise PlanInvalidError([f"initializer {parameter.name!r}: in {pointer.region.name}, expected WEIGHTS"])
+        weight, start = self._weights.find(pointer.offset)
+        nbytes = prod(parameter.shape) * ITEM_NBYTES[parameter.dtype]
+        if start + nbytes > weight.nbytes:
+            raise PlanInvalidError([f"initializer {parameter.name!r}: its {nbytes} bytes are in no one weight"])
+        array = weight[start : start + nbytes].view(numpy_dtype(parameter.dtype)).reshape(parameter.shape)
         return ort_value(array, parameter.dtype)
 
     def _open(self, kernel: Kernel, constants: dict[str, tuple[Parameter, Pointer]]) -> Any:
@@ -241,12 +265,13 @@ def _is_threaded(kernel: Kernel) -> bool:
     return touched_nbytes >= _THREADED_NBYTES and kernel.symbol not in _STEPPED
 
 
-def _threads(plan: Plan, program: Program) -> int:
+def _threads(plan: Plan) -> int:
     """Threads of each session that has any of its own: streams share the cores, sessions the budget."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    launches = [command for command in program.commands if isinstance(command, Launch)]
+    launches = [c for program in plan.programs for c in program.commands if isinstance(c, Launch)]
     large = sum(_is_threaded(plan.kernels[launch.kernel]) for launch in launches)
-    return max(1, min(cores // max(program.stream_count, 1), _THREAD_BUDGET // max(large, 1)))
+    streams = max(program.stream_count for program in plan.programs)
+    return max(1, min(cores // max(streams, 1), _THREAD_BUDGET // max(large, 1)))
 
 
 def _element_type(parameter: Parameter, array: np.ndarray) -> Any:

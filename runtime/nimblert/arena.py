@@ -1,0 +1,91 @@
+"""Arena: scratch memory that contexts of several plans take turns in."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Self
+
+from nimblert import container
+from nimblert.errors import InputError
+from nimblert.plan import Plan, Target
+
+
+class Arena:
+    """Scratch memory for plans of one target that run one after the other, as large as the largest of them needs.
+
+    A run leaves nothing in it that another one would need: inputs, outputs, weights and state have memory
+    of their own. `nimblert.load` and `Executable.context` take it. It must be closed after the contexts
+    that use it.
+    """
+
+    def __init__(self, nbytes: int, *, target: str = "cuda", device: int = 0) -> None:
+        """``nbytes`` on a GPU ("cuda", the ``device`` of that ordinal) or in host memory ("cpu")."""
+        targets = {kind.name.lower(): kind for kind in Target}
+        if target not in targets:
+            raise InputError(f"target {target!r}: expected one of {sorted(targets)}")
+        self.nbytes = nbytes
+        self.target = targets[target]
+        self.device = device
+        self.owner: object = None
+        """A run by steps that is half done."""
+        self._busy = threading.Lock()
+        self.memory: Any = None
+        """An array of bytes, or a device address."""
+        if self.target is Target.CPU:
+            from nimblert.host_memory import allocate
+
+            self.memory = allocate(nbytes)
+        else:
+            from nimblert import driver, memory
+
+            driver.initialise()
+            self._context = driver.Context(device)
+            self.memory = memory.allocate(self._context, nbytes)
+
+    @classmethod
+    def for_plans(cls, *plans: Plan | container.Source, device: int = 0) -> Self:
+        """One that is as large as the largest of these plans needs. Raises InputError, PlanError."""
+        parsed = [plan if isinstance(plan, Plan) else container.read(plan) for plan in plans]
+        targets = {plan.target for plan in parsed}
+        if len(targets) != 1:
+            raise InputError("an arena is for plans of one target, and for one plan at least")
+        return cls(max(plan.arena_nbytes for plan in parsed), target=targets.pop().name.lower(), device=device)
+
+    def check(self, plan: Plan, device: int) -> None:
+        """Raise InputError where a plan cannot use it there."""
+        if self.memory is None:
+            raise InputError("the arena is closed")
+        if (self.target, self.device) != (plan.target, device):
+            here, there = (
+                f"{t.name.lower()} device {n}" for t, n in ((self.target, self.device), (plan.target, device))
+            )
+            raise InputError(f"the arena is on {here}, the plan runs on {there}")
+        if self.nbytes < plan.arena_nbytes:
+            raise InputError(f"the arena has {self.nbytes} bytes, the plan needs {plan.arena_nbytes}")
+
+    @contextmanager
+    def turn(self, steps: object = None) -> Iterator[None]:
+        """A run in it, or the begin of ``steps``, which keep it until `owner` is none again.
+
+        Raises InputError while another one runs.
+        """
+        if self._busy.locked() or self.owner is not None:
+            raise InputError("the arena is in use by another context: run one after the other")
+        with self._busy:
+            self.owner = steps
+            yield
+
+    def close(self) -> None:
+        """Give the memory back; calling it twice is harmless."""
+        if self.memory is not None and self.target is not Target.CPU:
+            self._context.close()
+        self.memory = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

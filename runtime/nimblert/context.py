@@ -1,0 +1,368 @@
+"""Context: the programs of a plan in memory of their own, which can be called."""
+
+import asyncio
+import atexit
+import ctypes
+import os
+import threading
+import weakref
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import numpy as np
+
+from nimblert.arena import Arena
+from nimblert.dtypes import numpy_dtype
+from nimblert.entries import Signature
+from nimblert.errors import InputError
+from nimblert.extents import region_sizes
+from nimblert.plan import Plan, Pointer, Program, Tensor, Work
+
+_LAST_RUN_S = 10.0
+"""How long the end of the interpreter waits for a run of a daemon thread."""
+
+_OWN_ARENA = nullcontext()
+
+_LISTED = 4
+"""Of what may be many, a repr shows so many."""
+
+
+class Backend(Protocol):
+    """A program in memory. `inputs` and `outputs` are strided views of host memory."""
+
+    inputs: tuple[np.ndarray, ...]
+    outputs: tuple[np.ndarray, ...]
+
+    def run(self) -> None:
+        """Compute the outputs of the inputs."""
+
+    def replay(self) -> None:
+        """Compute again on the inputs of the run before, without moving them or the outputs."""
+
+    def steps(self) -> Generator[Work, None, None]:
+        """Compute the outputs of the inputs command by command: each launch, copy or fill when it is done."""
+
+    def read(self, pointer: Pointer, nbytes: int) -> np.ndarray:
+        """A copy of bytes of the program's memory, as uint8."""
+
+    def close(self) -> None:
+        """Give everything back."""
+
+
+class Resident(Protocol):
+    """What the contexts of a plan share on a device: code and weights."""
+
+    def working(self, arena: Any, *, poison: bool) -> Any:
+        """The memory that the programs of one context share, over an arena if one is given."""
+
+    def backend(self, program: Program, working: Any, *, poison: bool) -> Backend:
+        """A program in the memory of a context."""
+
+    def close(self) -> None:
+        """Give back code and weights; every context must be closed."""
+
+
+class Context:
+    """The programs of a plan with an arena, state, inputs and outputs of their own, for one thread at a time.
+
+    Made by `Executable.context`; weights and code are the executable's. Each program is loaded when it
+    is first asked for. Ctrl-C ends a run between two commands, and the context stays usable. What two
+    threads ask of one context at the same time raises InputError in the second.
+    """
+
+    _noun = "context"
+    _turns = False
+    """Whether threads wait for one another, or the second is refused."""
+    _again = "make another one"
+
+    def __init__(self, plan: Plan, resident: Resident, *, arena: Arena | None = None, poison: bool = False) -> None:
+        self.plan = plan
+        self._resident = resident
+        self._arena = arena
+        self._poison = poison
+        self._signatures = {name: Signature(name, programs) for name, programs in plan.entries.items()}
+        self._backends: dict[str, Backend] = {}
+        self._own_lock = threading.Lock()
+        self._closed = False
+        self._steps: Generator[Work, None, None] | None = None
+        self._process = os.getpid()
+        self._current = plan.programs[0]  # which `replay` and `read` are about
+        self._working = resident.working(None if arena is None else arena.memory, poison=poison)
+        try:
+            self._load(self._current)
+        except BaseException:
+            self._working.close()
+            raise
+        _live.add(self)
+
+    def __repr__(self) -> str:
+        programs = ", ".join(map(repr, self.plan.programs[:_LISTED]))
+        more = ", ..." if len(self.plan.programs) > _LISTED else ""
+        return f"{type(self).__name__}({programs}{more})"
+
+    @property
+    def entries(self) -> tuple[str, ...]:
+        """The names of the plan's entries, each of which `entry` gives."""
+        return tuple(self._signatures)
+
+    def entry(self, name: str | None = None) -> "Entry":
+        """The entry called ``name``: without one, the only one there is, or "main". Raises InputError."""
+        return Entry(self, self._signature(name))
+
+    @property
+    def program(self) -> Program:
+        """The first program of the entry that is meant where none is named."""
+        return self._signature(None).programs[0]
+
+    @property
+    def backend(self) -> Backend:
+        """What runs `program`."""
+        with self._lock:
+            self._check_ready(self._steps)
+            return self._load(self.program)
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """The inputs of `program`, each with name, shape and dtype."""
+        return self.program.inputs
+
+    @property
+    def outputs(self) -> tuple[Tensor, ...]:
+        """The outputs of `program`, each with name, shape and dtype."""
+        return self.program.outputs
+
+    def __call__(
+        self, *args: np.ndarray, entry: str | None = None, **kwargs: np.ndarray
+    ) -> np.ndarray | tuple[np.ndarray, ...]:
+        """Run an entry on arrays given in the plan's order, by name, or both; their shapes choose its program.
+
+        One output comes back as an array, several as a tuple in the plan's order. An input whose name
+        is "entry" is given by position, or to what `entry` returns.
+        """
+        return self._call(self._signature(entry), args, kwargs)
+
+    def run(
+        self,
+        arrays: Mapping[str, np.ndarray],
+        *,
+        entry: str | None = None,
+        out: Mapping[str, np.ndarray] | None = None,
+        reuse_outputs: bool = False,
+    ) -> dict[str, np.ndarray]:
+        """Run an entry on arrays by input name: the outputs by name, in the plan's order.
+
+        An output that ``out`` names is written into that array. Others are new arrays; with
+        ``reuse_outputs`` they are views of memory that the next run writes again, and cost no copy.
+        Raises InputError.
+        """
+        return self._run(self._signature(entry), arrays, out or {}, reuse_outputs=reuse_outputs)
+
+    async def arun(self, arrays: Mapping[str, np.ndarray], *, entry: str | None = None) -> dict[str, np.ndarray]:
+        """As `run`, while the event loop goes on; the run itself goes to its end even if its task is cancelled."""
+        return await asyncio.to_thread(self.run, arrays, entry=entry)
+
+    def steps(self, arrays: Mapping[str, np.ndarray], *, entry: str | None = None) -> Generator[Work, None, None]:
+        """Run an entry on arrays by input name, one command after the other in issue order.
+
+        Gives each launch, copy or fill when it is done; what it wrote can be had of `read`. Until the
+        generator is exhausted, closed or dropped, every other run raises InputError.
+        """
+        program, checked = self._signature(entry).choose(arrays)
+        with self._lock:
+            self._check_ready()
+            steps = self._load(program).steps()
+        try:
+            with self._lock, self._scratch(steps):
+                self._check_ready()
+                self._steps = steps
+                self._place(program, checked)
+            while True:
+                with self._lock:
+                    self._check_ready(steps)
+                    work = next(steps, None)
+                if work is None:
+                    return
+                yield work
+        finally:
+            if self._steps is steps:  # without the lock: this thread may hold it where it drops the generator
+                self._steps = None
+            if self._arena is not None and self._arena.owner is steps:
+                self._arena.owner = None
+
+    def read(self, pointer: Pointer, nbytes: int) -> np.ndarray:
+        """A copy of ``nbytes`` bytes of the memory of the program run last, between two `steps`, as uint8.
+
+        Raises InputError where the region does not hold them.
+        """
+        held = region_sizes(self.plan, self._current).get((pointer.region, pointer.index), 0)
+        if not 0 <= pointer.offset <= pointer.offset + nbytes <= held:
+            region = f"{pointer.region.name}({pointer.index})"
+            raise InputError(f"read: {nbytes} bytes at {pointer.offset} lie outside {region} ({held} bytes)")
+        with self._lock:
+            self._check_ready(self._steps)
+            return self._load(self._current).read(pointer, nbytes)
+
+    def replay(self) -> None:
+        """Run again on the inputs of the run before; nothing is copied to or from the caller."""
+        with self._lock, self._scratch():
+            self._check_ready()
+            self._load(self._current).replay()
+
+    def _call(
+        self, signature: Signature, args: Sequence[np.ndarray], kwargs: Mapping[str, np.ndarray]
+    ) -> np.ndarray | tuple[np.ndarray, ...]:
+        results = tuple(self._run(signature, signature.by_name(args, kwargs), {}).values())
+        return results[0] if len(results) == 1 else results
+
+    def _run(
+        self,
+        signature: Signature,
+        arrays: Mapping[str, np.ndarray],
+        out: Mapping[str, np.ndarray],
+        *,
+        reuse_outputs: bool = False,
+    ) -> dict[str, np.ndarray]:
+        program, checked = signature.choose(arrays)
+        check_out(program, out)
+        with self._lock, self._scratch():
+            self._check_ready()
+            backend = self._place(program, checked)
+            backend.run()
+            results = {}
+            for tensor, view in zip(program.outputs, backend.outputs, strict=True):
+                if tensor.name in out:
+                    results[tensor.name] = out[tensor.name]
+                    np.copyto(out[tensor.name], view)
+                else:
+                    results[tensor.name] = view if reuse_outputs else view.copy()
+            return results
+
+    def _signature(self, name: str | None) -> Signature:
+        if name is None and len(self._signatures) == 1:
+            (name,) = self._signatures
+        found = self._signatures.get("main" if name is None else name)
+        if found is None:
+            what = "no entry is named" if name is None else f"entry {name!r}: not found"
+            raise InputError(f"{what}, the plan has {list(self._signatures)}")
+        return found
+
+    def _load(self, program: Program) -> Backend:
+        """What runs ``program``, loaded now if it was not before."""
+        if program.name not in self._backends:
+            self._backends[program.name] = self._resident.backend(program, self._working, poison=self._poison)
+        return self._backends[program.name]
+
+    def _place(self, program: Program, arrays: Sequence[np.ndarray]) -> Backend:
+        """Give a program its inputs: what runs it."""
+        backend = self._load(program)
+        self._current = program
+        for view, array in zip(backend.inputs, arrays, strict=True):
+            np.copyto(view, array)
+        return backend
+
+    @property
+    def _lock(self) -> threading.Lock:
+        """Whose turn it is. A child may have been forked while a thread held it, which no child has."""
+        if os.getpid() != self._process:
+            raise InputError(
+                f"this {self._noun} was loaded in process {self._process}: load the plan again in this one"
+            )
+        if not self._turns and self._own_lock.locked():
+            raise InputError("this context is at work in another thread: each takes one of its own, context()")
+        return self._own_lock
+
+    def _scratch(self, steps: Generator[Work, None, None] | None = None) -> AbstractContextManager[object]:
+        """The arena for a run; ``steps`` keep it until they end."""
+        return _OWN_ARENA if self._arena is None else self._arena.turn(steps)
+
+    def _check_ready(self, steps: Generator[Work, None, None] | None = None) -> None:
+        """Raise InputError unless it is open and nothing but ``steps`` is half done."""
+        if self._closed:
+            raise InputError(f"this {self._noun} is closed: {self._again}")
+        if self._steps is not steps:
+            raise InputError("a run by steps() is half done: exhaust it or close it first")
+
+    def close(self) -> None:
+        """Give back memory, streams and graphs; calling it twice is harmless.
+
+        Waits for the run of another thread. In a forked process it does nothing.
+        """
+        if os.getpid() != self._process:
+            return
+        with self._own_lock:
+            if not self._closed:
+                self._closed = True
+                for backend in self._backends.values():
+                    backend.close()
+                self._working.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Entry:
+    """One entry of a context. ``name``; ``programs`` are those of its profiles."""
+
+    def __init__(self, context: Context, signature: Signature) -> None:
+        self.name = signature.name
+        self.programs = signature.programs
+        self._context = context
+        self._signature = signature
+
+    def __repr__(self) -> str:
+        return f"Entry({self.name!r}, {len(self.programs)} programs)"
+
+    def __call__(self, *args: np.ndarray, **kwargs: np.ndarray) -> np.ndarray | tuple[np.ndarray, ...]:
+        """As a call of the context that names this entry."""
+        return self._context._call(self._signature, args, kwargs)  # noqa: SLF001
+
+    def run(self, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """As `Context.run`."""
+        return self._context.run(arrays, entry=self.name)
+
+
+def check_out(program: Program, out: Mapping[str, np.ndarray]) -> None:
+    """Raise InputError where an array cannot take the output that it is given for."""
+    outputs = {tensor.name: tensor for tensor in program.outputs}
+    for name, array in out.items():
+        tensor = outputs.get(name)
+        if tensor is None:
+            raise InputError(f"out: {name!r} is not one of the plan's outputs {list(outputs)}")
+        if not isinstance(array, np.ndarray):
+            raise InputError(f"out {name!r}: got {type(array).__name__}, expected a numpy array")
+        if (array.dtype, array.shape) != (numpy_dtype(tensor.dtype), tensor.shape):
+            raise InputError(f"out {name!r}: {array.dtype} {array.shape}, expected {tensor.dtype} {tensor.shape}")
+        if not array.flags.writeable:
+            raise InputError(f"out {name!r}: the array is read-only")
+
+
+_live: weakref.WeakSet[Context] = weakref.WeakSet()
+
+
+@atexit.register
+def _wait_for_runs() -> None:
+    """Let the runs of daemon threads end, and none begin: the locks are kept.
+
+    A thread that came back from ONNX Runtime when the interpreter is gone would abort the process.
+    """
+    for context in tuple(_live):
+        if context._process == os.getpid():  # noqa: SLF001
+            context._own_lock.acquire(timeout=_LAST_RUN_S)  # noqa: SLF001
+
+
+def _keep_for_ever() -> None:
+    """In a forked child, let nothing be given back: a session's end waits for threads that no child has."""
+    for context in tuple(_live):
+        for kept in (context._backends, context._resident):  # noqa: SLF001
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_keep_for_ever)

@@ -1,0 +1,260 @@
+"""Contexts over one executable: independent, for threads; arenas that plans share; outputs in the caller's memory."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cpu_plans import floats, plan_file, write_model
+from onnx import helper
+
+import nimblert
+from nimblert import Arena, Executable
+from nimblert.cpu import CpuBackend
+from nimblert.errors import InputError
+
+WIDTH = 64
+node = helper.make_node
+
+
+def saved(folder: Path, name: str, rows: int) -> Path:
+    """tanh(x @ w) @ w for (rows, WIDTH), whose arena holds the middle."""
+    weight = np.random.default_rng(1).standard_normal((WIDTH, WIDTH)).astype(np.float32) / 8
+    path = write_model(
+        folder / f"{name}.onnx",
+        [node("MatMul", ["x", "w"], ["a"]), node("Tanh", ["a"], ["b"]), node("MatMul", ["b", "w"], ["y"])],
+        [floats("x", rows, WIDTH)],
+        [floats("y", rows, WIDTH)],
+        constants={"w": weight},
+    )
+    plan = plan_file(path)
+    assert plan.arena_nbytes
+    plan.save(folder / f"{name}.plan")
+    return folder / f"{name}.plan"
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(tmp_path_factory.mktemp("contexts"), "small", 4)
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(tmp_path_factory.mktemp("contexts"), "large", 32)
+
+
+@pytest.fixture
+def model(small: Path) -> Iterator[Executable]:
+    with nimblert.load(small) as executable:
+        yield executable
+
+
+def drawn(seed: int, rows: int = 4) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((rows, WIDTH)).astype(np.float32)
+
+
+def test_a_context_has_memory_of_its_own_over_the_same_weights_and_sessions(model: Executable) -> None:
+    context = model.context()
+    first, second = model.backend, context.backend
+    assert isinstance(first, CpuBackend)
+    assert isinstance(second, CpuBackend)
+    for mine, other in zip((*first.inputs, *first.outputs), (*second.inputs, *second.outputs), strict=True):
+        assert not np.shares_memory(mine, other)
+    assert model._resident is context._resident
+    sessions = model._resident.sessions._sessions  # type: ignore[attr-defined]
+    assert len(sessions) == 2  # one product serves twice
+    expected = model(drawn(0))
+    context(drawn(1))
+    model.replay()
+    assert np.array_equal(first.outputs[0], expected)
+
+
+def test_threads_with_a_context_each_compute_what_one_alone_does(model: Executable) -> None:
+    inputs = [drawn(seed) for seed in range(40)]
+    expected = [model(x) for x in inputs]
+
+    def work(_: int) -> None:
+        with model.context() as context:
+            for x, y in zip(inputs * 5, expected * 5, strict=True):
+                assert np.array_equal(context(x), y)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(8)))
+
+
+def test_contexts_run_beside_each_other(model: Executable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of two runs waits inside for the other one to have begun: they would wait for ever one after the other."""
+    both = threading.Barrier(2, timeout=20)
+    run = CpuBackend.run
+
+    def meeting(backend: CpuBackend) -> None:
+        both.wait()
+        run(backend)
+
+    contexts = [model.context(), model.context()]
+    monkeypatch.setattr(CpuBackend, "run", meeting)
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(lambda context: context(drawn(3)), contexts))
+    assert np.array_equal(*results)
+
+
+class _Busy:
+    """A context whose run lasts until it is let go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.began, self.go_on = threading.Event(), threading.Event()
+        run = CpuBackend.run
+
+        def slow(backend: CpuBackend) -> None:
+            self.began.set()
+            assert self.go_on.wait(20)
+            run(backend)
+
+        monkeypatch.setattr(CpuBackend, "run", slow)
+
+
+def test_a_context_in_two_threads_is_refused_and_stays_good(model: Executable, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = model(drawn(0))
+    context, busy = model.context(), _Busy(monkeypatch)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(context, drawn(0))
+        assert busy.began.wait(20)
+        for use in (lambda: context(drawn(0)), context.replay, lambda: next(context.steps({"x": drawn(0)}))):
+            with pytest.raises(InputError, match=r"at work in another thread: each takes one of its own, context\(\)"):
+                use()
+        busy.go_on.set()
+        assert np.array_equal(running.result(), expected)
+    assert np.array_equal(context(drawn(0)), expected)
+
+
+def test_threads_that_share_an_executable_take_turns(model: Executable, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = model(drawn(0))
+    busy = _Busy(monkeypatch)
+    with ThreadPoolExecutor(2) as pool:
+        runs = [pool.submit(model, drawn(0)) for _ in range(2)]
+        assert busy.began.wait(20)
+        time.sleep(0.05)
+        assert not any(run.done() for run in runs)
+        busy.go_on.set()
+        assert all(np.array_equal(run.result(), expected) for run in runs)
+
+
+def test_closing_an_executable_closes_its_contexts_and_waits_for_their_runs(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nimblert.load(small)
+    expected = model(drawn(0))
+    context, busy = model.context(), _Busy(monkeypatch)
+    with ThreadPoolExecutor(2) as pool:
+        running = pool.submit(context, drawn(0))
+        assert busy.began.wait(20)
+        closing = pool.submit(model.close)
+        time.sleep(0.05)
+        assert not closing.done()
+        busy.go_on.set()
+        assert np.array_equal(running.result(), expected)
+        closing.result()
+    with pytest.raises(InputError, match="this context is closed: make another one"):
+        context(drawn(0))
+    with pytest.raises(InputError, match="this executable is closed: load the plan again"):
+        model.context()
+
+
+def test_an_arena_serves_plans_that_run_one_after_the_other(small: Path, large: Path) -> None:
+    with nimblert.load(small) as alone, nimblert.load(large) as other:
+        expected = alone(drawn(0)), other(drawn(0, 32))
+        arenas = [model.plan.arena_nbytes for model in (alone, other)]
+    with Arena.for_plans(small, large) as arena:
+        assert arena.nbytes == max(arenas)
+        with nimblert.load(small, arena=arena) as first, nimblert.load(large, arena=arena) as second:
+            for _ in range(3):
+                assert np.array_equal(first(drawn(0)), expected[0])
+                assert np.array_equal(second(drawn(0, 32)), expected[1])
+            for model in (first, second):
+                assert isinstance(model.backend, CpuBackend)
+            third = second.context(arena=arena)
+            assert np.array_equal(third(drawn(0, 32)), expected[1])
+
+
+def test_an_arena_in_use_is_refused(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Arena.for_plans(small) as arena, nimblert.load(small, arena=arena) as model:
+        context = model.context(arena=arena)
+        steps = context.steps({"x": drawn(0)})
+        next(steps)
+        with pytest.raises(InputError, match="the arena is in use by another context: run one after the other"):
+            model(drawn(0))
+        steps.close()
+        expected = model(drawn(0))
+        busy = _Busy(monkeypatch)
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(context, drawn(0))
+            assert busy.began.wait(20)
+            with pytest.raises(InputError, match="the arena is in use by another context"):
+                model(drawn(0))
+            busy.go_on.set()
+            assert np.array_equal(running.result(), expected)
+
+
+def test_an_arena_that_does_not_serve_is_refused(small: Path, large: Path) -> None:
+    with Arena(16, target="cpu") as arena, pytest.raises(InputError, match="has 16 bytes, the plan needs"):
+        nimblert.load(large, arena=arena)
+    arena = Arena.for_plans(small)
+    arena.close()
+    with pytest.raises(InputError, match="the arena is closed"):
+        nimblert.load(small, arena=arena)
+    with pytest.raises(InputError, match="target 'tpu': expected one of"):
+        Arena(16, target="tpu")
+    with pytest.raises(InputError, match="for plans of one target"):
+        Arena.for_plans()
+
+
+def test_a_cpu_plan_has_no_devices(small: Path) -> None:
+    with pytest.raises(InputError, match="device 1: a plan for the CPU has no devices to choose from"):
+        nimblert.load(small, device=1)
+
+
+def test_outputs_are_new_arrays_or_the_callers_or_views_that_the_next_run_writes(model: Executable) -> None:
+    first, second = drawn(0), drawn(1)
+    expected = model(first), model(second)
+    kept = model.run({"x": first})["y"]
+    mine = np.zeros((4, WIDTH), np.float32)
+    assert model.run({"x": second}, out={"y": mine})["y"] is mine
+    assert np.array_equal(mine, expected[1])
+    view = model.run({"x": first}, reuse_outputs=True)["y"]
+    assert np.array_equal(view, expected[0])
+    model(second)
+    assert np.array_equal(view, expected[1])
+    assert np.array_equal(kept, expected[0])
+
+
+@pytest.mark.parametrize(
+    ("out", "sentence"),
+    [
+        ({"z": np.zeros((4, WIDTH), np.float32)}, "out: 'z' is not one of the plan's outputs ['y']"),
+        ({"y": [0.0]}, "out 'y': got list, expected a numpy array"),
+        ({"y": np.zeros((4, WIDTH))}, f"out 'y': float64 (4, {WIDTH}), expected float32 (4, {WIDTH})"),
+        ({"y": np.zeros((WIDTH, 4), np.float32)}, f"out 'y': float32 ({WIDTH}, 4), expected float32 (4, {WIDTH})"),
+        ({"y": np.broadcast_to(np.float32(0), (4, WIDTH))}, "out 'y': the array is read-only"),
+    ],
+)
+def test_an_array_that_cannot_take_an_output(model: Executable, out: dict[str, np.ndarray], sentence: str) -> None:
+    with pytest.raises(InputError) as caught:
+        model.run({"x": drawn(0)}, out=out)
+    assert str(caught.value) == sentence
+
+
+def test_runs_can_be_awaited(model: Executable) -> None:
+    inputs = [drawn(seed) for seed in range(6)]
+    expected = [model(x) for x in inputs]
+
+    async def all_of_them() -> list[dict[str, np.ndarray]]:
+        contexts = [model.context() for _ in inputs]
+        runs = (context.arun({"x": x}) for context, x in zip(contexts, inputs, strict=True))
+        return await asyncio.gather(*runs)
+
+    for found, y in zip(asyncio.run(all_of_them()), expected, strict=True):
+        assert np.array_equal(found["y"], y)
