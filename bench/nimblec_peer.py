@@ -44,7 +44,7 @@ def gpu_us(loaded: Executable) -> np.ndarray:
 
 def serialised(plan: Plan) -> Plan:
     """The same kernels in the same memory on one stream, in issue order."""
-    (program,) = plan.programs
+    program = plan.programs[0]
     commands = tuple(
         replace(c, stream=0, programmatic=False) if isinstance(c, Launch) else replace(c, stream=0)
         for c in program.commands
@@ -76,7 +76,7 @@ def schedule(program: Program, loaded: Executable) -> dict[str, Any]:
 def work(plan: Plan) -> dict[str, dict[str, float]]:
     """How often each kernel is launched, how long that takes in all, and the bytes that it reads and writes."""
     found: dict[str, dict[str, float]] = {}
-    (program,) = plan.programs
+    program = plan.programs[0]
     for command in program.commands:
         if not isinstance(command, Record | Wait):
             name = program.ops[command.op].name
@@ -128,7 +128,7 @@ def main() -> None:
         path = Path(folder, "model.plan")
         figures = compiled(options.model, options.level, path, fp32=options.fp32)
         plan = container.read(path)
-        (program,) = plan.programs
+        program = plan.programs[0]
         loaded = open_plans.enter_context(load(plan))
         inputs = arrays(program, args, kwargs)
         groups: dict[str, Callable[[], clocks.Samples]] = {}

@@ -116,7 +116,7 @@ def flatc(path: Path, folder: Path) -> Lines:
     command = ["flatc", "--json", "--raw-binary", "--strict-json", "-o", folder, SCHEMA, "--", path]
     subprocess.run(command, check=True)
     facts: dict[str, Any] = json.loads(path.with_suffix(".json").read_text())
-    (program,) = facts["programs"]
+    program = facts["programs"][0]
     chosen = {key: facts[key] for key in ("schema", "trailer", "producer", "target", "weights_nbytes")}
     chosen |= {"modules[0]": facts["modules"][0], "programs[0].inputs[0]": program["inputs"][0]}
     launch = program["commands"][1]["action"]

@@ -97,7 +97,7 @@ def optimise(graph: Graph) -> Lines:
 
 def lowering(plan: Plan) -> Lines:
     """One launch, with its parameters and where they point."""
-    (program,) = plan.programs
+    program = plan.programs[0]
     launch = program.commands[1]
     assert isinstance(launch, Launch)
     kernel = plan.kernels[launch.kernel]
@@ -115,7 +115,7 @@ def lowering(plan: Plan) -> Lines:
 
 def loaded(plan: Plan) -> Lines:
     """What loading makes of a plan whose file is mapped."""
-    (program,) = plan.programs
+    program = plan.programs[0]
     regions = HostMemory(plan, program, poison=True)
     in_place = 0
     for weight in plan.weights:
@@ -136,7 +136,7 @@ def loaded(plan: Plan) -> Lines:
 
 def runs(plan: Plan, path: Path) -> Lines:
     """Two images, and the golden record."""
-    (program,) = plan.programs
+    program = plan.programs[0]
     with load(path, poison=True) as executable:
         for digit in (7, 3):
             result = executable.run({"image": np.load(ROOT / "samples" / f"digit_{digit}.npy")})
@@ -194,7 +194,7 @@ def sections(folder: Path) -> Iterator[tuple[str, Lines]]:
 
 def with_golden(plan: Plan, model: onnx.ModelProto) -> Plan:
     """The plan with what a plain ONNX Runtime session computes from seeded inputs."""
-    (program,) = plan.programs
+    program = plan.programs[0]
     outputs = run_reference(model, MODEL.parent, golden.draw_inputs(program, 0))
     return replace(plan, programs=(replace(program, golden=golden.record(0, outputs, 0.0)),))
 

@@ -20,7 +20,7 @@ def with_delays(plan: Plan, seed: int, cubin: bytes) -> Plan:
     Before records and waits too, so that events are late. Lengths are spread evenly by magnitude.
     """
     generator = random.Random(seed)  # noqa: S311 - not for secrets
-    (program,) = plan.programs
+    program = plan.programs[0]
     lengths = {
         position: round(_LONGEST_NS ** generator.random())
         for position in range(len(program.commands))
@@ -31,7 +31,7 @@ def with_delays(plan: Plan, seed: int, cubin: bytes) -> Plan:
 
 def with_delays_before(plan: Plan, lengths: Mapping[int, int], cubin: bytes) -> Plan:
     """The plan with a delay of ``lengths[position]`` ns before each of these commands, on its stream."""
-    (program,) = plan.programs
+    program = plan.programs[0]
     kernel = Kernel(module=len(plan.modules), symbol="delay", parameters=(Parameter(offset=0, nbytes=8),))
     delayed = replace(
         program,

@@ -203,7 +203,7 @@ def cuda_plan() -> Plan:
 def several_entries() -> Plan:
     """`cuda_plan` with an entry "main" of two profiles and an entry "tail"."""
     plan = cuda_plan()
-    (main,) = plan.programs
+    main = plan.programs[0]
     half = tuple(replace(tensor, shape=(2, 4)) for tensor in main.inputs)
     programs = (
         replace(main, profile=(("batch", 4),)),

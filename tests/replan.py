@@ -37,7 +37,7 @@ def graph_of(plan: Plan) -> Graph:
     Each region is one buffer, so tensors that took turns in the same bytes of the arena are ordered
     as if one were made of the other: that graph is what the plan's memory permits. No op is opaque.
     """
-    (program,) = plan.programs
+    program = plan.programs[0]
     reader = _Reader(plan, program)
     return Graph(
         modules=plan.modules,
@@ -52,7 +52,7 @@ def graph_of(plan: Plan) -> Graph:
 
 def replanned(plan: Plan, schedule: Schedule) -> Plan:
     """The plan with its commands in another schedule of `graph_of`, its memory as it was."""
-    (program,) = plan.programs
+    program = plan.programs[0]
     graph = graph_of(plan)
     memory = Layout(
         offsets=(0,) * len(graph.buffers),
@@ -66,7 +66,7 @@ def replanned(plan: Plan, schedule: Schedule) -> Plan:
 
 def without(plan: Plan, position: int) -> Plan:
     """The plan without one of its commands."""
-    (program,) = plan.programs
+    program = plan.programs[0]
     commands = program.commands[:position] + program.commands[position + 1 :]
     return replace(plan, programs=(replace(program, commands=commands),))
 

@@ -216,7 +216,7 @@ def test_inspect_shows_why_the_schedule_is_what_it_is(nimblec: CommandLine, cuda
     assert "arena 1,024 bytes, 77.8% above the lower bound" in rows
     assert "1 1 0 768 5.20 us" in rows
     assert "max 2 2 1,024 4.90 us kept" in rows
-    (program,) = json.loads(nimblec("inspect", cuda, "--json").out)["programs"]
+    program = json.loads(nimblec("inspect", cuda, "--json").out)["programs"][0]
     assert (program["schedule"]["antichain"], program["schedule"]["syncs"]) == ([2, 3], 2)
 
 
@@ -292,7 +292,7 @@ def changed(digits: Path, path: Path, change: Callable[[Plan], Plan]) -> Path:
 
 
 def other_seed(plan: Plan) -> Plan:
-    (program,) = plan.programs
+    program = plan.programs[0]
     assert program.golden is not None
     golden = replace(program.golden, seed=program.golden.seed + 1)
     return replace(plan, programs=(replace(program, golden=golden),))
@@ -306,7 +306,7 @@ def test_verify_fails_where_the_run_gives_something_else(nimblec: CommandLine, d
 
 def without_order(plan: Plan) -> Plan:
     """Drop the events that order the two streams."""
-    (program,) = plan.programs
+    program = plan.programs[0]
     commands = tuple(command for command in program.commands if type(command).__name__ not in {"Record", "Wait"})
     return replace(plan, programs=(replace(program, commands=commands, event_count=0),))
 

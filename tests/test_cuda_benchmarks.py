@@ -40,7 +40,7 @@ def _compiling(gpu_compiler: "GpuCompiler") -> None:
 @pytest.mark.parametrize("model", MODELS)
 def test_a_policy_changes_no_bit(gpu_compiler: "GpuCompiler", model: str, policy: str) -> None:
     plan = gpu_compiler.plan(model, streams=policy)
-    (program,) = plan.programs
+    program = plan.programs[0]
     assert list(hazards(program)) == []
     assert verdicts(plan) == {Verdict.BIT_EXACT}
     if policy == "max":

@@ -42,12 +42,12 @@ def _compiling(gpu_compiler: "GpuCompiler") -> None:
 
 
 def _commands(plan: Plan) -> int:
-    (program,) = plan.programs
+    program = plan.programs[0]
     return sum(isinstance(command, (Launch, Memcpy)) for command in program.commands)
 
 
 def _ops(plan: Plan) -> set[str]:
-    (program,) = plan.programs
+    program = plan.programs[0]
     return {program.ops[command.op].name for command in program.commands if isinstance(command, Launch)}
 
 
@@ -74,7 +74,7 @@ def _compare(plan: Plan, name: str) -> None:
     module, args, kwargs = awkward_models.build(name)
     reference = eager.Eager(module, args, kwargs)
     arrays = [eager.as_array(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    (program,) = plan.programs
+    program = plan.programs[0]
     with nimblert.load(plan, poison=True) as executable:
         found = executable.run({tensor.name: a for tensor, a in zip(program.inputs, arrays, strict=True)})
     for wanted, got in zip(reference(arrays), found.values(), strict=True):

@@ -39,7 +39,7 @@ def _compiling(gpu_compiler: "GpuCompiler") -> None:
 
 
 def launches(plan: Plan) -> int:
-    (program,) = plan.programs
+    program = plan.programs[0]
     return sum(isinstance(c, Launch) for c in program.commands)
 
 
@@ -92,7 +92,7 @@ def test_level_2_keeps_the_fastest_of_several(tmp_path: Path) -> None:
 def test_level_2_writes_parts_of_a_concatenation_where_they_belong(tmp_path: Path, streams: str) -> None:
     options = Options(target="cuda", level=2, streams=streams)
     made = compile_model("gpu_models:concatenating", options=options, output=tmp_path / "m", observer=lambda *_: None)
-    (program,) = made.plan.programs
+    program = made.plan.programs[0]
     names = [program.ops[command.op].name for command in program.commands if isinstance(command, Launch)]
     assert any("convolution_into" in name for name in names), names
     assert not any("cat" in name for name in names), names
@@ -103,7 +103,7 @@ def test_level_2_writes_parts_of_a_concatenation_where_they_belong(tmp_path: Pat
 def test_half_precision_keeps_inputs_and_outputs(tmp_path: Path, level: int) -> None:
     options = Options(target="cuda", level=level, precision="fp16", max_error=0.05)
     made = compile_model("samples/digits.onnx", options=options, output=tmp_path / "m.plan", observer=lambda *_: None)
-    (program,) = made.plan.programs
+    program = made.plan.programs[0]
     assert [t.dtype for t in (*program.inputs, *program.outputs)] == ["float32", "int64", "float32"]
     assert {w.dtype for w in made.plan.weights} <= {"float16", "int64"}
     assert verdicts(made.plan) == {Verdict.BIT_EXACT}

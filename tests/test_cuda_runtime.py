@@ -139,7 +139,7 @@ def test_a_replay_takes_the_inputs_that_are_there(plan: Plan) -> None:
 
 
 def test_poison_fills_what_a_run_must_write(plan: Plan) -> None:
-    (program,) = plan.programs
+    program = plan.programs[0]
     with nimblert.load(plan, poison=True) as executable:
         found = {}
         for region, nbytes in ((Region.ARENA, program.arena_nbytes), (Region.OUTPUT, program.output_nbytes[0])):

@@ -54,7 +54,7 @@ def test_delays_come_by_their_seed_and_are_short() -> None:
 
 def test_order_is_kept() -> None:
     plan = cuda_plan()
-    (program,) = plan.programs
+    program = plan.programs[0]
     everywhere = dict.fromkeys(range(len(program.commands)), 10)
     assert list(hazards(with_delays_before(plan, everywhere, CODE).programs[0])) == []
     unmet = tuple(c for c in program.commands if not (isinstance(c, Wait) and c.stream == 0))

@@ -39,7 +39,7 @@ def test_the_sizes_add_up() -> None:
 
 def test_commands_kernels_and_modules_are_counted() -> None:
     facts = inspection.describe(cuda_plan(), file_nbytes=20000)
-    (program,) = facts["programs"]
+    program = facts["programs"][0]
     assert program["commands"] == {"launch": 3, "memcpy": 1, "memset": 1, "record": 2, "wait": 2}
     assert facts["modules"] == {"aten": {"count": 1, "nbytes": 64}, "triton": {"count": 1, "nbytes": 5004}}
     assert [(k["origin"], k["symbol"], k["launches"]) for k in facts["kernels"]] == [
@@ -54,7 +54,7 @@ def test_commands_kernels_and_modules_are_counted() -> None:
 
 
 def test_the_arena_map_gives_the_life_of_every_range() -> None:
-    (program,) = cuda_plan().programs
+    program = cuda_plan().programs[0]
     assert inspection.arena_map(program) == [
         {"offset": 0, "nbytes": 64, "first_command": 1, "last_command": 6},
         {"offset": 64, "nbytes": 64, "first_command": 6, "last_command": 6},

@@ -26,7 +26,7 @@ class _StreamTimer:
         self._by_streams = by_streams
 
     def command_durations(self, plan: Plan) -> Sequence[int]:
-        (program,) = plan.programs
+        program = plan.programs[0]
         assert program.stream_count == 1
         return [100 + i for i, _ in enumerate(program.commands)]
 
@@ -41,7 +41,7 @@ def _branches() -> Graph:
 
 def test_auto_keeps_the_fastest_and_says_what_was_tried() -> None:
     plan = make_plan(_branches(), PROVENANCE, _StreamTimer({1: 900, 2: 500, 3: 700}))
-    (program,) = plan.programs
+    program = plan.programs[0]
     assert program.schedule is not None
     assert program.stream_count == 2
     assert program.schedule.policy == "2"
@@ -57,7 +57,7 @@ def test_launches_that_start_early_are_tried_in_their_captured_order_and_apart()
         replace(task, op=n, programmatic_after=n - 1 if n in {2, 3} else None) for n, task in enumerate(graph.tasks)
     )
     graph = replace(graph, ops=ops, tasks=tuple(tasks))
-    (program,) = make_plan(graph, PROVENANCE, _StreamTimer({1: 900, 2: 800, 3: 500})).programs
+    program = make_plan(graph, PROVENANCE, _StreamTimer({1: 900, 2: 800, 3: 500})).programs[0]
     assert program.schedule is not None
     tried = {c.policy: c.stream_count for c in program.schedule.candidates}
     assert tried["max"] == 3
@@ -80,7 +80,7 @@ def test_what_is_timed_has_no_accesses() -> None:
             commands = plan.programs[0].commands
             assert not any(c.reads or c.writes for c in commands if isinstance(c, Launch))
 
-    (program,) = make_plan(_branches(), PROVENANCE, Timer({})).programs
+    program = make_plan(_branches(), PROVENANCE, Timer({})).programs[0]
     assert all(c.writes for c in program.commands if isinstance(c, Launch))
 
 
@@ -91,12 +91,12 @@ def test_auto_is_never_slower_than_the_captured_order() -> None:
 
 @pytest.mark.parametrize(("streams", "count"), [("1", 1), ("2", 2), ("max", 3), ("7", 3)])
 def test_a_policy_that_is_asked_for_is_kept(streams: str, count: int) -> None:
-    (program,) = make_plan(_branches(), PROVENANCE, _StreamTimer({}), streams=streams).programs
+    program = make_plan(_branches(), PROVENANCE, _StreamTimer({}), streams=streams).programs[0]
     assert program.stream_count == count
 
 
 def test_durations_reach_the_commands() -> None:
-    (program,) = make_plan(_branches(), PROVENANCE, _StreamTimer({}), streams="1").programs
+    program = make_plan(_branches(), PROVENANCE, _StreamTimer({}), streams="1").programs[0]
     assert [c.duration_ns for c in program.commands if hasattr(c, "duration_ns")] == [100 + i for i in range(8)]
 
 
@@ -106,17 +106,15 @@ def test_a_memory_limit_trades_streams_for_memory() -> None:
         make_plan(graph, PROVENANCE, _StreamTimer({}), streams=s).programs[0].arena_nbytes for s in ("max", "1")
     )
     assert serial < widest
-    (program,) = make_plan(graph, PROVENANCE, _StreamTimer({}), streams="max", memory_limit=serial).programs
+    program = make_plan(graph, PROVENANCE, _StreamTimer({}), streams="max", memory_limit=serial).programs[0]
     assert program.arena_nbytes <= serial
     with pytest.raises(CompileError, match=f"the least found is {serial}"):
         make_plan(graph, PROVENANCE, _StreamTimer({}), streams="max", memory_limit=serial - 1)
 
 
 def test_a_memory_limit_that_suffices_changes_nothing() -> None:
-    (program,) = make_plan(
-        _branches(), PROVENANCE, _StreamTimer({1: 100}), streams="max", memory_limit=1 << 20
-    ).programs
-    assert program.stream_count == 3
+    plan = make_plan(_branches(), PROVENANCE, _StreamTimer({1: 100}), streams="max", memory_limit=1 << 20)
+    assert plan.programs[0].stream_count == 3
 
 
 def test_auto_tries_numbers_of_streams_below_the_widest_and_up_to_the_timers() -> None:
@@ -131,7 +129,7 @@ def test_auto_tries_numbers_of_streams_below_the_widest_and_up_to_the_timers() -
 
 def _tried(graph: Graph, timer: _StreamTimer) -> set[str]:
     """The policies tried that are named by their number of streams."""
-    (program,) = make_plan(graph, PROVENANCE, timer).programs
+    program = make_plan(graph, PROVENANCE, timer).programs[0]
     if program.schedule is None:
         return set()
     return {c.policy for c in program.schedule.candidates if c.policy.isdecimal() or c.policy == "max"}

@@ -118,7 +118,7 @@ def waits(schedule: Schedule) -> set[tuple[int, int]]:
     ],
 )
 def test_the_kind_of_work_is_its_operator(name: str, expected: str) -> None:
-    (program,) = cuda_plan().programs
+    program = cuda_plan().programs[0]
     named = with_program(program, ops=(Op(name=name, source=""),) * 3)
     kinds = [kind(named, span.work) for span in timeline(named).spans]
     assert kinds == ["fill", expected, "copy", expected, expected]

@@ -49,7 +49,7 @@ def test_the_plan_decodes_and_breaks_no_rule(plan: Plan) -> None:
     assert plan.target is Target.CUDA
     assert plan.device.compute_capability == (9, 0)
     assert list(verify.problems(plan)) == []
-    (program,) = plan.programs
+    program = plan.programs[0]
     assert list(hazards.hazards(program)) == []
     assert [(t.name, t.dtype, t.shape) for t in (*program.inputs, *program.outputs)] == [
         ("x", "float32", (32, 64)),
@@ -60,7 +60,7 @@ def test_the_plan_decodes_and_breaks_no_rule(plan: Plan) -> None:
 def test_it_holds_our_kernels_and_nothing_else(plan: Plan) -> None:
     assert {module.origin for module in plan.modules} == {"triton"}
     assert Counter(plan.kernels[launch.kernel].symbol for launch in launches(plan)) == KERNELS
-    (program,) = plan.programs
+    program = plan.programs[0]
     assert all(isinstance(command, Launch | Record | Wait) for command in program.commands)
     for kernel in plan.kernels:
         assert kernel.symbol in cubin.entry_symbols(plan.modules[kernel.module].code)
@@ -155,7 +155,7 @@ def test_it_replays_its_golden_record_bit_for_bit(plan: Plan) -> None:
     driver.initialise()
     if driver.describe().compute_capability != plan.device.compute_capability:
         pytest.skip("needs a GPU of compute capability 9.0, for which the plan was made")
-    (program,) = plan.programs
+    program = plan.programs[0]
     assert program.golden is not None
     assert program.golden.tolerance == 0
     with nimblert.load(plan, poison=True) as executable:

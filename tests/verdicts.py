@@ -18,7 +18,7 @@ def unchecked_verdicts(plan: Plan) -> set[Verdict]:
 
 
 def _verdicts(plan: Plan, loaded: Executable) -> set[Verdict]:
-    (program,) = plan.programs
+    program = plan.programs[0]
     assert program.golden is not None
     inputs = golden.draw_inputs(program, program.golden.seed)
     with loaded:

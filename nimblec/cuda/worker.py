@@ -143,7 +143,7 @@ class _Worker:
                 problem = lean.differing_output(self._request.output, run_s=run_seconds(plan))
                 if problem:
                     _send(self._events, problem=problem.sentence)  # should the search below not live to tell it
-                    (program,) = (p for p in plan.programs if p.name == problem.program)
+                    program = next(p for p in plan.programs if p.name == problem.program)
                     inputs, expected = golden.draw_inputs(program, _SEED), program.golden
                     assert expected is not None
                     recording = made[program.entry].recording
