@@ -38,16 +38,16 @@ def read(
     dims: Sequence[tuple[str, int]] = (),
     examples: Sequence[InputSpec] = (),
 ) -> ModelProto:
-    """The model in a file, checked, with static input shapes; its external data stay where they are.
+    """The model in a file, checked, with static input shapes; its external data stay in their files.
 
-    ``examples`` are what arrays for its inputs are; they count where ``inputs`` say nothing.
+    ``examples`` describe arrays for its inputs; ``inputs`` take precedence.
     """
     loaded = model_file.load(path, external_data=False)
     check_examples(loaded, examples)
     named = {spec.name for spec in inputs}
     specs = (*inputs, *(spec for spec in examples if spec.name not in named))
     model = model_shapes.fix_shapes(loaded, specs, dims)
-    model_file.outputs(model)  # refuses outputs that are no tensors, by name
+    model_file.outputs(model)  # refuses outputs that are not tensors, by name
     model_nodes.clear_repeated_names(model)
     return model
 
@@ -92,7 +92,7 @@ def _is_random(node: NodeProto, constants: Mapping[str, np.ndarray]) -> bool:
 
 
 class _Builder:
-    """The Graph under construction: buffers, kernels and tasks in the order in which they are met."""
+    """The Graph under construction: buffers, kernels and tasks in order of first use."""
 
     def __init__(self, optimized: OptimizedModel) -> None:
         model = self._model = optimized.proto

@@ -30,10 +30,10 @@ _SEED = 0
 
 
 def compile_cpu(source: Source, options: Options, output: Path, observer: Observer) -> tuple[str, ...]:
-    """Write the plan of a model to ``output`` and check it; what the user should know comes back.
+    """Write the plan of a model to ``output`` and check it; returns notes for the user.
 
-    Raises CompileError where the model cannot be compiled, or where the replay is not what a plain
-    ONNX Runtime session computes.
+    Raises CompileError if the model cannot be compiled, or if the replay differs from a plain ONNX Runtime
+    session.
     """
     if options.level:
         raise CompileError(
@@ -46,7 +46,7 @@ def compile_cpu(source: Source, options: Options, output: Path, observer: Observ
             "convert the model itself, or compile for --target cuda"
         )
     try:
-        run_s, notes = _write_plan(source, options, output, observer)  # and let go of all it mapped
+        run_s, notes = _write_plan(source, options, output, observer)  # and unmap everything
     except MemoryError as exc:
         raise CompileError(f"the model needs more memory than there is: {exc}") from exc
     with stage(observer, "check"), LeanProcess(Target.CPU) as lean:
@@ -57,8 +57,8 @@ def compile_cpu(source: Source, options: Options, output: Path, observer: Observ
 
 
 def _write_plan(source: Source, options: Options, output: Path, observer: Observer) -> tuple[float, tuple[str, ...]]:
-    """Write the plan; the seconds that a run takes, and what the user should know."""
-    with tempfile.TemporaryDirectory(prefix="nimblec-", dir=output.parent) as scratch:  # where room for a plan is
+    """Write the plan; returns the seconds that a run takes, and notes for the user."""
+    with tempfile.TemporaryDirectory(prefix="nimblec-", dir=output.parent) as scratch:  # a disk with room for a plan
         paths = {"main": Path(source.model)}
         notes: tuple[str, ...] = ()
         specs, dims, examples = options.inputs, options.dims, _examples(options)
@@ -117,7 +117,7 @@ def _scheduled(graphs: Mapping[str, Graph], options: Options, cache: TimingCache
 
 
 def _examples(options: Options) -> tuple[InputSpec, ...]:
-    """What the examples say of their inputs."""
+    """Shapes and dtypes of the examples."""
     return tuple(InputSpec(name=name, shape=array.shape, dtype=array.dtype.name) for name, array in options.examples)
 
 

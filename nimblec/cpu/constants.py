@@ -1,9 +1,8 @@
 """Constants of an optimised model: their types and data, and how models refer to the large ones.
 
-A large constant stands in a model as an initializer without data, whose memory is given to the
-session: no model grows beyond the 2 GiB that protobuf can hold, and weights are not copied. What
-lies in files stays there, mapped: weights need not fit into memory more often than ONNX Runtime
-wants them.
+A large constant is an initializer without data, whose memory is given to the session: no model
+exceeds the 2 GiB that protobuf can hold, and weights are not copied. Data in files are mapped, so
+weights take no memory beyond ONNX Runtime's own copies.
 """
 
 import mmap
@@ -48,7 +47,7 @@ def type_of(tensor: TensorProto) -> TensorType:
 def is_embedded(tensor: TensorProto) -> bool:
     """Whether a constant becomes part of every model that reads it.
 
-    So do shapes, axes and scalars, which shape inference reads, and what a plan has no dtype for.
+    These are shapes, axes and scalars, which shape inference reads, and dtypes that plans lack.
     """
     dtype = model_file.dtype_name(tensor.data_type)
     if dtype is None:

@@ -57,7 +57,7 @@ def optimize(model: ModelProto, folder: Path, scratch_folder: Path | None = None
 
 
 _NEWEST_OPSET = re.compile(r"official support for domain (\S+) is till opset (\d+)")
-"""In what ONNX Runtime says of a newer one."""
+"""Part of ONNX Runtime's message about a newer opset."""
 
 
 def _optimize(model: ModelProto, folder: Path, path: Path, level: Any) -> ModelProto:
@@ -88,7 +88,7 @@ _PLACE = re.compile(r"/\S+\.(?:cc|h):\d+ [^()]*\((?:[^()]|\([^()]*\))*\)(?: cons
 
 
 def _refusal(exc: Exception, model: ModelProto) -> str:
-    """What an error of ONNX Runtime says of the model."""
+    """The part of an ONNX Runtime error that concerns the model."""
     said = _PLACE.sub("", _CODE.sub("", str(exc)))
     if newest := _NEWEST_OPSET.search(said):
         return f"refuses the model: it knows opsets of {newest[1]} up to {newest[2]}: export it for that one"

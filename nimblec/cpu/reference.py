@@ -1,4 +1,4 @@
-"""What a plain ONNX Runtime session makes of a model: the yardstick of every plan made from ONNX."""
+"""Run a model in a plain ONNX Runtime session: the reference for every plan made from ONNX."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -54,7 +54,7 @@ def run_reference(model: ModelProto, folder: Path, inputs: Mapping[str, np.ndarr
 def run_values(model: ModelProto, folder: Path, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Every tensor that a node of the main graph makes, by name.
 
-    Each is an output of the session, so that no fusion and no layout can do away with it.
+    Each is an output of the session, so that no fusion or layout removes it.
     """
     names = tuple(dict.fromkeys(name for node in model.graph.node for name in node.output if name))
     exposed = ModelProto()
@@ -79,7 +79,7 @@ def _run(model: ModelProto, folder: Path, inputs: Mapping[str, np.ndarray]) -> l
 
 
 def refused_inputs(reason: Exception) -> CompileError:
-    """What to say where a run on random inputs failed."""
+    """The error for a failed run on random inputs."""
     return CompileError(
         f"ONNX Runtime cannot run the model on random inputs: {reason}; where integers must be in a range, "
         "give --example NAME=FILE.npy"

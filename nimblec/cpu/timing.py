@@ -26,7 +26,7 @@ def processor() -> str:
 
 
 class CpuTimer:
-    """Times plans in this process; streams are threads, so more than there are cores are not worth trying."""
+    """Times plans in this process. Streams are threads, so trying more than there are cores is pointless."""
 
     def __init__(self) -> None:
         self.max_streams = os.cpu_count() or 1

@@ -24,12 +24,12 @@ from nimblert.onnx_session import initializer_folder, open_session, ort_value, r
 from nimblert.plan import ITEM_NBYTES
 
 SIZED_BY_VALUE = frozenset({"NonZero", "Unique", "NonMaxSuppression", "Compress", "SequenceAt", "StringSplit"})
-"""Operators whose output sizes depend on values by their nature."""
+"""Operators whose output sizes depend on values by definition."""
 
 _MOST_NBYTES = 1 << 47
 
 _READ_BY_INFERENCE = 64
-"""Shape inference reads constants (shapes, axes) of at most so many elements."""
+"""Shape inference reads constants (shapes, axes) of at most this many elements."""
 
 _TYPE_NAMES = {"float": "float32", "double": "float64"}
 
@@ -106,7 +106,7 @@ def _scalars(model: ModelProto) -> set[str]:
 def _is_sized_by_value(
     node: NodeProto, opset: int, shapes: Mapping[str, object], makers: Mapping[str, NodeProto]
 ) -> bool:
-    """Whether an output's size is unknown for no other reason than that it depends on values.
+    """Whether an output's size is unknown only because it depends on values.
 
     True of an operator of ONNX itself if the shapes of its operands are known. Loops, branches,
     ONNX Runtime's own operators and a few functions of ONNX may merely lack a rule.

@@ -1,4 +1,4 @@
-"""How far a model that was rewritten or compiled is from the original, on a few random inputs."""
+"""The error of a rewritten or compiled model against the original, on a few random inputs."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeAlias

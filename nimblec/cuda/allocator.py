@@ -1,8 +1,8 @@
-"""A bump allocator under torch: every allocation is one buffer with an address of its own.
+"""A bump allocator under torch: every allocation is a buffer with an address of its own.
 
-Nothing is reused inside a zone while it is recorded, so an address names its allocation for good.
-Two captures run in two zones whose i-th allocations differ by ``shift + i * step`` bytes, each i
-another distance: the difference of a word in two captures names the allocation it points to.
+Nothing is reused inside a zone while it is recorded, so an address identifies its allocation. Two
+captures run in two zones whose i-th allocations are ``shift + i * step`` bytes apart, a different
+distance for each i: so the difference of a word between captures identifies what it points to.
 """
 
 import ctypes
@@ -20,7 +20,7 @@ _RESERVED_NBYTES = 512 << 30
 _RECYCLED_NBYTES = 1 << 20
 
 STEP_NBYTES = 3 * _ALIGNMENT
-"""By how much the distance between two zones grows with each allocation."""
+"""The growth, per allocation, of the distance between two zones."""
 
 
 class Place(enum.Enum):
@@ -32,7 +32,7 @@ class Place(enum.Enum):
 
 
 class Zone:
-    """A range of addresses that memory is put behind as allocations ask for it.
+    """A range of addresses that is backed with memory as it is allocated.
 
     ``addresses`` and ``sizes`` list the allocations in order; ``live`` those not yet freed. Where
     ``recycles`` is set, large freed allocations serve again: for a zone that is not recorded.
@@ -55,7 +55,7 @@ class Zone:
         return self._reserved + _RESERVED_NBYTES
 
     def allocate(self, nbytes: int) -> int:
-        """The address of ``nbytes`` new bytes; torch asks for 0 too, and frees what it gets."""
+        """The address of ``nbytes`` new bytes. Torch may ask for 0, and frees that address too."""
         if self._freed[nbytes]:
             address = self._freed[nbytes].pop()
             self.live.add(address)
@@ -92,7 +92,7 @@ class Zone:
 
 
 def _map(address: int, nbytes: int) -> None:
-    """Put device memory behind a reserved range."""
+    """Back a reserved range with device memory."""
     driver = bindings()
     location = driver.CUmemLocation()
     location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
@@ -171,7 +171,7 @@ class BumpAllocator:
                 zone.free(address)
 
     def check(self) -> None:
-        """Raise what went wrong inside a callback."""
+        """Raise the error of a callback, if there was one."""
         if self.error is not None:
             raise self.error
 

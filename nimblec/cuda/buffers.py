@@ -13,10 +13,10 @@ from nimblec.ir import Access, Buffer, BufferKind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Content:
-    """What an allocation that outlives the run holds before it: a weight, an input, a state.
+    """The contents, before a run, of an allocation that outlives it: a weight, an input, a state.
 
-    ``dtype`` and ``shape`` describe ``data``. ``is_input`` for the memory of a model input;
-    ``mutated`` where a run was seen to change it; ``storage`` is that of `nimblec.ir.Buffer`.
+    ``dtype`` and ``shape`` describe ``data``. ``is_input`` marks the memory of a model input,
+    ``mutated`` what a run was seen to change; ``storage`` is that of `nimblec.ir.Buffer`.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Span:
 
 
 class BufferTable:
-    """Buffers of the IR, numbered as they are first asked for."""
+    """Buffers of the IR, numbered in order of first use."""
 
     def __init__(
         self, zone: Zone, resident: Zone, foreign: ForeignMemory, contents: Mapping[Allocation, Content]
@@ -83,7 +83,7 @@ class BufferTable:
         return found
 
     def note_tensor(self, allocation: Allocation) -> None:
-        """Its contents may outlive the op that wrote them: it is no workspace."""
+        """Mark an allocation whose contents may outlive the op that wrote them: it is not workspace."""
         self._tensors.add(allocation)
 
     def number(self, allocation: Allocation) -> int:
@@ -99,7 +99,7 @@ class BufferTable:
         return Span(allocation=allocation, offset=0, nbytes=self._nbytes(allocation))
 
     def is_temporary(self, allocation: Allocation) -> bool:
-        """Whether its contents neither come from before the run nor are a model input."""
+        """Whether its contents are made by the run, and are not a model input."""
         return allocation not in self._contents
 
     def is_mutated(self, allocation: Allocation) -> bool:

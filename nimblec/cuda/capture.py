@@ -1,4 +1,4 @@
-"""Run a model once under stream capture, and note which op launched which nodes on which memory."""
+"""Run a model once under stream capture, and record which op launched which nodes on which memory."""
 
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -67,16 +67,16 @@ class Capture:
 
 
 class ValueDependentError(TraceError):
-    """A model asks for a value that is on the GPU, and lets it decide what runs next."""
+    """The model reads a value from the GPU, and control flow depends on it."""
 
 
 @contextmanager
 def pretend_capturing(capturing: bool) -> Iterator[None]:
-    """Have ``torch.cuda.is_current_stream_capturing`` say so inside the block.
+    """Have ``torch.cuda.is_current_stream_capturing`` return ``capturing`` inside the block.
 
-    Models ask it and take another path under capture: transformers makes attention masks that it
-    leaves out otherwise. A plan computes what the framework computes, so they are told what is true of
-    a plain run, or, where only the other path can be captured, the same at the capture and outside.
+    Models take another path under capture: transformers then makes attention masks that it otherwise
+    omits. A plan computes what the framework computes, so models see what holds for a plain run, or, if
+    only the other path can be captured, the same answer inside and outside the capture.
     """
     asked = torch.cuda.is_current_stream_capturing
     torch.cuda.is_current_stream_capturing = lambda: capturing
@@ -87,9 +87,9 @@ def pretend_capturing(capturing: bool) -> Iterator[None]:
 
 
 class SourceTracker:
-    """Where in the model the running code is: a module path, or what a front end sets itself.
+    """Where in the model the running code is: a module path, or what a front end sets.
 
-    ``failed`` is the module that an exception left first.
+    ``failed`` is the innermost module that an exception passed.
     """
 
     def __init__(self, root: object) -> None:
@@ -155,7 +155,7 @@ class _OpRecorder(TorchDispatchMode):
     def record(
         self, name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], call: Callable[[], Any]
     ) -> Any:
-        """Make a call that passes the dispatcher by, and record what it launched on these tensors."""
+        """Make a call that bypasses the dispatcher, and record what it launched on these tensors."""
         before = self._node_count()
         result = call()
         if self._node_count() > before:
@@ -234,7 +234,7 @@ def pieces(shape: Sequence[int], strides: Sequence[int], *, most: int) -> list[t
 
 
 def describe_failure(exc: RuntimeError, sources: SourceTracker) -> str:
-    """Where a call failed that no op of the dispatcher stands for: a copy from host memory, for one."""
+    """Where a call outside the dispatcher failed, such as a copy from host memory."""
     frame = traceback.extract_tb(exc.__traceback__)[-1]
     where = f"{frame.line} ({Path(frame.filename).name}, line {frame.lineno}) in {sources.failed or 'the model'}"
     return (
@@ -266,7 +266,7 @@ def capture(run: Callable[[SetSource], Any], zone: Zone, sources: SourceTracker,
                     seeing.enter_context(recorder)
                 result = run(sources.set)
         except BaseException as exc:
-            with suppress(RuntimeError):  # the first error is the one to tell; torch aborts on a graph left open
+            with suppress(RuntimeError):  # report the first error; torch aborts on a graph left open
                 graph.capture_end()
             if isinstance(exc, RuntimeError):
                 raise TraceError(describe_failure(exc, sources)) from exc

@@ -26,10 +26,10 @@ from nimblert.scratch import scratch_folder
 
 
 def compile_cuda(source: Source, options: Options, output: Path, observer: Observer) -> tuple[str, ...]:
-    """Write the plan of a model to ``output`` and check it; what the user should know comes back.
+    """Write the plan of a model to ``output`` and check it; returns notes for the user.
 
-    Raises the error that the capture process met, or CompileError where it died or where the lean
-    replay is not what the framework computed.
+    Raises the error of the capture process, or CompileError if that process died or if the lean replay
+    differs from what the framework computed.
     """
     with scratch_folder() as folder:
         path = folder / "request.json"
@@ -60,7 +60,7 @@ def _request(folder: Path, source: Source, options: Options, output: Path) -> Co
 
 
 _STDERR = 2
-"""What the user's model prints goes where errors go: it is not ours to mix with."""
+"""What the user's model prints goes to standard error, apart from nimblec's own output."""
 
 
 def _run_worker(request: Path, observer: Observer) -> list[str]:
@@ -96,9 +96,9 @@ def _run_worker(request: Path, observer: Observer) -> list[str]:
 
 @contextmanager
 def _started(command: list[str], **options: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """A child process that does not outlive the block, nor do those that it started.
+    """A child process that is killed with its children when the block ends.
 
-    Inductor's would take seconds to end by themselves.
+    Inductor's workers would take seconds to end by themselves.
     """
     process = subprocess.Popen(
         command, env=environment(), stdin=subprocess.DEVNULL, stdout=_STDERR, start_new_session=True, **options
@@ -112,12 +112,12 @@ def _started(command: list[str], **options: Any) -> Iterator[subprocess.Popen[by
 
 
 def _failure(stage: str, message: dict[str, str]) -> CompileError:
-    """What the capture process did not foresee; whoever prints its traceback sees the process's, too."""
+    """An unexpected error of the capture process, with that process's traceback as a note."""
     error = CompileError(f"the capture process failed in the stage {stage!r}: {message['unforeseen']}")
     error.add_note(message["traceback"])
     return error
 
 
 def _error(message: dict[str, str]) -> NimbleError:
-    # Errors of nimblert (of the driver, of a plan) are failed compilations here: their sentence is kept.
+    # Errors of nimblert (driver, plan) are failed compilations here; their sentence is kept.
     return getattr(errors, message["error"], CompileError)(message["message"])

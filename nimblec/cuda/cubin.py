@@ -1,8 +1,8 @@
 """Cut a cubin down to the kernels that a plan launches.
 
 Libraries ship modules of hundreds of kernels. ``cut`` drops the entry points that are not needed, what belongs to
-them alone, and debug sections, and renumbers everything that names a section or a symbol. Whatever it has no rule
-for stops it with ``UnfamiliarCubinError``: the caller then keeps the cubin as captured.
+them alone, and debug sections, and renumbers everything that names a section or a symbol. It raises
+``UnfamiliarCubinError`` for anything it has no rule for: the caller then keeps the cubin as captured.
 """
 
 from collections import defaultdict

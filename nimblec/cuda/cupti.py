@@ -1,8 +1,8 @@
 """Collect the machine code that the driver loads, through CUPTI's callbacks.
 
 CUPTI hands the final cubin of every module to a resource callback; driver API callbacks around it
-say which CUmodule or CUlibrary that cubin became. The subscription must come before anything
-initialises CUDA, and a process can have one: so captures run in a worker process of their own.
+tell which CUmodule or CUlibrary that cubin became. A process can have one subscription, made before
+anything initialises CUDA: so captures run in a worker process of their own.
 Source: CUPTI documentation, "Callback API"; structures from cupti_callbacks.h and
 generated_cuda_meta.h of CUDA 13.
 """
@@ -74,7 +74,7 @@ class CodeRecorder:
     _ignores: bool = False
 
     def start(self) -> None:
-        """Subscribe. Raises CompileError where CUPTI is missing or another tool holds it."""
+        """Subscribe. Raises CompileError if CUPTI is missing or another tool has subscribed."""
         cupti = _load_cupti()
         callback = _Callback(self._on_callback)
         subscriber = ctypes.c_void_p()
@@ -87,7 +87,7 @@ class CodeRecorder:
 
     @contextmanager
     def ignoring(self) -> Iterator[None]:
-        """Take no notice of what is loaded inside the block: code of plans, which was recorded before."""
+        """Ignore what is loaded inside the block: code of plans, which was recorded before."""
         self._ignores = True
         try:
             yield

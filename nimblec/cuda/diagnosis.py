@@ -24,10 +24,10 @@ _COMPARED = (BufferKind.TEMPORARY, BufferKind.OUTPUT)
 
 
 def first_difference(recording: Recording, device: Device, inputs: Mapping[str, np.ndarray], expected: Golden) -> str:
-    """A sentence naming the first op whose result differs from the captured graph's.
+    """A sentence that names the first op whose result differs from the captured graph's.
 
-    ``inputs`` by name, ``expected`` what the framework made of them uncaptured. Says so where the
-    captured graph makes something else of them, or where the kernels agree one by one.
+    ``inputs`` are by name, ``expected`` what the framework computes from them uncaptured. The sentence also
+    tells if the captured graph itself differs from that, or if every single kernel agrees.
     """
     graph = recording.graph
     recording.replay(inputs)

@@ -1,6 +1,6 @@
 """Take an ELF64 cubin apart into records without offsets, and write such records as a file.
 
-What is computed anew by ``write``: file offsets, string tables, program headers. The layout is that of ptxas and
+``write`` recomputes file offsets, string tables and program headers. The layout is that of ptxas and
 nvlink: header, sections in order, section headers, program headers. Source: System V gABI, and the section tables
 of cubins of CUDA 12.8 to 13.x (ABI versions 7 and 8).
 """

@@ -1,8 +1,7 @@
-"""Become a command without address randomisation: ``python fixed_addresses.py PROGRAM ARGUMENT...``.
+"""Run a command without address space randomisation: ``python fixed_addresses.py PROGRAM ARGUMENT...``.
 
-Kernels are handed padding from the host's stack; at equal addresses it is equal in every build. A
-script of its own, so that nothing else is imported twice; where the system refuses, the command
-runs all the same.
+Kernel parameters hold padding from the host's stack, which is the same in every build if addresses are.
+This is a script, so that nothing else is imported twice. If the system refuses, the command runs anyway.
 """
 
 import ctypes

@@ -1,4 +1,4 @@
-"""Device memory that a library allocated past torch: cuDNN's own counters, for one."""
+"""Device memory that a library allocated without torch, such as cuDNN's counters."""
 
 import numpy as np
 
@@ -10,10 +10,9 @@ _DEVICE_MEMORY = 2  # CU_MEMORYTYPE_DEVICE
 
 
 class ForeignMemory:
-    """The allocations met so far: ``addresses`` and ``sizes`` in the order of meeting.
+    """The allocations seen so far: ``addresses`` and ``sizes`` in order of first use.
 
-    Nobody says what is in them, so a plan carries their contents, as state: what a run leaves there
-    the next one finds.
+    Their meaning is unknown, so a plan carries their contents as state, from one run to the next.
     """
 
     def __init__(self) -> None:
@@ -22,7 +21,7 @@ class ForeignMemory:
         self._known: dict[int, int | None] = {}
 
     def find(self, address: int) -> int | None:
-        """The allocation that holds ``address``; None where CUDA knows no memory there.
+        """The allocation that holds ``address``; None if CUDA knows no memory there.
 
         Raises UnsupportedModelError for host memory that the GPU can reach: it may change at any time.
         """
@@ -31,7 +30,7 @@ class ForeignMemory:
         return self._known[address]
 
     def content(self, index: int) -> memoryview:
-        """What an allocation holds now."""
+        """The current contents of an allocation."""
         host = np.empty(self.sizes[index], np.uint8)
         call("cuMemcpyDtoH", host.ctypes.data, self.addresses[index], host.nbytes)
         return host.data

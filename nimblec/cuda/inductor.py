@@ -1,11 +1,10 @@
-"""See inside what torch.compile made: its Triton kernels, and the ATen calls between them.
+"""Observe code made by torch.compile: its Triton kernels, and the ATen calls between them.
 
-A dispatch mode around a compiled callable makes Dynamo fall back to eager; inside the code that
-Inductor generated there is no Dynamo any more. So the mode is entered there, and the launches of
-Triton kernels, which pass the dispatcher by, are seen at Inductor's launcher. Its naming tells what
-a kernel writes: ``out_ptr*`` is written, ``in_out_ptr*`` read and written, the rest read, and the
-names that a kernel says it mutates. Of the user's own Triton kernels Inductor passes no such names
-on: they are left to whoever sees launches that nobody recorded.
+A dispatch mode around a compiled callable makes Dynamo fall back to eager, so the mode is entered
+inside the code that Inductor generated. Launches of Triton kernels bypass the dispatcher and are
+observed at Inductor's launcher. Parameter names tell the accesses: ``out_ptr*`` is written,
+``in_out_ptr*`` read and written, the rest read; a kernel also lists the names that it mutates. For the
+user's own Triton kernels Inductor keeps no such names: their launches are recorded as opaque.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,12 +20,12 @@ class CallRecorder(Protocol):
     """Records calls that launch nodes; as a context manager, those that reach the dispatcher."""
 
     def __enter__(self) -> Any:
-        """Start to see what reaches the dispatcher."""
+        """Start recording what reaches the dispatcher."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> Any:
-        """Stop it."""
+        """Stop recording."""
 
     def record(
         self, name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], call: Callable[[], Any]
@@ -36,7 +35,7 @@ class CallRecorder(Protocol):
 
 @contextmanager
 def seeing_compiled_code(recorder: CallRecorder) -> Iterator[None]:
-    """Have ``recorder`` see what generated code launches inside the block."""
+    """Have ``recorder`` record what generated code launches inside the block."""
     from torch._inductor.output_code import CompiledFxGraph
     from torch._inductor.runtime.hints import HeuristicType
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner

@@ -53,9 +53,9 @@ class CodeIndex:
         return matches[0]
 
     def shrunk(self, digest: bytes, symbols: list[str]) -> bytes:
-        """The cubin with this digest, with nothing but the kernels ``symbols``.
+        """The cubin with this digest, cut down to the kernels ``symbols``.
 
-        One whose parts are not all understood stays as it was; ``kept_whole`` then tells why.
+        A cubin with unfamiliar parts stays whole; ``kept_whole`` then tells why.
         """
         image = self._recorder.images[digest]
         if entry_symbols(memoryview(image)) == frozenset(symbols):

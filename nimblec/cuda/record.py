@@ -65,8 +65,8 @@ class Recording:
 class Recorders:
     """What the recorders of all models of this process share.
 
-    ``code`` and ``allocator`` must have been started before CUDA was. ``loaded`` are the storages
-    that were there before any model ran (`residents.storages`).
+    ``code`` and ``allocator`` must have been started before CUDA. ``loaded`` are the storages that
+    existed before any model ran (`residents.storages`).
     """
 
     code: CodeRecorder
@@ -93,9 +93,9 @@ class ModelRecorder:
         self._notes: list[str] = []
 
     def refuse_hidden_state(self) -> None:
-        """Run twice from equal memory: what differs is held where no plan can hold it.
+        """Run twice from equal memory: a difference means state that no plan can hold.
 
-        Raises UnsupportedModelError for it, TraceError where the model cannot be run.
+        Raises UnsupportedModelError for such state, TraceError if the model cannot be run.
         """
 
         def run() -> list[tuple[str, torch.Tensor]]:
@@ -125,7 +125,7 @@ class ModelRecorder:
         self._generator_owner = self._capture(self._allocator.resident)
 
     def _note_made(self) -> None:
-        """Add what the model itself made in its first runs and keeps: tables, or constants of torch.compile."""
+        """Add what the model made and kept in its first runs: tables, or constants of torch.compile."""
         known = {*self._elsewhere, *(r.storage.data_ptr() for r in self._residents)}
         self._residents += find_residents(self._model.module, self._model.inputs, known)
 

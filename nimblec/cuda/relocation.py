@@ -32,11 +32,11 @@ class RelocatedParams:
 class Relocator:
     """Classifies the 8-byte words of parameter buffers.
 
-    A word that moved as an allocation did is a pointer to it. Any other byte that differs is what
-    the stack held under padding: zero (the bytes beside it may be a number of one byte). A word
-    that stayed is a number, unless it is the address of a resident allocation, or of memory that CUDA
-    knows and the allocator never saw. No kernel of a model reads what ``recorder`` keeps for itself in the
-    resident zone: padding may hold the address of what lay there before.
+    A word that moved as an allocation did is a pointer to it. Any other byte that differs is padding
+    with stale stack contents, and becomes zero (the bytes beside it may be a one-byte number). A word that
+    stayed is a number, unless it is the address of a resident allocation, or of memory that CUDA knows
+    and the allocator does not. No kernel of a model reads what ``recorder`` keeps for itself in the resident
+    zone: padding may hold the address of what was there before.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Relocator:
         return RelocatedParams(params=kept.tobytes(), targets=tuple(targets))
 
     def locate(self, first: int, second: int) -> Target:
-        """What an address known to be one points to."""
+        """What an address points to."""
         target = self._classify(first, second)
         if target is None:
             raise UnsupportedModelError(f"it uses device memory at {first:#x} that torch did not allocate")

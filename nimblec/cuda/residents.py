@@ -1,4 +1,4 @@
-"""The tensors that outlive a run: weights, inputs, state. Found, copied, and moved between zones."""
+"""Find, copy and move between zones the tensors that outlive a run: weights, inputs, state."""
 
 import gc
 from collections.abc import Collection, Iterable, Iterator
@@ -31,11 +31,11 @@ class Resident:
     mutated: bool = False
 
     def restore(self) -> None:
-        """Bring back what it held before any run."""
+        """Restore its contents from before any run."""
         self.bytes.copy_(self.pristine)
 
     def move(self) -> None:
-        """Allocate it anew, with what it held before any run."""
+        """Allocate it again, with its contents from before any run."""
         nbytes = self.storage.nbytes()
         self.storage.resize_(0)
         self.storage.resize_(nbytes)
@@ -65,7 +65,7 @@ def find_residents(
 
 
 def _resident(sharing: list[torch.Tensor], name: str, *, is_input: bool) -> Resident:
-    """The storage that these tensors share, described by one that spans it, else as bytes."""
+    """The storage that these tensors share, described by one that spans it, or else as bytes."""
     storage = sharing[0].untyped_storage()
     spanning = [t for t in sharing if t.numel() * t.element_size() == storage.nbytes() and t.dtype in DTYPE_NAMES]
     described = max(spanning, key=lambda t: t.ndim, default=None)
@@ -104,7 +104,7 @@ def _device_tensors() -> list[torch.Tensor]:
 
 
 def storages() -> frozenset[int]:
-    """What tells the storages on the device apart, also when they move."""
+    """Identities of the storages on the device, which survive a move."""
     return frozenset(tensor.untyped_storage()._cdata for tensor in _device_tensors())
 
 

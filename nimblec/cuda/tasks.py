@@ -63,7 +63,7 @@ def _launches(ops: Sequence[OpRecord], node_count: int, buffers: BufferTable) ->
 
 @contextmanager
 def _naming(op: _Launched) -> Iterator[None]:
-    """Put the op in front of what was found wrong inside the block."""
+    """Prefix errors raised inside the block with the name of the op."""
     try:
         yield
     except UnsupportedModelError as exc:
@@ -72,7 +72,7 @@ def _naming(op: _Launched) -> Iterator[None]:
 
 
 class _KernelTable:
-    """Kernels and modules, numbered as they are first asked for."""
+    """Kernels and modules, numbered in order of first use."""
 
     def __init__(self, code: CodeIndex) -> None:
         self._code = code

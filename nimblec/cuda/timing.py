@@ -85,7 +85,7 @@ class CudaTimer:
 
     @contextmanager
     def _loaded(self, plan: Plan, program: Program) -> Iterator[tuple[Context, DeviceMemory]]:
-        """Memory for one plan, given back at the end; its kernels and weights stay for the next."""
+        """Memory for one plan, released at the end; its kernels and weights stay for the next."""
         if self._weights is None:
             self._modules = plan.modules
             self._functions = graph.load_functions(self._context, plan.modules, plan.kernels)
@@ -107,5 +107,5 @@ class CudaTimer:
         call("cuStreamSynchronize", self._stream)
 
     def close(self) -> None:
-        """Give everything back."""
+        """Release everything."""
         self._context.close()

@@ -30,14 +30,14 @@ WHOLE = frozenset({
     aten.scaled_dot_product_attention.default,
     *RECURRENT,
 })
-"""Composite calls that stay one call: the first is a view or a copy as strides will have it, the
-others pick the fused kernels of the device."""
+"""Composite calls that stay one call: the first is a view or a copy, depending on strides; the others
+pick fused kernels of the device."""
 
 RESHAPES = frozenset({aten.reshape.default, aten.view.default, aten._unsafe_view.default, aten.expand.default})
-"""Calls that do nothing where the shape stays."""
+"""Calls that do nothing if the shape stays the same."""
 
 ALIASES = frozenset({aten.alias.default, aten.detach.default})
-"""Calls that never do anything here."""
+"""Calls that do nothing here."""
 
 VIEWS_IN_PLACE = {
     aten.t_.default: aten.t.default,
@@ -45,16 +45,16 @@ VIEWS_IN_PLACE = {
     aten.squeeze_.dim: aten.squeeze.dim,
     aten.unsqueeze_.default: aten.unsqueeze.default,
 }
-"""Calls that change nothing but how a value's memory is read, and the calls that return such a view."""
+"""Calls that change only how a value's memory is read, and the calls that return such a view."""
 
 AS_RESHAPE = frozenset({aten.view.default, aten._unsafe_view.default})
-"""Written as ``reshape``, which stays right whatever strides the kernels before it choose."""
+"""Written as ``reshape``, which holds for any strides that earlier kernels choose."""
 
 
 class InPlaceError(RuntimeError):
     """A call writes into memory that more than one value has, or a constant, or an input.
 
-    ``composite`` is the call that made it, where that is one of several.
+    ``composite`` is the call that it is part of, if any.
     """
 
     def __init__(self, message: str, composite: torch._ops.OpOverload | None = None) -> None:
@@ -105,7 +105,7 @@ class Recorder(TorchDispatchMode):
         return fake
 
     def label(self, tensor: Tensor, name: str) -> None:
-        """Say what the real ``tensor`` is called, for the ``source`` of its constant."""
+        """Name the real ``tensor``, for the ``source`` of its constant."""
         self._labels[id(tensor)] = name
         self._fixed.add(_storage(tensor))
         self._kept.append(tensor)
@@ -133,7 +133,7 @@ class Recorder(TorchDispatchMode):
     def output(self, values: Sequence[Tensor]) -> None:
         """End the graph with ``values``, each in memory of its own.
 
-        What would be a view of an input, of a constant or of an earlier output is copied.
+        Views of an input, a constant or an earlier output are copied.
         """
         taken = self._given
         separate = []
@@ -176,12 +176,12 @@ class Recorder(TorchDispatchMode):
         return self._record(func, args, kwargs, result)
 
     def _makes_on_device(self, kwargs: Mapping[str, Any]) -> bool:
-        """Whether a call makes a tensor for the device, as composite calls do beside the arguments they are given."""
+        """Whether a call creates a tensor on the device, as composite calls do besides using their arguments."""
         on = kwargs.get("device")
         return isinstance(on, torch.device) and on.type == self.device.type != "cpu"
 
     def _overwrite(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-        """Write the call that returns what ``func`` leaves in its first argument, which is that from now on."""
+        """Write the functional form of ``func``, whose result becomes the value of its first argument."""
         written: Tensor = args[0]
         if func is aten.as_strided_.default and _lies_so(*args):
             return written  # how pooling to one pixel says that its result has the channels last
@@ -200,7 +200,7 @@ class Recorder(TorchDispatchMode):
         return written
 
     def _is_alone(self, fake: FakeTensor) -> bool:
-        """Whether no other value has any of its memory, nor whoever calls the graph."""
+        """Whether it shares memory with no other value and with no argument of the graph."""
         return self._sharing[_storage(fake)] == 1 and _storage(fake) not in self._given
 
     def _record(
@@ -232,7 +232,7 @@ class Recorder(TorchDispatchMode):
         self._know(fake, node)
 
     def _know(self, fake: Tensor, node: fx.Node) -> None:
-        """Note which call a fake tensor is the value of; it is kept, so that no other gets its identity."""
+        """Note which call a fake tensor is the value of, and keep it alive, so that its id stays unique."""
         self._nodes[id(fake)] = node
         self._sharing[_storage(fake)] += 1
         self._kept.append(fake)
@@ -251,7 +251,7 @@ class Recorder(TorchDispatchMode):
 
 
 def _plain(func: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
-    """The overload that returns what ``func`` writes into its first argument."""
+    """The functional form of an overload that writes into its first argument."""
     name = func._schema.name.removeprefix("aten::")
     packet = getattr(aten, name.removesuffix("_"), None) if name.endswith("_") else None
     plain = getattr(packet, func._overloadname, None)
@@ -264,7 +264,7 @@ def _described(tensor: Tensor) -> tuple[object, ...]:
 
 @contextmanager
 def _without_tracebacks() -> Iterator[None]:
-    """Keep torch from printing the traceback of a call that is refused: the error says it all."""
+    """Keep torch from printing the traceback of a refused call: the error suffices."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before, log.disabled = log.disabled, True
     try:
@@ -284,7 +284,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _lies_so(tensor: Tensor, shape: Sequence[int], strides: Sequence[int], offset: int | None = None) -> bool:
-    """Whether the elements of ``tensor`` lie as these strides say; those of axes of length 1 say nothing."""
+    """Whether ``tensor`` has these strides; those of axes of length 1 do not count."""
     apart = [n for n, length in enumerate(shape) if length != 1]
     return (
         tuple(tensor.shape) == tuple(shape)
@@ -299,7 +299,7 @@ def _storage(tensor: Tensor) -> int:
 
 @cache
 def is_taken_apart(func: torch._ops.OpOverload) -> bool:
-    """Whether the dispatcher itself, not a Python decomposition, makes a call of others, and it is to."""
+    """Whether a call is decomposed by the dispatcher itself, not by Python, and should be."""
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     return func not in WHOLE and has_kernel(func.name(), "CompositeImplicitAutograd")
 

@@ -1,4 +1,4 @@
-"""Arrays that a user gives for the inputs of an ONNX model."""
+"""Check the arrays that a user gives for inputs of an ONNX model."""
 
 from collections.abc import Iterable
 

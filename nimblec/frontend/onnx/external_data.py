@@ -1,4 +1,4 @@
-"""Which files an ONNX file stores its tensors in."""
+"""The files in which an ONNX model stores its tensors."""
 
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -13,8 +13,8 @@ from nimblec.errors import CompileError, UnsupportedModelError
 def data_files(path: Path) -> tuple[Path, ...]:
     """The data files that the ONNX file ``path`` names, relative to its folder, in order.
 
-    Raises CompileError where it is not an ONNX file, UnsupportedModelError where one of them is not
-    below its folder.
+    Raises CompileError if it is not an ONNX file, UnsupportedModelError if one of them is not below its
+    folder.
     """
     try:
         model = onnx.load(path, load_external_data=False)
@@ -28,7 +28,7 @@ def data_files(path: Path) -> tuple[Path, ...]:
 
 
 def is_below(name: object) -> bool:
-    """Whether a file of this name lies below the model's folder; protobuf gives bytes for what is not UTF-8."""
+    """Whether a file of this name is below the model's folder; protobuf gives bytes for text that is not UTF-8."""
     if not isinstance(name, str) or not name or "\0" in name:
         return False
     relative = PurePosixPath(name)

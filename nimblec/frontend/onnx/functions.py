@@ -1,7 +1,7 @@
-"""The functions of an ONNX model: how many nodes they stand for once calls are replaced by their bodies.
+"""The functions of an ONNX model: how many nodes they expand to once they are inlined.
 
-Functions that call each other twice double at every step, so a file of a few kilobytes may stand for
-more nodes than any machine can hold.
+Functions that each call the next one twice double the nodes at every step, so a file of a few kilobytes
+may expand to more nodes than any machine can hold.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ _Key: TypeAlias = tuple[str, str, str]
 
 
 def check_functions(model: ModelProto) -> None:
-    """Raise UnsupportedModelError where functions call themselves, or stand for more nodes than can be compiled."""
+    """Raise UnsupportedModelError if functions recurse, or expand to more nodes than can be compiled."""
     counter = _Counter({(function.domain, function.name, function.overload): function for function in model.functions})
     counter.count(model_nodes.nodes(model.graph), ())
 
@@ -31,7 +31,7 @@ class _Counter:
         self._counts: dict[_Key, int] = {}
 
     def count(self, nodes: Iterator[NodeProto], callers: tuple[_Key, ...]) -> int:
-        """The nodes that ``nodes`` stand for, called by ``callers`` from the outermost."""
+        """The number of nodes that ``nodes`` expand to; ``callers`` are the functions around them, outermost first."""
         total = 0
         for node in nodes:
             key = (node.domain, node.op_type, node.overload)

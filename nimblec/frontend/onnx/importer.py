@@ -2,7 +2,7 @@
 
 The nodes are walked in order. The function of the table `nimblec.frontend.onnx_ops` for a node's
 operator is called on the values of its inputs under a `Recorder`: what is known at import is
-computed at once, the rest is written down. Operators that the table lacks are replaced by their
+computed immediately, the rest is recorded. Operators that the table lacks are replaced by their
 function body, where the model or the ONNX schema has one.
 """
 

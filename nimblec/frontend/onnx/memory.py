@@ -1,4 +1,4 @@
-"""An ONNX model that is in memory, as a file."""
+"""Write an ONNX model in memory to a file."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from nimblec.frontend.onnx import model_file
 def write(model: ModelProto | bytes | bytearray | memoryview, folder: Path) -> Path:
     """Write a ModelProto, or the bytes of one, to a file in ``folder``: its path.
 
-    Raises CompileError for bytes that are no ONNX model, and for a model that is not all in memory.
+    Raises CompileError for bytes that are not an ONNX model, and for a model with data in other files.
     """
     try:
         proto = model if isinstance(model, ModelProto) else ModelProto.FromString(bytes(model))

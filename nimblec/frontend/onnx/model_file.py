@@ -1,6 +1,6 @@
-"""Reading an ONNX file: load it, check its opsets, operators and tensors.
+"""Load an ONNX file, and check its opsets, operators and tensors.
 
-Both ways in start here: the CPU target, and the translation of ONNX to ATen. Every error is one
+Both targets start here: the CPU target, and the translation of ONNX to ATen. Every error is one
 sentence that names the input, node or file at fault.
 """
 
@@ -40,7 +40,7 @@ assert set(_DTYPES.values()) == set(ITEM_NBYTES)
 
 _SCHEMA_DOMAINS = ("", "ai.onnx.ml")
 _RUNTIME_DOMAINS = ("com.microsoft", "com.microsoft.nchwc", "com.ms.internal.nhwc")
-"""ONNX Runtime's own operators, those that its optimiser writes too; the onnx package has no schemas of them."""
+"""ONNX Runtime's own operators, including those that its optimiser creates; onnx has no schemas of them."""
 
 _RUNTIME_OPERATORS = frozenset(
     {
@@ -57,7 +57,7 @@ _RUNTIME_OPERATORS = frozenset(
         "ThresholdedRelu",
     }
 )
-"""What ONNX Runtime has in ONNX's own domain that ONNX has not, or has only in later opsets."""
+"""Operators that ONNX Runtime has in ONNX's domain, and ONNX lacks or has only in later opsets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +103,7 @@ def load(path: str | PathLike[str], *, external_data: bool = True) -> ModelProto
 
 
 def dtype_name(element_type: int) -> str | None:
-    """A plan's name of an ONNX element type; None where a plan has none (strings, 8 bit floats)."""
+    """A plan's name of an ONNX element type; None if plans lack it (strings, 8-bit floats)."""
     return _DTYPES.get(element_type)
 
 
@@ -113,19 +113,19 @@ def element_type(dtype: str) -> int:
 
 
 def inputs(model: ModelProto) -> tuple[ModelTensor, ...]:
-    """What a caller gives: the graph inputs that are no initializers."""
+    """The inputs that a caller gives: graph inputs that are not initializers."""
     constant = {tensor.name for tensor in model.graph.initializer}
     constant.update(sparse.values.name for sparse in model.graph.sparse_initializer)
     return tuple(_tensor("input", value) for value in model.graph.input if value.name not in constant)
 
 
 def outputs(model: ModelProto) -> tuple[ModelTensor, ...]:
-    """What the model returns. Their dtypes are those that the file declares."""
+    """The outputs, with the dtypes that the file declares."""
     return tuple(_tensor("output", value) for value in model.graph.output)
 
 
 def _check_opsets(model: ModelProto) -> None:
-    """Raise UnsupportedModelError for an opset that nobody here has heard of."""
+    """Raise UnsupportedModelError for an opset newer than the onnx package knows."""
     newest = {domain: last for domain, (_, last) in onnx.defs.C.schema_version_map().items()}
     for opset in model.opset_import:
         domain = plain_domain(opset.domain)
@@ -137,7 +137,7 @@ def _check_opsets(model: ModelProto) -> None:
 
 
 def check_operators(model: ModelProto) -> None:
-    """Raise UnsupportedModelError that lists every node whose operator is not known."""
+    """Raise UnsupportedModelError, listing every node with an unknown operator."""
     versions = {plain_domain(opset.domain): opset.version for opset in model.opset_import}
     functions = {(plain_domain(f.domain), f.name) for f in model.functions}
     unknown = []
@@ -185,7 +185,7 @@ def _names(model: ModelProto) -> Iterator[str]:
 
 
 def tensors(model: ModelProto) -> Iterator[TensorProto]:
-    """Every tensor stored in the model: initializers and attributes, subgraphs' too."""
+    """Every tensor stored in the model: initializers and attributes, also of subgraphs."""
     graphs = [model.graph]
     for node in _all_nodes(model):
         graphs.extend(subgraphs(node))

@@ -21,18 +21,18 @@ def subgraphs(node: NodeProto) -> tuple[GraphProto, ...]:
 
 
 def read_names(node: NodeProto) -> tuple[str, ...]:
-    """The values that a node reads, those of the nodes in its subgraphs too."""
+    """The values that a node and the nodes in its subgraphs read."""
     inner = (name for graph in subgraphs(node) for other in nodes(graph) for name in other.input)
     return tuple(dict.fromkeys(name for name in (*node.input, *inner) if name))
 
 
 def node_name(node: NodeProto) -> str:
-    """The node's name; its first output's where it has none."""
+    """The node's name, or its first output's if it has none."""
     return node.name or next((name for name in node.output if name), "")
 
 
 def describe(node: NodeProto) -> str:
-    """The operator and the name of a node, or its first output where it has no name: "Conv 'stem'"."""
+    """The operator and name of a node, or its first output if it has no name: "Conv 'stem'"."""
     name = node.name or next((f"-> {output}" for output in node.output if output), "")
     return f"{operator_name(node)} '{name}'"
 
@@ -44,7 +44,7 @@ def operator_name(node: NodeProto) -> str:
 
 
 def clear_repeated_names(model: ModelProto) -> None:
-    """Take the names from nodes that earlier nodes have too: ONNX Runtime refuses them."""
+    """Clear names that an earlier node has: ONNX Runtime refuses duplicates."""
     seen: set[str] = set()
     for node in nodes(model.graph):
         if node.name in seen:
@@ -53,5 +53,5 @@ def clear_repeated_names(model: ModelProto) -> None:
 
 
 def plain_domain(name: str) -> str:
-    """A domain as schemas call it: ONNX's own has two names, of which the empty one is kept."""
+    """A domain as schemas name it: ONNX's own is "", not "ai.onnx"."""
     return "" if name == "ai.onnx" else name

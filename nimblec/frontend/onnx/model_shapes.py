@@ -1,4 +1,4 @@
-"""The inputs of an ONNX model with static shapes: a plan has one size for each dimension."""
+"""Make the input shapes of an ONNX model static: a plan has one size for each dimension."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,12 +16,12 @@ _PLACEHOLDER = re.compile(r"\s*(\?+|\*|-\d+|none|null|unk(nown)?(_+\d+)?)?\s*", 
 
 
 def fix_shapes(model: ModelProto, specs: Sequence[InputSpec], dims: Sequence[tuple[str, int]] = ()) -> ModelProto:
-    """A copy of ``model`` in which every input has a static shape and initializers are no inputs.
+    """A copy of ``model`` in which every input has a static shape and initializers are not inputs.
 
-    A named dimension that one spec fixes is fixed wherever the name stands; those that no spec
-    fixes get their sizes from ``dims``. A name that exporters write for want of one, such as "?", is
-    none: each place that it stands at is a dimension of its own. Raises UnsupportedModelError where a
-    spec fits no input, a name is no dimension's, or a dimension stays dynamic.
+    A named dimension that a spec fixes is fixed wherever the name occurs; the others get their sizes
+    from ``dims``. Placeholders that exporters write, such as "?", are no names: each occurrence is a
+    dimension of its own. Raises UnsupportedModelError if a spec fits no input, no dimension has a name,
+    or a dimension stays dynamic.
     """
     known = {tensor.name: tensor for tensor in model_file.inputs(model)}
     by_name: dict[str, InputSpec] = {}
@@ -93,7 +93,7 @@ def _given_sizes(graph_inputs: Sequence[ValueInfoProto], dims: Sequence[tuple[st
 
 
 def _named_sizes(graph_inputs: Sequence[ValueInfoProto], specs: dict[str, InputSpec]) -> dict[str, int]:
-    """What the specs make of the named dimensions."""
+    """The sizes of named dimensions that follow from the specs."""
     sizes: dict[str, tuple[int, str]] = {}
     for value in graph_inputs:
         if value.name not in specs:

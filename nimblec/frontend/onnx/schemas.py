@@ -1,4 +1,4 @@
-"""What the schemas of the onnx package say of an operator: its inputs' types, and its function body."""
+"""What the onnx package's schemas tell about an operator: the types of its inputs, and its function body."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -13,7 +13,7 @@ from nimblec.frontend.onnx_ops.creation import ELEMENT_TYPES
 
 @lru_cache(maxsize=4096)
 def _schema(domain: str, name: str, opset: int) -> Any | None:
-    """The schema; the annotations of the onnx package leave out what it says of functions."""
+    """The schema; onnx's annotations lack its properties of functions."""
     try:
         return onnx.defs.get_schema(name, opset, domain)
     except onnx.defs.SchemaError:

@@ -26,10 +26,10 @@ NARROW: dict[int, type[np.generic]] = {
     TensorProto.FLOAT8E5M2FNUZ: np.float32,
     TensorProto.FLOAT4E2M1: np.float32,
 }
-"""Element types without a dtype of their own, and one that holds all their values."""
+"""Element types that torch lacks, and a dtype that holds all their values."""
 
 _MARK = "narrow_type"
-"""The attribute of a tensor that says which of these it stands for."""
+"""The attribute of a tensor that names the narrow type it stands for."""
 
 
 def tensor_of(proto: TensorProto) -> Tensor:
@@ -52,7 +52,7 @@ def tensor_of(proto: TensorProto) -> Tensor:
 
 
 def _widened(array: np.ndarray, element_type: int) -> Tensor:
-    """Return narrow numbers in a dtype that holds them all, marked as what they are."""
+    """Return narrow numbers in a wider dtype, marked with their element type."""
     tensor = torch.from_numpy(array.astype(NARROW[element_type]))
     setattr(tensor, _MARK, TensorProto.DataType.Name(element_type))
     return tensor

@@ -45,7 +45,7 @@ def load_onnx(
 
 
 def _example(described: OnnxInput, given: np.ndarray | None) -> torch.Tensor:
-    """What an input holds while the model is captured: zeros and ones where nothing is given."""
+    """The value of an input during capture: the example, or zeros and ones."""
     if given is not None:
         return as_tensor(np.ascontiguousarray(given))
     count = int(np.prod(described.shape, dtype=np.int64))

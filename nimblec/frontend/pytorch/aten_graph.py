@@ -1,8 +1,8 @@
 """A PyTorch module as a flat fx graph of ATen calls, the form that the optimiser takes.
 
-torch.export finds the calls, whatever Python lies between them. They are then run under the same
-`Recorder` as ONNX nodes: in-place calls are gone, composite calls are taken apart, and whatever
-depends on parameters alone is computed at once.
+torch.export finds the calls behind the Python code. They are then run under the same `Recorder` as ONNX
+nodes: in-place calls become functional, composite calls are decomposed, and whatever depends on
+parameters alone is computed immediately.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +25,7 @@ from nimblec.graph.definitions import RECURRENT
 aten = torch.ops.aten
 
 CHECKS = frozenset({aten._assert_tensor_metadata.default, aten._assert_async.msg, aten.sym_constrain_range.default})
-"""Calls that compute nothing: the graph's shapes are static, and checked here once."""
+"""Calls that compute nothing: the graph's shapes are static, and checked once here."""
 
 
 
@@ -100,7 +100,7 @@ def _recorded(exported: torch.export.ExportedProgram, device: torch.device) -> A
 
 
 def _pure(module: torch.nn.Module, export: Callable[[], torch.export.ExportedProgram]) -> torch.export.ExportedProgram:
-    """What ``export`` makes of a module, if that writes into no input or state, as far as is known then."""
+    """The exported program, refused if it is known to write into an input or state."""
     with torch.no_grad(), exporting(type(module).__name__, "torch.export"):
         exported = export()
     signature = exported.graph_signature
@@ -137,7 +137,7 @@ def _state(
     on_host: dict[tuple[Any, ...], Tensor],
     recorder: Recorder,
 ) -> Tensor:
-    """A parameter, buffer or constant on the CPU; tied ones are one tensor."""
+    """A parameter, buffer or constant on the CPU; tied parameters are one tensor."""
     name = spec.target or ""
     tensor = exported.state_dict[name] if name in exported.state_dict else exported.constants.get(name)
     if not isinstance(tensor, Tensor):
@@ -150,7 +150,7 @@ def _state(
 
 
 class _StridedRecorder(Recorder):
-    """Takes inputs of any strides, and refuses to compute random numbers once and for all."""
+    """A recorder that takes inputs of any strides, and refuses to fold random numbers into constants."""
 
     def placeholder_like(self, name: str, example: Tensor) -> Tensor:
         """A fake tensor for an input that is like ``example``."""
@@ -175,7 +175,7 @@ class _StridedRecorder(Recorder):
 def _is_certain(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether a call that may draw random numbers does not: attention or a recurrent network without dropout.
 
-    Composite calls are taken apart, and their parts asked again.
+    Composite calls are decomposed, and their parts checked in turn.
     """
     if is_taken_apart(func):
         return True
@@ -198,7 +198,7 @@ class _Tracer(fx.Interpreter):
 
     def __init__(self, module: fx.GraphModule, recorder: Recorder) -> None:
         super().__init__(module)
-        self.extra_traceback = False  # errors are one sentence
+        self.extra_traceback = False  # an error is one sentence
         self._recorder = recorder
 
     def run_node(self, n: fx.Node) -> Any:

@@ -1,4 +1,4 @@
-"""A user's module, lent to the compiler and given back as it was."""
+"""Borrow a user's module and restore it afterwards."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,10 +10,10 @@ import torch
 
 @contextmanager
 def borrowed(model: Any) -> Iterator[None]:
-    """Have the parameters and buffers of a module be copies on the CPU inside the block.
+    """Replace the parameters and buffers of a module by copies on the CPU inside the block.
 
-    Afterwards every attribute of every module in it is what it was: runs and exports write running
-    statistics, count, keep tables and register hooks. Of a plain function nothing is known.
+    Afterwards every attribute of every submodule is restored: runs and exports write running statistics,
+    count calls, keep tables and register hooks. A plain function is left alone.
     """
     if not isinstance(model, torch.nn.Module):
         yield

@@ -1,4 +1,4 @@
-"""An ExportedProgram with dynamic dimensions, made static: a plan has one size for each."""
+"""Make the dynamic dimensions of an ExportedProgram static: a plan has one size for each."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ from nimblec.options import Options
 class _Declared:
     """An input as the program declares it.
 
-    ``shape`` has a SymInt for each dynamic dimension; it is None for what is no tensor, of which
-    ``value`` is the constant, or the SymInt.
+    ``shape`` has a SymInt for each dynamic dimension. It is None for an input that is not a tensor;
+    ``value`` is then its constant, or its SymInt.
     """
 
     name: str
@@ -28,7 +28,7 @@ class _Declared:
     value: Any = None
 
     def symbols(self) -> Iterator[tuple[str, str]]:
-        """The plain symbols among its dimensions, and where each stands."""
+        """The plain symbols among its dimensions, with their axes."""
         for axis, size in enumerate(self.shape or ()):
             if isinstance(size, SymInt) and size.node.expr.is_symbol:
                 yield str(size.node.expr), f"axis {axis} of {self.name!r}"
@@ -41,9 +41,9 @@ def specialise(
 ) -> ModelCall:
     """The module of an exported program and static arguments for it.
 
-    ``given`` are arguments to take instead of the example inputs that the program was exported with.
-    Sizes of dynamic dimensions come from ``inputs``, ``examples``, ``given`` and, by symbol, ``dims``, in
-    this order. Raises UnsupportedModelError where one stays open, is out of its range, or fits no input.
+    ``given`` are arguments that replace the example inputs of the export. Sizes of dynamic dimensions come
+    from ``inputs``, ``examples``, ``given`` and, by symbol, ``dims``, in this order. Raises
+    UnsupportedModelError if one stays open, is out of range, or fits no input.
     """
     module = program.module(check_guards=False)
     args, kwargs = given or program.example_inputs or _placeholders(program)
@@ -77,7 +77,7 @@ def specialise(
 
 
 def _user_inputs(program: ExportedProgram) -> list[Any]:
-    """What the graph knows of each input: a fake tensor, a SymInt, or a constant."""
+    """The graph's value of each input: a fake tensor, a SymInt, or a constant."""
     values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
     return [
         spec.arg.value if isinstance(spec.arg, ConstantArgument) else values[spec.arg.name]
@@ -100,7 +100,7 @@ def _declare(name: str, value: Any) -> _Declared:
 def _sizes(
     name: str, declared: Sequence[_Declared], shapes: Mapping[str, tuple[int, ...]], dims: Sequence[tuple[str, int]]
 ) -> dict[str, int]:
-    """The size of each symbol that something says one for."""
+    """The size of each symbol for which one is given."""
     symbols = dict.fromkeys(symbol for d in declared for symbol, _ in d.symbols())
     sizes: dict[str, int] = {}
     for symbol, size in dims:
@@ -126,7 +126,7 @@ def _sizes(
 
 
 def _open(declared: Sequence[_Declared], sizes: Mapping[str, int]) -> dict[str, list[str]]:
-    """The symbols that have no size, and where they stand."""
+    """The symbols without a size, and where they occur."""
     places: dict[str, list[str]] = {}
     for d in declared:
         for symbol, where in d.symbols():
@@ -153,7 +153,7 @@ def _range(program: ExportedProgram, symbol: str) -> str:
 
 
 def _static(declared: _Declared, leaf: Any, sizes: Mapping[str, int]) -> Any:
-    """The leaf where it has the sizes asked for; else a stand-in."""
+    """The leaf if it has the requested sizes, else a stand-in."""
     if declared.shape is None:
         return _size(declared.value, sizes) if isinstance(declared.value, SymInt) else leaf
     shape = tuple(_size(size, sizes) for size in declared.shape)
@@ -163,7 +163,7 @@ def _static(declared: _Declared, leaf: Any, sizes: Mapping[str, int]) -> Any:
 
 
 def _size(size: int | SymInt, sizes: Mapping[str, int]) -> int:
-    """A dimension's size, where those of all symbols are known."""
+    """A dimension's size, given those of all symbols."""
     if not isinstance(size, SymInt):
         return size
     expression = size.node.expr
@@ -171,7 +171,7 @@ def _size(size: int | SymInt, sizes: Mapping[str, int]) -> int:
 
 
 def _check_shapes(declared: Sequence[_Declared], inputs: Mapping[str, Tensor], sizes: Mapping[str, int]) -> None:
-    """Raise UnsupportedModelError for an input that is not of the shape it was exported with."""
+    """Raise UnsupportedModelError for an input whose shape differs from that of the export."""
     for d in declared:
         if d.shape is None:
             continue

@@ -1,4 +1,4 @@
-"""What an exporter refuses, in one sentence: the user's line, what is wrong with it, and a way out."""
+"""Errors of exporters in one sentence: the user's line, what is wrong with it, and a way out."""
 
 import re
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from nimblert.errors import NimbleError
 
 @contextmanager
 def exporting(name: str, exporter: str) -> Iterator[None]:
-    """Around a call of ``exporter`` on the model ``name``: what it raises is a TraceError, what it logs is nothing.
+    """Turn what ``exporter`` raises for the model ``name`` into a TraceError, and silence its log.
 
     An exporter runs the user's code, which may raise anything.
     """
@@ -22,7 +22,7 @@ def exporting(name: str, exporter: str) -> Iterator[None]:
             yield
     except NimbleError:
         raise
-    except Exception as exc:  # nobody knows what a user's code may raise, and all of it is to be told
+    except Exception as exc:  # the user's code may raise anything, and the user needs to see it
         first = root_cause(exc)
         line = users_line(first)
         if isinstance(first, GuardOnDataDependentSymNode):
@@ -35,5 +35,5 @@ def exporting(name: str, exporter: str) -> Iterator[None]:
 
 
 def _plain(exc: BaseException) -> str:
-    """The first line of an error without colours."""
+    """The first line of an error, without colour codes."""
     return re.sub(r"\x1b\[\d*m", "", first_line(exc))

@@ -1,4 +1,4 @@
-"""A ``.pt2`` file (torch.export.save), opened so that nothing in it runs before it is known to be a model.
+"""Open a ``.pt2`` file (torch.export.save) without running anything in it before it is known to be a model.
 
 `torch.export.load` evaluates the sizes in the file as Python (through sympy), imports what its types name,
 and unpickles the sample inputs where the safe reader refuses them. So each of these is checked before torch
@@ -49,10 +49,10 @@ def load_exported(path: Path) -> torch.export.ExportedProgram:
         with quiet_torch(), PT2ArchiveReader(str(path)) as archive:
             _check(archive)
             program = load_pt2(str(path)).exported_programs[_NAME]
-            program.module(check_guards=False)  # which fails where the file is damaged; the guards are code, too
+            program.module(check_guards=False)  # fails if the file is damaged; guards are code too
     except _RefusedError as exc:
         raise CompileError(f"{path}: {exc}") from exc
-    except Exception as exc:  # torch has no error of its own for a file that is damaged
+    except Exception as exc:  # torch has no specific error for a damaged file
         said = first_line(exc) or "nothing more is known"
         raise CompileError(
             f"{path}: not a file that torch.export.save of torch {torch.__version__} writes, or a damaged one "
@@ -62,7 +62,7 @@ def load_exported(path: Path) -> torch.export.ExportedProgram:
 
 
 class _RefusedError(Exception):
-    """Something in the file that would run before it is known to be a model."""
+    """The file holds something that would run before it is known to be a model."""
 
 
 def _check(archive: PT2ArchiveReader) -> None:

@@ -6,11 +6,11 @@ from typing import Any, TypeAlias
 from torch import fx
 
 SetSource: TypeAlias = Callable[[str], None]
-"""Told, while a model runs, which part of it comes next."""
+"""Called during a run with the part of the model that runs next."""
 
 
 class _SourceInterpreter(fx.Interpreter):
-    """Runs a graph and tells, before each call, where in the model it came from."""
+    """Runs a graph and reports, before each call, where in the model it came from."""
 
     def __init__(self, module: fx.GraphModule, set_source: SetSource) -> None:
         super().__init__(module)

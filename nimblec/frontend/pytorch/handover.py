@@ -1,8 +1,8 @@
-"""A model of this process for the capture process, which CUPTI and the allocator want to be a fresh one.
+"""Hand a model of this process to the capture process, a fresh one for CUPTI and the allocator.
 
-What is handed over is what torch.export sees here. A pickled module would be another one: classes
-drop attributes when they are pickled, lambdas and hooks cannot be, and what libraries keep outside
-of modules (registries that `__init__` fills, patches, flags) is not in the other process at all.
+The model is exported here by torch.export. A pickled module would not be the same: classes drop
+attributes when they are pickled, lambdas and hooks cannot be pickled, and what libraries keep outside of
+modules (registries that `__init__` fills, patches, flags) does not exist in the other process.
 """
 
 from collections.abc import Collection

@@ -1,4 +1,4 @@
-"""What torch tells its own developers while it exports a model: kept off the user's terminal."""
+"""Keep torch's diagnostics off the user's terminal while it exports a model."""
 
 import io
 import logging
@@ -10,7 +10,7 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 
 @contextmanager
 def quiet_torch() -> Iterator[None]:
-    """Without torch's log, warnings and listings of graphs: what fails is raised. TORCH_LOGS asks for all of them."""
+    """Silence torch's log, warnings and graph listings inside the block, unless TORCH_LOGS is set."""
     if os.environ.get("TORCH_LOGS"):
         yield
         return

@@ -1,4 +1,4 @@
-"""PyTorch models: one call of each, its inputs by name, on the device that it runs on."""
+"""A PyTorch model with the arguments of one call, on its device, and names for its inputs and outputs."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -41,10 +41,10 @@ _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 class TorchModel:
     """A model on its device with the arguments of one call.
 
-    ``inputs`` are the tensors among the arguments by name: a run computes from what they hold.
-    ``output_names`` name the outputs in order where the model's result does not; ``nest`` makes of
-    them the result that the model's author meant. ``is_flat`` where ``module`` is a graph of pure
-    ATen calls on tensors alone, with values inferred, as the optimiser takes it.
+    ``inputs`` are the tensors among the arguments, by name; a run reads their current contents.
+    ``output_names`` name the outputs in order if the model's result does not; ``nest`` restores the
+    structure of the original result. ``is_flat`` marks a ``module`` that is a graph of pure ATen calls
+    on tensors alone, with values inferred, as the optimiser takes it.
     """
 
     module: Any
@@ -62,7 +62,7 @@ class TorchModel:
         return is_compiled(self.module)
 
     def run(self, set_source: SetSource) -> Any:
-        """Run it, telling ``set_source`` where in the model each op is as far as its graph tells."""
+        """Run it, passing ``set_source`` the place of each op in the model, as far as its graph tells."""
         if isinstance(self.module, torch.fx.GraphModule):
             leaves = pytree.tree_leaves((self.args, self.kwargs))
             result = run_nodes(self.module, leaves, set_source)
@@ -77,7 +77,7 @@ class TorchModel:
 class ModelCall:
     """A model and the arguments of one call.
 
-    ``name`` is what refusals call it; ``inputs`` are the tensors among the arguments, by name.
+    ``name`` is used in error messages; ``inputs`` are the tensors among the arguments, by name.
     """
 
     name: str
@@ -97,7 +97,7 @@ def is_compiled(model: Any) -> bool:
 
 
 def as_module(model: Any) -> torch.nn.Module:
-    """A function as a module, which is all that exporters take."""
+    """Wrap a function as a module: exporters take only modules."""
     if isinstance(model, torch.nn.Module):
         return model
     module = torch.nn.Module()
@@ -106,9 +106,9 @@ def as_module(model: Any) -> torch.nn.Module:
 
 
 def set_arithmetic(precision: Precision) -> None:
-    """Let tensor cores multiply float32 in this process, for "tf32", or not, for "fp32"; else as torch has it.
+    """Allow tensor cores for float32 in this process ("tf32"), forbid them ("fp32"), or keep torch's settings.
 
-    By the older of torch's two ways to say so: torch.export refuses to work where the newer was used alone.
+    Uses the older of torch's two interfaces: torch.export fails if only the newer one was used.
     """
     if precision in {"tf32", "fp32"}:
         torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
@@ -147,7 +147,7 @@ def bind(
 
 
 def _fixed(name: str, leaf: Any) -> str:
-    """What to say of an argument that is no tensor, and so is no input of the plan."""
+    """The note for an argument that is not a tensor, and so is not an input of the plan."""
     if isinstance(leaf, np.ndarray | np.generic):
         raise UnsupportedModelError(f"argument {name!r} is a numpy array: give torch.from_numpy of it")
     return f"argument {name!r} is fixed to {shortened(leaf)}: only tensors are inputs of a plan"
@@ -167,7 +167,7 @@ def place_call(call: ModelCall, *, device: str) -> TorchModel:
     module, notes = call.module, call.notes
     if isinstance(module, torch.nn.Module):
         module = module.to(device)
-        if module.training and not isinstance(module, torch.fx.GraphModule):  # of which it says nothing
+        if module.training and not isinstance(module, torch.fx.GraphModule):  # whose flag means nothing
             notes += ("the module is in training mode: call .eval() first if the plan is for inference",)
     return TorchModel(module=module, args=args, kwargs=kwargs, inputs=inputs, notes=notes)
 
@@ -180,7 +180,7 @@ def _check_dense(what: str, tensor: torch.Tensor) -> None:
 
 
 def _own(leaf: Any, device: str) -> Any:
-    """A tensor on the device in memory of its own, as dense as it was."""
+    """A copy of a tensor on the device, with the same memory format."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     return leaf.detach().to(device, copy=True, memory_format=torch.preserve_format)
@@ -237,8 +237,8 @@ def _replacements(
 
 
 def stand_in(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """An example input of which nothing but shape and dtype is known."""
-    example = torch.rand if dtype.is_floating_point else torch.zeros  # zeros would hide what a model adds up
+    """An example input, given only its shape and dtype."""
+    example = torch.rand if dtype.is_floating_point else torch.zeros  # zeros would hide errors in sums
     return example(tuple(shape)).to(dtype)
 
 
@@ -252,8 +252,8 @@ def as_tensor(array: np.ndarray) -> torch.Tensor:
 def name_outputs(result: Any) -> list[tuple[str, torch.Tensor]]:
     """The tensors a model returned, by name: its keys, or "output" and a number.
 
-    A None among them is no output of a plan; the others keep the numbers they have beside it. Raises
-    UnsupportedModelError for anything else: a plan computes tensors only.
+    None is not an output of a plan, but counts in the numbering. Raises UnsupportedModelError for anything
+    else: a plan computes only tensors.
     """
     leaves = pytree.tree_flatten_with_path(result)[0]
     outputs = []
@@ -272,7 +272,7 @@ def name_outputs(result: Any) -> list[tuple[str, torch.Tensor]]:
 
 
 def missing_outputs(result: Any) -> tuple[str, ...]:
-    """What to say of each None that a model returned."""
+    """A note for each None that a model returned."""
     leaves = pytree.tree_flatten_with_path(result)[0]
     names = (_output_name(path, len(leaves)) for path, leaf in leaves if leaf is None)
     return tuple(f"the model returns None as {name!r}: the plan has no such output" for name in names)

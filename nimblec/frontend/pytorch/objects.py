@@ -1,4 +1,4 @@
-"""What a model of PyTorch and its arguments may be, told without running anything."""
+"""Check a PyTorch model and its arguments without running anything."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,12 +9,12 @@ from nimblec.errors import ArgumentError
 
 
 def is_exported(model: Any) -> bool:
-    """Whether a model is what torch.export.export returns."""
+    """Whether a model is an ExportedProgram."""
     return isinstance(model, torch.export.ExportedProgram)
 
 
 def refuse_script(model: Any) -> None:
-    """Raise ArgumentError for TorchScript, whose code torch.export does not see."""
+    """Raise ArgumentError for TorchScript, which torch.export cannot read."""
     if isinstance(model, torch.jit.ScriptModule | torch.jit.ScriptFunction):
         raise ArgumentError(
             "the model is TorchScript, which has no Python code to export: give the torch.nn.Module that it was made "
@@ -23,7 +23,7 @@ def refuse_script(model: Any) -> None:
 
 
 def positional(example_inputs: Any) -> tuple[Any, ...]:
-    """The positional arguments of one call, of which one tensor may stand alone."""
+    """The positional arguments of one call; a single tensor needs no tuple."""
     match example_inputs:
         case torch.Tensor():
             return (example_inputs,)

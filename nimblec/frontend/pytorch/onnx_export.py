@@ -23,15 +23,15 @@ from nimblert.onnx_session import onnxruntime, runtime_errors, session_options
 
 _NOT_KEPT = "which an ONNX file does not keep: call .eval() first; plans for a GPU keep state that lies in buffers"
 _ANOTHER_MODEL = 0.1
-"""Of the largest magnitude: no rounding explains that."""
+"""Relative to the largest magnitude: more than rounding explains."""
 
 
 def export(call: ModelCall, folder: Path) -> tuple[Path, tuple[str, ...]]:
-    """Export a model to an ONNX file in ``folder``: its path, and what the user should know.
+    """Export a model to an ONNX file in ``folder``; returns its path, and notes for the user.
 
-    The module is left as it was. Raises TraceError where the model cannot be run or torch.onnx.export
-    refuses it, UnsupportedModelError where its runs differ, CompileError where ONNX Runtime computes
-    something else than PyTorch.
+    The module is not modified. Raises TraceError if the model cannot be run or torch.onnx.export refuses
+    it, UnsupportedModelError if its runs differ, CompileError if ONNX Runtime's results differ from
+    PyTorch's.
     """
     with borrowed(call.module):
         return _export(call.name, place_call(call, device="cpu"), folder / "model.onnx")
@@ -43,7 +43,7 @@ def _export(name: str, model: TorchModel, path: Path) -> tuple[Path, tuple[str, 
     with exporting(name, "torch.onnx.export"):
         program = torch.onnx.export(
             as_module(model.module),
-            model.args if model.kwargs else (*model.args, {}),  # or it takes a dict that stands last for kwargs
+            model.args if model.kwargs else (*model.args, {}),  # else it takes a trailing dict for kwargs
             path,
             kwargs=model.kwargs,
             input_names=[name for name, _ in model.inputs],
@@ -61,7 +61,7 @@ def _export(name: str, model: TorchModel, path: Path) -> tuple[Path, tuple[str, 
     try:
         program.initialize_inference_session(_session)
         found = program(*model.args, **model.kwargs)
-    except runtime_errors():  # will be told of the node that it does not run
+    except runtime_errors():  # reported later, with the node that it cannot run
         return path, notes
     return path, (*notes, _accuracy(name, outputs, found))
 

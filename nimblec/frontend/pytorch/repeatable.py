@@ -1,4 +1,4 @@
-"""Two runs of a model on equal inputs: a graph holds neither what is random nor a state that lies outside it."""
+"""Run a model twice on equal inputs: a graph can hold neither randomness nor state outside of it."""
 
 import math
 from collections.abc import Sequence
@@ -17,19 +17,19 @@ HOW_STATE_IS_KEPT = (
     "register_buffer and write into it in place (self.state.copy_(...))"
 )
 _ROUNDING = 1e-3
-"""Of the largest magnitude: by so much sums of several threads may differ."""
+"""Relative to the largest magnitude: the difference that the order of threads may make in sums."""
 _HALF_ULPS = 8
 """The same in units of the last place, for half precision."""
 _TIES = 0.01
-"""The share of integers and bools that rounding may decide: an argmax of equals."""
+"""The share of integers and bools that rounding may change, as in an argmax of equal values."""
 
 
 def refuse_differing(
     name: str, first: Sequence[tuple[str, Tensor]], second: Sequence[tuple[str, Tensor]], remedy: str
 ) -> None:
-    """Raise UnsupportedModelError where outputs of two runs, by name, differ by more than rounding.
+    """Raise UnsupportedModelError if outputs of two runs, by name, differ by more than rounding.
 
-    ``remedy`` ends the sentence: what becomes of a state, and what to do.
+    ``remedy`` ends the sentence: how state is treated, and what to do.
     """
     found = dict(second)
     for output, before in first:
@@ -41,9 +41,9 @@ def refuse_differing(
 
 
 def run_twice(name: str, model: TorchModel, remedy: str, *, buffers_are_kept: bool) -> Any:
-    """What a model returns; two runs must agree, both from the same buffers and parameters if a plan keeps those.
+    """The model's result; two runs must agree, from the same buffers and parameters if a plan keeps those.
 
-    Raises TraceError where the model cannot be run, UnsupportedModelError where the runs differ.
+    Raises TraceError if the model cannot be run, UnsupportedModelError if the runs differ.
     """
     state = _state(model.module) if buffers_are_kept else []
 
@@ -69,7 +69,7 @@ def _state(module: Any) -> list[tuple[Tensor, Tensor]]:
 
 
 def compared(expected: Tensor, found: Tensor) -> Difference:
-    """How far two tensors are from each other; infinitely where their shapes differ."""
+    """The difference of two tensors, infinite if their shapes differ."""
     if expected.shape != found.shape:
         return Difference(absolute=math.inf, relative=math.inf, exact=False)
     wide = torch.float64 if expected.is_floating_point() else expected.dtype

@@ -17,7 +17,7 @@ _FUNCTIONS = frozenset(
         "ceiling", "floor", "sqrt",
     }
 )  # fmt: skip
-"""Of sympy and torch.utils._sympy.functions, as torch writes sizes. They do nothing but arithmetic."""
+"""Functions of sympy and torch.utils._sympy.functions that torch writes in sizes; all are arithmetic."""
 
 _POWERS = frozenset({"Pow", "PowByNatural", "FloatPow", "LShift"})
 _LARGEST_EXPONENT = 64
@@ -26,7 +26,7 @@ _LARGEST_INTEGER = 2**64
 
 _SYMBOL = re.compile(r"[a-z]+\d+|true|false|oo|int_oo", re.ASCII)
 _TEXTS = {"Symbol": re.compile(r"[A-Za-z_]\w{0,63}", re.ASCII), "Float": re.compile(r"[-+]?\d{1,20}(\.\d{0,40})?")}
-"""Of the functions that take text, what it may be."""
+"""What the text arguments of functions may be."""
 
 _OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.Pow, ast.USub, ast.UAdd)
 _COMPARISONS = (ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE)
@@ -36,7 +36,7 @@ def check_expression(text: object) -> None:
     """Raise ValueError unless ``text`` is arithmetic of integers and symbols, which sympy may then evaluate."""
     try:
         if not isinstance(text, str) or len(text) > _LONGEST:
-            raise ValueError  # noqa: TRY301 - told below, like all others
+            raise ValueError  # noqa: TRY301 - reported below, like all others
         _check_node(ast.parse(text.strip(), mode="eval").body, in_power=False)
     except (ValueError, SyntaxError, RecursionError, MemoryError) as exc:
         raise ValueError(
@@ -45,7 +45,7 @@ def check_expression(text: object) -> None:
 
 
 def _check_node(node: ast.expr, *, in_power: bool) -> None:
-    """ValueError for anything but arithmetic; a power has a small exponent, and no power for its base."""
+    """Raise ValueError for anything but arithmetic; a power has a small exponent, and its base is no power."""
     if _is_leaf(node):
         return
     is_power = _is_power(node)

@@ -1,4 +1,4 @@
-"""PyTorch models as users give them: "package.module:callable", a ``.pt2`` file, an object of this process."""
+"""Load PyTorch models as users give them: "package.module:callable", a ``.pt2`` file, an object of this process."""
 
 import importlib
 from collections.abc import Mapping
@@ -18,13 +18,13 @@ from nimblec.source import Source, read_entries
 
 
 def load(source: Source, options: Options, *, device: str = "cpu") -> dict[str, ModelCall]:
-    """The entries of a source that is no ONNX file, each ready to be called on inputs of the sizes asked for.
+    """Load the entries of a source other than an ONNX file, each ready to be called on inputs of the requested sizes.
 
-    One entry is called "main" unless the source names it. ``device`` is where it will be placed: the
-    graph of a ``.pt2`` file names the one that it makes tensors on.
+    A single entry is called "main" unless the source names it. ``device`` is where it will run: the graph
+    of a ``.pt2`` file names the device of tensors it creates.
 
-    Raises CompileError where ``inputs``, ``dims`` or ``examples`` do not fit the model, or leave a size
-    open, TraceError for what the user's own code raises.
+    Raises CompileError if ``inputs``, ``dims`` or ``examples`` do not fit the model or leave a size open,
+    TraceError for what the user's own code raises.
     """
     if source.kind == "callable":
         calls = import_entries(source.model)
