@@ -56,7 +56,8 @@ __all__ = [
 
 
 def compile(  # noqa: A001  # the word that users look for; nimblec.compile shadows nothing outside
-    model: "str | PathLike[str] | bytes | onnx.ModelProto | torch.export.ExportedProgram | Callable[..., Any]",
+    model: "str | PathLike[str] | bytes | onnx.ModelProto | torch.export.ExportedProgram | Callable[..., Any] "
+    "| Mapping[str, tuple[Any, ...]]",
     example_inputs: "Sequence[Any] | torch.Tensor | None" = None,
     *,
     kwargs: Mapping[str, Any] | None = None,
@@ -88,7 +89,10 @@ def compile(  # noqa: A001  # the word that users look for; nimblec.compile shad
     - an onnx.ModelProto, its bytes, or the path of an ``.onnx`` file;
     - "package.module:callable", which is imported and called (for the CUDA target in the capture
       process) and returns (module, example_inputs) or (module, example_inputs, kwargs). Its module is
-      captured as it runs, without an export.
+      captured as it runs, without an export;
+    - a dict of such tuples by the names of entries, a function without arguments that returns one, or
+      "package.module:callable" that does. The plan has a program for each entry; equal weights and code
+      are stored once. Entries that share a state are named by "package.module:callable".
 
     ``example_inputs`` are the positional arguments of one call, a tensor or a tuple, and ``kwargs`` its
     keyword arguments by name; tensors may be nested in tuples, lists and dicts. Their shapes become

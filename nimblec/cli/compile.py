@@ -123,8 +123,8 @@ def compile_model(
 
     MODEL is an ONNX file (.onnx, with or without external data), a file of torch.export.save (.pt2), or
     package.module:callable, which is imported with the current directory on the path, called, and
-    returns (module, example_inputs) or (module, example_inputs, kwargs). The last two are code and run
-    with your rights: compile them only if you trust their origin.
+    returns (module, example_inputs), (module, example_inputs, kwargs), or a dict of them by the names of
+    entries. The last two are code and run with your rights: compile them only if you trust their origin.
 
     The last stage runs the plan and compares its outputs with the framework's; a difference is an
     error. PLAN is written to a temporary folder beside it (.nimblec-*) and renamed, so an old file
