@@ -50,7 +50,7 @@ DOCUMENTS = sorted(
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_every_file_that_a_document_names_is_there(document: str) -> None:
     text = (ROOT / document).read_text()
-    names = set(re.findall(r"`((?:nimblec|runtime|docs|bench|samples|schema|tests)/[\w./-]*)`", text))
+    names = set(re.findall(r"`((?:nimblec|runtime|docs|bench|fuzz|samples|schema|tests)/[\w./-]*)`", text))
     links = set(re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text))
     missing = [name for name in names if not (ROOT / name).exists()]
     missing += [link for link in links if not (ROOT / document).parent.joinpath(link).exists()]
