@@ -56,9 +56,9 @@ def assemble(parts: Sequence[Part], provenance: Provenance) -> Plan:
         modules=first.graph.modules,
         kernels=first.graph.kernels,
         weights_nbytes=first.memory.weights_nbytes,
-        weights=_united(weights(part.graph, part.memory) for part in parts),
+        weights=_united((part.entry, weights(part.graph, part.memory)) for part in parts),
         state_nbytes=first.memory.state_nbytes,
-        state=_united(state(part.graph, part.memory) for part in parts),
+        state=_united((part.entry, state(part.graph, part.memory)) for part in parts),
         programs=tuple(map(_program, parts)),
     )
 
@@ -68,12 +68,17 @@ def _program(part: Part) -> Program:
     return replace(made, schedule=part.record, entry=part.entry, profile=part.profile)
 
 
-def _united(contents: Iterable[tuple[Weight, ...]]) -> tuple[Weight, ...]:
-    """The tensors of a region that the parts share, each once, by ascending offset."""
+def _united(contents: Iterable[tuple[str, tuple[Weight, ...]]]) -> tuple[Weight, ...]:
+    """The tensors of a region that the parts share, each once, by ascending offset; given by part with its entry.
+
+    Another tensor of a name that an earlier part has is called ENTRY.NAME.
+    """
     found: dict[int, Weight] = {}
-    for tensors in contents:
+    for entry, tensors in contents:
+        taken = {tensor.name for tensor in found.values()}
         for tensor in tensors:
-            found.setdefault(tensor.offset, tensor)
+            name = f"{entry}.{tensor.name}" if tensor.name in taken else tensor.name
+            found.setdefault(tensor.offset, replace(tensor, name=name))
     return tuple(found[offset] for offset in sorted(found))
 
 

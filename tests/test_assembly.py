@@ -67,7 +67,7 @@ def test_equal_modules_kernels_and_constants_are_stored_once() -> None:
     assert [(w.name, w.offset, np.frombuffer(w.data, np.float32).tolist()) for w in plan.weights] == [
         ("w", 0, [1, 2]),
         ("bias", 256, [3, 4]),
-        ("w", 512, [5, 6]),
+        ("b.w", 512, [5, 6]),
     ]
     pointers = [program.commands[0].relocations[0].pointer for program in plan.programs]
     assert [(p.region, p.offset) for p in pointers] == [
@@ -97,7 +97,7 @@ def test_states_of_one_storage_are_one_state_for_all() -> None:
     reads = graph("code", constant(9, 9), constant(1, 2, name="cache", storage=7))
     alone = graph("code", constant(1, 2, name="cache", kind=BufferKind.STATE), written=0)
     plan = assemble([part(writes, "write"), part(reads, "read"), part(alone, "alone")], PROVENANCE)
-    assert [(w.name, w.offset) for w in plan.state] == [("cache", 0), ("cache", 256)]
+    assert [(w.name, w.offset) for w in plan.state] == [("cache", 0), ("alone.cache", 256)]
     assert [w.name for w in plan.weights] == ["w"]
     pointers = [program.commands[0].relocations[0].pointer for program in plan.programs]
     assert pointers == [plans.pointer(Region.STATE, offset) for offset in (4, 4, 260)]

@@ -9,15 +9,23 @@ import numpy as np
 import pytest
 import torch
 from command_line import CommandLine
+from cpu_plans import floats, write_model
+from onnx import helper
 
 import nimblec
 import nimblert
+from nimblec.assembly import Part, Provenance, assemble
+from nimblec.cpu import capture
 from nimblec.cuda.request import CompileRequest
 from nimblec.errors import ArgumentError, CompileError, UnsupportedModelError
 from nimblec.frontend.pytorch.handover import hand_over
 from nimblec.options import InputSpec, Options
+from nimblec.schedule.dependencies import dependencies
+from nimblec.schedule.memory import layout
+from nimblec.schedule.streams import serial
 from nimblec.source import Source, find_source
-from nimblert.plan import Plan
+from nimblert import container
+from nimblert.plan import Device, Plan, Target
 
 
 @pytest.fixture(scope="module")
@@ -156,3 +164,46 @@ def test_entries_share_a_state_on_the_gpu() -> None:
 def test_a_state_that_another_entry_writes_is_not_folded_on_the_gpu() -> None:
     with pytest.raises(CompileError, match="entry 'total' has 'total', which entry 'add' writes"):
         nimblec.compile("entry_models:counting", target="cuda", level=1, plan_cache=None)
+
+
+# --- profiles: several sizes of one ONNX model
+
+
+@pytest.fixture(scope="module")
+def batches(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An ONNX model with a dimension "batch", and beside it its plan for 1 and for 3 rows."""
+    path = tmp_path_factory.mktemp("batches") / "model.onnx"
+    weights = np.linspace(-1, 1, 64, dtype=np.float32).reshape(16, 4)
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["p"]), helper.make_node("Softmax", ["p"], ["y"])]
+    write_model(path, nodes, [floats("x", "batch", 16)], [floats("y", "batch", 4)], constants={"w": weights})
+    provenance = Provenance(target=Target.CPU, device=Device(name="cpu"), versions=())
+    parts = []
+    for rows in (1, 3):
+        graph = capture.capture(path, [InputSpec(name="x", shape=(rows, 16))])
+        schedule = serial(dependencies(graph))
+        memory = layout(graph, schedule)
+        parts.append(Part(graph=graph, schedule=schedule, memory=memory, profile=(("batch", rows),)))
+    assemble(parts, provenance).save(path.with_suffix(".plan"))
+    return path
+
+
+def test_the_batch_chooses_the_profile(batches: Path) -> None:
+    plan = container.read(batches.with_suffix(".plan"))
+    assert [p.name for p in plan.programs] == ["main[batch=1]", "main[batch=3]"]
+    assert [w.name for w in plan.weights] == ["w"]
+    with nimblert.load(plan) as model:
+        rows = np.linspace(-1, 1, 48, dtype=np.float32).reshape(3, 16)
+        together = model(rows)
+        for index in range(3):
+            np.testing.assert_allclose(model(rows[index : index + 1]), together[index : index + 1], rtol=1e-6)
+        with pytest.raises(nimblert.InputError, match=r"'x': \(2, 16\): 'main' has programs for batch=1 .* batch=3"):
+            model(rows[:2])
+
+
+def test_every_profile_is_compared_with_the_model(nimblec: CommandLine, batches: Path) -> None:
+    plan = batches.with_suffix(".plan")
+    done = nimblec("verify", plan, "--against", batches)
+    assert done.status == 0
+    assert all(f"against of 'main[batch={rows}]': output 'y'" in done.out for rows in (1, 3))
+    refused = nimblec.refused("verify", plan, "--against", batches, "--entry", "tail")
+    assert "has the entries 'main': none is called 'tail'" in refused
