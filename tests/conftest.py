@@ -9,9 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 
 if TYPE_CHECKING:
     from command_line import CommandLine
+
+settings.register_profile("quick", deadline=None, derandomize=True)  # the same on a busy machine
+settings.register_profile("long", deadline=None, max_examples=1000)
+settings.load_profile("quick")
 
 _MOST_WORKERS = 8
 """Each of them imports PyTorch and collects all tests: more of them end no sooner."""

@@ -2,13 +2,9 @@
 
 from random import Random
 
-from hypothesis import settings
 from hypothesis import strategies as st
 
 from nimblec.ir import Access, Buffer, BufferKind, Graph, KernelWork, Op, Task, TensorView
-
-settings.register_profile("passes", deadline=None, derandomize=True)  # the same on a busy machine
-settings.load_profile("passes")
 
 
 def access(buffer: int, offset: int = 0, nbytes: int = 64) -> Access:

@@ -4,7 +4,8 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -68,7 +69,7 @@ def test_hooks_are_gone_afterwards() -> None:
     assert tracker.current == "Conv 'c'"
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@examples(200)
 @given(
     data=st.data(),
     sizes=st.lists(st.integers(1, 4), min_size=1, max_size=4),

@@ -12,7 +12,8 @@ import flatbuffers
 import plans
 import pytest
 from any_plan import any_plan
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 
 from nimblert import container, decoder, encoder, schema
 from nimblert._generated import plan_generated as fb
@@ -36,7 +37,7 @@ def flatbuffer_nbytes(file: bytes) -> int:
     return struct.unpack_from("<Q", file, len(file) - 56)[0]
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(any_plan)
 def test_round_trip_of_any_plan(plan: Plan) -> None:
     file = container.encode_file(plan)

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 from cubin_meaning import ALLOC, NOBITS, kernels, meaning, sections
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nimblec.cuda.cubin import UnfamiliarCubinError, cut
@@ -73,7 +74,7 @@ def test_a_cut_says_of_its_kernel_what_the_whole_said(cubin: bytes, kernel: str)
     assert len(part) < 0.55 * len(cubin)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(each_cubin, st.sets(st.sampled_from(sorted(KERNELS))))
 def test_a_cut_to_any_kernels_keeps_their_meaning(name: str, keep: set[str]) -> None:
     cubin = CUBINS[name]
@@ -82,7 +83,7 @@ def test_a_cut_to_any_kernels_keeps_their_meaning(name: str, keep: set[str]) -> 
     assert meaning(part, keep) == meaning(cubin, keep)
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(each_cubin, st.sets(st.sampled_from(sorted(KERNELS))), st.sets(st.sampled_from(sorted(KERNELS))))
 def test_cutting_twice_is_cutting_once(name: str, more: set[str], keep: set[str]) -> None:
     cubin = CUBINS[name]
@@ -245,7 +246,7 @@ def test_names_that_overlap_cannot_cost_a_square_of_the_size() -> None:
         entry_symbols(header + strings + symbols + headers)
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(each_cubin, st.data())
 def test_damage_raises_nothing_but_its_own_errors(name: str, data: st.DataObject) -> None:
     cubin = CUBINS[name]

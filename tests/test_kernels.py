@@ -4,7 +4,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from subprocesses import python
 from torch import Tensor
@@ -46,7 +47,7 @@ def _images(*shape: int, seed: int = 0) -> Tensor:
     return _random(*shape, seed=seed).contiguous(memory_format=torch.channels_last)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@examples(60)
 @given(
     size=st.tuples(st.integers(5, 12), st.integers(5, 12)),
     kernel=st.tuples(st.integers(1, 3), st.integers(1, 3)),
@@ -67,7 +68,7 @@ def _rest(geometry: dict[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
     return {name: value for name, value in geometry.items() if name != "kernel"}
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@examples(60)
 @given(columns=st.integers(1, 70), depth=st.integers(1, 70))
 def test_packed_weights_are_the_weights(columns: int, depth: int) -> None:
     weight = _random(columns, depth)

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from triton_process import needs_triton, run
@@ -116,7 +117,7 @@ def test_pointers_lie_where_their_names_say() -> None:
     assert launch.pointers["moments_ptr"] is None
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@examples(20)
 @given(count=st.integers(1, 4))
 def test_arguments_keep_their_places(count: int) -> None:
     """Made constants are found wherever they stand, and nothing else is changed."""

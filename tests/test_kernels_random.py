@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 from arithmetic import arithmetic
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from rewriting import check, record, run
 from torch import Tensor
@@ -154,14 +155,14 @@ def _check(data: st.DataObject, steps: Sequence[Step], x: Tensor) -> None:
 
 
 @pytest.mark.timeout(900)  # minutes on a busy machine
-@settings(max_examples=50, deadline=None, derandomize=True)
+@examples(25)
 @given(data=st.data())
 def test_any_network_of_images(data: st.DataObject) -> None:
     _check(data, IMAGES, torch.randn(2, WIDTH, 6, 6, generator=torch.Generator().manual_seed(0)))
 
 
 @pytest.mark.timeout(900)  # minutes on a busy machine
-@settings(max_examples=50, deadline=None, derandomize=True)
+@examples(25)
 @given(data=st.data())
 def test_any_network_of_tokens(data: st.DataObject) -> None:
     _check(data, TOKENS, torch.randn(2, 9, WIDTH, generator=torch.Generator().manual_seed(0)))

@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from rewriting import assert_same, counts, record, rewritten
 from torch import Tensor, fx
@@ -39,7 +40,7 @@ def _rewritten(before: fx.GraphModule) -> fx.GraphModule:
     return rewritten(before, simplify, merge_equal_calls, fuse_attention, simplify)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@examples(60)
 @given(
     keys=st.sampled_from([TOKENS, 7]),
     scale=st.sampled_from(["none", "scores", "divided", "queries", "both"]),

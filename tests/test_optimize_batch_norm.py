@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from rewriting import assert_same, counts, record, rewritten
 from torch import Tensor
@@ -25,7 +26,7 @@ def _norm(x: Tensor, channels: int, dtype: torch.dtype = torch.float64, eps: flo
     return aten._native_batch_norm_legit_no_training(x, weight, bias, mean, variance, 0.1, eps)[0]
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@examples(60)
 @given(data=st.data())
 def test_any_convolution_takes_the_norm_after_it(data: st.DataObject) -> None:
     torch.manual_seed(data.draw(st.integers(0, 9)))
@@ -48,7 +49,7 @@ def test_any_convolution_takes_the_norm_after_it(data: st.DataObject) -> None:
     assert_same(before, after, x, rtol=1e-12)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@examples(40)
 @given(data=st.data())
 def test_the_norm_before_a_convolution_only_without_padding(data: st.DataObject) -> None:
     torch.manual_seed(data.draw(st.integers(0, 9)))

@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from rewriting import assert_same, counts, record, rewritten
 from torch import Tensor
@@ -88,7 +89,7 @@ def test_branches_are_one_convolution(name: str) -> None:
     assert_same(before, after, IMAGES, rtol=1e-12)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@examples(60)
 @given(data=st.data())
 def test_any_geometry(data: st.DataObject) -> None:
     """Where the sum exists at all, it comes out the same, joined or not."""

@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from rewriting import assert_same, counts, record, rewritten
 from torch import Tensor
@@ -18,7 +19,7 @@ def _weight(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@examples(40)
 @given(
     groups=st.sampled_from([1, 2]),
     stride=st.integers(1, 2),

@@ -7,8 +7,9 @@ from typing import Any
 import onnx
 import pytest
 import torch
+from examples import examples
 from exported_models import MODELS, export
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rewriting import FAMILIES, check, counts, family, randomize, record, rewritten, run
 from torch import Tensor, fx, nn
@@ -368,7 +369,7 @@ STEPS: tuple[Step, ...] = (
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-@settings(max_examples=40, deadline=None, derandomize=True)
+@examples(40)
 @given(data=st.data())
 def test_any_network_runs_in_its_dtypes(dtype: torch.dtype, data: st.DataObject) -> None:
     steps = data.draw(st.lists(st.sampled_from(STEPS), min_size=1, max_size=9))

@@ -3,7 +3,8 @@
 from collections.abc import Callable
 
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from rewriting import assert_same, check, record, rewritten
 from torch import Tensor, fx
@@ -92,7 +93,7 @@ def _network(data: st.DataObject) -> fx.GraphModule:
     return record(model, X)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@examples(60)
 @given(data=st.data())
 def test_any_network(data: st.DataObject) -> None:
     before = _network(data)
@@ -104,7 +105,7 @@ def test_any_network(data: st.DataObject) -> None:
     assert before.code == code
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@examples(60)
 @given(data=st.data())
 def test_any_network_with_channels_last(data: st.DataObject) -> None:
     before = _network(data)
@@ -112,7 +113,7 @@ def test_any_network_with_channels_last(data: st.DataObject) -> None:
     assert_same(before, after, X, rtol=1e-9)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@examples(40)
 @given(data=st.data())
 def test_any_network_in_regions(data: st.DataObject) -> None:
     before = _network(data)

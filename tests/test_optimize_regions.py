@@ -8,7 +8,8 @@ import networkx as nx
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from rewriting import FAMILIES, assert_same, counts, family, record, rewritten
 from torch import Tensor, fx
@@ -112,7 +113,7 @@ STEPS: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (
 )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@examples(60)
 @given(data=st.data())
 def test_random_graphs(data: st.DataObject) -> None:
     count = data.draw(st.integers(2, 14))

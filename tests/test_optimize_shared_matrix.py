@@ -6,7 +6,8 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from rewriting import assert_same, check, counts, record, rewritten
 from torch import Tensor, fx, nn
@@ -40,7 +41,7 @@ def _only(module: fx.GraphModule, name: str) -> fx.Node:
     return node
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@examples(80)
 @given(
     batch=st.integers(1, 3),
     rows=st.integers(1, 3),

@@ -5,7 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from rewriting import assert_same, check, counts, randomize, record, rewritten
 from torch import Tensor, fx, nn
@@ -38,7 +39,7 @@ def _convolution(module: fx.GraphModule) -> fx.Node:
     return convolution
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@examples(60)
 @given(
     kernel=st.tuples(st.integers(1, 4), st.integers(1, 4)),
     size=st.tuples(st.integers(1, 4), st.integers(1, 4)),

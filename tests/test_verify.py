@@ -7,7 +7,8 @@ from math import inf, nan
 import plans
 import pytest
 from any_plan import any_plan
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 
 from nimblert import verify
 from nimblert.limits import Limits
@@ -416,7 +417,7 @@ def test_mistakes_of_a_cpu_plan(change: Change, expected: list[str]) -> None:
     assert list(verify.problems(change(plans.cpu_plan()), BOUNDLESS)) == expected
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(any_plan)
 def test_any_plan_is_judged(plan: Plan) -> None:
     assert all("\n" not in problem for problem in verify.problems(plan))
