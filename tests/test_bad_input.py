@@ -236,7 +236,7 @@ def test_a_failure_on_random_inputs_points_to_examples(nimblec: CommandLine, tmp
         ("def f(:", r"cannot be imported: SyntaxError: .*users\.py, line 1\)"),
         ("g = 1", r"users has no callable 'f'"),
         ("def f():\n    return {}['size']", r"cannot be called: line 2 of .*users\.py raised KeyError: 'size'"),
-        ("def f():\n    return 3", r"returned int, expected \(module, example_inputs\) or .*"),
+        ("def f():\n    return 3", r"returned int, expected \(module, example_inputs\), .*"),
     ],
 )
 def test_a_mistake_in_a_module_of_the_users(
@@ -419,7 +419,7 @@ def test_a_plan_for_another_gpu_or_a_newer_driver_names_both(
     nimblec: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: Device, words: list[str]
 ) -> None:
     monkeypatch.setattr(driver, "initialise", lambda: None)
-    monkeypatch.setattr(driver, "describe", lambda: here)
+    monkeypatch.setattr(driver, "describe", lambda _ordinal: here)
     path = tmp_path / "cuda.plan"
     cuda_plan().save(path)
     sentence = nimblec.refused("run", path)
