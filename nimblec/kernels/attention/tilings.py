@@ -6,14 +6,14 @@ from functools import partial
 from typing import Self
 
 from nimblec.kernels.attention.shapes import Attention
-from nimblec.kernels.core.gpu import GPU, KIB
+from nimblec.kernels.core.gpu import GPU
 from nimblec.kernels.core.shapes import ceil_div
 from nimblec.kernels.core.tilings import most_promising
 
 _FETCHED_REGISTERS = 128
 """Of a thread's 255, how many may hold keys and values where one step takes them all."""
-_LEFT_NBYTES = 27 * KIB
-"""Of the shared memory that a block may have, for what is not loaded ahead."""
+_LOADED_PART = 200 / 227
+"""Of the shared memory that a block may have, what may hold queries, keys and values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,5 +99,5 @@ def _staged(shape: Attention, cut: AttentionTiling, gpu: GPU, itemsize: int) -> 
         return
     for num_stages in (2, 3):
         nbytes = itemsize * width * (num_stages * cut.block_n + cut.block_m)
-        if nbytes <= gpu.shared_per_block - _LEFT_NBYTES and num_stages <= steps:
+        if nbytes <= gpu.shared_per_block * _LOADED_PART and num_stages <= steps:
             yield replace(cut, num_stages=num_stages)

@@ -75,7 +75,7 @@ class _NoDevice:
         return self._target
 
     def get_current_device(self) -> int:
-        return 0
+        return int(self._target.arch)  # Triton keeps the first target that it sees of a device
 
     def get_current_stream(self, device: int) -> int:  # noqa: ARG002 - the signature is Triton's
         return 0
