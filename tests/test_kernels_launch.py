@@ -22,6 +22,7 @@ from nimblec.kernels.depthwise.op import depthwise
 from nimblec.kernels.families import FAMILIES
 from nimblec.kernels.gemm.op import convolution, convolution_into, linear, linear_and_moments
 from nimblec.kernels.norm.op import add_layer_norm, layer_norm
+from nimblec.kernels.pool.op import mean2d, pool2d
 
 OPTIONS = {"num_warps", "num_stages", "launch_pdl"}
 """Triton's."""
@@ -59,6 +60,8 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
     "depthwise": (depthwise, (X, _half(1, 9, 16), VECTOR, X, *GEOMETRY, [4, 16, 2], "late"), FACTORS),
     "attention": (attention, (HEADS, HEADS, HEADS, _half(9, 9), False, 0.5, [16, 32, 4, 1], "late"), {}),
     "causal attention": (attention, (HEADS, HEADS, HEADS, None, True, 0.5, [16, 32, 4, 1], "late"), {}),
+    "pool": (pool2d, (X, "max", [3, 3], [2, 2], [1, 1], [1, 1], False, None, "relu", [8, 16, 2], "late"), {}),
+    "mean": (mean2d, (X, True, "none", [64, 16, 4], "late"), {}),
     "norm": (layer_norm, (ROWS, VECTOR, None, 1e-5, False, torch.float16, [1, 1], "late"), {}),
     "sum and norm": (add_layer_norm, (ROWS, ROWS, VECTOR, VECTOR, 1e-5, True, torch.float32, [1, 1], "late"), {}),
 }

@@ -6,9 +6,11 @@ from nimblec.kernels.attention.rewrite import ATTENTION_FAMILY
 from nimblec.kernels.core.selector import Family
 from nimblec.kernels.gemm.rewrite import GEMM
 from nimblec.kernels.norm.rewrite import NORM
+from nimblec.kernels.pool.rewrite import POOL
 
 FAMILIES: tuple[Family[Any, Any], ...] = (
     ATTENTION_FAMILY,  # first, as it may change strides
     GEMM,
+    POOL,
     NORM,  # after the products, which take norms in
 )

@@ -1,6 +1,6 @@
 """A call of a kernel's op before it is anywhere: it can be put into a graph, be timed, or say what to compile."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -117,6 +117,16 @@ def example(like: Tensor, device: torch.device) -> Tensor:
     if like.dtype.is_floating_point:
         flat.normal_()
     return flat.as_strided(like.shape, like.stride())
+
+
+def evaluate(nodes: Sequence[fx.Node], values: Mapping[fx.Node, Tensor]) -> Tensor:
+    """The value of the last of ``nodes``, called one after the other."""
+    known = dict(values)
+    for node in nodes:
+        args, kwargs = fx.map_arg((tuple(node.args), dict(node.kwargs)), known.__getitem__)
+        target: Callable[..., Tensor] = node.target  # type: ignore[assignment]
+        known[node] = target(*args, **kwargs)
+    return known[nodes[-1]]
 
 
 def _meta(leaf: Leaf) -> Tensor:

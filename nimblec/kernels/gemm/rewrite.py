@@ -1,6 +1,6 @@
 """Convolutions and products as Triton kernels, with what follows them in the same launch."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from nimblec.graph.rewriter import Rewriter, fake, is_call
 from nimblec.graph.views import viewed_alike
 from nimblec.graph.vocabulary import WHOLE_VIEWS
-from nimblec.kernels.core.call import AsStored, Call, Made, Pool, example
+from nimblec.kernels.core.call import AsStored, Call, Made, Pool, evaluate, example
 from nimblec.kernels.core.compiling import Compile
 from nimblec.kernels.core.gpu import GPU, Trigger
 from nimblec.kernels.core.selector import Choose, Family, Timed
@@ -117,14 +117,14 @@ def framework(request: Request, pool: Pool, length: int) -> Timed:
     values = {node: _value(request, node) for node in _read(request)}
     before = request.before
     if before is None:
-        return lambda n: _evaluate(request.nodes, values | {request.weight: copies[n]})
+        return lambda n: evaluate(request.nodes, values | {request.weight: copies[n]})
     rest = request.nodes[len(before.nodes) :]
-    values[before.nodes[-1]] = _evaluate(before.nodes, values)
+    values[before.nodes[-1]] = evaluate(before.nodes, values)
 
     def call(n: int) -> object:
         """Requests that share what they read share its cost: one of ``sharers`` calls pays."""
         pays = n % before.sharers == 0
-        return _evaluate(request.nodes if pays else rest, values | {request.weight: copies[n]})
+        return evaluate(request.nodes if pays else rest, values | {request.weight: copies[n]})
 
     return call
 
@@ -140,16 +140,6 @@ def _value(request: Request, node: fx.Node) -> Tensor:
     if node in request.constants:
         return request.constants[node]
     return example(fake(node), request.constants[request.weight].device)
-
-
-def _evaluate(nodes: Sequence[fx.Node], values: Mapping[fx.Node, Tensor]) -> Tensor:
-    """The value of the last of ``nodes``, called one after the other."""
-    known = dict(values)
-    for node in nodes:
-        args, kwargs = fx.map_arg((tuple(node.args), dict(node.kwargs)), known.__getitem__)
-        target: Callable[..., Tensor] = node.target  # type: ignore[assignment]
-        known[node] = target(*args, **kwargs)
-    return known[nodes[-1]]
 
 
 def _prepare(module: fx.GraphModule, _compile_jobs: Compile) -> None:

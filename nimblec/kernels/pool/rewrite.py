@@ -1,0 +1,74 @@
+"""Pooling and means over images as launches of Triton kernels.
+
+A generated kernel computes them as well, but waits until the one before it has ended, and is compiled for
+seconds. ATen's is the one they are timed beside; whether they gain over a generated one shows in the whole plan.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from nimblec.graph.rewriter import Rewriter, fake
+from nimblec.kernels.core.call import Call, Pool, evaluate, example
+from nimblec.kernels.core.gpu import GPU, Trigger
+from nimblec.kernels.core.selector import Choose, Family, Timed
+from nimblec.kernels.pool.match import Request, requests
+from nimblec.kernels.pool.op import mean2d, pool2d
+from nimblec.kernels.pool.shapes import Pooling
+from nimblec.kernels.pool.tilings import PoolTiling, mean_candidates, pool_candidates
+
+aten = torch.ops.aten
+
+
+def use_triton_pools(module: fx.GraphModule, choose: Choose[Request, PoolTiling], trigger: Trigger = "late") -> None:
+    """Replace what ``choose`` gives a tiling; every result keeps its dtype, shape and strides.
+
+    Launches with a ``trigger`` wait for the kernel before them by themselves: `GPU.has_programmatic_launch`.
+    """
+    rewriter = Rewriter(module)
+    for request in reversed(list(requests(module))):  # what a later one reads may be what an earlier one replaces
+        tiling = choose(request)
+        if tiling is None:
+            continue
+        at = request.result
+        result = call(request, tiling, trigger).put(rewriter, at=at)
+        if fake(result).shape != fake(at).shape:
+            result = rewriter.call(aten.reshape.default, result, list(fake(at).shape), at=at)
+        assert fake(result).stride() == fake(at).stride(), f"{at.format_node()} would become {result.format_node()}"
+        rewriter.replace(at, result)
+    rewriter.finish()
+
+
+def tilings(request: Request, gpu: GPU) -> Sequence[PoolTiling]:
+    """The candidates of a request."""
+    if isinstance(request.shape, Pooling):
+        return pool_candidates(request.shape, gpu)
+    return mean_candidates(request.shape, gpu, itemsize=request.dtype.itemsize)
+
+
+def call(request: Request, tiling: PoolTiling, trigger: Trigger) -> Call:
+    """What computes a request; means have four axes."""
+    shape, end = request.shape, (request.activation, tiling.numbers, trigger)
+    if not isinstance(shape, Pooling):
+        return Call(op=mean2d, args=(request.x, request.channels_last, *end))
+    geometry = [list(pair) for pair in (shape.kernel, shape.stride, shape.padding, shape.dilation)]
+    return Call(op=pool2d, args=(request.x, request.kind, *geometry, shape.ceil_mode, request.divisor, *end))
+
+
+def framework(request: Request, _pool: Pool, _length: int) -> Timed:
+    """The calls as they are."""
+    values = {request.x: example(fake(request.x), fake(request.x).device)}
+    return lambda _: evaluate(request.calls, values)
+
+
+POOL: Family[Request, PoolTiling] = Family(
+    name="pool",
+    requests=requests,
+    tilings=tilings,
+    call=call,
+    framework=framework,
+    use=use_triton_pools,
+    templates=("nimblec.kernels.pool.template",),
+    needs_whole_plan=True,
+)

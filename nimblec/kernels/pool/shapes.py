@@ -1,0 +1,128 @@
+"""The geometry of a pooling."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from nimblec.kernels.core.images import pixel_stride
+from nimblec.kernels.core.shapes import Pair
+
+Kind = Literal["max", "average", "padded average"]
+"""What a window becomes; a padded average counts padding as pixels, which are zero."""
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pooling:
+    """Windows of images (images, height, width, channels), the channels next to each other in memory.
+
+    Neighbouring pixels are ``pixel_stride`` elements apart; rows and images follow without a gap. Contiguous images
+    (batch, channels, height, width) are batch * channels images of one channel.
+    """
+
+    images: int
+    height: int
+    width: int
+    channels: int
+    kernel: Pair
+    stride: Pair
+    padding: Pair
+    dilation: Pair
+    ceil_mode: bool
+    pixel_stride: int
+
+    @property
+    def out_height(self) -> int:
+        """Rows of pixels of the result."""
+        return self._extent(self.height, 0)
+
+    @property
+    def out_width(self) -> int:
+        """Pixels of a row of the result."""
+        return self._extent(self.width, 1)
+
+    @property
+    def rows(self) -> int:
+        """Pixels of all results."""
+        return self.images * self.out_height * self.out_width
+
+    @property
+    def settings(self) -> dict[str, int]:
+        """The template's constants."""
+        return {
+            "ROWS": self.rows,
+            "HEIGHT": self.height,
+            "WIDTH": self.width,
+            "CHANNELS": self.channels,
+            "PIXEL_STRIDE": self.pixel_stride,
+            "OUT_HEIGHT": self.out_height,
+            "OUT_WIDTH": self.out_width,
+            "KERNEL_H": self.kernel[0],
+            "KERNEL_W": self.kernel[1],
+            "STRIDE_H": self.stride[0],
+            "STRIDE_W": self.stride[1],
+            "PADDING_H": self.padding[0],
+            "PADDING_W": self.padding[1],
+            "DILATION_H": self.dilation[0],
+            "DILATION_W": self.dilation[1],
+        }
+
+    def _extent(self, size: int, axis: int) -> int:
+        """As torch counts: a last window that begins behind the images and the padding before them is left out.
+
+        aten/src/ATen/native/Pool.h, pooling_output_shape.
+        """
+        padding, stride = self.padding[axis], self.stride[axis]
+        room = size + 2 * padding - self.dilation[axis] * (self.kernel[axis] - 1) - 1
+        count = (room + (stride - 1 if self.ceil_mode else 0)) // stride + 1
+        return count - 1 if self.ceil_mode and (count - 1) * stride >= size + padding else count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Means:
+    """Means over the pixels of images (images, pixels, channels) with these strides."""
+
+    images: int
+    pixels: int
+    channels: int
+    image_stride: int
+    pixel_stride: int
+    channel_stride: int
+
+
+def lies_channels_last(x: Tensor) -> bool:
+    """Whether images (batch, channels, height, width) lie so, maybe as part of the channels of others."""
+    if x.is_contiguous():
+        return x.is_contiguous(memory_format=torch.channels_last) and x.shape[1] > 1
+    try:
+        pixel_stride(x)
+    except ValueError:
+        return False
+    return True
+
+
+def means_of(x: Tensor) -> Means:
+    """The geometry for images that lie channels last, or contiguous: there all channels are as those of one image."""
+    batch, channels, height, width = x.shape
+    pixels = height * width
+    if not lies_channels_last(x):
+        assert x.is_contiguous(), f"images of strides {x.stride()} lie neither contiguous nor channels last"
+        return Means(
+            images=1,
+            pixels=pixels,
+            channels=batch * channels,
+            image_stride=0,
+            pixel_stride=1,
+            channel_stride=pixels,
+        )
+    stride = pixel_stride(x)
+    return Means(
+        images=batch,
+        pixels=pixels,
+        channels=channels,
+        image_stride=pixels * stride,
+        pixel_stride=stride,
+        channel_stride=1,
+    )

@@ -1,0 +1,83 @@
+"""How poolings are cut into blocks, and which cuts are worth a try on a GPU."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from nimblec.kernels.core.gpu import GPU
+from nimblec.kernels.core.shapes import ceil_div
+from nimblec.kernels.pool.shapes import Means, Pooling
+
+_SECTOR_NBYTES = 32
+"""The least that is read of the L2 cache."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolTiling:
+    """A block computes ``block_m`` pixels of ``block_c`` channels, or reads so many at once of which it takes means."""
+
+    block_m: int
+    block_c: int
+    num_warps: int = 4
+
+    @property
+    def numbers(self) -> list[int]:
+        """What the ops take as their ``tiling``."""
+        return [self.block_m, self.block_c, self.num_warps]
+
+    @classmethod
+    def of(cls, numbers: Sequence[int]) -> Self:
+        """The inverse of `numbers`."""
+        block_m, block_c, num_warps = numbers
+        return cls(block_m=block_m, block_c=block_c, num_warps=num_warps)
+
+
+def pool_candidates(shape: Pooling, gpu: GPU, *, limit: int = 5) -> list[PoolTiling]:
+    """Tilings with some blocks for each multiprocessor first, and as little work past the edges as can be."""
+
+    def cost(tiling: PoolTiling) -> tuple[float, list[int]]:
+        blocks = ceil_div(shape.rows, tiling.block_m) * ceil_div(shape.channels, tiling.block_c)
+        done = blocks * tiling.block_m * tiling.block_c / (shape.rows * shape.channels)
+        load = blocks / (2 * gpu.multiprocessors)
+        return done * max(load**0.5, load**-0.5), tiling.numbers
+
+    widest = 1 << (shape.channels - 1).bit_length()
+    widths = [width for width in (1, 8, 16, 32, 64, 128) if width <= widest] if shape.channels > 1 else [1]
+    found = [tiling for width in widths for tiling in _tall(width)]
+    return sorted(found, key=cost)[:limit]
+
+
+def _tall(block_c: int) -> Iterator[PoolTiling]:
+    """Tiles of 1 to 16 numbers a thread."""
+    for block_m in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512):
+        for num_warps in (1, 2, 4, 8):
+            if 1 <= block_m * block_c / (32 * num_warps) <= 16:
+                yield PoolTiling(block_m=block_m, block_c=block_c, num_warps=num_warps)
+
+
+def mean_candidates(shape: Means, gpu: GPU, *, limit: int = 6, itemsize: int = 2) -> list[PoolTiling]:
+    """At most ``limit`` tilings, by a rough model of the time; ``itemsize``: bytes of an element."""
+
+    def cost(tiling: PoolTiling) -> tuple[float, list[int]]:
+        blocks = shape.images * ceil_div(shape.channels, tiling.block_c)
+        steps = ceil_div(shape.pixels, tiling.block_m)
+        across = tiling.block_c if shape.channel_stride == 1 else tiling.block_m
+        row_nbytes = max(across * itemsize, _SECTOR_NBYTES)
+        rows = steps * tiling.block_m * tiling.block_c / across
+        numbers = tiling.block_m * tiling.block_c / (32 * tiling.num_warps)  # that a thread holds
+        meeting = 0.1 * tiling.num_warps**0.5
+        time = ceil_div(blocks, gpu.multiprocessors) * rows * row_nbytes / gpu.speed.block_bytes
+        return time + steps * (0.1 + 0.01 * numbers) + meeting, tiling.numbers
+
+    return sorted(_of_means(shape), key=cost)[:limit]
+
+
+def _of_means(shape: Means) -> Iterator[PoolTiling]:
+    """Tiles of 4 to 64 numbers a thread, no more than twice as long or wide as what there is."""
+    for block_m in (16, 32, 64, 128, 256, 512, 1024, 2048):
+        for block_c in (1, 2, 4, 8, 16, 32, 64, 128):
+            is_beyond = block_m >= 2 * max(shape.pixels, 16) or block_c >= 2 * shape.channels
+            for num_warps in (1, 2, 4, 8):
+                if not is_beyond and 4 <= block_m * block_c / (32 * num_warps) <= 64:
+                    yield PoolTiling(block_m=block_m, block_c=block_c, num_warps=num_warps)
+    yield PoolTiling(block_m=16, block_c=1, num_warps=1)
