@@ -1,9 +1,9 @@
-"""Our own attention and norms against torch's, in the shapes of some networks, and in the layers of BERT.
+"""Triton attention and norms against torch's, in the shapes of some networks, and in the layers of BERT.
 
 ``python -m bench.attention_kernel`` on a Hopper GPU compiles all candidates side by side, checks each
 against torch in float32, and times it in a chain of calls in one graph beside
 scaled_dot_product_attention or native_layer_norm. At the end it times twelve layers of BERT, whose
-products are our own, with torch's attention and norms and with ours.
+products are Triton kernels, with torch's attention and norms and with these.
 """
 
 import argparse

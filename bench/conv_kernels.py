@@ -1,4 +1,4 @@
-"""Our own kernels against cuDNN's and cuBLAS's, for the convolutions and products of some networks, batch 1.
+"""Triton kernels against cuDNN's and cuBLAS's, for the convolutions and products of some networks, batch 1.
 
 ``python -m bench.conv_kernels --model resnet50`` on a Hopper GPU compiles all candidates side by
 side, times each shape's in a chain of calls whose weights are not in the L2 cache, checks every

@@ -1,4 +1,4 @@
-"""Our own kernels' shapes, packed weights, candidates and ops: what needs neither Triton nor a GPU."""
+"""The kernels' shapes, packed weights, candidates and ops: what needs neither Triton nor a GPU."""
 
 from typing import TYPE_CHECKING
 

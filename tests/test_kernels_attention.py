@@ -1,4 +1,4 @@
-"""Our own attention in a graph: what it takes, that the values stay, that nothing is copied, how tilings are chosen."""
+"""Triton attention in a graph: what it takes, that the values stay, that nothing is copied, how tilings are chosen."""
 
 import math
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""Our own attention on a Hopper GPU: values of the best candidates, and twenty runs that give the same bits."""
+"""Triton attention on a GPU: values of the best candidates, and twenty runs that give the same bits."""
 
 import pytest
 import torch

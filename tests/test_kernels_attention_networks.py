@@ -1,4 +1,4 @@
-"""All our own kernels in one network: nothing but them is left where they serve, and the values stay."""
+"""All Triton kernels in one network: nothing else is left where they serve, and the values stay."""
 
 import torch
 from families.bert import Bert

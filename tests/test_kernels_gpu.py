@@ -1,4 +1,4 @@
-"""Our own kernels on a Hopper GPU: values of the best candidates, counters, and twenty runs that give the same bits."""
+"""Convolutions and products on a GPU: values of the best candidates, counters, and twenty runs with the same bits."""
 
 import pytest
 import torch

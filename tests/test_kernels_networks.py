@@ -1,4 +1,4 @@
-"""Our own kernels in small networks of the kinds that they were made for, chosen everywhere, and chosen again."""
+"""Triton kernels in small networks of the kinds that they are made for, chosen everywhere, and chosen again."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -145,7 +145,7 @@ def _network(name: str) -> tuple[fx.GraphModule, Tensor]:
 
 
 class _Clock:
-    """Our calls take a microsecond, the framework's two; cuDNN's fused calls are not called on the CPU."""
+    """Triton kernels take a microsecond, the framework's two; cuDNN's fused calls are not called on the CPU."""
 
     def __init__(self) -> None:
         self.count = 0

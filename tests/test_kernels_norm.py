@@ -1,4 +1,4 @@
-"""Our own norms in a graph: what they take, what they leave to generated kernels, and that the values stay."""
+"""Triton norms in a graph: what they take, what they leave to generated kernels, and that the values stay."""
 
 import operator
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""Our own norms on a Hopper GPU: values of the best candidates, and twenty runs that give the same bits."""
+"""Triton norms on a GPU: values of the best candidates, and twenty runs that give the same bits."""
 
 import pytest
 import torch

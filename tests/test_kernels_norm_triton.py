@@ -1,4 +1,4 @@
-"""Our norm kernel in Triton's interpreter against torch in float32, and compiled for Hopper without a GPU.
+"""The norm kernel in Triton's interpreter against torch in float32, and compiled for Hopper without a GPU.
 
 Both in processes of their own, as in test_kernels_triton.
 """

@@ -1,4 +1,4 @@
-"""Norms that products of ours make no launch for."""
+"""Norms between Triton products, which are no launch."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""Our own kernels in a graph: what is fused, that the values stay, and how a tiling is chosen."""
+"""Triton convolutions and products in a graph: what is fused, that the values stay, and how a tiling is chosen."""
 
 from typing import TYPE_CHECKING
 

@@ -48,7 +48,7 @@ def begins_concatenations(part: fx.Node) -> bool:
 
 
 def concatenate_in_place(module: fx.GraphModule) -> None:
-    """Take concatenations apart where that spares copies, before `use_triton_kernels`.
+    """Take concatenations apart where that saves copies, before `use_triton_kernels`.
 
     The parts that the kernels' convolutions compute have a call that `use_triton_kernels` takes in. What else is a
     part is copied to its place: done only where fewer are than concatenations were.

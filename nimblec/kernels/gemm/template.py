@@ -6,7 +6,7 @@
 Rows are output pixels, columns output channels; the sum runs over (kernel height, kernel width,
 channels), as the channels lie last. The blocks that share a tile leave their sums in float32 in a
 workspace; the last one to arrive adds them up in their fixed order, so that the result does not
-hang on who came last, and finishes the tile.
+depend on the order of arrival, and finishes the tile.
 
 Numbers are float16, bfloat16 or float32. Tensor cores read float32 as TF32 (``PRECISION`` "tf32": the
 lower 13 bits are ignored). For all bits ("tf32x3") each factor is the sum of two such numbers, and three
@@ -15,7 +15,7 @@ off what they add (Ootomo and Yokota, "Recovering single precision accuracy from
 
 A prologue, ``activation(x * scale + shift) * gate``, is applied to what is read; padding stays zero.
 
-Rows of a product may be normalised, by layer norm or RMS norm, without that anybody writes them: the kernel
+Rows of a product may be normalised, by layer norm or RMS norm, without materialising them: the kernel
 that makes them leaves ``moments`` of each tile's part of a row: its sum and its sum of squares, in float32,
 which loses less by their difference than rows of 11 bits have lost when they were rounded. As
 ``((x - mean) / deviation) w`` is ``(x w - mean * sum(w)) / deviation``, only the sum is corrected; weights hold

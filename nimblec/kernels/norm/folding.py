@@ -1,6 +1,6 @@
-"""Norms between products of ours: the first leaves the moments of its rows, the second corrects its sums by them.
+"""Norms between Triton products: the first leaves the moments of its rows, the second corrects its sums by them.
 
-So a norm costs no launch, and nobody writes the normalised rows (`nimblec.kernels.convolution_template`).
+So a norm costs no launch, and the normalised rows are never written (`nimblec.kernels.gemm.template`).
 Its own weights are multiplied into those of the products that read it.
 """
 
