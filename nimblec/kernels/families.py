@@ -1,4 +1,4 @@
-"""The families of kernels, in the order in which they come into a graph."""
+"""The families of kernels, in the order in which they come into a graph; each says why it stands where it does."""
 
 from typing import Any
 
@@ -9,8 +9,8 @@ from nimblec.kernels.norm.rewrite import NORM
 from nimblec.kernels.pool.rewrite import POOL
 
 FAMILIES: tuple[Family[Any, Any], ...] = (
-    ATTENTION_FAMILY,  # first, as it may change strides
+    ATTENTION_FAMILY,
     GEMM,
     POOL,
-    NORM,  # after the products, which take norms in
+    NORM,
 )

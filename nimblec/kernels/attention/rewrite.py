@@ -176,4 +176,5 @@ ATTENTION_FAMILY: Family[Request, AttentionTiling] = Family(
     framework=framework,
     use=use_triton_attention,
     templates=("nimblec.kernels.attention.template",),
+    reason="it changes the strides of what products read after it",
 )

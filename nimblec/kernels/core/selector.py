@@ -62,7 +62,8 @@ class Family(Generic[Request, Tiling]):
     None where a generated kernel would, which is not at hand: then candidates are compared with each other alone.
     ``use`` replaces the requests for which a function has a tiling, after ``prepare`` has made more of them
     possible. Where ``needs_whole_plan``, only the time of a whole plan tells whether the kernels gain. The
-    ``templates`` are modules whose code the times depend on.
+    ``templates`` are modules whose code the times depend on, and ``reason`` says why the family stands where it does
+    among the others.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Family(Generic[Request, Tiling]):
     framework: Callable[[Request, Pool, int], Timed | None]
     use: Callable[[fx.GraphModule, "Choose[Request, Tiling]", Trigger], None]
     templates: Sequence[str]
+    reason: str
     prepare: Callable[[fx.GraphModule, Compile], None] = _nothing
     needs_whole_plan: bool = False
 

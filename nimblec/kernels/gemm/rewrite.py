@@ -155,5 +155,6 @@ GEMM: Family[Request, AnyTiling] = Family(
     framework=framework,
     use=use_triton_kernels,
     templates=("nimblec.kernels.gemm.template", "nimblec.kernels.depthwise.template"),
+    reason="it takes in what lies around products, of which regions are to compute the rest",
     prepare=_prepare,
 )

@@ -74,6 +74,7 @@ NORM: Family[Request, NormTiling] = Family(
     framework=framework,
     use=use_triton_norms,
     templates=("nimblec.kernels.norm.template",),
+    reason="norms go into products, which must be Triton kernels by then",
     prepare=fold_norms_into_products,
     needs_whole_plan=True,
 )

@@ -70,5 +70,6 @@ POOL: Family[Request, PoolTiling] = Family(
     framework=framework,
     use=use_triton_pools,
     templates=("nimblec.kernels.pool.template",),
+    reason="products have taken in the activations that they read; a pool takes in what is left",
     needs_whole_plan=True,
 )
