@@ -1,4 +1,4 @@
-"""What a cubin says, free of indices and offsets: an obvious reader to check ``nimblec.cuda.cubin`` against.
+"""What a cubin says, free of indices and offsets: an obvious reader to check ``nimblec.cuda.cubin.cut`` against.
 
 It shares no code with the readers it checks.
 """

@@ -2,8 +2,8 @@
 
 import pytest
 
-from nimblec.cuda import allocator
-from nimblec.cuda.allocator import STEP_NBYTES, Shift, Zone
+from nimblec.cuda.recording import allocator
+from nimblec.cuda.recording.allocator import STEP_NBYTES, Shift, Zone
 
 BASE = 0x7F00_0000_0000
 MIB = 1 << 20

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from nimblec.cuda.capture import SourceTracker, describe_failure, pieces
+from nimblec.cuda.recording.capture import SourceTracker, describe_failure, pieces
 
 
 class _Head(nn.Module):

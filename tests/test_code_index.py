@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from nimblec.cuda import modules
-from nimblec.cuda.cupti import CodeRecorder
-from nimblec.cuda.elf import UnfamiliarCubinError
-from nimblec.cuda.modules import CodeIndex, origin
-from nimblec.cuda.nodes import Function
+from nimblec.cuda.cubin.elf import UnfamiliarCubinError
+from nimblec.cuda.recording import modules
+from nimblec.cuda.recording.cupti import CodeRecorder
+from nimblec.cuda.recording.modules import CodeIndex, origin
+from nimblec.cuda.recording.nodes import Function
 from nimblec.errors import UnsupportedModelError
 from nimblert.cubin import entry_symbols
 

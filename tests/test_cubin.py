@@ -9,7 +9,7 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nimblec.cuda.cubin import UnfamiliarCubinError, cut
+from nimblec.cuda.cubin.cut import UnfamiliarCubinError, cut
 from nimblec.errors import CompileError
 from nimblert.cubin import entry_symbols
 from nimblert.errors import PlanFormatError

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from nimblec.cuda.cubin import UnfamiliarCubinError, cut
+from nimblec.cuda.cubin.cut import UnfamiliarCubinError, cut
 from nimblert.cubin import entry_symbols
 
 pytestmark = pytest.mark.gpu

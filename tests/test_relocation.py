@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from nimblec.cuda import foreign
-from nimblec.cuda.allocator import STEP_NBYTES, Place, Shift
-from nimblec.cuda.inductor import _accesses
-from nimblec.cuda.relocation import Relocator, Target
+from nimblec.cuda.recording import foreign
+from nimblec.cuda.recording.allocator import STEP_NBYTES, Place, Shift
+from nimblec.cuda.recording.inductor import _accesses
+from nimblec.cuda.recording.relocation import Relocator, Target
 from nimblec.errors import UnsupportedModelError
 from nimblert.errors import CudaError
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from nimblec.cuda.residents import only_in
+from nimblec.cuda.recording.residents import only_in
 
 
 def test_weights_of_other_models_are_left_where_they_are_but_for_shared_ones() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from nimblec.assembly import Part, Provenance, assemble
-from nimblec.cuda.record import Recording
+from nimblec.cuda.recording.record import Recording
 from nimblec.ir import BufferKind, Graph, Layout
 from nimblec.schedule.dependencies import dependencies
 from nimblec.schedule.streams import serial

@@ -40,7 +40,7 @@ from nimblert.plan import Device, Program, Target
 if TYPE_CHECKING:
     import torch
 
-    from nimblec.cuda.record import ModelRecorder, Recorders, Recording
+    from nimblec.cuda.recording.record import ModelRecorder, Recorders, Recording
     from nimblec.cuda.variants import Variant
     from nimblec.frontend.pytorch.model import TorchModel
 
@@ -99,11 +99,11 @@ class _Worker:
     def compile(self) -> None:
         warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")  # --precision says that
         with self._stage("import the framework"):
-            from nimblec.cuda.allocator import BumpAllocator
-            from nimblec.cuda.cupti import CodeRecorder
             from nimblec.cuda.diagnosis import first_difference
-            from nimblec.cuda.record import Recorders
-            from nimblec.cuda.residents import storages
+            from nimblec.cuda.recording.allocator import BumpAllocator
+            from nimblec.cuda.recording.cupti import CodeRecorder
+            from nimblec.cuda.recording.record import Recorders
+            from nimblec.cuda.recording.residents import storages
             from nimblec.kernels.core import triton_start
         with self._stage("initialise CUDA"):
             driver.bindings()

@@ -9,8 +9,8 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
-from nimblec.cuda import symbol_references
-from nimblec.cuda.elf import (
+from nimblec.cuda.cubin import symbol_references
+from nimblec.cuda.cubin.elf import (
     SHF_ALLOC,
     SHF_EXECINSTR,
     SHF_INFO_LINK,

@@ -3,10 +3,10 @@
 from collections import defaultdict
 from functools import cached_property
 
-from nimblec.cuda.cubin import cut
-from nimblec.cuda.cupti import CodeRecorder
-from nimblec.cuda.elf import UnfamiliarCubinError
-from nimblec.cuda.nodes import Function
+from nimblec.cuda.cubin.cut import cut
+from nimblec.cuda.cubin.elf import UnfamiliarCubinError
+from nimblec.cuda.recording.cupti import CodeRecorder
+from nimblec.cuda.recording.nodes import Function
 from nimblec.errors import UnsupportedModelError
 from nimblert.cubin import entry_symbols
 

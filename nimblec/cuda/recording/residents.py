@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch.utils._pytree import tree_leaves
 
-from nimblec.cuda.allocator import BumpAllocator, Zone
-from nimblec.cuda.buffers import Allocation, Content
-from nimblec.cuda.capture import Capture
+from nimblec.cuda.recording.allocator import BumpAllocator, Zone
+from nimblec.cuda.recording.buffers import Allocation, Content
+from nimblec.cuda.recording.capture import Capture
 from nimblec.frontend.pytorch.model import DTYPE_NAMES
 from nimblert.driver import call
 

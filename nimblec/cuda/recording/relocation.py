@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nimblec.cuda.allocator import Place, Shift, Zone
-from nimblec.cuda.foreign import ForeignMemory
+from nimblec.cuda.recording.allocator import Place, Shift, Zone
+from nimblec.cuda.recording.foreign import ForeignMemory
 from nimblec.errors import UnsupportedModelError
 
 _LOWEST_POINTER = 1 << 32

@@ -12,8 +12,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from nimblec.cuda.allocator import Zone
-from nimblec.cuda.inductor import seeing_compiled_code
+from nimblec.cuda.recording.allocator import Zone
+from nimblec.cuda.recording.inductor import seeing_compiled_code
 from nimblec.errors import TraceError, first_line
 from nimblec.frontend.pytorch.fx_graph import SetSource
 from nimblert.driver import call

@@ -7,7 +7,7 @@ with ``cuobjdump -elf``, which names most records.
 import struct
 from collections.abc import Callable, Iterator
 
-from nimblec.cuda.elf import NamedSection, UnfamiliarCubinError
+from nimblec.cuda.cubin.elf import NamedSection, UnfamiliarCubinError
 
 SHT_RELA = 4
 SHT_REL = 9

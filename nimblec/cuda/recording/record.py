@@ -7,14 +7,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from nimblec.cuda.allocator import BumpAllocator, Shift, Zone
-from nimblec.cuda.buffers import BufferTable, Span
-from nimblec.cuda.capture import ByteRange, Capture, SourceTracker, ValueDependentError, capture, pretend_capturing
-from nimblec.cuda.cupti import CodeRecorder
-from nimblec.cuda.foreign import ForeignMemory
-from nimblec.cuda.modules import CodeIndex
-from nimblec.cuda.relocation import Relocator
-from nimblec.cuda.residents import (
+from nimblec.cuda.recording.allocator import BumpAllocator, Shift, Zone
+from nimblec.cuda.recording.buffers import BufferTable, Span
+from nimblec.cuda.recording.capture import (
+    ByteRange,
+    Capture,
+    SourceTracker,
+    ValueDependentError,
+    capture,
+    pretend_capturing,
+)
+from nimblec.cuda.recording.cupti import CodeRecorder
+from nimblec.cuda.recording.foreign import ForeignMemory
+from nimblec.cuda.recording.modules import CodeIndex
+from nimblec.cuda.recording.relocation import Relocator
+from nimblec.cuda.recording.residents import (
     Resident,
     contents,
     find_residents,
@@ -23,7 +30,7 @@ from nimblec.cuda.residents import (
     note_mutations,
     only_in,
 )
-from nimblec.cuda.tasks import build_graph
+from nimblec.cuda.recording.tasks import build_graph
 from nimblec.errors import TraceError, UnsupportedModelError, user_code
 from nimblec.frontend.pytorch.model import DTYPE_NAMES, TorchModel, as_tensor, name_outputs
 from nimblec.frontend.pytorch.repeatable import HOW_STATE_IS_KEPT, refuse_differing

@@ -3,10 +3,10 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from nimblec.cuda.allocator import Place, Zone
-from nimblec.cuda.capture import ByteRange
-from nimblec.cuda.foreign import ForeignMemory
-from nimblec.cuda.relocation import Target
+from nimblec.cuda.recording.allocator import Place, Zone
+from nimblec.cuda.recording.capture import ByteRange
+from nimblec.cuda.recording.foreign import ForeignMemory
+from nimblec.cuda.recording.relocation import Target
 from nimblec.errors import UnsupportedModelError
 from nimblec.ir import Access, Buffer, BufferKind
 

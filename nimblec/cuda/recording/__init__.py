@@ -1,0 +1,1 @@
+"""Record what a model launches: two captures in different memory become a graph of tasks."""
