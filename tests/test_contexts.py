@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -89,14 +90,14 @@ def test_threads_with_a_context_each_compute_what_one_alone_does(model: Executab
 def test_contexts_run_beside_each_other(model: Executable, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of two runs waits inside for the other one to have begun: they would wait for ever one after the other."""
     both = threading.Barrier(2, timeout=20)
-    run = CpuBackend.run
+    call = CpuBackend.call
 
-    def meeting(backend: CpuBackend) -> None:
+    def meeting(backend: CpuBackend, *args: Any, **kwargs: Any) -> Any:
         both.wait()
-        run(backend)
+        return call(backend, *args, **kwargs)
 
     contexts = [model.context(), model.context()]
-    monkeypatch.setattr(CpuBackend, "run", meeting)
+    monkeypatch.setattr(CpuBackend, "call", meeting)
     with ThreadPoolExecutor(2) as pool:
         results = list(pool.map(lambda context: context(drawn(3)), contexts))
     assert np.array_equal(*results)
@@ -107,14 +108,14 @@ class _Busy:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.began, self.go_on = threading.Event(), threading.Event()
-        run = CpuBackend.run
+        call = CpuBackend.call
 
-        def slow(backend: CpuBackend) -> None:
+        def slow(backend: CpuBackend, *args: Any, **kwargs: Any) -> Any:
             self.began.set()
             assert self.go_on.wait(20)
-            run(backend)
+            return call(backend, *args, **kwargs)
 
-        monkeypatch.setattr(CpuBackend, "run", slow)
+        monkeypatch.setattr(CpuBackend, "call", slow)
 
 
 def test_a_context_in_two_threads_is_refused_and_stays_good(model: Executable, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,9 +236,9 @@ def test_outputs_are_new_arrays_or_the_callers_or_views_that_the_next_run_writes
     ("out", "sentence"),
     [
         ({"z": np.zeros((4, WIDTH), np.float32)}, "out: 'z' is not one of the plan's outputs ['y']"),
-        ({"y": [0.0]}, "out 'y': got list, expected a numpy array"),
-        ({"y": np.zeros((4, WIDTH))}, f"out 'y': float64 (4, {WIDTH}), expected float32 (4, {WIDTH})"),
-        ({"y": np.zeros((WIDTH, 4), np.float32)}, f"out 'y': float32 ({WIDTH}, 4), expected float32 (4, {WIDTH})"),
+        ({"y": [0.0]}, "out 'y': got list, expected a numpy array: use numpy.asarray(value, 'float32')"),
+        ({"y": np.zeros((4, WIDTH))}, "out 'y': dtype float64, expected float32: use .astype('float32')"),
+        ({"y": np.zeros((WIDTH, 4), np.float32)}, f"out 'y': shape ({WIDTH}, 4), expected (4, {WIDTH})"),
         ({"y": np.broadcast_to(np.float32(0), (4, WIDTH))}, "out 'y': the array is read-only"),
     ],
 )
@@ -258,3 +259,23 @@ def test_runs_can_be_awaited(model: Executable) -> None:
 
     for found, y in zip(asyncio.run(all_of_them()), expected, strict=True):
         assert np.array_equal(found["y"], y)
+
+
+def test_host_arrays_of_other_libraries_are_taken(model: Executable) -> None:
+    torch = pytest.importorskip("torch")
+    x = drawn(0)
+    assert np.array_equal(model(torch.from_numpy(x)), model(x))
+    with pytest.raises(InputError, match=r"input 'x': numpy cannot read it by DLPack"):
+        model(torch.from_numpy(x).bfloat16())
+
+
+def test_arrays_on_a_gpu_are_refused_by_a_cpu_plan(model: Executable) -> None:
+    class OnGpu:
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return 2, 3
+
+    with pytest.raises(InputError) as caught:
+        model(OnGpu())
+    assert str(caught.value) == (
+        "input 'x': is on GPU 3, the plan runs on the CPU: give a copy on the host, .cpu() or .get()"
+    )

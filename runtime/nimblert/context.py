@@ -14,8 +14,8 @@ from typing import Any, Protocol, Self
 import numpy as np
 
 from nimblert.arena import Arena
-from nimblert.dtypes import numpy_dtype
-from nimblert.entries import Signature
+from nimblert.device_arrays import DeviceArray
+from nimblert.entries import Signature, Take, checked_array
 from nimblert.errors import InputError
 from nimblert.extents import region_sizes
 from nimblert.plan import Plan, Pointer, Program, Tensor, Work
@@ -35,8 +35,14 @@ class Backend(Protocol):
     inputs: tuple[np.ndarray, ...]
     outputs: tuple[np.ndarray, ...]
 
+    def place(self, arrays: Sequence[Any]) -> None:
+        """Take these inputs, each of its dtype and shape."""
+
+    def call(self, arrays: Sequence[Any], out: Mapping[str, Any], *, reuse_outputs: bool) -> dict[str, Any]:
+        """Run on these inputs: the outputs by name, those in ``out`` in the caller's arrays."""
+
     def run(self) -> None:
-        """Compute the outputs of the inputs."""
+        """Compute the ``outputs`` of the ``inputs``."""
 
     def replay(self) -> None:
         """Compute again on the inputs of the run before, without moving them or the outputs."""
@@ -169,15 +175,17 @@ class Context:
         Gives each launch, copy or fill when it is done; what it wrote can be had of `read`. Until the
         generator is exhausted, closed or dropped, every other run raises InputError.
         """
-        program, checked = self._signature(entry).choose(arrays)
+        program, checked = self._signature(entry).choose(arrays, self._working.take)
         with self._lock:
             self._check_ready()
-            steps = self._load(program).steps()
+            backend = self._load(program)
+            steps = backend.steps()
         try:
             with self._lock, self._scratch(steps):
                 self._check_ready()
                 self._steps = steps
-                self._place(program, checked)
+                self._current = program
+                backend.place(checked)
             while True:
                 with self._lock:
                     self._check_ready(steps)
@@ -224,20 +232,15 @@ class Context:
         *,
         reuse_outputs: bool = False,
     ) -> dict[str, np.ndarray]:
-        program, checked = signature.choose(arrays)
-        check_out(program, out)
+        take = self._working.take
+        program, checked = signature.choose(arrays, take)
+        taken = checked_out(program, out, take) if out else {}
         with self._lock, self._scratch():
             self._check_ready()
-            backend = self._place(program, checked)
-            backend.run()
-            results = {}
-            for tensor, view in zip(program.outputs, backend.outputs, strict=True):
-                if tensor.name in out:
-                    results[tensor.name] = out[tensor.name]
-                    np.copyto(out[tensor.name], view)
-                else:
-                    results[tensor.name] = view if reuse_outputs else view.copy()
-            return results
+            backend = self._load(program)
+            self._current = program
+            results = backend.call(checked, taken, reuse_outputs=reuse_outputs)
+        return {**results, **out} if out else results
 
     def _signature(self, name: str | None) -> Signature:
         if name is None and len(self._signatures) == 1:
@@ -253,14 +256,6 @@ class Context:
         if program.name not in self._backends:
             self._backends[program.name] = self._resident.backend(program, self._working, poison=self._poison)
         return self._backends[program.name]
-
-    def _place(self, program: Program, arrays: Sequence[np.ndarray]) -> Backend:
-        """Give a program its inputs: what runs it."""
-        backend = self._load(program)
-        self._current = program
-        for view, array in zip(backend.inputs, arrays, strict=True):
-            np.copyto(view, array)
-        return backend
 
     @property
     def _lock(self) -> threading.Lock:
@@ -328,19 +323,20 @@ class Entry:
         return self._context.run(arrays, entry=self.name)
 
 
-def check_out(program: Program, out: Mapping[str, np.ndarray]) -> None:
-    """Raise InputError where an array cannot take the output that it is given for."""
+def checked_out(program: Program, out: Mapping[str, Any], take: Take) -> dict[str, np.ndarray | DeviceArray]:
+    """The caller's arrays for outputs. Raises InputError where one cannot take the output that it is given for."""
     outputs = {tensor.name: tensor for tensor in program.outputs}
-    for name, array in out.items():
-        tensor = outputs.get(name)
-        if tensor is None:
+    checked = {}
+    for name, value in out.items():
+        if name not in outputs:
             raise InputError(f"out: {name!r} is not one of the plan's outputs {list(outputs)}")
-        if not isinstance(array, np.ndarray):
-            raise InputError(f"out {name!r}: got {type(array).__name__}, expected a numpy array")
-        if (array.dtype, array.shape) != (numpy_dtype(tensor.dtype), tensor.shape):
-            raise InputError(f"out {name!r}: {array.dtype} {array.shape}, expected {tensor.dtype} {tensor.shape}")
-        if not array.flags.writeable:
+        array = checked_array(f"out {name!r}", outputs[name], value, take)
+        if tuple(array.shape) != outputs[name].shape:
+            raise InputError(f"out {name!r}: shape {tuple(array.shape)}, expected {outputs[name].shape}")
+        if array.read_only if isinstance(array, DeviceArray) else not array.flags.writeable:
             raise InputError(f"out {name!r}: the array is read-only")
+        checked[name] = array
+    return checked
 
 
 _live: weakref.WeakSet[Context] = weakref.WeakSet()

@@ -11,7 +11,7 @@ Runtime, which finds no file (see `sessions`) and knows no operators but its own
 import threading
 import time
 import weakref
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -60,6 +60,7 @@ class CpuBackend:
         working: HostWorking | None = None,
     ) -> None:
         resident = resident or CpuResident(plan)
+        self._program = program
         self.memory: HostMemory = HostMemory(plan, program, poison=poison, weights=resident.weights, working=working)
         self.inputs: tuple[np.ndarray, ...] = tuple(map(self.memory.tensor, program.inputs))
         self.outputs: tuple[np.ndarray, ...] = tuple(map(self.memory.tensor, program.outputs))
@@ -72,6 +73,26 @@ class CpuBackend:
         # The threads know the streams, not this object: they end when nobody has it any more.
         self._dropped = weakref.finalize(self, self._streams.end)
         self._dropped.atexit = False  # a daemon thread may run on to the very end
+
+    def place(self, arrays: Sequence[np.ndarray]) -> None:
+        """Have ``inputs`` hold these arrays."""
+        for view, array in zip(self.inputs, arrays, strict=True):
+            np.copyto(view, array)
+
+    def call(
+        self, arrays: Sequence[np.ndarray], out: Mapping[str, np.ndarray], *, reuse_outputs: bool
+    ) -> dict[str, np.ndarray]:
+        """Run on these inputs: the outputs by name. Raises InputError where an op fails."""
+        self.place(arrays)
+        self._streams.run()
+        results = {}
+        for tensor, view in zip(self._program.outputs, self.outputs, strict=True):
+            if tensor.name in out:
+                np.copyto(out[tensor.name], view)
+                results[tensor.name] = out[tensor.name]
+            else:
+                results[tensor.name] = view if reuse_outputs else view.copy()
+        return results
 
     def run(self) -> None:
         """Compute the outputs of what stands in ``inputs``. Raises InputError where an op fails."""

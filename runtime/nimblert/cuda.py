@@ -1,14 +1,20 @@
 """The CUDA backend: a program as an instantiated CUDA graph over its own device memory."""
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack
+from typing import Any
 
 import numpy as np
 
-from nimblert import driver, graph
+from nimblert import device_arrays, driver, graph
+from nimblert.device_arrays import DeviceArray, DeviceOutput
 from nimblert.driver import Context, Handle, call
+from nimblert.errors import InputError
 from nimblert.memory import Bases, DeviceMemory, Staging, place_weights, place_working
 from nimblert.plan import Plan, Pointer, Program, Record, Wait, Work
+from nimblert.transfers import GatherKernels, Inlet, Outlet, Pools
+
+_NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 
 
 class CudaResident:
@@ -21,8 +27,10 @@ class CudaResident:
         self._device = device
         self._context = Context(device)
         try:
+            self.gathers = GatherKernels(self._context)
             self.weights: Bases = place_weights(self._context, plan)
             self.functions: Sequence[Handle] = graph.load_functions(self._context, plan.modules, plan.kernels)
+            self.pools = Pools(device)
         except BaseException:
             self._context.close()
             raise
@@ -37,19 +45,35 @@ class CudaResident:
 
     def close(self) -> None:
         """Give back code and weights; every context must be closed."""
+        self.pools.close()
         self._context.close()
 
 
 class CudaWorking:
-    """The device memory that the programs of a context share."""
+    """The device memory that the programs of a context share, and the stream on which one of them runs."""
 
     def __init__(self, plan: Plan, device: int, arena: int | None, *, poison: bool) -> None:
         self._context = Context(device)
+        self._device = device
         try:
+            non_blocking = driver.bindings().CUstream_flags.CU_STREAM_NON_BLOCKING
+            self.stream: Handle = self._context.acquire(call("cuStreamCreate", non_blocking), "cuStreamDestroy")
+            self._written = self._context.acquire(call("cuEventCreate", _NO_TIMING), "cuEventDestroy")
             self.bases: Bases = place_working(self._context, plan, arena, poison=poison)
         except BaseException:
             self._context.close()
             raise
+
+    def take(self, value: Any, ordinal: int) -> DeviceArray:
+        """An array on a GPU, for a run that comes next. Raises InputError where it is on another one."""
+        if ordinal not in {self._device, -1}:
+            raise InputError(f"is on GPU {ordinal}, the plan runs on GPU {self._device}: copy it there")
+        self._context.make_current()
+        array = device_arrays.take(value, int(self.stream))
+        if array.stream is not None:
+            call("cuEventRecord", self._written, array.stream)
+            call("cuStreamWaitEvent", self.stream, self._written, 0)
+        return array
 
     def close(self) -> None:
         """Give it back; the programs that use it must be closed."""
@@ -89,20 +113,54 @@ class CudaBackend:
 
     def _load(self, program: Program, resident: CudaResident, working: CudaWorking, *, poison: bool) -> None:
         context = self._context
-        non_blocking = driver.bindings().CUstream_flags.CU_STREAM_NON_BLOCKING
-        self._stream = context.acquire(call("cuStreamCreate", non_blocking), "cuStreamDestroy")
+        self._stream = working.stream
         given = {**resident.weights, **working.bases}
         self.memory: DeviceMemory = DeviceMemory(context, program, given, poison=poison)
         self._staged_inputs = Staging(context, program.inputs, self.memory)
         self._staged_outputs = Staging(context, program.outputs, self.memory)
         self.inputs: tuple[np.ndarray, ...] = self._staged_inputs.views
         self.outputs: tuple[np.ndarray, ...] = self._staged_outputs.views
+        self._inlet = Inlet(context, program.inputs, self.memory, self._staged_inputs, resident.gathers)
+        self._outlet = Outlet(program.outputs, self.memory, self._staged_outputs, resident.gathers, resident.pools)
         self._program = program
         self.functions: Sequence[Handle] = resident.functions
         self.graph = graph.build(context, program, self.functions, self.memory)
         self._executable = context.acquire(call("cuGraphInstantiate", self.graph, 0), "cuGraphExecDestroy")
         call("cuGraphUpload", self._executable, self._stream)
         call("cuStreamSynchronize", self._stream)
+
+    def place(self, arrays: Sequence[np.ndarray | DeviceArray]) -> None:
+        """Have the device hold these inputs before whatever comes next, and wait for that."""
+        self._context.make_current()
+        try:
+            for index, array in enumerate(arrays):
+                self._inlet.put(index, array, self._stream)
+        finally:
+            call("cuStreamSynchronize", self._stream)
+
+    def call(
+        self,
+        arrays: Sequence[np.ndarray | DeviceArray],
+        out: Mapping[str, np.ndarray | DeviceArray],
+        *,
+        reuse_outputs: bool,
+    ) -> dict[str, np.ndarray | DeviceOutput]:
+        """Run on these inputs, and wait: the outputs by name, on the device if any input was there."""
+        self._context.make_current()
+        on_device = any(isinstance(array, DeviceArray) for array in arrays)
+        try:
+            for index, array in enumerate(arrays):
+                self._inlet.put(index, array, self._stream)
+            call("cuGraphLaunch", self._executable, self._stream)
+            coming = {
+                tensor.name: self._outlet.begin(
+                    index, out.get(tensor.name), self._stream, reuse=reuse_outputs, on_device=on_device
+                )
+                for index, tensor in enumerate(self._program.outputs)
+            }
+        finally:  # the arrays are the caller's again, whatever happened
+            call("cuStreamSynchronize", self._stream)
+        return {name: get() for name, get in coming.items()}
 
     def run(self) -> None:
         """Upload the inputs, replay the graph, download the outputs, and wait."""
@@ -119,12 +177,10 @@ class CudaBackend:
         call("cuStreamSynchronize", self._stream)
 
     def steps(self) -> Generator[Work, None, None]:
-        """Upload the inputs and compute in issue order: each launch, copy or fill when it is done.
+        """Compute on the inputs that the device holds, in issue order: each launch, copy or fill when it is done.
 
         Each is a graph of one node, so that it runs as it does in the whole graph.
         """
-        self._context.make_current()
-        self._staged_inputs.to_device(self._stream)
         for command in self._program.commands:
             if not isinstance(command, Record | Wait):
                 self._context.make_current()  # the caller may have had another one since
@@ -151,6 +207,11 @@ class CudaBackend:
             self._context.make_current()
             call("cuMemcpyDtoH", host.ctypes.data, self.memory.address(pointer), nbytes)
         return host
+
+    def launch(self, stream: int) -> None:
+        """Replay the graph on the inputs that the device holds, on a stream of the caller, without waiting."""
+        self._context.make_current()
+        call("cuGraphLaunch", self._executable, stream)
 
     def time(self, count: int) -> np.ndarray:
         """GPU time in microseconds of each of ``count`` replays, taken by events around it."""

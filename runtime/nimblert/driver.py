@@ -1,10 +1,15 @@
 """The CUDA driver boundary: the only place where a driver call is made and its result checked."""
 
-from contextlib import ExitStack
+import ctypes
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeAlias
 
 from nimblert.errors import CudaError, DeviceMismatchError
 from nimblert.plan import Device
+
+_PARAM_BUFFER_POINTER = 1  # CU_LAUNCH_PARAM_BUFFER_POINTER
+_PARAM_BUFFER_SIZE = 2  # CU_LAUNCH_PARAM_BUFFER_SIZE
 
 Handle: TypeAlias = Any
 """A CUDA object of cuda.bindings (CUmodule, CUgraphNode ...); those are not typed."""
@@ -77,6 +82,18 @@ def check_device(needed: Device, found: Device) -> None:
         )
 
 
+@contextmanager
+def extra_parameters(params: bytes) -> Iterator[int]:
+    """The address of the ``extra`` of a launch whose parameters are packed into these bytes."""
+    # The driver copies the parameters during the call, so these buffers may go afterwards.
+    buffer = (ctypes.c_uint8 * max(len(params), 1)).from_buffer_copy(params or b"\0")
+    size = ctypes.c_size_t(len(params))
+    extra = (ctypes.c_uint64 * 5)(
+        _PARAM_BUFFER_POINTER, ctypes.addressof(buffer), _PARAM_BUFFER_SIZE, ctypes.addressof(size), 0
+    )
+    yield ctypes.addressof(extra)
+
+
 class Context:
     """The primary context of a GPU; what is acquired in it is released in reverse order."""
 
@@ -86,6 +103,11 @@ class Context:
         self._handle = call("cuDevicePrimaryCtxRetain", device)
         self._stack.callback(_release, "cuDevicePrimaryCtxRelease", device)
         self.make_current()
+
+    @property
+    def handle(self) -> Handle:
+        """The CUcontext."""
+        return self._handle
 
     def make_current(self) -> None:
         """Make this the calling thread's context."""

@@ -3,15 +3,20 @@
 The programs of an entry differ in their sizes alone: the shapes of the inputs tell which one is meant.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 
+from nimblert import device_arrays
+from nimblert.device_arrays import DeviceArray
 from nimblert.dtypes import numpy_dtype
 from nimblert.errors import InputError
 from nimblert.extents import MAX_RANK
 from nimblert.plan import Plan, Profile, Program, Role, Tensor
+
+Take: TypeAlias = Callable[[Any, int], DeviceArray]
+"""Reads an array on the GPU of that ordinal."""
 
 Shapes: TypeAlias = tuple[tuple[int, ...], ...]
 
@@ -84,8 +89,10 @@ class Signature:
             raise InputError(f"input {min(twice)!r} was given by position and by name: give it once")
         return {**given, **kwargs}
 
-    def choose(self, arrays: Mapping[str, np.ndarray]) -> tuple[Program, list[np.ndarray]]:
+    def choose(self, arrays: Mapping[str, Any], take: Take) -> tuple[Program, list[np.ndarray | DeviceArray]]:
         """The program for these arrays, by input name, and they in its order.
+
+        ``take`` reads those that are on a GPU.
 
         Raises InputError for names and types that are not the entry's, and shapes that it has no program for.
         """
@@ -96,13 +103,13 @@ class Signature:
             raise InputError(f"input {unknown[0]!r} is not one of the plan's inputs {list(expected)}")
         if missing := [n for n in expected if n not in arrays]:
             raise InputError(f"input {missing[0]!r} is missing: the plan takes {list(expected)}")
-        checked = [_checked(tensor, arrays[tensor.name]) for tensor in expected.values()]
+        checked = [checked_array(f"input {t.name!r}", t, arrays[t.name], take) for t in expected.values()]
         program = self._by_shapes.get(tuple(array.shape for array in checked))
         if program is None:
             raise InputError(self._no_program(checked))
         return program, checked
 
-    def _no_program(self, arrays: Sequence[np.ndarray]) -> str:
+    def _no_program(self, arrays: Sequence[np.ndarray | DeviceArray]) -> str:
         """Why the shapes of ``arrays`` choose no program."""
         if len(self.programs) == 1:
             given = zip(self._inputs.values(), arrays, strict=True)
@@ -123,17 +130,34 @@ def _described(program: Program) -> str:
     return f"{_profile_text(program.profile)} ({shapes})" if program.profile else shapes
 
 
-def _checked(tensor: Tensor, value: np.ndarray) -> np.ndarray:
-    """The array, of the dtype of ``tensor``; InputError where it is none."""
-    if not isinstance(value, np.ndarray | np.generic):
+def checked_array(where: str, tensor: Tensor, value: Any, take: Take) -> np.ndarray | DeviceArray:
+    """What the caller gives for a tensor, of its dtype; InputError where it is no such array.
+
+    ``take`` reads what is on a GPU, given its ordinal or -1 where that is not known.
+    """
+    if isinstance(value, np.ndarray | np.generic):
+        if isinstance(value, np.ma.MaskedArray):
+            raise InputError(f"{where}: a plan knows no masks: give what masked values stand for, .filled(0)")
+        array: np.ndarray | DeviceArray = np.asarray(value)
+        found = str(array.dtype)
+        fits = array.dtype == numpy_dtype(tensor.dtype)
+    else:
+        array = _taken(where, tensor, value, take)
+        found = str(array.dtype)
+        fits = found == tensor.dtype
+    if not fits:
+        raise InputError(f"{where}: dtype {found}, expected {tensor.dtype}: use .astype({tensor.dtype!r})")
+    return array
+
+
+def _taken(where: str, tensor: Tensor, value: Any, take: Take) -> np.ndarray | DeviceArray:
+    place = device_arrays.place(value)
+    if place is None:
         raise InputError(
-            f"input {tensor.name!r}: got {type(value).__name__}, expected a numpy array:"
-            f" use numpy.asarray(value, {tensor.dtype!r})"
+            f"{where}: got {type(value).__name__}, expected a numpy array: use numpy.asarray(value, {tensor.dtype!r})"
         )
-    if isinstance(value, np.ma.MaskedArray):
-        raise InputError(f"input {tensor.name!r}: a plan knows no masks: give what masked values stand for, .filled(0)")
-    if value.dtype != numpy_dtype(tensor.dtype):
-        raise InputError(
-            f"input {tensor.name!r}: dtype {value.dtype}, expected {tensor.dtype}: use .astype({tensor.dtype!r})"
-        )
-    return np.asarray(value)
+    kind, ordinal = place
+    try:
+        return take(value, ordinal) if kind == "cuda" else device_arrays.from_host(value)
+    except InputError as exc:
+        raise InputError(f"{where}: {exc}") from exc

@@ -2,11 +2,12 @@
 
 from bisect import bisect_right
 from math import prod
+from typing import NoReturn
 
 import numpy as np
 
 from nimblert.dtypes import numpy_dtype
-from nimblert.errors import DeviceMismatchError, PlanInvalidError
+from nimblert.errors import DeviceMismatchError, InputError, PlanInvalidError
 from nimblert.plan import ITEM_NBYTES, Plan, Pointer, Program, Region, Tensor, Weight
 
 ALIGNMENT = 256
@@ -41,6 +42,12 @@ class HostWorking:
         self.state = allocate(plan.state_nbytes)
         for part in plan.state:
             self.state[part.offset : part.offset + part.data.nbytes] = np.frombuffer(part.data, np.uint8)
+
+    def take(self, value: object, ordinal: int) -> NoReturn:
+        """Raise InputError: what is on a GPU is not taken."""
+        del value
+        where = "a GPU" if ordinal < 0 else f"GPU {ordinal}"
+        raise InputError(f"is on {where}, the plan runs on the CPU: give a copy on the host, .cpu() or .get()")
 
     def close(self) -> None:
         """The memory goes with the last who has it."""

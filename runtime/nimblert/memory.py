@@ -79,36 +79,49 @@ class Staging:
 
     def __init__(self, context: Context, tensors: Sequence[Tensor], memory: DeviceMemory) -> None:
         sizes = [_round_up(t.span_nbytes) for t in tensors]
-        offsets = list(accumulate(sizes, initial=0))
-        address = context.acquire(call("cuMemHostAlloc", max(offsets[-1], 1), 0), "cuMemFreeHost")
-        host = _host_bytes(int(address), max(offsets[-1], 1))
-        self.views = tuple(
-            _strided(host[offset : offset + t.span_nbytes], t) for t, offset in zip(tensors, offsets[:-1], strict=True)
-        )
-        self._copies = tuple(
-            (memory.address(t.pointer), int(address) + offset, t.span_nbytes)
-            for t, offset in zip(tensors, offsets[:-1], strict=True)
-            if t.span_nbytes
-        )
+        self._offsets = list(accumulate(sizes, initial=0))
+        total = max(self._offsets[-1], 1)
+        self._address = int(context.acquire(call("cuMemHostAlloc", total, 0), "cuMemFreeHost"))
+        self._host = host_bytes(self._address, total)
+        self._devices = [memory.address(t.pointer) for t in tensors]
+        self._nbytes = [t.span_nbytes for t in tensors]
+        self.views = tuple(strided(self.bytes_of(i)[0], t) for i, t in enumerate(tensors))
+
+    def bytes_of(self, index: int) -> tuple[np.ndarray, int]:
+        """The bytes of a tensor, and their address."""
+        start = self._offsets[index]
+        return self._host[start : start + self._nbytes[index]], self._address + start
+
+    def upload(self, index: int, stream: object) -> None:
+        """Enqueue the copy of one tensor from host to device."""
+        if nbytes := self._nbytes[index]:
+            call("cuMemcpyHtoDAsync", self._devices[index], self.bytes_of(index)[1], nbytes, stream)
 
     def to_device(self, stream: object) -> None:
         """Enqueue the copies from host to device."""
-        for device, host, nbytes in self._copies:
-            call("cuMemcpyHtoDAsync", device, host, nbytes, stream)
+        for index in range(len(self._nbytes)):
+            self.upload(index, stream)
+
+    def download(self, index: int, stream: object) -> None:
+        """Enqueue the copy of one tensor from device to host."""
+        if nbytes := self._nbytes[index]:
+            call("cuMemcpyDtoHAsync", self.bytes_of(index)[1], self._devices[index], nbytes, stream)
 
     def to_host(self, stream: object) -> None:
         """Enqueue the copies from device to host."""
-        for device, host, nbytes in self._copies:
-            call("cuMemcpyDtoHAsync", host, device, nbytes, stream)
+        for index in range(len(self._nbytes)):
+            self.download(index, stream)
 
 
-def _host_bytes(address: int, nbytes: int) -> np.ndarray:
+def host_bytes(address: int, nbytes: int) -> np.ndarray:
+    """The array over bytes of the host."""
     import ctypes
 
     return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
 
 
-def _strided(span: np.ndarray, tensor: Tensor) -> np.ndarray:
+def strided(span: np.ndarray, tensor: Tensor) -> np.ndarray:
+    """The tensor that lies in these bytes, as a view with its strides."""
     dtype = numpy_dtype(tensor.dtype)
     strides = tuple(s * dtype.itemsize for s in tensor.strides)
     return np.lib.stride_tricks.as_strided(span.view(dtype), tensor.shape, strides)

@@ -1,0 +1,85 @@
+"""How the elements of one array lie for those of another: what a copy between layouts has to do."""
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+MOST_AXES = 8
+"""That a gather may have (layout.cu) when neighbours that lie side by side are joined."""
+
+_MOST_ELEMENTS = 1 << 32
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """The elements of a dense destination, in the order of its memory, from where strides say.
+
+    ``sizes`` and ``strides`` (in elements of the source) are of its axes, the outermost first, with
+    axes joined that lie side by side in both.
+    """
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        """Elements."""
+        return prod(self.sizes)
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether the source lies as the destination does: bytes are copied as they are."""
+        return len(self.sizes) == 1 and self.strides == (1,)
+
+    @property
+    def parameters(self) -> bytes:
+        """The struct that the kernels of layout.cu take."""
+        room = (0,) * (MOST_AXES - len(self.sizes))
+        return struct.pack("<II8I8q", self.count, len(self.sizes), *self.sizes, *room, *self.strides, *room)
+
+
+def gather(shape: Sequence[int], to: Sequence[int], source: Sequence[int]) -> Gather | None:
+    """What fills a tensor of strides ``to`` from one of strides ``source``, all in elements.
+
+    None where the destination has holes or overlaps, or the copy has more axes than a kernel takes.
+    """
+    if not is_dense(shape, to) or prod(shape) >= _MOST_ELEMENTS:
+        return None
+    sizes: list[int] = []
+    strides: list[int] = []
+    for axis in sorted((axis for axis, size in enumerate(shape) if size != 1), key=lambda axis: -to[axis]):
+        if sizes and strides[-1] == shape[axis] * source[axis]:
+            sizes[-1] *= shape[axis]
+            strides[-1] = source[axis]
+        else:
+            sizes.append(shape[axis])
+            strides.append(source[axis])
+    if len(sizes) > MOST_AXES:
+        return None
+    return Gather(tuple(sizes), tuple(strides)) if sizes else Gather((prod(shape),), (1,))
+
+
+def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether the elements fill their memory once each, in whatever order of axes."""
+    expected = 1
+    for stride, size in sorted((stride, size) for size, stride in zip(shape, strides, strict=True) if size != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def in_memory_order(array: np.ndarray) -> np.ndarray:
+    """The elements of a dense array as one axis, in the order of its memory; a view."""
+    order = sorted(range(array.ndim), key=lambda axis: -array.strides[axis])
+    return array.transpose(order).reshape(-1)
+
+
+def element_strides(array: np.ndarray) -> tuple[int, ...] | None:
+    """Strides in elements; None where they are no whole numbers of them, as in fields of a record."""
+    if any(stride % array.itemsize for stride in array.strides):
+        return None
+    return tuple(stride // array.itemsize for stride in array.strides)

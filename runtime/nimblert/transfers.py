@@ -1,0 +1,236 @@
+"""The ways into and out of a program on a GPU: from and to arrays of the host, and of the GPU itself.
+
+An array of the host is copied to page-locked memory as it lies, in parallel where it is large, and
+uploaded; where its axes lie in another order than the program reads, a kernel of ours lays them out on
+the device. An array of the GPU is copied or laid out there.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property, partial
+from pathlib import Path
+
+import numpy as np
+
+from nimblert import layouts
+from nimblert.device_arrays import DeviceArray, DeviceOutput
+from nimblert.driver import Context, Handle, call, extra_parameters
+from nimblert.errors import InputError
+from nimblert.layouts import Gather
+from nimblert.memory import DeviceMemory, Staging, allocate, strided
+from nimblert.plan import ITEM_NBYTES, Tensor
+from nimblert.pools import DevicePool, PageLockedPool
+
+_PTX = Path(__file__).with_name("layout.ptx")
+_BLOCK = 256
+_MOST_BLOCKS = 1 << 16
+
+_CHUNK_NBYTES = 1 << 20
+"""Arrays of more than two such chunks are copied by several threads, each chunk uploaded as it is there."""
+
+_COPIERS = 4
+
+
+class GatherKernels:
+    """The kernels of layout.cu, compiled by the driver when the first is needed."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    @cached_property
+    def _functions(self) -> dict[int, Handle]:
+        text = _PTX.read_bytes() + b"\0"
+        module = self._context.acquire(call("cuModuleLoadData", text), "cuModuleUnload")
+        return {n: call("cuModuleGetFunction", module, f"gather_{n}".encode()) for n in (1, 2, 4, 8, 16)}
+
+    def launch(self, to: int, source: int, gather: Gather, itemsize: int, stream: Handle) -> None:
+        """Fill the destination at ``to`` from ``source``, both device addresses."""
+        params = to.to_bytes(8, "little") + source.to_bytes(8, "little") + gather.parameters
+        blocks = min(-(-gather.count // _BLOCK), _MOST_BLOCKS)
+        with extra_parameters(params) as extra:
+            call("cuLaunchKernel", self._functions[itemsize], blocks, 1, 1, _BLOCK, 1, 1, 0, stream, 0, extra)
+
+
+class Inlet:
+    """Where the inputs of a program come in. ``staging`` is page-locked memory that mirrors them."""
+
+    def __init__(
+        self,
+        context: Context,
+        tensors: Sequence[Tensor],
+        memory: DeviceMemory,
+        staging: Staging,
+        kernels: GatherKernels,
+    ) -> None:
+        self._context = context
+        self._tensors = tensors
+        self._addresses = [memory.address(tensor.pointer) for tensor in tensors]
+        self._staging = staging
+        self._kernels = kernels
+        self._landing: dict[int, int] = {}
+        self._known: dict[tuple[int, tuple[int, ...]], Gather | None] = {}
+
+    def put(self, index: int, array: np.ndarray | DeviceArray, stream: Handle) -> None:
+        """Have input ``index`` hold an array of its dtype and shape, for what comes next on ``stream``."""
+        if not self._tensors[index].span_nbytes:
+            return
+        if isinstance(array, DeviceArray):
+            self._from_device(index, array, stream)
+        else:
+            self._from_host(index, array, stream)
+
+    def _gather(self, index: int, strides: tuple[int, ...]) -> Gather | None:
+        key = index, strides
+        if key not in self._known:
+            tensor = self._tensors[index]
+            self._known[key] = layouts.gather(tensor.shape, tensor.strides, strides)
+        return self._known[key]
+
+    def _from_device(self, index: int, array: DeviceArray, stream: Handle) -> None:
+        tensor = self._tensors[index]
+        gather = self._gather(index, array.strides)
+        if gather is None:
+            raise InputError(f"input {tensor.name!r}: strides {array.strides} cannot be laid out on the device")
+        if gather.is_copy:
+            nbytes = gather.count * ITEM_NBYTES[tensor.dtype]
+            call("cuMemcpyDtoDAsync", self._addresses[index], array.address, nbytes, stream)
+        else:
+            itemsize = ITEM_NBYTES[tensor.dtype]
+            self._kernels.launch(self._addresses[index], array.address, gather, itemsize, stream)
+
+    def _from_host(self, index: int, array: np.ndarray, stream: Handle) -> None:
+        strides = layouts.element_strides(array)
+        if strides is None or not layouts.is_dense(array.shape, strides):
+            array = np.ascontiguousarray(array)
+            strides = layouts.element_strides(array) or ()
+        gather = self._gather(index, strides)
+        if gather is None:  # the program reads it with holes, as only views of views lie
+            np.copyto(self._staging.views[index], array)
+            self._staging.upload(index, stream)
+            return
+        flat = layouts.in_memory_order(array).view(np.uint8)
+        address = self._addresses[index] if gather.is_copy else self._landing_of(index, flat.nbytes)
+        self._upload(index, flat, address, stream)
+        if not gather.is_copy:
+            self._kernels.launch(self._addresses[index], address, gather, array.itemsize, stream)
+
+    def _landing_of(self, index: int, nbytes: int) -> int:
+        """Device memory for an input as it came."""
+        if index not in self._landing:
+            self._landing[index] = allocate(self._context, nbytes)
+        return self._landing[index]
+
+    def _upload(self, index: int, flat: np.ndarray, address: int, stream: Handle) -> None:
+        staged, host = self._staging.bytes_of(index)
+        if flat.nbytes <= 2 * _CHUNK_NBYTES:
+            np.copyto(staged[: flat.nbytes], flat)
+            call("cuMemcpyHtoDAsync", address, host, flat.nbytes, stream)
+            return
+
+        def copy(start: int) -> int:
+            np.copyto(staged[start : start + _CHUNK_NBYTES][: flat.nbytes - start], flat[start : start + _CHUNK_NBYTES])
+            return start
+
+        for start in _copiers().map(copy, range(0, flat.nbytes, _CHUNK_NBYTES)):
+            nbytes = min(_CHUNK_NBYTES, flat.nbytes - start)
+            call("cuMemcpyHtoDAsync", address + start, host + start, nbytes, stream)
+
+
+class Outlet:
+    """Where the outputs of a program go. ``staging`` is page-locked memory that mirrors them."""
+
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        memory: DeviceMemory,
+        staging: Staging,
+        kernels: GatherKernels,
+        pools: "Pools",
+    ) -> None:
+        self._tensors = tensors
+        self._addresses = [memory.address(tensor.pointer) for tensor in tensors]
+        self._staging = staging
+        self._kernels = kernels
+        self._pools = pools
+
+    def begin(
+        self, index: int, out: np.ndarray | DeviceArray | None, stream: Handle, *, reuse: bool, on_device: bool
+    ) -> Callable[[], np.ndarray | DeviceOutput]:
+        """Enqueue what brings an output to where it goes; what is returned gives it when the stream is done.
+
+        ``out`` is an array of the caller. Else it is one of the device or of the host, new or, with
+        ``reuse``, over memory that the next run writes.
+        """
+        tensor = self._tensors[index]
+        if isinstance(out, DeviceArray):
+            return self._to_device(index, out, stream)
+        if out is None and on_device:
+            return self._new_on_device(index, stream, reuse=reuse)
+        if out is None and not reuse and tensor.span_nbytes:
+            address, memory = self._pools.host.take(tensor.span_nbytes)
+            call("cuMemcpyDtoHAsync", address, self._addresses[index], tensor.span_nbytes, stream)
+            return partial(strided, memory, tensor)
+        self._staging.download(index, stream)
+        return partial(_copied, self._staging.views[index], out)
+
+    def _to_device(self, index: int, out: DeviceArray, stream: Handle) -> Callable[[], DeviceOutput]:
+        tensor = self._tensors[index]
+        gather = layouts.gather(tensor.shape, out.strides, tensor.strides)
+        if gather is None:
+            raise InputError(f"out {tensor.name!r}: strides {out.strides} cannot be written on the device")
+        if not gather.is_copy:
+            itemsize = ITEM_NBYTES[tensor.dtype]
+            self._kernels.launch(out.address, self._addresses[index], gather, itemsize, stream)
+        elif gather.count:
+            nbytes = gather.count * ITEM_NBYTES[tensor.dtype]
+            call("cuMemcpyDtoDAsync", out.address, self._addresses[index], nbytes, stream)
+        return partial(DeviceOutput, out)
+
+    def _new_on_device(self, index: int, stream: Handle, *, reuse: bool) -> Callable[[], DeviceOutput]:
+        tensor, address, keeper = self._tensors[index], self._addresses[index], None
+        if not reuse and tensor.span_nbytes:
+            address, keeper = self._pools.device.take(tensor.span_nbytes, stream)
+            call("cuMemcpyDtoDAsync", address, self._addresses[index], tensor.span_nbytes, stream)
+        array = DeviceArray(
+            address=address,
+            dtype=tensor.dtype,
+            shape=tensor.shape,
+            strides=tensor.strides,
+            device=self._pools.ordinal,
+            owner=keeper,
+        )
+        return partial(DeviceOutput, array)
+
+
+def _copied(view: np.ndarray, out: np.ndarray | None) -> np.ndarray:
+    if out is None:
+        return view
+    np.copyto(out, view)
+    return out
+
+
+class Pools:
+    """Memory on a GPU and beside it for the outputs that callers keep."""
+
+    def __init__(self, ordinal: int) -> None:
+        self.ordinal = ordinal
+        self.host = PageLockedPool(Context(ordinal))
+        self.device = DevicePool(Context(ordinal))
+
+    def close(self) -> None:
+        """Free what nobody has."""
+        self.host.close()
+        self.device.close()
+
+
+def _copiers() -> ThreadPoolExecutor:
+    """The threads that fill page-locked memory, made in each process when they are first needed."""
+    process = os.getpid()
+    if process not in _pools:
+        _pools.clear()  # those of the process that forked this one are not here
+        _pools[process] = ThreadPoolExecutor(min(_COPIERS, os.cpu_count() or 1), "nimblert-copy")
+    return _pools[process]
+
+
+_pools: dict[int, ThreadPoolExecutor] = {}

@@ -1,0 +1,130 @@
+"""DLPack and the CUDA array interface, by capsules over host memory that only say that they are on a GPU."""
+
+import ctypes
+import gc
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nimblert import device_arrays
+from nimblert.device_arrays import DeviceArray, DeviceOutput
+from nimblert.errors import InputError
+
+
+class Producer:
+    """An array of a library whose memory is said to be on a GPU: numpy's capsule."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+        self.streams: list[int] = []
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, 1
+
+    def __dlpack__(self, *, stream: int) -> Any:
+        self.streams.append(stream)
+        return self.array.__dlpack__()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int64", "uint8", "bool", "complex64"])
+def test_an_array_comes_by_its_capsule(dtype: str) -> None:
+    array = np.zeros((3, 4, 5), dtype).transpose(2, 0, 1)[:, 1:]
+    producer = Producer(array)
+    assert device_arrays.place(producer) == ("cuda", 1)
+    found = device_arrays.take(producer, 77)
+    assert producer.streams == [77]
+    assert (found.address, found.dtype, found.shape) == (array.ctypes.data, dtype, (5, 2, 4))
+    assert found.strides == (1, 20, 5)
+    assert found.stream is None
+
+
+def test_torchs_tensors_come_with_their_dtypes() -> None:
+    torch = pytest.importorskip("torch")
+    tensor = torch.zeros(2, 3, dtype=torch.bfloat16)
+    found = device_arrays._of_capsule(tensor.__dlpack__())
+    assert (found.address, found.dtype, found.strides) == (tensor.data_ptr(), "bfloat16", (3, 1))
+    with pytest.raises(InputError, match=r"it does not come by DLPack: .*require"):
+        device_arrays.take(torch.zeros(2, requires_grad=True), 5)
+
+
+def test_an_array_comes_by_the_interface() -> None:
+    interface = {"version": 3, "shape": (2, 3), "typestr": "<f2", "data": (4096, True), "strides": (2, 4), "stream": 1}
+    value = SimpleNamespace(__cuda_array_interface__=interface)
+    assert device_arrays.place(value) == ("cuda", -1)
+    assert device_arrays.take(value, 5) == DeviceArray(
+        address=4096, dtype="float16", shape=(2, 3), strides=(1, 2), device=-1, read_only=True, stream=1, owner=value
+    )
+    del interface["strides"], interface["stream"]
+    assert device_arrays.take(value, 5).strides == (3, 1)
+    interface["strides"] = (3, 1)
+    with pytest.raises(InputError, match="its strides are no whole numbers of elements"):
+        device_arrays.take(value, 5)
+
+
+def test_what_is_on_no_gpu() -> None:
+    assert device_arrays.place(np.zeros(3)) == ("cpu", 0)
+    assert device_arrays.place([1.0]) is None
+    assert device_arrays.place(SimpleNamespace(__dlpack_device__=lambda: (12, 0))) is None
+
+
+def test_what_others_have_in_host_memory_is_read_where_it_lies() -> None:
+    torch = pytest.importorskip("torch")
+    tensor = torch.arange(6.0).reshape(2, 3)
+    array = device_arrays.from_host(tensor)
+    assert array.ctypes.data == tensor.data_ptr()
+    with pytest.raises(InputError, match="numpy cannot read it by DLPack"):
+        device_arrays.from_host(tensor.bfloat16())
+
+
+def output(dtype: str, owner: object = None) -> tuple[DeviceOutput, np.ndarray]:
+    memory = np.zeros(24, np.uint8)
+    array = DeviceArray(address=memory.ctypes.data, dtype=dtype, shape=(2, 3), strides=(1, 2), device=0, owner=owner)
+    return DeviceOutput(array), memory
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bool", "int16"])
+def test_an_output_is_given_as_it_would_be_taken(dtype: str) -> None:
+    made, memory = output(dtype)
+    assert device_arrays.place(made) == ("cuda", 0)
+    found = device_arrays.take(made, 5)
+    assert (found.address, found.dtype, found.shape, found.strides) == (memory.ctypes.data, dtype, (2, 3), (1, 2))
+    if dtype == "bfloat16":
+        assert not hasattr(made, "__cuda_array_interface__")
+    else:
+        interface = made.__cuda_array_interface__
+        assert np.dtype(interface["typestr"]) == np.dtype(dtype)
+        assert interface["data"] == (memory.ctypes.data, False)
+
+
+class Owner:
+    """Something that can be seen to go."""
+
+
+def test_memory_goes_with_the_last_capsule_consumed_or_not() -> None:
+    gone: list[int] = []
+    owner = Owner()
+    weakref.finalize(owner, gone.append, 1)
+    made, _ = output("float32", owner)
+    del owner
+    capsules = [made.__dlpack__(), made.__dlpack__(stream=3)]
+    del made
+    gc.collect()
+    assert gone == []
+    assert len(device_arrays._exported) == 2
+    capsules.pop()
+    assert len(device_arrays._exported) == 1
+    # As a consumer does: rename the capsule, and call the deleter when the memory is not needed any more.
+    (capsule,) = capsules
+    address = device_arrays._pointer(capsule, b"dltensor")
+    used = ctypes.create_string_buffer(b"used_dltensor")
+    ctypes.pythonapi.PyCapsule_SetName(ctypes.py_object(capsule), used)
+    capsules.clear()
+    del capsule
+    assert gone == []
+    managed = device_arrays._DLManagedTensor.from_address(address)
+    ctypes.CFUNCTYPE(None, ctypes.c_void_p)(managed.deleter)(address)
+    assert device_arrays._exported == {}
+    assert gone == [1]

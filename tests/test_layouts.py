@@ -1,0 +1,93 @@
+"""Copies between layouts: what the gather kernel is told, by a reference that does the same."""
+
+import itertools
+import struct
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nimblert.layouts import Gather, element_strides, gather, in_memory_order, is_dense
+
+SHAPES = st.lists(st.integers(1, 5), max_size=5)
+
+
+def dense_strides(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a tensor without holes whose axis ``order[-1]`` is the innermost."""
+    strides, step = [0] * len(shape), 1
+    for axis in reversed(order):
+        strides[axis] = step
+        step *= shape[axis]
+    return tuple(strides)
+
+
+def gathered(found: Gather, memory: np.ndarray) -> list[int]:
+    """What the kernel of layout.cu does."""
+    steps = (
+        range(0, size * stride, stride) if stride else [0] * size
+        for size, stride in zip(found.sizes, found.strides, strict=True)
+    )
+    return [int(memory[sum(place)]) for place in itertools.product(*steps)]
+
+
+@given(st.data())
+def test_a_gather_fills_any_dense_layout_from_any_strided_one(data: st.DataObject) -> None:
+    shape = data.draw(SHAPES)
+    axes = range(len(shape))
+    to = dense_strides(shape, data.draw(st.permutations(axes)))
+    source = dense_strides(shape, data.draw(st.permutations(axes)))
+    spread = data.draw(st.sampled_from((1, 2, 3)))
+    source = tuple(stride * spread for stride in source)
+    found = gather(shape, to, source)
+    assert found is not None
+    count = int(np.prod(shape))
+    memory = np.arange(count * spread)
+    view = np.lib.stride_tricks.as_strided(memory, shape, [8 * stride for stride in source])
+    expected = np.zeros(count, np.int64)
+    np.lib.stride_tricks.as_strided(expected, shape, [8 * stride for stride in to])[...] = view
+    assert gathered(found, memory) == expected.tolist()
+    assert found.count == count
+    assert found.is_copy == (count == 1 or (spread == 1 and expected.tolist() == list(range(count))))
+
+
+def test_axes_that_lie_side_by_side_are_one() -> None:
+    nhwc, nchw = (3 * 8 * 9, 1, 9 * 3, 3), (3 * 8 * 9, 8 * 9, 9, 1)
+    assert gather((2, 3, 8, 9), nhwc, nchw) == Gather((2, 72, 3), (216, 1, 72))
+    assert gather((2, 3, 8, 9), nhwc, nhwc) == Gather((432,), (1,))
+    assert gather((1, 3, 8, 9), nhwc, nchw) == Gather((72, 3), (1, 72))
+    assert gather((4, 5), (5, 1), (0, 1)) == Gather((4, 5), (0, 1))
+    assert gather((), (), ()) == Gather((1,), (1,))
+
+
+def test_what_a_kernel_cannot_do_is_left_to_the_host() -> None:
+    assert gather((4, 4), (8, 1), (4, 1)) is None
+    assert gather((4, 4), (0, 1), (4, 1)) is None
+    many = (2,) * 10
+    strides = dense_strides(many, range(10))
+    assert gather(many, strides, strides) is not None
+    assert gather(many, strides, dense_strides(many, [*range(0, 10, 2), *range(9, 0, -2)])) is None
+    assert gather((1 << 16, 1 << 16), (1 << 16, 1), (1 << 16, 1)) is None
+
+
+def test_the_struct_is_the_kernels() -> None:
+    assert struct.unpack("<II8I8q", Gather((2, 3), (-1, 7)).parameters) == (6, 2, 2, 3, *(0,) * 6, -1, 7, *(0,) * 6)
+    assert len(Gather((1,), (1,)).parameters) == 104
+
+
+@given(SHAPES.filter(bool), st.data())
+def test_memory_order_is_a_view_of_all_elements(shape: list[int], data: st.DataObject) -> None:
+    order = data.draw(st.permutations(range(len(shape))))
+    memory = np.arange(np.prod(shape))
+    array = np.lib.stride_tricks.as_strided(memory, shape, [8 * stride for stride in dense_strides(shape, order)])
+    assert is_dense(shape, element_strides(array) or ())
+    flat = in_memory_order(array)
+    assert np.shares_memory(flat, memory)
+    assert flat.tolist() == memory.tolist()
+
+
+@pytest.mark.parametrize("field", ["a", "b"])
+def test_a_field_of_records_has_no_strides_in_elements(field: str) -> None:
+    records = np.zeros(4, [("a", np.float32), ("b", np.uint16)])
+    assert element_strides(records[field]) == (None if field == "a" else (3,))
