@@ -1,14 +1,13 @@
 """GPU tests run where there is a GPU and say what is missing where there is none; shared fixtures."""
 
-import ctypes
 import os
 import signal
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from gpu_capability import missing_gpu_capability
 from hypothesis import settings
 
 if TYPE_CHECKING:
@@ -41,26 +40,6 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
 def _available_nbytes() -> int:
     lines = Path("/proc/meminfo").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
-
-
-def missing_gpu_capability() -> str | None:
-    """What this machine lacks to run GPU tests; None if it lacks nothing.
-
-    Only what is known to mean "no GPU here" counts: any other failure is a failure of the tests.
-    """
-    if find_spec("cuda") is None or find_spec("cuda.bindings") is None:
-        return "needs cuda-bindings: not installed"
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return "needs an NVIDIA driver: libcuda cannot be loaded"
-    from cuda.bindings import driver
-
-    (status,) = driver.cuInit(0)
-    if status == driver.CUresult.CUDA_ERROR_NO_DEVICE:
-        return "needs an NVIDIA GPU: the driver finds none"
-    assert status == driver.CUresult.CUDA_SUCCESS, f"the driver cannot be used: {status.name}"
-    return None
 
 
 def pytest_configure() -> None:

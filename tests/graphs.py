@@ -4,7 +4,9 @@ from random import Random
 
 from hypothesis import strategies as st
 
-from nimblec.ir import Access, Buffer, BufferKind, Graph, KernelWork, Op, Task, TensorView
+from nimblec.ir import Access, Buffer, BufferKind, Graph, KernelWork, Op, Schedule, Task, TensorView
+from nimblec.schedule.dag import Dag
+from nimblec.schedule.streams import critical_path, limited, maximal, random_schedule, serial
 
 
 def access(buffer: int, offset: int = 0, nbytes: int = 64) -> Access:
@@ -101,3 +103,15 @@ def graphs(*, max_tasks: int = 12, chained: bool = True) -> st.SearchStrategy[Gr
 def _random_access(random: Random, buffers: list[Buffer], buffer: int) -> Access:
     offset = random.randrange(buffers[buffer].nbytes)
     return access(buffer, offset, random.randint(0, buffers[buffer].nbytes - offset))
+
+
+def schedules(dag: Dag, seed: int = 0) -> list[Schedule]:
+    """One schedule of each policy, with durations that differ."""
+    durations = [100 + 37 * task % 90 for task in range(dag.task_count)]
+    return [
+        serial(dag),
+        maximal(dag),
+        limited(dag, 2, durations),
+        critical_path(dag, durations, 20, 3),
+        random_schedule(dag, seed),
+    ]

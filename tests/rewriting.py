@@ -14,8 +14,6 @@ from nimblec.frontend.recorder import Recorder
 from nimblec.graph.definitions import Interpreter
 from nimblec.graph.rewriter import Rewriter, copied
 
-FAMILIES = ("resnet", "mobilenet", "inception", "bert", "unet")
-
 
 def record(function: Callable[..., Any], *inputs: Tensor) -> fx.GraphModule:
     """The flat graph of a function of tensors; real tensors that it uses become constants."""

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from rewriting import FAMILIES, DenseNet
+from families import FAMILIES
+from rewriting import DenseNet
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 

@@ -1,12 +1,10 @@
 """The antichain of a plan: never doubted without reason, and no false one believed."""
 
-from dataclasses import replace
-from typing import Any, TypeVar
 
-from graphs import graphs
+from graphs import graphs, schedules
 from hypothesis import given
 from hypothesis import strategies as st
-from test_streams import schedules
+from programs import at, planned, with_program, work
 
 from nimblec.ir import Graph, Schedule
 from nimblec.lower import lower
@@ -16,65 +14,13 @@ from nimblec.schedule.memory import layout
 from nimblec.schedule.streams import certificate, maximal
 from nimblec.verify.certificate import problems
 from nimblert.plan import (
-    Access,
     Candidate,
-    Command,
-    Launch,
-    Op,
-    Pointer,
     Program,
     Record,
     Region,
     ScheduleRecord,
     Wait,
 )
-
-Frozen = TypeVar("Frozen")
-
-
-def with_program(record: Frozen, **changes: Any) -> Frozen:
-    """A plan or program with other fields."""
-    return replace(record, **changes)  # type: ignore[type-var]
-
-
-def at(region: Region, offset: int, nbytes: int = 64) -> Access:
-    return Access(pointer=Pointer(region=region, offset=offset), nbytes=nbytes)
-
-
-def work(
-    stream: int,
-    duration_ns: int = 0,
-    *,
-    op: int = 0,
-    reads: tuple[Access, ...] = (),
-    writes: tuple[Access, ...] = (),
-) -> Launch:
-    return Launch(
-        stream=stream,
-        op=op,
-        kernel=0,
-        params=b"",
-        relocations=(),
-        reads=reads,
-        writes=writes,
-        duration_ns=duration_ns,
-    )
-
-
-def planned(*commands: Command) -> Program:
-    """A program of these commands, with as many streams and events as they use."""
-    return Program(
-        name="main",
-        inputs=(),
-        outputs=(),
-        input_nbytes=(),
-        output_nbytes=(),
-        arena_nbytes=1024,
-        stream_count=max((command.stream + 1 for command in commands), default=0),
-        event_count=sum(isinstance(command, Record) for command in commands),
-        ops=(Op(name="aten.add.Tensor", source="layer.1"),),
-        commands=commands,
-    )
 
 
 def record(policy: str, *antichain: int, candidates: tuple[Candidate, ...] = ()) -> ScheduleRecord:

@@ -1,18 +1,14 @@
 """Five model families, exported from PyTorch: a plan's outputs are ONNX Runtime's, bit for bit."""
 
-import importlib
-import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from cpu_plans import plan_file, run_onnxruntime, run_plan
+from families import FAMILIES, export
 from subprocesses import FRAMEWORKS, python
 
 from nimblert import golden, verify
-
-FAMILIES = ("resnet", "mobilenet", "inception", "bert", "unet")
 
 _REPLAY = """
 import numpy as np, nimblert, nimblert.executable, nimblert.golden
@@ -24,16 +20,6 @@ for name in {families!r}:
 loaded = {frameworks!r} & sys.modules.keys()
 assert not loaded, loaded
 """
-
-
-def export(name: str, path: Path, *, dynamo: bool) -> Path:
-    """The small model of a family as an ONNX file, by torch's new or old exporter."""
-    torch.manual_seed(0)
-    module, args = importlib.import_module(f"families.{name}").small()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the exporters' deprecations are not what is tested
-        torch.onnx.export(module, args, path, dynamo=dynamo, verbose=False)
-    return path
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,8 @@
 """The edges of the graph are what streams and events say, no more and no less."""
 
-from graphs import graphs
+from graphs import graphs, schedules
 from hypothesis import given
 from hypothesis import strategies as st
-from test_streams import schedules
 
 from nimblec.ir import Graph
 from nimblec.lower import lower

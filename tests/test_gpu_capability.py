@@ -3,8 +3,8 @@
 import ctypes
 
 import pytest
-from conftest import missing_gpu_capability
 from cuda.bindings import driver
+from gpu_capability import missing_gpu_capability
 
 
 @pytest.fixture(autouse=True)

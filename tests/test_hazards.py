@@ -5,10 +5,9 @@ from dataclasses import replace
 from itertools import combinations
 
 import pytest
-from graphs import dataflow, graphs
+from graphs import dataflow, graphs, schedules
 from hypothesis import given
 from hypothesis import strategies as st
-from test_streams import schedules
 
 from nimblec.ir import Graph
 from nimblec.lower import lower

@@ -3,10 +3,9 @@
 from dataclasses import replace
 
 import pytest
-from graphs import access, dataflow, graph, graphs, kernel, temporaries
+from graphs import access, dataflow, graph, graphs, kernel, schedules, temporaries
 from hypothesis import given
 from hypothesis import strategies as st
-from test_streams import schedules
 
 from nimblec.ir import Buffer, BufferKind, Graph, KernelWork, Layout, Reference, Schedule, TensorView
 from nimblec.schedule.bound import arena_lower_bound

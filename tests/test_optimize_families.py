@@ -5,8 +5,8 @@ from pathlib import Path
 import onnx
 import pytest
 import torch
-from rewriting import FAMILIES, assert_same, check, counts, family, run
-from test_cpu_families import export
+from families import FAMILIES, export
+from rewriting import assert_same, check, counts, family, run
 
 from nimblec.frontend.onnx.importer import import_model
 from nimblec.optimize import optimize

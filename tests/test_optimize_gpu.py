@@ -5,7 +5,8 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from rewriting import FAMILIES, DenseNet, counts, randomize
+from families import FAMILIES
+from rewriting import DenseNet, counts, randomize
 from torch import Tensor, fx, nn
 
 from nimblec.frontend.pytorch.aten_graph import trace

@@ -9,9 +9,10 @@ import pytest
 import torch
 from examples import examples
 from exported_models import MODELS, export
+from families import FAMILIES
 from hypothesis import given
 from hypothesis import strategies as st
-from rewriting import FAMILIES, check, counts, family, randomize, record, rewritten, run
+from rewriting import check, counts, family, randomize, record, rewritten, run
 from torch import Tensor, fx, nn
 
 from nimblec.errors import UnsupportedModelError

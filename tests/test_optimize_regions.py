@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from examples import examples
+from families import FAMILIES
 from hypothesis import given
 from hypothesis import strategies as st
-from rewriting import FAMILIES, assert_same, counts, family, record, rewritten
+from rewriting import assert_same, counts, family, record, rewritten
 from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 

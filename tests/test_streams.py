@@ -4,7 +4,7 @@ from dataclasses import replace
 from itertools import combinations
 
 import pytest
-from graphs import dataflow, graphs
+from graphs import dataflow, graphs, schedules
 from hypothesis import given
 from hypothesis import strategies as st
 from schedule_cost import simulate
@@ -34,18 +34,6 @@ def dags(draw: st.DrawFn, max_tasks: int = 12) -> Dag:
     count = draw(st.integers(0, max_tasks))
     edges = draw(st.sets(st.sampled_from([*combinations(range(count), 2)]))) if count > 1 else set()
     return Dag(predecessors=tuple(tuple(a for a in range(b) if (a, b) in edges) for b in range(count)))
-
-
-def schedules(dag: Dag, seed: int = 0) -> list[Schedule]:
-    """One schedule of each policy, with durations that differ."""
-    durations = [100 + 37 * task % 90 for task in range(dag.task_count)]
-    return [
-        serial(dag),
-        maximal(dag),
-        limited(dag, 2, durations),
-        critical_path(dag, durations, 20, 3),
-        random_schedule(dag, seed),
-    ]
 
 
 def largest_matching(edges: list[tuple[int, int]]) -> int:

@@ -7,14 +7,13 @@ import subprocess
 from itertools import pairwise
 
 import pytest
-from graphs import graphs
+from graphs import graphs, schedules
 from hypothesis import given
 from hypothesis import strategies as st
 from plans import cpu_plan, cuda_plan, large_plan
+from programs import planned, with_program, work
 from rich.console import Console
 from schedule_cost import simulate
-from test_certificate import planned, with_program, work
-from test_streams import schedules
 
 from nimblec.cli.picture import picture
 from nimblec.inspect.dot import dot

@@ -1,0 +1,24 @@
+"""What a machine needs for the tests marked gpu."""
+
+import ctypes
+from importlib.util import find_spec
+
+
+def missing_gpu_capability() -> str | None:
+    """What this machine lacks to run GPU tests; None if it lacks nothing.
+
+    Only what is known to mean "no GPU here" counts: any other failure is a failure of the tests.
+    """
+    if find_spec("cuda") is None or find_spec("cuda.bindings") is None:
+        return "needs cuda-bindings: not installed"
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return "needs an NVIDIA driver: libcuda cannot be loaded"
+    from cuda.bindings import driver
+
+    (status,) = driver.cuInit(0)
+    if status == driver.CUresult.CUDA_ERROR_NO_DEVICE:
+        return "needs an NVIDIA GPU: the driver finds none"
+    assert status == driver.CUresult.CUDA_SUCCESS, f"the driver cannot be used: {status.name}"
+    return None
