@@ -1,12 +1,12 @@
-"""The models of torchvision, timm and transformers through our rewrites and kernels, in float32 on the CPU.
+"""The models of torchvision, timm and transformers through the rewrites and kernels, in float32 on the CPU.
 
 Usage: python -m bench.model_zoo [--markdown] [--match TEXT] LIBRARY ...
 
-Each model, with random weights, is traced, rewritten as ``-O1`` does for a GPU, and given our kernels wherever they
-serve (``-O2``), whose results torch computes by their definitions. Both are compared with the model itself. From
-torchvision come all models of images and videos but detectors, from timm one of each architecture, from transformers
-two layers of each of some. What has more than 100 million parameters is left out. Whole runs of a library write
-bench/results/cpu/model_zoo_LIBRARY.json; --markdown prints the table of what is there.
+Each model, with random weights, is traced, rewritten as ``-O1`` does for a GPU, and given Triton kernels wherever they
+serve, by the pipelines of ``-O2``; torch computes their results by their definitions. Both are compared with the model
+itself. From torchvision come all models of images and videos but detectors, from timm one of each architecture, from
+transformers two layers of each of some. What has more than 100 million parameters is left out. Whole runs of a library
+write bench/results/cpu/model_zoo_LIBRARY.json; --markdown prints the table of what is there.
 """
 
 import argparse
@@ -22,19 +22,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from bench import environment
 from nimblec.errors import CompileError
 from nimblec.frontend.pytorch.model import place, set_arithmetic
-from nimblec.frontend.rewritten import flattened
 from nimblec.graph.definitions import Interpreter
-from nimblec.graph.rewriter import copied
 from nimblec.kernels.core.gpu import SM_90
-from nimblec.kernels.families import FAMILIES
-from nimblec.optimize import optimize
-from nimblec.optimize.layout.channels_last import lay_float32_channels_last
+from nimblec.levels.o2 import TRITON_NORMS, first
+from nimblec.levels.recipe import Runs
+from nimblec.optimize.pipeline import Setting
 
 RESULTS = Path(__file__).parent / "results" / "cpu"
 STATUSES = ("pass", "refused", "wrong", "error")
@@ -49,7 +47,7 @@ Builder = Callable[[], Built]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What became of a model; how many calls its graph has as traced, rewritten, and with our kernels."""
+    """What became of a model; how many calls its graph has as traced, rewritten, and with Triton kernels."""
 
     name: str
     status: str
@@ -211,25 +209,17 @@ def compared(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[tuple[int, 
     """Calls of each graph, and the largest relative error of an output of either."""
     with torch.no_grad():
         expected = [leaf for leaf in pytree.tree_leaves(module(*inputs)) if isinstance(leaf, Tensor)]
-        model = flattened(place(module, inputs, device="cpu"))
-        rewritten = optimize(model.module, device="cuda")
+        model = place(module, inputs, device="cpu")
+        runs = Runs(model, Setting(device="cuda", use=first(SM_90)))
+        rewritten, *kernels = TRITON_NORMS.pipelines[:-1]  # no regions: torch computes the calls by their definitions
+        graphs = [runs(*pipelines).module for pipelines in ((), (rewritten,), (rewritten, *kernels))]
         given = [tensor for _, tensor in model.inputs]
-        graphs = (model.module, rewritten, with_triton_kernels(rewritten))
         errors = [
             _error(wanted, got)
             for graph in graphs
             for wanted, got in zip(expected, Interpreter(graph).run(*given), strict=True)
         ]
     return tuple(sum(node.op == "call_function" for node in graph.graph.nodes) for graph in graphs), max(errors)
-
-
-def with_triton_kernels(module: fx.GraphModule) -> fx.GraphModule:
-    """A copy with Triton kernels wherever they serve."""
-    result = copied(module)
-    lay_float32_channels_last(result)
-    for family in FAMILIES:
-        family.use_first(result, SM_90)
-    return result
 
 
 def _error(expected: Tensor, found: Tensor) -> float:

@@ -87,8 +87,7 @@ def run_fused(model: ModelProto, inputs: Sequence[np.ndarray]) -> list[np.ndarra
     import torch
 
     from nimblec.frontend.onnx.importer import import_model
-    from nimblec.optimize import optimize
-    from nimblec.optimize.regions.compile import compile_regions
+    from nimblec.optimize import compile_regions, optimize
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     module = compile_regions(optimize(import_model(model, device=device).module, device=device))

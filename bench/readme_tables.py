@@ -1,4 +1,4 @@
-"""Fill the tables of README.md and docs/measured.md from the committed results.
+"""Fill the tables of README.md, docs/measured.md and docs/optimizer.md from the committed results and the passes.
 
 Usage: ``python -m bench.readme_tables [--check]``. A table stands between ``<!-- table: COMMAND -->`` and
 ``<!-- end of table -->``, and is what COMMAND prints; it stays as it is while its results do not exist.
@@ -16,7 +16,7 @@ from bench.environment import NOT_MEASURED
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
-DOCUMENTS = (README, ROOT / "docs" / "measured.md")
+DOCUMENTS = (README, ROOT / "docs" / "measured.md", ROOT / "docs" / "optimizer.md")
 
 _TABLE = re.compile(r"<!-- table: (.*?) -->\n(.*?)<!-- end of table -->", re.DOTALL)
 

@@ -68,6 +68,7 @@ def compile(  # noqa: A001  # the word that users look for; nimblec.compile shad
     level: int | None = None,
     precision: Precision = "keep",
     max_error: float | None = None,
+    print_passes: bool = False,
     streams: str | int = "auto",
     memory_limit: int | str | None = None,
     timing_cache: str | PathLike[str] = OWN_TIMING_CACHE,
@@ -112,6 +113,7 @@ def compile(  # noqa: A001  # the word that users look for; nimblec.compile shad
     - ``precision``: "keep", "fp32", "tf32" (how float32 convolutions and matrix products are computed),
       "fp16" or "bf16" (a float32 model in half precision). CUDA target.
     - ``max_error``: the largest difference from level 0 to accept, relative to an output's largest magnitude.
+    - ``print_passes``: note each rewrite, with the calls of the graph before and after it. CUDA target.
     - ``streams``: "auto" (the fastest of several schedules, timed on this machine), "max", or a number of streams.
     - ``memory_limit``: the largest arena to accept, in bytes or as "64MiB", "1.5GB".
     - ``timing_cache``: the file that keeps measured times; ``plan_cache``: the folder that keeps the
@@ -132,6 +134,7 @@ def compile(  # noqa: A001  # the word that users look for; nimblec.compile shad
         level=level,
         precision=precision,
         max_error=max_error,
+        print_passes=print_passes,
         streams=streams,
         memory_limit=memory_limit,
         timing_cache=timing_cache,

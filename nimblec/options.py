@@ -56,7 +56,8 @@ class Options:
     (CUDA target; None is `DEFAULT_LEVEL` there). ``precision``: "keep" leaves torch's settings, "fp32"
     and "tf32" say how float32 convolutions and matrix products are computed, "fp16" and "bf16" compute
     a float32 model in half precision (CUDA target). ``max_error`` is the largest difference to accept
-    from level 0 at the model's own precision, relative to an output's largest magnitude.
+    from level 0 at the model's own precision, relative to an output's largest magnitude. ``print_passes`` notes
+    each rewrite that runs (CUDA target).
     """
 
     target: TargetChoice = "auto"
@@ -66,6 +67,7 @@ class Options:
     level: int | None = None
     precision: Precision = "keep"
     max_error: float | None = None
+    print_passes: bool = False
     streams: str = "auto"
     memory_limit: int | None = None
     timing_cache: Path = field(default_factory=lambda: _read_path(OWN_TIMING_CACHE))
@@ -234,6 +236,7 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
     "level": _one_of(None, *get_args(Level)),
     "precision": _one_of(*get_args(Precision)),
     "max_error": _or_none(_read_error),
+    "print_passes": _one_of(False, True),
     "streams": read_streams,
     "memory_limit": _or_none(read_nbytes),
     "timing_cache": _read_path,

@@ -13,6 +13,9 @@ from nimblec.frontend.pytorch.aten_graph import trace
 from nimblec.frontend.recorder import Recorder
 from nimblec.graph.definitions import Interpreter
 from nimblec.graph.rewriter import Rewriter, copied
+from nimblec.kernels.core.gpu import SM_90
+from nimblec.levels.o2 import KERNELS, NORMS, first
+from nimblec.optimize.pipeline import Setting
 
 
 def record(function: Callable[..., Any], *inputs: Tensor) -> fx.GraphModule:
@@ -64,6 +67,13 @@ def run(module: fx.GraphModule, *inputs: Tensor) -> tuple[Tensor, ...]:
     """Run a graph; the fused cuDNN calls by their definitions."""
     with torch.no_grad():
         return Interpreter(module).run(*inputs)
+
+
+def with_triton_kernels(module: fx.GraphModule) -> fx.GraphModule:
+    """A copy of an optimised graph with Triton kernels wherever they serve, by the pipelines of -O2."""
+    for pipeline in (KERNELS, NORMS):
+        module = pipeline(module, Setting(use=first(SM_90)))
+    return module
 
 
 def assert_same(before: fx.GraphModule, after: fx.GraphModule, *inputs: Tensor, rtol: float | None = None) -> None:

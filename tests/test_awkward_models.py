@@ -3,15 +3,14 @@
 import awkward_models
 import pytest
 import torch
-from rewriting import check
+from rewriting import check, with_triton_kernels
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from bench.model_zoo import with_triton_kernels
 from nimblec.frontend.pytorch import aten_graph
 from nimblec.frontend.pytorch.aten_graph import trace
+from nimblec.frontend.pytorch.flat import flattened
 from nimblec.frontend.pytorch.model import TorchModel, place
-from nimblec.frontend.rewritten import flattened
 from nimblec.graph.definitions import Interpreter
 from nimblec.optimize import optimize
 

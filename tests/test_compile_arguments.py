@@ -51,6 +51,7 @@ def scaled() -> tuple[Scaled, tuple[Any, ...], dict[str, Any]]:
         ({"memory_limit": -1}, "memory_limit: -1, expected"),
         ({"memory_limit": 1.5}, "memory_limit: 1.5, expected"),
         ({"max_error": float("nan")}, "max_error: nan, expected a number from 0, such as 1e-3"),
+        ({"print_passes": 1}, "print_passes: 1, expected False or True"),
         ({"max_error": "little"}, "max_error: 'little', expected"),
         ({"inputs": "image:1x3"}, "inputs: 'image:1x3', expected {\"image\": (1, 3, 224, 224)}"),
         ({"inputs": ["image"]}, "inputs: 'image' is not NAME:SHAPE[:DTYPE]"),

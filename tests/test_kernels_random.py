@@ -8,11 +8,10 @@ from arithmetic import arithmetic
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from rewriting import check, record, run
+from rewriting import check, record, run, with_triton_kernels
 from torch import Tensor
 from torch.nn import functional
 
-from bench.model_zoo import with_triton_kernels
 from nimblec.optimize import optimize
 
 WIDTH = 16

@@ -12,7 +12,9 @@ from torch import nn
 
 from bench import model_zoo
 from bench.model_zoo import STATUSES, run
-from nimblec.graph.rewriter import copied
+from nimblec.levels.o2 import TRITON_NORMS
+from nimblec.levels.recipe import Recipe
+from nimblec.optimize.pipeline import Pass, Phase, Pipeline
 
 
 @pytest.fixture(autouse=True)
@@ -35,20 +37,20 @@ def test_a_model_passes_with_fewer_calls() -> None:
 
 
 def test_a_wrong_result_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_zoo, "with_triton_kernels", _doubled)
+    doubling = Pipeline(Phase(name="wrong", passes=(Pass(run=_double, reason="wrong anywhere"),)))
+    *right, regions = TRITON_NORMS.pipelines
+    monkeypatch.setattr(model_zoo, "TRITON_NORMS", Recipe("wrong", *right, doubling, regions))
     result = run("convolutional", convolutional)
     assert result is not None
     assert result.status == "wrong"
     assert result.error == pytest.approx(1.0, rel=0.1)
 
 
-def _doubled(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    module = copied(module)
+def _double(module: torch.fx.GraphModule) -> None:
     output = module.graph.output_node()
     (last,) = output.args[0]  # type: ignore[misc]
     with module.graph.inserting_before(output):
         output.args = ((module.graph.call_function(torch.ops.aten.mul.Tensor, (last, 2.0)),),)
-    return module
 
 
 class Refused(nn.Module):

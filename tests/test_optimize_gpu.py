@@ -35,8 +35,7 @@ def _error(truth: Sequence[Tensor], results: Sequence[Tensor]) -> float:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", [*FAMILIES, "densenet"])
 def test_a_family(name: str, dtype: torch.dtype) -> None:
-    from nimblec.optimize import optimize
-    from nimblec.optimize.regions.compile import compile_regions
+    from nimblec.optimize import compile_regions, optimize
 
     before, inputs = _on_gpu(name, dtype)
     exact, exact_inputs = _on_gpu(name, torch.float64)
@@ -145,8 +144,7 @@ class _Stencils(nn.Module):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_single_calls_as_regions(dtype: torch.dtype) -> None:
-    from nimblec.optimize import optimize
-    from nimblec.optimize.regions.compile import compile_regions
+    from nimblec.optimize import compile_regions, optimize
 
     torch.manual_seed(0)
     images = torch.randn(2, 16, 32, 32, dtype=dtype).to(memory_format=torch.channels_last)

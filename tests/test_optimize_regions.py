@@ -19,11 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nimblec.graph.fusible import is_fusible, is_slow_alone, is_stencil
 from nimblec.graph.rewriter import Rewriter
 from nimblec.graph.views import is_view
-from nimblec.optimize import optimize
+from nimblec.optimize import compile_regions, optimize
 from nimblec.optimize.layout.channels_last import propagate_channels_last
 from nimblec.optimize.regions import inductor
 from nimblec.optimize.regions.biases import free_biases
-from nimblec.optimize.regions.compile import compile_regions
 from nimblec.optimize.regions.inductor import signature
 from nimblec.optimize.regions.partition import Extract, Region, extract, partition, replace
 

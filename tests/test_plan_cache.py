@@ -195,6 +195,7 @@ CHANGES: dict[str, Any] = {
     "level": 1,
     "precision": "fp16",
     "max_error": 0.125,
+    "print_passes": True,
     "streams": "max",
     "memory_limit": 1000,
 }

@@ -76,6 +76,11 @@ from nimblec.options import DEFAULT_LEVEL, InputSpec, Precision, TargetChoice, r
     help="Refuse -O1, -O2, fp16 or bf16 where an output differs by more than E of its largest magnitude.",
 )
 @click.option(
+    "--print-passes",
+    is_flag=True,
+    help="Note each rewrite of -O1 and -O2, with the calls of the graph before and after it (CUDA target).",
+)
+@click.option(
     "--streams",
     type=arguments.Streams(),
     default="auto",
@@ -111,6 +116,7 @@ def compile_model(
     level: int | None,
     precision: Precision,
     max_error: float | None,
+    print_passes: bool,
     streams: str,
     memory_limit: int | None,
     timing_cache: Path | None,
@@ -168,6 +174,7 @@ def compile_model(
         level=level,
         precision=precision,
         max_error=max_error,
+        print_passes=print_passes,
         streams=streams,
         memory_limit=memory_limit,
         **caches,

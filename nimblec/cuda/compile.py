@@ -52,6 +52,7 @@ def _request(folder: Path, source: Source, options: Options, output: Path) -> Co
         level=DEFAULT_LEVEL if options.level is None else options.level,
         precision=options.precision,
         max_error=options.max_error,
+        print_passes=options.print_passes,
         streams=options.streams,
         memory_limit=options.memory_limit,
         timing_cache=options.timing_cache,

@@ -26,6 +26,7 @@ class CompileRequest:
     level: int
     precision: Precision
     max_error: float | None
+    print_passes: bool
     streams: str
     memory_limit: int | None
     timing_cache: Path
@@ -48,6 +49,7 @@ class CompileRequest:
             level=found["level"],
             precision=found["precision"],
             max_error=found["max_error"],
+            print_passes=found["print_passes"],
             streams=found["streams"],
             memory_limit=found["memory_limit"],
             timing_cache=Path(found["timing_cache"]),

@@ -41,8 +41,9 @@ if TYPE_CHECKING:
     import torch
 
     from nimblec.cuda.recording.record import ModelRecorder, Recorders, Recording
-    from nimblec.cuda.variants import Variant
     from nimblec.frontend.pytorch.model import TorchModel
+    from nimblec.levels.variants import Variant
+    from nimblec.optimize.pipeline import Step
 
 _SEED = 0
 _NEW_OBJECTS = 100_000
@@ -153,33 +154,34 @@ class _Worker:
 
     def _fastest(self, original: "TorchModel", recorders: "Recorders") -> "_Made":
         """The variant of the model at the level asked for whose plan takes the least GPU time."""
-        from nimblec.cuda.variants import as_it_runs, variants
+        from nimblec.levels.variants import as_it_runs, variants
 
         level, dtype = self._request.level, _half(self._request.precision)
         made: list[_Made] = []
-        closed: list[NimbleError] = []
-        for way in variants(original, level, dtype, self._cache):
+        failures: list[NimbleError] = []
+        report = self._note_pass if self._request.print_passes else None
+        for variant in variants(original, level, dtype, self._cache, report):
             try:
-                with nullcontext() if way.is_original else unforeseen(way.name):
-                    made.append(self._make(way, recorders))
+                with nullcontext() if variant.is_original else unforeseen(variant.name):
+                    made.append(self._make(variant, recorders))
             except (TraceError, UnsupportedModelError) as exc:
-                closed.append(exc)
+                failures.append(exc)
         if not made:
             if level == 0 or dtype is not None:
-                raise closed[0]
+                raise failures[0]
             made.append(self._make(as_it_runs(original), recorders))
             self._note([f"-O{level} is not open to this model, which is compiled as it runs, as by -O0"])
-        self._note(str(exc) for exc in closed)
+        self._note(str(exc) for exc in failures)
         if len(made) > 1:
             times = ", ".join(f"{m.name} {m.duration_ns / 1e3:.0f} us" for m in made)
             self._note([f"tried {times}: kept the fastest"])
         return min(made, key=lambda m: m.duration_ns)
 
-    def _make(self, way: "Variant", recorders: "Recorders") -> "_Made":
+    def _make(self, variant: "Variant", recorders: "Recorders") -> "_Made":
         """Record a variant, and schedule it."""
-        with nullcontext() if way.is_original else self._stage("optimize"):
-            model = way.make()
-        if not way.is_original:
+        with nullcontext() if variant.is_original else self._stage("optimize"):
+            model = variant.make()
+        if not variant.is_original:
             self._note(model.notes)
         with self._stage("warm up"):
             recorder = recorders.of(model, self._models)
@@ -190,17 +192,20 @@ class _Worker:
             part, duration_ns = self._schedule(recording.graph)
         self._models.append(model)
         return _Made(
-            name=way.name, model=model, recorder=recorder, recording=recording, part=part, duration_ns=duration_ns
+            name=variant.name, model=model, recorder=recorder, recording=recording, part=part, duration_ns=duration_ns
         )
+
+    def _note_pass(self, step: "Step") -> None:
+        self._note([str(step)])
 
     def _note(self, notes: Iterable[str]) -> None:
         for note in notes:
             _send(self._events, note=note)
 
-    def _provenance(self, ways: Mapping[str, str] | None = None) -> Provenance:
-        """``ways`` are the names of the variants that were kept, by entry."""
-        kept = list((ways or {}).values())
-        how = kept[0] if len(kept) == 1 else ", ".join(f"{entry}: {way}" for entry, way in (ways or {}).items())
+    def _provenance(self, variants: Mapping[str, str] | None = None) -> Provenance:
+        """``variants`` are the names of the variants that were kept, by entry."""
+        kept = list((variants or {}).values())
+        how = kept[0] if len(kept) == 1 else ", ".join(f"{entry}: {name}" for entry, name in (variants or {}).items())
         made_how = (("level", f"-O{self._request.level}, {how}"), ("precision", self._request.precision))
         return Provenance(target=Target.CUDA, device=_needed_device(), versions=(*_versions(), *made_how))
 

@@ -10,6 +10,16 @@ from nimblec.graph.rewriter import Rewriter, fake, views
 aten = torch.ops.aten
 
 
+Strides = tuple[tuple[int, ...], ...]
+
+
+def keep_outputs(module: fx.GraphModule, strides: Strides) -> None:
+    """Outputs lie in memory of their own, with the strides that they had; all values are inferred anew."""
+    Rewriter(module).propagate()
+    restore_strides(module, strides)
+    separate_outputs(module)
+
+
 def separate_outputs(module: fx.GraphModule) -> None:
     """Copy an output that would share memory with an input, a constant or an earlier output."""
     rewriter = Rewriter(module)
@@ -25,9 +35,6 @@ def separate_outputs(module: fx.GraphModule) -> None:
 
     output.args = fx.map_arg(output.args, own)
     rewriter.finish()
-
-
-Strides = tuple[tuple[int, ...], ...]
 
 
 def output_strides(module: fx.GraphModule) -> Strides:

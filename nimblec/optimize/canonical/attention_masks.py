@@ -1,4 +1,4 @@
-"""Constant masks of scaled_dot_product_attention, said in the form that the fastest kernel takes."""
+"""Constant masks of scaled_dot_product_attention, in the form that the fastest kernel takes."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ ALIGNMENT = 16
 
 
 def canonicalize_masks(module: fx.GraphModule) -> None:
-    """A mask that hides nothing goes, a causal one is said by a flag, another boolean one is added.
+    """A mask that hides nothing goes, a causal one becomes a flag, another boolean one is added.
 
     On CUDA, boolean masks are made over into added ones by three kernels at each call. Masks are
     (..., queries, keys), broadcast to the scores; views of constants are constants here.

@@ -25,7 +25,7 @@ _EMPTY = (
 
 
 def fill_empty(module: fx.GraphModule) -> None:
-    """Have what is made without contents hold zeros: in a graph of pure calls its value can only be read.
+    """Fill tensors that are made without contents with zeros: in a graph of pure calls they can only be read.
 
     Padding around the edges, for one, makes the result empty and then writes all of it, part by part.
     """

@@ -12,7 +12,7 @@ aten = torch.ops.aten
 
 
 def recognize_gelu(module: fx.GraphModule) -> None:
-    """``0.5 x (1 + erf(x / sqrt 2))``, and the same by tanh, in any order of the factors."""
+    """``0.5 x (1 + erf(x / sqrt 2))``, and the same by tanh, becomes ``gelu``, in any order of the factors."""
     rewriter = Rewriter(module)
     for node in reversed(rewriter.calls(aten.mul.Tensor)):
         found = _match(rewriter, node) if fake(node).dtype.is_floating_point else None

@@ -41,7 +41,7 @@ def propagate_channels_last(module: fx.GraphModule, dtypes: Collection[torch.dty
 
 
 def lay_float32_channels_last(module: fx.GraphModule) -> None:
-    """As half precision lies after `propagate_channels_last`: our own kernels read images so."""
+    """Lay images in float32 as half precision lies after `propagate_channels_last`: Triton kernels read them so."""
     propagate_channels_last(module, {torch.float32})
     lay_contiguous(module)
 

@@ -8,8 +8,11 @@ import torch
 from torch import nn
 
 from nimblec.errors import TraceError, UnsupportedModelError
+from nimblec.frontend.pytorch.flat import flattened
 from nimblec.frontend.pytorch.model import TorchModel, place
-from nimblec.frontend.rewritten import flattened, fused, optimized
+from nimblec.levels.o1 import FUSED_REGIONS
+from nimblec.levels.recipe import Runs
+from nimblec.optimize.pipeline import Setting
 
 
 class Nested(nn.Module):
@@ -78,7 +81,8 @@ def test_a_flat_model_computes_from_what_its_inputs_hold(model: TorchModel) -> N
 
 
 def test_a_fused_model_returns_the_same(model: TorchModel) -> None:
-    torch.testing.assert_close(run(fused(optimized(flattened(model)))), run(model))
+    fused = Runs(model, Setting(device="cpu"))(*FUSED_REGIONS.pipelines)
+    torch.testing.assert_close(run(fused), run(model))
 
 
 @pytest.mark.parametrize(("module", "error"), [(Counter(), UnsupportedModelError), (Looking(), TraceError)])

@@ -1,0 +1,37 @@
+"""The table of optimizer.md: every pass of -O2 in its order, from the passes themselves.
+
+``python -m bench.readme_tables`` writes it into the document.
+"""
+
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+
+from nimblec.levels.o2 import TRITON_NORMS
+from nimblec.optimize.pipeline import Pass
+
+ROOT = Path(__file__).parent.parent
+
+
+def rows() -> Iterator[str]:
+    """A line for each pass of each phase; what half precision runs twice is there once."""
+    yield "| phase | pass | what it does | why it stands there |"
+    yield "|---|---|---|---|"
+    shown = set()
+    for phase in (phase for pipeline in TRITON_NORMS.pipelines for phase in pipeline.phases):
+        for each in phase.passes:
+            cells = (phase.name, f"[`{each.name}`](../{_file(each)})", each.summary.replace("``", "`"), each.reason)
+            row = f"| {' | '.join(cells)} |"
+            if row not in shown:
+                yield row
+            shown.add(row)
+
+
+def _file(each: Pass) -> str:
+    source = inspect.getsourcefile(inspect.unwrap(each.run))
+    assert source is not None
+    return str(Path(source).relative_to(ROOT))
+
+
+if __name__ == "__main__":
+    print("\n".join(rows()))

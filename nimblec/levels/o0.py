@@ -1,0 +1,19 @@
+"""-O0: the model as it is; in half precision, cast and nothing else."""
+
+from nimblec.optimize.layout.recurrent import pack_recurrent_weights
+from nimblec.optimize.pipeline import Pass, Phase, Pipeline
+from nimblec.optimize.precision.cast import cast
+
+CAST = Pipeline(
+    Phase(
+        name="precision",
+        passes=(
+            Pass(run=cast, takes=("dtype",), reason="the graph is cast as the model's author wrote it"),
+            Pass(
+                run=pack_recurrent_weights,
+                needs=(cast,),
+                reason="casting makes new weights, outside of the buffer that cuDNN reads them from",
+            ),
+        ),
+    )
+)

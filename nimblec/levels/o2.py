@@ -1,0 +1,74 @@
+"""-O2: Triton kernels wherever they are faster on this GPU, between the passes of -O1."""
+
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import Any
+
+from torch import fx
+
+from nimblec.kernels.core.gpu import GPU
+from nimblec.kernels.core.launch import ops
+from nimblec.kernels.core.selector import Family, Times
+from nimblec.kernels.families import FAMILIES
+from nimblec.levels.recipe import Recipe
+from nimblec.optimize.layout.channels_last import lay_float32_channels_last
+from nimblec.optimize.pipeline import Pass, Phase, Pipeline
+from nimblec.optimize.rewrites import REGIONS, REWRITES
+
+Use = Callable[[Family[Any, Any], fx.GraphModule], object]
+"""Puts the kernels of a family into a graph."""
+
+
+def _passes(families: Iterable[Family[Any, Any]]) -> tuple[Pass, ...]:
+    return tuple(Pass(run=_put_in(family), takes=("use",), reason=family.reason) for family in families)
+
+
+def _put_in(family: Family[Any, Any]) -> Callable[..., None]:
+    """The rewrite of a family, by whichever `Use` there is."""
+
+    @wraps(family.use)
+    def put_in(module: fx.GraphModule, *, use: Use) -> None:
+        use(family, module)
+
+    return put_in
+
+
+KERNELS = Pipeline(
+    Phase(
+        name="kernels",
+        passes=(
+            Pass(
+                run=lay_float32_channels_last,
+                reason="Triton kernels read images channels last in float32 too, where the library gains nothing by it",
+            ),
+            *_passes(family for family in FAMILIES if not family.needs_whole_plan),
+        ),
+    )
+)
+"""Families whose kernels gain if each is faster than the framework's."""
+
+NORMS = Pipeline(Phase(name="kernels", passes=_passes(family for family in FAMILIES if family.needs_whole_plan)))
+"""Families of which only the time of a whole plan tells whether they gain."""
+
+TRITON = Recipe("Triton kernels", REWRITES, KERNELS, REGIONS)
+TRITON_NORMS = Recipe("Triton kernels and norms", REWRITES, KERNELS, NORMS, REGIONS)
+
+
+def timed(times: Times) -> Use:
+    """Put kernels in wherever they are faster on the current GPU; ``times`` remembers what was measured."""
+    return lambda family, module: family.select(module, GPU.current(), times)
+
+
+def first(gpu: GPU) -> Use:
+    """Put kernels in wherever they serve, each with its most promising tiling: needs no GPU."""
+    return lambda family, module: family.use_first(module, gpu)
+
+
+def has_triton_kernels(module: fx.GraphModule) -> bool:
+    """Whether any call is of a Triton kernel's op."""
+    return any(node.target in ops() for node in module.graph.nodes)
+
+
+def has_norms(module: fx.GraphModule) -> bool:
+    """Whether there is a call that the families of `NORMS` could compute."""
+    return any(any(family.requests(module)) for family in FAMILIES if family.needs_whole_plan)

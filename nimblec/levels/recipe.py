@@ -1,0 +1,48 @@
+"""Pipelines run one after another on a model."""
+
+from dataclasses import replace
+
+from nimblec.frontend.pytorch.flat import flattened
+from nimblec.frontend.pytorch.model import TorchModel
+from nimblec.optimize.pipeline import Pipeline, Report, Setting, check_order
+
+
+class Recipe:
+    """A name and pipelines, each of which begins with the graph that the one before it made.
+
+    Raises ValueError where a pass stands before one that it needs.
+    """
+
+    def __init__(self, name: str, *pipelines: Pipeline) -> None:
+        self.name = name
+        self.pipelines = pipelines
+        check_order(each for pipeline in pipelines for each in pipeline.passes)
+
+
+class Runs:
+    """Runs recipes on one model; what several begin with is run once."""
+
+    def __init__(self, model: TorchModel, setting: Setting, report: Report | None = None) -> None:
+        self._model = model
+        self._setting = setting
+        self._report = report
+        self._made: dict[tuple[Pipeline, ...], TorchModel] = {}
+
+    def __call__(self, *pipelines: Pipeline) -> TorchModel:
+        """The model after these pipelines.
+
+        Raises TraceError or UnsupportedModelError where the model can be no graph of pure calls.
+        """
+        if pipelines not in self._made:
+            self._made[pipelines] = self._run(pipelines)
+        return self._made[pipelines]
+
+    def has_run(self, *pipelines: Pipeline) -> bool:
+        """Whether these were asked for, and went through."""
+        return pipelines in self._made
+
+    def _run(self, pipelines: tuple[Pipeline, ...]) -> TorchModel:
+        if not pipelines:
+            return flattened(self._model)
+        model = self(*pipelines[:-1])
+        return replace(model, module=pipelines[-1](model.module, self._setting, self._report))

@@ -1,0 +1,87 @@
+"""The ways in which a model can run at a level of optimisation; the fastest is kept."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from nimblec.cache.timing_cache import TimingCache
+from nimblec.errors import CompileError, TraceError, UnsupportedModelError
+from nimblec.frontend.pytorch.flat import device_of
+from nimblec.frontend.pytorch.model import TorchModel
+from nimblec.levels.o0 import CAST
+from nimblec.levels.o1 import FUSED_REGIONS
+from nimblec.levels.recipe import Recipe, Runs
+from nimblec.levels.torch_compile import compiled
+from nimblec.optimize.pipeline import Report, Setting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """One way to run a model.
+
+    ``make`` takes seconds, and raises TraceError or UnsupportedModelError where the model cannot run so.
+    """
+
+    name: str
+    make: Callable[[], TorchModel]
+    is_original: bool = False
+
+
+def variants(
+    model: TorchModel, level: int, dtype: torch.dtype | None, times: TimingCache, report: Report | None = None
+) -> Iterator[Variant]:
+    """The variants worth trying at ``level``: one at 0 and at 1, several at 2.
+
+    torch.compile is one where no Triton kernel serves: it was slower wherever one does.
+    ``dtype`` is the half precision to compute in instead of float32. ``times`` remembers those of
+    Triton kernels. What the user compiled with torch.compile stays as it is at every level; CompileError
+    where it should change its precision. ``report`` is told of each pass that has run.
+    """
+    if model.is_compiled:
+        if dtype is not None:
+            raise CompileError("--precision: a model from torch.compile keeps its own: compile the plain module")
+        yield as_it_runs(model)
+    elif level == 0:
+        cast = partial(Runs(model, Setting(device=device_of(model), dtype=dtype), report), CAST)
+        yield as_it_runs(model) if dtype is None else Variant(name="cast", make=cast)
+    elif level == 1:
+        runs = Runs(model, Setting(device=device_of(model), dtype=dtype, at_any_cost=False), report)
+        yield _variant(FUSED_REGIONS, partial(_fused, runs, model, dtype))
+    else:
+        yield from _of_level_2(model, dtype, times, report)
+
+
+def as_it_runs(model: TorchModel) -> Variant:
+    """The model itself."""
+    return Variant(name="as it runs", make=lambda: model, is_original=True)
+
+
+def _of_level_2(
+    model: TorchModel, dtype: torch.dtype | None, times: TimingCache, report: Report | None
+) -> Iterator[Variant]:
+    from nimblec.levels import o2  # brings in the kernels
+
+    runs = Runs(model, Setting(device=device_of(model), dtype=dtype, use=o2.timed(times)), report)
+    products = o2.TRITON.pipelines[:-1]
+    yield _variant(o2.TRITON, partial(runs, *o2.TRITON.pipelines))
+    if runs.has_run(*products) and o2.has_norms(runs(*products).module):
+        yield _variant(o2.TRITON_NORMS, partial(runs, *o2.TRITON_NORMS.pipelines))
+    yield _variant(FUSED_REGIONS, partial(_fused, runs, model, dtype))
+    if dtype is None and not (runs.has_run(*products) and o2.has_triton_kernels(runs(*products).module)):
+        yield Variant(name="torch.compile", make=partial(compiled, model))
+
+
+def _variant(recipe: Recipe, make: Callable[[], TorchModel]) -> Variant:
+    return Variant(name=recipe.name, make=make)
+
+
+def _fused(runs: Runs, model: TorchModel, dtype: torch.dtype | None) -> TorchModel:
+    """By our own rewrites, or where the model cannot be a graph of pure calls by torch.compile alone."""
+    try:
+        return runs(*FUSED_REGIONS.pipelines)
+    except (TraceError, UnsupportedModelError) as exc:
+        if dtype is not None:
+            raise
+        return replace(compiled(model), notes=(f"fused by torch.compile alone: {exc}",))

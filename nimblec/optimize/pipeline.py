@@ -1,0 +1,131 @@
+"""Passes over a graph in a stated order: what each needs before it, and why it stands where it does."""
+
+import operator
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import fx
+
+from nimblec.graph.outputs import output_strides
+from nimblec.graph.rewriter import copied, views
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What a graph is rewritten for.
+
+    ``device`` is "cuda" or "cpu". ``dtype`` is the half precision to compute in where the graph is in float32;
+    None keeps its own. ``use`` puts a family of kernels into a graph. Without ``at_any_cost``, regions are
+    generated only where they save a launch.
+    """
+
+    device: str = "cuda"
+    dtype: torch.dtype | None = None
+    use: Callable[[Any, fx.GraphModule], object] | None = None
+    at_any_cost: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """A rewrite of a graph, in place.
+
+    ``needs`` are the rewrites that must have run before, and ``reason`` says what would be lost elsewhere. ``takes``
+    names the arguments of ``run`` besides the graph: fields of the `Setting`, or "strides", the outputs' strides
+    when the pipeline began.
+    """
+
+    run: Callable[..., object]
+    reason: str
+    needs: tuple[Callable[..., object], ...] = ()
+    takes: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The name of the rewrite."""
+        return name_of(self.run)
+
+    @property
+    def summary(self) -> str:
+        """What it does: the first sentence of its docstring."""
+        return " ".join((self.run.__doc__ or "").partition("\n\n")[0].split())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """Passes with one purpose, which run where ``when`` holds."""
+
+    name: str
+    passes: tuple[Pass, ...]
+    when: Callable[[Setting], bool] = lambda _: True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A pass that has run: how many calls other than views the graph had before and after it."""
+
+    phase: str
+    name: str
+    before: int
+    after: int
+
+    def __str__(self) -> str:
+        return f"{self.phase}: {self.name}: {self.before} calls -> {self.after}"
+
+
+Report = Callable[[Step], None]
+
+
+class Pipeline:
+    """Phases in their order. Raises ValueError where a pass stands before one that it needs."""
+
+    def __init__(self, *phases: Phase) -> None:
+        self.phases = phases
+        check_order(self.passes)
+
+    @property
+    def passes(self) -> tuple[Pass, ...]:
+        """All passes in their order."""
+        return tuple(chain.from_iterable(phase.passes for phase in self.phases))
+
+    def __add__(self, other: "Pipeline") -> "Pipeline":
+        """This pipeline, then the other one."""
+        return Pipeline(*self.phases, *other.phases)
+
+    def __call__(self, graph: fx.GraphModule, setting: Setting, report: Report | None = None) -> fx.GraphModule:
+        """A rewritten copy of a flat graph of pure calls; ``report`` is told of each pass that has run."""
+        module = copied(graph)
+        given = {"strides": output_strides(graph)} | {f.name: getattr(setting, f.name) for f in fields(setting)}
+        for phase in self.phases:
+            if phase.when(setting):
+                for each in phase.passes:
+                    before = calls(module) if report else 0
+                    each.run(module, **{name: given[name] for name in each.takes})
+                    if report:
+                        report(Step(phase=phase.name, name=each.name, before=before, after=calls(module)))
+        return module
+
+
+def check_order(passes: Iterable[Pass]) -> None:
+    """Raise ValueError where a pass stands before one that it needs."""
+    done: set[Callable[..., object]] = set()
+    for each in passes:
+        for need in each.needs:
+            if need not in done:
+                raise ValueError(f"{each.name} stands before {name_of(need)}, which it needs: {each.reason}")
+        done.add(each.run)
+
+
+def calls(module: fx.GraphModule) -> int:
+    """How many calls of a graph are more than views, and so may launch kernels."""
+    return sum(
+        node.op == "call_function" and node.target is not operator.getitem and views(node) is None
+        for node in module.graph.nodes
+    )
+
+
+def name_of(rewrite: Callable[..., object]) -> str:
+    """The name of a rewrite."""
+    return str(getattr(rewrite, "__name__", rewrite))

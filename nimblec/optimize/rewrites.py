@@ -1,0 +1,200 @@
+"""The passes that keep a graph's meaning and precision, in their order."""
+
+from nimblec.graph.outputs import keep_outputs
+from nimblec.graph.simplify import simplify
+from nimblec.optimize.canonical.attention_masks import canonicalize_masks
+from nimblec.optimize.canonical.copies import drop_copies
+from nimblec.optimize.canonical.folding import fill_empty, fold_constants
+from nimblec.optimize.canonical.gelu import recognize_gelu
+from nimblec.optimize.canonical.numbers import inline_numbers
+from nimblec.optimize.canonical.subexpressions import merge_equal_calls
+from nimblec.optimize.fuse.activations import fuse_activations
+from nimblec.optimize.fuse.attention import fuse_attention
+from nimblec.optimize.fuse.batch_norm import fold_batch_norm
+from nimblec.optimize.fuse.branches import join_branches
+from nimblec.optimize.fuse.convolutions import fuse_convolutions
+from nimblec.optimize.fuse.linears import join_linears
+from nimblec.optimize.fuse.pointwise import linear_convolutions
+from nimblec.optimize.fuse.shared_matrix import join_batches
+from nimblec.optimize.layout.aligned_weights import align_weights
+from nimblec.optimize.layout.channels_last import lay_contiguous, propagate_channels_last
+from nimblec.optimize.layout.groups import lay_groups_contiguous
+from nimblec.optimize.layout.recurrent import pack_recurrent_weights
+from nimblec.optimize.layout.transposed import block_transposed_convolutions
+from nimblec.optimize.pipeline import Pass, Phase, Pipeline, Setting
+from nimblec.optimize.precision.cast import cast
+from nimblec.optimize.regions.biases import free_biases
+from nimblec.optimize.regions.generate import generate_regions
+
+CANONICAL = (
+    Pass(run=fill_empty, reason="zeros depend on nothing, so fold_constants computes what is made of them"),
+    Pass(
+        run=fold_constants,
+        needs=(fill_empty,),
+        reason="later passes look for weights, and a transposed or reshaped weight is a call until it is folded",
+    ),
+    Pass(
+        run=inline_numbers,
+        needs=(fold_constants,),
+        reason="a number that is computed is a constant once it is folded",
+    ),
+    Pass(
+        run=simplify,
+        needs=(fold_constants,),
+        reason="later passes look through one view, not through a chain of them",
+    ),
+)
+FUSE = (
+    Pass(
+        run=join_batches,
+        needs=(fold_constants, simplify),
+        reason="it finds repeated matrices in folded constants, and leaves a product whose bias fold_batch_norm adds",
+    ),
+    Pass(
+        run=merge_equal_calls,
+        needs=(simplify,),
+        reason="later patterns ask whether two arguments are one node",
+    ),
+    Pass(
+        run=recognize_gelu,
+        needs=(merge_equal_calls,),
+        reason="fold_batch_norm would take the factor of a written-out GELU into the linear after it",
+    ),
+    Pass(
+        run=fold_batch_norm,
+        needs=(fold_constants, join_batches, recognize_gelu),
+        reason="what it leaves is a convolution and its ReLU, side by side for the passes that fuse them",
+    ),
+    Pass(
+        run=join_branches,
+        needs=(fold_batch_norm,),
+        reason="a branch is a convolution alone once its norm is folded",
+    ),
+    Pass(
+        run=fuse_attention,
+        needs=(join_batches,),
+        reason="it brings views of its own, and masks that canonicalize_masks is to see",
+    ),
+    Pass(
+        run=canonicalize_masks,
+        needs=(fuse_attention,),
+        reason="the masks of written-out attention are arguments only now",
+    ),
+    Pass(run=simplify, needs=(fuse_attention,), reason="attention's views meet those that the model had"),
+    Pass(
+        run=drop_copies,
+        needs=(fuse_attention,),
+        reason="attention reads any order, and the products that it was written out as do not",
+    ),
+)
+PRECISION = (
+    Pass(
+        run=cast,
+        needs=(recognize_gelu, fold_batch_norm, fuse_attention),
+        takes=("dtype",),
+        reason="patterns are found before casts lie between their calls, and folded weights are rounded once",
+    ),
+)
+LAYOUT = (
+    Pass(
+        run=linear_convolutions,
+        needs=(fold_batch_norm,),
+        reason="fuse_convolutions would take those with a ReLU for images",
+    ),
+    Pass(
+        run=propagate_channels_last,
+        needs=(fold_batch_norm,),
+        reason="weights are laid once they are final, and later passes go by the final order of images",
+    ),
+    Pass(
+        run=block_transposed_convolutions,
+        needs=(propagate_channels_last,),
+        reason="it lays blocks in the order that the result has, and later passes fuse the convolution that it leaves",
+    ),
+)
+LIBRARY = (
+    Pass(
+        run=fuse_convolutions,
+        needs=(fold_batch_norm, linear_convolutions, propagate_channels_last),
+        reason="it tries each call on the device with the strides that it will have",
+    ),
+    Pass(
+        run=fuse_activations,
+        needs=(recognize_gelu, fold_batch_norm, linear_convolutions),
+        reason="once join_linears has run, an activation reads a slice and not the product",
+    ),
+    Pass(
+        run=join_linears,
+        needs=(fuse_activations,),
+        reason="align_weights would pad each weight, where the joined one may need no padding",
+    ),
+    Pass(
+        run=align_weights,
+        needs=(join_linears, fuse_activations),
+        reason="its slices would stand between a linear and its activation",
+    ),
+    Pass(
+        run=pack_recurrent_weights,
+        needs=(fold_constants,),
+        reason="passes that replace constants would take the weights out of their buffer",
+    ),
+    Pass(
+        run=lay_contiguous,
+        needs=(propagate_channels_last, join_linears),
+        reason="results of the passes before it, slices of joined linears too, lie as some calls cannot read them",
+    ),
+)
+OUTPUTS = (
+    Pass(
+        run=merge_equal_calls,
+        needs=(simplify,),
+        reason="passes make the same copy or constant for several readers",
+    ),
+    Pass(
+        run=keep_outputs,
+        needs=(merge_equal_calls, propagate_channels_last),
+        takes=("strides",),
+        reason="passes make one value of two outputs, return inputs, and lay results anew",
+    ),
+)
+
+
+def _is_half(setting: Setting) -> bool:
+    return setting.dtype is not None
+
+
+def _is_on_cuda(setting: Setting) -> bool:
+    return setting.device == "cuda"
+
+
+REWRITES = Pipeline(
+    Phase(name="canonical", passes=CANONICAL, when=_is_half),
+    Phase(name="fuse", passes=FUSE, when=_is_half),
+    Phase(name="precision", passes=PRECISION, when=_is_half),
+    Phase(name="canonical", passes=CANONICAL),
+    Phase(name="fuse", passes=FUSE),
+    Phase(name="layout", passes=LAYOUT, when=_is_on_cuda),
+    Phase(name="library", passes=LIBRARY, when=_is_on_cuda),
+    Phase(name="outputs", passes=OUTPUTS),
+)
+"""What every level above 0 begins with. In half precision patterns are found twice: in float32, and after the casts."""
+
+REGIONS = Pipeline(
+    Phase(
+        name="regions",
+        passes=(
+            Pass(
+                run=lay_groups_contiguous,
+                reason="kernels that read channels last have been chosen by now, and regions make the copies",
+            ),
+            Pass(run=free_biases, reason="the regions that are cut next add the biases"),
+            Pass(
+                run=generate_regions,
+                needs=(lay_groups_contiguous, free_biases),
+                takes=("at_any_cost",),
+                reason="no pass knows what a region computes",
+            ),
+        ),
+    )
+)
+"""What lies between the calls of libraries and kernels becomes generated kernels: the end of every level above 0."""

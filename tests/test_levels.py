@@ -1,0 +1,131 @@
+"""The ways of each level, as far as they can be listed without a GPU."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import fx, nn
+
+from bench import model_zoo
+from nimblec.cache.timing_cache import TimingCache
+from nimblec.errors import CompileError
+from nimblec.frontend.pytorch.model import TorchModel, place
+from nimblec.kernels.core.gpu import SM_90
+from nimblec.levels import o2
+from nimblec.levels.o1 import FUSED_REGIONS
+from nimblec.levels.recipe import Recipe
+from nimblec.levels.variants import variants
+from nimblec.optimize.pipeline import Phase, Pipeline, Report, Setting
+from nimblec.optimize.rewrites import LAYOUT, REGIONS, REWRITES
+
+
+class Looking(nn.Module):
+    """Decides by value: no graph of pure calls."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Any shape."""
+        return x + 1 if x.sum() > 0 else x - 1
+
+
+def placed(module: nn.Module) -> TorchModel:
+    return place(module.eval(), (torch.randn(4, 8),), device="cpu")
+
+
+@pytest.fixture
+def times(tmp_path: Path) -> TimingCache:
+    return TimingCache(tmp_path / "times.json")
+
+
+def test_level_0_is_the_model_itself(times: TimingCache) -> None:
+    model = placed(nn.Linear(8, 8))
+    (way,) = variants(model, 0, None, times)
+    assert way.is_original
+    assert way.make() is model
+
+
+def test_level_0_in_half_precision_is_cast(times: TimingCache) -> None:
+    (way,) = variants(placed(nn.Linear(8, 8)), 0, torch.bfloat16, times)
+    made = way.make()
+    assert {b.dtype for b in made.module.buffers()} == {torch.bfloat16}
+    assert made.run(lambda _source: None).dtype is torch.float32
+
+
+def test_level_1_is_one_way_and_level_2_several(times: TimingCache) -> None:
+    model = placed(nn.Linear(8, 8))
+    assert [way.name for way in variants(model, 1, None, times)] == ["fused regions"]
+    names = [way.name for way in variants(model, 2, None, times)]  # nothing is made: no GPU to choose on
+    assert names == ["Triton kernels", "fused regions", "torch.compile"]
+    assert "torch.compile" not in [way.name for way in variants(model, 2, torch.float16, times)]
+
+
+def test_what_is_no_graph_goes_through_torch_compile(times: TimingCache) -> None:
+    (way,) = variants(placed(Looking()), 1, None, times)
+    made = way.make()
+    assert made.is_compiled
+    assert "fused by torch.compile alone" in made.notes[0]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
+def test_a_compiled_model_stays_as_it_is(times: TimingCache) -> None:
+    model = placed(nn.Linear(8, 8))
+    compiled = TorchModel(module=torch.compile(model.module), args=model.args, kwargs={}, inputs=model.inputs)
+    for level in (0, 1, 2):
+        (way,) = variants(compiled, level, None, times)
+        assert way.is_original
+    with pytest.raises(CompileError, match="--precision"):
+        list(variants(compiled, 1, torch.float16, times))
+
+
+class Small(nn.Module):
+    """A convolution, a norm and a linear: something for each family of kernels but attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution, self.norm, self.linear = nn.Conv2d(8, 8, 3), nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Images of 8 channels to rows of 8."""
+        return self.linear(self.norm(torch.relu(self.convolution(x)).flatten(2).transpose(1, 2)))
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> list[Pipeline]:
+    """The pipelines that are called, in order; they do what they do, but for the regions."""
+    found: list[Pipeline] = []
+    call = Pipeline.__call__
+
+    def seen(self: Pipeline, graph: fx.GraphModule, setting: Setting, report: Report | None = None) -> fx.GraphModule:
+        found.append(self)
+        return graph if self is REGIONS else call(self, graph, replace(setting, device="cuda"), report)
+
+    monkeypatch.setattr(Pipeline, "__call__", seen)
+    return found
+
+
+def test_the_compiler_and_the_model_zoo_call_the_same_pipelines(
+    called: list[Pipeline], times: TimingCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(o2, "timed", lambda _: o2.first(SM_90))
+    module, x = Small().eval(), torch.randn(1, 8, 6, 6)
+    for variant in variants(place(module, (x,), device="cpu"), 2, None, times):
+        if variant.name != "torch.compile":
+            variant.make()
+    by_compiler = called.copy()
+    called.clear()
+    model_zoo.compared(module, (x,))
+    assert called == [REWRITES, o2.KERNELS, o2.NORMS]
+    assert by_compiler == [REWRITES, o2.KERNELS, REGIONS, o2.NORMS, REGIONS, REGIONS]  # what is shared is run once
+
+
+def test_each_recipe_is_checked_as_a_whole() -> None:
+    with pytest.raises(ValueError, match="stands before fold_batch_norm, which it needs"):
+        Recipe("backwards", Pipeline(Phase(name="layout", passes=LAYOUT)), REWRITES)
+
+
+@pytest.mark.parametrize("recipe", [FUSED_REGIONS, o2.TRITON, o2.TRITON_NORMS], ids=lambda recipe: recipe.name)
+def test_each_pass_says_what_it_does_and_why_it_stands_where_it_does(recipe: Recipe) -> None:
+    for pipeline in recipe.pipelines:
+        for each in pipeline.passes:
+            assert each.summary.endswith(".")
+            assert each.reason
