@@ -7,6 +7,7 @@
 
 from nimblert.arena import Arena
 from nimblert.context import Context
+from nimblert.device_arrays import DeviceOutput
 from nimblert.errors import (
     CudaError,
     DeviceMismatchError,
@@ -27,6 +28,7 @@ __all__ = [
     "Context",
     "CudaError",
     "DeviceMismatchError",
+    "DeviceOutput",
     "Executable",
     "InputError",
     "Limits",
