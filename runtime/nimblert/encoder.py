@@ -6,7 +6,6 @@ FlatBuffers grow from back to front: what a table points to is written before th
 """
 
 import struct
-from collections.abc import Iterable, Sequence
 from typing import NamedTuple, assert_never
 
 import flatbuffers
@@ -14,6 +13,7 @@ import flatbuffers
 from nimblert import schema, segments
 from nimblert._generated import plan_generated as fb
 from nimblert.errors import PlanFormatError
+from nimblert.flatbuffer_writer import Writer
 from nimblert.plan import (
     Access,
     Candidate,
@@ -75,7 +75,7 @@ def encode(plan: Plan) -> Encoded:
     return Encoded(bytes(buffer), placed, trailer)
 
 
-class _Encoder:
+class _Encoder(Writer):
     """One method for each table of the schema; each gives the table's offset in the builder.
 
     Where the segments go depends on the size of the FlatBuffer, so they are written as zeros;
@@ -83,43 +83,14 @@ class _Encoder:
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.segments: list[int] = []
-        self._builder = flatbuffers.Builder(1 << 16)
 
     def finish(self, plan: Plan) -> bytearray:
         """The FlatBuffer of the plan, with its segments still zero."""
         self._builder.Finish(self._plan(plan), schema.IDENTIFIER)
         buffer: bytearray = self._builder.Output()
         return buffer
-
-    def _string(self, text: str) -> int:
-        return self._builder.CreateString(text) if text else 0
-
-    def _data(self, data: bytes) -> int:
-        return self._builder.CreateByteVector(data) if data else 0
-
-    def _records(self, layout: struct.Struct, rows: Sequence[Iterable[float]]) -> int:
-        """A vector of structs, or of scalars as structs of one number; 0, and so absent, if empty."""
-        if not rows:
-            return 0
-        builder = self._builder
-        builder.StartVector(layout.size, len(rows), 8)
-        data = b"".join(layout.pack(*row) for row in rows)
-        builder.head -= len(data)
-        builder.Bytes[builder.head : builder.head + len(data)] = data
-        return int(builder.EndVector())
-
-    def _numbers(self, code: str, numbers: Iterable[float]) -> int:
-        """A vector of numbers of the `struct` format ``code``."""
-        return self._records(struct.Struct(f"<{code}"), [(number,) for number in numbers])
-
-    def _tables(self, offsets: Sequence[int]) -> int:
-        if not offsets:
-            return 0
-        self._builder.StartVector(4, len(offsets), 4)
-        for offset in reversed(offsets):
-            self._builder.PrependUOffsetTRelative(offset)
-        return int(self._builder.EndVector())
 
     def _segment(self) -> int:
         """A Segment to be filled in."""
