@@ -64,7 +64,7 @@ def call(request: Request, tiling: AnyTiling, trigger: Trigger) -> Call:
         weight = Made(source=source, make=partial(pack_depthwise, tiling=tiling), role="weights")
         read = (request.x, weight, request.bias, request.residual, shape.out_channels)
         return Call(op=depthwise, args=(*read, *geometry, *end), kwargs=how)
-    how["arithmetic"] = request.arithmetic
+    how = {"arithmetic": request.arithmetic, **how}
     is_rounded = source.dtype is torch.float32 and request.arithmetic == "tf32"
     weight = Made(source=source, make=partial(_packed, request.kind, tiling, is_rounded), role="weights")
     shared = (request.x, weight, request.bias, _residual(request), _arrived(request, tiling), shape.out_channels)
