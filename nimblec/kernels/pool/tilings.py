@@ -32,7 +32,7 @@ class PoolTiling:
         return cls(block_m=block_m, block_c=block_c, num_warps=num_warps)
 
 
-def pool_candidates(shape: Pooling, gpu: GPU, *, limit: int = 5) -> list[PoolTiling]:
+def pool_candidates(shape: Pooling, gpu: GPU, *, limit: int = 6) -> list[PoolTiling]:
     """Tilings with some blocks for each multiprocessor first, and as little work past the edges as can be."""
 
     def cost(tiling: PoolTiling) -> tuple[float, list[int]]:
@@ -42,16 +42,17 @@ def pool_candidates(shape: Pooling, gpu: GPU, *, limit: int = 5) -> list[PoolTil
         return done * max(load**0.5, load**-0.5), tiling.numbers
 
     widest = 1 << (shape.channels - 1).bit_length()
-    widths = [width for width in (1, 8, 16, 32, 64, 128) if width <= widest] if shape.channels > 1 else [1]
+    widths = [width for width in (8, 16, 32, 64, 128) if width <= widest] or [widest]
     found = [tiling for width in widths for tiling in _tall(width)]
     return sorted(found, key=cost)[:limit]
 
 
 def _tall(block_c: int) -> Iterator[PoolTiling]:
-    """Tiles of 1 to 16 numbers a thread."""
-    for block_m in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512):
+    """Tiles of two to eight numbers a thread, one to four where channels are apart."""
+    least, most = (2, 8) if block_c > 1 else (1, 4)
+    for block_m in (4, 8, 16, 32, 64, 128, 256, 512):
         for num_warps in (1, 2, 4, 8):
-            if 1 <= block_m * block_c / (32 * num_warps) <= 16:
+            if least <= block_m * block_c / (32 * num_warps) <= most:
                 yield PoolTiling(block_m=block_m, block_c=block_c, num_warps=num_warps)
 
 
@@ -62,12 +63,11 @@ def mean_candidates(shape: Means, gpu: GPU, *, limit: int = 6, itemsize: int = 2
         blocks = shape.images * ceil_div(shape.channels, tiling.block_c)
         steps = ceil_div(shape.pixels, tiling.block_m)
         across = tiling.block_c if shape.channel_stride == 1 else tiling.block_m
-        row_nbytes = max(across * itemsize, _SECTOR_NBYTES)
-        rows = steps * tiling.block_m * tiling.block_c / across
+        read = steps * tiling.block_m * tiling.block_c / across * max(across * itemsize, _SECTOR_NBYTES)
         numbers = tiling.block_m * tiling.block_c / (32 * tiling.num_warps)  # that a thread holds
-        meeting = 0.1 * tiling.num_warps**0.5
-        time = ceil_div(blocks, gpu.multiprocessors) * rows * row_nbytes / gpu.speed.block_bytes
-        return time + steps * (0.1 + 0.01 * numbers) + meeting, tiling.numbers
+        alone = ceil_div(blocks, gpu.multiprocessors) * read / gpu.speed.block_bytes
+        time = max(alone, blocks * read / gpu.speed.l2_bytes) + steps * (0.1 + 0.01 * numbers)
+        return time + 0.1 * tiling.num_warps**0.5, tiling.numbers
 
     return sorted(_of_means(shape), key=cost)[:limit]
 
