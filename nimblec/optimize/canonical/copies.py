@@ -3,7 +3,7 @@
 import torch
 from torch import fx
 
-from nimblec.graph.rewriter import Rewriter, fake, is_call, views
+from nimblec.graph.rewriter import Rewriter, argument, fake, is_call, views
 from nimblec.graph.views import is_view
 from nimblec.graph.vocabulary import ATTENTION
 
@@ -40,13 +40,14 @@ def _seen(node: fx.Node) -> list[fx.Node] | None:
 
 
 def _reads_any_order(node: fx.Node) -> bool:
-    is_overload = isinstance(node.target, torch._ops.OpOverload)
-    return is_call(node, ATTENTION) or (is_overload and torch.Tag.pointwise in node.target.tags)
+    if is_call(node, ATTENTION):
+        return True
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
 
 
 def _try_without(rewriter: Rewriter, node: fx.Node, seen: list[fx.Node]) -> None:
     """Take the copy out, unless one of its views could be none without it, or rows would have gaps."""
-    source = node.args[0]
+    source = argument(node, 0)
     users = list(node.users)
     if any(source in user.all_input_nodes for user in users):
         return

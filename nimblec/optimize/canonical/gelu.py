@@ -5,7 +5,7 @@ import math
 import torch
 from torch import fx
 
-from nimblec.graph.rewriter import Rewriter, fake, is_call, only_user
+from nimblec.graph.rewriter import Rewriter, argument, fake, is_call, only_user
 from nimblec.graph.scalars import number, scaled, shifted
 
 aten = torch.ops.aten
@@ -33,9 +33,9 @@ def _match(rewriter: Rewriter, node: fx.Node) -> tuple[fx.Node, str] | None:
         curve, one = opened
         if not (_near(factor, 0.5, x) and _near(one, 1.0, x)):
             continue
-        if is_call(curve, aten.erf.default) and _is_multiple(rewriter, curve.args[0], x, math.sqrt(0.5)):
+        if is_call(curve, aten.erf.default) and _is_multiple(rewriter, argument(curve, 0), x, math.sqrt(0.5)):
             return x, "none"
-        if is_call(curve, aten.tanh.default) and _is_cubic(rewriter, curve.args[0], x):
+        if is_call(curve, aten.tanh.default) and _is_cubic(rewriter, argument(curve, 0), x):
             return x, "tanh"
     return None
 
@@ -47,7 +47,7 @@ def _factors(rewriter: Rewriter, node: fx.Node) -> tuple[float, list[fx.Node]]:
         x, factor = plain
         inner, parts = _inner_factors(rewriter, x)
         return factor * inner, parts
-    left, right = (_inner_factors(rewriter, term) for term in node.args[:2])
+    left, right = (_inner_factors(rewriter, argument(node, n)) for n in range(2))
     return left[0] * right[0], left[1] + right[1]
 
 
@@ -72,7 +72,7 @@ def _is_cubic(rewriter: Rewriter, node: fx.Node, x: fx.Node) -> bool:
 
 def _is_cube(rewriter: Rewriter, node: fx.Node, x: fx.Node) -> bool:
     if is_call(node, aten.pow.Tensor_Scalar, aten.pow.Tensor_Tensor):
-        return node.args[0] is x and number(rewriter, node.args[1]) == 3
+        return argument(node, 0) is x and number(rewriter, argument(node, 1)) == 3
     return is_call(node, aten.mul.Tensor) and _factors(rewriter, node) == (1.0, [x, x, x])
 
 

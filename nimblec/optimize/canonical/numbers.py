@@ -25,7 +25,8 @@ def inline_numbers(module: fx.GraphModule) -> None:
 
 
 def _commutes(node: fx.Node) -> bool:
-    return node.target is not aten.sub.Tensor and node.kwargs.get("alpha", 1) == 1
+    alpha: Any = node.kwargs.get("alpha", 1)
+    return node.target is not aten.sub.Tensor and bool(alpha == 1)
 
 
 def _is_number(rewriter: Rewriter, argument: Any) -> bool:

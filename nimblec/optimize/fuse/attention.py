@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from nimblec.graph.masks import HIDDEN, is_causal
-from nimblec.graph.rewriter import Rewriter, bound, fake, is_call, only_user
+from nimblec.graph.rewriter import Rewriter, argument, bound, fake, is_call, only_user
 from nimblec.graph.scalars import number, scaled
 from nimblec.graph.vocabulary import ATTENTION, DTYPES, RESHAPES, is_like
 
@@ -41,7 +41,7 @@ def fuse_attention(module: fx.GraphModule) -> None:
     """Replace each product with values of a softmax over a product of queries and keys."""
     rewriter = Rewriter(module)
     for node in rewriter.calls(aten.bmm.default):
-        scores = _read(rewriter, node.args[0])
+        scores = _read(rewriter, argument(node, 0))
         if scores is not None and _fits(scores, node):
             rewriter.replace(node, _attention(rewriter, node, scores))
     rewriter.finish()
@@ -55,7 +55,7 @@ def _read(rewriter: Rewriter, weights: fx.Node) -> _Scores | None:
     rank = fake(node).dim()
     if bound(node)["dim"] % rank != rank - 1:
         return None
-    node = _through(node.args[0], aten._to_copy.default)
+    node = _through(argument(node, 0), aten._to_copy.default)
     found = _Scores(product=node, scale=1.0, masks=(), hidden=None, shape=tuple(fake(node).shape))
     while not is_call(found.product, aten.bmm.default):
         step = _step(rewriter, found)
@@ -67,13 +67,13 @@ def _read(rewriter: Rewriter, weights: fx.Node) -> _Scores | None:
 
 def _through(node: fx.Node, *targets: torch._ops.OpOverload) -> fx.Node:
     while is_call(node, *targets) and only_user(node) is not None:
-        node = node.args[0]
+        node = argument(node, 0)
     return node
 
 
 def _is_whole(weights: fx.Node, softmax: fx.Node) -> bool:
     """Whether all between keeps rows and columns, and ends in the dtype of the scores."""
-    scores = _through(softmax.args[0], aten._to_copy.default)
+    scores = _through(argument(softmax, 0), aten._to_copy.default)
     return fake(weights).shape[-2:] == fake(softmax).shape[-2:] and fake(weights).dtype == fake(scores).dtype
 
 
@@ -81,7 +81,7 @@ def _step(rewriter: Rewriter, found: _Scores) -> _Scores | None:
     """One call further up."""
     node = found.product
     if is_call(node, *RESHAPES):
-        source = node.args[0]
+        source = argument(node, 0)
         same = fake(source).shape[-2:] == fake(node).shape[-2:]
         return replace(found, product=source) if same else None
     times = scaled(rewriter, node)
@@ -106,18 +106,18 @@ def _masked(found: _Scores, node: fx.Node) -> _Scores | None:
 def _leads_to_product(node: fx.Node) -> bool:
     calls = (*RESHAPES, aten.mul.Tensor, aten.div.Tensor, aten.add.Tensor, aten.where.self, aten.masked_fill.Scalar)
     while is_call(node, *calls):
-        node = node.args[1] if node.target is aten.where.self else node.args[0]
+        node = argument(node, 1) if node.target is aten.where.self else argument(node, 0)
     return is_call(node, aten.bmm.default)
 
 
 def _filled(rewriter: Rewriter, found: _Scores, node: fx.Node) -> _Scores | None:
     """Scores of which a constant condition hides some; every row keeps one, and no other mask hides that."""
     if is_call(node, aten.where.self):
-        keep, scores, fill = node.args
+        keep, scores, fill = (argument(node, n) for n in range(3))
         kept = rewriter.value(keep)
         hidden = None if kept is None else kept.logical_not()
     elif is_call(node, aten.masked_fill.Scalar, aten.masked_fill.Tensor):
-        scores, condition, fill = node.args
+        scores, condition, fill = (argument(node, n) for n in range(3))
         hidden = rewriter.value(condition)
     else:
         return None
@@ -130,8 +130,8 @@ def _filled(rewriter: Rewriter, found: _Scores, node: fx.Node) -> _Scores | None
 
 
 def _fits(scores: _Scores, node: fx.Node) -> bool:
-    queries, values = fake(scores.product.args[0]), fake(node.args[1])
-    rows = tuple(fake(node.args[0]).shape)
+    queries, values = fake(argument(scores.product, 0)), fake(argument(node, 1))
+    rows = tuple(fake(argument(node, 0)).shape)
     return (
         fake(node).dtype in DTYPES
         and queries.dtype == fake(node).dtype
@@ -150,12 +150,12 @@ def _attention(rewriter: Rewriter, node: fx.Node, scores: _Scores) -> fx.Node:
     def split(operand: fx.Node) -> fx.Node:
         """(batch * heads, a, b) as (batch, heads, a, b)."""
         wanted = (batch, heads, *fake(operand).shape[1:])
-        if is_call(operand, *RESHAPES) and tuple(fake(operand.args[0]).shape) == wanted:
-            return operand.args[0]
+        if is_call(operand, *RESHAPES) and tuple(fake(argument(operand, 0)).shape) == wanted:
+            return argument(operand, 0)
         return rewriter.call(aten.reshape.default, operand, list(wanted), at=node)
 
-    queries, columns = (split(operand) for operand in scores.product.args)
-    values = split(node.args[1])
+    queries, columns = (split(argument(scores.product, n)) for n in range(2))
+    values = split(argument(node, 1))
     scale = scores.scale
     queries, factor = _unscaled(rewriter, queries)
     columns, other = _unscaled(rewriter, columns)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from nimblec.graph.affine import ChannelAffine, read_affine
-from nimblec.graph.rewriter import Rewriter, bound, fake, is_call, only_user
+from nimblec.graph.rewriter import Rewriter, argument, bound, fake, is_call, only_user
 from nimblec.graph.views import axis_before
 from nimblec.graph.vocabulary import CONVOLUTION, NORMS, WHOLE_VIEWS
 from nimblec.graph.weights import Weights, constant_weights, rounded_weights
@@ -29,7 +29,7 @@ def fold_batch_norm(module: fx.GraphModule) -> None:
         affine = read_affine(rewriter, node)
         if affine is None or _fold_back(rewriter, affine) or _fold_forward(rewriter, affine):
             continue
-        if is_call(node.args[0], *NORMS) and fake(node).dtype in (torch.float32, torch.float64):
+        if is_call(argument(node, 0), *NORMS) and fake(node).dtype in (torch.float32, torch.float64):
             _as_addcmul(rewriter, affine)
     rewriter.finish()
 
@@ -54,7 +54,7 @@ def _fold_back(rewriter: Rewriter, affine: ChannelAffine) -> bool:
 
 def _drop(rewriter: Rewriter, affine: ChannelAffine) -> None:
     """Let the source stand for what was scaled and shifted, and have no user but those of that."""
-    norm = affine.node.args[0]
+    norm = argument(affine.node, 0)
     rewriter.replace(affine.node, affine.source)
     if is_call(norm, *NORMS):
         rewriter.graph.erase_node(norm)
@@ -137,10 +137,12 @@ def _scaled_linear(rewriter: Rewriter, node: fx.Node, affine: ChannelAffine) -> 
 def _fold_forward(rewriter: Rewriter, affine: ChannelAffine) -> bool:
     """Fold into the one convolution without padding, or the linear, that reads the result."""
     user = only_user(affine.node)
+    if user is None:
+        return False
     weights = None
-    if is_call(user, CONVOLUTION) and user.args[0] is affine.node:
+    if is_call(user, CONVOLUTION) and argument(user, 0) is affine.node:
         weights = _absorbing_convolution(rewriter, user, affine)
-    elif is_call(user, aten.addmm.default) and user.args[1] is affine.node:
+    elif is_call(user, aten.addmm.default) and argument(user, 1) is affine.node:
         weights = _absorbing_linear(rewriter, user, affine)
     if weights is None:
         return False
@@ -198,7 +200,7 @@ def _apply(rewriter: Rewriter, change: _Change) -> None:
     if new.weight is not rewriter.value(weight):  # a shift alone keeps them, and what they are shared with
         weight = rewriter.constant(new.weight, at=call)
     if is_call(call, CONVOLUTION):
-        call.args = (call.args[0], weight, bias, *call.args[3:])
+        call.args = (argument(call, 0), weight, bias, *call.args[3:])
     else:
         call.args, call.target = (bias, given["mat1" if "mat1" in given else "self"], weight), aten.addmm.default
 

@@ -57,13 +57,15 @@ def _joined(rewriter: Rewriter, node: fx.Node) -> fx.Node | None:
         return None
     for (large, sign), (other, other_sign) in permutations(zip(terms, signs, strict=True)):
         like = _convolution(rewriter, large)
-        small = like and (_convolution(rewriter, other) or _affine(rewriter, other, like))
-        embedded = small and _embedded(small, like)
-        if like is not None and small is not None and embedded is not None:
+        small = None if like is None else _convolution(rewriter, other) or _affine(rewriter, other, like)
+        if like is None or small is None:
+            continue
+        embedded = _embedded(small, like)
+        if embedded is not None:
             weight = sign * like.weights.weight.double() + other_sign * embedded
             bias = sign * like.weights.bias.double() + other_sign * small.weights.bias.double()
             new = rounded_weights(like.weights.weight, weight, bias, axis=0)
-            return new and _call(rewriter, like, new, at=node)
+            return None if new is None else _call(rewriter, like, new, at=node)
     return None
 
 

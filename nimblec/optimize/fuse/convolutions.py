@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from nimblec.graph.rewriter import Rewriter, bound, fake, is_call, only_user
+from nimblec.graph.rewriter import Rewriter, argument, bound, fake, is_call, only_user
 from nimblec.graph.vocabulary import CONVOLUTION, DTYPES, is_like, is_relu, is_well_grouped
 
 aten = torch.ops.aten
@@ -26,7 +26,7 @@ def fuse_convolutions(module: fx.GraphModule) -> None:
     for node in list(module.graph.nodes):
         if not is_relu(node):
             continue
-        source = node.args[0]
+        source = argument(node, 0)
         if only_user(source) is not None:
             fused = _fuse(rewriter, node, source) or _fuse_residual(rewriter, node, source)
             if fused is not None:
@@ -47,13 +47,13 @@ def _fuse_residual(rewriter: Rewriter, relu: fx.Node, source: fx.Node) -> fx.Nod
         return None
     position = {node: n for n, node in enumerate(rewriter.graph.nodes)}
     terms = [term for term in source.args[:2] if isinstance(term, fx.Node)]
-    alpha = source.kwargs.get("alpha", 1)
+    alpha: Any = source.kwargs.get("alpha", 1)
     for term in sorted(terms, key=position.__getitem__, reverse=True):
         others = [t for t in terms if t is not term]
         if len(others) != 1 or only_user(term) is None or not _can_fuse(rewriter, term):
             continue
         (z,) = others
-        scaled = term is source.args[0]  # ``other`` is what alpha multiplies
+        scaled = term is argument(source, 0)  # ``other`` is what alpha multiplies
         if is_like(z, term) and (scaled or alpha == 1):
             return _call_residual(rewriter, relu, bound(term), z, alpha)
     return None
@@ -75,7 +75,7 @@ def _call_residual(
 def _sum_of_biases(rewriter: Rewriter, given: dict[str, Any], z: fx.Node, alpha: float) -> torch.Tensor | None:
     if not is_call(z, CONVOLUTION) or only_user(z) is None:
         return None
-    own, other = (rewriter.value(bias) for bias in (given["bias"], z.args[2]))
+    own, other = (rewriter.value(bias) for bias in (given["bias"], argument(z, 2)))
     if other is None or (own is None and given["bias"] is not None):
         return None
     total = alpha * other.double() if own is None else own.double() + alpha * other.double()

@@ -1,5 +1,7 @@
 """Linears on one input, side by side in one matrix product: queries, keys and values above all."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, fx
 
@@ -39,13 +41,18 @@ def _has_own_weights(rewriter: Rewriter, node: fx.Node) -> bool:
 def _join(rewriter: Rewriter, nodes: list[fx.Node]) -> None:
     first = nodes[0]
     given = [bound(node) for node in nodes]
-    weight = rewriter.constant(_beside([rewriter.value(g["mat2"]) for g in given]), at=first)
+    weight = rewriter.constant(_beside(_constants(rewriter, given, "mat2")), at=first)
     if is_call(first, aten.addmm.default):
-        bias = rewriter.constant(torch.cat([rewriter.value(g["self"]) for g in given]), at=first)
+        bias = rewriter.constant(torch.cat(_constants(rewriter, given, "self")), at=first)
         joined = rewriter.call(aten.addmm.default, bias, given[0]["mat1"], weight, at=first)
     else:
         joined = rewriter.call(aten.mm.default, given[0]["self"], weight, at=first)
     replace_by_slices(rewriter, nodes, joined)
+
+
+def _constants(rewriter: Rewriter, given: list[dict[str, Any]], name: str) -> list[Tensor]:
+    values = (rewriter.value(arguments[name]) for arguments in given)
+    return [value for value in values if value is not None]
 
 
 def _beside(weights: list[Tensor]) -> Tensor:

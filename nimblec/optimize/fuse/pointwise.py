@@ -3,7 +3,7 @@
 import torch
 from torch import fx
 
-from nimblec.graph.rewriter import Rewriter, bound, fake
+from nimblec.graph.rewriter import Rewriter, argument, bound, fake
 from nimblec.graph.vocabulary import CONVOLUTION
 
 aten = torch.ops.aten
@@ -14,7 +14,8 @@ def linear_convolutions(module: fx.GraphModule) -> None:
     rewriter = Rewriter(module)
     for node in rewriter.calls(CONVOLUTION):
         if torch.Size(fake(node).shape[2:]).numel() == 1 and _is_linear(rewriter, node):
-            rows = rewriter.call(aten.reshape.default, node.args[0], list(fake(node.args[0]).shape[:2]), at=node)
+            images = argument(node, 0)
+            rows = rewriter.call(aten.reshape.default, images, list(fake(images).shape[:2]), at=node)
             product = _linear(rewriter, node, rows)
             rewriter.replace(node, rewriter.call(aten.reshape.default, product, list(fake(node).shape), at=node))
     rewriter.finish()

@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor, fx
+from torch._ops import OpOverload
 
 from nimblec.graph.rewriter import Rewriter, bound, fake
 from nimblec.graph.vocabulary import BY_STRIDE, HALF
@@ -45,9 +46,15 @@ def _is_worth_it(rewriter: Rewriter, node: fx.Node) -> bool:
     return weight is not None and weight.dim() == 2 and weight.dtype in HALF and weight.numel() >= LARGE
 
 
+def _names(node: fx.Node) -> tuple[str, str | None]:
+    """The names of weight and bias."""
+    assert isinstance(node.target, OpOverload)
+    return LINEARS[node.target]
+
+
 def _weight(rewriter: Rewriter, node: fx.Node) -> Tensor | None:
     """The weight as (outputs, inputs)."""
-    weight = rewriter.value(bound(node)[LINEARS[node.target][0]])
+    weight = rewriter.value(bound(node)[_names(node)[0]])
     return weight if weight is None or node.target is aten.linear.default else weight.t()
 
 
@@ -57,7 +64,7 @@ def _pad_inputs(rewriter: Rewriter, node: fx.Node) -> None:
     assert weight is not None
     outputs, inputs = weight.shape
     more = -inputs % ALIGNMENT
-    name = next(n for n in ("mat1", "input", "self") if n in bound(node) and n != LINEARS[node.target][1])
+    name = next(n for n in ("mat1", "input", "self") if n in bound(node) and n != _names(node)[1])
     rows = bound(node)[name]
     if not more or not _is_own(rewriter, weight) or fake(rows).numel() > weight.numel():
         return
@@ -66,7 +73,7 @@ def _pad_inputs(rewriter: Rewriter, node: fx.Node) -> None:
         padded = weight.new_zeros((inputs + more, outputs)).t()
     padded[:, :inputs] = weight
     longer = rewriter.call(aten.constant_pad_nd.default, rows, [0, more], at=node)
-    _set(node, **{name: longer, LINEARS[node.target][0]: _as_argument(rewriter, node, padded)})
+    _set(node, **{name: longer, _names(node)[0]: _as_argument(rewriter, node, padded)})
 
 
 def _pad_outputs(rewriter: Rewriter, node: fx.Node, in_place: dict[int, Tensor]) -> None:
@@ -78,7 +85,7 @@ def _pad_outputs(rewriter: Rewriter, node: fx.Node, in_place: dict[int, Tensor])
     assert weight is not None
     outputs = weight.shape[0]
     more = -outputs % ALIGNMENT
-    weight_name, bias_name = LINEARS[node.target]
+    weight_name, bias_name = _names(node)
     bias_node = bound(node)[bias_name] if bias_name else None
     bias = rewriter.value(bias_node)
     if not more or (bias_node is not None and (bias is None or bias.dim() != 1)):

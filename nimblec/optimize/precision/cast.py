@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from nimblec.errors import UnsupportedModelError
 from nimblec.graph.definitions import DEFINITIONS
 from nimblec.graph.outputs import output_strides, restore_strides
-from nimblec.graph.rewriter import Rewriter, fake, is_call, views
+from nimblec.graph.rewriter import Rewriter, argument, fake, is_call, views
 from nimblec.optimize.precision import autocast
 from nimblec.optimize.precision.masks import added_to_scores
 
@@ -116,17 +116,17 @@ class _Caster:
 
     def _visit_part(self, node: fx.Node) -> None:
         """One result of several."""
-        whole, index = node.args
+        whole, index = argument(node, 0), argument(node, 1)
         node.meta["val"] = whole.meta["val"][index]
         if whole in self._wide and fake(node).dtype == torch.float32:
             self._wide.add(node)
 
     def _visit_cast(self, node: fx.Node) -> None:
         """The author's cast of float32 to something else; it may be made already."""
-        source, dtype = node.args[0], fake(node).dtype
+        source, dtype = argument(node, 0), fake(node).dtype
         made = source if fake(source).dtype == dtype else self._casts.get((source, dtype), node)
         if _is_widened(source, dtype):
-            made = source.args[0]
+            made = argument(source, 0)
         if fake(made).stride() != fake(node).stride():
             return
         if made is not node:
@@ -139,7 +139,7 @@ class _Caster:
         floats, name = self._floats(node), autocast.name(node)
         if self._is_single(node):
             return _Mode.SINGLE
-        if name in autocast.HALF and not (name in autocast.OUTER and fake(node.args[0]).shape[-1] == 1):
+        if name in autocast.HALF and not (name in autocast.OUTER and fake(argument(node, 0)).shape[-1] == 1):
             return _Mode.HALF
         if not floats:
             return self._mode_without_floats(node)
@@ -156,7 +156,7 @@ class _Caster:
     def _mode_without_floats(self, node: fx.Node) -> _Mode:
         """Of constants, integers and bools: what is looked up is half precision, what is counted is float32."""
         if is_call(node, _TO):
-            return _Mode.HALF if fake(node.args[0]).dtype == torch.bool else _Mode.SINGLE
+            return _Mode.HALF if fake(argument(node, 0)).dtype == torch.bool else _Mode.SINGLE
         counted = _is_pointwise(node) and any(_is_integer(fake(n)) for n in node.all_input_nodes)
         looked_up = self._constants(node) and not counted
         return _Mode.HALF if looked_up or autocast.name(node) in autocast.FILLS else _Mode.SINGLE
@@ -182,7 +182,7 @@ class _Caster:
     def _is_cast_by_author(self, node: fx.Node) -> bool:
         if node.kwargs.get("dtype") != torch.float32 or autocast.name(node) in autocast.FILLS:
             return False
-        return not is_call(node, _TO) or fake(node.args[0]).dtype != torch.bool  # of bools, half is exact
+        return not is_call(node, _TO) or fake(argument(node, 0)).dtype != torch.bool  # of bools, half is exact
 
     def _is_copy_on_the_way(self, node: fx.Node) -> bool:
         """Whether it copies, views or bounds what is still in float32, and what takes it takes float32."""
@@ -251,10 +251,11 @@ class _Caster:
         if all(self._half not in dtypes for dtypes in key[1]):
             return True
         if key not in self._taken:
+            function: Any = DEFINITIONS.get(node.target, node.target)
             args, kwargs = fx.map_arg((tuple(node.args), dict(node.kwargs)), lambda n: _zeros(n.meta["val"]))
             try:
                 with torch.no_grad():
-                    DEFINITIONS.get(node.target, node.target)(*args, **kwargs)
+                    function(*args, **kwargs)
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError:  # "not implemented for 'Half'" above all
@@ -330,9 +331,9 @@ class _Caster:
         if (constant := self.rewriter.value(node)) is not None:
             return self.rewriter.constant(self._round(constant), at=at)
         if _is_widened(node, dtype):
-            return node.args[0]  # back to what it was cast from
+            return argument(node, 0)  # back to what it was cast from
         if is_call(node, aten.expand.default):  # there are fewer elements before it
-            return self.rewriter.call(node.target, self._as(node.args[0], dtype, at), *node.args[1:], at=at)
+            return self.rewriter.call(node.target, self._as(argument(node, 0), dtype, at), *node.args[1:], at=at)
         if node in self._huge and dtype == self._half:
             node = self.rewriter.call(aten.clamp.default, node, -self._most / 2, self._most / 2, at=at)
         return self.rewriter.call(_TO, node, dtype=dtype, at=at)
@@ -356,7 +357,7 @@ def _is_copy(node: fx.Node) -> bool:
 
 
 def _is_square(node: fx.Node) -> bool:
-    return is_call(node, aten.mul.Tensor) and node.args[0] is node.args[1]
+    return is_call(node, aten.mul.Tensor) and argument(node, 0) is argument(node, 1)
 
 
 def _all_users(node: fx.Node, holds: Callable[[fx.Node], bool]) -> bool:
@@ -394,5 +395,5 @@ def _is_widened(node: fx.Node, dtype: torch.dtype) -> bool:
     """Whether ``node`` is a cast of ``dtype`` to float32 that does nothing else."""
     if not is_call(node, _TO) or fake(node).dtype != torch.float32:
         return False
-    source = fake(node.args[0])
+    source = fake(argument(node, 0))
     return source.dtype == dtype and source.stride() == fake(node).stride()

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from nimblec.graph.rewriter import fake
+from nimblec.graph.rewriter import argument, fake
 from nimblec.graph.views import is_view, telling_strides
 from nimblec.optimize.regions.partition import Extract
 
@@ -144,7 +144,7 @@ def _compile(extracted: Extract) -> Compiled:
         with mode:
             decomposed = make_fx(extracted.module, decomposition_table=select_decomp_table())(*inputs)
         output = decomposed.graph.output_node()
-        output.args = (tuple(output.args[0]),)
+        output.args = (tuple(argument(output, 0)),)
         output.meta["user_visible_output_idxs"] = list(range(len(extracted.outputs)))
         output.meta["original_output_strides"] = [tuple(n.meta["val"].stride()) for n in extracted.outputs]
         with V.set_fake_mode(mode), tracing(TracingContext(mode)):
