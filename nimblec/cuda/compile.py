@@ -42,7 +42,8 @@ def _request(folder: Path, source: Source, options: Options, output: Path) -> Co
     examples = None
     if options.examples:
         examples = folder / "examples.npz"
-        np.savez(examples, **dict(options.examples))  # type: ignore[arg-type]  # numpy's stub of savez
+        arrays: dict[str, Any] = dict(options.examples)
+        np.savez(examples, **arrays)
     return CompileRequest(
         source=source,
         inputs=options.inputs,

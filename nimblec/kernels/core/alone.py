@@ -7,6 +7,7 @@ from typing import Protocol, TypeVar
 from torch import fx
 
 from nimblec.graph.fusible import is_fusible
+from nimblec.graph.rewriter import argument
 from nimblec.graph.views import is_view
 
 
@@ -50,7 +51,7 @@ def _neighbours(request: HasNeighbours) -> Iterator[fx.Node]:
 
 def _computed(node: fx.Node) -> fx.Node:
     while _is_part(node):
-        node = node.args[0]  # type: ignore[assignment]
+        node = argument(node, 0)
     return node
 
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx
 
-from nimblec.graph.rewriter import Rewriter, bound, fake, is_call, only_user
+from nimblec.graph.rewriter import Rewriter, argument, bound, fake, is_call, only_user
 from nimblec.graph.views import is_view
 from nimblec.graph.vocabulary import CONVOLUTION, CONVOLUTIONS, DTYPES, HALF, LINEARS, WHOLE_VIEWS, activation_of
 from nimblec.kernels.core.images import convolution_shape, is_read_well, pixel_stride, product_shape
@@ -218,7 +218,7 @@ def _with_followers(request: Request, owners: Mapping[fx.Node, fx.Node]) -> Requ
     if request.kind != "convolution" or user is None or not is_call(user, place):
         return request
     shape = replace(request.shape, out_stride=pixel_stride(fake(user)))
-    into: fx.Node = user.args[0]  # type: ignore[assignment]
+    into: fx.Node = argument(user, 0)
     return replace(request, into=into, shape=shape, nodes=(*request.nodes, user))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from nimblec.graph.rewriter import Rewriter, bound, fake, is_call, times_read
+from nimblec.graph.rewriter import Rewriter, argument, bound, fake, is_call, times_read
 from nimblec.graph.views import is_view
 from nimblec.graph.vocabulary import HALF, WHOLE_VIEWS
 from nimblec.kernels.core.call import Call
@@ -76,7 +76,7 @@ def _normed(rewriter: Rewriter, request: Request) -> Iterator[_Normed]:
 def _maker(node: fx.Node) -> fx.Node | None:
     """The product whose result, as it lies in memory, the value without gaps is."""
     while is_call(node, *WHOLE_VIEWS) and is_view(node):
-        node = node.args[0]  # type: ignore[assignment]
+        node = argument(node, 0)
     return node if is_call(node, linear) else None
 
 

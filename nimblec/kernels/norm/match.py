@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from nimblec.graph.rewriter import Rewriter, bound, fake, is_call, only_user
+from nimblec.graph.rewriter import Rewriter, argument, bound, fake, is_call, only_user
 from nimblec.graph.scalars import number, shifted
 from nimblec.graph.vocabulary import DTYPES, HALF
 from nimblec.kernels.core.alone import alone
@@ -156,25 +156,28 @@ def _weight(rewriter: Rewriter, product: fx.Node | None, normed: fx.Node) -> fx.
     """The constant with which ``product`` multiplies each row of ``normed``."""
     if product is None or not is_call(product, aten.mul.Tensor):
         return None
-    (other,) = (node for node in product.args[:2] if node is not normed)
+    other: fx.Node
+    (other,) = (factor for n in range(2) if (factor := argument(product, n)) is not normed)
     value = rewriter.value(other)
-    return other if value is not None and value.shape == fake(normed).shape[-1:] else None  # type: ignore[return-value]
+    return other if value is not None and value.shape == fake(normed).shape[-1:] else None
 
 
 def _squared(rewriter: Rewriter, node: fx.Node) -> fx.Node | None:
-    if is_call(node, aten.pow.Tensor_Scalar, aten.pow.Tensor_Tensor) and number(rewriter, node.args[1]) == 2:
-        return node.args[0]  # type: ignore[return-value]
-    if is_call(node, aten.square.default) or (is_call(node, aten.mul.Tensor) and node.args[0] is node.args[1]):
-        return node.args[0]  # type: ignore[return-value]
-    return None
+    is_square = (
+        is_call(node, aten.square.default)
+        or (is_call(node, aten.mul.Tensor) and node.args[0] is node.args[1])
+        or (is_call(node, aten.pow.Tensor_Scalar, aten.pow.Tensor_Tensor) and number(rewriter, node.args[1]) == 2)
+    )
+    x: fx.Node | None = argument(node, 0) if is_square else None
+    return x
 
 
 def _uncast(node: fx.Node) -> fx.Node:
     """What was cast up to float32."""
     if is_call(node, aten._to_copy.default) and fake(node).dtype == torch.float32:
-        source = node.args[0]
-        if fake(source).dtype in HALF and fake(source).shape == fake(node).shape:  # type: ignore[arg-type]
-            return source  # type: ignore[return-value]
+        source: fx.Node = argument(node, 0)
+        if fake(source).dtype in HALF and fake(source).shape == fake(node).shape:
+            return source
     return node
 
 

@@ -16,7 +16,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from nimblec.graph.fusible import is_fusible, is_slow_alone, is_stencil
-from nimblec.graph.rewriter import Rewriter
+from nimblec.graph.rewriter import Rewriter, argument
 from nimblec.graph.views import is_view
 
 
@@ -136,7 +136,7 @@ def _makers(node: fx.Node) -> Iterator[fx.Node]:
 def _whole(node: fx.Node) -> fx.Node:
     """The call that ``node`` is a part of the result of; any other node itself."""
     if node.target is operator.getitem and not is_view(node):
-        whole: fx.Node = node.args[0]  # type: ignore[assignment]
+        whole: fx.Node = argument(node, 0)
         return whole
     return node
 
