@@ -9,7 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from nimblec.cpu.timing import processor
+from nimblec.machine import processor
 
 NOT_MEASURED = 3
 """Exit status of a benchmark that is asked for the table of what nobody has measured yet."""

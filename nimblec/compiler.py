@@ -10,8 +10,9 @@ from typing import Any
 
 from nimblec.cache.plan_cache import compile_once
 from nimblec.errors import CompileError, missing_package
+from nimblec.find_source import find_source
 from nimblec.options import Observer, Options, TargetChoice
-from nimblec.source import Source, find_source
+from nimblec.source import Source
 from nimblec.stages import stage
 from nimblert import container, driver
 from nimblert.errors import CudaError, DeviceMismatchError

@@ -18,12 +18,13 @@ from nimblec.assembly import Part, Provenance, assemble
 from nimblec.cpu import capture
 from nimblec.cuda.request import CompileRequest
 from nimblec.errors import ArgumentError, CompileError, UnsupportedModelError
+from nimblec.find_source import find_source
 from nimblec.frontend.pytorch.handover import hand_over
 from nimblec.options import InputSpec, Options
 from nimblec.schedule.dependencies import dependencies
 from nimblec.schedule.memory import layout
 from nimblec.schedule.streams import serial
-from nimblec.source import Source, find_source
+from nimblec.source import Source
 from nimblert import container
 from nimblert.plan import Device, Plan, Target
 

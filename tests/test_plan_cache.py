@@ -377,7 +377,7 @@ def test_our_source_python_and_the_machine_are_in_the_key(
     seen.append(key_of(model, options, target))
     monkeypatch.setattr(sys, "version", f"{sys.version} another")
     seen.append(key_of(model, options, target))
-    monkeypatch.setattr("nimblec.cpu.timing.processor", lambda: "Z80 x 1")
+    monkeypatch.setattr("nimblec.cache.plan_key.processor", lambda: "Z80 x 1")
     seen.append(key_of(model, options, target))
     for device in devices[1:] if target is Target.CUDA else ():
         monkeypatch.setattr(driver, "describe", lambda device=device: device)

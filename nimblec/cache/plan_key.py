@@ -19,6 +19,7 @@ from pathlib import Path
 import nimblec
 import nimblert
 from nimblec.errors import CompileError
+from nimblec.machine import processor
 from nimblec.options import Options
 from nimblec.source import Source
 from nimblert import driver
@@ -146,8 +147,6 @@ def _packages() -> list[list[str]]:
 
 def _machine(target: Target) -> list[object]:
     """The processor, which computes constants too, and the GPU with its driver."""
-    from nimblec.cpu.timing import processor
-
     about: list[object] = [target.name, platform.machine(), processor()]
     about += sorted({line for line in _lines(Path("/proc/cpuinfo")) if line.startswith(_INSTRUCTION_SETS)})
     if target is Target.CUDA:

@@ -13,10 +13,11 @@ from nimblec.assembly import Provenance, assemble
 from nimblec.cache.timing_cache import CachedTimer, TimingCache
 from nimblec.cpu import capture
 from nimblec.cpu.reference import refused_inputs, run_reference
-from nimblec.cpu.timing import CpuTimer, processor
+from nimblec.cpu.timing import CpuTimer
 from nimblec.errors import CompileError
 from nimblec.ir import Graph
 from nimblec.lean import LeanProcess, run_seconds
+from nimblec.machine import processor
 from nimblec.options import InputSpec, Observer, Options
 from nimblec.planning import choose_schedule
 from nimblec.source import Source

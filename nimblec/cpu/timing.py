@@ -1,11 +1,9 @@
 """Measure plans on this CPU."""
 
 import os
-import platform
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
 
@@ -16,13 +14,6 @@ from nimblert.plan import Plan
 _TARGET_S = 0.2
 _LIMIT_S = 2.0
 _WARM_UPS = 2
-
-
-def processor() -> str:
-    """The CPU's name and its number of cores."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return f"{(*names, platform.machine())[0]} x {os.cpu_count()}"
 
 
 class CpuTimer:
