@@ -4,7 +4,7 @@ Usage: ``python -m bench.cpu_overhead [--markdown] [--repeats 200] [--setting NA
 bench/results/cpu/overhead.json, or prints its table with --markdown. With --setting it measures one setting only and
 leaves the others in the file as they are: on a machine with neighbours each waits for a quiet minute.
 
-Models come from tests/families in their full width with random weights, batch 1. A call of the plan
+Models come from tests/support/families in their full width with random weights, batch 1. A call of the plan
 (`nimblert.load(plan).run`) and one of the session take turns on the same arrays, so that both see the same neighbours
 on a busy machine; the results must be equal bit for bit. Each setting has a process of its own: one core; all cores as
 a program gets them that asks for nothing; all cores after `nimblert.onnx_session.share_thread_pool()`, as `nimblec run`
@@ -31,7 +31,7 @@ from bench import environment
 from bench.clocks import spread
 
 ROOT = Path(__file__).parent.parent
-sys.path.append(str(ROOT / "tests"))  # the families
+sys.path.append(str(ROOT / "tests" / "support"))  # the families
 
 RESULTS = Path(__file__).parent / "results" / "cpu" / "overhead.json"
 

@@ -31,7 +31,7 @@ POLICIES = ("1", "2", "auto")
 
 
 def inception(width: int, blocks: int, pixels: int) -> tuple[Any, tuple[Any, ...]]:
-    """Blocks of four branches (tests/families/inception.py)."""
+    """Blocks of four branches (tests/support/families/inception.py)."""
     import torch
     from families.inception import Inception
 
@@ -114,7 +114,7 @@ def main() -> None:
     if options.markdown:
         print(markdown(environment.read(RESULTS)))
         return
-    sys.path.append(str(Path(__file__).parent.parent / "tests"))  # the families
+    sys.path.append(str(Path(__file__).parent.parent / "tests" / "support"))  # the families
     results: dict[str, Any] = {"models": {}}
     for case, build in CASES.items():
         with tempfile.TemporaryDirectory() as folder:

@@ -120,7 +120,7 @@ def _external(name: str, dtype: type, shape: tuple[int, ...], location: str, beg
 
 def run(code: str, *args: Path | str) -> tuple[Peak, str]:
     """Run ``code`` in a process of its own: the memory it took, and what it printed."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (*SOURCES, Path(__file__).parent)))}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (*SOURCES, Path(memory_use.__file__).parent)))}
     return memory_use.run([sys.executable, "-c", code, *map(str, args)], environment=environment, timeout_s=900)
 
 

@@ -12,7 +12,7 @@ import pytest
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton: not installed")
 """The CPU builds of torch come without."""
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def run(code: str, cache: Path, **variables: str) -> str:

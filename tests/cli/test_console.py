@@ -18,7 +18,7 @@ from nimblec.cli.console import printable
 from nimblec.processes import environment
 from nimblert.plan import Plan, Program
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 EVIL = "\x1b]0;evil\x07\u202eevil\u2066\x9b31m\x00\nok       golden: forged"
 
 

@@ -13,8 +13,8 @@ import pytest
 from bench.onnx_cases import cases
 from bench.onnx_coverage import Result, is_excused, known_failures, run, run_case
 
-KNOWN = known_failures(Path(__file__).parent / "onnx_known_failures.txt")
-CPU_KNOWN = known_failures(Path(__file__).parent / "onnx_cpu_known_failures.txt")
+KNOWN = known_failures(Path(__file__).parents[1] / "onnx_known_failures.txt")
+CPU_KNOWN = known_failures(Path(__file__).parents[1] / "onnx_cpu_known_failures.txt")
 STRIDES = {"aten": 7, "optimized": 7, "cpu": 29}
 """Every so manieth case runs by default: about 290 and 70."""
 

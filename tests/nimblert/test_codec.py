@@ -21,7 +21,7 @@ from nimblert.errors import PlanFormatError
 from nimblert.plan import Launch, Plan, Region, Tensor
 from nimblert.segments import ALIGNMENT
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SCHEMA = ROOT / "schema" / "plan.fbs"
 RELEASED = sorted((ROOT / "schema" / "released").glob("*.fbs"))
 

@@ -24,7 +24,7 @@ from nimblert.cubin import entry_symbols
 pytestmark = pytest.mark.gpu
 
 Floats = npt.NDArray[np.float32]
-SOURCE = Path(__file__).parent / "data" / "kernels.cu"
+SOURCE = Path(__file__).parents[1] / "data" / "kernels.cu"
 CAPTURED = sorted(Path(os.environ["NIMBLEC_CUBINS"]).glob("*.cubin")) if "NIMBLEC_CUBINS" in os.environ else []
 SINGLES = 4  # kernels to cut out of each captured cubin, spread over its names
 ATTRIBUTES = (

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SOURCES = (ROOT, ROOT / "runtime")
 
 FRAMEWORKS = ("torch", "onnx", "triton")

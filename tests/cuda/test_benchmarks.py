@@ -1,6 +1,6 @@
 """The benchmark models: the same bits under every policy, under delays, and after a thousand replays.
 
-Run on the GPU by ``pytest -m "gpu and slow" tests/test_cuda_benchmarks.py``; needs timm, torchvision
+Run on the GPU by ``pytest -m "gpu and slow" tests/cuda/test_benchmarks.py``; needs timm, torchvision
 and transformers.
 """
 

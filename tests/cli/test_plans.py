@@ -17,7 +17,7 @@ from nimblec.inspect.inspection import describe
 from nimblert import container
 from nimblert.plan import Plan, ScheduleRecord
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 DIGITS = ROOT / "samples" / "digits.onnx"
 
 

@@ -11,7 +11,7 @@ from fuzz import decoder, plans
 from nimblert import container
 from nimblert.errors import PlanError, PlanInvalidError
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 CORPUS = sorted((ROOT / "fuzz" / "corpus").glob("*.plan"))
 
 

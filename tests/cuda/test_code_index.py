@@ -13,7 +13,7 @@ from nimblec.cuda.recording.nodes import Function
 from nimblec.errors import UnsupportedModelError
 from nimblert.cubin import entry_symbols
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parents[1] / "data"
 IMAGE, TWIN, OTHER = ((DATA / f"{n}.cubin").read_bytes() for n in ("kernels.sm_90a", "kernels.sm_80", "delay.sm_90"))
 DIGEST, TWIN_DIGEST = sha256(IMAGE).digest(), sha256(TWIN).digest()
 SYMBOL = min(entry_symbols(IMAGE))

@@ -134,8 +134,8 @@ def test_arguments_keep_their_places(count: int) -> None:
 
 COMPILED = """
 import inspect, sys, torch
-sys.path.insert(0, "tests")
-from test_kernels_launch import CALLS, OPTIONS, _launch
+sys.path.insert(0, "tests/kernels")
+from test_launch import CALLS, OPTIONS, _launch
 from nimblec.kernels.core.compiling import compile_job, load_template
 for name in CALLS:
     launch = _launch(name)

@@ -14,7 +14,7 @@ from nimblec.errors import CompileError
 from nimblert.cubin import entry_symbols
 from nimblert.errors import PlanFormatError
 
-CUBINS = {path.name: path.read_bytes() for path in sorted(Path(__file__).parent.glob("data/kernels.*.cubin"))}
+CUBINS = {path.name: path.read_bytes() for path in sorted(Path(__file__).parents[1].glob("data/kernels.*.cubin"))}
 LINKED = "kernels.sm_90a.linked.cubin"
 KERNELS = {
     "scale", "nested", "indirect", "reverse", "reverse_dynamic", "visit", "local", "say",
@@ -268,7 +268,7 @@ def test_damage_raises_nothing_but_its_own_errors(name: str, data: st.DataObject
 
 
 def test_a_cubin_whose_segments_begin_where_others_end_is_cut() -> None:
-    cubin = (Path(__file__).parent / "data" / "delay.sm_90.cubin").read_bytes()
+    cubin = (Path(__file__).parents[1] / "data" / "delay.sm_90.cubin").read_bytes()
     assert meaning(cut(cubin, {"delay"}), {"delay"}) == meaning(cubin, {"delay"})
     assert program_headers(cut(cubin, {"delay"}))
     assert entry_symbols(cut(cubin, set())) == set()

@@ -13,7 +13,7 @@ from packaging.utils import canonicalize_name
 import nimblec
 import nimblert
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 RUNTIME = tomllib.loads((ROOT / "runtime" / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]

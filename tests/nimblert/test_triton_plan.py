@@ -23,7 +23,7 @@ from nimblert.plan import Launch, Plan, Pointer, Record, Region, Target, Wait
 if TYPE_CHECKING:
     from command_line import CommandLine
 
-PATH = Path(__file__).parent / "data" / "triton_block.plan"
+PATH = Path(__file__).parents[1] / "data" / "triton_block.plan"
 KERNELS = {"triton_layer_norm": 1, "triton_matmul": 2, "triton_gelu": 1, "triton_add": 1}
 """How often the model launches each kernel."""
 

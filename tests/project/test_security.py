@@ -12,7 +12,7 @@ TEXT = (ROOT / "docs" / "security.md").read_text()
 
 def test_every_test_and_module_that_it_names_is_there() -> None:
     file = ""
-    named = re.findall(r"`(test_\w+\.py)?(?:::(test_\w+))?`", TEXT)
+    named = re.findall(r"`(\w+/test_\w+\.py)?(?:::(test_\w+))?`", TEXT)
     tests = [(file := name or file, test) for name, test in named if name or test]
     assert len(tests) > 12
     for name, test in tests:

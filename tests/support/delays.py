@@ -8,7 +8,7 @@ from pathlib import Path
 
 from nimblert.plan import Command, Kernel, Launch, Module, Op, Parameter, Plan, Record, Wait
 
-CUBIN = Path(__file__).parent / "data" / "delay.sm_90.cubin"
+CUBIN = Path(__file__).parents[1] / "data" / "delay.sm_90.cubin"
 """The delay kernel, made of delay.cu, for compute capability 9.0."""
 
 _LONGEST_NS = 50_000
