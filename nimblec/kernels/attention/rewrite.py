@@ -62,10 +62,11 @@ class Request:
 def use_triton_attention(
     module: fx.GraphModule, choose: Choose[Request, AttentionTiling], trigger: Trigger = "late"
 ) -> None:
-    """Replace the calls that ``choose`` finds faster; outputs keep their dtype, shape and strides.
+    """Attention is one launch, which reads and writes what lies around it in place, where ``choose`` finds it faster.
 
-    Results are laid out (batch, queries, heads, size), so that the transpose after them is free.
-    Launches with a ``trigger`` wait for the kernel before them by themselves: `GPU.has_programmatic_launch`.
+    Outputs keep their dtype, shape and strides. Results are laid out (batch, queries, heads, size), so that the
+    transpose after them is free. Launches with a ``trigger`` wait for the kernel before them by themselves:
+    `GPU.has_programmatic_launch`.
     """
     strides = output_strides(module)
     rewriter = Rewriter(module)

@@ -27,9 +27,10 @@ AnyTiling = Tiling | DepthwiseTiling
 
 
 def use_triton_kernels(module: fx.GraphModule, choose: Choose[Request, AnyTiling], trigger: Trigger = "late") -> None:
-    """Replace what ``choose`` finds faster; every result keeps its dtype, shape and strides.
+    """Convolutions and products are one launch with what surrounds them, where ``choose`` finds it faster.
 
-    Launches with a ``trigger`` wait for the kernel before them by themselves: `GPU.has_programmatic_launch`.
+    Every result keeps its dtype, shape and strides. Launches with a ``trigger`` wait for the kernel before them by
+    themselves: `GPU.has_programmatic_launch`.
     """
     rewriter = Rewriter(module)
     for request in matches(rewriter):

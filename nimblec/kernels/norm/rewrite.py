@@ -22,9 +22,10 @@ from nimblec.kernels.norm.tilings import NormTiling, norm_candidates
 
 
 def use_triton_norms(module: fx.GraphModule, choose: Choose[Request, NormTiling], trigger: Trigger = "late") -> None:
-    """Replace what ``choose`` gives a tiling; every result keeps its dtype, shape and strides.
+    """Layer norms and RMS norms are one launch with the sum before them, cut as ``choose`` says.
 
-    Launches with a ``trigger`` wait for the kernel before them by themselves: `GPU.has_programmatic_launch`.
+    Every result keeps its dtype, shape and strides. Launches with a ``trigger`` wait for the kernel before them by
+    themselves: `GPU.has_programmatic_launch`.
     """
     rewriter = Rewriter(module)
     for request in reversed(list(requests(module))):  # what a later one reads may be what an earlier one replaces

@@ -22,9 +22,10 @@ aten = torch.ops.aten
 
 
 def use_triton_pools(module: fx.GraphModule, choose: Choose[Request, PoolTiling], trigger: Trigger = "late") -> None:
-    """Replace what ``choose`` gives a tiling; every result keeps its dtype, shape and strides.
+    """Pools and means over images are one launch with the activation after them, where ``choose`` finds it faster.
 
-    Launches with a ``trigger`` wait for the kernel before them by themselves: `GPU.has_programmatic_launch`.
+    Every result keeps its dtype, shape and strides. Launches with a ``trigger`` wait for the kernel before them by
+    themselves: `GPU.has_programmatic_launch`.
     """
     rewriter = Rewriter(module)
     for request in reversed(list(requests(module))):  # what a later one reads may be what an earlier one replaces
