@@ -21,7 +21,7 @@ def run(code: str, cache: Path, **variables: str) -> str:
     given = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "TRITON_CACHE_DIR": str(cache)}
     environment = {**os.environ, **given, **variables}
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=250)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=850)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
