@@ -13,7 +13,7 @@ import sys
 sys.modules[{name!r}] = None
 import nimblec
 try:
-    nimblec.compile({model!r}, target="cpu")
+    nimblec.compile({model!r}, target="cpu", plan_cache=None)
 except nimblec.CompileError as exc:
     print(exc)
 """

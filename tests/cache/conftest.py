@@ -1,0 +1,36 @@
+"""Fixtures of the tests of the plan cache."""
+
+from pathlib import Path
+
+import pytest
+from plan_caching import write_model
+
+from nimblec.cache import plan_key
+from nimblec.options import Options
+
+_software = plan_key._software
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A model whose weights are in a file of their own."""
+    return write_model(tmp_path / "m.onnx", external=True)
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> Options:
+    """Options with a plan cache."""
+    return Options(target="cpu", dims=(("n", 4),), timing_cache=tmp_path / "t.json", plan_cache=tmp_path / "plans")
+
+
+@pytest.fixture(autouse=True)
+def _read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is installed is read once for all tests: it takes half a second."""
+    monkeypatch.setattr(plan_key, "_software", plan_key._software_at_first)
+
+
+@pytest.fixture
+def changing_software(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test changes what is installed, and is a new process for the key each time."""
+    monkeypatch.setattr(plan_key, "_software", _software)
+    monkeypatch.setattr(plan_key, "_software_at_first", _software)

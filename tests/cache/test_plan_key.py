@@ -1,0 +1,242 @@
+"""The key of a plan: all that its bytes depend on is in it, and nothing else."""
+
+import os
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+from plan_caching import Compiler, change_byte, compiled, onnx_source, write_model
+from plans import H200
+
+import nimblec
+from nimblec.cache import plan_key
+from nimblec.cache.plan_key import PlanKey, find_key
+from nimblec.options import InputSpec, Options
+from nimblert import driver
+from nimblert.plan import Target
+
+
+def key_of(path: Path, options: Options, target: Target = Target.CPU) -> PlanKey | None:
+    return find_key(onnx_source(path), target, options)
+
+
+CHANGES: dict[str, Any] = {
+    "inputs": (InputSpec(name="x", shape=(4, 8)),),
+    "dims": (("n", 5),),
+    "level": 1,
+    "precision": "fp16",
+    "max_error": 0.125,
+    "print_passes": True,
+    "streams": "max",
+    "memory_limit": 1000,
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_each_option_is_in_the_key(model: Path, options: Options, name: str) -> None:
+    assert key_of(model, replace(options, **{name: CHANGES[name]})) != key_of(model, options)
+
+
+def test_no_option_is_forgotten() -> None:
+    """A new option is in the key by itself, and wants a line above."""
+    assert {field.name for field in fields(Options)} == {*CHANGES, "target", "examples", "timing_cache", "plan_cache"}
+
+
+X = np.arange(32, dtype=np.int32).reshape(4, 8)
+EXAMPLES = [
+    (),
+    (("x", X),),
+    (("y", X),),
+    (("x", X + 1),),
+    (("x", X.reshape(8, 4)),),
+    (("x", X.view(np.float32)),),
+    (("x", X), ("y", X)),
+]
+
+
+def test_examples_are_in_the_key_and_where_caches_lie_is_not(tmp_path: Path, model: Path, options: Options) -> None:
+    keys = {key_of(model, replace(options, examples=examples)) for examples in EXAMPLES}
+    assert len(keys) == len(EXAMPLES)
+    elsewhere = replace(options, timing_cache=tmp_path / "other.json", plan_cache=tmp_path / "other")
+    assert key_of(model, elsewhere) == key_of(model, options) is not None
+    copied = replace(options, examples=(("x", X.copy()),))
+    assert key_of(model, copied) == key_of(model, replace(options, examples=(("x", X),)))
+
+
+@pytest.mark.parametrize("name", ["m.onnx", "weights.bin"])
+def test_every_byte_of_the_model_is_in_the_key(tmp_path: Path, model: Path, options: Options, name: str) -> None:
+    before = key_of(model, options)
+    change_byte(tmp_path / name)
+    after = key_of(model, options)
+    assert before is not None
+    assert after is not None
+    assert before.digest != after.digest
+
+
+def test_data_of_tensors_that_are_no_initializers_are_in_the_key(tmp_path: Path, options: Options) -> None:
+    """A constant's value, and the parts of a sparse one."""
+    parts = []
+    for name, array in (("c", np.ones(4, np.float32)), ("v", np.ones(1, np.float32)), ("i", np.zeros(1, np.int64))):
+        tensor = numpy_helper.from_array(array, name)
+        (tmp_path / name).write_bytes(tensor.raw_data)
+        onnx.external_data_helper.set_external_data(tensor, name)
+        tensor.ClearField("raw_data")
+        parts.append(tensor)
+    sparse = helper.make_sparse_tensor(parts[1], parts[2], [4])
+    nodes = [
+        helper.make_node("Constant", [], ["c"], value=parts[0]),
+        helper.make_node("Constant", [], ["s"], sparse_value=sparse),
+        helper.make_node("Add", ["c", "s"], ["y"]),
+    ]
+    graph = helper.make_graph(nodes, "g", [], [helper.make_tensor_value_info("y", TensorProto.FLOAT, [4])])
+    path = tmp_path / "m.onnx"
+    path.write_bytes(helper.make_model(graph, ir_version=9).SerializeToString())
+    seen = {key_of(path, options)}
+    for name in "cvi":
+        change_byte(tmp_path / name)
+        seen.add(key_of(path, options))
+    assert None not in seen
+    assert len(seen) == 4
+
+
+@pytest.mark.parametrize("location", ["../weights.bin", "/weights.bin", "missing.bin"])
+def test_data_that_the_front_end_refuses_give_no_key(tmp_path: Path, options: Options, location: str) -> None:
+    (tmp_path / "models").mkdir()
+    path = write_model(tmp_path / "models" / "m.onnx", external=True)
+    (tmp_path / "models" / "weights.bin").rename(tmp_path / "weights.bin")
+    found = onnx.load(path, load_external_data=False)
+    found.graph.initializer[0].external_data[0].value = location
+    path.write_bytes(found.SerializeToString())
+    assert key_of(path, options) is None
+    with pytest.raises(nimblec.CompileError, match=r"weights\.bin|missing\.bin"):
+        nimblec.compile(path, target="cpu", dims={"n": 4}, plan_cache=tmp_path / "plans")
+
+
+@pytest.mark.parametrize("name", [b"\xff\xfe", b"\0a", b".."])
+def test_names_of_data_files_that_are_none_give_no_key(tmp_path: Path, options: Options, name: bytes) -> None:
+    path = write_model(tmp_path / "m.onnx", external=True)
+    found = onnx.load(path, load_external_data=False)
+    found.graph.initializer[0].external_data[0].value = "Z" * len(name)
+    path.write_bytes(found.SerializeToString().replace(b"Z" * len(name), name))
+    assert key_of(path, options) is None
+
+
+def test_a_pipe_is_not_read_for_the_key(tmp_path: Path, options: Options) -> None:
+    os.mkfifo(tmp_path / "m.onnx")
+    assert key_of(tmp_path / "m.onnx", options) is None
+
+
+@pytest.mark.parametrize("content", [b"", b"no model", b"\x08"])
+def test_what_is_no_model_gives_no_key(tmp_path: Path, options: Options, content: bytes) -> None:
+    (tmp_path / "m.onnx").write_bytes(content)
+    stub = Compiler()
+    for _ in range(2):
+        compiled(stub, tmp_path / "m.onnx", options)
+    assert stub.calls == 2 - (content == b"")  # a model without anything is one, which the compiler refuses
+
+
+@pytest.mark.parametrize("name", ["CUDA_VISIBLE_DEVICES", "TORCHINDUCTOR_FREEZING", "TRITON_PTXAS_PATH", "MKL_CBWR"])
+def test_variables_that_steer_the_frameworks_are_in_the_key(
+    model: Path, options: Options, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    seen = set()
+    monkeypatch.delenv(name, raising=False)
+    seen.add(key_of(model, options))
+    for value in ("", "1", "\udcff"):
+        monkeypatch.setenv(name, value)
+        seen.add(key_of(model, options))
+    assert len(seen) == 4
+
+
+@pytest.mark.parametrize("name", ["TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "PWD", "PYTHONHASHSEED"])
+def test_variables_that_change_no_plan_are_not(
+    model: Path, options: Options, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    before = key_of(model, options)
+    monkeypatch.setenv(name, "/another")
+    assert key_of(model, options) == before
+
+
+def install(folder: Path, version: str, record: str = "") -> None:
+    """A package's metadata in a folder, as pip leaves them."""
+    about = folder / "torch-1.dist-info"
+    about.mkdir(parents=True, exist_ok=True)
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
+    (about / "RECORD").write_text(record)
+
+
+@pytest.mark.usefixtures("changing_software")
+def test_installed_packages_are_in_the_key(
+    tmp_path: Path, model: Path, options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = {key_of(model, options)}
+    one, other = tmp_path / "one", tmp_path / "other"
+    for path in ([one], [other], [one, other], [other, one]):
+        install(one, "2.0")
+        install(other, "2.1")
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "path", [*map(str, path), *sys.path])
+            seen.add(key_of(model, options))
+            install(one, "2.0", "torch/__init__.py,sha256=abc,1")
+            seen.add(key_of(model, options))
+            install(one, "2.2")
+            seen.add(key_of(model, options))
+    assert len(seen) == 1 + 3 + 1 + 3 + 3
+
+
+@pytest.mark.usefixtures("changing_software")
+@pytest.mark.parametrize("target", [Target.CPU, Target.CUDA])
+def test_our_source_python_and_the_machine_are_in_the_key(
+    tmp_path: Path, model: Path, options: Options, monkeypatch: pytest.MonkeyPatch, target: Target
+) -> None:
+    devices = [replace(H200, driver_version=12080), H200, replace(H200, multiprocessor_count=66)]
+    monkeypatch.setattr(driver, "describe", lambda: devices[0])
+    package = tmp_path / "nimblert"
+    (package / "part").mkdir(parents=True)
+    seen = [key_of(model, options, target)]
+    monkeypatch.setattr(plan_key, "nimblert", SimpleNamespace(__path__=[str(package)]))
+    seen.append(key_of(model, options, target))
+    (package / "part" / "a.py").write_text("")
+    seen.append(key_of(model, options, target))
+    (package / "part" / "a.py").rename(package / "a.py")
+    seen.append(key_of(model, options, target))
+    monkeypatch.setattr(sys, "version", f"{sys.version} another")
+    seen.append(key_of(model, options, target))
+    monkeypatch.setattr("nimblec.cache.plan_key.processor", lambda: "Z80 x 1")
+    seen.append(key_of(model, options, target))
+    for device in devices[1:] if target is Target.CUDA else ():
+        monkeypatch.setattr(driver, "describe", lambda device=device: device)
+        seen.append(key_of(model, options, target))
+    assert None not in seen
+    assert len(set(seen)) == len(seen)
+
+
+def test_the_target_is_in_the_key(model: Path, options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "describe", lambda: H200)
+    assert key_of(model, options) != key_of(model, options, Target.CUDA)
+
+
+def test_software_that_was_exchanged_under_a_process_gives_no_key(
+    model: Path, options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_key, "_software_at_first", lambda: "as it was")
+    assert key_of(model, options) is None
+
+
+def test_metadata_of_an_egg_are_in_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    about = tmp_path / "torch.egg-info"
+    about.mkdir()
+    (about / "PKG-INFO").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.0\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert plan_key._packages() == [[str(tmp_path), "", (about / "PKG-INFO").read_text(), ""]]
+
+
+def test_the_order_of_names_is_not_in_the_key() -> None:
+    assert plan_key._digest([{"a": 1, "b": 2}]) == plan_key._digest([{"b": 2, "a": 1}])
+    assert plan_key._digest([{"a": 1, "b": 2}]) != plan_key._digest([{"a": 2, "b": 1}])

@@ -1,0 +1,66 @@
+"""What the tests of the plan cache share: small models, and a compiler that counts."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from nimblec.cache.plan_cache import compile_once
+from nimblec.options import Observer, Options
+from nimblec.source import Source
+from nimblert.plan import Target
+
+KEY = "0123456789abcdef" * 4
+
+
+def unobserved(stage: str, seconds: float | None) -> None:
+    """Nobody looks at the stages."""
+
+
+def write_model(path: Path, *, seed: int = 0, external: bool = False) -> Path:
+    """Relu of ``x @ w``, the weights in the file or in weights.bin beside it."""
+    w = np.random.default_rng(seed).standard_normal((8, 8), np.float32)
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["h"]), helper.make_node("Relu", ["h"], ["y"])]
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", 8]) for name in "xy")
+    graph = helper.make_graph(nodes, "g", [x], [y], [numpy_helper.from_array(w, "w")])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+    onnx.save(model, path, save_as_external_data=external, location="weights.bin", size_threshold=0)
+    return path
+
+
+class Compiler:
+    """Writes a plan of its own each time, and counts."""
+
+    def __init__(self, during: Callable[[], object] = bool) -> None:
+        self.calls = 0
+        self._during = during
+
+    def __call__(self, source: Source, options: Options, output: Path, observer: Observer) -> tuple[str, ...]:
+        """Compile."""
+        del source, options, observer
+        self.calls += 1
+        self._during()
+        output.write_bytes(b"plan %d" % self.calls)
+        return (f"note {self.calls}",)
+
+
+def onnx_source(path: Path) -> Source:
+    return Source(kind="onnx", model=str(path.resolve()))
+
+
+def compiled(compiler: Compiler, model: Path, options: Options) -> tuple[bytes, tuple[str, ...]]:
+    """What `compile_once` writes, and what it says."""
+    output = model.parent / "written"
+    notes = compile_once(compiler, onnx_source(model), Target.CPU, options, output, unobserved)
+    return output.read_bytes(), notes
+
+
+def change_byte(path: Path, offset: int = -1) -> None:
+    """Flip a byte, and leave size and time of the file as they were."""
+    status, content = path.stat(), bytearray(path.read_bytes())
+    content[offset] ^= 1
+    path.write_bytes(content)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
