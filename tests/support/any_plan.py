@@ -1,5 +1,7 @@
 """Plans with any number in any field, for hypothesis: they fit the file format and mean nothing."""
 
+from collections.abc import Callable
+
 from hypothesis import strategies as st
 
 from nimblert.plan import (
@@ -33,7 +35,8 @@ from nimblert.plan import (
 u8, u16, u32, u64 = (st.integers(0, 2**bits - 1) for bits in (8, 16, 32, 64))
 i64 = st.integers(-(2**63), 2**63 - 1)
 text = st.text(max_size=8)
-data = st.binary(max_size=40).map(memoryview)
+as_view: Callable[[bytes], memoryview] = memoryview
+data = st.binary(max_size=40).map(as_view)
 dim3 = st.tuples(u32, u32, u32)
 number = st.floats(allow_nan=False)
 

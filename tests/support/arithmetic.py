@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -12,7 +13,7 @@ from nimblec.options import Precision
 @contextmanager
 def arithmetic(precision: Precision) -> Iterator[None]:
     """As `set_arithmetic` says, and afterwards as before."""
-    libraries = torch.backends.cudnn, torch.backends.cuda.matmul
+    libraries: tuple[Any, ...] = torch.backends.cudnn, torch.backends.cuda.matmul
     before = [library.allow_tf32 for library in libraries]
     set_arithmetic(precision)
     try:

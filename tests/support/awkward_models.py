@@ -12,6 +12,8 @@ from torch.nn.utils import parametrizations
 
 Built = tuple[nn.Module, tuple[Any, ...]]
 
+_normalize: Callable[..., Tensor] = functional.normalize  # annotated for one axis, takes several
+
 Pair = namedtuple("Pair", ["low", "high"])  # noqa: PYI024 - as models have it
 
 
@@ -31,6 +33,10 @@ class _Of(nn.Module):
 
 class _Buffers(nn.Module):
     """Buffers of several dtypes, parameters in a list and a dict, a weight that is tied."""
+
+    order: Tensor
+    mask: Tensor
+    scale: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,8 +150,8 @@ def _norms() -> Built:
     }
 
     def forward(m: Any, x: Tensor) -> tuple[Tensor, ...]:
-        y = m.group(m.plain(x))
-        return m.unbiased(y), m.rms(m.instance(y)), m.local(m.tracked(y)), functional.normalize(m.batch(y), dim=(1, 2))
+        y: Any = m.group(m.plain(x))
+        return m.unbiased(y), m.rms(m.instance(y)), m.local(m.tracked(y)), _normalize(m.batch(y), dim=(1, 2))
 
     return _Of(forward, **layers), (torch.randn(2, 4, 4, 5),)
 
@@ -172,7 +178,7 @@ def _pixels(_: Any, x: Tensor) -> tuple[Tensor, ...]:
         functional.fold(columns, (6, 6), 3, padding=1, stride=2),
         pooled,
         where,
-        functional.max_unpool2d(pooled, where, 2),
+        functional.max_unpool2d(pooled, where, (2, 2)),
         functional.adaptive_avg_pool2d(x, (4, 1)),
         functional.adaptive_max_pool2d(x, 3),
         functional.lp_pool2d(x, 2, 2),
@@ -294,8 +300,9 @@ def _half_network() -> Built:
 
 
 def _laid() -> Built:
-    layers = nn.Sequential(nn.Conv2d(4, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 1)).to(memory_format=torch.channels_last)
-    return layers, (torch.randn(2, 4, 6, 5).to(memory_format=torch.channels_last),)
+    layers: Any = nn.Sequential(nn.Conv2d(4, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 1))  # torch's stubs lack memory_format
+    images = torch.randn(2, 4, 6, 5).to(memory_format=torch.channels_last)
+    return layers.to(memory_format=torch.channels_last), (images,)
 
 
 def _expanded() -> Built:

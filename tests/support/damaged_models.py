@@ -65,7 +65,8 @@ def damaged_meaning(model: ModelProto, rng: random.Random) -> bytes:
     for _ in range(rng.randint(1, 3)):
         node = rng.choice(graph.node)
         rng.choice([_rename, _attribute, _shape, _initializer, _drop, _opset])(changed, node, rng)
-    return changed.SerializeToString()
+    serialized: bytes = changed.SerializeToString()
+    return serialized
 
 
 def _rename(model: ModelProto, node: object, rng: random.Random) -> None:

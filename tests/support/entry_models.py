@@ -34,6 +34,8 @@ class Probabilities(torch.nn.Module):
 class Counter(torch.nn.Module):
     """Adds what it is given to a sum that outlives the call."""
 
+    total: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("total", torch.zeros(4))

@@ -5,4 +5,6 @@ from hypothesis import settings
 
 def examples(count: int) -> settings:
     """For a test that is run with ``count`` examples by default, and with ten times as many in the long profile."""
-    return settings(max_examples=count * settings.default.max_examples // settings.get_profile("quick").max_examples)
+    chosen = settings.default
+    assert chosen is not None
+    return settings(max_examples=count * chosen.max_examples // settings.get_profile("quick").max_examples)

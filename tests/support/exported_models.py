@@ -4,6 +4,7 @@ import importlib
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnxruntime
@@ -17,7 +18,7 @@ Example = tuple[nn.Module, tuple[Tensor, ...]]
 class Tagger(nn.Module):
     """Embedding, a bidirectional recurrent layer or two, and a classifier for each token."""
 
-    def __init__(self, layer: type[nn.RNNBase]) -> None:
+    def __init__(self, layer: Callable[..., nn.RNNBase]) -> None:
         super().__init__()
         self.words = nn.Embedding(50, 12)
         self.layer = layer(12, 10, num_layers=2, bidirectional=True, batch_first=True)
@@ -92,6 +93,9 @@ class Gpt(nn.Module):
 
 class Llama(nn.Module):
     """Root mean square norms, rotary positions, grouped queries, a gated network (Touvron et al. 2023)."""
+
+    cos: Tensor
+    sin: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -228,6 +232,8 @@ class DeepLab(nn.Module):
 class Yolo(nn.Module):
     """SiLU convolutions, pyramid pooling, nearest upsampling, boxes on a grid; no suppression."""
 
+    anchors: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.stem, self.down = nn.Conv2d(3, 8, 3, 2, 1), nn.Conv2d(8, 8, 3, 2, 1)
@@ -296,6 +302,8 @@ class T5Encoder(nn.Module):
 
 class WhisperEncoder(nn.Module):
     """One-dimensional convolutions over a spectrogram, then blocks (Radford et al. 2022)."""
+
+    positions: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -369,6 +377,7 @@ class GoogLeNet(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(N, 3, h, w) to (N, 5)."""
         x = self.stem(x)
+        branches: Any
         for branches in self.modules_of_branches:
             x = torch.cat([branch(x) for branch in branches], 1)
         return self.head(x)

@@ -6,6 +6,7 @@ The capture process imports them by name; with torch's seed set, it builds the s
 import os
 import signal
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -84,6 +85,10 @@ def tied() -> Built:
 class Stateful(nn.Module):
     """Counts its calls, and keeps running statistics."""
 
+    calls: torch.Tensor
+    mean: torch.Tensor
+    variance: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.randn(4))
@@ -109,7 +114,7 @@ class Secluded(Stateful):
     """No compiler is let in, either."""
 
     @torch.compiler.disable
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """As its parent does."""
         return super().forward(x)
 
@@ -163,7 +168,8 @@ class Layouts(nn.Module):
 
 def layouts() -> Built:
     """Two images of 12 by 10 pixels."""
-    module = Layouts().eval().to(memory_format=torch.channels_last)
+    module: Any = Layouts().eval()  # torch's annotations lack memory_format
+    module = module.to(memory_format=torch.channels_last)
     image = torch.randn(2, 8, 12, 10).to(memory_format=torch.channels_last)
     pair = (torch.randn(16, 1, 1), torch.randn(1, 16, 1, 1))
     return module, (image,), {"scale": torch.randn(()), "pair": pair}
@@ -296,7 +302,7 @@ def breaking() -> Built:
     def optimized(*_: object) -> None:
         raise IndexError("vector::_M_range_check")
 
-    Pipeline.__call__ = optimized
+    patch.object(Pipeline, "__call__", optimized).start()
     return perceptron()
 
 
@@ -351,8 +357,8 @@ class _Concatenating(nn.Module):
 
 def concatenating() -> Built:
     """Parts of channels that are written one by one, in half precision."""
-    module = _Concatenating().eval().half().to(memory_format=torch.channels_last)
-    return module, (torch.randn(1, 3, 24, 24).half(),)
+    module: Any = _Concatenating().eval().half()  # as in `layouts`
+    return module.to(memory_format=torch.channels_last), (torch.randn(1, 3, 24, 24).half(),)
 
 
 class _HostConstant(nn.Module):

@@ -66,7 +66,8 @@ class _Checker(Interpreter):
 def run(module: fx.GraphModule, *inputs: Tensor) -> tuple[Tensor, ...]:
     """Run a graph; the fused cuDNN calls by their definitions."""
     with torch.no_grad():
-        return Interpreter(module).run(*inputs)
+        outputs: tuple[Tensor, ...] = Interpreter(module).run(*inputs)
+        return outputs
 
 
 def with_triton_kernels(module: fx.GraphModule) -> fx.GraphModule:
@@ -108,6 +109,8 @@ def randomize(module: nn.Module) -> nn.Module:
     """Running statistics and affine parameters that change something."""
     for part in module.modules():
         if isinstance(part, nn.modules.batchnorm._BatchNorm):
+            assert part.running_mean is not None
+            assert part.running_var is not None
             part.running_mean.normal_()
             part.running_var.uniform_(0.5, 2)
             nn.init.normal_(part.weight, 1, 0.3)
