@@ -19,8 +19,8 @@ Use = Callable[[Family[Any, Any], fx.GraphModule], object]
 """Puts the kernels of a family into a graph."""
 
 
-def _passes(families: Iterable[Family[Any, Any]]) -> tuple[Pass, ...]:
-    return tuple(Pass(run=_put_in(family), takes=("use",), reason=family.reason) for family in families)
+def _passes(families: Iterable[Family[Any, Any]], *needs: Callable[..., object]) -> tuple[Pass, ...]:
+    return tuple(Pass(run=_put_in(family), needs=needs, takes=("use",), reason=family.reason) for family in families)
 
 
 def _put_in(family: Family[Any, Any]) -> Callable[..., None]:
@@ -41,13 +41,21 @@ KERNELS = Pipeline(
                 run=lay_float32_channels_last,
                 reason="Triton kernels read images channels last in float32 too, where the library gains nothing by it",
             ),
-            *_passes(family for family in FAMILIES if not family.needs_whole_plan),
+            *_passes((family for family in FAMILIES if not family.needs_whole_plan), lay_float32_channels_last),
         ),
     )
 )
 """Families whose kernels gain if each is faster than the framework's."""
 
-NORMS = Pipeline(Phase(name="kernels", passes=_passes(family for family in FAMILIES if family.needs_whole_plan)))
+NORMS = Pipeline(
+    Phase(
+        name="kernels",
+        passes=_passes(
+            (family for family in FAMILIES if family.needs_whole_plan), *(each.run for each in KERNELS.passes)
+        ),
+    ),
+    after=KERNELS,
+)
 """Families of which only the time of a whole plan tells whether they gain."""
 
 TRITON = Recipe("Triton kernels", REWRITES, KERNELS, REGIONS)

@@ -79,20 +79,19 @@ Report = Callable[[Step], None]
 
 
 class Pipeline:
-    """Phases in their order. Raises ValueError where a pass stands before one that it needs."""
+    """Phases in their order, for graphs as the pipeline ``after`` leaves them.
 
-    def __init__(self, *phases: Phase) -> None:
+    Raises ValueError where a pass stands before one that it needs.
+    """
+
+    def __init__(self, *phases: Phase, after: "Pipeline | None" = None) -> None:
         self.phases = phases
-        check_order(self.passes)
+        check_order((*(after.passes if after else ()), *self.passes))
 
     @property
     def passes(self) -> tuple[Pass, ...]:
         """All passes in their order."""
         return tuple(chain.from_iterable(phase.passes for phase in self.phases))
-
-    def __add__(self, other: "Pipeline") -> "Pipeline":
-        """This pipeline, then the other one."""
-        return Pipeline(*self.phases, *other.phases)
 
     def __call__(self, graph: fx.GraphModule, setting: Setting, report: Report | None = None) -> fx.GraphModule:
         """A rewritten copy of a flat graph of pure calls; ``report`` is told of each pass that has run."""

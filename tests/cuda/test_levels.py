@@ -1,5 +1,7 @@
 """-O1: fewer kernels, the same results but for rounding, and what cannot be rewritten is compiled all the same."""
 
+import re
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +13,8 @@ import nimblert
 from nimblec.compiler import compile_model
 from nimblec.difference import difference
 from nimblec.errors import CompileError
+from nimblec.optimize.pipeline import Setting
+from nimblec.optimize.rewrites import REGIONS, REWRITES
 from nimblec.options import Options
 from nimblert import golden
 from nimblert.golden import Verdict
@@ -86,6 +90,15 @@ def test_level_2_keeps_the_fastest_of_several(tmp_path: Path) -> None:
     (tried,) = (note for note in made.notes if note.startswith("tried "))
     assert all(way in tried for way in ("Triton kernels", "fused regions"))
     assert verdicts(made.plan) == {Verdict.BIT_EXACT}
+
+
+def test_passes_are_noted_in_their_order(tmp_path: Path) -> None:
+    options = Options(target="cuda", level=1, print_passes=True)
+    made = compile_model("gpu_models:perceptron", options=options, output=tmp_path / "m", observer=lambda *_: None)
+    noted = [found for note in made.notes if (found := re.fullmatch(r"(\w+): (\w+): (\d+) calls -> (\d+)", note))]
+    passes = [each.name for each in chain(*(p.passes for p in REWRITES.phases if p.when(Setting())), REGIONS.passes)]
+    assert [found[2] for found in noted] == passes
+    assert all(a[4] == b[3] for a, b in pairwise(noted))
 
 
 @pytest.mark.parametrize("streams", ["1", "max"])

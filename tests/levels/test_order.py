@@ -1,6 +1,7 @@
 """Each pass stands where it does for a reason: elsewhere something named gets worse."""
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from itertools import chain, dropwhile, pairwise
 
@@ -15,6 +16,9 @@ from nimblec.graph.outputs import keep_outputs
 from nimblec.graph.rewriter import Rewriter, bound, fake
 from nimblec.graph.simplify import simplify
 from nimblec.graph.vocabulary import ATTENTION
+from nimblec.kernels.core.gpu import SM_90
+from nimblec.kernels.core.launch import ops
+from nimblec.levels.o2 import KERNELS, NORMS, first
 from nimblec.optimize.canonical.attention_masks import canonicalize_masks
 from nimblec.optimize.canonical.copies import drop_copies
 from nimblec.optimize.canonical.folding import fill_empty, fold_constants
@@ -31,7 +35,7 @@ from nimblec.optimize.fuse.pointwise import linear_convolutions
 from nimblec.optimize.fuse.shared_matrix import join_batches
 from nimblec.optimize.layout import aligned_weights
 from nimblec.optimize.layout.aligned_weights import align_weights
-from nimblec.optimize.layout.channels_last import lay_contiguous, propagate_channels_last
+from nimblec.optimize.layout.channels_last import lay_contiguous, lay_float32_channels_last, propagate_channels_last
 from nimblec.optimize.layout.transposed import block_transposed_convolutions
 from nimblec.optimize.pipeline import Pass, Phase, Pipeline, Setting, Step, calls, check_order
 from nimblec.optimize.precision.cast import cast
@@ -264,6 +268,38 @@ def weight(module: fx.GraphModule) -> Tensor:
     value = Rewriter(module).value(only(module, torch.ops.aten.convolution.default).args[1])
     assert value is not None
     return value
+
+
+def with_kernels(graph: fx.GraphModule, passes: list[Pass]) -> fx.GraphModule:
+    """A graph as REWRITES leave it, with Triton kernels by these passes."""
+    setting = Setting(use=first(SM_90))
+    return rewritten(REWRITES(graph, setting), passes, setting)
+
+
+def triton(module: fx.GraphModule) -> Counter[str]:
+    """How often each op of a Triton kernel is called."""
+    return Counter(node.target._schema.name for node in module.graph.nodes if node.target in ops())
+
+
+def test_triton_kernels_serve_images_that_lie_channels_last() -> None:
+    graph = convolutional(nn.Conv2d(4, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3))
+    passes = list(KERNELS.passes)
+    wrong = moved(lay_float32_channels_last, to=passes[-1].run, passes=passes)
+    with pytest.raises(ValueError, match="stands before lay_float32_channels_last"):
+        check_order(wrong)
+    assert triton(with_kernels(graph, passes)).total() == 2
+    assert triton(with_kernels(graph, wrong)).total() == 0
+
+
+def test_norms_go_into_products_that_are_triton_kernels() -> None:
+    torch.manual_seed(0)
+    layers = nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64)
+    graph = trace(nn.Sequential(*layers).eval().half(), (torch.randn(32, 64).half(),)).module
+    with pytest.raises(ValueError, match="which it needs: norms go into products"):
+        check_order([each for each in NORMS.passes if "norm" in each.name])
+    right = with_kernels(graph, [*KERNELS.passes, *NORMS.passes])
+    wrong = with_kernels(graph, [*NORMS.passes, *KERNELS.passes])
+    assert (calls(right), calls(wrong)) == (2, 3)
 
 
 def test_a_report_counts_calls_before_and_after_each_pass() -> None:
