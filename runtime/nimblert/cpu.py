@@ -1,26 +1,33 @@
 """The CPU backend: every launch is a small ONNX model that ONNX Runtime runs on memory of the plan.
 
-One session for each (kernel, initializers), one IO binding for each launch, made once at load; a
-run only walks over them. Streams are threads that run side by side, events are locks (see `streams`).
+One session for launches that follow each other on a stream (`nimblert.onnx_join`), one IO binding for
+each, made once at load; a run only walks over them. Streams are threads that run side by side, events
+are locks (see `streams`).
 
 What is trusted: `verify` has bounded the plan, this file bounds every address that it hands over
 and compares the dtypes of parameters with the model's. The models themselves are parsed by ONNX
 Runtime, which finds no file (see `sessions`) and knows no operators but its own.
 """
 
+import re
 import threading
 import time
 import weakref
-from collections.abc import Generator, Mapping, Sequence
-from functools import partial
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from functools import cached_property, partial
 
 import numpy as np
 
 from nimblert.errors import PlanInvalidError
 from nimblert.host_memory import HostMemory, HostWeights, HostWorking
+from nimblert.onnx_join import chains
 from nimblert.onnx_session import SessionCache, run_options, runtime_errors
 from nimblert.plan import Command, Launch, Memcpy, Memset, Plan, Pointer, Program, Record, Wait, Work
 from nimblert.streams import Bound, Step, Streams, interruptible, pass_gate, unlock
+
+_LABEL = "command_"
+_NAMED = re.compile(rf"Name:'{_LABEL}(\d{{1,9}})'")
+"""How a failure names a node of several, by the index of its command."""
 
 
 class CpuResident:
@@ -66,10 +73,13 @@ class CpuBackend:
         self.outputs: tuple[np.ndarray, ...] = tuple(map(self.memory.tensor, program.outputs))
         self._gates = [threading.Lock() for _ in range(program.event_count)]
         self._options = run_options()
-        with resident.sessions as sessions:
-            self._issued = self._bind(plan, program, sessions)
-        streams = _by_stream(self._issued, program.stream_count)
-        self._streams = Streams(streams, self._gates, self._options, runtime_errors(), partial(_origin, program))
+        self._plan = plan
+        self._sessions = resident.sessions
+        _check_events(program)
+        with self._sessions:
+            streams = [self._bind_stream(stream) for stream in range(program.stream_count)]
+        issued = [steps for steps in streams if steps] or [[]]
+        self._streams = Streams(issued, self._gates, self._options, runtime_errors(), partial(_origin, program))
         # The threads know the streams, not this object: they end when nobody has it any more.
         self._dropped = weakref.finalize(self, self._streams.end)
         self._dropped.atexit = False  # a daemon thread may run on to the very end
@@ -107,7 +117,7 @@ class CpuBackend:
 
         Raises InputError as `run` does.
         """
-        for command, step in self._issued:
+        for command, step in self._singly:
             if not isinstance(command, Record | Wait):
                 self._streams.run_alone([(command, step)])
                 yield command
@@ -119,34 +129,56 @@ class CpuBackend:
     def profile(self) -> list[int]:
         """Run in issue order on the calling thread: nanoseconds of each command. Raises InputError as `run` does."""
         durations: list[int] = []
-        self._streams.run_alone([(command, partial(_time, step, durations)) for command, step in self._issued])
+        self._streams.run_alone([(command, partial(_time, step, durations)) for command, step in self._singly])
         return durations
 
     def close(self) -> None:
         """End the threads and drop sessions and memory."""
         self._streams.close()
         self._dropped.detach()
-        self._issued = []
+        self.__dict__.pop("_singly", None)
         self.inputs = self.outputs = ()
         del self._streams, self.memory
 
-    def _bind(self, plan: Plan, program: Program, sessions: SessionCache) -> list[Bound]:
-        """The step of each command, in issue order."""
-        issued: list[Bound] = []
-        recorded: set[int] = set()
-        for index, command in enumerate(program.commands):
-            if isinstance(command, Record):
-                recorded.add(command.event)
-            elif isinstance(command, Wait) and command.event not in recorded:
-                raise PlanInvalidError([f"commands[{index}]: waits for event {command.event} before its record"])
-            issued.append((command, self._step(plan, sessions, command, index)))
-        return issued
+    @cached_property
+    def _singly(self) -> list[Bound]:
+        """The step of each command by itself, in issue order: to measure and to look at."""
+        with self._sessions:
+            return [(command, self._step(command, index)) for index, command in enumerate(self._program.commands)]
 
-    def _step(self, plan: Plan, sessions: SessionCache, command: Command, index: int) -> Step:
+    def _bind_stream(self, stream: int) -> list[Bound]:
+        """The steps of a stream in issue order; launches that follow each other are one where a model can hold them."""
+        steps: list[Bound] = []
+        launches: list[tuple[int, Launch]] = []
+        for index, command in enumerate(self._program.commands):
+            if command.stream != stream:
+                continue
+            if isinstance(command, Launch):
+                launches.append((index, command))
+            else:
+                steps += self._bind_launches(launches)
+                steps.append((command, self._step(command, index)))
+                launches.clear()
+        return [*steps, *self._bind_launches(launches)]
+
+    def _bind_launches(self, launches: Sequence[tuple[int, Launch]]) -> Iterator[Bound]:
+        kernels = [self._plan.kernels[launch.kernel] for _, launch in launches]
+        models = [self._sessions.model(kernel.module) for kernel in kernels]
+        labels = [f"{_LABEL}{index}" for index, _ in launches]
+        commands = [launch for _, launch in launches]
+        for members, chain in chains(list(zip(commands, kernels, models, labels, strict=True))):
+            index, first = launches[members[0]]
+            if len(members) == 1:
+                yield first, self._step(first, index)
+            else:
+                joined = [commands[member] for member in members]
+                yield first, self._sessions.bind_chain(joined, chain, self.memory, self._options)
+
+    def _step(self, command: Command, index: int) -> Step:
         match command:
             case Launch():
-                bound = sessions.bind(command, self.memory, self._options, f"commands[{index}]")
-                if _may_loop(plan, command):
+                bound = self._sessions.bind(command, self.memory, self._options, f"commands[{index}]")
+                if _may_loop(self._plan, command):
                     return partial(interruptible, bound, self._options)
                 return bound
             case Memcpy():
@@ -162,24 +194,29 @@ class CpuBackend:
                 return partial(pass_gate, self._gates[command.event])
 
 
+def _check_events(program: Program) -> None:
+    recorded: set[int] = set()
+    for index, command in enumerate(program.commands):
+        if isinstance(command, Record):
+            recorded.add(command.event)
+        elif isinstance(command, Wait) and command.event not in recorded:
+            raise PlanInvalidError([f"commands[{index}]: waits for event {command.event} before its record"])
+
+
 def _may_loop(plan: Plan, launch: Launch) -> bool:
     """Whether the launch's model holds a Loop, which data may keep from ending, at any depth."""
     return b"Loop" in bytes(plan.modules[plan.kernels[launch.kernel].module].code)
 
 
-def _origin(program: Program, command: Command) -> str:
+def _origin(program: Program, command: Command, failure: Exception) -> str:
+    """The op that failed; of several in one model the one that ONNX Runtime names."""
     if isinstance(command, Record | Wait):
         return f"event {command.event}"
+    named = _NAMED.search(str(failure))
+    if named and isinstance(found := program.commands[int(named[1])], Launch):
+        command = found
     op = program.ops[command.op]
     return f"op {op.name} ({op.source})"
-
-
-def _by_stream(issued: Sequence[Bound], stream_count: int) -> list[list[Bound]]:
-    """The steps of each stream that has any; one stream at least."""
-    streams: list[list[Bound]] = [[] for _ in range(stream_count)]
-    for command, step in issued:
-        streams[command.stream].append((command, step))
-    return [steps for steps in streams if steps] or [[]]
 
 
 def _time(step: Step, durations: list[int]) -> None:

@@ -7,7 +7,7 @@ listed is refused: functions, sparse tensors, training, metadata, names of devic
 from dataclasses import dataclass
 from typing import Optional
 
-from nimblert.protobuf import Budget, Field, by_tag, read
+from nimblert.protobuf import Budget, Field, by_tag, read, write
 
 ELEMENT_TYPES = {
     "bool": 9,
@@ -235,3 +235,8 @@ def read_model(code: bytes, budget: Budget) -> Model:
     model = read(code, Model, _FIELDS, budget)
     assert isinstance(model, Model)
     return model
+
+
+def write_model(model: Model) -> bytes:
+    """The code of a model, as `read_model` reads it."""
+    return write(model, _FIELDS)

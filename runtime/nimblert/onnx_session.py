@@ -6,7 +6,7 @@ onnxruntime is imported when the first CPU plan is loaded, not before.
 import contextlib
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache, partial
 from importlib import import_module
 from math import prod
@@ -16,11 +16,14 @@ from typing import Any, Self
 import numpy as np
 
 from nimblert.dtypes import numpy_dtype
-from nimblert.errors import DeviceMismatchError, PlanInvalidError
+from nimblert.errors import DeviceMismatchError, PlanFormatError, PlanInvalidError
 from nimblert.host_memory import HostMemory, HostWeights
-from nimblert.onnx_model import ELEMENT_TYPES
+from nimblert.limits import DEFAULT_LIMITS
+from nimblert.onnx_join import Bound, Chain, Joined
+from nimblert.onnx_model import ELEMENT_TYPES, Model, read_model
 from nimblert.onnx_rules import EXTERNAL_FILE, ORIGIN
 from nimblert.plan import ITEM_NBYTES, Kernel, Launch, Parameter, ParameterKind, Plan, Pointer, Region
+from nimblert.protobuf import Budget
 from nimblert.scratch import scratch_folder
 
 NO_PACKED_COPIES = ("session.disable_prepacking", "1")
@@ -177,6 +180,7 @@ class SessionCache:
         self._plan = plan
         self._weights = weights
         self._threads = _threads(plan)
+        self._models: dict[int, Model] = {}
         self._sessions: dict[tuple[object, ...], Any] = {}
         self._lock = threading.Lock()
         self._resources = contextlib.ExitStack()
@@ -200,6 +204,16 @@ class SessionCache:
         finally:
             self._lock.release()
 
+    def model(self, module: int) -> Model:
+        """The model of a module, or an empty one where the bytes are none."""
+        if module not in self._models:
+            try:
+                code = bytes(self._plan.modules[module].code)
+                self._models[module] = read_model(code, Budget(DEFAULT_LIMITS.model_fields))
+            except PlanFormatError:
+                self._models[module] = Model()
+        return self._models[module]
+
     def bind(self, launch: Launch, memory: HostMemory, options: Any, where: str) -> "partial[object]":
         """A call that runs the launch in ``memory``, under these RunOptions.
 
@@ -209,26 +223,43 @@ class SessionCache:
         pointers = {relocation.param_offset: relocation.pointer for relocation in launch.relocations}
         if sorted(pointers) != sorted(p.offset for p in kernel.parameters):
             raise PlanInvalidError([f"{where}: its relocations do not match the parameters of kernel {launch.kernel}"])
-        session = self._session(launch.kernel, pointers)
+        bound = [Bound(name=p.name, parameter=p, pointer=pointers[p.offset]) for p in kernel.parameters]
+        of_kind = {kind: tuple(b for b in bound if b.parameter.kind is kind) for kind in ParameterKind}
+        model = Joined(
+            code=bytes(self._plan.modules[kernel.module].code),
+            inputs=of_kind[ParameterKind.INPUT],
+            outputs=of_kind[ParameterKind.OUTPUT],
+            initializers=of_kind[ParameterKind.INITIALIZER],
+        )
+        return self.bind_model(model, memory, options, kernel.symbol, threaded=_is_threaded(kernel))
+
+    def bind_chain(
+        self, launches: Sequence[Launch], chain: Chain, memory: HostMemory, options: Any
+    ) -> "partial[object]":
+        """A call that runs several launches as one model."""
+        kernels = [self._plan.kernels[launch.kernel] for launch in launches]
+        symbol = f"{kernels[0].symbol} to {kernels[-1].symbol}"
+        threaded = any(map(_is_threaded, kernels))
+        return self.bind_model(chain.joined(), memory, options, symbol, threaded=threaded)
+
+    def bind_model(
+        self, model: Joined, memory: HostMemory, options: Any, symbol: str, *, threaded: bool
+    ) -> "partial[object]":
+        """A call that runs a model on what its values are bound to."""
+        key = (model.code, *(bound.pointer for bound in model.initializers))
+        if key not in self._sessions:
+            self._sessions[key] = self._open(model, symbol, threads=self._threads if threaded else 1)
+        session = self._sessions[key]
         binding = session.io_binding()
-        for parameter in kernel.parameters:
-            if parameter.kind is ParameterKind.INITIALIZER:
-                continue
-            written = parameter.kind is ParameterKind.OUTPUT
-            array = memory.array(pointers[parameter.offset], parameter.dtype, parameter.shape, written=written)
-            bind = binding.bind_output if written else binding.bind_input
-            bind(parameter.name, "cpu", 0, _element_type(parameter, array), parameter.shape, array.ctypes.data)
+        sides = (model.inputs, binding.bind_input), (model.outputs, binding.bind_output)
+        for (values, bind), written in zip(sides, (False, True), strict=True):
+            for value in values:
+                parameter = value.parameter
+                array = memory.array(value.pointer, parameter.dtype, parameter.shape, written=written)
+                bind(value.name, "cpu", 0, _element_type(parameter, array), parameter.shape, array.ctypes.data)
         # The method of the extension itself: 1.6 us a call where the Python wrapper around it takes 5
         # (30 with RunOptions), most of it to look for a WebGPU graph.
         return partial(session._sess.run_with_iobinding, binding._iobinding, options)  # noqa: SLF001
-
-    def _session(self, index: int, pointers: dict[int, Pointer]) -> Any:
-        kernel = self._plan.kernels[index]
-        constant = [p for p in kernel.parameters if p.kind is ParameterKind.INITIALIZER]
-        key = (index, *(pointers[p.offset] for p in constant))
-        if key not in self._sessions:
-            self._sessions[key] = self._open(kernel, {p.name: (p, pointers[p.offset]) for p in constant})
-        return self._sessions[key]
 
     def _value(self, parameter: Parameter, pointer: Pointer) -> Any:
         """An initializer, where it lies among the weights; all of it must lie in one of them."""
@@ -241,21 +272,17 @@ class SessionCache:
         array = weight[start : start + nbytes].view(numpy_dtype(parameter.dtype)).reshape(parameter.shape)
         return ort_value(array, parameter.dtype)
 
-    def _open(self, kernel: Kernel, constants: dict[str, tuple[Parameter, Pointer]]) -> Any:
-        code = bytes(self._plan.modules[kernel.module].code)
+    def _open(self, model: Joined, symbol: str, threads: int) -> Any:
         try:
-            initializers = {name: self._value(*constant) for name, constant in constants.items()}
-            threads = self._threads if _is_threaded(kernel) else 1
-            session = open_session(code, initializers, self._folder, threads)
+            initializers = {bound.name: self._value(bound.parameter, bound.pointer) for bound in model.initializers}
+            session = open_session(model.code, initializers, self._folder, threads)
         except runtime_errors() as exc:
             version = onnxruntime().__version__
-            raise PlanInvalidError(
-                [f"kernel {kernel.symbol}: ONNX Runtime {version} refuses its model: {exc}"]
-            ) from exc
+            raise PlanInvalidError([f"kernel {symbol}: ONNX Runtime {version} refuses its model: {exc}"]) from exc
         declared = {tensor.name: tensor.type for tensor in (*session.get_inputs(), *session.get_outputs())}
-        bound = {p.name: _TYPE_NAMES[p.dtype] for p in kernel.parameters if p.name not in constants}
+        bound = {value.name: _TYPE_NAMES[value.parameter.dtype] for value in (*model.inputs, *model.outputs)}
         if declared != bound:
-            raise PlanInvalidError([f"kernel {kernel.symbol}: parameters {bound}, its model has {declared}"])
+            raise PlanInvalidError([f"kernel {symbol}: parameters {bound}, its model has {declared}"])
         return session
 
 

@@ -1,4 +1,4 @@
-"""Strict reading of protobuf messages: what has one meaning only, or nothing.
+"""Strict reading of protobuf messages, what has one meaning only or nothing, and writing in that form.
 
 Parsers differ in what they make of unknown fields, of a field that comes twice, of groups, of numbers
 in more bytes than they need. Here all of these are refused, and fields must stand in ascending order:
@@ -68,6 +68,50 @@ def read(data: bytes, record: type, fields: Fields, budget: Budget) -> Any:
     described above, or have fields that ``fields`` does not know.
     """
     return _Reader(data, fields, budget).message(record, 0, len(data), 0)
+
+
+def write(record: Any, fields: Fields) -> bytes:
+    """The one form of a message that `read` reads: `read(write(x))` is x, `write(read(data))` is data."""
+    written = bytearray()
+    for tag, field in sorted(fields[type(record)].items()):
+        value = getattr(record, field.name)
+        if field.packed:
+            if value:
+                _append_bytes(written, tag, b"".join(_number_bytes(field.kind, number) for number in value))
+        elif field.repeated:
+            for item in value:
+                _append(written, tag, field, item, fields)
+        elif value is not None:
+            _append(written, tag, field, value, fields)
+    return bytes(written)
+
+
+def _append(written: bytearray, tag: int, field: Field, value: Any, fields: Fields) -> None:
+    if tag & 7 != _BYTES:
+        written += _varint_bytes(tag) + _number_bytes(field.kind, value)
+    elif field.kind == "text":
+        _append_bytes(written, tag, value.encode())
+    else:
+        _append_bytes(written, tag, value if field.kind == "bytes" else write(value, fields))
+
+
+def _append_bytes(written: bytearray, tag: int, data: bytes) -> None:
+    written += _varint_bytes(tag) + _varint_bytes(len(data)) + data
+
+
+def _number_bytes(kind: str, value: Any) -> bytes:
+    if kind in ("float", "double"):
+        return (_F32 if kind == "float" else _F64).pack(value)
+    return _varint_bytes(value & 0xFFFF_FFFF_FFFF_FFFF)
+
+
+def _varint_bytes(value: int) -> bytes:
+    written = bytearray()
+    while value >= 0x80:
+        written.append(value & 0x7F | 0x80)
+        value >>= 7
+    written.append(value)
+    return bytes(written)
 
 
 class _Reader:

@@ -83,7 +83,7 @@ class Streams:
     """Bound commands by stream, ready to run, one run at a time.
 
     ``gates`` are the events: one that nobody has recorded yet is locked. ``options`` are those of
-    every launch. ``failures`` are what an op may raise, ``origin`` names a command in the message.
+    every launch. ``failures`` are what an op may raise, ``origin`` says in the message which command failed.
     Raises DeviceMismatchError where a thread cannot be started.
     """
 
@@ -93,7 +93,7 @@ class Streams:
         gates: Sequence[threading.Lock],
         options: RunOptions,
         failures: tuple[type[Exception], ...],
-        origin: Callable[[Command], str],
+        origin: Callable[[Command, Exception], str],
     ) -> None:
         self._own = streams[0]
         self._gates = gates
@@ -188,7 +188,7 @@ class Streams:
             try:
                 step()
             except self._failures as exc:
-                error = InputError(f"{self._origin(command)}: failed on these inputs: {exc}")
+                error = InputError(f"{self._origin(command, exc)}: failed on these inputs: {exc}")
                 error.__cause__ = exc
                 self._fail(error)
 

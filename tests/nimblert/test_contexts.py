@@ -15,7 +15,7 @@ from onnx import helper
 
 import nimblert
 from nimblert import Arena, Executable
-from nimblert.cpu import CpuBackend
+from nimblert.cpu import CpuBackend, CpuResident
 from nimblert.errors import InputError
 
 WIDTH = 64
@@ -66,8 +66,9 @@ def test_a_context_has_memory_of_its_own_over_the_same_weights_and_sessions(mode
     for mine, other in zip((*first.inputs, *first.outputs), (*second.inputs, *second.outputs), strict=True):
         assert not np.shares_memory(mine, other)
     assert model._resident is context._resident
-    sessions = model._resident.sessions._sessions  # type: ignore[attr-defined]
-    assert len(sessions) == 2  # one product serves twice
+    assert isinstance(model._resident, CpuResident)
+    sessions = model._resident.sessions._sessions
+    assert len(sessions) == 1
     expected = model(drawn(0))
     context(drawn(1))
     model.replay()

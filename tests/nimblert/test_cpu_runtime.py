@@ -344,7 +344,7 @@ def test_a_profile_measures_each_command(path: Path) -> None:
     backend = CpuBackend(plan, plan.programs[0])
     assert all(ns > 0 for ns in backend.profile())
     slow = [0.02, 0.0, 0.04]
-    backend._issued = [(c, partial(time.sleep, s)) for c, s in zip(plan.programs[0].commands, slow, strict=True)]
+    backend._singly = [(c, partial(time.sleep, s)) for c, s in zip(plan.programs[0].commands, slow, strict=True)]
     durations = backend.profile()
     assert all(s <= ns / 1e9 < s + 5 for ns, s in zip(durations, slow, strict=True))
     backend.close()

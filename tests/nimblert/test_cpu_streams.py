@@ -38,7 +38,7 @@ def steps(count: int, step: Step) -> list[Bound]:
 
 
 def streams(*bound: Sequence[Bound], gates: Sequence[threading.Lock] = ()) -> Streams:
-    return Streams(bound, gates, Options(), (ValueError,), lambda command: type(command).__name__)
+    return Streams(bound, gates, Options(), (ValueError,), lambda command, _: type(command).__name__)
 
 
 def interrupt_after(seconds: float) -> threading.Timer:
