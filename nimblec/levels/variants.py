@@ -1,4 +1,4 @@
-"""The ways in which a model can run at a level of optimisation; the fastest is kept."""
+"""The variants of a model at a level of optimisation; the fastest is kept."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
