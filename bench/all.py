@@ -1,4 +1,4 @@
-"""All that is measured on an H200, in the order of its worth, within a time.
+"""Run all benchmarks of the H200, the most important first, within a time limit.
 
 Usage: python -m bench.all [--gpus N] [--jobs J] [--stop-after SECONDS] [--only NAME,...]. First the tables of networks
 (peers, schedules, batches, fp32), in one queue of processes that get ready side by side and measure alone
@@ -6,8 +6,8 @@ Usage: python -m bench.all [--gpus N] [--jobs J] [--stop-after SECONDS] [--only 
 minutes (tuned, in peers.json), and the programs that time kernels, compilations and starts (singles, in singles.json).
 The figures are in bench/results/h200 as they come.
 
-Each of these holds on to what the files hold of this commit, so the same command goes on with what is missing. On a
-machine without the repository, NIMBLEC_COMMIT says the commit.
+Figures of this commit that the files already hold are kept, so the same command resumes with what is missing. On a
+machine without the repository, NIMBLEC_COMMIT names the commit.
 """
 
 import argparse

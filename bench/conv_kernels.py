@@ -148,7 +148,7 @@ class Tensors:
 
     def _linear(self, rows: Tensor) -> Tensor:
         if self.call.activation == "gelu_tanh":
-            return aten._addmm_activation.default(self.bias, self.x, rows.t(), use_gelu=True)  # noqa: SLF001
+            return aten._addmm_activation.default(self.bias, self.x, rows.t(), use_gelu=True)  # noqa: SLF001 - ATen
         total = aten.addmm(self.bias, self.x, rows.t())
         return ACTIVATIONS[self.call.activation](total)
 

@@ -1,15 +1,15 @@
-"""What running node by node costs on the CPU: a plan against a whole-model ONNX Runtime session.
+"""The cost of running node by node on the CPU: a plan against a whole-model ONNX Runtime session.
 
 Usage: ``python -m bench.cpu_overhead [--markdown] [--repeats 200] [--setting NAME]``. Writes
-bench/results/cpu/overhead.json, or prints its table with --markdown. With --setting it measures one setting only and
-leaves the others in the file as they are: on a machine with neighbours each waits for a quiet minute.
+bench/results/cpu/overhead.json, or prints its table with --markdown. --setting measures one setting and keeps the
+others in the file: on a shared machine, each can wait for a quiet minute.
 
 Models come from tests/support/families in their full width with random weights, batch 1. A call of the plan
-(`nimblert.load(plan).run`) and one of the session take turns on the same arrays, so that both see the same neighbours
-on a busy machine; the results must be equal bit for bit. Each setting has a process of its own: one core; all cores as
-a program gets them that asks for nothing; all cores after `nimblert.onnx_session.share_thread_pool()`, as `nimblec run`
-does. ONNX Runtime allows no session of default options beside a shared pool: what the last is compared with in the
-table is the session of the setting before it.
+(`nimblert.load(plan).run`) and one of the session take turns on the same arrays, so that load on the machine
+affects both alike; the results must be equal bit for bit. Each setting has a process of its own: one core; all
+cores with default options; all cores after `nimblert.onnx_session.share_thread_pool()`, as `nimblec run` does. ONNX
+Runtime allows no session of default options beside a shared pool, so the table compares the last setting with the
+session of the one before.
 """
 
 import argparse

@@ -177,7 +177,7 @@ def difference(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> s
             return f"output {i} is {left.dtype}{left.shape}; expected {right.dtype}{right.shape}"
         rtol = HALF_RTOL.get(left.dtype.name, RTOL)
         if left.dtype.name in HALF_RTOL:
-            left, right = left.astype(np.float32), right.astype(np.float32)  # noqa: PLW2901
+            left, right = left.astype(np.float32), right.astype(np.float32)  # noqa: PLW2901 - in a wider dtype
         close = np.isclose(left, right, rtol=rtol, atol=ATOL, equal_nan=True)
         if not close.all():
             worst = np.abs(np.where(close, 0, left.astype(np.float64) - right)).max()

@@ -14,7 +14,7 @@ Figures: TypeAlias = Mapping[str, Mapping[str, Any]]
 
 TORCH_MODES = ("eager", "graph", "compile", "freeze", "autotune", "aoti")
 COMPILED_MODES = ("compile", "freeze", "autotune")
-"""torch.compile's best is the fastest of these that was measured, by the clock in question."""
+"""torch.compile's time is that of the fastest of these modes."""
 
 _NOT_MEASURED = "-"
 _NOISY = "~"

@@ -76,7 +76,7 @@ class Tree:
 
 
 def stop(spared: Tree) -> set[int]:
-    """Stop all that is below this process but one tree: their ids, when they stand still."""
+    """Stop all descendants of this process but one tree; returns their ids once they have stopped."""
 
     def others() -> set[int]:
         found = _processes()

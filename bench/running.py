@@ -1,7 +1,7 @@
 """Measure what is missing in files of figures: many processes, on the GPUs of one machine.
 
-A file holds figures by model and mode, each with the commit that it is of. Processes get ready side by side and measure
-alone (bench/turns.py), on each of --gpus with its share of the cores, all of a model of one table on one of them.
+A file holds figures by model and mode, each with its commit. Processes prepare concurrently and measure alone
+(bench/turns.py), on each of --gpus with its share of the cores; all modes of a model in a table run on the same GPU.
 """
 
 import argparse

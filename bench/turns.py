@@ -1,4 +1,4 @@
-"""Processes that get ready side by side and then measure one at a time, while the others stand still.
+"""Processes that prepare concurrently and then measure one at a time, while the others are stopped.
 
 Getting ready to measure a network is mostly compiling, on a few cores; measuring wants the machine to
 itself. A process writes lines of JSON objects, which are merged into its result; an empty one, as its
@@ -52,7 +52,7 @@ class Turn:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 
     def begin(self) -> None:
-        """Ready to measure: comes back when everything else stands still."""
+        """Wait until everything else is stopped, ready to measure."""
         if self._wait:
             self.say()
             sys.stdin.readline()

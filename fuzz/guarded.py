@@ -18,7 +18,7 @@ LARGEST_NBYTES = 1 << 28
 def install() -> None:
     """Let every region and every weight of plans loaded from now on end at such a page."""
     host_memory.allocate = _allocate
-    host_memory._in_place = _in_place  # noqa: SLF001
+    host_memory._in_place = _in_place  # noqa: SLF001 - what guards memory replaces it
 
 
 def _allocate(nbytes: int, *, poison: bool = False) -> np.ndarray:
