@@ -10,6 +10,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,13 +33,13 @@ from nimblec.schedule import streams
 from nimblec.schedule.dependencies import dependencies
 from nimblec.verify import verification
 from nimblert import container, golden
+from nimblert.cpu import CpuBackend, CpuResident
 from nimblert.executable import load
 from nimblert.host_memory import HostMemory
 from nimblert.onnx_session import nchwc_block_size, onnxruntime
 from nimblert.plan import (
     Device,
     Launch,
-    ParameterKind,
     Plan,
     Pointer,
     Region,
@@ -125,13 +126,10 @@ def loaded(plan: Plan) -> Lines:
     yield f"arena: {program.arena_nbytes:,} bytes"
     yield from (f"input[{i}]: {nbytes} bytes" for i, nbytes in enumerate(program.input_nbytes))
     yield from (f"output[{i}]: {nbytes} bytes" for i, nbytes in enumerate(program.output_nbytes))
-    launches = [command for command in program.commands if isinstance(command, Launch)]
-    bound_tensors = sum(
-        parameter.kind is not ParameterKind.INITIALIZER
-        for launch in launches
-        for parameter in plan.kernels[launch.kernel].parameters
-    )
-    yield f"sessions: {len(launches)}, with {bound_tensors} inputs and outputs bound by address"
+    resident = CpuResident(plan)
+    with closing(CpuBackend(plan, program, resident=resident)):
+        launches = sum(isinstance(command, Launch) for command in program.commands)
+        yield f"sessions: {len(resident.sessions)} for {launches} launches"
 
 
 def runs(plan: Plan, path: Path) -> Lines:

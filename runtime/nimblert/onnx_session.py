@@ -187,6 +187,10 @@ class SessionCache:
         for origin in sorted({module.origin for module in plan.modules}):
             _check_origin(origin)
 
+    def __len__(self) -> int:
+        """The sessions that were opened."""
+        return len(self._sessions)
+
     def __enter__(self) -> Self:
         self._lock.acquire()
         try:
