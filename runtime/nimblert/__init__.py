@@ -20,11 +20,13 @@ from nimblert.errors import (
 from nimblert.executable import Executable, load
 from nimblert.limits import Limits
 from nimblert.plan import Plan
+from nimblert.timing import CommandTime
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Arena",
+    "CommandTime",
     "Context",
     "CudaError",
     "DeviceMismatchError",

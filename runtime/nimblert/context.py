@@ -19,6 +19,7 @@ from nimblert.entries import Signature, Take, checked_array
 from nimblert.errors import InputError
 from nimblert.extents import region_sizes
 from nimblert.plan import Plan, Pointer, Program, Tensor, Work
+from nimblert.timing import CommandTime, command_times
 
 _LAST_RUN_S = 10.0
 """How long the end of the interpreter waits for a run of a daemon thread."""
@@ -49,6 +50,9 @@ class Backend(Protocol):
 
     def steps(self) -> Generator[Work, None, None]:
         """Compute the outputs of the inputs command by command: each launch, copy or fill when it is done."""
+
+    def profile(self) -> list[int]:
+        """As all of `steps`: nanoseconds of each launch, copy or fill."""
 
     def read(self, pointer: Pointer, nbytes: int) -> np.ndarray:
         """A copy of bytes of the program's memory, as uint8."""
@@ -198,6 +202,20 @@ class Context:
                 self._steps = None
             if self._arena is not None and self._arena.owner is steps:
                 self._arena.owner = None
+
+    def profile(self, arrays: Mapping[str, np.ndarray], *, entry: str | None = None) -> tuple[CommandTime, ...]:
+        """Run an entry on arrays by input name, one command after the other: how long each took, in issue order.
+
+        Commands run alone here: those that otherwise share the machine, or one session of ONNX Runtime,
+        may take less time together than the sum says. Raises InputError.
+        """
+        program, checked = self._signature(entry).choose(arrays, self._working.take)
+        with self._lock, self._scratch():
+            self._check_ready()
+            backend = self._load(program)
+            self._current = program
+            backend.place(checked)
+            return command_times(program, backend.profile())
 
     def read(self, pointer: Pointer, nbytes: int) -> np.ndarray:
         """A copy of ``nbytes`` bytes of the memory of the program run last, between two `steps`, as uint8.

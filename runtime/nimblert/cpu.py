@@ -118,16 +118,15 @@ class CpuBackend:
         Raises InputError as `run` does.
         """
         for command, step in self._singly:
-            if not isinstance(command, Record | Wait):
-                self._streams.run_alone([(command, step)])
-                yield command
+            self._streams.run_alone([(command, step)])
+            yield command
 
     def read(self, pointer: Pointer, nbytes: int) -> np.ndarray:
         """A copy of ``nbytes`` bytes of the program's memory, as uint8."""
         return self.memory.range(pointer, nbytes).copy()
 
     def profile(self) -> list[int]:
-        """Run in issue order on the calling thread: nanoseconds of each command. Raises InputError as `run` does."""
+        """Compute as `steps` does: nanoseconds of each launch, copy or fill."""
         durations: list[int] = []
         self._streams.run_alone([(command, partial(_time, step, durations)) for command, step in self._singly])
         return durations
@@ -141,10 +140,14 @@ class CpuBackend:
         del self._streams, self.memory
 
     @cached_property
-    def _singly(self) -> list[Bound]:
-        """The step of each command by itself, in issue order: to measure and to look at."""
+    def _singly(self) -> list[tuple[Work, Step]]:
+        """The step of each launch, copy or fill by itself, in issue order: to measure and to look at."""
         with self._sessions:
-            return [(command, self._step(command, index)) for index, command in enumerate(self._program.commands)]
+            return [
+                (command, self._step(command, index))
+                for index, command in enumerate(self._program.commands)
+                if not isinstance(command, Record | Wait)
+            ]
 
     def _bind_stream(self, stream: int) -> list[Bound]:
         """The steps of a stream in issue order; launches that follow each other are one where a model can hold them."""

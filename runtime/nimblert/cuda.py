@@ -1,7 +1,7 @@
 """The CUDA backend: a program as an instantiated CUDA graph over its own device memory."""
 
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -181,16 +181,43 @@ class CudaBackend:
 
         Each is a graph of one node, so that it runs as it does in the whole graph.
         """
-        for command in self._program.commands:
-            if not isinstance(command, Record | Wait):
-                self._context.make_current()  # the caller may have had another one since
-                self._run_alone(command)
-                yield command
+        for command in self._work():
+            self._context.make_current()  # the caller may have had another one since
+            with self._run_once() as single:
+                graph.add_node(single, command, self.functions, self.memory)
+            yield command
 
-    def _run_alone(self, command: Work) -> None:
+    def profile(self) -> list[int]:
+        """Compute as `steps` does: GPU nanoseconds of each launch, copy or fill.
+
+        Taken by an event before and one after the node, in the same graph: what the events cost is included.
+        """
+        self._context.make_current()
+        begin, end = (call("cuEventCreate", 0) for _ in range(2))
+        try:
+            return [self._time_alone(command, begin, end) for command in self._work()]
+        finally:
+            call("cuEventDestroy", begin)
+            call("cuEventDestroy", end)
+
+    def _time_alone(self, command: Work, begin: Handle, end: Handle) -> int:
+        with self._run_once() as single:
+            first = call("cuGraphAddEventRecordNode", single, None, 0, begin)
+            node = graph.add_node(single, command, self.functions, self.memory)
+            graph.add_edge(single, first, node)
+            call("cuGraphAddEventRecordNode", single, [node], 1, end)
+        return round(float(call("cuEventElapsedTime", begin, end)) * 1e6)
+
+    def _work(self) -> Iterator[Work]:
+        """Launches, copies and fills, in issue order."""
+        return (command for command in self._program.commands if not isinstance(command, Record | Wait))
+
+    @contextmanager
+    def _run_once(self) -> Iterator[Handle]:
+        """A graph that runs, and is waited for, when the block has filled it."""
         single = call("cuGraphCreate", 0)
         try:
-            graph.add_node(single, command, self.functions, self.memory)
+            yield single
             executable = call("cuGraphInstantiate", single, 0)
             try:
                 call("cuGraphLaunch", executable, self._stream)
