@@ -1,4 +1,4 @@
-"""The command line: compile | run | inspect | verify. It parses, calls and prints."""
+"""The command line: compile | run | bench | inspect | verify. It parses, calls and prints."""
 
 import os
 import signal
@@ -9,6 +9,7 @@ from contextlib import nullcontext
 import click
 
 import nimblec
+from nimblec.cli.bench import bench_plan
 from nimblec.cli.command import OWN_PROCESS, Group, ReaderGoneError
 from nimblec.cli.compile import compile_model
 from nimblec.cli.console import echo, echo_lines, escape_what_has_no_encoding
@@ -44,7 +45,7 @@ def cli(ctx: click.Context) -> None:
         echo_lines(ctx.get_help())
 
 
-for command in (compile_model, run_plan, inspect_plan, verify_plan):
+for command in (compile_model, run_plan, bench_plan, inspect_plan, verify_plan):
     cli.add_command(command)
 
 

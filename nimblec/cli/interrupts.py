@@ -7,10 +7,12 @@ scratch folder, whose lock the operating system releases) is removed by the next
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import NoReturn
 
 _GRACE_S = 1.0
 _STOP = b"\0"
@@ -43,6 +45,12 @@ def prompt_interrupts() -> Iterator[None]:
         watcher.join()
         os.close(read_end)
         os.close(write_end)
+
+
+def abandon() -> NoReturn:
+    """End the process at once, whatever other threads are doing. What was printed stays printed."""
+    sys.stdout.flush()
+    os._exit(INTERRUPTED)
 
 
 def _watch(read_end: int, heard: threading.Event) -> None:

@@ -13,7 +13,9 @@ from rich.text import Text
 
 from nimblec.cli.console import printable
 from nimblec.inspect.inspection import COMMAND_KINDS, Json, command_counts, shape_text, sizes
+from nimblec.measure import Measurement
 from nimblert.plan import Plan
+from nimblert.timing import CommandTime
 
 ROWS = 20
 """Rows of a table before "and N more"."""
@@ -252,3 +254,44 @@ def latency_text(latencies: Sequence[float]) -> str:
     """Median, 5th and 95th percentile of the seconds of single runs."""
     low, median, high = (seconds_text(float(q)) for q in np.percentile(latencies, [5, 50, 95]))
     return f"latency of {len(latencies)} runs: median {median}, p5 {low}, p95 {high}"
+
+
+def measured(measurement: Measurement) -> Table:
+    """Throughput, and the percentiles of the latencies."""
+    made = table("", "measured", "value", right=("value",))
+    made.show_header = False
+    made.add_row("runs", f"{measurement.latencies.size:,} in {seconds_text(measurement.seconds)}")
+    made.add_row("throughput", f"{measurement.throughput:,.1f} runs/s", end_section=True)
+    for name, seconds in measurement.summary().items():
+        made.add_row(name, seconds_text(seconds))
+    return made
+
+
+def profiled(commands: Sequence[CommandTime]) -> Table:
+    """The slowest commands, each run alone; ``commands`` are all of them, the slowest first."""
+    total = sum(command.nanoseconds for command in commands)
+    title = f"Commands by themselves: {len(commands)}, {seconds_text(total / 1e9)} in all"
+    made = table(
+        title,
+        "command",
+        "kind",
+        "op",
+        "source",
+        "stream",
+        "time",
+        "share",
+        right=("command", "stream", "time", "share"),
+    )
+    rows = [
+        (
+            str(command.command),
+            command.kind,
+            command.op,
+            command.source,
+            str(command.stream),
+            seconds_text(command.nanoseconds / 1e9),
+            f"{command.nanoseconds / max(total, 1):.1%}",
+        )
+        for command in commands
+    ]
+    return capped(made, rows)

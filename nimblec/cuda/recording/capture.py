@@ -273,4 +273,3 @@ def capture(run: Callable[[SetSource], Any], zone: Zone, sources: SourceTracker,
             raise
         graph.capture_end()
     return Capture(graph=graph, ops=tuple(recorder.ops), result=result, zone=zone)
-

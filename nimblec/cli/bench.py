@@ -1,0 +1,137 @@
+"""``nimblec bench``."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+import click
+
+from nimblec import measure
+from nimblec.cli import arguments, interrupts, loading, report
+from nimblec.cli.command import OWN_PROCESS, Command
+from nimblec.cli.console import echo, echo_lines
+from nimblec.cli.progress import StageProgress
+from nimblert.executable import load
+from nimblert.timing import CommandTime
+
+LONGEST_S = 86_400
+MOST_THREADS = 256
+PROFILES = 11
+"""Of so many runs, a command's time is the median."""
+
+
+@click.command("bench", cls=Command)
+@click.argument("plan", type=click.Path(path_type=Path))
+@loading.entry_option
+@loading.input_option
+@loading.seed_option
+@click.option(
+    "--warm-up",
+    type=click.FloatRange(0, LONGEST_S),
+    default=1.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long to run before runs count.",
+)
+@click.option(
+    "--duration",
+    type=click.FloatRange(0, LONGEST_S, min_open=True),
+    default=5.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long to run after that.",
+)
+@click.option(
+    "--threads",
+    type=click.IntRange(1, MOST_THREADS),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="How many threads run it at the same time.",
+)
+@click.option(
+    "--contexts",
+    type=click.Choice(["own", "shared"]),
+    default="own",
+    show_default=True,
+    help="Each thread has a context of its own, or all take turns at one.",
+)
+@click.option("--replay", is_flag=True, help="Leave out the copies in and out: run on inputs in place.")
+@click.option("--profile", "as_profile", is_flag=True, help="Also list the commands that take longest by themselves.")
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON, times in seconds.")
+def bench_plan(
+    plan: Path,
+    entry: str | None,
+    files: tuple[tuple[str, Path], ...],
+    seed: int,
+    warm_up: float,
+    duration: float,
+    threads: int,
+    contexts: str,
+    replay: bool,
+    as_profile: bool,
+    as_json: bool,
+) -> None:
+    """Measure the latency and throughput of PLAN.
+
+    A run is a call from numpy arrays to numpy arrays, in each thread one after the other. Ctrl-C
+    ends the measurement and prints what there is.
+
+    \b
+    Examples:
+      nimblec bench resnet.plan
+      nimblec bench resnet.plan --threads 8 --duration 30 --json
+      nimblec bench resnet.plan --replay --profile
+    """
+    given = arguments.read_arrays(files)
+    with load(loading.prepared(plan)) as executable:
+        chosen = executable.entry(entry)
+        inputs = loading.inputs(chosen, given, seed)
+        others = [executable.context() if contexts == "own" else executable for _ in range(threads - 1)]
+        taken = [executable, *others]
+        for context in {*taken}:  # refuses inputs that do not fit, and leaves them in place
+            context.run(inputs, entry=chosen.name)
+        calls = [context.replay if replay else partial(context.run, inputs, entry=chosen.name) for context in taken]
+        with StageProgress(verbose=False, quiet=False) as progress:
+            progress(f"measure for {duration:g} s", None)
+            measured = measure.measure(calls, warm_up=warm_up, duration=duration)
+        interrupted = measured.interrupted
+        profiles: list[tuple[CommandTime, ...]] = []
+        try:
+            while as_profile and not interrupted and len(profiles) < PROFILES:
+                profiles.append(executable.profile(inputs, entry=chosen.name))
+        except KeyboardInterrupt:
+            interrupted = True
+        commands = measure.slowest(profiles) if profiles else []
+        if as_json:
+            facts = {
+                "entry": chosen.name,
+                "mode": "replay" if replay else "run",
+                "threads": threads,
+                "contexts": contexts,
+                "warm_up": warm_up,
+                "interrupted": interrupted,
+                "runs": measured.latencies.size,
+                "seconds": measured.seconds,
+                "throughput": measured.throughput,
+                "latency": measured.summary(),
+                "commands": [asdict(command) for command in commands],
+            }
+            echo_lines(json.dumps(facts, indent=2, ensure_ascii=False))
+        else:
+            _print(measured, commands, interrupted=interrupted)
+        if measured.unfinished and click.get_current_context().obj == OWN_PROCESS:
+            interrupts.abandon()  # closing would wait for runs that may never end
+    if interrupted:
+        raise click.Abort
+
+
+def _print(measured: measure.Measurement, commands: Sequence[CommandTime], *, interrupted: bool) -> None:
+    console = report.SafeConsole()
+    console.print(report.measured(measured))
+    if commands:
+        console.print(report.profiled(commands))
+    if interrupted:
+        echo("interrupted: these are the runs until then")

@@ -1,0 +1,134 @@
+"""How long runs of a loaded plan take, one after the other in each of several threads at once."""
+
+import math
+import threading
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from nimblec.errors import ArgumentError
+from nimblert.timing import CommandTime
+
+PERCENTILES = (50, 90, 95, 99, 99.9)
+
+_LAST_RUN_S = 0.5
+"""How long an interrupt waits for runs that have begun."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """``latencies`` are the seconds of each run, of whichever thread; ``seconds`` passed during all of them.
+
+    ``interrupted``: Ctrl-C came before the time was over; ``unfinished`` threads were still at a run then.
+    """
+
+    latencies: np.ndarray = field(repr=False)
+    seconds: float
+    interrupted: bool = False
+    unfinished: int = 0
+
+    @property
+    def throughput(self) -> float:
+        """Runs per second, of all threads together; 0 if there were none."""
+        return self.latencies.size / self.seconds if self.seconds else 0.0
+
+    def summary(self) -> dict[str, float]:
+        """Seconds by name: min, p50 to p99.9 and max; empty if there were no runs."""
+        if not self.latencies.size:
+            return {}
+        percentiles = np.percentile(self.latencies, PERCENTILES)
+        named = {f"p{q}": float(value) for q, value in zip(PERCENTILES, percentiles, strict=True)}
+        return {"min": float(self.latencies.min()), **named, "max": float(self.latencies.max())}
+
+
+def measure(calls: Sequence[Callable[[], object]], *, warm_up: float, duration: float) -> Measurement:
+    """Repeat each call in a thread of its own, all threads at once.
+
+    Each runs for ``warm_up`` seconds that do not count; when all have, each begins runs for ``duration``
+    seconds. Ctrl-C ends both: what was measured until then is the result. Raises what a call raises, and
+    ArgumentError for no calls or such seconds.
+    """
+    if not calls:
+        raise ArgumentError("threads: 0, expected at least 1")
+    if not 0 <= warm_up < math.inf:
+        raise ArgumentError(f"warm-up: {warm_up} seconds, expected a finite number from 0")
+    if not 0 < duration < math.inf:
+        raise ArgumentError(f"duration: {duration} seconds, expected a finite number above 0")
+    course = _Course(len(calls), warm_up, duration)
+    lanes = [_Lane(call) for call in calls]
+    running: list[Future[None]] = []
+    interrupted = False
+    pool = ThreadPoolExecutor(len(calls), "nimblec-measure")
+    try:
+        running.extend(pool.submit(course.run, lane) for lane in lanes)
+        wait(running, return_when=FIRST_EXCEPTION)
+    except KeyboardInterrupt:
+        interrupted = True
+    finally:
+        course.end()
+        pool.shutdown(wait=False)
+    done, unfinished = wait(running, timeout=_LAST_RUN_S if interrupted else None)
+    for thread in done:
+        thread.result()
+    return Measurement(
+        latencies=np.concatenate([np.array(lane.latencies[:]) for lane in lanes]),
+        seconds=max(0.0, *(lane.end - course.begin for lane in lanes)),
+        interrupted=interrupted,
+        unfinished=len(unfinished),
+    )
+
+
+class _Lane:
+    """What one thread repeats, the seconds of each run, and when the last one ended."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self.call = call
+        self.latencies = array("d")
+        self.end = 0.0
+
+
+class _Course:
+    """What the threads have in common: they begin to count together, at ``begin``, and end when they are told to."""
+
+    def __init__(self, count: int, warm_up: float, duration: float) -> None:
+        self.begin = 0.0
+        self._warm_up = warm_up
+        self._duration = duration
+        self._ended = False
+        self._warm = threading.Barrier(count, self._start)
+
+    def end(self) -> None:
+        """Have every thread end after the run that it is at."""
+        self._ended = True
+        self._warm.abort()
+
+    def run(self, lane: _Lane) -> None:
+        """What a thread does."""
+        self._repeat(_Lane(lane.call), time.perf_counter(), self._warm_up)
+        try:
+            self._warm.wait()
+        except threading.BrokenBarrierError:  # by `end`
+            return
+        self._repeat(lane, self.begin, self._duration)
+
+    def _start(self) -> None:
+        self.begin = time.perf_counter()
+
+    def _repeat(self, lane: _Lane, begin: float, seconds: float) -> None:
+        lane.end = begin
+        while lane.end - begin < seconds and not self._ended:
+            start = time.perf_counter()
+            lane.call()
+            lane.end = time.perf_counter()
+            lane.latencies.append(lane.end - start)
+
+
+def slowest(profiles: Sequence[Sequence[CommandTime]]) -> list[CommandTime]:
+    """The commands of several profiles of one program, each with its median time, the slowest first."""
+    medians = np.median([[time.nanoseconds for time in profile] for profile in profiles], axis=0)
+    commands = [replace(time, nanoseconds=round(ns)) for time, ns in zip(profiles[0], medians, strict=True)]
+    return sorted(commands, key=lambda time: -time.nanoseconds)

@@ -1,0 +1,171 @@
+"""nimblec bench: what it prints and refuses, and how Ctrl-C ends it."""
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from command_line import CommandLine
+from cpu_plans import floats, plan_file, write_model
+from onnx import helper
+
+from nimblec.processes import environment
+from nimblert.context import Context
+
+QUICK = ("--warm-up", "0", "--duration", "0.05")
+node = helper.make_node
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """tanh(x) + tanh(x) as a plan."""
+    folder = tmp_path_factory.mktemp("bench")
+    nodes = [node("Tanh", ["x"], ["a"], name="bend"), node("Add", ["a", "a"], ["y"], name="sum")]
+    plan_file(write_model(folder / "m.onnx", nodes, [floats("x", 4)], [floats("y", 4)])).save(folder / "m.plan")
+    return folder / "m.plan"
+
+
+def test_the_table_has_every_percentile(nimblec: CommandLine, path: Path) -> None:
+    done = nimblec("bench", path, *QUICK)
+    assert (done.status, done.err) == (0, "")
+    names = [line.split()[0] for line in done.out.splitlines() if line.split()]
+    assert names == ["runs", "throughput", "min", "p50", "p90", "p95", "p99", "p99.9", "max"]
+
+
+@pytest.mark.parametrize("contexts", ["own", "shared"])
+@pytest.mark.parametrize("replay", [[], ["--replay"]])
+def test_the_figures_as_json(
+    nimblec: CommandLine, path: Path, monkeypatch: pytest.MonkeyPatch, contexts: str, replay: list[str]
+) -> None:
+    taken: set[int] = set()
+    name = "replay" if replay else "run"
+    method = getattr(Context, name)
+
+    def noted(context: Context, *args: Any, **kwargs: Any) -> Any:
+        taken.add(id(context))
+        return method(context, *args, **kwargs)
+
+    monkeypatch.setattr(Context, name, noted)
+    done = nimblec("bench", path, *QUICK, "--json", "--threads", "3", "--contexts", contexts, *replay)
+    facts = json.loads(done.out)
+    assert len(taken) == (3 if contexts == "own" else 1)
+    assert (facts["mode"], facts["threads"], facts["contexts"]) == (name, 3, contexts)
+    assert facts["runs"] >= 3
+    assert facts["throughput"] == pytest.approx(facts["runs"] / facts["seconds"])
+    assert list(facts["latency"]) == ["min", "p50", "p90", "p95", "p99", "p99.9", "max"]
+    assert list(facts["latency"].values()) == sorted(facts["latency"].values())
+    assert (facts["interrupted"], facts["commands"]) == (False, [])
+
+
+def test_the_profile_lists_the_commands_with_their_ops(nimblec: CommandLine, path: Path) -> None:
+    commands = json.loads(nimblec("bench", path, *QUICK, "--profile", "--json").out)["commands"]
+    assert {(c["kind"], c["op"], c["source"]) for c in commands} == {
+        ("launch", "Tanh", "bend"),
+        ("launch", "Add", "sum"),
+    }
+    times = [c["nanoseconds"] for c in commands]
+    assert times == sorted(times, reverse=True)
+    out = nimblec("bench", path, *QUICK, "--profile").out
+    assert "Commands by themselves: 2, " in out
+    assert sum(" launch " in line for line in out.splitlines()) == 2
+
+
+def test_the_given_inputs_are_those_that_run(
+    nimblec: CommandLine, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = np.arange(4, dtype=np.float32)
+    np.save(tmp_path / "x.npy", x)
+    seen: list[np.ndarray] = []
+    run = Context.run
+
+    def noted(context: Context, arrays: dict[str, np.ndarray], **kwargs: Any) -> Any:
+        seen.append(arrays["x"])
+        return run(context, arrays, **kwargs)
+
+    monkeypatch.setattr(Context, "run", noted)
+    assert nimblec("bench", path, *QUICK, "--entry", "main", "--input", f"x={tmp_path / 'x.npy'}").status == 0
+    assert all(np.array_equal(array, x) for array in seen)
+    assert len(seen) > 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--threads", "0"], "'--threads': 0 is not in the range"),
+        (["--threads", "2.5"], "'--threads': '2.5' is not a valid integer"),
+        (["--duration", "-1"], "'--duration': -1.0 is not in the range"),
+        (["--duration", "0"], "'--duration': 0.0 is not in the range"),
+        (["--duration", "nan"], "duration: nan seconds"),
+        (["--warm-up", "-1"], "'--warm-up': -1.0 is not in the range"),
+        (["--contexts", "mine"], "'mine' is not one of 'own', 'shared'"),
+        (["--entry", "other"], "entry 'other': not found"),
+        (["--input", "z=none.npy"], "none.npy: No such file"),
+    ],
+)
+def test_wrong_arguments_are_refused(nimblec: CommandLine, path: Path, arguments: list[str], words: str) -> None:
+    assert words in nimblec.refused("bench", path, *arguments)
+
+
+def test_a_missing_plan_is_refused(nimblec: CommandLine, tmp_path: Path) -> None:
+    assert nimblec.refused("bench", tmp_path / "none.plan").endswith("none.plan: no such file")
+
+
+def test_ctrl_c_prints_what_was_measured(nimblec: CommandLine, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counter = itertools.count()
+    run = Context.run
+
+    def interrupting(context: Context, *args: Any, **kwargs: Any) -> Any:
+        if next(counter) == 50:
+            os.kill(os.getpid(), signal.SIGINT)
+        return run(context, *args, **kwargs)
+
+    monkeypatch.setattr(Context, "run", interrupting)
+    done = nimblec("bench", path, "--warm-up", "0", "--duration", "600", "--threads", "2")
+    assert done.status == 128 + signal.SIGINT
+    assert "p99.9" in done.out
+    assert done.out.endswith("interrupted: these are the runs until then\n")
+
+
+def test_ctrl_c_in_the_profile_prints_the_measurement(
+    nimblec: CommandLine, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Context, "profile", interrupted)
+    done = nimblec("bench", path, *QUICK, "--profile", "--json")
+    assert done.status == 128 + signal.SIGINT
+    facts = json.loads(done.out)
+    assert facts["runs"] > 0
+    assert (facts["interrupted"], facts["commands"]) == (True, [])
+
+
+STUCK = """
+import itertools, os, signal, sys, time
+from nimblec.cli import main
+from nimblert.context import Context
+counter, run = itertools.count(), Context.run
+def stuck(*args, **kwargs):
+    if next(counter) == 20:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(600)
+    return run(*args, **kwargs)
+Context.run = stuck
+main()
+"""
+
+
+def test_ctrl_c_waits_for_no_run_that_does_not_end(path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", STUCK, "bench", path, "--warm-up", "0", "--duration", "600", "--json"],
+        env=environment(), capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (128 + signal.SIGINT, "")
+    facts = json.loads(done.stdout)
+    assert (facts["runs"], facts["interrupted"]) == (19, True)

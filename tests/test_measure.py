@@ -1,0 +1,141 @@
+"""Measuring: statistics of made-up times, threads that run at once, errors and Ctrl-C in the middle."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from nimblec.errors import ArgumentError
+from nimblec.measure import Measurement, measure, slowest
+from nimblert import CommandTime
+
+
+def measurement(*latencies: float, seconds: float = 1.0) -> Measurement:
+    return Measurement(latencies=np.array(latencies), seconds=seconds)
+
+
+def test_percentiles_lie_between_the_times_around_them() -> None:
+    times = np.random.default_rng(0).permutation(np.arange(1001.0))
+    expected = {"min": 0, "p50": 500, "p90": 900, "p95": 950, "p99": 990, "p99.9": 999, "max": 1000}
+    assert measurement(*times).summary() == pytest.approx(expected)
+    assert measurement(1.0, 2.0).summary()["p50"] == 1.5
+    assert set(measurement(3.0).summary().values()) == {3.0}
+
+
+def test_throughput_counts_the_runs_of_all_threads() -> None:
+    assert measurement(1.0, 1.0, 2.0, seconds=2.0).throughput == 1.5
+
+
+def test_without_runs_there_are_no_figures() -> None:
+    assert (measurement(seconds=0.0).summary(), measurement(seconds=0.0).throughput) == ({}, 0.0)
+
+
+def test_threads_run_beside_each_other() -> None:
+    """Each run waits for one in every other thread."""
+    together = threading.Barrier(3, timeout=20)
+    runs: list[int] = []
+
+    def last() -> None:
+        together.wait()
+        runs.append(1)
+        if len(runs) == 20:
+            together.abort()
+
+    with pytest.raises(threading.BrokenBarrierError):
+        measure([last, together.wait, together.wait], warm_up=0.0, duration=60.0)
+    assert len(runs) == 20
+
+
+def test_every_run_after_the_warm_up_counts_for_its_time() -> None:
+    starts: list[float] = []
+
+    def call() -> None:
+        starts.append(time.perf_counter())
+        time.sleep(0.01)
+
+    begin = time.perf_counter()
+    found = measure([call], warm_up=0.2, duration=0.3)
+    counted = [start for start in starts if start >= begin + 0.2]
+    assert 0 < found.latencies.size <= len(counted) < len(starts)
+    assert found.latencies.min() >= 0.01
+    assert 0.3 <= found.seconds == pytest.approx(found.latencies.sum(), rel=0.2)
+    assert (found.interrupted, found.unfinished) == (False, 0)
+
+
+def test_a_run_longer_than_the_time_counts_once_in_each_thread() -> None:
+    found = measure([lambda: time.sleep(0.05)] * 2, warm_up=0.0, duration=0.001)
+    assert found.latencies.size == 2
+
+
+def test_what_a_run_raises_ends_all_threads() -> None:
+    runs: list[int] = []
+
+    def failing() -> None:
+        runs.append(1)
+        if len(runs) == 5:
+            raise OSError("gone")
+
+    with pytest.raises(OSError, match="gone"):
+        measure([failing, lambda: time.sleep(0.001)], warm_up=60.0, duration=60.0)
+    assert len(runs) == 5
+
+
+def interrupting(after: int, then: Callable[[], object]) -> Callable[[], None]:
+    """A call that sends Ctrl-C in its run number ``after``, and goes on with ``then``."""
+    runs: list[int] = []
+
+    def call() -> None:
+        runs.append(1)
+        if len(runs) == after:
+            os.kill(os.getpid(), signal.SIGINT)
+            then()
+        time.sleep(0.001)
+
+    return call
+
+
+def test_ctrl_c_gives_what_was_measured_until_then() -> None:
+    found = measure([interrupting(10, lambda: time.sleep(0.1))], warm_up=0.0, duration=60.0)
+    assert found.latencies.size >= 10
+    assert found.seconds < 60
+    assert (found.interrupted, found.unfinished) == (True, 0)
+    assert measure([interrupting(10, lambda: None)], warm_up=60.0, duration=60.0).summary() == {}
+
+
+def test_ctrl_c_waits_for_no_run_that_does_not_end() -> None:
+    go_on = threading.Event()
+    begin = time.perf_counter()
+    found = measure([interrupting(10, lambda: go_on.wait(30))], warm_up=0.0, duration=60.0)
+    go_on.set()
+    assert time.perf_counter() - begin < 20
+    assert (found.latencies.size, found.interrupted, found.unfinished) == (9, True, 1)
+
+
+@pytest.mark.parametrize(
+    ("count", "warm_up", "duration", "sentence"),
+    [
+        (0, 1.0, 1.0, "threads: 0, expected at least 1"),
+        (1, -1.0, 1.0, "warm-up: -1.0 seconds, expected a finite number from 0"),
+        (1, float("nan"), 1.0, "warm-up: nan seconds, expected a finite number from 0"),
+        (1, 1.0, 0.0, "duration: 0.0 seconds, expected a finite number above 0"),
+        (1, 1.0, float("inf"), "duration: inf seconds, expected a finite number above 0"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(count: int, warm_up: float, duration: float, sentence: str) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        measure([lambda: None] * count, warm_up=warm_up, duration=duration)
+    assert str(caught.value) == sentence
+
+
+def test_the_slowest_commands_are_those_of_the_largest_median() -> None:
+    def command(index: int, nanoseconds: int) -> CommandTime:
+        return CommandTime(
+            command=index, kind="launch", op="Add", source=f"add_{index}", stream=0, nanoseconds=nanoseconds
+        )
+
+    profiles = [[command(0, fast), command(1, slow)] for fast, slow in [(10, 20), (99, 21), (11, 22)]]
+    assert slowest(profiles) == [command(1, 21), command(0, 11)]
