@@ -108,7 +108,9 @@ def _scheduled(graphs: Mapping[str, Graph], options: Options, cache: TimingCache
     for entry, graph in graphs.items():
         timer = CachedTimer(CpuTimer(), cache, replace(provenance.device, name=processor()))
         try:
-            part = choose_schedule(graph, provenance, timer, streams=options.streams, memory_limit=options.memory_limit)
+            part = choose_schedule(
+                graph, provenance, timer, streams=options.streams, memory_limit=options.memory_limit
+            )
         except InputError as exc:
             raise refused_inputs(exc) from exc
         parts.append(replace(part, entry=entry))

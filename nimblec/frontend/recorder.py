@@ -25,13 +25,11 @@ from nimblec.graph.definitions import FAKES, RECURRENT
 
 aten = torch.ops.aten
 
-WHOLE = frozenset(
-    {
-        aten.reshape.default,
-        aten.scaled_dot_product_attention.default,
-        *RECURRENT,
-    }
-)
+WHOLE = frozenset({
+    aten.reshape.default,
+    aten.scaled_dot_product_attention.default,
+    *RECURRENT,
+})
 """Composite calls that stay one call: the first is a view or a copy, depending on strides; the others
 pick fused kernels of the device."""
 

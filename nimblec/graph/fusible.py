@@ -12,75 +12,21 @@ aten = torch.ops.aten
 
 _TAGS = (torch.Tag.pointwise, torch.Tag.reduction) if hasattr(torch.Tag, "reduction") else (torch.Tag.pointwise,)
 
-_NAMES = frozenset(
-    {
-        # pointwise, but not tagged so
-        "hardtanh",
-        "hardswish",
-        "hardsigmoid",
-        "leaky_relu",
-        "elu",
-        "softplus",
-        "mish",
-        "log_sigmoid_forward",
-        "prelu",
-        "_to_copy",
-        "copy",
-        "full_like",
-        "zeros_like",
-        "ones_like",
-        "masked_fill",
-        "where",
-        "clamp",
-        # reductions
-        "mean",
-        "sum",
-        "prod",
-        "amax",
-        "amin",
-        "max",
-        "min",
-        "argmax",
-        "argmin",
-        "any",
-        "all",
-        "var",
-        "var_mean",
-        "_softmax",
-        "_log_softmax",
-        "linalg_vector_norm",
-        "logsumexp",
-        # normalisations
-        "native_layer_norm",
-        "native_group_norm",
-        "_native_batch_norm_legit_no_training",
-        "_fused_rms_norm",
-        "rms_norm",
-        # copies and gathers
-        "cat",
-        "stack",
-        "clone",
-        "constant_pad_nd",
-        "embedding",
-        "gather",
-        "index",
-        "index_select",
-        "roll",
-        "flip",
-        "repeat",
-        "reshape",
-        "slice_scatter",
-        "select_scatter",
-        "upsample_nearest2d",
-        "upsample_nearest1d",
-        "upsample_bilinear2d",
-        "avg_pool2d",
-        "max_pool2d_with_indices",
-        "_adaptive_avg_pool2d",
-        "reflection_pad2d",
-        "replication_pad2d",
-    }
-)
+_NAMES = frozenset({
+    # pointwise, but not tagged so
+    "hardtanh", "hardswish", "hardsigmoid", "leaky_relu", "elu", "softplus", "mish", "log_sigmoid_forward", "prelu",
+    "_to_copy", "copy", "full_like", "zeros_like", "ones_like", "masked_fill", "where", "clamp",
+    # reductions
+    "mean", "sum", "prod", "amax", "amin", "max", "min", "argmax", "argmin", "any", "all", "var", "var_mean",
+    "_softmax", "_log_softmax", "linalg_vector_norm", "logsumexp",
+    # normalisations
+    "native_layer_norm", "native_group_norm", "_native_batch_norm_legit_no_training", "_fused_rms_norm", "rms_norm",
+    # copies and gathers
+    "cat", "stack", "clone", "constant_pad_nd", "embedding", "gather", "index", "index_select", "roll", "flip",
+    "repeat", "reshape", "slice_scatter", "select_scatter", "upsample_nearest2d", "upsample_nearest1d",
+    "upsample_bilinear2d", "avg_pool2d", "max_pool2d_with_indices", "_adaptive_avg_pool2d",
+    "reflection_pad2d", "replication_pad2d",
+})
 """Names of the aten namespace, for all their overloads without out arguments."""
 
 _POOLS = frozenset({"avg_pool2d", "max_pool2d_with_indices", "_adaptive_avg_pool2d"})
@@ -89,22 +35,10 @@ _STENCILS = _POOLS | {"upsample_bilinear2d"}
 _ONE_LAUNCH = _POOLS | {"mean", "sum", "amax", "amin", "var", "var_mean"}
 """Calls that ATen computes by one kernel, a few microseconds slower than a generated one."""
 
-_SLOW_ALONE = (
-    _STENCILS
-    | _ONE_LAUNCH
-    | {
-        "upsample_nearest2d",
-        "upsample_nearest1d",
-        "native_group_norm",
-        "roll",
-        "flip",
-        "constant_pad_nd",
-        "reflection_pad2d",
-        "replication_pad2d",
-        "slice_scatter",
-        "select_scatter",
-    }
-)
+_SLOW_ALONE = _STENCILS | _ONE_LAUNCH | {
+    "upsample_nearest2d", "upsample_nearest1d", "native_group_norm", "roll", "flip", "constant_pad_nd",
+    "reflection_pad2d", "replication_pad2d", "slice_scatter", "select_scatter",
+}
 """Calls that ATen computes by slow kernels or by several; others it computes alone as well as generated code."""
 
 LARGEST_WINDOW = 25
@@ -150,3 +84,5 @@ def _window(node: fx.Node) -> int:
 def _name(node: fx.Node) -> str:
     """The name of a call within its namespace; empty for what is no overload."""
     return node.target._schema.name.partition("::")[2] if isinstance(node.target, OpOverload) else ""
+
+

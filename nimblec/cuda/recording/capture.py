@@ -273,3 +273,4 @@ def capture(run: Callable[[SetSource], Any], zone: Zone, sources: SourceTracker,
             raise
         graph.capture_end()
     return Capture(graph=graph, ops=tuple(recorder.ops), result=result, zone=zone)
+

@@ -40,7 +40,9 @@ class CodeIndex:
         kernels repeat names with different code. The fat binaries of the frameworks are found by
         name. Raises UnsupportedModelError where nothing or more than one image matches.
         """
-        known = self._recorder.of_library.get(function.library) or self._recorder.of_module.get(function.module)
+        known = self._recorder.of_library.get(function.library) or self._recorder.of_module.get(
+            function.module
+        )
         if known:
             return known
         matches = self._by_symbol.get(function.symbol, [])

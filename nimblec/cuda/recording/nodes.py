@@ -87,7 +87,9 @@ def read_edges(graph: int, nodes: list[Handle]) -> tuple[NodeEdge, ...]:
     before, after, data, _ = call("cuGraphGetEdges", graph, count)
     position = {int(n): i for i, n in enumerate(nodes)}
     return tuple(
-        NodeEdge(before=position[int(b)], after=position[int(a)], programmatic=d.from_port == _PROGRAMMATIC_PORT)
+        NodeEdge(
+            before=position[int(b)], after=position[int(a)], programmatic=d.from_port == _PROGRAMMATIC_PORT
+        )
         for b, a, d in zip(before, after, data, strict=True)
     )
 
@@ -171,7 +173,9 @@ def _read_params(layout: tuple[Parameter, ...], kernel_params: int, extra: int) 
     elif layout:
         pointers = (ctypes.c_uint64 * len(layout)).from_address(kernel_params)
         for parameter, address in zip(layout, pointers, strict=True):
-            packed[parameter.offset : parameter.offset + parameter.nbytes] = ctypes.string_at(address, parameter.nbytes)
+            packed[parameter.offset : parameter.offset + parameter.nbytes] = ctypes.string_at(
+                address, parameter.nbytes
+            )
     return bytes(packed)
 
 
@@ -206,4 +210,6 @@ def _read_memset(node: Handle) -> MemsetNode:
     params = call("cuGraphMemsetNodeGetParams", node)
     if params.height != 1:
         raise UnsupportedModelError("it fills a two-dimensional range, which a plan cannot hold yet")
-    return MemsetNode(dst=int(params.dst), value=params.value, element_nbytes=params.elementSize, count=params.width)
+    return MemsetNode(
+        dst=int(params.dst), value=params.value, element_nbytes=params.elementSize, count=params.width
+    )

@@ -165,7 +165,9 @@ class ModelRecorder:
             first,
             second,
             code=code,
-            relocator=Relocator(Shift(first_zone.addresses, shift), resident, foreign, frozenset(kept_by_recordings())),
+            relocator=Relocator(
+                Shift(first_zone.addresses, shift), resident, foreign, frozenset(kept_by_recordings())
+            ),
             buffers=buffers,
             inputs=self._input_views(first_zone, buffers),
             outputs=_output_views(outputs, buffers),
@@ -273,7 +275,9 @@ def _sample_range(tensor: torch.Tensor) -> tuple[int, int] | None:
 
 def _like(tensor: torch.Tensor, array: np.ndarray) -> torch.Tensor:
     """The array's values on the device, with the strides of ``tensor``."""
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cuda").copy_(as_tensor(array))
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cuda").copy_(
+        as_tensor(array)
+    )
 
 
 def _as_array(tensor: torch.Tensor) -> np.ndarray:

@@ -33,7 +33,9 @@ class _Launched:
 
 
 def _outside(first: int, end: int) -> _Launched:
-    return _Launched(name="kernels launched past the dispatcher", source="", first=first, end=end, opaque=True)
+    return _Launched(
+        name="kernels launched past the dispatcher", source="", first=first, end=end, opaque=True
+    )
 
 
 def _launches(ops: Sequence[OpRecord], node_count: int, buffers: BufferTable) -> Iterator[_Launched]:

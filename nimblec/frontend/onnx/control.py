@@ -37,7 +37,9 @@ def run_graph(walk: Walk, graph: GraphProto, inputs: Sequence[Any], scope: Scope
     return [inner.get(value.name) for value in graph.output]
 
 
-def branch(walk: Walk, inputs: Sequence[Any], attributes: Mapping[str, Any], scope: Scope, frame: Frame) -> list[Any]:
+def branch(
+    walk: Walk, inputs: Sequence[Any], attributes: Mapping[str, Any], scope: Scope, frame: Frame
+) -> list[Any]:
     """Evaluate the branch that the condition, known at import, takes."""
     chosen = attributes["then_branch" if _truth(inputs[0], "condition") else "else_branch"]
     return run_graph(walk, chosen, (), scope, frame)
@@ -49,7 +51,9 @@ def _truth(value: Any, what: str) -> bool:
     return bool(value.reshape(-1)[0])
 
 
-def loop(walk: Walk, inputs: Sequence[Any], attributes: Mapping[str, Any], scope: Scope, frame: Frame) -> list[Any]:
+def loop(
+    walk: Walk, inputs: Sequence[Any], attributes: Mapping[str, Any], scope: Scope, frame: Frame
+) -> list[Any]:
     """Unroll a loop whose trip count and conditions are known at import."""
     body: GraphProto = attributes["body"]
     given: list[Any] = [*inputs, *[None] * (2 - len(inputs))]
@@ -90,7 +94,9 @@ def _stacked(values: Sequence[Tensor], declared: Any, axis: int) -> Tensor:
     return torch.zeros(sizes_of(shape), dtype=dtype_of(tensor.elem_type))
 
 
-def scan(walk: Walk, inputs: Sequence[Any], attributes: Mapping[str, Any], scope: Scope, frame: Frame) -> list[Any]:
+def scan(
+    walk: Walk, inputs: Sequence[Any], attributes: Mapping[str, Any], scope: Scope, frame: Frame
+) -> list[Any]:
     """Unroll a scan over the slices of its inputs (opset 9 and up)."""
     if frame.opsets[""] < 9:
         raise Refused("Scan of opset 8 is not supported; expected opset 9 or later")

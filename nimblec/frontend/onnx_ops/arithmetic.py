@@ -156,7 +156,9 @@ def mean(*data_0: Tensor) -> Tensor:
 
 
 @op("Clip", since=6)
-def clip_to_attributes(x: Tensor, *, min: float = -3.4028234663852886e38, max: float = 3.4028234663852886e38) -> Tensor:
+def clip_to_attributes(
+    x: Tensor, *, min: float = -3.4028234663852886e38, max: float = 3.4028234663852886e38
+) -> Tensor:
     return torch.clamp(x, min, max)
 
 
@@ -201,7 +203,7 @@ def _shift_uint64(x: Tensor, y: Tensor, direction: str) -> Tensor:
     if direction == "LEFT":
         shifted = word << amount
     else:
-        low_bits = torch.tensor((1 << 63) - 1) >> (amount - 1).clamp(min=0)
+        low_bits = (torch.tensor((1 << 63) - 1) >> (amount - 1).clamp(min=0))
         shifted = torch.where(amount == 0, word, (word >> amount) & low_bits)
     return torch.where(inside, shifted, zero_like(shifted)).view(torch.uint64)
 

@@ -45,7 +45,10 @@ def _bind_inputs(operator: Operator, inputs: Sequence[Any]) -> list[Any]:
     if operator.variadic is None and any(value is not None for value in extra):
         raise Refused(f"has {len(inputs)} inputs; expected at most {len(declared)}")
     given = [*inputs[: len(declared)], *[None] * (len(declared) - len(inputs))]
-    bound = [_bind_input(i, parameter, value) for i, (parameter, value) in enumerate(zip(declared, given, strict=True))]
+    bound = [
+        _bind_input(i, parameter, value)
+        for i, (parameter, value) in enumerate(zip(declared, given, strict=True))
+    ]
     if operator.variadic is not None:
         bound += [_bind_input(len(declared) + i, operator.variadic, value) for i, value in enumerate(extra)]
     return bound
@@ -96,7 +99,9 @@ def _bind_attributes(operator: Operator, attributes: Mapping[str, Any]) -> dict[
     unknown = sorted(attributes.keys() - operator.attributes.keys())
     if unknown:
         raise Refused(f"attribute '{unknown[0]}' is not supported")
-    return {name: _bind_attribute(parameter, attributes.get(name)) for name, parameter in operator.attributes.items()}
+    return {
+        name: _bind_attribute(parameter, attributes.get(name)) for name, parameter in operator.attributes.items()
+    }
 
 
 def _bind_attribute(parameter: Parameter, value: Any) -> Any:

@@ -172,7 +172,9 @@ def col_to_image(
     channels = x.shape[1] // block
     one_hot = torch.eye(block, dtype=x.dtype).reshape([block, 1, *block_shape])
     columns = x.reshape([x.shape[0] * channels, block, *places])
-    image = torch.ops.aten.convolution(columns, one_hot, None, strides, [0] * rank, dilations, True, [0] * rank, 1)
+    image = torch.ops.aten.convolution(
+        columns, one_hot, None, strides, [0] * rank, dilations, True, [0] * rank, 1
+    )
     ends = [n + p - full for n, p, full in zip(image_shape, both, image.shape[2:], strict=False)]
     image = pad_spatial(image, [-p for p in both[:rank]], ends)
     return image.reshape([x.shape[0], channels, *image_shape])

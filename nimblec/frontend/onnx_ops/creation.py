@@ -116,7 +116,9 @@ def cast_like_saturating(x: Tensor, target_type: Description, *, saturate: int =
 
 
 @op("CastLike", since=24)
-def cast_like_rounding(x: Tensor, target_type: Description, *, round_mode: str = "up", saturate: int = 1) -> Tensor:
+def cast_like_rounding(
+    x: Tensor, target_type: Description, *, round_mode: str = "up", saturate: int = 1
+) -> Tensor:
     return convert(x, target_type.dtype)
 
 

@@ -1,5 +1,6 @@
 """Gather, scatter, sort and select."""
 
+
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
@@ -134,7 +135,9 @@ def tensor_scatter(
         raise Refused(f"axis {axis} with mode {mode!r} is not supported")
     length = past_cache.shape[axis]
     first = torch.zeros(update.shape[0], dtype=torch.int64) if write_indices is None else write_indices
-    place = along(first.to(torch.int64), 0, update.dim()) + along(torch.arange(update.shape[axis]), axis, update.dim())
+    place = along(first.to(torch.int64), 0, update.dim()) + along(
+        torch.arange(update.shape[axis]), axis, update.dim()
+    )
     if mode == "circular":
         place = torch.remainder(place, length)
     return torch.scatter(past_cache, axis, place.expand(update.shape), update)

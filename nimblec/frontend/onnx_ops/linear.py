@@ -126,7 +126,9 @@ def einsum(*inputs: Tensor, equation: str) -> Tensor:
     if not inputs[0].dtype.is_floating_point:
         if len(inputs) != 2:
             raise Refused(f"{len(inputs)} integer inputs; expected 2")
-        return sum_of_limb_products(*inputs, lambda a, b: torch.einsum(equation, a, b), inputs[0].dtype)
+        return sum_of_limb_products(
+            *inputs, lambda a, b: torch.einsum(equation, a, b), inputs[0].dtype
+        )
     return torch.einsum(equation, *inputs)
 
 

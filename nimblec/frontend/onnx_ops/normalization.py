@@ -79,7 +79,9 @@ def _normalize_batch(x: Tensor, scale: Tensor, b: Tensor, mean: Tensor, var: Ten
 
 
 @op("InstanceNormalization", since=6)
-def instance_normalization(x: Tensor, scale: Tensor, b: Tensor, *, epsilon: float = 9.999999747378752e-06) -> Tensor:
+def instance_normalization(
+    x: Tensor, scale: Tensor, b: Tensor, *, epsilon: float = 9.999999747378752e-06
+) -> Tensor:
     return _normalize_groups(x, scale, b, x.shape[1], epsilon)
 
 
@@ -95,7 +97,9 @@ def group_normalization_by_group(
     x: Tensor, scale: Tensor, bias: Tensor, *, epsilon: float = 9.999999747378752e-06, num_groups: int
 ) -> Tensor:
     each = x.shape[1] // num_groups
-    return _normalize_groups(x, scale.repeat_interleave(each), bias.repeat_interleave(each), num_groups, epsilon)
+    return _normalize_groups(
+        x, scale.repeat_interleave(each), bias.repeat_interleave(each), num_groups, epsilon
+    )
 
 
 @op("GroupNormalization", since=21)

@@ -38,7 +38,9 @@ class Window:
         self.dilations = repeated(dilations, self.rank, 1, "dilations")
         if min((*self.kernel, *self.strides, *self.dilations)) < 1:
             raise Refused("kernel_shape, strides and dilations must be positive")
-        self.before, self.after = padding_of(auto_pad, pads, self.lengths, self.kernel, self.strides, self.dilations)
+        self.before, self.after = padding_of(
+            auto_pad, pads, self.lengths, self.kernel, self.strides, self.dilations
+        )
         if min((*self.before, *self.after)) < 0:
             raise Refused(f"attribute 'pads' is {pads}; expected no negative value")
         self.overhang = tuple(self._overhang(i) if ceil_mode else 0 for i in range(self.rank))

@@ -141,7 +141,9 @@ def slice_attributes(data: Tensor, *, axes: Ints | None = None, ends: Ints, star
 
 @op("Slice", since=10)
 @bitwise
-def slice_of(data: Tensor, starts: Ints, ends: Ints, axes: Ints | None = None, steps: Ints | None = None) -> Tensor:
+def slice_of(
+    data: Tensor, starts: Ints, ends: Ints, axes: Ints | None = None, steps: Ints | None = None
+) -> Tensor:
     axes = axes_of(range(len(starts)) if axes is None else axes, data.dim())
     steps = (1,) * len(starts) if steps is None else steps
     if not len(starts) == len(ends) == len(axes) == len(steps) or 0 in steps:

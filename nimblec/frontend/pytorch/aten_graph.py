@@ -28,6 +28,7 @@ CHECKS = frozenset({aten._assert_tensor_metadata.default, aten._assert_async.msg
 """Calls that compute nothing: the graph's shapes are static, and checked once here."""
 
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AtenProgram:
     """A module as ATen calls.
