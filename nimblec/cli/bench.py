@@ -60,7 +60,9 @@ PROFILES = 11
 )
 @click.option("--replay", is_flag=True, help="Leave out the copies in and out: run on inputs in place.")
 @click.option("--profile", "as_profile", is_flag=True, help="Also list the commands that take longest by themselves.")
-@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON, times in seconds.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print everything as JSON: latencies in seconds, commands in nanoseconds."
+)
 def bench_plan(
     plan: Path,
     entry: str | None,
