@@ -15,8 +15,8 @@ from bench.onnx_coverage import Result, is_excused, known_failures, run, run_cas
 
 KNOWN = known_failures(Path(__file__).parents[1] / "onnx_known_failures.txt")
 CPU_KNOWN = known_failures(Path(__file__).parents[1] / "onnx_cpu_known_failures.txt")
-STRIDES = {"aten": 7, "optimized": 7, "cpu": 29}
-"""Every so manieth case runs by default: about 290 and 70."""
+STRIDES = {"aten": 11, "optimized": 11, "cpu": 43}
+"""Every so manieth case runs by default: about 180 and 50."""
 
 CORE_CASES_TO_PASS = 1600
 BY_LIST = pytest.mark.parametrize("known", [KNOWN, CPU_KNOWN], ids=["aten", "cpu"])

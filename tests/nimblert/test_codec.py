@@ -37,7 +37,7 @@ def flatbuffer_nbytes(file: bytes) -> int:
     return struct.unpack_from("<Q", file, len(file) - 56)[0]
 
 
-@examples(200)
+@examples(100)
 @given(any_plan)
 def test_round_trip_of_any_plan(plan: Plan) -> None:
     file = container.encode_file(plan)

@@ -40,7 +40,7 @@ def _rewritten(before: fx.GraphModule) -> fx.GraphModule:
     return rewritten(before, simplify, merge_equal_calls, fuse_attention, simplify)
 
 
-@examples(60)
+@examples(40)
 @given(
     keys=st.sampled_from([TOKENS, 7]),
     scale=st.sampled_from(["none", "scores", "divided", "queries", "both"]),

@@ -93,7 +93,7 @@ def _network(data: st.DataObject) -> fx.GraphModule:
     return record(model, X)
 
 
-@examples(60)
+@examples(40)
 @given(data=st.data())
 def test_any_network(data: st.DataObject) -> None:
     before = _network(data)
@@ -105,7 +105,7 @@ def test_any_network(data: st.DataObject) -> None:
     assert before.code == code
 
 
-@examples(60)
+@examples(40)
 @given(data=st.data())
 def test_any_network_with_channels_last(data: st.DataObject) -> None:
     before = _network(data)

@@ -417,7 +417,7 @@ def test_mistakes_of_a_cpu_plan(change: Change, expected: list[str]) -> None:
     assert list(verify.problems(change(plans.cpu_plan()), BOUNDLESS)) == expected
 
 
-@examples(200)
+@examples(100)
 @given(any_plan)
 def test_any_plan_is_judged(plan: Plan) -> None:
     assert all("\n" not in problem for problem in verify.problems(plan))
