@@ -181,8 +181,22 @@ def _without_tail(names: list[str]) -> list[str]:
 def _without_text(attribute: AttributeProto) -> AttributeProto:
     copy = AttributeProto()
     copy.CopyFrom(attribute)
-    copy.ClearField("doc_string")
+    _drop_text(copy)
     return copy
+
+
+def _drop_text(attribute: AttributeProto) -> None:
+    """Drop what is for readers, or can be inferred, at any depth: a plan has no place for it."""
+    attribute.ClearField("doc_string")
+    if attribute.HasField("g"):
+        graph = attribute.g
+        graph.ClearField("doc_string")
+        graph.ClearField("value_info")
+        for part in (*graph.node, *graph.input, *graph.output, *graph.initializer):
+            part.ClearField("doc_string")
+        for node in graph.node:
+            for inner in node.attribute:
+                _drop_text(inner)
 
 
 def _domains(node: NodeProto, header: Header) -> set[str]:

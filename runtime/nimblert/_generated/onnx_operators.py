@@ -7,7 +7,7 @@ that it may have: bit n of the hexadecimal number is ONNX's element type n. An a
 number of AttributeProto.AttributeType, with a "!" where it must be there.
 """
 
-OPSETS = {'': 27, 'ai.onnx.ml': 5, 'com.microsoft': 1, 'com.microsoft.nchwc': 1}
+OPSETS = {'': 28, 'ai.onnx.ml': 5, 'com.microsoft': 1, 'com.microsoft.nchwc': 1}
 
 OPERATORS = {
     ":Abs": """\
@@ -57,7 +57,8 @@ OPERATORS = {
 22/1/110c02/1/110c02/""",
     ":Attention": """\
 23/3/110c02 110c02 110c02 ?13efe ?10c02 ?10c02/1/110c02 ?10c02 ?10c02 ?10c02/is_causal=2 kv_num_heads=2 q_num_heads=2 qk_matmul_output_mode=2 scale=1 softcap=1 softmax_precision=2
-24/3/110c02 110c02 110c02 ?13efe ?10c02 ?10c02 ?80/1/110c02 ?10c02 ?10c02 ?10c02/is_causal=2 kv_num_heads=2 q_num_heads=2 qk_matmul_output_mode=2 scale=1 softcap=1 softmax_precision=2""",
+24/3/110c02 110c02 110c02 ?13efe ?10c02 ?10c02 ?80/1/110c02 ?10c02 ?10c02 ?10c02/is_causal=2 kv_num_heads=2 q_num_heads=2 qk_matmul_output_mode=2 scale=1 softcap=1 softmax_precision=2
+25/3/110c02 110c02 110c02 ?13efe ?10c02 ?10c02 ?80/1/110c02 ?10c02 ?10c02 ?10c02/is_causal=2 kv_num_heads=2 left_window_size=2 q_num_heads=2 qk_matmul_output_mode=2 right_window_size=2 scale=1 softcap=1 softmax_precision=2""",
     ":AveragePool": """\
 1/1/1c02/1/1c02/auto_pad=3 kernel_shape=7! pads=7 strides=7
 7/1/1c02/1/1c02/auto_pad=3 count_include_pad=2 kernel_shape=7! pads=7 strides=7
@@ -75,7 +76,8 @@ OPERATORS = {
     ":BitCast": """\
 26/1/17fffefe/1/17fffefe/to=2!""",
     ":BitShift": """\
-11/2/13014 13014/1/13014/direction=3!""",
+11/2/13014 13014/1/13014/direction=3!
+28/2/130fc 130fc/1/130fc/direction=3!""",
     ":BitwiseAnd": """\
 18/2/130fc 130fc/1/130fc/""",
     ":BitwiseNot": """\
@@ -95,13 +97,15 @@ OPERATORS = {
 21/1/17f3ffe/1/17f3ffe/saturate=2 to=2!
 23/1/1ff3ffe/1/1ff3ffe/saturate=2 to=2!
 24/1/11ff3ffe/1/11ff3ffe/round_mode=3 saturate=2 to=2!
-25/1/17ff3ffe/1/17ff3ffe/round_mode=3 saturate=2 to=2!""",
+25/1/17ff3ffe/1/17ff3ffe/round_mode=3 saturate=2 to=2!
+28/1/11fff3ffe/1/11fff3ffe/round_mode=3 saturate=2 to=2!""",
     ":Ceil": """\
 1/1/1c02/1/1c02/consumed_inputs=7
 6/1/1c02/1/1c02/
 13/1/110c02/1/110c02/""",
     ":Celu": """\
-12/1/12/1/12/alpha=1""",
+12/1/12/1/12/alpha=1
+28/1/110c02/1/110c02/alpha=1""",
     ":Clip": """\
 1/1/1c02/1/1c02/consumed_inputs=7 max=1 min=1
 6/1/1c02/1/1c02/max=1 min=1
@@ -112,7 +116,8 @@ OPERATORS = {
 18/3/11fffe 180 180/1/11fffe/dilations=7 pads=7 strides=7""",
     ":Compress": """\
 9/2/1fffe 1200/1/1fffe/axis=2
-11/2/1fffe 1200/1/1fffe/axis=2""",
+11/2/1fffe 1200/1/1fffe/axis=2
+28/2/11fffe 1200/1/11fffe/axis=2""",
     ":Concat": """\
 1/1/*c02/1/1c02/axis=2
 4/1/*fffe/1/1fffe/axis=2!
@@ -159,7 +164,8 @@ OPERATORS = {
     ":DepthToSpace": """\
 1/1/1fffe/1/1fffe/blocksize=2!
 11/1/1fffe/1/1fffe/blocksize=2! mode=3
-13/1/11fffe/1/11fffe/blocksize=2! mode=3""",
+13/1/11fffe/1/11fffe/blocksize=2! mode=3
+28/1/11fffe/1/11fffe/blocksize=2! mode=3""",
     ":DequantizeLinear": """\
 10/2/14c 12 ?4c/1/12/
 13/2/14c 12 ?4c/1/12/axis=2
@@ -167,7 +173,8 @@ OPERATORS = {
 21/2/17e007c 110402 ?7e007c/1/110402/axis=2 block_size=2
 23/2/1fe007c 110402 ?fe007c/1/110402/axis=2 block_size=2 output_dtype=2
 24/2/1fe007c 11010402 ?fe007c/1/110402/axis=2 block_size=2 output_dtype=2
-25/2/16fe007c 11010402 ?6fe007c/1/110402/axis=2 block_size=2 output_dtype=2""",
+25/2/16fe007c 11010402 ?6fe007c/1/110402/axis=2 block_size=2 output_dtype=2
+28/2/11efe007c 11010402 ?1efe007c/1/110402/axis=2 block_size=2 output_dtype=2""",
     ":Det": """\
 11/1/1c02/1/1c02/
 22/1/110c02/1/110c02/""",
@@ -190,7 +197,8 @@ OPERATORS = {
     ":DynamicSlice": """\
 1/3/1fffe 1c0 1c0 ?c0/1/1fffe/""",
     ":Einsum": """\
-12/1/*3cfe/1/13cfe/equation=3!""",
+12/1/*3cfe/1/13cfe/equation=3!
+28/1/*13cfe/1/113cfe/equation=3!""",
     ":Elu": """\
 1/1/1c02/1/1c02/alpha=1 consumed_inputs=7
 6/1/1c02/1/1c02/alpha=1
@@ -412,7 +420,8 @@ OPERATORS = {
 13/1/*13cfe/1/113cfe/""",
     ":Mod": """\
 10/2/13cfe 13cfe/1/13cfe/fmod=2
-13/2/113cfe 113cfe/1/113cfe/fmod=2""",
+13/2/113cfe 113cfe/1/113cfe/fmod=2
+28/2/113cfe 113cfe/1/113cfe/fmod=2""",
     ":Mul": """\
 1/2/1c02 1c02/1/1c02/axis=2 broadcast=2 consumed_inputs=7
 6/2/13cc2 13cc2/1/13cc2/axis=2 broadcast=2
@@ -430,13 +439,16 @@ OPERATORS = {
 1/1/1200/1/1200/""",
     ":OneHot": """\
 9/3/13cfe 13cfe 1fffe/1/1fffe/axis=2
-11/3/13cfe 13cfe 1fffe/1/1fffe/axis=2""",
+11/3/13cfe 13cfe 1fffe/1/1fffe/axis=2
+28/3/13cfe 13cfe 11fffe/1/11fffe/axis=2""",
     ":OptionalGetElement": """\
 15/1/10/1/1fffe/
-18/1/1fffe/1/1fffe/""",
+18/1/1fffe/1/1fffe/
+28/1/11ffffffe/1/11ffffffe/""",
     ":OptionalHasElement": """\
 15/1/10/1/1200/
-18/0/?fffe/1/1200/""",
+18/0/?fffe/1/1200/
+28/0/?1ffffffe/1/1200/""",
     ":Or": """\
 1/2/1200 1200/1/1200/axis=2 broadcast=2
 7/2/1200 1200/1/1200/""",
@@ -477,7 +489,8 @@ OPERATORS = {
 21/2/110442 110442 ?7e003c/1/17e003c/axis=2 block_size=2 output_dtype=2 saturate=2
 23/2/110442 110442 ?fe003c/1/1fe003c/axis=2 block_size=2 output_dtype=2 precision=2 saturate=2
 24/2/110442 11010442 ?fe003c/1/1fe003c/axis=2 block_size=2 output_dtype=2 precision=2 saturate=2
-25/2/110442 11010442 ?6fe003c/1/16fe003c/axis=2 block_size=2 output_dtype=2 precision=2 saturate=2""",
+25/2/110442 11010442 ?6fe003c/1/16fe003c/axis=2 block_size=2 output_dtype=2 precision=2 saturate=2
+28/2/110442 11010442 ?1efe003c/1/11efe003c/axis=2 block_size=2 output_dtype=2 precision=2 saturate=2""",
     ":RMSNormalization": """\
 23/2/110c02 110c02/1/110c02/axis=2 epsilon=1 stash_type=2""",
     ":RNN": """\
@@ -506,12 +519,14 @@ OPERATORS = {
 1/1/13cc2/1/13cc2/axes=7 keepdims=2
 11/1/13cc2/1/13cc2/axes=7 keepdims=2
 13/1/113cc2/1/113cc2/axes=7 keepdims=2
-18/1/113cc2 ?80/1/113cc2/keepdims=2 noop_with_empty_axes=2""",
+18/1/113cc2 ?80/1/113cc2/keepdims=2 noop_with_empty_axes=2
+28/1/110c02 ?80/1/110c02/keepdims=2 noop_with_empty_axes=2""",
     ":ReduceLogSumExp": """\
 1/1/13cc2/1/13cc2/axes=7 keepdims=2
 11/1/13cc2/1/13cc2/axes=7 keepdims=2
 13/1/113cc2/1/113cc2/axes=7 keepdims=2
-18/1/113cc2 ?80/1/113cc2/keepdims=2 noop_with_empty_axes=2""",
+18/1/113cc2 ?80/1/113cc2/keepdims=2 noop_with_empty_axes=2
+28/1/110c02 ?80/1/110c02/keepdims=2 noop_with_empty_axes=2""",
     ":ReduceMax": """\
 1/1/13cc2/1/13cc2/axes=7 keepdims=2
 11/1/13cc2/1/13cc2/axes=7 keepdims=2
@@ -567,7 +582,8 @@ OPERATORS = {
 18/1/11fffe ?c02 ?2 ?80/1/11fffe/antialias=2 axes=7 coordinate_transformation_mode=3 cubic_coeff_a=1 exclude_outside=2 extrapolation_value=1 keep_aspect_ratio_policy=3 mode=3 nearest_mode=3
 19/1/11fffe ?c02 ?2 ?80/1/11fffe/antialias=2 axes=7 coordinate_transformation_mode=3 cubic_coeff_a=1 exclude_outside=2 extrapolation_value=1 keep_aspect_ratio_policy=3 mode=3 nearest_mode=3""",
     ":ReverseSequence": """\
-10/2/1fffe 180/1/1fffe/batch_axis=2 time_axis=2""",
+10/2/1fffe 180/1/1fffe/batch_axis=2 time_axis=2
+28/2/11fffe 180/1/11fffe/batch_axis=2 time_axis=2""",
     ":RoiAlign": """\
 10/3/1c02 1c02 180/1/1c02/mode=3 output_height=2 output_width=2 sampling_ratio=2 spatial_scale=1
 16/3/1c02 1c02 180/1/1c02/coordinate_transformation_mode=3 mode=3 output_height=2 output_width=2 sampling_ratio=2 spatial_scale=1
@@ -672,7 +688,8 @@ OPERATORS = {
 22/1/110c02/1/110c02/""",
     ":SpaceToDepth": """\
 1/1/1fffe/1/1fffe/blocksize=2!
-13/1/11fffe/1/11fffe/blocksize=2!""",
+13/1/11fffe/1/11fffe/blocksize=2!
+28/1/11fffe/1/11fffe/blocksize=2! mode=3""",
     ":Split": """\
 1/1/1c02 ?c02/1/*c02/axis=2 split=7
 2/1/1fffe/1/*fffe/axis=2 split=7
