@@ -8,13 +8,11 @@ import numpy as np
 
 from nimblert import device_arrays, driver, graph
 from nimblert.device_arrays import DeviceArray, DeviceOutput
-from nimblert.driver import Context, Handle, call
+from nimblert.driver import NO_TIMING, Context, Handle, call
 from nimblert.errors import InputError
 from nimblert.memory import Bases, DeviceMemory, Staging, place_weights, place_working
 from nimblert.plan import Plan, Pointer, Program, Record, Wait, Work
 from nimblert.transfers import GatherKernels, Inlet, Outlet, Pools
-
-_NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 
 
 class CudaResident:
@@ -58,7 +56,7 @@ class CudaWorking:
         try:
             non_blocking = driver.bindings().CUstream_flags.CU_STREAM_NON_BLOCKING
             self.stream: Handle = self._context.acquire(call("cuStreamCreate", non_blocking), "cuStreamDestroy")
-            self._written = self._context.acquire(call("cuEventCreate", _NO_TIMING), "cuEventDestroy")
+            self._written = self._context.acquire(call("cuEventCreate", NO_TIMING), "cuEventDestroy")
             self.bases: Bases = place_working(self._context, plan, arena, poison=poison)
         except BaseException:
             self._context.close()

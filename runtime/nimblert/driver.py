@@ -11,6 +11,8 @@ from nimblert.plan import Device
 _PARAM_BUFFER_POINTER = 1  # CU_LAUNCH_PARAM_BUFFER_POINTER
 _PARAM_BUFFER_SIZE = 2  # CU_LAUNCH_PARAM_BUFFER_SIZE
 
+NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
+
 Handle: TypeAlias = Any
 """A CUDA object of cuda.bindings (CUmodule, CUgraphNode ...); those are not typed."""
 

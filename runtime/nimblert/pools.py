@@ -9,9 +9,7 @@ from typing import Any
 import numpy as np
 
 from nimblert import driver
-from nimblert.driver import Context, Handle, call
-
-_NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
+from nimblert.driver import NO_TIMING, Context, Handle, call
 
 
 class _Pool:
@@ -132,4 +130,4 @@ class _Keeper:
 
 
 def _device_block(nbytes: int) -> tuple[int, Handle]:
-    return int(call("cuMemAlloc", max(nbytes, 1))), call("cuEventCreate", _NO_TIMING)
+    return int(call("cuMemAlloc", max(nbytes, 1))), call("cuEventCreate", NO_TIMING)

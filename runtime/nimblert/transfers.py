@@ -51,6 +51,13 @@ class GatherKernels:
         with extra_parameters(params) as extra:
             call("cuLaunchKernel", self._functions[itemsize], blocks, 1, 1, _BLOCK, 1, 1, 0, stream, 0, extra)
 
+    def move(self, to: int, source: int, gather: Gather, itemsize: int, stream: Handle) -> None:
+        """As `launch`, by a plain copy where the source lies as the destination does."""
+        if not gather.is_copy:
+            self.launch(to, source, gather, itemsize, stream)
+        elif gather.count:
+            call("cuMemcpyDtoDAsync", to, source, gather.count * itemsize, stream)
+
 
 class Inlet:
     """Where the inputs of a program come in. ``staging`` is page-locked memory that mirrors them."""
@@ -92,12 +99,7 @@ class Inlet:
         gather = self._gather(index, array.strides)
         if gather is None:
             raise InputError(f"input {tensor.name!r}: strides {array.strides} cannot be laid out on the device")
-        if gather.is_copy:
-            nbytes = gather.count * ITEM_NBYTES[tensor.dtype]
-            call("cuMemcpyDtoDAsync", self._addresses[index], array.address, nbytes, stream)
-        else:
-            itemsize = ITEM_NBYTES[tensor.dtype]
-            self._kernels.launch(self._addresses[index], array.address, gather, itemsize, stream)
+        self._kernels.move(self._addresses[index], array.address, gather, ITEM_NBYTES[tensor.dtype], stream)
 
     def _from_host(self, index: int, array: np.ndarray, stream: Handle) -> None:
         strides = layouts.element_strides(array)
@@ -179,12 +181,7 @@ class Outlet:
         gather = layouts.gather(tensor.shape, out.strides, tensor.strides)
         if gather is None:
             raise InputError(f"out {tensor.name!r}: strides {out.strides} cannot be written on the device")
-        if not gather.is_copy:
-            itemsize = ITEM_NBYTES[tensor.dtype]
-            self._kernels.launch(out.address, self._addresses[index], gather, itemsize, stream)
-        elif gather.count:
-            nbytes = gather.count * ITEM_NBYTES[tensor.dtype]
-            call("cuMemcpyDtoDAsync", out.address, self._addresses[index], nbytes, stream)
+        self._kernels.move(out.address, self._addresses[index], gather, ITEM_NBYTES[tensor.dtype], stream)
         return partial(DeviceOutput, out)
 
     def _new_on_device(self, index: int, stream: Handle, *, reuse: bool) -> Callable[[], DeviceOutput]:
