@@ -5,6 +5,7 @@ read for example, are then errors.
 """
 
 import sys
+from contextlib import chdir
 from pathlib import Path
 
 import pdoc
@@ -16,8 +17,9 @@ MODULES = ("nimblec", "!nimblec[.].*", "nimblert", "!nimblert[.].*", "nimblert.c
 def main(folder: Path) -> None:
     """Write one page for each of the modules."""
     pdoc.render.configure(docformat="markdown", show_source=False, footer_text="nimblec")
-    pdoc.pdoc(*MODULES, output_directory=folder)
+    with chdir(Path(__file__).parent):  # beside the folder nimblec, pdoc would not know which one is meant
+        pdoc.pdoc(*MODULES, output_directory=folder)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]).resolve())
