@@ -63,7 +63,7 @@ def compile(  # noqa: A001  # the word that users look for; nimblec.compile shad
     kwargs: Mapping[str, Any] | None = None,
     target: TargetChoice = "auto",
     inputs: "Mapping[str, Sequence[int] | str] | Sequence[InputSpec | str]" = (),
-    dims: Mapping[str, int] | None = None,
+    dims: Mapping[str, int | str | Sequence[int]] | None = None,
     examples: "Mapping[str, np.ndarray] | None" = None,
     level: int | None = None,
     precision: Precision = "keep",
@@ -106,7 +106,8 @@ def compile(  # noqa: A001  # the word that users look for; nimblec.compile shad
       ``["image:1x3x224x224", "ids:1x16:int64"]``. An ONNX file needs one for each input with a
       dynamic dimension that has no name; a PyTorch model's example is replaced by zeros of that shape.
     - ``dims``: sizes of the named dimensions of an ONNX model, or of the symbols of a dynamic
-      ExportedProgram: ``{"batch": 4}``. ``inputs`` take precedence.
+      ExportedProgram: ``{"batch": 4}``. ``inputs`` take precedence. Several, ``(1, 2, 4)`` or ``"1..16"`` (the
+      powers of two, and both ends), make a program for each combination.
     - ``examples``: arrays for inputs by name; the range of an integer array bounds what later checks draw.
     - ``level``: 0 keeps the framework's own kernels, 1 (the default on CUDA) fuses, 2 also chooses
       kernels by timing them. CUDA target.

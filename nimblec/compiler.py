@@ -93,6 +93,8 @@ def compile_model(
 
 def _compile(target: Target, source: Source, options: Options, output: Path, observer: Observer) -> tuple[str, ...]:
     """Write a plan with the target's compiler, which brings in the frameworks it needs."""
+    if options.sizes and (target is not Target.CPU or source.kind != "onnx"):
+        raise CompileError(f"--dim {options.sizes[0][0]}: several sizes are for ONNX files on the CPU target as yet")
     if target is Target.CUDA:
         from nimblec.cuda.compile import compile_cuda
 

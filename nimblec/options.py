@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
 from difflib import get_close_matches
+from itertools import product
 from pathlib import Path
 from reprlib import repr as shortened
 from typing import Any, Literal, TypeAlias, get_args
@@ -14,7 +15,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import numpy as np
 
 from nimblec.errors import ArgumentError
-from nimblert.plan import ITEM_NBYTES
+from nimblert.plan import ITEM_NBYTES, Profile
 
 TargetChoice: TypeAlias = Literal["auto", "cuda", "cpu"]
 
@@ -28,6 +29,9 @@ DEFAULT_LEVEL = 1
 Observer: TypeAlias = Callable[[str, float | None], None]
 """Called with (stage, None) when a stage starts and with (stage, seconds) when it ends."""
 
+
+MOST_PROFILES = 128
+"""Each is a program of the plan, compiled and timed by itself."""
 
 OWN_TIMING_CACHE = "~/.cache/nimblec/timings.json"
 OWN_PLAN_CACHE = "~/.cache/nimblec/plans"
@@ -47,7 +51,8 @@ class InputSpec:
 class Options:
     """``inputs`` fix the shapes of inputs by name; ``examples`` are arrays for inputs by name.
 
-    ``dims`` are sizes of a model's named dimensions, wherever ``inputs`` leave them dynamic.
+    ``dims`` are sizes of a model's named dimensions, wherever ``inputs`` leave them dynamic; ``sizes`` those
+    of dimensions that have several, ascending: the plan has a program for each of their `profiles`.
     An integer input with an example is drawn from the example's range in later golden checks.
     ``streams``: "auto", "1", "max" or a number of streams; ``memory_limit``: bytes the arena may
     have. ``timing_cache`` is the file that keeps measured times, ``plan_cache`` the folder that keeps
@@ -63,6 +68,7 @@ class Options:
     target: TargetChoice = "auto"
     inputs: tuple[InputSpec, ...] = ()
     dims: tuple[tuple[str, int], ...] = ()
+    sizes: tuple[tuple[str, tuple[int, ...]], ...] = ()
     examples: tuple[tuple[str, np.ndarray], ...] = field(default=(), compare=False)
     level: int | None = None
     precision: Precision = "keep"
@@ -72,6 +78,12 @@ class Options:
     memory_limit: int | None = None
     timing_cache: Path = field(default_factory=lambda: _read_path(OWN_TIMING_CACHE))
     plan_cache: Path | None = field(default_factory=lambda: _read_path(OWN_PLAN_CACHE))
+
+    @property
+    def profiles(self) -> tuple[Profile, ...]:
+        """Every combination of ``sizes``; the empty profile where no dimension has several."""
+        names = [name for name, _ in self.sizes]
+        return tuple(tuple(zip(names, chosen, strict=True)) for chosen in product(*(sizes for _, sizes in self.sizes)))
 
 
 def read_options(**given: Any) -> Options:
@@ -90,7 +102,13 @@ def read_options(**given: Any) -> Options:
             read[name] = _READERS[name](value)
         except ArgumentError as exc:
             raise ArgumentError(f"{name}: {exc}") from exc
-    return Options(**read)
+    dims = read.pop("dims", ())
+    several = tuple((name, sizes) for name, sizes in dims if len(sizes) > 1)
+    if (count := math.prod(len(sizes) for _, sizes in several)) > MOST_PROFILES:
+        counts = " x ".join(str(len(sizes)) for _, sizes in several)
+        raise ArgumentError(f"dims: {counts} sizes make {count} programs, expected at most {MOST_PROFILES}")
+    fixed = tuple((name, sizes[0]) for name, sizes in dims if len(sizes) == 1)
+    return Options(**read, dims=fixed, sizes=several)
 
 
 def read_spec(text: str) -> InputSpec:
@@ -113,6 +131,28 @@ def read_size(value: int | str) -> int:
     if not 0 <= size < 2**63:
         raise ArgumentError(f"{size}, expected a size from 0 to {2**63 - 1}")
     return size
+
+
+def read_sizes(value: Any) -> tuple[int, ...]:
+    """The sizes of a dimension, ascending: 4, "1,2,8", (1, 2, 8), or "1..16": its powers of two, and both ends."""
+    if isinstance(value, str):
+        first, dots, last = value.partition("..")
+        sizes = _powers(read_size(first), read_size(last)) if dots else tuple(map(read_size, value.split(",")))
+    elif isinstance(value, Iterable):
+        sizes = tuple(map(read_size, value))
+    else:
+        sizes = (read_size(value),)
+    if not sizes or len(set(sizes)) < len(sizes):
+        raise ArgumentError(f"{shortened(value)}, expected one size or several, each once")
+    return tuple(sorted(sizes))
+
+
+def _powers(first: int, last: int) -> tuple[int, ...]:
+    """Both ends, and the powers of two between them."""
+    if not 0 < first < last:
+        raise ArgumentError(f"{first}..{last}, expected a range such as 1..16")
+    between = (1 << bits for bits in range(first.bit_length(), last.bit_length()))
+    return (first, *(power for power in between if power < last), last)
 
 
 def read_streams(value: int | str) -> str:
@@ -170,8 +210,8 @@ def _spec_of(name: str, shape: Any) -> InputSpec:
     return InputSpec(name=name, shape=_sizes(shape))
 
 
-def _read_dims(value: Any) -> tuple[tuple[str, int], ...]:
-    return tuple((name, read_size(size)) for name, size in _named(value))
+def _read_dims(value: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    return tuple((name, read_sizes(sizes)) for name, sizes in _named(value))
 
 
 def _read_examples(value: Any) -> tuple[tuple[str, np.ndarray], ...]:

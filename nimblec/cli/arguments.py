@@ -1,8 +1,7 @@
-"""The command line's own notations: NAME:SHAPE[:DTYPE], NAME=SIZE, NAME=FILE.npy, safe file names."""
+"""The command line's own notations: NAME:SHAPE[:DTYPE], NAME=SIZES, NAME=FILE.npy, safe file names."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from reprlib import repr as shortened
 from tokenize import TokenError
@@ -12,7 +11,7 @@ import click
 import numpy as np
 
 from nimblec.errors import ArgumentError
-from nimblec.options import InputSpec, read_nbytes, read_size, read_spec, read_streams
+from nimblec.options import InputSpec, read_nbytes, read_sizes, read_spec, read_streams
 from nimblert.dtypes import numpy_dtype
 from nimblert.errors import InputError
 from nimblert.plan import ITEM_NBYTES, Tensor
@@ -64,18 +63,19 @@ class Nbytes(click.ParamType):
         return _read(read_nbytes, value, param, ctx)
 
 
-class NamedSize(click.ParamType):
-    """The type of ``compile --dim``, split at the last equals sign: exporters name dimensions as they like."""
+class NamedSizes(click.ParamType):
+    """The type of ``--dim``, split at the last equals sign: exporters name dimensions as they like."""
 
-    name = "NAME=SIZE"
+    name = "NAME=SIZES"
 
-    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, int]:
-        """The name and the size."""
-        name, _, size = value.rpartition("=")
-        with suppress(ArgumentError):
-            if name:
-                return name, read_size(size)
-        raise click.BadParameter(f"{shortened(value)} is not NAME=SIZE, such as batch=4", ctx, param)
+    def convert(
+        self, value: str, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str, tuple[int, ...]]:
+        """The name and the sizes."""
+        name, _, sizes = value.rpartition("=")
+        if not name:
+            self.fail(f"{shortened(value)} is not NAME=SIZES, such as batch=4, batch=1,2,4 or batch=1..9", param, ctx)
+        return name, _read(read_sizes, sizes, param, ctx)
 
 
 class NamedFile(click.ParamType):

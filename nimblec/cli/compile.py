@@ -41,10 +41,11 @@ from nimblec.options import DEFAULT_LEVEL, InputSpec, Precision, TargetChoice, r
 @click.option(
     "--dim",
     "dims",
-    type=arguments.NamedSize(),
+    type=arguments.NamedSizes(),
     multiple=True,
-    help="The size of an ONNX file's named dimension, in all inputs that have it: batch=4. --input takes "
-    "precedence. Repeatable.",
+    help="The size of a named dimension, in all inputs that have it: batch=4. Several (batch=1,2,4), or a range "
+    "(batch=1..16: the powers of two, and both ends) make a program for each combination. --input takes precedence. "
+    "Repeatable.",
 )
 @click.option(
     "--example",
@@ -111,7 +112,7 @@ def compile_model(
     output: Path,
     target: TargetChoice,
     inputs: tuple[InputSpec, ...],
-    dims: tuple[tuple[str, int], ...],
+    dims: tuple[tuple[str, tuple[int, ...]], ...],
     examples: tuple[tuple[str, Path], ...],
     level: int | None,
     precision: Precision,

@@ -16,7 +16,7 @@ from nimblec.frontend.onnx import model_file, model_nodes, model_shapes
 from nimblec.frontend.onnx.examples import check_examples
 from nimblec.ir import Access, Buffer, BufferKind, Graph, KernelWork, Op, Reference, Task, TensorView
 from nimblec.options import InputSpec
-from nimblert.plan import Kernel, Module, ParameterKind
+from nimblert.plan import Kernel, Module, ParameterKind, Profile
 
 _RANDOM = frozenset(
     {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Multinomial", "Bernoulli"}
@@ -37,16 +37,19 @@ def read(
     inputs: Sequence[InputSpec] = (),
     dims: Sequence[tuple[str, int]] = (),
     examples: Sequence[InputSpec] = (),
+    profile: Profile = (),
 ) -> ModelProto:
     """The model in a file, checked, with static input shapes; its external data stay in their files.
 
-    ``examples`` describe arrays for its inputs; ``inputs`` take precedence.
+    ``examples`` describe arrays for its inputs, of any size where ``profile`` names a dimension; ``inputs``
+    take precedence.
     """
     loaded = model_file.load(path, external_data=False)
     check_examples(loaded, examples)
     named = {spec.name for spec in inputs}
-    specs = (*inputs, *(spec for spec in examples if spec.name not in named))
-    model = model_shapes.fix_shapes(loaded, specs, dims)
+    resized = model_shapes.resize(loaded, examples, profile)
+    specs = (*inputs, *(spec for spec in resized if spec.name not in named))
+    model = model_shapes.fix_shapes(loaded, specs, (*dims, *profile))
     model_file.outputs(model)  # refuses outputs that are not tensors, by name
     model_nodes.clear_repeated_names(model)
     return model

@@ -1,8 +1,8 @@
 """Compile for the CPU target: a model file in, a checked plan file out."""
 
 import tempfile
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import onnx
@@ -15,6 +15,7 @@ from nimblec.cpu import capture
 from nimblec.cpu.reference import refused_inputs, run_reference
 from nimblec.cpu.timing import CpuTimer
 from nimblec.errors import CompileError
+from nimblec.frontend.onnx import model_file
 from nimblec.ir import Graph
 from nimblec.lean import LeanProcess, run_seconds
 from nimblec.machine import processor
@@ -25,9 +26,19 @@ from nimblec.stages import stage
 from nimblert import container, golden
 from nimblert.errors import InputError
 from nimblert.onnx_session import onnxruntime
-from nimblert.plan import Device, Plan, Program, Target
+from nimblert.plan import Device, Plan, Profile, Program, Target
 
 _SEED = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """The model of an entry in the sizes of a profile; ``folder`` has its external data."""
+
+    entry: str
+    profile: Profile
+    folder: Path
+    proto: ModelProto
 
 
 def compile_cpu(source: Source, options: Options, output: Path, observer: Observer) -> tuple[str, ...]:
@@ -62,25 +73,28 @@ def _write_plan(source: Source, options: Options, output: Path, observer: Observ
     with tempfile.TemporaryDirectory(prefix="nimblec-", dir=output.parent) as scratch:  # a disk with room for a plan
         paths = {"main": Path(source.model)}
         notes: tuple[str, ...] = ()
+        profiles = options.profiles
         specs, dims, examples = options.inputs, options.dims, _examples(options)
         if source.kind != "onnx":
             with stage(observer, "export to ONNX"):
                 paths, notes = _exported(source, options, Path(scratch))
                 specs, dims, examples = (), (), ()  # the files have the shapes of the calls
         with stage(observer, "read"):
-            models = {entry: capture.read(path, specs, dims, examples) for entry, path in paths.items()}
+            models = [
+                _Model(entry, profile, path.parent, capture.read(path, specs, dims, examples, profile))
+                for entry, path in paths.items()
+                for profile in profiles
+            ]
+            _refuse_equal_shapes(models)
         with stage(observer, "optimise"):
-            graphs = {
-                entry: capture.capture_model(model, paths[entry].parent, _sample_ranges(options), Path(scratch))
-                for entry, model in models.items()
-            }
+            graphs = [capture.capture_model(m.proto, m.folder, _sample_ranges(options), Path(scratch)) for m in models]
         with stage(observer, "schedule"):
             cache = TimingCache(options.timing_cache)
-            plan = _scheduled(graphs, options, cache)
+            plan = _scheduled(models, graphs, options, cache)
             cache.save()
             notes += cache.notes
         with stage(observer, "golden run"):
-            programs = (_with_golden(p, models[p.entry], paths[p.entry].parent) for p in plan.programs)
+            programs = (_with_golden(p, model) for p, model in zip(plan.programs, models, strict=True))
             plan = replace(plan, programs=tuple(programs))
     with stage(observer, "write"):
         container.write(plan, output)
@@ -101,11 +115,28 @@ def _exported(source: Source, options: Options, scratch: Path) -> tuple[dict[str
     return paths, notes
 
 
-def _scheduled(graphs: Mapping[str, Graph], options: Options, cache: TimingCache) -> Plan:
-    """The plan of the graphs of all entries, without golden records."""
+def _refuse_equal_shapes(models: Sequence[_Model]) -> None:
+    """Raise CompileError where two profiles of an entry take inputs of the same shapes."""
+    found: dict[tuple[object, ...], _Model] = {}
+    for model in models:
+        shapes = tuple(tensor.shape for tensor in model_file.inputs(model.proto))
+        other = found.setdefault((model.entry, shapes), model)
+        if other is not model:
+            raise CompileError(
+                f"--dim: inputs have the same shapes for {_text(other.profile)} and {_text(model.profile)}: where "
+                "--input fixes a dimension, give one size for it"
+            )
+
+
+def _text(profile: Profile) -> str:
+    return " ".join(f"{name}={size}" for name, size in profile)
+
+
+def _scheduled(models: Sequence[_Model], graphs: Sequence[Graph], options: Options, cache: TimingCache) -> Plan:
+    """The plan of the graphs of all models, without golden records."""
     provenance = Provenance(target=Target.CPU, device=Device(name="cpu"), versions=_versions())
     parts = []
-    for entry, graph in graphs.items():
+    for model, graph in zip(models, graphs, strict=True):
         timer = CachedTimer(CpuTimer(), cache, replace(provenance.device, name=processor()))
         try:
             part = choose_schedule(
@@ -113,7 +144,7 @@ def _scheduled(graphs: Mapping[str, Graph], options: Options, cache: TimingCache
             )
         except InputError as exc:
             raise refused_inputs(exc) from exc
-        parts.append(replace(part, entry=entry))
+        parts.append(replace(part, entry=model.entry, profile=model.profile))
     return assemble(parts, provenance)
 
 
@@ -131,7 +162,7 @@ def _versions() -> tuple[tuple[str, str], ...]:
     return (("nimblec", __version__), ("onnx", onnx.__version__), ("onnxruntime", onnxruntime().__version__))
 
 
-def _with_golden(program: Program, model: ModelProto, folder: Path) -> Program:
+def _with_golden(program: Program, model: _Model) -> Program:
     """The program with the record of what a plain ONNX Runtime session makes of random inputs."""
-    outputs = run_reference(model, folder, golden.draw_inputs(program, _SEED))
+    outputs = run_reference(model.proto, model.folder, golden.draw_inputs(program, _SEED))
     return replace(program, golden=golden.record(_SEED, outputs, 0.0))

@@ -29,6 +29,7 @@ def key_of(path: Path, options: Options, target: Target = Target.CPU) -> PlanKey
 CHANGES: dict[str, Any] = {
     "inputs": (InputSpec(name="x", shape=(4, 8)),),
     "dims": (("n", 5),),
+    "sizes": (("n", (1, 2)),),
     "level": 1,
     "precision": "fp16",
     "max_error": 0.125,

@@ -152,7 +152,10 @@ def test_every_command_explains_itself_with_an_example(nimblec: CommandLine, com
         (("run", "p.plan", "--input", "image"), "image=photo.npy"),
         (("compile", "m.onnx", "-o", "p", "--target", "tpu"), "tpu"),
         (("compile", "m.onnx", "-o", "p", "--dim", "batch"), "batch=4"),
-        (("compile", "m.onnx", "-o", "p", "--dim", "batch=-1"), "batch=4"),
+        (("compile", "m.onnx", "-o", "p", "--dim", "batch=-1"), "expected a size such as 4"),
+        (("compile", "m.onnx", "-o", "p", "--dim", "batch=1,,2"), "expected a size such as 4"),
+        (("compile", "m.onnx", "-o", "p", "--dim", "batch=4..4"), "expected a range such as 1..16"),
+        (("compile", "m.onnx", "-o", "p", "--dim", "batch=2,2"), "each once"),
         (("compile", "m.onnx", "-o", "p", "-v", "-q"), "--quiet"),
     ],
 )
@@ -213,7 +216,7 @@ def test_compile_hands_on_what_was_asked_and_reports(nimblec: CommandLine, compi
     np.save(tmp_path / "ids.npy", np.arange(4))
     done = nimblec(
         "compile", "pkg.module:make", "-o", tmp_path / "m.plan", "--input", "x:1x4", "--input", "ids:4:int64",
-        "--dim", "batch=4", "--dim", "a=b + 1=7",
+        "--dim", "batch=4", "--dim", "a=b + 1=7", "--dim", "rows=3..20", "--dim", "columns=8,2",
         "--example", f"ids={tmp_path / 'ids.npy'}",
     )  # fmt: skip
     assert done.status == 0, done.err
@@ -225,6 +228,7 @@ def test_compile_hands_on_what_was_asked_and_reports(nimblec: CommandLine, compi
         InputSpec(name="ids", shape=(4,), dtype="int64"),
     )
     assert options.dims == (("batch", 4), ("a=b + 1", 7))
+    assert options.sizes == (("rows", (3, 4, 8, 16, 20)), ("columns", (2, 8)))
     ((name, array),) = options.examples
     assert (name, array.tolist()) == ("ids", [0, 1, 2, 3])
     assert done.err == "note: pkg.module:make is code, and runs with your rights: go on only if you trust its origin\n"

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from shlex import quote
 
 from onnx import ModelProto, ValueInfoProto
@@ -10,6 +11,7 @@ from nimblec.errors import UnsupportedModelError
 from nimblec.frontend.onnx import model_file
 from nimblec.frontend.onnx.model_file import ModelTensor, is_static
 from nimblec.options import InputSpec
+from nimblert.plan import Profile
 
 _PLACEHOLDER = re.compile(r"\s*(\?+|\*|-\d+|none|null|unk(nown)?(_+\d+)?)?\s*", re.IGNORECASE)
 """What exporters write where a dimension has no name: Paddle "?", tf2onnx "unk__12", others "None" or "-1"."""
@@ -52,6 +54,18 @@ def fix_shapes(model: ModelProto, specs: Sequence[InputSpec], dims: Sequence[tup
     del fixed.graph.input[:]
     fixed.graph.input.extend(graph_inputs)
     return fixed
+
+
+def resize(model: ModelProto, specs: Iterable[InputSpec], profile: Profile) -> tuple[InputSpec, ...]:
+    """The specs of inputs with the sizes of ``profile`` where an input has one of its dimensions."""
+    sizes = dict(profile)
+    dims = {value.name: value.type.tensor_type.shape.dim for value in model.graph.input}
+    return tuple(
+        replace(spec, shape=tuple(sizes.get(d.dim_param, n) for d, n in zip(dims[spec.name], spec.shape, strict=True)))
+        if dims[spec.name]
+        else spec
+        for spec in specs
+    )
 
 
 def _forget_placeholders(values: Iterable[ValueInfoProto]) -> None:

@@ -56,14 +56,14 @@ def _load_one(source: Source, options: Options, device: str, name: str = "") -> 
 
 def _refuse_sizes(name: str, options: Options) -> None:
     """Raise CompileError for sizes and examples that would be of several entries."""
-    if options.inputs or options.dims or options.examples:
+    if options.inputs or options.dims or options.sizes or options.examples:
         raise CompileError(f"{name} has several entries, whose example inputs say their sizes: give no others")
 
 
 def _call(name: str, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], options: Options) -> ModelCall:
-    if options.dims:
+    if named := (*options.dims, *options.sizes):
         raise CompileError(
-            f"--dim {options.dims[0][0]}: only an ONNX model and a dynamic ExportedProgram have named dimensions; "
+            f"--dim {named[0][0]}: only an ONNX model and a dynamic ExportedProgram have named dimensions; "
             "use --input NAME:SHAPE"
         )
     return bind(module, args, kwargs, name=name, specs=options.inputs, examples=dict(options.examples))
