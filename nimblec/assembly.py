@@ -7,6 +7,7 @@ from hashlib import sha256
 from nimblec import __version__
 from nimblec.ir import Buffer, BufferKind, Graph, KernelWork, Layout, Schedule, Task
 from nimblec.lower import lower, state, weights
+from nimblec.refits import refits
 from nimblec.schedule.lifetimes import used_buffers
 from nimblec.schedule.memory import WEIGHT_ALIGNMENT
 from nimblert.plan import Device, Kernel, Module, Plan, Profile, Program, ScheduleRecord, Target, Weight
@@ -60,6 +61,7 @@ def assemble(parts: Sequence[Part], provenance: Provenance) -> Plan:
         state_nbytes=first.memory.state_nbytes,
         state=_united((part.entry, state(part.graph, part.memory)) for part in parts),
         programs=tuple(map(_program, parts)),
+        refits=refits(parts),
     )
 
 

@@ -138,7 +138,11 @@ class TensorView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Graph:
-    """A model as tasks in the order in which they were captured, a valid serial order."""
+    """A model as tasks in the order in which they were captured, a valid serial order.
+
+    ``weights`` are the names of those that a buffer holds as the model has them, and nothing else; ``folded``
+    of those that constants were computed of.
+    """
 
     modules: tuple[Module, ...]
     kernels: tuple[Kernel, ...]
@@ -147,6 +151,8 @@ class Graph:
     tasks: tuple[Task, ...]
     inputs: tuple[TensorView, ...]
     outputs: tuple[TensorView, ...]
+    weights: tuple[tuple[str, int], ...] = ()
+    folded: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,9 @@
 """An ONNX file as a Graph: one task for each node that ONNX Runtime's optimiser leaves."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 
@@ -10,6 +12,7 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 
 from nimblec.cpu import kernels, optimizer, values
 from nimblec.cpu.constants import TensorType, type_of
+from nimblec.cpu.given import unchanged
 from nimblec.cpu.optimizer import OptimizedModel
 from nimblec.errors import UnsupportedModelError
 from nimblec.frontend.onnx import model_file, model_nodes, model_shapes
@@ -69,12 +72,14 @@ def capture_model(
     _refuse_random(model.graph, {})
     optimized = optimizer.optimize(model, folder, scratch_folder)
     _refuse_random(optimized.proto.graph, optimized.arrays)  # which has the nodes of the model's functions too
-    builder = _Builder(optimized)
+    builder = _Builder(optimized, unchanged(model, folder, optimized))
     for tensor in model_file.inputs(optimized.proto):
         builder.add_input(tensor.name, (sample_ranges or {}).get(tensor.name))
     for node in optimized.proto.graph.node:
         builder.add_node(node)
-    return builder.graph()
+    graph = builder.graph()
+    held = {name for name, _ in graph.weights}
+    return replace(graph, folded=frozenset(tensor.name for tensor in model.graph.initializer) - held)
 
 
 def _refuse_random(graph: GraphProto, constants: Mapping[str, np.ndarray]) -> None:
@@ -97,8 +102,9 @@ def _is_random(node: NodeProto, constants: Mapping[str, np.ndarray]) -> bool:
 class _Builder:
     """The Graph under construction: buffers, kernels and tasks in order of first use."""
 
-    def __init__(self, optimized: OptimizedModel) -> None:
+    def __init__(self, optimized: OptimizedModel, weights: Collection[str]) -> None:
         model = self._model = optimized.proto
+        self._weights = weights
         self._header = kernels.header(model)
         self._arrays = optimized.arrays
         self._constants = {tensor.name: tensor for tensor in model.graph.initializer}
@@ -157,7 +163,14 @@ class _Builder:
             tasks=tuple(self._tasks),
             inputs=tuple(self._inputs),
             outputs=outputs,
+            weights=tuple(self._held()),
         )
+
+    def _held(self) -> Iterator[tuple[str, int]]:
+        """The weights of the model that have a buffer to themselves."""
+        names = Counter(self._buffer_of.values())
+        held = ((name, self._buffer_of[name]) for name in self._buffer_of if name in self._weights)
+        return ((name, buffer) for name, buffer in held if names[buffer] == 1)
 
     def _type(self, name: str) -> TensorType:
         return type_of(self._constants[name]) if name in self._constants else self._types[name]

@@ -8,7 +8,7 @@ from typing import TypeAlias
 class Region(enum.IntEnum):
     """The memory that a pointer counts from.
 
-    ARENA holds what lives during one run, WEIGHTS what never changes, STATE what a run leaves for
+    ARENA holds what lives during one run, WEIGHTS what no run changes, STATE what a run leaves for
     the next one. INPUT and OUTPUT are one region for each index.
     """
 

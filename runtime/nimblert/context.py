@@ -6,8 +6,8 @@ import ctypes
 import os
 import threading
 import weakref
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -19,6 +19,7 @@ from nimblert.entries import Signature, Take, checked_array
 from nimblert.errors import InputError
 from nimblert.extents import region_sizes
 from nimblert.plan import Plan, Pointer, Program, Tensor, Work
+from nimblert.refitting import Refit
 from nimblert.timing import CommandTime, command_times
 
 _LAST_RUN_S = 10.0
@@ -69,6 +70,9 @@ class Resident(Protocol):
 
     def backend(self, program: Program, working: Any, *, poison: bool) -> Backend:
         """A program in the memory of a context."""
+
+    def refit(self, refits: Sequence[Refit], backends: Sequence[Any]) -> Sequence[Backend]:
+        """Replace weights, none where it raises: what takes the place of each backend that is over them."""
 
     def close(self) -> None:
         """Give back code and weights; every context must be closed."""
@@ -355,6 +359,27 @@ def checked_out(program: Program, out: Mapping[str, Any], take: Take) -> dict[st
             raise InputError(f"out {name!r}: the array is read-only")
         checked[name] = array
     return checked
+
+
+@contextmanager
+def idle(contexts: Iterable[Context]) -> Iterator[dict[tuple[Context, str], Backend]]:
+    """The programs that open contexts have loaded, none of which runs until the block ends: who calls one waits.
+
+    What is in the dict then is what they run from now on. Raises InputError where a run by steps is half done.
+    """
+    with ExitStack() as stack:
+        waiting = []
+        for context in contexts:
+            stack.callback(setattr, context, "_turns", context._turns)  # noqa: SLF001
+            context._turns = True  # noqa: SLF001
+            stack.enter_context(context._own_lock)  # noqa: SLF001
+            if not context._closed:  # noqa: SLF001
+                context._check_ready()  # noqa: SLF001
+                waiting.append(context)
+        loaded = {(c, name): backend for c in waiting for name, backend in c._backends.items()}  # noqa: SLF001
+        yield loaded
+        for (context, name), backend in loaded.items():
+            context._backends[name] = backend  # noqa: SLF001
 
 
 _live: weakref.WeakSet[Context] = weakref.WeakSet()

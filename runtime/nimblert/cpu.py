@@ -13,7 +13,8 @@ import re
 import threading
 import time
 import weakref
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 
 import numpy as np
@@ -22,7 +23,9 @@ from nimblert.errors import PlanInvalidError
 from nimblert.host_memory import HostMemory, HostWeights, HostWorking
 from nimblert.onnx_join import chains
 from nimblert.onnx_session import SessionCache, run_options, runtime_errors
-from nimblert.plan import Command, Launch, Memcpy, Memset, Plan, Pointer, Program, Record, Wait, Work
+from nimblert.pieces import writes
+from nimblert.plan import Command, Launch, Memcpy, Memset, Plan, Pointer, Program, Record, Region, Wait, Work
+from nimblert.refitting import Refit
 from nimblert.streams import Bound, Step, Streams, interruptible, pass_gate, unlock
 
 _LABEL = "command_"
@@ -33,10 +36,10 @@ _NAMED = re.compile(rf"Name:'{_LABEL}(\d{{1,9}})'")
 class CpuResident:
     """What all contexts of a CPU plan share: the weights, and the sessions over them."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, weights: HostWeights | None = None, sessions: SessionCache | None = None) -> None:
         self._plan = plan
-        self.weights = HostWeights(plan)
-        self.sessions = SessionCache(plan, self.weights)
+        self.weights = weights or HostWeights(plan)
+        self.sessions = sessions or SessionCache(plan, self.weights)
 
     def working(self, arena: np.ndarray | None = None, *, poison: bool = False) -> HostWorking:
         """Arena and state for one context."""
@@ -45,6 +48,40 @@ class CpuResident:
     def backend(self, program: Program, working: HostWorking, *, poison: bool = False) -> "CpuBackend":
         """A program in the memory of a context."""
         return CpuBackend(self._plan, program, poison=poison, resident=self, working=working)
+
+    def refit(self, refits: Sequence[Refit], backends: Sequence["CpuBackend"]) -> list["CpuBackend"]:
+        """Replace weights: what takes the place of each backend. Where it raises, nothing has changed.
+
+        Sessions over the new weights are opened anew: ONNX Runtime keeps packed copies of some, and may have
+        computed with others when it opened one.
+        """
+        with self.weights.rewritten(_replaced(refits)) as weights:
+            scratch = CpuResident(replace(self._plan, state=(), state_nbytes=0), weights)
+            for refit in refits:
+                scratch.make(refit)
+        renewed = CpuResident(self._plan, weights, self.sessions.over(weights))
+        made: list[CpuBackend] = []
+        try:
+            made.extend(backend.renewed(renewed) for backend in backends)
+        except BaseException:
+            for backend in made:
+                backend.close()
+            raise
+        self.weights, self.sessions = renewed.weights, renewed.sessions
+        return made
+
+    def make(self, refit: Refit) -> None:
+        """Write the weights that a refit replaces, all of which can be written here."""
+        program = refit.program
+        alone = HostWorking(replace(self._plan, programs=(program,)))
+        backend = CpuBackend(self._plan, program, resident=self, working=alone)
+        try:
+            for view, array in zip(backend.inputs, refit.arrays, strict=True):
+                if isinstance(array, np.ndarray):
+                    np.copyto(view, array)
+            backend.run()
+        finally:
+            backend.close()
 
     def close(self) -> None:
         """Sessions and weights go with the last who has them."""
@@ -65,10 +102,13 @@ class CpuBackend:
         poison: bool = False,
         resident: CpuResident | None = None,
         working: HostWorking | None = None,
+        memory: HostMemory | None = None,
     ) -> None:
         resident = resident or CpuResident(plan)
         self._program = program
-        self.memory: HostMemory = HostMemory(plan, program, poison=poison, weights=resident.weights, working=working)
+        self.memory: HostMemory = memory or HostMemory(
+            plan, program, poison=poison, weights=resident.weights, working=working
+        )
         self.inputs: tuple[np.ndarray, ...] = tuple(map(self.memory.tensor, program.inputs))
         self.outputs: tuple[np.ndarray, ...] = tuple(map(self.memory.tensor, program.outputs))
         self._gates = [threading.Lock() for _ in range(program.event_count)]
@@ -83,6 +123,10 @@ class CpuBackend:
         # The threads know the streams, not this object: they end when nobody has it any more.
         self._dropped = weakref.finalize(self, self._streams.end)
         self._dropped.atexit = False  # a daemon thread may run on to the very end
+
+    def renewed(self, resident: CpuResident) -> "CpuBackend":
+        """The program in the same memory, over the weights and sessions of another resident."""
+        return CpuBackend(self._plan, self._program, resident=resident, memory=self.memory.over(resident.weights))
 
     def place(self, arrays: Sequence[np.ndarray]) -> None:
         """Have ``inputs`` hold these arrays."""
@@ -195,6 +239,18 @@ class CpuBackend:
                 return partial(unlock, self._gates[command.event])
             case Wait():
                 return partial(pass_gate, self._gates[command.event])
+
+
+def _replaced(refits: Iterable[Refit]) -> set[int]:
+    """The offsets of the weights that are given or made."""
+    given = {
+        tensor.pointer.offset
+        for refit in refits
+        for tensor, array in zip(refit.program.inputs, refit.arrays, strict=True)
+        if tensor.pointer.region is Region.WEIGHTS and array is not None and tensor.span_nbytes
+    }
+    accesses = (a for r in refits for c in r.program.commands if not isinstance(c, Record | Wait) for a in writes(c))
+    return given | {a.pointer.offset for a in accesses if a.pointer.region is Region.WEIGHTS and a.nbytes}
 
 
 def _check_events(program: Program) -> None:

@@ -50,8 +50,12 @@ def _parameter_problems(position: int, parameter: Parameter, limits: Limits) -> 
     yield from array_problems(parameter.dtype, parameter.shape, limits.tensor_nbytes)
 
 
-def launch_problems(launch: Launch, kernel: Kernel, sizes: Sizes) -> Iterator[str]:
-    """Yield a sentence for each rule that a launch breaks: each relocation is one parameter, a whole tensor."""
+def launch_problems(launch: Launch, kernel: Kernel, sizes: Sizes, *, refits: bool = False) -> Iterator[str]:
+    """Yield a sentence for each rule that a launch breaks: each relocation is one parameter, a whole tensor.
+
+    ``refits``: whether it may write weights.
+    """
+    constant = (Region.INPUT,) if refits else (Region.WEIGHTS, Region.INPUT)
     parameters = kernel.parameters
     offsets = [relocation.param_offset for relocation in launch.relocations]
     if len(offsets) != len(parameters) or offsets != [parameter.offset for parameter in parameters]:
@@ -66,7 +70,7 @@ def launch_problems(launch: Launch, kernel: Kernel, sizes: Sizes) -> Iterator[st
         in_weights = pointer.region == Region.WEIGHTS
         if parameter.kind == ParameterKind.INITIALIZER and not in_weights:
             yield f"{path}: an initializer in {pointer.region.name}, expected WEIGHTS"
-        if parameter.kind == ParameterKind.OUTPUT and pointer.region in (Region.WEIGHTS, Region.INPUT):
+        if parameter.kind == ParameterKind.OUTPUT and pointer.region in constant:
             yield f"{path}: an output in {pointer.region.name}, which a run does not change"
         places = writes if parameter.kind == ParameterKind.OUTPUT else reads
         if nbytes:

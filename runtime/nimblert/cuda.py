@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from nimblert import device_arrays, driver, graph
+from nimblert import device_arrays, device_refit, driver, graph
 from nimblert.device_arrays import DeviceArray, DeviceOutput
 from nimblert.driver import NO_TIMING, Context, Handle, call
 from nimblert.errors import InputError
 from nimblert.memory import Bases, DeviceMemory, Staging, place_weights, place_working
 from nimblert.plan import Plan, Pointer, Program, Record, Wait, Work
+from nimblert.refitting import Refit
 from nimblert.transfers import GatherKernels, Inlet, Outlet, Pools
 
 
@@ -40,6 +41,11 @@ class CudaResident:
     def backend(self, program: Program, working: "CudaWorking", *, poison: bool = False) -> "CudaBackend":
         """A program in the memory of a context."""
         return CudaBackend(self._plan, program, poison=poison, resident=self, working=working, device=self._device)
+
+    def refit(self, refits: Sequence[Refit], backends: Sequence["CudaBackend"]) -> Sequence["CudaBackend"]:
+        """Replace weights where they lie: the same backends go on."""
+        device_refit.refit(self._device, refits, self.weights, self.functions, self.gathers.move)
+        return backends
 
     def close(self) -> None:
         """Give back code and weights; every context must be closed."""

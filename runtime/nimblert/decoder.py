@@ -125,6 +125,7 @@ class _Decoder:
             state_nbytes=table.u64(10),
             state=tuple(map(self._weight, table.tables(11))),
             programs=tuple(map(self._program, table.tables(12))),
+            refits=tuple(map(self._program, table.tables(13))),
         )
         trailer = Segment(*table.record(1, schema.SEGMENT))
         if trailer.nbytes != segments.TRAILER_NBYTES:

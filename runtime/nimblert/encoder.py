@@ -111,6 +111,7 @@ class _Encoder(Writer):
         weights = self._tables([self._weight(weight) for weight in plan.weights])
         state = self._tables([self._weight(weight) for weight in plan.state])
         programs = self._tables([self._program(program) for program in plan.programs])
+        refits = self._tables([self._program(program) for program in plan.refits])
         fb.PlanStart(builder)
         fb.PlanAddSchema(builder, fb.CreateSchemaVersion(builder, schema.MAJOR, schema.MINOR))
         fb.PlanAddTrailer(builder, self._segment())
@@ -125,6 +126,7 @@ class _Encoder(Writer):
         fb.PlanAddStateNbytes(builder, plan.state_nbytes)
         fb.PlanAddState(builder, state)
         fb.PlanAddPrograms(builder, programs)
+        fb.PlanAddRefits(builder, refits)
         return int(fb.PlanEnd(builder))
 
     def _version(self, library: str, version: str) -> int:

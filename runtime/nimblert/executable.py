@@ -5,15 +5,16 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING
 
-from nimblert import container, verify
+from nimblert import container, refitting, verify
 from nimblert.arena import Arena
-from nimblert.context import Context, Resident
+from nimblert.context import Context, Resident, idle
 from nimblert.errors import InputError, PlanInvalidError
 from nimblert.hazards import hazards
 from nimblert.limits import DEFAULT_LIMITS, Limits
-from nimblert.plan import Plan, Target
+from nimblert.plan import Plan, Target, Tensor
 
 if TYPE_CHECKING:
     from nimblert import driver
@@ -57,6 +58,29 @@ class Executable(Context):
             made = Context(self.plan, self._resident, arena=arena, poison=self._poison)
             self._contexts.add(made)
             return made
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """The weights that `refit` replaces, by name, each with shape and dtype as the model has them."""
+        return refitting.replaceable(self.plan)
+
+    def refit(self, weights: refitting.NewWeights) -> None:
+        """Replace weights: ``{name: array}``, or the path of a safetensors file; all of them or, where it raises, none.
+
+        The next runs are those of a plan compiled with these weights, at the cost that they had. The arrays
+        are copied. Runs of other threads and contexts end before, or begin after. ``plan`` stays what was loaded.
+        `weights` lists what can be replaced: without ``--refittable`` those weights that the plan holds as the
+        model has them; weights that it holds folded into one constant are given together. Raises InputError.
+        """
+        refits = refitting.checked(self.plan, weights, self._working.take)
+        with self._lock:
+            self._check_ready()
+        with idle(chain((self,), self._contexts)) as loaded:
+            old = list(loaded.values())
+            for key, backend in zip(tuple(loaded), self._resident.refit(refits, old), strict=True):
+                loaded[key] = backend
+        for backend in set(old) - set(loaded.values()):
+            backend.close()
 
     def close(self) -> None:
         """Give back everything, the contexts made of it too; calling it twice is harmless.
@@ -134,7 +158,7 @@ def _loaded(
     plan: Plan, name: str | None, limits: Limits, device: int, arena: Arena | None, *, poison: bool
 ) -> Executable:
     selected = _select(plan, name)
-    for program in selected.programs:
+    for program in (*selected.programs, *selected.refits):
         if unordered := tuple(hazards(program, limits)):
             raise PlanInvalidError(unordered)
     return Executable(selected, device=device, arena=arena, poison=poison)

@@ -1,6 +1,9 @@
 """Host memory of a program: one aligned allocation for each region, weights where the file lies."""
 
 from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from copy import copy
 from math import prod
 from typing import NoReturn
 
@@ -16,15 +19,29 @@ ALIGNMENT = 256
 _READ_ALIGNMENT = 64
 """What vector instructions want: weights of a mapped file are used in place where it holds."""
 
-_READ_ONLY = (Region.WEIGHTS, Region.INPUT)
-
 
 class HostWeights:
-    """The weights of a plan, which nobody writes: used where the file lies."""
+    """The weights of a plan, which no run writes: used where the file lies."""
 
     def __init__(self, plan: Plan) -> None:
         self._offsets = [weight.offset for weight in plan.weights]
         self._weights = [_in_place(weight) for weight in plan.weights]
+
+    @contextmanager
+    def rewritten(self, offsets: Iterable[int]) -> Iterator["HostWeights"]:
+        """These weights, with new memory for those at ``offsets``, which can be written until the block ends."""
+        made = copy(self)
+        made._weights = list(self._weights)  # noqa: SLF001 (of its own class)
+        rewritten = [bisect_right(self._offsets, offset) - 1 for offset in offsets]
+        for index in rewritten:
+            made._weights[index] = allocate(self._weights[index].nbytes)  # noqa: SLF001
+        yield made
+        for index in rewritten:
+            made._weights[index].flags.writeable = False  # noqa: SLF001
+
+    def same(self, other: "HostWeights", offset: int) -> bool:
+        """Whether both have one memory for the byte at ``offset``."""
+        return self.find(offset)[0] is other.find(offset)[0]
 
     def find(self, offset: int) -> tuple[np.ndarray, int]:
         """The weight that holds byte ``offset`` of the region, and where in it that is. Raises PlanInvalidError."""
@@ -76,14 +93,22 @@ class HostMemory:
         self._nothing = allocate(0)
         self._weights = weights or HostWeights(plan)
 
+    def over(self, weights: HostWeights) -> "HostMemory":
+        """The same memory with other weights."""
+        made = copy(self)
+        made._weights = weights  # noqa: SLF001 (of its own class)
+        return made
+
     def range(self, pointer: Pointer, nbytes: int, *, written: bool = False) -> np.ndarray:
         """``nbytes`` bytes from ``pointer`` as uint8. Raises PlanInvalidError where they are not there."""
         place = f"{pointer.region.name.lower()}({pointer.index})"
-        if written and pointer.region in _READ_ONLY:
+        if written and pointer.region is Region.INPUT:
             raise PlanInvalidError([f"{place}: is written, it may only be read"])
         if nbytes == 0:
             return self._nothing
         base, start = self._region(pointer)
+        if written and not base.flags.writeable:
+            raise PlanInvalidError([f"{place}: is written, it may only be read"])
         if start < 0 or start + nbytes > base.nbytes:
             raise PlanInvalidError([f"{place}: bytes {pointer.offset} to {pointer.offset + nbytes} are outside it"])
         return base[start : start + nbytes]
@@ -122,9 +147,10 @@ def allocate(nbytes: int, *, poison: bool = False) -> np.ndarray:
 def _in_place(weight: Weight) -> np.ndarray:
     """The bytes of a weight, read only; a copy only where the file's address does not serve."""
     data = np.frombuffer(weight.data, np.uint8)
+    data.flags.writeable = False
     if data.nbytes == 0 or data.ctypes.data % _READ_ALIGNMENT == 0:
         return data
-    copy = allocate(data.nbytes)
-    copy[:] = data
-    copy.flags.writeable = False
-    return copy
+    aligned = allocate(data.nbytes)
+    aligned[:] = data
+    aligned.flags.writeable = False
+    return aligned

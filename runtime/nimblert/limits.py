@@ -16,6 +16,7 @@ class Limits:
     - Of the ONNX models of a CPU plan: ``model_nbytes``, one of them; ``model_fields``, the protobuf
       fields of all of them together, each of which is a Python object while it is checked.
     - ``modules``, ``kernels``, ``programs``; and of one program ``streams``, ``events``, ``commands``.
+    - ``refits``, the groups of weights that are replaced together.
     - What the proof of order may take for one program: ``pieces``, the byte ranges that commands
       access, cut where others begin or end; ``clocks``, waits times streams.
     """
@@ -27,6 +28,7 @@ class Limits:
     modules: int = 1 << 17
     kernels: int = 1 << 17
     programs: int = 1 << 10
+    refits: int = 1 << 16
     streams: int = 1 << 10
     events: int = 1 << 20
     commands: int = 1 << 20
@@ -43,14 +45,20 @@ def problems(plan: Plan, limits: Limits) -> Iterator[str]:
     yield from _beyond("modules", len(plan.modules), limits.modules)
     yield from _beyond("kernels", len(plan.kernels), limits.kernels)
     yield from _beyond("programs", len(plan.programs), limits.programs)
+    yield from _beyond("refits", len(plan.refits), limits.refits)
     if plan.target == Target.CPU:
         for i, module in enumerate(plan.modules):
             yield from _beyond(f"modules[{i}].code", module.code.nbytes, limits.model_nbytes, " bytes")
     passed = sum(sum(program.input_nbytes) + sum(program.output_nbytes) for program in plan.programs)
     yield from _beyond("memory", plan.state_nbytes + plan.arena_nbytes + passed, limits.memory_nbytes, " bytes")
-    for i, program in enumerate(plan.programs):
-        for sentence in _program_problems(program, limits):
-            yield f"programs[{i}].{sentence}"
+    for path, programs in (("programs", plan.programs), ("refits", plan.refits)):
+        for i, program in enumerate(programs):
+            for sentence in _program_problems(program, limits):
+                yield f"{path}[{i}].{sentence}"
+    for i, refit in enumerate(plan.refits):
+        yield from _beyond(
+            f"refits[{i}].memory", refit.arena_nbytes + sum(refit.input_nbytes), limits.memory_nbytes, " bytes"
+        )
 
 
 def _program_problems(program: Program, limits: Limits) -> Iterator[str]:

@@ -187,6 +187,17 @@ class SessionCache:
         for origin in sorted({module.origin for module in plan.modules}):
             _check_origin(origin)
 
+    def over(self, weights: HostWeights) -> "SessionCache":
+        """The sessions over other weights: those that read none of the changed ones are the same."""
+        made = SessionCache(self._plan, weights)
+        made._models |= self._models
+        made._sessions |= {
+            key: session
+            for key, session in self._sessions.items()
+            if all(weights.same(self._weights, pointer.offset) for pointer in key[1:] if isinstance(pointer, Pointer))
+        }
+        return made
+
     def __len__(self) -> int:
         """The sessions that were opened."""
         return len(self._sessions)

@@ -263,10 +263,11 @@ Profile: TypeAlias = tuple[tuple[str, int], ...]
 
 
 class Role(enum.IntEnum):
-    """Who runs a program: an ENTRY its caller, a BODY a command of another program."""
+    """Who runs a program: an ENTRY its caller, a BODY a command of another program, a REFIT a refit of weights."""
 
     ENTRY = 0
     BODY = 1
+    REFIT = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -325,6 +326,9 @@ class Plan:
 
     ``weights_nbytes`` and ``state_nbytes`` are the sizes of the two regions; ``weights`` and
     ``state`` are in ascending order of offset. All programs share them, and an arena.
+
+    ``refits`` say how weights are replaced. The inputs of each are weights as the model has them: one
+    whose pointer is in WEIGHTS lies there as it is, of the others its commands make weights of the plan.
     """
 
     producer: str
@@ -338,6 +342,7 @@ class Plan:
     state_nbytes: int
     state: tuple[Weight, ...]
     programs: tuple[Program, ...]
+    refits: tuple[Program, ...] = ()
 
     @property
     def entries(self) -> dict[str, tuple[Program, ...]]:

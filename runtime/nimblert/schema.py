@@ -12,7 +12,7 @@ IDENTIFIER = b"NPLN"
 
 MAJOR = 2
 """The major version that is written. Version 1 is read, too, of which 2 is an extension; see schema/README.md."""
-MINOR = 0
+MINOR = 1
 """Fields of a newer minor version are ignored."""
 OLDEST_MAJOR = 1
 """Plans of an older major version than this, or of a newer one than `MAJOR`, are refused."""

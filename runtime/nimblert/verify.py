@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import islice, pairwise
 from math import inf
 
-from nimblert import cpu_rules, entries, launch_limits
+from nimblert import cpu_rules, entries, launch_limits, refit_rules
 from nimblert import limits as ceilings
 from nimblert.extents import MAX_NBYTES, Sizes, array_problems, dense_nbytes, extent_problems, region_sizes, under
 from nimblert.limits import DEFAULT_LIMITS, Limits
@@ -26,6 +26,7 @@ from nimblert.plan import (
     Program,
     Record,
     Region,
+    Role,
     ScheduleRecord,
     Target,
     Tensor,
@@ -67,10 +68,12 @@ def _problems(plan: Plan, limits: Limits) -> Iterator[str]:
     yield from _weights_problems("weights", plan.weights, plan.weights_nbytes, limits)
     yield from _weights_problems("state", plan.state, plan.state_nbytes, limits)
     params_nbytes = tuple(kernel.params_nbytes for kernel in plan.kernels)
-    for i, program in enumerate(plan.programs):
-        sizes = region_sizes(plan, program)
-        scope = _Scope(plan=plan, limits=limits, program=program, sizes=sizes, params_nbytes=params_nbytes)
-        yield from under(f"programs[{i}]", _program_problems(scope))
+    for path, programs in (("programs", plan.programs), ("refits", plan.refits)):
+        for i, program in enumerate(programs):
+            sizes = region_sizes(plan, program)
+            scope = _Scope(plan=plan, limits=limits, program=program, sizes=sizes, params_nbytes=params_nbytes)
+            yield from under(f"{path}[{i}]", _program_problems(scope))
+    yield from refit_rules.problems(plan)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +85,11 @@ class _Scope:
     program: Program
     sizes: Sizes
     params_nbytes: tuple[int, ...]
+
+    @property
+    def refits(self) -> bool:
+        """Whether the program may write weights."""
+        return self.program.role is Role.REFIT
 
 
 def _repeated(path: str, names: Sequence[str]) -> Iterator[str]:
@@ -135,8 +143,8 @@ def _program_problems(scope: _Scope) -> Iterator[str]:
     if program.stream_count > max(1, len(program.commands)):
         yield f"stream_count: {program.stream_count}, more than the {len(program.commands)} commands"
     for i, tensor in enumerate(program.inputs):
-        if tensor.pointer.region == Region.WEIGHTS:
-            yield f"inputs[{i}].pointer: is in WEIGHTS, which never change"
+        if tensor.pointer.region == Region.WEIGHTS and not scope.refits:
+            yield f"inputs[{i}].pointer: is in WEIGHTS, which no run changes"
     for i, command in enumerate(program.commands):
         path = f"commands[{i}]"
         yield from _index_problems(f"{path}.stream", command.stream, program.stream_count, "streams")
@@ -179,9 +187,9 @@ def _work_problems(work: Work, scope: _Scope) -> Iterator[str]:
         case Launch():
             yield from _launch_problems(work, scope)
         case Memcpy():
-            yield from _memcpy_problems(work, scope.sizes)
+            yield from _memcpy_problems(work, scope)
         case Memset():
-            yield from _memset_problems(work, scope.sizes)
+            yield from _memset_problems(work, scope)
 
 
 def _launch_problems(launch: Launch, scope: _Scope) -> Iterator[str]:
@@ -203,7 +211,7 @@ def _launch_problems(launch: Launch, scope: _Scope) -> Iterator[str]:
         for i, relocation in enumerate(launch.relocations):
             yield from _biased_problems(f"relocations[{i}].pointer", relocation.pointer, sizes)
     else:
-        yield from cpu_rules.launch_problems(launch, kernel, sizes)
+        yield from cpu_rules.launch_problems(launch, kernel, sizes, refits=scope.refits)
 
 
 def _relocation_problems(launch: Launch) -> Iterator[str]:
@@ -224,20 +232,20 @@ def _biased_problems(path: str, pointer: Pointer, sizes: Sizes) -> Iterator[str]
         yield f"{path}: offset {pointer.offset}, expected within {MAX_BIAS} of the region"
 
 
-def _memcpy_problems(memcpy: Memcpy, sizes: Sizes) -> Iterator[str]:
-    yield from extent_problems("dst", memcpy.dst, memcpy.nbytes, sizes)
-    yield from extent_problems("src", memcpy.src, memcpy.nbytes, sizes)
-    if memcpy.dst.region == Region.WEIGHTS:
-        yield "dst: is in WEIGHTS, which never change"
+def _memcpy_problems(memcpy: Memcpy, scope: _Scope) -> Iterator[str]:
+    yield from extent_problems("dst", memcpy.dst, memcpy.nbytes, scope.sizes)
+    yield from extent_problems("src", memcpy.src, memcpy.nbytes, scope.sizes)
+    if memcpy.dst.region == Region.WEIGHTS and not scope.refits:
+        yield "dst: is in WEIGHTS, which no run changes"
     same_region = (memcpy.dst.region, memcpy.dst.index) == (memcpy.src.region, memcpy.src.index)
     if same_region and abs(memcpy.dst.offset - memcpy.src.offset) < memcpy.nbytes:
         yield "dst: overlaps src"
 
 
-def _memset_problems(memset: Memset, sizes: Sizes) -> Iterator[str]:
-    yield from extent_problems("dst", memset.dst, memset.count * memset.element_nbytes, sizes)
-    if memset.dst.region == Region.WEIGHTS:
-        yield "dst: is in WEIGHTS, which never change"
+def _memset_problems(memset: Memset, scope: _Scope) -> Iterator[str]:
+    yield from extent_problems("dst", memset.dst, memset.count * memset.element_nbytes, scope.sizes)
+    if memset.dst.region == Region.WEIGHTS and not scope.refits:
+        yield "dst: is in WEIGHTS, which no run changes"
     if memset.element_nbytes not in (1, 2, 4):
         yield f"element_nbytes: {memset.element_nbytes}, expected 1, 2 or 4"
         return

@@ -161,7 +161,7 @@ def test_unknown_action_of_a_newer_minor_version_names_that() -> None:
     file = bytearray(_patched(lambda root: root.Schema()._tab.Pos, struct.pack("<HH", schema.MAJOR, 7)))
     table = fb.Plan.GetRootAs(file, 0).Programs(0).Commands(0)._tab
     file[table.Pos + table.Offset(4)] = 6
-    with pytest.raises(PlanFormatError, match=r"kinds 1 to 5; it is of plan schema 2\.7, .* up to 2\.0: a newer one"):
+    with pytest.raises(PlanFormatError, match=r"kinds 1 to 5; it is of plan schema 2\.7, .* up to 2\.1: a newer one"):
         decode_file(bytes(file))
 
 
@@ -182,9 +182,9 @@ def test_compression_is_refused(add: Callable[..., None], monkeypatch: pytest.Mo
 
 def test_unknown_role_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     add = fb.ProgramAddRole
-    monkeypatch.setattr(fb, "ProgramAddRole", lambda builder, _: add(builder, 2))
+    monkeypatch.setattr(fb, "ProgramAddRole", lambda builder, _: add(builder, 3))
     file = container.encode_file(plans.cpu_plan())
-    with pytest.raises(PlanFormatError, match="2 is not a valid Role"):
+    with pytest.raises(PlanFormatError, match="3 is not a valid Role"):
         decode_file(file)
 
 
@@ -359,7 +359,8 @@ def test_a_file_of_every_version_is_read(released: Path) -> None:
         ("main[batch=2]", "main", (("batch", 2),), 9),
         ("tail", "tail", (), 9),
     ][: len(programs)]
-    assert len(programs) == {"plan-1.0": 1, "plan-2.0": 3}[released.stem]
+    assert len(programs) == {"plan-1.0": 1, "plan-2.0": 3, "plan-2.1": 3}[released.stem]
+    assert [refit.name for refit in plan.refits] == (["weights"] if released.stem == "plan-2.1" else [])
 
 
 def flatc(*arguments: str | Path) -> None:

@@ -159,4 +159,5 @@ any_plan = st.builds(
     state_nbytes=u64,
     state=several(weights),
     programs=several(programs),
+    refits=several(programs),
 )

@@ -204,7 +204,7 @@ CUDA_MISTAKES = [
     ),
     (
         in_program("inputs", 0, pointer=plans.pointer(Region.WEIGHTS)),
-        [f"{P}inputs[0].pointer: is in WEIGHTS, which never change"],
+        [f"{P}inputs[0].pointer: is in WEIGHTS, which no run changes"],
     ),
     (in_program("inputs", 0, sample_range=(3, 2)), [f"{P}inputs[0].sample_range: (3, 2) is empty"]),
     (program(stream_count=10), [f"{P}stream_count: 10, more than the 9 commands"]),
@@ -275,11 +275,11 @@ CUDA_MISTAKES = [
     (command(4, src=plans.pointer(Region.ARENA, 449)), [f"{C}[4].dst: overlaps src"]),
     (
         command(4, dst=plans.pointer(Region.WEIGHTS)),
-        [f"{C}[4].dst: is in WEIGHTS, which never change"],
+        [f"{C}[4].dst: is in WEIGHTS, which no run changes"],
     ),
     (
         command(0, dst=plans.pointer(Region.WEIGHTS)),
-        [f"{C}[0].dst: is in WEIGHTS, which never change"],
+        [f"{C}[0].dst: is in WEIGHTS, which no run changes"],
     ),
     (command(0, element_nbytes=3), [f"{C}[0].element_nbytes: 3, expected 1, 2 or 4"]),
     (command(0, element_nbytes=2, value=65536), [f"{C}[0].value: 65536 does not fit 2 bytes"]),

@@ -29,6 +29,7 @@ class ParameterKind(object):
 class Role(object):
     ENTRY = 0
     BODY = 1
+    REFIT = 2
 
 
 class Compression(object):
@@ -2233,7 +2234,31 @@ class Plan(object):
         o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(28))
         return o == 0
 
-def PlanStart(builder): builder.StartObject(13)
+    # Plan
+    def Refits(self, j):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(30))
+        if o != 0:
+            x = self._tab.Vector(o)
+            x += flatbuffers.number_types.UOffsetTFlags.py_type(j) * 4
+            x = self._tab.Indirect(x)
+            obj = Program()
+            obj.Init(self._tab.Bytes, x)
+            return obj
+        return None
+
+    # Plan
+    def RefitsLength(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(30))
+        if o != 0:
+            return self._tab.VectorLen(o)
+        return 0
+
+    # Plan
+    def RefitsIsNone(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(30))
+        return o == 0
+
+def PlanStart(builder): builder.StartObject(14)
 def PlanAddSchema(builder, schema): builder.PrependStructSlot(0, flatbuffers.number_types.UOffsetTFlags.py_type(schema), 0)
 def PlanAddTrailer(builder, trailer): builder.PrependStructSlot(1, flatbuffers.number_types.UOffsetTFlags.py_type(trailer), 0)
 def PlanAddProducer(builder, producer): builder.PrependUOffsetTRelativeSlot(2, flatbuffers.number_types.UOffsetTFlags.py_type(producer), 0)
@@ -2253,6 +2278,8 @@ def PlanAddState(builder, state): builder.PrependUOffsetTRelativeSlot(11, flatbu
 def PlanStartStateVector(builder, numElems): return builder.StartVector(4, numElems, 4)
 def PlanAddPrograms(builder, programs): builder.PrependUOffsetTRelativeSlot(12, flatbuffers.number_types.UOffsetTFlags.py_type(programs), 0)
 def PlanStartProgramsVector(builder, numElems): return builder.StartVector(4, numElems, 4)
+def PlanAddRefits(builder, refits): builder.PrependUOffsetTRelativeSlot(13, flatbuffers.number_types.UOffsetTFlags.py_type(refits), 0)
+def PlanStartRefitsVector(builder, numElems): return builder.StartVector(4, numElems, 4)
 def PlanEnd(builder): return builder.EndObject()
 
 

@@ -1,0 +1,44 @@
+"""Which weights of a model an optimised one still has as they are, wherever they are used."""
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+from onnx import GraphProto, ModelProto, TensorProto, numpy_helper
+
+from nimblec.cpu.optimizer import OptimizedModel
+from nimblec.frontend.onnx import model_file, model_nodes
+
+
+def unchanged(model: ModelProto, folder: Path, optimized: OptimizedModel) -> frozenset[str]:
+    """The initializers of ``model`` that the optimised one reads in all places, with the same bytes.
+
+    A weight of which one reader is gone may be part of a constant that was computed. ``folder`` has the
+    external data of ``model``.
+    """
+    before, after = _uses(model.graph), _uses(optimized.proto.graph)
+    arrays = optimized.arrays
+    return frozenset(
+        tensor.name
+        for tensor in model.graph.initializer
+        if 0 < before[tensor.name] <= after[tensor.name]
+        and tensor.name in arrays
+        and _equal(tensor, folder, arrays[tensor.name])
+    )
+
+
+def _equal(tensor: TensorProto, folder: Path, array: np.ndarray) -> bool:
+    if model_file.dtype_name(tensor.data_type) is None or tuple(tensor.dims) != array.shape:
+        return False
+    original = numpy_helper.to_array(tensor, base_dir=str(folder))
+    return original.dtype == array.dtype and original.tobytes() == array.tobytes()
+
+
+def _uses(graph: GraphProto) -> Counter[str]:
+    """How often nodes, and the bodies in them, read or return each value."""
+    found: Counter[str] = Counter(value.name for value in graph.output)
+    for node in model_nodes.nodes(graph):
+        found.update(node.input)
+        for body in model_nodes.subgraphs(node):
+            found.update(value.name for value in body.output)
+    return found

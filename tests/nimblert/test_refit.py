@@ -1,0 +1,226 @@
+"""Weights replaced in a loaded plan: in place, all or none, equal bit for bit to a fresh compile."""
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from cpu_plans import floats, write_model
+from onnx import helper
+
+import nimblec
+import nimblert
+from nimblert import Executable
+from nimblert.cpu import CpuBackend, CpuResident
+from nimblert.errors import InputError
+from nimblert.onnx_session import SessionCache
+
+WIDTH = 64
+node = helper.make_node
+Weights = Mapping[str, np.ndarray]
+
+
+def drawn(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32) / 8
+
+
+def weights(seed: int) -> dict[str, np.ndarray]:
+    return {"w": drawn(seed, WIDTH, WIDTH), "v": drawn(seed + 1, WIDTH, WIDTH), "bias": drawn(seed + 2, WIDTH)}
+
+
+def compiled(folder: Path, given: Weights, **options: Any) -> Path:
+    """The plan of tanh(x @ w) @ v + bias + gather(w)."""
+    path = write_model(
+        folder / "model.onnx",
+        [
+            node("MatMul", ["x", "w"], ["a"]),
+            node("Tanh", ["a"], ["b"]),
+            node("MatMul", ["b", "v"], ["c"]),
+            node("Add", ["c", "bias"], ["d"]),
+            node("Gather", ["w", "rows"], ["e"]),
+            node("Mul", ["d", "e"], ["y"]),
+        ],
+        [floats("x", 4, WIDTH), ("rows", onnx.TensorProto.INT64, [4])],
+        [floats("y", 4, WIDTH)],
+        constants=given,
+    )
+    plan = folder / "model.plan"
+    nimblec.compile(path, target="cpu", plan_cache=None, **options).save(plan)
+    return plan
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return compiled(tmp_path_factory.mktemp("refit"), weights(0))
+
+
+@pytest.fixture
+def model(plan: Path) -> Iterator[Executable]:
+    with nimblert.load(plan) as executable:
+        yield executable
+
+
+INPUTS = {"x": drawn(9, 4, WIDTH), "rows": np.array([3, 1, 2, 0])}
+
+
+def outputs_of(folder: Path, given: Weights) -> np.ndarray:
+    """What a plan gives that is compiled afresh with these weights."""
+    with nimblert.load(compiled(folder, given)) as fresh:
+        return fresh.run(INPUTS)["y"]
+
+
+def test_a_refit_equals_a_fresh_compile_bit_for_bit(model: Executable, tmp_path: Path) -> None:
+    before = model.run(INPUTS)["y"]
+    assert set(model.weights) == {"w", "v", "bias"}
+    model.refit(weights(5))
+    after = model.run(INPUTS)["y"]
+    assert not np.array_equal(before, after)
+    assert np.array_equal(after, outputs_of(tmp_path, weights(5)))
+    model.refit(weights(0))
+    assert np.array_equal(model.run(INPUTS)["y"], before)
+
+
+def test_weights_that_are_not_named_stay(model: Executable, tmp_path: Path) -> None:
+    model.refit({"v": weights(5)["v"]})
+    model.refit({"bias": weights(5)["bias"]})
+    expected = {**weights(5), "w": weights(0)["w"]}
+    assert np.array_equal(model.run(INPUTS)["y"], outputs_of(tmp_path, expected))
+
+
+def test_arrays_are_copied_in_any_layout(model: Executable) -> None:
+    given = weights(5)
+    model.refit(given)
+    expected = model.run(INPUTS)["y"]
+    turned = {name: np.asfortranarray(array) for name, array in given.items()}
+    model.refit(weights(0))
+    model.refit(turned)
+    for array in turned.values():
+        array[...] = np.nan
+    assert np.array_equal(model.run(INPUTS)["y"], expected)
+
+
+def test_replay_and_contexts_see_the_new_weights(model: Executable) -> None:
+    context = model.context()
+    inputs = [one.backend.inputs[0] for one in (model, context)]
+    old = model.run(INPUTS)["y"]
+    assert np.array_equal(context.run(INPUTS)["y"], old)
+    model.refit(weights(5))
+    model.replay()
+    new = model.backend.outputs[0].copy()
+    assert not np.array_equal(new, old)
+    context.replay()
+    for found in (context.backend.outputs[0], context.run(INPUTS)["y"], model.context().run(INPUTS)["y"]):
+        assert np.array_equal(found, new)
+    for one, memory in zip((model, context), inputs, strict=True):
+        assert np.shares_memory(one.backend.inputs[0], memory)
+
+
+def test_sessions_over_other_weights_stay(plan: Path) -> None:
+    with nimblert.load(plan) as model:
+        resident = model._resident
+        assert isinstance(resident, CpuResident)
+        before = dict(resident.sessions._sessions)
+        model.refit({})
+        assert resident.sessions._sessions == before
+        model.refit(weights(5))
+        assert not set(map(id, resident.sessions._sessions.values())) & set(map(id, before.values()))
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"w": np.zeros((WIDTH, 3), np.float32)}, r"weight 'w': shape \(64, 3\), expected \(64, 64\)"),
+        ({"w": np.zeros((WIDTH, WIDTH))}, "weight 'w': dtype float64, expected float32: use .astype"),
+        ({"w": [[1.0]]}, "weight 'w': got list, expected a numpy array"),
+        ({"vv": np.zeros(3)}, "weight 'vv': not one of the 3 .* did you mean 'v'.* --refittable"),
+        ({3: np.zeros(3)}, "weight 3: not one of the 3"),
+        ([1], "refit: got list, expected a dict of arrays by name, or the path of a safetensors file"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_changes_nothing(model: Executable, given: Any, sentence: str) -> None:
+    before = model.run(INPUTS)["y"]
+    with pytest.raises(InputError, match=sentence):
+        model.refit({**weights(5), **given} if isinstance(given, dict) else given)
+    assert np.array_equal(model.run(INPUTS)["y"], before)
+
+
+def test_a_refit_that_fails_midway_changes_nothing(model: Executable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second of two contexts cannot be renewed."""
+    context = model.context()
+    before = model.run(INPUTS)["y"]
+    renewed: Callable[..., CpuBackend] = CpuBackend.renewed
+    calls: list[CpuBackend] = []
+
+    def failing(backend: CpuBackend, resident: CpuResident) -> CpuBackend:
+        if calls:
+            raise MemoryError
+        calls.append(renewed(backend, resident))
+        return calls[0]
+
+    monkeypatch.setattr(CpuBackend, "renewed", failing)
+    with pytest.raises(MemoryError):
+        model.refit(weights(5))
+    assert not calls[0].inputs  # it is closed
+    for one in (model, context):
+        assert np.array_equal(one.run(INPUTS)["y"], before)
+
+
+def test_a_half_done_run_by_steps_refuses_a_refit(model: Executable) -> None:
+    context = model.context()
+    steps = context.steps(INPUTS)
+    next(steps)
+    with pytest.raises(InputError, match="half done"):
+        model.refit(weights(5))
+    steps.close()
+    model.refit(weights(5))
+
+
+def test_a_closed_executable_refuses(plan: Path) -> None:
+    model = nimblert.load(plan)
+    model.close()
+    with pytest.raises(InputError, match="closed"):
+        model.refit(weights(5))
+
+
+def test_a_run_is_of_the_old_weights_or_of_the_new_ones(model: Executable) -> None:
+    """Threads with contexts of their own run while weights go to and fro: no output is of both."""
+    expected = {}
+    for seed in (0, 5):
+        model.refit(weights(seed))
+        expected[seed] = model.run(INPUTS)["y"]
+    stop = threading.Event()
+
+    def work(_: int) -> tuple[int, int]:
+        seen = dict.fromkeys(expected, 0)
+        with model.context() as context:
+            while not stop.is_set():
+                found = context.run(INPUTS)["y"]
+                (seed,) = [seed for seed, array in expected.items() if np.array_equal(array, found)]
+                seen[seed] += 1
+        return seen[0], seen[5]
+
+    with ThreadPoolExecutor(4) as pool:
+        results = [pool.submit(work, n) for n in range(4)]
+        for number in range(40):
+            model.refit(weights(5 if number % 2 else 0))
+        stop.set()
+        counts = [result.result() for result in results]
+    assert all(sum(column) for column in zip(*counts, strict=True))
+
+
+def test_a_replay_costs_what_it_did(model: Executable) -> None:
+    """The same sessions, bindings and memory stand behind a run: nothing of the refit is left in its way."""
+    model.refit(weights(5))
+    backend = model.backend
+    assert isinstance(backend, CpuBackend)
+    sessions = model._resident.sessions
+    assert isinstance(sessions, SessionCache)
+    model.run(INPUTS)
+    count = len(sessions)
+    model.run(INPUTS)
+    assert model.backend is backend
+    assert len(sessions) == count
