@@ -76,11 +76,12 @@ def train(images: Tensor, labels: Tensor) -> DigitNet:
     return net.eval()
 
 
-def export(net: DigitNet, path: Path) -> None:
-    """Write ``net`` for one image: weights inside the one file, no paths of this machine."""
+def export(net: DigitNet, path: Path, *, batch: torch.export.Dim | None = None) -> None:
+    """Write ``net`` for one image, or a ``batch`` of any size: weights in the one file, no paths of this machine."""
     program = torch.onnx.export(
         net,
-        (torch.zeros(1, 1, 8, 8),),
+        (torch.zeros(1 if batch is None else 2, 1, 8, 8),),
+        dynamic_shapes=None if batch is None else ({0: batch},),
         input_names=["image"],
         output_names=["digit", "probabilities"],
         opset_version=20,
@@ -104,6 +105,7 @@ def main(directory: Path) -> None:
     right = digits == test_labels
     print(f"test accuracy: {right.float().mean():.4f} ({int(right.sum())} of {len(right)} images)")
     export(net, directory / "digits.onnx")
+    export(net, directory / "digits_batch.onnx", batch=torch.export.Dim("batch"))
     for digit in SHOWN:
         first = int(torch.nonzero((test_labels == digit) & right)[0])
         np.save(directory / f"digit_{digit}.npy", test_images[first : first + 1].numpy())

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cpu_plans import run_onnxruntime
 from subprocesses import FRAMEWORKS, ROOT, python
 
 SAMPLES = ROOT / "samples"
@@ -33,11 +34,21 @@ def test_training_the_digits_again_gives_the_accuracy_of_the_readme(tmp_path: Pa
     )
 
 
-def test_the_digits_model_is_one_small_file_without_paths() -> None:
-    content = (SAMPLES / "digits.onnx").read_bytes()
+@pytest.mark.parametrize("name", ["digits.onnx", "digits_batch.onnx"])
+def test_the_digits_model_is_one_small_file_without_paths(name: str) -> None:
+    content = (SAMPLES / name).read_bytes()
     assert len(content) < 200_000
     assert b"site-packages" not in content
     assert b".py" not in content
+
+
+def test_the_model_for_batches_is_that_for_one_image() -> None:
+    images = np.concatenate([np.load(SAMPLES / f"digit_{digit}.npy") for digit in (0, 3, 7, 9)])
+    digits, probabilities = run_onnxruntime(SAMPLES / "digits_batch.onnx", {"image": images})
+    assert digits.tolist() == [0, 3, 7, 9]
+    for row, image in enumerate(images):
+        _, expected = run_onnxruntime(SAMPLES / "digits.onnx", {"image": image[None]})
+        np.testing.assert_allclose(probabilities[row : row + 1], expected, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("digit", [0, 3, 7, 9])

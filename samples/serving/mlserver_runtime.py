@@ -1,0 +1,60 @@
+"""Serve plans with MLServer, which speaks the Open Inference Protocol, version 2, over HTTP and gRPC.
+
+Usage: ``mlserver start samples/serving``. The file mlserver/model-settings.json names the model and its plan, and says
+for how many seconds a batch waits for requests to join it. MLServer's own batches stay off: they put the values of
+requests together before anybody has looked at the shapes.
+"""
+
+import mlserver
+import numpy as np
+from mlserver.codecs import NumpyCodec
+from mlserver.errors import InferenceError
+from mlserver.types import InferenceRequest, InferenceResponse, MetadataTensor, ResponseOutput
+from mlserver.utils import get_model_uri
+from oip import DATATYPES
+from rows import Batches, Rows
+
+import nimblert
+
+
+class PlanModel(mlserver.MLModel):
+    """A plan as a model of MLServer."""
+
+    async def load(self) -> bool:
+        """Load the plan that the settings name."""
+        self._model = nimblert.load(await get_model_uri(self.settings))
+        self._plan = Rows(self._model)
+        self._batches = Batches(self._plan, **self.settings.parameters.extra)
+        for side in ("inputs", "outputs"):
+            tensors = [
+                MetadataTensor(name=t.name, datatype=DATATYPES[t.dtype], shape=[-1, *t.shape[1:]])
+                for t in getattr(self._plan, side)
+            ]
+            setattr(self, side, tensors)
+        return True
+
+    async def predict(self, payload: InferenceRequest) -> InferenceResponse:
+        """Outputs for inputs of any number of rows."""
+        try:
+            arrays = {given.name: NumpyCodec.decode_input(given) for given in payload.inputs}
+            outputs = await self._batches.run(arrays)
+        except ValueError as exc:  # of numpy for values that have not the shape, an InputError too
+            raise InferenceError(str(exc)) from exc
+        wanted = [output.name for output in payload.outputs or ()]
+        if unknown := [name for name in wanted if name not in outputs]:
+            raise InferenceError(f"output {unknown[0]!r}: not found, the model has {list(outputs)}")
+        return InferenceResponse(
+            model_name=self.name, outputs=[_encoded(name, outputs[name]) for name in wanted or outputs]
+        )
+
+    async def unload(self) -> bool:
+        """Give back the plan's memory, after the runs that are left."""
+        self._model.close()
+        return True
+
+
+def _encoded(name: str, array: np.ndarray) -> ResponseOutput:
+    """An output in its own shape, to which MLServer's codec would add a dimension where it has one alone."""
+    return ResponseOutput(
+        name=name, datatype=DATATYPES[str(array.dtype)], shape=list(array.shape), data=array.ravel().tolist()
+    )

@@ -1,0 +1,121 @@
+"""The Open Inference Protocol, version 2, over HTTP: between the bytes of a body and numpy arrays.
+
+Tensors stand in the JSON, or as bytes behind it (the binary tensor data extension), as Triton's clients send them.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from nimblert.plan import Tensor
+
+HEADER_LENGTH = "Inference-Header-Content-Length"
+"""The HTTP header that says how many bytes of a body are JSON."""
+DTYPES = {
+    "BOOL": "bool",
+    **{f"{kind}{bits}": f"{kind.lower()}{bits}" for kind in ("INT", "UINT") for bits in (8, 16, 32, 64)},
+    **{f"FP{bits}": f"float{bits}" for bits in (16, 32, 64)},
+}
+DATATYPES = {dtype: datatype for datatype, dtype in DTYPES.items()}
+
+
+class ProtocolError(ValueError):
+    """A request that is none: the client's fault, in one sentence."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What a client wants: ``arrays`` by input name; whether each output that it names is to be binary, or the rest."""
+
+    id: str
+    arrays: dict[str, np.ndarray]
+    binary: dict[str, bool]
+    binary_else: bool
+
+
+def read_request(body: bytes, header_length: str | None) -> Request:
+    """The request in the body of an infer call. Raises ProtocolError."""
+    try:
+        split = len(body) if header_length is None else int(header_length)
+        content = json.loads(body[:split])
+        binary = memoryview(body)[split:]
+        arrays = {}
+        for tensor in content["inputs"]:
+            arrays[tensor["name"]], binary = _array(tensor, binary)
+        outputs = content.get("outputs", ())
+        return Request(
+            id=str(content.get("id", "")),
+            arrays=arrays,
+            binary={output["name"]: bool(_parameters(output).get("binary_data", False)) for output in outputs},
+            binary_else=bool(_parameters(content).get("binary_data_output", False)),
+        )
+    except ProtocolError:
+        raise
+    except KeyError as exc:
+        raise ProtocolError(f"the request has no {exc}") from exc
+    except (ValueError, TypeError, AttributeError) as exc:
+        raise ProtocolError(f"the request is not one of the Open Inference Protocol: {exc}") from exc
+
+
+def _parameters(tensor: Mapping[str, Any]) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = tensor.get("parameters", {})
+    return found
+
+
+def _array(tensor: Mapping[str, Any], binary: memoryview) -> tuple[np.ndarray, memoryview]:
+    """The array of an input, and the bytes behind its own."""
+    name, datatype, shape = tensor["name"], tensor["datatype"], tuple(map(int, tensor["shape"]))
+    if datatype not in DTYPES:
+        raise ProtocolError(f"input {name!r}: datatype {datatype!r}, expected one of {sorted(DTYPES)}")
+    dtype = np.dtype(DTYPES[datatype])
+    if min(shape, default=0) < 0:
+        raise ProtocolError(f"input {name!r}: shape {shape}, expected no negative size")
+    count = math.prod(shape)
+    nbytes = _parameters(tensor).get("binary_data_size")
+    if nbytes is None:
+        array = np.asarray(tensor["data"], dtype)
+        if array.size != count:
+            raise ProtocolError(f"input {name!r}: {array.size} values, its shape {shape} has {count}")
+        return array.reshape(shape), binary
+    if nbytes != count * dtype.itemsize or nbytes > len(binary):
+        expected = f"{count * dtype.itemsize} bytes for {datatype} of shape {shape}"
+        raise ProtocolError(f"input {name!r}: {nbytes} of {len(binary)} bytes, expected {expected}")
+    return np.frombuffer(binary[:nbytes], dtype).reshape(shape), binary[nbytes:]
+
+
+def write_response(model: str, request: Request, arrays: Mapping[str, np.ndarray]) -> tuple[bytes, dict[str, str]]:
+    """The body of an answer, and the HTTP headers it needs. Raises ProtocolError for an output that there is not."""
+    names = list(request.binary or arrays)
+    if unknown := [name for name in names if name not in arrays]:
+        raise ProtocolError(f"output {unknown[0]!r}: not found, the model has {list(arrays)}")
+    outputs, data = [], []
+    for name in names:
+        array = np.ascontiguousarray(arrays[name])
+        output = {"name": name, "datatype": DATATYPES[str(array.dtype)], "shape": arrays[name].shape}
+        if request.binary.get(name, request.binary_else):
+            data.append(array.tobytes())
+            outputs.append({**output, "parameters": {"binary_data_size": array.nbytes}})
+        else:
+            outputs.append({**output, "data": array.ravel().tolist()})
+    content = {"model_name": model, "outputs": outputs, **({"id": request.id} if request.id else {})}
+    header = json.dumps(content).encode()
+    if not data:
+        return header, {"Content-Type": "application/json"}
+    headers = {"Content-Type": "application/octet-stream", HEADER_LENGTH: str(len(header))}
+    return b"".join((header, *data)), headers
+
+
+def metadata(model: str, inputs: Iterable[Tensor], outputs: Iterable[Tensor]) -> dict[str, Any]:
+    """What the protocol calls a model's metadata; the first dimension, the batch, may have any size."""
+
+    def described(tensors: Iterable[Tensor]) -> Sequence[dict[str, Any]]:
+        return [
+            {"name": tensor.name, "datatype": DATATYPES[tensor.dtype], "shape": [-1, *tensor.shape[1:]]}
+            for tensor in tensors
+        ]
+
+    return {"name": model, "platform": "nimblert", "inputs": described(inputs), "outputs": described(outputs)}

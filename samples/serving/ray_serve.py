@@ -1,0 +1,162 @@
+"""Serve a plan with Ray Serve: replicas, batches made of concurrent requests, health, metrics, drain.
+
+Usage: ``python samples/serving/ray_serve.py PLAN [--replicas 2]``; ``--help`` lists the rest. It speaks the Open
+Inference Protocol, version 2, so Triton's clients can call it. Ctrl-C or SIGTERM ends it when what was accepted is
+answered.
+"""
+
+import argparse
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import oip
+import ray
+from fastapi import FastAPI, HTTPException, Request, Response
+from ray import serve
+from ray.serve import metrics
+from ray.serve.config import HTTPOptions
+from rows import Rows, joined, split
+
+import nimblert
+from nimblert import container
+from nimblert.plan import Target
+
+MOST_ONGOING = 256
+"""Requests that a replica takes before further ones wait in the proxy."""
+api = FastAPI()
+
+Arrays = dict[str, np.ndarray]
+
+
+def _rows(items: Sequence[Arrays]) -> int:
+    return sum(len(next(iter(item.values()))) for item in items)
+
+
+@serve.ingress(api)
+class PlanServer:
+    """One replica: a plan on one GPU or on the CPU."""
+
+    def __init__(self, plan: str, name: str, wait_s: float) -> None:
+        """``plan`` is a path; a batch waits ``wait_s`` seconds for rows to join it."""
+        self._name = name
+        self._model = nimblert.load(plan)
+        self._plan = Rows(self._model)
+        self._metadata = oip.metadata(name, self._plan.inputs, self._plan.outputs)
+        self._probe = {t.name: np.zeros((self._plan.sizes[0], *t.shape[1:]), t.dtype) for t in self._plan.inputs}
+        self._expected = self._plan.run(self._probe)
+        self._batch.set_max_batch_size(self._plan.sizes[-1])
+        self._batch.set_batch_wait_timeout_s(wait_s)
+        self._batches = metrics.Counter("nimblert_batches", description="Batches run")
+        self._rows = metrics.Counter("nimblert_rows", description="Rows run, of all batches")
+        self._seconds = metrics.Histogram(
+            "nimblert_batch_seconds", description="Seconds of a batch", boundaries=[0.001, 0.01, 0.1, 1.0]
+        )
+
+    async def check_health(self) -> None:
+        """Raise where the plan does not give what it gave at load; Ray then puts a new replica in this one's place."""
+        found = await self._plan.arun(self._probe)
+        for name, array in found.items():
+            if array.tobytes() != self._expected[name].tobytes():
+                raise RuntimeError(f"output {name!r} is not what it was at load")
+
+    @serve.batch(batch_size_fn=_rows)
+    async def _batch(self, items: list[Arrays]) -> list[Arrays]:
+        return split(await self._run(joined(items)), [_rows([item]) for item in items])
+
+    async def _run(self, arrays: Arrays) -> Arrays:
+        begin = time.perf_counter()
+        outputs = await self._plan.arun(arrays)
+        self._seconds.observe(time.perf_counter() - begin)
+        self._batches.inc()
+        self._rows.inc(_rows([arrays]))
+        return outputs
+
+    @api.get("/v2")
+    def server(self) -> dict[str, Any]:
+        """The protocol's server metadata."""
+        return {"name": "nimblert", "version": nimblert.__version__, "extensions": ["binary_tensor_data"]}
+
+    @api.get("/v2/health/live")
+    @api.get("/v2/health/ready")
+    def health(self) -> None:
+        """A replica that answers is loaded."""
+
+    @api.get("/v2/models/{name}")
+    def metadata(self, name: str) -> dict[str, Any]:
+        """The model's inputs and outputs."""
+        self._check_name(name)
+        return self._metadata
+
+    @api.get("/v2/models/{name}/ready")
+    def ready(self, name: str) -> None:
+        """A replica that answers is loaded."""
+        self._check_name(name)
+
+    @api.post("/v2/models/{name}/infer")
+    async def infer(self, name: str, request: Request) -> Response:
+        """Outputs for inputs of any number of rows."""
+        self._check_name(name)
+        try:
+            asked = oip.read_request(await request.body(), request.headers.get(oip.HEADER_LENGTH))
+            count = self._plan.check(asked.arrays)  # before it meets the rows of others
+            fits = count <= self._plan.sizes[-1]
+            outputs = await (self._batch(asked.arrays) if fits else self._run(asked.arrays))
+            body, headers = oip.write_response(name, asked, outputs)
+        except (oip.ProtocolError, nimblert.InputError) as exc:
+            raise HTTPException(400, str(exc)) from exc
+        return Response(body, headers=headers)
+
+    def _check_name(self, name: str) -> None:
+        if name != self._name:
+            raise HTTPException(404, f"model {name!r}: not found, this is {self._name!r}")
+
+
+def application(plan: Path, *, name: str, replicas: int, wait_s: float) -> serve.Application:
+    """Replicas of a plan: each on a GPU of its own where the plan runs on one, else on one CPU."""
+    needs = {"num_gpus": 1} if container.read(plan).target is Target.CUDA else {"num_cpus": 1}
+    deployment = serve.deployment(
+        num_replicas=replicas,
+        ray_actor_options=needs,
+        max_ongoing_requests=MOST_ONGOING,
+        health_check_period_s=1,
+        health_check_timeout_s=10,
+        graceful_shutdown_wait_loop_s=0.1,
+        graceful_shutdown_timeout_s=30,
+    )
+    return deployment(PlanServer).bind(str(plan.absolute()), name, wait_s)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Serve until a signal comes."""
+    parser = argparse.ArgumentParser(description="Serve a plan with Ray Serve.")
+    parser.add_argument("plan", type=Path)
+    parser.add_argument("--name", help="of the model, in URLs; by default that of the file")
+    parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument("--wait-ms", type=float, default=2.0, help="how long a batch waits for rows to join it")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--metrics-port", type=int, default=8001, help="of Prometheus metrics")
+    given = parser.parse_args(arguments)
+    ray.init(include_dashboard=False, log_to_driver=False, _metrics_export_port=given.metrics_port)
+    ended = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: ended.set())  # in the place of Ray's handlers
+    serve.start(http_options=HTTPOptions(host=given.host, port=given.port))
+    name = given.name or given.plan.stem
+    serve.run(application(given.plan, name=name, replicas=given.replicas, wait_s=given.wait_ms / 1000), name=name)
+    where = f"http://{given.host}:{given.port}, metrics on port {given.metrics_port}"
+    print(f"serving {name!r} on {where}, process {os.getpid()}", flush=True)
+    ended.wait()
+    serve.delete(name)  # waits for what the replicas have accepted
+    serve.shutdown()
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()

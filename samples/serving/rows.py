@@ -1,0 +1,133 @@
+"""Any number of rows through a plan that was compiled for certain numbers of them."""
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+import nimblert
+
+Arrays = dict[str, np.ndarray]
+
+
+class Rows:
+    """The main entry of a plan whose inputs and outputs all have the rows, the batch, as their first dimension.
+
+    ``sizes`` are the numbers of rows that the plan has programs for, ascending.
+    """
+
+    def __init__(self, model: nimblert.Executable) -> None:
+        """Raises InputError for a plan whose tensors do not agree about the rows."""
+        self._model = model
+        self.inputs = model.inputs
+        self.outputs = model.outputs
+        sizes: set[int] = set()
+        for program in model.entry().programs:
+            firsts = {tensor.shape[:1] for tensor in (*program.inputs, *program.outputs)}
+            if len(firsts) != 1 or firsts == {()}:
+                raise nimblert.InputError(f"{program.name!r}: expected a batch as the first dimension of every tensor")
+            sizes.update(firsts.pop())
+        self.sizes = sorted(sizes)
+
+    def check(self, arrays: Arrays) -> int:
+        """How many rows ``arrays`` have; InputError where the plan does not take them."""
+        expected = {tensor.name: tensor for tensor in self.inputs}
+        if arrays.keys() != expected.keys():
+            raise nimblert.InputError(f"inputs: {sorted(arrays)}, expected {sorted(expected)}")
+        for name, array in arrays.items():
+            row = expected[name].shape[1:]
+            if not array.ndim or array.shape[1:] != row:
+                wanted = ", ".join(("rows", *map(str, row)))
+                raise nimblert.InputError(f"input {name!r}: shape {array.shape}, expected ({wanted})")
+            if str(array.dtype) != expected[name].dtype:
+                raise nimblert.InputError(f"input {name!r}: dtype {array.dtype}, expected {expected[name].dtype}")
+        counts = {len(array) for array in arrays.values()}
+        if len(counts) != 1 or 0 in counts:
+            raise nimblert.InputError(f"inputs: {sorted(counts)} rows, expected as many of each, and one at least")
+        (count,) = counts
+        _parts(count, self.sizes)
+        return count
+
+    def run(self, arrays: Arrays) -> Arrays:
+        """The outputs of arrays that `check` takes, as few calls of the plan as give them."""
+        results, start = [], 0
+        for size in _parts(self.check(arrays), self.sizes):
+            results.append(self._model.run({name: array[start : start + size] for name, array in arrays.items()}))
+            start += size
+        return joined(results)
+
+    async def arun(self, arrays: Arrays) -> Arrays:
+        """As `run`, while the event loop goes on."""
+        return await asyncio.to_thread(self.run, arrays)
+
+
+class Batches:
+    """Calls that come at the same time as one: for servers whose own batches would mix sound requests with others."""
+
+    def __init__(self, rows: Rows, wait_s: float) -> None:
+        """A batch waits ``wait_s`` seconds for calls to join it."""
+        self._rows = rows
+        self._wait_s = wait_s
+        self._waiting: deque[tuple[Arrays, int, asyncio.Future[Arrays]]] = deque()
+        self._working: asyncio.Task[None] | None = None
+
+    async def run(self, arrays: Arrays) -> Arrays:
+        """As `Rows.run`. Raises InputError, for this call alone, and what a run of its batch raises."""
+        count = self._rows.check(arrays)
+        result: asyncio.Future[Arrays] = asyncio.get_running_loop().create_future()
+        self._waiting.append((arrays, count, result))
+        if self._working is None or self._working.done():
+            self._working = asyncio.create_task(self._work())
+        return await result
+
+    async def _work(self) -> None:
+        while self._waiting:
+            if sum(count for _, count, _ in self._waiting) < self._rows.sizes[-1]:
+                await asyncio.sleep(self._wait_s)
+            taken = self._next()
+            batch = self._rows.arun(joined([arrays for arrays, _, _ in taken]))
+            (outcome,) = await asyncio.gather(batch, return_exceptions=True)
+            for place, (_, _, result) in enumerate(taken):
+                if result.cancelled():
+                    continue
+                if isinstance(outcome, BaseException):
+                    result.set_exception(outcome)
+                else:
+                    result.set_result(split(outcome, [count for _, count, _ in taken])[place])
+
+    def _next(self) -> list[tuple[Arrays, int, asyncio.Future[Arrays]]]:
+        """The calls that fit the largest program together, and the first in any case."""
+        taken = [self._waiting.popleft()]
+        room = self._rows.sizes[-1] - taken[0][1]
+        while self._waiting and self._waiting[0][1] <= room:
+            taken.append(self._waiting.popleft())
+            room -= taken[-1][1]
+        return taken
+
+
+def _parts(count: int, sizes: Sequence[int]) -> list[int]:
+    """``count`` as a sum of ``sizes``, which ascend, the largest first."""
+    parts, left = [], count
+    for size in reversed(sizes):
+        parts += [size] * (left // size)
+        left %= size
+    if left:
+        raise nimblert.InputError(f"inputs: {count} rows, which {sizes} rows, those of the plan, do not add up to")
+    return parts
+
+
+def joined(items: Sequence[Arrays]) -> Arrays:
+    """Dicts of arrays, one below the other."""
+    if len(items) == 1:
+        return dict(items[0])
+    return {name: np.concatenate([item[name] for item in items]) for name in items[0]}
+
+
+def split(arrays: Arrays, counts: Sequence[int]) -> list[Arrays]:
+    """What `joined` put together, in dicts of so many rows."""
+    ends = np.cumsum(counts)
+    return [
+        {name: array[end - count : end] for name, array in arrays.items()}
+        for count, end in zip(counts, ends, strict=True)
+    ]

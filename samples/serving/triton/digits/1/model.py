@@ -1,0 +1,46 @@
+"""A plan as a model of Triton Inference Server's Python backend; rows.py and model.plan belong beside this file."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import triton_python_backend_utils as triton
+from rows import Rows, joined, split
+
+import nimblert
+
+
+class TritonPythonModel:
+    """What the backend makes one of for each instance of the model."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Load the plan, on the GPU of this instance where it has one."""
+        device = int(args["model_instance_device_id"]) if args["model_instance_kind"] == "GPU" else 0
+        self._model = nimblert.load(Path(__file__).with_name("model.plan"), device=device)
+        self._plan = Rows(self._model)
+
+    def execute(self, requests: Sequence[Any]) -> list[Any]:
+        """A response to each of these requests, which run together; what is wrong with one concerns no other."""
+        responses: list[Any] = [None] * len(requests)
+        arrays, counts, places = [], [], []
+        for place, request in enumerate(requests):
+            given = {t.name: triton.get_input_tensor_by_name(request, t.name) for t in self._plan.inputs}
+            found = {name: tensor.as_numpy() for name, tensor in given.items() if tensor is not None}
+            try:
+                counts.append(self._plan.check(found))
+            except nimblert.InputError as exc:
+                error = triton.TritonError(str(exc), triton.TritonError.INVALID_ARG)
+                responses[place] = triton.InferenceResponse(error=error)
+                continue
+            arrays.append(found)
+            places.append(place)
+        if places:
+            for place, outputs in zip(places, split(self._plan.run(joined(arrays)), counts), strict=True):
+                wanted = requests[place].requested_output_names()
+                tensors = [triton.Tensor(name, array) for name, array in outputs.items() if name in wanted]
+                responses[place] = triton.InferenceResponse(output_tensors=tensors)
+        return responses
+
+    def finalize(self) -> None:
+        """Give back the plan's memory."""
+        self._model.close()

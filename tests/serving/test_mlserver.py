@@ -1,0 +1,94 @@
+"""MLServer as docs/serving.md starts it."""
+
+import asyncio
+import json
+import re
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+from serving import Shop, answered, command, commands, environment
+
+URL = "http://127.0.0.1:8080/v2/models/digits"
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory) -> Shop:
+    environment("mlserver")
+    made = Shop(tmp_path_factory.mktemp("mlserver"))
+    made.run(command("nimblec compile"))
+    return made
+
+
+@pytest.fixture(scope="module")
+def server(shop: Shop) -> Iterator[subprocess.Popen[bytes]]:
+    started = command("mlserver start")
+    with shop.serving(started, shop.folder / "server.log", lambda: answered(f"{URL}/ready")[0] == 200) as process:
+        yield process
+
+
+def infer(rows: int, **changes: object) -> tuple[int, str]:
+    """One call, with changes to the tensor that it sends."""
+    tensor = {"name": "image", "shape": [rows, 1, 8, 8], "datatype": "FP32", "data": [0.5] * (64 * rows), **changes}
+    body = json.dumps({"inputs": [tensor]}).encode()
+    return answered(f"{URL}/infer", body, Content_Type="application/json")
+
+
+@pytest.mark.usefixtures("server")
+def test_the_example_of_the_document_reads_a_seven(shop: Shop) -> None:
+    (example,) = commands("python")
+    changed = example.replace("8000", "8080").replace("_numpy(image)", "_numpy(image, binary_data=False)")
+    (shop.folder / "example.py").write_text(changed)
+    assert shop.run(".mlserver/bin/python example.py") == "[7]\n"
+
+
+@pytest.mark.usefixtures("server")
+def test_outputs_have_the_shapes_of_the_plan() -> None:
+    status, body = infer(3)
+    assert status == 200
+    assert {output["name"]: output["shape"] for output in json.loads(body)["outputs"]} == {
+        "digit": [3],
+        "probabilities": [3, 10],
+    }
+
+
+WRONG = [
+    ({"name": "picture"}, "inputs: ['picture'], expected ['image']"),
+    ({"shape": [1, 8, 8]}, "input 'image': shape (1, 8, 8), expected (rows, 1, 8, 8)"),
+    ({"datatype": "FP64"}, "input 'image': dtype float64, expected float32"),
+    ({"shape": [2, 1, 8, 8]}, "cannot reshape array of size 64 into shape (2,1,8,8)"),
+]
+
+
+@pytest.mark.usefixtures("server")
+@pytest.mark.parametrize(("changes", "sentence"), WRONG)
+def test_a_wrong_request_is_refused_in_a_sentence(changes: dict[str, object], sentence: str) -> None:
+    status, body = infer(1, **changes)
+    assert (status, json.loads(body)["error"]) == (400, sentence)
+
+
+@pytest.mark.usefixtures("server")
+def test_wrong_requests_harm_no_others_of_their_time() -> None:
+    async def calls() -> list[tuple[int, str]]:
+        given = [{}, *(changes for changes, _ in WRONG), {}] * 4
+        return await asyncio.gather(*(asyncio.to_thread(infer, 1, **changes) for changes in given))
+
+    found = asyncio.run(calls())
+    assert [status for status, _ in found] == [200, 400, 400, 400, 400, 200] * 4
+
+
+@pytest.mark.usefixtures("server")
+def test_every_request_of_many_clients_is_answered(shop: Shop) -> None:
+    load = command("--seconds 10\n") + " --url 127.0.0.1:8080 --json-tensors"
+    facts = json.loads(shop.run(load.replace(".ray", ".mlserver").replace("--seconds 10", "--seconds 4")))
+    assert facts["right"] == facts["sent"] > 0
+    text = answered("http://127.0.0.1:8082/metrics")[1]
+    (count,) = re.findall(r'^model_infer_request_success_total{model="digits".*} (\S+)$', text, re.MULTILINE)
+    assert float(count) >= facts["sent"]
+
+
+def test_it_ends_in_order(shop: Shop, server: subprocess.Popen[bytes]) -> None:
+    server.terminate()
+    assert server.wait(60) == 0
+    assert "unclosed" not in (shop.folder / "server.log").read_text()

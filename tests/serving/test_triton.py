@@ -1,0 +1,106 @@
+"""The recipe for Triton: the commands of docs/serving.md make a model repository, whose model.py runs in a stand-in."""
+
+import importlib.util
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import triton_python_backend_utils as stand_in
+from serving import Shop, command
+from subprocesses import ROOT
+
+import nimblert
+from nimblert import container
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    shop = Shop(tmp_path_factory.mktemp("triton"))
+    for words in ("nimblec compile", "mkdir -p models"):
+        shop.run(command(words))
+    return shop.folder / "models"
+
+
+@pytest.fixture
+def model(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The model as Triton makes it: the folder of its version is where it finds modules."""
+    folder = repository / "digits" / "1"
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", stand_in)
+    spec = importlib.util.spec_from_file_location("model", folder / "model.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    made = module.TritonPythonModel()
+    made.initialize({
+        "model_config": "{}",
+        "model_instance_kind": "CPU",
+        "model_instance_device_id": "0",
+        "model_repository": str(repository / "digits"),
+        "model_version": "1",
+        "model_name": "digits",
+    })
+    yield made
+    made.finalize()
+    sys.modules.pop("rows", None)
+
+
+def request(name: str, array: np.ndarray, *wanted: str) -> stand_in.InferenceRequest:
+    return stand_in.InferenceRequest([stand_in.Tensor(name, array)], wanted or ("digit", "probabilities"))
+
+
+def image(digit: int) -> np.ndarray:
+    return np.asarray(np.load(ROOT / "samples" / f"digit_{digit}.npy"))
+
+
+def test_requests_run_together_and_each_has_its_own_response(model: Any) -> None:
+    wrong = request("image", np.zeros((1, 8, 8), np.float32))
+    three = np.concatenate([image(0), image(3), image(9)])
+    responses = model.execute([
+        request("image", image(7)),
+        wrong,
+        request("image", three, "digit"),
+        request("picture", image(7)),
+    ])
+    seven, refused, digits, unnamed = responses
+    found = {tensor.name(): tensor.as_numpy() for tensor in seven.output_tensors()}
+    assert found["digit"].tolist() == [7]
+    assert found["probabilities"].shape == (1, 10)
+    (only,) = digits.output_tensors()
+    assert (only.name(), only.as_numpy().tolist()) == ("digit", [0, 3, 9])
+    assert refused.error().message() == "input 'image': shape (1, 8, 8), expected (rows, 1, 8, 8)"
+    assert refused.error().code == unnamed.error().code == stand_in.TritonError.INVALID_ARG
+    assert unnamed.error().message() == "inputs: [], expected ['image']"
+
+
+def test_no_request_is_right(model: Any) -> None:
+    (response,) = model.execute([request("picture", image(7))])
+    assert response.error() is not None
+    assert model.execute([]) == []
+
+
+def test_the_end_gives_the_plan_back(model: Any) -> None:
+    model.finalize()
+    with pytest.raises(nimblert.InputError, match="is closed"):
+        model.execute([request("image", image(7))])
+
+
+def test_the_configuration_is_of_the_plan(repository: Path) -> None:
+    text = (repository / "digits" / "config.pbtxt").read_text()
+    plan = container.read(repository / "digits" / "1" / "model.plan")
+    types = {"float32": "TYPE_FP32", "int64": "TYPE_INT64"}
+    found = re.findall(r'name: "(\w+)", data_type: (\w+), dims: \[ ([\d, ]*) \]', text)
+    program = plan.programs[0]
+    expected = [
+        (tensor.name, types[tensor.dtype], ", ".join(map(str, tensor.shape[1:] or (1,))))
+        for tensor in (*program.inputs, *program.outputs)
+    ]
+    assert found == expected
+    (largest,) = re.findall(r"^max_batch_size: (\d+)$", text, re.MULTILINE)
+    assert int(largest) == max(program.inputs[0].shape[0] for program in plan.programs)
+    assert text.count("{") == text.count("}")

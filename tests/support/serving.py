@@ -1,0 +1,99 @@
+"""The servers of docs/serving.md, started by the commands that stand there."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.error import URLError
+from urllib.request import Request, urlopen
+
+import pytest
+from subprocesses import ROOT, SOURCES
+
+DOCUMENT = ROOT / "docs" / "serving.md"
+SLOWEST_START_S = 120
+
+
+def commands(language: str = "sh") -> list[str]:
+    """The blocks of the document in this language, in order."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", DOCUMENT.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def command(words: str) -> str:
+    """The one command of the document that holds ``words``."""
+    (found,) = (block for block in commands() if words in block)
+    return found.strip()
+
+
+def environment(name: str) -> Path:
+    """The environment that the document makes as .NAME; skips the test where there is none."""
+    folder = ROOT / f".{name}"
+    if not folder.is_dir():
+        pytest.skip(f"docs/serving.md has the command that makes .{name}, which is not here")
+    return folder
+
+
+class Shop:
+    """A folder in which the commands of the document run as in the repository's root."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        for name in ("samples", "runtime", ".ray", ".mlserver"):
+            (folder / name).symlink_to(ROOT / name)
+        tools = folder / ".venv" / "bin"
+        tools.mkdir(parents=True)
+        (tools / "nimblec").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m nimblec "$@"\n')
+        (tools / "nimblec").chmod(0o755)
+        self.variables = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(map(str, SOURCES)),
+            "RAY_metrics_report_interval_ms": "500",  # and not ten seconds
+        }
+
+    def run(self, command: str, *, timeout: float = 120) -> str:
+        """What a command prints, which must succeed."""
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", command],
+            cwd=self.folder, env=self.variables, capture_output=True, text=True, check=False, timeout=timeout,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    @contextmanager
+    def serving(self, command: str, log: Path, is_ready: Callable[[], bool]) -> Iterator[subprocess.Popen[bytes]]:
+        """A server while it is ready; its output goes to ``log``."""
+        with log.open("wb") as out:
+            server = subprocess.Popen(
+                shlex.split(command), cwd=self.folder, env=self.variables, stdout=out, stderr=subprocess.STDOUT
+            )
+        try:
+            deadline = time.monotonic() + SLOWEST_START_S
+            while not is_ready():
+                assert server.poll() is None, log.read_text()
+                assert time.monotonic() < deadline, log.read_text()
+                time.sleep(0.2)
+            yield server
+        finally:
+            server.terminate()
+            try:
+                server.wait(60)
+            finally:
+                server.kill()
+
+
+def answered(url: str, body: bytes | None = None, **headers: str) -> tuple[int, str]:
+    """The status and body of an HTTP request; status 0 where nobody answers."""
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    try:
+        with urlopen(Request(url, body, named), timeout=60) as response:  # noqa: S310 — loopback
+            return response.status, response.read().decode()
+    except URLError as exc:
+        status = getattr(exc, "code", 0)
+        return status, exc.read().decode() if status else ""  # type: ignore[attr-defined]
+    except ConnectionError:
+        return 0, ""
