@@ -64,6 +64,7 @@ def compile(  # noqa: A001  # the word that users look for; nimblec.compile shad
     target: TargetChoice = "auto",
     inputs: "Mapping[str, Sequence[int] | str] | Sequence[InputSpec | str]" = (),
     dims: Mapping[str, int | str | Sequence[int]] | None = None,
+    pad_masks: str | Sequence[str] = (),
     examples: "Mapping[str, np.ndarray] | None" = None,
     level: int | None = None,
     precision: Precision = "keep",
@@ -108,6 +109,8 @@ def compile(  # noqa: A001  # the word that users look for; nimblec.compile shad
     - ``dims``: sizes of the named dimensions of an ONNX model, or of the symbols of a dynamic
       ExportedProgram: ``{"batch": 4}``. ``inputs`` take precedence. Several, ``(1, 2, 4)`` or ``"1..16"`` (the
       powers of two, and both ends), make a program for each combination.
+    - ``pad_masks``: inputs that mask what the others hold where they are 0, ``"attention_mask"`` for example:
+      calls of fewer elements than a program's are padded where masked results agree.
     - ``examples``: arrays for inputs by name; the range of an integer array bounds what later checks draw.
     - ``level``: 0 keeps the framework's own kernels, 1 (the default on CUDA) fuses, 2 also chooses
       kernels by timing them. CUDA target.
@@ -131,6 +134,7 @@ def compile(  # noqa: A001  # the word that users look for; nimblec.compile shad
         target=target,
         inputs=inputs,
         dims=dims or {},
+        pad_masks=pad_masks,
         examples=examples or {},
         level=level,
         precision=precision,

@@ -53,6 +53,7 @@ class Options:
 
     ``dims`` are sizes of a model's named dimensions, wherever ``inputs`` leave them dynamic; ``sizes`` those
     of dimensions that have several, ascending: the plan has a program for each of their `profiles`.
+    ``pad_masks`` are inputs that are 0 where others are padded, and so mask what is there.
     An integer input with an example is drawn from the example's range in later golden checks.
     ``streams``: "auto", "1", "max" or a number of streams; ``memory_limit``: bytes the arena may
     have. ``timing_cache`` is the file that keeps measured times, ``plan_cache`` the folder that keeps
@@ -69,6 +70,7 @@ class Options:
     inputs: tuple[InputSpec, ...] = ()
     dims: tuple[tuple[str, int], ...] = ()
     sizes: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    pad_masks: tuple[str, ...] = ()
     examples: tuple[tuple[str, np.ndarray], ...] = field(default=(), compare=False)
     level: int | None = None
     precision: Precision = "keep"
@@ -107,6 +109,8 @@ def read_options(**given: Any) -> Options:
     if (count := math.prod(len(sizes) for _, sizes in several)) > MOST_PROFILES:
         counts = " x ".join(str(len(sizes)) for _, sizes in several)
         raise ArgumentError(f"dims: {counts} sizes make {count} programs, expected at most {MOST_PROFILES}")
+    if (masks := read.get("pad_masks")) and not several:
+        raise ArgumentError(f"pad_masks: {masks[0]!r} is for dimensions of several sizes, and dims gives none")
     fixed = tuple((name, sizes[0]) for name, sizes in dims if len(sizes) == 1)
     return Options(**read, dims=fixed, sizes=several)
 
@@ -214,6 +218,13 @@ def _read_dims(value: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:
     return tuple((name, read_sizes(sizes)) for name, sizes in _named(value))
 
 
+def _read_names(value: Any) -> tuple[str, ...]:
+    names = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else (value,)
+    if not all(isinstance(name, str) for name in names):
+        raise ArgumentError(f"{shortened(value)}, expected names of inputs")
+    return names
+
+
 def _read_examples(value: Any) -> tuple[tuple[str, np.ndarray], ...]:
     return tuple((name, _array(name, example)) for name, example in _named(value))
 
@@ -272,6 +283,7 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
     "target": _one_of(*get_args(TargetChoice)),
     "inputs": _read_inputs,
     "dims": _read_dims,
+    "pad_masks": _read_names,
     "examples": _read_examples,
     "level": _one_of(None, *get_args(Level)),
     "precision": _one_of(*get_args(Precision)),

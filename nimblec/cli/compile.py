@@ -48,6 +48,14 @@ from nimblec.options import DEFAULT_LEVEL, InputSpec, Precision, TargetChoice, r
     "Repeatable.",
 )
 @click.option(
+    "--pad-mask",
+    "pad_masks",
+    multiple=True,
+    metavar="NAME",
+    help="An input that masks what the others hold where it is 0, such as attention_mask: its dimensions are padded "
+    "where results agree. Repeatable.",
+)
+@click.option(
     "--example",
     "examples",
     type=arguments.NamedFile(),
@@ -113,6 +121,7 @@ def compile_model(
     target: TargetChoice,
     inputs: tuple[InputSpec, ...],
     dims: tuple[tuple[str, tuple[int, ...]], ...],
+    pad_masks: tuple[str, ...],
     examples: tuple[tuple[str, Path], ...],
     level: int | None,
     precision: Precision,
@@ -171,6 +180,7 @@ def compile_model(
         target=chosen.name.lower(),
         inputs=inputs,
         dims=dims,
+        pad_masks=pad_masks,
         examples=tuple(arrays.items()),
         level=level,
         precision=precision,

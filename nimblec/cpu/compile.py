@@ -15,6 +15,7 @@ from nimblec.cpu import capture
 from nimblec.cpu.reference import refused_inputs, run_reference
 from nimblec.cpu.timing import CpuTimer
 from nimblec.errors import CompileError
+from nimblec.fits import find_fits
 from nimblec.frontend.onnx import model_file
 from nimblec.ir import Graph
 from nimblec.lean import LeanProcess, run_seconds
@@ -96,6 +97,10 @@ def _write_plan(source: Source, options: Options, output: Path, observer: Observ
         with stage(observer, "golden run"):
             programs = (_with_golden(p, model) for p, model in zip(plan.programs, models, strict=True))
             plan = replace(plan, programs=tuple(programs))
+        if options.sizes:
+            with stage(observer, "padding"):
+                plan, found = find_fits(plan, options.pad_masks)
+                notes += found
     with stage(observer, "write"):
         container.write(plan, output)
     return run_seconds(plan), notes
@@ -155,7 +160,8 @@ def _examples(options: Options) -> tuple[InputSpec, ...]:
 
 def _sample_ranges(options: Options) -> dict[str, tuple[int, int]]:
     integers = {name: array for name, array in options.examples if array.dtype.kind in "iu" and array.size}
-    return {name: (int(array.min()), int(array.max())) for name, array in integers.items()}
+    ranges = {name: (int(array.min()), int(array.max())) for name, array in integers.items()}
+    return ranges | {name: (min(ranges[name][0], 0), ranges[name][1]) for name in ranges if name in options.pad_masks}
 
 
 def _versions() -> tuple[tuple[str, str], ...]:

@@ -20,6 +20,8 @@ from nimblert.errors import InputError
 from nimblert.extents import region_sizes
 from nimblert.plan import Plan, Pointer, Program, Tensor, Work
 from nimblert.refitting import Refit
+from nimblert.serving import serve
+from nimblert.sizes import Served
 from nimblert.timing import CommandTime, command_times
 
 _LAST_RUN_S = 10.0
@@ -38,10 +40,23 @@ class Backend(Protocol):
     outputs: tuple[np.ndarray, ...]
 
     def place(self, arrays: Sequence[Any]) -> None:
-        """Take these inputs, each of its dtype and shape."""
+        """Take these inputs, each of its dtype and rank; what is beyond a smaller shape is padded."""
 
-    def call(self, arrays: Sequence[Any], out: Mapping[str, Any], *, reuse_outputs: bool) -> dict[str, Any]:
-        """Run on these inputs: the outputs by name, those in ``out`` in the caller's arrays."""
+    def call(
+        self,
+        arrays: Sequence[Any],
+        out: Mapping[str, Any],
+        *,
+        reuse_outputs: bool,
+        shapes: Sequence[tuple[int, ...]] | None = None,
+    ) -> dict[str, Any]:
+        """Run on these inputs: the outputs by name, those in ``out`` in the caller's arrays.
+
+        ``shapes`` of the outputs are those of their heads that are asked for.
+        """
+
+    def empty(self, tensor: Tensor, arrays: Sequence[Any]) -> Any:
+        """An array for an output, where a call on ``arrays`` gives it."""
 
     def run(self) -> None:
         """Compute the ``outputs`` of the ``inputs``."""
@@ -255,14 +270,29 @@ class Context:
         reuse_outputs: bool = False,
     ) -> dict[str, np.ndarray]:
         take = self._working.take
-        program, checked = signature.choose(arrays, take)
-        taken = checked_out(program, out, take) if out else {}
+        checked = signature.check(arrays, take)
+        program = signature.exact(checked)
+        if program is None:
+            return self._serve(signature.serve(checked), checked, out, reuse_outputs=reuse_outputs)
+        taken = checked_out(program.outputs, out, take) if out else {}
         with self._lock, self._scratch():
             self._check_ready()
-            backend = self._load(program)
-            self._current = program
-            results = backend.call(checked, taken, reuse_outputs=reuse_outputs)
+            results = self._backend(program).call(checked, taken, reuse_outputs=reuse_outputs)
         return {**results, **out} if out else results
+
+    def _serve(
+        self, served: Served, arrays: Sequence[Any], out: Mapping[str, Any], *, reuse_outputs: bool
+    ) -> dict[str, Any]:
+        """A call of sizes that no program is for."""
+        taken = checked_out(served.outputs, out, self._working.take)
+        with self._lock, self._scratch():
+            self._check_ready()
+            return {**serve(served, arrays, taken, self._backend, reuse_outputs=reuse_outputs), **out}
+
+    def _backend(self, program: Program) -> Backend:
+        """What runs ``program``, which `replay` and `read` are about from now on."""
+        self._current = program
+        return self._load(program)
 
     def _signature(self, name: str | None) -> Signature:
         if name is None and len(self._signatures) == 1:
@@ -345,9 +375,9 @@ class Entry:
         return self._context.run(arrays, entry=self.name)
 
 
-def checked_out(program: Program, out: Mapping[str, Any], take: Take) -> dict[str, np.ndarray | DeviceArray]:
+def checked_out(tensors: Sequence[Tensor], out: Mapping[str, Any], take: Take) -> dict[str, np.ndarray | DeviceArray]:
     """The caller's arrays for outputs. Raises InputError where one cannot take the output that it is given for."""
-    outputs = {tensor.name: tensor for tensor in program.outputs}
+    outputs = {tensor.name: tensor for tensor in tensors}
     checked = {}
     for name, value in out.items():
         if name not in outputs:

@@ -19,12 +19,14 @@ from functools import cached_property, partial
 
 import numpy as np
 
+from nimblert import padding
+from nimblert.dtypes import numpy_dtype
 from nimblert.errors import PlanInvalidError
 from nimblert.host_memory import HostMemory, HostWeights, HostWorking
 from nimblert.onnx_join import chains
 from nimblert.onnx_session import SessionCache, run_options, runtime_errors
 from nimblert.pieces import writes
-from nimblert.plan import Command, Launch, Memcpy, Memset, Plan, Pointer, Program, Record, Region, Wait, Work
+from nimblert.plan import Command, Launch, Memcpy, Memset, Plan, Pointer, Program, Record, Region, Tensor, Wait, Work
 from nimblert.refitting import Refit
 from nimblert.streams import Bound, Step, Streams, interruptible, pass_gate, unlock
 
@@ -129,24 +131,42 @@ class CpuBackend:
         return CpuBackend(self._plan, self._program, resident=resident, memory=self.memory.over(resident.weights))
 
     def place(self, arrays: Sequence[np.ndarray]) -> None:
-        """Have ``inputs`` hold these arrays."""
-        for view, array in zip(self.inputs, arrays, strict=True):
-            np.copyto(view, array)
+        """Have ``inputs`` hold these arrays, each of its input's shape or a smaller one."""
+        for tensor, view, array in zip(self._program.inputs, self.inputs, arrays, strict=True):
+            if array.shape == view.shape:
+                np.copyto(view, array)
+            else:
+                padding.place(view, array, padding.filling(tensor))
 
     def call(
-        self, arrays: Sequence[np.ndarray], out: Mapping[str, np.ndarray], *, reuse_outputs: bool
+        self,
+        arrays: Sequence[np.ndarray],
+        out: Mapping[str, np.ndarray],
+        *,
+        reuse_outputs: bool,
+        shapes: Sequence[tuple[int, ...]] | None = None,
     ) -> dict[str, np.ndarray]:
-        """Run on these inputs: the outputs by name. Raises InputError where an op fails."""
+        """Run on these inputs: the outputs by name, those of smaller ``shapes`` cut to them.
+
+        Raises InputError where an op fails.
+        """
         self.place(arrays)
         self._streams.run()
+        views = self.outputs
+        if shapes is not None:
+            views = tuple(view[tuple(map(slice, shape))] for view, shape in zip(views, shapes, strict=True))
         results = {}
-        for tensor, view in zip(self._program.outputs, self.outputs, strict=True):
+        for tensor, view in zip(self._program.outputs, views, strict=True):
             if tensor.name in out:
                 np.copyto(out[tensor.name], view)
                 results[tensor.name] = out[tensor.name]
             else:
                 results[tensor.name] = view if reuse_outputs else view.copy()
         return results
+
+    def empty(self, tensor: Tensor, arrays: Sequence[np.ndarray]) -> np.ndarray:  # noqa: ARG002 - all are of the host
+        """An array for an output."""
+        return np.empty(tensor.shape, numpy_dtype(tensor.dtype))
 
     def run(self) -> None:
         """Compute the outputs of what stands in ``inputs``. Raises InputError where an op fails."""

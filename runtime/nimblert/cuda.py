@@ -9,9 +9,10 @@ import numpy as np
 from nimblert import device_arrays, device_refit, driver, graph
 from nimblert.device_arrays import DeviceArray, DeviceOutput
 from nimblert.driver import NO_TIMING, Context, Handle, call
+from nimblert.dtypes import numpy_dtype
 from nimblert.errors import InputError
 from nimblert.memory import Bases, DeviceMemory, Staging, place_weights, place_working
-from nimblert.plan import Plan, Pointer, Program, Record, Wait, Work
+from nimblert.plan import Plan, Pointer, Program, Record, Tensor, Wait, Work
 from nimblert.refitting import Refit
 from nimblert.transfers import GatherKernels, Inlet, Outlet, Pools
 
@@ -148,8 +149,12 @@ class CudaBackend:
         out: Mapping[str, np.ndarray | DeviceArray],
         *,
         reuse_outputs: bool,
+        shapes: Sequence[tuple[int, ...]] | None = None,
     ) -> dict[str, np.ndarray | DeviceOutput]:
-        """Run on these inputs, and wait: the outputs by name, on the device if any input was there."""
+        """Run on these inputs, and wait: the outputs by name, on the device if any input was there.
+
+        Inputs of smaller shapes are padded, outputs of smaller ``shapes`` cut to them.
+        """
         self._context.make_current()
         on_device = any(isinstance(array, DeviceArray) for array in arrays)
         try:
@@ -158,13 +163,25 @@ class CudaBackend:
             call("cuGraphLaunch", self._executable, self._stream)
             coming = {
                 tensor.name: self._outlet.begin(
-                    index, out.get(tensor.name), self._stream, reuse=reuse_outputs, on_device=on_device
+                    index,
+                    out.get(tensor.name),
+                    self._stream,
+                    reuse=reuse_outputs,
+                    on_device=on_device,
+                    shape=None if shapes is None else shapes[index],
                 )
                 for index, tensor in enumerate(self._program.outputs)
             }
         finally:  # the arrays are the caller's again, whatever happened
             call("cuStreamSynchronize", self._stream)
         return {name: get() for name, get in coming.items()}
+
+    def empty(self, tensor: Tensor, arrays: Sequence[np.ndarray | DeviceArray]) -> np.ndarray | DeviceArray:
+        """An array for an output, on the device if any of the inputs is there."""
+        if not any(isinstance(array, DeviceArray) for array in arrays):
+            return np.empty(tensor.shape, numpy_dtype(tensor.dtype))
+        self._context.make_current()
+        return self._outlet.empty(tensor, self._stream)
 
     def run(self) -> None:
         """Upload the inputs, replay the graph, download the outputs, and wait."""

@@ -15,6 +15,7 @@ from nimblert.plan import (
     Command,
     Device,
     Dim3,
+    Fit,
     Golden,
     GoldenOutput,
     Kernel,
@@ -192,6 +193,7 @@ class _Decoder:
             entry=table.string(12),
             profile=tuple((dimension.string(0), dimension.u64(1)) for dimension in table.tables(13)),
             role=Role(table.u8(14)),
+            fits=tuple(map(Fit, table.data(15))),
         )
 
     def _tensor(self, table: Table) -> Tensor:

@@ -205,6 +205,7 @@ class _Encoder(Writer):
         schedule = self._schedule(program.schedule) if program.schedule else 0
         entry = self._string(program.entry) if program.entry != program.name else 0
         profile = self._tables([self._dimension(*dimension) for dimension in program.profile])
+        fits = self._data(bytes(program.fits))
         fb.ProgramStart(builder)
         fb.ProgramAddName(builder, name)
         fb.ProgramAddInputs(builder, inputs)
@@ -221,6 +222,7 @@ class _Encoder(Writer):
         fb.ProgramAddEntry(builder, entry)
         fb.ProgramAddProfile(builder, profile)
         fb.ProgramAddRole(builder, program.role)
+        fb.ProgramAddFits(builder, fits)
         return int(fb.ProgramEnd(builder))
 
     def _dimension(self, name: str, size: int) -> int:

@@ -3,17 +3,20 @@
 The programs of an entry differ in their sizes alone: the shapes of the inputs tell which one is meant.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from nimblert import device_arrays
+from nimblert import device_arrays, sizes
 from nimblert.device_arrays import DeviceArray
 from nimblert.dtypes import numpy_dtype
 from nimblert.errors import InputError
 from nimblert.extents import MAX_RANK
 from nimblert.plan import Plan, Profile, Program, Role, Tensor
+from nimblert.sizes import Served, Sizes
 
 Take: TypeAlias = Callable[[Any, int], DeviceArray]
 """Reads an array on the GPU of that ordinal."""
@@ -29,12 +32,14 @@ def problems(plan: Plan) -> Iterator[str]:
     first: dict[str, int] = {}
     shapes: dict[tuple[str, Shapes], int] = {}
     profiles: dict[tuple[str, frozenset[tuple[str, int]]], int] = {}
+    of_entries: defaultdict[str, dict[int, Program]] = defaultdict(dict)
     for i, program in enumerate(plan.programs):
         path = f"programs[{i}]"
         yield from _profile_problems(f"{path}.profile", program.profile)
         if program.role is not Role.ENTRY:
             yield f"{path}.role: {program.role.name}, which no command runs"
             continue
+        of_entries[program.entry][i] = program
         other = first.setdefault(program.entry, i)
         if _signature(program) != _signature(plan.programs[other]):
             yield f"{path}: takes or gives other tensors than programs[{other}], which is of the same entry"
@@ -44,6 +49,9 @@ def problems(plan: Plan) -> Iterator[str]:
         same = shapes.setdefault((program.entry, _shapes(program.inputs)), i)
         if same != i:
             yield f"{path}.inputs: have the shapes of programs[{same}], which is of the same entry"
+    for programs in of_entries.values():
+        if len({_signature(program) for program in programs.values()}) == 1:
+            yield from sizes.problems(programs)
 
 
 def _profile_problems(path: str, profile: Profile) -> Iterator[str]:
@@ -89,12 +97,10 @@ class Signature:
             raise InputError(f"input {min(twice)!r} was given by position and by name: give it once")
         return {**given, **kwargs}
 
-    def choose(self, arrays: Mapping[str, Any], take: Take) -> tuple[Program, list[np.ndarray | DeviceArray]]:
-        """The program for these arrays, by input name, and they in its order.
+    def check(self, arrays: Mapping[str, Any], take: Take) -> list[np.ndarray | DeviceArray]:
+        """The arrays of a call in the entry's order, given by input name; ``take`` reads those on a GPU.
 
-        ``take`` reads those that are on a GPU.
-
-        Raises InputError for names and types that are not the entry's, and shapes that it has no program for.
+        Raises InputError for names and types that are not the entry's.
         """
         if not isinstance(arrays, Mapping):
             raise InputError(f"inputs: got {type(arrays).__name__}, expected a dict of arrays by input name")
@@ -103,11 +109,36 @@ class Signature:
             raise InputError(f"input {unknown[0]!r} is not one of the plan's inputs {list(expected)}")
         if missing := [n for n in expected if n not in arrays]:
             raise InputError(f"input {missing[0]!r} is missing: the plan takes {list(expected)}")
-        checked = [checked_array(f"input {t.name!r}", t, arrays[t.name], take) for t in expected.values()]
-        program = self._by_shapes.get(tuple(array.shape for array in checked))
+        return [checked_array(f"input {t.name!r}", t, arrays[t.name], take) for t in expected.values()]
+
+    def exact(self, arrays: Sequence[np.ndarray | DeviceArray]) -> Program | None:
+        """The program for arrays of these shapes."""
+        return self._by_shapes.get(tuple(array.shape for array in arrays))
+
+    def serve(self, arrays: Sequence[np.ndarray | DeviceArray]) -> Served:
+        """How arrays are served that no program is for. Raises InputError where they are not."""
+        served = self._sizes.serve(tuple(tuple(array.shape) for array in arrays))
+        if served is None:
+            raise InputError(self._no_program(arrays))
+        return served
+
+    def choose(self, arrays: Mapping[str, Any], take: Take) -> tuple[Program, list[np.ndarray | DeviceArray]]:
+        """The program that takes these arrays in one run, and they in its order; see `check`.
+
+        Raises InputError for shapes that the entry has no program for.
+        """
+        checked = self.check(arrays, take)
+        program = self.exact(checked)
         if program is None:
-            raise InputError(self._no_program(checked))
+            parts = self.serve(checked).parts
+            if len(parts) > 1:
+                raise InputError(f"{self._no_program(checked)}; a call would be {len(parts)} runs of them")
+            program = parts[0].program
         return program, checked
+
+    @cached_property
+    def _sizes(self) -> Sizes:
+        return Sizes(self.programs)
 
     def _no_program(self, arrays: Sequence[np.ndarray | DeviceArray]) -> str:
         """Why the shapes of ``arrays`` choose no program."""

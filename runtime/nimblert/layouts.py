@@ -72,6 +72,26 @@ def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
     return True
 
 
+def overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether two elements may share a place."""
+    end = 1
+    for stride, size in sorted((stride, size) for size, stride in zip(shape, strides, strict=True) if size != 1):
+        if stride < end:
+            return True
+        end += stride * (size - 1)
+    return False
+
+
+def dense_strides(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
+    """Strides of the same order of axes in which a shape has no holes."""
+    dense = [0] * len(shape)
+    end = 1
+    for axis in sorted(range(len(shape)), key=lambda axis: (strides[axis], -axis)):
+        dense[axis] = end
+        end *= shape[axis]
+    return tuple(dense)
+
+
 def in_memory_order(array: np.ndarray) -> np.ndarray:
     """The elements of a dense array as one axis, in the order of its memory; a view."""
     order = sorted(range(array.ndim), key=lambda axis: -array.strides[axis])

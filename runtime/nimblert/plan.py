@@ -33,6 +33,7 @@ __all__ = [
     "Command",
     "Device",
     "Dim3",
+    "Fit",
     "Golden",
     "GoldenOutput",
     "Kernel",
@@ -270,6 +271,18 @@ class Role(enum.IntEnum):
     REFIT = 2
 
 
+class Fit(enum.IntEnum):
+    """Which calls a program serves, by one dimension of its profile.
+
+    EXACT: those of its size. PADDED: also those of fewer elements, filled up at the end. SPLIT: also
+    parts of those of more, since what is computed of one element depends on no other.
+    """
+
+    EXACT = 0
+    PADDED = 1
+    SPLIT = 2
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
     """Commands for inputs of one shape: those of one profile of one entry.
@@ -277,7 +290,8 @@ class Program:
     ``input_nbytes[i]`` and ``output_nbytes[i]`` are the sizes of the regions INPUT(i), OUTPUT(i);
     an input or output tensor lies in any region its pointer names. ``commands`` are in issue order.
     ``name`` is no other program's. ``entry`` is what a caller names, the program's name where it is
-    not given; ``profile`` the sizes of named dimensions that tell the programs of an entry apart.
+    not given; ``profile`` the sizes of named dimensions that tell the programs of an entry apart, and
+    ``fits`` says for each of them which other sizes it serves; empty where none.
     """
 
     name: str
@@ -295,6 +309,7 @@ class Program:
     entry: str = ""
     profile: Profile = ()
     role: Role = Role.ENTRY
+    fits: tuple[Fit, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "entry", self.entry or self.name)

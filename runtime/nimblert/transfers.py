@@ -9,13 +9,16 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
+from itertools import product
+from math import prod
 from pathlib import Path
 
 import numpy as np
 
-from nimblert import layouts
+from nimblert import driver, layouts, padding
 from nimblert.device_arrays import DeviceArray, DeviceOutput
 from nimblert.driver import Context, Handle, call, extra_parameters
+from nimblert.dtypes import numpy_dtype
 from nimblert.errors import InputError
 from nimblert.layouts import Gather
 from nimblert.memory import DeviceMemory, Staging, allocate, strided
@@ -79,13 +82,39 @@ class Inlet:
         self._known: dict[tuple[int, tuple[int, ...]], Gather | None] = {}
 
     def put(self, index: int, array: np.ndarray | DeviceArray, stream: Handle) -> None:
-        """Have input ``index`` hold an array of its dtype and shape, for what comes next on ``stream``."""
-        if not self._tensors[index].span_nbytes:
+        """Have input ``index`` hold an array of its dtype and shape, for what comes next on ``stream``.
+
+        An array of a smaller shape fills the head of the input, and the rest is padded.
+        """
+        tensor = self._tensors[index]
+        if not tensor.span_nbytes:
             return
-        if isinstance(array, DeviceArray):
+        if tuple(array.shape) != tensor.shape:
+            self._pad(index, array, stream)
+        elif isinstance(array, DeviceArray):
             self._from_device(index, array, stream)
         else:
             self._from_host(index, array, stream)
+
+    def _pad(self, index: int, array: np.ndarray | DeviceArray, stream: Handle) -> None:
+        tensor = self._tensors[index]
+        if not isinstance(array, DeviceArray):
+            padding.place(self._staging.views[index], array, padding.filling(tensor))
+            self._staging.upload(index, stream)
+            return
+        address, itemsize = self._addresses[index], ITEM_NBYTES[tensor.dtype]
+        _fill(address, tensor, stream)
+        gather = layouts.gather(array.shape, tensor.strides, array.strides)
+        if gather is not None:
+            self._kernels.move(address, array.address, gather, itemsize, stream)
+            return
+        dense = layouts.dense_strides(array.shape, tensor.strides)
+        gather = layouts.gather(array.shape, dense, array.strides)
+        if gather is None:
+            raise InputError(f"input {tensor.name!r}: strides {array.strides} cannot be laid out on the device")
+        landing = self._landing_of(index, prod(tensor.shape) * itemsize)
+        self._kernels.move(landing, array.address, gather, itemsize, stream)
+        _copy_rows((address, tensor.strides), (landing, dense), array.shape, itemsize, stream)
 
     def _gather(self, index: int, strides: tuple[int, ...]) -> Gather | None:
         key = index, strides
@@ -157,35 +186,65 @@ class Outlet:
         self._pools = pools
 
     def begin(
-        self, index: int, out: np.ndarray | DeviceArray | None, stream: Handle, *, reuse: bool, on_device: bool
+        self,
+        index: int,
+        out: np.ndarray | DeviceArray | None,
+        stream: Handle,
+        *,
+        reuse: bool,
+        on_device: bool,
+        shape: tuple[int, ...] | None = None,
     ) -> Callable[[], np.ndarray | DeviceOutput]:
         """Enqueue what brings an output to where it goes; what is returned gives it when the stream is done.
 
         ``out`` is an array of the caller. Else it is one of the device or of the host, new or, with
-        ``reuse``, over memory that the next run writes.
+        ``reuse``, over memory that the next run writes. ``shape`` is that of the output's head, where no more
+        is asked for.
         """
-        tensor = self._tensors[index]
+        tensor = self._tensors[index] if shape is None else padding.head(self._tensors[index], shape)
         if isinstance(out, DeviceArray):
-            return self._to_device(index, out, stream)
+            return self._to_device(index, tensor, out, stream)
         if out is None and on_device:
-            return self._new_on_device(index, stream, reuse=reuse)
+            return self._new_on_device(index, tensor, stream, reuse=reuse)
         if out is None and not reuse and tensor.span_nbytes:
             address, memory = self._pools.host.take(tensor.span_nbytes)
             call("cuMemcpyDtoHAsync", address, self._addresses[index], tensor.span_nbytes, stream)
             return partial(strided, memory, tensor)
         self._staging.download(index, stream)
-        return partial(_copied, self._staging.views[index], out)
+        view = self._staging.views[index]
+        return partial(_copied, view if shape is None else view[tuple(map(slice, shape))], out)
 
-    def _to_device(self, index: int, out: DeviceArray, stream: Handle) -> Callable[[], DeviceOutput]:
-        tensor = self._tensors[index]
+    def empty(self, tensor: Tensor, stream: Handle) -> DeviceArray:
+        """A new array for an output, C-contiguous."""
+        shape = tensor.shape
+        strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
+        address, keeper = self._pools.device.take(prod(shape) * ITEM_NBYTES[tensor.dtype], stream)
+        return DeviceArray(
+            address=address,
+            dtype=tensor.dtype,
+            shape=shape,
+            strides=strides,
+            device=self._pools.ordinal,
+            owner=keeper,
+        )
+
+    def _to_device(
+        self, index: int, tensor: Tensor, out: DeviceArray, stream: Handle
+    ) -> Callable[[], DeviceOutput]:
+        itemsize, address = ITEM_NBYTES[tensor.dtype], self._addresses[index]
         gather = layouts.gather(tensor.shape, out.strides, tensor.strides)
-        if gather is None:
+        if gather is not None:
+            self._kernels.move(out.address, address, gather, itemsize, stream)
+        elif layouts.overlaps(out.shape, out.strides):
             raise InputError(f"out {tensor.name!r}: strides {out.strides} cannot be written on the device")
-        self._kernels.move(out.address, self._addresses[index], gather, ITEM_NBYTES[tensor.dtype], stream)
+        else:
+            _copy_rows((out.address, out.strides), (address, tensor.strides), tensor.shape, itemsize, stream)
         return partial(DeviceOutput, out)
 
-    def _new_on_device(self, index: int, stream: Handle, *, reuse: bool) -> Callable[[], DeviceOutput]:
-        tensor, address, keeper = self._tensors[index], self._addresses[index], None
+    def _new_on_device(
+        self, index: int, tensor: Tensor, stream: Handle, *, reuse: bool
+    ) -> Callable[[], DeviceOutput]:
+        address, keeper = self._addresses[index], None
         if not reuse and tensor.span_nbytes:
             address, keeper = self._pools.device.take(tensor.span_nbytes, stream)
             call("cuMemcpyDtoDAsync", address, self._addresses[index], tensor.span_nbytes, stream)
@@ -198,6 +257,43 @@ class Outlet:
             owner=keeper,
         )
         return partial(DeviceOutput, array)
+
+
+def _fill(address: int, tensor: Tensor, stream: Handle) -> None:
+    """Have all of an input hold what stands where a caller gives nothing."""
+    value, nbytes = padding.filling(tensor), tensor.span_nbytes
+    if not value:
+        call("cuMemsetD8Async", address, 0, nbytes, stream)
+        return
+    words = np.array(value, numpy_dtype(tensor.dtype)).reshape(1).view(f"u{min(ITEM_NBYTES[tensor.dtype], 4)}")
+    pitch = ITEM_NBYTES[tensor.dtype]
+    for position, word in enumerate(words.tolist()):
+        bits = 8 * words.itemsize
+        call(f"cuMemsetD2D{bits}Async", address + position * 4, pitch, word, 1, nbytes // pitch, stream)
+
+
+def _copy_rows(
+    to: tuple[int, Sequence[int]],
+    source: tuple[int, Sequence[int]],
+    shape: Sequence[int],
+    itemsize: int,
+    stream: Handle,
+) -> None:
+    """Copy elements on the device; addresses with strides in elements. Rows that lie alike are one copy."""
+    axes = sorted(zip(to[1], source[1], shape, strict=True), reverse=True)
+    width = 1
+    while axes and axes[-1][:2] == (width, width):
+        width *= axes.pop()[2]
+    to_pitch, source_pitch, height = axes.pop() if axes else (width, width, 1)
+    names = driver.bindings()
+    rows = names.CUDA_MEMCPY2D()
+    rows.srcMemoryType = rows.dstMemoryType = names.CUmemorytype.CU_MEMORYTYPE_DEVICE
+    rows.WidthInBytes, rows.Height = width * itemsize, height
+    rows.dstPitch, rows.srcPitch = to_pitch * itemsize, source_pitch * itemsize
+    for at in product(*(range(size) for _, _, size in axes)):
+        rows.dstDevice = to[0] + itemsize * sum(i * stride for i, (stride, _, _) in zip(at, axes, strict=True))
+        rows.srcDevice = source[0] + itemsize * sum(i * stride for i, (_, stride, _) in zip(at, axes, strict=True))
+        call("cuMemcpy2DAsync", rows, stream)
 
 
 def _copied(view: np.ndarray, out: np.ndarray | None) -> np.ndarray:

@@ -30,6 +30,7 @@ CHANGES: dict[str, Any] = {
     "inputs": (InputSpec(name="x", shape=(4, 8)),),
     "dims": (("n", 5),),
     "sizes": (("n", (1, 2)),),
+    "pad_masks": ("x",),
     "level": 1,
     "precision": "fp16",
     "max_error": 0.125,

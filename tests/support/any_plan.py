@@ -8,6 +8,7 @@ from nimblert.plan import (
     Access,
     Candidate,
     Device,
+    Fit,
     Golden,
     GoldenOutput,
     Kernel,
@@ -139,6 +140,7 @@ programs = st.builds(
     entry=text,
     profile=several(st.tuples(text, u64)),
     role=st.sampled_from(Role),
+    fits=several(st.sampled_from(Fit)),
 )
 any_plan = st.builds(
     Plan,

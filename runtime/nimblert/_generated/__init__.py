@@ -1,1 +1,0 @@
-"""What `flatc --python --gen-onefile` makes of schema/plan.fbs, unedited."""

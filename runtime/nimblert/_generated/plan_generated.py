@@ -32,6 +32,12 @@ class Role(object):
     REFIT = 2
 
 
+class Fit(object):
+    EXACT = 0
+    PADDED = 1
+    SPLIT = 2
+
+
 class Compression(object):
     NONE = 0
 
@@ -1984,7 +1990,34 @@ class Program(object):
             return self._tab.Get(flatbuffers.number_types.Uint8Flags, o + self._tab.Pos)
         return 0
 
-def ProgramStart(builder): builder.StartObject(15)
+    # Program
+    def Fits(self, j):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(34))
+        if o != 0:
+            a = self._tab.Vector(o)
+            return self._tab.Get(flatbuffers.number_types.Uint8Flags, a + flatbuffers.number_types.UOffsetTFlags.py_type(j * 1))
+        return 0
+
+    # Program
+    def FitsAsNumpy(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(34))
+        if o != 0:
+            return self._tab.GetVectorAsNumpy(flatbuffers.number_types.Uint8Flags, o)
+        return 0
+
+    # Program
+    def FitsLength(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(34))
+        if o != 0:
+            return self._tab.VectorLen(o)
+        return 0
+
+    # Program
+    def FitsIsNone(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(34))
+        return o == 0
+
+def ProgramStart(builder): builder.StartObject(16)
 def ProgramAddName(builder, name): builder.PrependUOffsetTRelativeSlot(0, flatbuffers.number_types.UOffsetTFlags.py_type(name), 0)
 def ProgramAddInputs(builder, inputs): builder.PrependUOffsetTRelativeSlot(1, flatbuffers.number_types.UOffsetTFlags.py_type(inputs), 0)
 def ProgramStartInputsVector(builder, numElems): return builder.StartVector(4, numElems, 4)
@@ -2007,6 +2040,8 @@ def ProgramAddEntry(builder, entry): builder.PrependUOffsetTRelativeSlot(12, fla
 def ProgramAddProfile(builder, profile): builder.PrependUOffsetTRelativeSlot(13, flatbuffers.number_types.UOffsetTFlags.py_type(profile), 0)
 def ProgramStartProfileVector(builder, numElems): return builder.StartVector(4, numElems, 4)
 def ProgramAddRole(builder, role): builder.PrependUint8Slot(14, role, 0)
+def ProgramAddFits(builder, fits): builder.PrependUOffsetTRelativeSlot(15, flatbuffers.number_types.UOffsetTFlags.py_type(fits), 0)
+def ProgramStartFitsVector(builder, numElems): return builder.StartVector(1, numElems, 1)
 def ProgramEnd(builder): return builder.EndObject()
 
 

@@ -1,0 +1,49 @@
+"""Run a call of sizes that no program is for, as `nimblert.sizes` has found that it is served."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from nimblert.device_arrays import DeviceArray, DeviceOutput
+from nimblert.plan import ITEM_NBYTES, Program
+from nimblert.sizes import Index, Served
+
+if TYPE_CHECKING:
+    from nimblert.context import Backend
+
+A = TypeVar("A", np.ndarray, DeviceArray)
+
+
+def serve(
+    served: Served,
+    arrays: Sequence[Any],
+    out: Mapping[str, Any],
+    backend_of: "Callable[[Program], Backend]",
+    *,
+    reuse_outputs: bool,
+) -> dict[str, Any]:
+    """The outputs by name, those in ``out`` in the caller's arrays; ``backend_of`` runs a program.
+
+    The outputs of several runs are parts of the same arrays, which are new where ``out`` gives none.
+    """
+    if len(served.parts) == 1:
+        (run,) = served.parts
+        return backend_of(run.program).call(arrays, out, reuse_outputs=reuse_outputs, shapes=run.shapes)
+    backend = backend_of(served.parts[0].program)
+    whole = {t.name: out[t.name] if t.name in out else backend.empty(t, arrays) for t in served.outputs}
+    for run in served.parts:
+        given = [part(array, index) for array, index in zip(arrays, run.inputs, strict=True)]
+        taken = {name: part(whole[name], index) for name, index in zip(whole, run.outputs, strict=True)}
+        backend_of(run.program).call(given, taken, reuse_outputs=False, shapes=run.shapes)
+    return {name: DeviceOutput(a) if isinstance(a, DeviceArray) else a for name, a in whole.items()}
+
+
+def part(array: A, index: Index) -> A:
+    """A view of a part of an array, which ``index`` gives with a start for every axis."""
+    if isinstance(array, np.ndarray):
+        return np.asarray(array[index])
+    offset = sum(of.start * stride for of, stride in zip(index, array.strides, strict=True))
+    shape = tuple(of.stop - of.start for of in index)
+    return replace(array, address=array.address + offset * ITEM_NBYTES[array.dtype], shape=shape)

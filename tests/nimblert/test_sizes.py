@@ -1,0 +1,191 @@
+"""Calls of sizes that no program of a plan is for."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import plans
+import pytest
+
+import nimblert
+from nimblert import container, padding, verify
+from nimblert.errors import InputError
+from nimblert.executable import Executable
+from nimblert.plan import Fit, Memset, Plan, Pointer, Region, Tensor
+from nimblert.sizes import Sizes
+
+SIZES = (2, 4, 8)
+
+
+@pytest.fixture
+def executable() -> Iterator[Executable]:
+    with nimblert.load(plans.sized(*SIZES)) as executable:
+        yield executable
+
+
+def drawn(rows: int) -> dict[str, np.ndarray]:
+    """Inputs of so many rows."""
+    numbers = np.arange(1, 3 * rows + 1, dtype=np.int32)
+    return {"x": numbers.reshape(rows, 3), "w": -numbers[: 2 * rows].reshape(2, rows)}
+
+
+def runs(rows: int, fit: Fit = Fit.SPLIT) -> list[int] | None:
+    """The sizes of the programs that a call of so many rows takes."""
+    served = Sizes(plans.sized(*SIZES, fit=fit).programs).serve(((rows, 3), (2, rows)))
+    return None if served is None else [dict(part.program.profile)["rows"] for part in served.parts]
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [(1, [2]), (3, [4]), (5, [8]), (7, [8]), (9, [8, 2]), (12, [8, 4]), (13, [8, 8]), (40, [8] * 5), (0, None)],
+)
+def test_the_smallest_program_that_covers_a_call_else_parts_of_it(rows: int, expected: list[int] | None) -> None:
+    assert runs(rows) == expected
+
+
+def test_a_dimension_that_is_only_padded_is_not_split() -> None:
+    assert runs(7, Fit.PADDED) == [8]
+    assert runs(9, Fit.PADDED) is None
+    assert runs(7, Fit.EXACT) is None
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 6, 8, 9, 13, 31])
+def test_every_size_gives_what_was_asked_for(executable: Executable, rows: int) -> None:
+    given = drawn(rows)
+    y, z = executable(**given)
+    np.testing.assert_array_equal(y, given["x"])
+    np.testing.assert_array_equal(z, given["w"])
+    assert y.flags.owndata
+    assert y.base is None or y.base.nbytes == y.nbytes
+
+
+@pytest.mark.parametrize("rows", [2, 3, 13])
+def test_outputs_go_into_arrays_of_the_caller(executable: Executable, rows: int) -> None:
+    out = {"z": np.zeros((2, rows + 5), np.int32)[:, :rows]}
+    given = drawn(rows)
+    results = executable.run(given, out=out)
+    assert list(results) == ["y", "z"]
+    assert results["z"] is out["z"]
+    np.testing.assert_array_equal(out["z"], given["w"])
+    np.testing.assert_array_equal(results["y"], given["x"])
+    with pytest.raises(InputError, match=rf"out 'y': shape \(4, 3\), expected \({rows}, 3\)"):
+        executable.run(given, out={"y": np.zeros((4, 3), np.int32)})
+
+
+def test_outputs_may_be_views_of_the_memory_of_the_program(executable: Executable) -> None:
+    first = executable.run(drawn(3), reuse_outputs=True)["y"]
+    assert np.shares_memory(first, executable.run(drawn(4), reuse_outputs=True)["y"])
+    assert first.shape == (3, 3)
+
+
+@pytest.mark.parametrize(("sample_range", "fill"), [(None, 0), ((-1, 1), 0), ((5, 9), 5), ((-9, -5), -9)])
+def test_what_lies_beyond_a_call_is_filled(sample_range: tuple[int, int] | None, fill: int) -> None:
+    with nimblert.load(plans.sized(4, 8, sample_range=sample_range), poison=True) as executable:
+        for rows in (8, 3):  # what an earlier call left there goes, too
+            executable.run(drawn(rows))
+        (x, w) = (
+            executable.read(Pointer(region=Region.INPUT, index=index, offset=0), nbytes).view(np.int32)
+            for index, nbytes in ((0, 48), (1, 32))
+        )
+    expected = np.full((4, 3), fill)
+    expected[:3] = drawn(3)["x"]
+    np.testing.assert_array_equal(x.reshape(4, 3), expected)
+    np.testing.assert_array_equal(w.reshape(2, 4)[:, 3], [fill, fill])
+    np.testing.assert_array_equal(w.reshape(2, 4)[:, :3], drawn(3)["w"])
+
+
+@pytest.mark.parametrize("shape", [(3,), (3, 5), (3, 5, 2), (2, 5, 4), (3, 1, 1), (0, 5, 4)])
+def test_the_rest_of_a_view_is_filled_and_nothing_else(shape: tuple[int, ...]) -> None:
+    tensor = np.full((3, 5, 4)[: len(shape)], -1, np.int32)
+    array = np.arange(1, 1 + np.prod(shape), dtype=np.int32).reshape(shape)
+    padding.place(tensor, array, 7)
+    expected = np.full_like(tensor, 7)
+    expected[tuple(map(slice, shape))] = array
+    np.testing.assert_array_equal(tensor, expected)
+
+
+def test_single_steps_are_of_one_program(executable: Executable) -> None:
+    given = drawn(3)
+    assert len(list(executable.steps(given))) == 2
+    assert len(executable.profile(given)) == 2
+    sentence = r"inputs of the shapes 'x': \(9, 3\), 'w': \(2, 9\): 'main' has programs for .*; a call would be 2 runs"
+    with pytest.raises(InputError, match=sentence):
+        next(executable.steps(drawn(9)))
+
+
+def test_what_no_program_serves_is_a_sentence(executable: Executable) -> None:
+    for given in (
+        {"x": np.zeros((3, 4), np.int32), "w": np.zeros((2, 3), np.int32)},
+        {"x": np.zeros((3, 3), np.int32), "w": np.zeros((2, 5), np.int32)},
+        {"x": np.zeros((3, 3, 1), np.int32), "w": np.zeros((2, 3), np.int32)},
+        {"x": np.zeros((0, 3), np.int32), "w": np.zeros((2, 0), np.int32)},
+    ):
+        with pytest.raises(InputError, match=r"'main' has programs for rows=2 \('x': \(2, 3\), 'w': \(2, 2\)\);"):
+            executable.run(given)
+
+
+def test_one_program_alone_serves_its_size_alone() -> None:
+    with nimblert.load(plans.sized(*SIZES), program="main[rows=4]") as executable:
+        executable.run(drawn(4))
+        with pytest.raises(InputError, match=r"input 'x': shape \(3, 3\), expected \(4, 3\)"):
+            executable.run(drawn(3))
+
+
+def test_fits_are_kept_in_the_file() -> None:
+    plan = plans.sized(*SIZES, fit=Fit.PADDED)
+    assert container.read(container.encode_file(plan)) == plan
+
+
+def reshaped(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return replace(tensor, shape=shape, strides=(shape[1], 1))
+
+
+def of_programs(plan: Plan, **changes: object) -> Plan:
+    """The plan with fields of all programs replaced, by functions of a program."""
+    programs = (replace(p, **{name: change(p) for name, change in changes.items()}) for p in plan.programs)  # type: ignore[operator]
+    return replace(plan, programs=tuple(programs))
+
+
+def test_fits_that_the_shapes_contradict_are_refused() -> None:
+    plan = plans.sized(*SIZES)
+    state = Memset(stream=0, op=0, dst=plans.pointer(Region.STATE), value=0, element_nbytes=1, count=1)
+    twice = of_programs(
+        plan,
+        inputs=lambda p: (p.inputs[0], reshaped(p.inputs[1], (1, 2 * p.inputs[1].shape[1]))),
+    )
+    for changed, sentence in (
+        (of_programs(plan, fits=lambda _: ()), None),
+        (of_programs(plan, fits=lambda _: (Fit.SPLIT, Fit.EXACT)), "fits: 2, expected one for each of 1 dimensions"),
+        (of_programs(plan, profile=lambda p: (("rows", p.profile[0][1] + 1),)), "fits: rows=3 is SPLIT, and no axis"),
+        (twice, "fits: rows=2 is SPLIT, and no axis of an input is 'rows' in all programs alike"),
+        (of_programs(twice, fits=lambda _: (Fit.EXACT,)), None),
+        (
+            of_programs(plan, outputs=lambda p: (p.outputs[0], reshaped(p.outputs[1], (2, 2)))),
+            "fits: 'rows' is SPLIT, and an output has no axis of it",
+        ),
+        (
+            replace(
+                of_programs(plan, commands=lambda p: (*p.commands, state)),
+                state_nbytes=64,
+                state=(plans.weight("kept", (0.0,) * 16, 0),),
+            ),
+            "fits: 'rows' is SPLIT, and the program writes the state",
+        ),
+    ):
+        found = list(verify.problems(changed))
+        assert (found == []) if sentence is None else any(sentence in problem for problem in found), found
+
+
+def test_a_size_of_nothing_serves_nothing_else() -> None:
+    assert any("rows=0 is SPLIT" in problem for problem in verify.problems(plans.sized(0, 2)))
+    served = Sizes(plans.sized(0, 2, fit=Fit.EXACT).programs).serve(((5, 3), (2, 5)))
+    assert served is None
+
+
+def test_dimensions_that_only_vary_together_are_told_by_their_sizes() -> None:
+    def along(p: object) -> tuple[tuple[str, int], ...]:
+        rows = dict(p.profile)["rows"]  # type: ignore[attr-defined]
+        return (("rows", rows), ("same", rows))
+
+    plan = of_programs(plans.sized(2, 4), profile=along, fits=lambda _: (Fit.SPLIT, Fit.SPLIT))
+    assert any("'rows' in all programs alike" in problem for problem in verify.problems(plan))
