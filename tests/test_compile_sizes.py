@@ -1,17 +1,19 @@
 """Plans for several sizes of named dimensions, from the compiler to a run."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnxruntime
 import pytest
 from command_line import CommandLine
-from sized_models import rows_model
+from sized_models import UNLIKE_ROWS, attention, rows_model, unlike_rows
 
 import nimblec
 import nimblert
 from nimblec.errors import ArgumentError, CompileError
 from nimblec.options import read_options, read_sizes
+from nimblert.plan import Fit
 
 
 @pytest.mark.parametrize(
@@ -71,3 +73,70 @@ def test_an_example_bounds_integers_at_every_size(tmp_path: Path) -> None:
         examples={"x": np.zeros((5, 8), np.float32)},
     )
     assert [program.inputs[0].shape for program in plan.programs] == [(1, 8), (2, 8)]
+
+
+@pytest.mark.parametrize("what", UNLIKE_ROWS)
+def test_runs_find_out_which_sizes_a_program_serves(tmp_path: Path, what: str) -> None:
+    model = unlike_rows(tmp_path / "rows.onnx", what)
+    plan = nimblec.compile(model, target="cpu", dims={"batch": (1, 2, 8)})
+    expected = Fit[UNLIKE_ROWS[what][1].upper()]
+    assert {fit for program in plan.programs for fit in program.fits} == {expected}
+    session = onnxruntime.InferenceSession(model)
+    with nimblert.load(plan) as executable:
+        for rows in (1, 2, 3, 7, 8, 9, 29):
+            x = np.random.default_rng(rows).standard_normal((rows, 4)).astype(np.float32)
+            served = rows in {1, 2, 8} or (rows < 8 and expected >= Fit.PADDED) or expected is Fit.SPLIT
+            if served:
+                np.testing.assert_allclose(executable(x), session.run(None, {"x": x})[0], rtol=1e-5, atol=1e-6)
+            else:
+                with pytest.raises(nimblert.InputError, match=r"'main' has programs for batch=1 .*; batch=2"):
+                    executable(x)
+
+
+EXAMPLES = {"tokens": np.arange(1, 32)[None], "mask": np.ones((1, 31), np.int64)}
+
+
+def test_a_sequence_is_padded_under_a_mask(tmp_path: Path) -> None:
+    model = attention(tmp_path / "attention.onnx")
+    plan = nimblec.compile(
+        model,
+        target="cpu",
+        dims={"batch": (1, 4), "length": (4, 8, 16)},
+        examples=EXAMPLES,
+        pad_masks="mask",
+    )
+    assert {program.fits for program in plan.programs} == {(Fit.SPLIT, Fit.PADDED)}
+    session = onnxruntime.InferenceSession(model)
+    with nimblert.load(plan) as executable:
+        for batch, length in ((1, 1), (1, 16), (3, 5), (4, 9), (2, 16), (4, 8), (6, 7), (13, 3)):
+            generator = np.random.default_rng(100 * batch + length)
+            given = {
+                "tokens": generator.integers(1, 32, (batch, length)),
+                "mask": generator.integers(0, 2, (batch, length)) | (np.arange(length) == 0),
+            }
+            for found, expected in zip(executable(**given), session.run(None, given), strict=True):
+                np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+        with pytest.raises(nimblert.InputError, match="'main' has programs for"):
+            executable(tokens=np.ones((1, 17), np.int64), mask=np.ones((1, 17), np.int64))
+
+
+@pytest.mark.parametrize("is_masked", [True, False])
+def test_a_sequence_is_not_padded_where_none_is_named(tmp_path: Path, is_masked: bool) -> None:
+    model = attention(tmp_path / "attention.onnx", is_masked=is_masked)
+    examples = {name: EXAMPLES[name] for name in ("tokens", "mask")[: 1 + is_masked]}
+    sizes = {"batch": (1, 4), "length": (4, 8)}
+    plan = nimblec.compile(model, target="cpu", dims=sizes, examples=examples)
+    assert {program.fits for program in plan.programs} == {(Fit.SPLIT, Fit.EXACT)}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pad_masks": "mask"}, "pad_masks: 'mask' is for dimensions of several sizes, and dims gives none"),
+        ({"pad_masks": 3}, "pad_masks: 3, expected names of inputs"),
+        ({"pad_masks": "y", "dims": {"batch": (1, 2)}}, r"--pad-mask y: is no input of several sizes; .* \['x'\]"),
+    ],
+)
+def test_masks_that_are_none_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises((ArgumentError, CompileError), match=message):
+        nimblec.compile(rows_model(tmp_path / "rows.onnx"), target="cpu", **options)

@@ -14,13 +14,12 @@ from typing import Any, Protocol, Self
 import numpy as np
 
 from nimblert.arena import Arena
-from nimblert.device_arrays import DeviceArray
-from nimblert.entries import Signature, Take, checked_array
+from nimblert.entries import Signature
 from nimblert.errors import InputError
 from nimblert.extents import region_sizes
 from nimblert.plan import Plan, Pointer, Program, Tensor, Work
 from nimblert.refitting import Refit
-from nimblert.serving import serve
+from nimblert.serving import checked_out, serve
 from nimblert.sizes import Served
 from nimblert.timing import CommandTime, command_times
 
@@ -161,6 +160,14 @@ class Context:
     def outputs(self) -> tuple[Tensor, ...]:
         """The outputs of `program`, each with name, shape and dtype."""
         return self.program.outputs
+
+    def warm(self) -> None:
+        """Load every program now, rather than when it is first called."""
+        with self._lock:
+            self._check_ready(self._steps)
+            for programs in self.plan.entries.values():
+                for program in programs:
+                    self._load(program)
 
     def __call__(
         self, *args: np.ndarray, entry: str | None = None, **kwargs: np.ndarray
@@ -373,22 +380,6 @@ class Entry:
     def run(self, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """As `Context.run`."""
         return self._context.run(arrays, entry=self.name)
-
-
-def checked_out(tensors: Sequence[Tensor], out: Mapping[str, Any], take: Take) -> dict[str, np.ndarray | DeviceArray]:
-    """The caller's arrays for outputs. Raises InputError where one cannot take the output that it is given for."""
-    outputs = {tensor.name: tensor for tensor in tensors}
-    checked = {}
-    for name, value in out.items():
-        if name not in outputs:
-            raise InputError(f"out: {name!r} is not one of the plan's outputs {list(outputs)}")
-        array = checked_array(f"out {name!r}", outputs[name], value, take)
-        if tuple(array.shape) != outputs[name].shape:
-            raise InputError(f"out {name!r}: shape {tuple(array.shape)}, expected {outputs[name].shape}")
-        if array.read_only if isinstance(array, DeviceArray) else not array.flags.writeable:
-            raise InputError(f"out {name!r}: the array is read-only")
-        checked[name] = array
-    return checked
 
 
 @contextmanager

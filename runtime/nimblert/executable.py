@@ -113,6 +113,7 @@ def load(
     arena: Arena | None = None,
     poison: bool = False,
     copy: bool = False,
+    warm: bool = False,
     limits: Limits = DEFAULT_LIMITS,
 ) -> Executable:
     """Load a plan on this machine: a `Plan`, the path of a plan file, or the bytes of one.
@@ -122,7 +123,8 @@ def load(
     first, and what becomes of the file does not matter. ``limits`` is what the plan may ask of this
     machine; a plan beyond them is refused before anything is allocated. ``poison`` fills memory that
     nothing should read with 0xFF bytes. ``device`` is the ordinal of the GPU, ``arena`` scratch memory
-    that plans share which run one after the other. ``program`` is the name of the one to load where the others
+    that plans share which run one after the other. ``warm`` loads every program at once, else each is
+    loaded when it is first called (`Context.warm`). ``program`` is the name of the one to load where the others
     will not be called.
 
     Raises PlanError for a plan that is damaged or contradicts itself, DeviceMismatchError where this
@@ -131,18 +133,18 @@ def load(
     if isinstance(plan, Plan):
         if problems := list(verify.problems(plan, limits)):
             raise PlanInvalidError(problems)
-        return _loaded(plan, program, limits, device, arena, poison=poison)
+        return _loaded(plan, program, limits, device, arena, poison=poison, warm=warm)
     image, path = container.open_image(plan, copy=copy), container.name(plan)
     parsed = container.parse(image, path, limits)
     if parsed.target is Target.CPU:
         container.verify_digest(image, path)
-        return _loaded(parsed, program, limits, device, arena, poison=poison)
+        return _loaded(parsed, program, limits, device, arena, poison=poison, warm=warm)
     with ThreadPoolExecutor(1) as pool:
         # Hashing takes as long as starting the GPU; no code is handed over before both are done.
         digest = pool.submit(container.verify_digest, image, path)
         with closing(_start_device(parsed, device)):
             digest.result()
-            return _loaded(parsed, program, limits, device, arena, poison=poison)
+            return _loaded(parsed, program, limits, device, arena, poison=poison, warm=warm)
 
 
 def _start_device(plan: Plan, device: int) -> "driver.Context":
@@ -155,13 +157,20 @@ def _start_device(plan: Plan, device: int) -> "driver.Context":
 
 
 def _loaded(
-    plan: Plan, name: str | None, limits: Limits, device: int, arena: Arena | None, *, poison: bool
+    plan: Plan, name: str | None, limits: Limits, device: int, arena: Arena | None, *, poison: bool, warm: bool
 ) -> Executable:
     selected = _select(plan, name)
     for program in (*selected.programs, *selected.refits):
         if unordered := tuple(hazards(program, limits)):
             raise PlanInvalidError(unordered)
-    return Executable(selected, device=device, arena=arena, poison=poison)
+    executable = Executable(selected, device=device, arena=arena, poison=poison)
+    if warm:
+        try:
+            executable.warm()
+        except BaseException:
+            executable.close()
+            raise
+    return executable
 
 
 def _resident(plan: Plan, device: int) -> Resident:

@@ -1,4 +1,4 @@
-"""Run a call of sizes that no program is for, as `nimblert.sizes` has found that it is served."""
+"""Where the outputs of a call go, and calls of sizes that no program is for, as `nimblert.sizes` serves them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from nimblert.device_arrays import DeviceArray, DeviceOutput
-from nimblert.plan import ITEM_NBYTES, Program
+from nimblert.entries import Take, checked_array
+from nimblert.errors import InputError
+from nimblert.plan import ITEM_NBYTES, Program, Tensor
 from nimblert.sizes import Index, Served
 
 if TYPE_CHECKING:
@@ -38,6 +40,22 @@ def serve(
         taken = {name: part(whole[name], index) for name, index in zip(whole, run.outputs, strict=True)}
         backend_of(run.program).call(given, taken, reuse_outputs=False, shapes=run.shapes)
     return {name: DeviceOutput(a) if isinstance(a, DeviceArray) else a for name, a in whole.items()}
+
+
+def checked_out(tensors: Sequence[Tensor], out: Mapping[str, Any], take: Take) -> dict[str, np.ndarray | DeviceArray]:
+    """The caller's arrays for outputs. Raises InputError where one cannot take the output that it is given for."""
+    outputs = {tensor.name: tensor for tensor in tensors}
+    checked = {}
+    for name, value in out.items():
+        if name not in outputs:
+            raise InputError(f"out: {name!r} is not one of the plan's outputs {list(outputs)}")
+        array = checked_array(f"out {name!r}", outputs[name], value, take)
+        if tuple(array.shape) != outputs[name].shape:
+            raise InputError(f"out {name!r}: shape {tuple(array.shape)}, expected {outputs[name].shape}")
+        if array.read_only if isinstance(array, DeviceArray) else not array.flags.writeable:
+            raise InputError(f"out {name!r}: the array is read-only")
+        checked[name] = array
+    return checked
 
 
 def part(array: A, index: Index) -> A:

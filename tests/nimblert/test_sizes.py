@@ -9,9 +9,11 @@ import pytest
 
 import nimblert
 from nimblert import container, padding, verify
+from nimblert.cpu import CpuBackend, CpuResident
 from nimblert.errors import InputError
 from nimblert.executable import Executable
-from nimblert.plan import Fit, Memset, Plan, Pointer, Region, Tensor
+from nimblert.host_memory import HostWorking
+from nimblert.plan import Fit, Memset, Plan, Pointer, Program, Region, Tensor
 from nimblert.sizes import Sizes
 
 SIZES = (2, 4, 8)
@@ -129,6 +131,25 @@ def test_one_program_alone_serves_its_size_alone() -> None:
         executable.run(drawn(4))
         with pytest.raises(InputError, match=r"input 'x': shape \(3, 3\), expected \(4, 3\)"):
             executable.run(drawn(3))
+
+
+def test_programs_are_loaded_when_they_are_called_or_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[int] = []
+    backend = CpuResident.backend
+
+    def noted(self: CpuResident, program: Program, working: HostWorking, *, poison: bool) -> CpuBackend:
+        loaded.append(dict(program.profile)["rows"])
+        return backend(self, program, working, poison=poison)
+
+    monkeypatch.setattr(CpuResident, "backend", noted)
+    with nimblert.load(plans.sized(*SIZES)) as executable:
+        executable.run(drawn(7))
+        assert loaded == [2, 8]
+    loaded.clear()
+    with nimblert.load(plans.sized(*SIZES), warm=True) as executable:
+        assert loaded == [2, 4, 8]
+        executable.run(drawn(7))
+        assert loaded == [2, 4, 8]
 
 
 def test_fits_are_kept_in_the_file() -> None:

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import numpy as np
-from cpu_plans import floats, write_model
-from onnx import helper
+from cpu_plans import Value, floats, write_model
+from onnx import NodeProto, TensorProto, helper
 
 node = helper.make_node
 
@@ -15,4 +15,78 @@ def rows_model(path: Path) -> Path:
     nodes = [node("MatMul", ["x", "matrix"], ["product"]), node("Relu", ["product"], ["y"])]
     return write_model(
         path, nodes, [floats("x", "batch", 8)], [floats("y", "batch", 4)], constants={"matrix": matrix}
+    )
+
+
+UNLIKE_ROWS: dict[str, tuple[list[NodeProto], str]] = {
+    "less the mean of all": (
+        [node("ReduceMean", ["x", "zeros"], ["mean"]), node("Sub", ["x", "mean"], ["y"])],
+        "exact",
+    ),
+    "divided by how many there are": (
+        [
+            node("Shape", ["x"], ["count"], end=1),
+            node("Cast", ["count"], ["divisor"], to=TensorProto.FLOAT),
+            node("Div", ["x", "divisor"], ["y"]),
+        ],
+        "exact",
+    ),
+    "the sum of all before": ([node("CumSum", ["x", "zero"], ["y"])], "padded"),
+    "with the number of its place": (
+        [
+            node("Shape", ["x"], ["count"], end=1),
+            node("Squeeze", ["count"], ["limit"]),
+            node("Range", ["zero", "limit", "one"], ["places"]),
+            node("Cast", ["places"], ["numbers"], to=TensorProto.FLOAT),
+            node("Unsqueeze", ["numbers", "ones"], ["column"]),
+            node("Add", ["x", "column"], ["y"]),
+        ],
+        "padded",
+    ),
+    "alone": ([node("Softmax", ["x"], ["y"], axis=1)], "split"),
+}
+"""What y (batch x 4) is of x (batch x 4), and how the dimension may be used."""
+
+
+def unlike_rows(path: Path, what: str) -> Path:
+    """One of `UNLIKE_ROWS`."""
+    constants = {"zero": np.array(0), "one": np.array(1), "zeros": np.array([0]), "ones": np.array([1])}
+    nodes, _ = UNLIKE_ROWS[what]
+    used = {name for of in nodes for name in of.input}
+    return write_model(
+        path,
+        nodes,
+        [floats("x", "batch", 4)],
+        [floats("y", "batch", 4)],
+        constants={name: array for name, array in constants.items() if name in used},
+    )
+
+
+def attention(path: Path, *, is_masked: bool = True) -> Path:
+    """Of tokens (batch x length) the embedding of each with a mean over those that the mask leaves: y.
+
+    pooled (batch x 8) is that mean itself. Without a mask, it is over all.
+    """
+    table = np.random.default_rng(0).standard_normal((32, 8)).astype(np.float32)
+    nodes = [node("Gather", ["table", "tokens"], ["embedded"])]
+    inputs: list[Value] = [("tokens", TensorProto.INT64, ("batch", "length"))]
+    if is_masked:
+        inputs.append(("mask", TensorProto.INT64, ("batch", "length")))
+        nodes += [
+            node("Cast", ["mask"], ["weights"], to=TensorProto.FLOAT),
+            node("Unsqueeze", ["weights", "last"], ["column"]),
+            node("Mul", ["embedded", "column"], ["left"]),
+            node("ReduceSum", ["left", "middle"], ["sum"]),
+            node("ReduceSum", ["column", "middle"], ["count"]),
+            node("Div", ["sum", "count"], ["mean"]),
+        ]
+    else:
+        nodes += [node("ReduceMean", ["embedded", "middle"], ["mean"])]
+    nodes += [node("Add", ["embedded", "mean"], ["y"]), node("Squeeze", ["mean", "middle"], ["pooled"])]
+    return write_model(
+        path,
+        nodes,
+        inputs,
+        [floats("y", "batch", "length", 8), floats("pooled", "batch", 8)],
+        constants={"table": table, "last": np.array([2]), "middle": np.array([1])},
     )
