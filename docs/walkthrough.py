@@ -23,7 +23,7 @@ from plan_bytes import Lines, columns
 
 from nimblec.assembly import Provenance
 from nimblec.cpu import capture
-from nimblec.cpu.compile import run_reference
+from nimblec.cpu.reference import run_reference
 from nimblec.frontend.onnx import model_file
 from nimblec.inspect.inspection import pointer_text, shape_text
 from nimblec.ir import BufferKind, Graph

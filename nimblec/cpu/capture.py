@@ -14,10 +14,12 @@ from nimblec.cpu import kernels, optimizer, values
 from nimblec.cpu.constants import TensorType, type_of
 from nimblec.cpu.given import unchanged
 from nimblec.cpu.optimizer import OptimizedModel
+from nimblec.cpu.state import place_state
 from nimblec.errors import UnsupportedModelError
+from nimblec.frontend.model_state import ModelState
 from nimblec.frontend.onnx import model_file, model_nodes, model_shapes
 from nimblec.frontend.onnx.examples import check_examples
-from nimblec.ir import Access, Buffer, BufferKind, Graph, KernelWork, Op, Reference, Task, TensorView
+from nimblec.ir import Access, Buffer, BufferKind, CopyWork, Graph, KernelWork, Op, Reference, Task, TensorView
 from nimblec.options import InputSpec
 from nimblert.plan import Kernel, Module, ParameterKind, Profile
 
@@ -63,20 +65,20 @@ def capture_model(
     folder: Path,
     sample_ranges: Mapping[str, tuple[int, int]] | None = None,
     scratch_folder: Path | None = None,
+    state: Sequence[ModelState] = (),
 ) -> Graph:
     """The Graph of a model that `read` gave, whose external data are in ``folder``.
 
     ``sample_ranges`` bound the random integers that may stand in for inputs, by name.
     ``scratch_folder`` has room for the weights, which are files without a name as long as the Graph lives.
+    ``state`` says which inputs and outputs are no caller's, but state.
     """
     _refuse_random(model.graph, {})
     optimized = optimizer.optimize(model, folder, scratch_folder)
     _refuse_random(optimized.proto.graph, optimized.arrays)  # which has the nodes of the model's functions too
-    builder = _Builder(optimized, unchanged(model, folder, optimized))
+    builder = _Builder(optimized, unchanged(model, folder, optimized), state)
     for tensor in model_file.inputs(optimized.proto):
         builder.add_input(tensor.name, (sample_ranges or {}).get(tensor.name))
-    for node in optimized.proto.graph.node:
-        builder.add_node(node)
     graph = builder.graph()
     held = {name for name, _ in graph.weights}
     return replace(graph, folded=frozenset(tensor.name for tensor in model.graph.initializer) - held)
@@ -102,14 +104,17 @@ def _is_random(node: NodeProto, constants: Mapping[str, np.ndarray]) -> bool:
 class _Builder:
     """The Graph under construction: buffers, kernels and tasks in order of first use."""
 
-    def __init__(self, optimized: OptimizedModel, weights: Collection[str]) -> None:
+    def __init__(self, optimized: OptimizedModel, weights: Collection[str], state: Sequence[ModelState]) -> None:
         model = self._model = optimized.proto
         self._weights = weights
         self._header = kernels.header(model)
         self._arrays = optimized.arrays
         self._constants = {tensor.name: tensor for tensor in model.graph.initializer}
         self._types = values.infer(optimized, model_file.inputs(model))
-        self._returned = {value.name for value in model.graph.output}
+        kept = {tensor.output for tensor in state}
+        self._returned = [value.name for value in model.graph.output if value.name not in kept]
+        self._state = {tensor.input: tensor for tensor in state}
+        self._placement = place_state(model.graph.node, state, self._types, self._returned)
         self._buffers: list[Buffer] = []
         self._buffer_of: dict[str, int] = {}
         self._constant_of: dict[bytes, int] = {}
@@ -121,13 +126,23 @@ class _Builder:
 
     def add_input(self, name: str, sample_range: tuple[int, int] | None) -> None:
         """A graph input and its buffer."""
+        if name in self._state:
+            self._buffer_of[name] = self._add_state(self._state[name], self._types[name])
+            return
         self._buffer_of[name] = self._add_buffer(BufferKind.INPUT, name, self._types[name])
         self._inputs.append(self._view(name, self._types[name], sample_range))
 
-    def add_node(self, node: NodeProto) -> None:
+    def _add_state(self, tensor: ModelState, tensor_type: TensorType) -> int:
+        data = np.ascontiguousarray(tensor.data).reshape(-1).view(np.uint8).data.toreadonly()
+        return self._add_buffer(BufferKind.STATE, tensor.name, tensor_type, data, storage=tensor.storage)
+
+    def _add_node(self, node: NodeProto) -> None:
         """The task of a node, with buffers for what it writes."""
         built = kernels.build(node, self._types, self._constants, self._header)
         for name in filter(None, node.output):
+            if name in self._placement.places:
+                self._buffer_of[name] = self._buffer(self._placement.places[name])
+                continue
             kind = BufferKind.OUTPUT if name in self._returned else BufferKind.TEMPORARY
             self._buffer_of[name] = self._add_buffer(kind, name, self._types[name])
         module = self._modules.setdefault(built.module, len(self._modules))
@@ -154,7 +169,19 @@ class _Builder:
 
     def graph(self) -> Graph:
         """The finished Graph."""
-        outputs = tuple(self._view(value.name, self._type(value.name)) for value in self._model.graph.output)
+        overwritten = {tensor.input for tensor in self._state.values() if tensor.output}
+        saved = {
+            name: self._copy(name, BufferKind.OUTPUT if name in self._returned else BufferKind.TEMPORARY)
+            for name in dict.fromkeys((*self._returned, *(value for value, _ in self._placement.copies)))
+            if name in overwritten  # and is wanted as it was
+        }
+        for node in self._placement.nodes:
+            self._add_node(node)
+        for value, state in self._placement.copies:
+            source = saved[value] if value in saved else self._buffer(value)
+            self._copy_to(self._buffer(state), source, self._state[state].name)
+        self._buffer_of |= saved
+        outputs = tuple(self._view(name, self._type(name)) for name in self._returned)
         return Graph(
             modules=tuple(self._modules),
             kernels=tuple(self._kernels),
@@ -192,7 +219,25 @@ class _Builder:
             self._buffer_of[name] = self._add_constant(self._constants[name])
         return self._buffer_of[name]
 
-    def _add_buffer(self, kind: BufferKind, name: str, tensor_type: TensorType, data: memoryview | None = None) -> int:
+    def _copy(self, name: str, kind: BufferKind) -> int:
+        """A buffer with a copy of what a value is now."""
+        copied = self._add_buffer(kind, name, self._types[name])
+        self._copy_to(copied, self._buffer(name), name)
+        return copied
+
+    def _copy_to(self, dst: int, src: int, source: str) -> None:
+        to, of = (Access(buffer=buffer, offset=0, nbytes=self._buffers[dst].nbytes) for buffer in (dst, src))
+        self._ops.append(Op(name="copy", source=source))
+        self._tasks.append(Task(op=len(self._ops) - 1, work=CopyWork(dst=to, src=of), reads=(of,), writes=(to,)))
+
+    def _add_buffer(
+        self,
+        kind: BufferKind,
+        name: str,
+        tensor_type: TensorType,
+        data: memoryview | None = None,
+        storage: int = 0,
+    ) -> int:
         self._buffers.append(
             Buffer(
                 kind=kind,
@@ -201,6 +246,7 @@ class _Builder:
                 dtype=tensor_type.dtype,
                 shape=tensor_type.shape,
                 data=data,
+                storage=storage,
             )
         )
         return len(self._buffers) - 1

@@ -2,17 +2,19 @@
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import onnx
-from onnx import ModelProto
 
 from nimblec import __version__
 from nimblec.assembly import Provenance, assemble
 from nimblec.cache.timing_cache import CachedTimer, TimingCache
 from nimblec.cpu import capture
-from nimblec.cpu.reference import refused_inputs, run_reference
+from nimblec.cpu.reference import refused_inputs
+from nimblec.cpu.steps import Reference, refuse_differing_steps
 from nimblec.cpu.timing import CpuTimer
 from nimblec.errors import CompileError
 from nimblec.fits import find_fits
@@ -29,17 +31,11 @@ from nimblert.errors import InputError
 from nimblert.onnx_session import onnxruntime
 from nimblert.plan import Device, Plan, Profile, Program, Target
 
+if TYPE_CHECKING:
+    from nimblec.frontend.model_state import ModelState
+    from nimblec.frontend.pytorch.onnx_export import ExportedModel  # which brings in torch
+
 _SEED = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Model:
-    """The model of an entry in the sizes of a profile; ``folder`` has its external data."""
-
-    entry: str
-    profile: Profile
-    folder: Path
-    proto: ModelProto
 
 
 def compile_cpu(source: Source, options: Options, output: Path, observer: Observer) -> tuple[str, ...]:
@@ -73,22 +69,35 @@ def _write_plan(source: Source, options: Options, output: Path, observer: Observ
     """Write the plan; returns the seconds that a run takes, and notes for the user."""
     with tempfile.TemporaryDirectory(prefix="nimblec-", dir=output.parent) as scratch:  # a disk with room for a plan
         paths = {"main": Path(source.model)}
+        state: dict[str, tuple[ModelState, ...]] = {"main": ()}
         notes: tuple[str, ...] = ()
         profiles = options.profiles
         specs, dims, examples = options.inputs, options.dims, _examples(options)
         if source.kind != "onnx":
             with stage(observer, "export to ONNX"):
-                paths, notes = _exported(source, options, Path(scratch))
-                specs, dims, examples = (), (), ()  # the files have the shapes of the calls
+                exported = _exported(source, options, Path(scratch))
+            paths = {entry: model.path for entry, model in exported.items()}
+            state = {entry: model.state for entry, model in exported.items()}
+            notes = tuple(chain.from_iterable(model.notes for model in exported.values()))
+            specs, dims, examples = (), (), ()  # the files have the shapes of the calls
         with stage(observer, "read"):
             models = [
-                _Model(entry, profile, path.parent, capture.read(path, specs, dims, examples, profile))
+                Reference(
+                    entry=entry,
+                    profile=profile,
+                    folder=path.parent,
+                    proto=capture.read(path, specs, dims, examples, profile),
+                    state=state[entry],
+                )
                 for entry, path in paths.items()
                 for profile in profiles
             ]
             _refuse_equal_shapes(models)
         with stage(observer, "optimise"):
-            graphs = [capture.capture_model(m.proto, m.folder, _sample_ranges(options), Path(scratch)) for m in models]
+            graphs = [
+                capture.capture_model(m.proto, m.folder, _sample_ranges(options), Path(scratch), m.state)
+                for m in models
+            ]
         with stage(observer, "schedule"):
             cache = TimingCache(options.timing_cache)
             plan = _scheduled(models, graphs, options, cache)
@@ -97,6 +106,8 @@ def _write_plan(source: Source, options: Options, output: Path, observer: Observ
         with stage(observer, "golden run"):
             programs = (_with_golden(p, model) for p, model in zip(plan.programs, models, strict=True))
             plan = replace(plan, programs=tuple(programs))
+            if plan.state:
+                refuse_differing_steps(plan, models)
         if options.sizes:
             with stage(observer, "padding"):
                 plan, found = find_fits(plan, options.pad_masks)
@@ -106,23 +117,16 @@ def _write_plan(source: Source, options: Options, output: Path, observer: Observ
     return run_seconds(plan), notes
 
 
-def _exported(source: Source, options: Options, scratch: Path) -> tuple[dict[str, Path], tuple[str, ...]]:
-    """The ONNX file of each entry, and what the user should know."""
+def _exported(source: Source, options: Options, scratch: Path) -> "dict[str, ExportedModel]":
+    """Each entry as an ONNX file."""
     from nimblec.frontend.pytorch import onnx_export, sources  # which bring in torch
 
-    paths: dict[str, Path] = {}
-    notes: tuple[str, ...] = ()
-    for entry, call in sources.load(source, options).items():
-        folder = scratch / str(len(paths))
-        folder.mkdir()
-        paths[entry], said = onnx_export.export(call, folder)
-        notes += said
-    return paths, notes
+    return onnx_export.export(sources.load(source, options), scratch)
 
 
-def _refuse_equal_shapes(models: Sequence[_Model]) -> None:
+def _refuse_equal_shapes(models: Sequence[Reference]) -> None:
     """Raise CompileError where two profiles of an entry take inputs of the same shapes."""
-    found: dict[tuple[object, ...], _Model] = {}
+    found: dict[tuple[object, ...], Reference] = {}
     for model in models:
         shapes = tuple(tensor.shape for tensor in model_file.inputs(model.proto))
         other = found.setdefault((model.entry, shapes), model)
@@ -137,7 +141,7 @@ def _text(profile: Profile) -> str:
     return " ".join(f"{name}={size}" for name, size in profile)
 
 
-def _scheduled(models: Sequence[_Model], graphs: Sequence[Graph], options: Options, cache: TimingCache) -> Plan:
+def _scheduled(models: Sequence[Reference], graphs: Sequence[Graph], options: Options, cache: TimingCache) -> Plan:
     """The plan of the graphs of all models, without golden records."""
     provenance = Provenance(target=Target.CPU, device=Device(name="cpu"), versions=_versions())
     parts = []
@@ -168,7 +172,7 @@ def _versions() -> tuple[tuple[str, str], ...]:
     return (("nimblec", __version__), ("onnx", onnx.__version__), ("onnxruntime", onnxruntime().__version__))
 
 
-def _with_golden(program: Program, model: _Model) -> Program:
+def _with_golden(program: Program, model: Reference) -> Program:
     """The program with the record of what a plain ONNX Runtime session makes of random inputs."""
-    outputs = run_reference(model.proto, model.folder, golden.draw_inputs(program, _SEED))
+    outputs, _ = model.step(golden.draw_inputs(program, _SEED), model.first_state())
     return replace(program, golden=golden.record(_SEED, outputs, 0.0))

@@ -21,6 +21,7 @@ from nimblert.plan import Plan, Pointer, Program, Tensor, Work
 from nimblert.refitting import Refit
 from nimblert.serving import checked_out, serve
 from nimblert.sizes import Served
+from nimblert.state import State, StateMemory
 from nimblert.timing import CommandTime, command_times
 
 _LAST_RUN_S = 10.0
@@ -168,6 +169,23 @@ class Context:
             for programs in self.plan.entries.values():
                 for program in programs:
                     self._load(program)
+
+    @property
+    def state(self) -> State:
+        """The named tensors that this context keeps from run to run; all entries of the plan share them."""
+        return State(self)
+
+    def reset(self) -> None:
+        """Give the state of this context its initial values, those of the plan."""
+        with self.between_runs() as memory:
+            memory.reset_state()
+
+    @contextmanager
+    def between_runs(self) -> Iterator[StateMemory]:
+        """The state's memory, with no run before the block has ended. Raises InputError as a run would."""
+        with self._lock:
+            self._check_ready()
+            yield self._working
 
     def __call__(
         self, *args: np.ndarray, entry: str | None = None, **kwargs: np.ndarray

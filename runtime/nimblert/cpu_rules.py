@@ -6,10 +6,12 @@ where its relocations point. What the plan says of it besides must be the same.
 
 from collections.abc import Collection, Iterator, Sequence
 
-from nimblert import onnx_rules
+from nimblert import in_place, onnx_rules
+from nimblert.errors import PlanFormatError
 from nimblert.extents import Sizes, array_problems, dense_nbytes, extent_problems, under
-from nimblert.limits import Limits
-from nimblert.plan import Access, Kernel, Launch, Parameter, ParameterKind, Plan, Region
+from nimblert.limits import DEFAULT_LIMITS, Limits
+from nimblert.onnx_model import read_model
+from nimblert.plan import Access, Kernel, Launch, Module, Parameter, ParameterKind, Plan, Region
 from nimblert.protobuf import Budget
 
 Place = tuple[Region, int, int, int]
@@ -50,10 +52,12 @@ def _parameter_problems(position: int, parameter: Parameter, limits: Limits) -> 
     yield from array_problems(parameter.dtype, parameter.shape, limits.tensor_nbytes)
 
 
-def launch_problems(launch: Launch, kernel: Kernel, sizes: Sizes, *, refits: bool = False) -> Iterator[str]:
+def launch_problems(
+    launch: Launch, kernel: Kernel, modules: Sequence[Module], sizes: Sizes, *, refits: bool = False
+) -> Iterator[str]:
     """Yield a sentence for each rule that a launch breaks: each relocation is one parameter, a whole tensor.
 
-    ``refits``: whether it may write weights.
+    ``modules`` are those of the plan; ``refits``: whether it may write weights.
     """
     constant = (Region.INPUT,) if refits else (Region.WEIGHTS, Region.INPUT)
     parameters = kernel.parameters
@@ -78,7 +82,36 @@ def launch_problems(launch: Launch, kernel: Kernel, sizes: Sizes, *, refits: boo
     for what, declared, found in (("reads", launch.reads, reads), ("writes", launch.writes, writes)):
         if _places(declared) != set(found):
             yield f"{what}: are not what the relocations point to"
-    yield from _overlap_problems(set(reads), writes)
+    yield from _overlap_problems(set(reads) - _overwritten(launch, kernel, modules), writes)
+
+
+def _overwritten(launch: Launch, kernel: Kernel, modules: Sequence[Module]) -> set[Place]:
+    """What a launch reads and may write over: operands whose bytes, dtype and shape its output has (`in_place`)."""
+    if kernel.symbol not in in_place.OPERATORS or not 0 <= kernel.module < len(modules):
+        return set()
+    bound = [
+        (parameter, (pointer.region, pointer.index, pointer.offset, dense_nbytes(parameter.dtype, parameter.shape)))
+        for parameter, pointer in zip(kernel.parameters, (r.pointer for r in launch.relocations), strict=True)
+    ]
+    for output, place in bound:
+        if output.kind != ParameterKind.OUTPUT:
+            continue
+        there = [parameter for parameter, other in bound if other == place and parameter is not output]
+        if there and all((p.dtype, p.shape) == (output.dtype, output.shape) for p in there):
+            names = {parameter.name for parameter in there}
+            return {place} if _may_overlap(modules[kernel.module], names) else set()
+    return set()
+
+
+def _may_overlap(module: Module, operands: Collection[str]) -> bool:
+    """Whether the one node of a kernel's model may write over these operands."""
+    try:
+        graph = read_model(bytes(module.code), Budget(DEFAULT_LIMITS.model_fields)).graph
+    except PlanFormatError:
+        return False
+    if graph is None or len(graph.node) != 1:
+        return False
+    return all(in_place.may_overlap(graph.node[0], operand) for operand in operands)
 
 
 def _places(accesses: Sequence[Access]) -> set[Place]:

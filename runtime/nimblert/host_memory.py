@@ -57,14 +57,29 @@ class HostWorking:
     def __init__(self, plan: Plan, arena: np.ndarray | None = None, *, poison: bool = False) -> None:
         self.arena = allocate(plan.arena_nbytes, poison=poison) if arena is None else arena[: plan.arena_nbytes]
         self.state = allocate(plan.state_nbytes)
-        for part in plan.state:
-            self.state[part.offset : part.offset + part.data.nbytes] = np.frombuffer(part.data, np.uint8)
+        self._plan = plan
+        self.reset_state()
 
     def take(self, value: object, ordinal: int) -> NoReturn:
         """Raise InputError: what is on a GPU is not taken."""
         del value
         where = "a GPU" if ordinal < 0 else f"GPU {ordinal}"
         raise InputError(f"is on {where}, the plan runs on the CPU: give a copy on the host, .cpu() or .get()")
+
+    def reset_state(self) -> None:
+        """Give every tensor of the state what it was when the plan was made."""
+        for part in self._plan.state:
+            self.state[part.offset : part.offset + part.data.nbytes] = np.frombuffer(part.data, np.uint8)
+
+    def read_state(self, offset: int, nbytes: int) -> np.ndarray:
+        """A copy of ``nbytes`` bytes of the state, as uint8."""
+        return self.state[offset : offset + nbytes].copy()
+
+    def write_state(self, tensor: Tensor, array: np.ndarray) -> None:
+        """Copy an array of the tensor's dtype and shape to where it lies in the state."""
+        start = tensor.pointer.offset
+        memory = self.state[start : start + tensor.span_nbytes].view(numpy_dtype(tensor.dtype))
+        np.copyto(memory.reshape(tensor.shape), array)
 
     def close(self) -> None:
         """The memory goes with the last who has it."""

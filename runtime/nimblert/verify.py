@@ -67,6 +67,7 @@ def _problems(plan: Plan, limits: Limits) -> Iterator[str]:
         yield from cpu_rules.kernels_problems(plan, limits)
     yield from _weights_problems("weights", plan.weights, plan.weights_nbytes, limits)
     yield from _weights_problems("state", plan.state, plan.state_nbytes, limits)
+    yield from _state_names_problems([tensor.name for tensor in plan.state])
     params_nbytes = tuple(kernel.params_nbytes for kernel in plan.kernels)
     for path, programs in (("programs", plan.programs), ("refits", plan.refits)):
         for i, program in enumerate(programs):
@@ -116,6 +117,14 @@ def _weights_problems(path: str, weights: Sequence[Weight], region_nbytes: int, 
         end = max(end, weight.offset + weight.data.nbytes)
         if end > region_nbytes:
             yield f"{path}[{i}]: ends at {end}, outside the region ({region_nbytes} bytes)"
+
+
+def _state_names_problems(names: Sequence[str]) -> Iterator[str]:
+    """A tensor of the state that has a name is asked for by it."""
+    yield from _repeated("state", [name for name in names if name])
+    for i, name in enumerate(names):
+        if not name.isprintable():
+            yield f"state[{i}].name: {name!r} is not printable"
 
 
 def _kernel_problems(kernel: Kernel, plan: Plan) -> Iterator[str]:
@@ -211,7 +220,7 @@ def _launch_problems(launch: Launch, scope: _Scope) -> Iterator[str]:
         for i, relocation in enumerate(launch.relocations):
             yield from _biased_problems(f"relocations[{i}].pointer", relocation.pointer, sizes)
     else:
-        yield from cpu_rules.launch_problems(launch, kernel, sizes, refits=scope.refits)
+        yield from cpu_rules.launch_problems(launch, kernel, plan.modules, sizes, refits=scope.refits)
 
 
 def _relocation_problems(launch: Launch) -> Iterator[str]:

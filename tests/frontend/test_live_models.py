@@ -114,8 +114,7 @@ def test_a_module_is_left_as_it_was(tmp_path: Path) -> None:
     module = Busy()
     weight, statistics = module.norm.weight, module.norm.running_mean.clone()
     address = weight.data_ptr()
-    with pytest.raises(nimblec.CompileError, match="writes into 'norm"):
-        nimblec.compile(module, torch.randn(4, 3), target="cpu")
+    nimblec.compile(module, torch.randn(4, 3), target="cpu")
     handed(module, tmp_path, torch.randn(4, 3))
     assert (module.count, module.kept, hasattr(module, "added")) == (0, {}, False)
     assert not module.norm._forward_hooks

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -11,13 +10,14 @@ import numpy as np
 import plans
 import pytest
 from command_line import CommandLine
+from kept_state import KEEP, OUTPUT, STATE, copying, keeping
 
 import nimblert
 from nimblert import container, verify
 from nimblert.entries import Signature
 from nimblert.errors import InputError, PlanInvalidError
 from nimblert.executable import Executable
-from nimblert.plan import Device, Memcpy, Op, Plan, Pointer, Profile, Program, Region, Target, Tensor
+from nimblert.plan import Plan
 
 
 def changed(index: int, **changes: object) -> Callable[[Plan], Plan]:
@@ -59,7 +59,7 @@ def test_programs_that_a_call_cannot_tell_apart_are_refused(change: Callable[[Pl
     assert [problem for problem in found if problem.startswith(sentence)], found
 
 
-def test_the_arena_is_that_of_the_largest_program() -> None:
+def test_the_arena_is_that_of_the_largestprogram() -> None:
     plan = changed(1, arena_nbytes=1 << 20)(plans.several_entries())
     assert plan.arena_nbytes == 1 << 20
 
@@ -71,53 +71,6 @@ def test_memory_is_counted_over_all_programs() -> None:
     assert list(verify.problems(plan, nimblert.Limits(memory_nbytes=needed))) == []
     (sentence,) = verify.problems(plan, nimblert.Limits(memory_nbytes=needed - 1))
     assert sentence.startswith(f"memory: {needed} bytes, the limit is {needed - 1}")
-
-
-# --- on the CPU: "write" keeps its input of 4 or 2 numbers in the state, "read" gives the state back
-
-
-def _program(entry: str, count: int, copies: tuple[tuple[Pointer, Pointer], ...], profile: Profile = ()) -> Program:
-    nbytes = 4 * count
-    tensor = partial(Tensor, dtype="float32", shape=(count,), strides=(1,))
-    takes = any(source.region is Region.INPUT for _, source in copies)
-    return Program(
-        name=entry + "".join(f"[{name}={size}]" for name, size in profile),
-        inputs=(tensor(name="x", pointer=plans.pointer(Region.INPUT)),) if takes else (),
-        outputs=(tensor(name="y", pointer=plans.pointer(Region.OUTPUT)),),
-        input_nbytes=(nbytes,) if takes else (),
-        output_nbytes=(nbytes,),
-        arena_nbytes=64 * count,
-        stream_count=1,
-        event_count=0,
-        ops=(Op(name="copy", source=entry),),
-        commands=tuple(Memcpy(stream=0, op=0, dst=dst, src=src, nbytes=nbytes) for dst, src in copies),
-        entry=entry,
-        profile=profile,
-    )
-
-
-INPUT, OUTPUT, STATE, ARENA = map(plans.pointer, (Region.INPUT, Region.OUTPUT, Region.STATE, Region.ARENA))
-KEEP = ((ARENA, INPUT), (STATE, ARENA), (OUTPUT, ARENA))
-
-
-def keeping() -> Plan:
-    return Plan(
-        producer="tests",
-        versions=(),
-        target=Target.CPU,
-        device=Device(name="cpu"),
-        modules=(),
-        kernels=(),
-        weights_nbytes=0,
-        weights=(),
-        state_nbytes=16,
-        state=(plans.weight("kept", (1.0, 2.0, 3.0, 4.0), 0),),
-        programs=(
-            _program("write", 4, KEEP, (("count", 4),)),
-            _program("write", 2, KEEP, (("count", 2),)),
-            _program("read", 4, ((OUTPUT, STATE),)),
-        ),
-    )
 
 
 @pytest.fixture
@@ -200,7 +153,7 @@ def no_gpu(_value: object, _ordinal: int) -> NoReturn:
 
 
 def test_many_profiles_are_not_all_listed() -> None:
-    programs = [_program("write", count, KEEP, (("count", count),)) for count in range(1, 40)]
+    programs = [copying("write", count, KEEP, (("count", count),)) for count in range(1, 40)]
     signature = Signature("write", programs)
     assert signature.choose({"x": floats(*range(39))}, no_gpu)[0] is programs[-1]
     with pytest.raises(InputError, match=r"; and 31 more$"):

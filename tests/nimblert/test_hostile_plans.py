@@ -240,6 +240,51 @@ def test_an_output_over_the_inputs_of_its_launch_is_refused() -> None:
     assert "ARENA(0) is written from 8 to 32, and used otherwise too" in sentence
 
 
+def over_its_operand(operator: str, shapes: Sequence[tuple[int, ...]], over: int, shift: int = 0) -> Plan:
+    """A node whose output of shape (4, 8) lies over one of its operands in the arena, ``shift`` bytes beside it."""
+    names = ["a", "b", "c"][: len(shapes)]
+    dtypes = [np.int64 if operator.startswith("Scatter") and i == 1 else np.float32 for i in range(len(names))]
+    arrays = [np.ones(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+    plan = of(*arrays, call=node(operator, names, ["y"]), outputs=[("float32", (4, 8))], kind="input")
+    (launch,) = plan.programs[0].commands
+    assert isinstance(launch, Launch)
+    places = [Pointer(region=Region.ARENA, offset=512 * (i + 1)) for i in range(len(names))]
+    places.append(replace(places[over], offset=places[over].offset + shift))
+    moved = tuple(replace(r, pointer=p) for r, p in zip(launch.relocations, places, strict=True))
+    sizes = [array.nbytes for array in arrays] + [128]
+    accesses = [Access(pointer=p, nbytes=n) for p, n in zip(places, sizes, strict=True)]
+    fill = Memset(stream=0, op=0, dst=Pointer(region=Region.ARENA), value=0, element_nbytes=4, count=1024)
+    over_it = replace(launch, relocations=moved, reads=tuple(accesses[:-1]), writes=tuple(accesses[-1:]))
+    return with_program(plan, commands=(fill, over_it), arena_nbytes=4096)
+
+
+WHOLE, INDICES, ROW = (4, 8), (1, 1), (1, 8)
+
+
+@pytest.mark.parametrize(("operator", "shapes"), [("Add", [WHOLE, WHOLE]), ("ScatterND", [WHOLE, INDICES, ROW])])
+def test_an_output_may_lie_over_an_operand_where_the_operator_works_in_place(
+    operator: str, shapes: list[tuple[int, ...]]
+) -> None:
+    assert list(verify.problems(over_its_operand(operator, shapes, 0))) == []
+
+
+@pytest.mark.parametrize(
+    ("operator", "shapes", "over", "shift"),
+    [
+        ("Pow", [WHOLE, WHOLE], 0, 0),  # not known to work in place
+        ("MatMul", [WHOLE, (8, 8)], 0, 0),
+        ("Add", [WHOLE, WHOLE], 1, 32),  # beside the operand
+        ("Add", [ROW, WHOLE], 0, 0),  # over a smaller operand
+        ("ScatterND", [WHOLE, INDICES, ROW], 2, 0),  # over the new rows
+        ("ScatterND", [WHOLE, (4, 1), WHOLE], 2, 0),
+    ],
+)
+def test_an_output_over_another_operand_is_refused(
+    operator: str, shapes: list[tuple[int, ...]], over: int, shift: int
+) -> None:
+    assert "and used otherwise too" in refusal(over_its_operand(operator, shapes, over, shift))
+
+
 @pytest.mark.parametrize("what", ["reads", "writes"])
 def test_accesses_that_are_not_what_the_relocations_say_are_refused(what: str) -> None:
     assert f"commands[0].{what}: are not what the relocations point to" in refusal(with_launch(gather(), **{what: ()}))

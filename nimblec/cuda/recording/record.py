@@ -32,11 +32,10 @@ from nimblec.cuda.recording.residents import (
 )
 from nimblec.cuda.recording.tasks import build_graph
 from nimblec.errors import TraceError, UnsupportedModelError, user_code
-from nimblec.frontend.pytorch.model import DTYPE_NAMES, TorchModel, as_tensor, name_outputs
+from nimblec.frontend.pytorch.model import DTYPE_NAMES, TorchModel, as_array, as_tensor, name_outputs
 from nimblec.frontend.pytorch.repeatable import HOW_STATE_IS_KEPT, refuse_differing
 from nimblec.ir import Graph, TensorView
 from nimblert.driver import call
-from nimblert.dtypes import numpy_dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +64,7 @@ class Recording:
 
     def outputs(self) -> list[np.ndarray]:
         """What the last replay computed, in the model's order."""
-        return [_as_array(tensor) for _, tensor in name_outputs(self.capture.result)]
+        return [as_array(tensor) for _, tensor in name_outputs(self.capture.result)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,7 +189,7 @@ class ModelRecorder:
         with torch.no_grad():
             for name, tensor in self._model.inputs:
                 tensor.copy_(as_tensor(inputs[name]))
-        outputs = [_as_array(t) for _, t in name_outputs(self._run(model or self._model))]
+        outputs = [as_array(t) for _, t in name_outputs(self._run(model or self._model))]
         self._restore()
         return outputs
 
@@ -275,13 +274,4 @@ def _sample_range(tensor: torch.Tensor) -> tuple[int, int] | None:
 
 def _like(tensor: torch.Tensor, array: np.ndarray) -> torch.Tensor:
     """The array's values on the device, with the strides of ``tensor``."""
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cuda").copy_(
-        as_tensor(array)
-    )
-
-
-def _as_array(tensor: torch.Tensor) -> np.ndarray:
-    host = tensor.detach().cpu().contiguous()
-    if host.dtype is torch.bfloat16:
-        return host.view(torch.uint16).numpy().view(numpy_dtype("bfloat16"))
-    return host.numpy()
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cuda").copy_(as_tensor(array))

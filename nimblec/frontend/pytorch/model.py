@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from nimblec.errors import CompileError, UnsupportedModelError
 from nimblec.frontend.pytorch.fx_graph import SetSource, run_nodes
 from nimblec.options import InputSpec, Precision
+from nimblert.dtypes import numpy_dtype
 
 DTYPE_NAMES = {
     torch.bool: "bool",
@@ -247,6 +248,14 @@ def as_tensor(array: np.ndarray) -> torch.Tensor:
     if array.dtype.name == "bfloat16":
         return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
     return torch.from_numpy(array)
+
+
+def as_array(tensor: torch.Tensor) -> np.ndarray:
+    """The tensor as an array of the host, in C order, bfloat16 too."""
+    host = tensor.detach().cpu().contiguous()
+    if host.dtype is torch.bfloat16:
+        return host.view(torch.uint16).numpy().view(numpy_dtype("bfloat16"))
+    return host.numpy()
 
 
 def name_outputs(result: Any) -> list[tuple[str, torch.Tensor]]:

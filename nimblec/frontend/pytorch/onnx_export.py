@@ -1,73 +1,153 @@
 """A PyTorch model as an ONNX file, through torch.onnx.export, for the CPU target."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from nimblec.errors import CompileError, UnsupportedModelError
+from nimblec.errors import CompileError
+from nimblec.frontend.model_state import ModelState
 from nimblec.frontend.pytorch.borrowed import borrowed
 from nimblec.frontend.pytorch.export_errors import exporting
 from nimblec.frontend.pytorch.model import (
     ModelCall,
     TorchModel,
+    as_array,
     as_module,
     missing_outputs,
     name_outputs,
     place_call,
     state_written,
 )
-from nimblec.frontend.pytorch.repeatable import compared, run_twice
+from nimblec.frontend.pytorch.onnx_translations import TRANSLATIONS
+from nimblec.frontend.pytorch.repeatable import HOW_STATE_IS_KEPT, compared, run_twice
+from nimblec.frontend.pytorch.state import StateTensor, WithState, contents, find_state
 from nimblert.onnx_session import onnxruntime, runtime_errors, session_options
 
-_NOT_KEPT = "which an ONNX file does not keep: call .eval() first; plans for a GPU keep state that lies in buffers"
 _ANOTHER_MODEL = 0.1
 """Relative to the largest magnitude: more than rounding explains."""
 
+_BEFORE, _AFTER = "state before: ", "state after: "
+"""In the file, a tensor of the state has this before its name: no input or output of the module is called so."""
 
-def export(call: ModelCall, folder: Path) -> tuple[Path, tuple[str, ...]]:
-    """Export a model to an ONNX file in ``folder``; returns its path, and notes for the user.
 
-    The module is not modified. Raises TraceError if the model cannot be run or torch.onnx.export refuses
-    it, UnsupportedModelError if its runs differ, CompileError if ONNX Runtime's results differ from
-    PyTorch's.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportedModel:
+    """An ONNX file, what of its inputs and outputs is state, and notes for the user."""
+
+    path: Path
+    state: tuple[ModelState, ...]
+    notes: tuple[str, ...]
+
+
+def export(calls: Mapping[str, ModelCall], folder: Path) -> dict[str, ExportedModel]:
+    """Export each entry of a model to an ONNX file in ``folder``.
+
+    The parameters and buffers that runs of any entry write are state of all that have them. The modules are
+    not modified. Raises TraceError if a model cannot be run or torch.onnx.export refuses it,
+    UnsupportedModelError if its runs differ, CompileError if ONNX Runtime's results differ from PyTorch's.
     """
+    exported, written = {}, {}
+    for number, (entry, call) in enumerate(calls.items()):
+        path = folder / str(number) / "model.onnx"
+        path.parent.mkdir()
+        exported[entry], written[entry] = _export(call, path)
+    for entry, state in find_state(calls, written).items():
+        if state:
+            exported[entry] = _export_with_state(calls[entry], state, exported[entry].path)
+    return exported
+
+
+def _export(call: ModelCall, path: Path) -> tuple[ExportedModel, Sequence[str]]:
+    """A model as if it had no state, and what its runs write: where they do, the file is of no use."""
     with borrowed(call.module):
-        return _export(call.name, place_call(call, device="cpu"), folder / "model.onnx")
+        model = place_call(call, device="cpu")
+        result = run_twice(call.name, model, HOW_STATE_IS_KEPT, buffers_are_kept=True)
+        outputs = name_outputs(result)
+        notes = (*model.notes, *missing_outputs(result))
+        args = model.args if model.kwargs else (*model.args, {})  # else it takes a trailing dict for kwargs
+        program = _onnx_program(call.name, as_module(model.module), args, model.kwargs, _names(model), outputs)
+        assert program.exported_program is not None
+        written = state_written(program.exported_program.graph_signature)
+        if not written:
+            program.save(path, external_data=True)
+            notes += _accuracy(call.name, program, model.args, model.kwargs, outputs)
+    return ExportedModel(path=path, state=(), notes=notes), written
 
 
-def _export(name: str, model: TorchModel, path: Path) -> tuple[Path, tuple[str, ...]]:
-    result = run_twice(name, model, _NOT_KEPT, buffers_are_kept=False)
-    outputs = name_outputs(result)
+def _export_with_state(call: ModelCall, state: Sequence[StateTensor], path: Path) -> ExportedModel:
+    """A model as a function of its state, too."""
+    with borrowed(call.module):
+        model = place_call(call, device="cpu")
+        held = contents(model.module, [tensor.name for tensor in state])
+        module = WithState(model.module, state)
+        args = ((model.args, model.kwargs), held)
+        with torch.no_grad():
+            result, after = module(*args)
+        written = [tensor.name for tensor in state if tensor.is_written]
+        outputs = [*name_outputs(result), *zip((_AFTER + name for name in written), after, strict=True)]
+        inputs = [*_names(model), *(_BEFORE + tensor.name for tensor in state)]
+        program = _onnx_program(call.name, module, args, {}, inputs, outputs, TRANSLATIONS)
+        for initializer in tuple(program.model.graph.initializers.values()):
+            initializer.name = (initializer.name or "").removeprefix("module.")  # as the user's module has it
+        program.save(path, external_data=True)
+        notes = (*model.notes, *missing_outputs(result), *_accuracy(call.name, program, args, {}, outputs))
+    described = tuple(
+        ModelState(
+            name=tensor.name,
+            input=_BEFORE + tensor.name,
+            output=_AFTER + tensor.name if tensor.is_written else "",
+            data=as_array(value),
+            storage=tensor.storage,
+        )
+        for tensor, value in zip(state, held, strict=True)
+    )
+    return ExportedModel(path=path, state=described, notes=notes)
+
+
+def _names(model: TorchModel) -> list[str]:
+    return [name for name, _ in model.inputs]
+
+
+def _onnx_program(
+    name: str,
+    module: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    inputs: Sequence[str],
+    outputs: Sequence[tuple[str, torch.Tensor]],
+    translations: dict[Any, Any] | None = None,
+) -> torch.onnx.ONNXProgram:
     with exporting(name, "torch.onnx.export"):
         program = torch.onnx.export(
-            as_module(model.module),
-            model.args if model.kwargs else (*model.args, {}),  # else it takes a trailing dict for kwargs
-            path,
-            kwargs=model.kwargs,
-            input_names=[name for name, _ in model.inputs],
+            module,
+            args,
+            kwargs=kwargs,
+            input_names=inputs,
             output_names=[output for output, _ in outputs],
             dynamo=True,
             verbose=False,
-            external_data=True,
+            custom_translation_table=translations,
         )
     assert program is not None
-    assert program.exported_program is not None
-    notes = (*model.notes, *missing_outputs(result))
-    written = state_written(program.exported_program.graph_signature)
-    if written:
-        raise UnsupportedModelError(f"{name} writes into {written[0]!r}, {_NOT_KEPT}")
+    return program
+
+
+def _accuracy(
+    name: str,
+    program: torch.onnx.ONNXProgram,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    outputs: Sequence[tuple[str, torch.Tensor]],
+) -> tuple[str, ...]:
+    """A note of how far ONNX Runtime's outputs are from PyTorch's; none where it cannot run the model."""
     try:
         program.initialize_inference_session(_session)
-        found = program(*model.args, **model.kwargs)
+        found = program(*args, **kwargs)
     except runtime_errors():  # reported later, with the node that it cannot run
-        return path, notes
-    return path, (*notes, _accuracy(name, outputs, found))
-
-
-def _accuracy(name: str, outputs: Sequence[tuple[str, torch.Tensor]], found: Sequence[torch.Tensor]) -> str:
-    """How far ONNX Runtime's outputs are from PyTorch's."""
+        return ()
     largest = 0.0
     for (output, wanted), got in zip(outputs, found, strict=True):
         relative = compared(wanted, got).relative
@@ -77,7 +157,7 @@ def _accuracy(name: str, outputs: Sequence[tuple[str, torch.Tensor]], found: Seq
                 f"computes by {relative:.2g} of its largest magnitude"
             )
         largest = max(largest, relative)
-    return f"ONNX Runtime differs from PyTorch by at most {largest:.2g} of the largest magnitude of an output"
+    return (f"ONNX Runtime differs from PyTorch by at most {largest:.2g} of the largest magnitude of an output",)
 
 
 def _session(model: str | bytes) -> Any:

@@ -1,0 +1,136 @@
+"""What writes state, in ONNX.
+
+Writes of a few rows of a tensor become ScatterND, which ONNX Runtime does in place. torch.onnx transposes the tensor
+before and after where the rows are not of its first dimension: two copies of a whole cache. Here every
+dimension up to theirs is indexed instead, and each row is one contiguous copy.
+
+Batch norm in training mode is written out: torch.onnx exports it as if it were in evaluation mode.
+"""
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+import onnx_ir
+import torch
+from onnx import numpy_helper
+from onnxscript import opset18 as op
+from onnxscript.function_libs.torch_lib.ops import core
+
+aten = torch.ops.aten
+
+
+def index_copy(self: Any, dim: int, index: Any, source: Any) -> Any:
+    """aten.index_copy: rows of ``source`` to the positions ``index`` of a dimension."""
+    dim %= max(len(self.shape), 1)
+    return _write_rows(self, dim, index, source) if len(self.shape) else source
+
+
+def index_put(self: Any, indices: Sequence[Any], values: Any, accumulate: bool = False) -> Any:
+    """aten.index_put: as `index_copy` where one dimension is indexed by a number or a list of them."""
+    given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
+    if len(given) != 1 or accumulate or len(given[0][1].shape) > 1 or given[0][1].dtype != onnx_ir.DataType.INT64:
+        return core.aten_index_put(self, indices, values, accumulate)
+    ((dim, index),) = given
+    shape = _shape(self)
+    rows = _shape(index)
+    source = op.Expand(values, _ints([*shape[:dim], *rows, *shape[dim + 1 :]]))
+    if not rows:
+        source = op.Unsqueeze(source, _ints([dim]))
+    return _write_rows(self, dim, index, source, count=prod(rows))
+
+
+def select_scatter(self: Any, src: Any, dim: int, index: int) -> Any:
+    """aten.select_scatter: one row at a known position."""
+    dim %= len(self.shape)
+    return _write_rows(self, dim, _ints([index]), op.Unsqueeze(src, _ints([dim])), count=1)
+
+
+def slice_scatter(
+    self: Any, src: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Any:
+    """aten.slice_scatter: rows at known positions; where they are most of the tensor, the rest is put around them."""
+    shape = _shape(self)
+    dim %= len(shape)
+    positions = range(shape[dim])[slice(start, end, step)]
+    src = op.Expand(src, _ints([*shape[:dim], len(positions), *shape[dim + 1 :]]))
+    if not positions:
+        return op.Identity(self)
+    if step != 1 or 2 * len(positions) < shape[dim]:
+        return _write_rows(self, dim, _ints(positions), src, count=len(positions))
+    parts = [(0, positions[0]), (positions[-1] + 1, shape[dim])]
+    before, after = ([op.Slice(self, _ints([a]), _ints([b]), _ints([dim]))] if a < b else [] for a, b in parts)
+    return op.Concat(*before, src, *after, axis=dim)
+
+
+def batch_norm(
+    x: Any,
+    weight: Any,
+    bias: Any,
+    running_mean: Any,
+    running_var: Any,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> Any:
+    """aten._native_batch_norm_legit_functional: normalised values, what a backward pass needs, the new statistics."""
+    if not training:
+        return core.aten__native_batch_norm_legit_functional(
+            x, weight, bias, running_mean, running_var, training, momentum, eps
+        )
+    shape = _shape(x)
+    others = [axis for axis in range(len(shape)) if axis != 1]
+    along = _ints([1, shape[1], *[1] * (len(shape) - 2)])
+    mean = op.ReduceMean(x, _ints(others))
+    centred = op.Sub(x, mean)
+    var = op.ReduceMean(op.Mul(centred, centred), _ints(others))
+    scale = op.Reciprocal(op.Sqrt(op.Add(var, _number(eps, var))))
+    y = op.Mul(centred, scale)
+    if weight is not None:
+        y = op.Mul(y, op.Reshape(weight, along))
+    if bias is not None:
+        y = op.Add(y, op.Reshape(bias, along))
+    flat = _ints([shape[1]])
+    mean, var, scale = (op.Reshape(value, flat) for value in (mean, var, scale))
+    count = prod(shape[axis] for axis in others)
+    unbiased = op.Mul(var, _number(count / max(count - 1, 1), var))
+    moved = (
+        op.Add(op.Mul(old, _number(1 - momentum, old)), op.Mul(new, _number(momentum, new)))
+        for old, new in ((running_mean, mean), (running_var, unbiased))
+    )
+    return y, mean, scale, *moved
+
+
+TRANSLATIONS = {
+    aten._native_batch_norm_legit_functional.default: batch_norm,
+    aten.index_copy.default: index_copy,
+    aten.index_put.default: index_put,
+    aten.select_scatter.default: select_scatter,
+    aten.slice_scatter.default: slice_scatter,
+}
+"""For torch.onnx.export."""
+
+
+def _write_rows(self: Any, dim: int, positions: Any, source: Any, count: int | None = None) -> Any:
+    """``source``, a row for each of the positions, written into a dimension of a tensor."""
+    count = _shape(source)[dim] if count is None else count
+    lead = (*_shape(self)[:dim], count)
+    places = op.Expand(op.Reshape(positions, _ints([*[1] * dim, count, 1])), _ints([*lead, 1]))
+    if dim:
+        grid = np.moveaxis(np.indices(lead)[:dim], 0, -1).astype(np.int64)
+        places = op.Concat(op.Constant(value=numpy_helper.from_array(grid)), places, axis=-1)
+    return op.ScatterND(self, places, source)
+
+
+def _shape(value: Any) -> list[int]:
+    return [int(size) for size in value.shape]
+
+
+def _number(value: float, like: Any) -> Any:
+    constant: Any = op.Constant(value_float=value)
+    return op.CastLike(constant, like)
+
+
+def _ints(values: Sequence[int]) -> Any:
+    return op.Constant(value_ints=list(values))

@@ -1,0 +1,89 @@
+"""The state of a module: the buffers and parameters that its runs write, and the module as a function of them."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.func import functional_call
+
+from nimblec.errors import UnsupportedModelError
+from nimblec.frontend.pytorch.model import ModelCall
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateTensor:
+    """A tensor of a module that an entry writes: this one, or only another that has the same ``storage``."""
+
+    name: str
+    storage: int
+    is_written: bool
+
+
+def storages(module: Any) -> dict[str, int]:
+    """What tells the storages of a module's parameters and buffers apart, by their names; none of a function."""
+    return {name: tensor.untyped_storage()._cdata for name, tensor in _tensors(module).items()}
+
+
+def find_state(
+    calls: Mapping[str, ModelCall], written: Mapping[str, Sequence[str]]
+) -> dict[str, tuple[StateTensor, ...]]:
+    """The state of each entry: what it or another entry writes, by the names that it has in the entry's module.
+
+    ``written`` are the names that each entry's runs write. Raises UnsupportedModelError where what is
+    written shares memory with another tensor of the module.
+    """
+    held = {entry: storages(call.module) for entry, call in calls.items()}
+    changed = {held[entry][name] for entry, names in written.items() for name in names}
+    found = {}
+    for entry, call in calls.items():
+        names: dict[int, str] = {}
+        tensors = _tensors(call.module)
+        for name, storage in held[entry].items():
+            if storage not in changed:
+                continue
+            first = names.setdefault(storage, name)
+            if tensors[first] is not tensors[name]:
+                raise UnsupportedModelError(
+                    f"{call.name} has {first!r} and {name!r} in the same memory, which a run writes: make one a view "
+                    "of the other in forward, not a tensor of the module"
+                )
+        own = {held[entry][name] for name in written[entry]}
+        found[entry] = tuple(
+            StateTensor(name=name, storage=storage, is_written=storage in own) for storage, name in names.items()
+        )
+    return found
+
+
+def _tensors(module: Any) -> dict[str, torch.Tensor]:
+    """The parameters and buffers of a module by every name that they have."""
+    if not isinstance(module, torch.nn.Module):
+        return {}
+    return {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
+
+
+def contents(module: torch.nn.Module, names: Iterable[str]) -> tuple[torch.Tensor, ...]:
+    """Copies of what the tensors of these names hold."""
+    tensors = _tensors(module)
+    return tuple(tensors[name].detach().clone() for name in names)
+
+
+class WithState(torch.nn.Module):
+    """A module as a function of its state: gives the result, and of the state what a run has written."""
+
+    def __init__(self, module: torch.nn.Module, state: Sequence[StateTensor]) -> None:
+        super().__init__()
+        self.module = module
+        self._state = tuple(state)
+
+    def forward(
+        self, call: tuple[tuple[Any, ...], dict[str, Any]], state: Sequence[torch.Tensor]
+    ) -> tuple[Any, tuple[torch.Tensor, ...]]:
+        """Run the module on (args, kwargs) and copies of the ``state``, which it may write or assign."""
+        args, kwargs = call
+        tensors = {tensor.name: value.clone() for tensor, value in zip(self._state, state, strict=True)}
+        result = functional_call(self.module, tensors, args, kwargs)
+        return result, tuple(tensors[tensor.name] for tensor in self._state if tensor.is_written)

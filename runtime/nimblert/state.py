@@ -1,0 +1,97 @@
+"""State: the named tensors that a context keeps from run to run."""
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from nimblert.dtypes import numpy_dtype
+from nimblert.entries import checked_array
+from nimblert.errors import InputError
+from nimblert.plan import Pointer, Region, Tensor, Weight
+
+if TYPE_CHECKING:
+    from nimblert.context import Context
+    from nimblert.device_arrays import DeviceArray
+
+
+class StateMemory(Protocol):
+    """The STATE region of one context."""
+
+    def take(self, value: Any, ordinal: int) -> "DeviceArray":
+        """An array on the GPU of that ordinal, to be written next. Raises InputError where it cannot be."""
+
+    def read_state(self, offset: int, nbytes: int) -> np.ndarray:
+        """A copy of ``nbytes`` bytes, as uint8."""
+
+    def write_state(self, tensor: Tensor, array: "np.ndarray | DeviceArray") -> None:
+        """Copy an array of the tensor's dtype and shape to where the tensor lies."""
+
+    def reset_state(self) -> None:
+        """Give every tensor what it was when the plan was made."""
+
+
+class State(Mapping[str, np.ndarray]):
+    """The state of a context by name, as numpy arrays: reading copies, assignment writes.
+
+    >>> cache = exe.state["cache"]
+    >>> exe.state["cache"] = np.zeros_like(cache)
+
+    An assigned array has the tensor's dtype and shape; whatever an input may be, it may be, too: an array of
+    another library by DLPack, and on the CUDA target one on the GPU. All raises InputError: for a name that
+    is none, another dtype or shape, a context that is closed, and one that another thread runs where a call
+    of it would be refused.
+    """
+
+    def __init__(self, context: "Context") -> None:
+        self._context = context
+        self._tensors = {weight.name: _tensor(weight) for weight in context.plan.state if weight.name}
+
+    def __repr__(self) -> str:
+        listed = ", ".join(f"{t.name!r}: {t.dtype} {t.shape}" for t in self._tensors.values())
+        return f"State({listed})"
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        tensor = self._tensor(name)
+        with self._context.between_runs() as memory:
+            content = memory.read_state(tensor.pointer.offset, tensor.span_nbytes)
+        return content.view(numpy_dtype(tensor.dtype)).reshape(tensor.shape)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.update({name: value})
+
+    def update(self, values: Mapping[str, Any]) -> None:
+        """Write several tensors; none is written where one of them does not fit."""
+        with self._context.between_runs() as memory:
+            checked = [self._checked(name, value, memory) for name, value in values.items()]
+            for tensor, array in checked:
+                memory.write_state(tensor, array)
+
+    def _checked(self, name: str, value: Any, memory: StateMemory) -> "tuple[Tensor, np.ndarray | DeviceArray]":
+        tensor, where = self._tensor(name), f"state {name!r}"
+        array = checked_array(where, tensor, value, memory.take)
+        if tuple(array.shape) != tensor.shape:
+            raise InputError(f"{where}: shape {tuple(array.shape)}, expected {tensor.shape}")
+        return tensor, array
+
+    def _tensor(self, name: str) -> Tensor:
+        if name not in self._tensors:
+            known = list(self._tensors)
+            raise InputError(f"state {name!r}: not found, the plan has {known or 'none'}")
+        return self._tensors[name]
+
+
+def _tensor(weight: Weight) -> Tensor:
+    shape = weight.shape
+    strides = tuple(int(np.prod(shape[axis + 1 :], dtype=np.int64)) for axis in range(len(shape)))
+    pointer = Pointer(region=Region.STATE, offset=weight.offset)
+    return Tensor(name=weight.name, dtype=weight.dtype, shape=shape, strides=strides, pointer=pointer)

@@ -1,0 +1,155 @@
+"""State on the CPU target: what a module writes is kept from call to call, written in place, one for each context."""
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import stateful_models
+import torch
+
+import nimblec
+import nimblert
+from nimblert.executable import Executable
+from nimblert.plan import Launch, Memcpy, Plan, Region
+
+STEPS = 200
+
+
+def compiled(*model: Any) -> Plan:
+    return nimblec.compile(*model, target="cpu", plan_cache=None)
+
+
+def copied(plan: Plan) -> set[str]:
+    """The state that a run copies."""
+    copies = [c for p in plan.programs for c in p.commands if isinstance(c, Memcpy) and c.dst.region is Region.STATE]
+    return {tensor.name for tensor in plan.state for c in copies if tensor.offset == c.dst.offset}
+
+
+def close(found: np.ndarray, wanted: torch.Tensor) -> None:
+    np.testing.assert_allclose(found, wanted.detach().numpy(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def statistics() -> Plan:
+    return compiled(stateful_models.Statistics(), torch.ones(4))
+
+
+@pytest.fixture(scope="module")
+def decoding() -> Plan:
+    return compiled(stateful_models.decoder())
+
+
+def test_every_call_goes_on_from_the_one_before(statistics: Plan) -> None:
+    model = stateful_models.Statistics()
+    with nimblert.load(statistics) as executable, torch.no_grad():
+        for _ in range(STEPS):
+            x = torch.randn(4)
+            for found, wanted in zip(executable(x.numpy()), model(x), strict=True):
+                close(found, wanted)
+        assert executable.state["count"] == STEPS
+        for name, buffer in model.named_buffers():
+            close(executable.state[name], buffer)
+
+
+def test_nodes_write_the_state_itself(statistics: Plan) -> None:
+    assert [tensor.name for tensor in statistics.state] == ["count", "mean", "history", "last"]
+    assert copied(statistics) == set()
+
+
+def check_some_steps(plan: Plan, model: torch.nn.Module, shape: tuple[int, ...]) -> None:
+    with nimblert.load(plan) as executable, torch.no_grad():
+        for _ in range(3):
+            x = torch.randn(shape)
+            results = model(x)
+            for found, wanted in zip(executable.run({"x": x.numpy()}).values(), results, strict=True):
+                close(found, wanted)
+            for name, buffer in model.named_buffers():
+                close(executable.state[name], buffer)
+
+
+def test_what_is_read_after_it_was_overwritten_is_copied() -> None:
+    plan = compiled(stateful_models.Exchange(), torch.ones(4))
+    assert copied(plan) == {"right"}
+    check_some_steps(plan, stateful_models.Exchange(), (4,))
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_batch_norm_in_training_mode_keeps_its_statistics(affine: bool) -> None:
+    model = stateful_models.Normalised(affine=affine)
+    plan = compiled(copy.deepcopy(model), torch.randn(5, 3, 4))
+    assert {"norm.running_mean", "norm.running_var"} < {tensor.name for tensor in plan.state}
+    check_some_steps(plan, model, (5, 3, 4))
+
+
+@pytest.fixture
+def loaded(decoding: Plan) -> Iterator[Executable]:
+    with nimblert.load(decoding) as executable:
+        yield executable
+
+
+def test_a_decoder_generates_what_eager_does(loaded: Executable) -> None:
+    model = stateful_models.Decoder().eval()
+    prompt = np.arange(8) * 5
+    with torch.no_grad():
+        wanted = model(torch.from_numpy(prompt), torch.arange(8))
+        found = loaded(prompt, np.arange(8), entry="prefill")
+        close(found, wanted)
+        for position in range(8, 8 + STEPS):
+            token = int(wanted[-1].argmax())
+            assert int(found[-1].argmax()) == token
+            wanted = model(torch.tensor([token]), torch.tensor([position]))
+            found = loaded(np.array([token]), np.array([position]), entry="decode")
+            close(found, wanted)
+    buffers = dict(model.named_buffers())
+    for name in stateful_models.CACHES:
+        close(loaded.state[name], buffers[name])
+
+
+def test_of_a_cache_only_the_new_rows_are_written(decoding: Plan) -> None:
+    assert [tensor.name for tensor in decoding.state] == stateful_models.CACHES
+    assert copied(decoding) == set()
+    for program in decoding.programs:
+        launches = [command for command in program.commands if isinstance(command, Launch)]
+        writers = [c for c in launches if any(a.pointer.region is Region.STATE for a in c.writes)]
+        assert {decoding.kernels[c.kernel].symbol for c in writers} == {"ScatterND"}
+        assert all(set(c.writes) <= set(c.reads) for c in writers)  # in place
+
+
+def test_reset_gives_the_first_state(statistics: Plan) -> None:
+    x = np.ones(4, np.float32)
+    with nimblert.load(statistics) as executable:
+        first = executable(x)
+        assert not np.array_equal(executable(x)[1], first[1])
+        executable.reset()
+        np.testing.assert_array_equal(executable.state["mean"], np.full(4, 0.5, np.float32))
+        for found, wanted in zip(executable(x), first, strict=True):
+            np.testing.assert_array_equal(found, wanted)
+
+
+def test_each_context_has_a_state_of_its_own(loaded: Executable) -> None:
+    with loaded.context() as other:
+        other(np.arange(8), np.arange(8), entry="prefill")
+        assert not loaded.state[stateful_models.CACHES[0]].any()
+        assert other.state[stateful_models.CACHES[0]][:, :, :8].all()
+        other.state.update(loaded.state)
+        assert not other.state[stateful_models.CACHES[0]].any()
+
+
+def test_a_conversation_goes_on_in_another_context(loaded: Executable) -> None:
+    loaded(np.arange(8), np.arange(8), entry="prefill")
+    with loaded.context() as other:
+        other.state.update(loaded.state)
+        for context in (loaded, other):
+            context(np.array([3]), np.array([8]), entry="decode")
+        for name in stateful_models.CACHES:
+            np.testing.assert_array_equal(other.state[name], loaded.state[name])
+
+
+def test_a_saved_plan_has_its_state(statistics: Plan, tmp_path: Path) -> None:
+    statistics.save(tmp_path / "statistics.plan")
+    with nimblert.load(tmp_path / "statistics.plan") as executable:
+        executable(np.ones(4, np.float32))
+        assert executable.state["count"] == 1

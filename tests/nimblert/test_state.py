@@ -1,0 +1,126 @@
+"""The state of a loaded plan by name: read, written, reset, and refused in one sentence."""
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import plans
+import pytest
+from kept_state import keeping
+
+import nimblert
+from nimblert import container, verify
+from nimblert.errors import InputError
+from nimblert.executable import Executable
+
+
+@pytest.fixture
+def loaded() -> Iterator[Executable]:
+    with nimblert.load(container.encode_file(keeping()), poison=True) as executable:
+        yield executable
+
+
+def floats(*values: float) -> np.ndarray:
+    return np.array(values, np.float32)
+
+
+def test_state_is_a_mapping_of_arrays(loaded: Executable) -> None:
+    assert isinstance(loaded.state, Mapping)
+    assert list(loaded.state) == ["kept"]
+    assert repr(loaded.state) == "State('kept': float32 (4,))"
+    kept = loaded.state["kept"]
+    np.testing.assert_array_equal(kept, floats(1, 2, 3, 4), strict=True)
+    kept[:] = 0  # a copy
+    assert loaded(entry="read").tolist() == [1, 2, 3, 4]
+
+
+def test_what_is_assigned_is_what_the_next_run_finds(loaded: Executable) -> None:
+    loaded.state["kept"] = np.arange(8, dtype=np.float32)[::2]
+    assert loaded(entry="read").tolist() == [0, 2, 4, 6]
+    loaded.reset()
+    assert loaded(entry="read").tolist() == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "sentence"),
+    [
+        ("nope", floats(0), r"^state 'nope': not found, the plan has \['kept'\]$"),
+        ("kept", floats(0), r"^state 'kept': shape \(1,\), expected \(4,\)$"),
+        ("kept", np.zeros(4), r"^state 'kept': dtype float64, expected float32: use .astype\('float32'\)$"),
+        ("kept", [0.0] * 4, r"^state 'kept': got list, expected a numpy array"),
+    ],
+)
+def test_what_does_not_fit_is_refused(loaded: Executable, name: str, value: Any, sentence: str) -> None:
+    with pytest.raises(InputError, match=sentence):
+        loaded.state.update({"kept": floats(9, 9, 9, 9)} | {name: value})
+    assert loaded.state["kept"].tolist() == [1, 2, 3, 4]
+
+
+def test_a_plan_without_state_says_so() -> None:
+    with (
+        nimblert.load(plans.cpu_plan()) as loaded,
+        pytest.raises(InputError, match=r"^state 'kept': not found, the plan has none$"),
+    ):
+        loaded.state["kept"]
+
+
+ASKING: list[Callable[[Any], object]] = [
+    lambda context: context.state["kept"],
+    lambda context: context.state.update({"kept": floats(0, 0, 0, 0)}),
+    lambda context: context.reset(),
+]
+
+
+@pytest.mark.parametrize("ask", ASKING)
+def test_the_state_of_a_closed_context(loaded: Executable, ask: Callable[[Any], object]) -> None:
+    with loaded.context() as context:
+        state = context.state
+        assert state["kept"].any()
+    with pytest.raises(InputError, match=r"^this context is closed: make another one$"):
+        ask(context)
+
+
+@pytest.mark.parametrize("ask", ASKING)
+def test_the_state_of_a_context_that_another_thread_runs(loaded: Executable, ask: Callable[[Any], object]) -> None:
+    entered, done = threading.Event(), threading.Event()
+    with loaded.context() as context:
+
+        def work() -> None:
+            with context.between_runs():
+                entered.set()
+                done.wait()
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        entered.wait()
+        try:
+            with pytest.raises(InputError, match=r"^this context is at work in another thread"):
+                ask(context)
+        finally:
+            done.set()
+            thread.join()
+
+
+@pytest.mark.parametrize("ask", ASKING)
+def test_the_state_in_the_middle_of_a_run(loaded: Executable, ask: Callable[[Any], object]) -> None:
+    steps = loaded.steps({}, entry="read")
+    next(steps)
+    with pytest.raises(InputError, match=r"^a run by steps\(\) is half done"):
+        ask(loaded)
+    steps.close()
+
+
+@pytest.mark.parametrize(
+    ("names", "sentence"),
+    [
+        (("a", "a"), "state: two have the same name"),
+        (("a", "b\n"), "state[1].name: 'b\\n' is not printable"),
+        (("", ""), None),
+    ],
+)
+def test_names_that_users_cannot_ask_for(names: tuple[str, str], sentence: str | None) -> None:
+    halves = [plans.weight(name, (1.0, 2.0), 8 * i) for i, name in enumerate(names)]
+    problems = list(verify.problems(replace(keeping(), state=tuple(halves))))
+    assert problems == ([sentence] if sentence else [])

@@ -1,0 +1,53 @@
+"""A plan that keeps its input of 4 or 2 numbers in the state, and gives the state back."""
+
+from functools import partial
+
+import plans
+
+from nimblert.plan import Device, Memcpy, Op, Plan, Pointer, Profile, Program, Region, Target, Tensor
+
+
+def copying(entry: str, count: int, copies: tuple[tuple[Pointer, Pointer], ...], profile: Profile = ()) -> Program:
+    """A program of copies, with an input x and an output y of ``count`` float32."""
+    nbytes = 4 * count
+    tensor = partial(Tensor, dtype="float32", shape=(count,), strides=(1,))
+    takes = any(source.region is Region.INPUT for _, source in copies)
+    return Program(
+        name=entry + "".join(f"[{name}={size}]" for name, size in profile),
+        inputs=(tensor(name="x", pointer=plans.pointer(Region.INPUT)),) if takes else (),
+        outputs=(tensor(name="y", pointer=plans.pointer(Region.OUTPUT)),),
+        input_nbytes=(nbytes,) if takes else (),
+        output_nbytes=(nbytes,),
+        arena_nbytes=64 * count,
+        stream_count=1,
+        event_count=0,
+        ops=(Op(name="copy", source=entry),),
+        commands=tuple(Memcpy(stream=0, op=0, dst=dst, src=src, nbytes=nbytes) for dst, src in copies),
+        entry=entry,
+        profile=profile,
+    )
+
+
+INPUT, OUTPUT, STATE, ARENA = map(plans.pointer, (Region.INPUT, Region.OUTPUT, Region.STATE, Region.ARENA))
+KEEP = ((ARENA, INPUT), (STATE, ARENA), (OUTPUT, ARENA))
+
+
+def keeping() -> Plan:
+    """A plan for the CPU with four numbers of state, "kept": "write" takes 4 or 2 of them, "read" gives all."""
+    return Plan(
+        producer="tests",
+        versions=(),
+        target=Target.CPU,
+        device=Device(name="cpu"),
+        modules=(),
+        kernels=(),
+        weights_nbytes=0,
+        weights=(),
+        state_nbytes=16,
+        state=(plans.weight("kept", (1.0, 2.0, 3.0, 4.0), 0),),
+        programs=(
+            copying("write", 4, KEEP, (("count", 4),)),
+            copying("write", 2, KEEP, (("count", 2),)),
+            copying("read", 4, ((OUTPUT, STATE),)),
+        ),
+    )
