@@ -31,17 +31,15 @@ class Arena:
         """A run by steps that is half done."""
         self._busy = threading.Lock()
         self.memory: Any = None
-        """An array of bytes, or a device address."""
+        """An array of bytes, or a `nimblert.working.DeviceArena`."""
         if self.target is Target.CPU:
             from nimblert.host_memory import allocate
 
             self.memory = allocate(nbytes)
         else:
-            from nimblert import driver, memory
+            from nimblert.working import DeviceArena
 
-            driver.initialise()
-            self._context = driver.Context(device)
-            self.memory = memory.allocate(self._context, nbytes)
+            self.memory = DeviceArena(nbytes, device)
 
     @classmethod
     def for_plans(cls, *plans: Plan | container.Source, device: int = 0) -> Self:
@@ -79,7 +77,7 @@ class Arena:
     def close(self) -> None:
         """Give the memory back; calling it twice is harmless."""
         if self.memory is not None and self.target is not Target.CPU:
-            self._context.close()
+            self.memory.close()
         self.memory = None
 
     def __enter__(self) -> Self:

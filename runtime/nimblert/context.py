@@ -8,19 +8,21 @@ import threading
 import weakref
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 
 from nimblert.arena import Arena
+from nimblert.backend import Backend, Resident
+from nimblert.binding import Bindings
+from nimblert.device_arrays import DeviceArray
 from nimblert.entries import Signature
 from nimblert.errors import InputError
 from nimblert.extents import region_sizes
 from nimblert.plan import Plan, Pointer, Program, Tensor, Work
-from nimblert.refitting import Refit
 from nimblert.serving import checked_out, serve
-from nimblert.sizes import Served
 from nimblert.state import State, StateMemory
 from nimblert.timing import CommandTime, command_times
 
@@ -31,66 +33,6 @@ _OWN_ARENA = nullcontext()
 
 _LISTED = 4
 """Of what may be many, a repr shows so many."""
-
-
-class Backend(Protocol):
-    """A program in memory. `inputs` and `outputs` are strided views of host memory."""
-
-    inputs: tuple[np.ndarray, ...]
-    outputs: tuple[np.ndarray, ...]
-
-    def place(self, arrays: Sequence[Any]) -> None:
-        """Take these inputs, each of its dtype and rank; what is beyond a smaller shape is padded."""
-
-    def call(
-        self,
-        arrays: Sequence[Any],
-        out: Mapping[str, Any],
-        *,
-        reuse_outputs: bool,
-        shapes: Sequence[tuple[int, ...]] | None = None,
-    ) -> dict[str, Any]:
-        """Run on these inputs: the outputs by name, those in ``out`` in the caller's arrays.
-
-        ``shapes`` of the outputs are those of their heads that are asked for.
-        """
-
-    def empty(self, tensor: Tensor, arrays: Sequence[Any]) -> Any:
-        """An array for an output, where a call on ``arrays`` gives it."""
-
-    def run(self) -> None:
-        """Compute the ``outputs`` of the ``inputs``."""
-
-    def replay(self) -> None:
-        """Compute again on the inputs of the run before, without moving them or the outputs."""
-
-    def steps(self) -> Generator[Work, None, None]:
-        """Compute the outputs of the inputs command by command: each launch, copy or fill when it is done."""
-
-    def profile(self) -> list[int]:
-        """As all of `steps`: nanoseconds of each launch, copy or fill."""
-
-    def read(self, pointer: Pointer, nbytes: int) -> np.ndarray:
-        """A copy of bytes of the program's memory, as uint8."""
-
-    def close(self) -> None:
-        """Give everything back."""
-
-
-class Resident(Protocol):
-    """What the contexts of a plan share on a device: code and weights."""
-
-    def working(self, arena: Any, *, poison: bool) -> Any:
-        """The memory that the programs of one context share, over an arena if one is given."""
-
-    def backend(self, program: Program, working: Any, *, poison: bool) -> Backend:
-        """A program in the memory of a context."""
-
-    def refit(self, refits: Sequence[Refit], backends: Sequence[Any]) -> Sequence[Backend]:
-        """Replace weights, none where it raises: what takes the place of each backend that is over them."""
-
-    def close(self) -> None:
-        """Give back code and weights; every context must be closed."""
 
 
 class Context:
@@ -112,6 +54,7 @@ class Context:
         self._arena = arena
         self._poison = poison
         self._signatures = {name: Signature(name, programs) for name, programs in plan.entries.items()}
+        self._bindings = {name: Bindings(signature) for name, signature in self._signatures.items()}
         self._backends: dict[str, Backend] = {}
         self._own_lock = threading.Lock()
         self._closed = False
@@ -204,14 +147,18 @@ class Context:
         entry: str | None = None,
         out: Mapping[str, np.ndarray] | None = None,
         reuse_outputs: bool = False,
+        stream: Any = None,
     ) -> dict[str, np.ndarray]:
         """Run an entry on arrays by input name: the outputs by name, in the plan's order.
 
         An output that ``out`` names is written into that array. Others are new arrays; with
         ``reuse_outputs`` they are views of memory that the next run writes again, and cost no copy.
+
+        On a GPU ``stream`` is one of the caller, by its handle or ``__cuda_stream__``: the run is enqueued
+        there and not waited for. Outputs are on the device, written when the stream comes to them.
         Raises InputError.
         """
-        return self._run(self._signature(entry), arrays, out or {}, reuse_outputs=reuse_outputs)
+        return self._run(self._signature(entry), arrays, out or {}, reuse_outputs=reuse_outputs, stream=stream)
 
     async def arun(self, arrays: Mapping[str, np.ndarray], *, entry: str | None = None) -> dict[str, np.ndarray]:
         """As `run`, while the event loop goes on; the run itself goes to its end even if its task is cancelled."""
@@ -223,7 +170,7 @@ class Context:
         Gives each launch, copy or fill when it is done; what it wrote can be had of `read`. Until the
         generator is exhausted, closed or dropped, every other run raises InputError.
         """
-        program, checked = self._signature(entry).choose(arrays, self._working.take)
+        program, checked = self._choose(self._signature(entry), arrays)
         with self._lock:
             self._check_ready()
             backend = self._load(program)
@@ -253,7 +200,7 @@ class Context:
         Commands run alone here: those that otherwise share the machine, or one session of ONNX Runtime,
         may take less time together than the sum says. Raises InputError.
         """
-        program, checked = self._signature(entry).choose(arrays, self._working.take)
+        program, checked = self._choose(self._signature(entry), arrays)
         with self._lock, self._scratch():
             self._check_ready()
             backend = self._load(program)
@@ -280,6 +227,48 @@ class Context:
             self._check_ready()
             self._load(self._current).replay()
 
+    def launch(self, stream: Any = None) -> None:
+        """As `replay`, enqueued on a ``stream`` of the caller or on our own, and not waited for.
+
+        What is enqueued in a context runs one after the other, on whatever streams; `synchronize`
+        waits for it. On the CPU it is done when this returns, and there is no stream to choose.
+        Raises InputError.
+        """
+        handle = self._working.stream_handle(stream)
+        with self._lock, self._scratch():
+            self._check_ready()
+            self._bindings[self._current.entry].check_in_place(self._current)
+            self._load(self._current).launch(handle)
+
+    def synchronize(self) -> None:
+        """Wait for what was enqueued by `launch` and by `run` on a stream."""
+        with self._lock:
+            self._check_ready(self._steps)
+            self._load(self._current).synchronize()
+
+    def bind(self, name: str, array: Any, *, entry: str | None = None) -> None:
+        """Have the kernels read an input, or write an output, where an array of the caller is: nothing is copied.
+
+        The array is on the plan's device, with the layout that `inputs` and `outputs` tell, and is kept.
+        A run then leaves a bound input out and gives a bound output as its array; `launch` and `replay` use what
+        stands there. Other profiles of the entry cannot run. None gives the plan's own memory back.
+        Takes as long as the program's graph takes to build. Raises InputError.
+        """
+        bindings = self._bindings[self._signature(entry).name]
+        checked = None if array is None else bindings.check(name, array, self._working.take)
+        with self._lock:
+            self._check_ready()
+            found = bindings.bound(name) if checked is None else checked[:2]
+            if found is None:
+                raise InputError(f"bind: nothing is bound to {name!r}")
+            program, tensor = found
+            self._load(program).bind(tensor, None if checked is None else checked[2])
+            self._current = program
+            if checked is None:
+                bindings.drop(name)
+            else:
+                bindings.add(program, tensor, array, checked[2])
+
     def _call(
         self, signature: Signature, args: Sequence[np.ndarray], kwargs: Mapping[str, np.ndarray]
     ) -> np.ndarray | tuple[np.ndarray, ...]:
@@ -293,26 +282,33 @@ class Context:
         out: Mapping[str, np.ndarray],
         *,
         reuse_outputs: bool = False,
+        stream: Any = None,
     ) -> dict[str, np.ndarray]:
-        take = self._working.take
-        checked = signature.check(arrays, take)
+        working, bindings = self._working, self._bindings[signature.name]
+        handle = None if stream is None else working.stream_handle(stream)
+        take = working.take if handle is None else partial(working.take, stream=handle)
+        checked = signature.check(bindings.complete(arrays), take)
         program = signature.exact(checked)
-        if program is None:
-            return self._serve(signature.serve(checked), checked, out, reuse_outputs=reuse_outputs)
-        taken = checked_out(program.outputs, out, take) if out else {}
+        bindings.check_in_place(program)
+        chosen = signature.serve(checked) if program is None else program
+        taken = checked_out(chosen.outputs, out, take) if out else {}
         with self._lock, self._scratch():
             self._check_ready()
-            results = self._backend(program).call(checked, taken, reuse_outputs=reuse_outputs)
-        return {**results, **out} if out else results
+            if isinstance(chosen, Program):
+                results = self._backend(chosen).call(checked, taken, reuse_outputs=reuse_outputs, stream=handle)
+            else:
+                results = serve(chosen, checked, taken, self._backend, reuse_outputs=reuse_outputs, stream=handle)
+        results |= {**bindings.outputs(), **out}
+        return {tensor.name: results[tensor.name] for tensor in chosen.outputs}
 
-    def _serve(
-        self, served: Served, arrays: Sequence[Any], out: Mapping[str, Any], *, reuse_outputs: bool
-    ) -> dict[str, Any]:
-        """A call of sizes that no program is for."""
-        taken = checked_out(served.outputs, out, self._working.take)
-        with self._lock, self._scratch():
-            self._check_ready()
-            return {**serve(served, arrays, taken, self._backend, reuse_outputs=reuse_outputs), **out}
+    def _choose(
+        self, signature: Signature, arrays: Mapping[str, np.ndarray]
+    ) -> tuple[Program, list[np.ndarray | DeviceArray]]:
+        """The program that takes these arrays and those that are bound in one run, and all of them in its order."""
+        bindings = self._bindings[signature.name]
+        program, checked = signature.choose(bindings.complete(arrays), self._working.take)
+        bindings.check_in_place(program)
+        return program, checked
 
     def _backend(self, program: Program) -> Backend:
         """What runs ``program``, which `replay` and `read` are about from now on."""

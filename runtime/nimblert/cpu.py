@@ -14,6 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import cached_property, partial
 
@@ -23,6 +24,7 @@ from nimblert import padding
 from nimblert.dtypes import numpy_dtype
 from nimblert.errors import PlanInvalidError
 from nimblert.host_memory import HostMemory, HostWeights, HostWorking
+from nimblert.layouts import in_memory_order
 from nimblert.onnx_join import chains
 from nimblert.onnx_session import SessionCache, run_options, runtime_errors
 from nimblert.pieces import writes
@@ -104,35 +106,54 @@ class CpuBackend:
         poison: bool = False,
         resident: CpuResident | None = None,
         working: HostWorking | None = None,
-        memory: HostMemory | None = None,
     ) -> None:
         resident = resident or CpuResident(plan)
         self._program = program
-        self.memory: HostMemory = memory or HostMemory(
-            plan, program, poison=poison, weights=resident.weights, working=working
-        )
-        self.inputs: tuple[np.ndarray, ...] = tuple(map(self.memory.tensor, program.inputs))
-        self.outputs: tuple[np.ndarray, ...] = tuple(map(self.memory.tensor, program.outputs))
-        self._gates = [threading.Lock() for _ in range(program.event_count)]
-        self._options = run_options()
         self._plan = plan
         self._sessions = resident.sessions
+        self._bound: set[str] = set()
         _check_events(program)
+        self._own = HostMemory(plan, program, poison=poison, weights=resident.weights, working=working)
+        self._build(self._own)
+
+    def _build(self, memory: HostMemory) -> None:
+        """Bind the launches to ``memory``."""
+        self._gates = [threading.Lock() for _ in range(self._program.event_count)]
+        self._options = run_options()
+        self.memory = memory
+        self.inputs: tuple[np.ndarray, ...] = tuple(map(memory.tensor, self._program.inputs))
+        self.outputs: tuple[np.ndarray, ...] = tuple(map(memory.tensor, self._program.outputs))
         with self._sessions:
-            streams = [self._bind_stream(stream) for stream in range(program.stream_count)]
+            streams = [self._bind_stream(stream) for stream in range(self._program.stream_count)]
         issued = [steps for steps in streams if steps] or [[]]
-        self._streams = Streams(issued, self._gates, self._options, runtime_errors(), partial(_origin, program))
+        self._streams = Streams(issued, self._gates, self._options, runtime_errors(), partial(_origin, self._program))
         # The threads know the streams, not this object: they end when nobody has it any more.
         self._dropped = weakref.finalize(self, self._streams.end)
         self._dropped.atexit = False  # a daemon thread may run on to the very end
 
     def renewed(self, resident: CpuResident) -> "CpuBackend":
         """The program in the same memory, over the weights and sessions of another resident."""
-        return CpuBackend(self._plan, self._program, resident=resident, memory=self.memory.over(resident.weights))
+        made = copy(self)
+        made.__dict__.pop("_singly", None)
+        made._sessions, made._own = resident.sessions, self._own.over(resident.weights)  # noqa: SLF001 (of its own class)
+        made._build(self.memory.over(resident.weights))  # noqa: SLF001
+        return made
+
+    def bind(self, tensor: Tensor, array: np.ndarray | None) -> None:
+        """Have launches read or write an array of the caller in place of an input or output; None: ours again."""
+        pointer = tensor.pointer
+        place = pointer.region, pointer.index
+        given = self._own.regions[place] if array is None else in_memory_order(array).view(np.uint8)
+        memory = self.memory.rebased(place, given)
+        self._end()
+        self._build(memory)
+        self._bound = self._bound - {tensor.name} if array is None else self._bound | {tensor.name}
 
     def place(self, arrays: Sequence[np.ndarray]) -> None:
         """Have ``inputs`` hold these arrays, each of its input's shape or a smaller one."""
         for tensor, view, array in zip(self._program.inputs, self.inputs, arrays, strict=True):
+            if tensor.name in self._bound:
+                continue
             if array.shape == view.shape:
                 np.copyto(view, array)
             else:
@@ -145,11 +166,13 @@ class CpuBackend:
         *,
         reuse_outputs: bool,
         shapes: Sequence[tuple[int, ...]] | None = None,
+        stream: int | None = None,
     ) -> dict[str, np.ndarray]:
-        """Run on these inputs: the outputs by name, those of smaller ``shapes`` cut to them.
+        """Run on these inputs: the outputs by name but for those in ``out`` and the bound ones.
 
-        Raises InputError where an op fails.
+        Those of smaller ``shapes`` are cut to them. Raises InputError where an op fails.
         """
+        del stream  # a plan for the CPU takes none
         self.place(arrays)
         self._streams.run()
         views = self.outputs
@@ -159,13 +182,13 @@ class CpuBackend:
         for tensor, view in zip(self._program.outputs, views, strict=True):
             if tensor.name in out:
                 np.copyto(out[tensor.name], view)
-                results[tensor.name] = out[tensor.name]
-            else:
+            elif tensor.name not in self._bound:
                 results[tensor.name] = view if reuse_outputs else view.copy()
         return results
 
-    def empty(self, tensor: Tensor, arrays: Sequence[np.ndarray]) -> np.ndarray:  # noqa: ARG002 - all are of the host
-        """An array for an output."""
+    def empty(self, tensor: Tensor, *, on_device: bool) -> np.ndarray:
+        """A new array for an output."""
+        del on_device  # all is of the host
         return np.empty(tensor.shape, numpy_dtype(tensor.dtype))
 
     def run(self) -> None:
@@ -175,6 +198,14 @@ class CpuBackend:
     def replay(self) -> None:
         """Compute again on the same inputs; in host memory nothing needs moving."""
         self._streams.run()
+
+    def launch(self, stream: int | None = None) -> None:
+        """As `replay`: it is done when this returns."""
+        del stream
+        self._streams.run()
+
+    def synchronize(self) -> None:
+        """Nothing is on its way."""
 
     def steps(self) -> Generator[Work, None, None]:
         """Compute in issue order on the calling thread: each launch, copy or fill when it is done.
@@ -197,11 +228,15 @@ class CpuBackend:
 
     def close(self) -> None:
         """End the threads and drop sessions and memory."""
+        self._end()
+        self.inputs = self.outputs = ()
+        del self._streams, self.memory, self._own
+
+    def _end(self) -> None:
+        """End the threads, and let nothing be bound."""
         self._streams.close()
         self._dropped.detach()
         self.__dict__.pop("_singly", None)
-        self.inputs = self.outputs = ()
-        del self._streams, self.memory
 
     @cached_property
     def _singly(self) -> list[tuple[Work, Step]]:

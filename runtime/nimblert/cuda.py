@@ -2,19 +2,19 @@
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import numpy as np
 
-from nimblert import device_arrays, device_refit, driver, graph
+from nimblert import device_refit, driver, graph
 from nimblert.device_arrays import DeviceArray, DeviceOutput
-from nimblert.driver import NO_TIMING, Context, Handle, call
+from nimblert.driver import Context, Handle, call
 from nimblert.dtypes import numpy_dtype
 from nimblert.errors import InputError
-from nimblert.memory import Bases, DeviceMemory, Staging, place_weights, place_working
+from nimblert.memory import Bases, DeviceMemory, Staging, place_weights
 from nimblert.plan import Plan, Pointer, Program, Record, Tensor, Wait, Work
 from nimblert.refitting import Refit
 from nimblert.transfers import GatherKernels, Inlet, Outlet, Pools
+from nimblert.working import CudaWorking, DeviceArena
 
 
 class CudaResident:
@@ -35,53 +35,22 @@ class CudaResident:
             self._context.close()
             raise
 
-    def working(self, arena: int | None = None, *, poison: bool = False) -> "CudaWorking":
+    def working(self, arena: DeviceArena | None = None, *, poison: bool = False) -> CudaWorking:
         """Arena and state for one context."""
         return CudaWorking(self._plan, self._device, arena, poison=poison)
 
-    def backend(self, program: Program, working: "CudaWorking", *, poison: bool = False) -> "CudaBackend":
+    def backend(self, program: Program, working: CudaWorking, *, poison: bool = False) -> "CudaBackend":
         """A program in the memory of a context."""
         return CudaBackend(self._plan, program, poison=poison, resident=self, working=working, device=self._device)
 
     def refit(self, refits: Sequence[Refit], backends: Sequence["CudaBackend"]) -> Sequence["CudaBackend"]:
         """Replace weights where they lie: the same backends go on."""
-        device_refit.refit(self._device, refits, self.weights, self.functions, self.gathers.move)
+        device_refit.refit(self._device, refits, self.weights, self.functions, self.gathers)
         return backends
 
     def close(self) -> None:
         """Give back code and weights; every context must be closed."""
         self.pools.close()
-        self._context.close()
-
-
-class CudaWorking:
-    """The device memory that the programs of a context share, and the stream on which one of them runs."""
-
-    def __init__(self, plan: Plan, device: int, arena: int | None, *, poison: bool) -> None:
-        self._context = Context(device)
-        self._device = device
-        try:
-            non_blocking = driver.bindings().CUstream_flags.CU_STREAM_NON_BLOCKING
-            self.stream: Handle = self._context.acquire(call("cuStreamCreate", non_blocking), "cuStreamDestroy")
-            self._written = self._context.acquire(call("cuEventCreate", NO_TIMING), "cuEventDestroy")
-            self.bases: Bases = place_working(self._context, plan, arena, poison=poison)
-        except BaseException:
-            self._context.close()
-            raise
-
-    def take(self, value: Any, ordinal: int) -> DeviceArray:
-        """An array on a GPU, for a run that comes next. Raises InputError where it is on another one."""
-        if ordinal not in {self._device, -1}:
-            raise InputError(f"is on GPU {ordinal}, the plan runs on GPU {self._device}: copy it there")
-        self._context.make_current()
-        array = device_arrays.take(value, int(self.stream))
-        if array.stream is not None:
-            call("cuEventRecord", self._written, array.stream)
-            call("cuStreamWaitEvent", self.stream, self._written, 0)
-        return array
-
-    def close(self) -> None:
-        """Give it back; the programs that use it must be closed."""
         self._context.close()
 
 
@@ -113,14 +82,18 @@ class CudaBackend:
             self._modules = plan.modules  # the driver reads their code when a kernel is first used
             self._context = Context(device)
             owned.callback(self._context.close)
+            self._device = device
+            self._scope = ExitStack()
             self._load(program, resident, working, poison=poison)
             self._owned = owned.pop_all()
 
     def _load(self, program: Program, resident: CudaResident, working: CudaWorking, *, poison: bool) -> None:
         context = self._context
         self._stream = working.stream
+        self._in_flight = working.in_flight
         given = {**resident.weights, **working.bases}
         self.memory: DeviceMemory = DeviceMemory(context, program, given, poison=poison)
+        self._own = self.memory
         self._staged_inputs = Staging(context, program.inputs, self.memory)
         self._staged_outputs = Staging(context, program.outputs, self.memory)
         self.inputs: tuple[np.ndarray, ...] = self._staged_inputs.views
@@ -129,19 +102,58 @@ class CudaBackend:
         self._outlet = Outlet(program.outputs, self.memory, self._staged_outputs, resident.gathers, resident.pools)
         self._program = program
         self.functions: Sequence[Handle] = resident.functions
-        self.graph = graph.build(context, program, self.functions, self.memory)
-        self._executable = context.acquire(call("cuGraphInstantiate", self.graph, 0), "cuGraphExecDestroy")
-        call("cuGraphUpload", self._executable, self._stream)
-        call("cuStreamSynchronize", self._stream)
+        self._bound: set[str] = set()
+        self._build(self.memory)
+
+    def _build(self, memory: DeviceMemory) -> None:
+        """Make the graph anew, over ``memory``."""
+        with ExitStack() as scope:
+            context = Context(self._device)
+            scope.callback(context.close)
+            built = graph.build(context, self._program, self.functions, memory)
+            executable = context.acquire(call("cuGraphInstantiate", built, 0), "cuGraphExecDestroy")
+            call("cuGraphUpload", executable, self._stream)
+            call("cuStreamSynchronize", self._stream)
+            self._scope.close()
+            self._scope, self.graph, self._executable = scope.pop_all(), built, executable
+
+    def bind(self, tensor: Tensor, array: DeviceArray | None) -> None:
+        """Have the kernels read or write an array of the caller in place of an input or output; None: ours again."""
+        self._context.make_current()
+        self._in_flight.wait()
+        address = self._own.address(tensor.pointer) if array is None else array.address
+        memory = self.memory.rebased({(tensor.pointer.region, tensor.pointer.index): address})
+        self._build(memory)
+        self.memory = memory
+        self._inlet.moved(memory)
+        self._outlet.moved(memory)
+        (self._bound.discard if array is None else self._bound.add)(tensor.name)
 
     def place(self, arrays: Sequence[np.ndarray | DeviceArray]) -> None:
         """Have the device hold these inputs before whatever comes next, and wait for that."""
-        self._context.make_current()
+        self._begin(self._stream)
+        self._in_flight.wait()
         try:
-            for index, array in enumerate(arrays):
-                self._inlet.put(index, array, self._stream)
+            self._put(arrays, self._stream)
         finally:
             call("cuStreamSynchronize", self._stream)
+
+    def _begin(self, stream: int) -> None:
+        self._context.make_current()
+        self._in_flight.precede(stream)
+
+    def _put(self, arrays: Sequence[np.ndarray | DeviceArray], stream: int) -> bool:
+        """Enqueue the inputs; whether any comes from the device."""
+        on_device = False
+        for index, (tensor, array) in enumerate(zip(self._program.inputs, arrays, strict=True)):
+            if isinstance(array, DeviceArray):
+                on_device = True
+                if tensor.name in self._bound:
+                    continue
+            else:
+                self._in_flight.wait()  # page-locked memory may still be read by the run before
+            self._inlet.put(index, array, stream)
+        return on_device
 
     def call(
         self,
@@ -150,52 +162,79 @@ class CudaBackend:
         *,
         reuse_outputs: bool,
         shapes: Sequence[tuple[int, ...]] | None = None,
+        stream: int | None = None,
     ) -> dict[str, np.ndarray | DeviceOutput]:
-        """Run on these inputs, and wait: the outputs by name, on the device if any input was there.
+        """Run on these inputs: the outputs by name but for those in ``out`` and the bound ones.
 
-        Inputs of smaller shapes are padded, outputs of smaller ``shapes`` cut to them.
+        Inputs of smaller shapes are padded, outputs of smaller ``shapes`` cut to them. Outputs are on the device
+        if any input was there, and all is waited for; with ``stream``, nothing is, and they are on the device.
+        Raises InputError.
         """
-        self._context.make_current()
-        on_device = any(isinstance(array, DeviceArray) for array in arrays)
+        if stream is not None and any(isinstance(mine, np.ndarray) for mine in out.values()):
+            raise InputError("out: an array of the host is written when the run has ended: leave the stream out")
+        used = self._stream if stream is None else stream
+        self._begin(used)
+        copies: list[tuple[np.ndarray, np.ndarray]] = []
         try:
-            for index, array in enumerate(arrays):
-                self._inlet.put(index, array, self._stream)
-            call("cuGraphLaunch", self._executable, self._stream)
-            coming = {
-                tensor.name: self._outlet.begin(
-                    index,
-                    out.get(tensor.name),
-                    self._stream,
-                    reuse=reuse_outputs,
-                    on_device=on_device,
-                    shape=None if shapes is None else shapes[index],
-                )
-                for index, tensor in enumerate(self._program.outputs)
-            }
+            on_device = self._put(arrays, used)
+            call("cuGraphLaunch", self._executable, used)
+            results: dict[str, np.ndarray | DeviceOutput] = {}
+            for index, tensor in enumerate(self._program.outputs):
+                mine, shape = out.get(tensor.name), None if shapes is None else shapes[index]
+                if isinstance(mine, DeviceArray):
+                    self._outlet.to_array(index, mine, used)
+                elif mine is not None:
+                    copies.append((mine, self._outlet.to_host(index, used, reuse=True, shape=shape)))
+                elif tensor.name in self._bound:
+                    continue
+                elif on_device or stream is not None:
+                    results[tensor.name] = self._outlet.to_device(index, used, reuse=reuse_outputs, shape=shape)
+                else:
+                    results[tensor.name] = self._outlet.to_host(index, used, reuse=reuse_outputs, shape=shape)
         finally:  # the arrays are the caller's again, whatever happened
-            call("cuStreamSynchronize", self._stream)
-        return {name: get() for name, get in coming.items()}
+            if stream is None:
+                call("cuStreamSynchronize", used)
+                self._in_flight.ended()
+            else:
+                self._in_flight.enqueued(used, (arrays, out))
+        for mine, view in copies:
+            np.copyto(mine, view)
+        return results
 
-    def empty(self, tensor: Tensor, arrays: Sequence[np.ndarray | DeviceArray]) -> np.ndarray | DeviceArray:
-        """An array for an output, on the device if any of the inputs is there."""
-        if not any(isinstance(array, DeviceArray) for array in arrays):
+    def empty(self, tensor: Tensor, *, on_device: bool) -> np.ndarray | DeviceArray:
+        """A new array for an output."""
+        if not on_device:
             return np.empty(tensor.shape, numpy_dtype(tensor.dtype))
         self._context.make_current()
         return self._outlet.empty(tensor, self._stream)
 
     def run(self) -> None:
         """Upload the inputs, replay the graph, download the outputs, and wait."""
-        self._context.make_current()
+        self._begin(self._stream)
         self._staged_inputs.to_device(self._stream)
         call("cuGraphLaunch", self._executable, self._stream)
         self._staged_outputs.to_host(self._stream)
         call("cuStreamSynchronize", self._stream)
+        self._in_flight.ended()
 
     def replay(self) -> None:
         """Replay the graph on the inputs that the device holds, and wait."""
-        self._context.make_current()
+        self._begin(self._stream)
         call("cuGraphLaunch", self._executable, self._stream)
         call("cuStreamSynchronize", self._stream)
+        self._in_flight.ended()
+
+    def launch(self, stream: int | None) -> None:
+        """Replay the graph on the inputs that the device holds, on ``stream`` or our own, without waiting."""
+        used = self._stream if stream is None else stream
+        self._begin(used)
+        call("cuGraphLaunch", self._executable, used)
+        self._in_flight.enqueued(used)
+
+    def synchronize(self) -> None:
+        """Wait for what was launched."""
+        self._context.make_current()
+        self._in_flight.wait()
 
     def steps(self) -> Generator[Work, None, None]:
         """Compute on the inputs that the device holds, in issue order: each launch, copy or fill when it is done.
@@ -203,7 +242,7 @@ class CudaBackend:
         Each is a graph of one node, so that it runs as it does in the whole graph.
         """
         for command in self._work():
-            self._context.make_current()  # the caller may have had another one since
+            self._begin(self._stream)  # the caller may have had another context since
             with self._run_once() as single:
                 graph.add_node(single, command, self.functions, self.memory)
             yield command
@@ -213,7 +252,7 @@ class CudaBackend:
 
         Taken by an event before and one after the node, in the same graph: what the events cost is included.
         """
-        self._context.make_current()
+        self._begin(self._stream)
         begin, end = (call("cuEventCreate", 0) for _ in range(2))
         try:
             return [self._time_alone(command, begin, end) for command in self._work()]
@@ -252,18 +291,13 @@ class CudaBackend:
         """A copy of ``nbytes`` bytes of the program's device memory, as uint8."""
         host = np.empty(nbytes, np.uint8)
         if nbytes:
-            self._context.make_current()
+            self.synchronize()
             call("cuMemcpyDtoH", host.ctypes.data, self.memory.address(pointer), nbytes)
         return host
 
-    def launch(self, stream: int) -> None:
-        """Replay the graph on the inputs that the device holds, on a stream of the caller, without waiting."""
-        self._context.make_current()
-        call("cuGraphLaunch", self._executable, stream)
-
     def time(self, count: int) -> np.ndarray:
         """GPU time in microseconds of each of ``count`` replays, taken by events around it."""
-        self._context.make_current()
+        self._begin(self._stream)
         begin, end = (call("cuEventCreate", 0) for _ in range(2))
         times = np.empty(count)
         try:
@@ -279,5 +313,8 @@ class CudaBackend:
         return times
 
     def close(self) -> None:
-        """Give back the graph and its memory, and what was made for it alone."""
+        """Wait for what was launched, and give back the graph, its memory, and what was made for it alone."""
+        self._context.make_current()
+        self._in_flight.close()
+        self._scope.close()
         self._owned.close()

@@ -1,56 +1,22 @@
 """Arrays on a GPU that others own: taken in and given out by DLPack and the CUDA array interface.
 
-DLPack: https://dmlc.github.io/dlpack/latest/python_spec.html; the structs are those of dlpack.h, before
-its version 1. The interface: https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html,
-version 3, which has no bfloat16.
+DLPack: https://dmlc.github.io/dlpack/latest/python_spec.html. The interface:
+https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html, version 3, which has no bfloat16.
 """
 
-import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import numpy as np
 
+from nimblert import dlpack
 from nimblert.dtypes import numpy_dtype
 from nimblert.errors import InputError
 from nimblert.plan import ITEM_NBYTES
 
-_CPU, _CUDA, _PAGE_LOCKED = 1, 2, 3
-_KINDS = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 5: "complex", 6: "bool"}
-_CODES = {kind: code for code, kind in _KINDS.items()}
-
-_NAME = b"dltensor"
-_KEPT_NAME = ctypes.create_string_buffer(_NAME)  # a capsule holds the address of its name, no copy
-_python = ctypes.pythonapi
-_new_capsule = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)(
-    ("PyCapsule_New", _python)
-)
-_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(("PyCapsule_GetPointer", _python))
-_ending_is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p)(("PyCapsule_IsValid", _python))
-_ending_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)(
-    ("PyCapsule_GetPointer", _python)
-)
-
-
-class _DLTensor(ctypes.Structure):
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("device_type", ctypes.c_int32),
-        ("device_id", ctypes.c_int32),
-        ("ndim", ctypes.c_int32),
-        ("code", ctypes.c_uint8),
-        ("bits", ctypes.c_uint8),
-        ("lanes", ctypes.c_uint16),
-        ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)),
-        ("byte_offset", ctypes.c_uint64),
-    )
-
-
-class _DLManagedTensor(ctypes.Structure):
-    _fields_ = (("tensor", _DLTensor), ("manager", ctypes.c_void_p), ("deleter", ctypes.c_void_p))
+_CPU, _PAGE_LOCKED = 1, 3
+"""DLPack's kinds of device that are the host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,11 +39,28 @@ class DeviceArray:
 
 def place(value: Any) -> tuple[str, int] | None:
     """Where an array is: ("cuda", ordinal) or ("cpu", 0); None for what is no array, or on another kind of device."""
+    if isinstance(value, DeviceArray):
+        return "cuda", value.device
     asked = getattr(value, "__dlpack_device__", None)
     if asked is not None:
         kind, ordinal = asked()
-        return ("cuda", int(ordinal)) if kind == _CUDA else ("cpu", 0) if kind in {_CPU, _PAGE_LOCKED} else None
+        return ("cuda", int(ordinal)) if kind == dlpack.CUDA else ("cpu", 0) if kind in {_CPU, _PAGE_LOCKED} else None
     return ("cuda", -1) if hasattr(value, "__cuda_array_interface__") else None
+
+
+def at_once(value: Any) -> "DeviceArray | None":
+    """An array on a GPU of a library that tells in no time where it is; else None, and `place` and `take` find out.
+
+    Raises InputError where it is not given.
+    """
+    exchange = dlpack.exchange(value)
+    if exchange is None:
+        return None
+    try:
+        read = exchange.read(value)
+    except (BufferError, RuntimeError, TypeError, ValueError) as exc:
+        raise InputError(f"it does not come by DLPack: {exc}") from exc
+    return None if read is None else DeviceArray(**read[0]._asdict(), stream=read[1], owner=value)
 
 
 def from_host(value: Any) -> np.ndarray:
@@ -90,35 +73,21 @@ def from_host(value: Any) -> np.ndarray:
 
 def take(value: Any, stream: int) -> DeviceArray:
     """An array on a GPU, ready for what comes next on ``stream``. Raises InputError where it is not given."""
-    if hasattr(value, "__dlpack__"):
-        try:
-            return _of_capsule(value.__dlpack__(stream=stream))
-        except (BufferError, RuntimeError, TypeError, ValueError) as exc:
-            raise InputError(f"it does not come by DLPack: {exc}") from exc
-    return _of_interface(value.__cuda_array_interface__, value)
-
-
-def _of_capsule(capsule: Any) -> DeviceArray:
-    """What a capsule holds, which keeps it: nobody else may have consumed it."""
-    tensor = _DLManagedTensor.from_address(_pointer(capsule, _NAME)).tensor
-    shape = tuple(tensor.shape[: tensor.ndim])
-    strides = tuple(tensor.strides[: tensor.ndim]) if tensor.strides else _dense(shape)
-    kind = _KINDS.get(tensor.code, f"of code {tensor.code}, bits ")
-    name = kind if kind == "bool" else f"{kind}{tensor.bits}"
-    return DeviceArray(
-        address=(tensor.data or 0) + tensor.byte_offset,
-        dtype=name if tensor.lanes == 1 else f"{name}x{tensor.lanes}",
-        shape=shape,
-        strides=strides,
-        device=tensor.device_id,
-        owner=capsule,
-    )
+    if isinstance(value, DeviceArray):
+        return value
+    if not hasattr(value, "__dlpack__"):
+        return _of_interface(value.__cuda_array_interface__, value)
+    try:
+        capsule = value.__dlpack__(stream=stream)
+        return DeviceArray(**dlpack.from_capsule(capsule)._asdict(), owner=capsule)
+    except (BufferError, RuntimeError, TypeError, ValueError) as exc:
+        raise InputError(f"it does not come by DLPack: {exc}") from exc
 
 
 def _of_interface(interface: Mapping[str, Any], owner: Any) -> DeviceArray:
     address, read_only = interface["data"]
     dtype, shape = np.dtype(interface["typestr"]), tuple(interface["shape"])
-    nbytes = interface.get("strides") or tuple(stride * dtype.itemsize for stride in _dense(shape))
+    nbytes = interface.get("strides") or tuple(stride * dtype.itemsize for stride in dlpack.dense_strides(shape))
     if any(stride % dtype.itemsize for stride in nbytes):
         raise InputError("its strides are no whole numbers of elements")
     return DeviceArray(
@@ -131,10 +100,6 @@ def _of_interface(interface: Mapping[str, Any], owner: Any) -> DeviceArray:
         stream=interface.get("stream"),
         owner=owner,
     )
-
-
-def _dense(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 class DeviceOutput:
@@ -155,12 +120,14 @@ class DeviceOutput:
 
     def __dlpack_device__(self) -> tuple[int, int]:
         """DLPack's kind of device, CUDA, and the ordinal."""
-        return _CUDA, self.device
+        return dlpack.CUDA, self.device
 
     def __dlpack__(self, *, stream: int | None = None, **_: Any) -> Any:
         """A capsule over the memory, which stays as long as the capsule or what consumed it."""
         del stream  # all is written
-        return _capsule(self._array)
+        array = self._array
+        found = dlpack.Found(array.address, array.dtype, array.shape, array.strides, array.device)
+        return dlpack.capsule(found, ITEM_NBYTES[array.dtype], array)
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -176,41 +143,3 @@ class DeviceOutput:
             "strides": tuple(stride * itemsize for stride in self.strides),
             "stream": None,
         }
-
-
-_exported: dict[int, tuple[Any, ...]] = {}
-"""What consumers of capsules hold, by the address of its struct."""
-
-
-def _forget(address: int) -> None:
-    _exported.pop(address, None)
-
-
-def _forget_unused(capsule: int) -> None:
-    """The end of a capsule: that of one which nobody consumed is the end of its memory, too."""
-    if _ending_is_valid(capsule, _NAME):
-        _forget(_ending_pointer(capsule, _NAME))
-
-
-_deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_forget)  # consumers may call it without the lock of Python
-_destructor = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(_forget_unused)
-
-
-def _capsule(array: DeviceArray) -> Any:
-    rank = len(array.shape)
-    shape, strides = ((ctypes.c_int64 * max(rank, 1))(*numbers) for numbers in (array.shape, array.strides))
-    tensor = _DLTensor(
-        data=array.address,
-        device_type=_CUDA,
-        device_id=array.device,
-        ndim=rank,
-        code=_CODES[array.dtype.rstrip("0123456789")],
-        bits=8 * ITEM_NBYTES[array.dtype],
-        lanes=1,
-        shape=shape,
-        strides=strides,
-    )
-    managed = _DLManagedTensor(tensor=tensor, deleter=ctypes.cast(_deleter, ctypes.c_void_p))
-    address = ctypes.addressof(managed)
-    _exported[address] = managed, shape, strides, array
-    return _new_capsule(address, ctypes.addressof(_KEPT_NAME), ctypes.cast(_destructor, ctypes.c_void_p))

@@ -9,16 +9,15 @@ from nimblert import graph, layouts
 from nimblert.device_arrays import DeviceArray
 from nimblert.driver import Context, Handle, call
 from nimblert.errors import InputError
-from nimblert.layouts import Gather
 from nimblert.memory import Bases, DeviceMemory, allocate
 from nimblert.plan import ITEM_NBYTES, Region, Tensor
 from nimblert.refitting import Refit
-
-Move = Callable[[int, int, Gather, int, Handle], None]
-"""Fills a destination from a source, both device addresses, on a stream: `transfers.GatherKernels.move`."""
+from nimblert.transfers import GatherKernels
 
 
-def refit(device: int, refits: Sequence[Refit], weights: Bases, functions: Sequence[Handle], move: Move) -> None:
+def refit(
+    device: int, refits: Sequence[Refit], weights: Bases, functions: Sequence[Handle], kernels: GatherKernels
+) -> None:
     """Do ``refits`` over these ``weights``, when all that the device does has ended, and wait.
 
     What can fail is done first: memory is allocated, graphs are built. Raises InputError, CudaError.
@@ -30,7 +29,7 @@ def refit(device: int, refits: Sequence[Refit], weights: Bases, functions: Seque
             memory = DeviceMemory(context, given.program, {**weights, (Region.ARENA, 0): arena})
             for tensor, array in zip(given.program.inputs, given.arrays, strict=True):
                 if array is not None and tensor.span_nbytes:
-                    todo.append(_copy(tensor, array, memory, move))
+                    todo.append(_copy(tensor, array, memory, kernels))
             if given.program.commands:
                 built = graph.build(context, given.program, functions, memory)
                 todo.append(_launch(context.acquire(call("cuGraphInstantiate", built, 0), "cuGraphExecDestroy")))
@@ -44,14 +43,17 @@ def _launch(executable: Handle) -> Callable[[], None]:
     return lambda: call("cuGraphLaunch", executable, 0)
 
 
-def _copy(tensor: Tensor, array: np.ndarray | DeviceArray, memory: DeviceMemory, move: Move) -> Callable[[], None]:
+def _copy(
+    tensor: Tensor, array: np.ndarray | DeviceArray, memory: DeviceMemory, kernels: GatherKernels
+) -> Callable[[], None]:
     """The copy of an array to where the tensor lies, laid out as it is there."""
     target, itemsize = memory.address(tensor.pointer), ITEM_NBYTES[tensor.dtype]
     if isinstance(array, DeviceArray):
         gather = layouts.gather(tensor.shape, tensor.strides, array.strides)
         if gather is None:
             raise InputError(f"weight {tensor.name!r}: strides {array.strides} cannot be laid out on the device")
-        return lambda: move(target, array.address, gather, itemsize, 0)
+        mover = kernels.mover(gather, itemsize)
+        return lambda: mover.move(target, array.address, 0)
     order = sorted(range(array.ndim), key=lambda axis: -tensor.strides[axis])
     laid = np.ascontiguousarray(array.transpose(order))
     return lambda: call("cuMemcpyHtoD", target, laid.ctypes.data, laid.nbytes)

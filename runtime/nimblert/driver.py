@@ -1,8 +1,8 @@
 """The CUDA driver boundary: the only place where a driver call is made and its result checked."""
 
 import ctypes
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
+from functools import cache
 from typing import Any, TypeAlias
 
 from nimblert.errors import CudaError, DeviceMismatchError
@@ -17,6 +17,7 @@ Handle: TypeAlias = Any
 """A CUDA object of cuda.bindings (CUmodule, CUgraphNode ...); those are not typed."""
 
 
+@cache
 def bindings() -> Any:
     """The module ``cuda.bindings.driver``, imported on first use: plans for the CPU need none."""
     try:
@@ -84,16 +85,21 @@ def check_device(needed: Device, found: Device) -> None:
         )
 
 
-@contextmanager
-def extra_parameters(params: bytes) -> Iterator[int]:
-    """The address of the ``extra`` of a launch whose parameters are packed into these bytes."""
-    # The driver copies the parameters during the call, so these buffers may go afterwards.
-    buffer = (ctypes.c_uint8 * max(len(params), 1)).from_buffer_copy(params or b"\0")
-    size = ctypes.c_size_t(len(params))
-    extra = (ctypes.c_uint64 * 5)(
-        _PARAM_BUFFER_POINTER, ctypes.addressof(buffer), _PARAM_BUFFER_SIZE, ctypes.addressof(size), 0
-    )
-    yield ctypes.addressof(extra)
+class PackedParameters:
+    """Parameters of a launch, packed into a buffer, which the driver copies in the call that takes them."""
+
+    def __init__(self, params: bytes) -> None:
+        self._buffer = ctypes.create_string_buffer(params, max(len(params), 1))
+        self._size = ctypes.c_size_t(len(params))
+        self._extra = (ctypes.c_uint64 * 5)(
+            _PARAM_BUFFER_POINTER, ctypes.addressof(self._buffer), _PARAM_BUFFER_SIZE, ctypes.addressof(self._size), 0
+        )
+        self.extra = ctypes.addressof(self._extra)
+        """The address of the ``extra`` of a launch with them, good as long as this object."""
+
+    def replace(self, params: bytes) -> None:
+        """Have the first bytes be others."""
+        ctypes.memmove(self._buffer, params, len(params))
 
 
 class Context:

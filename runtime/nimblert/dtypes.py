@@ -1,11 +1,14 @@
 """A plan's dtype names as numpy dtypes."""
 
+from functools import cache
+
 import numpy as np
 
 from nimblert.errors import DeviceMismatchError
 from nimblert.plan import ITEM_NBYTES
 
 
+@cache
 def numpy_dtype(name: str) -> np.dtype:
     """The numpy dtype of a plan's dtype name; bfloat16 comes from ml_dtypes."""
     if name not in ITEM_NBYTES:

@@ -105,11 +105,9 @@ class Signature:
         if not isinstance(arrays, Mapping):
             raise InputError(f"inputs: got {type(arrays).__name__}, expected a dict of arrays by input name")
         expected = self._inputs
-        if unknown := [n for n in arrays if n not in expected]:
-            raise InputError(f"input {unknown[0]!r} is not one of the plan's inputs {list(expected)}")
-        if missing := [n for n in expected if n not in arrays]:
-            raise InputError(f"input {missing[0]!r} is missing: the plan takes {list(expected)}")
-        return [checked_array(f"input {t.name!r}", t, arrays[t.name], take) for t in expected.values()]
+        if arrays.keys() != expected.keys():
+            raise InputError(_wrong_names(list(expected), list(arrays)))
+        return [checked_array("input", tensor, arrays[name], take) for name, tensor in expected.items()]
 
     def exact(self, arrays: Sequence[np.ndarray | DeviceArray]) -> Program | None:
         """The program for arrays of these shapes."""
@@ -161,34 +159,46 @@ def _described(program: Program) -> str:
     return f"{_profile_text(program.profile)} ({shapes})" if program.profile else shapes
 
 
-def checked_array(where: str, tensor: Tensor, value: Any, take: Take) -> np.ndarray | DeviceArray:
+def _wrong_names(expected: list[str], given: list[str]) -> str:
+    if unknown := [name for name in given if name not in expected]:
+        return f"input {unknown[0]!r} is not one of the plan's inputs {expected}"
+    missing = next(name for name in expected if name not in given)
+    return f"input {missing!r} is missing: the plan takes {expected}"
+
+
+def checked_array(side: str, tensor: Tensor, value: Any, take: Take) -> np.ndarray | DeviceArray:
     """What the caller gives for a tensor, of its dtype; InputError where it is no such array.
 
     ``take`` reads what is on a GPU, given its ordinal or -1 where that is not known.
     """
-    if isinstance(value, np.ndarray | np.generic):
-        if isinstance(value, np.ma.MaskedArray):
-            raise InputError(f"{where}: a plan knows no masks: give what masked values stand for, .filled(0)")
-        array: np.ndarray | DeviceArray = np.asarray(value)
-        found = str(array.dtype)
-        fits = array.dtype == numpy_dtype(tensor.dtype)
+    array: np.ndarray | DeviceArray
+    if type(value) is np.ndarray:
+        array = value
+    elif isinstance(value, np.ma.MaskedArray):
+        raise InputError(
+            f"{side} {tensor.name!r}: a plan knows no masks: give what masked values stand for, .filled(0)"
+        )
+    elif isinstance(value, np.ndarray | np.generic):
+        array = np.asarray(value)
     else:
-        array = _taken(where, tensor, value, take)
-        found = str(array.dtype)
-        fits = found == tensor.dtype
-    if not fits:
-        raise InputError(f"{where}: dtype {found}, expected {tensor.dtype}: use .astype({tensor.dtype!r})")
+        array = _taken(f"{side} {tensor.name!r}", tensor, value, take)
+    expected = tensor.dtype if isinstance(array, DeviceArray) else numpy_dtype(tensor.dtype)
+    if array.dtype != expected:
+        raise InputError(
+            f"{side} {tensor.name!r}: dtype {array.dtype}, expected {tensor.dtype}: use .astype({tensor.dtype!r})"
+        )
     return array
 
 
 def _taken(where: str, tensor: Tensor, value: Any, take: Take) -> np.ndarray | DeviceArray:
-    place = device_arrays.place(value)
-    if place is None:
-        raise InputError(
-            f"{where}: got {type(value).__name__}, expected a numpy array: use numpy.asarray(value, {tensor.dtype!r})"
-        )
-    kind, ordinal = place
     try:
-        return take(value, ordinal) if kind == "cuda" else device_arrays.from_host(value)
+        found = device_arrays.at_once(value)
+        place = device_arrays.place(value if found is None else found)
+        if place is not None:
+            kind, ordinal = place
+            return take(found or value, ordinal) if kind == "cuda" else device_arrays.from_host(value)
     except InputError as exc:
         raise InputError(f"{where}: {exc}") from exc
+    raise InputError(
+        f"{where}: got {type(value).__name__}, expected a numpy array: use numpy.asarray(value, {tensor.dtype!r})"
+    )

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from nimblert import container, refitting, verify
 from nimblert.arena import Arena
-from nimblert.context import Context, Resident, idle
+from nimblert.backend import Resident
+from nimblert.context import Context, idle
 from nimblert.errors import InputError, PlanInvalidError
 from nimblert.hazards import hazards
 from nimblert.limits import DEFAULT_LIMITS, Limits

@@ -1,12 +1,11 @@
 """Rebuild the CUDA graph of a program: relocate the parameters, add the nodes and their edges."""
 
 import struct
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import numpy as np
 
-from nimblert.driver import Context, Handle, bindings, call, extra_parameters
+from nimblert.driver import Context, Handle, PackedParameters, bindings, call
 from nimblert.edges import Edge, edges
 from nimblert.memory import DeviceMemory
 from nimblert.plan import Kernel, Launch, Memcpy, Memset, Module, Program, Record, Wait, Work
@@ -69,8 +68,14 @@ def add_node(graph: Handle, command: Work, functions: Sequence[Handle], memory: 
 
 def _add_launch(graph: Handle, launch: Launch, function: Handle, params: bytearray) -> Handle:
     driver = bindings()
-    with node_parameters(launch, function, params) as node_params:
-        node = call("cuGraphAddKernelNode", graph, None, 0, node_params)
+    packed = PackedParameters(bytes(params))
+    node_params = driver.CUDA_KERNEL_NODE_PARAMS()
+    node_params.func = function
+    node_params.gridDimX, node_params.gridDimY, node_params.gridDimZ = launch.grid
+    node_params.blockDimX, node_params.blockDimY, node_params.blockDimZ = launch.block
+    node_params.sharedMemBytes = launch.dynamic_smem_nbytes
+    node_params.extra = packed.extra
+    node = call("cuGraphAddKernelNode", graph, None, 0, node_params)
     if any(launch.cluster):
         value = driver.CUkernelNodeAttrValue()
         value.clusterDim.x, value.clusterDim.y, value.clusterDim.z = launch.cluster
@@ -82,19 +87,6 @@ def _add_launch(graph: Handle, launch: Launch, function: Handle, params: bytearr
         name = driver.CUkernelNodeAttrID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
         call("cuGraphKernelNodeSetAttribute", node, name, value)
     return node
-
-
-@contextmanager
-def node_parameters(launch: Launch, function: Handle, params: bytearray) -> Iterator[Handle]:
-    """The CUDA_KERNEL_NODE_PARAMS of a launch with these parameters."""
-    node_params = bindings().CUDA_KERNEL_NODE_PARAMS()
-    node_params.func = function
-    node_params.gridDimX, node_params.gridDimY, node_params.gridDimZ = launch.grid
-    node_params.blockDimX, node_params.blockDimY, node_params.blockDimZ = launch.block
-    node_params.sharedMemBytes = launch.dynamic_smem_nbytes
-    with extra_parameters(bytes(params)) as extra:
-        node_params.extra = extra
-        yield node_params
 
 
 def _add_memcpy(graph: Handle, dst: int, src: int, nbytes: int) -> Handle:

@@ -81,6 +81,11 @@ class HostWorking:
         memory = self.state[start : start + tensor.span_nbytes].view(numpy_dtype(tensor.dtype))
         np.copyto(memory.reshape(tensor.shape), array)
 
+    def stream_handle(self, stream: object) -> None:
+        """Raise InputError unless it is None: there are no streams to choose from."""
+        if stream is not None:
+            raise InputError("stream: a plan for the CPU takes none")
+
     def close(self) -> None:
         """The memory goes with the last who has it."""
 
@@ -104,7 +109,7 @@ class HostMemory:
         regions = {(Region.ARENA, 0): working.arena, (Region.STATE, 0): working.state}
         regions |= {(Region.INPUT, i): allocate(n) for i, n in enumerate(program.input_nbytes)}
         regions |= {(Region.OUTPUT, i): allocate(n, poison=poison) for i, n in enumerate(program.output_nbytes)}
-        self._regions = regions
+        self.regions = regions
         self._nothing = allocate(0)
         self._weights = weights or HostWeights(plan)
 
@@ -128,6 +133,12 @@ class HostMemory:
             raise PlanInvalidError([f"{place}: bytes {pointer.offset} to {pointer.offset + nbytes} are outside it"])
         return base[start : start + nbytes]
 
+    def rebased(self, place: tuple[Region, int], memory: np.ndarray) -> "HostMemory":
+        """This memory, but one region at other bytes."""
+        moved = copy(self)
+        moved.regions = {**self.regions, place: memory}
+        return moved
+
     def array(self, pointer: Pointer, dtype: str, shape: tuple[int, ...], *, written: bool = False) -> np.ndarray:
         """A tensor in C order that starts at ``pointer``."""
         nbytes = prod(shape) * ITEM_NBYTES[dtype]
@@ -143,9 +154,9 @@ class HostMemory:
     def _region(self, pointer: Pointer) -> tuple[np.ndarray, int]:
         """The array that ``pointer`` lies in, and where."""
         if pointer.region is not Region.WEIGHTS:
-            if (pointer.region, pointer.index) not in self._regions:
+            if (pointer.region, pointer.index) not in self.regions:
                 raise PlanInvalidError([f"{pointer.region.name.lower()}({pointer.index}): there is no such region"])
-            return self._regions[pointer.region, pointer.index], pointer.offset
+            return self.regions[pointer.region, pointer.index], pointer.offset
         return self._weights.find(pointer.offset)
 
 

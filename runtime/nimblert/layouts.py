@@ -34,11 +34,12 @@ class Gather:
         """Whether the source lies as the destination does: bytes are copied as they are."""
         return len(self.sizes) == 1 and self.strides == (1,)
 
-    @property
-    def parameters(self) -> bytes:
-        """The struct that the kernels of layout.cu take."""
+    def parameters(self, to: int, source: int) -> bytes:
+        """What the kernels of layout.cu take, for arrays at these addresses."""
         room = (0,) * (MOST_AXES - len(self.sizes))
-        return struct.pack("<II8I8q", self.count, len(self.sizes), *self.sizes, *room, *self.strides, *room)
+        return struct.pack(
+            "<QQII8I8q", to, source, self.count, len(self.sizes), *self.sizes, *room, *self.strides, *room
+        )
 
 
 def gather(shape: Sequence[int], to: Sequence[int], source: Sequence[int]) -> Gather | None:
@@ -62,13 +63,15 @@ def gather(shape: Sequence[int], to: Sequence[int], source: Sequence[int]) -> Ga
     return Gather(tuple(sizes), tuple(strides)) if sizes else Gather((prod(shape),), (1,))
 
 
-def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether the elements fill their memory once each, in whatever order of axes."""
-    expected = 1
+def is_dense(shape: Sequence[int], strides: Sequence[int], step: int = 1) -> bool:
+    """Whether the elements fill their memory once each, in whatever order of axes.
+
+    ``step`` is the stride of neighbours, 1 for strides in elements.
+    """
     for stride, size in sorted((stride, size) for size, stride in zip(shape, strides, strict=True) if size != 1):
-        if stride != expected:
+        if stride != step:
             return False
-        expected *= size
+        step *= size
     return True
 
 
@@ -98,8 +101,6 @@ def in_memory_order(array: np.ndarray) -> np.ndarray:
     return array.transpose(order).reshape(-1)
 
 
-def element_strides(array: np.ndarray) -> tuple[int, ...] | None:
-    """Strides in elements; None where they are no whole numbers of them, as in fields of a record."""
-    if any(stride % array.itemsize for stride in array.strides):
-        return None
+def element_strides(array: np.ndarray) -> tuple[int, ...]:
+    """Strides of a dense array in elements."""
     return tuple(stride // array.itemsize for stride in array.strides)

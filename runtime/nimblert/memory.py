@@ -1,6 +1,7 @@
 """Device memory of a program: one allocation for each region, the inputs and outputs packed."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from itertools import accumulate
 from typing import TypeAlias
 
@@ -61,17 +62,23 @@ class DeviceMemory:
     """
 
     def __init__(self, context: Context, program: Program, given: Bases, *, poison: bool = False) -> None:
-        self._bases = dict(given)
+        self.bases = dict(given)
         for region, sizes in ((Region.INPUT, program.input_nbytes), (Region.OUTPUT, program.output_nbytes)):
             rounded = [_round_up(nbytes) for nbytes in sizes]
             if rounded:
                 base = allocate(context, sum(rounded), poison=poison)
                 offsets = accumulate(rounded[:-1], initial=0)
-                self._bases |= {(region, index): base + offset for index, offset in enumerate(offsets)}
+                self.bases |= {(region, index): base + offset for index, offset in enumerate(offsets)}
 
     def address(self, pointer: Pointer) -> int:
         """The device address of a pointer."""
-        return self._bases[pointer.region, pointer.index] + pointer.offset
+        return self.bases[pointer.region, pointer.index] + pointer.offset
+
+    def rebased(self, bases: Bases) -> "DeviceMemory":
+        """This memory, but some of the regions elsewhere."""
+        moved = copy(self)
+        moved.bases = {**self.bases, **bases}
+        return moved
 
 
 class Staging:

@@ -1,15 +1,17 @@
 """Memory for outputs that callers keep: it comes back for the next one when they let it go."""
 
-import ctypes
 import threading
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
 
 import numpy as np
 
 from nimblert import driver
 from nimblert.driver import NO_TIMING, Context, Handle, call
+from nimblert.dtypes import numpy_dtype
+from nimblert.plan import Tensor
 
 
 class _Pool:
@@ -73,15 +75,44 @@ class _Pool:
         raise NotImplementedError
 
 
+@dataclass(frozen=True, slots=True)
+class HostLayout:
+    """A numpy array but for where it is: its dtype, and its interface without the data."""
+
+    dtype: np.dtype
+    interface: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Self:
+        """The layout of an input or output of a program."""
+        dtype = numpy_dtype(tensor.dtype)
+        strides = tuple(stride * dtype.itemsize for stride in tensor.strides)
+        return cls(dtype, {"version": 3, "typestr": dtype.str, "shape": tensor.shape, "strides": strides})
+
+    def at(self, address: int, owner: "_Lent") -> np.ndarray:
+        """The array there, which keeps ``owner``."""
+        # By the interface and no buffer: an array of ctypes costs ten times as much.
+        owner.__array_interface__ = {**self.interface, "data": (address, False)}
+        array = np.asarray(owner)
+        return array if array.dtype == self.dtype else array.view(self.dtype)
+
+
+class _Lent:
+    """Memory that is out: it lives as long as an array over it."""
+
+    __slots__ = ("__array_interface__", "__weakref__")
+    __array_interface__: dict[str, Any]
+
+
 class PageLockedPool(_Pool):
     """Page-locked host memory: a download needs no second copy."""
 
-    def take(self, nbytes: int) -> tuple[int, np.ndarray]:
+    def take(self, nbytes: int, layout: HostLayout) -> tuple[int, np.ndarray]:
         """The address of so many bytes, and the array over them that keeps them."""
         address, _ = self._take(nbytes, lambda: int(call("cuMemHostAlloc", max(nbytes, 1), 0)))
-        block = _Bytes(address, nbytes)
-        weakref.finalize(block, self._give_back, address, nbytes).atexit = False
-        return address, np.asarray(block)
+        lent = _Lent()
+        weakref.finalize(lent, self._give_back, address, nbytes).atexit = False
+        return address, layout.at(address, lent)
 
     def _is_idle_after(self, block: Any) -> bool:
         del block  # every download was waited for
@@ -89,18 +120,6 @@ class PageLockedPool(_Pool):
 
     def _release(self, block: Any) -> None:
         driver.bindings().cuMemFreeHost(block)
-
-
-class _Bytes:
-    """Bytes that numpy makes an array of, and keeps."""
-
-    def __init__(self, address: int, nbytes: int) -> None:
-        self._bytes = (ctypes.c_uint8 * nbytes).from_address(address)
-
-    @property
-    def __array_interface__(self) -> dict[str, Any]:
-        interface: dict[str, Any] = np.ctypeslib.as_array(self._bytes).__array_interface__
-        return interface
 
 
 class DevicePool(_Pool):

@@ -51,10 +51,9 @@ def checked(plan: Plan, weights: NewWeights, take: Take) -> list[Refit]:
 
 
 def _checked(weight: Tensor, value: Any, take: Take) -> np.ndarray | DeviceArray:
-    where = f"weight {weight.name!r}"
-    array = checked_array(where, weight, value, take)
+    array = checked_array("weight", weight, value, take)
     if tuple(array.shape) != weight.shape:
-        raise InputError(f"{where}: shape {tuple(array.shape)}, expected {weight.shape}")
+        raise InputError(f"weight {weight.name!r}: shape {tuple(array.shape)}, expected {weight.shape}")
     return array
 
 

@@ -13,7 +13,7 @@ from nimblert.plan import ITEM_NBYTES, Program, Tensor
 from nimblert.sizes import Index, Served
 
 if TYPE_CHECKING:
-    from nimblert.context import Backend
+    from nimblert.backend import Backend
 
 A = TypeVar("A", np.ndarray, DeviceArray)
 
@@ -25,20 +25,23 @@ def serve(
     backend_of: "Callable[[Program], Backend]",
     *,
     reuse_outputs: bool,
+    stream: int | None,
 ) -> dict[str, Any]:
-    """The outputs by name, those in ``out`` in the caller's arrays; ``backend_of`` runs a program.
+    """The outputs by name but for those in ``out``, which the caller's arrays take; ``backend_of`` runs a program.
 
     The outputs of several runs are parts of the same arrays, which are new where ``out`` gives none.
     """
     if len(served.parts) == 1:
         (run,) = served.parts
-        return backend_of(run.program).call(arrays, out, reuse_outputs=reuse_outputs, shapes=run.shapes)
+        backend = backend_of(run.program)
+        return backend.call(arrays, out, reuse_outputs=reuse_outputs, shapes=run.shapes, stream=stream)
     backend = backend_of(served.parts[0].program)
-    whole = {t.name: out[t.name] if t.name in out else backend.empty(t, arrays) for t in served.outputs}
+    on_device = stream is not None or any(isinstance(array, DeviceArray) for array in arrays)
+    whole = {t.name: out[t.name] if t.name in out else backend.empty(t, on_device=on_device) for t in served.outputs}
     for run in served.parts:
         given = [part(array, index) for array, index in zip(arrays, run.inputs, strict=True)]
         taken = {name: part(whole[name], index) for name, index in zip(whole, run.outputs, strict=True)}
-        backend_of(run.program).call(given, taken, reuse_outputs=False, shapes=run.shapes)
+        backend_of(run.program).call(given, taken, reuse_outputs=False, shapes=run.shapes, stream=stream)
     return {name: DeviceOutput(a) if isinstance(a, DeviceArray) else a for name, a in whole.items()}
 
 
@@ -49,7 +52,7 @@ def checked_out(tensors: Sequence[Tensor], out: Mapping[str, Any], take: Take) -
     for name, value in out.items():
         if name not in outputs:
             raise InputError(f"out: {name!r} is not one of the plan's outputs {list(outputs)}")
-        array = checked_array(f"out {name!r}", outputs[name], value, take)
+        array = checked_array("out", outputs[name], value, take)
         if tuple(array.shape) != outputs[name].shape:
             raise InputError(f"out {name!r}: shape {tuple(array.shape)}, expected {outputs[name].shape}")
         if array.read_only if isinstance(array, DeviceArray) else not array.flags.writeable:

@@ -77,10 +77,10 @@ class State(Mapping[str, np.ndarray]):
                 memory.write_state(tensor, array)
 
     def _checked(self, name: str, value: Any, memory: StateMemory) -> "tuple[Tensor, np.ndarray | DeviceArray]":
-        tensor, where = self._tensor(name), f"state {name!r}"
-        array = checked_array(where, tensor, value, memory.take)
+        tensor = self._tensor(name)
+        array = checked_array("state", tensor, value, memory.take)
         if tuple(array.shape) != tensor.shape:
-            raise InputError(f"{where}: shape {tuple(array.shape)}, expected {tensor.shape}")
+            raise InputError(f"state {name!r}: shape {tuple(array.shape)}, expected {tensor.shape}")
         return tensor, array
 
     def _tensor(self, name: str) -> Tensor:

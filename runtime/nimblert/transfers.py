@@ -6,24 +6,28 @@ the device. An array of the GPU is copied or laid out there.
 """
 
 import os
-from collections.abc import Callable, Sequence
+import struct
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from math import prod
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
 from nimblert import driver, layouts, padding
 from nimblert.device_arrays import DeviceArray, DeviceOutput
-from nimblert.driver import Context, Handle, call, extra_parameters
+from nimblert.dlpack import dense_strides
+from nimblert.driver import Context, Handle, PackedParameters, call
 from nimblert.dtypes import numpy_dtype
 from nimblert.errors import InputError
 from nimblert.layouts import Gather
-from nimblert.memory import DeviceMemory, Staging, allocate, strided
+from nimblert.memory import DeviceMemory, Staging, allocate
 from nimblert.plan import ITEM_NBYTES, Tensor
-from nimblert.pools import DevicePool, PageLockedPool
+from nimblert.pools import DevicePool, HostLayout, PageLockedPool
 
 _PTX = Path(__file__).with_name("layout.ptx")
 _BLOCK = 256
@@ -33,6 +37,13 @@ _CHUNK_NBYTES = 1 << 20
 """Arrays of more than two such chunks are copied by several threads, each chunk uploaded as it is there."""
 
 _COPIERS = 4
+
+_MOST_LAYOUTS = 16
+"""Of an input's arrays, so many are remembered."""
+
+_ADDRESSES = struct.Struct("<QQ")
+
+_T = TypeVar("_T")
 
 
 class GatherKernels:
@@ -47,19 +58,43 @@ class GatherKernels:
         module = self._context.acquire(call("cuModuleLoadData", text), "cuModuleUnload")
         return {n: call("cuModuleGetFunction", module, f"gather_{n}".encode()) for n in (1, 2, 4, 8, 16)}
 
-    def launch(self, to: int, source: int, gather: Gather, itemsize: int, stream: Handle) -> None:
-        """Fill the destination at ``to`` from ``source``, both device addresses."""
-        params = to.to_bytes(8, "little") + source.to_bytes(8, "little") + gather.parameters
-        blocks = min(-(-gather.count // _BLOCK), _MOST_BLOCKS)
-        with extra_parameters(params) as extra:
-            call("cuLaunchKernel", self._functions[itemsize], blocks, 1, 1, _BLOCK, 1, 1, 0, stream, 0, extra)
+    def mover(self, gather: Gather, itemsize: int) -> "Mover":
+        """What fills a destination from a source, of elements of so many bytes."""
+        return Mover(None if gather.is_copy else self._functions[itemsize], gather, itemsize)
 
-    def move(self, to: int, source: int, gather: Gather, itemsize: int, stream: Handle) -> None:
-        """As `launch`, by a plain copy where the source lies as the destination does."""
-        if not gather.is_copy:
-            self.launch(to, source, gather, itemsize, stream)
-        elif gather.count:
-            call("cuMemcpyDtoDAsync", to, source, gather.count * itemsize, stream)
+
+class Mover:
+    """Lays out one array as another on the device: by a kernel, or by a copy where both lie alike."""
+
+    def __init__(self, function: Handle | None, gather: Gather, itemsize: int) -> None:
+        self._function = function
+        self._nbytes = gather.count * itemsize
+        self._blocks = min(-(-gather.count // _BLOCK), _MOST_BLOCKS)
+        self._parameters = PackedParameters(gather.parameters(0, 0))
+
+    def move(self, to: int, source: int, stream: Handle) -> None:
+        """Fill the destination at ``to`` from ``source``, both device addresses, for what comes next on ``stream``."""
+        if self._function is None:
+            call("cuMemcpyDtoDAsync", to, source, self._nbytes, stream)
+            return
+        self._parameters.replace(_ADDRESSES.pack(to, source))
+        extra = self._parameters.extra
+        call("cuLaunchKernel", self._function, self._blocks, 1, 1, _BLOCK, 1, 1, 0, stream, 0, extra)
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """How an array of the host comes in that lies as one did before.
+
+    It is copied to ``staged``, page-locked memory of its own layout at address ``host``, uploaded to
+    ``device``, and laid out by ``mover`` if that is not None.
+    """
+
+    staged: np.ndarray
+    host: int
+    device: int
+    nbytes: int
+    mover: Mover | None
 
 
 class Inlet:
@@ -76,25 +111,39 @@ class Inlet:
         self._context = context
         self._tensors = tensors
         self._addresses = [memory.address(tensor.pointer) for tensor in tensors]
+        self._nbytes = [tensor.span_nbytes for tensor in tensors]
         self._staging = staging
         self._kernels = kernels
         self._landing: dict[int, int] = {}
-        self._known: dict[tuple[int, tuple[int, ...]], Gather | None] = {}
+        self._ways: list[dict[tuple[int, ...], _Way]] = [{} for _ in tensors]
+        self._movers: list[dict[tuple[int, ...], Mover | None]] = [{} for _ in tensors]
+
+    def moved(self, memory: DeviceMemory) -> None:
+        """Bring them where they are now."""
+        self._addresses = [memory.address(tensor.pointer) for tensor in self._tensors]
+        self._ways = [{} for _ in self._tensors]
 
     def put(self, index: int, array: np.ndarray | DeviceArray, stream: Handle) -> None:
         """Have input ``index`` hold an array of its dtype and shape, for what comes next on ``stream``.
 
         An array of a smaller shape fills the head of the input, and the rest is padded.
         """
-        tensor = self._tensors[index]
-        if not tensor.span_nbytes:
+        if not self._nbytes[index]:
             return
-        if tuple(array.shape) != tensor.shape:
+        if array.shape != self._tensors[index].shape:
             self._pad(index, array, stream)
-        elif isinstance(array, DeviceArray):
+            return
+        if isinstance(array, DeviceArray):
             self._from_device(index, array, stream)
-        else:
-            self._from_host(index, array, stream)
+            return
+        way = self._ways[index].get(array.strides)
+        if way is None:
+            if not layouts.is_dense(array.shape, array.strides, array.itemsize):
+                array = np.ascontiguousarray(array)
+            way = _remembered(self._ways[index], array.strides, self._way(index, array))
+        self._upload(way, array, stream)
+        if way.mover is not None:
+            way.mover.move(self._addresses[index], way.device, stream)
 
     def _pad(self, index: int, array: np.ndarray | DeviceArray, stream: Handle) -> None:
         tensor = self._tensors[index]
@@ -106,45 +155,41 @@ class Inlet:
         _fill(address, tensor, stream)
         gather = layouts.gather(array.shape, tensor.strides, array.strides)
         if gather is not None:
-            self._kernels.move(address, array.address, gather, itemsize, stream)
+            self._kernels.mover(gather, itemsize).move(address, array.address, stream)
             return
         dense = layouts.dense_strides(array.shape, tensor.strides)
         gather = layouts.gather(array.shape, dense, array.strides)
         if gather is None:
             raise InputError(f"input {tensor.name!r}: strides {array.strides} cannot be laid out on the device")
         landing = self._landing_of(index, prod(tensor.shape) * itemsize)
-        self._kernels.move(landing, array.address, gather, itemsize, stream)
+        self._kernels.mover(gather, itemsize).move(landing, array.address, stream)
         _copy_rows((address, tensor.strides), (landing, dense), array.shape, itemsize, stream)
 
-    def _gather(self, index: int, strides: tuple[int, ...]) -> Gather | None:
-        key = index, strides
-        if key not in self._known:
-            tensor = self._tensors[index]
-            self._known[key] = layouts.gather(tensor.shape, tensor.strides, strides)
-        return self._known[key]
-
     def _from_device(self, index: int, array: DeviceArray, stream: Handle) -> None:
-        tensor = self._tensors[index]
-        gather = self._gather(index, array.strides)
-        if gather is None:
-            raise InputError(f"input {tensor.name!r}: strides {array.strides} cannot be laid out on the device")
-        self._kernels.move(self._addresses[index], array.address, gather, ITEM_NBYTES[tensor.dtype], stream)
+        known = self._movers[index]
+        if array.strides not in known:
+            tensor = self._tensors[index]
+            gather = layouts.gather(tensor.shape, tensor.strides, array.strides)
+            mover = None if gather is None else self._kernels.mover(gather, ITEM_NBYTES[tensor.dtype])
+            _remembered(known, array.strides, mover)
+        mover = known[array.strides]
+        if mover is None:
+            name = self._tensors[index].name
+            raise InputError(f"input {name!r}: strides {array.strides} cannot be laid out on the device")
+        mover.move(self._addresses[index], array.address, stream)
 
-    def _from_host(self, index: int, array: np.ndarray, stream: Handle) -> None:
-        strides = layouts.element_strides(array)
-        if strides is None or not layouts.is_dense(array.shape, strides):
-            array = np.ascontiguousarray(array)
-            strides = layouts.element_strides(array) or ()
-        gather = self._gather(index, strides)
+    def _way(self, index: int, array: np.ndarray) -> _Way:
+        """Of a dense array."""
+        tensor, address = self._tensors[index], self._addresses[index]
+        memory, host = self._staging.bytes_of(index)
+        gather = layouts.gather(tensor.shape, tensor.strides, layouts.element_strides(array))
         if gather is None:  # the program reads it with holes, as only views of views lie
-            np.copyto(self._staging.views[index], array)
-            self._staging.upload(index, stream)
-            return
-        flat = layouts.in_memory_order(array).view(np.uint8)
-        address = self._addresses[index] if gather.is_copy else self._landing_of(index, flat.nbytes)
-        self._upload(index, flat, address, stream)
-        if not gather.is_copy:
-            self._kernels.launch(self._addresses[index], address, gather, array.itemsize, stream)
+            return _Way(self._staging.views[index], host, address, self._nbytes[index], None)
+        staged = np.ndarray(array.shape, array.dtype, memory, strides=array.strides)
+        if gather.is_copy:
+            return _Way(staged, host, address, array.nbytes, None)
+        mover = self._kernels.mover(gather, array.itemsize)
+        return _Way(staged, host, self._landing_of(index, array.nbytes), array.nbytes, mover)
 
     def _landing_of(self, index: int, nbytes: int) -> int:
         """Device memory for an input as it came."""
@@ -152,20 +197,20 @@ class Inlet:
             self._landing[index] = allocate(self._context, nbytes)
         return self._landing[index]
 
-    def _upload(self, index: int, flat: np.ndarray, address: int, stream: Handle) -> None:
-        staged, host = self._staging.bytes_of(index)
-        if flat.nbytes <= 2 * _CHUNK_NBYTES:
-            np.copyto(staged[: flat.nbytes], flat)
-            call("cuMemcpyHtoDAsync", address, host, flat.nbytes, stream)
+    def _upload(self, way: _Way, array: np.ndarray, stream: Handle) -> None:
+        if way.nbytes <= 2 * _CHUNK_NBYTES or way.staged.strides != array.strides:
+            np.copyto(way.staged, array)
+            call("cuMemcpyHtoDAsync", way.device, way.host, way.nbytes, stream)
             return
+        to, source = (layouts.in_memory_order(each).view(np.uint8) for each in (way.staged, array))
 
         def copy(start: int) -> int:
-            np.copyto(staged[start : start + _CHUNK_NBYTES][: flat.nbytes - start], flat[start : start + _CHUNK_NBYTES])
+            np.copyto(to[start : start + _CHUNK_NBYTES], source[start : start + _CHUNK_NBYTES])
             return start
 
-        for start in _copiers().map(copy, range(0, flat.nbytes, _CHUNK_NBYTES)):
-            nbytes = min(_CHUNK_NBYTES, flat.nbytes - start)
-            call("cuMemcpyHtoDAsync", address + start, host + start, nbytes, stream)
+        for start in _copiers().map(copy, range(0, way.nbytes, _CHUNK_NBYTES)):
+            nbytes = min(_CHUNK_NBYTES, way.nbytes - start)
+            call("cuMemcpyHtoDAsync", way.device + start, way.host + start, nbytes, stream)
 
 
 class Outlet:
@@ -181,82 +226,74 @@ class Outlet:
     ) -> None:
         self._tensors = tensors
         self._addresses = [memory.address(tensor.pointer) for tensor in tensors]
+        self._nbytes = [tensor.span_nbytes for tensor in tensors]
+        self._layouts = [HostLayout.of(tensor) for tensor in tensors]
         self._staging = staging
         self._kernels = kernels
         self._pools = pools
 
-    def begin(
-        self,
-        index: int,
-        out: np.ndarray | DeviceArray | None,
-        stream: Handle,
-        *,
-        reuse: bool,
-        on_device: bool,
-        shape: tuple[int, ...] | None = None,
-    ) -> Callable[[], np.ndarray | DeviceOutput]:
-        """Enqueue what brings an output to where it goes; what is returned gives it when the stream is done.
+    def moved(self, memory: DeviceMemory) -> None:
+        """Fetch them from where they are now."""
+        self._addresses = [memory.address(tensor.pointer) for tensor in self._tensors]
 
-        ``out`` is an array of the caller. Else it is one of the device or of the host, new or, with
-        ``reuse``, over memory that the next run writes. ``shape`` is that of the output's head, where no more
-        is asked for.
+    def to_host(self, index: int, stream: Handle, *, reuse: bool, shape: tuple[int, ...] | None = None) -> np.ndarray:
+        """Enqueue the download of an output to an array that holds it when the stream is done.
+
+        It is a new one, or with ``reuse`` one over memory that the next run writes. ``shape`` is that of the
+        output's head, where no more is asked for.
         """
-        tensor = self._tensors[index] if shape is None else padding.head(self._tensors[index], shape)
-        if isinstance(out, DeviceArray):
-            return self._to_device(index, tensor, out, stream)
-        if out is None and on_device:
-            return self._new_on_device(index, tensor, stream, reuse=reuse)
-        if out is None and not reuse and tensor.span_nbytes:
-            address, memory = self._pools.host.take(tensor.span_nbytes)
-            call("cuMemcpyDtoHAsync", address, self._addresses[index], tensor.span_nbytes, stream)
-            return partial(strided, memory, tensor)
-        self._staging.download(index, stream)
-        view = self._staging.views[index]
-        return partial(_copied, view if shape is None else view[tuple(map(slice, shape))], out)
+        if reuse or not self._nbytes[index]:
+            self._staging.download(index, stream)
+            view = self._staging.views[index]
+            return view if shape is None else view[tuple(map(slice, shape))]
+        nbytes, layout = self._nbytes[index], self._layouts[index]
+        if shape is not None:
+            head = padding.head(self._tensors[index], shape)
+            nbytes, layout = head.span_nbytes, HostLayout.of(head)
+        address, array = self._pools.host.take(nbytes, layout)
+        call("cuMemcpyDtoHAsync", address, self._addresses[index], nbytes, stream)
+        return array
+
+    def to_array(self, index: int, out: DeviceArray, stream: Handle) -> None:
+        """Enqueue the copy of an output, or of its head of that shape, to a caller's array on the device."""
+        tensor, address = self._tensors[index], self._addresses[index]
+        itemsize = ITEM_NBYTES[tensor.dtype]
+        gather = layouts.gather(out.shape, out.strides, tensor.strides)
+        if gather is not None:
+            self._kernels.mover(gather, itemsize).move(out.address, address, stream)
+        elif layouts.overlaps(out.shape, out.strides):
+            raise InputError(f"out {tensor.name!r}: strides {out.strides} cannot be written on the device")
+        else:
+            _copy_rows((out.address, out.strides), (address, tensor.strides), out.shape, itemsize, stream)
+
+    def to_device(
+        self, index: int, stream: Handle, *, reuse: bool, shape: tuple[int, ...] | None = None
+    ) -> DeviceOutput:
+        """As `to_host`, on the device: a new array, or with ``reuse`` one over the program's own memory."""
+        tensor, nbytes = self._tensors[index], self._nbytes[index]
+        if shape is not None:
+            tensor = padding.head(tensor, shape)
+            nbytes = tensor.span_nbytes
+        address, keeper = self._addresses[index], None
+        if not reuse and nbytes:
+            address, keeper = self._pools.device.take(nbytes, stream)
+            call("cuMemcpyDtoDAsync", address, self._addresses[index], nbytes, stream)
+        return DeviceOutput(self._array(tensor, tensor.strides, address, keeper))
 
     def empty(self, tensor: Tensor, stream: Handle) -> DeviceArray:
         """A new array for an output, C-contiguous."""
-        shape = tensor.shape
-        strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
-        address, keeper = self._pools.device.take(prod(shape) * ITEM_NBYTES[tensor.dtype], stream)
+        address, keeper = self._pools.device.take(prod(tensor.shape) * ITEM_NBYTES[tensor.dtype], stream)
+        return self._array(tensor, dense_strides(tensor.shape), address, keeper)
+
+    def _array(self, tensor: Tensor, strides: tuple[int, ...], address: int, keeper: object) -> DeviceArray:
         return DeviceArray(
             address=address,
             dtype=tensor.dtype,
-            shape=shape,
+            shape=tensor.shape,
             strides=strides,
             device=self._pools.ordinal,
             owner=keeper,
         )
-
-    def _to_device(
-        self, index: int, tensor: Tensor, out: DeviceArray, stream: Handle
-    ) -> Callable[[], DeviceOutput]:
-        itemsize, address = ITEM_NBYTES[tensor.dtype], self._addresses[index]
-        gather = layouts.gather(tensor.shape, out.strides, tensor.strides)
-        if gather is not None:
-            self._kernels.move(out.address, address, gather, itemsize, stream)
-        elif layouts.overlaps(out.shape, out.strides):
-            raise InputError(f"out {tensor.name!r}: strides {out.strides} cannot be written on the device")
-        else:
-            _copy_rows((out.address, out.strides), (address, tensor.strides), tensor.shape, itemsize, stream)
-        return partial(DeviceOutput, out)
-
-    def _new_on_device(
-        self, index: int, tensor: Tensor, stream: Handle, *, reuse: bool
-    ) -> Callable[[], DeviceOutput]:
-        address, keeper = self._addresses[index], None
-        if not reuse and tensor.span_nbytes:
-            address, keeper = self._pools.device.take(tensor.span_nbytes, stream)
-            call("cuMemcpyDtoDAsync", address, self._addresses[index], tensor.span_nbytes, stream)
-        array = DeviceArray(
-            address=address,
-            dtype=tensor.dtype,
-            shape=tensor.shape,
-            strides=tensor.strides,
-            device=self._pools.ordinal,
-            owner=keeper,
-        )
-        return partial(DeviceOutput, array)
 
 
 def _fill(address: int, tensor: Tensor, stream: Handle) -> None:
@@ -296,11 +333,12 @@ def _copy_rows(
         call("cuMemcpy2DAsync", rows, stream)
 
 
-def _copied(view: np.ndarray, out: np.ndarray | None) -> np.ndarray:
-    if out is None:
-        return view
-    np.copyto(out, view)
-    return out
+def _remembered(known: dict[tuple[int, ...], _T], strides: tuple[int, ...], found: _T) -> _T:
+    """Keep what was found for these strides: of as many as callers have, not of every one there may be."""
+    if len(known) >= _MOST_LAYOUTS:
+        known.clear()
+    known[strides] = found
+    return found
 
 
 class Pools:

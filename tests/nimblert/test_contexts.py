@@ -280,3 +280,50 @@ def test_arrays_on_a_gpu_are_refused_by_a_cpu_plan(model: Executable) -> None:
     assert str(caught.value) == (
         "input 'x': is on GPU 3, the plan runs on the CPU: give a copy on the host, .cpu() or .get()"
     )
+
+
+def test_what_is_bound_is_read_and_written_where_it_is(model: Executable) -> None:
+    expected = [model(drawn(seed)) for seed in range(4)]
+    x, y = drawn(0), np.zeros((4, WIDTH), np.float32)
+    model.bind("x", x)
+    assert np.array_equal(model.run({})["y"], expected[0])
+    model.bind("y", y)
+    for seed in (1, 2):
+        x[...] = drawn(seed)
+        assert model.run({})["y"] is y
+        assert np.array_equal(y, expected[seed])
+    assert [type(work).__name__ for work in model.steps({})][-1] == "Launch"
+    x[...] = drawn(3)
+    model.launch()
+    model.synchronize()
+    assert np.array_equal(y, expected[3])
+    model.bind("x", None)
+    assert model(drawn(0)) is y
+    model.bind("y", None)
+    assert np.array_equal(model(drawn(1)), expected[1])
+    assert np.array_equal(y, expected[0])
+
+
+def test_what_cannot_be_bound_is_a_sentence(model: Executable) -> None:
+    x, read_only = drawn(0), drawn(1)
+    read_only.flags.writeable = False
+    for name, array, sentence in (
+        ("x", x[:2], r"bind 'x': shape \(2, 64\), expected \(4, 64\)"),
+        ("x", np.asfortranarray(x), "bind 'x': strides .* in elements, expected"),
+        ("y", read_only, "bind 'y': the array is read-only"),
+        ("y", None, "bind: nothing is bound to 'y'"),
+    ):
+        with pytest.raises(InputError, match=sentence):
+            model.bind(name, array)
+    model.bind("x", read_only)
+    with pytest.raises(InputError, match="bind 'y': shares memory with what 'x' is bound to"):
+        model.bind("y", read_only.base if read_only.base is not None else writeable(read_only))
+    with pytest.raises(InputError, match="stream: a plan for the CPU takes none"):
+        model.launch(0)
+    with pytest.raises(InputError, match="stream: a plan for the CPU takes none"):
+        model.run({}, stream=0)
+
+
+def writeable(array: np.ndarray) -> np.ndarray:
+    array.flags.writeable = True
+    return array

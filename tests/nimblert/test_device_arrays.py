@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nimblert import device_arrays
+from nimblert import device_arrays, dlpack
 from nimblert.device_arrays import DeviceArray, DeviceOutput
 from nimblert.errors import InputError
 
@@ -44,10 +44,28 @@ def test_an_array_comes_by_its_capsule(dtype: str) -> None:
 def test_torchs_tensors_come_with_their_dtypes() -> None:
     torch = pytest.importorskip("torch")
     tensor = torch.zeros(2, 3, dtype=torch.bfloat16)
-    found = device_arrays._of_capsule(tensor.__dlpack__())
+    found = dlpack.from_capsule(tensor.__dlpack__())
     assert (found.address, found.dtype, found.strides) == (tensor.data_ptr(), "bfloat16", (3, 1))
     with pytest.raises(InputError, match=r"it does not come by DLPack: .*require"):
         device_arrays.take(torch.zeros(2, requires_grad=True), 5)
+
+
+def test_torchs_tensors_come_by_its_table_of_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
+        pytest.skip("this torch offers none")
+    tensor = torch.zeros(4, 3, dtype=torch.bfloat16).t()[1:]
+    assert device_arrays.at_once(tensor) is None  # not on a GPU
+    monkeypatch.setattr(dlpack, "CUDA", 1)
+    found = device_arrays.at_once(tensor)
+    assert found is not None
+    assert (found.address, found.dtype, found.shape) == (tensor.data_ptr(), "bfloat16", (2, 4))
+    assert (found.strides, found.device, found.stream) == ((1, 3), 0, 0)
+    assert found.owner is tensor
+    for other in (torch.zeros(2, requires_grad=True), torch.zeros(2, dtype=torch.complex64).conj(), np.zeros(2)):
+        assert device_arrays.at_once(other) is None
+    with pytest.raises(InputError, match="it does not come by DLPack"):
+        device_arrays.at_once(torch.zeros(2, 2).to_sparse())
 
 
 def test_an_array_comes_by_the_interface() -> None:
@@ -113,18 +131,18 @@ def test_memory_goes_with_the_last_capsule_consumed_or_not() -> None:
     del made
     gc.collect()
     assert gone == []
-    assert len(device_arrays._exported) == 2
+    assert len(dlpack._exported) == 2
     capsules.pop()
-    assert len(device_arrays._exported) == 1
+    assert len(dlpack._exported) == 1
     # As a consumer does: rename the capsule, and call the deleter when the memory is not needed any more.
     (capsule,) = capsules
-    address = device_arrays._pointer(capsule, b"dltensor")
+    address = dlpack._pointer(capsule, b"dltensor")
     used = ctypes.create_string_buffer(b"used_dltensor")
     ctypes.pythonapi.PyCapsule_SetName(ctypes.py_object(capsule), used)
     capsules.clear()
     del capsule
     assert gone == []
-    managed = device_arrays._DLManagedTensor.from_address(address)
-    ctypes.CFUNCTYPE(None, ctypes.c_void_p)(managed.deleter)(address)
-    assert device_arrays._exported == {}
+    _, deleter = dlpack._MANAGED.unpack(ctypes.string_at(address, dlpack._MANAGED.size))
+    ctypes.CFUNCTYPE(None, ctypes.c_void_p)(deleter)(address)
+    assert dlpack._exported == {}
     assert gone == [1]

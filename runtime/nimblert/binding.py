@@ -1,0 +1,128 @@
+"""Arrays of the caller that a program reads and writes where they are."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from nimblert import device_arrays
+from nimblert.device_arrays import DeviceArray
+from nimblert.entries import Signature, Take, checked_array
+from nimblert.errors import InputError
+from nimblert.plan import Program, Region, Tensor
+
+_ALIGNMENT = 16
+"""Bytes: what vector loads of kernels may rely on, which were chosen for memory of an allocator."""
+
+Array: TypeAlias = np.ndarray | DeviceArray
+
+
+class _Bound(NamedTuple):
+    tensor: Tensor
+    value: Any
+    """As the caller gave it."""
+    array: Array
+
+
+class Bindings:
+    """What is bound of one entry. All of it belongs to one program, ``program``, or None where nothing is bound."""
+
+    def __init__(self, signature: Signature) -> None:
+        self.program: Program | None = None
+        self._signature = signature
+        self._bound: dict[str, _Bound] = {}
+
+    def check(self, name: str, value: Any, take: Take) -> tuple[Program, Tensor, Array]:
+        """The program and its tensor for which an array may be bound, and where the array is. Raises InputError."""
+        found = [(p, t) for p in self._signature.programs for t in (*p.inputs, *p.outputs) if t.name == name]
+        if not found:
+            names = [t.name for t in (*self._signature.programs[0].inputs, *self._signature.programs[0].outputs)]
+            raise InputError(f"bind: {name!r} is not one of the plan's inputs and outputs {names}")
+        array = checked_array("bind", found[0][1], value, take)
+        fitting = [(program, tensor) for program, tensor in found if tensor.shape == tuple(array.shape)]
+        if not fitting:
+            shapes = " or ".join(str(tensor.shape) for _, tensor in found)
+            raise InputError(f"bind {name!r}: shape {tuple(array.shape)}, expected {shapes}")
+        program, tensor = next((pair for pair in fitting if pair[0] is self.program), fitting[0])
+        if program is not self.program and (self.program is not None or len(fitting) > 1):
+            raise InputError(
+                f"bind {name!r}: the plan has several programs, and this shape does not tell which of them is meant: "
+                f"bind an array whose shape does first, and None in place of those of another program"
+            )
+        _check_layout(program, tensor, array)
+        for other in self._bound.values():
+            if other.tensor.name != name and _collide(tensor, array, other):
+                raise InputError(f"bind {name!r}: shares memory with what {other.tensor.name!r} is bound to")
+        return program, tensor, array
+
+    def add(self, program: Program, tensor: Tensor, value: Any, array: Array) -> None:
+        """Be bound, after `check`."""
+        self.program = program
+        self._bound[tensor.name] = _Bound(tensor, value, array)
+
+    def drop(self, name: str) -> None:
+        """Be bound no more."""
+        del self._bound[name]
+        if not self._bound:
+            self.program = None
+
+    def bound(self, name: str) -> tuple[Program, Tensor] | None:
+        """The program and tensor that an array is bound to under this name."""
+        if self.program is None or name not in self._bound:
+            return None
+        return self.program, self._bound[name].tensor
+
+    def complete(self, arrays: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The arrays of a run, with the inputs that are bound. Raises InputError where one of them is given, too."""
+        if not self._bound or not isinstance(arrays, Mapping):
+            return arrays
+        if twice := [name for name in arrays if name in self._bound]:
+            raise InputError(f"input {twice[0]!r} is bound: write into its array, or bind it to None first")
+        return {**arrays, **self._side(Region.INPUT)}
+
+    def outputs(self) -> dict[str, Any]:
+        """The outputs that are bound, and their arrays as the caller gave them."""
+        return self._side(Region.OUTPUT)
+
+    def _side(self, region: Region) -> dict[str, Any]:
+        return {name: bound.value for name, bound in self._bound.items() if bound.tensor.pointer.region is region}
+
+    def check_in_place(self, program: Program | None) -> None:
+        """Raise InputError where an array has moved since, or something is bound of another program."""
+        if self.program is not None and self.program is not program:
+            raise InputError(f"inputs have other sizes than the program for which {list(self._bound)} are bound")
+        for name, bound in self._bound.items():
+            found = device_arrays.at_once(bound.value) if isinstance(bound.array, DeviceArray) else None
+            if found is not None and found.address != _address(bound.array):
+                raise InputError(f"{name!r}: its array has moved since it was bound: bind it again")
+
+
+def _collide(tensor: Tensor, array: Array, other: _Bound) -> bool:
+    """Whether two arrays share memory that the program writes."""
+    if Region.OUTPUT not in {tensor.pointer.region, other.tensor.pointer.region}:
+        return False
+    start, other_start = _address(array), _address(other.array)
+    return start < other_start + other.tensor.span_nbytes and other_start < start + tensor.span_nbytes
+
+
+def _check_layout(program: Program, tensor: Tensor, array: Array) -> None:
+    """Raise InputError where kernels cannot use the array in place of the program's own memory."""
+    where = f"bind {tensor.name!r}"
+    sizes = program.input_nbytes if tensor.pointer.region is Region.INPUT else program.output_nbytes
+    if tensor.pointer.region not in {Region.INPUT, Region.OUTPUT}:
+        raise InputError(f"{where}: it lies in {tensor.pointer.region.name}, which other tensors share")
+    if tensor.pointer.offset or sizes[tensor.pointer.index] > tensor.span_nbytes:
+        raise InputError(f"{where}: the plan keeps more in its memory than the tensor")
+    strides = array.strides if isinstance(array, DeviceArray) else tuple(s // array.itemsize for s in array.strides)
+    different = [axis for axis, size in enumerate(tensor.shape) if size > 1 and strides[axis] != tensor.strides[axis]]
+    if different and tensor.span_nbytes:
+        raise InputError(f"{where}: strides {strides} in elements, expected {tensor.strides}")
+    if _address(array) % _ALIGNMENT:
+        raise InputError(f"{where}: address {_address(array):#x}, expected a multiple of {_ALIGNMENT}")
+    read_only = array.read_only if isinstance(array, DeviceArray) else not array.flags.writeable
+    if read_only and tensor.pointer.region is Region.OUTPUT:
+        raise InputError(f"{where}: the array is read-only")
+
+
+def _address(array: Array) -> int:
+    return array.address if isinstance(array, DeviceArray) else int(array.__array_interface__["data"][0])

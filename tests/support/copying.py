@@ -1,0 +1,81 @@
+"""Plans of the CUDA target that copy what they get, and arrays for them of every layout."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from math import prod
+
+import numpy as np
+
+from nimblert import driver
+from nimblert.dtypes import numpy_dtype
+from nimblert.plan import ITEM_NBYTES, Memcpy, Op, Plan, Pointer, Program, Region, Target, Tensor
+
+SHAPE = (4, 3, 32, 24)
+ORDERS = {"contiguous": (0, 1, 2, 3), "channels last": (0, 2, 3, 1), "odd": (3, 0, 2, 1)}
+
+
+def strides(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
+    """Of a tensor without holes whose axis ``order[-1]`` is the innermost, in elements."""
+    found, step = [0] * len(shape), 1
+    for axis in reversed(order):
+        found[axis] = step
+        step *= shape[axis]
+    return tuple(found)
+
+
+def laid_out(array: np.ndarray, order: Sequence[int]) -> np.ndarray:
+    """The same array, in memory of another order."""
+    inverse = np.argsort(order)
+    return np.ascontiguousarray(array.transpose(order)).transpose(inverse)
+
+
+def copying(shape: Sequence[int], order: Sequence[int], dtype: str = "float32") -> Plan:
+    """A plan that copies its input to its output by way of the arena, both laid out in ``order``."""
+    nbytes = prod(shape) * ITEM_NBYTES[dtype]
+    places = [Pointer(region=region) for region in (Region.INPUT, Region.ARENA, Region.OUTPUT)]
+
+    def tensor(name: str, place: Pointer) -> Tensor:
+        return Tensor(name=name, dtype=dtype, shape=tuple(shape), strides=strides(shape, order), pointer=place)
+
+    commands = tuple(
+        Memcpy(
+            dst=dst,
+            src=src,
+            nbytes=nbytes,
+            stream=0,
+            op=0,
+        )
+        for src, dst in pairwise(places)
+        if nbytes
+    )
+    program = Program(
+        name="main",
+        stream_count=1,
+        event_count=0,
+        ops=(Op(name="copy", source=""),),
+        commands=commands,
+        inputs=(tensor("x", places[0]),),
+        outputs=(tensor("y", places[2]),),
+        arena_nbytes=nbytes,
+        input_nbytes=(nbytes,),
+        output_nbytes=(nbytes,),
+    )
+    driver.initialise()
+    return Plan(
+        producer="tests",
+        versions=(),
+        target=Target.CUDA,
+        device=driver.describe(),
+        modules=(),
+        kernels=(),
+        weights_nbytes=0,
+        weights=(),
+        state_nbytes=0,
+        state=(),
+        programs=(program,),
+    )
+
+
+def drawn(seed: int, shape: Sequence[int] = SHAPE, dtype: str = "float32") -> np.ndarray:
+    bits = np.random.default_rng(seed).integers(0, 100, tuple(shape))
+    return bits.astype(numpy_dtype(dtype))

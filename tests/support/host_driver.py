@@ -1,0 +1,270 @@
+"""A CUDA driver on host memory: streams, events, graphs of copies and fills, and the kernels of layout.cu.
+
+What is given to a stream is done at once. Kernels of plans do not run. Memory that is freed cannot be read
+by mistake: its bytes are 0xDD until its address serves again.
+"""
+
+import ctypes
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from cuda.bindings import driver as real
+
+from nimblert.layouts import MOST_AXES
+
+_FREED = 0xDD
+_SUCCESS = real.CUresult.CUDA_SUCCESS
+_INVALID = real.CUresult.CUDA_ERROR_INVALID_VALUE
+_ATTRIBUTES = {"COMPUTE_CAPABILITY_MAJOR": 9, "COMPUTE_CAPABILITY_MINOR": 0, "MULTIPROCESSOR_COUNT": 132}
+_GATHER = struct.Struct(f"<QQII{MOST_AXES}I{MOST_AXES}q")
+
+
+@dataclass(eq=False)
+class _Graph:
+    work: list[Callable[[], object]] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class _Handle:
+    """An object of the driver. ``number`` is what ``int`` gives."""
+
+    number: int
+
+    def __int__(self) -> int:
+        return self.number
+
+
+class HostDriver:
+    """Stands in for the module ``cuda.bindings.driver``, whose types and enumerations it hands on.
+
+    ``calls`` counts the functions called, by name. ``allocated`` are the bytes at each address in use.
+    ``waits`` are the pairs of streams of which one was told to wait for the other.
+    """
+
+    def __init__(self, devices: int = 1) -> None:
+        self.devices = devices
+        self.calls: dict[str, int] = {}
+        self.allocated: dict[int, np.ndarray] = {}
+        self.waits: list[tuple[int, int]] = []
+        self.failing: dict[str, Any] = {}
+        """The status that functions of these names return."""
+        self._kept: list[np.ndarray] = []
+        self._recorded: dict[int, int] = {}
+        self._handles = 0
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("cu"):
+            return getattr(real, name)
+        function = getattr(type(self), f"_{name}")
+
+        def called(*args: Any) -> tuple[Any, ...]:
+            self.calls[name] = self.calls.get(name, 0) + 1
+            if name in self.failing:
+                return (self.failing[name], *[None] * 2)
+            result = function(self, *args)
+            if isinstance(result, tuple):
+                return result
+            return (_SUCCESS,) if result is None else (_SUCCESS, result)
+
+        setattr(self, name, called)
+        return called
+
+    def _handle(self) -> _Handle:
+        self._handles += 1
+        return _Handle(0x1000 + self._handles)
+
+    # Devices and contexts
+
+    def _cuInit(self, flags: int) -> None: ...
+
+    def _cuDeviceGetCount(self) -> int:
+        return self.devices
+
+    def _cuDeviceGet(self, ordinal: int) -> int:
+        return ordinal
+
+    def _cuDeviceGetName(self, length: int, device: int) -> bytes:
+        return f"host {device}".encode()[:length]
+
+    def _cuDeviceGetAttribute(self, attribute: Any, device: int) -> int:
+        del device
+        return _ATTRIBUTES[attribute.name.removeprefix("CU_DEVICE_ATTRIBUTE_")]
+
+    def _cuDriverGetVersion(self) -> int:
+        return 13000
+
+    def _cuDevicePrimaryCtxRetain(self, device: int) -> Any:
+        return real.CUcontext(0x100 + device)
+
+    def _cuDevicePrimaryCtxRelease(self, device: int) -> None: ...
+
+    def _cuCtxSetCurrent(self, context: Any) -> None: ...
+
+    def _cuCtxGetCurrent(self) -> Any:
+        return real.CUcontext(0x100)
+
+    # Memory
+
+    def _allocate(self, nbytes: int) -> int:
+        memory = np.full(nbytes + 512, _FREED, np.uint8)
+        address = -(-memory.ctypes.data // 512) * 512
+        self.allocated[address] = memory
+        return address
+
+    def _free(self, address: int) -> Any:
+        if int(address) not in self.allocated:
+            return (_INVALID,)
+        memory = self.allocated.pop(int(address))
+        memory[:] = _FREED
+        self._kept.append(memory)
+        return None
+
+    def _cuMemAlloc(self, nbytes: int) -> Any:
+        return real.CUdeviceptr(self._allocate(nbytes))
+
+    def _cuMemHostAlloc(self, nbytes: int, flags: int) -> int:
+        del flags
+        return self._allocate(nbytes)
+
+    _cuMemFree = _cuMemFreeHost = _free
+
+    def _copy(self, to: Any, source: Any, nbytes: int, stream: Any = None) -> None:
+        del stream
+        ctypes.memmove(int(to), int(source), nbytes)
+
+    _cuMemcpyHtoD = _cuMemcpyDtoH = _cuMemcpyDtoD = _copy
+    _cuMemcpyHtoDAsync = _cuMemcpyDtoHAsync = _cuMemcpyDtoDAsync = _copy
+
+    def _cuMemsetD8(self, to: int, value: int, count: int) -> None:
+        ctypes.memset(to, value, count)
+
+    def _cuMemsetD8Async(self, to: int, value: int, count: int, stream: Any) -> None:
+        del stream
+        ctypes.memset(to, value, count)
+
+    def _fill_rows(self, to: int, pitch: int, value: int, width: int, height: int, itemsize: int) -> None:
+        row = np.full(width, value, f"u{itemsize}").tobytes()
+        for start in range(to, to + pitch * height, pitch):
+            ctypes.memmove(start, row, len(row))
+
+    def _cuMemsetD2D8Async(self, to: int, pitch: int, value: int, width: int, height: int, stream: Any) -> None:
+        del stream
+        self._fill_rows(to, pitch, value, width, height, 1)
+
+    def _cuMemsetD2D16Async(self, to: int, pitch: int, value: int, width: int, height: int, stream: Any) -> None:
+        del stream
+        self._fill_rows(to, pitch, value, width, height, 2)
+
+    def _cuMemsetD2D32Async(self, to: int, pitch: int, value: int, width: int, height: int, stream: Any) -> None:
+        del stream
+        self._fill_rows(to, pitch, value, width, height, 4)
+
+    def _cuMemcpy2DAsync(self, rows: Any, stream: Any) -> None:
+        del stream
+        for row in range(rows.Height):
+            to, source = int(rows.dstDevice) + row * rows.dstPitch, int(rows.srcDevice) + row * rows.srcPitch
+            ctypes.memmove(to, source, rows.WidthInBytes)
+
+    # Streams and events
+
+    def _cuStreamCreate(self, flags: Any) -> _Handle:
+        del flags
+        return self._handle()
+
+    def _cuEventCreate(self, flags: int) -> _Handle:
+        del flags
+        return self._handle()
+
+    def _cuStreamDestroy(self, stream: _Handle) -> None: ...
+
+    def _cuEventDestroy(self, event: _Handle) -> None: ...
+
+    def _cuStreamSynchronize(self, stream: Any) -> None: ...
+
+    def _cuEventSynchronize(self, event: _Handle) -> None: ...
+
+    def _cuEventRecord(self, event: _Handle, stream: Any) -> None:
+        self._recorded[int(event)] = int(stream)
+
+    def _cuCtxRecordEvent(self, context: Any, event: _Handle) -> None:
+        del context
+        self._recorded[int(event)] = 0
+
+    def _cuStreamWaitEvent(self, stream: Any, event: _Handle, flags: int) -> None:
+        del flags
+        if int(event) in self._recorded:
+            self.waits.append((int(stream), self._recorded[int(event)]))
+
+    def _cuEventElapsedTime(self, begin: _Handle, end: _Handle) -> float:
+        del begin, end
+        return 0.001
+
+    # Graphs
+
+    def _cuGraphCreate(self, flags: int) -> _Graph:
+        del flags
+        return _Graph()
+
+    def _cuGraphDestroy(self, graph: _Graph) -> None: ...
+
+    def _cuGraphAddMemcpyNode(self, graph: _Graph, before: Any, count: int, params: Any, context: Any) -> _Handle:
+        del before, count, context
+        to, source, nbytes = int(params.dstDevice), int(params.srcDevice), params.WidthInBytes
+        graph.work.append(lambda: ctypes.memmove(to, source, nbytes))
+        return self._handle()
+
+    def _cuGraphAddMemsetNode(self, graph: _Graph, before: Any, count: int, params: Any, context: Any) -> _Handle:
+        del before, count, context
+        to, nbytes = int(params.dst), params.width * params.elementSize
+        value = np.full(params.width, params.value, f"u{params.elementSize}").tobytes()
+        graph.work.append(lambda: ctypes.memmove(to, value, nbytes))
+        return self._handle()
+
+    def _cuGraphAddEventRecordNode(self, graph: _Graph, before: Any, count: int, event: _Handle) -> _Handle:
+        del graph, before, count, event
+        return self._handle()
+
+    def _cuGraphAddDependencies(self, graph: _Graph, *edges: Sequence[Any]) -> None: ...
+
+    def _cuGraphInstantiate(self, graph: _Graph, flags: int) -> _Graph:
+        del flags
+        return _Graph(list(graph.work))
+
+    def _cuGraphExecDestroy(self, graph: _Graph) -> None: ...
+
+    def _cuGraphUpload(self, graph: _Graph, stream: Any) -> None: ...
+
+    def _cuGraphLaunch(self, graph: _Graph, stream: Any) -> None:
+        del stream
+        for work in graph.work:
+            work()
+
+    # The kernels of layout.cu
+
+    def _cuModuleLoadData(self, code: Any) -> _Handle:
+        del code
+        return self._handle()
+
+    def _cuModuleUnload(self, module: _Handle) -> None: ...
+
+    def _cuModuleGetFunction(self, module: _Handle, name: bytes) -> int:
+        del module
+        return int(name.removeprefix(b"gather_"))
+
+    def _cuLaunchKernel(self, itemsize: int, *rest: Any) -> None:
+        """Gather elements of so many bytes, as layout.cu does."""
+        extra = (ctypes.c_uint64 * 5).from_address(rest[-1])
+        nbytes = ctypes.c_size_t.from_address(extra[3]).value
+        to, source, count, rank, *axes = _GATHER.unpack(ctypes.string_at(extra[1], nbytes))
+        sizes, strides = axes[:rank], [stride * itemsize for stride in axes[MOST_AXES : MOST_AXES + rank]]
+        assert np.prod(sizes) == count
+        _array(to, (count,), (itemsize,), itemsize)[...] = _array(source, sizes, strides, itemsize).ravel()
+
+
+def _array(address: int, shape: Sequence[int], strides: Sequence[int], itemsize: int) -> np.ndarray:
+    interface = {"version": 3, "typestr": f"|V{itemsize}", "shape": tuple(shape), "strides": tuple(strides)}
+    return np.asarray(SimpleNamespace(__array_interface__={**interface, "data": (address, False)}))
