@@ -359,6 +359,7 @@ class Context:
         """
         if os.getpid() != self._process:
             return
+        self._turns = True  # who calls meanwhile waits, and reads that it is closed
         with self._own_lock:
             if not self._closed:
                 self._closed = True

@@ -125,3 +125,9 @@ def test_the_readme_names_every_command_and_every_option_of_compile() -> None:
         if long.startswith("-") and long not in said and f"`{long}" not in text:
             missing.append(long)
     assert not missing
+
+
+def test_every_test_that_a_promise_of_serving_names_is_there() -> None:
+    named = re.findall(r"`((?:nimblert|serving)/test_\w+\.py)`", (ROOT / "docs" / "serving.md").read_text())
+    assert len(named) > 8
+    assert [name for name in named if not (ROOT / "tests" / name).exists()] == []

@@ -1,0 +1,264 @@
+"""What goes wrong around a loaded plan while it serves: nothing hangs, and no answer is wrong."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cpu_plans import floats, plan_file, write_model
+from onnx import helper
+from subprocesses import ROOT, python
+
+import nimblert
+from nimblert import Arena, CudaError, Executable, InputError, Limits, container, golden
+from nimblert.context import Context
+from nimblert.plan import Plan
+
+WIDTH = 128
+BLOCK = ROOT / "tests" / "data" / "triton_block.plan"
+node = helper.make_node
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """tanh(x @ w) @ w on two streams of the CPU."""
+    folder = tmp_path_factory.mktemp("faults")
+    weight = np.random.default_rng(1).standard_normal((WIDTH, WIDTH)).astype(np.float32) / 11
+    model = write_model(
+        folder / "model.onnx",
+        [
+            node("MatMul", ["x", "w"], ["a"]),
+            node("Tanh", ["a"], ["b"]),
+            node("MatMul", ["b", "w"], ["y"]),
+            node("Sigmoid", ["x"], ["z"]),
+        ],
+        [floats("x", 4, WIDTH)],
+        [floats("y", 4, WIDTH), floats("z", 4, WIDTH)],
+        constants={"w": weight},
+    )
+    plan_file(model, streams=None).save(folder / "model.plan")
+    return folder / "model.plan"
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def path(request: pytest.FixtureRequest, small: Path) -> Path:
+    """A plan for each target."""
+    return small if request.param == "cpu" else BLOCK
+
+
+def result(context: Context, seed: int = 0) -> bytes:
+    """The outputs for drawn inputs."""
+    outputs = context.run(golden.draw_inputs(context.program, seed))
+    return b"".join(array.tobytes() for array in outputs.values())
+
+
+def doubled(plan: Plan) -> Plan:
+    """The plan with other weights."""
+    weights = tuple(replace(w, data=memoryview(2 * np.asarray(w.data).view(np.float32))) for w in plan.weights)
+    return replace(plan, weights=weights)
+
+
+def test_a_plan_that_is_replaced_on_disk_serves_on_and_the_next_load_has_the_new_one(
+    path: Path, tmp_path: Path
+) -> None:
+    served = tmp_path / "served.plan"
+    first = container.read(path, copy=True)
+    second = doubled(first)
+    first.save(served)
+    with nimblert.load(served) as model, ThreadPoolExecutor(1) as pool:
+        expected = result(model)
+        ended = threading.Event()
+
+        def serve() -> set[bytes]:
+            found = set()
+            while not ended.is_set():
+                found.add(result(model))
+            return found
+
+        serving = pool.submit(serve)
+        others = set()
+        for plan in (second, first) * 5:
+            plan.save(served)
+            with nimblert.load(served) as other:
+                others.add((plan is first, result(other)))
+        served.unlink()
+        found = result(model)
+        ended.set()
+        assert serving.result(30) == {expected} == {found}
+    assert len(others) == 2
+    assert (True, expected) in others
+    assert (False, expected) not in others
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.002, 0.02])
+def test_closing_while_contexts_run_ends_every_thread_in_a_sentence(path: Path, delay: float) -> None:
+    model = nimblert.load(path)
+    expected = result(model)
+    contexts = [model.context() for _ in range(3)]
+    started = threading.Barrier(5, timeout=30)
+
+    def serve(context: Context) -> str:
+        started.wait()
+        while True:
+            try:
+                assert result(context) == expected
+            except InputError as exc:
+                return str(exc)
+
+    with ThreadPoolExecutor(4) as pool:
+        serving = [pool.submit(serve, context) for context in (model, *contexts)]
+        started.wait()
+        time.sleep(delay)
+        model.close()
+        said = {thread.result(30) for thread in serving}
+    assert said == {"this context is closed: make another one", "this executable is closed: load the plan again"}
+
+
+LEFT = """
+import asyncio, os, sys, threading, time, nimblert
+from nimblert import golden
+os.sched_getaffinity = lambda _: set(range(8))  # sessions with threads of their own
+model = nimblert.load(sys.argv[1])
+x = golden.draw_inputs(model.program, 0)
+expected = [array.tobytes() for array in model.run(x).values()]
+
+def serve(context):
+    while True:
+        if [array.tobytes() for array in context.run(x).values()] != expected:
+            os._exit(7)
+
+for context in (model, *(model.context() for _ in range(3))):
+    threading.Thread(target=serve, args=(context,), daemon=True).start()
+half_done = model.context().steps(x)
+next(half_done)
+time.sleep(0.2)
+print("end")
+"""
+
+
+def test_a_process_ends_in_order_with_live_contexts_and_running_threads(path: Path) -> None:
+    for _ in range(3):
+        done = subprocess.run(
+            [sys.executable, "-c", LEFT, path],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+            capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+        assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
+
+
+# --- on a GPU
+
+
+@pytest.mark.gpu
+def test_device_memory_that_is_not_there_is_an_error_and_harms_no_plan_beside() -> None:
+    plan = container.read(BLOCK)
+    huge = replace(plan, programs=(replace(plan.programs[0], arena_nbytes=1 << 46),))
+    with nimblert.load(plan) as model:
+        expected = result(model)
+        for _ in range(3):
+            with pytest.raises(CudaError, match="cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY"):
+                nimblert.load(huge, limits=Limits(memory_nbytes=1 << 50))
+            with pytest.raises(CudaError, match="cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY"):
+                Arena(1 << 46)
+            assert result(model) == result(model.context()) == expected
+    with nimblert.load(plan) as again:
+        assert result(again) == expected
+
+
+STICKY = """
+import sys, nimblert
+from nimblert import golden, graph
+from nimblert.plan import Launch
+
+class Nowhere:
+    def address(self, pointer):
+        return 1 << 60
+
+model = nimblert.load(sys.argv[1])
+context = model.context()
+x = golden.draw_inputs(model.program, 0)
+context.run(x)
+
+def fail():
+    backend = context.backend
+    launch = next(c for c in context.program.commands if isinstance(c, Launch))
+    with backend._run_once() as single:
+        graph.add_node(single, launch, backend.functions, Nowhere())
+
+def said(action):
+    try:
+        action()
+    except nimblert.CudaError as exc:
+        return exc.result
+    return "nothing"
+
+load = lambda: nimblert.load(sys.argv[1])
+uses = [fail, lambda: model.run(x), lambda: context.run(x), model.replay, model.context, load]
+print(*{said(use) for use in uses})
+context.close()
+model.close()
+try:
+    model.run(x)
+except nimblert.InputError as exc:
+    print(exc)
+"""
+
+
+@pytest.mark.gpu
+def test_a_kernel_that_fails_ends_every_context_of_its_process_in_an_error_and_no_other_process() -> None:
+    with nimblert.load(BLOCK) as model:
+        expected = result(model)
+        errors, closed = python(STICKY, BLOCK, timeout=60).splitlines()
+        assert errors == "CUDA_ERROR_ILLEGAL_ADDRESS"
+        assert closed == "this executable is closed: load the plan again"
+        assert result(model) == expected
+
+
+FORKED = """
+import os, sys, nimblert
+from nimblert import golden
+model = nimblert.load(sys.argv[1])
+x = golden.draw_inputs(model.program, 0)
+expected = [array.tobytes() for array in model.run(x).values()]
+child = os.fork()
+if child == 0:
+    for use in (lambda: model.run(x), lambda: nimblert.load(sys.argv[1])):
+        try:
+            use()
+        except nimblert.NimbleError as exc:
+            print(type(exc).__name__)
+    model.close()
+    sys.exit(0)
+print("child", os.waitpid(child, 0)[1])
+assert [array.tobytes() for array in model.run(x).values()] == expected
+"""
+
+
+@pytest.mark.gpu
+def test_a_forked_process_cannot_use_the_gpu_and_says_so() -> None:
+    assert python(FORKED, BLOCK, timeout=60).splitlines() == ["InputError", "CudaError", "child 0"]
+
+
+def test_a_plan_on_the_cpu_that_asks_for_more_than_there_is(small: Path) -> None:
+    plan = container.read(small)
+    huge = replace(plan, programs=(replace(plan.programs[0], arena_nbytes=1 << 46),))
+    with nimblert.load(small) as model:
+        expected = result(model)
+        with pytest.raises(nimblert.DeviceMismatchError, match="bytes of memory in one piece, more than is here"):
+            nimblert.load(huge, limits=Limits(memory_nbytes=1 << 50))
+        assert result(model) == expected
+
+
+def test_an_executable_that_is_dropped_while_its_context_runs_serves_on(path: Path) -> None:
+    model: Executable | None = nimblert.load(path)
+    assert model is not None
+    expected, context = result(model), model.context()
+    model = None
+    assert [result(context) for _ in range(20)] == [expected] * 20
+    context.close()
