@@ -1,15 +1,13 @@
-"""The cost of running node by node on the CPU: a plan against a whole-model ONNX Runtime session.
+"""What a call of a CPU plan costs beside a whole-model ONNX Runtime session of default options.
 
-Usage: ``python -m bench.cpu_overhead [--markdown] [--repeats 200] [--setting NAME]``. Writes
-bench/results/cpu/overhead.json, or prints its table with --markdown. --setting measures one setting and keeps the
-others in the file: on a shared machine, each can wait for a quiet minute.
+Usage: ``python -m bench.cpu_overhead [--markdown] [--seconds 10] [--model TEXT] [--setting NAME]``. Writes
+bench/results/cpu/overhead.json, or prints its table with --markdown. --model and --setting measure a part and
+keep the rest of the file: on a shared machine, each can wait for a quiet minute.
 
-Models come from tests/support/families in their full width with random weights, batch 1. A call of the plan
-(`nimblert.load(plan).run`) and one of the session take turns on the same arrays, so that load on the machine
-affects both alike; the results must be equal bit for bit. Each setting has a process of its own: one core; all
-cores with default options; all cores after `nimblert.onnx_session.share_thread_pool()`, as `nimblec run` does. ONNX
-Runtime allows no session of default options beside a shared pool, so the table compares the last setting with the
-session of the one before.
+The first models come from tests/support/families in their full width, the others from bench/models, which need
+torchvision, transformers and timm; random weights, batch 1. A call of the plan (`nimblert.load(plan).run`) and
+one of the session take turns on the same arrays, so that load on the machine affects both alike; the results must be
+equal bit for bit where the session has one thread. Each setting has a process of its own: one core, or all of them.
 """
 
 import argparse
@@ -21,7 +19,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,28 +34,40 @@ sys.path.append(str(ROOT / "tests" / "support"))  # the families
 RESULTS = Path(__file__).parent / "results" / "cpu" / "overhead.json"
 
 CASES: dict[str, tuple[str, str, tuple[int, ...]]] = {
-    "resnet18 64 px": ("resnet", "ResNet", (1, 3, 64, 64)),
-    "resnet18 128 px": ("resnet", "ResNet", (1, 3, 128, 128)),
-    "mobilenet-v2 128 px": ("mobilenet", "MobileNet", (1, 3, 128, 128)),
-    "inception-like 96 px": ("inception", "Inception", (1, 3, 96, 96)),
-    "unet 64 px": ("unet", "UNet", (1, 3, 64, 64)),
-    "bert, 2 layers, 16 tokens": ("bert", "", ()),
+    "resnet18 64 px": ("families.resnet", "ResNet", (1, 3, 64, 64)),
+    "resnet18 128 px": ("families.resnet", "ResNet", (1, 3, 128, 128)),
+    "mobilenet-v2 128 px": ("families.mobilenet", "MobileNet", (1, 3, 128, 128)),
+    "inception-like 96 px": ("families.inception", "Inception", (1, 3, 96, 96)),
+    "unet 64 px": ("families.unet", "UNet", (1, 3, 64, 64)),
+    "bert, 2 layers, 16 tokens": ("families.bert", "small", ()),
+    "swin-t 224 px": ("bench.models.swin_t", "fp32", ()),
+    "t5 decoder, 2 layers, 1 token": ("bench.models.t5_decoder", "fp32", ()),
+    "distilbert, 128 tokens": ("bench.models.distilbert", "fp32", ()),
+    "mobilevit-s 256 px": ("bench.models.mobilevit_s", "fp32", ()),
 }
-DEFAULT, ASKED = "all cores", "all cores, one pool"
-SETTINGS: dict[str, tuple[int | None, bool]] = {"one core": (1, False), DEFAULT: (None, False), ASKED: (None, True)}
-"""Cores (None: all that there are), and whether all sessions share one thread pool."""
+"""Module, what makes the model, and the shape of its input; without one, what is made has the inputs with it."""
+
+SETTINGS: dict[str, int | None] = {"one core": 1, "all cores": None}
+"""Cores; None: all that there are."""
+
+_GROUP_S = 0.05
+"""Calls of one kind that follow each other take about so long."""
+_LEAST_ROUNDS = 10
 
 
-def export(family: str, builder: str, shape: tuple[int, ...], path: Path) -> None:
-    """Write the ONNX file of a case; without a builder, of the family's small model."""
+def export(module: str, maker: str, shape: tuple[int, ...], path: Path) -> None:
+    """Write the ONNX file of a case."""
     import torch
 
     torch.manual_seed(0)
-    module = importlib.import_module(f"families.{family}")
-    model, args = (getattr(module, builder)().eval(), (torch.randn(shape),)) if builder else module.small()
+    made = getattr(importlib.import_module(module), maker)()
+    model, args = (made, (torch.randn(shape),)) if shape else made
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch.onnx.export(model, args, path, dynamo=False)
+        if module.startswith("families."):
+            torch.onnx.export(model.eval(), args, path, dynamo=False)
+        else:
+            torch.onnx.export(model.eval(), args, path, external_data=False, verbose=False)
 
 
 def take_turns(runs: Sequence[Callable[[], object]], repeats: int) -> np.ndarray:
@@ -66,19 +76,45 @@ def take_turns(runs: Sequence[Callable[[], object]], repeats: int) -> np.ndarray
     Ten calls of the one, then ten of the other: switching at each call would make each find the
     caches and the threads of the other.
     """
-    times = np.empty((repeats, len(runs)))
-    for first in range(0, repeats, 10):
-        for column, run in enumerate(runs):
-            for _ in range(20 if first == 0 else 2):
-                run()
-            for row in range(first, min(first + 10, repeats)):
-                begin = time.perf_counter()
-                run()
-                times[row, column] = (time.perf_counter() - begin) * 1e3
+    for run in runs:
+        for _ in range(18):
+            run()
+    rounds = [
+        np.column_stack([_timed(run, min(10, repeats - first)) for run in runs]) for first in range(0, repeats, 10)
+    ]
+    return np.concatenate(rounds)
+
+
+def _timed(run: Callable[[], object], count: int) -> list[float]:
+    """Milliseconds of each of some calls that follow each other, after two warm-ups."""
+    times = []
+    for call in range(-2, count):
+        begin = time.perf_counter()
+        run()
+        if call >= 0:
+            times.append((time.perf_counter() - begin) * 1e3)
     return times
 
 
-def measure(path: Path, repeats: int, *, threads: int, shared: bool) -> dict[str, Any]:
+def compare(ours: Callable[[], object], theirs: Callable[[], object], seconds: float) -> dict[str, Any]:
+    """Two calls in turns: milliseconds of each, and the ratio of neighbouring groups of calls."""
+    for run in (ours, theirs):
+        _timed(run, 3)
+    group = max(1, min(10, int(_GROUP_S * 1e3 / np.median(_timed(theirs, 3)))))
+    rounds: list[list[list[float]]] = []
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(rounds) < _LEAST_ROUNDS:
+        order = (ours, theirs) if len(rounds) % 2 else (theirs, ours)
+        found = {run: _timed(run, group) for run in order}
+        rounds.append([found[ours], found[theirs]])
+    times = np.array(rounds)  # round, ours or theirs, call
+    ratios = np.divide(*np.median(times, axis=2).T)
+    both = {name: spread(times[:, i].ravel()) for i, name in enumerate(("plan_ms", "session_ms"))}
+    least = times.min(axis=(0, 2))
+    return {**both, "ratio": spread(ratios), "least_ms": least.round(4).tolist(), "rounds": len(rounds)}
+
+
+def measure(path: Path, seconds: float, *, threads: int) -> dict[str, Any]:
     """One model: the plan's and the session's times, and what the plan is made of."""
     from cpu_plans import plan_file
 
@@ -94,79 +130,80 @@ def measure(path: Path, repeats: int, *, threads: int, shared: bool) -> dict[str
     begin = time.perf_counter()
     options = onnxruntime().SessionOptions()
     options.intra_op_num_threads = threads
-    options.use_per_session_threads = not shared
+    options.log_severity_level = 4
     session = onnxruntime().InferenceSession(os.fspath(path), options, providers=["CPUExecutionProvider"])
     session_open = time.perf_counter() - begin
-    times = take_turns([lambda: loaded.run(inputs), lambda: session.run(None, inputs)], repeats)
+    compared = compare(lambda: loaded.run(inputs), lambda: session.run(None, inputs), seconds)
     equal = all(map(np.array_equal, loaded.run(inputs).values(), session.run(None, inputs)))
     loaded.close()
     return {
+        **compared,
         "launches": len(program.ops),
-        "kernels": len(plan.kernels),
-        "plan_ms": spread(times[:, 0]),
-        "session_ms": spread(times[:, 1]),
         "plan_open_s": round(plan_open, 4),
         "session_open_s": round(session_open, 4),
         "bit_exact": equal,
     }
 
 
-def measure_setting(name: str, repeats: int) -> dict[str, Any]:
-    """Every case under one setting, which holds for the whole process."""
-    from nimblert import onnx_session
-
-    cores, shared = SETTINGS[name]
-    if shared:
-        onnx_session.share_thread_pool()
+def measure_setting(name: str, cases: Sequence[str], seconds: float) -> dict[str, Any]:
+    """Some cases under one setting, which holds for the whole process."""
+    cores = SETTINGS[name]
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
     results = {}
     with tempfile.TemporaryDirectory() as folder:
-        for case, source in CASES.items():
+        for case in cases:
             path = Path(folder, "model.onnx")
-            export(*source, path)
-            results[case] = measure(path, repeats, threads=cores or 0, shared=shared)
+            export(*CASES[case], path)
+            results[case] = measure(path, seconds, threads=cores or 0)
     return results
 
 
-def markdown(results: dict[str, Any]) -> str:
-    """The table of docs/measured.md: medians, and their ratios to the session that asks for nothing either."""
+def markdown(results: Mapping[str, Any]) -> str:
+    """The table of docs/measured.md: medians in milliseconds, their ratio, and the ratio of the least."""
+    lines = ["| model | launches | one core: plan / session, ms | all cores: plan / session, ms |", "|---|---|---|---|"]
     settings = results["settings"]
-    lines = ["| model | launches | one core: plan / session, ms | all cores: plan / session, ms | one pool: plan, ms |"]
-    lines.append("|---" * 5 + "|")
+    rows = []
     for case in CASES:
-        one, default, asked = (settings[name][case] for name in SETTINGS)
-        theirs = default["session_ms"]["median"]
-        cells = [_pair(row["plan_ms"]["median"], row["session_ms"]["median"]) for row in (one, default)]
-        ours = asked["plan_ms"]["median"]
-        lines.append(f"| {case} | {one['launches']} | {cells[0]} | {cells[1]} | {ours:.2f} ({ours / theirs:.2f}) |")
-    exact = all(row["bit_exact"] for setting in settings.values() for row in setting.values())
-    below = environment.provenance(results)
-    return "\n".join([*lines, "", f"All results bit-exact: {'yes' if exact else 'NO'}. {below}"])
+        if all(case in settings[name] for name in SETTINGS):
+            row = [settings[name][case] for name in SETTINGS]
+            lines.append(f"| {case} | {row[0]['launches']} | {_cell(row[0])} | {_cell(row[1])} |")
+            rows += row
+    exact = all(row["bit_exact"] for row in rows)
+    said = "All results are equal bit for bit." if exact else "NOT all results are equal bit for bit."
+    below = "In brackets: the ratio of the medians of neighbouring calls, and that of the fastest of all."
+    return "\n".join([*lines, "", f"{below} {said} {environment.provenance(dict(results))}"])
 
 
-def _pair(ours: float, theirs: float) -> str:
-    return f"{ours:.2f} / {theirs:.2f} ({ours / theirs:.2f})"
+def _cell(row: Mapping[str, Any]) -> str:
+    ours, theirs = (row[name]["median"] for name in ("plan_ms", "session_ms"))
+    least = row["least_ms"]
+    return f"{ours:.2f} / {theirs:.2f} ({row['ratio']['median']:.2f}, {least[0] / least[1]:.2f})"
 
 
 def main() -> None:
     """Measure, or print the table of what was measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--markdown", action="store_true")
-    parser.add_argument("--repeats", type=int, default=200)
+    parser.add_argument("--seconds", type=float, default=10, help="for each model and setting")
+    parser.add_argument("--model", default="", help="measure those whose names contain it")
     parser.add_argument("--setting", choices=SETTINGS, action="append", help="measure this one; repeatable")
     parser.add_argument("--print", metavar="SETTING", help="measure in this process and print JSON")
     options = parser.parse_args()
+    cases = [case for case in CASES if options.model in case]
     if options.markdown:
         print(markdown(environment.read(RESULTS)))
     elif options.print:
-        print(json.dumps(measure_setting(options.print, options.repeats)))
+        print(json.dumps(measure_setting(options.print, cases, options.seconds)))
     else:
-        kept = environment.read(RESULTS) if options.setting and RESULTS.exists() else {"settings": {}}
+        part = options.setting or options.model
+        kept = environment.read(RESULTS) if part and RESULTS.exists() else {"settings": {}}
         settings, commits = kept["settings"], kept.get("commits", {})
-        command = [sys.executable, "-m", "bench.cpu_overhead", "--repeats", str(options.repeats), "--print"]
+        command = [sys.executable, "-m", "bench.cpu_overhead", "--seconds", str(options.seconds)]
         for name in options.setting or SETTINGS:
-            done = subprocess.run([*command, name], stdout=subprocess.PIPE, check=True)
-            settings[name], commits[name] = json.loads(done.stdout), environment.commit()
+            measured = [*command, "--model", options.model, "--print", name]
+            done = subprocess.run(measured, stdout=subprocess.PIPE, check=True)
+            settings[name] = {**settings.get(name, {}), **json.loads(done.stdout.splitlines()[-1])}
+            commits[name] = environment.commit()
             environment.write(RESULTS, {"settings": settings, "commits": commits})
         if settings.keys() == SETTINGS.keys():
             print(markdown(environment.read(RESULTS)))

@@ -63,6 +63,21 @@ class Nbytes(click.ParamType):
         return _read(read_nbytes, value, param, ctx)
 
 
+class Processors(click.ParamType):
+    """A number of threads, or the processors that they run on."""
+
+    name = "N|P,P"
+
+    def convert(
+        self, value: str, param: click.Parameter | None, ctx: click.Context | None
+    ) -> int | tuple[int, ...]:
+        """The number, or those of the processors, as `nimblert.load` takes them."""
+        if not re.fullmatch(r"\d{1,9}(,\d{1,9})*", value, re.ASCII):
+            self.fail(f"{value!r} is neither a number of threads nor a list of processors: 4, or 0,1,2,3", param, ctx)
+        numbers = tuple(map(int, value.split(",")))
+        return numbers if len(numbers) > 1 else numbers[0]
+
+
 class NamedSizes(click.ParamType):
     """The type of ``--dim``, split at the last equals sign: exporters name dimensions as they like."""
 

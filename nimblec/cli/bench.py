@@ -27,6 +27,7 @@ PROFILES = 11
 @loading.entry_option
 @loading.input_option
 @loading.seed_option
+@loading.cpu_threads_option
 @click.option(
     "--warm-up",
     type=click.FloatRange(0, LONGEST_S),
@@ -68,6 +69,7 @@ def bench_plan(
     entry: str | None,
     files: tuple[tuple[str, Path], ...],
     seed: int,
+    cpu_threads: int | tuple[int, ...] | None,
     warm_up: float,
     duration: float,
     threads: int,
@@ -88,7 +90,7 @@ def bench_plan(
       nimblec bench resnet.plan --replay --profile
     """
     given = arguments.read_arrays(files)
-    with load(loading.prepared(plan)) as executable:
+    with load(plan, threads=cpu_threads) as executable:
         chosen = executable.entry(entry)
         inputs = loading.inputs(chosen, given, seed)
         others = [executable.context() if contexts == "own" else executable for _ in range(threads - 1)]

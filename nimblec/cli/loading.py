@@ -1,18 +1,15 @@
 """Plan, entry and inputs, as the commands that run a plan take them."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import click
 import numpy as np
 
 from nimblec.cli import arguments
-from nimblec.cli.command import OWN_PROCESS
-from nimblert import container, golden
+from nimblert import golden
 from nimblert.context import Entry
 from nimblert.errors import InputError
-from nimblert.onnx_session import share_thread_pool
-from nimblert.plan import Plan, Program, Target
+from nimblert.plan import Program
 
 entry_option = click.option(
     "--entry",
@@ -37,16 +34,12 @@ seed_option = click.option(
     help="The seed of inputs that are not given.",
 )
 
-
-def prepared(path: Path) -> Plan:
-    """The plan in a file. A CPU plan's sessions share one thread pool if the command line is the program.
-
-    ONNX Runtime then refuses sessions with threads of their own, which a calling program may need.
-    """
-    plan = container.read(path)
-    if plan.target is Target.CPU and click.get_current_context().obj == OWN_PROCESS:
-        share_thread_pool()
-    return plan
+cpu_threads_option = click.option(
+    "--cpu-threads",
+    type=arguments.Processors(),
+    help="How many threads a plan for the CPU computes with, or the processors for them, as in 0,1,2,3.  "
+    "[default: one for each core]",
+)
 
 
 def inputs(entry: Entry, given: Mapping[str, np.ndarray], seed: int) -> dict[str, np.ndarray]:

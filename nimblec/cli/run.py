@@ -32,6 +32,7 @@ WARM_UPS = 20
     help="Measure the latency of N runs, warmed up first.",
 )
 @loading.seed_option
+@loading.cpu_threads_option
 def run_plan(
     plan: Path,
     entry: str | None,
@@ -39,6 +40,7 @@ def run_plan(
     output_dir: Path | None,
     repeat: int | None,
     seed: int,
+    cpu_threads: int | tuple[int, ...] | None,
 ) -> None:
     """Run PLAN once and print its outputs.
 
@@ -52,7 +54,7 @@ def run_plan(
       nimblec run bert.plan --input input_ids=tokens.npy --output-dir out
     """
     given = arguments.read_arrays(files)
-    with load(loading.prepared(plan)) as executable:
+    with load(plan, threads=cpu_threads) as executable:
         chosen = executable.entry(entry)
         inputs = loading.inputs(chosen, given, seed)
         outputs = chosen.run(inputs)

@@ -20,7 +20,14 @@ from nimblec.frontend.onnx import model_nodes
 from nimblec.frontend.onnx.model_file import ModelTensor
 from nimblert.dtypes import numpy_dtype
 from nimblert.extents import MAX_RANK
-from nimblert.onnx_session import initializer_folder, open_session, ort_value, runtime_errors
+from nimblert.onnx_session import (
+    NO_PACKED_COPIES,
+    initializer_folder,
+    open_session,
+    ort_value,
+    runtime_errors,
+    session_options,
+)
 from nimblert.plan import ITEM_NBYTES
 
 SIZED_BY_VALUE = frozenset({"NonZero", "Unique", "NonMaxSuppression", "Compress", "SequenceAt", "StringSplit"})
@@ -78,9 +85,11 @@ def _check_sizes(types: Mapping[str, TensorType]) -> None:
 def _open(model: ModelProto, arrays: Mapping[str, np.ndarray]) -> Any:
     """A session of a model, with the data of its large constants."""
     data = {name: ort_value(array, array.dtype.name) for name, array in arrays.items()}
+    options = session_options()
+    options.add_session_config_entry(*NO_PACKED_COPIES)
     with initializer_folder() as folder:
         try:
-            return open_session(model.SerializeToString(), data, folder, packed_copies=False)
+            return open_session(model.SerializeToString(), data, folder, options)
         except runtime_errors() as exc:
             raise UnsupportedModelError(f"ONNX Runtime does not run the nodes of the model one by one: {exc}") from exc
 

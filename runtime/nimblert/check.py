@@ -26,12 +26,9 @@ def main(target: str) -> int:
 
     now = time.perf_counter()
     from nimblert import container, driver, executable, golden
-    from nimblert.onnx_session import share_thread_pool
 
     if target == "cuda":
         driver.initialise()
-    else:
-        share_thread_pool()
     lap("import", now)
     path = os.fsdecode(sys.stdin.buffer.read())
     now = time.perf_counter()

@@ -13,7 +13,7 @@ import re
 import threading
 import time
 import weakref
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cached_property, partial
@@ -25,25 +25,31 @@ from nimblert.dtypes import numpy_dtype
 from nimblert.errors import PlanInvalidError
 from nimblert.host_memory import HostMemory, HostWeights, HostWorking
 from nimblert.layouts import in_memory_order
-from nimblert.onnx_join import chains
-from nimblert.onnx_session import SessionCache, run_options, runtime_errors
+from nimblert.onnx_session import LABEL, SessionCache, Stretch, run_options, runtime_errors
+from nimblert.onnx_threads import Threads
 from nimblert.pieces import writes
 from nimblert.plan import Command, Launch, Memcpy, Memset, Plan, Pointer, Program, Record, Region, Tensor, Wait, Work
 from nimblert.refitting import Refit
-from nimblert.streams import Bound, Step, Streams, interruptible, pass_gate, unlock
+from nimblert.streams import Bound, Patient, Step, Streams, interruptible, pass_gate, unlock
 
-_LABEL = "command_"
-_NAMED = re.compile(rf"Name:'{_LABEL}(\d{{1,9}})'")
+_NAMED = re.compile(rf"Name:'{LABEL}(\d{{1,9}})'")
 """How a failure names a node of several, by the index of its command."""
 
 
 class CpuResident:
     """What all contexts of a CPU plan share: the weights, and the sessions over them."""
 
-    def __init__(self, plan: Plan, weights: HostWeights | None = None, sessions: SessionCache | None = None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        weights: HostWeights | None = None,
+        sessions: SessionCache | None = None,
+        *,
+        threads: Threads | None = None,
+    ) -> None:
         self._plan = plan
         self.weights = weights or HostWeights(plan)
-        self.sessions = sessions or SessionCache(plan, self.weights)
+        self.sessions = sessions or SessionCache(plan, self.weights, threads)
 
     def working(self, arena: np.ndarray | None = None, *, poison: bool = False) -> HostWorking:
         """Arena and state for one context."""
@@ -249,32 +255,23 @@ class CpuBackend:
             ]
 
     def _bind_stream(self, stream: int) -> list[Bound]:
-        """The steps of a stream in issue order; launches that follow each other are one where a model can hold them."""
+        """The steps of a stream in issue order; launches that one session runs are one of them."""
+        stretches = self._sessions.stretches(self._program)
         steps: list[Bound] = []
-        launches: list[tuple[int, Launch]] = []
         for index, command in enumerate(self._program.commands):
             if command.stream != stream:
                 continue
-            if isinstance(command, Launch):
-                launches.append((index, command))
-            else:
-                steps += self._bind_launches(launches)
+            if index in stretches:
+                steps.append((command, self._stretch_step(command, stretches[index])))
+            elif not isinstance(command, Launch):
                 steps.append((command, self._step(command, index)))
-                launches.clear()
-        return [*steps, *self._bind_launches(launches)]
+        return steps
 
-    def _bind_launches(self, launches: Sequence[tuple[int, Launch]]) -> Iterator[Bound]:
-        kernels = [self._plan.kernels[launch.kernel] for _, launch in launches]
-        models = [self._sessions.model(kernel.module) for kernel in kernels]
-        labels = [f"{_LABEL}{index}" for index, _ in launches]
-        commands = [launch for _, launch in launches]
-        for members, chain in chains(list(zip(commands, kernels, models, labels, strict=True))):
-            index, first = launches[members[0]]
-            if len(members) == 1:
-                yield first, self._step(first, index)
-            else:
-                joined = [commands[member] for member in members]
-                yield first, self._sessions.bind_chain(joined, chain, self.memory, self._options)
+    def _stretch_step(self, command: Command, stretch: Stretch) -> Step:
+        bound = self._sessions.bind_stretch(self._program, stretch, self.memory, self._options)
+        if isinstance(command, Launch) and _may_loop(self._plan, command):
+            return partial(interruptible, bound, self._options)
+        return Patient(bound, self._options)
 
     def _step(self, command: Command, index: int) -> Step:
         match command:

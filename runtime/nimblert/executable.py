@@ -5,6 +5,7 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from nimblert.context import Context, idle
 from nimblert.errors import InputError, PlanInvalidError
 from nimblert.hazards import hazards
 from nimblert.limits import DEFAULT_LIMITS, Limits
+from nimblert.onnx_threads import Threads
 from nimblert.plan import Plan, Target, Tensor
 
 if TYPE_CHECKING:
@@ -33,13 +35,21 @@ class Executable(Context):
     _turns = True
     _again = "load the plan again"
 
-    def __init__(self, plan: Plan, *, device: int = 0, arena: Arena | None = None, poison: bool = False) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        device: int = 0,
+        arena: Arena | None = None,
+        threads: Threads | None = None,
+        poison: bool = False,
+    ) -> None:
         """Of a plan that was checked; see `load`."""
         self.device = device
         self._contexts: weakref.WeakSet[Context] = weakref.WeakSet()
         if arena is not None:
             arena.check(plan, device)
-        resident = _resident(plan, device)
+        resident = _resident(plan, device, threads)
         try:
             super().__init__(plan, resident, arena=arena, poison=poison)
         except BaseException:
@@ -112,6 +122,7 @@ def load(
     program: str | None = None,
     device: int = 0,
     arena: Arena | None = None,
+    threads: Threads | None = None,
     poison: bool = False,
     copy: bool = False,
     warm: bool = False,
@@ -124,28 +135,31 @@ def load(
     first, and what becomes of the file does not matter. ``limits`` is what the plan may ask of this
     machine; a plan beyond them is refused before anything is allocated. ``poison`` fills memory that
     nothing should read with 0xFF bytes. ``device`` is the ordinal of the GPU, ``arena`` scratch memory
-    that plans share which run one after the other. ``warm`` loads every program at once, else each is
-    loaded when it is first called (`Context.warm`). ``program`` is the name of the one to load where the others
-    will not be called.
+    that plans share which run one after the other. ``threads`` is how many a plan for the CPU computes with,
+    the caller's among them: without it, one for each core that the process may use. A list of processors
+    also says where they run; the first is the caller's, which stays where it is. ``warm`` loads every program
+    at once, else each is loaded when it is first called (`Context.warm`). ``program`` is the name of the one
+    to load where the others will not be called.
 
     Raises PlanError for a plan that is damaged or contradicts itself, DeviceMismatchError where this
     machine cannot run it, and InputError for a ``plan`` or ``program`` that is none.
     """
+    make = partial(_loaded, program, limits, device, arena, threads, poison=poison, warm=warm)
     if isinstance(plan, Plan):
         if problems := list(verify.problems(plan, limits)):
             raise PlanInvalidError(problems)
-        return _loaded(plan, program, limits, device, arena, poison=poison, warm=warm)
+        return make(plan)
     image, path = container.open_image(plan, copy=copy), container.name(plan)
     parsed = container.parse(image, path, limits)
     if parsed.target is Target.CPU:
         container.verify_digest(image, path)
-        return _loaded(parsed, program, limits, device, arena, poison=poison, warm=warm)
+        return make(parsed)
     with ThreadPoolExecutor(1) as pool:
         # Hashing takes as long as starting the GPU; no code is handed over before both are done.
         digest = pool.submit(container.verify_digest, image, path)
         with closing(_start_device(parsed, device)):
             digest.result()
-            return _loaded(parsed, program, limits, device, arena, poison=poison, warm=warm)
+            return make(parsed)
 
 
 def _start_device(plan: Plan, device: int) -> "driver.Context":
@@ -158,13 +172,21 @@ def _start_device(plan: Plan, device: int) -> "driver.Context":
 
 
 def _loaded(
-    plan: Plan, name: str | None, limits: Limits, device: int, arena: Arena | None, *, poison: bool, warm: bool
+    name: str | None,
+    limits: Limits,
+    device: int,
+    arena: Arena | None,
+    threads: Threads | None,
+    plan: Plan,
+    *,
+    poison: bool,
+    warm: bool,
 ) -> Executable:
     selected = _select(plan, name)
     for program in (*selected.programs, *selected.refits):
         if unordered := tuple(hazards(program, limits)):
             raise PlanInvalidError(unordered)
-    executable = Executable(selected, device=device, arena=arena, poison=poison)
+    executable = Executable(selected, device=device, arena=arena, threads=threads, poison=poison)
     if warm:
         try:
             executable.warm()
@@ -174,14 +196,16 @@ def _loaded(
     return executable
 
 
-def _resident(plan: Plan, device: int) -> Resident:
+def _resident(plan: Plan, device: int, threads: Threads | None) -> Resident:
     """Code and weights of a plan on its target."""
     if plan.target is Target.CPU:
         from nimblert.cpu import CpuResident
 
         if device:
             raise InputError(f"device {device}: a plan for the CPU has no devices to choose from")
-        return CpuResident(plan)
+        return CpuResident(plan, threads=threads)
+    if threads is not None:
+        raise InputError("threads: a plan for a GPU computes with none of the CPU's")
     from nimblert.cuda import CudaResident
 
     return CudaResident(plan, device)

@@ -6,28 +6,36 @@ onnxruntime is imported when the first CPU plan is loaded, not before.
 import contextlib
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module
+from itertools import groupby
 from math import prod
 from types import ModuleType, TracebackType
 from typing import Any, Self
 
 import numpy as np
 
+from nimblert import onnx_threads
+from nimblert.dataflow import dataflow
 from nimblert.dtypes import numpy_dtype
 from nimblert.errors import DeviceMismatchError, PlanFormatError, PlanInvalidError
 from nimblert.host_memory import HostMemory, HostWeights
 from nimblert.limits import DEFAULT_LIMITS
-from nimblert.onnx_join import Bound, Chain, Joined
+from nimblert.onnx_join import Bound, Joined, Part, Shapes, join
 from nimblert.onnx_model import ELEMENT_TYPES, Model, read_model
 from nimblert.onnx_rules import EXTERNAL_FILE, ORIGIN
-from nimblert.plan import ITEM_NBYTES, Kernel, Launch, Parameter, ParameterKind, Plan, Pointer, Region
+from nimblert.onnx_threads import Pool, Threads, Waiting
+from nimblert.plan import ITEM_NBYTES, Launch, Parameter, ParameterKind, Plan, Pointer, Program, Region
 from nimblert.protobuf import Budget
 from nimblert.scratch import scratch_folder
 
 NO_PACKED_COPIES = ("session.disable_prepacking", "1")
 """For a session that will not compute: kernels make no copy of weights in the order they like best."""
+
+LABEL = "command_"
+"""Begins the names of nodes in a model of several launches: the index of the command follows."""
 
 _TYPE_NAMES = {dtype: f"tensor({dtype})" for dtype in ELEMENT_TYPES} | {
     "float32": "tensor(float)",
@@ -43,17 +51,6 @@ _REORDER_MODEL = bytes.fromhex(
 """ReorderInput of a (1, 4, 1, 1) float32 tensor x into y: its channels come out rounded up to a block.
 Serialized with the onnx package, which the runtime does not import."""
 
-_THREADED_NBYTES = 128 << 10
-"""A kernel that touches less than this runs on its stream's thread alone: waking others takes longer."""
-
-_STEPPED = frozenset({"RNN", "GRU", "LSTM", "com.microsoft.DynamicQuantizeLSTM"})
-"""So do these: they would wake the others at every step of time (a GRU of 64 steps: 0.9 ms alone, 32 with two)."""
-
-_pool_is_shared = threading.Event()
-
-_THREAD_BUDGET = 256
-"""At most about so many threads in the pools of one program's sessions together."""
-
 
 @cache
 def onnxruntime() -> ModuleType:
@@ -65,32 +62,18 @@ def onnxruntime() -> ModuleType:
         raise DeviceMismatchError("a CPU plan runs on ONNX Runtime: pip install 'nimblert[cpu]'") from exc
 
 
-def share_thread_pool() -> None:
-    """Let all sessions opened from now on share one pool with a thread for each core.
-
-    The fastest way to run kernels one after the other: the threads of one pool may spin, and need no
-    waking. But ONNX Runtime refuses every later `InferenceSession(model)` of default options in a
-    process that has such a pool. So a library may not ask for it unbidden; a process of our own may.
-    """
-    if not _pool_is_shared.is_set():
-        ort = onnxruntime()
-        with contextlib.suppress(ort.capi.onnxruntime_pybind11_state.Fail):  # the process has one already
-            ort.set_global_thread_pool_sizes(0, 1)  # 0: as many threads as a session of its own would have
-        _pool_is_shared.set()
-
-
-def session_options(threads: int = 1) -> Any:
-    """SessionOptions for sessions of ``threads`` threads (the caller's included), silent on stderr.
-
-    Threads of a session sleep while it does not run: those of many sessions, spinning as is ONNX
-    Runtime's custom, would take the cores from the one that runs (measured: 15 times slower).
-    """
+def session_options(pool: Pool | None = None) -> Any:
+    """SessionOptions for a session with these threads, or the caller's alone, silent on stderr."""
+    pool = pool or Pool()
     options = onnxruntime().SessionOptions()
-    if _pool_is_shared.is_set():
-        options.use_per_session_threads = False
-    else:
-        options.intra_op_num_threads = threads
+    options.intra_op_num_threads = pool.count
+    if pool.processors[1:]:
+        places = ";".join(str(processor + 1) for processor in pool.processors[1:])
+        options.add_session_config_entry("session.intra_op_thread_affinities", places)
+    if pool.waiting is Waiting.SLEEPING:
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    elif pool.waiting is Waiting.SPINNING_IN_RUNS:
+        options.add_session_config_entry("session.force_spinning_stop", "1")
     options.log_severity_level = 4  # failures come as exceptions
     return options
 
@@ -130,27 +113,18 @@ def run_options() -> Any:
 
 
 def open_session(
-    code: bytes,
-    initializers: dict[str, Any] | None = None,
-    folder: str = "/nonexistent",
-    threads: int = 1,
-    *,
-    packed_copies: bool = True,
+    code: bytes, initializers: dict[str, Any] | None = None, folder: str = "/nonexistent", options: Any = None
 ) -> Any:
     """An InferenceSession that runs the model as it is written.
 
     ``initializers`` are OrtValues by name, used where they lie; but of some weights (MatMul, Gemm,
     LSTM ...) kernels keep a packed copy, which is faster and rounds differently, unless
-    ``packed_copies`` is false. Files that the model names are looked for in ``folder`` only.
+    ``options``, of `session_options`, forbid it. Files that the model names are looked for in ``folder`` only.
     """
     ort = onnxruntime()
-    options = session_options(threads)
+    options = options or session_options()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.enable_cpu_mem_arena = False  # one arena a session would keep each kernel's largest workspace
-    options.enable_mem_pattern = False
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
-    if not packed_copies:
-        options.add_session_config_entry(*NO_PACKED_COPIES)
     for name, value in (initializers or {}).items():
         options.add_initializer(name, value)
     return ort.InferenceSession(code, options, providers=["CPUExecutionProvider"])
@@ -169,18 +143,32 @@ def initializer_folder() -> Iterator[str]:
         yield str(folder)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stretch:
+    """Launches of a stream that one session runs: the indices of their commands.
+
+    ``model`` is that of several launches.
+    """
+
+    launches: tuple[int, ...]
+    model: Joined | None
+    pool: Pool
+
+
 class SessionCache:
-    """The sessions of a plan, one for each kernel and its initializers, whatever launches it and in which memory.
+    """The sessions of a plan, one for each model and its initializers, whatever launches it and in which memory.
 
     Launches are bound in a ``with`` block, by one thread at a time: sessions and bindings outlive it,
     the placeholder file of initializers does not.
     """
 
-    def __init__(self, plan: Plan, weights: HostWeights) -> None:
+    def __init__(self, plan: Plan, weights: HostWeights, threads: Threads | None = None) -> None:
         self._plan = plan
         self._weights = weights
-        self._threads = _threads(plan)
+        self._threads = onnx_threads.checked(threads)
         self._models: dict[int, Model] = {}
+        self._stretches: dict[int, tuple[Program, Mapping[int, Stretch]]] = {}
+        """By the identity of a program: that of its value would take long."""
         self._sessions: dict[tuple[object, ...], Any] = {}
         self._lock = threading.Lock()
         self._resources = contextlib.ExitStack()
@@ -190,7 +178,8 @@ class SessionCache:
     def over(self, weights: HostWeights) -> "SessionCache":
         """The sessions over other weights: those that read none of the changed ones are the same."""
         made = SessionCache(self._plan, weights)
-        made._models |= self._models
+        made._threads = self._threads
+        made._models, made._stretches = self._models, self._stretches
         made._sessions |= {
             key: session
             for key, session in self._sessions.items()
@@ -219,7 +208,52 @@ class SessionCache:
         finally:
             self._lock.release()
 
-    def model(self, module: int) -> Model:
+    def stretches(self, program: Program) -> Mapping[int, Stretch]:
+        """The launches of a program in few sessions, by the index of the first of each."""
+        if id(program) not in self._stretches:
+            joined = list(self._joined(program))
+            kernels = [[part.kernel for part in parts] for parts, _ in joined]
+            pools = onnx_threads.pools(kernels, program.stream_count, self._threads)
+            self._stretches[id(program)] = (
+                program,
+                {
+                    parts[0].index: Stretch(launches=tuple(part.index for part in parts), model=model, pool=pool)
+                    for (parts, model), pool in zip(joined, pools, strict=True)
+                },
+            )
+        return self._stretches[id(program)][1]
+
+    def bind_stretch(self, program: Program, stretch: Stretch, memory: HostMemory, options: Any) -> "partial[object]":
+        """A call that runs launches of the program in ``memory``, as `bind` does."""
+        index = stretch.launches[0]
+        first = program.commands[index]
+        assert isinstance(first, Launch)
+        model = stretch.model or self._whole(first, f"commands[{index}]")
+        return self._bind(model, memory, options, stretch.pool, keeps_memory=True)
+
+    def bind(self, launch: Launch, memory: HostMemory, options: Any, where: str) -> "partial[object]":
+        """A call that runs one launch by itself in ``memory``, under these RunOptions.
+
+        Raises PlanInvalidError where kernel and launch do not fit.
+        """
+        launches = sum(isinstance(command, Launch) for program in self._plan.programs for command in program.commands)
+        pool = onnx_threads.pool_of_one(self._plan.kernels[launch.kernel], launches)
+        return self._bind(self._whole(launch, where), memory, options, pool, keeps_memory=False)
+
+    def _joined(self, program: Program) -> Iterator[tuple[list[Part], Joined | None]]:
+        flow = dataflow(program)
+        for stream in range(program.stream_count):
+            commands = ((i, command) for i, command in enumerate(program.commands) if command.stream == stream)
+            for are_launches, group in groupby(commands, lambda indexed: isinstance(indexed[1], Launch)):
+                if are_launches:
+                    yield from join([self._part(i, c) for i, c in group if isinstance(c, Launch)], flow, self._derived)
+
+    def _part(self, index: int, launch: Launch) -> Part:
+        kernel = self._plan.kernels[launch.kernel]
+        model = self._model(kernel.module)
+        return Part(index=index, launch=launch, kernel=kernel, model=model, label=f"{LABEL}{index}")
+
+    def _model(self, module: int) -> Model:
         """The model of a module, or an empty one where the bytes are none."""
         if module not in self._models:
             try:
@@ -229,41 +263,35 @@ class SessionCache:
                 self._models[module] = Model()
         return self._models[module]
 
-    def bind(self, launch: Launch, memory: HostMemory, options: Any, where: str) -> "partial[object]":
-        """A call that runs the launch in ``memory``, under these RunOptions.
+    def _derived(self, model: Joined) -> Shapes:
+        """The shapes of a model's outputs, as far as ONNX Runtime knows them before a run."""
+        options = session_options()
+        options.add_session_config_entry(*NO_PACKED_COPIES)
+        return {value.name: value.shape for value in self._open(model, options).get_outputs()}
 
-        Raises PlanInvalidError where kernel and launch do not fit.
-        """
+    def _whole(self, launch: Launch, where: str) -> Joined:
+        """The model of a launch as it is."""
         kernel = self._plan.kernels[launch.kernel]
         pointers = {relocation.param_offset: relocation.pointer for relocation in launch.relocations}
         if sorted(pointers) != sorted(p.offset for p in kernel.parameters):
             raise PlanInvalidError([f"{where}: its relocations do not match the parameters of kernel {launch.kernel}"])
         bound = [Bound(name=p.name, parameter=p, pointer=pointers[p.offset]) for p in kernel.parameters]
         of_kind = {kind: tuple(b for b in bound if b.parameter.kind is kind) for kind in ParameterKind}
-        model = Joined(
+        return Joined(
+            symbol=kernel.symbol,
             code=bytes(self._plan.modules[kernel.module].code),
             inputs=of_kind[ParameterKind.INPUT],
             outputs=of_kind[ParameterKind.OUTPUT],
             initializers=of_kind[ParameterKind.INITIALIZER],
         )
-        return self.bind_model(model, memory, options, kernel.symbol, threaded=_is_threaded(kernel))
 
-    def bind_chain(
-        self, launches: Sequence[Launch], chain: Chain, memory: HostMemory, options: Any
-    ) -> "partial[object]":
-        """A call that runs several launches as one model."""
-        kernels = [self._plan.kernels[launch.kernel] for launch in launches]
-        symbol = f"{kernels[0].symbol} to {kernels[-1].symbol}"
-        threaded = any(map(_is_threaded, kernels))
-        return self.bind_model(chain.joined(), memory, options, symbol, threaded=threaded)
-
-    def bind_model(
-        self, model: Joined, memory: HostMemory, options: Any, symbol: str, *, threaded: bool
+    def _bind(
+        self, model: Joined, memory: HostMemory, options: Any, pool: Pool, *, keeps_memory: bool
     ) -> "partial[object]":
         """A call that runs a model on what its values are bound to."""
-        key = (model.code, *(bound.pointer for bound in model.initializers))
+        key = (model.code, *(bound.pointer for bound in model.initializers), pool, keeps_memory)
         if key not in self._sessions:
-            self._sessions[key] = self._open(model, symbol, threads=self._threads if threaded else 1)
+            self._sessions[key] = self._checked(model, pool, keeps_memory=keeps_memory)
         session = self._sessions[key]
         binding = session.io_binding()
         sides = (model.inputs, binding.bind_input), (model.outputs, binding.bind_output)
@@ -276,6 +304,25 @@ class SessionCache:
         # (30 with RunOptions), most of it to look for a WebGPU graph.
         return partial(session._sess.run_with_iobinding, binding._iobinding, options)  # noqa: SLF001
 
+    def _checked(self, model: Joined, pool: Pool, *, keeps_memory: bool) -> Any:
+        """A session of a model that has what is bound to it."""
+        options = session_options(pool)
+        options.enable_cpu_mem_arena = options.enable_mem_pattern = keeps_memory
+        session = self._open(model, options)
+        declared = {tensor.name: tensor.type for tensor in (*session.get_inputs(), *session.get_outputs())}
+        bound = {value.name: _TYPE_NAMES[value.parameter.dtype] for value in (*model.inputs, *model.outputs)}
+        if declared != bound:
+            raise PlanInvalidError([f"kernel {model.symbol}: parameters {bound}, its model has {declared}"])
+        return session
+
+    def _open(self, model: Joined, options: Any) -> Any:
+        try:
+            initializers = {bound.name: self._value(bound.parameter, bound.pointer) for bound in model.initializers}
+            return open_session(model.code, initializers, self._folder, options)
+        except runtime_errors() as exc:
+            version = onnxruntime().__version__
+            raise PlanInvalidError([f"kernel {model.symbol}: ONNX Runtime {version} refuses its model: {exc}"]) from exc
+
     def _value(self, parameter: Parameter, pointer: Pointer) -> Any:
         """An initializer, where it lies among the weights; all of it must lie in one of them."""
         if pointer.region is not Region.WEIGHTS:
@@ -286,34 +333,6 @@ class SessionCache:
             raise PlanInvalidError([f"initializer {parameter.name!r}: its {nbytes} bytes are in no one weight"])
         array = weight[start : start + nbytes].view(numpy_dtype(parameter.dtype)).reshape(parameter.shape)
         return ort_value(array, parameter.dtype)
-
-    def _open(self, model: Joined, symbol: str, threads: int) -> Any:
-        try:
-            initializers = {bound.name: self._value(bound.parameter, bound.pointer) for bound in model.initializers}
-            session = open_session(model.code, initializers, self._folder, threads)
-        except runtime_errors() as exc:
-            version = onnxruntime().__version__
-            raise PlanInvalidError([f"kernel {symbol}: ONNX Runtime {version} refuses its model: {exc}"]) from exc
-        declared = {tensor.name: tensor.type for tensor in (*session.get_inputs(), *session.get_outputs())}
-        bound = {value.name: _TYPE_NAMES[value.parameter.dtype] for value in (*model.inputs, *model.outputs)}
-        if declared != bound:
-            raise PlanInvalidError([f"kernel {symbol}: parameters {bound}, its model has {declared}"])
-        return session
-
-
-def _is_threaded(kernel: Kernel) -> bool:
-    """Whether several threads are worth their waking."""
-    touched_nbytes = sum(prod(p.shape) * ITEM_NBYTES[p.dtype] for p in kernel.parameters)
-    return touched_nbytes >= _THREADED_NBYTES and kernel.symbol not in _STEPPED
-
-
-def _threads(plan: Plan) -> int:
-    """Threads of each session that has any of its own: streams share the cores, sessions the budget."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    launches = [c for program in plan.programs for c in program.commands if isinstance(c, Launch)]
-    large = sum(_is_threaded(plan.kernels[launch.kernel]) for launch in launches)
-    streams = max(program.stream_count for program in plan.programs)
-    return max(1, min(cores // max(streams, 1), _THREAD_BUDGET // max(large, 1)))
 
 
 def _element_type(parameter: Parameter, array: np.ndarray) -> Any:

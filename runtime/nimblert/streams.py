@@ -5,8 +5,10 @@ nothing here relies on two statements being run both: a wait can be begun again,
 """
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import inf
 from typing import Protocol
 
 from nimblert.errors import DeviceMismatchError, InputError
@@ -14,6 +16,9 @@ from nimblert.plan import Command
 
 Step = Callable[[], object]
 Bound = tuple[Command, Step]
+
+_LONG_S = 0.2
+"""How long Ctrl-C may take to have an effect."""
 
 
 class RunOptions(Protocol):
@@ -225,8 +230,31 @@ def interruptible(step: Step, options: RunOptions) -> None:
     finally:
         insist(worker.settle)
         worker.end()
+        insist(worker.join)
     if failed:
         raise failed.pop()
+
+
+class Patient:
+    """A step that Ctrl-C can end, at the price of another thread only where it takes long.
+
+    Python looks for Ctrl-C on the main thread, and not while that is in a step. How long a step takes,
+    its first run tells, on another thread.
+    """
+
+    def __init__(self, step: Step, options: RunOptions) -> None:
+        self._step = step
+        self._options = options
+        self._seconds = inf
+
+    def __call__(self) -> None:
+        """Run it."""
+        begin = time.perf_counter()
+        if self._seconds > _LONG_S and threading.current_thread() is threading.main_thread():
+            interruptible(self._step, self._options)
+        else:
+            self._step()
+        self._seconds = time.perf_counter() - begin
 
 
 def insist(action: Callable[[], None]) -> None:

@@ -149,6 +149,7 @@ def test_every_command_explains_itself_with_an_example(nimblec: CommandLine, com
         (("run", "p.plan", "--frob"), "--frob"),
         (("run", "p.plan", "--repeat", "0"), "--repeat"),
         (("run", "p.plan", "--seed", "-1"), "--seed"),
+        (("run", "p.plan", "--cpu-threads", "0,,1"), "neither a number of threads nor a list of processors"),
         (("run", "p.plan", "--input", "image"), "image=photo.npy"),
         (("compile", "m.onnx", "-o", "p", "--target", "tpu"), "tpu"),
         (("compile", "m.onnx", "-o", "p", "--dim", "batch"), "batch=4"),

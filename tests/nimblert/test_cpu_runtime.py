@@ -323,22 +323,6 @@ def test_sessions_of_others_still_work_beside_ours(path: Path) -> None:
     backend.close()
 
 
-def test_a_shared_thread_pool_gives_the_same_bits(path: Path, tmp_path: Path) -> None:
-    plan = plan_file(path)
-    plan.save(tmp_path / "model.plan")
-    np.save(tmp_path / "x.npy", X)
-    code = """
-import sys, numpy as np, nimblert.executable
-from nimblert import onnx_session
-onnx_session.share_thread_pool()
-onnx_session.share_thread_pool()
-with nimblert.executable.load(sys.argv[1] + "/model.plan") as model:
-    np.save(sys.argv[1] + "/y.npy", model(np.load(sys.argv[1] + "/x.npy")))
-"""
-    python(code, tmp_path, without=["onnx", "torch"])
-    np.testing.assert_array_equal(np.load(tmp_path / "y.npy"), run_plan(plan, {"x": X})[0])
-
-
 def test_a_profile_measures_each_command(path: Path) -> None:
     plan = plan_file(path)
     backend = CpuBackend(plan, plan.programs[0])

@@ -1,25 +1,34 @@
 """Launches as one model: equal results, and none joined whose memory no value orders."""
 
 from collections.abc import Sequence
-from itertools import chain
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from cpu_plans import assert_same, floats, plan_file, write_model
-from onnx import NodeProto, TensorProto, helper
+from onnx import ModelProto, NodeProto, TensorProto, helper
 
 import nimblert
 from nimblert.cpu import CpuBackend
 from nimblert.errors import InputError
-from nimblert.onnx_join import chains
+from nimblert.host_memory import HostWeights
 from nimblert.onnx_model import read_model
 from nimblert.onnx_model import write_model as written
-from nimblert.plan import Launch, Plan
+from nimblert.onnx_session import SessionCache, Stretch
+from nimblert.plan import Access, Launch, Plan, Pointer, Region, Relocation
 from nimblert.protobuf import Budget
 
 node = helper.make_node
 ROWS, WIDTH = 4, 16
+BRANCHES = (
+    node("MatMul", ["x", "w"], ["a"]),
+    node("Tanh", ["a"], ["b"]),
+    node("MatMul", ["b", "w"], ["c"]),
+    node("Sigmoid", ["x"], ["d"]),
+    node("MatMul", ["d", "w"], ["e"]),
+    node("Mul", ["c", "e"], ["y"]),
+)
 
 
 def planned(folder: Path, nodes: Sequence[NodeProto], outputs: Sequence[str], *, streams: int | None = 1) -> Plan:
@@ -35,17 +44,20 @@ def planned(folder: Path, nodes: Sequence[NodeProto], outputs: Sequence[str], *,
     return assert_same(path, {"x": x}, plan=plan_file(path, streams=streams))
 
 
+def stretches(plan: Plan) -> list[Stretch]:
+    """What the sessions of a plan's program run."""
+    with SessionCache(plan, HostWeights(plan)) as sessions:
+        found = list(sessions.stretches(plan.programs[0]).values())
+    for stretch in found:
+        if stretch.model is not None:
+            code = stretch.model.code
+            assert written(read_model(code, Budget(1 << 16))) == code
+    return found
+
+
 def members(plan: Plan) -> list[list[int]]:
-    """Which launches of a plan of one stream are one model."""
-    launches = [command for command in plan.programs[0].commands if isinstance(command, Launch)]
-    kernels = [plan.kernels[launch.kernel] for launch in launches]
-    models = [read_model(bytes(plan.modules[kernel.module].code), Budget(1 << 16)) for kernel in kernels]
-    labels = [f"c{number}" for number in range(len(launches))]
-    found = chains(list(zip(launches, kernels, models, labels, strict=True)))
-    for _, joined in found:
-        code = joined.joined().code
-        assert written(read_model(code, Budget(1 << 16))) == code
-    return [group for group, _ in found]
+    """Which launches of a plan are one model."""
+    return [list(stretch.launches) for stretch in stretches(plan)]
 
 
 def test_a_chain_is_one_model(tmp_path: Path) -> None:
@@ -60,37 +72,66 @@ def test_a_chain_is_one_model(tmp_path: Path) -> None:
     assert members(plan) == [list(range(len(plan.programs[0].commands)))]
 
 
-def test_launches_that_no_value_orders_are_apart_where_they_share_memory(tmp_path: Path) -> None:
-    """The second branch writes where the first one's middle lay, which no value tells ONNX Runtime."""
-    nodes = [
-        node("MatMul", ["x", "w"], ["a"]),
-        node("Tanh", ["a"], ["b"]),
-        node("MatMul", ["b", "w"], ["c"]),
-        node("Sigmoid", ["x"], ["d"]),
-        node("MatMul", ["d", "w"], ["e"]),
-        node("Mul", ["c", "e"], ["y"]),
-    ]
-    plan = planned(tmp_path, nodes, ["y"])
-    groups = members(plan)
-    assert list(chain.from_iterable(groups)) == list(range(len(plan.programs[0].commands)))
-    assert len(groups) > 1
-    roomy = planned(tmp_path, nodes, ["c", "e", "y", "a", "b", "d"])  # outputs have memory of their own
-    assert members(roomy) == [[0, 1, 2, 3, 4, 5]]
+def test_what_only_the_model_reads_is_in_no_memory_of_the_plan(tmp_path: Path) -> None:
+    """The second branch writes where the first one's middle lay: nothing lies there now."""
+    plan = planned(tmp_path, BRANCHES, ["y", "c"])
+    (stretch,) = stretches(plan)
+    assert stretch.model is not None
+    assert [bound.pointer.region for bound in stretch.model.outputs] == [Region.OUTPUT] * 2
+    assert [bound.pointer.region for bound in stretch.model.inputs] == [Region.INPUT]
+
+
+@pytest.mark.parametrize(("read_by_last", "expected"), [("a", [[0, 1]]), ("x", [[0], [1]])])
+def test_what_is_written_over_must_have_been_read(
+    tmp_path: Path, read_by_last: str, expected: list[list[int]]
+) -> None:
+    """The first launch reads state that the second writes; what orders them is that it reads what the first made."""
+    nodes = [node("Tanh", ["x"], ["a"]), node("Neg", [read_by_last], ["b"])]
+    plan = planned(tmp_path, nodes, ["a", "b"])
+    program = plan.programs[0]
+    first, last = (command for command in program.commands if isinstance(command, Launch))
+    state = Access(pointer=Pointer(region=Region.STATE), nbytes=ROWS * WIDTH * 4)
+    (source, made), (read, _) = first.relocations, last.relocations
+    first = replace(first, relocations=(replace(source, pointer=state.pointer), made), reads=(state,))
+    written = Relocation(param_offset=last.relocations[1].param_offset, pointer=state.pointer)
+    last = replace(last, relocations=(read, written), writes=(state,))
+    shared = replace(plan, state_nbytes=state.nbytes, programs=(replace(program, commands=(first, last)),))
+    assert members(shared) == expected
+
+
+def test_a_value_that_has_another_shape_than_the_plan_says_ends_the_run(tmp_path: Path) -> None:
+    """Rules of a plan are about declared shapes: nothing may read a value of another one."""
+    path = write_model(
+        tmp_path / "model.onnx",
+        [
+            node("Tanh", ["x"], ["a"]),
+            node("Reshape", ["a", "s"], ["b"]),
+            node("Neg", ["b"], ["c"]),
+            node("ReduceMax", ["c"], ["y"], keepdims=0),
+        ],
+        [floats("x", ROWS, WIDTH)],
+        [floats("y")],
+        constants={"s": np.array([WIDTH, ROWS])},
+    )
+    plan = plan_file(path)
+    assert members(plan) == [[0, 1, 2, 3]]
+    (reshape,) = (kernel for kernel in plan.kernels if kernel.symbol == "Reshape")
+    model = ModelProto.FromString(bytes(plan.modules[reshape.module].code))
+    model.graph.initializer[0].raw_data = np.array([8, 8]).tobytes()
+    modules = list(plan.modules)
+    modules[reshape.module] = replace(modules[reshape.module], code=memoryview(model.SerializeToString()))
+    x = np.zeros((ROWS, WIDTH), np.float32)
+    with nimblert.load(plan) as good, nimblert.load(replace(plan, modules=tuple(modules))) as bad:
+        assert good(x) == 0
+        with pytest.raises(InputError, match=r"^op Reshape .*: failed on these inputs: .*shape"):
+            bad(x)
 
 
 def test_streams_are_joined_each_by_itself(tmp_path: Path) -> None:
-    nodes = [
-        node("MatMul", ["x", "w"], ["a"]),
-        node("Tanh", ["a"], ["b"]),
-        node("MatMul", ["b", "w"], ["c"]),
-        node("Sigmoid", ["x"], ["d"]),
-        node("MatMul", ["d", "w"], ["e"]),
-        node("Mul", ["c", "e"], ["y"]),
-    ]
-    plan = planned(tmp_path, nodes, ["y"], streams=None)
+    plan = planned(tmp_path, BRANCHES, ["y"], streams=None)
     assert plan.programs[0].stream_count == 2
     backend = CpuBackend(plan, plan.programs[0])
-    assert len(backend._sessions._sessions) < 5
+    assert len(backend._sessions) < 5
     backend.close()
 
 

@@ -1,0 +1,105 @@
+"""How many threads a session of a CPU plan has, and what they do while they have no work."""
+
+import enum
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from operator import index
+from pathlib import Path
+from typing import TypeAlias
+
+from nimblert.errors import InputError
+from nimblert.plan import ITEM_NBYTES, Kernel
+
+Threads: TypeAlias = int | Sequence[int]
+"""How many, the caller's included; or the processor for each: the caller's is the first, and stays where it is."""
+
+_LARGE_NBYTES = 128 << 10
+"""A kernel that touches less than this runs on its stream's thread alone: waking others takes longer."""
+
+_STEPPED = frozenset({"RNN", "GRU", "LSTM", "com.microsoft.DynamicQuantizeLSTM"})
+"""So do these: they would wake the others at every step of time (a GRU of 64 steps: 0.9 ms alone, 32 with two)."""
+
+_BUDGET = 256
+"""At most about so many threads in the pools of one program's sessions together."""
+
+_MOST_THREADS = 1024
+
+
+class Waiting(enum.Enum):
+    """What the threads of a session, its own, do while they have no work."""
+
+    SPINNING = enum.auto()
+    """Look for work for a while after each run, then sleep: ONNX Runtime's custom, fastest for one session."""
+    SPINNING_IN_RUNS = enum.auto()
+    """Look for work until the run ends: others go on then, who need the cores."""
+    SLEEPING = enum.auto()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pool:
+    """The threads of a session. ``processors``: of all, none where the system chooses."""
+
+    count: int = 1
+    processors: tuple[int, ...] = ()
+    waiting: Waiting = Waiting.SLEEPING
+
+
+def checked(threads: Threads | None) -> tuple[int, tuple[int, ...]]:
+    """How many threads the user wants, or there are cores, and on which processors. Raises InputError."""
+    if threads is None:
+        return cores(), ()
+    try:
+        processors = () if not isinstance(threads, Sequence) else tuple(map(index, threads))
+        count = len(processors) if isinstance(threads, Sequence) else index(threads)
+    except TypeError as exc:
+        raise InputError(f"threads: got {threads!r}, expected a number, or the numbers of processors") from exc
+    if not 1 <= count <= _MOST_THREADS:
+        raise InputError(f"threads: {count}, expected 1 to {_MOST_THREADS}")
+    if missing := [n for n in processors if n not in _processors()]:
+        raise InputError(f"threads: processor {missing[0]} is none that this process may use: {sorted(_processors())}")
+    return count, processors
+
+
+def pools(kernels: Iterable[Sequence[Kernel]], streams: int, wanted: tuple[int, tuple[int, ...]]) -> tuple[Pool, ...]:
+    """A pool for each session of a program, given the kernels that it runs."""
+    large = [any(map(_is_large, of_one)) for of_one in kernels]
+    count, processors = wanted
+    each = max(1, min(count // max(streams, 1), _BUDGET // max(sum(large), 1)))
+    waiting = Waiting.SPINNING if sum(large) == 1 else Waiting.SPINNING_IN_RUNS
+    pool = Pool(count=each, processors=processors[:each] if each == count else (), waiting=waiting)
+    return tuple(pool if one else Pool() for one in large)
+
+
+def pool_of_one(kernel: Kernel, sessions: int) -> Pool:
+    """The pool of one of many sessions that run one kernel each, and one at a time."""
+    return Pool(count=max(1, min(cores(), _BUDGET // max(sessions, 1)))) if _is_large(kernel) else Pool()
+
+
+def _is_large(kernel: Kernel) -> bool:
+    """Whether several threads are worth their waking."""
+    touched_nbytes = sum(prod(p.shape) * ITEM_NBYTES[p.dtype] for p in kernel.parameters)
+    return touched_nbytes >= _LARGE_NBYTES and kernel.symbol not in _STEPPED
+
+
+def cores() -> int:
+    """The cores that this process may use: processors that share one count once."""
+    return len({_core(processor) for processor in _processors()})
+
+
+def _processors() -> frozenset[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(os.cpu_count() or 1))
+
+
+@cache
+def _core(processor: int) -> str:
+    """The processors that share a core with this one, as Linux lists them."""
+    path = Path(f"/sys/devices/system/cpu/cpu{processor}/topology/thread_siblings_list")
+    try:
+        return path.read_text()
+    except OSError:
+        return str(processor)

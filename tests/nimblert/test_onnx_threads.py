@@ -1,0 +1,82 @@
+"""How many threads a CPU plan computes with, and where."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cpu_plans import floats, plan_file, write_model
+from onnx import helper
+
+import nimblert
+from nimblert.errors import InputError
+from nimblert.executable import Executable
+from nimblert.plan import Plan, Target
+
+SIZE = 256
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    weight = np.random.default_rng(0).standard_normal((SIZE, SIZE)).astype(np.float32)
+    path = write_model(
+        tmp_path_factory.mktemp("model") / "model.onnx",
+        [helper.make_node("MatMul", ["x", "w"], ["a"]), helper.make_node("Tanh", ["a"], ["y"])],
+        [floats("x", SIZE, SIZE)],
+        [floats("y", SIZE, SIZE)],
+        constants={"w": weight},
+    )
+    return plan_file(path)
+
+
+def tasks() -> set[str]:
+    return {path.name for path in Path("/proc/self/task").iterdir()}
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks at the threads as Linux lists them")
+def test_a_plan_has_the_threads_that_it_is_given_and_gives_the_same_result(plan: Plan) -> None:
+    x = np.random.default_rng(1).standard_normal((SIZE, SIZE)).astype(np.float32)
+    with nimblert.load(plan, threads=1) as one:
+        expected = one(x)
+    for threads in (1, 2, 3):
+        before = tasks()
+        with nimblert.load(plan, threads=threads) as model:
+            assert len(tasks() - before) == threads - 1
+            with model.context() as context:  # over the same session
+                assert len(tasks() - before) == threads - 1
+                np.testing.assert_allclose(context(x), expected, rtol=1e-5)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="asks Linux where threads run")
+def test_threads_run_on_the_processors_that_they_are_given(plan: Plan) -> None:
+    processors = sorted(os.sched_getaffinity(0))
+    before = tasks()
+    with nimblert.load(plan, threads=[processors[0], processors[-1]]):
+        (started,) = tasks() - before
+        assert os.sched_getaffinity(int(started)) == {processors[-1]}
+        assert os.sched_getaffinity(0) == set(processors)
+
+
+@pytest.mark.parametrize(
+    ("threads", "sentence"),
+    [
+        (0, "threads: 0, expected 1 to 1024"),
+        (-1, "threads: -1, expected 1 to 1024"),
+        ([], "threads: 0, expected 1 to 1024"),
+        (1 << 40, "threads: 1099511627776, expected 1 to 1024"),
+        ([0, 99999], "threads: processor 99999 is none that this process may use: "),
+        ("2", "threads: got '2', expected a number, or the numbers of processors"),
+        (1.5, "threads: got 1.5, expected a number, or the numbers of processors"),
+    ],
+)
+def test_what_is_no_number_of_threads_is_refused(plan: Plan, threads: Any, sentence: str) -> None:
+    with pytest.raises(InputError) as caught:
+        nimblert.load(plan, threads=threads)
+    assert str(caught.value).startswith(sentence)
+
+
+def test_a_plan_for_a_gpu_takes_no_threads(plan: Plan) -> None:
+    with pytest.raises(InputError, match="threads: a plan for a GPU computes with none of the CPU's"):
+        Executable(replace(plan, target=Target.CUDA), threads=2)
