@@ -48,9 +48,9 @@ class PlanServer:
         self._model = nimblert.load(plan)
         self._plan = Rows(self._model)
         self._metadata = oip.metadata(name, self._plan.inputs, self._plan.outputs)
-        self._probe = {t.name: np.zeros((self._plan.sizes[0], *t.shape[1:]), t.dtype) for t in self._plan.inputs}
+        self._probe = {tensor.name: np.zeros(tensor.shape, tensor.dtype) for tensor in self._plan.inputs}
         self._expected = self._plan.run(self._probe)
-        self._batch.set_max_batch_size(self._plan.sizes[-1])
+        self._batch.set_max_batch_size(max(1, self._plan.batch))
         self._batch.set_batch_wait_timeout_s(wait_s)
         self._batches = metrics.Counter("nimblert_batches", description="Batches run")
         self._rows = metrics.Counter("nimblert_rows", description="Rows run, of all batches")
@@ -105,7 +105,7 @@ class PlanServer:
         try:
             asked = oip.read_request(await request.body(), request.headers.get(oip.HEADER_LENGTH))
             count = self._plan.check(asked.arrays)  # before it meets the rows of others
-            fits = count <= self._plan.sizes[-1]
+            fits = count <= self._plan.batch
             outputs = await (self._batch(asked.arrays) if fits else self._run(asked.arrays))
             body, headers = oip.write_response(name, asked, outputs)
         except (oip.ProtocolError, nimblert.InputError) as exc:

@@ -1,4 +1,4 @@
-"""Any number of rows through a plan that was compiled for certain numbers of them."""
+"""Calls of any number of rows through a plan, together where that is possible."""
 
 import asyncio
 from collections import deque
@@ -14,11 +14,12 @@ Arrays = dict[str, np.ndarray]
 class Rows:
     """The main entry of a plan whose inputs and outputs all have the rows, the batch, as their first dimension.
 
-    ``sizes`` are the numbers of rows that the plan has programs for, ascending.
+    ``batch`` is the number of rows up to which calls may be joined: that of the largest program, where the plan takes
+    every number up to it; else 0.
     """
 
     def __init__(self, model: nimblert.Executable) -> None:
-        """Raises InputError for a plan whose tensors do not agree about the rows."""
+        """Runs each number of rows once, so that the programs are loaded. Raises InputError for a plan without rows."""
         self._model = model
         self.inputs = model.inputs
         self.outputs = model.outputs
@@ -28,7 +29,16 @@ class Rows:
             if len(firsts) != 1 or firsts == {()}:
                 raise nimblert.InputError(f"{program.name!r}: expected a batch as the first dimension of every tensor")
             sizes.update(firsts.pop())
-        self.sizes = sorted(sizes)
+        self.batch = max(sizes)
+        for count in range(1, max(sizes) + 1):
+            try:
+                self.run(self.zeros(count))
+            except nimblert.InputError:
+                self.batch = 0
+
+    def zeros(self, count: int) -> Arrays:
+        """Inputs of so many rows."""
+        return {tensor.name: np.zeros((count, *tensor.shape[1:]), tensor.dtype) for tensor in self.inputs}
 
     def check(self, arrays: Arrays) -> int:
         """How many rows ``arrays`` have; InputError where the plan does not take them."""
@@ -45,17 +55,11 @@ class Rows:
         counts = {len(array) for array in arrays.values()}
         if len(counts) != 1 or 0 in counts:
             raise nimblert.InputError(f"inputs: {sorted(counts)} rows, expected as many of each, and one at least")
-        (count,) = counts
-        _parts(count, self.sizes)
-        return count
+        return counts.pop()
 
     def run(self, arrays: Arrays) -> Arrays:
-        """The outputs of arrays that `check` takes, as few calls of the plan as give them."""
-        results, start = [], 0
-        for size in _parts(self.check(arrays), self.sizes):
-            results.append(self._model.run({name: array[start : start + size] for name, array in arrays.items()}))
-            start += size
-        return joined(results)
+        """The outputs. Raises InputError for a number of rows that the plan does not take."""
+        return self._model.run(arrays)
 
     async def arun(self, arrays: Arrays) -> Arrays:
         """As `run`, while the event loop goes on."""
@@ -83,7 +87,7 @@ class Batches:
 
     async def _work(self) -> None:
         while self._waiting:
-            if sum(count for _, count, _ in self._waiting) < self._rows.sizes[-1]:
+            if sum(count for _, count, _ in self._waiting) < self._rows.batch:
                 await asyncio.sleep(self._wait_s)
             taken = self._next()
             batch = self._rows.arun(joined([arrays for arrays, _, _ in taken]))
@@ -97,24 +101,13 @@ class Batches:
                     result.set_result(split(outcome, [count for _, count, _ in taken])[place])
 
     def _next(self) -> list[tuple[Arrays, int, asyncio.Future[Arrays]]]:
-        """The calls that fit the largest program together, and the first in any case."""
+        """The calls that may run together, and the first in any case."""
         taken = [self._waiting.popleft()]
-        room = self._rows.sizes[-1] - taken[0][1]
+        room = self._rows.batch - taken[0][1]
         while self._waiting and self._waiting[0][1] <= room:
             taken.append(self._waiting.popleft())
             room -= taken[-1][1]
         return taken
-
-
-def _parts(count: int, sizes: Sequence[int]) -> list[int]:
-    """``count`` as a sum of ``sizes``, which ascend, the largest first."""
-    parts, left = [], count
-    for size in reversed(sizes):
-        parts += [size] * (left // size)
-        left %= size
-    if left:
-        raise nimblert.InputError(f"inputs: {count} rows, which {sizes} rows, those of the plan, do not add up to")
-    return parts
 
 
 def joined(items: Sequence[Arrays]) -> Arrays:

@@ -4,6 +4,7 @@ import importlib.util
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,18 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return shop.folder / "models"
 
 
+ARGUMENTS = {
+    "model_config": "{}",
+    "model_instance_kind": "CPU",
+    "model_instance_device_id": "0",
+    "model_repository": "models/digits",
+    "model_version": "1",
+    "model_name": "digits",
+}
+
+
 @pytest.fixture
-def model(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def made(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The model as Triton makes it: the folder of its version is where it finds modules."""
     folder = repository / "digits" / "1"
     monkeypatch.syspath_prepend(folder)
@@ -36,18 +47,15 @@ def model(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    made = module.TritonPythonModel()
-    made.initialize({
-        "model_config": "{}",
-        "model_instance_kind": "CPU",
-        "model_instance_device_id": "0",
-        "model_repository": str(repository / "digits"),
-        "model_version": "1",
-        "model_name": "digits",
-    })
+    yield module.TritonPythonModel()
+    sys.modules.pop("rows", None)
+
+
+@pytest.fixture
+def model(made: Any) -> Iterator[Any]:
+    made.initialize(ARGUMENTS)
     yield made
     made.finalize()
-    sys.modules.pop("rows", None)
 
 
 def request(name: str, array: np.ndarray, *wanted: str) -> stand_in.InferenceRequest:
@@ -88,6 +96,16 @@ def test_the_end_gives_the_plan_back(model: Any) -> None:
     model.finalize()
     with pytest.raises(nimblert.InputError, match="is closed"):
         model.execute([request("image", image(7))])
+
+
+def test_a_plan_that_takes_no_sizes_between_its_own_is_refused_at_load(
+    repository: Path, made: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = container.read(repository / "digits" / "1" / "model.plan")
+    exact = nimblert.load(replace(plan, programs=tuple(replace(program, fits=()) for program in plan.programs)))
+    monkeypatch.setattr(nimblert, "load", lambda *_, **__: exact)
+    with exact, pytest.raises(stand_in.TritonModelException, match="does not take every number of rows"):
+        made.initialize(ARGUMENTS)
 
 
 def test_the_configuration_is_of_the_plan(repository: Path) -> None:

@@ -6,6 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 
 
+class TritonModelException(Exception):  # noqa: N818 — Triton's name
+    """Why a model cannot be loaded."""
+
+
 @dataclass(frozen=True)
 class TritonError:
     """What a response says in place of outputs."""

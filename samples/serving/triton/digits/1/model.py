@@ -18,6 +18,8 @@ class TritonPythonModel:
         device = int(args["model_instance_device_id"]) if args["model_instance_kind"] == "GPU" else 0
         self._model = nimblert.load(Path(__file__).with_name("model.plan"), device=device)
         self._plan = Rows(self._model)
+        if not self._plan.batch:
+            raise triton.TritonModelException("the plan does not take every number of rows: requests cannot be joined")
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         """A response to each of these requests, which run together; what is wrong with one concerns no other."""

@@ -1,0 +1,209 @@
+"""What the samples for servers share: rows that run together, and the protocol's bodies."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import oip
+import pytest
+from rows import Arrays, Batches, Rows
+from subprocesses import ROOT
+
+import nimblec
+import nimblert
+from nimblert.plan import Plan
+
+DIGITS = (0, 3, 7, 9)
+IMAGES = np.concatenate([np.load(ROOT / "samples" / f"digit_{digit}.npy") for digit in DIGITS])
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    model = ROOT / "samples" / "digits_batch.onnx"
+    return nimblec.compile(model, dims={"batch": (2, 4)}, target="cpu", plan_cache=None)
+
+
+@pytest.fixture(scope="module")
+def model(plan: Plan) -> Iterator[nimblert.Executable]:
+    with nimblert.load(plan) as executable:
+        yield executable
+
+
+@pytest.fixture(scope="module")
+def rows(model: nimblert.Executable) -> Rows:
+    return Rows(model)
+
+
+def test_any_number_of_rows_runs(rows: Rows) -> None:
+    assert rows.batch == 4
+    for count in (1, 2, 3, 4):
+        assert rows.run({"image": IMAGES[:count]})["digit"].tolist() == list(DIGITS[:count])
+    many = np.tile(IMAGES, (3, 1, 1, 1))[:11]
+    assert rows.run({"image": many})["digit"].tolist() == list(DIGITS * 3)[:11]
+
+
+def test_a_plan_of_one_size_runs_each_call_alone() -> None:
+    plan = nimblec.compile(ROOT / "samples" / "digits.onnx", target="cpu", plan_cache=None)
+    with nimblert.load(plan) as model:
+        rows = Rows(model)
+        assert rows.batch == 1
+        assert asyncio.run(together(rows, [IMAGES[:1], IMAGES[1:2]])) == [[0], [3]]
+
+
+def test_a_plan_without_padding_runs_each_call_alone(plan: Plan) -> None:
+    exact = replace(plan, programs=tuple(replace(program, fits=()) for program in plan.programs))
+    with nimblert.load(exact) as model:
+        rows = Rows(model)
+        assert rows.batch == 0
+        assert asyncio.run(together(rows, [IMAGES[:2], IMAGES[2:], IMAGES])) == [[0, 3], [7, 9], list(DIGITS)]
+
+
+def test_a_plan_without_rows_is_refused(plan: Plan) -> None:
+    def flat(tensor: nimblert.plan.Tensor) -> nimblert.plan.Tensor:
+        return replace(tensor, shape=(), strides=())
+
+    program = plan.programs[0]
+    odd = replace(program, outputs=tuple(map(flat, program.outputs)))
+
+    class Odd:
+        inputs, outputs = odd.inputs, odd.outputs
+
+        def entry(self) -> "Odd":
+            return self
+
+        programs = (odd,)
+
+    with pytest.raises(nimblert.InputError, match="expected a batch as the first dimension of every tensor"):
+        Rows(Odd())  # type: ignore[arg-type]
+
+
+async def together(rows: Rows, images: list[np.ndarray]) -> list[list[int]]:
+    """The digits in these images, each array a call, at the same time."""
+    batches = Batches(rows, 0.05)
+    found = await asyncio.gather(*(batches.run({"image": image}) for image in images))
+    return [outputs["digit"].tolist() for outputs in found]
+
+
+def test_calls_of_one_time_run_together(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    run = rows.run
+
+    def noted(arrays: Arrays) -> Arrays:
+        sizes.append(len(arrays["image"]))
+        return run(arrays)
+
+    monkeypatch.setattr(rows, "run", noted)
+    images = [IMAGES[:1], IMAGES[1:3], IMAGES[3:], IMAGES[:3], np.concatenate([IMAGES, IMAGES])]
+    assert asyncio.run(together(rows, images)) == [[0], [3, 7], [9], [0, 3, 7], [*DIGITS, *DIGITS]]
+    assert sizes == [4, 3, 8]
+
+
+def test_a_failure_of_a_batch_reaches_every_call_of_it_and_the_next_one_runs(
+    rows: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def calls() -> list[object]:
+        batches = Batches(rows, 0.01)
+        with monkeypatch.context() as patch:
+            patch.setattr(rows, "run", lambda _: 1 / 0)
+            failed = await asyncio.gather(
+                *(batches.run({"image": IMAGES[:1]}) for _ in range(3)), return_exceptions=True
+            )
+        return [*map(type, failed), (await batches.run({"image": IMAGES}))["digit"].tolist()]
+
+    assert asyncio.run(calls()) == [ZeroDivisionError] * 3 + [list(DIGITS)]
+
+
+def test_a_call_that_is_given_up_leaves_the_others_their_answers(rows: Rows) -> None:
+    async def calls() -> list[int]:
+        batches = Batches(rows, 0.05)
+        given_up, kept = (asyncio.create_task(batches.run({"image": IMAGES[i : i + 1]})) for i in (0, 1))
+        await asyncio.sleep(0.01)
+        given_up.cancel()
+        return (await kept)["digit"].tolist()
+
+    assert asyncio.run(calls()) == [3]
+
+
+@pytest.mark.parametrize(
+    ("arrays", "sentence"),
+    [
+        ({"picture": IMAGES}, r"inputs: \['picture'\], expected \['image'\]"),
+        ({"image": IMAGES[0]}, r"input 'image': shape \(1, 8, 8\), expected \(rows, 1, 8, 8\)"),
+        ({"image": np.float32(1)}, r"input 'image': shape \(\), expected \(rows, 1, 8, 8\)"),
+        ({"image": IMAGES.astype(np.float64)}, "input 'image': dtype float64, expected float32"),
+        ({"image": IMAGES[:0]}, r"inputs: \[0\] rows, expected as many of each, and one at least"),
+    ],
+)
+def test_what_is_no_call(rows: Rows, arrays: Arrays, sentence: str) -> None:
+    with pytest.raises(nimblert.InputError, match=sentence):
+        rows.check(arrays)
+
+
+# --- the protocol
+
+
+TENSOR = {"name": "image", "shape": [2, 2], "datatype": "FP32", "data": [1, 2, 3, 4]}
+BINARY = {"name": "image", "shape": [2, 2], "datatype": "FP32", "parameters": {"binary_data_size": 16}}
+FOUR = np.arange(1, 5, dtype=np.float32).reshape(2, 2)
+
+
+def body(*tensors: object, **more: object) -> bytes:
+    return json.dumps({"inputs": tensors, **more}).encode()
+
+
+@pytest.mark.parametrize("data", [[1, 2, 3, 4], [[1, 2], [3, 4]]])
+def test_tensors_in_the_json(data: list[object]) -> None:
+    found = oip.read_request(body({**TENSOR, "data": data}, id="a"), None)
+    np.testing.assert_array_equal(found.arrays["image"], FOUR, strict=True)
+    assert (found.id, found.binary, found.binary_else) == ("a", {}, False)
+
+
+def test_tensors_behind_the_json() -> None:
+    second = {"name": "flags", "shape": [3], "datatype": "BOOL", "parameters": {"binary_data_size": 3}}
+    header = body(BINARY, second, parameters={"binary_data_output": True})
+    found = oip.read_request(header + FOUR.tobytes() + b"\1\0\1", str(len(header)))
+    np.testing.assert_array_equal(found.arrays["image"], FOUR, strict=True)
+    np.testing.assert_array_equal(found.arrays["flags"], [True, False, True], strict=True)
+    assert found.binary_else
+
+
+@pytest.mark.parametrize(
+    ("content", "length", "sentence"),
+    [
+        (b"{", None, "not one of the Open Inference Protocol"),
+        (b"[]", None, "not one of the Open Inference Protocol"),
+        (b"{}", None, "the request has no 'inputs'"),
+        (body({**TENSOR, "shape": [-1, 4]}), None, "expected no negative size"),
+        (body({**TENSOR, "shape": [3, 2]}), None, r"4 values, its shape \(3, 2\) has 6"),
+        (body({**TENSOR, "data": [[1], [2, 3]]}), None, "not one of the Open Inference Protocol"),
+        (body({**TENSOR, "datatype": "BYTES"}), None, "datatype 'BYTES', expected one of"),
+        (body({**TENSOR, "name": ["a"]}), None, "not one of the Open Inference Protocol"),
+        (body(BINARY), None, "16 of 0 bytes, expected 16 bytes"),
+        (body({**BINARY, "parameters": {"binary_data_size": 12}}) + bytes(12), "x", "not one of the Open"),
+        (body(TENSOR), "-3", "not one of the Open Inference Protocol"),
+    ],
+)
+def test_what_is_no_request(content: bytes, length: str | None, sentence: str) -> None:
+    with pytest.raises(oip.ProtocolError, match=sentence):
+        oip.read_request(content, length)
+
+
+@pytest.mark.parametrize("name", ["image", "none"])
+def test_answers_have_the_outputs_that_were_asked_for(name: str) -> None:
+    arrays = {"image": FOUR, "flags": np.array([True, False])}
+    everything = oip.read_request(body(TENSOR), None)
+    content, headers = oip.write_response("m", everything, arrays)
+    assert oip.HEADER_LENGTH not in headers
+    assert [output["data"] for output in json.loads(content)["outputs"]] == [[1, 2, 3, 4], [True, False]]
+    one = oip.read_request(body(TENSOR, outputs=[{"name": name, "parameters": {"binary_data": True}}]), None)
+    if name == "none":
+        with pytest.raises(oip.ProtocolError, match=r"output 'none': not found, the model has \['image', 'flags'\]"):
+            oip.write_response("m", one, arrays)
+        return
+    content, headers = oip.write_response("m", one, arrays)
+    length = int(headers[oip.HEADER_LENGTH])
+    (output,) = json.loads(content[:length])["outputs"]
+    assert (output["name"], output["shape"], output["parameters"]) == ("image", [2, 2], {"binary_data_size": 16})
+    assert content[length:] == FOUR.tobytes()
