@@ -4,7 +4,9 @@ Usage: python -m bench.nimblec_peer LEVEL MODEL [--fp32] [--chain] [--turns]; --
 times the same kernels in one chain, and tells of the schedule; --turns waits to be told when to measure.
 
 kernels_us: GPU time of the plan's graph, by events around each replay. replay_us: the wall clock of the same replay,
-synchronised, inputs in the GPU's memory. numpy_us: the wall clock of a call from arrays in C order to arrays.
+synchronised, inputs in the GPU's memory. numpy_us: the wall clock of a call from arrays in C order to arrays;
+other_order_us: the same with images channels last. call_us: the wall clock of a call from tensors on the GPU to new
+arrays there, synchronised. launch_us: what a launch on bound arrays takes of the caller's time, nothing waited for.
 """
 
 import argparse
@@ -17,6 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
+from torch.utils import _pytree as pytree
 
 from bench import clocks, reference
 from bench.peer_calls import wall_us
@@ -27,13 +31,14 @@ from nimblert import container, golden
 from nimblert.cuda import CudaBackend
 from nimblert.executable import Executable, load
 from nimblert.hazards import hazards
-from nimblert.plan import Launch, Plan, Program, Record, Wait
+from nimblert.plan import Launch, Plan, Program, Record, Tensor, Wait
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 _WARM_UPS = 20
 _REPEATS = 100
+_COPIED_NBYTES = 64 << 20
 
 
 def gpu_us(loaded: Executable) -> np.ndarray:
@@ -114,6 +119,56 @@ def arrays(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> d
     return {tensor.name: array for tensor, array in zip(program.inputs, host, strict=True)}
 
 
+def tensors(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The example inputs by the plan's names, on the GPU as the plan reads them."""
+    leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    return {t.name: laid_out(t, leaf.cuda()) for t, leaf in zip(program.inputs, leaves, strict=True)}
+
+
+def laid_out(tensor: Tensor, value: torch.Tensor) -> torch.Tensor:
+    """A tensor on the GPU in the memory order of an input or output."""
+    return torch.empty_strided(tensor.shape, tensor.strides, dtype=value.dtype, device="cuda").copy_(value)
+
+
+def launch_us(loaded: Executable, placed: dict[str, torch.Tensor]) -> list[float]:
+    """Microseconds of each of many launches on bound arrays, the GPU idle before each."""
+    program = loaded.program
+    given = {name: torch.utils.dlpack.from_dlpack(output) for name, output in loaded.run(placed).items()}
+    for tensor in (*program.inputs, *program.outputs):
+        loaded.bind(tensor.name, {**placed, **given}[tensor.name])
+    stream = torch.cuda.current_stream().cuda_stream
+    times = []
+    for _ in range(_WARM_UPS + _REPEATS):
+        begin = time.perf_counter()
+        loaded.launch(stream)
+        times.append((time.perf_counter() - begin) * 1e6)
+        torch.cuda.synchronize()
+    for tensor in (*program.inputs, *program.outputs):
+        loaded.bind(tensor.name, None)
+    return times[_WARM_UPS:]
+
+
+def channels_last(array: np.ndarray) -> np.ndarray:
+    """The same images in the other order in memory; anything else as it is."""
+    return np.ascontiguousarray(array.transpose(0, 2, 3, 1)).transpose(0, 3, 1, 2) if array.ndim == 4 else array
+
+
+def page_locked_gbps() -> dict[str, float]:
+    """Gigabytes a second between page-locked memory and the GPU, each way, of 64 MiB."""
+    host = torch.empty(_COPIED_NBYTES, dtype=torch.uint8, pin_memory=True)
+    device = torch.empty_like(host, device="cuda")
+
+    def up() -> None:
+        device.copy_(host, non_blocking=True)
+        torch.cuda.synchronize()
+
+    def down() -> None:
+        host.copy_(device, non_blocking=True)
+        torch.cuda.synchronize()
+
+    return {way.__name__: round(_COPIED_NBYTES / (min(wall_us(way)) * 1e3), 2) for way in (up, down)}
+
+
 def main() -> None:
     """Compile the model named ``package.module:callable`` and measure its plan."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -130,7 +185,8 @@ def main() -> None:
         plan = container.read(path)
         program = plan.programs[0]
         loaded = open_plans.enter_context(load(plan))
-        inputs = arrays(program, args, kwargs)
+        inputs, placed = arrays(program, args, kwargs), tensors(program, args, kwargs)
+        turned = {name: channels_last(array) for name, array in inputs.items()}
         groups: dict[str, Callable[[], clocks.Samples]] = {}
         if options.chain:
             figures |= schedule(program, loaded)
@@ -141,15 +197,19 @@ def main() -> None:
         groups |= {
             "kernels": lambda: {"kernels_us": gpu_us(loaded), "replay_us": wall_us(loaded.replay)},
             "numpy": lambda: {"numpy_us": wall_us(lambda: loaded(*inputs.values()))},
+            "other_order": lambda: {"other_order_us": wall_us(lambda: loaded(*turned.values()))},
+            "call": lambda: {"call_us": wall_us(lambda: loaded.run(placed))},
+            "launch": lambda: {"launch_us": launch_us(loaded, placed)},
         }
         turn.begin()
-        turn.say(**clocks.quietest(groups))
+        turn.say(**clocks.quietest(groups), page_locked_gbps=page_locked_gbps())
     turn.say(
         **figures,
         error=reference.error(outputs, expected),
         kernels=sum(isinstance(c, Launch) for c in program.commands),
         commands=len(program.commands),
         streams=program.stream_count,
+        moved_nbytes=sum(tensor.span_nbytes for tensor in (*program.inputs, *program.outputs)),
         arena_nbytes=program.arena_nbytes,
         weights_nbytes=plan.weights_nbytes,
         work=work(plan),

@@ -24,8 +24,8 @@ def _bars(models: Mapping[str, Figures]) -> Any:
     """Torch.compile's best over ours, for each model: the kernels alone, and a call from arrays."""
     names = [spec.rpartition(".")[2] for spec in models]
     figure, axes = plt.subplots(2, 1, figsize=(max(6.0, 0.7 * len(names)), 6.0), sharex=True)
-    kernels, _, arrays, _ = COMPARISONS
-    for axis, comparison in zip(axes, (kernels, arrays), strict=True):
+    shown = [comparison for comparison in COMPARISONS if comparison.title in {"kernels", "call from numpy"}]
+    for axis, comparison in zip(axes, shown, strict=True):
         heights = [ratio(figures, comparison) or 0.0 for figures in models.values()]
         axis.bar_label(axis.bar(names, heights, color="tab:blue"), [f"{h:.1f}" if h else "" for h in heights])
         axis.margins(y=0.15)

@@ -18,7 +18,15 @@ COMPILED_MODES = ("compile", "freeze", "autotune")
 
 _NOT_MEASURED = "-"
 _NOISY = "~"
-_GROUPS = {"kernels_us": "kernels", "replay_us": "kernels", "call_us": "call", "numpy_us": "numpy", "chain_us": "chain"}
+_GROUPS = {
+    "kernels_us": "kernels",
+    "replay_us": "kernels",
+    "call_us": "call",
+    "numpy_us": "numpy",
+    "other_order_us": "other_order",
+    "launch_us": "launch",
+    "chain_us": "chain",
+}
 """The clocks that are sampled together (`bench.clocks.quietest`)."""
 
 
@@ -35,6 +43,7 @@ class Comparison:
 COMPARISONS = (
     Comparison(title="kernels", modes=COMPILED_MODES, theirs="kernels_us", ours="kernels_us"),
     Comparison(title="call / our replay", modes=COMPILED_MODES, theirs="call_us", ours="replay_us"),
+    Comparison(title="call", modes=COMPILED_MODES, theirs="call_us", ours="call_us"),
     Comparison(title="call from numpy", modes=COMPILED_MODES, theirs="numpy_us", ours="numpy_us"),
     Comparison(title="eager's call / our replay", modes=("eager",), theirs="call_us", ours="replay_us"),
 )

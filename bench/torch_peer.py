@@ -7,7 +7,8 @@ AOTInductor, with freezing). --fp32 switches TF32 off; --turns waits to be told 
 kernels_us: GPU time of the mode's kernels in one CUDA graph, by events around each replay, without Python in between;
 the three modes of torch.compile are compiled a second time for it, without CUDA graphs of torch's own. replay_us: the
 wall clock of the same replay, synchronised. call_us: the wall clock of what a user calls, synchronised, inputs in the
-GPU's memory. numpy_us: the same from arrays in C order to tensors on the host.
+GPU's memory. numpy_us: the same from arrays in C order to tensors on the host. launch_us: what a replay of the CUDA
+graph takes of the caller's time, nothing waited for.
 """
 
 import argparse
@@ -49,6 +50,17 @@ def wall_us(call: peer_calls.Call) -> list[float]:
         torch.cuda.synchronize()
         times.append((time.perf_counter() - begin) * 1e6)
     return times
+
+
+def launch_us(replay: peer_calls.Call) -> list[float]:
+    """Microseconds of each of many replays that are not waited for, the GPU idle before each."""
+    times = []
+    for _ in range(_WARM_UPS + _REPEATS):
+        begin = time.perf_counter()
+        replay()
+        times.append((time.perf_counter() - begin) * 1e6)
+        torch.cuda.synchronize()
+    return times[_WARM_UPS:]
 
 
 def gpu_us(replay: peer_calls.Call) -> list[float]:
@@ -183,6 +195,7 @@ def measure(mode: str, module: Any, inputs: Inputs, expected: list[Any], turn: T
         graph, pool = captured(lambda: inputs.call(plain))
         figures["graph_pool_nbytes"] = pool
         groups["kernels"] = lambda: {"kernels_us": gpu_us(graph.replay), "replay_us": wall_us(graph.replay)}
+        groups["launch"] = lambda: {"launch_us": launch_us(graph.replay)}
         counted = graph.replay
     if mode == "graph":
         figures["multiply_adds"] = multiply_adds(module, inputs)

@@ -1,11 +1,8 @@
 """Context: the programs of a plan in memory of their own, which can be called."""
 
 import asyncio
-import atexit
-import ctypes
 import os
 import threading
-import weakref
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -14,6 +11,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from nimblert import interpreter
 from nimblert.arena import Arena
 from nimblert.backend import Backend, Resident
 from nimblert.binding import Bindings
@@ -25,9 +23,6 @@ from nimblert.plan import Plan, Pointer, Program, Tensor, Work
 from nimblert.serving import checked_out, serve
 from nimblert.state import State, StateMemory
 from nimblert.timing import CommandTime, command_times
-
-_LAST_RUN_S = 10.0
-"""How long the end of the interpreter waits for a run of a daemon thread."""
 
 _OWN_ARENA = nullcontext()
 
@@ -67,7 +62,7 @@ class Context:
         except BaseException:
             self._working.close()
             raise
-        _live.add(self)
+        interpreter.live.add(self)
 
     def __repr__(self) -> str:
         programs = ", ".join(map(repr, self.plan.programs[:_LISTED]))
@@ -131,7 +126,7 @@ class Context:
             yield self._working
 
     def __call__(
-        self, *args: np.ndarray, entry: str | None = None, **kwargs: np.ndarray
+        self, *args: Any, entry: str | None = None, **kwargs: Any
     ) -> np.ndarray | tuple[np.ndarray, ...]:
         """Run an entry on arrays given in the plan's order, by name, or both; their shapes choose its program.
 
@@ -142,10 +137,10 @@ class Context:
 
     def run(
         self,
-        arrays: Mapping[str, np.ndarray],
+        arrays: Mapping[str, Any],
         *,
         entry: str | None = None,
-        out: Mapping[str, np.ndarray] | None = None,
+        out: Mapping[str, Any] | None = None,
         reuse_outputs: bool = False,
         stream: Any = None,
     ) -> dict[str, np.ndarray]:
@@ -160,11 +155,11 @@ class Context:
         """
         return self._run(self._signature(entry), arrays, out or {}, reuse_outputs=reuse_outputs, stream=stream)
 
-    async def arun(self, arrays: Mapping[str, np.ndarray], *, entry: str | None = None) -> dict[str, np.ndarray]:
+    async def arun(self, arrays: Mapping[str, Any], *, entry: str | None = None) -> dict[str, np.ndarray]:
         """As `run`, while the event loop goes on; the run itself goes to its end even if its task is cancelled."""
         return await asyncio.to_thread(self.run, arrays, entry=entry)
 
-    def steps(self, arrays: Mapping[str, np.ndarray], *, entry: str | None = None) -> Generator[Work, None, None]:
+    def steps(self, arrays: Mapping[str, Any], *, entry: str | None = None) -> Generator[Work, None, None]:
         """Run an entry on arrays by input name, one command after the other in issue order.
 
         Gives each launch, copy or fill when it is done; what it wrote can be had of `read`. Until the
@@ -194,7 +189,7 @@ class Context:
             if self._arena is not None and self._arena.owner is steps:
                 self._arena.owner = None
 
-    def profile(self, arrays: Mapping[str, np.ndarray], *, entry: str | None = None) -> tuple[CommandTime, ...]:
+    def profile(self, arrays: Mapping[str, Any], *, entry: str | None = None) -> tuple[CommandTime, ...]:
         """Run an entry on arrays by input name, one command after the other: how long each took, in issue order.
 
         Commands run alone here: those that otherwise share the machine, or one session of ONNX Runtime,
@@ -270,7 +265,7 @@ class Context:
                 bindings.add(program, tensor, array, checked[2])
 
     def _call(
-        self, signature: Signature, args: Sequence[np.ndarray], kwargs: Mapping[str, np.ndarray]
+        self, signature: Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> np.ndarray | tuple[np.ndarray, ...]:
         results = tuple(self._run(signature, signature.by_name(args, kwargs), {}).values())
         return results[0] if len(results) == 1 else results
@@ -278,8 +273,8 @@ class Context:
     def _run(
         self,
         signature: Signature,
-        arrays: Mapping[str, np.ndarray],
-        out: Mapping[str, np.ndarray],
+        arrays: Mapping[str, Any],
+        out: Mapping[str, Any],
         *,
         reuse_outputs: bool = False,
         stream: Any = None,
@@ -302,7 +297,7 @@ class Context:
         return {tensor.name: results[tensor.name] for tensor in chosen.outputs}
 
     def _choose(
-        self, signature: Signature, arrays: Mapping[str, np.ndarray]
+        self, signature: Signature, arrays: Mapping[str, Any]
     ) -> tuple[Program, list[np.ndarray | DeviceArray]]:
         """The program that takes these arrays and those that are bound in one run, and all of them in its order."""
         bindings = self._bindings[signature.name]
@@ -367,6 +362,15 @@ class Context:
                     backend.close()
                 self._working.close()
 
+    def hold(self, timeout_s: float) -> None:
+        """Let the run of another thread end, and no other begin any more."""
+        if os.getpid() == self._process:
+            self._own_lock.acquire(timeout=timeout_s)
+
+    def holdings(self) -> tuple[object, ...]:
+        """What has threads and sessions."""
+        return self._backends, self._resident
+
     def __enter__(self) -> Self:
         return self
 
@@ -388,11 +392,11 @@ class Entry:
     def __repr__(self) -> str:
         return f"Entry({self.name!r}, {len(self.programs)} programs)"
 
-    def __call__(self, *args: np.ndarray, **kwargs: np.ndarray) -> np.ndarray | tuple[np.ndarray, ...]:
+    def __call__(self, *args: Any, **kwargs: Any) -> np.ndarray | tuple[np.ndarray, ...]:
         """As a call of the context that names this entry."""
         return self._context._call(self._signature, args, kwargs)  # noqa: SLF001
 
-    def run(self, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    def run(self, arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
         """As `Context.run`."""
         return self._context.run(arrays, entry=self.name)
 
@@ -416,28 +420,3 @@ def idle(contexts: Iterable[Context]) -> Iterator[dict[tuple[Context, str], Back
         yield loaded
         for (context, name), backend in loaded.items():
             context._backends[name] = backend  # noqa: SLF001
-
-
-_live: weakref.WeakSet[Context] = weakref.WeakSet()
-
-
-@atexit.register
-def _wait_for_runs() -> None:
-    """Let the runs of daemon threads end, and none begin: the locks are kept.
-
-    A thread that came back from ONNX Runtime when the interpreter is gone would abort the process.
-    """
-    for context in tuple(_live):
-        if context._process == os.getpid():  # noqa: SLF001
-            context._own_lock.acquire(timeout=_LAST_RUN_S)  # noqa: SLF001
-
-
-def _keep_for_ever() -> None:
-    """In a forked child, let nothing be given back: a session's end waits for threads that no child has."""
-    for context in tuple(_live):
-        for kept in (context._backends, context._resident):  # noqa: SLF001
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_keep_for_ever)

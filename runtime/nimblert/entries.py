@@ -87,7 +87,7 @@ class Signature:
         self._inputs = {tensor.name: tensor for tensor in self.programs[0].inputs}
         self._by_shapes = {_shapes(program.inputs): program for program in self.programs}
 
-    def by_name(self, args: Sequence[np.ndarray], kwargs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    def by_name(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Arrays given in the plan's order and by name, all by name. InputError where they are too many."""
         names = list(self._inputs)
         if len(args) > len(names):

@@ -1,0 +1,76 @@
+"""What a call of a plan costs beside its replay, from what `bench.peers` measured.
+
+Usage: python -m bench.calls --markdown
+
+A call from numpy is allowed its replay, 25 us, and 1.3 times what its bytes take through page-locked memory.
+"""
+
+import argparse
+from collections.abc import Mapping
+from typing import Any
+
+from bench import environment, peers
+from bench.peers_table import COMPILED_MODES, Figures, cell, fastest, geometric_mean, levels, microseconds, number, row
+from bench.running import short
+
+HEAD = (
+    "model",
+    "replay, us",
+    "from numpy, us (of the replay; allowed)",
+    "the same, images channels last, us",
+    "from the GPU, us (above its GPU time)",
+    "launch of bound arrays / of torch.cuda.CUDAGraph, us of the caller's time",
+)
+_ALLOWED_US = 25.0
+_ALLOWED_COPIES = 1.3
+
+
+def allowed_us(figures: Mapping[str, Any]) -> float:
+    """What a call from numpy may take."""
+    gbps = min(figures["page_locked_gbps"].values())
+    return float(figures["replay_us"]["median"] + _ALLOWED_US + _ALLOWED_COPIES * figures["moved_nbytes"] / gbps / 1e3)
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """A line for each network, and the geometric mean of a call from numpy over its replay."""
+    below = environment.provenance(results)
+    lines = [row(HEAD), "|---" * len(HEAD) + "|"]
+    ratios = []
+    for spec, figures in results["models"].items():
+        mode = fastest(figures, levels(figures), "call_us")
+        if mode is None:
+            continue
+        ratio = microseconds(figures, mode, "numpy_us") / microseconds(figures, mode, "replay_us")
+        ratios.append(ratio)
+        above = microseconds(figures, mode, "call_us") - microseconds(figures, mode, "kernels_us")
+        theirs = fastest(figures, COMPILED_MODES, "launch_us")
+        lines.append(
+            row(
+                [
+                    short(spec),
+                    cell(figures, mode, "replay_us"),
+                    f"{cell(figures, mode, 'numpy_us')} ({number(ratio, 2)}; {number(allowed_us(figures[mode]), 0)})",
+                    cell(figures, mode, "other_order_us"),
+                    f"{cell(figures, mode, 'call_us')} ({number(above, 1)})",
+                    f"{_launch(figures, mode)} / {_launch(figures, theirs)}",
+                ]
+            )
+        )
+    lines.append(row(["geometric mean", "", number(geometric_mean(ratios), 2), "", "", ""]))
+    return "\n".join([*lines, "", below])
+
+
+def _launch(figures: Figures, mode: str | None) -> str:
+    return "-" if mode is None else number(microseconds(figures, mode, "launch_us"), 1)
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--markdown", action="store_true", required=True)
+    parser.parse_args()
+    print(markdown(environment.read(peers.FOLDER / "peers.json")))
+
+
+if __name__ == "__main__":
+    main()
