@@ -13,40 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 from copying import ORDERS, SHAPE, copying, drawn, laid_out
+from gpu_memory import on_gpu, on_host
 from host_driver import HostDriver
 
 import nimblert
-from nimblert import Arena, Executable, InputError, dlpack, driver
+from nimblert import Arena, Executable, InputError, driver
 from nimblert.plan import Memcpy, Pointer, Region
 
+pytest_plugins = ("gpu_memory",)
 torch = pytest.importorskip("torch")
 
 ROUNDS = 20
-HOST = 1
-"""DLPack's kind of device of host memory."""
-
-on_gpu = pytest.mark.parametrize("put", [pytest.param("gpu", marks=pytest.mark.gpu)], indirect=True)
-on_host = pytest.mark.parametrize("put", ["host"], indirect=True)
-
-
-@pytest.fixture(params=["host", pytest.param("gpu", marks=pytest.mark.gpu)])
-def put(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[np.ndarray], Any]:
-    """What makes a tensor on the GPU, or on what stands in for one."""
-    if request.param == "gpu":
-        return lambda array: torch.from_numpy(array).cuda()
-    host = HostDriver(devices=2)
-    monkeypatch.setattr(driver, "bindings", lambda: host)
-    monkeypatch.setattr(dlpack, "CUDA", HOST)
-    return lambda array: torch.from_numpy(array.copy())
-
-
-@pytest.fixture
-def host(put: object) -> HostDriver:
-    """The driver of host memory."""
-    del put
-    found = driver.bindings()
-    assert isinstance(found, HostDriver)
-    return found
 
 
 @pytest.fixture(params=ORDERS)

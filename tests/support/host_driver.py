@@ -107,6 +107,8 @@ class HostDriver:
     def _cuCtxGetCurrent(self) -> Any:
         return real.CUcontext(0x100)
 
+    def _cuCtxSynchronize(self) -> None: ...
+
     # Memory
 
     def _allocate(self, nbytes: int) -> int:

@@ -1,0 +1,37 @@
+"""Fixtures for tests of arrays on a GPU that also run on a driver of host memory (`host_driver`)."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from host_driver import HostDriver
+
+from nimblert import dlpack, driver
+
+_HOST = 1
+"""DLPack's kind of device of host memory."""
+
+on_gpu = pytest.mark.parametrize("put", [pytest.param("gpu", marks=pytest.mark.gpu)], indirect=True)
+on_host = pytest.mark.parametrize("put", ["host"], indirect=True)
+
+
+@pytest.fixture(params=["host", pytest.param("gpu", marks=pytest.mark.gpu)])
+def put(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[np.ndarray], Any]:
+    """What makes a tensor on the GPU, or one of the CPU that is said to be there."""
+    if request.param == "gpu":
+        return lambda array: torch.from_numpy(array).cuda()
+    host = HostDriver(devices=2)
+    monkeypatch.setattr(driver, "bindings", lambda: host)
+    monkeypatch.setattr(dlpack, "CUDA", _HOST)
+    return lambda array: torch.from_numpy(array.copy())
+
+
+@pytest.fixture
+def host(put: object) -> HostDriver:
+    """The driver of host memory."""
+    del put
+    found = driver.bindings()
+    assert isinstance(found, HostDriver)
+    return found
