@@ -65,6 +65,7 @@ def compile(  # noqa: A001  # the word that users look for; nimblec.compile shad
     inputs: "Mapping[str, Sequence[int] | str] | Sequence[InputSpec | str]" = (),
     dims: Mapping[str, int | str | Sequence[int]] | None = None,
     pad_masks: str | Sequence[str] = (),
+    dynamic_shapes: "Mapping[str, Any] | Sequence[Any] | None" = None,
     examples: "Mapping[str, np.ndarray] | None" = None,
     level: int | None = None,
     precision: Precision = "keep",
@@ -109,6 +110,8 @@ def compile(  # noqa: A001  # the word that users look for; nimblec.compile shad
     - ``dims``: sizes of the named dimensions of an ONNX model, or of the symbols of a dynamic
       ExportedProgram: ``{"batch": 4}``. ``inputs`` take precedence. Several, ``(1, 2, 4)`` or ``"1..16"`` (the
       powers of two, and both ends), make a program for each combination.
+    - ``dynamic_shapes``: of a module or a function, as torch.export.export takes them; ``dims`` then gives sizes
+      for the names of its Dims.
     - ``pad_masks``: inputs that mask what the others hold where they are 0, ``"attention_mask"`` for example:
       calls of fewer elements than a program's are padded where masked results agree.
     - ``examples``: arrays for inputs by name; the range of an integer array bounds what later checks draw.
@@ -148,7 +151,9 @@ def compile(  # noqa: A001  # the word that users look for; nimblec.compile shad
     )
     from nimblec.compiler import compile_model  # brings in the frameworks
 
-    made = compile_model(model, example_inputs, kwargs, options=options, observer=_unobserved)
+    made = compile_model(
+        model, example_inputs, kwargs, options=options, observer=_unobserved, dynamic_shapes=dynamic_shapes
+    )
     for note in made.notes:
         logging.getLogger(__name__).warning("%s", note)
     return made.plan

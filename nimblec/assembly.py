@@ -36,8 +36,13 @@ class Part:
     @property
     def name(self) -> str:
         """That of the program: "main", or "main[batch=4]"."""
-        sizes = ",".join(f"{name}={size}" for name, size in self.profile)
-        return f"{self.entry}[{sizes}]" if sizes else self.entry
+        return program_name(self.entry, self.profile)
+
+
+def program_name(entry: str, profile: Profile) -> str:
+    """What the program of an entry for a profile is called."""
+    sizes = ",".join(f"{name}={size}" for name, size in profile)
+    return f"{entry}[{sizes}]" if sizes else entry
 
 
 def assemble(parts: Sequence[Part], provenance: Provenance) -> Plan:

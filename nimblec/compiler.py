@@ -3,7 +3,7 @@
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -68,12 +68,13 @@ def compile_model(
     options: Options,
     output: Path | None = None,
     observer: Observer,
+    dynamic_shapes: Any = None,
 ) -> Compiled:
     """Compile a model to a plan, in the file ``output`` where one is named.
 
-    ``model``, ``example_inputs`` and ``kwargs`` are what `nimblec.compile` takes. The file is written
-    under another name, checked, and renamed: whatever goes wrong, an older file is still there. A
-    symbolic link stays, and what it leads to is replaced. Raises ArgumentError, CompileError,
+    ``model``, ``example_inputs``, ``kwargs`` and ``dynamic_shapes`` are what `nimblec.compile` takes. The
+    file is written under another name, checked, and renamed: whatever goes wrong, an older file is still
+    there. A symbolic link stays, and what it leads to is replaced. Raises ArgumentError, CompileError,
     DeviceMismatchError.
     """
     target, _ = choose_target(options.target)
@@ -81,7 +82,7 @@ def compile_model(
     with _folder(output) as folder:
         written = folder / "model.plan"
         try:
-            source = find_source(model, example_inputs, kwargs, folder)
+            source = find_source(model, example_inputs, kwargs, folder, dynamic_shapes)
             notes = compile_once(partial(_compile, target), source, target, options, written, stopwatch)
         except ModuleNotFoundError as exc:
             raise missing_package(exc) or exc from exc
@@ -93,8 +94,11 @@ def compile_model(
 
 def _compile(target: Target, source: Source, options: Options, output: Path, observer: Observer) -> tuple[str, ...]:
     """Write a plan with the target's compiler, which brings in the frameworks it needs."""
-    if options.sizes and (target is not Target.CPU or source.kind != "onnx"):
-        raise CompileError(f"--dim {options.sizes[0][0]}: several sizes are for ONNX files on the CPU target as yet")
+    if source.live is not None and source.live.dynamic_shapes is not None:
+        from nimblec.frontend.pytorch.dynamic_export import export_dynamic
+
+        with stage(observer, "export"):
+            source = export_dynamic(source.live)
     if target is Target.CUDA:
         from nimblec.cuda.compile import compile_cuda
 
@@ -103,8 +107,7 @@ def _compile(target: Target, source: Source, options: Options, output: Path, obs
             from nimblec.frontend.pytorch.handover import hand_over  # brings in torch
 
             with stage(observer, "export"):
-                source, notes = hand_over(source, options, output.parent)
-            options = replace(options, inputs=(), dims=(), examples=())  # which the exported model has
+                source, options, notes = hand_over(source, options, output.parent)
         return (*notes, *compile_cuda(source, options, output, observer))
     from nimblec.cpu.compile import compile_cpu
 

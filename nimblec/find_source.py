@@ -4,6 +4,7 @@ import inspect
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -17,20 +18,23 @@ TAKES = (
 )
 
 
-def find_source(model: Any, example_inputs: Any, kwargs: Any, folder: Path) -> Source:
+def find_source(model: Any, example_inputs: Any, kwargs: Any, folder: Path, dynamic_shapes: Any = None) -> Source:
     """The source of ``model``; an ONNX model in memory is written to ``folder``.
 
     Raises ArgumentError for objects that are not models and for invalid example inputs, CompileError
     for a missing file.
     """
-    if example_inputs is None and kwargs is None and (entries := _entries(model)) is not None:
+    is_bare = example_inputs is None and kwargs is None and dynamic_shapes is None
+    if is_bare and (entries := _entries(model)) is not None:
         found = read_entries("the model", entries)
         return Source(
             kind="entries",
             entries=tuple((name, Source(kind="live", live=_live(*call))) for name, call in found.items()),
         )
     if callable(model):
-        return Source(kind="live", live=_live(model, example_inputs, kwargs))
+        return Source(kind="live", live=replace(_live(model, example_inputs, kwargs), dynamic_shapes=dynamic_shapes))
+    if dynamic_shapes is not None:
+        raise ArgumentError("dynamic_shapes: only a module or a function takes them, with its example inputs")
     if example_inputs is not None or kwargs is not None:
         raise ArgumentError("example_inputs: only a module, a function or an ExportedProgram takes them")
     if isinstance(model, str | os.PathLike):

@@ -15,7 +15,7 @@ from nimblec.difference import difference, numbers
 from nimblec.errors import CompileError
 from nimblert import golden, padding
 from nimblert.executable import Executable
-from nimblert.plan import Fit, Plan, Program, Target
+from nimblert.plan import Fit, Plan, Program, Target, Tensor
 from nimblert.sizes import Axes, writes_state
 
 _SEED = 0
@@ -50,6 +50,19 @@ def find_fits(plan: Plan, masks: Collection[str] = ()) -> tuple[Plan, tuple[str,
             notes += _notes(programs, fits)
     proved = tuple(replace(p, fits=found.get(p.name, ())) for p in plan.programs)
     return replace(plan, programs=proved), tuple(notes)
+
+
+def mask_ranges(plan: Plan, masks: Collection[str]) -> Plan:
+    """The plan with 0 among the numbers that stand in for integer inputs called ``masks``."""
+
+    def opened(tensor: Tensor) -> Tensor:
+        if tensor.name not in masks or tensor.sample_range is None:
+            return tensor
+        low, high = tensor.sample_range
+        return replace(tensor, sample_range=(min(low, 0), max(high, 0)))
+
+    programs = (replace(program, inputs=tuple(map(opened, program.inputs))) for program in plan.programs)
+    return replace(plan, programs=tuple(programs))
 
 
 def _check_masks(sized: Mapping[str, Sequence[Program]], masks: Collection[str]) -> None:

@@ -4,7 +4,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from difflib import get_close_matches
 from itertools import product
@@ -86,6 +86,10 @@ class Options:
         """Every combination of ``sizes``; the empty profile where no dimension has several."""
         names = [name for name, _ in self.sizes]
         return tuple(tuple(zip(names, chosen, strict=True)) for chosen in product(*(sizes for _, sizes in self.sizes)))
+
+    def at(self, profile: Profile) -> "Options":
+        """The options of one of the `profiles`."""
+        return replace(self, dims=(*self.dims, *profile), sizes=(), pad_masks=())
 
 
 def read_options(**given: Any) -> Options:

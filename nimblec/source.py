@@ -12,12 +12,14 @@ from nimblec.errors import ArgumentError
 class LiveModel:
     """A module, a function or an ExportedProgram of this process, and the arguments of one call.
 
-    ``args`` is None where none were given: an ExportedProgram has its own.
+    ``args`` is None where none were given: an ExportedProgram has its own. ``dynamic_shapes`` are what
+    torch.export takes.
     """
 
     model: Any
     args: tuple[Any, ...] | None
     kwargs: dict[str, Any] = field(default_factory=dict)
+    dynamic_shapes: Any = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,13 +28,15 @@ class Source:
 
     ``kind``: "callable" ("package.module:callable"), "exported" (.pt2), "onnx", of which ``model`` is
     the name or path, "live", which is ``live``, or "entries", a source for each entry by its name.
-    What a callable returns may be several entries, too.
+    What a callable returns may be several entries, too. ``labels`` are the names that the user has for symbols
+    of an exported program.
     """
 
     kind: str
     model: str = ""
     live: LiveModel | None = None
     entries: "tuple[tuple[str, Source], ...]" = ()
+    labels: tuple[tuple[str, str], ...] = ()
 
 
 def read_entries(what: str, entries: Mapping[Any, Any]) -> dict[str, tuple[Any, Any, Any]]:

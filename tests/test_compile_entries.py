@@ -108,7 +108,7 @@ def test_a_state_that_entries_share_does_not_go_through_files(tmp_path: Path) ->
 
 
 def test_entries_are_handed_over_as_a_file_each(tmp_path: Path) -> None:
-    source, _ = hand_over(find_source(entry_models.head, None, None, tmp_path), Options(), tmp_path)
+    source, *_ = hand_over(find_source(entry_models.head, None, None, tmp_path), Options(), tmp_path)
     assert [(name, part.kind) for name, part in source.entries] == [("rows", "exported"), ("probabilities", "exported")]
     assert all(Path(part.model).is_file() for _, part in source.entries)
 
@@ -116,9 +116,11 @@ def test_entries_are_handed_over_as_a_file_each(tmp_path: Path) -> None:
 def test_a_request_crosses_to_the_capture_process_as_it_is() -> None:
     parts = tuple((name, Source(kind="exported", model=f"/models/{name}.pt2")) for name in ("a", "b"))
     request = CompileRequest(
-        source=Source(kind="entries", entries=parts),
+        source=Source(kind="entries", entries=parts, labels=(("s77", "batch"),)),
         inputs=(InputSpec(name="x", shape=(1, 2), dtype="float32"), InputSpec(name="y", shape=())),
         dims=(("batch", 4),),
+        sizes=(("length", (1, 2, 4)),),
+        pad_masks=("mask",),
         examples=Path("/models/examples.npz"),
         output=Path("/models/model.plan"),
         level=2,

@@ -17,7 +17,7 @@ from nimblec.cpu.reference import refused_inputs
 from nimblec.cpu.steps import Reference, refuse_differing_steps
 from nimblec.cpu.timing import CpuTimer
 from nimblec.errors import CompileError
-from nimblec.fits import find_fits
+from nimblec.fits import find_fits, mask_ranges
 from nimblec.frontend.onnx import model_file
 from nimblec.ir import Graph
 from nimblec.lean import LeanProcess, run_seconds
@@ -79,7 +79,8 @@ def _write_plan(source: Source, options: Options, output: Path, observer: Observ
             paths = {entry: model.path for entry, model in exported.items()}
             state = {entry: model.state for entry, model in exported.items()}
             notes = tuple(chain.from_iterable(model.notes for model in exported.values()))
-            specs, dims, examples = (), (), ()  # the files have the shapes of the calls
+            if not options.sizes:
+                specs, dims, examples = (), (), ()  # the files have the shapes of the calls
         with stage(observer, "read"):
             models = [
                 Reference(
@@ -100,7 +101,7 @@ def _write_plan(source: Source, options: Options, output: Path, observer: Observ
             ]
         with stage(observer, "schedule"):
             cache = TimingCache(options.timing_cache)
-            plan = _scheduled(models, graphs, options, cache)
+            plan = mask_ranges(_scheduled(models, graphs, options, cache), options.pad_masks)
             cache.save()
             notes += cache.notes
         with stage(observer, "golden run"):
@@ -119,8 +120,10 @@ def _write_plan(source: Source, options: Options, output: Path, observer: Observ
 
 def _exported(source: Source, options: Options, scratch: Path) -> "dict[str, ExportedModel]":
     """Each entry as an ONNX file."""
-    from nimblec.frontend.pytorch import onnx_export, sources  # which bring in torch
+    from nimblec.frontend.pytorch import dynamic_onnx, onnx_export, sources  # which bring in torch
 
+    if options.sizes:
+        return {"main": dynamic_onnx.export(sources.dynamic_program(source, options), options, scratch)}
     return onnx_export.export(sources.load(source, options), scratch)
 
 
@@ -164,8 +167,7 @@ def _examples(options: Options) -> tuple[InputSpec, ...]:
 
 def _sample_ranges(options: Options) -> dict[str, tuple[int, int]]:
     integers = {name: array for name, array in options.examples if array.dtype.kind in "iu" and array.size}
-    ranges = {name: (int(array.min()), int(array.max())) for name, array in integers.items()}
-    return ranges | {name: (min(ranges[name][0], 0), ranges[name][1]) for name in ranges if name in options.pad_masks}
+    return {name: (int(array.min()), int(array.max())) for name, array in integers.items()}
 
 
 def _versions() -> tuple[tuple[str, str], ...]:

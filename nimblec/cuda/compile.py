@@ -48,6 +48,8 @@ def _request(folder: Path, source: Source, options: Options, output: Path) -> Co
         source=source,
         inputs=options.inputs,
         dims=options.dims,
+        sizes=options.sizes,
+        pad_masks=options.pad_masks,
         examples=examples,
         output=output,
         level=DEFAULT_LEVEL if options.level is None else options.level,

@@ -21,6 +21,8 @@ class CompileRequest:
     source: Source
     inputs: tuple[InputSpec, ...]
     dims: tuple[tuple[str, int], ...]
+    sizes: tuple[tuple[str, tuple[int, ...]], ...]
+    pad_masks: tuple[str, ...]
     examples: Path | None
     output: Path
     level: int
@@ -44,6 +46,8 @@ class CompileRequest:
             source=_source(found["source"]),
             inputs=tuple(InputSpec(name=s["name"], shape=tuple(s["shape"]), dtype=s["dtype"]) for s in found["inputs"]),
             dims=tuple((name, size) for name, size in found["dims"]),
+            sizes=tuple((name, tuple(sizes)) for name, sizes in found["sizes"]),
+            pad_masks=tuple(found["pad_masks"]),
             examples=None if found["examples"] is None else Path(found["examples"]),
             output=Path(found["output"]),
             level=found["level"],
@@ -59,4 +63,5 @@ class CompileRequest:
 
 def _source(found: dict[str, Any]) -> Source:
     entries = tuple((name, _source(entry)) for name, entry in found["entries"])
-    return Source(kind=found["kind"], model=found["model"], entries=entries)
+    labels = tuple((symbol, name) for symbol, name in found["labels"])
+    return Source(kind=found["kind"], model=found["model"], entries=entries, labels=labels)

@@ -17,17 +17,18 @@ from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from nimblec.assembly import Part, Provenance, assemble
+from nimblec.assembly import Part, Provenance, assemble, program_name
 from nimblec.cache.timing_cache import CachedTimer, TimingCache
 from nimblec.cuda import accuracy
 from nimblec.cuda.common_state import refuse_folded_state
 from nimblec.cuda.request import CompileRequest
 from nimblec.cuda.timing import CudaTimer
 from nimblec.errors import CompileError, TraceError, UnsupportedModelError, described, missing_package, unforeseen
+from nimblec.fits import find_fits, mask_ranges
 from nimblec.ir import Graph
 from nimblec.lean import LeanProcess, run_seconds
 from nimblec.options import Options
@@ -35,15 +36,18 @@ from nimblec.planning import choose_schedule
 from nimblec.stages import stage
 from nimblert import container, driver, golden
 from nimblert.errors import NimbleError
-from nimblert.plan import Device, Program, Target
+from nimblert.plan import Device, Plan, Profile, Program, Target
 
 if TYPE_CHECKING:
     import torch
 
     from nimblec.cuda.recording.record import ModelRecorder, Recorders, Recording
-    from nimblec.frontend.pytorch.model import TorchModel
+    from nimblec.frontend.pytorch.model import ModelCall, TorchModel
     from nimblec.levels.variants import Variant
     from nimblec.optimize.pipeline import Step
+
+_Key: TypeAlias = tuple[str, Profile]
+"""An entry and a profile."""
 
 _SEED = 0
 _NEW_OBJECTS = 100_000
@@ -91,6 +95,7 @@ class _Worker:
         self._request = request
         self._events = events
         self._cache = TimingCache(request.timing_cache)
+        self._noted: set[str] = set()
         self._models: list[TorchModel] = []
         """All that are in this process: those asked for, and their variants."""
 
@@ -100,7 +105,6 @@ class _Worker:
     def compile(self) -> None:
         warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")  # --precision says that
         with self._stage("import the framework"):
-            from nimblec.cuda.diagnosis import first_difference
             from nimblec.cuda.recording.allocator import BumpAllocator
             from nimblec.cuda.recording.cupti import CodeRecorder
             from nimblec.cuda.recording.record import Recorders
@@ -124,20 +128,36 @@ class _Worker:
             if not original.is_flat:
                 with self._stage("warm up"):
                     recorders.of(original, self._models).refuse_hidden_state()
-        made = {entry: self._fastest(original, recorders) for entry, original in originals.items()}
+        made = {key: self._fastest(original, recorders) for key, original in originals.items()}
         for each in made.values():
             self._note(each.recording.notes)
+        names = {key: program_name(*key) for key in made}
         refuse_folded_state(
-            {entry: original.module for entry, original in originals.items()},
-            {entry: each.part.graph for entry, each in made.items()},
-            as_they_run=[entry for entry, each in made.items() if each.model is originals[entry]],
+            {names[key]: original.module for key, original in originals.items()},
+            {names[key]: each.part.graph for key, each in made.items()},
+            as_they_run=[names[key] for key, each in made.items() if each.model is originals[key]],
         )
-        parts = [replace(each.part, entry=entry) for entry, each in made.items()]
-        plan = assemble(parts, self._provenance({entry: each.name for entry, each in made.items()}))
+        parts = [replace(each.part, entry=entry, profile=profile) for (entry, profile), each in made.items()]
+        plan = assemble(parts, self._provenance({names[key]: each.name for key, each in made.items()}))
+        self._finish(mask_ranges(plan, self._request.pad_masks), made, originals, recorders)
+        self._note(self._cache.notes)
+
+    def _finish(
+        self,
+        plan: Plan,
+        made: "Mapping[_Key, _Made]",
+        originals: "Mapping[_Key, TorchModel]",
+        recorders: "Recorders",
+    ) -> None:
+        """Record what the framework computes, write the plan, and check it."""
         with LeanProcess(Target.CUDA) as lean:
             with self._stage("run the framework"):
-                programs = (self._with_golden(p, made[p.entry], originals[p.entry]) for p in plan.programs)
-                plan = replace(plan, programs=tuple(programs))
+                runs = zip(plan.programs, made.values(), originals.values(), strict=True)
+                plan = replace(plan, programs=tuple(self._with_golden(*run) for run in runs))
+            if self._request.sizes:
+                with self._stage("padding"), recorders.code.ignoring():
+                    plan, notes = find_fits(plan, self._request.pad_masks)
+                self._note(notes)
             with self._stage("write"):
                 container.write(plan, self._request.output)
             with self._stage("check"):
@@ -147,10 +167,11 @@ class _Worker:
                     program = next(p for p in plan.programs if p.name == problem.program)
                     inputs, expected = golden.draw_inputs(program, _SEED), program.golden
                     assert expected is not None
-                    recording = made[program.entry].recording
+                    recording = made[program.entry, program.profile].recording
+                    from nimblec.cuda.diagnosis import first_difference
+
                     found = first_difference(recording, plan.device, inputs, expected)
                     raise CompileError(f"{problem.sentence}; {found}")
-        self._note(self._cache.notes)
 
     def _fastest(self, original: "TorchModel", recorders: "Recorders") -> "_Made":
         """The variant of the model at the level asked for whose plan takes the least GPU time."""
@@ -200,7 +221,9 @@ class _Worker:
 
     def _note(self, notes: Iterable[str]) -> None:
         for note in notes:
-            _send(self._events, note=note)
+            if note not in self._noted:  # of another size
+                self._noted.add(note)
+                _send(self._events, note=note)
 
     def _provenance(self, variants: Mapping[str, str] | None = None) -> Provenance:
         """``variants`` are the names of the variants that were kept, by entry."""
@@ -220,8 +243,8 @@ class _Worker:
         self._cache.save()
         return part, duration_ns
 
-    def _load_models(self) -> "dict[str, TorchModel]":
-        """The model of each entry."""
+    def _load_models(self) -> "dict[_Key, TorchModel]":
+        """The model of each entry, in the sizes of each profile."""
         import torch
 
         from nimblec.frontend.pytorch import sources
@@ -231,15 +254,26 @@ class _Worker:
         torch.manual_seed(_SEED)
         set_arithmetic(request.precision)
         examples = {} if request.examples is None else dict(np.load(request.examples))
+        options = Options(
+            inputs=request.inputs, dims=request.dims, sizes=request.sizes, examples=tuple(examples.items())
+        )
         if request.source.kind == "onnx":
             from nimblec.frontend.onnx.torch_model import load_onnx
 
             path = Path(request.source.model)
-            loaded = load_onnx(path, device="cuda", specs=request.inputs, dims=request.dims, examples=examples)
-            return {"main": loaded}
-        options = Options(inputs=request.inputs, dims=request.dims, examples=tuple(examples.items()))
-        calls = sources.load(request.source, options, device="cuda")
-        return {entry: place_call(call, device="cuda") for entry, call in calls.items()}
+            return {
+                ("main", profile): load_onnx(
+                    path, device="cuda", specs=request.inputs, dims=request.dims, examples=examples, profile=profile
+                )
+                for profile in options.profiles
+            }
+        calls: dict[_Key, ModelCall]
+        if options.sizes:
+            program = sources.dynamic_program(request.source, options, device="cuda")
+            calls = {("main", profile): call for profile, call in program.calls(options).items()}
+        else:
+            calls = {(e, ()): call for e, call in sources.load(request.source, options, device="cuda").items()}
+        return {key: place_call(call, device="cuda") for key, call in calls.items()}
 
     def _with_golden(self, program: Program, made: _Made, original: "TorchModel") -> Program:
         """The program with what the framework computes from seeded inputs, and how far two runs differ."""

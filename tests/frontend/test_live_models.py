@@ -57,7 +57,7 @@ def live(model: Any, *args: Any, **kwargs: Any) -> Source:
 
 def handed(model: Any, folder: Path, *args: Any, **kwargs: Any) -> tuple[Any, tuple[str, ...]]:
     """What the capture process gets: the call that it loads, and the notes."""
-    source, notes = hand_over(live(model, *args, **kwargs), Options(), folder)
+    source, _, notes = hand_over(live(model, *args, **kwargs), Options(), folder)
     assert source.kind == "exported"
     return sources.load(source, Options())["main"], notes
 

@@ -9,8 +9,9 @@ import torch
 from nimblec.frontend.onnx import model_file, model_shapes
 from nimblec.frontend.onnx.examples import check_examples
 from nimblec.frontend.onnx.importer import OnnxInput, import_model
-from nimblec.frontend.pytorch.model import TorchModel, as_tensor
+from nimblec.frontend.pytorch.model import TorchModel, as_tensor, resized
 from nimblec.options import InputSpec
+from nimblert.plan import Profile
 
 
 def load_onnx(
@@ -20,17 +21,21 @@ def load_onnx(
     specs: tuple[InputSpec, ...] = (),
     dims: tuple[tuple[str, int], ...] = (),
     examples: Mapping[str, np.ndarray] | None = None,
+    profile: Profile = (),
 ) -> TorchModel:
     """An ONNX file as ATen calls on ``device``; ``examples`` are arrays for its inputs by name.
 
-    ``specs`` and ``dims`` give sizes to its dynamic dimensions, of one input and by name.
+    ``specs`` and ``dims`` give sizes to its dynamic dimensions, of one input and by name, and so does the
+    ``profile``, to whose sizes examples are repeated or cut.
     """
     given = dict(examples or {})
     loaded = model_file.load(path)
     check_examples(loaded, [InputSpec(name=n, shape=a.shape, dtype=a.dtype.name) for n, a in given.items()])
-    shapes = {name: InputSpec(name=name, shape=array.shape) for name, array in given.items()}
+    shown = (InputSpec(name=name, shape=array.shape) for name, array in given.items())
+    shapes = {spec.name: spec for spec in model_shapes.resize(loaded, shown, profile)}
+    given = {name: resized(array, shapes[name].shape) for name, array in given.items()}
     shapes |= {spec.name: spec for spec in specs}
-    model = model_shapes.fix_shapes(loaded, tuple(shapes.values()), dims)
+    model = model_shapes.fix_shapes(loaded, tuple(shapes.values()), (*dims, *profile))
     program = import_model(model, device=device)
     inputs = tuple((i.name, _example(i, given.get(i.name)).to(device)) for i in program.inputs)
     tensors = tuple(tensor for _, tensor in inputs)

@@ -1,4 +1,4 @@
-"""Make the dynamic dimensions of an ExportedProgram static: a plan has one size for each."""
+"""Make the dynamic dimensions of an ExportedProgram static: a program of a plan has one size for each."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,8 +11,9 @@ from torch.export.graph_signature import ConstantArgument, InputKind
 from torch.utils import _pytree as pytree
 
 from nimblec.errors import CompileError, UnsupportedModelError
-from nimblec.frontend.pytorch.model import ModelCall, bind, input_names, stand_in
+from nimblec.frontend.pytorch.model import ModelCall, bind, input_names, resized, stand_in
 from nimblec.options import Options
+from nimblert.plan import Profile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,46 +38,64 @@ class _Declared:
 
 
 def specialise(
-    name: str, program: ExportedProgram, given: tuple[tuple[Any, ...], dict[str, Any]] | None, options: Options
+    name: str,
+    program: ExportedProgram,
+    given: tuple[tuple[Any, ...], dict[str, Any]] | None,
+    options: Options,
+    *,
+    labels: Mapping[str, str] | None = None,
+    profile: Profile = (),
+    module: torch.nn.Module | None = None,
 ) -> ModelCall:
     """The module of an exported program and static arguments for it.
 
     ``given`` are arguments that replace the example inputs of the export. Sizes of dynamic dimensions come
-    from ``inputs``, ``examples``, ``given`` and, by symbol, ``dims``, in this order. Raises
-    UnsupportedModelError if one stays open, is out of range, or fits no input.
+    from the ``profile``, ``inputs``, ``examples``, ``given`` and ``dims``, in this order, the first and the last
+    by symbol, or by what ``labels`` calls it. Arrays given for inputs are repeated or cut to a profile's sizes.
+    ``module`` is that of the program where it was made before. Raises UnsupportedModelError if a size stays
+    open, is out of range, or fits no input.
     """
-    module = program.module(check_guards=False)
+    module = program.module(check_guards=False) if module is None else module
+    labels = labels or {}
     args, kwargs = given or program.example_inputs or _placeholders(program)
     leaves, structure = pytree.tree_flatten((args, kwargs))
-    if structure.num_leaves != len(_user_inputs(program)):
-        raise CompileError(f"{name}: takes {len(_user_inputs(program))} inputs, the example inputs are {len(leaves)}")
+    if structure.num_leaves != len(user_inputs(program)):
+        raise CompileError(f"{name}: takes {len(user_inputs(program))} inputs, the example inputs are {len(leaves)}")
     names = input_names(module, args, kwargs)
-    declared = [_declare(n, value) for n, value in zip(names, _user_inputs(program), strict=True)]
+    declared = [_declare(n, value) for n, value in zip(names, user_inputs(program), strict=True)]
     shapes = {n: tuple(leaf.shape) for n, leaf in zip(names, leaves, strict=True) if given and isinstance(leaf, Tensor)}
     shapes |= {n: array.shape for n, array in options.examples}
     shapes |= {spec.name: spec.shape for spec in options.inputs}
-    sizes = _sizes(name, declared, shapes, options.dims)
-    _check_ranges(name, program, sizes)
+    symbols = _symbols(name, declared, (*options.dims, *profile), labels)
+    sizes = _sizes(declared, shapes)
+    sizes = {symbols[n]: size for n, size in options.dims} | sizes | {symbols[n]: size for n, size in profile}
+    examples = dict(options.examples)
+    if profile:
+        whole = {d.name: _shape(d, sizes) for d in declared if d.shape is not None}
+        examples = {n: resized(array, whole.get(n, array.shape)) for n, array in examples.items()}
+    _check_ranges(name, program, sizes, labels)
     open_sizes = _open(declared, sizes)
     if open_sizes:
-        listed = "; ".join(f"{s} ({_range(program, s)}) is {' and '.join(where)}" for s, where in open_sizes.items())
-        flags = " ".join(f"--dim {symbol}=<size>" for symbol in open_sizes)
-        by_name = ", ".join(f"{symbol!r}: <size>" for symbol in open_sizes)
+        listed = "; ".join(
+            f"{labels.get(s, s)} ({_range(program, s)}) is {' and '.join(where)}" for s, where in open_sizes.items()
+        )
+        flags = " ".join(f"--dim {labels.get(symbol, symbol)}=<size>" for symbol in open_sizes)
+        by_name = ", ".join(f"{labels.get(symbol, symbol)!r}: <size>" for symbol in open_sizes)
         raise UnsupportedModelError(
             f"{name} has dynamic dimensions, and a plan is static: {listed}: give {flags}, in Python dims={{{by_name}}}"
         )
     static = [_static(d, leaf, sizes) for d, leaf in zip(declared, leaves, strict=True)]
     args, kwargs = pytree.tree_unflatten(static, structure)
-    call = bind(module, args, kwargs, name=name, specs=options.inputs, examples=dict(options.examples))
+    call = bind(module, args, kwargs, name=name, specs=options.inputs, examples=examples)
     _check_shapes(declared, dict(call.inputs), sizes)
-    fixed = ", ".join(f"{symbol} = {size}" for symbol, size in sizes.items())
+    fixed = ", ".join(f"{labels.get(s, s)} = {n}" for s, n in sizes.items() if labels.get(s, s) not in dict(profile))
     notes = (f"{name} is dynamic, and the plan is for {fixed} alone",) if fixed else ()
     return ModelCall(
         name=name, module=module, args=call.args, kwargs=call.kwargs, inputs=call.inputs, notes=notes + call.notes
     )
 
 
-def _user_inputs(program: ExportedProgram) -> list[Any]:
+def user_inputs(program: ExportedProgram) -> list[Any]:
     """The graph's value of each input: a fake tensor, a SymInt, or a constant."""
     values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
     return [
@@ -88,7 +107,7 @@ def _user_inputs(program: ExportedProgram) -> list[Any]:
 
 def _placeholders(program: ExportedProgram) -> Any:
     """Stand-ins for the example inputs of a program that was saved without them."""
-    return pytree.tree_unflatten(_user_inputs(program), program.call_spec.in_spec)
+    return pytree.tree_unflatten(user_inputs(program), program.call_spec.in_spec)
 
 
 def _declare(name: str, value: Any) -> _Declared:
@@ -97,19 +116,22 @@ def _declare(name: str, value: Any) -> _Declared:
     return _Declared(name=name, shape=None, value=value)
 
 
-def _sizes(
-    name: str, declared: Sequence[_Declared], shapes: Mapping[str, tuple[int, ...]], dims: Sequence[tuple[str, int]]
-) -> dict[str, int]:
-    """The size of each symbol for which one is given."""
-    symbols = dict.fromkeys(symbol for d in declared for symbol, _ in d.symbols())
-    sizes: dict[str, int] = {}
-    for symbol, size in dims:
-        if symbol not in symbols:
+def _symbols(
+    name: str, declared: Sequence[_Declared], dims: Sequence[tuple[str, int]], labels: Mapping[str, str]
+) -> dict[str, str]:
+    """The symbol of each dimension that the user can name; UnsupportedModelError for ``dims`` of other names."""
+    symbols = {labels.get(symbol, symbol): symbol for d in declared for symbol, _ in d.symbols()}
+    for dimension, _ in dims:
+        if dimension not in symbols:
             names = ", ".join(map(repr, symbols)) or "none"
             raise UnsupportedModelError(
-                f"--dim {symbol}: {name} has no dynamic dimension of that name; the names are {names}"
+                f"--dim {dimension}: {name} has no dynamic dimension of that name; the names are {names}"
             )
-        sizes[symbol] = size
+    return symbols
+
+
+def _sizes(declared: Sequence[_Declared], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+    """The size of each symbol that follows from the shapes of inputs."""
     found: dict[str, tuple[int, str]] = {}
     for d in declared:
         shape = shapes.get(d.name)
@@ -122,7 +144,7 @@ def _sizes(
                     raise UnsupportedModelError(
                         f"input {d.name!r}: {dimension} is {size}, and input {where!r} makes it {before}"
                     )
-    return sizes | {symbol: size for symbol, (size, _) in found.items()}
+    return {symbol: size for symbol, (size, _) in found.items()}
 
 
 def _open(declared: Sequence[_Declared], sizes: Mapping[str, int]) -> dict[str, list[str]]:
@@ -135,12 +157,15 @@ def _open(declared: Sequence[_Declared], sizes: Mapping[str, int]) -> dict[str, 
     return places
 
 
-def _check_ranges(name: str, program: ExportedProgram, sizes: Mapping[str, int]) -> None:
+def _check_ranges(
+    name: str, program: ExportedProgram, sizes: Mapping[str, int], labels: Mapping[str, str]
+) -> None:
     for symbol, allowed in program.range_constraints.items():
         size = sizes.get(str(symbol))
         if size is not None and not allowed.lower <= size <= allowed.upper:
+            label = labels.get(str(symbol), symbol)
             raise UnsupportedModelError(
-                f"{name}: {symbol} is {size}, and was exported for {_range(program, str(symbol))}"
+                f"{name}: {label} is {size}, and was exported for {_range(program, str(symbol))}"
             )
 
 
@@ -153,13 +178,17 @@ def _range(program: ExportedProgram, symbol: str) -> str:
 
 
 def _static(declared: _Declared, leaf: Any, sizes: Mapping[str, int]) -> Any:
-    """The leaf if it has the requested sizes, else a stand-in."""
+    """The leaf in the requested sizes, or a stand-in."""
     if declared.shape is None:
         return _size(declared.value, sizes) if isinstance(declared.value, SymInt) else leaf
-    shape = tuple(_size(size, sizes) for size in declared.shape)
-    if isinstance(leaf, torch._subclasses.FakeTensor) or tuple(leaf.shape) != shape:
+    shape = _shape(declared, sizes)
+    if isinstance(leaf, torch._subclasses.FakeTensor) or not leaf.numel():
         return stand_in(shape, leaf.dtype)
-    return leaf
+    return resized(leaf, shape)
+
+
+def _shape(declared: _Declared, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    return tuple(_size(size, sizes) for size in declared.shape or ())
 
 
 def _size(size: int | SymInt, sizes: Mapping[str, int]) -> int:
@@ -175,7 +204,7 @@ def _check_shapes(declared: Sequence[_Declared], inputs: Mapping[str, Tensor], s
     for d in declared:
         if d.shape is None:
             continue
-        expected = tuple(_size(size, sizes) for size in d.shape)
+        expected = _shape(d, sizes)
         if tuple(inputs[d.name].shape) != expected:
             found, wanted = ("x".join(map(str, shape)) or "scalar" for shape in (inputs[d.name].shape, expected))
             raise UnsupportedModelError(f"input {d.name!r}: has the shape {found}, the model was exported for {wanted}")

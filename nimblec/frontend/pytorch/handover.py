@@ -6,6 +6,7 @@ modules (registries that `__init__` fills, patches, flags) does not exist in the
 """
 
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,8 @@ from nimblec.frontend.pytorch.model import (
     as_module,
     is_compiled,
     missing_outputs,
-    name_outputs,
     place_call,
+    results_by_name,
     state_written,
 )
 from nimblec.frontend.pytorch.repeatable import HOW_STATE_IS_KEPT, run_twice
@@ -30,14 +31,20 @@ from nimblec.options import Options
 from nimblec.source import Source
 
 
-def hand_over(source: Source, options: Options, folder: Path) -> tuple[Source, tuple[str, ...]]:
+def hand_over(source: Source, options: Options, folder: Path) -> tuple[Source, Options, tuple[str, ...]]:
     """Write a live model to ``.pt2`` files in ``folder``, one for each entry, its inputs of the sizes asked for.
 
-    The files as a source, and what the user should know. Raises TraceError where torch.export refuses
+    The files as a source, with the options that are left to follow, and what the user should know: an
+    ExportedProgram for several sizes is written as it is. Raises TraceError where torch.export refuses
     the model, with the line of the user's that it stopped at, and UnsupportedModelError for a state that
     entries share: each file has its own.
     """
+    if options.sizes:
+        path = folder / "model.pt2"
+        torch.export.save(sources.dynamic_program(source, options).program, path)
+        return Source(kind="exported", model=str(path), labels=source.labels), options, ()
     calls = sources.load(source, options)
+    options = replace(options, inputs=(), dims=(), examples=())  # which the files have
     held = {entry: _storages(call.module) for entry, call in calls.items()}
     entries: dict[str, Source] = {}
     notes: tuple[str, ...] = ()
@@ -49,8 +56,8 @@ def hand_over(source: Source, options: Options, folder: Path) -> tuple[Source, t
         _refuse_shared_state(call.name, program, {name for name, storage in held[entry].items() if storage in others})
         entries[entry] = Source(kind="exported", model=str(path))
     if source.kind != "entries":
-        return entries["main"], notes
-    return Source(kind="entries", entries=tuple(entries.items())), notes
+        return entries["main"], options, notes
+    return Source(kind="entries", entries=tuple(entries.items())), options, notes
 
 
 def _storages(module: Any) -> dict[str, int]:
@@ -83,17 +90,13 @@ def _export(call: ModelCall, path: Path) -> tuple[ExportedProgram, tuple[str, ..
             "module, or name it package.module:callable"
         )
 
-    def by_name(_module: torch.nn.Module, _args: object, result: Any) -> dict[str, torch.Tensor]:
-        """The outputs without their classes, of which no other process need know."""
-        return dict(name_outputs(result))
-
     with borrowed(call.module):
         module = as_module(call.module)
         # A function's own tensors stay where they are, and so do its arguments.
         device = "cpu" if module is call.module else next((t.device.type for _, t in call.inputs), "cpu")
         placed = place_call(call, device=device)
         missing = missing_outputs(run_twice(call.name, placed, HOW_STATE_IS_KEPT, buffers_are_kept=True))
-        module.register_forward_hook(by_name)  # which is gone with the loan
+        module.register_forward_hook(results_by_name)  # which is gone with the loan
         with exporting(call.name, "torch.export"):
             program = torch.export.export(module, placed.args, placed.kwargs, strict=False)
             torch.export.save(program, path)

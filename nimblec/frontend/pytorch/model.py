@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from reprlib import repr as shortened
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -34,6 +34,8 @@ DTYPE_NAMES = {
     torch.complex128: "complex128",
 }
 """The plan's name of each torch dtype that a plan may hold."""
+
+T = TypeVar("T", torch.Tensor, np.ndarray)
 
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
@@ -243,6 +245,16 @@ def stand_in(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return example(tuple(shape)).to(dtype)
 
 
+def resized(array: T, shape: tuple[int, ...]) -> T:
+    """The array repeated or cut along each axis: the numbers stay among those that it has."""
+    if tuple(array.shape) == shape or len(array.shape) != len(shape) or not all(array.shape):
+        return array
+    for axis, size in enumerate(shape):
+        places = np.arange(size) % array.shape[axis]
+        array = array[(slice(None),) * axis + (places,)]
+    return array
+
+
 def as_tensor(array: np.ndarray) -> torch.Tensor:
     """A tensor over the array's memory, bfloat16 too."""
     if array.dtype.name == "bfloat16":
@@ -278,6 +290,11 @@ def name_outputs(result: Any) -> list[tuple[str, torch.Tensor]]:
     if not outputs:
         raise UnsupportedModelError("the model returns no tensor")
     return outputs
+
+
+def results_by_name(_module: torch.nn.Module, _args: object, result: Any) -> dict[str, torch.Tensor]:
+    """A forward hook: the outputs without their classes, of which no other process need know."""
+    return dict(name_outputs(result))
 
 
 def missing_outputs(result: Any) -> tuple[str, ...]:

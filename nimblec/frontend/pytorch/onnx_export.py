@@ -73,7 +73,7 @@ def _export(call: ModelCall, path: Path) -> tuple[ExportedModel, Sequence[str]]:
         written = state_written(program.exported_program.graph_signature)
         if not written:
             program.save(path, external_data=True)
-            notes += _accuracy(call.name, program, model.args, model.kwargs, outputs)
+            notes += accuracy(call.name, program, model.args, model.kwargs, outputs)
     return ExportedModel(path=path, state=(), notes=notes), written
 
 
@@ -93,7 +93,7 @@ def _export_with_state(call: ModelCall, state: Sequence[StateTensor], path: Path
         for initializer in tuple(program.model.graph.initializers.values()):
             initializer.name = (initializer.name or "").removeprefix("module.")  # as the user's module has it
         program.save(path, external_data=True)
-        notes = (*model.notes, *missing_outputs(result), *_accuracy(call.name, program, args, {}, outputs))
+        notes = (*model.notes, *missing_outputs(result), *accuracy(call.name, program, args, {}, outputs))
     described = tuple(
         ModelState(
             name=tensor.name,
@@ -135,7 +135,7 @@ def _onnx_program(
     return program
 
 
-def _accuracy(
+def accuracy(
     name: str,
     program: torch.onnx.ONNXProgram,
     args: Sequence[Any],

@@ -2,10 +2,12 @@
 
 import importlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
+from torch.export import ExportedProgram
 from torch.export.passes import move_to_device_pass
 
 from nimblec.errors import ArgumentError, CompileError, user_code
@@ -15,6 +17,7 @@ from nimblec.frontend.pytorch.model import ModelCall, bind
 from nimblec.frontend.pytorch.objects import is_exported, positional
 from nimblec.options import Options
 from nimblec.source import Source, read_entries
+from nimblert.plan import Profile
 
 
 def load(source: Source, options: Options, *, device: str = "cpu") -> dict[str, ModelCall]:
@@ -38,18 +41,61 @@ def load(source: Source, options: Options, *, device: str = "cpu") -> dict[str, 
     return {"main": _load_one(source, options, device)}
 
 
+@dataclass(frozen=True, slots=True)
+class DynamicProgram:
+    """An ExportedProgram, what refusals call it, and the names that the user has for its symbols."""
+
+    name: str
+    program: ExportedProgram
+    labels: Mapping[str, str]
+
+    def calls(self, options: Options) -> dict[Profile, ModelCall]:
+        """The model on inputs of each profile's sizes, over the same weights."""
+        module = self.program.module(check_guards=False)
+        return {
+            profile: dynamic_shapes.specialise(
+                self.name, self.program, None, options, labels=self.labels, profile=profile, module=module
+            )
+            for profile in options.profiles
+        }
+
+
+def dynamic_program(source: Source, options: Options, *, device: str = "cpu") -> DynamicProgram:
+    """The program of a source for several sizes. Raises CompileError for one whose dimensions have no names."""
+    if source.kind == "exported":
+        return DynamicProgram(source.model, _load_file(source, device), dict(source.labels))
+    live = source.live
+    if live is None or not is_exported(live.model) or live.args is not None:
+        raise _no_names(options)
+    return DynamicProgram(_EXPORTED, live.model, dict(source.labels))
+
+
+_EXPORTED = "the ExportedProgram"
+
+
+def _load_file(source: Source, device: str) -> ExportedProgram:
+    program = load_exported(Path(source.model))
+    return program if device == "cpu" else move_to_device_pass(program, device)
+
+
+def _no_names(options: Options) -> CompileError:
+    name, _ = (*options.dims, *options.sizes)[0]
+    return CompileError(
+        f"--dim {name}: only an ONNX model and a dynamic ExportedProgram have named dimensions; use --input "
+        "NAME:SHAPE, or in Python dynamic_shapes"
+    )
+
+
 def _load_one(source: Source, options: Options, device: str, name: str = "") -> ModelCall:
     """A file or an object of this process; ``name`` is what refusals call the latter."""
+    labels = dict(source.labels)
     if source.kind == "exported":
-        program = load_exported(Path(source.model))
-        if device != "cpu":
-            program = move_to_device_pass(program, device)
-        return dynamic_shapes.specialise(source.model, program, None, options)
+        return dynamic_shapes.specialise(source.model, _load_file(source, device), None, options, labels=labels)
     live = source.live
     assert live is not None, source.kind
     if is_exported(live.model):
         given = None if live.args is None else (live.args, live.kwargs)
-        return dynamic_shapes.specialise(name or "the ExportedProgram", live.model, given, options)
+        return dynamic_shapes.specialise(name or _EXPORTED, live.model, given, options, labels=labels)
     name = name or ("the module" if isinstance(live.model, torch.nn.Module) else "the function")
     return _call(name, live.model, live.args or (), live.kwargs, options)
 
@@ -61,11 +107,8 @@ def _refuse_sizes(name: str, options: Options) -> None:
 
 
 def _call(name: str, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], options: Options) -> ModelCall:
-    if named := (*options.dims, *options.sizes):
-        raise CompileError(
-            f"--dim {named[0][0]}: only an ONNX model and a dynamic ExportedProgram have named dimensions; "
-            "use --input NAME:SHAPE"
-        )
+    if options.dims or options.sizes:
+        raise _no_names(options)
     return bind(module, args, kwargs, name=name, specs=options.inputs, examples=dict(options.examples))
 
 

@@ -1,0 +1,53 @@
+"""An ExportedProgram with dynamic dimensions as an ONNX file whose dimensions have their names."""
+
+from pathlib import Path
+
+import onnx
+import torch
+
+from nimblec.errors import UnsupportedModelError
+from nimblec.frontend.pytorch.export_errors import exporting
+from nimblec.frontend.pytorch.model import name_outputs, place_call, state_written
+from nimblec.frontend.pytorch.onnx_export import ExportedModel, accuracy
+from nimblec.frontend.pytorch.repeatable import run_twice
+from nimblec.frontend.pytorch.sources import DynamicProgram
+from nimblec.options import Options
+
+_NO_STATE = "which a plan of several sizes for the CPU does not keep: compile it for one size"
+
+
+def export(dynamic: DynamicProgram, options: Options, folder: Path) -> ExportedModel:
+    """Export to an ONNX file in ``folder``.
+
+    Raises as `nimblec.frontend.pytorch.onnx_export.export` does.
+    """
+    call = next(iter(dynamic.calls(options).values()))
+    model = place_call(call, device="cpu")
+    outputs = name_outputs(run_twice(dynamic.name, model, _NO_STATE, buffers_are_kept=False))
+    if written := state_written(dynamic.program.graph_signature):
+        raise UnsupportedModelError(f"{dynamic.name} writes into {written[0]!r}, {_NO_STATE}")
+    path = folder / "model.onnx"
+    with exporting(dynamic.name, "torch.onnx.export"):
+        program = torch.onnx.export(
+            dynamic.program,
+            f=path,
+            input_names=[name for name, _ in model.inputs],
+            output_names=[name for name, _ in outputs],
+            dynamo=True,
+            verbose=False,
+            external_data=True,
+        )
+    assert program is not None
+    _name_dimensions(path, dynamic)
+    notes = accuracy(dynamic.name, program, model.args, model.kwargs, outputs)
+    return ExportedModel(path=path, state=(), notes=(*call.notes, *notes))
+
+
+def _name_dimensions(path: Path, dynamic: DynamicProgram) -> None:
+    """Call the dimensions in a file what the user calls them."""
+    model = onnx.load(path, load_external_data=False)
+    for value in (*model.graph.input, *model.graph.value_info, *model.graph.output):
+        for dim in value.type.tensor_type.shape.dim:
+            if dim.dim_param in dynamic.labels:
+                dim.dim_param = dynamic.labels[dim.dim_param]
+    onnx.save(model, path)
