@@ -110,7 +110,7 @@ class _Trial:
         padded: dict[str, int] = {}
         for name, fit in found.items():
             if fit is not Fit.EXACT:
-                together = {**padded, name: sizes[name] - 1}
+                together = {**padded, name: max(sizes[name] - 1, 1)}
                 if padded and not self._is_alone(program, together):
                     found[name] = Fit.EXACT
                 else:

@@ -6,8 +6,10 @@ from typing import Any
 import numpy as np
 import onnxruntime
 import pytest
+import torch
 from command_line import CommandLine
 from sized_models import UNLIKE_ROWS, attention, rows_model, unlike_rows
+from sized_modules import TOKENS, encoder, images
 
 import nimblec
 import nimblert
@@ -140,3 +142,77 @@ def test_a_sequence_is_not_padded_where_none_is_named(tmp_path: Path, is_masked:
 def test_masks_that_are_none_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises((ArgumentError, CompileError), match=message):
         nimblec.compile(rows_model(tmp_path / "rows.onnx"), target="cpu", **options)
+
+
+def test_any_batch_of_a_network_from_one_plan() -> None:
+    module, inputs, shapes = images()
+    given: dict[str, Any] = {"target": "cpu", "dynamic_shapes": shapes}
+    plan = nimblec.compile(module, inputs, dims={"batch": "1..64"}, **given)
+    assert [dict(p.profile)["batch"] for p in plan.programs] == [1, 2, 4, 8, 16, 32, 64]
+    assert plan.arena_nbytes == plan.programs[-1].arena_nbytes
+    static = {n: nimblec.compile(module, inputs, dims={"batch": n}, **given) for n in (8, 64)}
+    assert plan.weights_nbytes == static[64].weights_nbytes
+    x = torch.randn(200, 3, 16, 16)
+    with torch.no_grad(), nimblert.load(plan) as executable:
+        for rows in (*range(1, 65), 100, 200):
+            np.testing.assert_allclose(executable(x[:rows].numpy()), module(x[:rows]).numpy(), rtol=1e-4, atol=1e-5)
+        for size, alone in static.items():
+            with nimblert.load(alone) as program:
+                for rows in (size - 3, size):
+                    padded = np.zeros((size, 3, 16, 16), np.float32)
+                    padded[:rows] = x[:rows]
+                    np.testing.assert_array_equal(executable(x[:rows].numpy()), program(padded)[:rows])
+
+
+def test_any_length_of_an_encoder_from_one_plan() -> None:
+    module, inputs, shapes = encoder()
+    plan = nimblec.compile(
+        module,
+        inputs,
+        target="cpu",
+        dynamic_shapes=shapes,
+        dims={"batch": (1, 4), "length": "1..128"},
+        pad_masks="attention_mask",
+        examples={"tokens": np.arange(TOKENS)[None]},
+    )
+    assert {program.fits for program in plan.programs} == {(Fit.SPLIT, Fit.PADDED)}
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad(), nimblert.load(plan) as executable:
+        for length in range(1, 129):
+            batch = length % 6 + 1
+            tokens = torch.randint(TOKENS, (batch, length), generator=generator)
+            mask = torch.randint(2, (batch, length), generator=generator)
+            mask[:, 0] = 1
+            found = executable(tokens.numpy(), mask.numpy())
+            for output, expected in zip(found, module(tokens, mask), strict=True):
+                np.testing.assert_allclose(output, expected.numpy(), rtol=1e-4, atol=1e-5)
+        with pytest.raises(nimblert.InputError, match="'main' has programs for batch=1, length=1"):
+            executable(np.ones((1, 129), np.int64), np.ones((1, 129), np.int64))
+
+
+def test_an_exported_program_names_its_dimensions_by_symbols(nimblec: CommandLine, tmp_path: Path) -> None:
+    module, inputs, shapes = images()
+    program = torch.export.export(module, inputs, dynamic_shapes=shapes)
+    torch.export.save(program, tmp_path / "images.pt2")
+    (symbol,) = map(str, program.range_constraints)
+    done = nimblec(
+        "compile", tmp_path / "images.pt2", "-o", tmp_path / "m.plan", "--target", "cpu", "--dim", f"{symbol}=1,4"
+    )
+    assert done.status == 0, done.err
+    assert f"note: {symbol}: calls of sizes between are padded, larger ones split" in done.out
+    with torch.no_grad(), nimblert.load(tmp_path / "m.plan") as executable:
+        np.testing.assert_allclose(executable(inputs[0].numpy()), module(*inputs).numpy(), rtol=1e-4, atol=1e-5)
+
+
+def test_what_has_no_names_for_several_sizes_is_refused() -> None:
+    module, inputs, shapes = images()
+    with pytest.raises(CompileError, match=r"--dim batch: only an ONNX model and .*, or in Python dynamic_shapes"):
+        nimblec.compile(module, inputs, target="cpu", dims={"batch": (1, 2)})
+    with pytest.raises(CompileError, match=r"--dim rows: .* no dynamic dimension of that name; the names are .batch."):
+        nimblec.compile(module, inputs, target="cpu", dims={"rows": (1, 2)}, dynamic_shapes=shapes)
+    with pytest.raises(CompileError, match="batch is 100, and was exported for 1 to 64"):
+        nimblec.compile(module, inputs, target="cpu", dims={"batch": (1, 100)}, dynamic_shapes=shapes)
+    with pytest.raises(ArgumentError, match="dynamic_shapes: only a module or a function takes them"):
+        nimblec.compile("m.onnx", target="cpu", dynamic_shapes=shapes)
+    with pytest.raises(CompileError, match=r"give --dim batch=<size>, in Python dims=\{'batch': <size>\}"):
+        nimblec.compile(module, inputs, target="cpu", dynamic_shapes=shapes)

@@ -49,5 +49,8 @@ def _labels(
             if isinstance(dim, Dim) and isinstance(size, SymInt) and size.node.expr.is_symbol:
                 found.setdefault(str(size.node.expr), dim.__name__)
 
-    _tree_map_with_path(note, _combine_args(module, args, kwargs), shapes, tree_name="inputs")
+    combined: Any = _combine_args(module, args, kwargs)
+    if isinstance(shapes, tuple | list):
+        combined = type(shapes)(combined.values())
+    _tree_map_with_path(note, combined, shapes, tree_name="inputs")
     return found
