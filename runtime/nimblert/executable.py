@@ -139,11 +139,16 @@ def load(
     the caller's among them: without it, one for each core that the process may use. A list of processors
     also says where they run; the first is the caller's, which stays where it is. ``warm`` loads every program
     at once, else each is loaded when it is first called (`Context.warm`). ``program`` is the name of the one
-    to load where the others will not be called.
+    to load where the others will not be called. With NIMBLERT_NVTX=1 in the environment, every call of the
+    process is an NVTX range (`nimblert.telemetry`).
 
     Raises PlanError for a plan that is damaged or contradicts itself, DeviceMismatchError where this
     machine cannot run it, and InputError for a ``plan`` or ``program`` that is none.
     """
+    if os.environ.get("NIMBLERT_NVTX") == "1":
+        from nimblert import telemetry  # which other processes need not import
+
+        telemetry.observe_by_environment()
     make = partial(_loaded, program, limits, device, arena, threads, poison=poison, warm=warm)
     if isinstance(plan, Plan):
         if problems := list(verify.problems(plan, limits)):

@@ -1,0 +1,30 @@
+"""What this process holds now: host memory, threads and files from /proc, device memory as the driver tells."""
+
+from pathlib import Path
+
+from nimblert import driver
+from nimblert.plan import Plan, Target
+
+Held = dict[str, int]
+
+
+def held(plan: Plan, device: int = 0) -> Held:
+    """Bytes ("anonymous", "device") and counts ("threads", "files"); device memory is that of all processes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    fields = {name: value.split() for name, _, value in (line.partition(":") for line in lines)}
+    found = {
+        "anonymous": int(fields["RssAnon"][0]) << 10,
+        "threads": int(fields["Threads"][0]),
+        "files": len(list(Path("/proc/self/fd").iterdir())),
+    }
+    if plan.target is Target.CUDA:
+        context = driver.Context(device)
+        free, total = driver.call("cuMemGetInfo")
+        context.close()
+        found["device"] = total - free
+    return found
+
+
+def grown(before: Held, after: Held) -> Held:
+    """By how much each has grown."""
+    return {name: after[name] - before[name] for name in before}

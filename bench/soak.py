@@ -1,0 +1,106 @@
+"""Run a plan a great many times, and say whether its outputs, memory, threads and files stay as they are.
+
+Usage: ``python -m bench.soak PLAN [--count 200000] [--replay] [--json FILE]``, for any plan on its target.
+
+Calls take eight different inputs in turn, and each output is compared with the bytes of the first time; ``--replay``
+replays one input instead, and reads the outputs back a thousand times in all. Memory is looked at a hundred times; the
+first tenth is warm-up. The exit status is 1 if any byte changed, or if memory grew.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import nimblert
+from bench.memory import Held, grown, held
+from nimblert import container, golden
+from nimblert.executable import Executable
+
+INPUTS = 8
+LOOKS = 100
+READS = 1000
+SLACK_NBYTES = 4 << 20
+"""What an allocator may take more without a leak."""
+
+
+def outputs(model: Executable, arrays: dict[str, Any]) -> list[bytes]:
+    """The bytes of each output."""
+    return [array.tobytes() for array in model.run(arrays).values()]
+
+
+def called(model: Executable) -> Callable[[int], bool]:
+    """One call; whether its outputs were as ever."""
+    inputs = [golden.draw_inputs(model.program, seed) for seed in range(INPUTS)]
+    expected = [outputs(model, arrays) for arrays in inputs]
+    return lambda index: outputs(model, inputs[index % INPUTS]) == expected[index % INPUTS]
+
+
+def replayed(model: Executable, count: int) -> Callable[[int], bool]:
+    """One replay; whether its outputs were as ever, where they are read."""
+    model.run(golden.draw_inputs(model.program, 0))
+
+    def read() -> list[bytes]:
+        return [model.read(tensor.pointer, tensor.span_nbytes).tobytes() for tensor in model.outputs]
+
+    expected = read()
+    every = max(1, count // READS)
+
+    def once(index: int) -> bool:
+        model.replay()
+        return index % every != 0 or read() == expected
+
+    return once
+
+
+def soak(plan: Path, count: int, *, replay: bool) -> dict[str, Any]:
+    """Run the main entry so many times: what changed."""
+    parsed = container.read(plan)
+    looks: list[Held] = []
+    wrong = 0
+    with nimblert.load(plan) as model:
+        once = replayed(model, count) if replay else called(model)
+        begin = time.perf_counter()
+        for index in range(count):
+            wrong += not once(index)
+            if index % max(1, count // LOOKS) == 0:
+                looks.append(held(parsed))
+        seconds = time.perf_counter() - begin
+        looks.append(held(parsed))
+    warm = looks[len(looks) // 10 :]
+    return {
+        "plan": plan.name,
+        "target": parsed.target.name.lower(),
+        "mode": "replay" if replay else "call",
+        "count": count,
+        "seconds": round(seconds, 3),
+        "wrong": wrong,
+        "begin": warm[0],
+        "grown": grown(warm[0], warm[-1]),
+        "grown_at_most": {name: max(grown(warm[0], look)[name] for look in warm) for name in warm[0]},
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print what changed; 1 if anything did."""
+    parser = argparse.ArgumentParser(description="Run a plan a great many times.")
+    parser.add_argument("plan", type=Path)
+    parser.add_argument("--count", type=int, default=200_000)
+    parser.add_argument("--replay", action="store_true", help="replay one input, without copies in and out")
+    parser.add_argument("--json", type=Path, help="also write the result to this file")
+    given = parser.parse_args(arguments)
+    facts = soak(given.plan, given.count, replay=given.replay)
+    text = json.dumps(facts, indent=2)
+    print(text)
+    if given.json is not None:
+        given.json.write_text(text + "\n")
+    growth = facts["grown"]
+    flat = growth["anonymous"] <= SLACK_NBYTES and growth.get("device", 0) <= SLACK_NBYTES
+    return 0 if flat and not facts["wrong"] and growth["threads"] <= 0 and growth["files"] <= 0 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
