@@ -8,6 +8,7 @@ import hashlib
 import mmap
 import os
 import stat
+import weakref
 from io import BufferedReader, BytesIO
 from pathlib import Path
 from struct import Struct
@@ -120,12 +121,27 @@ def _copied(view: memoryview) -> memoryview:
     return memoryview(pages).toreadonly()
 
 
+class Mapped(mmap.mmap):
+    """A plan file in memory, read only: its pages may be given back, and come again when they are read."""
+
+
+_mapped_files: weakref.WeakValueDictionary[tuple[int, ...], Mapped] = weakref.WeakValueDictionary()
+"""By what tells a file and its state: it is mapped once, however often it is loaded."""
+
+
+def _mapped(file: BinaryIO, nbytes: int) -> Mapped:
+    status = os.fstat(file.fileno())
+    key = status.st_dev, status.st_ino, status.st_mtime_ns, status.st_ctime_ns, nbytes
+    found = _mapped_files.get(key)
+    return found or _mapped_files.setdefault(key, Mapped(file.fileno(), nbytes, access=mmap.ACCESS_READ))
+
+
 def _open_file(path: str | os.PathLike[str], *, copy: bool) -> memoryview:
     try:
         with open(path, "rb", opener=_without_waiting) as file:
             nbytes = _file_nbytes(file, path)
             if not copy:
-                return memoryview(mmap.mmap(file.fileno(), nbytes, access=mmap.ACCESS_READ))
+                return memoryview(_mapped(file, nbytes))
             pages = mmap.mmap(-1, nbytes)
             return memoryview(pages).toreadonly()[: _fill(memoryview(pages), file)]
     except PlanError:  # a ValueError, too

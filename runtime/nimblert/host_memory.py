@@ -1,5 +1,6 @@
 """Host memory of a program: one aligned allocation for each region, weights where the file lies."""
 
+import mmap
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from typing import NoReturn
 
 import numpy as np
 
+from nimblert.container import Mapped
 from nimblert.dtypes import numpy_dtype
 from nimblert.errors import DeviceMismatchError, InputError, PlanInvalidError
 from nimblert.plan import ITEM_NBYTES, Plan, Pointer, Program, Region, Tensor, Weight
@@ -26,6 +28,7 @@ class HostWeights:
     def __init__(self, plan: Plan) -> None:
         self._offsets = [weight.offset for weight in plan.weights]
         self._weights = [_in_place(weight) for weight in plan.weights]
+        self._mapped = {weight.data.obj for weight in plan.weights if isinstance(weight.data.obj, Mapped)}
 
     @contextmanager
     def rewritten(self, offsets: Iterable[int]) -> Iterator["HostWeights"]:
@@ -38,6 +41,11 @@ class HostWeights:
         yield made
         for index in rewritten:
             made._weights[index].flags.writeable = False  # noqa: SLF001
+
+    def let_go(self) -> None:
+        """Give back the pages of the file that were read: those that runs read come again, from the system's cache."""
+        for mapped in self._mapped:
+            mapped.madvise(mmap.MADV_DONTNEED)
 
     def same(self, other: "HostWeights", offset: int) -> bool:
         """Whether both have one memory for the byte at ``offset``."""

@@ -6,6 +6,7 @@ onnxruntime is imported when the first CPU plan is loaded, not before.
 import contextlib
 import os
 import threading
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
@@ -143,6 +144,18 @@ def initializer_folder() -> Iterator[str]:
         yield str(folder)
 
 
+class _Opened:
+    """A session, and the weights that it was opened over: it does not keep them itself."""
+
+    def __init__(self, session: Any, weights: Mapping[str, np.ndarray]) -> None:
+        self.session = session
+        self.weights = weights
+
+
+_opened: weakref.WeakValueDictionary[tuple[object, ...], _Opened] = weakref.WeakValueDictionary()
+"""The sessions of this process, by all that they depend on: plans that are loaded several times share them."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stretch:
     """Launches of a stream that one session runs: the indices of their commands.
@@ -169,7 +182,7 @@ class SessionCache:
         self._models: dict[int, Model] = {}
         self._stretches: dict[int, tuple[Program, Mapping[int, Stretch]]] = {}
         """By the identity of a program: that of its value would take long."""
-        self._sessions: dict[tuple[object, ...], Any] = {}
+        self._sessions: dict[tuple[object, ...], _Opened] = {}
         self._lock = threading.Lock()
         self._resources = contextlib.ExitStack()
         for origin in sorted({module.origin for module in plan.modules}):
@@ -205,6 +218,7 @@ class SessionCache:
     ) -> None:
         try:
             self._resources.close()
+            self._weights.let_go()
         finally:
             self._lock.release()
 
@@ -267,7 +281,8 @@ class SessionCache:
         """The shapes of a model's outputs, as far as ONNX Runtime knows them before a run."""
         options = session_options()
         options.add_session_config_entry(*NO_PACKED_COPIES)
-        return {value.name: value.shape for value in self._open(model, options).get_outputs()}
+        weights = {bound.name: self._weight(bound) for bound in model.initializers}
+        return {value.name: value.shape for value in self._open(model, weights, options).get_outputs()}
 
     def _whole(self, launch: Launch, where: str) -> Joined:
         """The model of a launch as it is."""
@@ -291,8 +306,8 @@ class SessionCache:
         """A call that runs a model on what its values are bound to."""
         key = (model.code, *(bound.pointer for bound in model.initializers), pool, keeps_memory)
         if key not in self._sessions:
-            self._sessions[key] = self._checked(model, pool, keeps_memory=keeps_memory)
-        session = self._sessions[key]
+            self._sessions[key] = self._opened(model, pool, keeps_memory=keeps_memory)
+        session = self._sessions[key].session
         binding = session.io_binding()
         sides = (model.inputs, binding.bind_input), (model.outputs, binding.bind_output)
         for (values, bind), written in zip(sides, (False, True), strict=True):
@@ -304,35 +319,43 @@ class SessionCache:
         # (30 with RunOptions), most of it to look for a WebGPU graph.
         return partial(session._sess.run_with_iobinding, binding._iobinding, options)  # noqa: SLF001
 
-    def _checked(self, model: Joined, pool: Pool, *, keeps_memory: bool) -> Any:
-        """A session of a model that has what is bound to it."""
-        options = session_options(pool)
-        options.enable_cpu_mem_arena = options.enable_mem_pattern = keeps_memory
-        session = self._open(model, options)
+    def _opened(self, model: Joined, pool: Pool, *, keeps_memory: bool) -> _Opened:
+        """A session of a model that has what is bound to it, or the one that this process has of it."""
+        weights = {bound.name: self._weight(bound) for bound in model.initializers}
+        places = tuple(array.ctypes.data for array in weights.values())
+        key = os.getpid(), model.code, places, pool, keeps_memory  # a child has none of the threads of its parent
+        final = not any(array.flags.writeable for array in weights.values())
+        opened = _opened.get(key) if final else None
+        if opened is None:
+            options = session_options(pool)
+            options.enable_cpu_mem_arena = options.enable_mem_pattern = keeps_memory
+            opened = _Opened(self._open(model, weights, options), weights)
+        session = opened.session
         declared = {tensor.name: tensor.type for tensor in (*session.get_inputs(), *session.get_outputs())}
         bound = {value.name: _TYPE_NAMES[value.parameter.dtype] for value in (*model.inputs, *model.outputs)}
         if declared != bound:
             raise PlanInvalidError([f"kernel {model.symbol}: parameters {bound}, its model has {declared}"])
-        return session
+        return _opened.setdefault(key, opened) if final else opened
 
-    def _open(self, model: Joined, options: Any) -> Any:
-        try:
-            initializers = {bound.name: self._value(bound.parameter, bound.pointer) for bound in model.initializers}
-            return open_session(model.code, initializers, self._folder, options)
-        except runtime_errors() as exc:
-            version = onnxruntime().__version__
-            raise PlanInvalidError([f"kernel {model.symbol}: ONNX Runtime {version} refuses its model: {exc}"]) from exc
-
-    def _value(self, parameter: Parameter, pointer: Pointer) -> Any:
+    def _weight(self, bound: Bound) -> np.ndarray:
         """An initializer, where it lies among the weights; all of it must lie in one of them."""
+        parameter, pointer = bound.parameter, bound.pointer
         if pointer.region is not Region.WEIGHTS:
             raise PlanInvalidError([f"initializer {parameter.name!r}: in {pointer.region.name}, expected WEIGHTS"])
         weight, start = self._weights.find(pointer.offset)
         nbytes = prod(parameter.shape) * ITEM_NBYTES[parameter.dtype]
         if start + nbytes > weight.nbytes:
             raise PlanInvalidError([f"initializer {parameter.name!r}: its {nbytes} bytes are in no one weight"])
-        array = weight[start : start + nbytes].view(numpy_dtype(parameter.dtype)).reshape(parameter.shape)
-        return ort_value(array, parameter.dtype)
+        return weight[start : start + nbytes].view(numpy_dtype(parameter.dtype)).reshape(parameter.shape)
+
+    def _open(self, model: Joined, weights: Mapping[str, np.ndarray], options: Any) -> Any:
+        try:
+            dtypes = {bound.name: bound.parameter.dtype for bound in model.initializers}
+            values = {name: ort_value(array, dtypes[name]) for name, array in weights.items()}
+            return open_session(model.code, values, self._folder, options)
+        except runtime_errors() as exc:
+            version = onnxruntime().__version__
+            raise PlanInvalidError([f"kernel {model.symbol}: ONNX Runtime {version} refuses its model: {exc}"]) from exc
 
 
 def _element_type(parameter: Parameter, array: np.ndarray) -> Any:

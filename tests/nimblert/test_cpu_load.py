@@ -1,6 +1,7 @@
 """CPU plans under load: many loads at once, callers that share one executable, hundreds of loads and closings."""
 
 import gc
+import shutil
 import threading
 import tracemalloc
 from collections.abc import Callable
@@ -13,9 +14,11 @@ import numpy as np
 import pytest
 from cpu_plans import floats, plan_file, write_model
 from onnx import helper
+from subprocesses import python
 
 import nimblert
 from nimblert.errors import InputError
+from nimblert.executable import Executable
 
 LOADERS, CALLERS, CALLS, LOADS = 32, 8, 25, 200
 WIDTH = 512
@@ -87,6 +90,63 @@ def open_file_count() -> int:
 def test_threads_that_load_one_file_at_once_compute_the_same(path: Path) -> None:
     expected = [result_of(path, drawn(i)) for i in range(LOADERS)]
     assert at_once(LOADERS, lambda i: result_of(path, drawn(i))) == expected
+
+
+def test_loads_of_one_file_share_its_map_and_its_sessions(path: Path) -> None:
+    x = drawn(0)
+    with nimblert.load(path) as first, nimblert.load(path) as second, nimblert.load(path, threads=1) as other:
+        assert first.plan.weights[0].data.obj is second.plan.weights[0].data.obj
+        assert sessions_of(first) == sessions_of(second) != sessions_of(other)
+        expected = first(x)
+        first.close()
+        np.testing.assert_array_equal(second(x), expected)
+    again = path.with_name("again.plan")
+    shutil.copy(path, again)
+    with nimblert.load(path) as first, nimblert.load(again) as other:
+        assert sessions_of(first) != sessions_of(other)
+
+
+def sessions_of(executable: Executable) -> set[int]:
+    resident: Any = executable._resident
+    return {id(opened.session) for opened in resident.sessions._sessions.values()}
+
+
+def test_four_loads_take_the_memory_of_one(tmp_path: Path) -> None:
+    """Of which packed copies of weights are the most."""
+    width = 2048
+    weights = np.random.default_rng(0).standard_normal((width, width)).astype(np.float32)
+    node = helper.make_node("MatMul", ["x", "w"], ["y"])
+    write_model(tmp_path / "m.onnx", [node], [floats("x", 4, width)], [floats("y", 4, width)], constants={"w": weights})
+    plan_file(tmp_path / "m.onnx").save(tmp_path / "m.plan")
+    x = np.ones((4, width), np.float32)
+    loaded = [nimblert.load(tmp_path / "m.plan")]
+    loaded[0](x)
+    resident = memory_use.current().resident
+    for _ in range(3):
+        loaded.append(nimblert.load(tmp_path / "m.plan"))
+        loaded[-1](x)
+    assert memory_use.current().resident - resident < weights.nbytes / 2
+    for executable in loaded:
+        executable.close()
+
+
+FORKED = """
+import os, sys, numpy as np, nimblert
+x = np.ones((4, 512), np.float32)
+with nimblert.load(sys.argv[1]) as model:
+    expected = model(x)
+    child = os.fork()
+    if not child:
+        with nimblert.load(sys.argv[1]) as model:
+            os._exit(0 if np.array_equal(model(x), expected) else 1)
+    print(os.waitpid(child, 0)[1])
+"""
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_forked_process_shares_no_session_of_its_parent(path: Path) -> None:
+    """Whose threads it has not."""
+    assert python(FORKED, path).split() == ["0"]
 
 
 def test_threads_share_one_executable(path: Path) -> None:
