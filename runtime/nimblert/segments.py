@@ -7,10 +7,13 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from nimblert.errors import PlanFormatError
-from nimblert.plan import Plan
+from nimblert.plan import Plan, Target
 
 ALIGNMENT = 4096
 """A page: segments can be mapped, and read with O_DIRECT, one by one."""
+
+_MODEL_ALIGNMENT = 64
+"""ONNX models are small and many: each on a page of its own, they would be mostly padding."""
 
 TRAILER_NBYTES = 64
 """The trailer ends the file; see `nimblert.container`."""
@@ -34,14 +37,15 @@ def contents(plan: Plan) -> Iterator[memoryview]:
 def place(plan: Plan, start: int) -> tuple[Segment, ...]:
     """The segments of `contents`, the first of them not before byte ``start``.
 
-    Code starts on a page. A weight stands where its offset in the file and in its region agree
-    modulo the page size, so neighbours in the region are as far apart in the file and one copy can
-    upload them all.
+    Cubins start on pages, ONNX models close together. A weight stands where its offset in the file and
+    in its region agree modulo the page size, so neighbours in the region are as far apart in the file
+    and one copy can upload them all.
     """
-    residues = [0] * len(plan.modules) + [w.offset % ALIGNMENT for w in (*plan.weights, *plan.state)]
+    of_code = (0, _MODEL_ALIGNMENT if plan.target is Target.CPU else ALIGNMENT)
+    places = [of_code] * len(plan.modules) + [(w.offset, ALIGNMENT) for w in (*plan.weights, *plan.state)]
     placed = []
-    for residue, data in zip(residues, contents(plan), strict=True):
-        offset = start + (residue - start) % ALIGNMENT
+    for (residue, alignment), data in zip(places, contents(plan), strict=True):
+        offset = start + (residue - start) % alignment
         placed.append(Segment(offset, data.nbytes))
         start = offset + data.nbytes
     return tuple(placed)

@@ -206,18 +206,21 @@ def _code_segment(root: fb.Plan) -> int:
     return root.Modules(1).Code()._tab.Pos
 
 
+FILE = container.encode_file(plans.cpu_plan())
+FIRST, SECOND = (fb.Plan.GetRootAs(bytearray(FILE), 0).Modules(i).Code().Offset() for i in range(2))
 ADD, RELU = (module.code.nbytes for module in plans.cpu_plan().modules)
-BEFORE = f"the one before it ends at byte {4096 + ADD}"
+BEFORE = f"the one before it ends at byte {FIRST + ADD}"
+TRAILER = len(FILE) - 64
 
 
 @pytest.mark.parametrize(
     ("offset", "nbytes", "message"),
     [
-        (4096, RELU, f"segment at byte 4096: {BEFORE}, expected less than 4096 bytes"),
-        (12288, RELU, f"segment at byte 12288: {BEFORE}, expected less than 4096 bytes"),
+        (FIRST, RELU, f"segment at byte {FIRST}: {BEFORE}, expected less than 4096 bytes"),
+        (SECOND + 4096, RELU, f"segment at byte {SECOND + 4096}: {BEFORE}, expected less than 4096 bytes"),
         (2**64 - 1, RELU, f"segment at byte 18446744073709551615: {BEFORE}"),
-        (8192, 2**63, "segment at byte 8192 ends at byte 9223372036854784000 of 12368"),
-        (8192, RELU - 1, f"bytes {8192 + RELU - 1} to 12288: expected zero padding"),
+        (SECOND, 2**63, f"segment at byte {SECOND} ends at byte {SECOND + 2**63} of {len(FILE)}"),
+        (SECOND, RELU - 1, f"bytes {SECOND + RELU - 1} to 4096: expected zero padding"),
     ],
 )
 def test_segments_fill_the_file(offset: int, nbytes: int, message: str) -> None:
@@ -228,14 +231,20 @@ def test_segments_fill_the_file(offset: int, nbytes: int, message: str) -> None:
 @pytest.mark.parametrize(
     ("offset", "nbytes", "message"),
     [
-        (12304, 63, "trailer of 63 bytes, expected 64"),
-        (12305, 64, "bytes 12304 to 12305: expected zero padding"),
-        (8300, 64, "segment at byte 8300: the one before it ends at byte 12304"),
+        (TRAILER, 63, "trailer of 63 bytes, expected 64"),
+        (TRAILER + 1, 64, f"bytes {TRAILER} to {TRAILER + 1}: expected zero padding"),
+        (TRAILER - 4, 64, f"segment at byte {TRAILER - 4}: the one before it ends at byte {TRAILER}"),
     ],
 )
 def test_trailer_ends_the_file(offset: int, nbytes: int, message: str) -> None:
     with pytest.raises(PlanFormatError, match=message):
         decode_file(_patched(lambda root: root.Trailer()._tab.Pos, struct.pack("<QQ", offset, nbytes)))
+
+
+def test_models_stand_close_together_and_cubins_on_pages() -> None:
+    cuda = fb.Plan.GetRootAs(bytearray(container.encode_file(plans.cuda_plan())), 0)
+    assert [cuda.Modules(i).Code().Offset() % 4096 for i in range(cuda.ModulesLength())] == [0] * cuda.ModulesLength()
+    assert (FIRST % 64, SECOND % 64, 0 <= SECOND - FIRST - ADD < 64) == (0, 0, True)
 
 
 def test_shared_tables_cannot_make_a_small_file_large() -> None:
