@@ -4,14 +4,18 @@ import math
 import threading
 import time
 from array import array
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import numpy as np
 
 from nimblec.errors import ArgumentError
 from nimblert.timing import CommandTime
+
+T = TypeVar("T")
 
 PERCENTILES = (50, 90, 95, 99, 99.9)
 
@@ -80,6 +84,41 @@ def measure(calls: Sequence[Callable[[], object]], *, warm_up: float, duration: 
         interrupted=interrupted,
         unfinished=len(unfinished),
     )
+
+
+def taking_turns(items: Sequence[T], call: Callable[[T], object]) -> Callable[[], object]:
+    """A call on whichever of the items is free, for threads that may be more than they.
+
+    The others wait, and who waits longest is next: without this, those that are running would run on.
+    """
+    lock = threading.Lock()
+    free = deque(items)
+    waiting: deque[Future[T]] = deque()
+
+    def take() -> T:
+        with lock:
+            if free:
+                return free.popleft()
+            mine: Future[T] = Future()
+            waiting.append(mine)
+        return mine.result()
+
+    def give_back(item: T) -> None:
+        with lock:
+            if not waiting:
+                free.append(item)
+                return
+            first = waiting.popleft()
+        first.set_result(item)
+
+    def once() -> None:
+        item = take()
+        try:
+            call(item)
+        finally:
+            give_back(item)
+
+    return once
 
 
 class _Lane:

@@ -5,12 +5,13 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
 from nimblec.errors import ArgumentError
-from nimblec.measure import Measurement, measure, slowest
+from nimblec.measure import Measurement, measure, slowest, taking_turns
 from nimblert import CommandTime
 
 
@@ -139,3 +140,33 @@ def test_the_slowest_commands_are_those_of_the_largest_median() -> None:
 
     profiles = [[command(0, fast), command(1, slow)] for fast, slow in [(10, 20), (99, 21), (11, 22)]]
     assert slowest(profiles) == [command(1, 21), command(0, 11)]
+
+
+def test_threads_take_turns_at_fewer_items_and_each_item_has_one_at_a_time() -> None:
+    busy: set[str] = set()
+    used: set[str] = set()
+    lock = threading.Lock()
+
+    def use(item: str) -> None:
+        with lock:
+            assert item not in busy
+            busy.add(item)
+            used.add(item)
+        time.sleep(0.001)
+        with lock:
+            busy.remove(item)
+
+    once = taking_turns(["a", "b"], use)
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(lambda _: once(), range(60)))
+    assert used == {"a", "b"}
+
+
+def test_an_item_is_free_again_after_a_failure() -> None:
+    def fail(_: str) -> None:
+        raise ValueError("no")
+
+    once = taking_turns(["a"], fail)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no"):
+            once()

@@ -1,18 +1,20 @@
 """``nimblec bench``."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 import click
+import numpy as np
 
 from nimblec import measure
 from nimblec.cli import arguments, interrupts, loading, report
 from nimblec.cli.command import OWN_PROCESS, Command
 from nimblec.cli.console import echo, echo_lines
 from nimblec.cli.progress import StageProgress
+from nimblert.context import Context
 from nimblert.executable import load
 from nimblert.timing import CommandTime
 
@@ -54,10 +56,9 @@ PROFILES = 11
 )
 @click.option(
     "--contexts",
-    type=click.Choice(["own", "shared"]),
-    default="own",
-    show_default=True,
-    help="Each thread has a context of its own, or all take turns at one.",
+    type=click.IntRange(1, MOST_THREADS),
+    metavar="N",
+    help="How many contexts the threads take turns in; by default each has its own.",
 )
 @click.option("--replay", is_flag=True, help="Leave out the copies in and out: run on inputs in place.")
 @click.option("--profile", "as_profile", is_flag=True, help="Also list the commands that take longest by themselves.")
@@ -73,7 +74,7 @@ def bench_plan(
     warm_up: float,
     duration: float,
     threads: int,
-    contexts: str,
+    contexts: int | None,
     replay: bool,
     as_profile: bool,
     as_json: bool,
@@ -86,18 +87,25 @@ def bench_plan(
     \b
     Examples:
       nimblec bench resnet.plan
-      nimblec bench resnet.plan --threads 8 --duration 30 --json
+      nimblec bench resnet.plan --threads 32 --contexts 8 --duration 30 --json
       nimblec bench resnet.plan --replay --profile
     """
+    contexts = threads if contexts is None else contexts
+    if contexts > threads:
+        what = f"{contexts} for {threads} threads, expected no more than those"
+        raise click.BadParameter(what, param_hint="--contexts")
     given = arguments.read_arrays(files)
     with load(plan, threads=cpu_threads) as executable:
         chosen = executable.entry(entry)
         inputs = loading.inputs(chosen, given, seed)
-        others = [executable.context() if contexts == "own" else executable for _ in range(threads - 1)]
-        taken = [executable, *others]
-        for context in {*taken}:  # refuses inputs that do not fit, and leaves them in place
+        taken: list[Context] = [executable, *(executable.context() for _ in range(contexts - 1))]
+        for context in taken:  # refuses inputs that do not fit, and leaves them in place
             context.run(inputs, entry=chosen.name)
-        calls = [context.replay if replay else partial(context.run, inputs, entry=chosen.name) for context in taken]
+        once: Callable[[Context], object] = Context.replay if replay else partial(_run, inputs, chosen.name)
+        if contexts == threads:
+            calls: list[Callable[[], object]] = [partial(once, context) for context in taken]
+        else:
+            calls = [measure.taking_turns(taken, once)] * threads
         with StageProgress(verbose=False, quiet=False) as progress:
             progress(f"measure for {duration:g} s", None)
             measured = measure.measure(calls, warm_up=warm_up, duration=duration)
@@ -130,6 +138,10 @@ def bench_plan(
             interrupts.abandon()  # closing would wait for runs that may never end
     if interrupted:
         raise click.Abort
+
+
+def _run(inputs: Mapping[str, np.ndarray], entry: str, context: Context) -> object:
+    return context.run(inputs, entry=entry)
 
 
 def _print(measured: measure.Measurement, commands: Sequence[CommandTime], *, interrupted: bool) -> None:

@@ -38,10 +38,15 @@ def test_the_table_has_every_percentile(nimblec: CommandLine, path: Path) -> Non
     assert names == ["runs", "throughput", "min", "p50", "p90", "p95", "p99", "p99.9", "max"]
 
 
-@pytest.mark.parametrize("contexts", ["own", "shared"])
+@pytest.mark.parametrize(("contexts", "count"), [([], 3), (["--contexts", "1"], 1), (["--contexts", "2"], 2)])
 @pytest.mark.parametrize("replay", [[], ["--replay"]])
 def test_the_figures_as_json(
-    nimblec: CommandLine, path: Path, monkeypatch: pytest.MonkeyPatch, contexts: str, replay: list[str]
+    nimblec: CommandLine,
+    path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    contexts: list[str],
+    count: int,
+    replay: list[str],
 ) -> None:
     taken: set[int] = set()
     name = "replay" if replay else "run"
@@ -52,10 +57,10 @@ def test_the_figures_as_json(
         return method(context, *args, **kwargs)
 
     monkeypatch.setattr(Context, name, noted)
-    done = nimblec("bench", path, *QUICK, "--json", "--threads", "3", "--contexts", contexts, *replay)
+    done = nimblec("bench", path, *QUICK, "--json", "--threads", "3", *contexts, *replay)
     facts = json.loads(done.out)
-    assert len(taken) == (3 if contexts == "own" else 1)
-    assert (facts["mode"], facts["threads"], facts["contexts"]) == (name, 3, contexts)
+    assert len(taken) == count
+    assert (facts["mode"], facts["threads"], facts["contexts"]) == (name, 3, count)
     assert facts["runs"] >= 3
     assert facts["throughput"] == pytest.approx(facts["runs"] / facts["seconds"])
     assert list(facts["latency"]) == ["min", "p50", "p90", "p95", "p99", "p99.9", "max"]
@@ -103,7 +108,8 @@ def test_the_given_inputs_are_those_that_run(
         (["--duration", "0"], "'--duration': 0.0 is not in the range"),
         (["--duration", "nan"], "duration: nan seconds"),
         (["--warm-up", "-1"], "'--warm-up': -1.0 is not in the range"),
-        (["--contexts", "mine"], "'mine' is not one of 'own', 'shared'"),
+        (["--contexts", "0"], "'--contexts': 0 is not in the range"),
+        (["--contexts", "3", "--threads", "2"], "--contexts: 3 for 2 threads, expected no more than those"),
         (["--entry", "other"], "entry 'other': not found"),
         (["--input", "z=none.npy"], "none.npy: No such file"),
     ],

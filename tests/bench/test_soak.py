@@ -1,0 +1,89 @@
+"""The benchmarks that repeat a plan for long, for a short while."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cpu_plans import floats, plan_file, write_model
+from onnx import helper
+
+from bench import contexts, memory, soak
+from nimblert.context import Context
+from nimblert.executable import Executable
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """tanh(x) as a plan."""
+    folder = tmp_path_factory.mktemp("soak")
+    nodes = [helper.make_node("Tanh", ["x"], ["y"])]
+    plan_file(write_model(folder / "m.onnx", nodes, [floats("x", 4)], [floats("y", 4)])).save(folder / "m.plan")
+    return folder / "m.plan"
+
+
+@pytest.mark.parametrize(("mode", "arguments"), [("call", []), ("replay", ["--replay"])])
+def test_nothing_changes_while_a_plan_runs_on(
+    path: Path, tmp_path: Path, mode: str, arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "soak.json"
+    assert soak.main([str(path), "--count", "2000", "--json", str(file), *arguments]) == 0
+    facts = json.loads(file.read_text())
+    assert json.loads(capsys.readouterr().out) == facts
+    assert (facts["mode"], facts["count"], facts["wrong"], facts["target"]) == (mode, 2000, 0, "cpu")
+    assert facts["grown"].keys() == {"anonymous", "threads", "files"}
+
+
+def test_a_changed_byte_is_seen(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: Iterator[int] = iter(range(10_000))
+    run = Executable.run
+
+    def changing(model: Executable, arrays: Mapping[str, np.ndarray], **more: Any) -> dict[str, np.ndarray]:
+        outputs = run(model, arrays, **more)
+        if next(calls) == 500:
+            outputs["y"][0] += 1
+        return outputs
+
+    monkeypatch.setattr(Executable, "run", changing)
+    assert soak.soak(path, 600, replay=False)["wrong"] == 1
+    read = Executable.read
+    monkeypatch.setattr(Executable, "read", lambda *args: read(*args) + np.uint8(next(calls) % 7 == 0))
+    assert soak.main([str(path), "--count", "300", "--replay"]) == 1
+
+
+@pytest.mark.parametrize("what", ["anonymous", "threads", "files"])
+def test_growth_is_seen(path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = iter(range(1, 1000))
+
+    def growing(*_: object) -> memory.Held:
+        return {"anonymous": 0, "threads": 1, "files": 1, what: next(looks) << 20}
+
+    monkeypatch.setattr(soak, "held", growing)
+    assert soak.main([str(path), "--count", "200"]) == 1
+
+
+def test_threads_on_contexts_beside_processes(path: Path, tmp_path: Path) -> None:
+    file = tmp_path / "contexts.json"
+    arguments = [str(path), "--threads", "6", "--contexts", "2", "--seconds", "2.4", "--processes", "1,2"]
+    assert contexts.main([*arguments, "--json", str(file)]) == 0
+    facts = json.loads(file.read_text())
+    one = facts["contexts"]
+    assert (one["threads"], one["contexts"], one["wrong"]) == (6, 2, 0)
+    assert one["runs"] > 100
+    assert one["memory"]["grown"]["threads"] == 0
+    assert [other["processes"] for other in facts["processes"]] == [1, 2]
+    best = max(other["throughput"] for other in facts["processes"])
+    assert facts["of_the_best_processes"] == pytest.approx(one["throughput"] / best, abs=1e-3)
+
+
+def test_a_wrong_output_of_any_thread_is_seen(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    call: Callable[..., Any] = contexts.Checked.call
+
+    def spoiling(check: contexts.Checked, context: Context) -> None:
+        call(check, context)
+        check._expected[0]["y"][:] += 1
+
+    monkeypatch.setattr(contexts.Checked, "call", spoiling)
+    assert contexts.main([str(path), "--threads", "2", "--contexts", "1", "--seconds", "0.3", "--processes", "0"]) == 1
