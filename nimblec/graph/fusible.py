@@ -7,6 +7,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 
 from nimblec.graph.rewriter import bound, fake, is_pure
+from nimblec.graph.state import WRITES_STATE
 
 aten = torch.ops.aten
 
@@ -49,6 +50,8 @@ def is_fusible(node: fx.Node) -> bool:
     """Whether a generated kernel can compute the call; its results are all dense tensors, the first not empty."""
     target = node.target
     if not isinstance(target, OpOverload) or target.namespace != "aten" or not is_pure(node):
+        return False
+    if WRITES_STATE in node.meta:
         return False
     results = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else [node.meta["val"]]
     if not all(isinstance(value, Tensor) and not value.is_complex() for value in results) or not results[0].numel():

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from nimblec.graph.rewriter import Rewriter, fake, views
+from nimblec.graph.rewriter import Rewriter, fake, owner
 
 aten = torch.ops.aten
 
@@ -27,9 +27,9 @@ def separate_outputs(module: fx.GraphModule) -> None:
     taken: set[fx.Node] = set()
 
     def own(node: fx.Node) -> fx.Node:
-        owner = _owner(node)
-        if owner.op == "call_function" and owner not in taken:
-            taken.add(owner)
+        first = owner(node)
+        if first.op == "call_function" and first not in taken:
+            taken.add(first)
             return node
         return rewriter.call(aten.clone.default, node, at=output)
 
@@ -69,10 +69,3 @@ def _lies_as(node: fx.Node, strides: Sequence[int]) -> bool:
     """Whether the strides are these, except along axes of length 1, which say nothing."""
     like = fake(node)
     return all(n == 1 or a == b for n, a, b in zip(like.shape, like.stride(), strides, strict=True))
-
-
-def _owner(node: fx.Node) -> fx.Node:
-    """The node whose memory ``node`` may share."""
-    while (viewed := views(node)) is not None:
-        node = viewed
-    return node

@@ -2,6 +2,7 @@
 
 import copy
 import operator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,6 +148,21 @@ def views(node: fx.Node) -> fx.Node | None:
     if schema.is_mutable or not any(result.alias_info for result in schema.returns):
         return None
     return next((argument(node, n) for n, a in enumerate(schema.arguments[: len(node.args)]) if a.alias_info), None)
+
+
+def owner(node: fx.Node) -> fx.Node:
+    """The node whose memory ``node`` may share."""
+    while (viewed := views(node)) is not None:
+        node = viewed
+    return node
+
+
+def readers(node: fx.Node) -> Iterator[fx.Node]:
+    """Who reads a value, or a view of it; the views too."""
+    for user in node.users:
+        yield user
+        if views(user) is not None:
+            yield from readers(user)
 
 
 def is_pure(node: fx.Node) -> bool:

@@ -3,6 +3,7 @@
 from nimblec.optimize.layout.recurrent import pack_recurrent_weights
 from nimblec.optimize.pipeline import Pass, Phase, Pipeline
 from nimblec.optimize.precision.cast import cast
+from nimblec.optimize.state import write_state
 
 CAST = Pipeline(
     Phase(
@@ -15,5 +16,9 @@ CAST = Pipeline(
                 reason="casting makes new weights, outside of the buffer that cuDNN reads them from",
             ),
         ),
-    )
+    ),
+    Phase(
+        name="state",
+        passes=(Pass(run=write_state, needs=(cast,), reason="every other pass takes a call to be pure"),),
+    ),
 )

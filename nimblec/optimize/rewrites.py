@@ -25,6 +25,7 @@ from nimblec.optimize.pipeline import Pass, Phase, Pipeline, Setting
 from nimblec.optimize.precision.cast import cast
 from nimblec.optimize.regions.biases import free_biases
 from nimblec.optimize.regions.generate import generate_regions
+from nimblec.optimize.state import mark_writes, write_state
 
 CANONICAL = (
     Pass(run=fill_empty, reason="zeros depend on nothing, so fold_constants computes what is made of them"),
@@ -183,6 +184,7 @@ REGIONS = Pipeline(
     Phase(
         name="regions",
         passes=(
+            Pass(run=mark_writes, reason="a region would copy a whole tensor to change a row of it"),
             Pass(
                 run=lay_groups_contiguous,
                 reason="kernels that read channels last have been chosen by now, and regions make the copies",
@@ -190,11 +192,21 @@ REGIONS = Pipeline(
             Pass(run=free_biases, reason="the regions that are cut next add the biases"),
             Pass(
                 run=generate_regions,
-                needs=(lay_groups_contiguous, free_biases),
+                needs=(mark_writes, lay_groups_contiguous, free_biases),
                 takes=("at_any_cost",),
                 reason="no pass knows what a region computes",
             ),
         ),
-    )
+    ),
+    Phase(
+        name="state",
+        passes=(
+            Pass(
+                run=write_state,
+                needs=(generate_regions,),
+                reason="every other pass takes a call to be pure, and may move or merge it",
+            ),
+        ),
+    ),
 )
 """What lies between the calls of libraries and kernels becomes generated kernels: the end of every level above 0."""

@@ -33,7 +33,7 @@ FUSED = ("gpu_models:transformer", "gpu_models:perceptron", "gpu_models:tied", "
 ODD = tuple(f"gpu_models:{name}" for name in ("aliases", "layouts", "past_the_dispatcher", "lazy_table"))
 """What they return or launch is hard to say in a graph."""
 STATEFUL = ("gpu_models:stateful", "gpu_models:secluded")
-"""Write into their own state: no graph of pure calls."""
+"""Write into their own state; the second one into its input as well, so it is no graph of pure calls."""
 
 
 @pytest.fixture(scope="module", autouse=True)

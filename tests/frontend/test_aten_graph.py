@@ -216,7 +216,7 @@ def test_an_input_that_is_written_is_refused() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x.add_(1)
 
-    with pytest.raises(UnsupportedModelError, match="writes into 'x'"):
+    with pytest.raises(UnsupportedModelError, match="writes into its input 'x'"):
         trace(Writer(), (torch.randn(3),))
 
 

@@ -111,12 +111,12 @@ def stateful() -> Built:
 
 
 class Secluded(Stateful):
-    """No compiler is let in, either."""
+    """Writes into its input, too, and lets no compiler in."""
 
     @torch.compiler.disable
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """As its parent does."""
-        return super().forward(x)
+        """As its parent does with twice the images."""
+        return super().forward(x.mul_(2))
 
 
 def secluded() -> Built:

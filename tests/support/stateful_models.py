@@ -88,7 +88,7 @@ class _Attention(torch.nn.Module):
         )
         self.keys.index_copy_(2, position, k)
         self.values[:, :, position] = v
-        seen = torch.arange(self.keys.shape[2]) <= position[:, None]
+        seen = torch.arange(self.keys.shape[2], device=position.device) <= position[:, None]
         attended = scaled_dot_product_attention(q, self.keys, self.values, attn_mask=seen)
         projected: torch.Tensor = self.outside(attended.transpose(1, 2).reshape(1, rows, width))
         return projected
@@ -125,6 +125,16 @@ def decoder() -> dict[str, Any]:
         "prefill": (model, (torch.arange(8), torch.arange(8))),
         "decode": (model, (torch.tensor([1]), torch.tensor([0]))),
     }
+
+
+def one_token() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
+    """A decoder that takes one token."""
+    return Decoder().eval(), (torch.tensor([1]), torch.tensor([0]))
+
+
+def statistics() -> tuple[torch.nn.Module, torch.Tensor]:
+    """Of 4 numbers."""
+    return Statistics().eval(), torch.ones(4)
 
 
 CACHES = [f"attention.{i}.{name}" for i in range(2) for name in ("keys", "values")]

@@ -6,7 +6,7 @@ parameters alone is computed immediately.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,14 @@ CHECKS = frozenset({aten._assert_tensor_metadata.default, aten._assert_async.msg
 
 
 
+class StateWrittenError(UnsupportedModelError):
+    """A run writes into parameters or buffers of the module, those of these ``names``."""
+
+    def __init__(self, message: str, names: Sequence[str]) -> None:
+        super().__init__(message)
+        self.names = tuple(names)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AtenProgram:
     """A module as ATen calls.
@@ -49,6 +57,12 @@ class AtenProgram:
         leaves = [outputs[leaf.index] if isinstance(leaf, _Output) else leaf for leaf in self.output_leaves]
         return pytree.tree_unflatten(leaves, self.output_spec)
 
+    def part(self, number: int) -> "AtenProgram":
+        """The program whose result is one item of this one's, which is a tuple."""
+        result = pytree.tree_unflatten(self.output_leaves, self.output_spec)[number]
+        leaves, spec = pytree.tree_flatten(result)
+        return replace(self, output_leaves=tuple(leaves), output_spec=spec)
+
 
 @dataclass(frozen=True, slots=True)
 class _Output:
@@ -68,7 +82,7 @@ def trace(
 
     Arguments that are no tensors are taken as they are. Raises TraceError where torch.export
     refuses the module, UnsupportedModelError where it draws random numbers or writes into its
-    inputs or buffers, which a graph of pure calls cannot say.
+    inputs, StateWrittenError where it writes into its buffers.
     """
     exported = _pure(module, lambda: torch.export.export(module, tuple(args), dict(kwargs or {}), strict=False))
     program, known = exported, torch.export.default_decompositions()
@@ -103,12 +117,12 @@ def _pure(module: torch.nn.Module, export: Callable[[], torch.export.ExportedPro
     """The exported program, refused if it is known to write into an input or state."""
     with torch.no_grad(), exporting(type(module).__name__, "torch.export"):
         exported = export()
-    signature = exported.graph_signature
-    written = [*state_written(signature), *signature.user_inputs_to_mutate.values()]
-    if written:
-        raise UnsupportedModelError(
-            f"{type(module).__name__} writes into {written[0]!r}: call .eval() first, or compile it as it runs"
-        )
+    name, signature = type(module).__name__, exported.graph_signature
+    inputs = list(signature.user_inputs_to_mutate.values())
+    if inputs:
+        raise UnsupportedModelError(f"{name} writes into its input {inputs[0]!r}: give it a copy, or compile it at -O0")
+    if written := state_written(signature):
+        raise StateWrittenError(f"{name} writes into {written[0]!r}, which a graph of pure calls cannot", written)
     return exported
 
 

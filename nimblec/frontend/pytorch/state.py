@@ -22,7 +22,7 @@ class StateTensor:
 
 def storages(module: Any) -> dict[str, int]:
     """What tells the storages of a module's parameters and buffers apart, by their names; none of a function."""
-    return {name: tensor.untyped_storage()._cdata for name, tensor in _tensors(module).items()}
+    return {name: tensor.untyped_storage()._cdata for name, tensor in named_tensors(module).items()}
 
 
 def find_state(
@@ -38,7 +38,7 @@ def find_state(
     found = {}
     for entry, call in calls.items():
         names: dict[int, str] = {}
-        tensors = _tensors(call.module)
+        tensors = named_tensors(call.module)
         for name, storage in held[entry].items():
             if storage not in changed:
                 continue
@@ -55,7 +55,7 @@ def find_state(
     return found
 
 
-def _tensors(module: Any) -> dict[str, torch.Tensor]:
+def named_tensors(module: Any) -> dict[str, torch.Tensor]:
     """The parameters and buffers of a module by every name that they have."""
     if not isinstance(module, torch.nn.Module):
         return {}
@@ -67,7 +67,7 @@ def _tensors(module: Any) -> dict[str, torch.Tensor]:
 
 def contents(module: torch.nn.Module, names: Iterable[str]) -> tuple[torch.Tensor, ...]:
     """Copies of what the tensors of these names hold."""
-    tensors = _tensors(module)
+    tensors = named_tensors(module)
     return tuple(tensors[name].detach().clone() for name in names)
 
 

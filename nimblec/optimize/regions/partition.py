@@ -6,7 +6,6 @@ is a region where ATen's own kernels for it are slow. Views belong to no region:
 those it reads for itself, which costs nothing.
 """
 
-import heapq
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,9 @@ from torch import fx
 from torch._ops import OpOverload
 
 from nimblec.graph.fusible import is_fusible, is_slow_alone, is_stencil
-from nimblec.graph.rewriter import Rewriter, argument
+from nimblec.graph.order import ordered
+from nimblec.graph.rewriter import Rewriter, argument, readers
+from nimblec.graph.state import WRITES_STATE
 from nimblec.graph.views import is_view
 
 
@@ -120,7 +121,10 @@ def _units(graph: fx.Graph) -> _Units:
             continue
         numbers[node] = len(nodes)
         nodes.append(node)
-        producers.append(frozenset(numbers[n] for n in _makers(node) if n in numbers))
+        before = [*_makers(node)]
+        if WRITES_STATE in node.meta:  # over what these read
+            before += (reader for reader in readers(argument(node, 0)) if reader is not node)
+        producers.append(frozenset(numbers[n] for n in before if n in numbers))
     return _Units(nodes=tuple(nodes), producers=tuple(producers), fusible=tuple(is_fusible(n) for n in nodes))
 
 
@@ -209,16 +213,7 @@ def _sort(graph: fx.Graph) -> None:
     """Order the nodes so that each comes after what it reads, else as they were."""
     nodes = list(graph.nodes)
     place = {node: n for n, node in enumerate(nodes)}
-    waiting = {node: len(node.all_input_nodes) for node in nodes}
-    ready = [n for n, node in enumerate(nodes) if not waiting[node]]
-    ordered: list[fx.Node] = []
-    while ready:
-        node = nodes[heapq.heappop(ready)]
-        ordered.append(node)
-        for user in node.users:
-            waiting[user] -= 1
-            if not waiting[user]:
-                heapq.heappush(ready, place[user])
-    assert len(ordered) == len(nodes), "regions depend on each other"
-    for before, after in pairwise(ordered):
+    order = ordered([[place[user] for user in node.users] for node in nodes])
+    assert len(order) == len(nodes), "regions depend on each other"
+    for before, after in pairwise(nodes[n] for n in order):
         before.append(after)

@@ -1,0 +1,208 @@
+"""State is written where it lies: the last passes, after which calls are no longer pure.
+
+Before them the graph takes each tensor of the state and returns its next value. A call that changes rows of the
+tensor (a new key of a cache) becomes a write of these rows, if whoever reads what was there can come before; a
+pointwise call writes over what it reads; any other value is copied there at the end.
+"""
+
+from collections.abc import Collection, Iterator
+from itertools import chain, pairwise
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves
+
+from nimblec.graph.order import ordered
+from nimblec.graph.rewriter import Rewriter, argument, bound, fake, is_call, owner, readers
+from nimblec.graph.state import WRITES_STATE, StateSlot, slots
+from nimblec.graph.views import telling_strides
+from nimblec.graph.vocabulary import is_like
+
+aten = torch.ops.aten
+
+_SLICES = {aten.slice_scatter.default: aten.slice.Tensor, aten.select_scatter.default: aten.select.int}
+"""Calls that change a slice, and the calls that read it."""
+
+_ROWS = {
+    aten.index_copy.default: aten.index_copy_.default,
+    aten.index_put.default: aten.index_put_.default,
+    aten.scatter.src: aten.scatter_.src,
+    aten.scatter.value: aten.scatter_.value,
+    **dict.fromkeys(_SLICES, aten.copy_.default),
+}
+"""Calls that change a part of their first argument, and the calls that write it."""
+
+
+def mark_writes(module: fx.GraphModule) -> None:
+    """Calls that change rows of the state stay calls of their own, after those that read what was there."""
+    rewriter = Rewriter(module)
+    found = slots(module)
+    for state, slot in found.items():
+        if slot.output is None:
+            continue
+        _drop_copy(module.graph.output_node(), found)
+        for writer in _writers(module, state, slot):
+            _drop_copy(writer, found)
+    rewriter.finish()
+    for state, slot in found.items():
+        writers = [writer for writer in _writers(module, state, slot) if writer.target in _ROWS]
+        if _sort(module.graph, list(_earlier(state, writers))):
+            for writer in writers:
+                writer.meta[WRITES_STATE] = True
+
+
+def _drop_copy(reader: fx.Node, state: Collection[fx.Node]) -> None:
+    """Let a call read what `aten.copy` has made like the rows that it replaces, unless that is state as well."""
+    for copied in reader.all_input_nodes:
+        if is_call(copied, aten.copy.default):
+            source = argument(copied, 1)
+            if is_like(copied, source) and owner(source) not in state:
+                reader.replace_input_with(copied, source)
+
+
+def write_state(module: fx.GraphModule) -> None:
+    """The graph writes its state, rows and pointwise results in place, and no longer returns it."""
+    rewriter = Rewriter(module)
+    found = slots(module)
+    copies = []
+    for state, slot in found.items():
+        writers = _writers(module, state, slot)
+        if writers and _sort(module.graph, list(_earlier(state, writers))):
+            for writer in writers:
+                _write_in_place(rewriter, writer)
+        elif slot.output is not None and (value := _next_value(module, slot, found)) is not state:
+            copies.append((state, value))
+    output = module.graph.output_node()
+    for state, value in copies:
+        rewriter.call(aten.copy_.default, state, value, at=output)
+    left = {slot.output for slot in found.values()}
+    (values,) = output.args
+    output.args = (tuple(value for i, value in enumerate(values) if i not in left),)  # type: ignore[arg-type]
+    rewriter.finish()
+    for slot in found.values():
+        _hold(module, slot)
+
+
+def _hold(module: fx.GraphModule, slot: StateSlot) -> None:
+    """Let the module have the tensor under its name, by which a capture knows it."""
+    *path, name = slot.name.split(".")
+    holder: torch.nn.Module = module
+    for part in path:
+        if part not in dict(holder.named_children()):
+            holder.add_module(part, torch.nn.Module())
+        holder = holder.get_submodule(part)
+    if name not in holder._buffers:
+        holder.register_buffer(name, slot.tensor)
+
+
+def _next_value(module: fx.GraphModule, slot: StateSlot, state: dict[fx.Node, StateSlot]) -> fx.Node:
+    """What the tensor becomes, without the copy that made an output of it; that of other state is made in time."""
+    value = module.graph.output_node().args[0][slot.output]  # type: ignore[index]
+    assert isinstance(value, fx.Node)
+    while is_call(value, aten.clone.default) and owner(argument(value, 0)) not in state:
+        value = argument(value, 0)
+    return value
+
+
+def _writers(module: fx.GraphModule, state: fx.Node, slot: StateSlot) -> list[fx.Node]:
+    """The calls that may write the state one after the other, the last of which makes its next value."""
+    if slot.output is None:
+        return []
+    found: list[fx.Node] = []
+    value = _next_value(module, slot, {})
+    if _is_pointwise_over(value, state):
+        return [value]
+    while value.op == "call_function" and value.target in _ROWS:
+        found.insert(0, value)
+        value = argument(value, 0)
+    if value is not state or not all(_lies_as(writer, state) for writer in found):
+        return []
+    written = {state, *found}
+    given = (leaf for writer in found for leaf in tree_leaves((writer.args[1:], writer.kwargs)))
+    if any(isinstance(node, fx.Node) and owner(node) in written for node in given):
+        return []  # rows move within the tensor
+    return found
+
+
+def _is_pointwise_over(call: fx.Node, state: fx.Node) -> bool:
+    """Whether a call computes each element of the next value from the one that it replaces."""
+    if not isinstance(call.target, OpOverload) or torch.Tag.pointwise not in call.target.tags:
+        return False
+    others = [node for node in call.all_input_nodes if node is not state]
+    return (
+        _in_place(call.target) is not None
+        and bool(call.args)
+        and call.args[0] is state
+        and is_like(call, state)
+        and _lies_as(call, state)
+        and all(owner(node) is not state for node in others)
+    )
+
+
+def _in_place(target: OpOverload) -> OpOverload | None:
+    """The call that writes its result over its first argument."""
+    if target in _ROWS:
+        return _ROWS[target]
+    packet = getattr(aten, f"{target._schema.name.removeprefix('aten::')}_", None)
+    return getattr(packet, target._overloadname, None)
+
+
+def _lies_as(call: fx.Node, state: fx.Node) -> bool:
+    value, kept = fake(call), fake(state)
+    return telling_strides(value.shape, value.stride()) == telling_strides(kept.shape, kept.stride())
+
+
+def _write_in_place(rewriter: Rewriter, writer: fx.Node) -> None:
+    target = writer.target
+    assert isinstance(target, OpOverload)
+    written, in_place = argument(writer, 0), _in_place(target)
+    assert in_place is not None
+    if target not in _SLICES:
+        writer.target = in_place
+        return
+    given = bound(writer)
+    where = (given[name] for name in ("dim", "start", "end", "step", "index") if name in given)
+    rows = rewriter.call(_SLICES[target], written, *where, at=writer)
+    rewriter.call(in_place, rows, given["src"], at=writer)
+    rewriter.replace(writer, written)
+
+
+def _earlier(state: fx.Node, writers: list[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """The (before, after) of calls that must keep that order for each value to be read before the next replaces it."""
+    for value, writer in pairwise((state, *writers)):
+        yield from ((reader, writer) for reader in readers(value) if reader is not writer)
+
+
+def _sort(graph: fx.Graph, pairs: list[tuple[fx.Node, fx.Node]]) -> bool:
+    """Have the first of each pair before the second; False, and nothing changes, where that is no order."""
+    nodes = list(graph.nodes)
+    place = {node: n for n, node in enumerate(nodes)}
+    after: list[set[int]] = [{place[user] for user in node.users} for node in nodes]
+    for before, behind in chain(pairs, _kept(nodes), ((node, nodes[-1]) for node in nodes[:-1])):
+        after[place[before]].add(place[behind])
+    order = ordered(after)
+    if len(order) < len(nodes):
+        return False
+    for first, second in pairwise(nodes[n] for n in order):
+        first.append(second)
+    return True
+
+
+def _kept(nodes: list[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """The (before, after) of calls that write memory and those that touch it, as they stand."""
+    place = {node: n for n, node in enumerate(nodes)}
+    for writer in nodes:
+        for written in _written(writer):
+            for other in readers(owner(written)):
+                if other is not writer:
+                    yield (other, writer) if place[other] < place[writer] else (writer, other)
+
+
+def _written(node: fx.Node) -> Iterator[fx.Node]:
+    """The arguments that a call writes."""
+    if node.op == "call_function" and isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
+        given = bound(node)
+        for formal in node.target._schema.arguments:
+            if formal.alias_info is not None and formal.alias_info.is_write:
+                yield from (leaf for leaf in tree_leaves(given[formal.name]) if isinstance(leaf, fx.Node))

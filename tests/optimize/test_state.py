@@ -1,0 +1,161 @@
+"""State is written in place by the last passes: rows alone where rows change, and never what is still to be read."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import stateful_models
+import torch
+from rewriting import counts
+from torch import Tensor, fx, nn
+
+from nimblec.frontend.pytorch.flat import flattened
+from nimblec.frontend.pytorch.model import TorchModel, place
+from nimblec.graph.state import slots
+from nimblec.levels.o0 import CAST
+from nimblec.levels.o1 import FUSED_REGIONS
+from nimblec.levels.recipe import Runs
+from nimblec.optimize.pipeline import Setting
+
+STEPS = 200
+
+
+def fused(module: nn.Module, *args: Tensor) -> TorchModel:
+    """The module as -O1 makes it, over the module's own state."""
+    return Runs(place(module, args, device="cpu"), Setting(device="cpu"))(*FUSED_REGIONS.pipelines)
+
+
+def check(model: nn.Module, draw: Callable[[int], tuple[Tensor, ...]], steps: int = 5) -> fx.GraphModule:
+    """Compare a fused model with eager step by step, its outputs and its state; gives its graph."""
+    eager = copy.deepcopy(model)
+    with torch.no_grad():
+        made = fused(model, *draw(0))
+        for step in range(steps):
+            for (_, tensor), value in zip(made.inputs, draw(step), strict=True):
+                tensor.copy_(value)
+            torch.testing.assert_close(made.run(lambda _source: None), eager(*draw(step)))
+            for (name, found), (_, wanted) in zip(model.named_buffers(), eager.named_buffers(), strict=True):
+                torch.testing.assert_close(found, wanted, msg=f"{name} after step {step}")
+    graph: fx.GraphModule = made.module
+    return graph
+
+
+def drawn(*shape: int) -> Callable[[int], tuple[Tensor, ...]]:
+    return lambda step: (torch.randn(shape, generator=torch.Generator().manual_seed(step)),)
+
+
+def test_of_a_cache_only_the_new_rows_are_written() -> None:
+    graph = check(
+        stateful_models.Decoder().eval(), lambda step: (torch.tensor([step % 50]), torch.tensor([step])), STEPS
+    )
+    calls = counts(graph)
+    assert (calls["index_copy_"], calls["index_put_"]) == (2, 2)
+    assert not {"copy_", "clone", "index_copy", "index_put"} & calls.keys()
+
+
+def test_the_model_holds_its_state_by_name() -> None:
+    model = stateful_models.Decoder().eval()
+    made = fused(model, torch.tensor([0]), torch.tensor([0]))
+    held = dict(made.module.named_buffers())
+    for name in stateful_models.CACHES:
+        assert held[name] is dict(model.named_buffers())[name]
+    assert [name for name, _ in made.inputs] == ["token", "position"]
+
+
+def test_statistics_a_history_and_a_counter() -> None:
+    graph = check(stateful_models.Statistics(), drawn(4), STEPS)
+    assert "slice_scatter" not in counts(graph)
+
+
+def test_what_is_read_after_it_was_overwritten_is_copied() -> None:
+    check(stateful_models.Exchange(), drawn(4))
+
+
+def test_batch_norm_in_training_mode() -> None:
+    check(stateful_models.Normalised(affine=True), drawn(5, 3, 4))
+
+
+class Rows(nn.Module):
+    """Writes rows of one tensor, and reads it before, between and after."""
+
+    kept: Tensor
+
+    def __init__(self, step: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.register_buffer("kept", torch.arange(12.0).reshape(4, 3))
+        self._step = step
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A row of 3 numbers to whatever it makes of it."""
+        return self._step(self.kept, x)
+
+
+def between(kept: Tensor, x: Tensor) -> Tensor:
+    before = (kept * x).sum(-1)
+    kept[1] = x
+    middle = kept @ x
+    kept[2:3] = middle[:3]
+    return before + middle + kept @ x
+
+
+def of_itself(kept: Tensor, x: Tensor) -> Tensor:
+    kept[1:] = kept[:-1].clone()
+    kept[0] = kept[3] + x
+    return kept @ x
+
+
+def from_its_own_rows(kept: Tensor, x: Tensor) -> Tensor:
+    kept.index_copy_(0, torch.tensor([0, 1]), kept[2:].clone())
+    return kept @ x
+
+
+def returned_as_it_was(kept: Tensor, x: Tensor) -> Tensor:
+    before = kept.clone()
+    kept.mul_(0.5).add_(x)
+    return before
+
+
+def returned_as_it_is(kept: Tensor, x: Tensor) -> Tensor:
+    kept.add_(x)
+    return kept
+
+
+def replaced(kept: Tensor, x: Tensor) -> Tensor:
+    row = kept[2] * 2
+    kept.copy_(x.expand(4, 3))
+    return row
+
+
+STEPS_OF_ROWS = [between, of_itself, from_its_own_rows, returned_as_it_was, returned_as_it_is, replaced]
+
+
+@pytest.mark.parametrize("step", STEPS_OF_ROWS)
+def test_reads_and_writes_keep_their_order(step: Callable[[Tensor, Tensor], Tensor]) -> None:
+    check(Rows(step), drawn(3))
+
+
+def test_rows_that_are_read_between_two_writes_are_written_in_place_all_the_same() -> None:
+    calls = counts(check(Rows(between), drawn(3)))
+    assert calls["copy_"] == 2
+    assert "clone" not in calls
+
+
+def test_pure_graphs_take_the_state_and_give_it_back() -> None:
+    flat = flattened(place(stateful_models.Exchange(), (torch.ones(4),), device="cpu"))
+    found = slots(flat.module)
+    assert {slot.name: slot.output for slot in found.values()} == {"left": 2, "right": 3, "kept": 4}
+    assert len(flat.args) == 1 + len(found)
+
+
+def test_state_is_kept_in_half_precision_at_level_0() -> None:
+    model, eager = stateful_models.Statistics(), stateful_models.Statistics()
+    with torch.no_grad():
+        made = Runs(place(model, (torch.ones(4),), device="cpu"), Setting(device="cpu", dtype=torch.bfloat16))(CAST)
+        for _ in range(3):
+            torch.testing.assert_close(made.run(lambda _source: None), eager(torch.ones(4)), rtol=2e-2, atol=2e-2)
+    assert model.count == 3
+
+
+def test_a_model_that_writes_into_its_input_is_none() -> None:
+    with pytest.raises(Exception, match=r"writes into its input 'x'"):
+        fused(Rows(lambda kept, x: x.add_(kept.sum())), torch.ones(3))
