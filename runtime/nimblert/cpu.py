@@ -22,7 +22,7 @@ import numpy as np
 
 from nimblert import padding
 from nimblert.dtypes import numpy_dtype
-from nimblert.errors import PlanInvalidError
+from nimblert.errors import InputError, PlanInvalidError
 from nimblert.host_memory import HostMemory, HostWeights, HostWorking
 from nimblert.layouts import in_memory_order
 from nimblert.onnx_session import LABEL, SessionCache, Stretch, run_options, runtime_errors
@@ -132,7 +132,8 @@ class CpuBackend:
         with self._sessions:
             streams = [self._bind_stream(stream) for stream in range(self._program.stream_count)]
         issued = [steps for steps in streams if steps] or [[]]
-        self._streams = Streams(issued, self._gates, self._options, runtime_errors(), partial(_origin, self._program))
+        failures = (*runtime_errors(), MemoryError)
+        self._streams = Streams(issued, self._gates, self._options, failures, partial(_origin, self._program))
         # The threads know the streams, not this object: they end when nobody has it any more.
         self._dropped = weakref.finalize(self, self._streams.end)
         self._dropped.atexit = False  # a daemon thread may run on to the very end
@@ -189,7 +190,7 @@ class CpuBackend:
             if tensor.name in out:
                 np.copyto(out[tensor.name], view)
             elif tensor.name not in self._bound:
-                results[tensor.name] = view if reuse_outputs else view.copy()
+                results[tensor.name] = view if reuse_outputs else _copied(tensor.name, view)
         return results
 
     def empty(self, tensor: Tensor, *, on_device: bool) -> np.ndarray:
@@ -303,6 +304,13 @@ def _replaced(refits: Iterable[Refit]) -> set[int]:
     }
     accesses = (a for r in refits for c in r.program.commands if not isinstance(c, Record | Wait) for a in writes(c))
     return given | {a.pointer.offset for a in accesses if a.pointer.region is Region.WEIGHTS and a.nbytes}
+
+
+def _copied(name: str, view: np.ndarray) -> np.ndarray:
+    try:
+        return view.copy()
+    except MemoryError as exc:
+        raise InputError(f"output {name!r}: a new array needs more memory than there is: give one as out=") from exc
 
 
 def _check_events(program: Program) -> None:

@@ -193,7 +193,10 @@ class Streams:
             try:
                 step()
             except self._failures as exc:
-                error = InputError(f"{self._origin(command, exc)}: failed on these inputs: {exc}")
+                said = str(exc).rstrip()
+                no_memory = isinstance(exc, MemoryError) or "bad_alloc" in said or "to allocate memory" in said
+                what = "needs more memory than there is" if no_memory else "failed on these inputs"
+                error = InputError(f"{self._origin(command, exc)}: {what}: {said}")
                 error.__cause__ = exc
                 self._fail(error)
 

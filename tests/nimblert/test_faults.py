@@ -255,6 +255,33 @@ def test_a_plan_on_the_cpu_that_asks_for_more_than_there_is(small: Path) -> None
         assert result(model) == expected
 
 
+SHORT_OF_MEMORY = """
+import resource, sys, numpy as np, nimblert
+with nimblert.load(sys.argv[1]) as model:
+    taken = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (taken + (1 << 28), resource.RLIM_INFINITY))
+    for _ in range(2):
+        try:
+            model(np.ones(1, np.float32))
+        except nimblert.InputError as exc:
+            print(exc)
+    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    print(model(np.ones(1, np.float32)))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="bounds memory as Linux does")
+def test_a_run_on_the_cpu_that_needs_more_memory_than_there_is_says_so_and_the_next_is_good(tmp_path: Path) -> None:
+    nodes = [helper.make_node("Expand", ["x", "n"], ["a"]), helper.make_node("ReduceMax", ["a"], ["y"], keepdims=0)]
+    constants = {"n": np.array([1 << 28])}
+    write_model(tmp_path / "m.onnx", nodes, [floats("x", 1)], [floats("y")], constants=constants)
+    plan_file(tmp_path / "m.onnx").save(tmp_path / "m.plan")
+    first, second, result = python(SHORT_OF_MEMORY, tmp_path / "m.plan").splitlines()
+    assert first == second
+    assert first.startswith("op Expand (a): needs more memory than there is: ")
+    assert float(result) == 1
+
+
 def test_an_executable_that_is_dropped_while_its_context_runs_serves_on(path: Path) -> None:
     model: Executable | None = nimblert.load(path)
     assert model is not None

@@ -1,0 +1,181 @@
+"""Four callers of one CPU plan beside four of one ONNX Runtime session, and the memory of four of each.
+
+Usage: ``python -m bench.cpu_service [--markdown] [--seconds 20] [--model TEXT]``. Writes
+bench/results/cpu/service.json, or prints its table with --markdown. Models as in `bench.cpu_overhead`.
+
+Throughput: four threads call at the same time, for a second in each way in turns: each thread a context of its
+own, all of them one executable, all of them one session of default options. Memory: what a process of its own has
+more of after it loaded four times and ran each once; resident pages, those of the plan's file too.
+"""
+
+import argparse
+import gc
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench import environment
+from bench.clocks import spread
+from bench.cpu_overhead import CASES, export
+
+RESULTS = Path(__file__).parent / "results" / "cpu" / "service.json"
+CALLERS = 4
+WINDOW_S = 1.0
+LOADS = {"plan": 4, "session": 4, "one plan": 1, "one session": 1}
+
+
+def throughput(calls: Sequence[Callable[[], object]], seconds: float) -> float:
+    """Calls a second of threads that each repeat one of ``calls``."""
+    end = time.perf_counter() + seconds
+    counts = [0] * len(calls)
+
+    def repeat(index: int) -> None:
+        while time.perf_counter() < end:
+            calls[index]()
+            counts[index] += 1
+
+    threads = [threading.Thread(target=repeat, args=(index,)) for index in range(len(calls))]
+    begin = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return sum(counts) / (time.perf_counter() - begin)
+
+
+def concurrent(model: Path, plan: Path, seconds: float) -> dict[str, Any]:
+    """Calls a second of four threads in each way."""
+    from nimblert import golden, load
+
+    session = opened_session(model)
+    with load(plan) as executable:
+        inputs = golden.draw_inputs(executable.program, 0)
+        contexts = [executable.context() for _ in range(CALLERS)]
+        ways: dict[str, list[Callable[[], object]]] = {
+            "contexts": [partial(context.run, inputs) for context in contexts],
+            "executable": [partial(executable.run, inputs)] * CALLERS,
+            "session": [partial(session.run, None, inputs)] * CALLERS,
+        }
+        found: dict[str, list[float]] = {way: [] for way in ways}
+        for calls in ways.values():
+            throughput(calls, WINDOW_S / 4)
+        for _ in range(max(3, round(seconds / WINDOW_S / len(ways)))):
+            for way, calls in ways.items():
+                found[way].append(throughput(calls, WINDOW_S))
+    ratios = {way: np.divide(found[way], found["session"]) for way in ("contexts", "executable")}
+    return {
+        "calls_per_s": {way: spread(rates) for way, rates in found.items()},
+        "ratio": {way: spread(values) for way, values in ratios.items()},
+    }
+
+
+def opened_session(model: Path) -> Any:
+    """A session of default options, silent."""
+    from nimblert.onnx_session import onnxruntime
+
+    options = onnxruntime().SessionOptions()
+    options.log_severity_level = 4
+    return onnxruntime().InferenceSession(os.fspath(model), options, providers=["CPUExecutionProvider"])
+
+
+def resident_mib(kind: str, count: int, model: Path, plan: Path) -> float:
+    """What this process has more of after it loaded a plan or a session some times, and ran each."""
+    from nimblert import container, cpu, golden, load
+    from nimblert.onnx_session import onnxruntime
+
+    assert onnxruntime()
+    assert cpu  # imported, as ONNX Runtime is: code is no part of this
+    inputs = golden.draw_inputs(container.read(plan).programs[0], 0)
+    gc.collect()
+    before = _resident_kib()
+    kept: list[object] = []
+    for _ in range(count):
+        if kind == "plan":
+            executable = load(plan)
+            executable.run(inputs)
+            kept.append(executable)
+        else:
+            session = opened_session(model)
+            session.run(None, inputs)
+            kept.append(session)
+    gc.collect()
+    return round((_resident_kib() - before) / 1024, 1)
+
+
+def _resident_kib() -> int:
+    found = re.search(r"Rss:\s+(\d+) kB", Path("/proc/self/smaps_rollup").read_text())
+    assert found is not None
+    return int(found[1])
+
+
+def measure(case: str, seconds: float) -> dict[str, Any]:
+    """One model."""
+    from cpu_plans import plan_file
+
+    with tempfile.TemporaryDirectory() as folder:
+        model, plan = Path(folder, "model.onnx"), Path(folder, "model.plan")
+        export(*CASES[case], model)
+        plan_file(model, streams=1).save(plan)
+        command = [sys.executable, "-m", "bench.cpu_service", "--seconds", str(seconds), "--child"]
+        row: dict[str, Any] = {}
+        for what in ("concurrent", *LOADS):
+            done = subprocess.run([*command, what, model, plan], stdout=subprocess.PIPE, check=True)
+            row[what] = json.loads(done.stdout)
+    return row
+
+
+def markdown(results: Mapping[str, Any]) -> str:
+    """The table of docs/measured.md."""
+    lines = [
+        "| model | contexts / session, calls a second | one executable | four loads / sessions, MiB | one, MiB |",
+        "|---|---|---|---|---|",
+    ]
+    for case, row in results["models"].items():
+        rates = {way: values["median"] for way, values in row["concurrent"]["calls_per_s"].items()}
+        ratio = {way: values["median"] for way, values in row["concurrent"]["ratio"].items()}
+        lines.append(
+            f"| {case} | {rates['contexts']:.1f} / {rates['session']:.1f} ({ratio['contexts']:.2f})"
+            f" | {rates['executable']:.1f} ({ratio['executable']:.2f})"
+            f" | {row['plan']:.0f} / {row['session']:.0f} | {row['one plan']:.0f} / {row['one session']:.0f} |"
+        )
+    return "\n".join([*lines, "", environment.provenance(dict(results))])
+
+
+def main() -> None:
+    """Measure, or print the table of what was measured."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--markdown", action="store_true")
+    parser.add_argument("--seconds", type=float, default=20, help="of calls, for each model")
+    parser.add_argument("--model", default="", help="measure those whose names contain it")
+    parser.add_argument("--child", nargs=3, metavar=("WHAT", "MODEL", "PLAN"), help="measure here and print JSON")
+    options = parser.parse_args()
+    if options.markdown:
+        print(markdown(environment.read(RESULTS)))
+    elif options.child:
+        what, model, plan = options.child
+        if what == "concurrent":
+            print(json.dumps(concurrent(Path(model), Path(plan), options.seconds)))
+        else:
+            print(json.dumps(resident_mib(what.removeprefix("one "), LOADS[what], Path(model), Path(plan))))
+    else:
+        results: dict[str, Any] = environment.read(RESULTS) if options.model and RESULTS.exists() else {"models": {}}
+        for case in CASES:
+            if options.model in case:
+                results["models"][case] = measure(case, options.seconds)
+                environment.write(RESULTS, {"models": results["models"]})
+        print(markdown(environment.read(RESULTS)))
+
+
+if __name__ == "__main__":
+    main()
