@@ -1,12 +1,13 @@
 """The table of what running node by node costs on the CPU, from made-up figures and from a small model."""
 
+import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench import cpu_overhead
+from bench import cpu_overhead, cpu_service
 from bench.cpu_overhead import CASES, SETTINGS
 
 pytestmark = pytest.mark.skipif(find_spec("onnxruntime") is None, reason="needs onnxruntime")
@@ -51,3 +52,19 @@ def test_calls_of_the_plan_and_of_the_session_are_timed(tmp_path: Path) -> None:
     assert row["launches"] > 10
     assert 0 < row["plan_ms"]["p5"] <= row["plan_ms"]["p95"]
     assert row["session_ms"]["p5"] > 0
+
+
+def test_the_table_of_service_has_rates_and_memory() -> None:
+    rates = {"contexts": {"median": 30.0}, "executable": {"median": 20.0}, "session": {"median": 25.0}}
+    ratio = {"contexts": {"median": 1.2}, "executable": {"median": 0.8}}
+    row = {"concurrent": {"calls_per_s": rates, "ratio": ratio}}
+    memory = {"plan": 60.0, "session": 346.0, "one plan": 57.0, "one session": 148.0}
+    results = {"environment": {"gpu": "none", "cpu": "x", "commit": "abc"}, "models": {"m": row | memory}}
+    _, _, first, *_ = cpu_service.markdown(results).splitlines()
+    assert first == "| m | 30.0 / 25.0 (1.20) | 20.0 (0.80) | 60 / 346 | 57 / 148 |"
+
+
+def test_threads_that_call_are_counted_together() -> None:
+    calls: list[float] = []
+    rate = cpu_service.throughput([lambda: calls.append(time.sleep(0.01) or 1.0)] * 2, 0.2)
+    assert 0.2 * rate * 0.5 < len(calls) <= 42
