@@ -21,7 +21,7 @@ from nimblert.errors import InputError
 from nimblert.extents import region_sizes
 from nimblert.plan import Plan, Pointer, Program, Tensor, Work
 from nimblert.serving import checked_out, serve
-from nimblert.state import State, StateMemory
+from nimblert.state import State, Working
 from nimblert.timing import CommandTime, command_times
 
 _OWN_ARENA = nullcontext()
@@ -115,12 +115,12 @@ class Context:
 
     def reset(self) -> None:
         """Give the state of this context its initial values, those of the plan."""
-        with self.between_runs() as memory:
-            memory.reset_state()
+        with self.between_runs() as working:
+            working.kept.reset()
 
     @contextmanager
-    def between_runs(self) -> Iterator[StateMemory]:
-        """The state's memory, with no run before the block has ended. Raises InputError as a run would."""
+    def between_runs(self) -> Iterator[Working]:
+        """The memory that holds the state, with no run before the block has ended. Raises InputError as a run would."""
         with self._lock:
             self._check_ready()
             yield self._working

@@ -59,40 +59,47 @@ class HostWeights:
         return self._weights[index], offset - self._offsets[index]
 
 
+class HostState:
+    """The STATE region of a plan in host memory."""
+
+    def __init__(self, plan: Plan, memory: np.ndarray) -> None:
+        self._plan = plan
+        self._memory = memory
+
+    def reset(self) -> None:
+        """Give every tensor what it was when the plan was made."""
+        for part in self._plan.state:
+            self._memory[part.offset : part.offset + part.data.nbytes] = np.frombuffer(part.data, np.uint8)
+
+    def read(self, offset: int, nbytes: int) -> np.ndarray:
+        """A copy of ``nbytes`` bytes, as uint8."""
+        return self._memory[offset : offset + nbytes].copy()
+
+    def copy(self, tensor: Tensor) -> NoReturn:
+        """Raise InputError: it is in no GPU's memory."""
+        raise InputError(f"state {tensor.name!r} is on the host, where the plan runs: read it as an array")
+
+    def write(self, tensor: Tensor, array: np.ndarray) -> None:
+        """Copy an array of the tensor's dtype and shape to where it lies."""
+        start = tensor.pointer.offset
+        memory = self._memory[start : start + tensor.span_nbytes].view(numpy_dtype(tensor.dtype))
+        np.copyto(memory.reshape(tensor.shape), array)
+
+
 class HostWorking:
     """What the programs of a context share: the arena, which may be the caller's, and the state."""
 
     def __init__(self, plan: Plan, arena: np.ndarray | None = None, *, poison: bool = False) -> None:
         self.arena = allocate(plan.arena_nbytes, poison=poison) if arena is None else arena[: plan.arena_nbytes]
         self.state = allocate(plan.state_nbytes)
-        self._plan = plan
-        self.reset_state()
+        self.kept = HostState(plan, self.state)
+        self.kept.reset()
 
     def take(self, value: object, ordinal: int) -> NoReturn:
         """Raise InputError: what is on a GPU is not taken."""
         del value
         where = "a GPU" if ordinal < 0 else f"GPU {ordinal}"
         raise InputError(f"is on {where}, the plan runs on the CPU: give a copy on the host, .cpu() or .get()")
-
-    def reset_state(self) -> None:
-        """Give every tensor of the state what it was when the plan was made."""
-        for part in self._plan.state:
-            self.state[part.offset : part.offset + part.data.nbytes] = np.frombuffer(part.data, np.uint8)
-
-    def read_state(self, offset: int, nbytes: int) -> np.ndarray:
-        """A copy of ``nbytes`` bytes of the state, as uint8."""
-        return self.state[offset : offset + nbytes].copy()
-
-    def write_state(self, tensor: Tensor, array: np.ndarray) -> None:
-        """Copy an array of the tensor's dtype and shape to where it lies in the state."""
-        start = tensor.pointer.offset
-        memory = self.state[start : start + tensor.span_nbytes].view(numpy_dtype(tensor.dtype))
-        np.copyto(memory.reshape(tensor.shape), array)
-
-    def stream_handle(self, stream: object) -> None:
-        """Raise InputError unless it is None: there are no streams to choose from."""
-        if stream is not None:
-            raise InputError("stream: a plan for the CPU takes none")
 
     def close(self) -> None:
         """The memory goes with the last who has it."""

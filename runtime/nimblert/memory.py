@@ -48,11 +48,16 @@ def place_working(context: Context, plan: Plan, arena: int | None = None, *, poi
 
 def _uploaded(context: Context, nbytes: int, contents: Iterable[Weight]) -> int:
     base = allocate(context, nbytes)
+    upload(base, contents)
+    return base
+
+
+def upload(base: int, contents: Iterable[Weight]) -> None:
+    """Copy tensors to their places in the region at ``base``."""
     for weight in contents:
         if weight.data.nbytes:
             source = np.frombuffer(weight.data, np.uint8)
             call("cuMemcpyHtoD", base + weight.offset, source.ctypes.data, source.nbytes)
-    return base
 
 
 class DeviceMemory:

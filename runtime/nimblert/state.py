@@ -12,23 +12,34 @@ from nimblert.plan import Pointer, Region, Tensor, Weight
 
 if TYPE_CHECKING:
     from nimblert.context import Context
-    from nimblert.device_arrays import DeviceArray
+    from nimblert.device_arrays import DeviceArray, DeviceOutput
 
 
-class StateMemory(Protocol):
+class Kept(Protocol):
     """The STATE region of one context."""
+
+    def read(self, offset: int, nbytes: int) -> np.ndarray:
+        """A copy of ``nbytes`` bytes, as uint8."""
+
+    def copy(self, tensor: Tensor) -> "DeviceOutput":
+        """A copy of a tensor in device memory. Raises InputError where that is not where it lies."""
+
+    def write(self, tensor: Tensor, array: Any) -> None:
+        """Copy an array of the tensor's dtype and shape to where the tensor lies."""
+
+    def reset(self) -> None:
+        """Give every tensor what it was when the plan was made."""
+
+
+class Working(Protocol):
+    """What a context works in."""
+
+    @property
+    def kept(self) -> Kept:
+        """Its state, which nothing uses now."""
 
     def take(self, value: Any, ordinal: int) -> "DeviceArray":
         """An array on the GPU of that ordinal, to be written next. Raises InputError where it cannot be."""
-
-    def read_state(self, offset: int, nbytes: int) -> np.ndarray:
-        """A copy of ``nbytes`` bytes, as uint8."""
-
-    def write_state(self, tensor: Tensor, array: "np.ndarray | DeviceArray") -> None:
-        """Copy an array of the tensor's dtype and shape to where the tensor lies."""
-
-    def reset_state(self) -> None:
-        """Give every tensor what it was when the plan was made."""
 
 
 class State(Mapping[str, np.ndarray]):
@@ -62,8 +73,8 @@ class State(Mapping[str, np.ndarray]):
 
     def __getitem__(self, name: str) -> np.ndarray:
         tensor = self._tensor(name)
-        with self._context.between_runs() as memory:
-            content = memory.read_state(tensor.pointer.offset, tensor.span_nbytes)
+        with self._context.between_runs() as working:
+            content = working.kept.read(tensor.pointer.offset, tensor.span_nbytes)
         return content.view(numpy_dtype(tensor.dtype)).reshape(tensor.shape)
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -71,14 +82,20 @@ class State(Mapping[str, np.ndarray]):
 
     def update(self, values: Mapping[str, Any]) -> None:
         """Write several tensors; none is written where one of them does not fit."""
-        with self._context.between_runs() as memory:
-            checked = [self._checked(name, value, memory) for name, value in values.items()]
+        with self._context.between_runs() as working:
+            checked = [self._checked(name, value, working) for name, value in values.items()]
             for tensor, array in checked:
-                memory.write_state(tensor, array)
+                working.kept.write(tensor, array)
 
-    def _checked(self, name: str, value: Any, memory: StateMemory) -> "tuple[Tensor, np.ndarray | DeviceArray]":
+    def on_device(self, name: str) -> "DeviceOutput":
+        """A copy on the plan's GPU, which others take by DLPack or the CUDA array interface. Raises InputError."""
         tensor = self._tensor(name)
-        array = checked_array("state", tensor, value, memory.take)
+        with self._context.between_runs() as working:
+            return working.kept.copy(tensor)
+
+    def _checked(self, name: str, value: Any, working: Working) -> "tuple[Tensor, np.ndarray | DeviceArray]":
+        tensor = self._tensor(name)
+        array = checked_array("state", tensor, value, working.take)
         if tuple(array.shape) != tensor.shape:
             raise InputError(f"state {name!r}: shape {tuple(array.shape)}, expected {tensor.shape}")
         return tensor, array

@@ -5,10 +5,11 @@ from typing import Any
 
 from nimblert import device_arrays, driver
 from nimblert.device_arrays import DeviceArray
+from nimblert.device_state import DeviceState
 from nimblert.driver import NO_TIMING, Context, Handle, call
 from nimblert.errors import InputError
 from nimblert.memory import Bases, allocate, place_working
-from nimblert.plan import Plan
+from nimblert.plan import Plan, Region
 
 _MOST_KEPT = 64
 """Launches whose arrays are kept before those that ended are let go."""
@@ -90,6 +91,7 @@ class CudaWorking:
             address = None if arena is None else arena.address
             self.bases: Bases = place_working(self._context, plan, address, poison=poison)
             self.in_flight = InFlight(self._context) if arena is None else arena.in_flight
+            self._kept = DeviceState(plan, device, self.bases[Region.STATE, 0])
         except BaseException:
             self._context.close()
             raise
@@ -120,6 +122,14 @@ class CudaWorking:
         _, handle = asked()
         return int(handle)
 
+    @property
+    def kept(self) -> DeviceState:
+        """What the context keeps from run to run, when all that was launched in this memory has ended."""
+        self._context.make_current()
+        self.in_flight.wait()
+        return self._kept
+
     def close(self) -> None:
         """Give it back; the programs that use it must be closed."""
+        self._kept.close()
         self._context.close()

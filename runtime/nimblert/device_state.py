@@ -1,0 +1,79 @@
+"""The state of a context in device memory: read to the host or the device, written from either, reset."""
+
+from contextlib import closing
+
+import numpy as np
+
+from nimblert import layouts
+from nimblert.device_arrays import DeviceArray, DeviceOutput
+from nimblert.driver import Context, call
+from nimblert.errors import InputError
+from nimblert.memory import upload
+from nimblert.plan import ITEM_NBYTES, Plan, Tensor
+from nimblert.pools import DevicePool
+from nimblert.transfers import GatherKernels
+
+
+class DeviceState:
+    """The STATE region of a plan at an address of one GPU. Each call waits until it is done.
+
+    What runs in the region must have ended; `close` gives back what was handed out of device memory, when its
+    last user lets go of it.
+    """
+
+    def __init__(self, plan: Plan, device: int, base: int) -> None:
+        self._plan = plan
+        self._device = device
+        self._base = base
+        self._pool = DevicePool(Context(device))
+
+    def reset(self) -> None:
+        """Give every tensor what it was when the plan was made."""
+        with closing(Context(self._device)):
+            upload(self._base, self._plan.state)
+
+    def read(self, offset: int, nbytes: int) -> np.ndarray:
+        """A copy of ``nbytes`` bytes, as uint8."""
+        host = np.empty(nbytes, np.uint8)
+        if nbytes:
+            with closing(Context(self._device)):
+                call("cuMemcpyDtoH", host.ctypes.data, self._base + offset, nbytes)
+        return host
+
+    def copy(self, tensor: Tensor) -> DeviceOutput:
+        """A copy of a tensor in device memory."""
+        with closing(Context(self._device)):
+            address, keeper = self._pool.take(tensor.span_nbytes, 0)
+            if tensor.span_nbytes:
+                call("cuMemcpyDtoD", address, self._base + tensor.pointer.offset, tensor.span_nbytes)
+                call("cuStreamSynchronize", 0)
+        return DeviceOutput(
+            DeviceArray(
+                address=address,
+                dtype=tensor.dtype,
+                shape=tensor.shape,
+                strides=tensor.strides,
+                device=self._device,
+                owner=keeper,
+            )
+        )
+
+    def write(self, tensor: Tensor, array: np.ndarray | DeviceArray) -> None:
+        """Copy an array of the tensor's dtype and shape to where it lies."""
+        if not tensor.span_nbytes:
+            return
+        target = self._base + tensor.pointer.offset
+        with closing(Context(self._device)) as context:
+            if isinstance(array, DeviceArray):
+                gather = layouts.gather(tensor.shape, tensor.strides, array.strides)
+                if gather is None:
+                    raise InputError(f"state {tensor.name!r}: strides {array.strides} cannot be laid out on the device")
+                GatherKernels(context).mover(gather, ITEM_NBYTES[tensor.dtype]).move(target, array.address, 0)
+                call("cuStreamSynchronize", 0)
+            else:
+                dense = np.ascontiguousarray(array)
+                call("cuMemcpyHtoD", target, dense.ctypes.data, dense.nbytes)
+
+    def close(self) -> None:
+        """Give back what nobody has."""
+        self._pool.close()
