@@ -71,6 +71,7 @@ def compile(  # noqa: A001  # the word that users look for; nimblec.compile shad
     precision: Precision = "keep",
     max_error: float | None = None,
     print_passes: bool = False,
+    refittable: bool = False,
     streams: str | int = "auto",
     memory_limit: int | str | None = None,
     timing_cache: str | PathLike[str] = OWN_TIMING_CACHE,
@@ -121,6 +122,8 @@ def compile(  # noqa: A001  # the word that users look for; nimblec.compile shad
       "fp16" or "bf16" (a float32 model in half precision). CUDA target.
     - ``max_error``: the largest difference from level 0 to accept, relative to an output's largest magnitude.
     - ``print_passes``: note each rewrite, with the calls of the graph before and after it. CUDA target.
+    - ``refittable``: keep in the plan how weights are folded and repacked, so that `nimblert.Executable.refit` can
+      replace them; a note says what it costs. CPU target.
     - ``streams``: "auto" (the fastest of several schedules, timed on this machine), "max", or a number of streams.
     - ``memory_limit``: the largest arena to accept, in bytes or as "64MiB", "1.5GB".
     - ``timing_cache``: the file that keeps measured times; ``plan_cache``: the folder that keeps the
@@ -143,6 +146,7 @@ def compile(  # noqa: A001  # the word that users look for; nimblec.compile shad
         precision=precision,
         max_error=max_error,
         print_passes=print_passes,
+        refittable=refittable,
         streams=streams,
         memory_limit=memory_limit,
         timing_cache=timing_cache,

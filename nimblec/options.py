@@ -63,7 +63,8 @@ class Options:
     and "tf32" say how float32 convolutions and matrix products are computed, "fp16" and "bf16" compute
     a float32 model in half precision (CUDA target). ``max_error`` is the largest difference to accept
     from level 0 at the model's own precision, relative to an output's largest magnitude. ``print_passes`` notes
-    each rewrite that runs (CUDA target).
+    each rewrite that runs (CUDA target). ``refittable`` keeps weights replaceable that are folded or repacked
+    (CPU target).
     """
 
     target: TargetChoice = "auto"
@@ -76,6 +77,7 @@ class Options:
     precision: Precision = "keep"
     max_error: float | None = None
     print_passes: bool = False
+    refittable: bool = False
     streams: str = "auto"
     memory_limit: int | None = None
     timing_cache: Path = field(default_factory=lambda: _read_path(OWN_TIMING_CACHE))
@@ -293,6 +295,7 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
     "precision": _one_of(*get_args(Precision)),
     "max_error": _or_none(_read_error),
     "print_passes": _one_of(False, True),
+    "refittable": _one_of(False, True),
     "streams": read_streams,
     "memory_limit": _or_none(read_nbytes),
     "timing_cache": _read_path,

@@ -90,6 +90,12 @@ from nimblec.options import DEFAULT_LEVEL, InputSpec, Precision, TargetChoice, r
     help="Note each rewrite of -O1 and -O2, with the calls of the graph before and after it (CUDA target).",
 )
 @click.option(
+    "--refittable",
+    is_flag=True,
+    help="Keep in the plan how weights are folded and repacked, so that a loaded plan can be given others; says what "
+    "it costs (CPU target).",
+)
+@click.option(
     "--streams",
     type=arguments.Streams(),
     default="auto",
@@ -127,6 +133,7 @@ def compile_model(
     precision: Precision,
     max_error: float | None,
     print_passes: bool,
+    refittable: bool,
     streams: str,
     memory_limit: int | None,
     timing_cache: Path | None,
@@ -186,6 +193,7 @@ def compile_model(
         precision=precision,
         max_error=max_error,
         print_passes=print_passes,
+        refittable=refittable,
         streams=streams,
         memory_limit=memory_limit,
         **caches,

@@ -12,9 +12,9 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 
 from nimblec.cpu import kernels, optimizer, values
 from nimblec.cpu.constants import TensorType, type_of
-from nimblec.cpu.given import unchanged
 from nimblec.cpu.optimizer import OptimizedModel
 from nimblec.cpu.state import place_state
+from nimblec.cpu.unchanged import unchanged
 from nimblec.errors import UnsupportedModelError
 from nimblec.frontend.model_state import ModelState
 from nimblec.frontend.onnx import model_file, model_nodes, model_shapes
@@ -66,22 +66,35 @@ def capture_model(
     sample_ranges: Mapping[str, tuple[int, int]] | None = None,
     scratch_folder: Path | None = None,
     state: Sequence[ModelState] = (),
+    weights: Collection[str] | None = None,
 ) -> Graph:
     """The Graph of a model that `read` gave, whose external data are in ``folder``.
 
     ``sample_ranges`` bound the random integers that may stand in for inputs, by name.
     ``scratch_folder`` has room for the weights, which are files without a name as long as the Graph lives.
-    ``state`` says which inputs and outputs are no caller's, but state.
+    ``state`` says which inputs and outputs are no caller's, but state. ``weights`` are the only initializers that may
+    be replaced in a plan (None: any may).
     """
     _refuse_random(model.graph, {})
     optimized = optimizer.optimize(model, folder, scratch_folder)
+    held = unchanged(model, folder, optimized)
+    graph = graph_of(optimized, sample_ranges, state, held if weights is None else held.intersection(weights))
+    alone = {name for name, _ in graph.weights}
+    return replace(graph, folded=frozenset(tensor.name for tensor in model.graph.initializer) - alone)
+
+
+def graph_of(
+    optimized: OptimizedModel,
+    sample_ranges: Mapping[str, tuple[int, int]] | None = None,
+    state: Sequence[ModelState] = (),
+    weights: Collection[str] = (),
+) -> Graph:
+    """The Graph of an optimised model. ``weights`` are the constants that it has as the model had them."""
     _refuse_random(optimized.proto.graph, optimized.arrays)  # which has the nodes of the model's functions too
-    builder = _Builder(optimized, unchanged(model, folder, optimized), state)
+    builder = _Builder(optimized, weights, state)
     for tensor in model_file.inputs(optimized.proto):
         builder.add_input(tensor.name, (sample_ranges or {}).get(tensor.name))
-    graph = builder.graph()
-    held = {name for name, _ in graph.weights}
-    return replace(graph, folded=frozenset(tensor.name for tensor in model.graph.initializer) - held)
+    return builder.graph()
 
 
 def _refuse_random(graph: GraphProto, constants: Mapping[str, np.ndarray]) -> None:

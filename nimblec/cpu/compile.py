@@ -1,7 +1,7 @@
 """Compile for the CPU target: a model file in, a checked plan file out."""
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING
 import onnx
 
 from nimblec import __version__
-from nimblec.assembly import Provenance, assemble
+from nimblec.assembly import Part, Provenance, assemble
 from nimblec.cache.timing_cache import CachedTimer, TimingCache
 from nimblec.cpu import capture
 from nimblec.cpu.reference import refused_inputs
+from nimblec.cpu.refit.programs import assemble_refittable
+from nimblec.cpu.refit.refittable import Model, Refittable, make_refittable
 from nimblec.cpu.steps import Reference, refuse_differing_steps
 from nimblec.cpu.timing import CpuTimer
 from nimblec.errors import CompileError
@@ -70,6 +72,7 @@ def _write_plan(source: Source, options: Options, output: Path, observer: Observ
     with tempfile.TemporaryDirectory(prefix="nimblec-", dir=output.parent) as scratch:  # a disk with room for a plan
         paths = {"main": Path(source.model)}
         state: dict[str, tuple[ModelState, ...]] = {"main": ()}
+        weights: dict[str, frozenset[str]] = {}
         notes: tuple[str, ...] = ()
         profiles = options.profiles
         specs, dims, examples = options.inputs, options.dims, _examples(options)
@@ -78,6 +81,7 @@ def _write_plan(source: Source, options: Options, output: Path, observer: Observ
                 exported = _exported(source, options, Path(scratch))
             paths = {entry: model.path for entry, model in exported.items()}
             state = {entry: model.state for entry, model in exported.items()}
+            weights = {entry: model.weights for entry, model in exported.items()}
             notes = tuple(chain.from_iterable(model.notes for model in exported.values()))
             if not options.sizes:
                 specs, dims, examples = (), (), ()  # the files have the shapes of the calls
@@ -95,15 +99,14 @@ def _write_plan(source: Source, options: Options, output: Path, observer: Observ
             ]
             _refuse_equal_shapes(models)
         with stage(observer, "optimise"):
-            graphs = [
-                capture.capture_model(m.proto, m.folder, _sample_ranges(options), Path(scratch), m.state)
-                for m in models
-            ]
+            graphs, refittable = _optimised(models, weights, options, Path(scratch))
         with stage(observer, "schedule"):
             cache = TimingCache(options.timing_cache)
-            plan = mask_ranges(_scheduled(models, graphs, options, cache), options.pad_masks)
+            parts = _scheduled(models, graphs, options, cache)
             cache.save()
-            notes += cache.notes
+            plan, found = _assembled(parts, refittable)
+            plan = mask_ranges(plan, options.pad_masks)
+            notes += (*cache.notes, *found)
         with stage(observer, "golden run"):
             programs = (_with_golden(p, model) for p, model in zip(plan.programs, models, strict=True))
             plan = replace(plan, programs=tuple(programs))
@@ -124,7 +127,32 @@ def _exported(source: Source, options: Options, scratch: Path) -> "dict[str, Exp
 
     if options.sizes:
         return {"main": dynamic_onnx.export(sources.dynamic_program(source, options), options, scratch)}
-    return onnx_export.export(sources.load(source, options), scratch)
+    return onnx_export.export(sources.load(source, options), scratch, refittable=options.refittable)
+
+
+def _optimised(
+    models: Sequence[Reference], weights: Mapping[str, frozenset[str]], options: Options, scratch: Path
+) -> tuple[list[Graph], list[Refittable]]:
+    """The models as graphs, and how they were made refittable, if they were.
+
+    ``weights`` are the names of those that entries have as a module does, where they come from one.
+    """
+    ranges = _sample_ranges(options)
+    if not options.refittable:
+        return [
+            capture.capture_model(m.proto, m.folder, ranges, scratch, m.state, weights.get(m.entry)) for m in models
+        ], []
+    given = [Model(proto=m.proto, folder=m.folder, names=weights.get(m.entry)) for m in models]
+    made = make_refittable(given, scratch)
+    graphs = [capture.graph_of(one.optimized, ranges, m.state) for m, one in zip(models, made, strict=True)]
+    return graphs, made
+
+
+def _assembled(parts: Sequence[Part], refittable: Sequence[Refittable]) -> tuple[Plan, tuple[str, ...]]:
+    """The plan without golden records, and notes for the user."""
+    if refittable:
+        return assemble_refittable(parts, _provenance(), refittable)
+    return assemble(parts, _provenance()), ()
 
 
 def _refuse_equal_shapes(models: Sequence[Reference]) -> None:
@@ -144,9 +172,15 @@ def _text(profile: Profile) -> str:
     return " ".join(f"{name}={size}" for name, size in profile)
 
 
-def _scheduled(models: Sequence[Reference], graphs: Sequence[Graph], options: Options, cache: TimingCache) -> Plan:
-    """The plan of the graphs of all models, without golden records."""
-    provenance = Provenance(target=Target.CPU, device=Device(name="cpu"), versions=_versions())
+def _provenance() -> Provenance:
+    return Provenance(target=Target.CPU, device=Device(name="cpu"), versions=_versions())
+
+
+def _scheduled(
+    models: Sequence[Reference], graphs: Sequence[Graph], options: Options, cache: TimingCache
+) -> list[Part]:
+    """The graphs of all models in the schedules that serve them best."""
+    provenance = _provenance()
     parts = []
     for model, graph in zip(models, graphs, strict=True):
         timer = CachedTimer(CpuTimer(), cache, replace(provenance.device, name=processor()))
@@ -157,7 +191,7 @@ def _scheduled(models: Sequence[Reference], graphs: Sequence[Graph], options: Op
         except InputError as exc:
             raise refused_inputs(exc) from exc
         parts.append(replace(part, entry=model.entry, profile=model.profile))
-    return assemble(parts, provenance)
+    return parts
 
 
 def _examples(options: Options) -> tuple[InputSpec, ...]:

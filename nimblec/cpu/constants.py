@@ -6,6 +6,7 @@ weights take no memory beyond ONNX Runtime's own copies.
 """
 
 import mmap
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -44,11 +45,24 @@ def type_of(tensor: TensorProto) -> TensorType:
     return TensorType(dtype=dtype, shape=tuple(tensor.dims))
 
 
+_KEPT_APART = "nimblec: a weight"
+"""Metadata of a constant that stays one, however small."""
+
+
+def keep_apart(model: ModelProto, names: Collection[str]) -> None:
+    """Have no model embed these constants of the main graph of ``model``."""
+    for tensor in model.graph.initializer:
+        if tensor.name in names:
+            tensor.metadata_props.add(key=_KEPT_APART)
+
+
 def is_embedded(tensor: TensorProto) -> bool:
     """Whether a constant becomes part of every model that reads it.
 
     These are shapes, axes and scalars, which shape inference reads, and dtypes that plans lack.
     """
+    if any(entry.key == _KEPT_APART for entry in tensor.metadata_props):
+        return False
     dtype = model_file.dtype_name(tensor.data_type)
     if dtype is None:
         return True

@@ -65,10 +65,7 @@ class CpuResident:
         Sessions over the new weights are opened anew: ONNX Runtime keeps packed copies of some, and may have
         computed with others when it opened one.
         """
-        with self.weights.rewritten(_replaced(refits)) as weights:
-            scratch = CpuResident(replace(self._plan, state=(), state_nbytes=0), weights)
-            for refit in refits:
-                scratch.make(refit)
+        weights = self.remade(refits)
         renewed = CpuResident(self._plan, weights, self.sessions.over(weights))
         made: list[CpuBackend] = []
         try:
@@ -80,7 +77,15 @@ class CpuResident:
         self.weights, self.sessions = renewed.weights, renewed.sessions
         return made
 
-    def make(self, refit: Refit) -> None:
+    def remade(self, refits: Sequence[Refit]) -> HostWeights:
+        """The weights as ``refits`` leave them. Raises InputError where an op fails."""
+        with self.weights.rewritten(_replaced(refits)) as weights:
+            scratch = CpuResident(replace(self._plan, state=(), state_nbytes=0), weights)
+            for refit in refits:
+                scratch._make(refit)
+        return weights
+
+    def _make(self, refit: Refit) -> None:
         """Write the weights that a refit replaces, all of which can be written here."""
         program = refit.program
         alone = HostWorking(replace(self._plan, programs=(program,)))

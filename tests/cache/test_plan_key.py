@@ -35,6 +35,7 @@ CHANGES: dict[str, Any] = {
     "precision": "fp16",
     "max_error": 0.125,
     "print_passes": True,
+    "refittable": True,
     "streams": "max",
     "memory_limit": 1000,
 }

@@ -9,6 +9,7 @@ from nimblec.errors import UnsupportedModelError
 from nimblec.frontend.pytorch.export_errors import exporting
 from nimblec.frontend.pytorch.model import name_outputs, place_call, state_written
 from nimblec.frontend.pytorch.onnx_export import ExportedModel, accuracy
+from nimblec.frontend.pytorch.onnx_weights import kept_weights, optimize_around_weights
 from nimblec.frontend.pytorch.repeatable import run_twice
 from nimblec.frontend.pytorch.sources import DynamicProgram
 from nimblec.options import Options
@@ -30,17 +31,20 @@ def export(dynamic: DynamicProgram, options: Options, folder: Path) -> ExportedM
     with exporting(dynamic.name, "torch.onnx.export"):
         program = torch.onnx.export(
             dynamic.program,
-            f=path,
             input_names=[name for name, _ in model.inputs],
             output_names=[name for name, _ in outputs],
             dynamo=True,
             verbose=False,
-            external_data=True,
+            optimize=not options.refittable,
         )
-    assert program is not None
+        assert program is not None
+        if options.refittable:
+            optimize_around_weights(program)
+        program.save(path, external_data=True)
     _name_dimensions(path, dynamic)
     notes = accuracy(dynamic.name, program, model.args, model.kwargs, outputs)
-    return ExportedModel(path=path, state=(), notes=(*call.notes, *notes))
+    weights = frozenset(kept_weights(program))
+    return ExportedModel(path=path, state=(), weights=weights, notes=(*call.notes, *notes))
 
 
 def _name_dimensions(path: Path, dynamic: DynamicProgram) -> None:

@@ -22,6 +22,7 @@ from nimblec.frontend.pytorch.model import (
     state_written,
 )
 from nimblec.frontend.pytorch.onnx_translations import TRANSLATIONS
+from nimblec.frontend.pytorch.onnx_weights import kept_weights, optimize_around_weights
 from nimblec.frontend.pytorch.repeatable import HOW_STATE_IS_KEPT, compared, run_twice
 from nimblec.frontend.pytorch.state import StateTensor, WithState, contents, find_state
 from nimblert.onnx_session import onnxruntime, runtime_errors, session_options
@@ -35,15 +36,19 @@ _BEFORE, _AFTER = "state before: ", "state after: "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportedModel:
-    """An ONNX file, what of its inputs and outputs is state, and notes for the user."""
+    """An ONNX file, what of its inputs and outputs is state, and notes for the user.
+
+    ``weights`` are the names of parameters and buffers that it has, and reads, as the module does.
+    """
 
     path: Path
     state: tuple[ModelState, ...]
+    weights: frozenset[str]
     notes: tuple[str, ...]
 
 
-def export(calls: Mapping[str, ModelCall], folder: Path) -> dict[str, ExportedModel]:
-    """Export each entry of a model to an ONNX file in ``folder``.
+def export(calls: Mapping[str, ModelCall], folder: Path, *, refittable: bool = False) -> dict[str, ExportedModel]:
+    """Export each entry of a model to an ONNX file in ``folder``; ``refittable`` leaves all parameters as they are.
 
     The parameters and buffers that runs of any entry write are state of all that have them. The modules are
     not modified. Raises TraceError if a model cannot be run or torch.onnx.export refuses it,
@@ -53,14 +58,14 @@ def export(calls: Mapping[str, ModelCall], folder: Path) -> dict[str, ExportedMo
     for number, (entry, call) in enumerate(calls.items()):
         path = folder / str(number) / "model.onnx"
         path.parent.mkdir()
-        exported[entry], written[entry] = _export(call, path)
+        exported[entry], written[entry] = _export(call, path, refittable=refittable)
     for entry, state in find_state(calls, written).items():
         if state:
-            exported[entry] = _export_with_state(calls[entry], state, exported[entry].path)
+            exported[entry] = _export_with_state(calls[entry], state, exported[entry].path, refittable=refittable)
     return exported
 
 
-def _export(call: ModelCall, path: Path) -> tuple[ExportedModel, Sequence[str]]:
+def _export(call: ModelCall, path: Path, *, refittable: bool) -> tuple[ExportedModel, Sequence[str]]:
     """A model as if it had no state, and what its runs write: where they do, the file is of no use."""
     with borrowed(call.module):
         model = place_call(call, device="cpu")
@@ -68,16 +73,20 @@ def _export(call: ModelCall, path: Path) -> tuple[ExportedModel, Sequence[str]]:
         outputs = name_outputs(result)
         notes = (*model.notes, *missing_outputs(result))
         args = model.args if model.kwargs else (*model.args, {})  # else it takes a trailing dict for kwargs
-        program = _onnx_program(call.name, as_module(model.module), args, model.kwargs, _names(model), outputs)
+        program = _onnx_program(
+            call.name, as_module(model.module), args, model.kwargs, _names(model), outputs, refittable=refittable
+        )
         assert program.exported_program is not None
         written = state_written(program.exported_program.graph_signature)
         if not written:
             program.save(path, external_data=True)
             notes += accuracy(call.name, program, model.args, model.kwargs, outputs)
-    return ExportedModel(path=path, state=(), notes=notes), written
+    return ExportedModel(path=path, state=(), weights=frozenset(kept_weights(program)), notes=notes), written
 
 
-def _export_with_state(call: ModelCall, state: Sequence[StateTensor], path: Path) -> ExportedModel:
+def _export_with_state(
+    call: ModelCall, state: Sequence[StateTensor], path: Path, *, refittable: bool
+) -> ExportedModel:
     """A model as a function of its state, too."""
     with borrowed(call.module):
         model = place_call(call, device="cpu")
@@ -89,7 +98,10 @@ def _export_with_state(call: ModelCall, state: Sequence[StateTensor], path: Path
         written = [tensor.name for tensor in state if tensor.is_written]
         outputs = [*name_outputs(result), *zip((_AFTER + name for name in written), after, strict=True)]
         inputs = [*_names(model), *(_BEFORE + tensor.name for tensor in state)]
-        program = _onnx_program(call.name, module, args, {}, inputs, outputs, TRANSLATIONS)
+        program = _onnx_program(
+            call.name, module, args, {}, inputs, outputs, refittable=refittable, translations=TRANSLATIONS
+        )
+        weights = frozenset(name.removeprefix("module.") for name in kept_weights(program))
         for initializer in tuple(program.model.graph.initializers.values()):
             initializer.name = (initializer.name or "").removeprefix("module.")  # as the user's module has it
         program.save(path, external_data=True)
@@ -104,7 +116,7 @@ def _export_with_state(call: ModelCall, state: Sequence[StateTensor], path: Path
         )
         for tensor, value in zip(state, held, strict=True)
     )
-    return ExportedModel(path=path, state=described, notes=notes)
+    return ExportedModel(path=path, state=described, weights=weights, notes=notes)
 
 
 def _names(model: TorchModel) -> list[str]:
@@ -118,6 +130,8 @@ def _onnx_program(
     kwargs: dict[str, Any],
     inputs: Sequence[str],
     outputs: Sequence[tuple[str, torch.Tensor]],
+    *,
+    refittable: bool,
     translations: dict[Any, Any] | None = None,
 ) -> torch.onnx.ONNXProgram:
     with exporting(name, "torch.onnx.export"):
@@ -130,8 +144,11 @@ def _onnx_program(
             dynamo=True,
             verbose=False,
             custom_translation_table=translations,
+            optimize=not refittable,
         )
-    assert program is not None
+        assert program is not None
+        if refittable:
+            optimize_around_weights(program)
     return program
 
 

@@ -13,15 +13,15 @@ from nimblec.frontend.onnx import model_file, model_nodes
 def unchanged(model: ModelProto, folder: Path, optimized: OptimizedModel) -> frozenset[str]:
     """The initializers of ``model`` that the optimised one reads in all places, with the same bytes.
 
-    A weight of which one reader is gone may be part of a constant that was computed. ``folder`` has the
-    external data of ``model``.
+    A weight of which one reader is gone may be part of a constant that was computed, one that has more may stand for
+    an equal one. ``folder`` has the external data of ``model``.
     """
     before, after = _uses(model.graph), _uses(optimized.proto.graph)
     arrays = optimized.arrays
     return frozenset(
         tensor.name
         for tensor in model.graph.initializer
-        if 0 < before[tensor.name] <= after[tensor.name]
+        if 0 < before[tensor.name] == after[tensor.name]
         and tensor.name in arrays
         and _equal(tensor, folder, arrays[tensor.name])
     )

@@ -1,0 +1,152 @@
+"""Recipes as programs of the plan: captured, laid out and lowered as models are, and set to write weights."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from onnx import numpy_helper
+
+from nimblec.assembly import Part, Provenance, assemble
+from nimblec.cpu import capture
+from nimblec.cpu.kernels import Header
+from nimblec.cpu.optimizer import OptimizedModel
+from nimblec.cpu.refit.recipe import Recipe, Source, model_of, sources
+from nimblec.cpu.refit.refittable import Refittable, digest
+from nimblec.refits import dense_strides, refit
+from nimblec.schedule.dependencies import dependencies
+from nimblec.schedule.memory import layout
+from nimblec.schedule.streams import serial
+from nimblert import refitting
+from nimblert.cpu import CpuResident
+from nimblert.device_arrays import DeviceArray
+from nimblert.encoder import encode
+from nimblert.errors import InputError
+from nimblert.plan import Access, Command, Launch, Plan, Pointer, Program, Region, Role, Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Group:
+    """Constants that have weights in common: ``given`` are weights as they are, ``made`` the others; by digest."""
+
+    given: Mapping[bytes, Source]
+    made: Mapping[bytes, Recipe]
+
+
+def assemble_refittable(
+    parts: Sequence[Part], provenance: Provenance, models: Sequence[Refittable]
+) -> tuple[Plan, tuple[str, ...]]:
+    """The plan of these parts, whose models have other weights, with their own, and with refits; notes for the user."""
+    weights: dict[str, np.ndarray] = {}
+    recipes: dict[bytes, Recipe] = {}
+    for model in models:
+        weights |= model.weights
+        recipes |= model.recipes
+    header = models[0].header
+    groups = list(_groups(recipes))
+    made = [group for group in groups if group.made]
+    plan = assemble([*parts, *(_part(group, header) for group in made)], provenance)
+    offsets = {digest(weight.data): weight.offset for weight in plan.weights}
+    single = [_tensor(s, offsets[key]) for group in groups if not group.made for key, s in group.given.items()]
+    refits = [refit("weights", sorted(single, key=lambda tensor: tensor.pointer.offset))] if single else []
+    programs = plan.programs[len(parts) :]
+    refits += [_refit(program, group, offsets) for program, group in zip(programs, made, strict=True)]
+    plan = replace(plan, programs=plan.programs[: len(parts)], refits=tuple(refits))
+    more = encode(plan).trailer.offset - encode(assemble(parts, provenance)).trailer.offset
+    replaced = sum(len(program.inputs) for program in refits)
+    notes = dict.fromkeys(note for model in models for note in model.notes())
+    notes[f"refittable: {replaced} weights can be replaced; the recipes take {more:,} bytes of the file"] = None
+    return with_weights(plan, weights), tuple(notes)
+
+
+def _groups(recipes: Mapping[bytes, Recipe]) -> Iterator[_Group]:
+    """The constants in groups, of which no two have a weight in common, in the order of ``recipes``."""
+    group_of: dict[Source, int] = {}
+    members: dict[int, list[bytes]] = {}
+    for number, (key, recipe) in enumerate(recipes.items()):
+        met = {group_of[source] for source in sources(recipe) if source in group_of}
+        first = min(met, default=number)
+        members.setdefault(first, []).append(key)
+        for other in met - {first}:
+            members[first] += members.pop(other)
+        joined = {source for member in members[first] for source in sources(recipes[member])} if len(met) > 1 else ()
+        group_of |= dict.fromkeys([*sources(recipe), *joined], first)
+    for keys in members.values():
+        given = {key: recipe for key in keys if isinstance(recipe := recipes[key], Source)}
+        yield _Group(given=given, made={key: recipes[key] for key in keys if key not in given})
+
+
+def _part(group: _Group, header: Header) -> Part:
+    """The model that makes the constants of a group; its outputs are called by their digests."""
+    model = model_of({key.hex(): recipe for key, recipe in group.made.items()}, header)
+    arrays = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
+    graph = capture.graph_of(OptimizedModel(proto=model, arrays=arrays))
+    schedule = serial(dependencies(graph))
+    return Part(graph=graph, schedule=schedule, memory=layout(graph, schedule), entry=f"refit {min(group.made).hex()}")
+
+
+def _tensor(source: Source, offset: int) -> Tensor:
+    return Tensor(
+        name=source.name,
+        dtype=source.dtype,
+        shape=source.shape,
+        strides=dense_strides(source.shape),
+        pointer=Pointer(region=Region.WEIGHTS, index=0, offset=offset),
+    )
+
+
+def _refit(program: Program, group: _Group, offsets: Mapping[bytes, int]) -> Program:
+    """A program that reads weights as inputs and gives constants as outputs, moved to where the plan has them."""
+    given = {source.name: offsets[key] for key, source in group.given.items()}
+    apart = [tensor for tensor in program.inputs if tensor.name not in given]
+    moved: dict[tuple[Region, int], Pointer] = {}
+    for tensor in program.inputs:
+        moved[Region.INPUT, tensor.pointer.index] = (
+            Pointer(region=Region.WEIGHTS, index=0, offset=given[tensor.name])
+            if tensor.name in given
+            else Pointer(region=Region.INPUT, index=apart.index(tensor), offset=0)
+        )
+    for tensor in program.outputs:
+        offset = offsets[bytes.fromhex(tensor.name)]
+        moved[Region.OUTPUT, tensor.pointer.index] = Pointer(region=Region.WEIGHTS, index=0, offset=offset)
+
+    def move(pointer: Pointer) -> Pointer:
+        start = moved.get((pointer.region, pointer.index))
+        return pointer if start is None else replace(start, offset=start.offset + pointer.offset)
+
+    names = {tensor.name for tensor in program.inputs}
+    others = [_tensor(s, offsets[key]) for key, s in group.given.items() if s.name not in names]
+    inputs = [replace(tensor, pointer=move(tensor.pointer)) for tensor in program.inputs]
+    return replace(
+        program,
+        name=min(tensor.name for tensor in inputs),
+        entry="",
+        inputs=(*inputs, *others),
+        outputs=(),
+        input_nbytes=tuple(program.input_nbytes[tensor.pointer.index] for tensor in apart),
+        output_nbytes=(),
+        commands=tuple(_moved(command, move) for command in program.commands),
+        role=Role.REFIT,
+    )
+
+
+def _moved(command: Command, move: Callable[[Pointer], Pointer]) -> Command:
+    assert isinstance(command, Launch)  # which is all that a model for the CPU becomes on one stream
+    return replace(
+        command,
+        relocations=tuple(replace(r, pointer=move(r.pointer)) for r in command.relocations),
+        reads=tuple(Access(pointer=move(a.pointer), nbytes=a.nbytes) for a in command.reads),
+        writes=tuple(Access(pointer=move(a.pointer), nbytes=a.nbytes) for a in command.writes),
+    )
+
+
+def with_weights(plan: Plan, weights: Mapping[str, np.ndarray]) -> Plan:
+    """The plan as a refit with all its weights would leave it."""
+    names = refitting.replaceable(plan)
+    refits = refitting.checked(plan, {name: weights[name] for name in names}, _refuse)
+    remade = CpuResident(plan).remade(refits)
+    data = (remade.find(weight.offset)[0].data if weight.data.nbytes else weight.data for weight in plan.weights)
+    return replace(plan, weights=tuple(replace(w, data=d) for w, d in zip(plan.weights, data, strict=True)))
+
+
+def _refuse(value: object, ordinal: int) -> DeviceArray:
+    raise InputError(f"{value!r} is on GPU {ordinal}")

@@ -1,0 +1,132 @@
+"""A model whose plan can be given other weights: optimised for any, with a recipe for each constant made of them."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+from onnx import ModelProto
+
+from nimblec.cpu import kernels
+from nimblec.cpu.constants import keep_apart
+from nimblec.cpu.optimizer import OptimizedModel, optimize
+from nimblec.cpu.refit.batch_norm import fold_batch_norms
+from nimblec.cpu.refit.explain import explain
+from nimblec.cpu.refit.generic import perturbed, weights_of, with_weights
+from nimblec.cpu.refit.recipe import Recipe, sources
+from nimblec.frontend.onnx import model_nodes
+
+_SHOWN = 4
+"""Of what may be many, a note lists so many."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refittable:
+    """``optimized`` is the model with other ``weights`` than its own, which are by name.
+
+    ``recipes`` are those of its constants, by `digest`; ``header`` is of the models that compute them. Weights that
+    were ``kept`` have their values. ``before`` and ``after`` count the operators of the model as it is otherwise
+    optimised, and of this one.
+    """
+
+    optimized: OptimizedModel
+    weights: Mapping[str, np.ndarray]
+    recipes: Mapping[bytes, Recipe]
+    header: kernels.Header
+    kept: frozenset[str]
+    before: Counter[str]
+    after: Counter[str]
+
+    def notes(self) -> Iterator[str]:
+        """What it costs that weights can be replaced, and which cannot be."""
+        more, fewer = self.after - self.before, self.before - self.after
+        if more or fewer:
+            yield f"refittable: an optimisation is given up: {_listed(more)} instead of {_listed(fewer)}"
+        else:
+            yield "refittable: no optimisation is given up"
+        if self.kept:
+            names = ", ".join(map(repr, sorted(self.kept)[:_SHOWN])) + (", ..." if len(self.kept) > _SHOWN else "")
+            yield f"refittable: {len(self.kept)} weights keep their values, as no recipe was found for them: {names}"
+
+
+def _listed(counts: Counter[str]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in sorted(counts.items())) or "none"
+
+
+def digest(content: np.ndarray | memoryview) -> bytes:
+    """What tells the constants of such a model apart; an array is in C order."""
+    return sha256(content.data if isinstance(content, np.ndarray) else content).digest()
+
+
+def make_refittable(models: Sequence[tuple[ModelProto, Path]], scratch: Path) -> list[Refittable]:
+    """Optimise the models of one plan so that their weights can be replaced, each with the folder of its external data.
+
+    A weight keeps its value in all of them where it becomes part of a constant that is not understood, or where two
+    models have others of the same name. ``scratch`` has room for copies of the weights.
+    """
+    kept = _ambiguous(models)
+    while True:
+        with TemporaryDirectory(dir=scratch) as room:
+            made = [_made(model, folder, Path(room), kept) for model, folder in models]
+        more = kept.union(*(one.kept for one in made))
+        if more == kept or len(models) == 1:
+            return made
+        kept = more
+
+
+def _ambiguous(models: Sequence[tuple[ModelProto, Path]]) -> frozenset[str]:
+    """The names that weights of several models have which are not the same."""
+    if len(models) == 1:
+        return frozenset()
+    found: dict[str, set[bytes]] = defaultdict(set)
+    for model, folder in models:
+        for name, array in weights_of(model, folder).items():
+            found[name].add(digest(np.ascontiguousarray(array)))
+    return frozenset(name for name, digests in found.items() if len(digests) > 1)
+
+
+def _made(model: ModelProto, folder: Path, scratch: Path, kept: frozenset[str]) -> Refittable:
+    plain = optimize(model, folder, scratch)
+    folded = ModelProto()
+    folded.CopyFrom(model)
+    fold_batch_norms(folded)
+    read = {name for node in model_nodes.nodes(folded.graph) for name in node.input}
+    every = {name: array for name, array in weights_of(folded, folder).items() if name in read}
+    weights = {name: array for name, array in every.items() if name not in kept}
+    while True:
+        first, second = (_optimized(folded, folder, perturbed(weights, seed), scratch) for seed in (0, 1))
+        known = explain(first.model, first.weights, first.optimized.arrays, second.optimized.arrays)
+        used = {source.name for recipe in known.recipes.values() for source in sources(recipe)}
+        if not known.unknown:
+            break
+        understood = {name: array for name, array in weights.items() if name in used}
+        weights = understood if len(understood) < len(weights) else {}
+    optimized = first.optimized
+    keep_apart(optimized.proto, known.recipes)
+    before, after = (Counter(kernels.symbol(node) for node in m.proto.graph.node) for m in (plain, optimized))
+    return Refittable(
+        optimized=optimized,
+        weights={name: array for name, array in weights.items() if name in used},
+        recipes={digest(np.ascontiguousarray(optimized.arrays[n])): recipe for n, recipe in known.recipes.items()},
+        header=kernels.header(folded),
+        kept=frozenset(every) - used,
+        before=before,
+        after=after,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Optimized:
+    """A model with other weights, and what it was optimised to."""
+
+    model: ModelProto
+    weights: Mapping[str, np.ndarray]
+    optimized: OptimizedModel
+
+
+def _optimized(model: ModelProto, folder: Path, weights: Mapping[str, np.ndarray], scratch: Path) -> _Optimized:
+    made = with_weights(model, folder, weights, scratch)
+    return _Optimized(model=made, weights=weights, optimized=optimize(made, scratch, scratch))

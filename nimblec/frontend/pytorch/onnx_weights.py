@@ -1,0 +1,33 @@
+"""The parameters and buffers of a module in the ONNX program that torch.onnx.export made of it."""
+
+from collections.abc import Iterator
+from typing import Any
+
+
+def optimize_around_weights(program: Any) -> None:
+    """Optimise an exported program, to which parameters and buffers are inputs meanwhile, so that none is folded."""
+    graph, names = program.model.graph, program.exported_program.state_dict
+    hidden = [graph.initializers.pop(name) for name in names if name in graph.initializers]
+    contents = [value.const_value for value in hidden]
+    for value in hidden:
+        value.const_value = None
+        graph.inputs.append(value)
+    program.optimize()
+    for value, content in zip(hidden, contents, strict=True):
+        graph.inputs.remove(value)
+        value.const_value = content
+        graph.register_initializer(value)
+
+
+def kept_weights(program: Any) -> Iterator[str]:
+    """The parameters and buffers that the exported file reads as often as the module, and has the bytes of."""
+    exported, initializers = program.exported_program, program.model.graph.initializers
+    signature = exported.graph_signature
+    names = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+    readers = {names[node.name]: len(node.users) for node in exported.graph.nodes if node.name in names}
+    for name, tensor in exported.state_dict.items():
+        value = initializers.get(name)
+        if value is None or len(value.uses()) != readers.get(name):
+            continue
+        if value.const_value.numpy().tobytes() == tensor.detach().numpy().tobytes():
+            yield name
