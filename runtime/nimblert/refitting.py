@@ -10,12 +10,22 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from nimblert.device_arrays import DeviceArray
+from nimblert.dtypes import numpy_dtype
 from nimblert.entries import Take, checked_array
 from nimblert.errors import InputError
 from nimblert.plan import Plan, Program, Region, Tensor
 
 NewWeights: TypeAlias = Mapping[str, Any] | str | PathLike[str]
 """Arrays by the name of a weight, or the path of a safetensors file."""
+
+_FILE_DTYPES = {
+    "BOOL": "bool",
+    "BF16": "bfloat16",
+    "C64": "complex64",
+    **{f"{kind[0].upper()}{bits}": f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)},
+    **{f"F{bits}": f"float{bits}" for bits in (16, 32, 64)},
+}
+"""The dtypes that safetensors files and plans have both, by their names there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,10 +94,17 @@ def read_file(path: str | PathLike[str]) -> dict[str, Any]:
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError as exc:
-        raise InputError("a safetensors file is read by a package of its own: pip install safetensors") from exc
+        raise InputError("a safetensors file needs a package to read it: pip install 'nimblert[safetensors]'") from exc
     name = os.fspath(path)
+    found = {}
     try:
         with safe_open(name, framework="numpy") as file:
-            return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (it is no mapping)
+            for key in file.keys():  # noqa: SIM118 (it is no mapping)
+                dtype = file.get_slice(key).get_dtype()
+                if dtype not in _FILE_DTYPES:
+                    raise InputError(f"{name}: weight {key!r} is of {dtype}, which no plan has: convert it")
+                numpy_dtype(_FILE_DTYPES[dtype])  # which numpy may not know yet
+                found[key] = file.get_tensor(key)
     except (OSError, SafetensorError) as exc:
         raise InputError(f"{name}: is no safetensors file that can be read: {exc}") from exc
+    return found

@@ -208,10 +208,27 @@ def test_weights_without_a_recipe_keep_their_values(tmp_path: Path, caplog: pyte
     path = unexplained(tmp_path)
     with caplog.at_level(logging.WARNING, "nimblec"):
         plan = compiled(path, refittable=True)
-    note = "refittable: 2 weights keep their values, as no recipe was found for them: 'gain', 'w'"
+    note = "refittable: weights that keep their values, as no recipe was found for them: 'gain', 'w'"
     assert note in caplog.messages
     weights = others(plan)
     assert set(weights) == {"v", "bias"}
+    assert_refitted(plan, weights, [compiled(with_weights(path, weights))])
+
+
+def test_a_weight_that_becomes_an_attribute_keeps_its_value(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """ONNX Runtime fuses a product with a number into the product of matrices before it."""
+    path = write_model(
+        tmp_path / "model.onnx",
+        [node("MatMul", ["x", "w"], ["a"]), node("Mul", ["a", "factor"], ["y"])],
+        [floats("x", 2, 32)],
+        [floats("y", 2, 32)],
+        constants={"w": drawn(0, 32, 32), "factor": drawn(1, 1)},
+    )
+    with caplog.at_level(logging.WARNING, "nimblec"):
+        plan = compiled(path, refittable=True)
+    weights = others(plan)
+    assert set(weights) == {"w"}
+    assert "refittable: weights that keep their values, as no recipe was found for them: 'factor'" in caplog.messages
     assert_refitted(plan, weights, [compiled(with_weights(path, weights))])
 
 
@@ -256,7 +273,7 @@ def test_names_that_mean_other_weights_in_another_entry_keep_their_values(caplog
         for name, module in (("one", first), ("two", second)):
             expected = (x @ module.weight.T).detach().numpy() + bias
             np.testing.assert_allclose(model(x.numpy(), entry=name), expected, rtol=1e-4, atol=1e-4)
-    assert any("1 weights keep their values" in message for message in caplog.messages)
+    assert "refittable: weights that keep their values, as no recipe was found for them: 'weight'" in caplog.messages
 
 
 def drawn_module(module: Any, seed: int) -> Any:

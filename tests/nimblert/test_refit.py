@@ -1,5 +1,6 @@
 """Weights replaced in a loaded plan: in place, all or none, equal bit for bit to a fresh compile."""
 
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -224,3 +225,53 @@ def test_a_replay_costs_what_it_did(model: Executable) -> None:
     model.run(INPUTS)
     assert model.backend is backend
     assert len(sessions) == count
+
+
+def test_a_safetensors_file(model: Executable, tmp_path: Path) -> None:
+    numpy_files = pytest.importorskip("safetensors.numpy", reason="needs safetensors: not installed")
+    model.refit(weights(5))
+    expected = model.run(INPUTS)["y"]
+    model.refit(weights(0))
+    numpy_files.save_file(weights(5), tmp_path / "new.safetensors")
+    for path in (tmp_path / "new.safetensors", str(tmp_path / "new.safetensors")):
+        model.refit(path)
+        assert np.array_equal(model.run(INPUTS)["y"], expected)
+    numpy_files.save_file({**weights(0), "more": np.zeros(2)}, tmp_path / "more.safetensors")
+    with pytest.raises(InputError, match="weight 'more': not one of the 3"):
+        model.refit(tmp_path / "more.safetensors")
+    assert np.array_equal(model.run(INPUTS)["y"], expected)
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80\x04K\x01.", bytes(100), b"\xff" * 16, None])
+def test_a_file_that_is_no_safetensors_file(model: Executable, tmp_path: Path, content: bytes | None) -> None:
+    """A pickle among them: nothing of it is run."""
+    pytest.importorskip("safetensors", reason="needs safetensors: not installed")
+    path = tmp_path / "weights.safetensors"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(InputError, match=f"{path.name}: is no safetensors file that can be read"):
+        model.refit(path)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sentence"),
+    [
+        ("bfloat16", "weight 'w': dtype bfloat16, expected float32"),
+        ("float8_e4m3fn", "weight 'w' is of F8_E4M3, which no plan has: convert it"),
+    ],
+)
+def test_a_file_of_other_dtypes(model: Executable, tmp_path: Path, dtype: str, sentence: str) -> None:
+    torch = pytest.importorskip("torch")
+    torch_files = pytest.importorskip("safetensors.torch", reason="needs safetensors: not installed")
+    path = tmp_path / "weights.safetensors"
+    torch_files.save_file({"w": torch.ones(WIDTH, WIDTH).to(getattr(torch, dtype))}, path)
+    with pytest.raises(InputError, match=sentence):
+        model.refit(path)
+
+
+def test_without_the_package_a_sentence_says_what_to_install(
+    model: Executable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(InputError, match=r"pip install 'nimblert\[safetensors\]'"):
+        model.refit(tmp_path / "weights.safetensors")

@@ -90,3 +90,12 @@ def test_resnet18_compiles_from_its_name_and_agrees_with_torch(tmp_path: Path) -
         actual = executable(image.numpy())
     assert isinstance(actual, np.ndarray)
     np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-4 * np.abs(expected).max())
+
+
+def test_adapters_are_swapped_without_compiling_again() -> None:
+    pytest.importorskip("torch")
+    *_, formal, casual, base = python(RUN, SAMPLES / "swap_lora.py").splitlines()
+    for name, line in (("formal", formal), ("casual", casual)):
+        assert line.startswith(f"{name}: swapped in ")
+        assert float(line.rpartition(" ")[2]) < 1e-5
+    assert base == "base again, bit for bit: True"

@@ -48,8 +48,9 @@ class Refittable:
         else:
             yield "refittable: no optimisation is given up"
         if self.kept:
-            names = ", ".join(map(repr, sorted(self.kept)[:_SHOWN])) + (", ..." if len(self.kept) > _SHOWN else "")
-            yield f"refittable: {len(self.kept)} weights keep their values, as no recipe was found for them: {names}"
+            others = f" and {len(self.kept) - _SHOWN} more" if len(self.kept) > _SHOWN else ""
+            names = ", ".join(map(repr, sorted(self.kept)[:_SHOWN])) + others
+            yield f"refittable: weights that keep their values, as no recipe was found for them: {names}"
 
 
 def _listed(counts: Counter[str]) -> str:
@@ -61,8 +62,22 @@ def digest(content: np.ndarray | memoryview) -> bytes:
     return sha256(content.data if isinstance(content, np.ndarray) else content).digest()
 
 
-def make_refittable(models: Sequence[tuple[ModelProto, Path]], scratch: Path) -> list[Refittable]:
-    """Optimise the models of one plan so that their weights can be replaced, each with the folder of its external data.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """A model to be made refittable. ``folder`` has its external data; of ``names`` are its weights (None: of any)."""
+
+    proto: ModelProto
+    folder: Path
+    names: frozenset[str] | None = None
+
+    def weights(self) -> dict[str, np.ndarray]:
+        """Its weights, by name."""
+        found = weights_of(self.proto, self.folder)
+        return {name: array for name, array in found.items() if self.names is None or name in self.names}
+
+
+def make_refittable(models: Sequence[Model], scratch: Path) -> list[Refittable]:
+    """Optimise the models of one plan so that their weights can be replaced.
 
     A weight keeps its value in all of them where it becomes part of a constant that is not understood, or where two
     models have others of the same name. ``scratch`` has room for copies of the weights.
@@ -70,40 +85,43 @@ def make_refittable(models: Sequence[tuple[ModelProto, Path]], scratch: Path) ->
     kept = _ambiguous(models)
     while True:
         with TemporaryDirectory(dir=scratch) as room:
-            made = [_made(model, folder, Path(room), kept) for model, folder in models]
+            made = [_made(model, Path(room), kept) for model in models]
         more = kept.union(*(one.kept for one in made))
         if more == kept or len(models) == 1:
             return made
         kept = more
 
 
-def _ambiguous(models: Sequence[tuple[ModelProto, Path]]) -> frozenset[str]:
+def _ambiguous(models: Sequence[Model]) -> frozenset[str]:
     """The names that weights of several models have which are not the same."""
     if len(models) == 1:
         return frozenset()
     found: dict[str, set[bytes]] = defaultdict(set)
-    for model, folder in models:
-        for name, array in weights_of(model, folder).items():
+    for model in models:
+        for name, array in model.weights().items():
             found[name].add(digest(np.ascontiguousarray(array)))
     return frozenset(name for name, digests in found.items() if len(digests) > 1)
 
 
-def _made(model: ModelProto, folder: Path, scratch: Path, kept: frozenset[str]) -> Refittable:
-    plain = optimize(model, folder, scratch)
+def _made(model: Model, scratch: Path, kept: frozenset[str]) -> Refittable:
+    folder = model.folder
+    plain = optimize(model.proto, folder, scratch)
     folded = ModelProto()
-    folded.CopyFrom(model)
+    folded.CopyFrom(model.proto)
     fold_batch_norms(folded)
     read = {name for node in model_nodes.nodes(folded.graph) for name in node.input}
-    every = {name: array for name, array in weights_of(folded, folder).items() if name in read}
+    every = {name: array for name, array in model.weights().items() if name in read}
     weights = {name: array for name, array in every.items() if name not in kept}
     while True:
         first, second = (_optimized(folded, folder, perturbed(weights, seed), scratch) for seed in (0, 1))
         known = explain(first.model, first.weights, first.optimized.arrays, second.optimized.arrays)
         used = {source.name for recipe in known.recipes.values() for source in sources(recipe)}
-        if not known.unknown:
-            break
         understood = {name: array for name, array in weights.items() if name in used}
-        weights = understood if len(understood) < len(weights) else {}
+        if len(understood) == len(weights):
+            if not known.unknown and _nodes(first) == _nodes(second):
+                break
+            understood = {}
+        weights = understood  # what is not used by recipes became part of something else, such as an attribute
     optimized = first.optimized
     keep_apart(optimized.proto, known.recipes)
     before, after = (Counter(kernels.symbol(node) for node in m.proto.graph.node) for m in (plain, optimized))
@@ -125,6 +143,10 @@ class _Optimized:
     model: ModelProto
     weights: Mapping[str, np.ndarray]
     optimized: OptimizedModel
+
+
+def _nodes(made: _Optimized) -> list[bytes]:
+    return [node.SerializeToString(deterministic=True) for node in made.optimized.proto.graph.node]
 
 
 def _optimized(model: ModelProto, folder: Path, weights: Mapping[str, np.ndarray], scratch: Path) -> _Optimized:
