@@ -2,21 +2,25 @@
 
 import os
 import weakref
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from nimblert import container, refitting, verify
 from nimblert.arena import Arena
 from nimblert.backend import Resident
 from nimblert.context import Context, idle
+from nimblert.entries import Signature
 from nimblert.errors import InputError, PlanInvalidError
 from nimblert.hazards import hazards
 from nimblert.limits import DEFAULT_LIMITS, Limits
-from nimblert.onnx_threads import Threads
+from nimblert.onnx_threads import Threads, cores
 from nimblert.plan import Plan, Target, Tensor
 
 if TYPE_CHECKING:
@@ -26,9 +30,9 @@ if TYPE_CHECKING:
 class Executable(Context):
     """A plan, ready to run: a context, and what makes others over the same weights and code.
 
-    Threads may share it: calls take turns. Those that should run beside each other have a `context`
-    each. A process that was forked after the load has to load again: threads and GPU stay with the
-    process that loaded.
+    Threads may share it. On the CPU as many calls as there are cores run beside each other, if the plan has no
+    state; other calls take turns, and those that should run beside each other have a `context` each. A process
+    that was forked after the load has to load again: threads and GPU stay with the process that loaded.
     """
 
     _noun = "executable"
@@ -47,6 +51,9 @@ class Executable(Context):
         """Of a plan that was checked; see `load`."""
         self.device = device
         self._contexts: weakref.WeakSet[Context] = weakref.WeakSet()
+        self._idle_spares: list[Context] = []
+        self._has_spares = plan.target is Target.CPU and not plan.state_nbytes and arena is None
+        self._spares_left = cores() - 1
         if arena is not None:
             arena.check(plan, device)
         resident = _resident(plan, device, threads)
@@ -68,6 +75,39 @@ class Executable(Context):
             self._check_ready(self._steps)
             made = Context(self.plan, self._resident, arena=arena, poison=self._poison)
             self._contexts.add(made)
+            return made
+
+    def _run(
+        self,
+        signature: Signature,
+        arrays: Mapping[str, Any],
+        out: Mapping[str, Any],
+        *,
+        reuse_outputs: bool = False,
+        stream: Any = None,
+    ) -> dict[str, np.ndarray]:
+        """As `Context._run`; a call that finds another one at work may go on in a context that is kept for that."""
+        here = reuse_outputs or stream is not None or self._bindings[signature.name].program is not None
+        if self._has_spares and not here and self._own_lock.locked() and (spare := self._spare()):
+            try:
+                return spare._run(signature, arrays, out)  # noqa: SLF001 (of its own class)
+            finally:
+                self._idle_spares.append(spare)
+        return super()._run(signature, arrays, out, reuse_outputs=reuse_outputs, stream=stream)
+
+    def _spare(self) -> Context | None:
+        """A context that nobody calls: one that is idle, or a new one if there may be more."""
+        try:
+            return self._idle_spares.pop()
+        except IndexError:
+            if not self._spares_left:
+                return None
+        with self._lock:
+            if self._closed or not self._spares_left:
+                return None
+            made = _Spare(self.plan, self._resident, poison=self._poison)
+            self._contexts.add(made)
+            self._spares_left -= 1
             return made
 
     @property
@@ -104,6 +144,12 @@ class Executable(Context):
             context.close()
         super().close()
         self._resident.close()
+
+
+class _Spare(Context):
+    """A context for calls of an executable."""
+
+    _noun, _turns, _again = Executable._noun, Executable._turns, Executable._again  # noqa: SLF001 (what users see)
 
 
 def _select(plan: Plan, name: str | None) -> Plan:

@@ -133,10 +133,47 @@ def test_a_context_in_two_threads_is_refused_and_stays_good(model: Executable, m
     assert np.array_equal(context(drawn(0)), expected)
 
 
-def test_threads_that_share_an_executable_take_turns(model: Executable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_of_threads_that_share_an_executable_run_beside_each_other(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first call ends when the second one has."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    began, ended = threading.Event(), threading.Event()
+    call = CpuBackend.call
+
+    def first(backend: CpuBackend, *args: Any, **kwargs: Any) -> Any:
+        monkeypatch.setattr(CpuBackend, "call", call)
+        began.set()
+        assert ended.wait(20)
+        return call(backend, *args, **kwargs)
+
+    with nimblert.load(small) as model:
+        expected = [model(drawn(seed)) for seed in (1, 2)]
+        spare = model._spare()
+        assert spare is not None
+        assert model._spare() is None  # there are no more than cores
+        model._idle_spares.append(spare)
+        for _ in range(2):
+            began.clear()
+            ended.clear()
+            monkeypatch.setattr(CpuBackend, "call", first)
+            with ThreadPoolExecutor(1) as pool:
+                running = pool.submit(model, drawn(1))
+                assert began.wait(20)
+                assert np.array_equal(model(drawn(2)), expected[1])
+                ended.set()
+                assert np.array_equal(running.result(), expected[0])
+        assert model._idle_spares == [spare]
+    with pytest.raises(InputError, match="this executable is closed: load the plan again"):
+        spare(drawn(0))
+
+
+def test_threads_that_share_an_executable_take_turns_on_one_core(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})
+    model = nimblert.load(small)
     expected = model(drawn(0))
     busy = _Busy(monkeypatch)
-    with ThreadPoolExecutor(2) as pool:
+    with model, ThreadPoolExecutor(2) as pool:
         runs = [pool.submit(model, drawn(0)) for _ in range(2)]
         assert busy.began.wait(20)
         time.sleep(0.05)
