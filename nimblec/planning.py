@@ -21,7 +21,7 @@ from nimblec.schedule.lifetimes import lifetimes
 from nimblec.schedule.matching import maximum_matching
 from nimblec.schedule.memory import layout
 from nimblec.schedule.streams import certificate, critical_path, limited, maximal, serial
-from nimblert.plan import Candidate, Plan, ScheduleRecord
+from nimblert.plan import Candidate, Plan, ScheduleRecord, Target
 
 _AUTO_LIMITS = (2, 4, 8, 16)
 _CROSS_EDGE_NS = (500, 1_000, 2_000)
@@ -117,10 +117,15 @@ def choose_schedule(
 
 
 def _timed(graph: Graph, tried: _Tried, provenance: Provenance) -> Plan:
-    """A plan to time, whose launches have no accesses: these are for who checks it, and may be tens of thousands."""
-    tasks = (replace(t, reads=(), writes=()) if isinstance(t.work, KernelWork) else t for t in graph.tasks)
-    part = Part(graph=replace(graph, tasks=tuple(tasks)), schedule=tried.schedule, memory=tried.memory)
-    return assemble([part], provenance)
+    """A plan to time.
+
+    On a GPU its launches have no accesses: there these are for who checks it, and may be tens of thousands. On the
+    CPU they tell which launches are one session.
+    """
+    if provenance.target is Target.CUDA:
+        tasks = (replace(t, reads=(), writes=()) if isinstance(t.work, KernelWork) else t for t in graph.tasks)
+        graph = replace(graph, tasks=tuple(tasks))
+    return assemble([Part(graph=graph, schedule=tried.schedule, memory=tried.memory)], provenance)
 
 
 def _with_faster_edges(graph: Graph, captured: _Tried, provenance: Provenance, timer: Timer) -> Graph:
