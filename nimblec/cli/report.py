@@ -103,6 +103,7 @@ def inspected(facts: Json) -> list[Table]:
         _kernels(facts),
         _memory_map(facts),
         _weights(facts),
+        *([_state(facts)] if facts["state"] else []),
     ]
 
 
@@ -225,6 +226,23 @@ def _weights(facts: Json) -> Table:
         for row in facts["weights"]
     ]
     return capped(made, rows)
+
+
+def _state(facts: Json) -> Table:
+    made = table("State", "name", "type", "bytes", "a run", right=("bytes",))
+    rows = [
+        (row["name"], shape_text(row["dtype"], row["shape"]), f"{row['nbytes']:,}", _uses(row["uses"]))
+        for row in facts["state"]
+    ]
+    return capped(made, rows)
+
+
+def _uses(uses: dict[str, str]) -> str:
+    """What a run does with a tensor of the state; by program where they differ."""
+    said = {"in place": "writes it in place", "copied": "makes it anew and copies it", "read": "reads it"}
+    if len(set(uses.values())) == 1:
+        return said[next(iter(uses.values()))]
+    return ", ".join(f"{program}: {said[use]}" for program, use in uses.items())
 
 
 def capped(made: Table, rows: Sequence[tuple[str | Text, ...]], *, rest: str = "--json lists all") -> Table:

@@ -4,6 +4,7 @@ from collections import Counter
 from math import prod
 from typing import Any, TypeAlias
 
+from nimblec.inspect.state_uses import state_uses
 from nimblert.plan import (
     ITEM_NBYTES,
     Command,
@@ -41,7 +42,9 @@ def describe(plan: Plan, *, file_nbytes: int) -> Json:
         "kernels": kernels_by_origin(plan),
         "regions": {"weights": plan.weights_nbytes, "state": plan.state_nbytes},
         "weights": [_weight(weight) for weight in plan.weights],
-        "state": [_weight(weight) for weight in plan.state],
+        "state": [
+            {**_weight(weight), "uses": uses} for weight, uses in zip(plan.state, state_uses(plan), strict=True)
+        ],
         "programs": [_program(program) for program in plan.programs],
     }
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import islice, pairwise
 from math import inf
 
-from nimblert import cpu_rules, entries, launch_limits, refit_rules
+from nimblert import cpu_rules, entries, launch_limits, refit_rules, state_rules
 from nimblert import limits as ceilings
 from nimblert.extents import MAX_NBYTES, Sizes, array_problems, dense_nbytes, extent_problems, region_sizes, under
 from nimblert.limits import DEFAULT_LIMITS, Limits
@@ -67,7 +67,7 @@ def _problems(plan: Plan, limits: Limits) -> Iterator[str]:
         yield from cpu_rules.kernels_problems(plan, limits)
     yield from _weights_problems("weights", plan.weights, plan.weights_nbytes, limits)
     yield from _weights_problems("state", plan.state, plan.state_nbytes, limits)
-    yield from _state_names_problems([tensor.name for tensor in plan.state])
+    yield from state_rules.problems(plan)
     params_nbytes = tuple(kernel.params_nbytes for kernel in plan.kernels)
     for path, programs in (("programs", plan.programs), ("refits", plan.refits)):
         for i, program in enumerate(programs):
@@ -117,14 +117,6 @@ def _weights_problems(path: str, weights: Sequence[Weight], region_nbytes: int, 
         end = max(end, weight.offset + weight.data.nbytes)
         if end > region_nbytes:
             yield f"{path}[{i}]: ends at {end}, outside the region ({region_nbytes} bytes)"
-
-
-def _state_names_problems(names: Sequence[str]) -> Iterator[str]:
-    """A tensor of the state that has a name is asked for by it."""
-    yield from _repeated("state", [name for name in names if name])
-    for i, name in enumerate(names):
-        if not name.isprintable():
-            yield f"state[{i}].name: {name!r} is not printable"
 
 
 def _kernel_problems(kernel: Kernel, plan: Plan) -> Iterator[str]:

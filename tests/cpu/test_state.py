@@ -12,6 +12,7 @@ import torch
 
 import nimblec
 import nimblert
+from nimblec.inspect.inspection import describe
 from nimblert.executable import Executable
 from nimblert.plan import Launch, Memcpy, Plan, Region
 
@@ -116,6 +117,16 @@ def test_of_a_cache_only_the_new_rows_are_written(decoding: Plan) -> None:
         writers = [c for c in launches if any(a.pointer.region is Region.STATE for a in c.writes)]
         assert {decoding.kernels[c.kernel].symbol for c in writers} == {"ScatterND"}
         assert all(set(c.writes) <= set(c.reads) for c in writers)  # in place
+
+
+def test_inspect_says_what_a_run_does_with_the_state(decoding: Plan) -> None:
+    facts = describe(decoding, file_nbytes=0)
+    assert [(row["name"], row["uses"]) for row in facts["state"]] == [
+        (name, {"prefill": "in place", "decode": "in place"}) for name in stateful_models.CACHES
+    ]
+    exchanging = compiled(stateful_models.Exchange(), torch.ones(4))
+    uses = {row["name"]: row["uses"]["main"] for row in describe(exchanging, file_nbytes=0)["state"]}
+    assert uses == {"left": "in place", "right": "copied", "kept": "in place"}
 
 
 def test_reset_gives_the_first_state(statistics: Plan) -> None:

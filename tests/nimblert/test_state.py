@@ -12,8 +12,9 @@ from kept_state import keeping
 
 import nimblert
 from nimblert import container, verify
-from nimblert.errors import InputError
+from nimblert.errors import InputError, PlanInvalidError
 from nimblert.executable import Executable
+from nimblert.plan import Memcpy, Memset
 
 
 @pytest.fixture
@@ -112,6 +113,26 @@ def test_the_state_in_the_middle_of_a_run(loaded: Executable, ask: Callable[[Any
     steps.close()
 
 
+def test_state_that_a_reset_would_not_give_back() -> None:
+    plan = keeping()
+    (tensor,) = plan.state
+    short = replace(tensor, shape=(3,), data=tensor.data[:12])
+    sentence = "programs[0].commands[1]: 16 bytes at 0 of STATE lie in no one tensor of it"
+    assert sentence in list(verify.problems(replace(plan, state=(short,))))
+    assert sentence in list(verify.problems(replace(plan, state=())))
+
+
+def test_state_that_is_written_beside_who_reads_it() -> None:
+    plan = keeping()
+    read = plan.programs[2]
+    (copy,) = read.commands
+    assert isinstance(copy, Memcpy)
+    write = Memset(stream=1, op=0, dst=copy.src, value=0, element_nbytes=4, count=4)
+    beside = replace(read, commands=(copy, write), stream_count=2)
+    with pytest.raises(PlanInvalidError, match="nothing orders their accesses to state bytes 0 to 16"):
+        nimblert.load(replace(plan, programs=(beside,)))
+
+
 @pytest.mark.parametrize(
     ("names", "sentence"),
     [
@@ -121,6 +142,6 @@ def test_the_state_in_the_middle_of_a_run(loaded: Executable, ask: Callable[[Any
     ],
 )
 def test_names_that_users_cannot_ask_for(names: tuple[str, str], sentence: str | None) -> None:
-    halves = [plans.weight(name, (1.0, 2.0), 8 * i) for i, name in enumerate(names)]
-    problems = list(verify.problems(replace(keeping(), state=tuple(halves))))
+    halves = [plans.weight(name, (1.0, 2.0, 3.0, 4.0), 16 * i) for i, name in enumerate(names)]
+    problems = list(verify.problems(replace(keeping(), state=tuple(halves), state_nbytes=32)))
     assert problems == ([sentence] if sentence else [])
