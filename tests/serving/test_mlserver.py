@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Iterator
 
 import pytest
-from serving import Shop, answered, command, commands, environment
+from serving import Shop, answered, command, commands, infer, stocked
 
 URL = "http://127.0.0.1:8080/v2/models/digits"
 pytestmark = pytest.mark.timeout(300)
@@ -15,10 +15,7 @@ pytestmark = pytest.mark.timeout(300)
 
 @pytest.fixture(scope="module")
 def shop(tmp_path_factory: pytest.TempPathFactory) -> Shop:
-    environment("mlserver")
-    made = Shop(tmp_path_factory.mktemp("mlserver"))
-    made.run(command("nimblec compile"))
-    return made
+    return stocked(tmp_path_factory.mktemp("mlserver"), "mlserver")
 
 
 @pytest.fixture(scope="module")
@@ -26,13 +23,6 @@ def server(shop: Shop) -> Iterator[subprocess.Popen[bytes]]:
     started = command("mlserver start")
     with shop.serving(started, shop.folder / "server.log", lambda: answered(f"{URL}/ready")[0] == 200) as process:
         yield process
-
-
-def infer(rows: int, **changes: object) -> tuple[int, str]:
-    """One call, with changes to the tensor that it sends."""
-    tensor = {"name": "image", "shape": [rows, 1, 8, 8], "datatype": "FP32", "data": [0.5] * (64 * rows), **changes}
-    body = json.dumps({"inputs": [tensor]}).encode()
-    return answered(f"{URL}/infer", body, Content_Type="application/json")
 
 
 @pytest.mark.usefixtures("server")
@@ -45,7 +35,7 @@ def test_the_example_of_the_document_reads_a_seven(shop: Shop) -> None:
 
 @pytest.mark.usefixtures("server")
 def test_outputs_have_the_shapes_of_the_plan() -> None:
-    status, body = infer(3)
+    status, body = infer(URL, 3)
     assert status == 200
     assert {output["name"]: output["shape"] for output in json.loads(body)["outputs"]} == {
         "digit": [3],
@@ -64,7 +54,7 @@ WRONG = [
 @pytest.mark.usefixtures("server")
 @pytest.mark.parametrize(("changes", "sentence"), WRONG)
 def test_a_wrong_request_is_refused_in_a_sentence(changes: dict[str, object], sentence: str) -> None:
-    status, body = infer(1, **changes)
+    status, body = infer(URL, 1, **changes)
     assert (status, json.loads(body)["error"]) == (400, sentence)
 
 
@@ -72,7 +62,7 @@ def test_a_wrong_request_is_refused_in_a_sentence(changes: dict[str, object], se
 def test_wrong_requests_harm_no_others_of_their_time() -> None:
     async def calls() -> list[tuple[int, str]]:
         given = [{}, *(changes for changes, _ in WRONG), {}] * 4
-        return await asyncio.gather(*(asyncio.to_thread(infer, 1, **changes) for changes in given))
+        return await asyncio.gather(*(asyncio.to_thread(infer, URL, 1, **changes) for changes in given))
 
     found = asyncio.run(calls())
     assert [status for status, _ in found] == [200, 400, 400, 400, 400, 200] * 4

@@ -1,5 +1,6 @@
 """The servers of docs/serving.md, started by the commands that stand there."""
 
+import json
 import os
 import re
 import shlex
@@ -84,6 +85,20 @@ class Shop:
                 server.wait(60)
             finally:
                 server.kill()
+
+
+def stocked(folder: Path, name: str) -> Shop:
+    """A shop with the document's plan, for servers of the environment .NAME; skips where that is not here."""
+    environment(name)
+    shop = Shop(folder)
+    shop.run(command("nimblec compile"))
+    return shop
+
+
+def infer(url: str, rows: int, **changes: object) -> tuple[int, str]:
+    """The status and body of one call of the digits model, with changes to the tensor that is sent."""
+    tensor = {"name": "image", "shape": [rows, 1, 8, 8], "datatype": "FP32", "data": [0.5] * (64 * rows), **changes}
+    return answered(f"{url}/infer", json.dumps({"inputs": [tensor]}).encode(), Content_Type="application/json")
 
 
 def answered(url: str, body: bytes | None = None, **headers: str) -> tuple[int, str]:
