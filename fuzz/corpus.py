@@ -12,6 +12,7 @@ import numpy as np
 from fuzz import guarded
 from fuzz.campaign import Fuzzer, main
 from nimblert import container, golden
+from nimblert.dtypes import numpy_dtype
 from nimblert.errors import DeviceMismatchError, InputError, PlanError
 from nimblert.executable import Executable, load
 from nimblert.plan import Program
@@ -21,7 +22,10 @@ RUN_S = 5.0
 
 
 def judge(file: bytes) -> str:
-    """What becomes of a plan file: read, loaded, and each program run twice. Raises where it is none of what may."""
+    """What becomes of a plan file: read, loaded, each program run twice, and once more with other weights.
+
+    Raises where it is none of what may.
+    """
     image = memoryview(file)
     try:
         container.check_frame(image, "file")
@@ -43,6 +47,9 @@ def _run(executable: Executable) -> str:
         with _interrupted_after(RUN_S):
             for program in executable.plan.programs:
                 _run_twice(executable, program)
+            if weights := executable.weights:
+                executable.refit({name: np.ones(w.shape, numpy_dtype(w.dtype)) for name, w in weights.items()})
+                _run_twice(executable, executable.plan.programs[0])
     except KeyboardInterrupt:
         if not any(kernel.symbol == "Loop" for kernel in executable.plan.kernels):
             raise AssertionError("it hangs, and has no loop") from None

@@ -41,7 +41,8 @@ def build(seed: int, number: int, _note: Callable[[bytes], object]) -> bytes:
 
 
 def _changed_commands(plan: Plan, rng: random.Random) -> Plan:
-    programs = list(plan.programs)
+    of_refits = bool(plan.refits) and rng.random() < 0.5
+    programs = list(plan.refits if of_refits else plan.programs)
     chosen = rng.randrange(len(programs) or 1)
     if not programs or not programs[chosen].commands:  # an earlier change took them
         return plan
@@ -59,6 +60,8 @@ def _changed_commands(plan: Plan, rng: random.Random) -> Plan:
     else:
         commands = [_consistent(c, rng) if i == at else c for i, c in enumerate(commands)]
     programs[chosen] = dataclasses.replace(program, commands=tuple(commands))
+    if of_refits:
+        return dataclasses.replace(plan, refits=tuple(programs))
     return dataclasses.replace(plan, programs=tuple(programs))
 
 
@@ -101,7 +104,8 @@ def _changed(value: Any, rng: random.Random) -> Any:
 
 def _changed_record(value: Any, rng: random.Random) -> Any:
     fields = [field.name for field in dataclasses.fields(value) if field.name not in _UNTOUCHED]
-    weights = [8 if name in ("programs", "kernels", "commands", "parameters", "modules") else 1 for name in fields]
+    often = ("programs", "refits", "kernels", "commands", "parameters", "modules")
+    weights = [8 if name in often else 1 for name in fields]
     (name,) = rng.choices(fields, weights)
     return dataclasses.replace(value, **{name: _changed(getattr(value, name), rng)})
 

@@ -31,6 +31,11 @@ def compile_cuda(source: Source, options: Options, output: Path, observer: Obser
     Raises the error of the capture process, or CompileError if that process died or if the lean replay
     differs from what the framework computed.
     """
+    if options.refittable:
+        raise CompileError(
+            "--refittable: only CPU plans can recompute weights that were folded or repacked; a CUDA plan of a PyTorch "
+            "model has its weights as they are at -O0, where they can be replaced without it: use -O0"
+        )
     with scratch_folder() as folder:
         path = folder / "request.json"
         path.write_text(_request(folder, source, options, output).to_json())

@@ -90,6 +90,12 @@ class _Made:
     duration_ns: int
 
 
+def _with_weights(made: _Made, original: "TorchModel") -> Graph:
+    from nimblec.cuda.given_weights import with_weights
+
+    return with_weights(made.part.graph, original, as_it_runs=made.model is original)
+
+
 class _Worker:
     def __init__(self, request: CompileRequest, events: IO[str]) -> None:
         self._request = request
@@ -137,7 +143,10 @@ class _Worker:
             {names[key]: each.part.graph for key, each in made.items()},
             as_they_run=[names[key] for key, each in made.items() if each.model is originals[key]],
         )
-        parts = [replace(each.part, entry=entry, profile=profile) for (entry, profile), each in made.items()]
+        parts = [
+            replace(each.part, graph=_with_weights(each, originals[key]), entry=key[0], profile=key[1])
+            for key, each in made.items()
+        ]
         plan = assemble(parts, self._provenance({names[key]: each.name for key, each in made.items()}))
         self._finish(mask_ranges(plan, self._request.pad_masks), made, originals, recorders)
         self._note(self._cache.notes)

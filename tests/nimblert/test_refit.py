@@ -85,6 +85,16 @@ def test_a_refit_equals_a_fresh_compile_bit_for_bit(model: Executable, tmp_path:
     assert np.array_equal(model.run(INPUTS)["y"], before)
 
 
+def test_another_load_of_the_file_keeps_its_weights(plan: Path, model: Executable) -> None:
+    with nimblert.load(plan) as other:
+        before = other.run(INPUTS)["y"]
+        model.refit(weights(5))
+        assert not np.array_equal(model.run(INPUTS)["y"], before)
+        assert np.array_equal(other.run(INPUTS)["y"], before)
+        with nimblert.load(plan) as third:
+            assert np.array_equal(third.run(INPUTS)["y"], before)
+
+
 def test_weights_that_are_not_named_stay(model: Executable, tmp_path: Path) -> None:
     model.refit({"v": weights(5)["v"]})
     model.refit({"bias": weights(5)["bias"]})

@@ -1,0 +1,44 @@
+"""The weights that a captured module reads where they are, as it has them."""
+
+from collections import defaultdict
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from nimblec.frontend.pytorch.model import DTYPE_NAMES, TorchModel
+from nimblec.ir import BufferKind, Graph
+
+
+def with_weights(graph: Graph, original: TorchModel, *, as_it_runs: bool) -> Graph:
+    """``graph``, captured of a model or of what it was rewritten to, with the names of weights that may be replaced.
+
+    A rewritten model may compute with what its weights were when it was rewritten, and so may one that came from
+    ONNX or through torch.compile.
+    """
+    named = _named(original.module)
+    if not as_it_runs or original.is_flat or original.is_compiled:
+        return replace(graph, weights=(), folded=frozenset(named))
+    tensors: dict[int, dict[str, torch.Tensor]] = defaultdict(dict)
+    for name, tensor in named.items():
+        tensors[tensor.untyped_storage()._cdata][name] = tensor
+    found = []
+    for index, buffer in enumerate(graph.buffers):
+        sharing = tensors.get(buffer.storage, {})
+        if buffer.kind is BufferKind.CONSTANT and buffer.name in sharing and all(map(_is_whole, sharing.values())):
+            tensor = sharing[buffer.name]
+            if (DTYPE_NAMES.get(tensor.dtype), tuple(tensor.shape)) == (buffer.dtype, buffer.shape):
+                found.append((buffer.name, index))
+    held = {name for name, _ in found}
+    return replace(graph, weights=tuple(found), folded=frozenset(named) - held)
+
+
+def _named(module: Any) -> dict[str, torch.Tensor]:
+    if not isinstance(module, torch.nn.Module):
+        return {}
+    return dict((*module.named_parameters(), *module.named_buffers()))
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has its storage to itself, in C order."""
+    return tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
