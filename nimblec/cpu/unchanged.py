@@ -31,7 +31,11 @@ def _equal(tensor: TensorProto, folder: Path, array: np.ndarray) -> bool:
     if model_file.dtype_name(tensor.data_type) is None or tuple(tensor.dims) != array.shape:
         return False
     original = numpy_helper.to_array(tensor, base_dir=str(folder))
-    return original.dtype == array.dtype and original.tobytes() == array.tobytes()
+    return original.dtype == array.dtype and np.array_equal(_bytes(original), _bytes(array))
+
+
+def _bytes(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def _uses(graph: GraphProto) -> Counter[str]:

@@ -46,7 +46,14 @@ def describe(plan: Plan, *, file_nbytes: int) -> Json:
             {**_weight(weight), "uses": uses} for weight, uses in zip(plan.state, state_uses(plan), strict=True)
         ],
         "programs": [_program(program) for program in plan.programs],
+        "refits": [_refit(refit) for refit in plan.refits],
     }
+
+
+def _refit(refit: Program) -> Json:
+    """Weights of the model that can be replaced, and how many commands make constants of them."""
+    weights = [{"name": tensor.name, "dtype": tensor.dtype, "shape": list(tensor.shape)} for tensor in refit.inputs]
+    return {"weights": weights, "commands": len(refit.commands)}
 
 
 def sizes(plan: Plan, *, file_nbytes: int) -> dict[str, int]:

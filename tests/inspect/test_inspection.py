@@ -1,6 +1,7 @@
 """What inspect says of a plan: facts that can be counted by hand."""
 
 import json
+from pathlib import Path
 
 import pytest
 from plans import cpu_plan, cuda_plan, large_plan
@@ -8,6 +9,7 @@ from rich.console import Console
 
 from nimblec.cli import report
 from nimblec.inspect import inspection
+from nimblert import container
 from nimblert.plan import Plan, Pointer, Region
 
 
@@ -109,3 +111,11 @@ def test_names_are_printed_as_they_are_not_as_markup() -> None:
 def test_latencies_are_shown_as_quantiles() -> None:
     text = report.latency_text([i * 1e-6 for i in range(1, 102)])
     assert text == "latency of 101 runs: median 51.0 us, p5 6.00 us, p95 96.0 us"
+
+
+def test_weights_that_can_be_replaced_are_counted() -> None:
+    plan = container.read(Path(__file__).parents[1] / "data" / "plan-2.1.plan")
+    facts = inspection.describe(plan, file_nbytes=0)
+    (refit,) = facts["refits"]
+    assert [weight["name"] for weight in refit["weights"]] == ["scale", "bias"]
+    assert "2 can be replaced, by 0 commands" in printed(*report.inspected(facts))
