@@ -101,6 +101,11 @@ class HostWorking:
         where = "a GPU" if ordinal < 0 else f"GPU {ordinal}"
         raise InputError(f"is on {where}, the plan runs on the CPU: give a copy on the host, .cpu() or .get()")
 
+    def stream_handle(self, stream: object) -> None:
+        """Raise InputError unless it is None: there are no streams to choose from."""
+        if stream is not None:
+            raise InputError("stream: a plan for the CPU takes none")
+
     def close(self) -> None:
         """The memory goes with the last who has it."""
 
