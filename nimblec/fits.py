@@ -15,7 +15,7 @@ from nimblec.difference import difference, numbers
 from nimblec.errors import CompileError
 from nimblert import golden, padding
 from nimblert.executable import Executable
-from nimblert.plan import Fit, Plan, Program, Target, Tensor
+from nimblert.plan import Fit, Plan, Program, Target
 from nimblert.sizes import Axes, writes_state
 
 _SEED = 0
@@ -30,21 +30,13 @@ Sizes: TypeAlias = Mapping[str, int]
 Axis: TypeAlias = Sequence[str | None]
 
 
-def find_fits(plan: Plan, masks: Collection[str] = ()) -> tuple[Plan, tuple[str, ...]]:
-    """The plan with the fits of its programs, and what the user should know of them.
-
-    ``masks`` are inputs that are 0 where the others are padded. Raises CompileError for one that is no
-    input with a dimension of several sizes.
-    """
-    sized = {name: programs for name, programs in plan.entries.items() if programs[0].profile}
-    _check_masks(sized, masks)
-    if not sized:
-        return plan, ()
+def find_fits(plan: Plan) -> tuple[Plan, tuple[str, ...]]:
+    """The plan with the fits of its programs, and what the user should know of them."""
     found: dict[str, tuple[Fit, ...]] = {}
     notes: list[str] = []
     with Executable(plan) as executable:
-        for programs in sized.values():
-            trial = _Trial(executable, programs, masks, _TOLERANCE[plan.target])
+        for programs in _sized(plan):
+            trial = _Trial(executable, programs, _TOLERANCE[plan.target])
             fits = {program.name: trial.fits(program) for program in programs}
             found |= fits
             notes += _notes(programs, fits)
@@ -52,28 +44,42 @@ def find_fits(plan: Plan, masks: Collection[str] = ()) -> tuple[Plan, tuple[str,
     return replace(plan, programs=proved), tuple(notes)
 
 
-def mask_ranges(plan: Plan, masks: Collection[str]) -> Plan:
-    """The plan with 0 among the numbers that stand in for integer inputs called ``masks``."""
+def mark_masks(plan: Plan, masks: Collection[str]) -> Plan:
+    """The plan with the inputs called ``masks`` marked as such.
 
-    def opened(tensor: Tensor) -> Tensor:
-        if tensor.name not in masks or tensor.sample_range is None:
-            return tensor
-        low, high = tensor.sample_range
-        return replace(tensor, sample_range=(min(low, 0), max(high, 0)))
-
-    programs = (replace(program, inputs=tuple(map(opened, program.inputs))) for program in plan.programs)
-    return replace(plan, programs=tuple(programs))
-
-
-def _check_masks(sized: Mapping[str, Sequence[Program]], masks: Collection[str]) -> None:
-    names = {tensor.name for programs in sized.values() for tensor in programs[0].inputs}
+    Raises CompileError for a name that is no input with a dimension of several sizes.
+    """
+    if not masks:
+        return plan
+    programs = [program for program in plan.programs if program.profile]
+    axes = Axes(programs)
+    dimensions = {tensor.name: any(of) for tensor, of in axes.of_inputs(programs[0])}
     for mask in masks:
-        if mask not in names:
-            raise CompileError(f"--pad-mask {mask}: is no input of several sizes; the inputs are {sorted(names)}")
-    for programs in sized.values():
-        for tensor, axes in zip(programs[0].inputs, Axes(programs).inputs, strict=True):
-            if tensor.name in masks and not any(axes):
-                raise CompileError(f"--pad-mask {tensor.name}: has no dimension of several sizes")
+        if mask not in dimensions:
+            raise CompileError(f"--pad-mask {mask}: is not one of the model's inputs {list(dimensions)}")
+        if not dimensions[mask]:
+            raise CompileError(f"--pad-mask {mask}: has no dimension of several sizes")
+    marked = (
+        replace(program, inputs=tuple(replace(t, mask=t.name in masks) for t in program.inputs))
+        for program in plan.programs
+    )
+    return replace(plan, programs=tuple(marked))
+
+
+def differences(plan: Plan) -> Iterator[str]:
+    """Yield a sentence for each dimension of a program whose fit runs on this machine contradict."""
+    with Executable(plan) as executable:
+        for programs in _sized(plan):
+            trial = _Trial(executable, programs, _TOLERANCE[plan.target])
+            for program in programs:
+                for (name, _), claimed, found in zip(program.profile, program.fits, trial.fits(program), strict=False):
+                    if claimed > found:
+                        yield f"program {program.name!r}: {name} is {claimed.name}, and runs show {found.name}"
+
+
+def _sized(plan: Plan) -> Iterator[tuple[Program, ...]]:
+    """The programs of each entry for several sizes."""
+    return (programs for programs in plan.entries.values() if programs[0].profile)
 
 
 def _notes(programs: Sequence[Program], fits: Mapping[str, tuple[Fit, ...]]) -> Iterator[str]:
@@ -92,13 +98,11 @@ _MEANING = {
 class _Trial:
     """Runs of the programs of one entry, at whose axes ``axes`` the dimensions are."""
 
-    def __init__(
-        self, executable: Executable, programs: Sequence[Program], masks: Collection[str], tolerance: float
-    ) -> None:
+    def __init__(self, executable: Executable, programs: Sequence[Program], tolerance: float) -> None:
         self._executable = executable
         self._programs = programs
         self._axes = Axes(programs)
-        self._masks = {tensor.name for tensor in programs[0].inputs} & set(masks)
+        self._masks = {tensor.name for tensor in programs[0].inputs if tensor.mask}
         self._tolerance = tolerance
 
     def fits(self, program: Program) -> tuple[Fit, ...]:

@@ -1,5 +1,7 @@
 """Plans for several sizes of named dimensions, from the compiler to a run."""
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from sized_modules import TOKENS, encoder, images
 
 import nimblec
 import nimblert
+from nimblec import compile as compile_model
 from nimblec.errors import ArgumentError, CompileError
 from nimblec.options import read_options, read_sizes
 from nimblert.plan import Fit
@@ -95,6 +98,56 @@ def test_runs_find_out_which_sizes_a_program_serves(tmp_path: Path, what: str) -
                     executable(x)
 
 
+@pytest.fixture(scope="module")
+def rows_plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The plan file of `rows_model` for 1, 2 and 8 rows."""
+    folder = tmp_path_factory.mktemp("rows")
+    plan = nimblec.compile(rows_model(folder / "rows.onnx"), target="cpu", dims={"batch": (1, 2, 8)})
+    plan.save(folder / "rows.plan")
+    return folder / "rows.plan"
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8, 11])
+def test_run_and_bench_draw_any_size(nimblec: CommandLine, rows_plan: Path, rows: int, tmp_path: Path) -> None:
+    done = nimblec("run", rows_plan, "--dim", f"batch={rows}")
+    assert f"float32 {rows}x4" in done.out, done.err
+    np.save(tmp_path / "x.npy", np.zeros((rows, 8), np.float32))
+    assert f"float32 {rows}x4" in nimblec("run", rows_plan, "--input", f"x={tmp_path / 'x.npy'}").out
+    done = nimblec("bench", rows_plan, "--dim", f"batch={rows}", "--warm-up", "0", "--duration", "0.05")
+    assert done.status == 0, done.err
+
+
+def test_a_dimension_to_run_is_one_of_the_plans(nimblec: CommandLine, rows_plan: Path) -> None:
+    refused = nimblec.refused("run", rows_plan, "--dim", "rows=3")
+    assert refused == "--dim rows: 'main' has no dimension of that name; the names are ['batch']"
+    assert "expected a size such as 4" in nimblec.refused("run", rows_plan, "--dim", "batch=1,2")
+    assert "'main' has programs for batch=1" in nimblec.refused("run", rows_plan, "--dim", "batch=0")
+    assert "the call before was 2 runs" in nimblec.refused("run", rows_plan, "--dim", "batch=9", "--repeat", "2")
+
+
+def test_inspect_lists_the_sizes(nimblec: CommandLine, rows_plan: Path) -> None:
+    out = nimblec("inspect", rows_plan).out
+    (line,) = [line for line in out.splitlines() if "1, 2, 8" in line]
+    assert line.split() == ["main", "batch", "1,", "2,", "8", "padded,", "larger", "ones", "split"]
+    programs = json.loads(nimblec("inspect", rows_plan, "--json").out)["programs"]
+    assert [program["fits"] for program in programs] == [{"batch": "split"}] * 3
+
+
+def test_verify_repeats_the_runs(nimblec: CommandLine, rows_plan: Path, tmp_path: Path) -> None:
+    agree = "ok       padding: runs that are padded or split give what the programs of those sizes give"
+    assert agree in nimblec("verify", rows_plan).out
+    model = unlike_rows(tmp_path / "m.onnx", "less the mean of all")
+    plan = compile_model(model, target="cpu", dims={"batch": (1, 4)})
+    plan.save(tmp_path / "exact.plan")
+    done = nimblec("verify", tmp_path / "exact.plan")
+    assert "skipped  padding: the programs serve no sizes but their own" in done.out
+    lying = tuple(replace(program, fits=(Fit.SPLIT,)) for program in plan.programs)
+    replace(plan, programs=lying).save(tmp_path / "lying.plan")
+    done = nimblec("verify", tmp_path / "lying.plan")
+    assert done.status == 2
+    assert "FAILED   padding: program 'main[batch=1]': batch is SPLIT, and runs show EXACT" in done.out
+
+
 EXAMPLES = {"tokens": np.arange(1, 32)[None], "mask": np.ones((1, 31), np.int64)}
 
 
@@ -136,7 +189,7 @@ def test_a_sequence_is_not_padded_where_none_is_named(tmp_path: Path, is_masked:
     [
         ({"pad_masks": "mask"}, "pad_masks: 'mask' is for dimensions of several sizes, and dims gives none"),
         ({"pad_masks": 3}, "pad_masks: 3, expected names of inputs"),
-        ({"pad_masks": "y", "dims": {"batch": (1, 2)}}, r"--pad-mask y: is no input of several sizes; .* \['x'\]"),
+        ({"pad_masks": "y", "dims": {"batch": (1, 2)}}, r"--pad-mask y: is not one of the model's inputs \['x'\]"),
     ],
 )
 def test_masks_that_are_none_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:

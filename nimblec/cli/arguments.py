@@ -11,7 +11,7 @@ import click
 import numpy as np
 
 from nimblec.errors import ArgumentError
-from nimblec.options import InputSpec, read_nbytes, read_sizes, read_spec, read_streams
+from nimblec.options import InputSpec, read_nbytes, read_size, read_sizes, read_spec, read_streams
 from nimblert.dtypes import numpy_dtype
 from nimblert.errors import InputError
 from nimblert.plan import ITEM_NBYTES, Tensor
@@ -79,7 +79,7 @@ class Processors(click.ParamType):
 
 
 class NamedSizes(click.ParamType):
-    """The type of ``--dim``, split at the last equals sign: exporters name dimensions as they like."""
+    """The type of ``compile --dim``, split at the last equals sign: exporters name dimensions as they like."""
 
     name = "NAME=SIZES"
 
@@ -91,6 +91,19 @@ class NamedSizes(click.ParamType):
         if not name:
             self.fail(f"{shortened(value)} is not NAME=SIZES, such as batch=4, batch=1,2,4 or batch=1..9", param, ctx)
         return name, _read(read_sizes, sizes, param, ctx)
+
+
+class NamedSize(click.ParamType):
+    """The type of ``run --dim``, split as that of ``compile --dim``."""
+
+    name = "NAME=SIZE"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, int]:
+        """The name and the size."""
+        name, _, size = value.rpartition("=")
+        if not name:
+            self.fail(f"{shortened(value)} is not NAME=SIZE, such as batch=4", param, ctx)
+        return name, _read(read_size, size, param, ctx)
 
 
 class NamedFile(click.ParamType):

@@ -28,6 +28,7 @@ PROFILES = 11
 @click.argument("plan", type=click.Path(path_type=Path))
 @loading.entry_option
 @loading.input_option
+@loading.dim_option
 @loading.seed_option
 @loading.cpu_threads_option
 @click.option(
@@ -69,6 +70,7 @@ def bench_plan(
     plan: Path,
     entry: str | None,
     files: tuple[tuple[str, Path], ...],
+    dims: tuple[tuple[str, int], ...],
     seed: int,
     cpu_threads: int | tuple[int, ...] | None,
     warm_up: float,
@@ -87,7 +89,7 @@ def bench_plan(
     \b
     Examples:
       nimblec bench resnet.plan
-      nimblec bench resnet.plan --threads 32 --contexts 8 --duration 30 --json
+      nimblec bench resnet.plan --dim batch=8 --threads 32 --contexts 8 --duration 30 --json
       nimblec bench resnet.plan --replay --profile
     """
     contexts = threads if contexts is None else contexts
@@ -97,7 +99,7 @@ def bench_plan(
     given = arguments.read_arrays(files)
     with load(plan, threads=cpu_threads) as executable:
         chosen = executable.entry(entry)
-        inputs = loading.inputs(chosen, given, seed)
+        inputs = loading.inputs(chosen, given, seed, dims)
         taken: list[Context] = [executable, *(executable.context() for _ in range(contexts - 1))]
         for context in taken:  # refuses inputs that do not fit, and leaves them in place
             context.run(inputs, entry=chosen.name)

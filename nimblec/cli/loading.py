@@ -1,6 +1,7 @@
 """Plan, entry and inputs, as the commands that run a plan take them."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import click
 import numpy as np
@@ -10,6 +11,7 @@ from nimblert import golden
 from nimblert.context import Entry
 from nimblert.errors import InputError
 from nimblert.plan import Program
+from nimblert.sizes import Axes
 
 entry_option = click.option(
     "--entry",
@@ -42,22 +44,39 @@ cpu_threads_option = click.option(
 )
 
 
-def inputs(entry: Entry, given: Mapping[str, np.ndarray], seed: int) -> dict[str, np.ndarray]:
+dim_option = click.option(
+    "--dim",
+    "dims",
+    type=arguments.NamedSize(),
+    multiple=True,
+    help="The size of a named dimension of inputs that are not given, where PLAN is for several sizes: batch=3. "
+    "Repeatable.  [default: that of the given inputs, or of the first program]",
+)
+
+
+def inputs(
+    entry: Entry, given: Mapping[str, np.ndarray], seed: int, dims: Sequence[tuple[str, int]] = ()
+) -> dict[str, np.ndarray]:
     """Every input of an entry: those ``given`` by name, the others drawn from a seed.
 
-    Of an entry for several sizes, they are those of the first that the given inputs fit.
+    Their sizes are ``dims``, else those of the given ones.
     """
-    program = _first_fitting(entry.programs, given)
-    tensors = {tensor.name: tensor for tensor in program.inputs}
+    tensors = {tensor.name: tensor for tensor in entry.programs[0].inputs}
     if unknown := [name for name in given if name not in tensors]:
         raise InputError(f"input {unknown[0]!r} is not one of the plan's inputs {list(tensors)}")
     restored = {name: arguments.restore_dtype(array, tensors[name]) for name, array in given.items()}
-    return {**golden.draw_inputs(program, seed), **restored}
+    known = [name for name, _ in entry.programs[0].profile]
+    if unknown := [name for name, _ in dims if name not in known]:
+        raise InputError(f"--dim {unknown[0]}: {entry.name!r} has no dimension of that name; the names are {known}")
+    return {**golden.draw_inputs(_sized(entry.programs, given, dict(dims)), seed), **restored}
 
 
-def _first_fitting(programs: Sequence[Program], given: Mapping[str, np.ndarray]) -> Program:
-    """The first program whose inputs have the shapes of those given; the first one if none has."""
-    for program in programs:
-        if all(tensor.shape == given[tensor.name].shape for tensor in program.inputs if tensor.name in given):
-            return program
-    return programs[0]
+def _sized(programs: Sequence[Program], given: Mapping[str, np.ndarray], dims: Mapping[str, int]) -> Program:
+    """The program for these sizes, the first where none are known; as it would be where there is none for them."""
+    axes = Axes(programs)
+    sizes = dict(dims)
+    for tensor, of in axes.of_inputs(programs[0]):
+        if tensor.name in given and given[tensor.name].ndim == len(of):
+            sizes = {name: n for name, n in zip(of, given[tensor.name].shape, strict=True) if name} | sizes
+    nearest = max(programs, key=lambda program: sum(sizes.get(name) == size for name, size in program.profile))
+    return replace(nearest, inputs=axes.resized_inputs(nearest, sizes))

@@ -98,6 +98,7 @@ def inspected(facts: Json) -> list[Table]:
     return [
         _origin(facts),
         _sizes(facts),
+        *_profiles(facts),
         *(made for program in facts["programs"] for made in _program(program)),
         _modules(facts),
         _kernels(facts),
@@ -118,6 +119,23 @@ def _origin(facts: Json) -> Table:
         replaceable = sum(len(refit["weights"]) for refit in refits)
         made.add_row("new weights", f"{replaceable} can be replaced, by {sum(r['commands'] for r in refits)} commands")
     return made
+
+
+def _profiles(facts: Json) -> list[Table]:
+    """The sizes of named dimensions, if there are any."""
+    made = table("Dimensions", "entry", "dimension", "sizes", "other sizes")
+    found: dict[tuple[str, str], list[tuple[int, str]]] = {}
+    for program in facts["programs"]:
+        for name, size in program["profile"].items():
+            found.setdefault((program["entry"], name), []).append((size, program["fits"][name]))
+    for (entry, name), uses in found.items():
+        fits = [fit for fit in _OTHER_SIZES if fit in {fit for _, fit in uses}]
+        made.add_row(entry, name, ", ".join(map(str, sorted({n for n, _ in uses}))), _OTHER_SIZES[fits[0]])
+    return [made] if found else []
+
+
+_OTHER_SIZES = {"exact": "refused", "padded": "padded", "split": "padded, larger ones split"}
+"""What becomes of calls of other sizes, by the fit of the program that serves least."""
 
 
 def _words(key: str) -> str:

@@ -19,6 +19,7 @@ WARM_UPS = 20
 @click.argument("plan", type=click.Path(path_type=Path))
 @loading.entry_option
 @loading.input_option
+@loading.dim_option
 @click.option(
     "--output-dir",
     type=click.Path(path_type=Path, file_okay=False),
@@ -37,6 +38,7 @@ def run_plan(
     plan: Path,
     entry: str | None,
     files: tuple[tuple[str, Path], ...],
+    dims: tuple[tuple[str, int], ...],
     output_dir: Path | None,
     repeat: int | None,
     seed: int,
@@ -45,18 +47,18 @@ def run_plan(
     """Run PLAN once and print its outputs.
 
     Prints the name, type and digest (the first 6 bytes of SHA-256) of every output, and the values
-    of small ones. Of an entry for several sizes, the first that the given inputs fit is run.
+    of small ones. A plan for several sizes runs that of the inputs, or of --dim.
 
     \b
     Examples:
       nimblec run digits.plan --input image=samples/digit_7.npy
-      nimblec run resnet.plan --repeat 1000
+      nimblec run resnet.plan --repeat 1000 --dim batch=3
       nimblec run bert.plan --input input_ids=tokens.npy --output-dir out
     """
     given = arguments.read_arrays(files)
     with load(plan, threads=cpu_threads) as executable:
         chosen = executable.entry(entry)
-        inputs = loading.inputs(chosen, given, seed)
+        inputs = loading.inputs(chosen, given, seed, dims)
         outputs = chosen.run(inputs)
         latencies = measure(executable, repeat) if repeat else []
     console = report.SafeConsole()

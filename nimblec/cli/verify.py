@@ -48,6 +48,7 @@ def verify_plan(
     schedule commands that need not wait for each other prove that fewer streams would not do
     symbols  every cubin holds the kernels that are launched from it
     golden   the recorded run, repeated, gives the recorded outputs
+    padding  runs that are padded or split give what the programs of those sizes give
     against  a plain ONNX Runtime session of MODEL.onnx gives the same outputs of random inputs
     nodes    so does each node of it, as far as the plan has the values of single nodes
 

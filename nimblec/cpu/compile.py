@@ -19,7 +19,7 @@ from nimblec.cpu.refit.refittable import Model, Refittable, make_refittable
 from nimblec.cpu.steps import Reference, refuse_differing_steps
 from nimblec.cpu.timing import CpuTimer
 from nimblec.errors import CompileError
-from nimblec.fits import find_fits, mask_ranges
+from nimblec.fits import find_fits, mark_masks
 from nimblec.frontend.onnx import model_file
 from nimblec.ir import Graph
 from nimblec.lean import LeanProcess, run_seconds
@@ -105,7 +105,7 @@ def _write_plan(source: Source, options: Options, output: Path, observer: Observ
             parts = _scheduled(models, graphs, options, cache)
             cache.save()
             plan, found = _assembled(parts, refittable)
-            plan = mask_ranges(plan, options.pad_masks)
+            plan = mark_masks(plan, options.pad_masks)
             notes += (*cache.notes, *found)
         with stage(observer, "golden run"):
             programs = (_with_golden(p, model) for p, model in zip(plan.programs, models, strict=True))
@@ -114,7 +114,7 @@ def _write_plan(source: Source, options: Options, output: Path, observer: Observ
                 refuse_differing_steps(plan, models)
         if options.sizes:
             with stage(observer, "padding"):
-                plan, found = find_fits(plan, options.pad_masks)
+                plan, found = find_fits(plan)
                 notes += found
     with stage(observer, "write"):
         container.write(plan, output)

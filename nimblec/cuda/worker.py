@@ -28,7 +28,7 @@ from nimblec.cuda.common_state import refuse_folded_state
 from nimblec.cuda.request import CompileRequest
 from nimblec.cuda.timing import CudaTimer
 from nimblec.errors import CompileError, TraceError, UnsupportedModelError, described, missing_package, unforeseen
-from nimblec.fits import find_fits, mask_ranges
+from nimblec.fits import find_fits, mark_masks
 from nimblec.ir import Graph
 from nimblec.lean import LeanProcess, run_seconds
 from nimblec.options import Options
@@ -148,7 +148,7 @@ class _Worker:
             for key, each in made.items()
         ]
         plan = assemble(parts, self._provenance({names[key]: each.name for key, each in made.items()}))
-        self._finish(mask_ranges(plan, self._request.pad_masks), made, originals, recorders)
+        self._finish(mark_masks(plan, self._request.pad_masks), made, originals, recorders)
         self._note(self._cache.notes)
 
     def _finish(
@@ -165,7 +165,7 @@ class _Worker:
                 plan = replace(plan, programs=tuple(self._with_golden(*run) for run in runs))
             if self._request.sizes:
                 with self._stage("padding"), recorders.code.ignoring():
-                    plan, notes = find_fits(plan, self._request.pad_masks)
+                    plan, notes = find_fits(plan)
                 self._note(notes)
             with self._stage("write"):
                 container.write(plan, self._request.output)

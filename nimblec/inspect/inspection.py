@@ -9,6 +9,7 @@ from nimblert.plan import (
     ITEM_NBYTES,
     Command,
     Device,
+    Fit,
     Launch,
     Memcpy,
     Memset,
@@ -160,6 +161,7 @@ def _program(program: Program) -> Json:
         "name": program.name,
         "entry": program.entry,
         "profile": dict(program.profile),
+        "fits": _fits(program),
         "role": program.role.name.lower(),
         "inputs": [_tensor(tensor) for tensor in program.inputs],
         "outputs": [_tensor(tensor) for tensor in program.outputs],
@@ -176,6 +178,12 @@ def _program(program: Program) -> Json:
         "golden": None if golden is None else {"seed": golden.seed, "tolerance": golden.tolerance},
         "schedule": None if program.schedule is None else _schedule(program, program.schedule),
     }
+
+
+def _fits(program: Program) -> dict[str, str]:
+    """Which calls a program serves, by dimension."""
+    fits = program.fits or (Fit.EXACT,) * len(program.profile)
+    return {name: fit.name.lower() for (name, _), fit in zip(program.profile, fits, strict=True)}
 
 
 def _schedule(program: Program, record: ScheduleRecord) -> Json:

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from nimblec import fits
 from nimblec.verify import certificate
 from nimblert import container, cubin, golden, hazards
 from nimblert.errors import DeviceMismatchError, PlanFormatError, PlanInvalidError
@@ -55,6 +56,8 @@ def verify(path: Path) -> Iterator[Check]:
     yield _symbols(plan)
     for program in plan.programs:
         yield from _golden(plan, program)
+    if any(program.profile for program in plan.programs):
+        yield _padding(plan)
 
 
 def _passed(name: str, sentence: str) -> Check:
@@ -126,3 +129,13 @@ def _golden(plan: Plan, program: Program) -> Iterator[Check]:
     for output, comparison in zip(outputs, compared, strict=True):
         result = Result.FAILED if comparison.verdict is Verdict.DIFFERENT else Result.PASSED
         yield Check(name=name, result=result, sentences=(f"output {output!r}: {comparison}",))
+
+
+def _padding(plan: Plan) -> Check:
+    if not any(any(program.fits) for program in plan.programs):
+        return Check(name="padding", result=Result.SKIPPED, sentences=("the programs serve no sizes but their own",))
+    try:
+        agree = "runs that are padded or split give what the programs of those sizes give"
+        return _judged("padding", fits.differences(plan), agree)
+    except DeviceMismatchError as exc:
+        return Check(name="padding", result=Result.SKIPPED, sentences=(str(exc),))

@@ -56,6 +56,7 @@ class Context:
         self._steps: Generator[Work, None, None] | None = None
         self._process = os.getpid()
         self._current = plan.programs[0]  # which `replay` and `read` are about
+        self._parts = 1  # of the call before
         self._working = resident.working(None if arena is None else arena.memory, poison=poison)
         try:
             self._load(self._current)
@@ -220,6 +221,7 @@ class Context:
         """Run again on the inputs of the run before; nothing is copied to or from the caller."""
         with self._lock, self._scratch():
             self._check_ready()
+            self._check_whole()
             self._load(self._current).replay()
 
     def launch(self, stream: Any = None) -> None:
@@ -232,6 +234,7 @@ class Context:
         handle = self._working.stream_handle(stream)
         with self._lock, self._scratch():
             self._check_ready()
+            self._check_whole()
             self._bindings[self._current.entry].check_in_place(self._current)
             self._load(self._current).launch(handle)
 
@@ -289,6 +292,7 @@ class Context:
         taken = checked_out(chosen.outputs, out, take) if out else {}
         with self._lock, self._scratch():
             self._check_ready()
+            self._parts = 1 if isinstance(chosen, Program) else len(chosen.parts)
             if isinstance(chosen, Program):
                 results = self._backend(chosen).call(checked, taken, reuse_outputs=reuse_outputs, stream=handle)
             else:
@@ -346,6 +350,11 @@ class Context:
             raise InputError(f"this {self._noun} is closed: {self._again}")
         if self._steps is not steps:
             raise InputError("a run by steps() is half done: exhaust it or close it first")
+
+    def _check_whole(self) -> None:
+        """Raise InputError where the call before was split."""
+        if self._parts > 1:
+            raise InputError(f"the call before was {self._parts} runs, of which the last alone is left: call again")
 
     def close(self) -> None:
         """Give back memory, streams and graphs; calling it twice is harmless.

@@ -205,6 +205,7 @@ class _Decoder:
             strides=table.numbers(3, _I64),
             pointer=self._pointer(table, 4),
             sample_range=sample_range and (sample_range[0], sample_range[1]),
+            mask=bool(table.u8(6)),
         )
 
     def _command(self, table: Table) -> Command:

@@ -244,6 +244,7 @@ class _Encoder(Writer):
         fb.TensorAddPointer(builder, self._pointer(tensor.pointer))
         if tensor.sample_range is not None:
             fb.TensorAddSampleRange(builder, fb.CreateSampleRange(builder, *tensor.sample_range))
+        fb.TensorAddMask(builder, tensor.mask)
         return int(fb.TensorEnd(builder))
 
     def _op(self, op: Op) -> int:

@@ -36,6 +36,7 @@ def problems(plan: Plan) -> Iterator[str]:
     for i, program in enumerate(plan.programs):
         path = f"programs[{i}]"
         yield from _profile_problems(f"{path}.profile", program.profile)
+        yield from (f"{path}.outputs[{j}].mask: only inputs are masks" for j, t in enumerate(program.outputs) if t.mask)
         if program.role is not Role.ENTRY:
             yield f"{path}.role: {program.role.name}, which no command runs"
             continue

@@ -10,7 +10,7 @@ from nimblert.plan import Tensor
 def filling(tensor: Tensor) -> int:
     """What stands where a caller gives nothing: 0, or the least value of an input that 0 is no value of."""
     low, high = tensor.sample_range or (0, 0)
-    return 0 if low <= 0 <= high else low
+    return 0 if tensor.mask or low <= 0 <= high else low
 
 
 def head(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:

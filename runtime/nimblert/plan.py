@@ -93,7 +93,8 @@ class Tensor:
     """An input or output of a program. ``strides`` are in elements.
 
     ``sample_range`` bounds the random integers (both ends included) that may stand in for this
-    input; None where any value of the dtype will do.
+    input; None where any value of the dtype will do. ``mask`` marks an input that is 0 where the others
+    are padded, and so masks what they hold there.
     """
 
     name: str
@@ -102,6 +103,7 @@ class Tensor:
     strides: tuple[int, ...]
     pointer: Pointer
     sample_range: tuple[int, int] | None = None
+    mask: bool = False
 
     def __repr__(self) -> str:
         return f"Tensor({_brief(self)})"

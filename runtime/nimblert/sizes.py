@@ -167,6 +167,10 @@ class Axes:
                     return None
         return sizes
 
+    def resized_inputs(self, program: Program, sizes: Mapping[str, int]) -> tuple[Tensor, ...]:
+        """The inputs of a program with other sizes of the dimensions."""
+        return tuple(replace(t, shape=_resized(t, axes, sizes)) for t, axes in self.of_inputs(program))
+
     def of_inputs(self, program: Program) -> "zip[tuple[Tensor, tuple[str | None, ...]]]":
         """Each input of a program with the dimensions of its axes."""
         return zip(program.inputs, self.inputs, strict=True)

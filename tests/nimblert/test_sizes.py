@@ -106,6 +106,15 @@ def test_the_rest_of_a_view_is_filled_and_nothing_else(shape: tuple[int, ...]) -
     np.testing.assert_array_equal(tensor, expected)
 
 
+def test_a_call_of_several_runs_is_not_repeated(executable: Executable) -> None:
+    executable.run(drawn(9))
+    for again in (executable.replay, executable.launch):
+        with pytest.raises(InputError, match="the call before was 2 runs, of which the last alone is left: call again"):
+            again()
+    executable.run(drawn(3))
+    executable.replay()
+
+
 def test_single_steps_are_of_one_program(executable: Executable) -> None:
     given = drawn(3)
     assert len(list(executable.steps(given))) == 2
@@ -195,6 +204,17 @@ def test_fits_that_the_shapes_contradict_are_refused() -> None:
     ):
         found = list(verify.problems(changed))
         assert (found == []) if sentence is None else any(sentence in problem for problem in found), found
+
+
+def test_only_inputs_are_masks() -> None:
+    plan = of_programs(plans.sized(2, fit=Fit.EXACT), outputs=lambda p: tuple(replace(t, mask=True) for t in p.outputs))
+    assert list(verify.problems(plan)) == [f"programs[0].outputs[{i}].mask: only inputs are masks" for i in range(2)]
+
+
+def test_a_mask_is_padded_with_0_whatever_numbers_it_was_seen_to_have() -> None:
+    tensor = plans.sized(2, sample_range=(5, 9)).programs[0].inputs[0]
+    assert padding.filling(tensor) == 5
+    assert padding.filling(replace(tensor, mask=True)) == 0
 
 
 def test_a_size_of_nothing_serves_nothing_else() -> None:

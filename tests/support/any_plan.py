@@ -56,6 +56,7 @@ tensors = st.builds(
     strides=several(i64),
     pointer=pointers,
     sample_range=st.none() | st.tuples(i64, i64),
+    mask=st.booleans(),
 )
 weights = st.builds(Weight, name=text, dtype=text, shape=several(i64), offset=u64, data=data)
 parameters = st.builds(

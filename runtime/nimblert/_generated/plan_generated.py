@@ -800,7 +800,14 @@ class Tensor(object):
             return obj
         return None
 
-def TensorStart(builder): builder.StartObject(6)
+    # Tensor
+    def Mask(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(16))
+        if o != 0:
+            return bool(self._tab.Get(flatbuffers.number_types.BoolFlags, o + self._tab.Pos))
+        return False
+
+def TensorStart(builder): builder.StartObject(7)
 def TensorAddName(builder, name): builder.PrependUOffsetTRelativeSlot(0, flatbuffers.number_types.UOffsetTFlags.py_type(name), 0)
 def TensorAddDtype(builder, dtype): builder.PrependUOffsetTRelativeSlot(1, flatbuffers.number_types.UOffsetTFlags.py_type(dtype), 0)
 def TensorAddShape(builder, shape): builder.PrependUOffsetTRelativeSlot(2, flatbuffers.number_types.UOffsetTFlags.py_type(shape), 0)
@@ -809,6 +816,7 @@ def TensorAddStrides(builder, strides): builder.PrependUOffsetTRelativeSlot(3, f
 def TensorStartStridesVector(builder, numElems): return builder.StartVector(8, numElems, 8)
 def TensorAddPointer(builder, pointer): builder.PrependStructSlot(4, flatbuffers.number_types.UOffsetTFlags.py_type(pointer), 0)
 def TensorAddSampleRange(builder, sampleRange): builder.PrependStructSlot(5, flatbuffers.number_types.UOffsetTFlags.py_type(sampleRange), 0)
+def TensorAddMask(builder, mask): builder.PrependBoolSlot(6, mask, 0)
 def TensorEnd(builder): return builder.EndObject()
 
 
