@@ -132,8 +132,9 @@ def test_what_another_entry_writes_must_not_be_folded() -> None:
         "read": graph("code", constant(1, name="folded")),
     }
     modules = {"write": _Module(7), "read": _Module(7, 8)}
-    refuse_folded_state(modules, graphs, as_they_run=["read", "write"])
-    refuse_folded_state({**modules, "read": _Module(8)}, graphs, as_they_run=[])
-    refuse_folded_state({**modules, "read": len}, graphs, as_they_run=[])
+    refuse_folded_state(modules, graphs, as_they_run=["read", "write"], kept={})
+    refuse_folded_state({**modules, "read": _Module(8)}, graphs, as_they_run=[], kept={})
+    refuse_folded_state({**modules, "read": len}, graphs, as_they_run=[], kept={})
     with pytest.raises(CompileError, match=r"entry 'read' has 'cache', which entry 'write' writes, .*: use -O0"):
-        refuse_folded_state(modules, graphs, as_they_run=["write"])
+        refuse_folded_state(modules, graphs, as_they_run=["write"], kept={})
+    refuse_folded_state(modules, graphs, as_they_run=["write"], kept={"read": [7]})

@@ -8,12 +8,16 @@ from nimblec.ir import BufferKind, Graph
 
 
 def refuse_folded_state(
-    modules: Mapping[str, Any], graphs: Mapping[str, Graph], *, as_they_run: Collection[str]
+    modules: Mapping[str, Any],
+    graphs: Mapping[str, Graph],
+    *,
+    as_they_run: Collection[str],
+    kept: Mapping[str, Collection[int]],
 ) -> None:
     """Raise CompileError where an entry may hold as a constant what another one writes; all by entry.
 
-    A rewritten module computes with what its weights and buffers were when it was rewritten; those
-    ``as_they_run`` read the memory itself.
+    A rewritten module computes with what its weights and buffers were when it was rewritten, but for the
+    storages ``kept`` as state; those ``as_they_run`` read the memory itself.
     """
     states = {
         entry: {b.storage: b.name for b in graph.buffers if b.kind is BufferKind.STATE and b.storage}
@@ -22,7 +26,7 @@ def refuse_folded_state(
     for entry, module in modules.items():
         if entry in as_they_run:
             continue
-        held = _storages(module) - states[entry].keys()
+        held = _storages(module) - states[entry].keys() - {*kept.get(entry, ())}
         for other, written in states.items():
             for storage in held & written.keys():
                 raise CompileError(

@@ -126,7 +126,7 @@ class _Worker:
             if self._request.level > 1:
                 triton_start.begin()
         with self._stage("load the model"):
-            originals = self._load_models()
+            originals = self._with_common_state(self._load_models())
             recorders = Recorders(code=code, allocator=allocator, loaded=storages())
         self._models += originals.values()
         for original in originals.values():
@@ -142,6 +142,7 @@ class _Worker:
             {names[key]: original.module for key, original in originals.items()},
             {names[key]: each.part.graph for key, each in made.items()},
             as_they_run=[names[key] for key, each in made.items() if each.model is originals[key]],
+            kept={names[key]: each.model.written_elsewhere for key, each in made.items() if each.model.is_flat},
         )
         parts = [
             replace(each.part, graph=_with_weights(each, originals[key]), entry=key[0], profile=key[1])
@@ -251,6 +252,15 @@ class _Worker:
             duration_ns = cached.duration(assemble([part], provenance))
         self._cache.save()
         return part, duration_ns
+
+    def _with_common_state(self, originals: "dict[_Key, TorchModel]") -> "dict[_Key, TorchModel]":
+        """The models, each told what of its state others write, where they are to be rewritten."""
+        from nimblec.frontend.pytorch.flat import written_storages
+
+        if len(originals) == 1 or self._request.level == 0:
+            return originals
+        written = frozenset().union(*map(written_storages, originals.values()))
+        return {key: replace(original, written_elsewhere=written) for key, original in originals.items()}
 
     def _load_models(self) -> "dict[_Key, TorchModel]":
         """The model of each entry, in the sizes of each profile."""

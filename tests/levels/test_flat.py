@@ -1,14 +1,16 @@
 """Models as flat graphs of ATen calls, and fused: they still return what their authors meant."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
+import entry_models
 import pytest
 import torch
 from torch import nn
 
 from nimblec.errors import TraceError
-from nimblec.frontend.pytorch.flat import flattened
+from nimblec.frontend.pytorch.flat import flattened, written_storages
 from nimblec.frontend.pytorch.model import TorchModel, place
 from nimblec.levels.o1 import FUSED_REGIONS
 from nimblec.levels.recipe import Runs
@@ -70,6 +72,21 @@ def test_a_flat_model_computes_from_what_its_inputs_hold(model: TorchModel) -> N
 def test_a_fused_model_returns_the_same(model: TorchModel) -> None:
     fused = Runs(model, Setting(device="cpu"))(*FUSED_REGIONS.pipelines)
     torch.testing.assert_close(run(fused), run(model))
+
+
+def test_what_another_entry_writes_is_read_where_it_lies() -> None:
+    calls = {name: place(module, (x,), device="cpu") for name, (module, x) in entry_models.counting().items()}
+    written = written_storages(calls["add"])
+    assert written == {calls["add"].module.total.untyped_storage()._cdata}
+    assert written_storages(calls["total"]) == frozenset()
+    with torch.no_grad():
+        made = {
+            name: Runs(replace(call, written_elsewhere=written), Setting(device="cpu"))(*FUSED_REGIONS.pipelines)
+            for name, call in calls.items()
+        }
+        for count in (1, 2, 3):
+            assert made["add"].run(lambda _source: None).tolist() == [count] * 4
+            assert made["total"].run(lambda _source: None).tolist() == [count] * 4
 
 
 def test_what_is_no_graph_of_pure_calls_is_refused() -> None:

@@ -1,45 +1,59 @@
 """A model as a flat graph of ATen calls."""
 
-from collections.abc import Sequence
 from dataclasses import replace
+from itertools import count
 
 import torch
 from torch.utils import _pytree as pytree
 
+from nimblec.errors import TraceError, UnsupportedModelError
 from nimblec.frontend.pytorch.aten_graph import StateWrittenError, trace
 from nimblec.frontend.pytorch.model import TorchModel
-from nimblec.frontend.pytorch.state import StateTensor, WithState, named_tensors
+from nimblec.frontend.pytorch.state import StateTensor, WithState, named_tensors, state_of
 from nimblec.graph.outputs import output_strides
-from nimblec.graph.state import StateSlot, set_slot
+from nimblec.graph.state import StateSlot, set_slot, slots
 
 
 def flattened(model: TorchModel) -> TorchModel:
     """The model as a graph of pure ATen calls on its device.
 
-    Where it writes into its own state, the graph takes that as arguments, after the model's own, and
-    returns what it becomes, after its results (`nimblec.graph.state`). Raises TraceError or
+    State that it or another entry writes the graph takes as arguments, after the model's own; it returns
+    what that becomes, after its results (`nimblec.graph.state`). Raises TraceError or
     UnsupportedModelError where it cannot be such a graph: its code looks at values, it writes into its
     inputs, or draws random numbers.
     """
     if model.is_flat:
         return model
     given = tuple(t for t in pytree.tree_leaves((model.args, model.kwargs)) if isinstance(t, torch.Tensor))
+    written: tuple[str, ...] = ()
     try:
         program = trace(model.module, model.args, model.kwargs, device=device_of(model))
     except StateWrittenError as exc:
-        return _with_state(model, given, exc.names)
+        written = exc.names
+    if state := state_of(type(model.module).__name__, model.module, written, model.written_elsewhere):
+        return _with_state(model, given, state)
     return replace(model, module=program.module, args=given, kwargs={}, nest=program.nest, is_flat=True)
 
 
-def _with_state(model: TorchModel, given: tuple[torch.Tensor, ...], written: Sequence[str]) -> TorchModel:
+def written_storages(model: TorchModel) -> frozenset[int]:
+    """The storages of its own that a model writes, as far as it can be a graph."""
+    try:
+        flat = flattened(model)
+    except (TraceError, UnsupportedModelError):
+        return frozenset()
+    found = slots(flat.module).values()
+    return frozenset(slot.tensor.untyped_storage()._cdata for slot in found if slot.output is not None)
+
+
+def _with_state(model: TorchModel, given: tuple[torch.Tensor, ...], state: tuple[StateTensor, ...]) -> TorchModel:
     tensors = named_tensors(model.module)
-    state = tuple(StateTensor(name=name, storage=0, is_written=True) for name in written)
-    kept = tuple(tensors[name] for name in written)
+    kept = tuple(tensors[each.name] for each in state)
     program = trace(WithState(model.module, state), ((model.args, model.kwargs), kept), device=device_of(model))
     arguments = [node for node in program.module.graph.nodes if node.op == "placeholder"][-len(kept) :]
-    returned = len(output_strides(program.module)) - len(kept)
-    for number, (argument, name, tensor) in enumerate(zip(arguments, written, kept, strict=True), returned):
-        set_slot(argument, StateSlot(name=name, tensor=tensor, output=number))
+    outputs = count(len(output_strides(program.module)) - sum(each.is_written for each in state))
+    for argument, each, tensor in zip(arguments, state, kept, strict=True):
+        output = next(outputs) if each.is_written else None
+        set_slot(argument, StateSlot(name=each.name, tensor=tensor, output=output))
     result = program.part(0)
     return replace(model, module=program.module, args=(*given, *kept), kwargs={}, nest=result.nest, is_flat=True)
 

@@ -47,7 +47,8 @@ class TorchModel:
     ``inputs`` are the tensors among the arguments, by name; a run reads their current contents.
     ``output_names`` name the outputs in order if the model's result does not; ``nest`` restores the
     structure of the original result. ``is_flat`` marks a ``module`` that is a graph of pure ATen calls
-    on tensors alone, with values inferred, as the optimiser takes it.
+    on tensors alone, with values inferred, as the optimiser takes it. ``written_elsewhere`` are storages
+    that other entries write.
     """
 
     module: Any
@@ -58,6 +59,7 @@ class TorchModel:
     nest: Callable[[Sequence[torch.Tensor]], Any] | None = None
     is_flat: bool = False
     notes: tuple[str, ...] = ()
+    written_elsewhere: frozenset[int] = frozenset()
 
     @property
     def is_compiled(self) -> bool:

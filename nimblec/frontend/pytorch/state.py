@@ -1,6 +1,6 @@
 """The state of a module: the buffers and parameters that its runs write, and the module as a function of them."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,29 +30,32 @@ def find_state(
 ) -> dict[str, tuple[StateTensor, ...]]:
     """The state of each entry: what it or another entry writes, by the names that it has in the entry's module.
 
-    ``written`` are the names that each entry's runs write. Raises UnsupportedModelError where what is
-    written shares memory with another tensor of the module.
+    ``written`` are the names that each entry's runs write. Raises UnsupportedModelError as `state_of`.
     """
     held = {entry: storages(call.module) for entry, call in calls.items()}
     changed = {held[entry][name] for entry, names in written.items() for name in names}
-    found = {}
-    for entry, call in calls.items():
-        names: dict[int, str] = {}
-        tensors = named_tensors(call.module)
-        for name, storage in held[entry].items():
-            if storage not in changed:
-                continue
+    return {entry: state_of(call.name, call.module, written[entry], changed) for entry, call in calls.items()}
+
+
+def state_of(what: str, module: Any, written: Sequence[str], elsewhere: Collection[int]) -> tuple[StateTensor, ...]:
+    """The state of a module: what its runs write, by name, and of what others write the storages that it has.
+
+    Raises UnsupportedModelError where that shares memory with another tensor of the module, called ``what``.
+    """
+    tensors, held = named_tensors(module), storages(module)
+    own = {held[name] for name in written}
+    names: dict[int, str] = {}
+    for name, storage in held.items():
+        if storage in own or storage in elsewhere:
             first = names.setdefault(storage, name)
             if tensors[first] is not tensors[name]:
                 raise UnsupportedModelError(
-                    f"{call.name} has {first!r} and {name!r} in the same memory, which a run writes: make one a view "
+                    f"{what} has {first!r} and {name!r} in the same memory, which a run writes: make one a view "
                     "of the other in forward, not a tensor of the module"
                 )
-        own = {held[entry][name] for name in written[entry]}
-        found[entry] = tuple(
-            StateTensor(name=name, storage=storage, is_written=storage in own) for storage, name in names.items()
-        )
-    return found
+    return tuple(
+        StateTensor(name=name, storage=storage, is_written=storage in own) for storage, name in names.items()
+    )
 
 
 def named_tensors(module: Any) -> dict[str, torch.Tensor]:
