@@ -96,7 +96,7 @@ def compile(  # noqa: A001  # the word that users look for; nimblec.compile shad
       captured as it runs, without an export;
     - a dict of such tuples by the names of entries, a function without arguments that returns one, or
       "package.module:callable" that does. The plan has a program for each entry; equal weights and code
-      are stored once. Entries that share a state are named by "package.module:callable".
+      are stored once, and what one entry writes into a buffer the others read.
 
     ``example_inputs`` are the positional arguments of one call, a tensor or a tuple, and ``kwargs`` its
     keyword arguments by name; tensors may be nested in tuples, lists and dicts. Their shapes become

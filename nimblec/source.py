@@ -29,7 +29,8 @@ class Source:
     ``kind``: "callable" ("package.module:callable"), "exported" (.pt2), "onnx", of which ``model`` is
     the name or path, "live", which is ``live``, or "entries", a source for each entry by its name.
     What a callable returns may be several entries, too. ``labels`` are the names that the user has for symbols
-    of an exported program.
+    of an exported program; ``shared`` its tensors that others of the entries have and write, by their names,
+    each with a number that is the same there.
     """
 
     kind: str
@@ -37,6 +38,7 @@ class Source:
     live: LiveModel | None = None
     entries: "tuple[tuple[str, Source], ...]" = ()
     labels: tuple[tuple[str, str], ...] = ()
+    shared: tuple[tuple[str, int], ...] = ()
 
 
 def read_entries(what: str, entries: Mapping[Any, Any]) -> dict[str, tuple[Any, Any, Any]]:

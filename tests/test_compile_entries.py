@@ -17,9 +17,11 @@ import nimblert
 from nimblec.assembly import Part, Provenance, assemble
 from nimblec.cpu import capture
 from nimblec.cuda.request import CompileRequest
-from nimblec.errors import ArgumentError, CompileError, UnsupportedModelError
+from nimblec.errors import ArgumentError, CompileError
 from nimblec.find_source import find_source
+from nimblec.frontend.pytorch import sources
 from nimblec.frontend.pytorch.handover import hand_over
+from nimblec.frontend.pytorch.state import share
 from nimblec.options import InputSpec, Options
 from nimblec.schedule.dependencies import dependencies
 from nimblec.schedule.memory import layout
@@ -101,10 +103,15 @@ def test_sizes_are_those_of_the_entries() -> None:
             nimblec.compile(model, target="cpu", inputs={"rows": (4, 16)})
 
 
-def test_a_state_that_entries_share_does_not_go_through_files(tmp_path: Path) -> None:
-    source = find_source(entry_models.counting, None, None, tmp_path)
-    with pytest.raises(UnsupportedModelError, match=r"entry 'add' writes into 'total', which other entries have, too"):
-        hand_over(source, Options(), tmp_path)
+def test_a_state_that_entries_share_is_one_again_where_their_files_are_read(tmp_path: Path) -> None:
+    source, *_ = hand_over(find_source(entry_models.counting, None, None, tmp_path), Options(), tmp_path)
+    shared = {name: part.shared for name, part in source.entries}
+    assert shared == {"add": (("total", 0),), "total": (("counter.total", 0),)}
+    calls = sources.load(source, Options())
+    share({name: call.module for name, call in calls.items()}, shared)
+    for count in (1, 2):
+        assert calls["add"].module(*calls["add"].args)["output"].tolist() == [count] * 4
+        assert calls["total"].module(*calls["total"].args)["output"].tolist() == [count] * 4
 
 
 def test_entries_are_handed_over_as_a_file_each(tmp_path: Path) -> None:
@@ -114,7 +121,9 @@ def test_entries_are_handed_over_as_a_file_each(tmp_path: Path) -> None:
 
 
 def test_a_request_crosses_to_the_capture_process_as_it_is() -> None:
-    parts = tuple((name, Source(kind="exported", model=f"/models/{name}.pt2")) for name in ("a", "b"))
+    parts = tuple(
+        (name, Source(kind="exported", model=f"/models/{name}.pt2", shared=(("kept", 0),))) for name in ("a", "b")
+    )
     request = CompileRequest(
         source=Source(kind="entries", entries=parts, labels=(("s77", "batch"),)),
         inputs=(InputSpec(name="x", shape=(1, 2), dtype="float32"), InputSpec(name="y", shape=())),
@@ -153,8 +162,10 @@ def test_entries_run_on_the_gpu(level: int) -> None:
 
 
 @pytest.mark.gpu
-def test_entries_share_a_state_on_the_gpu() -> None:
-    made = nimblec.compile("entry_models:counting", target="cuda", level=0, plan_cache=None)
+@pytest.mark.parametrize("level", [0, 1, 2])
+@pytest.mark.parametrize("model", ["entry_models:counting", entry_models.counting])
+def test_entries_share_a_state_on_the_gpu(model: Any, level: int) -> None:
+    made = nimblec.compile(model, target="cuda", level=level, plan_cache=None)
     assert [weight.name for weight in made.state] == ["total"]
     with nimblert.load(made) as loaded:
         ones, two = np.ones(4, np.float32), np.array(2.0, np.float32)
@@ -162,12 +173,6 @@ def test_entries_share_a_state_on_the_gpu() -> None:
         loaded(ones, entry="add")
         assert loaded(ones, entry="add").tolist() == [2, 2, 2, 2]
         assert loaded(two, entry="total").tolist() == [4, 4, 4, 4]
-
-
-@pytest.mark.gpu
-def test_a_state_that_another_entry_writes_is_not_folded_on_the_gpu() -> None:
-    with pytest.raises(CompileError, match="entry 'total' has 'total', which entry 'add' writes"):
-        nimblec.compile("entry_models:counting", target="cuda", level=1, plan_cache=None)
 
 
 # --- profiles: several sizes of one ONNX model

@@ -64,4 +64,5 @@ class CompileRequest:
 def _source(found: dict[str, Any]) -> Source:
     entries = tuple((name, _source(entry)) for name, entry in found["entries"])
     labels = tuple((symbol, name) for symbol, name in found["labels"])
-    return Source(kind=found["kind"], model=found["model"], entries=entries, labels=labels)
+    shared = tuple((name, number) for name, number in found["shared"])
+    return Source(kind=found["kind"], model=found["model"], entries=entries, labels=labels, shared=shared)

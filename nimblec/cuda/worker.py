@@ -268,6 +268,7 @@ class _Worker:
 
         from nimblec.frontend.pytorch import sources
         from nimblec.frontend.pytorch.model import place_call, set_arithmetic
+        from nimblec.frontend.pytorch.state import share
 
         request = self._request
         torch.manual_seed(_SEED)
@@ -292,7 +293,10 @@ class _Worker:
             calls = {("main", profile): call for profile, call in program.calls(options).items()}
         else:
             calls = {(e, ()): call for e, call in sources.load(request.source, options, device="cuda").items()}
-        return {key: place_call(call, device="cuda") for key, call in calls.items()}
+        placed = {key: place_call(call, device="cuda") for key, call in calls.items()}
+        shared = {entry: part.shared for entry, part in request.source.entries}
+        share({entry: model.module for (entry, _), model in placed.items()}, shared)
+        return placed
 
     def _with_golden(self, program: Program, made: _Made, original: "TorchModel") -> Program:
         """The program with what the framework computes from seeded inputs, and how far two runs differ."""

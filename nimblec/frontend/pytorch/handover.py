@@ -5,10 +5,8 @@ attributes when they are pickled, lambdas and hooks cannot be pickled, and what 
 modules (registries that `__init__` fills, patches, flags) does not exist in the other process.
 """
 
-from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.export import ExportedProgram
@@ -27,6 +25,7 @@ from nimblec.frontend.pytorch.model import (
     state_written,
 )
 from nimblec.frontend.pytorch.repeatable import HOW_STATE_IS_KEPT, run_twice
+from nimblec.frontend.pytorch.state import storages
 from nimblec.options import Options
 from nimblec.source import Source
 
@@ -36,8 +35,8 @@ def hand_over(source: Source, options: Options, folder: Path) -> tuple[Source, O
 
     The files as a source, with the options that are left to follow, and what the user should know: an
     ExportedProgram for several sizes is written as it is. Raises TraceError where torch.export refuses
-    the model, with the line of the user's that it stopped at, and UnsupportedModelError for a state that
-    entries share: each file has its own.
+    the model, with the line of the user's that it stopped at. What entries share and write is told with the
+    files, each of which has its own.
     """
     if options.sizes:
         path = folder / "model.pt2"
@@ -45,41 +44,36 @@ def hand_over(source: Source, options: Options, folder: Path) -> tuple[Source, O
         return Source(kind="exported", model=str(path), labels=source.labels), options, ()
     calls = sources.load(source, options)
     options = replace(options, inputs=(), dims=(), examples=())  # which the files have
-    held = {entry: _storages(call.module) for entry, call in calls.items()}
-    entries: dict[str, Source] = {}
+    held = {entry: storages(call.module) for entry, call in calls.items()}
+    paths: dict[str, Path] = {}
+    written: set[int] = set()
     notes: tuple[str, ...] = ()
     for entry, call in calls.items():
-        path = folder / f"model_{len(entries)}.pt2"
-        program, said = _export(call, path)
+        paths[entry] = folder / f"model_{len(paths)}.pt2"
+        program, said = _export(call, paths[entry])
         notes += said
         others = {storage for other in held if other != entry for storage in held[other].values()}
-        _refuse_shared_state(call.name, program, {name for name, storage in held[entry].items() if storage in others})
-        entries[entry] = Source(kind="exported", model=str(path))
+        if others & {*held[entry].values()}:
+            written |= {held[entry][name] for name in _written(call.name, program)} & others
+    numbers = {storage: number for number, storage in enumerate(sorted(written))}
+    entries = {
+        entry: Source(
+            kind="exported",
+            model=str(path),
+            shared=tuple((name, numbers[storage]) for name, storage in held[entry].items() if storage in numbers),
+        )
+        for entry, path in paths.items()
+    }
     if source.kind != "entries":
         return entries["main"], options, notes
     return Source(kind="entries", entries=tuple(entries.items())), options, notes
 
 
-def _storages(module: Any) -> dict[str, int]:
-    """What tells the storages of a module's parameters and buffers apart, by their names."""
-    if not isinstance(module, torch.nn.Module):
-        return {}
-    named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
-    return {name: tensor.untyped_storage()._cdata for name, tensor in named}
-
-
-def _refuse_shared_state(name: str, program: ExportedProgram, shared: Collection[str]) -> None:
-    """Raise where the program writes into what is ``shared`` with other entries."""
-    if not shared:
-        return
+def _written(name: str, program: ExportedProgram) -> list[str]:
+    """The parameters and buffers that a run of a program writes."""
     with exporting(name, "torch.export"):
         functional = program.run_decompositions({})  # whose signature tells
-    for written in state_written(functional.graph_signature):
-        if written in shared:
-            raise UnsupportedModelError(
-                f"{name} writes into {written!r}, which other entries have, too: name the callable that returns them, "
-                "package.module:callable, which is called where all entries are captured"
-            )
+    return state_written(functional.graph_signature)
 
 
 def _export(call: ModelCall, path: Path) -> tuple[ExportedProgram, tuple[str, ...]]:

@@ -68,6 +68,19 @@ def named_tensors(module: Any) -> dict[str, torch.Tensor]:
     }
 
 
+def share(modules: Mapping[str, torch.nn.Module], shared: Mapping[str, Sequence[tuple[str, int]]]) -> None:
+    """Let modules have one tensor where they have the same number for it; by entry, the names and their numbers."""
+    first: dict[int, torch.Tensor] = {}
+    for entry, names in shared.items():
+        for name, number in names:
+            path, _, last = name.rpartition(".")
+            holder = modules[entry].get_submodule(path)
+            kind = holder._parameters if last in holder._parameters else holder._buffers
+            tensor = kind[last]
+            assert tensor is not None
+            kind[last] = first.setdefault(number, tensor)  # type: ignore[assignment]
+
+
 def contents(module: torch.nn.Module, names: Iterable[str]) -> tuple[torch.Tensor, ...]:
     """Copies of what the tensors of these names hold."""
     tensors = named_tensors(module)
