@@ -1,6 +1,9 @@
 """State: the named tensors that a context keeps from run to run."""
 
+import os
 from collections.abc import Iterator, Mapping
+from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -9,6 +12,8 @@ from nimblert.dtypes import numpy_dtype
 from nimblert.entries import checked_array
 from nimblert.errors import InputError
 from nimblert.plan import Pointer, Region, Tensor, Weight
+from nimblert.refitting import read_file
+from nimblert.replacing import replacing
 
 if TYPE_CHECKING:
     from nimblert.context import Context
@@ -74,8 +79,7 @@ class State(Mapping[str, np.ndarray]):
     def __getitem__(self, name: str) -> np.ndarray:
         tensor = self._tensor(name)
         with self._context.between_runs() as working:
-            content = working.kept.read(tensor.pointer.offset, tensor.span_nbytes)
-        return content.view(numpy_dtype(tensor.dtype)).reshape(tensor.shape)
+            return _content(working, tensor)
 
     def __setitem__(self, name: str, value: Any) -> None:
         self.update({name: value})
@@ -86,6 +90,26 @@ class State(Mapping[str, np.ndarray]):
             checked = [self._checked(name, value, working) for name, value in values.items()]
             for tensor, array in checked:
                 working.kept.write(tensor, array)
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write all of it to a safetensors file. Raises InputError without that package, NimbleError for the file."""
+        try:
+            from safetensors import numpy as files
+        except ImportError as exc:
+            raise InputError(
+                "a safetensors file needs a package to write it: pip install 'nimblert[safetensors]'"
+            ) from exc
+        with self._context.between_runs() as working:
+            content = files.save({name: _content(working, tensor) for name, tensor in self._tensors.items()})
+        with replacing(Path(path)) as file:
+            file.write(content)
+
+    def load(self, path: str | PathLike[str]) -> None:
+        """Take all of it from a file that `save` wrote, of a plan with the same state. Raises InputError."""
+        found = read_file(path)
+        if missing := [name for name in self._tensors if name not in found]:
+            raise InputError(f"{os.fspath(path)}: lacks the state {missing[0]!r}")
+        self.update(found)
 
     def on_device(self, name: str) -> "DeviceOutput":
         """A copy on the plan's GPU, which others take by DLPack or the CUDA array interface. Raises InputError."""
@@ -105,6 +129,11 @@ class State(Mapping[str, np.ndarray]):
             known = list(self._tensors)
             raise InputError(f"state {name!r}: not found, the plan has {known or 'none'}")
         return self._tensors[name]
+
+
+def _content(working: Working, tensor: Tensor) -> np.ndarray:
+    content = working.kept.read(tensor.pointer.offset, tensor.span_nbytes)
+    return content.view(numpy_dtype(tensor.dtype)).reshape(tensor.shape)
 
 
 def _tensor(weight: Weight) -> Tensor:

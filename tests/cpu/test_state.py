@@ -77,6 +77,11 @@ def test_what_is_read_after_it_was_overwritten_is_copied() -> None:
     check_some_steps(plan, stateful_models.Exchange(), (4,))
 
 
+def test_a_buffer_may_be_assigned() -> None:
+    model = stateful_models.Assigning()
+    check_some_steps(compiled(model, torch.ones(4)), model, (4,))
+
+
 @pytest.mark.parametrize("affine", [True, False])
 def test_batch_norm_in_training_mode_keeps_its_statistics(affine: bool) -> None:
     model = stateful_models.Normalised(affine=affine)

@@ -1,8 +1,10 @@
 """The state of a loaded plan by name: read, written, reset, and refused in one sentence."""
 
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -111,6 +113,33 @@ def test_the_state_in_the_middle_of_a_run(loaded: Executable, ask: Callable[[Any
     with pytest.raises(InputError, match=r"^a run by steps\(\) is half done"):
         ask(loaded)
     steps.close()
+
+
+def test_a_file_keeps_the_state(loaded: Executable, tmp_path: Path) -> None:
+    numpy_files = pytest.importorskip("safetensors.numpy", reason="needs safetensors: not installed")
+    path = tmp_path / "state.safetensors"
+    loaded(floats(5, 6, 7, 8), entry="write")
+    loaded.state.save(path)
+    assert numpy_files.load_file(path)["kept"].tolist() == [5, 6, 7, 8]
+    loaded.reset()
+    loaded.state.load(path)
+    assert loaded(entry="read").tolist() == [5, 6, 7, 8]
+    for content, sentence in (
+        ({}, "lacks the state 'kept'$"),
+        ({"kept": floats(1)}, r"^state 'kept': shape \(1,\), expected \(4,\)$"),
+        ({"kept": floats(1, 1, 1, 1), "more": floats(1)}, "^state 'more': not found"),
+    ):
+        numpy_files.save_file(content, path)
+        with pytest.raises(InputError, match=sentence):
+            loaded.state.load(path)
+    assert loaded.state["kept"].tolist() == [5, 6, 7, 8]
+
+
+def test_files_need_a_package(loaded: Executable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    for use in (loaded.state.save, loaded.state.load):
+        with pytest.raises(InputError, match=r"pip install 'nimblert\[safetensors\]'"):
+            use(tmp_path / "state.safetensors")
 
 
 def test_state_that_a_reset_would_not_give_back() -> None:

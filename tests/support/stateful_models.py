@@ -65,6 +65,21 @@ class Normalised(torch.nn.Module):
         return (self.norm(x),)
 
 
+class Assigning(torch.nn.Module):
+    """Has a new tensor for its buffer after each call."""
+
+    kept: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("kept", torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+        """What is kept, and these 4 values."""
+        self.kept = self.kept / 2 + x
+        return (self.kept * 1,)
+
+
 class _Attention(torch.nn.Module):
     """Attention of one new token to those before it, whose keys and values are kept."""
 

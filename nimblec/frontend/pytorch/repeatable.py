@@ -1,7 +1,8 @@
 """Run a model twice on equal inputs: a graph can hold neither randomness nor state outside of it."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,15 +46,15 @@ def run_twice(name: str, model: TorchModel, remedy: str, *, buffers_are_kept: bo
 
     Raises TraceError if the model cannot be run, UnsupportedModelError if the runs differ.
     """
-    state = _state(model.module) if buffers_are_kept else []
+    state = [*_state(model.module)] if buffers_are_kept else []
 
     def run() -> Any:
         args, kwargs = pytree.tree_map_only(torch.Tensor, torch.clone, (model.args, model.kwargs))
         with torch.no_grad():
             with user_code(f"{name} cannot be run on its example inputs"):
                 result = pytree.tree_map_only(torch.Tensor, torch.clone, model.module(*args, **kwargs))
-            for tensor, before in state:
-                tensor.copy_(before)
+            for restore in state:
+                restore()
         return result
 
     first = run()
@@ -61,11 +62,13 @@ def run_twice(name: str, model: TorchModel, remedy: str, *, buffers_are_kept: bo
     return first
 
 
-def _state(module: Any) -> list[tuple[Tensor, Tensor]]:
-    """The tensors that a module has registered, each with a copy."""
-    if not isinstance(module, torch.nn.Module):
-        return []
-    return [(tensor, tensor.detach().clone()) for tensor in (*module.parameters(), *module.buffers())]
+def _state(module: Any) -> Iterator[Callable[[], object]]:
+    """What gives a module back the tensors that it has registered, and their values."""
+    if isinstance(module, torch.nn.Module):
+        for part in module.modules():
+            yield partial(part._buffers.update, dict(part._buffers))
+        for tensor in (*module.parameters(), *module.buffers()):
+            yield partial(tensor.copy_, tensor.detach().clone())
 
 
 def compared(expected: Tensor, found: Tensor) -> Difference:
