@@ -283,6 +283,11 @@ class Context:
         stream: Any = None,
     ) -> dict[str, np.ndarray]:
         working, bindings = self._working, self._bindings[signature.name]
+        usual = not out and stream is None and self._arena is None and bindings.program is None
+        if usual and (plain := signature.plain(arrays)) is not None:
+            with self._lock:
+                self._check_ready()
+                return self._backend(signature.programs[0]).call(plain, out, reuse_outputs=reuse_outputs, stream=None)
         handle = None if stream is None else working.stream_handle(stream)
         take = working.take if handle is None else partial(working.take, stream=handle)
         checked = signature.check(bindings.complete(arrays), take)

@@ -121,6 +121,7 @@ class CpuBackend:
         resident = resident or CpuResident(plan)
         self._program = program
         self._plan = plan
+        self._output_names = [tensor.name for tensor in program.outputs]
         self._sessions = resident.sessions
         self._bound: set[str] = set()
         _check_events(program)
@@ -163,13 +164,13 @@ class CpuBackend:
 
     def place(self, arrays: Sequence[np.ndarray]) -> None:
         """Have ``inputs`` hold these arrays, each of its input's shape or a smaller one."""
-        for tensor, view, array in zip(self._program.inputs, self.inputs, arrays, strict=True):
-            if tensor.name in self._bound:
+        for index, (view, array) in enumerate(zip(self.inputs, arrays, strict=True)):
+            if self._bound and self._program.inputs[index].name in self._bound:
                 continue
             if array.shape == view.shape:
-                np.copyto(view, array)
+                view[...] = array
             else:
-                padding.place(view, array, padding.filling(tensor))
+                padding.place(view, array, padding.filling(self._program.inputs[index]))
 
     def call(
         self,
@@ -188,6 +189,8 @@ class CpuBackend:
         self.place(arrays)
         self._streams.run()
         views = self.outputs
+        if shapes is None and not (out or self._bound or reuse_outputs):
+            return dict(zip(self._output_names, map(_copied, views), strict=True))
         if shapes is not None:
             views = tuple(view[tuple(map(slice, shape))] for view, shape in zip(views, shapes, strict=True))
         results = {}
@@ -195,7 +198,7 @@ class CpuBackend:
             if tensor.name in out:
                 np.copyto(out[tensor.name], view)
             elif tensor.name not in self._bound:
-                results[tensor.name] = view if reuse_outputs else _copied(tensor.name, view)
+                results[tensor.name] = view if reuse_outputs else _copied(view)
         return results
 
     def empty(self, tensor: Tensor, *, on_device: bool) -> np.ndarray:
@@ -311,11 +314,11 @@ def _replaced(refits: Iterable[Refit]) -> set[int]:
     return given | {a.pointer.offset for a in accesses if a.pointer.region is Region.WEIGHTS and a.nbytes}
 
 
-def _copied(name: str, view: np.ndarray) -> np.ndarray:
+def _copied(output: np.ndarray) -> np.ndarray:
     try:
-        return view.copy()
+        return output.copy()
     except MemoryError as exc:
-        raise InputError(f"output {name!r}: a new array needs more memory than there is: give one as out=") from exc
+        raise InputError(f"outputs: a new array needs more memory than there is: {exc}: give one as out=") from exc
 
 
 def _check_events(program: Program) -> None:

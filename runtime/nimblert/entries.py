@@ -110,6 +110,29 @@ class Signature:
             raise InputError(_wrong_names(list(expected), list(arrays)))
         return [checked_array("input", tensor, arrays[name], take) for name, tensor in expected.items()]
 
+    def plain(self, arrays: Mapping[str, Any]) -> list[np.ndarray] | None:
+        """As `check`, but only arrays of numpy that fit the entry's one program; None for all else.
+
+        Where ONNX Runtime takes 200 us, what Python does after that finds nothing in the caches: each line counts.
+        """
+        plain = self._plain
+        if type(arrays) is not dict or len(arrays) != len(plain):
+            return None
+        found = []
+        for name, dtype, shape in plain:
+            array = arrays.get(name)
+            if type(array) is not np.ndarray or array.dtype is not dtype or array.shape != shape:
+                return None
+            found.append(array)
+        return found
+
+    @cached_property
+    def _plain(self) -> tuple[tuple[str | None, np.dtype, tuple[int, ...]], ...]:
+        """Name, dtype and shape of each input; one that no call has where the entry has several programs."""
+        if len(self.programs) > 1 or any(tensor.dtype == "bfloat16" for tensor in self._inputs.values()):
+            return ((None, np.dtype(np.void), ()),)
+        return tuple((t.name, numpy_dtype(t.dtype), t.shape) for t in self._inputs.values())
+
     def exact(self, arrays: Sequence[np.ndarray | DeviceArray]) -> Program | None:
         """The program for arrays of these shapes."""
         return self._by_shapes.get(tuple(array.shape for array in arrays))

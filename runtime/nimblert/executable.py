@@ -87,8 +87,12 @@ class Executable(Context):
         stream: Any = None,
     ) -> dict[str, np.ndarray]:
         """As `Context._run`; a call that finds another one at work may go on in a context that is kept for that."""
-        here = reuse_outputs or stream is not None or self._bindings[signature.name].program is not None
-        if self._has_spares and not here and self._own_lock.locked() and (spare := self._spare()):
+        if self._own_lock.locked() and self._has_spares:
+            here = reuse_outputs or stream is not None or self._bindings[signature.name].program is not None
+            spare = None if here else self._spare()
+        else:
+            spare = None
+        if spare is not None:
             try:
                 return spare._run(signature, arrays, out)  # noqa: SLF001 (of its own class)
             finally:

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from math import inf
 from typing import Protocol
 
 from nimblert.errors import DeviceMismatchError, InputError
@@ -122,6 +121,10 @@ class Streams:
     def run(self) -> None:
         """Run every stream. Raises InputError where an op fails; whatever is raised, all streams have stopped."""
         self._begin()
+        if not self._workers:
+            self._walk(self._own)
+            self._end_run()
+            return
         try:
             for worker in self._workers:
                 worker.start()
@@ -242,22 +245,25 @@ class Patient:
     """A step that Ctrl-C can end, at the price of another thread only where it takes long.
 
     Python looks for Ctrl-C on the main thread, and not while that is in a step. How long a step takes,
-    its first run tells, on another thread.
+    its first run tells, on another thread: its work is the same on any inputs.
     """
 
     def __init__(self, step: Step, options: RunOptions) -> None:
         self._step = step
         self._options = options
-        self._seconds = inf
+        self._is_short = False
 
     def __call__(self) -> None:
         """Run it."""
+        if self._is_short:
+            self._step()
+            return
         begin = time.perf_counter()
-        if self._seconds > _LONG_S and threading.current_thread() is threading.main_thread():
+        if threading.current_thread() is threading.main_thread():
             interruptible(self._step, self._options)
         else:
             self._step()
-        self._seconds = time.perf_counter() - begin
+        self._is_short = time.perf_counter() - begin < _LONG_S
 
 
 def insist(action: Callable[[], None]) -> None:

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import plans
@@ -203,3 +203,18 @@ def test_traces_and_graphs_have_every_program(nimblec: CommandLine, kept: Path, 
     for file in ("trace.json", "graph.dot"):
         text = (tmp_path / file).read_text()
         assert all(program.name in text for program in keeping().programs)
+
+
+def test_the_short_way_of_a_call_is_for_arrays_that_fit_the_one_program_and_nothing_else() -> None:
+    entries = plans.several_entries().entries
+    (tail,) = entries["tail"]
+    signature, (tensor,) = Signature("tail", [tail]), tail.inputs
+    fitting = np.zeros(tensor.shape, tensor.dtype)
+    (found,) = signature.plain({tensor.name: fitting}) or ()
+    assert found is fitting
+    masked = np.ma.MaskedArray(fitting)
+    others: list[Any] = [fitting.astype(np.float64), fitting[:0], masked, fitting.tolist(), None]
+    assert all(signature.plain({tensor.name: other}) is None for other in others)
+    wrong: list[Any] = [{"other": fitting}, {}, {tensor.name: fitting, "other": fitting}, [fitting], None]
+    assert all(signature.plain(arrays) is None for arrays in wrong)
+    assert Signature("main", entries["main"]).plain({t.name: fitting for t in entries["main"][0].inputs}) is None
