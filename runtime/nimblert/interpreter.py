@@ -30,8 +30,11 @@ def _wait_for_runs() -> None:
 
     A thread that came back from ONNX Runtime when the interpreter is gone would abort the process.
     """
-    for loaded in tuple(live):
-        loaded.hold(_LAST_RUN_S)
+    held: list[Loaded] = []
+    while found := [loaded for loaded in tuple(live) if loaded not in held]:
+        for loaded in found:  # until it is held, an executable may make contexts for calls beside its own
+            loaded.hold(_LAST_RUN_S)
+        held += found
 
 
 def _keep_for_ever() -> None:
