@@ -19,7 +19,11 @@ from nimblert import container
 from nimblert.errors import PlanError
 from nimblert.plan import Plan
 
-FILES = {"cuda": container.encode_file(plans.cuda_plan()), "cpu": container.encode_file(plans.cpu_plan())}
+FILES = {
+    "cuda": container.encode_file(plans.cuda_plan()),
+    "cpu": container.encode_file(plans.cpu_plan()),
+    "sizes": container.encode_file(plans.sized(2, 4)),
+}
 MEMORY_LIMIT_NBYTES = 64 << 20
 INTERESTING = (0, 1, 2, 3, 7, 8, 127, 128, 255, 256, 4095, 4096, 65535, 65536)
 EDGES = tuple((1 << bits) + delta for bits in (16, 31, 32, 40, 48, 63, 64) for delta in (-9, -2, -1, 0, 1))
