@@ -81,8 +81,9 @@ class CpuResident:
         """The weights as ``refits`` leave them. Raises InputError where an op fails."""
         with self.weights.rewritten(_replaced(refits)) as weights:
             scratch = CpuResident(replace(self._plan, state=(), state_nbytes=0), weights)
-            for refit in refits:
-                scratch._make(refit)
+            with scratch.sessions:
+                for refit in refits:
+                    scratch._make(refit)
         return weights
 
     def _make(self, refit: Refit) -> None:

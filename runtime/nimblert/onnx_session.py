@@ -171,8 +171,8 @@ class Stretch:
 class SessionCache:
     """The sessions of a plan, one for each model and its initializers, whatever launches it and in which memory.
 
-    Launches are bound in a ``with`` block, by one thread at a time: sessions and bindings outlive it,
-    the placeholder file of initializers does not.
+    Launches are bound in a ``with`` block, which may stand in another one, by one thread at a time: sessions and
+    bindings outlive it, the placeholder file of initializers does not.
     """
 
     def __init__(self, plan: Plan, weights: HostWeights, threads: Threads | None = None) -> None:
@@ -183,7 +183,8 @@ class SessionCache:
         self._stretches: dict[int, tuple[Program, Mapping[int, Stretch]]] = {}
         """By the identity of a program: that of its value would take long."""
         self._sessions: dict[tuple[object, ...], _Opened] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._entered = 0
         self._resources = contextlib.ExitStack()
         for origin in sorted({module.origin for module in plan.modules}):
             _check_origin(origin)
@@ -207,18 +208,22 @@ class SessionCache:
     def __enter__(self) -> Self:
         self._lock.acquire()
         try:
-            self._folder = self._resources.enter_context(initializer_folder())
+            if not self._entered:
+                self._folder = self._resources.enter_context(initializer_folder())
         except BaseException:
             self._lock.release()
             raise
+        self._entered += 1
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._entered -= 1
         try:
-            self._resources.close()
-            self._weights.let_go()
+            if not self._entered:
+                self._resources.close()
+                self._weights.let_go()
         finally:
             self._lock.release()
 

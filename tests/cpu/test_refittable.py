@@ -215,6 +215,28 @@ def test_weights_without_a_recipe_keep_their_values(tmp_path: Path, caplog: pyte
     assert_refitted(plan, weights, [compiled(with_weights(path, weights))])
 
 
+def test_a_batch_norm_that_is_not_folded(tmp_path: Path) -> None:
+    """Its convolution is read twice; ONNX Runtime may make a convolution in blocks of it, which has no recipe."""
+    path = write_model(
+        tmp_path / "model.onnx",
+        [
+            node("Conv", ["x", "w"], ["a"], pads=[1, 1, 1, 1]),
+            node("BatchNormalization", ["a", "scale", "shift", "mean", "var"], ["b"]),
+            node("Add", ["a", "b"], ["y"]),
+        ],
+        [floats("x", 1, 3, 8, 8)],
+        [floats("y", 1, 16, 8, 8)],
+        constants={
+            "w": drawn(0, 16, 3, 3, 3),
+            **{name: drawn(i, 16) for i, name in enumerate(["scale", "shift", "mean", "var"], 1)},
+        },
+    )
+    plan = compiled(path, refittable=True)
+    weights = others(plan)
+    assert "w" in weights
+    assert_refitted(plan, weights, [compiled(with_weights(path, weights))])
+
+
 def test_a_weight_that_becomes_an_attribute_keeps_its_value(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """ONNX Runtime fuses a product with a number into the product of matrices before it."""
     path = write_model(

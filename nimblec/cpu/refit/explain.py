@@ -16,6 +16,7 @@ from onnx import ModelProto, NodeProto, TensorProto
 from nimblec.cpu import kernels
 from nimblec.cpu.refit.recipe import Fixed, Recipe, Result, Source, compute, fixed, result, settled, sources
 from nimblec.frontend.onnx import model_nodes
+from nimblert.onnx_operators import find as find_operator
 from nimblert.onnx_session import nchwc_block_size, runtime_errors
 
 _MOST_AXES = 4
@@ -75,7 +76,8 @@ def explain(
     """
     known = folded_values(model, weights)
     candidates = list(dict.fromkeys(known.values()))
-    values = _Values(candidates, weights, kernels.header(model))
+    header = kernels.header(model)
+    values = _Values(candidates, weights, header)
     recipes: dict[str, Recipe] = {}
     unknown = []
     for name, array in constants.items():
@@ -84,11 +86,20 @@ def explain(
         found = known.get(name)
         if found is None or not _same(values.of(found), array):
             found = values.find(array)
-        if found is None:
+        if found is None or not _is_callable(found, header):
             unknown.append(name)
         else:
             recipes[name] = found
-    return Explained(recipes=settled(recipes, kernels.header(model)), unknown=tuple(unknown))
+    return Explained(recipes=settled(recipes, header), unknown=tuple(unknown))
+
+
+def _is_callable(recipe: Recipe, header: kernels.Header) -> bool:
+    """Whether a plan may call all the operators that weights go through."""
+    if not isinstance(recipe, Result) or not sources(recipe):
+        return True
+    node = NodeProto.FromString(recipe.node)
+    known = find_operator(node.domain, node.op_type, header.opsets[node.domain])
+    return known is not None and all(_is_callable(read, header) for read in recipe.inputs if read is not None)
 
 
 def _same(one: np.ndarray | None, other: np.ndarray) -> bool:
