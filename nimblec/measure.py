@@ -93,23 +93,26 @@ def taking_turns(items: Sequence[T], call: Callable[[T], object]) -> Callable[[]
     """
     lock = threading.Lock()
     free = deque(items)
-    waiting: deque[Future[T]] = deque()
+    waiting: deque[tuple[threading.Lock, list[T]]] = deque()
 
     def take() -> T:
         with lock:
             if free:
                 return free.popleft()
-            mine: Future[T] = Future()
-            waiting.append(mine)
-        return mine.result()
+            gate, given = threading.Lock(), list[T]()
+            gate.acquire()
+            waiting.append((gate, given))
+        gate.acquire()  # until somebody has given
+        return given[0]
 
     def give_back(item: T) -> None:
         with lock:
             if not waiting:
                 free.append(item)
                 return
-            first = waiting.popleft()
-        first.set_result(item)
+            gate, given = waiting.popleft()
+        given.append(item)
+        gate.release()
 
     def once() -> None:
         item = take()
