@@ -68,6 +68,7 @@ def session_options(pool: Pool | None = None) -> Any:
     pool = pool or Pool()
     options = onnxruntime().SessionOptions()
     options.intra_op_num_threads = pool.count
+    options.enable_cpu_mem_arena = options.enable_mem_pattern = False  # an arena keeps each kernel's largest workspace
     if pool.processors[1:]:
         places = ";".join(str(processor + 1) for processor in pool.processors[1:])
         options.add_session_config_entry("session.intra_op_thread_affinities", places)
