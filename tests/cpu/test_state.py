@@ -77,9 +77,9 @@ def test_what_is_read_after_it_was_overwritten_is_copied() -> None:
     check_some_steps(plan, stateful_models.Exchange(), (4,))
 
 
-def test_a_buffer_may_be_assigned() -> None:
-    model = stateful_models.Assigning()
-    check_some_steps(compiled(model, torch.ones(4)), model, (4,))
+@pytest.mark.parametrize("made", [stateful_models.Assigning, stateful_models.Returning])
+def test_a_buffer_may_be_assigned_and_returned(made: type[torch.nn.Module]) -> None:
+    check_some_steps(compiled(made(), torch.ones(4)), made(), (4,))
 
 
 @pytest.mark.parametrize("affine", [True, False])

@@ -80,6 +80,24 @@ class Assigning(torch.nn.Module):
         return (self.kept * 1,)
 
 
+class Returning(torch.nn.Module):
+    """Returns its state itself, one tensor of it twice."""
+
+    total: torch.Tensor
+    rows: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.ones(4))
+        self.register_buffer("rows", torch.zeros(2, 4))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The sum with these 4 values, twice, and the rows of which they are the second one."""
+        self.total.add_(x)
+        self.rows[1] = x
+        return self.total, self.total, self.rows
+
+
 class _Attention(torch.nn.Module):
     """Attention of one new token to those before it, whose keys and values are kept."""
 
