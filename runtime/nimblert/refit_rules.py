@@ -76,15 +76,24 @@ def _holds(weight: Weight, tensor: Tensor) -> bool:
     return (weight.dtype, weight.data.nbytes) == (tensor.dtype, tensor.span_nbytes)
 
 
+_NOT_WHOLE = "{} bytes at {} of WEIGHTS are no whole weight"
+
+
+def _whole(access: Access, plan: Plan, owners: _Owners) -> int | None:
+    """The weight whose bytes these are, all of them."""
+    weight = owners.at.get(access.pointer.offset)
+    return weight if weight is not None and plan.weights[weight].data.nbytes == access.nbytes else None
+
+
 def _write_problems(index: int, access: Access, plan: Plan, owners: _Owners) -> Iterator[str]:
     pointer = access.pointer
     if pointer.region is not Region.WEIGHTS:
         if pointer.region is not Region.ARENA:
             yield f"is in {pointer.region.name}, expected WEIGHTS or ARENA"
         return
-    weight = owners.at.get(pointer.offset)
-    if weight is None or plan.weights[weight].data.nbytes != access.nbytes:
-        yield f"{access.nbytes} bytes at {pointer.offset} of WEIGHTS are no whole weight"
+    weight = _whole(access, plan, owners)
+    if weight is None:
+        yield _NOT_WHOLE.format(access.nbytes, pointer.offset)
     elif weight in owners.given:
         yield f"weights[{weight}] is given to refits[{owners.given[weight]}], and not made"
     elif owners.made.setdefault(weight, index) != index:
@@ -97,9 +106,9 @@ def _read_problems(index: int, access: Access, plan: Plan, owners: _Owners) -> I
         if pointer.region is Region.STATE:
             yield "is in STATE, which a refit has nothing to do with"
         return
-    weight = owners.at.get(pointer.offset)
-    if weight is None or plan.weights[weight].data.nbytes != access.nbytes:
-        yield f"{access.nbytes} bytes at {pointer.offset} of WEIGHTS are no whole weight"
+    weight = _whole(access, plan, owners)
+    if weight is None:
+        yield _NOT_WHOLE.format(access.nbytes, pointer.offset)
     elif weight in owners.made:
         yield f"weights[{weight}] is made by refits[{owners.made[weight]}], and no refit depends on another"
     elif owners.given.get(weight, index) != index:
