@@ -52,6 +52,8 @@ __all__ = [
     "TraceError",
     "UnsupportedModelError",
     "compile",
+    "load_state",
+    "training_step",
 ]
 
 
@@ -161,6 +163,52 @@ def compile(  # noqa: A001  # the word that users look for; nimblec.compile shad
     for note in made.notes:
         logging.getLogger(__name__).warning("%s", note)
     return made.plan
+
+
+def training_step(
+    model: "torch.nn.Module",
+    loss: "Callable[..., torch.Tensor]",
+    optimizer: "torch.optim.Optimizer",
+    example_batch: tuple[Any, Any],
+    *,
+    clip_norm: float | None = None,
+) -> "Mapping[str, tuple[Any, ...]]":
+    """The entries of a plan that trains a model, for `compile`: "train" and "evaluate", over one state.
+
+    >>> step = nimblec.training_step(model, torch.nn.functional.cross_entropy, optimizer, (images, labels))
+    >>> with nimblert.load(nimblec.compile(step, target="cpu")) as exe:
+    ...     loss = exe(images, labels, entry="train")
+    ...     scores = exe(images, entry="evaluate")
+
+    ``example_batch`` is (inputs, targets), each a tensor or a tuple of them; a step makes
+    ``loss(model(*inputs), *targets)``, a scalar, smaller, and gives what it was. The state has the model's
+    parameters and buffers under their names ("model.fc.weight"), what the optimizer keeps for each parameter
+    ("optimizer.fc.weight.exp_avg"), and its learning rate ("optimizer.lr", or "optimizer.lr_0" and so on for
+    several groups), which is a value like any other: ``exe.state["optimizer.lr"] = rate``. The gradients' norm
+    is limited to ``clip_norm``.
+
+    The step starts from what model and optimizer are now. Both stay as they are, but that the model is in
+    training mode. CPU target.
+
+    Raises ArgumentError for another ``example_batch``, TraceError for what cannot be a graph (values of tensors
+    read in Python, for instance), UnsupportedModelError where the graph is not what the optimizer does, as
+    when the model draws random numbers.
+    """
+    from nimblec.frontend.pytorch.training.entries import entries  # brings in torch
+
+    return entries(model, loss, optimizer, example_batch, clip_norm=clip_norm)
+
+
+def load_state(
+    model: "torch.nn.Module", state: "Mapping[str, np.ndarray]", optimizer: "torch.optim.Optimizer | None" = None
+) -> None:
+    """Have a model, and its optimizer, go on in PyTorch where a plan of their `training_step` is: ``exe.state``.
+
+    Raises ArgumentError for a state of another model.
+    """
+    from nimblec.frontend.pytorch.training.entries import load_state as load  # brings in torch
+
+    load(model, state, optimizer)
 
 
 def _unobserved(stage: str, seconds: float | None) -> None:

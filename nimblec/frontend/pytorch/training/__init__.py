@@ -1,0 +1,1 @@
+"""Training steps of PyTorch models, as entries of a plan."""

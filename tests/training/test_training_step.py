@@ -1,0 +1,194 @@
+"""A training step as a plan of the CPU: what PyTorch does, from its state and back to it."""
+
+import copy
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+from subprocesses import python
+from torch import Tensor, nn
+
+import nimblec
+import nimblert
+from nimblec.errors import ArgumentError, TraceError, UnsupportedModelError
+from nimblert import Executable
+
+Make = Callable[[nn.Module], torch.optim.Optimizer]
+STEPS = 6
+SAMPLE = """
+import runpy, sys
+runpy.run_path("samples/train_lean.py", run_name="__main__")
+"""
+loss = nn.functional.cross_entropy
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(nn.Conv2d(1, 8, 3, stride=2, padding=1), nn.BatchNorm2d(8), nn.ReLU()),
+        *(nn.Conv2d(8, 8, 3, padding=1, groups=4), nn.GELU(), nn.MaxPool2d(2), nn.AvgPool2d(2, padding=1)),
+        *(nn.Flatten(), nn.LayerNorm(32), nn.Linear(32, 10)),
+    )
+
+
+def batch(seed: int) -> tuple[Tensor, Tensor]:
+    drawn = torch.Generator().manual_seed(seed)
+    return torch.randn(12, 1, 8, 8, generator=drawn), torch.randint(0, 10, (12,), generator=drawn)
+
+
+OPTIMIZERS: dict[str, Make] = {
+    "SGD": lambda model: torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, nesterov=True, weight_decay=1e-3),
+    "Adam": lambda model: torch.optim.Adam(model.parameters(), 1e-3, eps=1e-3),
+    "AdamW": lambda model: torch.optim.AdamW(
+        [{"params": [p]} for p in model[0].parameters()] + [{"params": model[1:].parameters(), "lr": 1e-3}], eps=1e-3
+    ),
+    "RMSprop": lambda model: torch.optim.RMSprop(model.parameters(), 1e-3, eps=1e-3, momentum=0.5),
+}
+"""With an eps that is no rounding: what is left of a gradient of zero is a whole step to the others."""
+
+
+def eager_step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, clip_norm: float | None = None) -> float:
+    x, y = batch(seed)
+    optimizer.zero_grad()
+    value = loss(model(x), y)
+    value.backward()
+    if clip_norm is not None:
+        nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+    optimizer.step()
+    return float(value.detach())
+
+
+def close(found: Any, wanted: Any) -> bool:
+    wanted = np.asarray(wanted)
+    return bool(np.allclose(found, wanted, rtol=0, atol=1e-3 * max(float(np.abs(wanted).max(initial=0)), 1e-3)))
+
+
+Step = Callable[[int], tuple[Any, Callable[[str], Any]]]
+"""One step on a batch: the loss, and what gives a tensor of the state after it."""
+
+
+def assert_trains_as(step: Step, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> None:
+    """The same losses, parameters and buffers as eager, step after step."""
+    for seed in range(STEPS):
+        found, state = step(seed)
+        assert close(found, eager_step(model, optimizer, seed, **options))
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        assert close(state(f"model.{name}"), tensor.detach()), name
+
+
+def by_plan(exe: Executable) -> Step:
+    def step(seed: int) -> tuple[Any, Callable[[str], Any]]:
+        given = dict(zip(inputs(exe), map(np.asarray, batch(seed)), strict=True))
+        return exe.run(given, entry="train")["loss"], exe.state.__getitem__
+
+    return step
+
+
+def by_module(module: nn.Module) -> Step:
+    def step(seed: int) -> tuple[Any, Callable[[str], Any]]:
+        return module(*batch(seed))["loss"], module.state_dict().__getitem__
+
+    return step
+
+
+def inputs(exe: Executable) -> list[str]:
+    return [tensor.name for tensor in exe.entry("train").programs[0].inputs]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_is_the_optimizers(name: str) -> None:
+    model = network()
+    optimizer = OPTIMIZERS[name](model)
+    before = copy.deepcopy(model.state_dict())
+    module, _ = nimblec.training_step(model, loss, optimizer, batch(0))["train"]
+    assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
+    assert_trains_as(by_module(copy.deepcopy(module)), model, optimizer)
+    module, _ = nimblec.training_step(model, loss, optimizer, batch(0))["train"]
+    assert_trains_as(by_module(copy.deepcopy(module)), model, optimizer)
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a step whose gradients are clipped."""
+    model = network()
+    step = nimblec.training_step(model, loss, OPTIMIZERS["SGD"](model), batch(0), clip_norm=0.5)
+    path = tmp_path_factory.mktemp("training") / "train.plan"
+    nimblec.compile(step, target="cpu", plan_cache=None).save(path)
+    return path
+
+
+@pytest.fixture
+def trained(plan: Path) -> Iterator[Executable]:
+    with nimblert.load(plan) as executable:
+        yield executable
+
+
+def test_a_plan_trains_as_pytorch_does_and_pytorch_goes_on(trained: Executable) -> None:
+    model = network()
+    optimizer = OPTIMIZERS["SGD"](model)
+    assert_trains_as(by_plan(trained), model, optimizer, clip_norm=0.5)
+    model.eval()
+    x, _ = batch(9)
+    with torch.no_grad():
+        assert close(trained(x.numpy(), entry="evaluate"), model(x))
+    trained.state["optimizer.lr"] = np.float32(0.01)
+    other = network()
+    other_optimizer = OPTIMIZERS["SGD"](other)
+    nimblec.load_state(other, trained.state, other_optimizer)
+    assert other_optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
+    assert_trains_as(by_plan(trained), other, other_optimizer, clip_norm=0.5)
+
+
+def test_the_sample_trains_without_pytorch(plan: Path) -> None:
+    pytest.importorskip("sklearn")
+    done = python(SAMPLE, plan, 3)
+    found = re.search(r"accuracy ([0-9.]+)", done)
+    assert found is not None
+    assert float(found[1]) > 0.8
+    state = load_file(plan.with_suffix(".safetensors"))
+    model = network()
+    nimblec.load_state(model, state)
+    assert np.array_equal(model[0].weight.detach().numpy(), state["model.0.weight"])
+
+
+def test_what_another_models_state_is(trained: Executable) -> None:
+    with pytest.raises(ArgumentError, match=r"load_state: 'model\.0\.weight': shape \(8, 1, 3, 3\), expected \(4, 3\)"):
+        nimblec.load_state(nn.Sequential(nn.Linear(3, 4)), trained.state)
+    with pytest.raises(ArgumentError, match=r"load_state: 'model\.0\.weight' is no parameter or buffer of the model"):
+        nimblec.load_state(nn.ReLU(), trained.state)
+
+
+class Reading(nn.Linear):
+    """Reads a value of a tensor in Python."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of the two, by a value."""
+        y = super().forward(x)
+        return y if float(y.sum()) > 0 else -y
+
+
+def test_what_cannot_be_a_step_is_a_sentence() -> None:
+    x, y = torch.randn(4, 3), torch.randint(0, 2, (4,))
+    model = nn.Linear(3, 2)
+    sgd = torch.optim.SGD(model.parameters(), 0.1)
+    for example in (x, (x,), (x, "y"), ((), y)):
+        with pytest.raises(ArgumentError, match=r"example_batch: expected \(inputs, targets\)"):
+            nimblec.training_step(model, loss, sgd, example)  # type: ignore[arg-type]
+    dropping = nn.Sequential(model, nn.Dropout(0.5))
+    with pytest.raises(
+        UnsupportedModelError, match="after step 1 is not what the optimizer makes of it: the model draws"
+    ):
+        nimblec.training_step(dropping, loss, sgd, (x, y))
+    reading = Reading(3, 2)
+    with pytest.raises(TraceError, match="training_step: the step cannot be traced"):
+        nimblec.training_step(reading, loss, torch.optim.SGD(reading.parameters(), 0.1), (x, y))
+    with pytest.raises(UnsupportedModelError, match="the optimizer updates a parameter that the model has not"):
+        nimblec.training_step(nn.Linear(3, 2), loss, sgd, (x, y))
+    nadam = torch.optim.NAdam(model.parameters(), 0.1)
+    with pytest.raises(UnsupportedModelError, match="or NAdam keeps something that is not zero before the first step"):
+        nimblec.training_step(model, loss, nadam, (x, y))
