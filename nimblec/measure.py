@@ -23,6 +23,10 @@ _LAST_RUN_S = 0.5
 """How long an interrupt waits for runs that have begun."""
 
 
+_LOOK_S = 0.5
+"""How long a Ctrl-C may go unseen that came just before a wait began."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
     """``latencies`` are the seconds of each run, of whichever thread; ``seconds`` passed during all of them.
@@ -69,7 +73,7 @@ def measure(calls: Sequence[Callable[[], object]], *, warm_up: float, duration: 
     pool = ThreadPoolExecutor(len(calls), "nimblec-measure")
     try:
         running.extend(pool.submit(course.run, lane) for lane in lanes)
-        wait(running, return_when=FIRST_EXCEPTION)
+        _await(running)
     except KeyboardInterrupt:
         interrupted = True
     finally:
@@ -84,6 +88,14 @@ def measure(calls: Sequence[Callable[[], object]], *, warm_up: float, duration: 
         interrupted=interrupted,
         unfinished=len(unfinished),
     )
+
+
+def _await(running: Sequence[Future[None]]) -> None:
+    """Return when all have ended, or one has raised."""
+    while True:
+        done, left = wait(running, timeout=_LOOK_S, return_when=FIRST_EXCEPTION)
+        if not left or any(future.exception() for future in done):
+            return
 
 
 def taking_turns(items: Sequence[T], call: Callable[[T], object]) -> Callable[[], object]:

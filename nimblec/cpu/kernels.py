@@ -159,6 +159,11 @@ def _canonical_names(node: NodeProto, reads: Sequence[str], writes: Sequence[str
     return {name: f"i{i}" for i, name in enumerate(reads)} | {name: f"o{i}" for i, name in enumerate(writes)}
 
 
+def canonical(node: NodeProto) -> NodeProto:
+    """A node without text for readers, its attributes in order: ONNX Runtime saves them in any."""
+    return _canonical_node(node, {name: name for name in (*node.input, *node.output)})
+
+
 def _canonical_node(node: NodeProto, names: Mapping[str, str]) -> NodeProto:
     attributes = sorted((_without_text(a) for a in node.attribute), key=lambda a: a.name)
     return NodeProto(

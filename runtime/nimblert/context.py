@@ -287,6 +287,7 @@ class Context:
         if usual and (plain := signature.plain(arrays)) is not None:
             with self._lock:
                 self._check_ready()
+                self._parts = 1
                 return self._backend(signature.programs[0]).call(plain, out, reuse_outputs=reuse_outputs, stream=None)
         handle = None if stream is None else working.stream_handle(stream)
         take = working.take if handle is None else partial(working.take, stream=handle)

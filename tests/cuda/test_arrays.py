@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from copying import ORDERS, SHAPE, copying, drawn, laid_out
-from gpu_memory import on_gpu, on_host
+from copying import ORDERS, SHAPE, copying, drawn, laid_out, on_gpu, on_host
 from host_driver import HostDriver
 
 import nimblert

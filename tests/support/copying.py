@@ -5,10 +5,15 @@ from itertools import pairwise
 from math import prod
 
 import numpy as np
+import pytest
 
 from nimblert import driver
 from nimblert.dtypes import numpy_dtype
 from nimblert.plan import ITEM_NBYTES, Memcpy, Op, Plan, Pointer, Program, Region, Target, Tensor
+
+on_gpu = pytest.mark.parametrize("put", [pytest.param("gpu", marks=pytest.mark.gpu)], indirect=True)
+on_host = pytest.mark.parametrize("put", ["host"], indirect=True)
+"""Tests of `gpu_memory` on one of its drivers alone."""
 
 SHAPE = (4, 3, 32, 24)
 ORDERS = {"contiguous": (0, 1, 2, 3), "channels last": (0, 2, 3, 1), "odd": (3, 0, 2, 1)}

@@ -13,9 +13,6 @@ from nimblert import dlpack, driver
 _HOST = 1
 """DLPack's kind of device of host memory."""
 
-on_gpu = pytest.mark.parametrize("put", [pytest.param("gpu", marks=pytest.mark.gpu)], indirect=True)
-on_host = pytest.mark.parametrize("put", ["host"], indirect=True)
-
 
 @pytest.fixture(params=["host", pytest.param("gpu", marks=pytest.mark.gpu)])
 def put(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[np.ndarray], Any]:

@@ -146,7 +146,7 @@ class _Optimized:
 
 
 def _nodes(made: _Optimized) -> list[bytes]:
-    return [node.SerializeToString(deterministic=True) for node in made.optimized.proto.graph.node]
+    return [kernels.canonical(n).SerializeToString(deterministic=True) for n in made.optimized.proto.graph.node]
 
 
 def _optimized(model: ModelProto, folder: Path, weights: Mapping[str, np.ndarray], scratch: Path) -> _Optimized:
