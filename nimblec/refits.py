@@ -2,12 +2,11 @@
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
-from operator import mul
 from typing import TYPE_CHECKING
 
 from nimblec.ir import BufferKind
 from nimblec.schedule.lifetimes import used_buffers
+from nimblert.layouts import dense_strides
 from nimblert.plan import Pointer, Program, Region, Role, Tensor
 
 if TYPE_CHECKING:
@@ -66,8 +65,3 @@ def _given(parts: "Sequence[Part]") -> Iterator[Tensor]:
     for name, tensor in found.items():
         if name not in folded and len(places[name]) == 1 and names[tensor.pointer.offset] == {name}:
             yield tensor
-
-
-def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of an array in C order, in elements."""
-    return tuple(accumulate(shape[:0:-1], mul, initial=1))[: len(shape)][::-1]

@@ -13,6 +13,7 @@ import numpy as np
 from nimblert import dlpack
 from nimblert.dtypes import numpy_dtype
 from nimblert.errors import InputError
+from nimblert.layouts import dense_strides
 from nimblert.plan import ITEM_NBYTES
 
 _CPU, _PAGE_LOCKED = 1, 3
@@ -87,7 +88,7 @@ def take(value: Any, stream: int) -> DeviceArray:
 def _of_interface(interface: Mapping[str, Any], owner: Any) -> DeviceArray:
     address, read_only = interface["data"]
     dtype, shape = np.dtype(interface["typestr"]), tuple(interface["shape"])
-    nbytes = interface.get("strides") or tuple(stride * dtype.itemsize for stride in dlpack.dense_strides(shape))
+    nbytes = interface.get("strides") or tuple(stride * dtype.itemsize for stride in dense_strides(shape))
     if any(stride % dtype.itemsize for stride in nbytes):
         raise InputError("its strides are no whole numbers of elements")
     return DeviceArray(

@@ -5,12 +5,11 @@ from contextlib import closing
 
 import numpy as np
 
-from nimblert import graph, layouts
+from nimblert import graph
 from nimblert.device_arrays import DeviceArray
 from nimblert.driver import Context, Handle, call
-from nimblert.errors import InputError
 from nimblert.memory import Bases, DeviceMemory, allocate
-from nimblert.plan import ITEM_NBYTES, Region, Tensor
+from nimblert.plan import Region, Tensor
 from nimblert.refitting import Refit
 from nimblert.transfers import GatherKernels
 
@@ -47,12 +46,9 @@ def _copy(
     tensor: Tensor, array: np.ndarray | DeviceArray, memory: DeviceMemory, kernels: GatherKernels
 ) -> Callable[[], None]:
     """The copy of an array to where the tensor lies, laid out as it is there."""
-    target, itemsize = memory.address(tensor.pointer), ITEM_NBYTES[tensor.dtype]
+    target = memory.address(tensor.pointer)
     if isinstance(array, DeviceArray):
-        gather = layouts.gather(tensor.shape, tensor.strides, array.strides)
-        if gather is None:
-            raise InputError(f"weight {tensor.name!r}: strides {array.strides} cannot be laid out on the device")
-        mover = kernels.mover(gather, itemsize)
+        mover = kernels.mover_to("weight", tensor, array.strides)
         return lambda: mover.move(target, array.address, 0)
     order = sorted(range(array.ndim), key=lambda axis: -tensor.strides[axis])
     laid = np.ascontiguousarray(array.transpose(order))

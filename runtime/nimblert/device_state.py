@@ -4,12 +4,10 @@ from contextlib import closing
 
 import numpy as np
 
-from nimblert import layouts
 from nimblert.device_arrays import DeviceArray, DeviceOutput
 from nimblert.driver import Context, call
-from nimblert.errors import InputError
 from nimblert.memory import upload
-from nimblert.plan import ITEM_NBYTES, Plan, Tensor
+from nimblert.plan import Plan, Tensor
 from nimblert.pools import DevicePool
 from nimblert.transfers import GatherKernels
 
@@ -17,14 +15,17 @@ from nimblert.transfers import GatherKernels
 class DeviceState:
     """The STATE region of a plan at an address of one GPU. Each call waits until it is done.
 
+    ``stream`` is what waits for arrays that are taken in.
+
     What runs in the region must have ended; `close` gives back what was handed out of device memory, when its
     last user lets go of it.
     """
 
-    def __init__(self, plan: Plan, device: int, base: int) -> None:
+    def __init__(self, plan: Plan, device: int, base: int, stream: int) -> None:
         self._plan = plan
         self._device = device
         self._base = base
+        self._stream = stream
         self._pool = DevicePool(Context(device))
 
     def reset(self) -> None:
@@ -65,11 +66,9 @@ class DeviceState:
         target = self._base + tensor.pointer.offset
         with closing(Context(self._device)) as context:
             if isinstance(array, DeviceArray):
-                gather = layouts.gather(tensor.shape, tensor.strides, array.strides)
-                if gather is None:
-                    raise InputError(f"state {tensor.name!r}: strides {array.strides} cannot be laid out on the device")
-                GatherKernels(context).mover(gather, ITEM_NBYTES[tensor.dtype]).move(target, array.address, 0)
-                call("cuStreamSynchronize", 0)
+                mover = GatherKernels(context).mover_to("state", tensor, array.strides)
+                mover.move(target, array.address, self._stream)
+                call("cuStreamSynchronize", self._stream)
             else:
                 dense = np.ascontiguousarray(array)
                 call("cuMemcpyHtoD", target, dense.ctypes.data, dense.nbytes)

@@ -10,6 +10,8 @@ import struct
 from functools import cache
 from typing import Any, NamedTuple
 
+from nimblert.layouts import dense_strides
+
 CUDA = 2
 """Its kind of device."""
 
@@ -70,15 +72,6 @@ def _dtype_name(code: int, bits: int, lanes: int) -> str:
     kind = _KINDS.get(code, f"of code {code}, bits ")
     name = kind if kind == "bool" else f"{kind}{bits}"
     return name if lanes == 1 else f"{name}x{lanes}"
-
-
-def dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of an array in C order, in elements."""
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= size
-    return tuple(reversed(strides))
 
 
 def from_capsule(capsule: Any) -> Found:

@@ -3,7 +3,9 @@
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
+from operator import mul
 
 import numpy as np
 
@@ -85,7 +87,12 @@ def overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
     return False
 
 
-def dense_strides(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
+def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of an array in C order, in elements."""
+    return tuple(accumulate(shape[:0:-1], mul, initial=1))[: len(shape)][::-1]
+
+
+def dense_like(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
     """Strides of the same order of axes in which a shape has no holes."""
     dense = [0] * len(shape)
     end = 1

@@ -11,6 +11,7 @@ import numpy as np
 from nimblert.dtypes import numpy_dtype
 from nimblert.entries import checked_array
 from nimblert.errors import InputError
+from nimblert.layouts import dense_strides
 from nimblert.plan import Pointer, Region, Tensor, Weight
 from nimblert.refitting import read_file
 from nimblert.replacing import replacing
@@ -137,7 +138,6 @@ def _content(working: Working, tensor: Tensor) -> np.ndarray:
 
 
 def _tensor(weight: Weight) -> Tensor:
-    shape = weight.shape
-    strides = tuple(int(np.prod(shape[axis + 1 :], dtype=np.int64)) for axis in range(len(shape)))
+    shape, strides = weight.shape, dense_strides(weight.shape)
     pointer = Pointer(region=Region.STATE, offset=weight.offset)
     return Tensor(name=weight.name, dtype=weight.dtype, shape=shape, strides=strides, pointer=pointer)

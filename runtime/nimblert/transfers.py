@@ -20,7 +20,6 @@ import numpy as np
 
 from nimblert import driver, layouts, padding
 from nimblert.device_arrays import DeviceArray, DeviceOutput
-from nimblert.dlpack import dense_strides
 from nimblert.driver import Context, Handle, PackedParameters, call
 from nimblert.dtypes import numpy_dtype
 from nimblert.errors import InputError
@@ -61,6 +60,17 @@ class GatherKernels:
     def mover(self, gather: Gather, itemsize: int) -> "Mover":
         """What fills a destination from a source, of elements of so many bytes."""
         return Mover(None if gather.is_copy else self._functions[itemsize], gather, itemsize)
+
+
+    def mover_to(self, side: str, tensor: Tensor, strides: tuple[int, ...]) -> "Mover":
+        """What fills a tensor from an array of its shape with these ``strides``, in elements.
+
+        Raises InputError where none does; ``side`` is what the sentence calls the tensor.
+        """
+        gather = layouts.gather(tensor.shape, tensor.strides, strides)
+        if gather is None:
+            raise InputError(f"{side} {tensor.name!r}: strides {strides} cannot be laid out on the device")
+        return self.mover(gather, ITEM_NBYTES[tensor.dtype])
 
 
 class Mover:
@@ -116,7 +126,7 @@ class Inlet:
         self._kernels = kernels
         self._landing: dict[int, int] = {}
         self._ways: list[dict[tuple[int, ...], _Way]] = [{} for _ in tensors]
-        self._movers: list[dict[tuple[int, ...], Mover | None]] = [{} for _ in tensors]
+        self._movers: list[dict[tuple[int, ...], Mover]] = [{} for _ in tensors]
 
     def moved(self, memory: DeviceMemory) -> None:
         """Bring them where they are now."""
@@ -157,7 +167,7 @@ class Inlet:
         if gather is not None:
             self._kernels.mover(gather, itemsize).move(address, array.address, stream)
             return
-        dense = layouts.dense_strides(array.shape, tensor.strides)
+        dense = layouts.dense_like(array.shape, tensor.strides)
         gather = layouts.gather(array.shape, dense, array.strides)
         if gather is None:
             raise InputError(f"input {tensor.name!r}: strides {array.strides} cannot be laid out on the device")
@@ -166,16 +176,10 @@ class Inlet:
         _copy_rows((address, tensor.strides), (landing, dense), array.shape, itemsize, stream)
 
     def _from_device(self, index: int, array: DeviceArray, stream: Handle) -> None:
-        known = self._movers[index]
-        if array.strides not in known:
-            tensor = self._tensors[index]
-            gather = layouts.gather(tensor.shape, tensor.strides, array.strides)
-            mover = None if gather is None else self._kernels.mover(gather, ITEM_NBYTES[tensor.dtype])
-            _remembered(known, array.strides, mover)
-        mover = known[array.strides]
+        mover = self._movers[index].get(array.strides)
         if mover is None:
-            name = self._tensors[index].name
-            raise InputError(f"input {name!r}: strides {array.strides} cannot be laid out on the device")
+            made = self._kernels.mover_to("input", self._tensors[index], array.strides)
+            mover = _remembered(self._movers[index], array.strides, made)
         mover.move(self._addresses[index], array.address, stream)
 
     def _way(self, index: int, array: np.ndarray) -> _Way:
@@ -283,7 +287,7 @@ class Outlet:
     def empty(self, tensor: Tensor, stream: Handle) -> DeviceArray:
         """A new array for an output, C-contiguous."""
         address, keeper = self._pools.device.take(prod(tensor.shape) * ITEM_NBYTES[tensor.dtype], stream)
-        return self._array(tensor, dense_strides(tensor.shape), address, keeper)
+        return self._array(tensor, layouts.dense_strides(tensor.shape), address, keeper)
 
     def _array(self, tensor: Tensor, strides: tuple[int, ...], address: int, keeper: object) -> DeviceArray:
         return DeviceArray(

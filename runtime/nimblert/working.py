@@ -91,7 +91,7 @@ class CudaWorking:
             address = None if arena is None else arena.address
             self.bases: Bases = place_working(self._context, plan, address, poison=poison)
             self.in_flight = InFlight(self._context) if arena is None else arena.in_flight
-            self._kept = DeviceState(plan, device, self.bases[Region.STATE, 0])
+            self._kept = DeviceState(plan, device, self.bases[Region.STATE, 0], self.stream)
         except BaseException:
             self._context.close()
             raise

@@ -12,23 +12,18 @@ from typing import Any
 import numpy as np
 import pytest
 from command_line import CommandLine
-from cpu_plans import floats, plan_file, write_model
-from onnx import helper
+from cpu_plans import bent_sum
 
 from nimblec.processes import environment
 from nimblert.context import Context
 
 QUICK = ("--warm-up", "0", "--duration", "0.05")
-node = helper.make_node
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """tanh(x) + tanh(x) as a plan."""
-    folder = tmp_path_factory.mktemp("bench")
-    nodes = [node("Tanh", ["x"], ["a"], name="bend"), node("Add", ["a", "a"], ["y"], name="sum")]
-    plan_file(write_model(folder / "m.onnx", nodes, [floats("x", 4)], [floats("y", 4)])).save(folder / "m.plan")
-    return folder / "m.plan"
+    return bent_sum(tmp_path_factory.mktemp("bench"))
 
 
 def test_the_table_has_every_percentile(nimblec: CommandLine, path: Path) -> None:

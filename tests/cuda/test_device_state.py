@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import numpy as np
 import pytest
-from copying import copying, drawn
+from copying import copying, drawn, on_host
+from host_driver import HostDriver
 
 import nimblert
 from nimblert import InputError
@@ -64,6 +66,22 @@ def test_state_is_written_from_the_host_and_the_gpu(loaded: Executable, put: Cal
         loaded.state["kept"] = value
         np.testing.assert_array_equal(loaded(one), wanted)
     assert loaded.state["other"] == 7
+
+
+@on_host
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_a_write_comes_after_what_makes_the_array(put: object, host: HostDriver, order: Literal["C", "F"]) -> None:
+    del put
+    array = np.asarray(drawn(1, SHAPE), order=order)
+    interface = {"version": 3, "shape": SHAPE, "typestr": "<f4", "data": (array.ctypes.data, False)}
+    value = SimpleNamespace(__cuda_array_interface__={**interface, "strides": array.strides, "stream": 0x99})
+    with nimblert.load(keeping()) as model:
+        host.waits.clear()
+        host.copies.clear()
+        model.state["kept"] = value
+        ((waiting, waited_for),) = host.waits
+        assert (waited_for, host.copies) == (0x99, [waiting])
+        np.testing.assert_array_equal(model.state["kept"], array)
 
 
 def test_what_does_not_fit_changes_nothing(loaded: Executable, put: Callable[[np.ndarray], Any]) -> None:

@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cpu_plans import floats, plan_file, write_model
-from onnx import helper
+from cpu_plans import bent_sum
 from subprocesses import python
 
 import nimblert
@@ -21,16 +20,12 @@ from nimblert.plan import Op
 
 X = {"x": np.ones(4, np.float32)}
 METHODS = ("_run", "replay", "launch", "profile", "steps")
-node = helper.make_node
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """tanh(x) + tanh(x) as a plan."""
-    folder = tmp_path_factory.mktemp("telemetry")
-    nodes = [node("Tanh", ["x"], ["a"], name="bend"), node("Add", ["a", "a"], ["y"], name="sum")]
-    plan_file(write_model(folder / "m.onnx", nodes, [floats("x", 4)], [floats("y", 4)])).save(folder / "m.plan")
-    return folder / "m.plan"
+    return bent_sum(tmp_path_factory.mktemp("telemetry"))
 
 
 @pytest.fixture

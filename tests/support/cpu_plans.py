@@ -100,3 +100,11 @@ def assert_same(path: Path, inputs: Mapping[str, np.ndarray], *, plan: Plan | No
         assert actual.dtype == expected.dtype
         np.testing.assert_array_equal(actual, expected, strict=True)
     return plan
+
+
+def bent_sum(folder: Path) -> Path:
+    """A file with the plan of tanh(x) + tanh(x), x being four numbers; its ops are called "bend" and "sum"."""
+    node = helper.make_node
+    nodes = [node("Tanh", ["x"], ["a"], name="bend"), node("Add", ["a", "a"], ["y"], name="sum")]
+    plan_file(write_model(folder / "m.onnx", nodes, [floats("x", 4)], [floats("y", 4)])).save(folder / "m.plan")
+    return folder / "m.plan"

@@ -50,6 +50,8 @@ class HostDriver:
         self.calls: dict[str, int] = {}
         self.allocated: dict[int, np.ndarray] = {}
         self.waits: list[tuple[int, int]] = []
+        self.copies: list[int] = []
+        """The stream of each copy that was enqueued, and of each gather."""
         self.failing: dict[str, Any] = {}
         """The status that functions of these names return."""
         self._kept: list[np.ndarray] = []
@@ -135,7 +137,8 @@ class HostDriver:
     _cuMemFree = _cuMemFreeHost = _free
 
     def _copy(self, to: Any, source: Any, nbytes: int, stream: Any = None) -> None:
-        del stream
+        if stream is not None:
+            self.copies.append(int(stream))
         ctypes.memmove(int(to), int(source), nbytes)
 
     _cuMemcpyHtoD = _cuMemcpyDtoH = _cuMemcpyDtoD = _copy
@@ -260,6 +263,7 @@ class HostDriver:
     def _cuLaunchKernel(self, itemsize: int, *rest: Any) -> None:
         """Gather elements of so many bytes, as layout.cu does."""
         extra = (ctypes.c_uint64 * 5).from_address(rest[-1])
+        self.copies.append(int(rest[-3]))
         nbytes = ctypes.c_size_t.from_address(extra[3]).value
         to, source, count, rank, *axes = _GATHER.unpack(ctypes.string_at(extra[1], nbytes))
         sizes, strides = axes[:rank], [stride * itemsize for stride in axes[MOST_AXES : MOST_AXES + rank]]

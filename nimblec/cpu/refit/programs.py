@@ -12,7 +12,7 @@ from nimblec.cpu.kernels import Header
 from nimblec.cpu.optimizer import OptimizedModel
 from nimblec.cpu.refit.recipe import Recipe, Source, model_of, sources
 from nimblec.cpu.refit.refittable import Refittable, digest
-from nimblec.refits import dense_strides, refit
+from nimblec.refits import refit
 from nimblec.schedule.dependencies import dependencies
 from nimblec.schedule.memory import layout
 from nimblec.schedule.streams import serial
@@ -21,6 +21,7 @@ from nimblert.cpu import CpuResident
 from nimblert.device_arrays import DeviceArray
 from nimblert.encoder import encode
 from nimblert.errors import InputError
+from nimblert.layouts import dense_strides
 from nimblert.plan import Access, Command, Launch, Plan, Pointer, Program, Region, Role, Tensor
 
 
