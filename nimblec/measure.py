@@ -22,7 +22,6 @@ PERCENTILES = (50, 90, 95, 99, 99.9)
 _LAST_RUN_S = 0.5
 """How long an interrupt waits for runs that have begun."""
 
-
 _LOOK_S = 0.5
 """How long a Ctrl-C may go unseen that came just before a wait began."""
 
@@ -73,6 +72,7 @@ def measure(calls: Sequence[Callable[[], object]], *, warm_up: float, duration: 
     pool = ThreadPoolExecutor(len(calls), "nimblec-measure")
     try:
         running.extend(pool.submit(course.run, lane) for lane in lanes)
+        course.start()
         _await(running)
     except KeyboardInterrupt:
         interrupted = True
@@ -146,22 +146,29 @@ class _Lane:
 
 
 class _Course:
-    """What the threads have in common: they begin to count together, at ``begin``, and end when they are told to."""
+    """What the threads have in common: they start, begin to count (at ``begin``) and end together."""
 
     def __init__(self, count: int, warm_up: float, duration: float) -> None:
         self.begin = 0.0
         self._warm_up = warm_up
         self._duration = duration
+        self._started = threading.Event()
         self._ended = False
-        self._warm = threading.Barrier(count, self._start)
+        self._warm = threading.Barrier(count, self._begin)
+
+    def start(self) -> None:
+        """Let the threads run: not before all are known, or Ctrl-C might miss one that is at a run."""
+        self._started.set()
 
     def end(self) -> None:
         """Have every thread end after the run that it is at."""
         self._ended = True
+        self._started.set()
         self._warm.abort()
 
     def run(self, lane: _Lane) -> None:
         """What a thread does."""
+        self._started.wait()
         self._repeat(_Lane(lane.call), time.perf_counter(), self._warm_up)
         try:
             self._warm.wait()
@@ -169,7 +176,7 @@ class _Course:
             return
         self._repeat(lane, self.begin, self._duration)
 
-    def _start(self) -> None:
+    def _begin(self) -> None:
         self.begin = time.perf_counter()
 
     def _repeat(self, lane: _Lane, begin: float, seconds: float) -> None:

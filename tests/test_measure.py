@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -114,6 +115,20 @@ def test_ctrl_c_waits_for_no_run_that_does_not_end() -> None:
     go_on.set()
     assert time.perf_counter() - begin < 20
     assert (found.latencies.size, found.interrupted, found.unfinished) == (9, True, 1)
+
+
+def test_nothing_runs_if_ctrl_c_comes_while_threads_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    submit = ThreadPoolExecutor.submit
+
+    def interrupted(*args: Any) -> None:
+        submit(*args)
+        time.sleep(0.05)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", interrupted)
+    runs: list[None] = []
+    found = measure([lambda: runs.append(None)] * 2, warm_up=0.0, duration=60.0)
+    assert (found.latencies.size, found.interrupted, found.unfinished, runs) == (0, True, 0, [])
 
 
 @pytest.mark.parametrize(
