@@ -44,6 +44,9 @@ class Backend(Protocol):
     def bind(self, tensor: Tensor, array: Any) -> None:
         """Have commands use an array of the caller in place of an input or output; None: the program's own again."""
 
+    def own_address(self, tensor: Tensor) -> int:
+        """Where the program's own memory of an input or output begins."""
+
     def run(self) -> None:
         """Compute the ``outputs`` of the ``inputs``."""
 

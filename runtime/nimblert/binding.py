@@ -1,6 +1,6 @@
 """Arrays of the caller that a program reads and writes where they are."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -17,11 +17,16 @@ _ALIGNMENT = 16
 Array: TypeAlias = np.ndarray | DeviceArray
 
 
+_Place: TypeAlias = tuple[int, tuple[int, ...], tuple[int, ...]]
+"""Address, shape and strides."""
+
+
 class _Bound(NamedTuple):
     tensor: Tensor
     value: Any
     """As the caller gave it."""
     array: Array
+    place: _Place
 
 
 class Bindings:
@@ -29,6 +34,8 @@ class Bindings:
 
     def __init__(self, signature: Signature) -> None:
         self.program: Program | None = None
+        self.changes = 0
+        """How often an array was bound or given back."""
         self._signature = signature
         self._bound: dict[str, _Bound] = {}
 
@@ -38,7 +45,7 @@ class Bindings:
         if not found:
             names = [t.name for t in (*self._signature.programs[0].inputs, *self._signature.programs[0].outputs)]
             raise InputError(f"bind: {name!r} is not one of the plan's inputs and outputs {names}")
-        array = checked_array("bind", found[0][1], value, take)
+        array = owned(f"bind {name!r}", value, checked_array("bind", found[0][1], value, take))
         fitting = [(program, tensor) for program, tensor in found if tensor.shape == tuple(array.shape)]
         if not fitting:
             shapes = " or ".join(str(tensor.shape) for _, tensor in found)
@@ -51,17 +58,29 @@ class Bindings:
             )
         _check_layout(program, tensor, array)
         for other in self._bound.values():
-            if other.tensor.name != name and _collide(tensor, array, other):
+            written = Region.OUTPUT in {tensor.pointer.region, other.tensor.pointer.region}
+            if other.tensor.name != name and written and _overlap(tensor, array, other.tensor, _address(other.array)):
                 raise InputError(f"bind {name!r}: shares memory with what {other.tensor.name!r} is bound to")
         return program, tensor, array
+
+    @staticmethod
+    def check_apart(program: Program, tensor: Tensor, array: Array, own_address: Callable[[Tensor], int]) -> None:
+        """Raise InputError where the array is the program's own memory for another output, which a run writes."""
+        for other in program.outputs:
+            if other.name != tensor.name and _overlap(tensor, array, other, own_address(other)):
+                raise InputError(
+                    f"bind {tensor.name!r}: shares memory with the plan's own for {other.name!r}: bind a copy"
+                )
 
     def add(self, program: Program, tensor: Tensor, value: Any, array: Array) -> None:
         """Be bound, after `check`."""
         self.program = program
-        self._bound[tensor.name] = _Bound(tensor, value, array)
+        self.changes += 1
+        self._bound[tensor.name] = _Bound(tensor, value, array, _place(array))
 
     def drop(self, name: str) -> None:
         """Be bound no more."""
+        self.changes += 1
         del self._bound[name]
         if not self._bound:
             self.program = None
@@ -73,7 +92,11 @@ class Bindings:
         return self.program, self._bound[name].tensor
 
     def complete(self, arrays: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The arrays of a run, with the inputs that are bound. Raises InputError where one of them is given, too."""
+        """The arrays of a run, with the inputs that are bound.
+
+        Raises InputError where one of them is given, too, or something that is bound is elsewhere by now.
+        """
+        self.check_in_place()
         if not self._bound or not isinstance(arrays, Mapping):
             return arrays
         if twice := [name for name in arrays if name in self._bound]:
@@ -87,22 +110,45 @@ class Bindings:
     def _side(self, region: Region) -> dict[str, Any]:
         return {name: bound.value for name, bound in self._bound.items() if bound.tensor.pointer.region is region}
 
-    def check_in_place(self, program: Program | None) -> None:
-        """Raise InputError where an array has moved since, or something is bound of another program."""
+    def check_program(self, program: Program | None) -> None:
+        """Raise InputError where something is bound of another program."""
         if self.program is not None and self.program is not program:
             raise InputError(f"inputs have other sizes than the program for which {list(self._bound)} are bound")
+
+    def check_in_place(self) -> None:
+        """Raise InputError where an array is elsewhere by now."""
         for name, bound in self._bound.items():
-            found = device_arrays.at_once(bound.value) if isinstance(bound.array, DeviceArray) else None
-            if found is not None and found.address != _address(bound.array):
-                raise InputError(f"{name!r}: its array has moved since it was bound: bind it again")
+            if _place_now(bound) != bound.place:
+                raise InputError(f"{name!r}: its array was moved or resized since it was bound: bind it again")
+
+    def check_unchanged(self, changes: int) -> None:
+        """Raise InputError where something was bound or given back since there were so many ``changes``."""
+        if self.changes != changes:
+            raise InputError("an array was bound or given back while this call began: call again")
 
 
-def _collide(tensor: Tensor, array: Array, other: _Bound) -> bool:
-    """Whether two arrays share memory that the program writes."""
-    if Region.OUTPUT not in {tensor.pointer.region, other.tensor.pointer.region}:
-        return False
-    start, other_start = _address(array), _address(other.array)
-    return start < other_start + other.tensor.span_nbytes and other_start < start + tensor.span_nbytes
+def owned(where: str, value: Any, array: Array) -> Array:
+    """The array over the caller's value. Raises InputError where that is a number, of which numpy makes a copy."""
+    if isinstance(value, np.generic):
+        raise InputError(f"{where}: got {value.dtype}, a number without memory of its own, expected an array")
+    return array
+
+
+def _place(array: Array) -> _Place:
+    return _address(array), tuple(array.shape), tuple(array.strides)
+
+
+def _place_now(bound: _Bound) -> _Place:
+    """Where the caller's array is by now, as far as its library tells."""
+    if isinstance(bound.array, DeviceArray):
+        return _place(device_arrays.at_once(bound.value) or bound.array)
+    return _place(bound.value if isinstance(bound.value, np.ndarray) else device_arrays.from_host(bound.value))
+
+
+def _overlap(tensor: Tensor, array: Array, other: Tensor, other_start: int) -> bool:
+    """Whether the array for one tensor shares memory with that of another, which begins at ``other_start``."""
+    start = _address(array)
+    return start < other_start + other.span_nbytes and other_start < start + tensor.span_nbytes
 
 
 def _check_layout(program: Program, tensor: Tensor, array: Array) -> None:

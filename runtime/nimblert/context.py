@@ -222,6 +222,7 @@ class Context:
         with self._lock, self._scratch():
             self._check_ready()
             self._check_whole()
+            self._check_bound()
             self._load(self._current).replay()
 
     def launch(self, stream: Any = None) -> None:
@@ -235,7 +236,7 @@ class Context:
         with self._lock, self._scratch():
             self._check_ready()
             self._check_whole()
-            self._bindings[self._current.entry].check_in_place(self._current)
+            self._check_bound()
             self._load(self._current).launch(handle)
 
     def synchronize(self) -> None:
@@ -260,12 +261,15 @@ class Context:
             if found is None:
                 raise InputError(f"bind: nothing is bound to {name!r}")
             program, tensor = found
-            self._load(program).bind(tensor, None if checked is None else checked[2])
-            self._current = program
+            backend = self._load(program)
             if checked is None:
+                backend.bind(tensor, None)
                 bindings.drop(name)
             else:
+                bindings.check_apart(program, tensor, checked[2], backend.own_address)
+                backend.bind(tensor, checked[2])
                 bindings.add(program, tensor, array, checked[2])
+            self._current = program
 
     def _call(
         self, signature: Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -283,21 +287,24 @@ class Context:
         stream: Any = None,
     ) -> dict[str, np.ndarray]:
         working, bindings = self._working, self._bindings[signature.name]
+        changes = bindings.changes
         usual = not out and stream is None and self._arena is None and bindings.program is None
         if usual and (plain := signature.plain(arrays)) is not None:
             with self._lock:
                 self._check_ready()
+                bindings.check_unchanged(changes)
                 self._parts = 1
                 return self._backend(signature.programs[0]).call(plain, out, reuse_outputs=reuse_outputs, stream=None)
         handle = None if stream is None else working.stream_handle(stream)
         take = working.take if handle is None else partial(working.take, stream=handle)
         checked = signature.check(bindings.complete(arrays), take)
         program = signature.exact(checked)
-        bindings.check_in_place(program)
+        bindings.check_program(program)
         chosen = signature.serve(checked) if program is None else program
         taken = checked_out(chosen.outputs, out, take) if out else {}
         with self._lock, self._scratch():
             self._check_ready()
+            bindings.check_unchanged(changes)
             self._parts = 1 if isinstance(chosen, Program) else len(chosen.parts)
             if isinstance(chosen, Program):
                 results = self._backend(chosen).call(checked, taken, reuse_outputs=reuse_outputs, stream=handle)
@@ -312,7 +319,7 @@ class Context:
         """The program that takes these arrays and those that are bound in one run, and all of them in its order."""
         bindings = self._bindings[signature.name]
         program, checked = signature.choose(bindings.complete(arrays), self._working.take)
-        bindings.check_in_place(program)
+        bindings.check_program(program)
         return program, checked
 
     def _backend(self, program: Program) -> Backend:
@@ -356,6 +363,12 @@ class Context:
             raise InputError(f"this {self._noun} is closed: {self._again}")
         if self._steps is not steps:
             raise InputError("a run by steps() is half done: exhaust it or close it first")
+
+    def _check_bound(self) -> None:
+        """Raise InputError where what is bound is elsewhere by now, or of another program than the current one."""
+        bindings = self._bindings[self._current.entry]
+        bindings.check_in_place()
+        bindings.check_program(self._current)
 
     def _check_whole(self) -> None:
         """Raise InputError where the call before was split."""

@@ -163,6 +163,10 @@ class CpuBackend:
         self._build(memory)
         self._bound = self._bound - {tensor.name} if array is None else self._bound | {tensor.name}
 
+    def own_address(self, tensor: Tensor) -> int:
+        """Where the program's own memory of an input or output begins."""
+        return int(self._own.tensor(tensor).ctypes.data)
+
     def place(self, arrays: Sequence[np.ndarray]) -> None:
         """Have ``inputs`` hold these arrays, each of its input's shape or a smaller one."""
         for index, (view, array) in enumerate(zip(self.inputs, arrays, strict=True)):

@@ -129,6 +129,10 @@ class CudaBackend:
         self._outlet.moved(memory)
         (self._bound.discard if array is None else self._bound.add)(tensor.name)
 
+    def own_address(self, tensor: Tensor) -> int:
+        """Where the program's own memory of an input or output begins, on the device."""
+        return self._own.address(tensor.pointer)
+
     def place(self, arrays: Sequence[np.ndarray | DeviceArray]) -> None:
         """Have the device hold these inputs before whatever comes next, and wait for that."""
         self._begin(self._stream)

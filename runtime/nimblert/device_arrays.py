@@ -37,6 +37,14 @@ class DeviceArray:
     stream: int | None = None
     owner: Any = None
 
+    @property
+    def span_nbytes(self) -> int:
+        """Bytes from the first element to the end of the last one."""
+        if 0 in self.shape:
+            return 0
+        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+        return (last + 1) * ITEM_NBYTES[self.dtype]
+
 
 def place(value: Any) -> tuple[str, int] | None:
     """Where an array is: ("cuda", ordinal) or ("cpu", 0); None for what is no array, or on another kind of device."""
@@ -106,7 +114,7 @@ def _of_interface(interface: Mapping[str, Any], owner: Any) -> DeviceArray:
 class DeviceOutput:
     """An output in memory of a GPU: `torch.from_dlpack`, `cupy.from_dlpack` or `jax.dlpack.from_dlpack` takes it.
 
-    It is written when it is handed out. ``numpy`` copies it to the host.
+    It is written when it is handed out. `Context.run` has outputs on the host where ``out`` gives it numpy arrays.
     """
 
     def __init__(self, array: DeviceArray) -> None:

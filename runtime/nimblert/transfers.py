@@ -265,8 +265,6 @@ class Outlet:
         gather = layouts.gather(out.shape, out.strides, tensor.strides)
         if gather is not None:
             self._kernels.mover(gather, itemsize).move(out.address, address, stream)
-        elif layouts.overlaps(out.shape, out.strides):
-            raise InputError(f"out {tensor.name!r}: strides {out.strides} cannot be written on the device")
         else:
             _copy_rows((out.address, out.strides), (address, tensor.strides), out.shape, itemsize, stream)
 

@@ -74,6 +74,14 @@ def test_outputs_go_into_arrays_of_the_caller(executable: Executable, rows: int)
         executable.run(given, out={"y": np.zeros((4, 3), np.int32)})
 
 
+def test_a_call_of_several_runs_writes_over_no_input_that_it_still_reads(executable: Executable) -> None:
+    room = np.arange(42, dtype=np.int32).reshape(14, 3)
+    given = {**drawn(13), "x": room[:13]}
+    with pytest.raises(InputError, match=r"out 'y': shares memory with an input, .* a call is 2 runs: give it memory"):
+        executable.run(given, out={"y": room[1:]})
+    assert np.array_equal(executable.run({**drawn(4), "x": room[:4]}, out={"y": room[1:5]})["y"][0], [0, 1, 2])
+
+
 def test_outputs_may_be_views_of_the_memory_of_the_program(executable: Executable) -> None:
     first = executable.run(drawn(3), reuse_outputs=True)["y"]
     assert np.shares_memory(first, executable.run(drawn(4), reuse_outputs=True)["y"])

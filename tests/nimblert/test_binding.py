@@ -1,0 +1,141 @@
+"""Arrays of the caller in place of a program's own memory: whatever becomes of them, no other byte is touched."""
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cpu_plans import floats, plan_file, write_model
+from onnx import helper
+
+import nimblert
+from nimblert import Executable
+from nimblert.errors import InputError
+
+SHAPE = (4, 8)
+node = helper.make_node
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Iterator[Executable]:
+    """Y = relu(x) and z = -relu(x), and the number s, the sum of all of y."""
+    nodes = [
+        node("Relu", ["x"], ["y"]),
+        node("Neg", ["y"], ["z"]),
+        node("ReduceSum", ["y"], ["s"], keepdims=0),
+    ]
+    path = write_model(
+        tmp_path / "three.onnx",
+        nodes,
+        [floats("x", *SHAPE)],
+        [floats("y", *SHAPE), floats("z", *SHAPE), floats("s")],
+    )
+    with nimblert.load(plan_file(path)) as executable:
+        yield executable
+
+
+def drawn(seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(SHAPE).astype(np.float32)
+
+
+def resized(array: np.ndarray) -> None:
+    """Let numpy move the memory of an array, which it does where it is told not to count references."""
+    array.resize((400, 400), refcheck=False)
+
+
+def shrunk(array: np.ndarray) -> None:
+    array.resize((1, 8), refcheck=False)
+
+
+@pytest.mark.parametrize("change", [resized, shrunk])
+@pytest.mark.parametrize("name", ["x", "y"])
+def test_a_numpy_array_that_changes_under_a_binding_is_a_sentence(
+    model: Executable, name: str, change: Callable[[np.ndarray], None]
+) -> None:
+    given = {} if name == "x" else {"x": drawn(0)}
+    array = drawn(0)
+    model.bind(name, array)
+    expected = np.maximum(drawn(0), 0)
+    assert np.array_equal(model.run(given)["y"], expected)
+    change(array)
+    for run in (model.launch, model.replay, lambda: model.run(given), lambda: next(model.steps(given))):
+        with pytest.raises(InputError, match=rf"'{name}': its array was moved or resized since"):
+            run()
+    model.bind(name, None)
+    assert np.array_equal(model(drawn(0))[0], expected)
+
+
+def test_a_tensor_of_torch_that_moves_under_a_binding_is_a_sentence(model: Executable) -> None:
+    torch = pytest.importorskip("torch")
+    tensor = torch.zeros(SHAPE)
+    model.bind("y", tensor)
+    assert model.run({"x": drawn(0)})["y"] is tensor
+    for move in (lambda: tensor.resize_(1000, 1000), lambda: tensor.set_(torch.zeros(SHAPE))):
+        move()
+        with pytest.raises(InputError, match="'y': its array was moved or resized since"):
+            model.run({"x": drawn(0)})
+    model.bind("y", tensor)
+    model.run({"x": drawn(1)})
+    assert np.array_equal(tensor.numpy(), np.maximum(drawn(1), 0))
+
+
+@pytest.mark.parametrize("name", ["x", "z"])
+def test_memory_of_another_output_cannot_be_bound(model: Executable, name: str) -> None:
+    x = drawn(0)
+    expected = [array.copy() for array in model(x)]
+    kept = model.run({"x": x}, reuse_outputs=True)["y"]
+    with pytest.raises(InputError, match=rf"bind '{name}': shares memory with the plan's own for 'y': bind a copy"):
+        model.bind(name, kept)
+    model.bind("y", kept)  # its own place
+    assert all(np.array_equal(a, b) for a, b in zip(model(x), expected, strict=True))
+
+
+def test_what_is_no_memory_of_the_caller_takes_no_output(model: Executable) -> None:
+    x, number = drawn(0), np.float32(0)
+    with pytest.raises(InputError, match=r"bind 's': got float32, a number without memory of its own, expected an arr"):
+        model.bind("s", number)
+    with pytest.raises(InputError, match=r"out 's': got float32, a number without memory of its own, expected an arr"):
+        model.run({"x": x}, out={"s": number})
+    taken = np.zeros((), np.float32)
+    assert model.run({"x": x}, out={"s": taken})["s"] is taken
+    model.bind("s", bound := np.zeros((), np.float32))
+    model.run({"x": x})
+    assert taken == bound == model(x)[2] != 0
+
+
+def test_outputs_share_no_memory_of_the_caller(model: Executable) -> None:
+    x, room = drawn(0), np.zeros((6, 8), np.float32)
+    for out in ({"y": room[:4], "z": room[1:5]}, {"z": room[:4], "y": room[:4]}):
+        with pytest.raises(InputError, match=r"out '[yz]': shares memory with what '[yz]' is written into"):
+            model.run({"x": x}, out=out)
+    every_row_one = np.lib.stride_tricks.as_strided(room[0].copy(), SHAPE, (0, 4))
+    with pytest.raises(InputError, match="out 'y': elements of the array share memory"):
+        model.run({"x": x}, out={"y": every_row_one})
+    columns = np.zeros((4, 16), np.float32)
+    expected = model.run({"x": x})
+    results = model.run({"x": x}, out={"y": columns[:, ::-2], "z": columns[:, ::2]})
+    assert all(np.array_equal(results[name], expected[name]) for name in "yz")
+
+
+def test_a_call_that_meets_a_new_binding_is_refused(model: Executable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its arrays were taken for what was bound before."""
+    x, other = drawn(0), drawn(1)
+    check_ready = Executable._check_ready
+
+    def bound_meanwhile(self: Executable, *args: Any) -> None:
+        monkeypatch.undo()
+        model._own_lock.release()
+        binding = threading.Thread(target=model.bind, args=("x", other))
+        binding.start()
+        binding.join()
+        model._own_lock.acquire()
+        check_ready(self, *args)
+
+    for run in (lambda: model.run({"x": x}), lambda: model.run({"x": x}, out={"y": np.zeros(SHAPE, np.float32)})):
+        monkeypatch.setattr(Executable, "_check_ready", bound_meanwhile)
+        with pytest.raises(InputError, match="an array was bound or given back while this call began: call again"):
+            run()
+        model.bind("x", None)
+    assert np.array_equal(model(x)[0], np.maximum(x, 0))
