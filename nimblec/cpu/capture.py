@@ -98,19 +98,23 @@ def graph_of(
 
 
 def _refuse_random(graph: GraphProto, constants: Mapping[str, np.ndarray]) -> None:
+    given = {value.name for value in graph.input} - constants.keys()
     for node in model_nodes.nodes(graph):
-        if _is_random(node, constants):
+        if _is_random(node, constants, given):
             raise UnsupportedModelError(
                 f"node {model_nodes.node_name(node)!r} ({node.op_type}): draws random numbers, by which no two runs of "
                 f"a plan are the same; export the model for inference, or make them an input of it"
             )
 
 
-def _is_random(node: NodeProto, constants: Mapping[str, np.ndarray]) -> bool:
-    """Whether a node draws random numbers: dropout does so in training mode."""
+def _is_random(node: NodeProto, constants: Mapping[str, np.ndarray], given: Collection[str]) -> bool:
+    """Whether a node draws random numbers: dropout does so in training mode, or may where a caller chooses it."""
     if model_nodes.operator_name(node) != "Dropout":
         return model_nodes.operator_name(node) in _RANDOM
-    ratio, training = (constants.get(name) for name in [*node.input[1:], "", ""][:2])
+    names = [*node.input[1:], "", ""][:2]
+    ratio, training = map(constants.get, names)
+    if names[1] in given:
+        return True
     return training is not None and bool(training.all()) and (ratio is None or bool(ratio.any()))
 
 

@@ -287,6 +287,13 @@ def test_what_a_plan_cannot_hold_is_refused_by_name(
         plan_file(path)
 
 
+def test_dropout_that_a_caller_could_turn_on_is_refused(path: Path) -> None:
+    drop = node("Dropout", ["x", "", "training"], ["y"], name="drop")
+    write_model(path, [drop], [floats("x", 2, 3), ("training", TensorProto.BOOL, ())], [floats("y", 2, 3)])
+    with pytest.raises(UnsupportedModelError, match=r"node 'drop' \(Dropout\): draws random numbers"):
+        plan_file(path)
+
+
 @pytest.mark.parametrize(
     ("length", "error", "message"),
     [
