@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -70,6 +71,20 @@ def _own_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("HOME", str(home))
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(home / "inductor"))
         yield
+
+
+@pytest.fixture(autouse=True)
+def _warm() -> None:
+    """What every compilation begins with is done once: by the tests after the first that brings these modules in."""
+    registration = sys.modules.get("torch.onnx._internal.exporter._registration")
+    if registration and "exporters_table" not in sys.modules:
+        import exporters_table
+
+        exporters_table.make_once(registration.ONNXRegistry)
+    if "nimblec.cpu.compile" in sys.modules and "lean_checks" not in sys.modules:
+        import lean_checks
+
+        lean_checks.fork_lean_processes()
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from damaged_models import compile_for_cpu, mutations
+from lean_checks import fork_lean_processes
 
 WORKERS = 2
 ANSWER_S = 60
@@ -12,7 +13,7 @@ ANSWER_S = 60
 
 def check(count: int, seed: int, folder: Path) -> None:
     """A process that crashes gives no answer, as one that hangs."""
-    with multiprocessing.get_context("spawn").Pool(WORKERS) as pool:
+    with multiprocessing.get_context("spawn").Pool(WORKERS, fork_lean_processes) as pool:
         files = enumerate(mutations(count, seed))
         jobs = [pool.apply_async(compile_for_cpu, (data, folder / f"{index}.onnx")) for index, data in files]
         outcomes = [job.get(timeout=ANSWER_S) for job in jobs]

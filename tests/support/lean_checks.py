@@ -1,0 +1,90 @@
+"""The process that replays a new plan, forked from one that has imported what it needs and no framework.
+
+What `nimblec.lean.LeanProcess` starts imports NumPy and ONNX Runtime first, which takes longer than to compile
+most of the models of the tests.
+"""
+
+import atexit
+import json
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+from threading import Lock
+
+from nimblec.cpu import compile as compiler
+from nimblec.lean import LeanProcess
+from nimblec.processes import environment
+from nimblert.plan import Target
+
+_SERVER = """
+import io, json, os, sys, traceback
+from nimblert import check, container, driver, executable, golden, onnx_session
+onnx_session.onnxruntime()
+for line in sys.stdin:
+    target, given, folder = json.loads(line)
+    child = os.fork()
+    if not child:
+        for number, name in ((1, "out"), (2, "err")):
+            os.dup2(os.open(os.path.join(folder, name), os.O_WRONLY | os.O_CREAT), number)
+        sys.stdin = io.TextIOWrapper(io.BytesIO(given.encode("latin-1")))
+        status = 1
+        try:
+            status = check.main(target)
+        except BaseException:
+            traceback.print_exc()
+        sys.stdout.flush()
+        os._exit(status)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+@cache
+def _server() -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-c", _SERVER], env=environment(), text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    atexit.register(process.communicate)
+    return process
+
+
+_turn = Lock()
+
+
+class _Forked:
+    """What is asked of a process whose work is done in one call."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self.returncode: int | None = None
+
+    def communicate(self, given: bytes = b"", timeout: float = 0) -> tuple[bytes, bytes]:
+        """What it prints; a replay that does not end is ended by the timeout of the test, not by ``timeout``."""
+        del timeout
+        if not given:
+            return b"", b""
+        with tempfile.TemporaryDirectory() as folder, _turn:
+            server = _server()
+            assert server.stdin is not None
+            assert server.stdout is not None
+            request = [self._target.name.lower(), given.decode("latin-1"), folder]
+            print(json.dumps(request), file=server.stdin, flush=True)
+            self.returncode = int(server.stdout.readline())
+            return (Path(folder) / "out").read_bytes(), (Path(folder) / "err").read_bytes()
+
+    def kill(self) -> None:
+        """It has ended."""
+
+
+class _ForkedLeanProcess(LeanProcess):
+    """As `LeanProcess`."""
+
+    def __init__(self, target: Target) -> None:
+        self._process = _Forked(target)  # type: ignore[assignment]  # all that is asked of it
+
+
+def fork_lean_processes() -> None:
+    """Have this process check the plans that it compiles for the CPU in processes that are forked."""
+    compiler.LeanProcess = _ForkedLeanProcess  # type: ignore[attr-defined]
