@@ -138,12 +138,12 @@ def _call(graph: Graph, parameters: Sequence[Parameter]) -> Call:
     """The node of the model with the shapes of what it reads and gives."""
     (node,) = graph.node
     shapes = {tensor.name: tensor.dims for tensor in graph.initializer} | {p.name: p.shape for p in parameters}
-    embedded = {tensor.name for tensor in graph.initializer if tensor.data_location != _EXTERNAL}
+    embedded = {tensor.name: tensor for tensor in graph.initializer if tensor.data_location != _EXTERNAL}
     return Call(
         attributes={attribute.name or "": attribute for attribute in node.attribute},
         inputs=tuple(shapes.get(name) for name in node.input),
         outputs=tuple(shapes.get(name) for name in node.output),
-        constant=frozenset(place for place, name in enumerate(node.input) if name in embedded),
+        constant={place: embedded[name] for place, name in enumerate(node.input) if name in embedded},
     )
 
 

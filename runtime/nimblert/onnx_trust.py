@@ -1,7 +1,7 @@
 """What ONNX Runtime's CPU kernels take for granted about shapes and attributes, and so a plan must keep.
 
 ONNX Runtime checks most of what it is given. Where it does not, a kernel reads or writes past a tensor,
-divides by zero or never ends; such cases were found by ``fuzz/operators.py`` (versions 1.24 to 1.31), whose
+divides by zero or never ends; such cases were found by ``fuzz/operators.py`` (versions 1.24 to 1.32), whose
 corpus replays them. A rule here is stricter than the fault needs where that makes it simpler.
 """
 
@@ -11,7 +11,7 @@ from itertools import pairwise
 from math import prod
 from types import MappingProxyType
 
-from nimblert.onnx_model import Attribute
+from nimblert.onnx_model import Attribute, TensorValue
 
 Shape = tuple[int, ...]
 
@@ -20,13 +20,13 @@ Shape = tuple[int, ...]
 class Call:
     """A node with the shapes of its inputs and outputs: None where one is left out.
 
-    ``constant``: the places of inputs whose values are part of the model.
+    ``constant``: the inputs whose values are part of the model, by place.
     """
 
     attributes: Mapping[str, Attribute]
     inputs: tuple[Shape | None, ...]
     outputs: tuple[Shape | None, ...]
-    constant: frozenset[int]
+    constant: Mapping[int, TensorValue]
 
     def input(self, index: int) -> Shape | None:
         """The shape of an input; None where the call leaves it out."""
@@ -41,6 +41,19 @@ class Call:
         """An attribute that is a list of integers, empty where it is not there."""
         return self.attributes[name].ints if name in self.attributes else ()
 
+
+    def number(self, index: int) -> int | None:
+        """The value of an input that is one integer and part of the model; else None."""
+        tensor = self.constant.get(index)
+        if tensor is None or tensor.data_type not in _INTEGER_NBYTES or prod(tensor.dims) != 1:
+            return None
+        if tensor.raw_data is not None:
+            return int.from_bytes(tensor.raw_data[: _INTEGER_NBYTES[tensor.data_type]], "little", signed=True)
+        return next(iter((*tensor.int64_data, *tensor.int32_data)), None)
+
+
+_INTEGER_NBYTES = {6: 4, 7: 8}
+"""Of int32 and int64, by TensorProto.DataType."""
 
 Rule = Callable[[Call], Iterator[str]]
 
@@ -205,6 +218,23 @@ def _switches(*names: str) -> Rule:
     return rule
 
 
+_LONGEST_SIGNAL = 1 << 24
+"""Samples that are counted in float32."""
+
+
+def _spectra(call: Call) -> Iterator[str]:
+    """STFT: frames within the signal, and a window of real numbers as long as they are."""
+    signal, window = call.input(0), call.input(2)
+    if signal is None or len(signal) < 2 or signal[1] > _LONGEST_SIGNAL:
+        yield f"signal of shape {signal}, expected at most {_LONGEST_SIGNAL} samples"
+    elif window is not None and (len(window) != 1 or signal[2:] not in ((), (1,))):
+        yield f"window of shape {window} for a signal of shape {signal}, expected one dimension and real numbers"
+    for place in (1,) if window is not None else (1, 3):
+        number = call.number(place)
+        if number is None or number < 1:
+            yield f"input {place}, samples of a frame or between two, is not a number from 1 that is part of the model"
+
+
 def _grams(call: Call) -> Iterator[str]:
     """TfIdfVectorizer: n-grams of numbers by length, an index each."""
     pool, counts, indexes = call.integers("pool_int64s"), call.integers("ngram_counts"), call.integers("ngram_indexes")
@@ -237,6 +267,7 @@ _RULES: Mapping[str, tuple[Rule, ...]] = MappingProxyType(
         "DeformConv": (_bias(1, 3),),
         "GatherND": (_batch_dims,),
         "QLinearConv": (_bias(3, 8),),
+        "STFT": (_spectra,),
         "TfIdfVectorizer": (_grams,),
         "com.microsoft.Attention": (_ranks("3", "2", "1", "1234", "5", "4", "01"),),
         "com.microsoft.DynamicQuantizeMatMul": (_columns(2, 3, 4), _bias_of_columns(4)),
