@@ -125,7 +125,7 @@ def compile(  # noqa: A001  # the word that users look for; nimblec.compile shad
     - ``max_error``: the largest difference from level 0 to accept, relative to an output's largest magnitude.
     - ``print_passes``: note each rewrite, with the calls of the graph before and after it. CUDA target.
     - ``refittable``: keep in the plan how weights are folded and repacked, so that `nimblert.Executable.refit` can
-      replace them; a note says what it costs. CPU target.
+      replace them; a note says what it costs.
     - ``streams``: "auto" (the fastest of several schedules, timed on this machine), "max", or a number of streams.
     - ``memory_limit``: the largest arena to accept, in bytes or as "64MiB", "1.5GB".
     - ``timing_cache``: the file that keeps measured times; ``plan_cache``: the folder that keeps the

@@ -196,4 +196,5 @@ class _Room:
         if self._kind is BufferKind.STATE:
             return buffer.storage or object()
         data = b"" if buffer.data is None else buffer.data
-        return (buffer.dtype, buffer.shape, buffer.alignment, sha256(data).digest())
+        apart = buffer.name if buffer.is_replaceable else None
+        return (buffer.dtype, buffer.shape, buffer.alignment, sha256(data).digest(), apart)

@@ -28,7 +28,8 @@ class Buffer:
     ``data`` holds the (initial) contents of a constant or state buffer, None elsewhere. ``dtype``
     and ``shape`` only describe it. Contents of a workspace do not outlive the op that uses it.
     ``storage`` tells constants and states of several graphs apart that lie in the same memory; 0: in none
-    of another graph.
+    of another graph. A constant that ``is_replaceable`` has a name of its own, and a place apart from others of the
+    same contents.
     """
 
     kind: BufferKind
@@ -39,6 +40,7 @@ class Buffer:
     alignment: int = 256
     data: memoryview | None = field(default=None, repr=False, compare=False)
     storage: int = field(default=0, compare=False)
+    is_replaceable: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

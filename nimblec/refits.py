@@ -1,13 +1,27 @@
 """The refits of a plan: which of its weights can be replaced, and how they are made of the model's."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from nimblec.ir import BufferKind
 from nimblec.schedule.lifetimes import used_buffers
 from nimblert.layouts import dense_strides
-from nimblert.plan import Pointer, Program, Region, Role, Tensor
+from nimblert.plan import (
+    Access,
+    Command,
+    Launch,
+    Memcpy,
+    Memset,
+    Pointer,
+    Program,
+    Record,
+    Region,
+    Role,
+    Tensor,
+    Wait,
+)
 
 if TYPE_CHECKING:
     from nimblec.assembly import Part
@@ -36,6 +50,61 @@ def refit(name: str, inputs: Sequence[Tensor]) -> Program:
         commands=(),
         role=Role.REFIT,
     )
+
+
+def replacing(program: Program, offsets: Mapping[str, int], given: Mapping[str, int] | None = None) -> Program:
+    """A program that takes weights and returns constants as a refit that writes these where the plan has them.
+
+    ``offsets`` are the places of the constants in WEIGHTS by the names of the outputs, ``given`` those of inputs that
+    the plan has there as they are.
+    """
+    given = given or {}
+    apart = [tensor for tensor in program.inputs if tensor.name not in given]
+    moved: dict[tuple[Region, int], Pointer] = {}
+    for tensor in program.inputs:
+        moved[Region.INPUT, tensor.pointer.index] = (
+            Pointer(region=Region.WEIGHTS, index=0, offset=given[tensor.name])
+            if tensor.name in given
+            else Pointer(region=Region.INPUT, index=apart.index(tensor), offset=0)
+        )
+    for tensor in program.outputs:
+        moved[Region.OUTPUT, tensor.pointer.index] = Pointer(
+            region=Region.WEIGHTS, index=0, offset=offsets[tensor.name]
+        )
+
+    def move(pointer: Pointer) -> Pointer:
+        start = moved.get((pointer.region, pointer.index))
+        return pointer if start is None else replace(start, offset=start.offset + pointer.offset)
+
+    inputs = tuple(replace(tensor, pointer=move(tensor.pointer)) for tensor in program.inputs)
+    return replace(
+        program,
+        name=min(tensor.name for tensor in inputs),
+        entry="",
+        inputs=inputs,
+        outputs=(),
+        input_nbytes=tuple(program.input_nbytes[tensor.pointer.index] for tensor in apart),
+        output_nbytes=(),
+        commands=tuple(_moved(command, move) for command in program.commands),
+        role=Role.REFIT,
+    )
+
+
+def _moved(command: Command, move: Callable[[Pointer], Pointer]) -> Command:
+    match command:
+        case Launch():
+            return replace(
+                command,
+                relocations=tuple(replace(r, pointer=move(r.pointer)) for r in command.relocations),
+                reads=tuple(Access(pointer=move(a.pointer), nbytes=a.nbytes) for a in command.reads),
+                writes=tuple(Access(pointer=move(a.pointer), nbytes=a.nbytes) for a in command.writes),
+            )
+        case Memcpy():
+            return replace(command, dst=move(command.dst), src=move(command.src))
+        case Memset():
+            return replace(command, dst=move(command.dst))
+        case Record() | Wait():
+            return command
 
 
 def _given(parts: "Sequence[Part]") -> Iterator[Tensor]:

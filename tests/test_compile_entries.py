@@ -135,6 +135,7 @@ def test_a_request_crosses_to_the_capture_process_as_it_is() -> None:
         level=2,
         precision="fp16",
         print_passes=True,
+        refittable=True,
         max_error=1e-3,
         streams="auto",
         memory_limit=None,

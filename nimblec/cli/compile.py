@@ -93,7 +93,7 @@ from nimblec.options import DEFAULT_LEVEL, InputSpec, Precision, TargetChoice, r
     "--refittable",
     is_flag=True,
     help="Keep in the plan how weights are folded and repacked, so that a loaded plan can be given others; says what "
-    "it costs (CPU target).",
+    "it costs.",
 )
 @click.option(
     "--streams",

@@ -31,11 +31,6 @@ def compile_cuda(source: Source, options: Options, output: Path, observer: Obser
     Raises the error of the capture process, or CompileError if that process died or if the lean replay
     differs from what the framework computed.
     """
-    if options.refittable:
-        raise CompileError(
-            "--refittable: only CPU plans can recompute weights that were folded or repacked; a CUDA plan of a PyTorch "
-            "model has its weights as they are at -O0, where they can be replaced without it: use -O0"
-        )
     with scratch_folder() as folder:
         path = folder / "request.json"
         path.write_text(_request(folder, source, options, output).to_json())
@@ -61,6 +56,7 @@ def _request(folder: Path, source: Source, options: Options, output: Path) -> Co
         precision=options.precision,
         max_error=options.max_error,
         print_passes=options.print_passes,
+        refittable=options.refittable,
         streams=options.streams,
         memory_limit=options.memory_limit,
         timing_cache=options.timing_cache,

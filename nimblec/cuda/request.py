@@ -29,6 +29,7 @@ class CompileRequest:
     precision: Precision
     max_error: float | None
     print_passes: bool
+    refittable: bool
     streams: str
     memory_limit: int | None
     timing_cache: Path
@@ -54,6 +55,7 @@ class CompileRequest:
             precision=found["precision"],
             max_error=found["max_error"],
             print_passes=found["print_passes"],
+            refittable=found["refittable"],
             streams=found["streams"],
             memory_limit=found["memory_limit"],
             timing_cache=Path(found["timing_cache"]),

@@ -12,7 +12,7 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     import torch
 
     from nimblec.cuda.recording.record import ModelRecorder, Recorders, Recording
+    from nimblec.cuda.refit.refittable import Refittable
+    from nimblec.frontend.onnx.importer import Weigh
     from nimblec.frontend.pytorch.model import ModelCall, TorchModel
     from nimblec.levels.variants import Variant
     from nimblec.optimize.pipeline import Step
@@ -134,7 +136,11 @@ class _Worker:
             if not original.is_flat:
                 with self._stage("warm up"):
                     recorders.of(original, self._models).refuse_hidden_state()
-        made = {key: self._fastest(original, recorders) for key, original in originals.items()}
+        refittable = self._made_refittable(originals)
+        tried = {key: self._variants(original) for key, original in originals.items()}
+        if refittable is not None:
+            tried = {key: refittable.as_variants(key) for key in originals}
+        made = {key: self._fastest(original, tried[key], recorders) for key, original in originals.items()}
         for each in made.values():
             self._note(each.recording.notes)
         names = {key: program_name(*key) for key in made}
@@ -148,7 +154,12 @@ class _Worker:
             replace(each.part, graph=_with_weights(each, originals[key]), entry=key[0], profile=key[1])
             for key, each in made.items()
         ]
-        plan = assemble(parts, self._provenance({names[key]: each.name for key, each in made.items()}))
+        provenance = self._provenance({names[key]: each.name for key, each in made.items()})
+        plan = (
+            assemble(parts, provenance)
+            if refittable is None
+            else self._assembled(parts, provenance, refittable, [each.model for each in made.values()], recorders)
+        )
         self._finish(mark_masks(plan, self._request.pad_masks), made, originals, recorders)
         self._note(self._cache.notes)
 
@@ -183,15 +194,64 @@ class _Worker:
                     found = first_difference(recording, plan.device, inputs, expected)
                     raise CompileError(f"{problem.sentence}; {found}")
 
-    def _fastest(self, original: "TorchModel", recorders: "Recorders") -> "_Made":
-        """The variant of the model at the level asked for whose plan takes the least GPU time."""
-        from nimblec.levels.variants import as_it_runs, variants
+    def _variants(self, model: "TorchModel") -> "Iterator[Variant]":
+        """The variants of a model at the level asked for."""
+        from nimblec.levels.variants import variants
+
+        report = self._note_pass if self._request.print_passes else None
+        return variants(model, self._request.level, _half(self._request.precision), self._cache, report)
+
+    def _made_refittable(self, originals: "Mapping[_Key, TorchModel]") -> "Refittable[_Key] | None":
+        """All variants of the models, made for any weights; None where that is not asked for, or they run as they are.
+
+        A module that runs as it is has its weights as they are.
+        """
+        request = self._request
+        is_onnx = request.source.kind == "onnx"
+        if not request.refittable or (request.level == 0 and not is_onnx and _half(request.precision) is None):
+            return None
+        from nimblec.cuda.refit.refittable import make_refittable, of_files, of_modules
+
+        def load(weigh: "Weigh") -> "dict[_Key, TorchModel]":
+            models = self._load_onnx(weigh)
+            return {key: replace(models[key], args=o.args, inputs=o.inputs) for key, o in originals.items()}
+
+        with self._stage("refittable"):
+            found = make_refittable(of_files(load) if is_onnx else of_modules(originals), self._variants)
+        self._models += (each.model for made in found.variants.values() for each in made)
+        self._note(found.failures)
+        return found
+
+    def _assembled(
+        self,
+        parts: "Sequence[Part]",
+        provenance: Provenance,
+        refittable: "Refittable[_Key]",
+        models: "Sequence[TorchModel]",
+        recorders: "Recorders",
+    ) -> Plan:
+        """The plan of parts captured of ``models``, and its refits."""
+        from nimblec.cuda.refit.programs import assemble_refittable, recipes
+
+        with self._stage("recipes"):
+            found = recipes(refittable, models, "cuda")
+            made = None
+            if found.model is not None:
+                recorder = recorders.of(found.model, self._models)
+                recorder.warm_up()
+                made = recorder.record().graph
+            plan = assemble_refittable([replace(p, graph=found.named(p.graph)) for p in parts], provenance, found, made)
+        self._note(refittable.notes(plan))
+        return plan
+
+    def _fastest(self, original: "TorchModel", tried: "Iterable[Variant]", recorders: "Recorders") -> "_Made":
+        """Of the variants of a model, the one whose plan takes the least GPU time."""
+        from nimblec.levels.variants import as_it_runs
 
         level, dtype = self._request.level, _half(self._request.precision)
         made: list[_Made] = []
         failures: list[NimbleError] = []
-        report = self._note_pass if self._request.print_passes else None
-        for variant in variants(original, level, dtype, self._cache, report):
+        for variant in tried:
             try:
                 with nullcontext() if variant.is_original else unforeseen(variant.name):
                     made.append(self._make(variant, recorders))
@@ -273,20 +333,9 @@ class _Worker:
         request = self._request
         torch.manual_seed(_SEED)
         set_arithmetic(request.precision)
-        examples = {} if request.examples is None else dict(np.load(request.examples))
-        options = Options(
-            inputs=request.inputs, dims=request.dims, sizes=request.sizes, examples=tuple(examples.items())
-        )
+        options = self._options()
         if request.source.kind == "onnx":
-            from nimblec.frontend.onnx.torch_model import load_onnx
-
-            path = Path(request.source.model)
-            return {
-                ("main", profile): load_onnx(
-                    path, device="cuda", specs=request.inputs, dims=request.dims, examples=examples, profile=profile
-                )
-                for profile in options.profiles
-            }
+            return self._load_onnx()
         calls: dict[_Key, ModelCall]
         if options.sizes:
             program = sources.dynamic_program(request.source, options, device="cuda")
@@ -297,6 +346,29 @@ class _Worker:
         shared = {entry: part.shared for entry, part in request.source.entries}
         share({entry: model.module for (entry, _), model in placed.items()}, shared)
         return placed
+
+    def _options(self) -> Options:
+        """Those of the request that say of which sizes the inputs are."""
+        request = self._request
+        examples = () if request.examples is None else tuple(np.load(request.examples).items())
+        return Options(inputs=request.inputs, dims=request.dims, sizes=request.sizes, examples=examples)
+
+    def _load_onnx(self, weigh: "Weigh | None" = None) -> "dict[_Key, TorchModel]":
+        from nimblec.frontend.onnx.torch_model import load_onnx
+
+        options = self._options()
+        return {
+            ("main", profile): load_onnx(
+                Path(self._request.source.model),
+                device="cuda",
+                specs=options.inputs,
+                dims=options.dims,
+                examples=dict(options.examples),
+                profile=profile,
+                weigh=weigh,
+            )
+            for profile in options.profiles
+        }
 
     def _with_golden(self, program: Program, made: _Made, original: "TorchModel") -> Program:
         """The program with what the framework computes from seeded inputs, and how far two runs differ."""

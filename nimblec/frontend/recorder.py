@@ -328,11 +328,11 @@ def on_device(constants: Mapping[str, Tensor], device: torch.device) -> dict[str
     moved: dict[str, Tensor] = {}
     for names in groups.values():
         first = constants[names[0]]
-        whole = torch.empty(0, dtype=first.dtype).set_(first.untyped_storage())
-        if sum(constants[name].numel() for name in names) <= whole.numel():
+        whole = first.untyped_storage().nbytes() // first.element_size()
+        if sum(constants[name].numel() for name in names) <= whole:
             moved.update((name, constants[name].to(device)) for name in names)
             continue
-        base = whole.to(device)
+        base = first.as_strided((whole,), (1,), 0).to(device)
         for name in names:
             view = constants[name]
             moved[name] = base.as_strided(view.shape, view.stride(), view.storage_offset())

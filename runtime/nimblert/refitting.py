@@ -13,13 +13,10 @@ from nimblert.device_arrays import DeviceArray
 from nimblert.dtypes import numpy_dtype
 from nimblert.entries import Take, checked_array
 from nimblert.errors import InputError
-from nimblert.plan import Plan, Program, Region, Target, Tensor
+from nimblert.plan import Plan, Program, Region, Tensor
 
 NewWeights: TypeAlias = Mapping[str, Any] | str | PathLike[str]
 """Arrays by the name of a weight, or the path of a safetensors file."""
-
-_ADVICE = {Target.CPU: "compile with --refittable", Target.CUDA: "compile a PyTorch model with -O0"}
-"""How a plan is made whose weights can be replaced."""
 
 _FILE_DTYPES = {
     "BOOL": "bool",
@@ -57,7 +54,7 @@ def checked(plan: Plan, weights: NewWeights, take: Take) -> list[Refit]:
     known = replaceable(plan)
     for name in given:
         if name not in known:
-            raise InputError(_unknown(name, list(known), _ADVICE[plan.target]))
+            raise InputError(_unknown(name, list(known)))
     arrays = {name: _checked(known[name], value, take) for name, value in given.items()}
     chosen = [refit for refit in plan.refits if any(tensor.name in arrays for tensor in refit.inputs)]
     return [Refit(program=refit, arrays=_of(refit, arrays)) for refit in chosen]
@@ -81,14 +78,14 @@ def _of(refit: Program, arrays: Mapping[str, np.ndarray | DeviceArray]) -> tuple
     return tuple(arrays.get(tensor.name) for tensor in refit.inputs)
 
 
-def _unknown(name: object, known: list[str], advice: str) -> str:
+def _unknown(name: object, known: list[str]) -> str:
     if not known:
-        return f"weight {name!r}: the plan has no weights that a refit replaces: {advice}"
+        return f"weight {name!r}: the plan has no weights that a refit replaces: compile with --refittable"
     meant = get_close_matches(str(name), known, n=1)
     hint = f"did you mean {meant[0]!r}? Else" if meant else "where the model has it,"
     return (
         f"weight {name!r}: not one of the {len(known)} that the plan can replace; {hint} it was folded or repacked:"
-        f" {advice}"
+        " compile with --refittable"
     )
 
 

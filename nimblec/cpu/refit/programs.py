@@ -1,6 +1,6 @@
 """Recipes as programs of the plan: captured, laid out and lowered as models are, and set to write weights."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,7 +12,7 @@ from nimblec.cpu.kernels import Header
 from nimblec.cpu.optimizer import OptimizedModel
 from nimblec.cpu.refit.recipe import Recipe, Source, model_of, sources
 from nimblec.cpu.refit.refittable import Refittable, digest
-from nimblec.refits import refit
+from nimblec.refits import refit, replacing
 from nimblec.schedule.dependencies import dependencies
 from nimblec.schedule.memory import layout
 from nimblec.schedule.streams import serial
@@ -22,7 +22,7 @@ from nimblert.device_arrays import DeviceArray
 from nimblert.encoder import encode
 from nimblert.errors import InputError
 from nimblert.layouts import dense_strides
-from nimblert.plan import Access, Command, Launch, Plan, Pointer, Program, Region, Role, Tensor
+from nimblert.plan import Plan, Pointer, Program, Region, Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,46 +98,10 @@ def _tensor(source: Source, offset: int) -> Tensor:
 def _refit(program: Program, group: _Group, offsets: Mapping[bytes, int]) -> Program:
     """A program that reads weights as inputs and gives constants as outputs, moved to where the plan has them."""
     given = {source.name: offsets[key] for key, source in group.given.items()}
-    apart = [tensor for tensor in program.inputs if tensor.name not in given]
-    moved: dict[tuple[Region, int], Pointer] = {}
-    for tensor in program.inputs:
-        moved[Region.INPUT, tensor.pointer.index] = (
-            Pointer(region=Region.WEIGHTS, index=0, offset=given[tensor.name])
-            if tensor.name in given
-            else Pointer(region=Region.INPUT, index=apart.index(tensor), offset=0)
-        )
-    for tensor in program.outputs:
-        offset = offsets[bytes.fromhex(tensor.name)]
-        moved[Region.OUTPUT, tensor.pointer.index] = Pointer(region=Region.WEIGHTS, index=0, offset=offset)
-
-    def move(pointer: Pointer) -> Pointer:
-        start = moved.get((pointer.region, pointer.index))
-        return pointer if start is None else replace(start, offset=start.offset + pointer.offset)
-
-    names = {tensor.name for tensor in program.inputs}
+    made = replacing(program, {key.hex(): offsets[key] for key in group.made}, given)
+    names = {tensor.name for tensor in made.inputs}
     others = [_tensor(s, offsets[key]) for key, s in group.given.items() if s.name not in names]
-    inputs = [replace(tensor, pointer=move(tensor.pointer)) for tensor in program.inputs]
-    return replace(
-        program,
-        name=min(tensor.name for tensor in inputs),
-        entry="",
-        inputs=(*inputs, *others),
-        outputs=(),
-        input_nbytes=tuple(program.input_nbytes[tensor.pointer.index] for tensor in apart),
-        output_nbytes=(),
-        commands=tuple(_moved(command, move) for command in program.commands),
-        role=Role.REFIT,
-    )
-
-
-def _moved(command: Command, move: Callable[[Pointer], Pointer]) -> Command:
-    assert isinstance(command, Launch)  # which is all that a model for the CPU becomes on one stream
-    return replace(
-        command,
-        relocations=tuple(replace(r, pointer=move(r.pointer)) for r in command.relocations),
-        reads=tuple(Access(pointer=move(a.pointer), nbytes=a.nbytes) for a in command.reads),
-        writes=tuple(Access(pointer=move(a.pointer), nbytes=a.nbytes) for a in command.writes),
-    )
+    return replace(made, inputs=(*made.inputs, *others))
 
 
 def with_weights(plan: Plan, weights: Mapping[str, np.ndarray]) -> Plan:

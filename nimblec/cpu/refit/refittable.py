@@ -15,9 +15,10 @@ from nimblec.cpu.constants import keep_apart
 from nimblec.cpu.optimizer import OptimizedModel, optimize
 from nimblec.cpu.refit.batch_norm import fold_batch_norms
 from nimblec.cpu.refit.explain import explain
-from nimblec.cpu.refit.generic import perturbed, weights_of, with_weights
+from nimblec.cpu.refit.generic import weights_of, with_weights
 from nimblec.cpu.refit.recipe import Recipe, sources
 from nimblec.frontend.onnx import model_nodes
+from nimblec.other_weights import perturbed
 
 _SHOWN = 4
 """Of what may be many, a note lists so many."""

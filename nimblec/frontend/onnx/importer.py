@@ -6,8 +6,9 @@ computed immediately, the rest is recorded. Operators that the table lacks are r
 function body, where the model or the ONNX schema has one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from onnx import ModelProto
@@ -17,11 +18,15 @@ from nimblec.errors import UnsupportedModelError
 from nimblec.frontend.onnx import model_file
 from nimblec.frontend.onnx.bias import fuse_bias
 from nimblec.frontend.onnx.frame import Frame, Scope
+from nimblec.frontend.onnx.model_weights import weight_names
 from nimblec.frontend.onnx.tensors import dense_of, narrow_type, tensor_of
 from nimblec.frontend.onnx.walk import Walk
 from nimblec.frontend.onnx_ops.axes import sizes_of
 from nimblec.frontend.onnx_ops.table import Refused
 from nimblec.frontend.recorder import Recorder, on_device
+
+Weigh: TypeAlias = Callable[[str, Tensor], Tensor]
+"""What stands for a weight, of a name and of these numbers, in the graph."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +52,10 @@ class OnnxProgram:
     outputs: tuple[str, ...]
 
 
-def import_model(model: ModelProto, *, device: str = "cpu") -> OnnxProgram:
+def import_model(model: ModelProto, *, device: str = "cpu", weigh: Weigh | None = None) -> OnnxProgram:
     """Translate a model whose inputs have static shapes; constants and calls are on ``device``.
+
+    ``weigh`` gives other tensors of the same dtype and shape for the weights.
 
     Raises UnsupportedModelError with a sentence for each node that cannot be translated.
     """
@@ -56,7 +63,7 @@ def import_model(model: ModelProto, *, device: str = "cpu") -> OnnxProgram:
     inputs = tuple(_input(value) for value in model_file.inputs(model))
     walk = Walk(model, recorder)
     with recorder:
-        scope = _constants(model, recorder)
+        scope = _constants(model, recorder, weigh)
         for i, described in enumerate(inputs):
             dtype = getattr(torch, described.dtype)
             scope[described.name] = recorder.placeholder(f"input_{i}", dtype, described.shape)
@@ -81,10 +88,12 @@ def _input(value: model_file.ModelTensor) -> OnnxInput:
     return OnnxInput(name=value.name, dtype=value.dtype, shape=sizes)
 
 
-def _constants(model: ModelProto, recorder: Recorder) -> Scope:
+def _constants(model: ModelProto, recorder: Recorder, weigh: Weigh | None) -> Scope:
     scope: dict[str, Tensor] = {}
+    weights = weight_names(model) if weigh is not None else frozenset()
     for proto in model.graph.initializer:
-        scope[proto.name] = tensor_of(proto)
+        tensor = tensor_of(proto)
+        scope[proto.name] = weigh(proto.name, tensor) if weigh is not None and proto.name in weights else tensor
     for sparse in model.graph.sparse_initializer:
         scope[sparse.values.name] = dense_of(sparse)
     for name, tensor in scope.items():

@@ -8,7 +8,7 @@ import torch
 
 from nimblec.frontend.onnx import model_file, model_shapes
 from nimblec.frontend.onnx.examples import check_examples
-from nimblec.frontend.onnx.importer import OnnxInput, import_model
+from nimblec.frontend.onnx.importer import OnnxInput, Weigh, import_model
 from nimblec.frontend.pytorch.model import TorchModel, as_tensor, resized
 from nimblec.options import InputSpec
 from nimblert.plan import Profile
@@ -22,11 +22,12 @@ def load_onnx(
     dims: tuple[tuple[str, int], ...] = (),
     examples: Mapping[str, np.ndarray] | None = None,
     profile: Profile = (),
+    weigh: Weigh | None = None,
 ) -> TorchModel:
     """An ONNX file as ATen calls on ``device``; ``examples`` are arrays for its inputs by name.
 
     ``specs`` and ``dims`` give sizes to its dynamic dimensions, of one input and by name, and so does the
-    ``profile``, to whose sizes examples are repeated or cut.
+    ``profile``, to whose sizes examples are repeated or cut. ``weigh`` gives other tensors for its weights.
     """
     given = dict(examples or {})
     loaded = model_file.load(path)
@@ -36,7 +37,7 @@ def load_onnx(
     given = {name: resized(array, shapes[name].shape) for name, array in given.items()}
     shapes |= {spec.name: spec for spec in specs}
     model = model_shapes.fix_shapes(loaded, tuple(shapes.values()), (*dims, *profile))
-    program = import_model(model, device=device)
+    program = import_model(model, device=device, weigh=weigh)
     inputs = tuple((i.name, _example(i, given.get(i.name)).to(device)) for i in program.inputs)
     tensors = tuple(tensor for _, tensor in inputs)
     return TorchModel(

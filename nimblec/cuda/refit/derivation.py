@@ -1,0 +1,257 @@
+"""How constants are made of weights: the calls that made them, as a dispatch mode sees them.
+
+A memory that a call makes is known by that call, and a tensor is its memory, or a part of it by strides:
+views need not be followed.
+"""
+
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from nimblert.layouts import dense_strides, is_dense
+
+aten = torch.ops.aten
+
+_MOVES = frozenset({
+    aten.alias.default,
+    aten.as_strided.default,
+    aten.clone.default,
+    aten.contiguous.default,
+    aten.detach.default,
+    aten.reshape.default,
+    aten._to_copy.default,
+    aten.to.dtype_layout,
+    aten.to.device,
+    aten.to.dtype,
+})
+"""Calls that move elements and do nothing else, if the dtype stays."""
+
+_MOST_FIXED_NBYTES = 1 << 20
+"""Of a tensor without weights that a recipe may read."""
+
+_HOST = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Memory:
+    """A storage by the tensor that was the first in it, and so is all of it.
+
+    ``node`` is that tensor, None where no call tells what is there by now; ``lies`` its shape, strides and offset.
+    Weights of the names ``sources`` have a part in it.
+    """
+
+    storage: StorageWeakRef
+    node: fx.Node | None
+    dtype: torch.dtype
+    lies: tuple[Any, ...]
+    count: int
+    sources: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """``module`` makes memories, each as one axis, of the weights called ``sources``, in their order.
+
+    ``parts`` are the sources of each memory.
+    """
+
+    module: fx.GraphModule
+    sources: tuple[str, ...]
+    parts: tuple[frozenset[str], ...]
+
+    def __call__(self, weights: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        """The memories, for these weights."""
+        with torch.no_grad():
+            made: tuple[Tensor, ...] = self.module(*(weights[name] for name in self.sources))
+        return made
+
+
+class Derivations(TorchDispatchMode):
+    """Sees what is made of weights while it is entered.
+
+    ``baked`` are those of which a number became one of the program, so that nothing replaces it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.baked: frozenset[str] = frozenset()
+        self._graph = fx.Graph()
+        self._fixed = torch.nn.Module()
+        self._known: dict[int, _Memory] = {}
+        self._weights: dict[str, fx.Node] = {}
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Take a tensor, all of its memory and in C order, for a weight; another one of that name is the same."""
+        if name not in self._weights:
+            self._weights[name] = self._graph.placeholder(f"weight_{len(self._weights)}")
+            self._weights[name].meta["weight"] = name
+        self._know(tensor, self._weights[name], frozenset({name}))
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        is_real = not any(isinstance(tensor, FakeTensor) for tensor in given)
+        read = [memory for memory in map(self._memory, given) if memory is not None] if is_real else []
+        result = func(*args, **kwargs)
+        if not read:
+            return result
+        sources = frozenset[str]().union(*(memory.sources for memory in read))
+        if func is aten._local_scalar_dense.default and not isinstance(result, bool):
+            self.baked |= sources
+        if func._schema.is_mutable:
+            for tensor in _written(func, args, kwargs):
+                self._know(tensor, None, sources)
+        else:
+            old = set(map(_storage, given))
+            if any(isinstance(leaf, Tensor) and _storage(leaf) not in old for leaf in tree_leaves(result)):
+                node = None
+                if all(memory.node is not None for memory in read) and all(map(self._is_readable, given)):
+                    node = self._graph.call_function(func, *tree_map_only(Tensor, self._argument, (args, kwargs)))
+                self._know_results(node, result, old, sources)
+        return result
+
+    def sources(self, tensor: Tensor) -> frozenset[str]:
+        """The weights that have a part in the memory of a tensor."""
+        memory = self._memory(tensor)
+        return frozenset() if memory is None else memory.sources
+
+    def is_told(self, tensor: Tensor) -> bool:
+        """Whether calls tell how the memory of a tensor is made of weights."""
+        memory = self._memory(tensor)
+        return memory is not None and memory.node is not None
+
+    def recipe(self, tensors: Iterable[Tensor], *, on: torch.device | None = None) -> Recipe:
+        """What makes the memories of tensors that are told of; ``on`` one device, or else where each was made."""
+        graph = fx.Graph()
+        made: dict[fx.Node, fx.Node] = {}
+        memories = [memory for memory in map(self._memory, tensors) if memory is not None]
+        wanted = {memory.node for memory in memories}
+        for node in reversed(self._graph.nodes):
+            if node in wanted:
+                wanted.update(node.all_input_nodes)
+        for node in self._graph.nodes:
+            if node in wanted:
+                made[node] = graph.node_copy(node, lambda n: made[n])
+                if on is not None:
+                    moved = tree_map_only(torch.device, lambda _: on, (made[node].args, made[node].kwargs))
+                    made[node].args, made[node].kwargs = moved
+        outputs = []
+        for memory in memories:
+            assert memory.node is not None
+            whole = graph.call_function(aten.as_strided.default, (made[memory.node], [memory.count], [1], 0))
+            outputs.append(graph.call_function(aten.clone.default, (whole,)))
+        graph.output(tuple(outputs))
+        read = [str(node.target) for node in graph.nodes if node.op == "get_attr"]
+        fixed = {name: self._fixed.get_buffer(name).to(on) for name in read}
+        return Recipe(
+            module=fx.GraphModule(fixed, graph, class_name="Recipe"),
+            sources=tuple(node.meta["weight"] for node in graph.nodes if node.op == "placeholder"),
+            parts=tuple(memory.sources for memory in memories),
+        )
+
+    def _memory(self, tensor: Tensor) -> _Memory | None:
+        if tensor.layout is not torch.strided or tensor.device.type == "meta":
+            return None
+        memory = self._known.get(_storage(tensor))
+        return None if memory is None or memory.storage.expired() else memory
+
+    def _know(self, tensor: Tensor, node: fx.Node | None, sources: frozenset[str]) -> None:
+        storage = tensor.untyped_storage()
+        self._known[_storage(tensor)] = _Memory(
+            storage=StorageWeakRef(storage),
+            node=node,
+            dtype=tensor.dtype,
+            lies=_lies(tensor),
+            count=storage.nbytes() // tensor.element_size(),
+            sources=sources,
+        )
+
+    def _know_results(self, node: fx.Node | None, result: Any, old: set[int], sources: frozenset[str]) -> None:
+        """Know the new memories among what a call returned: a tensor, or several."""
+        several = isinstance(result, list | tuple)
+        for number, tensor in enumerate(result if several else [result]):
+            if isinstance(tensor, Tensor) and _storage(tensor) not in old:
+                item = self._graph.call_function(operator.getitem, (node, number)) if several and node else node
+                self._know(tensor, item, sources)
+
+    def _is_readable(self, tensor: Tensor) -> bool:
+        """Whether a recipe may read a tensor: one that weights have a part in, or a small one."""
+        return self._memory(tensor) is not None or tensor.nbytes <= _MOST_FIXED_NBYTES
+
+    def _argument(self, tensor: Tensor) -> fx.Node:
+        """A tensor that a call reads, as a node."""
+        memory = self._memory(tensor)
+        if memory is None:
+            name = f"fixed_{len(self._graph.nodes)}"
+            self._fixed.register_buffer(name, tensor.detach())
+            return self._graph.get_attr(name)
+        assert memory.node is not None
+        if memory.lies == _lies(tensor) and memory.dtype is tensor.dtype:
+            return memory.node
+        node = memory.node
+        if memory.dtype is not tensor.dtype:
+            node = self._graph.call_function(aten.view.dtype, (node, tensor.dtype))
+        return self._graph.call_function(aten.as_strided.default, (node, *map(_plain, _lies(tensor))))
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _lies(tensor: Tensor) -> tuple[Any, ...]:
+    return tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset()
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _written(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """The tensors that a call writes into."""
+    for place, described in enumerate(func._schema.arguments):
+        if described.alias_info is not None and described.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(described.name)
+            yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+
+
+def strides_of_moved(recipe: Recipe, weight: Tensor) -> tuple[int, ...] | None:
+    """How the one memory that a recipe makes of one weight holds it, in elements; None where it is no copy of it."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(recipe.module.graph, {}))
+    for node in graph.nodes:
+        if node.op == "get_attr" or (node.op == "call_function" and not _is_move(node, weight.dtype)):
+            return None
+        node.args, node.kwargs = tree_map_only(torch.dtype, lambda _: torch.int64, (node.args, node.kwargs))
+        node.args, node.kwargs = tree_map_only(torch.device, lambda _: _HOST, (node.args, node.kwargs))
+    numbers = torch.arange(weight.numel()).reshape(weight.shape)
+    (found,) = fx.GraphModule(torch.nn.Module(), graph)(numbers)
+    if found.numel() != numbers.numel():
+        return None
+    places = torch.empty_like(found).scatter_(0, found, torch.arange(found.numel()))
+    steps = zip(weight.shape, dense_strides(weight.shape), strict=True)
+    strides = tuple(int(places[step]) if size > 1 else 1 for size, step in steps)
+    if not is_dense(weight.shape, strides):
+        return None
+    laid = torch.empty_strided(weight.shape, strides, dtype=torch.int64).copy_(numbers)
+    return strides if torch.equal(laid.as_strided(found.shape, (1,)), found) else None
+
+
+def _is_move(node: fx.Node, dtype: torch.dtype) -> bool:
+    """Whether a call moves elements of a dtype, and does nothing else."""
+    leaves = tree_leaves((node.args, node.kwargs))
+    return node.target in _MOVES and all(leaf is dtype for leaf in leaves if isinstance(leaf, torch.dtype))

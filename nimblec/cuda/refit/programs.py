@@ -1,0 +1,184 @@
+"""Recipes as programs of a plan: captured at once, then taken apart into those that have no weight in common.
+
+They run on the device, like every program: the runtime needs no arithmetic of its own, and what they make is what
+the same calls made when the plan was compiled.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nimblec.assembly import Part, Provenance, assemble
+from nimblec.cuda.refit.derivation import Recipe, strides_of_moved
+from nimblec.cuda.refit.refittable import Refittable, whole
+from nimblec.frontend.pytorch.model import DTYPE_NAMES, TorchModel
+from nimblec.ir import BufferKind, Graph
+from nimblec.refits import refit, replacing
+from nimblec.schedule.dependencies import dependencies
+from nimblec.schedule.lifetimes import task_buffers
+from nimblec.schedule.memory import layout
+from nimblec.schedule.streams import serial
+from nimblert.plan import Plan, Pointer, Region
+from nimblert.plan import Tensor as PlanTensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """A weight that a constant of the plan holds as it is, its elements laid by these strides."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipes:
+    """The constants that weights have a part in, by names of their own, of the models of one plan.
+
+    ``names`` are by storage. ``given`` are copies of weights; ``model`` makes the others, called ``made``, in this
+    order, of weights that are its inputs; None where there are none.
+    """
+
+    names: Mapping[int, str]
+    given: Mapping[str, Given]
+    made: tuple[str, ...]
+    model: TorchModel | None
+
+    def named(self, graph: Graph) -> Graph:
+        """The graph with the constants that can be replaced under their names."""
+        buffers = (
+            replace(buffer, name=self.names[buffer.storage], is_replaceable=True)
+            if buffer.kind is BufferKind.CONSTANT and buffer.storage in self.names
+            else buffer
+            for buffer in graph.buffers
+        )
+        return replace(graph, buffers=tuple(buffers))
+
+
+def recipes(refittable: Refittable[Any], models: Iterable[TorchModel], device: str) -> Recipes:
+    """The recipes for the constants of some of the variants, on a device."""
+    derivations, weights = refittable.derivations, refittable.weights
+    names: dict[int, str] = {}
+    tensors: dict[str, Tensor] = {}
+    singles: dict[str, Recipe] = {}
+    for tensor in refittable.constants(models):
+        recipe = derivations.recipe([tensor])
+        name = _name(recipe, tensor)
+        names[tensor.untyped_storage()._cdata] = name
+        tensors.setdefault(name, tensor)
+        singles.setdefault(name, recipe)
+    given: dict[str, Given] = {}
+    made: list[str] = []
+    for group in _groups({name: frozenset(recipe.sources) for name, recipe in singles.items()}):
+        found = _given(singles[group[0]], weights) if len(group) == 1 else None
+        if found is None:
+            made += group
+        else:
+            given[group[0]] = found
+    model = None
+    if made:
+        recipe = derivations.recipe([tensors[name] for name in made], on=torch.device(device))
+        inputs = tuple((name, weights[name].to(device, copy=True)) for name in recipe.sources)
+        args = tuple(tensor for _, tensor in inputs)
+        model = TorchModel(module=recipe.module, args=args, kwargs={}, inputs=inputs, is_flat=True)
+    return Recipes(names=names, given=given, made=tuple(made), model=model)
+
+
+def _name(recipe: Recipe, tensor: Tensor) -> str:
+    """What tells a constant from others: the first of its weights, and a digest of what is made of them."""
+    digest = sha256(f"{recipe.sources} {tensor.dtype}".encode())
+    for node in recipe.module.graph.nodes:
+        digest.update(f"{node.op} {node.target} {node.args} {node.kwargs}".encode())
+    for fixed in recipe.module.buffers():
+        digest.update(f"{fixed.dtype} {tuple(fixed.shape)} {fixed.stride()}".encode())
+        digest.update(whole(fixed).cpu().view(torch.uint8).numpy().data)
+    return f"{min(recipe.sources)} {digest.hexdigest()[:12]}"
+
+
+def _groups(sources: Mapping[str, frozenset[str]]) -> Iterator[list[str]]:
+    """The constants in groups, of which no two have a weight in common."""
+    groups: list[tuple[set[str], list[str]]] = []
+    for name, read in sources.items():
+        met = [group for group in groups if group[0] & read]
+        groups = [group for group in groups if not group[0] & read]
+        groups.append((set(read).union(*(g[0] for g in met)), [*(n for g in met for n in g[1]), name]))
+    return (names for _, names in groups)
+
+
+def _given(recipe: Recipe, weights: Mapping[str, Tensor]) -> Given | None:
+    """The weight that a constant is a copy of, if it is."""
+    if len(recipe.sources) > 1:
+        return None
+    (name,) = recipe.sources
+    weight = weights[name]
+    strides = strides_of_moved(recipe, weight)
+    if strides is None:
+        return None
+    return Given(name=name, dtype=DTYPE_NAMES[weight.dtype], shape=tuple(weight.shape), strides=strides)
+
+
+def assemble_refittable(parts: Sequence[Part], provenance: Provenance, found: Recipes, made: Graph | None) -> Plan:
+    """The plan of these parts, in whose graphs constants are `Recipes.named`, with refits.
+
+    ``made`` is the captured model of the recipes.
+    """
+    graphs = [] if made is None else list(_apart(made, found.made))
+    plan = assemble([*parts, *(_part(graph, number) for number, graph in enumerate(graphs))], provenance)
+    offsets = {weight.name: weight.offset for weight in plan.weights}
+    given = [
+        PlanTensor(
+            name=each.name,
+            dtype=each.dtype,
+            shape=each.shape,
+            strides=each.strides,
+            pointer=Pointer(region=Region.WEIGHTS, index=0, offset=offsets[constant]),
+        )
+        for constant, each in found.given.items()
+    ]
+    refits = [refit("weights", sorted(given, key=lambda tensor: tensor.pointer.offset))] if given else []
+    refits += [replacing(program, offsets) for program in plan.programs[len(parts) :]]
+    return replace(plan, programs=plan.programs[: len(parts)], refits=tuple(refits))
+
+
+def _part(graph: Graph, number: int) -> Part:
+    schedule = serial(dependencies(graph))
+    return Part(graph=graph, schedule=schedule, memory=layout(graph, schedule), entry=f"refit {number}")
+
+
+def _apart(graph: Graph, names: Sequence[str]) -> Iterator[Graph]:
+    """The graphs that a graph consists of, which share constants alone; its outputs get these names."""
+    outputs = [replace(view, name=name) for view, name in zip(graph.outputs, names, strict=True)]
+    shared = {n for n, b in enumerate(graph.buffers) if b.kind in (BufferKind.CONSTANT, BufferKind.WORKSPACE)}
+    parent = list(range(len(graph.buffers)))
+
+    def root(buffer: int) -> int:
+        while parent[buffer] != buffer:
+            parent[buffer] = buffer = parent[parent[buffer]]
+        return buffer
+
+    own = [sorted(task_buffers(task) - shared) for task in graph.tasks]
+    for first, *others in filter(None, own):
+        for other in others:
+            parent[root(other)] = root(first)
+    members: dict[int, list[int]] = defaultdict(list)
+    for number, buffers in enumerate(own):
+        if buffers:
+            members[root(buffers[0])].append(number)
+    for group in dict.fromkeys(root(view.buffer) for view in outputs):
+        place = {number: n for n, number in enumerate(members[group])}
+        tasks = (graph.tasks[number] for number in place)
+        yield replace(
+            graph,
+            tasks=tuple(
+                replace(t, programmatic_after=None if t.programmatic_after is None else place.get(t.programmatic_after))
+                for t in tasks
+            ),
+            inputs=tuple(view for view in graph.inputs if root(view.buffer) == group),
+            outputs=tuple(view for view in outputs if root(view.buffer) == group),
+        )

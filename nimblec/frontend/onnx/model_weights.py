@@ -1,0 +1,23 @@
+"""Which initializers of an ONNX model are weights."""
+
+from onnx import ModelProto, TensorProto
+
+from nimblec.frontend.onnx import model_nodes
+
+_DTYPES = frozenset({TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16})
+
+_SIZING = frozenset({"Resize", "Upsample", "Range", "OneHot", "Dropout", "Clip", "Pad", "Pow"})
+"""Operators whose constants say what is computed, and are no weights."""
+
+
+def weight_names(model: ModelProto) -> frozenset[str]:
+    """The names of the weights: initializers of floating-point numbers in a row or more.
+
+    Numbers alone, such as the factor of a GELU, say what is computed: patterns are recognised by them.
+    """
+    settled = {name for node in model_nodes.nodes(model.graph) if node.op_type in _SIZING for name in node.input[1:]}
+    return frozenset(
+        tensor.name
+        for tensor in model.graph.initializer
+        if tensor.data_type in _DTYPES and tensor.dims and 0 not in tensor.dims and tensor.name not in settled
+    )

@@ -1,0 +1,316 @@
+"""compile(refittable=True) for the CUDA target: recipes of constants, on the host and on a GPU."""
+
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import nimblec
+import nimblert
+from nimblec.assembly import Part, Provenance
+from nimblec.cuda.refit.programs import Given, Recipes, assemble_refittable, recipes
+from nimblec.cuda.refit.refittable import Refittable, make_refittable, of_files, of_modules, whole
+from nimblec.errors import CompileError
+from nimblec.frontend.onnx.importer import Weigh
+from nimblec.frontend.onnx.torch_model import load_onnx
+from nimblec.frontend.pytorch.model import TorchModel, place
+from nimblec.ir import Access, Buffer, BufferKind, CopyWork, Graph, Op, Task, TensorView
+from nimblec.levels.o1 import FUSED_REGIONS
+from nimblec.levels.recipe import Runs
+from nimblec.levels.torch_compile import compiled
+from nimblec.levels.variants import Variant, as_it_runs
+from nimblec.optimize.fuse.linears import join_linears
+from nimblec.optimize.layout.aligned_weights import LARGE, align_weights
+from nimblec.optimize.layout.channels_last import propagate_channels_last
+from nimblec.optimize.pipeline import Pass, Phase, Pipeline, Setting
+from nimblec.optimize.precision.cast import cast
+from nimblec.schedule.dependencies import dependencies
+from nimblec.schedule.memory import layout
+from nimblec.schedule.streams import serial
+from nimblert import driver
+from nimblert.errors import InputError
+from nimblert.golden import draw_inputs
+from nimblert.layouts import dense_strides
+from nimblert.plan import Target
+from nimblert.verify import problems
+
+pytest_plugins = ("gpu_memory",)
+
+DIGITS = Path(__file__).parents[2] / "samples" / "digits.onnx"
+
+
+def by(*pipelines: Pipeline, dtype: torch.dtype | None = None) -> Callable[[TorchModel], list[Variant]]:
+    """The one variant of a model that pipelines make on the host."""
+
+    def variants(model: TorchModel) -> list[Variant]:
+        runs = Runs(model, Setting(device="cpu", dtype=dtype, at_any_cost=False))
+        return [Variant(name="rewritten", make=lambda: runs(*pipelines))]
+
+    return variants
+
+
+level_1 = by(*FUSED_REGIONS.pipelines)
+
+
+def randomised(module: nn.Module, seed: int) -> nn.Module:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for tensor in module.state_dict().values():
+            if tensor.is_floating_point():
+                tensor.copy_(0.5 + torch.rand(tensor.shape, generator=generator) / 10)
+    return module.eval()
+
+
+def family(name: str, seed: int) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """A network with parameters and statistics of its own, and an input."""
+    module, args = import_module(f"families.{name}").small()
+    return randomised(module, seed), args
+
+
+def assert_remade(found: Refittable[str], weights: Any, fresh: TorchModel, args: Sequence[Tensor]) -> None:
+    """With what the recipes make of these weights, the model is the one that was made of them afresh."""
+    (made,) = found.variants["main"]
+    recipe = found.derivations.recipe(made.constants)
+    for tensor, value in zip(made.constants, recipe({n: weights[n] for n in recipe.sources}), strict=True):
+        whole(tensor).copy_(value)
+    for one, two in zip(made.model.module(*args), fresh.module(*args), strict=True):
+        assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("name", ["resnet", "bert"])
+def test_recipes_make_what_a_fresh_compile_does(name: str) -> None:
+    (module, args), (other, _) = family(name, 0), family(name, 1)
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    found = make_refittable(of_modules({"main": place(module, args, device="cpu")}), level_1)
+    for key, tensor in module.state_dict().items():
+        assert torch.equal(tensor, before[key]), key
+    assert not found.kept
+    (fresh,) = level_1(place(other, args, device="cpu"))
+    assert_remade(found, other.state_dict(), fresh.make(), args)
+
+
+def test_weights_of_an_onnx_file() -> None:
+    def load(weigh: Weigh) -> dict[str, TorchModel]:
+        return {"main": load_onnx(DIGITS, device="cpu", weigh=weigh)}
+
+    found = make_refittable(of_files(load), level_1)
+    other: dict[str, Tensor] = {}
+
+    def drawn(name: str, tensor: Tensor) -> Tensor:
+        other[name] = torch.rand(tensor.shape, generator=torch.Generator().manual_seed(len(other)))
+        return other[name]
+
+    (fresh,) = level_1(load(drawn)["main"])
+    assert set(found.weights) == set(other)
+    assert_remade(found, other, fresh.make(), [torch.rand(1, 1, 8, 8)])
+
+
+class Projections(nn.Module):
+    """Three linears on one input, and one that is wide and ends odd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(32, 8) for _ in range(3))
+        self.wide = nn.Linear(32, LARGE // 32 + 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """All four."""
+        return self.query(x), self.key(x), self.value(x), self.wide(torch.relu(x))
+
+
+def passes(*runs: Callable[..., object], takes: tuple[str, ...] = ()) -> Pipeline:
+    every = (Pass(run=run, reason="it is tested", takes=takes) for run in runs)
+    return Pipeline(Phase(name="tested", passes=tuple(every)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_joined_padded_and_cast_weights(dtype: torch.dtype) -> None:
+    x = torch.rand(2, 32)
+    variants = by(passes(cast, takes=("dtype",)), passes(join_linears, align_weights), dtype=dtype)
+    module, other = (randomised(Projections(), seed) for seed in (0, 1))
+    found = make_refittable(of_modules({"main": place(module, (x,), device="cpu")}), variants)
+    assert not found.kept
+    assert set(found.weights) == set(module.state_dict())
+    (fresh,) = variants(place(other, (x,), device="cpu"))
+    assert_remade(found, other.state_dict(), fresh.make(), [x])
+
+
+def test_a_weight_that_is_laid_otherwise_is_given_as_it_is() -> None:
+    x = torch.rand(1, 4, 5, 5)
+    module = randomised(nn.Sequential(nn.Conv2d(4, 6, 3)), 0)
+    variants = by(passes(lambda graph: propagate_channels_last(graph, {torch.float32})))
+    found = make_refittable(of_modules({"main": place(module, (x,), device="cpu")}), variants)
+    given = recipes(found, [made.model for made in found.variants["main"]], "cpu")
+    assert given.made == ()
+    assert set(given.given.values()) == {
+        Given(name="0.weight", dtype="float32", shape=(6, 4, 3, 3), strides=(36, 1, 12, 4)),
+        Given(name="0.bias", dtype="float32", shape=(6,), strides=(1,)),
+    }
+
+
+class Scaled(nn.Module):
+    """A linear, and a scale of which a pass takes one number into the program."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([2.0, 3.0]))
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The linear, scaled."""
+        return self.linear(x) * self.scale[1]
+
+
+def test_a_weight_whose_number_is_in_the_program_keeps_its_value() -> None:
+    x = torch.rand(2, 4)
+    found = make_refittable(of_modules({"main": place(Scaled().eval(), (x,), device="cpu")}), level_1)
+    assert found.kept == {"scale"}
+    assert set(found.weights) == {"linear.weight", "linear.bias"}
+    (made,) = found.variants["main"]
+    other = Scaled()
+    other.load_state_dict({**other.state_dict(), **found.weights})
+    torch.testing.assert_close(made.model.module(x)[0], other(x))
+
+
+def test_a_model_of_torch_compile_is_refused() -> None:
+    x = torch.rand(2, 4)
+    model = place(nn.Linear(4, 4).eval(), (x,), device="cpu")
+    for variants in (lambda m: [as_it_runs(compiled(m))], lambda m: [as_it_runs(m)]):
+        with pytest.raises(CompileError, match=r"--refittable: the model cannot be a graph .*: compile .* with -O0"):
+            make_refittable(of_modules({"main": model}), variants)
+
+
+# A plan whose constants are made by copies alone, which the driver of host memory runs, too.
+
+SHAPE = (4, 6)
+NBYTES = prod(SHAPE) * 4
+
+
+def view(name: str, buffer: int, shape: tuple[int, ...] = SHAPE) -> TensorView:
+    return TensorView(name=name, dtype="float32", shape=shape, strides=dense_strides(shape), buffer=buffer)
+
+
+def copies(*pairs: tuple[Access, Access]) -> tuple[Task, ...]:
+    return tuple(Task(op=0, work=CopyWork(dst=d, src=s), reads=(s,), writes=(d,)) for d, s in pairs)
+
+
+def graph(buffers: Sequence[Buffer], tasks: tuple[Task, ...], inputs: Sequence[int], outputs: Sequence[int]) -> Graph:
+    def views(numbers: Sequence[int]) -> tuple[TensorView, ...]:
+        return tuple(view(buffers[n].name, n, buffers[n].shape) for n in numbers)
+
+    return Graph(
+        modules=(),
+        kernels=(),
+        buffers=tuple(buffers),
+        ops=(Op(name="copy", source=""),),
+        tasks=tasks,
+        inputs=views(inputs),
+        outputs=views(outputs),
+    )
+
+
+def buffer(kind: BufferKind, name: str, rows: int, storage: int = 0) -> Buffer:
+    shape = (rows, SHAPE[1])
+    data = memoryview(bytes(prod(shape) * 4)) if kind is BufferKind.CONSTANT else None
+    nbytes = prod(shape) * 4
+    return Buffer(kind=kind, nbytes=nbytes, name=name, dtype="float32", shape=shape, data=data, storage=storage)
+
+
+def test_recipes_are_programs_of_the_plan(put: Callable[[np.ndarray], Any]) -> None:
+    constants = [buffer(BufferKind.CONSTANT, "folded", rows, storage) for storage, rows in ((7, 8), (8, 4), (9, 4))]
+    results = [buffer(BufferKind.OUTPUT, name, c.shape[0]) for name, c in zip("abc", constants, strict=True)]
+    main = graph(
+        [buffer(BufferKind.INPUT, "x", 4), *constants, *results],
+        copies(*((Access(buffer=n + 3, offset=0, nbytes=b.nbytes), Access(buffer=n, offset=0, nbytes=b.nbytes))
+                 for n, b in enumerate(constants, 1))),
+        [0],
+        [4, 5, 6],
+    )
+    joins = graph(
+        [
+            *(buffer(BufferKind.INPUT, name, 4) for name in ("query", "key", "alone")),
+            buffer(BufferKind.OUTPUT, "output_0", 8),
+            buffer(BufferKind.OUTPUT, "output_1", 4),
+            buffer(BufferKind.TEMPORARY, "joined", 8),
+        ],
+        copies(
+            (Access(buffer=5, offset=0, nbytes=NBYTES), Access(buffer=0, offset=0, nbytes=NBYTES)),
+            (Access(buffer=4, offset=0, nbytes=NBYTES), Access(buffer=2, offset=0, nbytes=NBYTES)),
+            (Access(buffer=5, offset=NBYTES, nbytes=NBYTES), Access(buffer=1, offset=0, nbytes=NBYTES)),
+            (Access(buffer=3, offset=0, nbytes=2 * NBYTES), Access(buffer=5, offset=0, nbytes=2 * NBYTES)),
+        ),
+        [0, 1, 2],
+        [3, 4],
+    )
+    model = TorchModel(module=None, args=(), kwargs={}, inputs=(), is_flat=True)
+    found = Recipes(
+        names={7: "query 1", 8: "alone 2", 9: "turned 3"},
+        given={"turned 3": Given(name="turned", dtype="float32", shape=(6, 4), strides=(1, 6))},
+        made=("query 1", "alone 2"),
+        model=model,
+    )
+    named = found.named(main)
+    schedule = serial(dependencies(named))
+    part = Part(graph=named, schedule=schedule, memory=layout(named, schedule))
+    driver.initialise()
+    provenance = Provenance(target=Target.CUDA, device=driver.describe(), versions=())
+    plan = assemble_refittable([part], provenance, found, joins)
+    assert not list(problems(plan))
+    arrays = {name: np.random.default_rng(n).random(SHAPE, np.float32) for n, name in enumerate(("query", "key"))}
+    turned, alone = (np.random.default_rng(n).random(s, np.float32) for n, s in ((5, (6, 4)), (6, SHAPE)))
+    with nimblert.load(plan) as loaded:
+        assert set(loaded.weights) == {"query", "key", "alone", "turned"}
+        x = np.zeros(SHAPE, np.float32)
+        with pytest.raises(InputError, match="weight 'key': the plan holds it folded with 'query': give these, too"):
+            loaded.refit({"key": arrays["key"]})
+        loaded.refit({**arrays, "turned": put(turned)})
+        joined, before, other = loaded(x)
+        np.testing.assert_array_equal(joined, np.concatenate([arrays["query"], arrays["key"]]))
+        np.testing.assert_array_equal(other, turned.T)
+        assert not before.any()
+        loaded.refit({"alone": put(alone)})
+        np.testing.assert_array_equal(loaded(x)[1], alone)
+
+
+def assert_a_refit_is_a_fresh_compile(model: Any, fresh: Any, weights: Any, *args: Any, **options: Any) -> None:
+    """Both compiled with recipes."""
+    options = {"target": "cuda", "streams": "1", "plan_cache": None, "refittable": True, **options}
+    plan, expected = (nimblec.compile(each, *args, **options) for each in (model, fresh))
+    with nimblert.load(plan) as loaded, nimblert.load(expected) as other:
+        inputs = draw_inputs(plan.programs[0], 3)
+        before = loaded.run(inputs)
+        loaded.refit({name: weights[name] for name in loaded.weights})
+        for name, array in other.run(inputs).items():
+            np.testing.assert_array_equal(loaded.run(inputs)[name], array)
+            assert not np.array_equal(before[name], array)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("precision", ["keep", "fp16"])
+@pytest.mark.parametrize("name", ["resnet", "bert"])
+def test_a_refit_equals_a_fresh_compile(name: str, precision: str, level: int) -> None:
+    (module, args), (other, _) = family(name, 0), family(name, 1)
+    weights = {key: tensor.numpy() for key, tensor in other.state_dict().items()}
+    assert_a_refit_is_a_fresh_compile(module, other, weights, args, level=level, precision=precision)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_a_refit_of_an_onnx_file_equals_a_fresh_compile(level: int, tmp_path: Path) -> None:
+    onnx = pytest.importorskip("onnx")
+    model = onnx.load(DIGITS)
+    weights = {}
+    for number, tensor in enumerate(model.graph.initializer):
+        array = onnx.numpy_helper.to_array(tensor)
+        if array.dtype == np.float32 and array.ndim:
+            weights[tensor.name] = np.random.default_rng(number).uniform(-1, 1, array.shape).astype(np.float32)
+            tensor.CopyFrom(onnx.numpy_helper.from_array(weights[tensor.name], tensor.name))
+    onnx.save(model, tmp_path / "fresh.onnx")
+    assert_a_refit_is_a_fresh_compile(DIGITS, tmp_path / "fresh.onnx", weights, level=level)
