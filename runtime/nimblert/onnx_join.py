@@ -100,6 +100,8 @@ class Chain:
         """The values from outside, each with the set of launches that read it, as bits."""
         self._made: dict[tuple[int, object], Bound] = {}
         """The values that launches write, by command."""
+        self._readers: dict[str, int] = {}
+        """By the name of such a value the set of launches that read it, as bits."""
 
     def add(self, part: Part) -> bool:
         """Add a launch; False, and nothing is changed, where it cannot join."""
@@ -120,6 +122,8 @@ class Chain:
             names[bound.parameter.name] = made.name
             writer = self._position[min(writers)]
             before |= self._before[writer] | 1 << writer
+        for name in names.values():
+            self._readers[name] = self._readers.get(name, 0) | 1 << position
         for bound in outer:
             first, readers = self._inputs.get(bound.value, (bound, 0))
             self._inputs[bound.value] = first, readers | 1 << position
@@ -142,9 +146,10 @@ class Chain:
 
     def conflict(self, derived: Shapes) -> int | None:
         """The position of a launch whose result lies where another value lay that nothing orders before it."""
-        written = [(bound.access, 1 << position, position) for position, bound in self._in_memory(derived)]
+        made = self._in_memory(derived)
+        written = [(bound.access, 1 << position, position) for position, bound in made]
         touched = [(bound.access, readers) for bound, readers in self._inputs.values()]
-        touched += [(access, bit) for access, bit, _ in written]
+        touched += [(bound.access, 1 << position | self._readers.get(bound.name, 0)) for position, bound in made]
         rows = [(a.pointer.region, a.pointer.index, a.pointer.offset, a.pointer.offset + a.nbytes) for a, _ in touched]
         region, index, start, end = np.array(rows, np.int64).reshape(-1, 4).T
         for access, bit, position in written:

@@ -99,6 +99,19 @@ def test_what_is_written_over_must_have_been_read(
     assert members(shared) == expected
 
 
+def test_what_is_written_over_must_have_been_read_by_all(tmp_path: Path) -> None:
+    """The last launch comes after what made the value that it writes over, and not after each that reads it."""
+    nodes = [node(op, [x], [y]) for op, x, y in (("Tanh", "x", "a"), ("Neg", "a", "b"), ("Exp", "a", "c"))]
+    plan = planned(tmp_path, [*nodes, node("Sigmoid", ["c"], ["d"])], ["a", "b", "c", "d"])
+    program = plan.programs[0]
+    by_symbol = {plan.kernels[c.kernel].symbol: c for c in program.commands if isinstance(c, Launch)}
+    tanh, sigmoid = by_symbol["Tanh"], by_symbol["Sigmoid"]
+    over = replace(sigmoid.relocations[1], pointer=tanh.relocations[1].pointer)
+    by_symbol["Sigmoid"] = replace(sigmoid, relocations=(sigmoid.relocations[0], over), writes=tanh.writes)
+    commands = tuple(by_symbol[symbol] for symbol in ("Tanh", "Neg", "Exp", "Sigmoid"))
+    assert members(replace(plan, programs=(replace(program, commands=commands),))) == [[0, 1, 2], [3]]
+
+
 def test_a_value_that_has_another_shape_than_the_plan_says_ends_the_run(tmp_path: Path) -> None:
     """Rules of a plan are about declared shapes: nothing may read a value of another one."""
     path = write_model(
