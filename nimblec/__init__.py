@@ -172,6 +172,7 @@ def training_step(
     example_batch: tuple[Any, Any],
     *,
     clip_norm: float | None = None,
+    accumulate: int = 1,
 ) -> "Mapping[str, tuple[Any, ...]]":
     """The entries of a plan that trains a model, for `compile`: "train" and "evaluate", over one state.
 
@@ -185,18 +186,23 @@ def training_step(
     parameters and buffers under their names ("model.fc.weight"), what the optimizer keeps for each parameter
     ("optimizer.fc.weight.exp_avg"), and its learning rate ("optimizer.lr", or "optimizer.lr_0" and so on for
     several groups), which is a value like any other: ``exe.state["optimizer.lr"] = rate``. The gradients' norm
-    is limited to ``clip_norm``.
+    is limited to ``clip_norm``. With ``accumulate=N`` the optimizer takes its step in each N-th call, by the mean of
+    the gradients of these N, whose sum so far is state as well ("accumulated.fc.weight", "accumulated_calls").
+
+    Dropout, stochastic depth and whatever else draws uniform, normal or Bernoulli numbers draws them by Philox from
+    state ("generator.seed", at first torch.initial_seed(), and "generator.offset", which each call moves on): equal
+    state gives equal numbers, which are not those that torch draws.
 
     The step starts from what model and optimizer are now. Both stay as they are, but that the model is in
     training mode. CPU target.
 
-    Raises ArgumentError for another ``example_batch``, TraceError for what cannot be a graph (values of tensors
-    read in Python, for instance), UnsupportedModelError where the graph is not what the optimizer does, as
-    when the model draws random numbers.
+    Raises ArgumentError for an argument of another kind, TraceError for what cannot be a graph (values of tensors
+    read in Python, a generator of the model's own), UnsupportedModelError where the graph is not what the optimizer
+    does, or where kernels draw random numbers themselves.
     """
     from nimblec.frontend.pytorch.training.entries import entries  # brings in torch
 
-    return entries(model, loss, optimizer, example_batch, clip_norm=clip_norm)
+    return entries(model, loss, optimizer, example_batch, clip_norm=clip_norm, accumulate=accumulate)
 
 
 def load_state(
@@ -206,7 +212,7 @@ def load_state(
 
     Raises ArgumentError for a state of another model.
     """
-    from nimblec.frontend.pytorch.training.entries import load_state as load  # brings in torch
+    from nimblec.frontend.pytorch.training.load import load_state as load  # brings in torch
 
     load(model, state, optimizer)
 

@@ -180,13 +180,13 @@ class _StridedRecorder(Recorder):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags and not _is_certain(func, args, kwargs or {}):
+        if torch.Tag.nondeterministic_seeded in func.tags and not is_certain(func, args, kwargs or {}):
             where = self.source or "the model"
             raise UnsupportedModelError(f"{func} in {where} draws random numbers: call .eval() first")
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def _is_certain(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+def is_certain(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether a call that may draw random numbers does not: attention or a recurrent network without dropout.
 
     Composite calls are decomposed, and their parts checked in turn.

@@ -1,0 +1,43 @@
+"""The state of a plan back into PyTorch."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from nimblec.errors import ArgumentError
+from nimblec.frontend.pytorch.training.state import CALLS, OFFSET, SEED, SUM, named_tensors, rate_names
+
+
+def load_state(model: nn.Module, state: Mapping[str, Any], optimizer: Optimizer | None = None) -> None:
+    """See `nimblec.load_state`."""
+    known = {f"model.{name}": tensor for name, tensor in named_tensors(model).items()}
+    parameters = dict(model.named_parameters())
+    groups = [] if optimizer is None else optimizer.param_groups
+    rates = {f"optimizer.{name}": group for name, group in zip(rate_names(len(groups)), groups, strict=True)}
+    values = {name: torch.from_numpy(np.array(array)) for name, array in state.items()}
+    for name, value in values.items():
+        if name in known:
+            if known[name].shape != value.shape:
+                raise ArgumentError(
+                    f"load_state: {name!r}: shape {tuple(value.shape)}, expected {tuple(known[name].shape)}"
+                )
+        elif not name.startswith(("optimizer.", f"{SUM}.")) and name not in {CALLS, SEED, OFFSET}:
+            raise ArgumentError(
+                f"load_state: {name!r} is no parameter or buffer of the model: give the model that was compiled"
+            )
+    with torch.no_grad():
+        for name, value in values.items():
+            part, _, path = name.partition(".")
+            if name in known:
+                known[name].copy_(value)
+            elif name in rates:
+                rates[name]["lr"] = float(value)
+            elif part == SUM:
+                parameters[path].grad = value if values[CALLS] else None
+            elif part == "optimizer" and optimizer is not None:
+                path, _, slot = path.rpartition(".")
+                optimizer.state[parameters[path]][slot] = value

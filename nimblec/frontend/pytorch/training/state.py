@@ -1,0 +1,132 @@
+"""What a training step reads and writes, by name, and what it does with it."""
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from nimblec.errors import UnsupportedModelError, user_code
+
+Named: TypeAlias = dict[str, Tensor]
+
+RATE = "lr"
+CALLS, SUM = "accumulated_calls", "accumulated"
+SEED, OFFSET = "generator.seed", "generator.offset"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """What a step does: ``loss(model(*inputs), *targets)`` is a scalar to be made small.
+
+    The model takes that many ``inputs``; ``groups`` are the names of the parameters in each of the optimizer's. It
+    takes its step in each ``accumulate``-th call, by the mean of their gradients; ``constants`` are what it keeps
+    for each parameter, by name, that is no tensor.
+    """
+
+    model: nn.Module
+    loss: Callable[..., Tensor]
+    optimizer: Optimizer
+    inputs: int
+    groups: tuple[tuple[str, ...], ...]
+    clip_norm: float | None = None
+    accumulate: int = 1
+    constants: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingState:
+    """All that a step reads and writes, by name.
+
+    ``parameters`` and ``buffers`` are the model's; ``slots`` those of the optimizer for a parameter, by
+    "parameter.slot"; ``rates`` the learning rate of each group of parameters; ``own`` what the step keeps besides:
+    the sum of gradients for each parameter and how many calls have added to it, seed and offset of its generator.
+    """
+
+    parameters: Named
+    buffers: Named
+    slots: Named
+    rates: Named
+    own: Named
+
+    def tensors(self) -> list[Tensor]:
+        """All of them, in order."""
+        return [tensor for part in self.parts().values() for tensor in part.values()]
+
+    def parts(self) -> dict[str, Named]:
+        """The fields, by name."""
+        return {name: getattr(self, name) for name in ("parameters", "buffers", "slots", "rates", "own")}
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> "TrainingState":
+        """The same names for other tensors, in order."""
+        values = iter(tensors)
+        parts = self.parts().items()
+        return TrainingState(**{part: {name: next(values) for name in named} for part, named in parts})
+
+
+def initial_state(recipe: Recipe, *, draws: bool) -> TrainingState:
+    """The state that the next step of the optimizer would find; ``draws`` for a step that draws random numbers."""
+    parameters: Named = dict(recipe.model.named_parameters())
+    names = {parameter: name for name, parameter in parameters.items()}
+    slots: Named = {}
+    for parameter, kept in _kept(recipe.optimizer).items():
+        name = names[parameter]
+        slots |= {f"{name}.{slot}": value for slot, value in kept.items() if isinstance(value, Tensor)}
+        recipe.constants[name] = {slot: value for slot, value in kept.items() if not isinstance(value, Tensor)}
+    groups = recipe.optimizer.param_groups
+    rates = {
+        name: torch.as_tensor(group[RATE], dtype=torch.float32).clone()
+        for name, group in zip(rate_names(len(groups)), groups, strict=True)
+    }
+    own: Named = {}
+    if recipe.accumulate > 1:
+        own |= {f"{SUM}.{name}": torch.zeros_like(value).detach() for name, value in parameters.items()}
+        own[CALLS] = torch.tensor(0)
+    if draws:
+        seed = torch.initial_seed()
+        own |= {SEED: torch.tensor(seed - (seed >> 63 << 64)), OFFSET: torch.tensor(0)}
+    buffers = dict(recipe.model.named_buffers())
+    return TrainingState(parameters=parameters, buffers=buffers, slots=slots, rates=rates, own=own)
+
+
+def rate_names(groups: int) -> list[str]:
+    """What the learning rates of so many groups are called."""
+    return [RATE] if groups == 1 else [f"{RATE}_{i}" for i in range(groups)]
+
+
+def group_names(model: nn.Module, optimizer: Optimizer) -> tuple[tuple[str, ...], ...]:
+    """The names of the parameters in each group of an optimizer.
+
+    Raises UnsupportedModelError where it updates one that is none of the model's.
+    """
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    for group in optimizer.param_groups:
+        if not names.keys() >= {*group["params"]}:
+            raise UnsupportedModelError("training_step: the optimizer updates a parameter that the model has not")
+    return tuple(tuple(names[parameter] for parameter in group["params"]) for group in optimizer.param_groups)
+
+
+def _kept(optimizer: Optimizer) -> dict[Tensor, dict[str, Any]]:
+    """What the optimizer keeps for each parameter; one that has not taken a step yet keeps zeros."""
+    if optimizer.state:
+        return {parameter: dict(kept) for parameter, kept in optimizer.state.items()}
+    trial = copy.deepcopy(optimizer)  # with parameters of its own
+    for group in trial.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    with user_code("training_step: the optimizer cannot take a step"):
+        trial.step()
+    found = {}
+    for group, copied in zip(optimizer.param_groups, trial.param_groups, strict=True):
+        for parameter, other in zip(group["params"], copied["params"], strict=True):
+            kept = trial.state[other]
+            found[parameter] = {k: torch.zeros_like(v) if isinstance(v, Tensor) else v for k, v in kept.items()}
+    return found
+
+
+def named_tensors(model: nn.Module) -> Named:
+    """The parameters and buffers of a model."""
+    return {name: t.detach() for name, t in (*model.named_parameters(), *model.named_buffers())}
