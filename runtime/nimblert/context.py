@@ -16,6 +16,7 @@ from nimblert.arena import Arena
 from nimblert.backend import Backend, Resident
 from nimblert.binding import Bindings
 from nimblert.device_arrays import DeviceArray
+from nimblert.direct import Direct, Turn
 from nimblert.entries import Signature
 from nimblert.errors import InputError
 from nimblert.extents import region_sizes
@@ -49,17 +50,19 @@ class Context:
         self._arena = arena
         self._poison = poison
         self._signatures = {name: Signature(name, programs) for name, programs in plan.entries.items()}
+        (default,) = self._signatures if len(self._signatures) == 1 else ("main",)
+        named: dict[str | None, Signature | None] = {None: self._signatures.get(default)}
+        named.update(self._signatures)
+        self._named = named
         self._bindings = {name: Bindings(signature) for name, signature in self._signatures.items()}
         self._backends: dict[str, Backend] = {}
-        self._own_lock = threading.Lock()
+        self._turn = Turn(plan.programs[0])  # `replay` and `read` are about its program
+        self._direct: dict[str, Direct] = {}
         self._closed = False
         self._steps: Generator[Work, None, None] | None = None
-        self._process = os.getpid()
-        self._current = plan.programs[0]  # which `replay` and `read` are about
-        self._parts = 1  # of the call before
         self._working = resident.working(None if arena is None else arena.memory, poison=poison)
         try:
-            self._load(self._current)
+            self._load(self._turn.program)
         except BaseException:
             self._working.close()
             raise
@@ -126,9 +129,7 @@ class Context:
             self._check_ready()
             yield self._working
 
-    def __call__(
-        self, *args: Any, entry: str | None = None, **kwargs: Any
-    ) -> np.ndarray | tuple[np.ndarray, ...]:
+    def __call__(self, *args: Any, entry: str | None = None, **kwargs: Any) -> np.ndarray | tuple[np.ndarray, ...]:
         """Run an entry on arrays given in the plan's order, by name, or both; their shapes choose its program.
 
         One output comes back as an array, several as a tuple in the plan's order. An input whose name
@@ -154,7 +155,8 @@ class Context:
         there and not waited for. Outputs are on the device, written when the stream comes to them.
         Raises InputError.
         """
-        return self._run(self._signature(entry), arrays, out or {}, reuse_outputs=reuse_outputs, stream=stream)
+        signature = self._named.get(entry) or self._signature(entry)
+        return self._run(signature, arrays, out or {}, reuse_outputs=reuse_outputs, stream=stream)
 
     async def arun(self, arrays: Mapping[str, Any], *, entry: str | None = None) -> dict[str, np.ndarray]:
         """As `run`, while the event loop goes on; the run itself goes to its end even if its task is cancelled."""
@@ -175,7 +177,8 @@ class Context:
             with self._lock, self._scratch(steps):
                 self._check_ready()
                 self._steps = steps
-                self._current = program
+                self._changed()
+                self._turn.program = program
                 backend.place(checked)
             while True:
                 with self._lock:
@@ -200,7 +203,7 @@ class Context:
         with self._lock, self._scratch():
             self._check_ready()
             backend = self._load(program)
-            self._current = program
+            self._turn.program = program
             backend.place(checked)
             return command_times(program, backend.profile())
 
@@ -209,13 +212,13 @@ class Context:
 
         Raises InputError where the region does not hold them.
         """
-        held = region_sizes(self.plan, self._current).get((pointer.region, pointer.index), 0)
+        held = region_sizes(self.plan, self._turn.program).get((pointer.region, pointer.index), 0)
         if not 0 <= pointer.offset <= pointer.offset + nbytes <= held:
             region = f"{pointer.region.name}({pointer.index})"
             raise InputError(f"read: {nbytes} bytes at {pointer.offset} lie outside {region} ({held} bytes)")
         with self._lock:
             self._check_ready(self._steps)
-            return self._load(self._current).read(pointer, nbytes)
+            return self._load(self._turn.program).read(pointer, nbytes)
 
     def replay(self) -> None:
         """Run again on the inputs of the run before; nothing is copied to or from the caller."""
@@ -223,7 +226,7 @@ class Context:
             self._check_ready()
             self._check_whole()
             self._check_bound()
-            self._load(self._current).replay()
+            self._load(self._turn.program).replay()
 
     def launch(self, stream: Any = None) -> None:
         """As `replay`, enqueued on a ``stream`` of the caller or on our own, and not waited for.
@@ -237,13 +240,13 @@ class Context:
             self._check_ready()
             self._check_whole()
             self._check_bound()
-            self._load(self._current).launch(handle)
+            self._load(self._turn.program).launch(handle)
 
     def synchronize(self) -> None:
         """Wait for what was enqueued by `launch` and by `run` on a stream."""
         with self._lock:
             self._check_ready(self._steps)
-            self._load(self._current).synchronize()
+            self._load(self._turn.program).synchronize()
 
     def bind(self, name: str, array: Any, *, entry: str | None = None) -> None:
         """Have the kernels read an input, or write an output, where an array of the caller is: nothing is copied.
@@ -261,6 +264,7 @@ class Context:
             if found is None:
                 raise InputError(f"bind: nothing is bound to {name!r}")
             program, tensor = found
+            self._changed()
             backend = self._load(program)
             if checked is None:
                 backend.bind(tensor, None)
@@ -269,7 +273,7 @@ class Context:
                 bindings.check_apart(program, tensor, checked[2], backend.own_address)
                 backend.bind(tensor, checked[2])
                 bindings.add(program, tensor, array, checked[2])
-            self._current = program
+            self._turn.program = program
 
     def _call(
         self, signature: Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -286,6 +290,22 @@ class Context:
         reuse_outputs: bool = False,
         stream: Any = None,
     ) -> dict[str, np.ndarray]:
+        if not (out or reuse_outputs) and stream is None and (direct := self._direct.get(signature.name)) is not None:
+            results = direct(arrays)
+            if results is not None:
+                return results
+        return self._run_any(signature, arrays, out, reuse_outputs=reuse_outputs, stream=stream)
+
+    def _run_any(
+        self,
+        signature: Signature,
+        arrays: Mapping[str, Any],
+        out: Mapping[str, Any],
+        *,
+        reuse_outputs: bool,
+        stream: Any,
+    ) -> dict[str, np.ndarray]:
+        """As `_run`, whatever the call is."""
         working, bindings = self._working, self._bindings[signature.name]
         changes = bindings.changes
         usual = not out and stream is None and self._arena is None and bindings.program is None
@@ -293,8 +313,12 @@ class Context:
             with self._lock:
                 self._check_ready()
                 bindings.check_unchanged(changes)
-                self._parts = 1
-                return self._backend(signature.programs[0]).call(plain, out, reuse_outputs=reuse_outputs, stream=None)
+                self._turn.parts = 1
+                backend = self._backend(signature.programs[0])
+                results = backend.call(plain, out, reuse_outputs=reuse_outputs, stream=None)
+                if (direct := backend.direct(self._turn)) is not None:
+                    self._direct[signature.name] = direct
+                return results
         handle = None if stream is None else working.stream_handle(stream)
         take = working.take if handle is None else partial(working.take, stream=handle)
         checked = signature.check(bindings.complete(arrays), take)
@@ -305,7 +329,7 @@ class Context:
         with self._lock, self._scratch():
             self._check_ready()
             bindings.check_unchanged(changes)
-            self._parts = 1 if isinstance(chosen, Program) else len(chosen.parts)
+            self._turn.parts = 1 if isinstance(chosen, Program) else len(chosen.parts)
             if isinstance(chosen, Program):
                 results = self._backend(chosen).call(checked, taken, reuse_outputs=reuse_outputs, stream=handle)
             else:
@@ -324,13 +348,11 @@ class Context:
 
     def _backend(self, program: Program) -> Backend:
         """What runs ``program``, which `replay` and `read` are about from now on."""
-        self._current = program
+        self._turn.program = program
         return self._load(program)
 
     def _signature(self, name: str | None) -> Signature:
-        if name is None and len(self._signatures) == 1:
-            (name,) = self._signatures
-        found = self._signatures.get("main" if name is None else name)
+        found = self._named.get(name)
         if found is None:
             what = "no entry is named" if name is None else f"entry {name!r}: not found"
             raise InputError(f"{what}, the plan has {list(self._signatures)}")
@@ -345,17 +367,25 @@ class Context:
     @property
     def _lock(self) -> threading.Lock:
         """Whose turn it is. A child may have been forked while a thread held it, which no child has."""
-        if os.getpid() != self._process:
-            raise InputError(
-                f"this {self._noun} was loaded in process {self._process}: load the plan again in this one"
-            )
-        if not self._turns and self._own_lock.locked():
+        self._check_process()
+        if not self._turns and self._turn.lock.locked():
             raise InputError("this context is at work in another thread: each takes one of its own, context()")
-        return self._own_lock
+        return self._turn.lock
 
     def _scratch(self, steps: Generator[Work, None, None] | None = None) -> AbstractContextManager[object]:
         """The arena for a run; ``steps`` keep it until they end."""
         return _OWN_ARENA if self._arena is None else self._arena.turn(steps)
+
+    def _changed(self) -> None:
+        """Have the next call look at everything again; whose turn it is says that."""
+        self._turn.state = object()
+        self._direct.clear()
+
+    def _check_process(self) -> None:
+        """Raise InputError in a forked process."""
+        process = self._turn.process
+        if os.getpid() != process:
+            raise InputError(f"this {self._noun} was loaded in process {process}: load the plan again in this one")
 
     def _check_ready(self, steps: Generator[Work, None, None] | None = None) -> None:
         """Raise InputError unless it is open and nothing but ``steps`` is half done."""
@@ -366,34 +396,36 @@ class Context:
 
     def _check_bound(self) -> None:
         """Raise InputError where what is bound is elsewhere by now, or of another program than the current one."""
-        bindings = self._bindings[self._current.entry]
+        bindings = self._bindings[self._turn.program.entry]
         bindings.check_in_place()
-        bindings.check_program(self._current)
+        bindings.check_program(self._turn.program)
 
     def _check_whole(self) -> None:
         """Raise InputError where the call before was split."""
-        if self._parts > 1:
-            raise InputError(f"the call before was {self._parts} runs, of which the last alone is left: call again")
+        parts = self._turn.parts
+        if parts > 1:
+            raise InputError(f"the call before was {parts} runs, of which the last alone is left: call again")
 
     def close(self) -> None:
         """Give back memory, streams and graphs; calling it twice is harmless.
 
         Waits for the run of another thread. In a forked process it does nothing.
         """
-        if os.getpid() != self._process:
+        if os.getpid() != self._turn.process:
             return
         self._turns = True  # who calls meanwhile waits, and reads that it is closed
-        with self._own_lock:
+        with self._turn.lock:
             if not self._closed:
                 self._closed = True
+                self._changed()
                 for backend in self._backends.values():
                     backend.close()
                 self._working.close()
 
     def hold(self, timeout_s: float) -> None:
         """Let the run of another thread end, and no other begin any more."""
-        if os.getpid() == self._process:
-            self._own_lock.acquire(timeout=timeout_s)
+        if os.getpid() == self._turn.process:
+            self._turn.lock.acquire(timeout=timeout_s)
 
     def holdings(self) -> tuple[object, ...]:
         """What has threads and sessions."""
@@ -440,11 +472,12 @@ def idle(contexts: Iterable[Context]) -> Iterator[dict[tuple[Context, str], Back
         for context in contexts:
             stack.callback(setattr, context, "_turns", context._turns)  # noqa: SLF001
             context._turns = True  # noqa: SLF001
-            stack.enter_context(context._own_lock)  # noqa: SLF001
+            stack.enter_context(context._turn.lock)  # noqa: SLF001
             if not context._closed:  # noqa: SLF001
                 context._check_ready()  # noqa: SLF001
                 waiting.append(context)
         loaded = {(c, name): backend for c in waiting for name, backend in c._backends.items()}  # noqa: SLF001
         yield loaded
         for (context, name), backend in loaded.items():
+            context._changed()  # noqa: SLF001
             context._backends[name] = backend  # noqa: SLF001

@@ -21,12 +21,13 @@ from functools import cached_property, partial
 import numpy as np
 
 from nimblert import padding
+from nimblert.direct import Direct, Turn, at_work, no_memory
 from nimblert.dtypes import numpy_dtype
-from nimblert.errors import InputError, PlanInvalidError
+from nimblert.errors import PlanInvalidError
 from nimblert.host_memory import HostMemory, HostWeights, HostWorking
 from nimblert.layouts import in_memory_order
-from nimblert.onnx_session import LABEL, SessionCache, Stretch, run_options, runtime_errors
-from nimblert.onnx_threads import Threads
+from nimblert.onnx_session import LABEL, SessionCache, run_options, runtime_errors
+from nimblert.onnx_threads import Pool, Threads
 from nimblert.pieces import writes
 from nimblert.plan import Command, Launch, Memcpy, Memset, Plan, Pointer, Program, Record, Region, Tensor, Wait, Work
 from nimblert.refitting import Refit
@@ -122,7 +123,6 @@ class CpuBackend:
         resident = resident or CpuResident(plan)
         self._program = program
         self._plan = plan
-        self._output_names = [tensor.name for tensor in program.outputs]
         self._sessions = resident.sessions
         self._bound: set[str] = set()
         _check_events(program)
@@ -137,10 +137,11 @@ class CpuBackend:
         self.inputs: tuple[np.ndarray, ...] = tuple(map(memory.tensor, self._program.inputs))
         self.outputs: tuple[np.ndarray, ...] = tuple(map(memory.tensor, self._program.outputs))
         with self._sessions:
-            streams = [self._bind_stream(stream) for stream in range(self._program.stream_count)]
-        issued = [steps for steps in streams if steps] or [[]]
+            self._crowd = self._sessions.crowd(self._program)
+            streams = [self._bind_streams((stream,)) for stream in range(self._program.stream_count)]
+        self._issued = [steps for steps in streams if steps] or [[]]
         failures = (*runtime_errors(), MemoryError)
-        self._streams = Streams(issued, self._gates, self._options, failures, partial(_origin, self._program))
+        self._streams = Streams(self._issued, self._gates, self._options, failures, partial(_origin, self._program))
         # The threads know the streams, not this object: they end when nobody has it any more.
         self._dropped = weakref.finalize(self, self._streams.end)
         self._dropped.atexit = False  # a daemon thread may run on to the very end
@@ -148,8 +149,8 @@ class CpuBackend:
     def renewed(self, resident: CpuResident) -> "CpuBackend":
         """The program in the same memory, over the weights and sessions of another resident."""
         made = copy(self)
-        made.__dict__.pop("_singly", None)
-        made._sessions, made._own = resident.sessions, self._own.over(resident.weights)  # noqa: SLF001 (of its own class)
+        made._forget()  # noqa: SLF001 (of its own class)
+        made._sessions, made._own = resident.sessions, self._own.over(resident.weights)  # noqa: SLF001
         made._build(self.memory.over(resident.weights))  # noqa: SLF001
         return made
 
@@ -192,10 +193,8 @@ class CpuBackend:
         """
         del stream  # a plan for the CPU takes none
         self.place(arrays)
-        self._streams.run()
+        self.run()
         views = self.outputs
-        if shapes is None and not (out or self._bound or reuse_outputs):
-            return dict(zip(self._output_names, map(_copied, views), strict=True))
         if shapes is not None:
             views = tuple(view[tuple(map(slice, shape))] for view, shape in zip(views, shapes, strict=True))
         results = {}
@@ -203,8 +202,19 @@ class CpuBackend:
             if tensor.name in out:
                 np.copyto(out[tensor.name], view)
             elif tensor.name not in self._bound:
-                results[tensor.name] = view if reuse_outputs else _copied(view)
+                try:
+                    results[tensor.name] = view if reuse_outputs else view.copy()
+                except MemoryError as exc:
+                    raise no_memory(exc) from exc
         return results
+
+    def direct(self, turn: Turn) -> Direct | None:
+        """Calls in one piece, in the turn of a context; None where a run is more than one short step."""
+        step = _only(self._issued[0]) if len(self._issued) == 1 else None
+        alone = _only(self.__dict__.get("_alone", []))  # bound by now if it was needed
+        if self._bound or (step is None and alone is None):
+            return None
+        return Direct(turn, self._program, self._streams, self.inputs, self.outputs, (step, alone), self._crowd)
 
     def empty(self, tensor: Tensor, *, on_device: bool) -> np.ndarray:
         """A new array for an output."""
@@ -213,16 +223,21 @@ class CpuBackend:
 
     def run(self) -> None:
         """Compute the outputs of what stands in ``inputs``. Raises InputError where an op fails."""
-        self._streams.run()
+        try:
+            at_work.add(self)
+            crowded = self._crowd is not None and at_work.are_crowd(self._crowd)
+            self._streams.run(self._alone if crowded else None)
+        finally:
+            at_work.discard(self)
 
     def replay(self) -> None:
         """Compute again on the same inputs; in host memory nothing needs moving."""
-        self._streams.run()
+        self.run()
 
     def launch(self, stream: int | None = None) -> None:
         """As `replay`: it is done when this returns."""
         del stream
-        self._streams.run()
+        self.run()
 
     def synchronize(self) -> None:
         """Nothing is on its way."""
@@ -233,7 +248,7 @@ class CpuBackend:
         Raises InputError as `run` does.
         """
         for command, step in self._singly:
-            self._streams.run_alone([(command, step)])
+            self._streams.run([(command, step)])
             yield command
 
     def read(self, pointer: Pointer, nbytes: int) -> np.ndarray:
@@ -243,7 +258,7 @@ class CpuBackend:
     def profile(self) -> list[int]:
         """Compute as `steps` does: nanoseconds of each launch, copy or fill."""
         durations: list[int] = []
-        self._streams.run_alone([(command, partial(_time, step, durations)) for command, step in self._singly])
+        self._streams.run([(command, partial(_time, step, durations)) for command, step in self._singly])
         return durations
 
     def close(self) -> None:
@@ -256,7 +271,12 @@ class CpuBackend:
         """End the threads, and let nothing be bound."""
         self._streams.close()
         self._dropped.detach()
-        self.__dict__.pop("_singly", None)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Bind anew what is bound when it is first needed."""
+        for steps in ("_singly", "_alone"):
+            self.__dict__.pop(steps, None)
 
     @cached_property
     def _singly(self) -> list[tuple[Work, Step]]:
@@ -268,24 +288,30 @@ class CpuBackend:
                 if not isinstance(command, Record | Wait)
             ]
 
-    def _bind_stream(self, stream: int) -> list[Bound]:
-        """The steps of a stream in issue order; launches that one session runs are one of them."""
+    @cached_property
+    def _alone(self) -> list[Bound]:
+        """All steps in issue order on the calling thread alone, for when other runs have the other cores."""
+        with self._sessions:
+            return self._bind_streams(range(self._program.stream_count), alone=True)
+
+    def _bind_streams(self, streams: Sequence[int], *, alone: bool = False) -> list[Bound]:
+        """The steps of streams in issue order; launches that one session runs are one of them.
+
+        A session may compute them before others that were issued earlier: none of those is on its stream.
+        """
         stretches = self._sessions.stretches(self._program)
         steps: list[Bound] = []
         for index, command in enumerate(self._program.commands):
-            if command.stream != stream:
+            if command.stream not in streams:
                 continue
             if index in stretches:
-                steps.append((command, self._stretch_step(command, stretches[index])))
+                stretch = replace(stretches[index], pool=Pool()) if alone else stretches[index]
+                bound = self._sessions.bind_stretch(self._program, stretch, self.memory, self._options)
+                loops = isinstance(command, Launch) and _may_loop(self._plan, command)
+                steps.append((command, Patient(bound, self._options, steps, loops=loops)))
             elif not isinstance(command, Launch):
                 steps.append((command, self._step(command, index)))
         return steps
-
-    def _stretch_step(self, command: Command, stretch: Stretch) -> Step:
-        bound = self._sessions.bind_stretch(self._program, stretch, self.memory, self._options)
-        if isinstance(command, Launch) and _may_loop(self._plan, command):
-            return partial(interruptible, bound, self._options)
-        return Patient(bound, self._options)
 
     def _step(self, command: Command, index: int) -> Step:
         match command:
@@ -319,11 +345,9 @@ def _replaced(refits: Iterable[Refit]) -> set[int]:
     return given | {a.pointer.offset for a in accesses if a.pointer.region is Region.WEIGHTS and a.nbytes}
 
 
-def _copied(output: np.ndarray) -> np.ndarray:
-    try:
-        return output.copy()
-    except MemoryError as exc:
-        raise InputError(f"outputs: a new array needs more memory than there is: {exc}: give one as out=") from exc
+def _only(steps: Sequence[Bound]) -> Bound | None:
+    """The one step that there is, if it is a short one."""
+    return steps[0] if len(steps) == 1 and not isinstance(steps[0][1], Patient) else None
 
 
 def _check_events(program: Program) -> None:

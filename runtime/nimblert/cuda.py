@@ -7,6 +7,7 @@ import numpy as np
 
 from nimblert import device_refit, driver, graph
 from nimblert.device_arrays import DeviceArray, DeviceOutput
+from nimblert.direct import Turn
 from nimblert.driver import Context, Handle, call
 from nimblert.dtypes import numpy_dtype
 from nimblert.errors import InputError
@@ -116,6 +117,9 @@ class CudaBackend:
             call("cuStreamSynchronize", self._stream)
             self._scope.close()
             self._scope, self.graph, self._executable = scope.pop_all(), built, executable
+
+    def direct(self, turn: Turn) -> None:
+        """A call is no one step."""
 
     def bind(self, tensor: Tensor, array: DeviceArray | None) -> None:
         """Have the kernels read or write an array of the caller in place of an input or output; None: ours again."""

@@ -1,6 +1,7 @@
 """Executable: a loaded plan, its code and weights on one device; the way into the runtime."""
 
 import os
+import threading
 import weakref
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 class Executable(Context):
     """A plan, ready to run: a context, and what makes others over the same weights and code.
 
-    Threads may share it. On the CPU as many calls as there are cores run beside each other, if the plan has no
+    Threads may share it. On the CPU two calls for each of several cores run beside each other, if the plan has no
     state; other calls take turns, and those that should run beside each other have a `context` each. A process
     that was forked after the load has to load again: threads and GPU stay with the process that loaded.
     """
@@ -53,7 +54,8 @@ class Executable(Context):
         self._contexts: weakref.WeakSet[Context] = weakref.WeakSet()
         self._idle_spares: list[Context] = []
         self._has_spares = plan.target is Target.CPU and not plan.state_nbytes and arena is None
-        self._spares_left = cores() - 1
+        self._spares_left = 2 * cores() - 1 if cores() > 1 else 0  # no core is idle where one call ends
+        self._making_spares = threading.Lock()
         if arena is not None:
             arena.check(plan, device)
         resident = _resident(plan, device, threads)
@@ -77,17 +79,17 @@ class Executable(Context):
             self._contexts.add(made)
             return made
 
-    def _run(
+    def _run_any(
         self,
         signature: Signature,
         arrays: Mapping[str, Any],
         out: Mapping[str, Any],
         *,
-        reuse_outputs: bool = False,
-        stream: Any = None,
+        reuse_outputs: bool,
+        stream: Any,
     ) -> dict[str, np.ndarray]:
-        """As `Context._run`; a call that finds another one at work may go on in a context that is kept for that."""
-        if self._own_lock.locked() and self._has_spares:
+        """As `Context._run_any`; a call that finds another one at work may go on in a context that is kept for that."""
+        if self._turn.lock.locked() and self._has_spares:
             here = reuse_outputs or stream is not None or self._bindings[signature.name].program is not None
             spare = None if here else self._spare()
         else:
@@ -97,7 +99,7 @@ class Executable(Context):
                 return spare._run(signature, arrays, out)  # noqa: SLF001 (of its own class)
             finally:
                 self._idle_spares.append(spare)
-        return super()._run(signature, arrays, out, reuse_outputs=reuse_outputs, stream=stream)
+        return super()._run_any(signature, arrays, out, reuse_outputs=reuse_outputs, stream=stream)
 
     def _spare(self) -> Context | None:
         """A context that nobody calls: one that is idle, or a new one if there may be more."""
@@ -106,8 +108,9 @@ class Executable(Context):
         except IndexError:
             if not self._spares_left:
                 return None
-        with self._lock:
-            if self._closed or not self._spares_left:
+        self._check_process()
+        with self._making_spares:
+            if not self._spares_left:
                 return None
             made = _Spare(self.plan, self._resident, poison=self._poison)
             self._contexts.add(made)
@@ -130,7 +133,7 @@ class Executable(Context):
         refits = refitting.checked(self.plan, weights, self._working.take)
         with self._lock:
             self._check_ready()
-        with idle(chain((self,), self._contexts)) as loaded:
+        with self._making_spares, idle(chain((self,), self._contexts)) as loaded:
             old = list(loaded.values())
             for key, backend in zip(tuple(loaded), self._resident.refit(refits, old), strict=True):
                 loaded[key] = backend
@@ -142,18 +145,27 @@ class Executable(Context):
 
         Waits for the runs of other threads. In a forked process it does nothing.
         """
-        if os.getpid() != self._process or self._closed:
+        if os.getpid() != self._turn.process or self._closed:
             return
+        with self._making_spares:
+            self._spares_left = 0
         for context in tuple(self._contexts):
             context.close()
         super().close()
         self._resident.close()
+
+    def hold(self, timeout_s: float) -> None:
+        """As `Context.hold`; no more contexts are made for calls either."""
+        if os.getpid() == self._turn.process:
+            self._making_spares.acquire(timeout=timeout_s)
+        super().hold(timeout_s)
 
 
 class _Spare(Context):
     """A context for calls of an executable."""
 
     _noun, _turns, _again = Executable._noun, Executable._turns, Executable._again  # noqa: SLF001 (what users see)
+    _run = Context._run  # noqa: SLF001 (who observes calls has seen the executable's)
 
 
 def _select(plan: Plan, name: str | None) -> Plan:
@@ -186,11 +198,11 @@ def load(
     machine; a plan beyond them is refused before anything is allocated. ``poison`` fills memory that
     nothing should read with 0xFF bytes. ``device`` is the ordinal of the GPU, ``arena`` scratch memory
     that plans share which run one after the other. ``threads`` is how many a plan for the CPU computes with,
-    the caller's among them: without it, one for each core that the process may use. A list of processors
-    also says where they run; the first is the caller's, which stays where it is. ``warm`` loads every program
-    at once, else each is loaded when it is first called (`Context.warm`). ``program`` is the name of the one
-    to load where the others will not be called. With NIMBLERT_NVTX=1 in the environment, every call of the
-    process is an NVTX range (`nimblert.telemetry`).
+    the caller's among them: without it, one for each core that the process may use, and the caller's alone while
+    as many runs as there are cores are at work. A list of processors also says where they run; the first is the
+    caller's, which stays where it is. ``warm`` loads every program at once, else each is loaded when it is
+    first called (`Context.warm`). ``program`` is the name of the one to load where the others will not be called.
+    With NIMBLERT_NVTX=1 in the environment, every call of the process is an NVTX range (`nimblert.telemetry`).
 
     Raises PlanError for a plan that is damaged or contradicts itself, DeviceMismatchError where this
     machine cannot run it, and InputError for a ``plan`` or ``program`` that is none.

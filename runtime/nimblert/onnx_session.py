@@ -180,6 +180,7 @@ class SessionCache:
         self._plan = plan
         self._weights = weights
         self._threads = onnx_threads.checked(threads)
+        self._crowd = onnx_threads.cores() if threads is None else None
         self._models: dict[int, Model] = {}
         self._stretches: dict[int, tuple[Program, Mapping[int, Stretch]]] = {}
         """By the identity of a program: that of its value would take long."""
@@ -193,7 +194,7 @@ class SessionCache:
     def over(self, weights: HostWeights) -> "SessionCache":
         """The sessions over other weights: those that read none of the changed ones are the same."""
         made = SessionCache(self._plan, weights)
-        made._threads = self._threads
+        made._threads, made._crowd = self._threads, self._crowd
         made._models, made._stretches = self._models, self._stretches
         made._sessions |= {
             key: session
@@ -242,6 +243,11 @@ class SessionCache:
                 },
             )
         return self._stretches[id(program)][1]
+
+    def crowd(self, program: Program) -> int | None:
+        """With so many runs at work, each has one core: it computes on its caller's thread alone. None: never."""
+        divides = program.stream_count > 1 or any(s.pool.count > 1 for s in self.stretches(program).values())
+        return self._crowd if divides else None
 
     def bind_stretch(self, program: Program, stretch: Stretch, memory: HostMemory, options: Any) -> "partial[object]":
         """A call that runs launches of the program in ``memory``, as `bind` does."""

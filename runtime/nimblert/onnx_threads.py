@@ -69,7 +69,8 @@ def pools(kernels: Iterable[Sequence[Kernel]], streams: int, wanted: tuple[int, 
     count, processors = wanted
     each = max(1, min(count // max(streams, 1), _BUDGET // max(sum(large), 1)))
     waiting = Waiting.SPINNING if sum(large) == 1 else Waiting.SPINNING_IN_RUNS
-    pool = Pool(count=each, processors=processors[:each] if each == count else (), waiting=waiting)
+    divided = Pool(count=each, processors=processors[:each] if each == count else (), waiting=waiting)
+    pool = divided if each > 1 else Pool()
     return tuple(pool if one else Pool() for one in large)
 
 

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from nimblert.errors import DeviceMismatchError, InputError
 from nimblert.plan import Command
@@ -88,6 +88,7 @@ class Streams:
 
     ``gates`` are the events: one that nobody has recorded yet is locked. ``options`` are those of
     every launch. ``failures`` are what an op may raise, ``origin`` says in the message which command failed.
+    ``dirty``: a run was begun that has not come to its end.
     Raises DeviceMismatchError where a thread cannot be started.
     """
 
@@ -102,10 +103,10 @@ class Streams:
         self._own = streams[0]
         self._gates = gates
         self._options = options
-        self._failures = failures
+        self.failures = failures
         self._origin = origin
         self._halted = False
-        self._dirty = False
+        self.dirty = False
         self._failed: list[BaseException] = []
         self._workers: list[Worker] = []
         try:
@@ -118,29 +119,30 @@ class Streams:
                 f"let this process have more threads, or compile with --streams 1"
             ) from exc
 
-    def run(self) -> None:
-        """Run every stream. Raises InputError where an op fails; whatever is raised, all streams have stopped."""
-        self._begin()
-        if not self._workers:
-            self._walk(self._own)
-            self._end_run()
-            return
-        try:
-            for worker in self._workers:
-                worker.start()
-            self._walk(self._own)
-            for worker in self._workers:
-                worker.wait()
-        except BaseException:
-            insist(self._stop)
-            raise
-        self._end_run()
+    def run(self, alone: Sequence[Bound] | None = None) -> None:
+        """Run every stream, or these commands on the calling thread.
 
-    def run_alone(self, stream: Sequence[Bound]) -> None:
-        """Run these commands on the calling thread. Raises InputError where an op fails."""
-        self._begin()
-        self._walk(stream)
-        self._end_run()
+        Raises InputError where an op fails; whatever is raised, all streams have stopped.
+        """
+        if self.dirty:
+            self._recover()
+        self.dirty = True
+        for gate in self._gates:
+            gate.acquire(blocking=False)
+        if alone is not None or not self._workers:
+            self._walk(self._own if alone is None else alone)
+        else:
+            self._walk_all()
+        if self._failed:
+            self._raise()
+        self.dirty = False
+
+    def refusal(self, command: Command, failure: Exception) -> InputError:
+        """What to raise where a command failed."""
+        said = str(failure).rstrip()
+        no_memory = isinstance(failure, MemoryError) or "bad_alloc" in said or "to allocate memory" in said
+        what = "needs more memory than there is" if no_memory else "failed on these inputs"
+        return InputError(f"{self._origin(command, failure)}: {what}: {said}")
 
     def end(self) -> None:
         """Let the threads end."""
@@ -154,21 +156,26 @@ class Streams:
         for worker in self._workers:
             worker.join()
 
-    def _begin(self) -> None:
-        if self._dirty:
+    def _walk_all(self) -> None:
+        try:
+            for worker in self._workers:
+                worker.start()
+            self._walk(self._own)
+            for worker in self._workers:
+                worker.wait()
+        except BaseException:
             insist(self._stop)
-            self._halted = False
-            self._options.terminate = False
-            self._failed = []
-        self._dirty = True
-        for gate in self._gates:
-            gate.acquire(blocking=False)
+            raise
 
-    def _end_run(self) -> None:
-        """Raise what a stream has left for the caller; where nothing has, the next run finds all in order."""
-        if not self._failed:
-            self._dirty = False
-            return
+    def _recover(self) -> None:
+        """Put all in order after a run that did not come to its end."""
+        insist(self._stop)
+        self._halted = False
+        self._options.terminate = False
+        self._failed = []
+
+    def _raise(self) -> NoReturn:
+        """Raise what a stream has left for the caller."""
         error = self._failed[0]
         self._failed = []
         try:
@@ -178,7 +185,7 @@ class Streams:
 
     def _halt(self) -> None:
         """Let every stream stop at its next command, and a loop inside a command at its next node."""
-        self._halted = True
+        self._halted = self.dirty = True
         self._options.terminate = True
         for gate in self._gates:
             unlock(gate)
@@ -195,11 +202,8 @@ class Streams:
                 return
             try:
                 step()
-            except self._failures as exc:
-                said = str(exc).rstrip()
-                no_memory = isinstance(exc, MemoryError) or "bad_alloc" in said or "to allocate memory" in said
-                what = "needs more memory than there is" if no_memory else "failed on these inputs"
-                error = InputError(f"{self._origin(command, exc)}: {what}: {said}")
+            except self.failures as exc:
+                error = self.refusal(command, exc)
                 error.__cause__ = exc
                 self._fail(error)
 
@@ -242,28 +246,28 @@ def interruptible(step: Step, options: RunOptions) -> None:
 
 
 class Patient:
-    """A step that Ctrl-C can end, at the price of another thread only where it takes long.
+    """A step of ``stream`` that Ctrl-C can end, at the price of another thread only where it takes long.
 
     Python looks for Ctrl-C on the main thread, and not while that is in a step. How long a step takes,
-    its first run tells, on another thread: its work is the same on any inputs.
+    its first run tells, on another thread: its work is the same on any inputs, unless it ``loops``. A short one
+    takes its own place in the stream.
     """
 
-    def __init__(self, step: Step, options: RunOptions) -> None:
+    def __init__(self, step: Step, options: RunOptions, stream: list[Bound], *, loops: bool) -> None:
         self._step = step
         self._options = options
-        self._is_short = False
+        self._stream = stream
+        self._loops = loops
 
     def __call__(self) -> None:
         """Run it."""
-        if self._is_short:
-            self._step()
-            return
         begin = time.perf_counter()
         if threading.current_thread() is threading.main_thread():
             interruptible(self._step, self._options)
         else:
             self._step()
-        self._is_short = time.perf_counter() - begin < _LONG_S
+        if not self._loops and time.perf_counter() - begin < _LONG_S:
+            self._stream[:] = [(command, self._step if step is self else step) for command, step in self._stream]
 
 
 def insist(action: Callable[[], None]) -> None:

@@ -87,7 +87,7 @@ class OpenTelemetry:
                 attributes["error.type"] = type(exc).__name__
                 raise
             finally:
-                attributes["nimblert.program"] = context._current.name  # noqa: SLF001
+                attributes["nimblert.program"] = context._turn.program.name  # noqa: SLF001
                 span.set_attributes(attributes)
                 self._seconds.record(time.perf_counter() - begin, attributes)
 
@@ -142,13 +142,13 @@ def _run(context: Context, signature: Signature, *args: Any, **kwargs: Any) -> A
 
 @wraps(_PLAIN["replay"])
 def _replay(context: Context) -> None:
-    with _call("replay", context, context._current.entry):  # noqa: SLF001
+    with _call("replay", context, context._turn.program.entry):  # noqa: SLF001
         _PLAIN["replay"](context)
 
 
 @wraps(_PLAIN["launch"])
 def _launch(context: Context, *args: Any) -> None:
-    with _call("launch", context, context._current.entry):  # noqa: SLF001
+    with _call("launch", context, context._turn.program.entry):  # noqa: SLF001
         _PLAIN["launch"](context, *args)
 
 
