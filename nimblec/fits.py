@@ -2,7 +2,8 @@
 
 A dimension may be padded where nothing that stands beyond a call's own elements changes a bit of its
 outputs, whatever it is, and where programs of different sizes agree on the elements that they share. It
-may be split where that holds for what stands before them, too.
+may be split where that holds for what stands before them, too. Both must hold for every program of an
+entry: one for a single row shows nothing of what rows do to each other.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -14,6 +15,8 @@ import numpy as np
 from nimblec.difference import difference, numbers
 from nimblec.errors import CompileError
 from nimblert import golden, padding
+from nimblert.dtypes import numpy_dtype
+from nimblert.errors import InputError
 from nimblert.executable import Executable
 from nimblert.plan import Fit, Plan, Program, Target
 from nimblert.sizes import Axes, writes_state
@@ -24,6 +27,9 @@ _TOLERANCE = {Target.CPU: 1e-4, Target.CUDA: 1e-2}
 
 _LARGE = {2: 10.0, 4: 1e3, 8: 1e3}
 """A factor for what stands beyond, by bytes of a number: no sum over it may go unnoticed, none may overflow."""
+
+_LARGE_INTEGER = 1000
+"""More than most images hold, and fewer than the rows of most tables."""
 
 Arrays: TypeAlias = Mapping[str, np.ndarray]
 Sizes: TypeAlias = Mapping[str, int]
@@ -36,10 +42,9 @@ def find_fits(plan: Plan) -> tuple[Plan, tuple[str, ...]]:
     notes: list[str] = []
     with Executable(plan) as executable:
         for programs in _sized(plan):
-            trial = _Trial(executable, programs, _TOLERANCE[plan.target])
-            fits = {program.name: trial.fits(program) for program in programs}
-            found |= fits
-            notes += _notes(programs, fits)
+            fits = _Trial(executable, programs).common_fits()
+            found |= {program.name: tuple(fits[name] for name, _ in program.profile) for program in programs}
+            notes += (f"{name}: {_MEANING[fit]}" for name, fit in fits.items())
     proved = tuple(replace(p, fits=found.get(p.name, ())) for p in plan.programs)
     return replace(plan, programs=proved), tuple(notes)
 
@@ -70,22 +75,16 @@ def differences(plan: Plan) -> Iterator[str]:
     """Yield a sentence for each dimension of a program whose fit runs on this machine contradict."""
     with Executable(plan) as executable:
         for programs in _sized(plan):
-            trial = _Trial(executable, programs, _TOLERANCE[plan.target])
+            common = _Trial(executable, programs).common_fits()
             for program in programs:
-                for (name, _), claimed, found in zip(program.profile, program.fits, trial.fits(program), strict=False):
-                    if claimed > found:
-                        yield f"program {program.name!r}: {name} is {claimed.name}, and runs show {found.name}"
+                for (name, _), claimed in zip(program.profile, program.fits, strict=False):
+                    if claimed > common[name]:
+                        yield f"program {program.name!r}: {name} is {claimed.name}, and runs show {common[name].name}"
 
 
 def _sized(plan: Plan) -> Iterator[tuple[Program, ...]]:
     """The programs of each entry for several sizes."""
     return (programs for programs in plan.entries.values() if programs[0].profile)
-
-
-def _notes(programs: Sequence[Program], fits: Mapping[str, tuple[Fit, ...]]) -> Iterator[str]:
-    for position, (name, _) in enumerate(programs[0].profile):
-        least = min(fits[program.name][position] for program in programs)
-        yield f"{name}: {_MEANING[least]}"
 
 
 _MEANING = {
@@ -98,18 +97,25 @@ _MEANING = {
 class _Trial:
     """Runs of the programs of one entry."""
 
-    def __init__(self, executable: Executable, programs: Sequence[Program], tolerance: float) -> None:
+    def __init__(self, executable: Executable, programs: Sequence[Program]) -> None:
         self._executable = executable
         self._programs = programs
         self._axes = Axes(programs)
         self._masks = {tensor.name for tensor in programs[0].inputs if tensor.mask}
-        self._tolerance = tolerance
+        target = executable.plan.target
+        self._tolerance = _TOLERANCE[target]
+        self._may_fail = target is Target.CPU  # on a GPU, what reads past a table ends the process
 
-    def fits(self, program: Program) -> tuple[Fit, ...]:
-        """Which calls a program serves, by the dimensions of its profile."""
+    def common_fits(self) -> dict[str, Fit]:
+        """Which calls all programs serve, by dimension."""
+        each = [self._fits(program) for program in self._programs]
+        return {name: min(fits[name] for fits in each) for name in each[0]}
+
+    def _fits(self, program: Program) -> dict[str, Fit]:
+        """Which calls runs of one program let it serve, by dimension."""
         sizes = dict(program.profile)
         if writes_state(program):
-            return (Fit.EXACT,) * len(sizes)
+            return dict.fromkeys(sizes, Fit.EXACT)
         found = {name: self._fit(program, name) for name in sizes}
         padded: dict[str, int] = {}
         for name, fit in found.items():
@@ -119,7 +125,7 @@ class _Trial:
                     found[name] = Fit.EXACT
                 else:
                     padded = together
-        return tuple(found.values())
+        return found
 
     def _fit(self, program: Program, name: str) -> Fit:
         """Which calls a program serves that have another size of one dimension."""
@@ -153,16 +159,47 @@ class _Trial:
         base, filled = self._drawn(program, _SEED), self._filled(program)
         masks = {name: filled[name] for name in self._masks}
         rests = (filled, *({**rest, **masks} for rest in self._garbage(program)))
-        results = [self._run(program, self._merged(program, base, rest, {}, stops), {}, stops) for rest in rests]
-        return all(map(_is_finite, results[0])) and all(_same(program, results[0], other) for other in results[1:])
+        merged = [self._merged(program, base, rest, {}, stops) for rest in rests]
+        if not self._same_box(program, merged, {}, stops):
+            return False
+        return self._bears(program, base, filled, {}, stops)
 
     def _is_alone_at_end(self, program: Program, name: str) -> bool:
         """Whether what stands before the last element leaves its outputs as they are, bit for bit."""
         starts = {name: dict(program.profile)[name] - 1}
         base = self._drawn(program, _SEED)
-        rests = (base, *self._garbage(program))
-        results = [self._run(program, self._merged(program, base, rest, starts, {}), starts, {}) for rest in rests]
-        return all(_same(program, results[0], other) for other in results[1:])
+        merged = [self._merged(program, base, rest, starts, {}) for rest in (base, *self._garbage(program))]
+        return self._same_box(program, merged, starts, {}) and self._bears(program, base, base, starts, {})
+
+    def _same_box(self, program: Program, given: Sequence[Arrays], starts: Sizes, stops: Sizes) -> bool:
+        """Whether runs on all of these give the same there, and numbers."""
+        first, *others = (self._run(program, arrays, starts, stops) for arrays in given)
+        return all(map(_is_finite, first)) and all(_same(program, first, other) for other in others)
+
+    def _bears(self, program: Program, base: Arrays, rest: Arrays, starts: Sizes, stops: Sizes) -> bool:
+        """Whether integers of any size in place of those of the ``rest`` leave the outputs as they are.
+
+        A model that takes them for indices may refuse such, which shows nothing.
+        """
+        wide = self._wide(program)
+        if not wide:
+            return True
+        given = [self._merged(program, base, other, starts, stops) for other in (rest, {**rest, **wide})]
+        try:
+            return self._same_box(program, given, starts, stops)
+        except InputError:
+            return True
+
+    def _wide(self, program: Program) -> dict[str, np.ndarray]:
+        """Integers of any size, for the inputs that no example bounds and that may have them."""
+        drawn = {}
+        for tensor in program.inputs:
+            dtype = numpy_dtype(tensor.dtype)
+            is_free = dtype.kind in "iu" and tensor.sample_range is None and tensor.name not in self._masks
+            if is_free and (dtype.itemsize == 1 or self._may_fail):
+                most = min(np.iinfo(dtype).max, _LARGE_INTEGER)
+                drawn[tensor.name] = np.random.default_rng(_SEED).integers(0, most, tensor.shape, dtype, endpoint=True)
+        return drawn
 
     def _agree(self, one: Program, other: Program, name: str, *, at_end: bool) -> bool:
         """Whether two programs agree on the elements that both have: the first ones of the larger, or the last."""
@@ -170,16 +207,26 @@ class _Trial:
         count, total = dict(small.profile)[name], dict(large.profile)[name]
         starts = {name: total - count if at_end else 0}
         stops = {name: starts[name] + count}
-        base = self._drawn(large, _SEED)
-        whole = base if at_end else self._merged(large, base, self._filled(large), starts, stops)
-        part = {
-            tensor.name: base[tensor.name][_box(of, starts, stops)]
-            for tensor, of in zip(large.inputs, self._axes.inputs, strict=True)
-        }
-        expected, found = self._run(small, part, {}, {}), self._run(large, whole, starts, stops)
-        return all(map(_is_finite, expected)) and all(
-            difference(e, f).within(self._tolerance) for e, f in zip(expected, found, strict=True)
-        )
+        for base in self._bases(large):
+            whole = base if at_end else self._merged(large, base, self._filled(large), starts, stops)
+            part = {
+                tensor.name: base[tensor.name][_box(of, starts, stops)]
+                for tensor, of in zip(large.inputs, self._axes.inputs, strict=True)
+            }
+            expected, found = self._run(small, part, {}, {}), self._run(large, whole, starts, stops)
+            if not all(map(_is_finite, expected)):
+                return False
+            if not all(difference(e, f).within(self._tolerance) for e, f in zip(expected, found, strict=True)):
+                return False
+        return True
+
+    def _bases(self, program: Program) -> Iterator[dict[str, np.ndarray]]:
+        """Inputs for a comparison. Under a mask also such that the zeros which it leaves are the most, or the least."""
+        drawn = self._drawn(program, _SEED)
+        yield drawn
+        if self._masks:
+            for sign in (1, -1):
+                yield {name: _away_from_zero(array, sign) for name, array in drawn.items()}
 
     def _merged(self, program: Program, base: Arrays, rest: Arrays, starts: Sizes, stops: Sizes) -> Arrays:
         """The ``rest`` with a box of the ``base`` in it."""
@@ -218,6 +265,10 @@ def _enlarged(array: np.ndarray) -> np.ndarray:
     if array.dtype.kind in "biu":
         return array
     return (array * _LARGE.get(array.dtype.itemsize, 1.0)).astype(array.dtype)
+
+
+def _away_from_zero(array: np.ndarray, sign: int) -> np.ndarray:
+    return array if array.dtype.kind in "biuc" else (sign * (abs(array) + 1)).astype(array.dtype)
 
 
 def _is_finite(array: np.ndarray) -> bool:

@@ -10,7 +10,15 @@ import onnxruntime
 import pytest
 import torch
 from command_line import CommandLine
-from sized_models import UNLIKE_ROWS, attention, rows_model, unlike_rows
+from onnx import TensorProto
+from sized_models import (
+    UNLIKE_ROWS,
+    attention,
+    integers_less_the_largest,
+    largest_under_a_mask,
+    rows_model,
+    unlike_rows,
+)
 from sized_modules import TOKENS, encoder, images
 
 import nimblec
@@ -96,6 +104,21 @@ def test_runs_find_out_which_sizes_a_program_serves(tmp_path: Path, what: str) -
             else:
                 with pytest.raises(nimblert.InputError, match=r"'main' has programs for batch=1 .*; batch=2"):
                     executable(x)
+
+
+@pytest.mark.parametrize("operator", ["ReduceMax", "ReduceMin", "ReduceSum"])
+def test_zeros_that_a_mask_leaves_may_not_be_the_most_or_the_least(tmp_path: Path, operator: str) -> None:
+    model = largest_under_a_mask(tmp_path / "masked.onnx", operator)
+    plan = nimblec.compile(model, target="cpu", dims={"length": (2, 4, 8)}, pad_masks="mask")
+    expected = Fit.PADDED if operator == "ReduceSum" else Fit.EXACT
+    assert {fit for program in plan.programs for fit in program.fits} == {expected}
+
+
+@pytest.mark.parametrize("dtype", [TensorProto.UINT8, TensorProto.INT64])
+def test_integers_of_any_size_are_tried(tmp_path: Path, dtype: TensorProto.DataType) -> None:
+    model = integers_less_the_largest(tmp_path / "integers.onnx", dtype)
+    plan = nimblec.compile(model, target="cpu", dims={"batch": (2, 4)})
+    assert {fit for program in plan.programs for fit in program.fits} == {Fit.EXACT}
 
 
 @pytest.fixture(scope="module")

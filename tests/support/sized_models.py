@@ -31,6 +31,7 @@ UNLIKE_ROWS: dict[str, tuple[list[NodeProto], str]] = {
         ],
         "exact",
     ),
+    "the sum of all after": ([node("CumSum", ["x", "zero"], ["y"], reverse=1)], "exact"),
     "the sum of all before": ([node("CumSum", ["x", "zero"], ["y"])], "padded"),
     "with the number of its place": (
         [
@@ -60,6 +61,29 @@ def unlike_rows(path: Path, what: str) -> Path:
         [floats("y", "batch", 4)],
         constants={name: array for name, array in constants.items() if name in used},
     )
+
+
+def largest_under_a_mask(path: Path, operator: str) -> Path:
+    """Of scores (1 x length), what ``operator`` makes of their products with the mask: y. Padded, it is 0 or more."""
+    nodes = [
+        node("Cast", ["mask"], ["weights"], to=TensorProto.FLOAT),
+        node("Mul", ["scores", "weights"], ["left"]),
+        node(operator, ["left"], ["y"], keepdims=1),
+    ]
+    inputs = [floats("scores", 1, "length"), ("mask", TensorProto.INT64, (1, "length"))]
+    return write_model(path, nodes, inputs, [floats("y", 1, 1)])
+
+
+def integers_less_the_largest(path: Path, dtype: TensorProto.DataType) -> Path:
+    """Of integers x (batch x 4) as floats, each over the largest of all, or 100: y."""
+    nodes = [
+        node("Cast", ["x"], ["numbers"], to=TensorProto.FLOAT),
+        node("ReduceMax", ["numbers"], ["largest"], keepdims=1),
+        node("Max", ["largest", "hundred"], ["divisor"]),
+        node("Div", ["numbers", "divisor"], ["y"]),
+    ]
+    constants = {"hundred": np.array(100, np.float32)}
+    return write_model(path, nodes, [("x", dtype, ("batch", 4))], [floats("y", "batch", 4)], constants=constants)
 
 
 def attention(path: Path, *, is_masked: bool = True) -> Path:
