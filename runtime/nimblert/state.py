@@ -87,6 +87,8 @@ class State(Mapping[str, np.ndarray]):
 
     def update(self, values: Mapping[str, Any]) -> None:
         """Write several tensors; none is written where one of them does not fit."""
+        if not isinstance(values, Mapping):
+            raise InputError(f"state: got {type(values).__name__}, expected a dict of arrays by name")
         with self._context.between_runs() as working:
             checked = [self._checked(name, value, working) for name, value in values.items()]
             for tensor, array in checked:

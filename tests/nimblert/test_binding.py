@@ -105,6 +105,13 @@ def test_what_is_no_memory_of_the_caller_takes_no_output(model: Executable) -> N
     assert taken == bound == model(x)[2] != 0
 
 
+def test_arrays_are_given_by_name(model: Executable) -> None:
+    with pytest.raises(InputError, match="out: got list, expected a dict of arrays by output name"):
+        model.run({"x": drawn(0)}, out=[np.zeros(SHAPE, np.float32)])  # type: ignore[arg-type] (what is tested)
+    with pytest.raises(InputError, match="state: got list, expected a dict of arrays by name"):
+        model.state.update([drawn(0)])  # type: ignore[arg-type] (what is tested)
+
+
 def test_outputs_share_no_memory_of_the_caller(model: Executable) -> None:
     x, room = drawn(0), np.zeros((6, 8), np.float32)
     for out in ({"y": room[:4], "z": room[1:5]}, {"z": room[:4], "y": room[:4]}):
