@@ -133,11 +133,11 @@ def test_a_call_that_meets_a_new_binding_is_refused(model: Executable, monkeypat
 
     def bound_meanwhile(self: Executable, *args: Any) -> None:
         monkeypatch.undo()
-        model._own_lock.release()
+        model._turn.lock.release()
         binding = threading.Thread(target=model.bind, args=("x", other))
         binding.start()
         binding.join()
-        model._own_lock.acquire()
+        model._turn.lock.acquire()
         check_ready(self, *args)
 
     for run in (lambda: model.run({"x": x}), lambda: model.run({"x": x}, out={"y": np.zeros(SHAPE, np.float32)})):
