@@ -1,13 +1,15 @@
 """What a call of a CPU plan costs beside a whole-model ONNX Runtime session of default options.
 
-Usage: ``python -m bench.cpu_overhead [--markdown] [--seconds 10] [--model TEXT] [--setting NAME]``. Writes
-bench/results/cpu/overhead.json, or prints its table with --markdown. --model and --setting measure a part and
-keep the rest of the file: on a shared machine, each can wait for a quiet minute.
+Usage: ``python -m bench.cpu_overhead [--markdown] [--seconds 6] [--model TEXT] [--setting NAME] [--folder PATH]``.
+Writes bench/results/cpu/overhead.json, or prints its table with --markdown. --model and --setting measure a part and
+keep the rest of the file: on a shared machine, each can wait for a quiet minute. Models and their plans are made in
+--folder, where `bench.cpu_service` finds them, too: about two minutes for all, and two to measure them.
 
 The first models come from tests/support/families in their full width, the others from bench/models, which need
 torchvision, transformers and timm; random weights, batch 1. A call of the plan (`nimblert.load(plan).run`) and
 one of the session take turns on the same arrays, so that load on the machine affects both alike; the results must be
-equal bit for bit where the session has one thread. Each setting has a process of its own: one core, or all of them.
+equal bit for bit where the session has one thread. Each setting has a process of its own, without PyTorch: one core, or
+all of them. The goal is met where the whole 95 % interval of the median ratio is at most 1.03.
 """
 
 import argparse
@@ -50,6 +52,9 @@ CASES: dict[str, tuple[str, str, tuple[int, ...]]] = {
 SETTINGS: dict[str, int | None] = {"one core": 1, "all cores": None}
 """Cores; None: all that there are."""
 
+MOST_RATIO = 1.03
+"""Of a call of the plan to one of the session."""
+
 _GROUP_S = 0.05
 """Calls of one kind that follow each other take about so long."""
 _LEAST_ROUNDS = 10
@@ -68,6 +73,18 @@ def export(module: str, maker: str, shape: tuple[int, ...], path: Path) -> None:
             torch.onnx.export(model.eval(), args, path, dynamo=False)
         else:
             torch.onnx.export(model.eval(), args, path, external_data=False, verbose=False)
+
+
+def prepared(case: str, folder: Path) -> tuple[Path, Path]:
+    """The ONNX file of a case and its plan on one stream, made in the folder if they are not there."""
+    from cpu_plans import plan_file
+
+    stem = case.replace(",", "").replace(" ", "-")
+    model, plan = folder / f"{stem}.onnx", folder / f"{stem}.plan"
+    if not plan.exists():
+        export(*CASES[case], model)
+        plan_file(model, streams=1).save(plan)
+    return model, plan
 
 
 def take_turns(runs: Sequence[Callable[[], object]], repeats: int) -> np.ndarray:
@@ -110,52 +127,51 @@ def compare(ours: Callable[[], object], theirs: Callable[[], object], seconds: f
     times = np.array(rounds)  # round, ours or theirs, call
     ratios = np.divide(*np.median(times, axis=2).T)
     both = {name: spread(times[:, i].ravel()) for i, name in enumerate(("plan_ms", "session_ms"))}
+    ratio = {**spread(ratios), "interval": median_interval(ratios)}
     least = times.min(axis=(0, 2))
-    return {**both, "ratio": spread(ratios), "least_ms": least.round(4).tolist(), "rounds": len(rounds)}
+    return {**both, "ratio": ratio, "least_ms": least.round(4).tolist(), "rounds": len(rounds)}
 
 
-def measure(path: Path, seconds: float, *, threads: int) -> dict[str, Any]:
+def median_interval(values: Sequence[float] | np.ndarray) -> list[float]:
+    """Where the median of what these are drawn from lies with 95 %, by their order alone (the sign test)."""
+    ordered, reach = np.sort(values), 0.98 * len(values) ** 0.5
+    first = max(0, int(len(values) / 2 - reach))
+    return [round(float(ordered[first]), 4), round(float(ordered[len(values) - 1 - first]), 4)]
+
+
+def measure(model: Path, plan: Path, seconds: float, *, threads: int) -> dict[str, Any]:
     """One model: the plan's and the session's times, and what the plan is made of."""
-    from cpu_plans import plan_file
-
     from nimblert import golden, load
     from nimblert.onnx_session import onnxruntime
 
-    plan = plan_file(path, streams=1)
-    program = plan.programs[0]
-    inputs = golden.draw_inputs(program, 0)
     begin = time.perf_counter()
     loaded = load(plan)
     plan_open = time.perf_counter() - begin
+    inputs = golden.draw_inputs(loaded.program, 0)
     begin = time.perf_counter()
     options = onnxruntime().SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 4
-    session = onnxruntime().InferenceSession(os.fspath(path), options, providers=["CPUExecutionProvider"])
+    session = onnxruntime().InferenceSession(os.fspath(model), options, providers=["CPUExecutionProvider"])
     session_open = time.perf_counter() - begin
     compared = compare(lambda: loaded.run(inputs), lambda: session.run(None, inputs), seconds)
     equal = all(map(np.array_equal, loaded.run(inputs).values(), session.run(None, inputs)))
+    launches = len(loaded.program.ops)
     loaded.close()
     return {
         **compared,
-        "launches": len(program.ops),
+        "launches": launches,
         "plan_open_s": round(plan_open, 4),
         "session_open_s": round(session_open, 4),
         "bit_exact": equal,
     }
 
 
-def measure_setting(name: str, cases: Sequence[str], seconds: float) -> dict[str, Any]:
+def measure_setting(name: str, cases: Sequence[str], folder: Path, seconds: float) -> dict[str, Any]:
     """Some cases under one setting, which holds for the whole process."""
     cores = SETTINGS[name]
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
-    results = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for case in cases:
-            path = Path(folder, "model.onnx")
-            export(*CASES[case], path)
-            results[case] = measure(path, seconds, threads=cores or 0)
-    return results
+    return {case: measure(*prepared(case, folder), seconds, threads=cores or 0) for case in cases}
 
 
 def markdown(results: Mapping[str, Any]) -> str:
@@ -164,14 +180,25 @@ def markdown(results: Mapping[str, Any]) -> str:
     settings = results["settings"]
     rows = []
     for case in CASES:
-        if all(case in settings[name] for name in SETTINGS):
+        if all(case in settings.get(name, {}) for name in SETTINGS):
             row = [settings[name][case] for name in SETTINGS]
             lines.append(f"| {case} | {row[0]['launches']} | {_cell(row[0])} | {_cell(row[1])} |")
             rows += row
     exact = all(row["bit_exact"] for row in rows)
     said = "All results are equal bit for bit." if exact else "NOT all results are equal bit for bit."
     below = "In brackets: the ratio of the medians of neighbouring calls, and that of the fastest of all."
-    return "\n".join([*lines, "", f"{below} {said} {environment.provenance(dict(results))}"])
+    return "\n".join([*lines, "", f"{below} {said} {verdict(settings)} {environment.provenance(dict(results))}"])
+
+
+def verdict(settings: Mapping[str, Any]) -> str:
+    """Whether the goal is met, by the intervals of the median ratios."""
+    ends = {
+        f"{case}, {name}": row["ratio"]["interval"] for name, rows in settings.items() for case, row in rows.items()
+    }
+    missed = [name for name, (least, _) in ends.items() if least > MOST_RATIO]
+    unclear = [name for name, (least, most) in ends.items() if least <= MOST_RATIO < most]
+    found = [f"{what} by {'; '.join(rows)}" for what, rows in (("missed", missed), ("undecided", unclear)) if rows]
+    return f"At most {MOST_RATIO} times the session's call: {', '.join(found) or 'met by all'}."
 
 
 def _cell(row: Mapping[str, Any]) -> str:
@@ -184,29 +211,38 @@ def main() -> None:
     """Measure, or print the table of what was measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--markdown", action="store_true")
-    parser.add_argument("--seconds", type=float, default=10, help="for each model and setting")
+    parser.add_argument("--seconds", type=float, default=6, help="for each model and setting")
     parser.add_argument("--model", default="", help="measure those whose names contain it")
     parser.add_argument("--setting", choices=SETTINGS, action="append", help="measure this one; repeatable")
+    parser.add_argument("--folder", type=Path, help="of models and plans; those that are there are not made again")
     parser.add_argument("--print", metavar="SETTING", help="measure in this process and print JSON")
     options = parser.parse_args()
     cases = [case for case in CASES if options.model in case]
     if options.markdown:
         print(markdown(environment.read(RESULTS)))
     elif options.print:
-        print(json.dumps(measure_setting(options.print, cases, options.seconds)))
+        print(json.dumps(measure_setting(options.print, cases, options.folder, options.seconds)))
     else:
-        part = options.setting or options.model
-        kept = environment.read(RESULTS) if part and RESULTS.exists() else {"settings": {}}
-        settings, commits = kept["settings"], kept.get("commits", {})
-        command = [sys.executable, "-m", "bench.cpu_overhead", "--seconds", str(options.seconds)]
-        for name in options.setting or SETTINGS:
-            measured = [*command, "--model", options.model, "--print", name]
-            done = subprocess.run(measured, stdout=subprocess.PIPE, check=True)
-            settings[name] = {**settings.get(name, {}), **json.loads(done.stdout.splitlines()[-1])}
-            commits[name] = environment.commit()
-            environment.write(RESULTS, {"settings": settings, "commits": commits})
-        if settings.keys() == SETTINGS.keys():
-            print(markdown(environment.read(RESULTS)))
+        with tempfile.TemporaryDirectory() as folder:
+            _measure_all(cases, options, options.folder or Path(folder))
+        print(markdown(environment.read(RESULTS)))
+
+
+def _measure_all(cases: Sequence[str], options: argparse.Namespace, folder: Path) -> None:
+    """Write the figures of each setting when they are there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for case in cases:
+        prepared(case, folder)
+    part = options.setting or options.model
+    kept = environment.read(RESULTS) if part and RESULTS.exists() else {"settings": {}}
+    settings, commits = kept["settings"], kept.get("commits", {})
+    command = [sys.executable, "-m", "bench.cpu_overhead", "--seconds", str(options.seconds), "--folder", folder]
+    for name in options.setting or SETTINGS:
+        measured = [*command, "--model", options.model, "--print", name]
+        done = subprocess.run(measured, stdout=subprocess.PIPE, check=True)
+        settings[name] = {**settings.get(name, {}), **json.loads(done.stdout.splitlines()[-1])}
+        commits[name] = environment.commit()
+        environment.write(RESULTS, {"settings": settings, "commits": commits})
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from bench import cpu_overhead, cpu_service
@@ -21,7 +22,7 @@ def results(**changes: str) -> dict[str, Any]:
                 "launches": 7,
                 "plan_ms": {"median": ours},
                 "session_ms": {"median": theirs},
-                "ratio": {"median": ours / theirs},
+                "ratio": {"median": ours / theirs, "interval": [ours / theirs - 0.6, ours / theirs]},
                 "least_ms": [ours, theirs * 2],
                 "bit_exact": True,
             }
@@ -36,7 +37,17 @@ def results(**changes: str) -> dict[str, Any]:
 def test_a_row_has_both_medians_and_both_ratios() -> None:
     _, _, first, *_, below = cpu_overhead.markdown(results()).splitlines()
     assert first == "| resnet18 64 px | 7 | 4.00 / 2.00 (2.00, 1.00) | 3.00 / 2.00 (1.50, 0.75) |"
-    assert below.endswith("All results are equal bit for bit. Commit abc; x.")
+    assert (
+        "All results are equal bit for bit. At most 1.03 times the session's call: missed by resnet18 64 px, " in below
+    )
+    assert "undecided by resnet18 64 px, all cores; " in below
+    assert below.endswith(" Commit abc; x.")
+
+
+def test_an_interval_holds_the_median_and_narrows_with_more_values() -> None:
+    few, many = (cpu_overhead.median_interval(np.linspace(0, 2, count)) for count in (25, 2501))
+    assert few[0] < many[0] < 1 < many[1] < few[1]
+    assert cpu_overhead.median_interval([3.0]) == [3.0, 3.0]
 
 
 def test_settings_of_several_commits_make_no_table() -> None:
@@ -45,23 +56,29 @@ def test_settings_of_several_commits_make_no_table() -> None:
 
 
 def test_calls_of_the_plan_and_of_the_session_are_timed(tmp_path: Path) -> None:
-    path = tmp_path / "model.onnx"
-    cpu_overhead.export("families.bert", "small", (), path)
-    row = cpu_overhead.measure(path, 0.1, threads=1)
+    paths = cpu_overhead.prepared("bert, 2 layers, 16 tokens", tmp_path)
+    assert cpu_overhead.prepared("bert, 2 layers, 16 tokens", tmp_path) == paths
+    row = cpu_overhead.measure(*paths, 0.1, threads=1)
     assert row["bit_exact"]
     assert row["launches"] > 10
     assert 0 < row["plan_ms"]["p5"] <= row["plan_ms"]["p95"]
     assert row["session_ms"]["p5"] > 0
+    assert row["ratio"]["interval"][0] <= row["ratio"]["median"] <= row["ratio"]["interval"][1]
 
 
 def test_the_table_of_service_has_rates_and_memory() -> None:
     rates = {"contexts": {"median": 30.0}, "executable": {"median": 20.0}, "session": {"median": 25.0}}
-    ratio = {"contexts": {"median": 1.2}, "executable": {"median": 0.8}}
+    ratio = {
+        "contexts": {"median": 1.2, "interval": [1.1, 1.3]},
+        "executable": {"median": 0.8, "interval": [0.7, 0.9]},
+    }
     row = {"concurrent": {"calls_per_s": rates, "ratio": ratio}}
     memory = {"plan": 60.0, "session": 346.0, "one plan": 57.0, "one session": 148.0}
     results = {"environment": {"gpu": "none", "cpu": "x", "commit": "abc"}, "models": {"m": row | memory}}
-    _, _, first, *_ = cpu_service.markdown(results).splitlines()
+    _, _, first, _, below = cpu_service.markdown(results).splitlines()
     assert first == "| m | 30.0 / 25.0 (1.20) | 20.0 (0.80) | 60 / 346 | 57 / 148 |"
+    throughput = "At least the session's throughput: missed by m, executable."
+    assert below == f"{throughput} Four loads below four sessions: met by all. Commit abc; x."
 
 
 def test_threads_that_call_are_counted_together() -> None:
