@@ -18,6 +18,7 @@ from nimblert.errors import (
     PlanInvalidError,
 )
 from nimblert.executable import Executable, load
+from nimblert.executable_pool import ExecutablePool, load_pool
 from nimblert.limits import Limits
 from nimblert.plan import Plan
 from nimblert.timing import CommandTime
@@ -32,6 +33,7 @@ __all__ = [
     "DeviceMismatchError",
     "DeviceOutput",
     "Executable",
+    "ExecutablePool",
     "InputError",
     "Limits",
     "NimbleError",
@@ -40,4 +42,5 @@ __all__ = [
     "PlanFormatError",
     "PlanInvalidError",
     "load",
+    "load_pool",
 ]

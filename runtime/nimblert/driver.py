@@ -1,7 +1,7 @@
 """The CUDA driver boundary: the only place where a driver call is made and its result checked."""
 
 import ctypes
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import cache
 from typing import Any, TypeAlias
 
@@ -48,10 +48,15 @@ def initialise() -> None:
         raise DeviceMismatchError(f"this plan needs a GPU, and none can be used here (cuInit: {status.name})")
 
 
+def count() -> int:
+    """How many GPUs CUDA shows."""
+    return int(call("cuDeviceGetCount"))
+
+
 def describe(ordinal: int = 0) -> Device:
     """The GPU with this ordinal, and the CUDA version of its driver. DeviceMismatchError where there is none."""
-    if not 0 <= ordinal < (count := call("cuDeviceGetCount")):
-        raise DeviceMismatchError(f"device {ordinal}: CUDA shows {count} here, from 0 (CUDA_VISIBLE_DEVICES)")
+    if not 0 <= ordinal < (shown := count()):
+        raise DeviceMismatchError(f"device {ordinal}: CUDA shows {shown} here, from 0 (CUDA_VISIBLE_DEVICES)")
     attribute = bindings().CUdevice_attribute
     device = call("cuDeviceGet", ordinal)
 
@@ -130,6 +135,16 @@ class Context:
         """Release everything."""
         _release("cuCtxSetCurrent", self._handle)
         self._stack.close()
+
+
+def is_broken(ordinal: int) -> bool:
+    """Whether the context of a GPU refuses every call, as after a kernel that failed. Waits for its work."""
+    try:
+        with closing(Context(ordinal)):
+            call("cuCtxSynchronize")
+    except CudaError:
+        return True
+    return False
 
 
 def _release(api: str, handle: Handle) -> None:

@@ -3,7 +3,7 @@
 import os
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
@@ -130,7 +130,10 @@ class Executable(Context):
         `weights` lists what can be replaced: without ``--refittable`` those weights that the plan holds as the
         model has them; weights that it holds folded into one constant are given together. Raises InputError.
         """
-        refits = refitting.checked(self.plan, weights, self._working.take)
+        self._refit(refitting.checked(self.plan, weights, self._working.take))
+
+    def _refit(self, refits: Sequence[refitting.Refit]) -> None:
+        """Do refits that were checked."""
         with self._lock:
             self._check_ready()
         with self._making_spares, idle(chain((self,), self._contexts)) as loaded:

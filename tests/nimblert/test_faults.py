@@ -16,7 +16,7 @@ from onnx import helper
 from subprocesses import ROOT, python
 
 import nimblert
-from nimblert import Arena, CudaError, Executable, InputError, Limits, container, golden
+from nimblert import Arena, CudaError, Executable, InputError, Limits, container, driver, golden
 from nimblert.context import Context
 from nimblert.plan import Plan
 
@@ -218,6 +218,47 @@ def test_a_kernel_that_fails_ends_every_context_of_its_process_in_an_error_and_n
         assert errors == "CUDA_ERROR_ILLEGAL_ADDRESS"
         assert closed == "this executable is closed: load the plan again"
         assert result(model) == expected
+
+
+STICKY_POOL = """
+import sys, nimblert
+from nimblert import golden, graph
+from nimblert.executable import Executable
+from nimblert.plan import Launch
+
+class Nowhere:
+    def address(self, pointer):
+        return 1 << 60
+
+run = Executable.run
+
+def failing(self, *args, **kwargs):
+    if self.device == 0:
+        launch = next(c for c in self.program.commands if isinstance(c, Launch))
+        with self.backend._run_once() as single:
+            graph.add_node(single, launch, self.backend.functions, Nowhere())
+    return run(self, *args, **kwargs)
+
+with nimblert.load_pool(sys.argv[1], devices=[0, 1]) as pool:
+    x = golden.draw_inputs(pool.plan.programs[0], 0)
+    expected = [array.tobytes() for array in pool.context().run(x).values()]
+    Executable.run = failing
+    for _ in range(4):
+        try:
+            print([array.tobytes() for array in pool.run(x).values()] == expected)
+        except nimblert.CudaError as exc:
+            print(exc.result)
+    print(pool.devices, *pool.lost)
+"""
+
+
+@pytest.mark.gpu
+def test_a_pool_goes_on_without_the_gpu_on_which_a_kernel_failed() -> None:
+    driver.initialise()
+    if driver.count() < 2:
+        pytest.skip("needs two GPUs")
+    said = python(STICKY_POOL, BLOCK, timeout=60).splitlines()
+    assert said == ["CUDA_ERROR_ILLEGAL_ADDRESS", "True", "True", "True", "(1,) 0"]
 
 
 FORKED = """

@@ -6,6 +6,7 @@ by mistake: its bytes are 0xDD until its address serves again.
 
 import ctypes
 import struct
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -20,6 +21,17 @@ _FREED = 0xDD
 _SUCCESS = real.CUresult.CUDA_SUCCESS
 _INVALID = real.CUresult.CUDA_ERROR_INVALID_VALUE
 _ATTRIBUTES = {"COMPUTE_CAPABILITY_MAJOR": 9, "COMPUTE_CAPABILITY_MINOR": 0, "MULTIPROCESSOR_COUNT": 132}
+_FIRST_CONTEXT = 0x100
+"""That of device 0; the others follow."""
+_ALWAYS = frozenset({
+    "cuCtxGetCurrent",
+    "cuCtxSetCurrent",
+    "cuDeviceGet",
+    "cuDeviceGetCount",
+    "cuDevicePrimaryCtxRelease",
+    "cuDevicePrimaryCtxRetain",
+})
+"""Functions that a broken context does not refuse."""
 _GATHER = struct.Struct(f"<QQII{MOST_AXES}I{MOST_AXES}q")
 
 
@@ -54,6 +66,9 @@ class HostDriver:
         """The stream of each copy that was enqueued, and of each gather."""
         self.failing: dict[str, Any] = {}
         """The status that functions of these names return."""
+        self.broken: set[int] = set()
+        """The devices whose context refuses every call, as after a kernel that failed."""
+        self._thread = threading.local()
         self._kept: list[np.ndarray] = []
         self._recorded: dict[int, int] = {}
         self._handles = 0
@@ -67,6 +82,8 @@ class HostDriver:
             self.calls[name] = self.calls.get(name, 0) + 1
             if name in self.failing:
                 return (self.failing[name], *[None] * 2)
+            if name not in _ALWAYS and self._cuCtxGetCurrent() - _FIRST_CONTEXT in self.broken:
+                return (real.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS, *[None] * 2)
             result = function(self, *args)
             if isinstance(result, tuple):
                 return result
@@ -100,14 +117,15 @@ class HostDriver:
         return 13000
 
     def _cuDevicePrimaryCtxRetain(self, device: int) -> Any:
-        return real.CUcontext(0x100 + device)
+        return real.CUcontext(_FIRST_CONTEXT + device)
 
     def _cuDevicePrimaryCtxRelease(self, device: int) -> None: ...
 
-    def _cuCtxSetCurrent(self, context: Any) -> None: ...
+    def _cuCtxSetCurrent(self, context: Any) -> None:
+        self._thread.context = int(context)
 
-    def _cuCtxGetCurrent(self) -> Any:
-        return real.CUcontext(0x100)
+    def _cuCtxGetCurrent(self) -> int:
+        return int(getattr(self._thread, "context", _FIRST_CONTEXT))
 
     def _cuCtxSynchronize(self) -> None: ...
 

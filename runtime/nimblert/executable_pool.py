@@ -1,0 +1,261 @@
+"""One executable for each GPU of a machine; a call goes to the one with the fewest calls in flight."""
+
+import asyncio
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from nimblert import container, refitting
+from nimblert.context import Context
+from nimblert.errors import CudaError, DeviceMismatchError, InputError
+from nimblert.executable import Executable, load
+from nimblert.limits import DEFAULT_LIMITS, Limits
+from nimblert.plan import Plan, Target, Tensor
+from nimblert.refitting import NewWeights
+from nimblert.sizes import writes_state
+
+
+@dataclass(slots=True, eq=False)
+class _Member:
+    """An executable, its calls in flight, and how many it was given in all."""
+
+    executable: Executable
+    in_flight: int = 0
+    given: int = 0
+
+    @property
+    def contexts(self) -> tuple[Context, ...]:
+        """Those made of the executable that live."""
+        return tuple(self.executable._contexts)  # noqa: SLF001 (of the same package)
+
+
+class ExecutablePool:
+    """A plan on several devices. Threads and tasks may share it.
+
+    A device whose context an error has broken gets no more calls: `lost` has it, and the others go on. The call that
+    met the error raises it, and is not repeated elsewhere: what broke one device may break the next.
+    """
+
+    def __init__(self, executables: Sequence[Executable]) -> None:
+        """Of executables of one plan, which it closes; see `load_pool`."""
+        self.plan: Plan = executables[0].plan
+        self._members = [_Member(executable) for executable in executables]
+        self._lost: dict[int, CudaError] = {}
+        self._state = threading.Condition()
+        self._closed = False
+        self._exclusive = False
+        self._keeps = any(map(writes_state, self.plan.programs))
+
+    def __repr__(self) -> str:
+        return f"ExecutablePool({self._members[0].executable!r}, devices={list(self.devices)})"
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """The devices that calls go to."""
+        every = (member.executable.device for member in self._members)
+        return tuple(device for device in every if device not in self._lost)
+
+    @property
+    def lost(self) -> dict[int, CudaError]:
+        """The devices that get no more calls, each with the error that ended that."""
+        return dict(self._lost)
+
+    @property
+    def entries(self) -> tuple[str, ...]:
+        """As `Context.entries`."""
+        return self._members[0].executable.entries
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """As `Context.inputs`."""
+        return self._members[0].executable.inputs
+
+    @property
+    def outputs(self) -> tuple[Tensor, ...]:
+        """As `Context.outputs`."""
+        return self._members[0].executable.outputs
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """As `Executable.weights`."""
+        return self._members[0].executable.weights
+
+    def __call__(
+        self, *args: Any, entry: str | None = None, **kwargs: Any
+    ) -> np.ndarray | tuple[np.ndarray, ...]:
+        """As a call of an executable, on the device with the fewest calls in flight."""
+        with self._turn() as executable:
+            return executable(*args, entry=entry, **kwargs)
+
+    def run(
+        self, arrays: Mapping[str, Any], *, entry: str | None = None, out: Mapping[str, Any] | None = None
+    ) -> dict[str, np.ndarray]:
+        """As `Context.run`, on the device with the fewest calls in flight.
+
+        Raises InputError, and CudaError where that device failed or none is left.
+        """
+        with self._turn() as executable:
+            return executable.run(arrays, entry=entry, out=out)
+
+    async def arun(self, arrays: Mapping[str, Any], *, entry: str | None = None) -> dict[str, np.ndarray]:
+        """As `run`, while the event loop goes on; the run itself goes to its end even if its task is cancelled."""
+        return await asyncio.to_thread(self.run, arrays, entry=entry)
+
+    def context(self) -> Context:
+        """A context of the caller's own on the device that has the fewest calls and contexts, with a state of its own.
+
+        Give it back by `Context.close`, or with the pool.
+        """
+        with self._state:
+            self._wait_until_open()
+            return min(self._left(), key=lambda m: m.in_flight + len(m.contexts)).executable.context()
+
+    def refit(self, weights: NewWeights) -> None:
+        """Replace weights on all devices, as `Executable.refit` does on one.
+
+        Calls that are in flight end before, others begin after. The arrays are the host's. A device that fails where
+        others did not is `lost`; where all fail, none has changed.
+        Raises InputError, CudaError.
+        """
+        with self._alone() as members:
+            checked = [refitting.checked(self.plan, weights, m.executable._working.take) for m in members]  # noqa: SLF001
+            failed: dict[int, CudaError] = {}
+            for member, refits in zip(members, checked, strict=True):
+                try:
+                    member.executable._refit(refits)  # noqa: SLF001
+                except CudaError as exc:
+                    failed[member.executable.device] = exc
+            if len(failed) == len(members):
+                raise next(iter(failed.values()))
+            self._lost |= failed
+
+    def reset(self) -> None:
+        """Give the state of every context its initial values, those of the plan."""
+        with self._alone() as members:
+            for member in members:
+                for context in (member.executable, *member.contexts):
+                    context.reset()
+
+    def close(self) -> None:
+        """Give back every device, when the calls in flight have ended; calling it twice is harmless."""
+        with self._state:
+            self._closed = True
+            self._state.notify_all()
+            self._state.wait_for(lambda: not any(member.in_flight for member in self._members))
+        for member in self._members:
+            member.executable.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @contextmanager
+    def _turn(self) -> Iterator[Executable]:
+        """The executable for a call, which is in flight until the block ends."""
+        if self._keeps:
+            raise InputError("the plan has state, which is each device's own: call a context of yours, pool.context()")
+        with self._state:
+            self._wait_until_open()
+            member = min(self._left(), key=lambda m: (m.in_flight, m.given))
+            member.in_flight += 1
+            member.given += 1
+        try:
+            yield member.executable
+        except CudaError as exc:
+            from nimblert import driver  # which a plan for the CPU does without
+
+            if driver.is_broken(member.executable.device):
+                self._lost[member.executable.device] = exc
+            raise
+        finally:
+            with self._state:
+                member.in_flight -= 1
+                self._state.notify_all()
+
+    @contextmanager
+    def _alone(self) -> Iterator[list[_Member]]:
+        """All that are left, with no call in flight until the block ends."""
+        with self._state:
+            self._wait_until_open()
+            self._exclusive = True
+            self._state.wait_for(lambda: not any(member.in_flight for member in self._members))
+        try:
+            yield self._left()
+        finally:
+            with self._state:
+                self._exclusive = False
+                self._state.notify_all()
+
+    def _wait_until_open(self) -> None:
+        """Wait for a refit to end. Raises InputError once it is closed."""
+        self._state.wait_for(lambda: self._closed or not self._exclusive)
+        if self._closed:
+            raise InputError("this pool is closed: load the plan again")
+
+    def _left(self) -> list[_Member]:
+        """The members that are not lost. Raises the last one's error where none is."""
+        left = [member for member in self._members if member.executable.device not in self._lost]
+        if not left:
+            *_, last = self._lost.values()
+            what = f"{last.result}; every device of the pool is lost: load the plan in a new process"
+            raise CudaError(last.api, what)
+        return left
+
+
+def load_pool(
+    plan: Plan | container.Source,
+    *,
+    devices: Sequence[int] | None = None,
+    program: str | None = None,
+    poison: bool = False,
+    copy: bool = False,
+    warm: bool = False,
+    limits: Limits = DEFAULT_LIMITS,
+) -> ExecutablePool:
+    """Load a plan on several GPUs: those of the ordinals ``devices``, or all of this machine that can run it.
+
+    The other arguments are those of `load`. A plan for the CPU, which uses all cores by itself, is loaded once.
+    Raises what `load` does, where none of the devices, or one of those that were named, cannot run the plan.
+    """
+    if devices is not None and (not devices or len(set(devices)) < len(devices)):
+        raise InputError(f"devices: got {list(devices)}, expected ordinals of GPUs, each once")
+    make = partial(load, program=program, poison=poison, copy=copy, warm=warm, limits=limits)
+    mismatch: DeviceMismatchError | None = None
+    with ExitStack() as loaded:
+        found = []
+        for device in _ordinals(devices):
+            try:
+                found.append(loaded.enter_context(make(plan, device=device)))
+            except DeviceMismatchError as exc:
+                if devices is not None:
+                    raise
+                mismatch = mismatch or exc
+            if found and found[0].plan.target is Target.CPU:
+                break
+        if not found:
+            assert mismatch is not None
+            raise mismatch
+        loaded.pop_all()
+    return ExecutablePool(found)
+
+
+def _ordinals(devices: Sequence[int] | None) -> Iterator[int]:
+    """The devices to try: those that are named, or the first and, once CUDA is there, all others."""
+    if devices is not None:
+        yield from devices
+        return
+    yield 0
+    from nimblert import driver  # which a plan for the CPU does without
+
+    driver.initialise()
+    yield from range(1, driver.count())

@@ -1,0 +1,263 @@
+"""One plan on several devices: calls are spread, a broken device is left out, the others go on."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from copying import copying, drawn, on_host
+from host_driver import HostDriver
+from plans import cpu_plan
+
+from nimblert import CudaError, DeviceMismatchError, ExecutablePool, InputError, load_pool
+from nimblert.executable import Executable
+from nimblert.plan import Memcpy, Plan, Pointer, Program, Region, Role, Weight
+
+pytest_plugins = ("gpu_memory",)
+
+SHAPE = (6, 8)
+NBYTES = 6 * 8 * 4
+
+
+def weighted() -> Plan:
+    """Y is the weight "w", whatever x is."""
+    plan = copying(SHAPE, (0, 1))
+    (program,) = plan.programs
+    (x,), (y,) = program.inputs, program.outputs
+    copy = Memcpy(dst=y.pointer, src=Pointer(region=Region.WEIGHTS), nbytes=NBYTES, stream=0, op=0)
+    weight = Weight(name="w", dtype="float32", shape=SHAPE, offset=0, data=memoryview(drawn(0, SHAPE).tobytes()))
+    refit = Program(
+        name="weights",
+        inputs=(replace(x, name="w", pointer=Pointer(region=Region.WEIGHTS)),),
+        outputs=(),
+        input_nbytes=(),
+        output_nbytes=(),
+        arena_nbytes=0,
+        stream_count=1,
+        event_count=0,
+        ops=(),
+        commands=(),
+        role=Role.REFIT,
+    )
+    return replace(
+        plan, weights=(weight,), weights_nbytes=NBYTES, programs=(replace(program, commands=(copy,)),), refits=(refit,)
+    )
+
+
+def counting() -> Plan:
+    """A run leaves x in the state and returns what was there."""
+    plan = copying(SHAPE, (0, 1))
+    (program,) = plan.programs
+    (x,), (y,) = program.inputs, program.outputs
+    kept = Pointer(region=Region.STATE)
+    commands = (
+        Memcpy(dst=y.pointer, src=kept, nbytes=NBYTES, stream=0, op=0),
+        Memcpy(dst=kept, src=x.pointer, nbytes=NBYTES, stream=0, op=0),
+    )
+    state = Weight(name="last", dtype="float32", shape=SHAPE, offset=0, data=memoryview(bytes(NBYTES)))
+    return replace(
+        plan, state=(state,), state_nbytes=NBYTES, programs=(replace(program, commands=commands, arena_nbytes=0),)
+    )
+
+
+@contextmanager
+def held() -> Iterator[Callable[[], list[int]]]:
+    """Calls stay in flight until the block ends; the function tells the devices that have one."""
+    release = threading.Event()
+    began: list[int] = []
+    run = Executable.run
+
+    def slow(self: Executable, *args: Any, **kwargs: Any) -> Any:
+        began.append(self.device)
+        assert release.wait(30)
+        return run(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Executable, "run", slow)
+        try:
+            yield lambda: list(began)
+        finally:
+            release.set()
+
+
+def until(holds: Callable[[], bool]) -> None:
+    for _ in range(3000):
+        if holds():
+            return
+        threading.Event().wait(0.01)
+    raise AssertionError
+
+
+def test_calls_go_where_the_fewest_are_in_flight(put: Callable[[np.ndarray], Any]) -> None:
+    del put
+    x = drawn(1, SHAPE)
+    with load_pool(copying(SHAPE, (0, 1))) as pool, ThreadPoolExecutor(4) as threads:
+        count = len(pool.devices)
+        assert pool.devices == tuple(range(count))
+        with held() as began:
+            calls = []
+            for number in range(2 * count):
+                calls.append(threads.submit(pool.run, {"x": x}))
+                until(lambda number=number: len(began()) == number + 1)
+            assert sorted(began()) == sorted([*range(count), *range(count)])
+        for call in calls:
+            assert np.array_equal(call.result()["y"], x)
+        assert np.array_equal(pool(x), x)
+
+
+@on_host
+def test_of_idle_devices_the_one_that_ran_least_is_next(host: HostDriver) -> None:
+    del host
+    x = drawn(1, SHAPE)
+    with load_pool(copying(SHAPE, (0, 1))) as pool:
+        devices = []
+        run = Executable.run
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Executable, "run", lambda self, *a, **k: (devices.append(self.device), run(self, *a, **k))[1])
+            for _ in range(4):
+                pool.run({"x": x})
+        assert devices == [0, 1, 0, 1]
+
+
+def test_tasks_and_threads_get_their_own_answers(put: Callable[[np.ndarray], Any]) -> None:
+    del put
+    arrays = [drawn(seed, SHAPE) for seed in range(40)]
+
+    async def every(pool: ExecutablePool) -> list[dict[str, np.ndarray]]:
+        return await asyncio.gather(*(pool.arun({"x": array}) for array in arrays))
+
+    with load_pool(copying(SHAPE, (0, 1))) as pool, ThreadPoolExecutor(8) as threads:
+        for array, result in zip(arrays, asyncio.run(every(pool)), strict=True):
+            assert np.array_equal(result["y"], array)
+        for array, found in zip(arrays, threads.map(pool, arrays), strict=True):
+            assert np.array_equal(found, array)
+
+
+@on_host
+def test_a_broken_device_is_left_out_and_the_others_go_on(host: HostDriver) -> None:
+    x = drawn(1, SHAPE)
+    with load_pool(copying(SHAPE, (0, 1))) as pool:
+        host.broken = {0}
+        with pytest.raises(CudaError, match="ILLEGAL_ADDRESS"):
+            pool.run({"x": x})
+        assert pool.devices == (1,)
+        assert set(pool.lost) == {0}
+        for _ in range(3):
+            assert np.array_equal(pool(x), x)
+        host.broken = {0, 1}
+        for sentence in ("ILLEGAL_ADDRESS", "every device of the pool is lost: load the plan in a new process"):
+            with pytest.raises(CudaError, match=sentence):
+                pool(x)
+        assert pool.devices == ()
+
+
+@on_host
+def test_an_error_that_passes_loses_no_device(host: HostDriver) -> None:
+    x = drawn(1, SHAPE)
+    with load_pool(copying(SHAPE, (0, 1))) as pool:
+        host.failing["cuGraphLaunch"] = host.CUresult.CUDA_ERROR_OUT_OF_MEMORY
+        with pytest.raises(CudaError, match="OUT_OF_MEMORY"):
+            pool(x)
+        with pytest.raises(InputError, match="input 'x'"):
+            pool(x[1:])
+        host.failing.clear()
+        assert pool.devices == (0, 1)
+        assert np.array_equal(pool(x), x)
+
+
+def test_weights_are_replaced_on_all_devices_or_none(put: Callable[[np.ndarray], Any]) -> None:
+    del put
+    x, w = drawn(1, SHAPE), drawn(2, SHAPE)
+    with load_pool(weighted()) as pool:
+        assert set(pool.weights) == {"w"}
+        with pytest.raises(InputError, match=r"weight 'w': shape \(6, 7\), expected \(6, 8\)"):
+            pool.refit({"w": w[:, 1:]})
+        assert all(np.array_equal(pool(x), drawn(0, SHAPE)) for _ in range(4))
+        pool.refit({"w": w})
+        assert all(np.array_equal(pool(x), w) for _ in range(4))
+
+
+@on_host
+def test_a_device_that_keeps_old_weights_is_left_out(host: HostDriver) -> None:
+    x, w = drawn(1, SHAPE), drawn(2, SHAPE)
+    with load_pool(weighted()) as pool:
+        host.broken = {1}
+        pool.refit({"w": w})
+        assert set(pool.lost) == {1}
+        assert all(np.array_equal(pool(x), w) for _ in range(3))
+        host.broken = {0, 1}
+        with pytest.raises(CudaError, match="ILLEGAL_ADDRESS"):
+            pool.refit({"w": x})
+
+
+def test_a_conversation_is_a_context_on_one_device(put: Callable[[np.ndarray], Any]) -> None:
+    del put
+    x, other = drawn(1, SHAPE), drawn(2, SHAPE)
+    with load_pool(counting()) as pool:
+        with pytest.raises(InputError, match=r"the plan has state, .*: call a context of yours, pool.context\(\)"):
+            pool(x)
+        contexts = [pool.context() for _ in range(4)]
+        for context in contexts:
+            assert not context(x).any()
+        assert np.array_equal(contexts[0](other), x)
+        pool.reset()
+        assert not any(context(x).any() for context in contexts)
+
+
+@on_host
+def test_contexts_are_spread(host: HostDriver) -> None:
+    del host
+    with load_pool(counting()) as pool:
+        contexts = [pool.context() for _ in range(4)]
+        assert sum(len(member.contexts) == 2 for member in pool._members) == len(contexts) // 2
+
+
+def test_what_is_closed_says_so(put: Callable[[np.ndarray], Any]) -> None:
+    del put
+    pool = load_pool(copying(SHAPE, (0, 1)))
+    pool.close()
+    pool.close()
+    for use in (lambda: pool(drawn(1, SHAPE)), pool.context, pool.reset):
+        with pytest.raises(InputError, match="this pool is closed: load the plan again"):
+            use()
+
+
+def test_closing_waits_for_calls(put: Callable[[np.ndarray], Any]) -> None:
+    del put
+    x = drawn(1, SHAPE)
+    pool = load_pool(copying(SHAPE, (0, 1)))
+    with ThreadPoolExecutor(2) as threads:
+        with held() as began:
+            call = threads.submit(pool.run, {"x": x})
+            until(lambda: bool(began()))
+            closing = threads.submit(pool.close)
+            assert not closing.done()
+        assert np.array_equal(call.result()["y"], x)
+        closing.result()
+
+
+@on_host
+def test_devices_are_those_named_or_all_that_can_run_the_plan(host: HostDriver) -> None:
+    del host
+    plan = copying(SHAPE, (0, 1))
+    with load_pool(plan, devices=[1]) as pool:
+        assert pool.devices == (1,)
+        assert repr(pool).endswith("devices=[1])")
+    for devices in ([], [0, 0]):
+        with pytest.raises(InputError, match=r"devices: got .*, expected ordinals of GPUs, each once"):
+            load_pool(plan, devices=devices)
+    with pytest.raises(DeviceMismatchError, match="device 2: CUDA shows 2 here"):
+        load_pool(plan, devices=[0, 2])
+    other = replace(plan, device=replace(plan.device, compute_capability=(8, 0)))
+    with pytest.raises(DeviceMismatchError, match=r"compute capability 8\.0"):
+        load_pool(other)
+
+
+def test_a_plan_for_the_cpu_is_loaded_once() -> None:
+    with load_pool(cpu_plan()) as pool:
+        assert pool.devices == (0,)
