@@ -25,8 +25,13 @@ def scratch_folder(parent: Path | None = None) -> Iterator[Path]:
     """
     parent = parent or Path(tempfile.gettempdir())
     _remove_abandoned(parent)
-    with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=parent) as name, _locked(Path(name)):
-        yield Path(name)
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+    # A TemporaryDirectory would be removed at the interpreter's end, while a daemon thread may still use it.
+    try:
+        with _locked(folder):
+            yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager

@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from subprocesses import python
 
 from nimblec.processes import environment
 from nimblert.errors import NimbleError
 from nimblert.replacing import replacing
+from nimblert.scratch import scratch_folder
 
 
 def test_the_file_appears_when_it_is_complete(tmp_path: Path) -> None:
@@ -92,6 +94,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from nimblert.replacing import replacing
+from nimblert.scratch import scratch_folder
 with replacing(Path(sys.argv[1])) as file:
     file.write(b"half")
     file.flush()
@@ -110,3 +113,30 @@ def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path: Path) -> No
         file.write(b"new")
         other.write(b"new")
     assert sorted(left.name for left in tmp_path.iterdir()) == [".theirs.tmp", "file", "other"]
+
+
+ENDS_BESIDE_A_THREAD = """
+import atexit, sys, threading
+from pathlib import Path
+folder = Path(sys.argv[1])
+atexit.register(lambda: print([path.name for path in folder.glob(".nimblec-*/theirs")]))  # after all other such calls
+from nimblert.scratch import scratch_folder
+began = threading.Event()
+
+def use():
+    with scratch_folder(folder) as mine:
+        (mine / "theirs").touch()
+        began.set()
+        threading.Event().wait()
+
+threading.Thread(target=use, daemon=True).start()
+began.wait()
+"""
+
+
+def test_the_end_of_a_process_takes_no_folder_from_its_daemon_threads(tmp_path: Path) -> None:
+    """They may be about to load a plan, whose placeholder file is in there; the next process removes it."""
+    assert python(ENDS_BESIDE_A_THREAD, tmp_path) == "['theirs']\n"
+    with scratch_folder(tmp_path) as mine:
+        assert list(tmp_path.iterdir()) == [mine]
+    assert not list(tmp_path.iterdir())
