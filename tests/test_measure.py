@@ -64,7 +64,8 @@ def test_every_run_after_the_warm_up_counts_for_its_time() -> None:
     counted = [start for start in starts if start >= begin + 0.2]
     assert 0 < found.latencies.size <= len(counted) < len(starts)
     assert found.latencies.min() >= 0.01
-    assert 0.3 <= found.seconds == pytest.approx(found.latencies.sum(), rel=0.2)
+    assert found.seconds >= 0.3
+    assert found.latencies.sum() <= found.seconds
     assert (found.interrupted, found.unfinished) == (False, 0)
 
 

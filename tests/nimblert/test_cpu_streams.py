@@ -67,28 +67,30 @@ def test_an_interrupt_stops_every_stream_at_its_next_command() -> None:
     done: list[str] = []
 
     def slow(name: str) -> None:
-        time.sleep(0.005)
+        time.sleep(0.02)
         done.append(name)
 
-    ready = streams(*(steps(400, partial(slow, name)) for name in "abc"))
+    ready = streams(*(steps(2000, partial(slow, name)) for name in "abc"))  # forty seconds
     timer = interrupt_after(0.1)
     with pytest.raises(KeyboardInterrupt):
         ready.run()
     timer.join()
     stopped = len(done)
-    time.sleep(0.05)
-    assert 0 < stopped == len(done) < 600
+    time.sleep(0.1)
+    assert 0 < stopped == len(done) < 3000
     ready.close()
 
 
 def test_a_run_after_an_interrupt_is_whole() -> None:
     done: list[int] = []
-    ready = streams(steps(30, lambda: time.sleep(0.005)), steps(30, lambda: done.append(1)))
+    pauses = [0.5]
+    ready = streams(steps(30, lambda: time.sleep(pauses[0])), steps(30, lambda: done.append(1)))
     timer = interrupt_after(0.05)
     with pytest.raises(KeyboardInterrupt):
         ready.run()
     timer.join()
     done.clear()
+    pauses[0] = 0
     ready.run()
     assert len(done) == 30
     ready.close()
