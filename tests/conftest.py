@@ -14,7 +14,7 @@ from hypothesis import settings
 if TYPE_CHECKING:
     from command_line import CommandLine
 
-settings.register_profile("quick", deadline=None, derandomize=True, max_examples=50)  # the same on a busy machine
+settings.register_profile("quick", deadline=None, derandomize=True, max_examples=20)  # the same on a busy machine
 settings.register_profile("long", deadline=None, max_examples=500)
 settings.load_profile("quick")
 

@@ -223,14 +223,14 @@ def test_masks_that_are_none_are_refused(tmp_path: Path, options: dict[str, Any]
 def test_any_batch_of_a_network_from_one_plan() -> None:
     module, inputs, shapes = images()
     given: dict[str, Any] = {"target": "cpu", "dynamic_shapes": shapes}
-    plan = nimblec.compile(module, inputs, dims={"batch": "1..64"}, **given)
-    assert [dict(p.profile)["batch"] for p in plan.programs] == [1, 2, 4, 8, 16, 32, 64]
+    plan = nimblec.compile(module, inputs, dims={"batch": "1..16"}, **given)
+    assert [dict(p.profile)["batch"] for p in plan.programs] == [1, 2, 4, 8, 16]
     assert plan.arena_nbytes == plan.programs[-1].arena_nbytes
-    static = {n: nimblec.compile(module, inputs, dims={"batch": n}, **given) for n in (8, 64)}
-    assert plan.weights_nbytes == static[64].weights_nbytes
-    x = torch.randn(200, 3, 16, 16)
+    static = {n: nimblec.compile(module, inputs, dims={"batch": n}, **given) for n in (8, 16)}
+    assert plan.weights_nbytes == static[16].weights_nbytes
+    x = torch.randn(60, 3, 16, 16)
     with torch.no_grad(), nimblert.load(plan) as executable:
-        for rows in (*range(1, 65), 100, 200):
+        for rows in (*range(1, 17), 40, 60):
             np.testing.assert_allclose(executable(x[:rows].numpy()), module(x[:rows]).numpy(), rtol=1e-4, atol=1e-5)
         for size, alone in static.items():
             with nimblert.load(alone) as program:
@@ -247,14 +247,14 @@ def test_any_length_of_an_encoder_from_one_plan() -> None:
         inputs,
         target="cpu",
         dynamic_shapes=shapes,
-        dims={"batch": (1, 4), "length": "1..128"},
+        dims={"batch": (1, 4), "length": "8..32"},
         pad_masks="attention_mask",
         examples={"tokens": np.arange(TOKENS)[None]},
     )
     assert {program.fits for program in plan.programs} == {(Fit.SPLIT, Fit.PADDED)}
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad(), nimblert.load(plan) as executable:
-        for length in range(1, 129):
+        for length in range(1, 33):
             batch = length % 6 + 1
             tokens = torch.randint(TOKENS, (batch, length), generator=generator)
             mask = torch.randint(2, (batch, length), generator=generator)
@@ -262,8 +262,8 @@ def test_any_length_of_an_encoder_from_one_plan() -> None:
             found = executable(tokens.numpy(), mask.numpy())
             for output, expected in zip(found, module(tokens, mask), strict=True):
                 np.testing.assert_allclose(output, expected.numpy(), rtol=1e-4, atol=1e-5)
-        with pytest.raises(nimblert.InputError, match="'main' has programs for batch=1, length=1"):
-            executable(np.ones((1, 129), np.int64), np.ones((1, 129), np.int64))
+        with pytest.raises(nimblert.InputError, match="'main' has programs for batch=1, length=8"):
+            executable(np.ones((1, 33), np.int64), np.ones((1, 33), np.int64))
 
 
 def test_an_exported_program_names_its_dimensions_by_symbols(nimblec: CommandLine, tmp_path: Path) -> None:

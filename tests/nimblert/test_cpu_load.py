@@ -20,7 +20,7 @@ import nimblert
 from nimblert.errors import InputError
 from nimblert.executable import Executable
 
-LOADERS, CALLERS, CALLS, LOADS = 32, 8, 25, 200
+LOADERS, CALLERS, CALLS, LOADS = 32, 8, 25, 60
 WIDTH = 512
 SLACK_NBYTES = 8 << 20
 PYTHON_SLACK_NBYTES = 256 << 10

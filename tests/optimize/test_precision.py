@@ -65,8 +65,13 @@ def dtypes(graph: fx.GraphModule, target: Any) -> list[list[torch.dtype]]:
     return [[n.meta["val"].dtype for n in node.all_input_nodes] for node in calls]
 
 
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("name", [*FAMILIES, "densenet"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, torch.float16) for name in (*FAMILIES, "densenet")),
+        *((name, torch.bfloat16) for name in ("resnet", "bert")),
+    ],
+)
 def test_a_family_is_as_near_to_the_truth_as_in_half_precision(name: str, dtype: torch.dtype) -> None:
     before, inputs = family(name, torch.float32)
     truth = run(family(name, torch.float64)[0], *(t.double() if t.is_floating_point() else t for t in inputs))

@@ -17,7 +17,7 @@ from nimblec.levels.o1 import FUSED_REGIONS
 from nimblec.levels.recipe import Runs
 from nimblec.optimize.pipeline import Setting
 
-STEPS = 200
+STEPS = 40
 
 
 def fused(module: nn.Module, *args: Tensor) -> TorchModel:

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -118,13 +117,10 @@ def test_no_file_belongs_to_both(whole: Environment) -> None:
     assert not files(whole, "nimblec") & files(whole, "nimblert")
 
 
-@pytest.fixture
-def changed(whole: Environment, copy: Path) -> Iterator[Environment]:
-    yield whole
-    whole.install(copy)
-
-
-def test_both_may_be_installed_and_removed_in_any_order(changed: Environment, copy: Path, cuda: Path) -> None:
+def test_both_may_be_installed_and_removed_in_any_order(
+    whole: Environment, copy: Path, cuda: Path, tmp_path: Path
+) -> None:
+    changed = whole.copied(tmp_path / "venv")
     inspect = ("-m", "nimblec", "inspect", cuda, "--json")
     changed.install(copy / "runtime")  # beside the compiler, again
     assert json.loads(changed.run(*inspect).stdout)["target"] == "cuda"

@@ -33,9 +33,16 @@ class Environment:
     """A virtual environment; requirements that are not ours are linked from the one that runs the tests."""
 
     def __init__(self, folder: Path) -> None:
-        venv.create(folder, with_pip=False)
+        if not folder.exists():
+            venv.create(folder, with_pip=False)
+        self.folder = folder
         self.python = folder / "bin" / "python"
         (self.packages,) = (folder / "lib").glob("python*/site-packages")
+
+    def copied(self, folder: Path) -> "Environment":
+        """A copy, whose scripts still begin with the Python of this one."""
+        shutil.copytree(self.folder, folder, symlinks=True)
+        return Environment(folder)
 
     def install(self, *paths: str | Path) -> None:
         """Install as pip does from these folders, with their extras; only what is linked here can be required."""
