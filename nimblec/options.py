@@ -111,6 +111,8 @@ def read_options(**given: Any) -> Options:
             raise ArgumentError(f"{name}: {exc}") from exc
     dims = read.pop("dims", ())
     several = tuple((name, sizes) for name, sizes in dims if len(sizes) > 1)
+    if twice := next((name for name, _ in several if [other for other, _ in dims].count(name) > 1), None):
+        raise ArgumentError(f"dims: {twice!r} is given twice: give all of its sizes at once, such as {twice}=1,2,4")
     if (count := math.prod(len(sizes) for _, sizes in several)) > MOST_PROFILES:
         counts = " x ".join(str(len(sizes)) for _, sizes in several)
         raise ArgumentError(f"dims: {counts} sizes make {count} programs, expected at most {MOST_PROFILES}")

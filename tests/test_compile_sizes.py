@@ -59,6 +59,13 @@ def test_profiles_are_the_combinations_and_their_number_is_bounded() -> None:
         read_options(dims={"batch": range(12), "length": range(1, 12)})
 
 
+@pytest.mark.parametrize("other", ["4", "4,8"])
+def test_a_dimension_of_several_sizes_is_given_once(nimblec: CommandLine, tmp_path: Path, other: str) -> None:
+    model = rows_model(tmp_path / "rows.onnx")
+    refused = nimblec.refused("compile", model, "-o", tmp_path / "p", "--dim", "batch=1,2", "--dim", f"batch={other}")
+    assert "'batch' is given twice: give all of its sizes at once, such as batch=1,2,4" in refused
+
+
 def test_one_plan_runs_every_size_that_was_asked_for(nimblec: CommandLine, tmp_path: Path) -> None:
     model, path = rows_model(tmp_path / "rows.onnx"), tmp_path / "rows.plan"
     done = nimblec("compile", model, "-o", path, "--target", "cpu", "--dim", "batch=1,2,8")

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from os import PathLike
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -96,6 +97,8 @@ def read_file(path: str | PathLike[str]) -> dict[str, Any]:
     except ImportError as exc:
         raise InputError("a safetensors file needs a package to read it: pip install 'nimblert[safetensors]'") from exc
     name = os.fspath(path)
+    if Path(name).exists() and not Path(name).is_file():  # opening a pipe may never end
+        raise InputError(f"{name}: is no regular file, expected a safetensors file")
     found = {}
     try:
         with safe_open(name, framework="numpy") as file:

@@ -25,6 +25,8 @@ def destination(path: Path) -> Path:
 
     Raises NimbleError where something other than a regular file is there, which is never replaced.
     """
+    if "\0" in os.fspath(path):
+        raise NimbleError(f"{os.fspath(path)!r}: holds a zero byte, which no name of a file does")
     found = Path(os.path.realpath(path))
     with suppress(FileNotFoundError, NotADirectoryError):
         kind = stat.S_IFMT(found.lstat().st_mode)

@@ -140,3 +140,8 @@ def test_the_end_of_a_process_takes_no_folder_from_its_daemon_threads(tmp_path: 
     with scratch_folder(tmp_path) as mine:
         assert list(tmp_path.iterdir()) == [mine]
     assert not list(tmp_path.iterdir())
+
+
+def test_a_name_with_a_zero_byte_is_a_sentence() -> None:
+    with pytest.raises(NimbleError, match="holds a zero byte, which no name of a file does"), replacing(Path("a\0b")):
+        pass

@@ -1,5 +1,6 @@
 """The state of a loaded plan by name: read, written, reset, and refused in one sentence."""
 
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +18,7 @@ from nimblert import container, verify
 from nimblert.errors import InputError, PlanInvalidError
 from nimblert.executable import Executable
 from nimblert.plan import Memcpy, Memset
+from nimblert.refitting import read_file
 
 
 @pytest.fixture
@@ -174,3 +176,10 @@ def test_names_that_users_cannot_ask_for(names: tuple[str, str], sentence: str |
     halves = [plans.weight(name, (1.0, 2.0, 3.0, 4.0), 16 * i) for i, name in enumerate(names)]
     problems = list(verify.problems(replace(keeping(), state=tuple(halves), state_nbytes=32)))
     assert problems == ([sentence] if sentence else [])
+
+
+@pytest.mark.parametrize("name", ["pipe", "/dev/zero"])
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(InputError, match=r"(pipe|/dev/zero): is no regular file, expected a safetensors file"):
+        read_file(tmp_path / name)
