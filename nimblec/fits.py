@@ -44,7 +44,8 @@ def find_fits(plan: Plan) -> tuple[Plan, tuple[str, ...]]:
         for programs in _sized(plan):
             fits = _Trial(executable, programs).common_fits()
             found |= {program.name: tuple(fits[name] for name, _ in program.profile) for program in programs}
-            notes += (f"{name}: {_MEANING[fit]}" for name, fit in fits.items())
+            keeps = any(map(writes_state, programs))
+            notes += (f"{name}: {_OF_STATE if keeps else _MEANING[fit]}" for name, fit in fits.items())
     proved = tuple(replace(p, fits=found.get(p.name, ())) for p in plan.programs)
     return replace(plan, programs=proved), tuple(notes)
 
@@ -87,6 +88,7 @@ def _sized(plan: Plan) -> Iterator[tuple[Program, ...]]:
     return (programs for programs in plan.entries.values() if programs[0].profile)
 
 
+_OF_STATE = "calls of other sizes than the plan's are refused, since a run writes the state"
 _MEANING = {
     Fit.EXACT: "calls of other sizes than the plan's are refused, since what else is there changes the results",
     Fit.PADDED: "calls of sizes between are padded",

@@ -19,7 +19,7 @@ from sized_models import (
     rows_model,
     unlike_rows,
 )
-from sized_modules import TOKENS, encoder, images
+from sized_modules import TOKENS, Averaging, Previous, encoder, images
 
 import nimblec
 import nimblert
@@ -299,3 +299,30 @@ def test_what_has_no_names_for_several_sizes_is_refused() -> None:
         nimblec.compile("m.onnx", target="cpu", dynamic_shapes=shapes)
     with pytest.raises(CompileError, match=r"give --dim batch=<size>, in Python dims=\{'batch': <size>\}"):
         nimblec.compile(module, inputs, target="cpu", dynamic_shapes=shapes)
+
+
+@pytest.mark.parametrize("target", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_programs_of_all_sizes_share_the_state(target: str, caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    model, x = Averaging().eval(), torch.rand(2, 4)
+    shapes = {"x": {0: torch.export.Dim("batch")}}
+    options: dict[str, Any] = {"target": target, "precision": "fp32", "plan_cache": None}
+    with caplog.at_level("INFO"):
+        plan = nimblec.compile(model, (x,), dims={"batch": (1, 2, 8)}, dynamic_shapes=shapes, **options)
+    assert "batch: calls of other sizes than the plan's are refused, since a run writes the state" in caplog.text
+    assert sorted(tensor.name for tensor in plan.state) == ["count", "mean"]
+    assert not model.count
+    with nimblert.load(plan) as executable, torch.no_grad():
+        for calls, rows in enumerate((1, 8, 2, 2, 1), 1):
+            given = torch.rand(rows, 4)
+            np.testing.assert_allclose(executable(given.numpy()), model(given).numpy(), rtol=1e-5, atol=1e-6)
+            assert executable.state["count"] == calls
+        np.testing.assert_allclose(executable.state["mean"], model.mean.numpy(), rtol=1e-5, atol=1e-6)
+        with pytest.raises(nimblert.InputError, match="'main' has programs for batch=1"):
+            executable(np.zeros((3, 4), np.float32))
+
+
+def test_a_state_of_the_size_of_a_dimension_is_refused() -> None:
+    shapes = {"x": {0: torch.export.Dim("batch")}}
+    with pytest.raises(CompileError, match=r"dimension batch cannot .* the state 'previous' of shape \(2, 4\), which"):
+        nimblec.compile(Previous(), (torch.ones(2, 4),), target="cpu", dims={"batch": (1, 2)}, dynamic_shapes=shapes)

@@ -1,16 +1,16 @@
 """Compile for the CPU target: a model file in, a checked plan file out."""
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import onnx
 
 from nimblec import __version__
-from nimblec.assembly import Part, Provenance, assemble
+from nimblec.assembly import Part, Provenance, assemble, program_name
 from nimblec.cache.timing_cache import CachedTimer, TimingCache
 from nimblec.cpu import capture
 from nimblec.cpu.reference import refused_inputs
@@ -34,8 +34,10 @@ from nimblert.onnx_session import onnxruntime
 from nimblert.plan import Device, Plan, Profile, Program, Target
 
 if TYPE_CHECKING:
-    from nimblec.frontend.model_state import ModelState
     from nimblec.frontend.pytorch.onnx_export import ExportedModel  # which brings in torch
+
+_Key: TypeAlias = tuple[str, Profile]
+"""An entry and a profile."""
 
 _SEED = 0
 
@@ -70,35 +72,19 @@ def compile_cpu(source: Source, options: Options, output: Path, observer: Observ
 def _write_plan(source: Source, options: Options, output: Path, observer: Observer) -> tuple[float, tuple[str, ...]]:
     """Write the plan; returns the seconds that a run takes, and notes for the user."""
     with tempfile.TemporaryDirectory(prefix="nimblec-", dir=output.parent) as scratch:  # a disk with room for a plan
-        paths = {"main": Path(source.model)}
-        state: dict[str, tuple[ModelState, ...]] = {"main": ()}
-        weights: dict[str, frozenset[str]] = {}
-        notes: tuple[str, ...] = ()
-        profiles = options.profiles
-        specs, dims, examples = options.inputs, options.dims, _examples(options)
+        exported: dict[_Key, ExportedModel] = {}
         if source.kind != "onnx":
             with stage(observer, "export to ONNX"):
                 exported = _exported(source, options, Path(scratch))
-            paths = {entry: model.path for entry, model in exported.items()}
-            state = {entry: model.state for entry, model in exported.items()}
-            weights = {entry: model.weights for entry, model in exported.items()}
-            notes = tuple(chain.from_iterable(model.notes for model in exported.values()))
-            if not options.sizes:
-                specs, dims, examples = (), (), ()  # the files have the shapes of the calls
+        notes = tuple(dict.fromkeys(chain.from_iterable(model.notes for model in exported.values())))
         with stage(observer, "read"):
             models = [
-                Reference(
-                    entry=entry,
-                    profile=profile,
-                    folder=path.parent,
-                    proto=capture.read(path, specs, dims, examples, profile),
-                    state=state[entry],
-                )
-                for entry, path in paths.items()
-                for profile in profiles
+                _read(source, options, entry, profile, exported.get((entry, profile)))
+                for entry, profile in exported or [("main", profile) for profile in options.profiles]
             ]
             _refuse_equal_shapes(models)
         with stage(observer, "optimise"):
+            weights = [exported[m.entry, m.profile].weights if exported else None for m in models]
             graphs, refittable = _optimised(models, weights, options, Path(scratch))
         with stage(observer, "schedule"):
             cache = TimingCache(options.timing_cache)
@@ -121,28 +107,51 @@ def _write_plan(source: Source, options: Options, output: Path, observer: Observ
     return run_seconds(plan), notes
 
 
-def _exported(source: Source, options: Options, scratch: Path) -> "dict[str, ExportedModel]":
-    """Each entry as an ONNX file."""
+def _exported(source: Source, options: Options, scratch: Path) -> "dict[_Key, ExportedModel]":
+    """Each entry as an ONNX file, for all profiles; one for each where runs write state."""
     from nimblec.frontend.pytorch import dynamic_onnx, onnx_export, sources  # which bring in torch
 
-    if options.sizes:
-        return {"main": dynamic_onnx.export(sources.dynamic_program(source, options), options, scratch)}
-    return onnx_export.export(sources.load(source, options), scratch, refittable=options.refittable)
+    if not options.sizes:
+        files = onnx_export.export(sources.load(source, options), scratch, refittable=options.refittable)
+        return {(entry, ()): model for entry, model in files.items()}
+    dynamic = sources.dynamic_program(source, options)
+    if dynamic.writes_state:
+        by_profile = dynamic.calls(options)
+        calls = {program_name("main", profile): call for profile, call in by_profile.items()}
+        files = onnx_export.export(calls, scratch, refittable=options.refittable)
+        return {("main", profile): files[program_name("main", profile)] for profile in by_profile}
+    return dict.fromkeys(
+        (("main", profile) for profile in options.profiles), dynamic_onnx.export(dynamic, options, scratch)
+    )
+
+
+def _read(
+    source: Source, options: Options, entry: str, profile: Profile, exported: "ExportedModel | None"
+) -> Reference:
+    """The model of a program; ``exported`` where it is not a file of the user."""
+    path = Path(source.model) if exported is None else exported.path
+    if exported is None or exported.is_dynamic:
+        proto = capture.read(path, options.inputs, options.dims, _examples(options), profile)
+    else:
+        proto = capture.read(path)
+    state = () if exported is None else exported.state
+    return Reference(entry=entry, profile=profile, folder=path.parent, proto=proto, state=state)
 
 
 def _optimised(
-    models: Sequence[Reference], weights: Mapping[str, frozenset[str]], options: Options, scratch: Path
+    models: Sequence[Reference], weights: Sequence[frozenset[str] | None], options: Options, scratch: Path
 ) -> tuple[list[Graph], list[Refittable]]:
     """The models as graphs, and how they were made refittable, if they were.
 
-    ``weights`` are the names of those that entries have as a module does, where they come from one.
+    ``weights`` are the names of those that each has as a module does, where it comes from one.
     """
     ranges = _sample_ranges(options)
     if not options.refittable:
         return [
-            capture.capture_model(m.proto, m.folder, ranges, scratch, m.state, weights.get(m.entry)) for m in models
+            capture.capture_model(m.proto, m.folder, ranges, scratch, m.state, names)
+            for m, names in zip(models, weights, strict=True)
         ], []
-    given = [Model(proto=m.proto, folder=m.folder, names=weights.get(m.entry)) for m in models]
+    given = [Model(proto=m.proto, folder=m.folder, names=names) for m, names in zip(models, weights, strict=True)]
     made = make_refittable(given, scratch)
     graphs = [capture.graph_of(one.optimized, ranges, m.state) for m, one in zip(models, made, strict=True)]
     return graphs, made

@@ -68,3 +68,39 @@ def images() -> tuple[nn.Module, tuple[Tensor], Any]:
         nn.Conv2d(8, 16, 3, padding=1), norms[1], nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10),
     ).eval()  # fmt: skip
     return module, (torch.randn(2, 3, 16, 16),), ({0: Dim("batch", min=1, max=64)},)
+
+
+class Averaging(nn.Module):
+    """A linear less the running mean of all rows it has given."""
+
+    mean: Tensor
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute, and go on with the mean."""
+        self.count += 1
+        y: Tensor = self.linear(x)
+        self.mean.mul_(0.5).add_(y.mean(0), alpha=0.5)
+        return y - self.mean
+
+
+class Previous(nn.Module):
+    """What it is given, and what it was given before: as many rows."""
+
+    previous: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("previous", torch.zeros(2, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute, and keep the rows."""
+        y: Tensor = x + self.previous
+        self.previous.copy_(x)
+        return y

@@ -1,5 +1,6 @@
 """Export a module of this process with the dynamic shapes that its user gives, as torch.export takes them."""
 
+import re
 from typing import Any
 
 import torch
@@ -8,11 +9,14 @@ from torch.export import Dim, ExportedProgram
 from torch.export.dynamic_shapes import _combine_args, _tree_map_with_path
 from torch.utils import _pytree as pytree
 
+from nimblec.errors import TraceError, UnsupportedModelError
 from nimblec.frontend.pytorch.borrowed import borrowed
 from nimblec.frontend.pytorch.dynamic_shapes import user_inputs
 from nimblec.frontend.pytorch.export_errors import exporting
-from nimblec.frontend.pytorch.model import as_module, results_by_name
+from nimblec.frontend.pytorch.model import as_module, results_by_name, state_written
 from nimblec.source import LiveModel, Source
+
+_VIOLATED = re.compile(r"Constraints violated \((.+?)\)")
 
 
 def export_dynamic(live: LiveModel) -> Source:
@@ -25,12 +29,34 @@ def export_dynamic(live: LiveModel) -> Source:
     with borrowed(live.model):
         module = as_module(live.model)
         module.register_forward_hook(results_by_name)  # which is gone with the loan
-        with exporting(name, "torch.export"):
-            program = torch.export.export(
-                module, args, live.kwargs, dynamic_shapes=live.dynamic_shapes, strict=False
-            )
-            labels = _labels(program, module, args, live.kwargs, live.dynamic_shapes)
+        try:
+            with exporting(name, "torch.export"):
+                program = torch.export.export(
+                    module, args, live.kwargs, dynamic_shapes=live.dynamic_shapes, strict=False
+                )
+                labels = _labels(program, module, args, live.kwargs, live.dynamic_shapes)
+        except TraceError as exc:
+            _refuse_sized_state(name, module, live, str(exc))
+            raise
     return Source(kind="live", live=LiveModel(model=program, args=None), labels=tuple(labels.items()))
+
+
+def _refuse_sized_state(name: str, module: torch.nn.Module, live: LiveModel, said: str) -> None:
+    """Raise UnsupportedModelError where ``said``, what torch.export did, is that a state has a dimension's size."""
+    violated = _VIOLATED.search(said)
+    if violated is None:
+        return
+    with exporting(name, "torch.export"):
+        program = torch.export.export(module, live.args or (), live.kwargs, strict=False).run_decompositions({})
+    inputs = (leaf for leaf in pytree.tree_leaves((live.args, live.kwargs)) if isinstance(leaf, torch.Tensor))
+    sizes = {size for tensor in inputs for size in tensor.shape if size > 1}
+    for state in state_written(program.graph_signature):
+        shape = tuple(program.state_dict[state].shape)
+        if sizes.intersection(shape):
+            raise UnsupportedModelError(
+                f"{name}: the dimension {violated[1]} cannot have several sizes, where a run writes the state "
+                f"{state!r} of shape {shape}, which has one: make it as large as the largest, and write a part of it"
+            )
 
 
 def _labels(

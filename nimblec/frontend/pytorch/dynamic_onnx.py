@@ -5,28 +5,23 @@ from pathlib import Path
 import onnx
 import torch
 
-from nimblec.errors import UnsupportedModelError
 from nimblec.frontend.pytorch.export_errors import exporting
-from nimblec.frontend.pytorch.model import name_outputs, place_call, state_written
+from nimblec.frontend.pytorch.model import name_outputs, place_call
 from nimblec.frontend.pytorch.onnx_export import ExportedModel, accuracy
 from nimblec.frontend.pytorch.onnx_weights import kept_weights, optimize_around_weights
-from nimblec.frontend.pytorch.repeatable import run_twice
+from nimblec.frontend.pytorch.repeatable import HOW_STATE_IS_KEPT, run_twice
 from nimblec.frontend.pytorch.sources import DynamicProgram
 from nimblec.options import Options
 
-_NO_STATE = "which a plan of several sizes for the CPU does not keep: compile it for one size"
-
 
 def export(dynamic: DynamicProgram, options: Options, folder: Path) -> ExportedModel:
-    """Export to an ONNX file in ``folder``.
+    """Export a model whose runs write no state to an ONNX file in ``folder``.
 
     Raises as `nimblec.frontend.pytorch.onnx_export.export` does.
     """
     call = next(iter(dynamic.calls(options).values()))
     model = place_call(call, device="cpu")
-    outputs = name_outputs(run_twice(dynamic.name, model, _NO_STATE, buffers_are_kept=False))
-    if written := state_written(dynamic.program.graph_signature):
-        raise UnsupportedModelError(f"{dynamic.name} writes into {written[0]!r}, {_NO_STATE}")
+    outputs = name_outputs(run_twice(dynamic.name, model, HOW_STATE_IS_KEPT, buffers_are_kept=False))
     path = folder / "model.onnx"
     with exporting(dynamic.name, "torch.onnx.export"):
         program = torch.onnx.export(
@@ -44,7 +39,7 @@ def export(dynamic: DynamicProgram, options: Options, folder: Path) -> ExportedM
     _name_dimensions(path, dynamic)
     notes = accuracy(dynamic.name, program, model.args, model.kwargs, outputs)
     weights = frozenset(kept_weights(program))
-    return ExportedModel(path=path, state=(), weights=weights, notes=(*call.notes, *notes))
+    return ExportedModel(path=path, state=(), weights=weights, notes=(*call.notes, *notes), is_dynamic=True)
 
 
 def _name_dimensions(path: Path, dynamic: DynamicProgram) -> None:

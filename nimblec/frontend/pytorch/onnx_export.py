@@ -40,13 +40,15 @@ _BEFORE, _AFTER = "state before: ", "state after: "
 class ExportedModel:
     """An ONNX file, what of its inputs and outputs is state, and notes for the user.
 
-    ``weights`` are the names of parameters and buffers that it has, and reads, as the module does.
+    ``weights`` are the names of parameters and buffers that it has, and reads, as the module does. A file that
+    ``is_dynamic`` leaves sizes open.
     """
 
     path: Path
     state: tuple[ModelState, ...]
     weights: frozenset[str]
     notes: tuple[str, ...]
+    is_dynamic: bool = False
 
 
 def export(calls: Mapping[str, ModelCall], folder: Path, *, refittable: bool = False) -> dict[str, ExportedModel]:

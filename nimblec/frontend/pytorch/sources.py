@@ -12,8 +12,9 @@ from torch.export.passes import move_to_device_pass
 
 from nimblec.errors import ArgumentError, CompileError, user_code
 from nimblec.frontend.pytorch import dynamic_shapes
+from nimblec.frontend.pytorch.export_errors import exporting
 from nimblec.frontend.pytorch.exported_program import load_exported
-from nimblec.frontend.pytorch.model import ModelCall, bind
+from nimblec.frontend.pytorch.model import ModelCall, bind, state_written
 from nimblec.frontend.pytorch.objects import is_exported, positional
 from nimblec.options import Options
 from nimblec.source import Source, read_entries
@@ -48,6 +49,13 @@ class DynamicProgram:
     name: str
     program: ExportedProgram
     labels: Mapping[str, str]
+
+    @property
+    def writes_state(self) -> bool:
+        """Whether a run changes buffers or parameters."""
+        with exporting(self.name, "torch.export"):
+            functional = self.program.run_decompositions({})  # whose signature tells what calls in place write
+        return bool(state_written(functional.graph_signature))
 
     def calls(self, options: Options) -> dict[Profile, ModelCall]:
         """The model on inputs of each profile's sizes, over the same weights."""
