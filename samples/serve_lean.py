@@ -25,4 +25,6 @@ def main(plan: str, file: str) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit("usage: python samples/serve_lean.py PLAN INPUT.npy")
     main(*sys.argv[1:])

@@ -57,4 +57,6 @@ def main(plan: str, epochs: int = 15) -> None:
 
 
 if __name__ == "__main__":
+    if not 2 <= len(sys.argv) <= 3:
+        sys.exit("usage: python samples/train_lean.py PLAN [EPOCHS]")
     main(sys.argv[1], *map(int, sys.argv[2:]))
