@@ -11,9 +11,14 @@ from torch._decomp import core_aten_decompositions
 aten = torch.ops.aten
 
 
-def decompositions() -> dict[Any, Callable[..., Any]]:
-    """Core ATen's decompositions of what only training has, and those of this module."""
+def decompositions(device: str) -> dict[Any, Callable[..., Any]]:
+    """Core ATen's decompositions of what only training has, and, where ``device`` is "cpu", those of this module.
+
+    On a GPU the framework has kernels for those operators, which a plan can hold.
+    """
     core = {op: made for op, made in core_aten_decompositions().items() if _is_of_training(op)}
+    if device != "cpu":
+        return core
     return {
         **core,
         aten.convolution_backward.default: convolution_backward,

@@ -1,7 +1,7 @@
 """The entries of a plan that trains: "train", which updates the parameters, and "evaluate", which reads them."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ class Train(nn.Module):
     ("optimizer.lr") as buffers; what the step keeps besides are buffers, too.
     """
 
-    def __init__(self, recipe: Recipe, state: TrainingState, graph: Any) -> None:
+    def __init__(self, recipe: Recipe, state: TrainingState, batch: Sequence[Tensor]) -> None:
         super().__init__()
         self.training = False  # what a mode changes stands in the graph
         self.model = recipe.model
@@ -29,23 +29,41 @@ class Train(nn.Module):
             _register(self.optimizer, name, tensor)
         for name, tensor in state.own.items():
             _register(self, name, tensor)
-        self._graph = [graph]  # no part of the module: it has the same tensors as inputs
         self._recipe = recipe
         self._state = state
+        self._batch = [tensor.to("meta") for tensor in batch]
+        self._graphs: dict[str, Any] = {}  # no part of the module: they have the same tensors as inputs
+        self._trace()
 
     def forward(self, *batch: Tensor) -> dict[str, Tensor]:
         """The loss of a batch, before the step."""
-        state = self._state.with_tensors(self._tensors())
-        if torch.compiler.is_exporting():
-            tensors = state.tensors()
-            with torch.no_grad():
-                loss, *after = self._graph[0](*tensors, *batch)
-                for tensor, value in zip(tensors, after, strict=True):
-                    tensor.copy_(value)
+        state, count = self._found(), self._recipe.inputs
+        if not torch.compiler.is_exporting():
+            loss, _ = take_step(self._recipe, state, state, batch[:count], batch[count:])
             return {"loss": loss}
-        count = self._recipe.inputs
-        loss, _ = take_step(self._recipe, state, state, batch[:count], batch[count:])
+        tensors = state.tensors()
+        with torch.no_grad():
+            loss, *after = self._graphs[batch[0].device.type](*tensors, *batch)
+            for tensor, value in zip(tensors, after, strict=True):
+                tensor.copy_(value)
         return {"loss": loss}
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move, and trace anew where there is another device: its graph has its calls and its constants."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._trace()
+        return self
+
+    def _trace(self) -> None:
+        state, count = self._found(), self._recipe.inputs
+        device = state.tensors()[0].device
+        if device.type not in self._graphs:
+            batch = [torch.zeros_like(tensor, device=device) for tensor in self._batch]
+            self._graphs[device.type] = trace(self._recipe, state, batch[:count], batch[count:]).graph
+
+    def _found(self) -> TrainingState:
+        """The state, as a call finds it."""
+        return self._state.with_tensors(self._tensors())
 
     def _tensors(self) -> list[Tensor]:
         """All of the state, as a call finds it."""
@@ -102,7 +120,7 @@ def entries(
     model.train()
     checked = refuse_another_step(recipe, inputs, targets)
     state = initial_state(recipe, draws=checked.draws)
-    module = Train(recipe, state, trace(recipe, state, inputs, targets).graph)
+    module = Train(recipe, state, (*inputs, *targets))
     return {"train": (module, (*inputs, *targets)), "evaluate": (Evaluate(model), inputs)}
 
 

@@ -2,10 +2,11 @@
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,8 @@ from nimblec.frontend.pytorch.training.state import (
     TrainingState,
 )
 
+_Gradients: TypeAlias = Mapping[str, Tensor | None]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
@@ -38,7 +41,7 @@ class Step:
 
 
 def trace(recipe: Recipe, state: TrainingState, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> Step:
-    """The step as a graph.
+    """The step as a graph for the device that the state is on.
 
     Raises TraceError where the code cannot be one, UnsupportedModelError for random numbers that a kernel draws.
     """
@@ -52,10 +55,10 @@ def trace(recipe: Recipe, state: TrainingState, inputs: Sequence[Tensor], target
         loss, draws = take_step(recipe, found, left, batch[: len(inputs)], batch[len(inputs) :])
         return loss, *left.tensors()
 
+    flat = (*state.tensors(), *inputs, *targets)
+    table = decompositions(flat[0].device.type)
     with user_code("training_step: the step cannot be traced"):
-        traced = make_fx(step, decomposition_table=decompositions(), tracing_mode="fake")(
-            *state.tensors(), *inputs, *targets
-        )
+        traced = make_fx(step, decomposition_table=table, tracing_mode="fake")(*flat)
     for node in reversed(traced.graph.nodes):
         if str(node.target).startswith("profiler."):  # of Optimizer.step
             traced.graph.erase_node(node)
@@ -69,8 +72,9 @@ def take_step(
 ) -> tuple[Tensor, bool]:
     """The loss, and whether random numbers were drawn; what the step leaves is written into ``left``.
 
-    That has the values of the state that the step ``found``, and may be the same. Raises UnsupportedModelError where
-    the backward pass draws random numbers.
+    That has the values of the state that the step ``found``. Where it is the same, the optimizer takes its step by
+    those of its own kernels that a CUDA graph can hold; else as a graph of tensors. Raises UnsupportedModelError
+    where the backward pass draws random numbers.
     """
     parameters = {name: value.detach().requires_grad_() for name, value in found.parameters.items()}
     draws = Draws(found.own[SEED], found.own[OFFSET]) if SEED in found.own else None
@@ -88,14 +92,17 @@ def take_step(
     with torch.no_grad():
         if used:
             left.own[OFFSET].add_(used)
+        update = partial(_update, recipe, left, itself=left is found)
         if recipe.accumulate > 1:
-            _accumulate(recipe, left, named)
+            _accumulate(recipe, left, named, update)
         else:
-            _update(recipe, left, named)
+            update(named)
     return loss.detach(), used > 0
 
 
-def _accumulate(recipe: Recipe, left: TrainingState, gradients: Mapping[str, Tensor | None]) -> None:
+def _accumulate(
+    recipe: Recipe, left: TrainingState, gradients: _Gradients, update: Callable[[_Gradients], None]
+) -> None:
     """Add to the sums of gradients, and take the optimizer's step if enough calls have: decided by the tensors."""
     known = {name: gradient for name, gradient in gradients.items() if gradient is not None}
     sums = {name: left.own[f"{SUM}.{name}"].add_(gradient) for name, gradient in known.items()}
@@ -103,43 +110,52 @@ def _accumulate(recipe: Recipe, left: TrainingState, gradients: Mapping[str, Ten
     is_due = calls == recipe.accumulate
     written = [*left.parameters.values(), *left.slots.values()]
     before = [value.clone() for value in written]
-    _update(recipe, left, {name: sums[name].clone() if name in sums else None for name in gradients})
+    update({name: sums[name].clone() if name in sums else None for name in gradients})
     for value, old in zip(written, before, strict=True):
         value.copy_(torch.where(is_due, value, old))
     for value in (*sums.values(), calls):
         value.copy_(torch.where(is_due, torch.zeros_like(value), value))
 
 
-def _update(recipe: Recipe, left: TrainingState, gradients: Mapping[str, Tensor | None]) -> None:
+def _update(recipe: Recipe, left: TrainingState, gradients: _Gradients, *, itself: bool) -> None:
     """The optimizer's step by these gradients, which it may change."""
     parameters = {name: value.detach() for name, value in left.parameters.items()}
     for name, value in parameters.items():
         value.grad = gradients[name]
     if recipe.clip_norm is not None:
-        nn.utils.clip_grad_norm_(list(parameters.values()), recipe.clip_norm, foreach=False)
-    with _compiling():
-        _stand_in(recipe, parameters, left.slots, list(left.rates.values())).step()
+        nn.utils.clip_grad_norm_(list(parameters.values()), recipe.clip_norm, foreach=None if itself else False)
+    is_captured = itself and all(value.is_cuda for value in parameters.values())
+    with nullcontext() if is_captured else _compiling():
+        _stand_in(recipe, parameters, left, itself=itself).step()
 
 
-def _stand_in(recipe: Recipe, parameters: Named, slots: Named, rates: list[Tensor]) -> Optimizer:
+def _stand_in(recipe: Recipe, parameters: Named, left: TrainingState, *, itself: bool) -> Optimizer:
     """The optimizer over other tensors."""
     made = copy.copy(recipe.optimizer)
     made.state = defaultdict(dict)
     for name, constants in recipe.constants.items():
         made.state[parameters[name]] = dict(constants)
-    for path, value in slots.items():
+    for path, value in left.slots.items():
         name, _, slot = path.rpartition(".")
         made.state[parameters[name]][slot] = value
     made.param_groups = [
-        {**group, **_settings(group), RATE: rate, "params": [parameters[name] for name in names]}
-        for group, names, rate in zip(recipe.optimizer.param_groups, recipe.groups, rates, strict=True)
+        {**group, **_settings(group, itself=itself), RATE: rate, "params": [parameters[name] for name in names]}
+        for group, names, rate in zip(recipe.optimizer.param_groups, recipe.groups, left.rates.values(), strict=True)
     ]
+    for group in made.param_groups:
+        if not itself and "capturable" not in group:  # SGD, which else reads the number
+            group[RATE] = group[RATE].detach().requires_grad_()
     return made
 
 
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Of an optimizer whose step is a graph of tensors, each parameter by itself."""
-    wanted = {"foreach": False, "fused": False, "capturable": True}
+def _settings(group: Mapping[str, Any], *, itself: bool) -> dict[str, Any]:
+    """Of an optimizer that reads its rate from the device: its own kernels, or each parameter by itself."""
+    if not itself:
+        wanted = {"foreach": False, "fused": False, "capturable": True}
+    elif "capturable" in group:
+        wanted = {"capturable": True}
+    else:  # SGD, whose other kernels take the rate from the host
+        wanted = {"foreach": False, "fused": True}
     return {name: value for name, value in wanted.items() if name in group}
 
 

@@ -1,0 +1,46 @@
+"""Training steps of the paper's networks (torchvision, random weights) on images of 32 x 32, by batch size.
+
+"small" is a network to try things with, which needs no torchvision.
+At batch 1 their last features are one pixel, of which no batch norm of training has a variance: PyTorch refuses it.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+import nimblec
+
+CLASSES = 10
+BATCHES = (2, 8, 32, 128)
+
+
+def parts(network: str, batch: int) -> tuple[nn.Module, torch.optim.Optimizer, tuple[torch.Tensor, torch.Tensor]]:
+    """The model on the CPU, SGD with momentum, and a batch of images and labels; the same at each call."""
+    torch.manual_seed(0)
+    if network == "small":
+        model: nn.Module = nn.Sequential(
+            *(nn.Conv2d(3, 8, 3, stride=4), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(512, CLASSES))
+        )
+    else:
+        import torchvision
+
+        model = getattr(torchvision.models, network)(num_classes=CLASSES)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0625, momentum=0.9)
+    return model, optimizer, (torch.randn(batch, 3, 32, 32), torch.randint(0, CLASSES, (batch,)))
+
+
+def step(network: str, batch: int) -> Any:
+    """The entries of a plan."""
+    model, optimizer, example = parts(network, batch)
+    return nimblec.training_step(model, nn.functional.cross_entropy, optimizer, example)
+
+
+def __getattr__(name: str) -> Callable[[], Any]:
+    """``NETWORK_batch_N`` as a callable without arguments."""
+    network, _, batch = name.rpartition("_batch_")
+    if not batch.isdigit():
+        raise AttributeError(name)
+    return partial(step, network, int(batch))

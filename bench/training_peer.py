@@ -1,0 +1,170 @@
+"""One training step, in one mode. Prints one JSON object of figures, and nothing else.
+
+Usage: python -m bench.training_peer MODE MODEL [--cpu] [--turns]; MODE is eager, compile (torch.compile's whole step
+in one CUDA graph) or a level, O0, O1 or O2; MODEL is NETWORK_batch_N of bench.models.cifar_training. --cpu takes eager
+or O0 on the CPU, to see that the rest works.
+
+call_us: the wall clock of a step, synchronised, the batch in the memory of the device. kernels_us: GPU time of the
+step's CUDA graph, by events around each replay; chain_us: that of the plan's kernels in one chain. losses: of the first
+steps, all modes from one state and batch.
+"""
+
+import argparse
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from bench import clocks
+from bench.models import cifar_training
+from bench.turns import Turn
+from nimblec.compiler import compile_model
+from nimblec.frontend.pytorch.model import set_arithmetic
+from nimblec.options import Options
+from nimblert.cuda import CudaBackend
+from nimblert.executable import Executable, load
+
+LEVELS = ("O0", "O1", "O2")
+MODES = ("eager", "compile", *LEVELS)
+_WARM_UPS, _REPEATS, _LOSSES = 10, 50, 5
+
+Step = Callable[[], float]
+
+
+def split(model: str) -> tuple[str, int]:
+    """The network and the batch size of a name."""
+    network, _, batch = model.rpartition("_batch_")
+    return network, int(batch)
+
+
+class TorchStep:
+    """PyTorch's own step, eager or compiled, on a device."""
+
+    def __init__(self, model: str, device: str, *, compiled: bool) -> None:
+        module, optimizer, (images, labels) = cifar_training.parts(*split(model))
+        self.module, self.batch = module.to(device).train(), (images.to(device), labels.to(device))
+        settings = optimizer.param_groups[0] | {"params": list(self.module.parameters())}
+        self.optimizer = torch.optim.SGD(settings["params"], settings["lr"], momentum=settings["momentum"])
+        self.run: Callable[[], torch.Tensor] = torch.compile(self.step, fullgraph=False) if compiled else self.step
+
+    def step(self) -> torch.Tensor:
+        """One step on the device; the loss stays there."""
+        self.optimizer.zero_grad()
+        images, labels = self.batch
+        value = nn.functional.cross_entropy(self.module(images), labels)
+        value.backward()
+        self.optimizer.step()
+        return value.detach()
+
+    def __call__(self) -> float:
+        """One step, and its loss."""
+        return float(self.run())
+
+
+def wall_us(step: Callable[[], object]) -> list[float]:
+    """Microseconds of each of many synchronised steps."""
+    times = []
+    for _ in range(_WARM_UPS + _REPEATS):
+        begin = time.perf_counter()
+        step()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        times.append((time.perf_counter() - begin) * 1e6)
+    return times[_WARM_UPS:]
+
+
+def torch_clocks(mode: str, model: str, device: str) -> tuple[dict[str, Any], dict[str, Callable[[], clocks.Samples]]]:
+    """Figures that are known before measuring, and what to sample, of PyTorch."""
+    step = TorchStep(model, device, compiled=mode == "compile")
+    figures: dict[str, Any] = {"losses": [step() for _ in range(_LOSSES)]}
+    groups: dict[str, Callable[[], clocks.Samples]] = {"call": lambda: {"call_us": wall_us(step.run)}}
+    if mode == "compile":
+        from bench.torch_peer import captured, gpu_us
+
+        graph, pool = captured(step.run)
+        figures["graph_pool_nbytes"] = pool
+        groups["kernels"] = lambda: {"kernels_us": gpu_us(graph.replay)}
+        groups["call"] = lambda: {"call_us": wall_us(graph.replay)}
+    return figures, groups
+
+
+def plan_clocks(
+    mode: str, model: str, device: str, folder: Path
+) -> tuple[dict[str, Any], dict[str, Callable[[], clocks.Samples]]]:
+    """The same of a plan at a level."""
+    options = Options(
+        target="cuda" if device == "cuda" else "cpu",
+        level=None if device == "cpu" else int(mode[1:]),
+        precision="fp32" if device == "cuda" else "keep",
+        timing_cache=folder / "timings",
+        plan_cache=None,
+    )
+    path, begin = folder / "train.plan", time.perf_counter()
+    spec = f"{cifar_training.__name__}:{model}"
+    made = compile_model(spec, options=options, output=path, observer=lambda *_: None)
+    figures: dict[str, Any] = {
+        "prepare_s": time.perf_counter() - begin,
+        "notes": made.notes,
+        "plan_nbytes": path.stat().st_size,
+        "arena_nbytes": made.plan.programs[0].arena_nbytes,
+        "state_nbytes": made.plan.state_nbytes,
+        "commands": len(made.plan.programs[0].commands),
+        "streams": made.plan.programs[0].stream_count,
+    }
+    _, _, example = cifar_training.parts(*split(model))
+    host = [tensor.numpy() for tensor in example]
+    loaded = load(path)
+    figures["losses"] = [np.asarray(loaded(*host, entry="train")).item() for _ in range(_LOSSES)]
+    given = [tensor.to(device) for tensor in example] if device == "cuda" else host
+    groups: dict[str, Callable[[], clocks.Samples]] = {
+        "call": lambda: {"call_us": wall_us(partial(loaded, *given, entry="train"))}
+    }
+    if device == "cuda":
+        groups["kernels"] = lambda: {"kernels_us": _gpu_us(loaded)}
+        chain = load(_chain(made.plan))
+        groups["chain"] = lambda: {"chain_us": _gpu_us(chain)}
+    return figures, groups
+
+
+def _chain(plan: Any) -> Any:
+    from bench.nimblec_peer import serialised
+
+    return serialised(plan)
+
+
+def _gpu_us(loaded: Executable) -> np.ndarray:
+    backend = loaded.backend
+    assert isinstance(backend, CudaBackend)
+    return backend.time(_WARM_UPS + _REPEATS)[_WARM_UPS:]
+
+
+def main() -> None:
+    """Measure one mode."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("mode", choices=MODES)
+    parser.add_argument("model", help="NETWORK_batch_N")
+    parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--turns", action="store_true", help="wait to be told when to measure")
+    options = parser.parse_args()
+    turn = Turn(wait=options.turns)
+    device = "cpu" if options.cpu else "cuda"
+    if device == "cuda":
+        set_arithmetic("fp32")
+    with tempfile.TemporaryDirectory() as folder:
+        if options.mode in LEVELS:
+            figures, groups = plan_clocks(options.mode, options.model, device, Path(folder))
+        else:
+            figures, groups = torch_clocks(options.mode, options.model, device)
+        turn.begin()
+        turn.say(**clocks.quietest(groups), **figures)
+    turn.end()
+
+
+if __name__ == "__main__":
+    main()
