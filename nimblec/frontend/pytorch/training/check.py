@@ -34,6 +34,7 @@ def refuse_another_step(recipe: Recipe, inputs: Sequence[Tensor], targets: Seque
     )
     inputs, targets = tuple(map(_wide, inputs)), tuple(map(_wide, targets))
     state = initial_state(wide, draws=True)
+    state = state.with_tensors([_wide(value) for value in state.tensors()])
     traced = trace(wide, state, inputs, targets)
     values = [value.detach().clone() for value in state.tensors()]
     offset = state.own[OFFSET].clone()

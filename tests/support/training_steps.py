@@ -1,0 +1,112 @@
+"""Training steps as a compilation for the GPU takes them, by name; all numbers that a rate has are exact in float32."""
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import nimblec
+
+Entries = Mapping[str, tuple[Any, ...]]
+BATCH = 8
+COUNT = 30
+
+
+def deterministic() -> None:
+    """Have equal steps give equal bits in this process."""
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.use_deterministic_algorithms(mode=True)
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False
+
+
+def images(dropout: float = 0.0) -> nn.Module:
+    """Convolutions, one of them of groups, and norms."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()),
+        *(nn.Conv2d(16, 16, 3, stride=2, padding=1, groups=16), nn.BatchNorm2d(16), nn.SiLU()),
+        *(nn.Conv2d(16, 32, 1), nn.BatchNorm2d(32), nn.ReLU(), nn.AvgPool2d(2), nn.Flatten()),
+        *(nn.Dropout(dropout), nn.Linear(512, 10)),
+    )
+
+
+def batch(seed: int) -> tuple[Tensor, Tensor]:
+    """Images and labels."""
+    drawn = torch.Generator().manual_seed(seed)
+    return torch.randn(BATCH, 3, 16, 16, generator=drawn), torch.randint(0, 10, (BATCH,), generator=drawn)
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), 1 / 16, momentum=0.9, fused=True),
+    "adam": lambda model: torch.optim.Adam(model.parameters(), 1 / 128, capturable=next(model.parameters()).is_cuda),
+}
+"""As a plan takes them: eager's default kernels round otherwise."""
+
+
+def _step(name: str, dropout: float = 0.0, accumulate: int = 1) -> Entries:
+    deterministic()
+    model = images(dropout)
+    loss = nn.functional.cross_entropy
+    return nimblec.training_step(model, loss, OPTIMIZERS[name](model), batch(0), accumulate=accumulate)
+
+
+def sgd() -> Entries:
+    """By SGD."""
+    return _step("sgd")
+
+
+def adam() -> Entries:
+    """By Adam."""
+    return _step("adam")
+
+
+def dropping() -> Entries:
+    """With dropout, and the gradients of two calls for a step."""
+    return _step("sgd", dropout=0.5, accumulate=2)
+
+
+class Networks(nn.Module):
+    """Thirty random small networks on one input, so that one plan has the gradients of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.networks = nn.ModuleList(map(self._network, range(COUNT)))
+
+    @staticmethod
+    def _network(seed: int) -> nn.Module:
+        drawn = torch.Generator().manual_seed(seed)
+
+        def choose(*choices: nn.Module) -> nn.Module:
+            return choices[int(torch.randint(len(choices), (), generator=drawn))]
+
+        width = 4 * int(torch.randint(1, 5, (), generator=drawn))
+        return nn.Sequential(
+            choose(nn.Conv2d(3, width, 3, padding=1), nn.Conv2d(3, width, 5, stride=2), nn.Conv2d(3, width, 1)),
+            choose(nn.BatchNorm2d(width), nn.GroupNorm(2, width), nn.Identity()),
+            choose(nn.ReLU(), nn.GELU(), nn.SiLU(), nn.Tanh(), nn.Hardswish()),
+            choose(nn.Conv2d(width, width, 3, groups=width), nn.Conv2d(width, width, 3, dilation=2), nn.Identity()),
+            choose(nn.MaxPool2d(2), nn.AvgPool2d(2), nn.Identity()),
+            nn.AdaptiveAvgPool2d(2),
+            nn.Flatten(),
+            choose(nn.LayerNorm(4 * width), nn.Identity()),
+            nn.Linear(4 * width, 10),
+        )
+
+    def forward(self, image: Tensor) -> Tensor:
+        """Scores of each image by each network."""
+        return torch.stack([network(image) for network in self.networks], -1)
+
+
+def all_losses(scores: Tensor, labels: Tensor) -> Tensor:
+    """The sum of the networks' losses."""
+    return nn.functional.cross_entropy(scores, labels[:, None].expand(-1, COUNT), reduction="none").mean(0).sum()
+
+
+def networks() -> Entries:
+    """A step of rate 1, whose change is the gradient."""
+    model = Networks()
+    return nimblec.training_step(model, all_losses, torch.optim.SGD(model.parameters(), 1.0), batch(0))
