@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Iterator
 
 import pytest
-from serving import Shop, answered, command, commands, infer, stocked
+from serving import Shop, answered, command, infer, stocked
 
 URL = "http://127.0.0.1:8080/v2/models/digits"
 pytestmark = pytest.mark.timeout(300)
@@ -27,7 +27,7 @@ def server(shop: Shop) -> Iterator[subprocess.Popen[bytes]]:
 
 @pytest.mark.usefixtures("server")
 def test_the_example_of_the_document_reads_a_seven(shop: Shop) -> None:
-    (example,) = commands("python")
+    example = command("tritonclient", "python")
     changed = example.replace("8000", "8080").replace("_numpy(image)", "_numpy(image, binary_data=False)")
     (shop.folder / "example.py").write_text(changed)
     assert shop.run(".mlserver/bin/python example.py") == "[7]\n"

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from serving import Shop, answered, command, commands, infer, stocked
+from serving import Shop, answered, command, infer, stocked
 from subprocesses import ROOT
 
 URL = "http://127.0.0.1:8000/v2/models/digits"
@@ -36,7 +36,7 @@ def test_it_says_where_it_is(shop: Shop, server: subprocess.Popen[bytes]) -> Non
 
 @pytest.mark.usefixtures("server")
 def test_the_example_of_the_document_reads_a_seven(shop: Shop) -> None:
-    (example,) = commands("python")
+    example = command("tritonclient", "python")
     (shop.folder / "example.py").write_text(example)
     assert shop.run(".ray/bin/python example.py") == "[7]\n"
 

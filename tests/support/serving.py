@@ -25,9 +25,9 @@ def commands(language: str = "sh") -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", DOCUMENT.read_text(), re.DOTALL | re.MULTILINE)
 
 
-def command(words: str) -> str:
-    """The one command of the document that holds ``words``."""
-    (found,) = (block for block in commands() if words in block)
+def command(words: str, language: str = "sh") -> str:
+    """The one block of the document in this language that holds ``words``."""
+    (found,) = (block for block in commands(language) if words in block)
     return found.strip()
 
 
