@@ -100,9 +100,15 @@ def rate_names(groups: int) -> list[str]:
 def group_names(model: nn.Module, optimizer: Optimizer) -> tuple[tuple[str, ...], ...]:
     """The names of the parameters in each group of an optimizer.
 
-    Raises UnsupportedModelError where it updates one that is none of the model's.
+    Raises UnsupportedModelError where it updates one that is none of the model's, or one of the model's has two names.
     """
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if names[parameter] != name:
+            raise UnsupportedModelError(
+                f"training_step: {names[parameter]!r} and {name!r} are one parameter, with which torch.export takes no "
+                f"step: keep it in one module, and let the other one's forward read it there"
+            )
     for group in optimizer.param_groups:
         if not names.keys() >= {*group["params"]}:
             raise UnsupportedModelError("training_step: the optimizer updates a parameter that the model has not")
