@@ -14,9 +14,10 @@ from copying import copying, drawn, on_host
 from host_driver import HostDriver
 from plans import cpu_plan
 
+from nimblec import refits
 from nimblert import CudaError, DeviceMismatchError, ExecutablePool, InputError, load_pool
 from nimblert.executable import Executable
-from nimblert.plan import Memcpy, Plan, Pointer, Program, Region, Role, Weight
+from nimblert.plan import Memcpy, Plan, Pointer, Region, Weight
 
 pytest_plugins = ("gpu_memory",)
 
@@ -31,19 +32,7 @@ def weighted() -> Plan:
     (x,), (y,) = program.inputs, program.outputs
     copy = Memcpy(dst=y.pointer, src=Pointer(region=Region.WEIGHTS), nbytes=NBYTES, stream=0, op=0)
     weight = Weight(name="w", dtype="float32", shape=SHAPE, offset=0, data=memoryview(drawn(0, SHAPE).tobytes()))
-    refit = Program(
-        name="weights",
-        inputs=(replace(x, name="w", pointer=Pointer(region=Region.WEIGHTS)),),
-        outputs=(),
-        input_nbytes=(),
-        output_nbytes=(),
-        arena_nbytes=0,
-        stream_count=1,
-        event_count=0,
-        ops=(),
-        commands=(),
-        role=Role.REFIT,
-    )
+    refit = refits.refit("weights", [replace(x, name="w", pointer=Pointer(region=Region.WEIGHTS))])
     return replace(
         plan, weights=(weight,), weights_nbytes=NBYTES, programs=(replace(program, commands=(copy,)),), refits=(refit,)
     )
