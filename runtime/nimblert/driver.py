@@ -38,12 +38,17 @@ def call(api: str, *args: object) -> Any:
 
 
 def initialise() -> None:
-    """Initialise the driver; DeviceMismatchError where there is no driver or no GPU."""
+    """Initialise the driver; DeviceMismatchError where there is no driver or no GPU, and in a forked process."""
     driver = bindings()
     try:
         (status,) = driver.cuInit(0)
     except RuntimeError as exc:  # cuda.bindings: libcuda cannot be loaded
         raise DeviceMismatchError("this plan needs a GPU, and this machine has no NVIDIA driver") from exc
+    if status == driver.CUresult.CUDA_ERROR_NOT_INITIALIZED:
+        raise DeviceMismatchError(
+            "CUDA cannot be used in a process that was forked from one that uses it: start this one anew "
+            "(multiprocessing.get_context('spawn'))"
+        )
     if status != 0 or call("cuDeviceGetCount") == 0:
         raise DeviceMismatchError(f"this plan needs a GPU, and none can be used here (cuInit: {status.name})")
 

@@ -8,7 +8,7 @@ import pytest
 from nimblec.cuda.cubin.elf import UnfamiliarCubinError
 from nimblec.cuda.recording import modules
 from nimblec.cuda.recording.cupti import CodeRecorder
-from nimblec.cuda.recording.modules import CodeIndex, origin
+from nimblec.cuda.recording.modules import CodeIndex, origin, reports_to_host
 from nimblec.cuda.recording.nodes import Function
 from nimblec.errors import UnsupportedModelError
 from nimblert.cubin import entry_symbols
@@ -68,3 +68,10 @@ def test_the_origin_is_a_label() -> None:
     assert origin(["triton_poi_fused_relu_0"]) == "triton"
     assert origin(["_ZN2at6native29vectorized_elementwise_kernel"]) == "aten"
     assert origin(["my_kernel"]) == "other"
+
+
+def test_batch_norms_of_cudnn_that_read_once_report_overflows() -> None:
+    names = ("24bn_fw_tr_1C11_singleread", "29bn_fw_tr_1C11_singleread_spec", "21bn_bw_1C11_singleread")
+    assert all(reports_to_host(f"_ZN5cudnn{name}IfLi512ELb1E") for name in names)
+    assert not reports_to_host("_ZN5cudnn25bn_fw_tr_1C11_kernel_NCHWIfflLi128E")
+    assert not reports_to_host("my_bn_bw_1C11_singleread")

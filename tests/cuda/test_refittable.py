@@ -286,9 +286,10 @@ def assert_a_refit_is_a_fresh_compile(model: Any, fresh: Any, weights: Any, *arg
         inputs = draw_inputs(plan.programs[0], 3)
         before = loaded.run(inputs)
         loaded.refit({name: weights[name] for name in loaded.weights})
-        for name, array in other.run(inputs).items():
+        wanted = other.run(inputs)
+        for name, array in wanted.items():
             np.testing.assert_array_equal(loaded.run(inputs)[name], array)
-            assert not np.array_equal(before[name], array)
+        assert any(not np.array_equal(before[name], array) for name, array in wanted.items())
 
 
 @pytest.mark.gpu

@@ -119,8 +119,22 @@ def test_device_memory_outside_the_allocator_is_found(relocator: Relocator, aske
 
 
 def test_host_memory_is_refused(relocator: Relocator) -> None:
-    with pytest.raises(UnsupportedModelError, match="host memory"):
+    with pytest.raises(UnsupportedModelError, match=r"^at byte 0 of its parameters, .* host memory"):
         relocator.relocate(_pack(HOST), _pack(HOST))
+
+
+def test_a_kernel_is_told_to_report_nowhere(relocator: Relocator) -> None:
+    words = _pack(3, HOST, FIRST[0]), _pack(3, HOST, SECOND[0])
+    found = relocator.relocate(*words, reports=True)
+    assert found.params == _pack(3, 0, 0)
+    assert found.targets == ((16, Target(index=0, offset=0)),)
+
+
+def test_half_a_stale_pointer_beside_a_number_of_two_bytes_is_no_pointer(relocator: Relocator) -> None:
+    first, second = ((1 << 48) + address for address in (FIRST[0], SECOND[0]))
+    found = relocator.relocate(_pack(first), _pack(second))
+    assert found.targets == ()
+    assert found.params[6:] == b"\x01\x00"
 
 
 def test_an_address_must_be_one(relocator: Relocator) -> None:

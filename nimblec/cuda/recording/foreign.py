@@ -9,6 +9,10 @@ from nimblert.errors import CudaError
 _DEVICE_MEMORY = 2  # CU_MEMORYTYPE_DEVICE
 
 
+class HostMemoryError(UnsupportedModelError):
+    """An address of host memory that the GPU can reach: it may change at any time."""
+
+
 class ForeignMemory:
     """The allocations seen so far: ``addresses`` and ``sizes`` in order of first use.
 
@@ -23,7 +27,7 @@ class ForeignMemory:
     def find(self, address: int) -> int | None:
         """The allocation that holds ``address``; None if CUDA knows no memory there.
 
-        Raises UnsupportedModelError for host memory that the GPU can reach: it may change at any time.
+        Raises HostMemoryError.
         """
         if address not in self._known:
             self._known[address] = self._look_up(address)
@@ -44,7 +48,7 @@ class ForeignMemory:
                 raise
             return None
         if kind != _DEVICE_MEMORY:
-            raise UnsupportedModelError(
+            raise HostMemoryError(
                 f"it is given the address {address:#x} of host memory, which a plan cannot carry: keep what it reads "
                 "in a tensor on the device"
             )

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from nimblec.cuda.recording.allocator import Place, Shift, Zone
-from nimblec.cuda.recording.foreign import ForeignMemory
+from nimblec.cuda.recording.foreign import ForeignMemory, HostMemoryError
 from nimblec.errors import UnsupportedModelError
+from nimblert.verify import MAX_BIAS
 
 _LOWEST_POINTER = 1 << 32
 
@@ -47,8 +48,12 @@ class Relocator:
         self._resident = resident
         self._foreign = foreign
 
-    def relocate(self, first: bytes, second: bytes) -> RelocatedParams:
-        """The parameters of one launch, from its buffers in the two captures."""
+    def relocate(self, first: bytes, second: bytes, *, reports: bool = False) -> RelocatedParams:
+        """The parameters of one launch, from its buffers in the two captures.
+
+        ``reports``: the kernel takes the address of host memory where it may report, or null. Null it becomes; else
+        UnsupportedModelError is raised for such an address.
+        """
         words = len(first) // 8
         a = np.frombuffer(first, "<u8", words)
         b = np.frombuffer(second, "<u8", words)
@@ -56,7 +61,13 @@ class Relocator:
         kept[kept != np.frombuffer(second, np.uint8)] = 0
         targets = []
         for i in np.flatnonzero((a != b) | (a >= _LOWEST_POINTER)).tolist():
-            target = self._classify(int(a[i]), int(b[i]))
+            try:
+                target = self._classify(int(a[i]), int(b[i]))
+            except HostMemoryError as exc:
+                if not reports:
+                    raise UnsupportedModelError(f"at byte {8 * i} of its parameters, {exc}") from exc
+                kept[8 * i : 8 * i + 8] = 0
+                continue
             if target is not None:
                 targets.append((8 * i, target))
                 kept[8 * i : 8 * i + 8] = 0
@@ -72,7 +83,7 @@ class Relocator:
     def _classify(self, first: int, second: int) -> Target | None:
         if first != second:
             found = self._shift.locate(first, second)
-            return Target(index=found[0], offset=found[1]) if found else None
+            return Target(index=found[0], offset=found[1]) if found and abs(found[1]) <= MAX_BIAS else None
         index = self._resident.find(first)
         if index is not None:
             address = self._resident.addresses[index]

@@ -52,10 +52,13 @@ def find_residents(
     """
     gc.collect()
     known = {*known, *kept_by_recordings()}
+    views = {id(candidate.bytes) for candidate in gc.get_objects() if type(candidate) is Resident}
     names = _names(root)
     given = {t.untyped_storage().data_ptr(): name for name, t in inputs}
     tensors: dict[int, list[torch.Tensor]] = {}
     for tensor in _device_tensors():
+        if id(tensor) in views:
+            continue  # another recording's view of a storage as bytes describes nothing
         tensors.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
     return [
         _resident(sharing, given.get(address) or names.get(address) or f"constant_{n}", is_input=address in given)
@@ -109,6 +112,7 @@ def storages() -> frozenset[int]:
 
 
 def _names(root: object) -> dict[int, str]:
+    root = getattr(root, "_orig_mod", root)  # what torch.compile wrapped, whose names begin otherwise
     if not isinstance(root, torch.nn.Module):
         return {}
     named = (*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False))

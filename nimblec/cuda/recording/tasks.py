@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from nimblec.cuda.recording.buffers import Allocation, BufferTable, Span, allocation_of
 from nimblec.cuda.recording.capture import ByteRange, Capture, OpRecord
-from nimblec.cuda.recording.modules import CodeIndex, origin
+from nimblec.cuda.recording.modules import CodeIndex, origin, reports_to_host
 from nimblec.cuda.recording.nodes import KernelNode, MemcpyNode, MemsetNode, Node, node_handles, read_edges, read_node
 from nimblec.cuda.recording.relocation import Relocator, Target
 from nimblec.errors import TraceError, UnsupportedModelError
@@ -111,8 +111,11 @@ class _KernelTable:
 class _TaskReader:
     """Turns pairs of nodes into tasks."""
 
-    def __init__(self, kernels: _KernelTable, relocator: Relocator, buffers: BufferTable) -> None:
+    def __init__(
+        self, kernels: _KernelTable, relocator: Relocator, buffers: BufferTable, launched: Sequence[_Launched]
+    ) -> None:
         self._kernels = kernels
+        self._declared = {span.allocation for op in launched for span in op.writes}
         self._relocator = relocator
         self._buffers = buffers
 
@@ -142,7 +145,8 @@ class _TaskReader:
 
     def _launch(self, op: int, launched: _Launched, node: KernelNode, twin: KernelNode) -> Task:
         with _naming_kernel(node):
-            relocated = self._relocator.relocate(node.params, twin.params)
+            reports = reports_to_host(node.function.symbol)
+            relocated = self._relocator.relocate(node.params, twin.params, reports=reports)
             kernel = self._kernels.add(node)
         touched = dict.fromkeys(allocation_of(t) for _, t in relocated.targets)
         reads, writes = self._accesses(launched, touched)
@@ -177,9 +181,17 @@ class _TaskReader:
             scratch = allocation not in known
             if scratch:
                 reads.append(whole)
-            if (scratch and self._buffers.is_temporary(allocation)) or self._buffers.is_mutated(allocation):
+            if (scratch and self._buffers.is_temporary(allocation)) or self._is_hidden_writer(op, allocation):
                 writes.append(whole)
         return reads, writes
+
+
+    def _is_hidden_writer(self, op: _Launched, allocation: Allocation) -> bool:
+        """Whether an op may write what lasts though its schema does not say so.
+
+        So may any for memory that a run was seen to change, if no op declares to write it.
+        """
+        return self._buffers.is_mutated(allocation) and (op.opaque or allocation not in self._declared)
 
 
 def _span(target: Target, nbytes: int) -> Span:
@@ -220,11 +232,12 @@ def build_graph(
             "each time"
         )
     kernels = _KernelTable(code)
-    reader = _TaskReader(kernels, relocator, buffers)
+    sequence = tuple(_launches(first.ops, len(handles), buffers))
+    reader = _TaskReader(kernels, relocator, buffers, sequence)
     ops: list[Op] = []
     tasks: list[Task] = []
     task_of_node: dict[int, int] = {}
-    for launched in _launches(first.ops, len(handles), buffers):
+    for launched in sequence:
         with _naming(launched):
             for position in range(launched.first, launched.end):
                 node, twin = read_node(handles[position]), read_node(twins[position])

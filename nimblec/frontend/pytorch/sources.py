@@ -83,7 +83,7 @@ _EXPORTED = "the ExportedProgram"
 
 def _load_file(source: Source, device: str) -> ExportedProgram:
     program = load_exported(Path(source.model))
-    return program if device == "cpu" else move_to_device_pass(program, device)
+    return program if device == "cpu" else move_to_device_pass(program, f"{device}:0")
 
 
 def _no_names(options: Options) -> CompileError:
