@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from nimblert.direct import Direct, Turn
+from nimblert.direct import DirectCall, Turn
 from nimblert.plan import Pointer, Program, Tensor, Work
 from nimblert.refitting import Refit
 
@@ -33,7 +33,7 @@ class Backend(Protocol):
         ``shapes`` of the outputs are those of their heads that are asked for.
         """
 
-    def direct(self, turn: Turn) -> Direct | None:
+    def direct(self, turn: Turn) -> DirectCall | None:
         """The usual call in one piece, in the turn of a context; None where this target or program has none."""
 
     def empty(self, tensor: Tensor, *, on_device: bool) -> Any:

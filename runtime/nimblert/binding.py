@@ -1,11 +1,12 @@
 """Arrays of the caller that a program reads and writes where they are."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from nimblert import device_arrays
+from nimblert import device_arrays, dlpack
 from nimblert.device_arrays import DeviceArray
 from nimblert.entries import Signature, Take, checked_array
 from nimblert.errors import InputError
@@ -26,7 +27,9 @@ class _Bound(NamedTuple):
     value: Any
     """As the caller gave it."""
     array: Array
-    place: _Place
+    where: Callable[[], object]
+    """Where the caller's array is by now, as far as its library tells: equal to ``place`` as long as it is there."""
+    place: object
 
 
 class Bindings:
@@ -76,7 +79,8 @@ class Bindings:
         """Be bound, after `check`."""
         self.program = program
         self.changes += 1
-        self._bound[tensor.name] = _Bound(tensor, value, array, _place(array))
+        where = _watch(value, array)
+        self._bound[tensor.name] = _Bound(tensor, value, array, where, where())
 
     def drop(self, name: str) -> None:
         """Be bound no more."""
@@ -118,7 +122,11 @@ class Bindings:
     def check_in_place(self) -> None:
         """Raise InputError where an array is elsewhere by now."""
         for name, bound in self._bound.items():
-            if _place_now(bound) != bound.place:
+            try:
+                now = bound.where()
+            except (BufferError, RuntimeError, TypeError, ValueError) as exc:
+                raise InputError(f"{name!r}: its array cannot be used where it was bound any more: {exc}") from exc
+            if now != bound.place:
                 raise InputError(f"{name!r}: its array was moved or resized since it was bound: bind it again")
 
     def check_unchanged(self, changes: int) -> None:
@@ -134,15 +142,18 @@ def owned(where: str, value: Any, array: Array) -> Array:
     return array
 
 
+def _watch(value: Any, array: Array) -> Callable[[], object]:
+    """What tells where the caller's array is."""
+    if isinstance(array, DeviceArray):
+        exchange = dlpack.exchange(value)
+        return partial(_place, array) if exchange is None else partial(exchange.reader(), value)
+    if isinstance(value, np.ndarray):
+        return partial(_place, value)
+    return lambda: _place(device_arrays.from_host(value))
+
+
 def _place(array: Array) -> _Place:
     return _address(array), tuple(array.shape), tuple(array.strides)
-
-
-def _place_now(bound: _Bound) -> _Place:
-    """Where the caller's array is by now, as far as its library tells."""
-    if isinstance(bound.array, DeviceArray):
-        return _place(device_arrays.at_once(bound.value) or bound.array)
-    return _place(bound.value if isinstance(bound.value, np.ndarray) else device_arrays.from_host(bound.value))
 
 
 def _overlap(tensor: Tensor, array: Array, other: Tensor, other_start: int) -> bool:

@@ -16,11 +16,11 @@ from nimblert.arena import Arena
 from nimblert.backend import Backend, Resident
 from nimblert.binding import Bindings
 from nimblert.device_arrays import DeviceArray
-from nimblert.direct import Direct, Turn
+from nimblert.direct import DirectCall, Turn
 from nimblert.entries import Signature
 from nimblert.errors import InputError
 from nimblert.extents import region_sizes
-from nimblert.plan import Plan, Pointer, Program, Tensor, Work
+from nimblert.plan import Plan, Pointer, Program, Target, Tensor, Work
 from nimblert.serving import checked_out, serve
 from nimblert.state import State, Working
 from nimblert.timing import CommandTime, command_times
@@ -57,7 +57,7 @@ class Context:
         self._bindings = {name: Bindings(signature) for name, signature in self._signatures.items()}
         self._backends: dict[str, Backend] = {}
         self._turn = Turn(plan.programs[0])  # `replay` and `read` are about its program
-        self._direct: dict[str, Direct] = {}
+        self._direct: dict[str, DirectCall] = {}
         self._closed = False
         self._steps: Generator[Work, None, None] | None = None
         self._working = resident.working(None if arena is None else arena.memory, poison=poison)
@@ -316,8 +316,7 @@ class Context:
                 self._turn.parts = 1
                 backend = self._backend(signature.programs[0])
                 results = backend.call(plain, out, reuse_outputs=reuse_outputs, stream=None)
-                if (direct := backend.direct(self._turn)) is not None:
-                    self._direct[signature.name] = direct
+                self._call_directly(signature, backend)
                 return results
         handle = None if stream is None else working.stream_handle(stream)
         take = working.take if handle is None else partial(working.take, stream=handle)
@@ -331,11 +330,20 @@ class Context:
             bindings.check_unchanged(changes)
             self._turn.parts = 1 if isinstance(chosen, Program) else len(chosen.parts)
             if isinstance(chosen, Program):
-                results = self._backend(chosen).call(checked, taken, reuse_outputs=reuse_outputs, stream=handle)
+                backend = self._backend(chosen)
+                results = backend.call(checked, taken, reuse_outputs=reuse_outputs, stream=handle)
+                if usual and self.plan.target is Target.CUDA:
+                    self._call_directly(signature, backend)
             else:
                 results = serve(chosen, checked, taken, self._backend, reuse_outputs=reuse_outputs, stream=handle)
         results |= {**bindings.outputs(), **out}
         return {tensor.name: results[tensor.name] for tensor in chosen.outputs}
+
+    def _call_directly(self, signature: Signature, backend: Backend) -> None:
+        """Have calls of an entry that are like the last one take the short way."""
+        direct = backend.direct(self._turn)
+        if direct is not None:
+            self._direct[signature.name] = direct
 
     def _choose(
         self, signature: Signature, arrays: Mapping[str, Any]

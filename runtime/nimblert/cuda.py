@@ -1,12 +1,13 @@
 """The CUDA backend: a program as an instantiated CUDA graph over its own device memory."""
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 import numpy as np
 
 from nimblert import device_refit, driver, graph
 from nimblert.device_arrays import DeviceArray, DeviceOutput
+from nimblert.device_direct import DeviceDirect
 from nimblert.direct import Turn
 from nimblert.driver import Context, Handle, call
 from nimblert.dtypes import numpy_dtype
@@ -14,7 +15,7 @@ from nimblert.errors import InputError
 from nimblert.memory import Bases, DeviceMemory, Staging, place_weights
 from nimblert.plan import Plan, Pointer, Program, Record, Tensor, Wait, Work
 from nimblert.refitting import Refit
-from nimblert.transfers import GatherKernels, Inlet, Outlet, Pools
+from nimblert.transfers import GatherKernels, Inlet, Mover, Outlet, Pools
 from nimblert.working import CudaWorking, DeviceArena
 
 
@@ -118,8 +119,9 @@ class CudaBackend:
             self._scope.close()
             self._scope, self.graph, self._executable = scope.pop_all(), built, executable
 
-    def direct(self, turn: Turn) -> None:
-        """A call is no one step."""
+    def direct(self, turn: Turn) -> DeviceDirect:
+        """Calls in one piece, in the turn of a context."""
+        return DeviceDirect(turn, self._program, self, self._device)
 
     def bind(self, tensor: Tensor, array: DeviceArray | None) -> None:
         """Have the kernels read or write an array of the caller in place of an input or output; None: ours again."""
@@ -145,6 +147,44 @@ class CudaBackend:
             self._put(arrays, self._stream)
         finally:
             call("cuStreamSynchronize", self._stream)
+
+    @property
+    def movers(self) -> Sequence[Mapping[bytes, Mover]]:
+        """What lays out arrays of the device as each input, by their `dlpack.raw_numbers` of strides, if known."""
+        return self._inlet.movers
+
+    def call_from_host(self, arrays: Sequence[np.ndarray]) -> dict[str, np.ndarray | DeviceOutput]:
+        """Run on inputs of the host, one for each: new outputs there, by name."""
+        stream = self._stream
+        self._begin(stream)
+        self._in_flight.wait()  # page-locked memory may still be read by the run before
+        try:
+            for index, array in enumerate(arrays):
+                self._inlet.put(index, array, stream)
+            return self._launched(stream, self._outlet.to_host)
+        finally:
+            self._end(stream)
+
+    def call_from_device(
+        self, arrays: Sequence[tuple[Mover, int]], stream: int
+    ) -> dict[str, np.ndarray | DeviceOutput]:
+        """Run on inputs of the device, for each one of `movers` and an address: new outputs there, by name."""
+        self._begin(stream)
+        try:
+            self._inlet.move(arrays, stream)
+            return self._launched(stream, self._outlet.to_device)
+        finally:
+            self._end(stream)
+
+    def _launched(
+        self, stream: int, fetch: Callable[..., np.ndarray | DeviceOutput]
+    ) -> dict[str, np.ndarray | DeviceOutput]:
+        call("cuGraphLaunch", self._executable, stream)
+        return {tensor.name: fetch(index, stream, reuse=False) for index, tensor in enumerate(self._program.outputs)}
+
+    def _end(self, stream: int) -> None:
+        call("cuStreamSynchronize", stream)
+        self._in_flight.ended()
 
     def _begin(self, stream: int) -> None:
         self._context.make_current()

@@ -5,8 +5,8 @@ After a run of ONNX Runtime, Python finds the caches cold: each function on the 
 
 import os
 import threading
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -15,6 +15,9 @@ from nimblert.plan import Program
 
 if TYPE_CHECKING:
     from nimblert.streams import Bound, Streams
+
+DirectCall: TypeAlias = Callable[[Mapping[str, Any]], dict[str, Any] | None]
+"""Takes arrays by input name; None, and nothing was done, where the call is not the usual one."""
 
 _CALM = 16
 """Runs that begin without a crowd, one after the other, until a run divides its work again: threads that it

@@ -7,10 +7,12 @@ is a capsule.
 
 import ctypes
 import struct
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
 from nimblert.layouts import dense_strides
+from nimblert.plan import ITEM_NBYTES
 
 CUDA = 2
 """Its kind of device."""
@@ -36,6 +38,11 @@ _ending_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_c
 
 _TENSOR = struct.Struct("<QiiiBBHQQQ")
 """DLTensor: data, kind and ordinal of the device, ndim, code, bits, lanes, shape, strides, byte offset."""
+
+_RAW_TENSOR = struct.Struct("<Q16sQQQ")
+"""The same: data, all that is said of device and elements, shape, strides, byte offset."""
+_RANK_AT = 8
+"""Where in its second field the rank is; of none that is read raw it has more than a byte."""
 
 _MANAGED = struct.Struct("<48s8xQ")
 """DLManagedTensor: the tensor, the manager's context (none of ours), the deleter."""
@@ -79,6 +86,26 @@ def from_capsule(capsule: Any) -> Found:
     return _found(ctypes.string_at(_pointer(capsule, _NAME), _TENSOR.size))[1]
 
 
+class Raw(NamedTuple):
+    """How an array lies, in the bytes of its struct: equal where all of it is equal."""
+
+    address: int
+    header: bytes
+    shape: bytes
+    strides: bytes
+
+
+def raw_header(dtype: str, rank: int, device: int) -> bytes:
+    """The header of arrays of this kind on a GPU."""
+    code = _CODES[dtype.rstrip("0123456789")]
+    return struct.pack("<iiiBBH", CUDA, device, rank, code, 8 * ITEM_NBYTES[dtype], 1)
+
+
+def raw_numbers(numbers: Sequence[int]) -> bytes:
+    """A shape, or strides in elements."""
+    return struct.pack(f"<{len(numbers)}q", *numbers)
+
+
 class Exchange:
     """The functions that a type of arrays offers. Thread-safe."""
 
@@ -98,14 +125,39 @@ class Exchange:
         kind, found = _found(tensor.raw)
         if kind != CUDA or found.dtype.startswith("complex"):  # torch leaves the conjugate bit out here
             return None
+        return found, self.stream(found.device)
+
+    def stream(self, device: int) -> int:
+        """The stream that the library works on, on a GPU."""
         stream = ctypes.c_void_p()
-        self._stream(CUDA, found.device, ctypes.addressof(stream))
-        return found, stream.value or 0
+        self._stream(CUDA, device, ctypes.addressof(stream))
+        return stream.value or 0
+
+    def reader(self) -> Callable[[Any], Raw]:
+        """What tells how an array lies, to one thread at a time; a tenth of the time of `read`, which looks at it.
+
+        It raises what the library does.
+        """
+        buffer = ctypes.create_string_buffer(_TENSOR.size)
+        address, read, text = ctypes.addressof(buffer), self._read, ctypes.string_at
+
+        def raw(value: Any) -> Raw:
+            read(value, address)
+            data, header, shape_at, strides_at, offset = _RAW_TENSOR.unpack_from(buffer)
+            nbytes = 8 * header[_RANK_AT]
+            strides = text(strides_at, nbytes) if strides_at else b""
+            return Raw(data + offset, header, text(shape_at, nbytes), strides)
+
+        return raw
 
 
 def exchange(value: Any) -> Exchange | None:
     """The functions that the type of an array offers, or None."""
-    kind = type(value)
+    return exchange_of(type(value))
+
+
+def exchange_of(kind: type) -> Exchange | None:
+    """The functions that a type of arrays offers, or None."""
     if kind not in _exchanges:
         _exchanges[kind] = _exchange(kind)
     return _exchanges[kind]

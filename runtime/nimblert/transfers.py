@@ -18,7 +18,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from nimblert import driver, layouts, padding
+from nimblert import dlpack, driver, layouts, padding
 from nimblert.device_arrays import DeviceArray, DeviceOutput
 from nimblert.driver import Context, Handle, PackedParameters, call
 from nimblert.dtypes import numpy_dtype
@@ -42,6 +42,7 @@ _MOST_LAYOUTS = 16
 
 _ADDRESSES = struct.Struct("<QQ")
 
+_K = TypeVar("_K")
 _T = TypeVar("_T")
 
 
@@ -126,7 +127,8 @@ class Inlet:
         self._kernels = kernels
         self._landing: dict[int, int] = {}
         self._ways: list[dict[tuple[int, ...], _Way]] = [{} for _ in tensors]
-        self._movers: list[dict[tuple[int, ...], Mover]] = [{} for _ in tensors]
+        self.movers: list[dict[bytes, Mover]] = [{} for _ in tensors]
+        """What lays out arrays of the device, by their `dlpack.raw_numbers` of strides."""
 
     def moved(self, memory: DeviceMemory) -> None:
         """Bring them where they are now."""
@@ -155,6 +157,11 @@ class Inlet:
         if way.mover is not None:
             way.mover.move(self._addresses[index], way.device, stream)
 
+    def move(self, arrays: Sequence[tuple[Mover, int]], stream: Handle) -> None:
+        """Have every input hold an array of the device, given as one of its `movers` and an address."""
+        for (mover, address), to in zip(arrays, self._addresses, strict=True):
+            mover.move(to, address, stream)
+
     def _pad(self, index: int, array: np.ndarray | DeviceArray, stream: Handle) -> None:
         tensor = self._tensors[index]
         if not isinstance(array, DeviceArray):
@@ -176,10 +183,11 @@ class Inlet:
         _copy_rows((address, tensor.strides), (landing, dense), array.shape, itemsize, stream)
 
     def _from_device(self, index: int, array: DeviceArray, stream: Handle) -> None:
-        mover = self._movers[index].get(array.strides)
+        strides = dlpack.raw_numbers(array.strides)
+        mover = self.movers[index].get(strides)
         if mover is None:
             made = self._kernels.mover_to("input", self._tensors[index], array.strides)
-            mover = _remembered(self._movers[index], array.strides, made)
+            mover = _remembered(self.movers[index], strides, made)
         mover.move(self._addresses[index], array.address, stream)
 
     def _way(self, index: int, array: np.ndarray) -> _Way:
@@ -335,7 +343,7 @@ def _copy_rows(
         call("cuMemcpy2DAsync", rows, stream)
 
 
-def _remembered(known: dict[tuple[int, ...], _T], strides: tuple[int, ...], found: _T) -> _T:
+def _remembered(known: dict[_K, _T], strides: _K, found: _T) -> _T:
     """Keep what was found for these strides: of as many as callers have, not of every one there may be."""
     if len(known) >= _MOST_LAYOUTS:
         known.clear()

@@ -1,0 +1,84 @@
+"""The usual call of a CUDA plan in one piece: all inputs of numpy, or all of one library on the GPU; new outputs.
+
+What Python does before the launch is what a call costs more than its replay.
+"""
+
+import os
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from nimblert import dlpack
+from nimblert.direct import Turn
+from nimblert.dtypes import numpy_dtype
+from nimblert.plan import Program, Tensor
+
+if TYPE_CHECKING:
+    from nimblert.cuda import CudaBackend
+    from nimblert.device_arrays import DeviceOutput
+
+
+class DeviceDirect:
+    """Calls of a program, as long as the context has nothing else to look at."""
+
+    def __init__(self, turn: Turn, program: Program, backend: "CudaBackend", device: int) -> None:
+        self._turn, self._state, self._program, self._backend, self._device = turn, turn.state, program, backend, device
+        tensors = program.inputs
+        usual = all(t.span_nbytes and not t.dtype.startswith("complex") for t in tensors)  # see `dlpack.Exchange.read`
+        self._count = len(tensors) if usual else -1
+        self._host = [(t.name, _numpy_dtype(t), t.shape) for t in tensors]
+        self._lying = [
+            (t.name, dlpack.raw_header(t.dtype, len(t.shape), device), dlpack.raw_numbers(t.shape)) for t in tensors
+        ]
+        self._libraries: dict[type, tuple[dlpack.Exchange, Callable[[Any], dlpack.Raw]] | None] = {}
+
+    def __call__(self, arrays: Mapping[str, Any]) -> "dict[str, np.ndarray | DeviceOutput] | None":
+        """The outputs by name; None, and nothing was done, where this is no such call. Raises CudaError."""
+        turn = self._turn
+        if type(arrays) is not dict or len(arrays) != self._count or not arrays or turn.lock.locked():
+            return None
+        with turn.lock:
+            if turn.state is not self._state or turn.process != os.getpid():
+                return None
+            kind = type(next(iter(arrays.values())))
+            return self._from_host(arrays) if kind is np.ndarray else self._from_device(arrays, kind)
+
+    def _from_host(self, arrays: dict[str, Any]) -> "dict[str, np.ndarray | DeviceOutput] | None":
+        given = []
+        for name, dtype, shape in self._host:
+            array = arrays.get(name)
+            if type(array) is not np.ndarray or array.dtype is not dtype or array.shape != shape:
+                return None
+            given.append(array)
+        self._turn.program, self._turn.parts = self._program, 1
+        return self._backend.call_from_host(given)
+
+    def _from_device(self, arrays: dict[str, Any], kind: type) -> "dict[str, np.ndarray | DeviceOutput] | None":
+        if kind not in self._libraries:
+            found = dlpack.exchange_of(kind)
+            self._libraries[kind] = None if found is None else (found, found.reader())
+        library = self._libraries[kind]
+        if library is None:
+            return None
+        exchange, read = library
+        given = []
+        for (name, header, shape), movers in zip(self._lying, self._backend.movers, strict=True):
+            array = arrays.get(name)
+            if type(array) is not kind or getattr(array, "requires_grad", False):
+                return None
+            try:
+                raw = read(array)
+            except (BufferError, RuntimeError, TypeError, ValueError):
+                return None  # who looks more closely says why
+            mover = movers.get(raw.strides)
+            if mover is None or raw.header != header or raw.shape != shape:
+                return None
+            given.append((mover, raw.address))
+        self._turn.program, self._turn.parts = self._program, 1
+        return self._backend.call_from_device(given, exchange.stream(self._device))
+
+
+def _numpy_dtype(tensor: Tensor) -> np.dtype | None:
+    """None for bfloat16, of which numpy itself has none."""
+    return None if tensor.dtype == "bfloat16" else numpy_dtype(tensor.dtype)

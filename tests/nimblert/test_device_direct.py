@@ -1,0 +1,164 @@
+"""The usual call of a CUDA plan in one piece: what it costs in Python, what ends it, and in what order it runs."""
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+from copying import ORDERS, SHAPE, copying, drawn, laid_out, on_host
+from host_driver import HostDriver
+
+import nimblert
+from nimblert import CudaError, Executable, InputError
+from nimblert.device_direct import DeviceDirect
+
+pytest_plugins = ("gpu_memory",)
+torch = pytest.importorskip("torch")
+if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
+    pytest.skip("this torch offers no table of functions", allow_module_level=True)
+
+TESTS = str(Path(__file__).parents[1])
+Put = Callable[[np.ndarray], Any]
+
+
+@pytest.fixture
+def model(put: Put) -> Iterator[Executable]:
+    with nimblert.load(copying(SHAPE, ORDERS["channels last"]), poison=True) as executable:
+        executable(put(drawn(0)))  # calls in one piece are made by one that is not
+        yield executable
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of each call whether it was one in one piece."""
+    found: list[bool] = []
+    call = DeviceDirect.__call__
+
+    def noting(self: DeviceDirect, arrays: Any) -> Any:
+        results = call(self, arrays)
+        found.append(results is not None)
+        return results
+
+    monkeypatch.setattr(DeviceDirect, "__call__", noting)
+    return found
+
+
+def channels_last(tensor: Any) -> Any:
+    return tensor.contiguous(memory_format=torch.channels_last)
+
+
+def on_the_host(output: Any) -> np.ndarray:
+    return output if isinstance(output, np.ndarray) else torch.from_dlpack(output).cpu().numpy()
+
+
+def functions(call: Callable[[], object]) -> int:
+    """How many functions of the runtime a call runs before the launch is the driver's."""
+    count = 0
+    found: list[int] = []
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        nonlocal count
+        if event == "call":
+            count += "/nimblert/" in Path(frame.f_code.co_filename).as_posix().removeprefix(TESTS)
+            if frame.f_code.co_name == "_cuGraphLaunch":
+                found.append(count)
+
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return found[0]
+
+
+@on_host
+def test_little_of_python_comes_before_the_launch(model: Executable, put: Put) -> None:
+    x, tensor = drawn(1), put(drawn(1))
+    model(x)
+    assert functions(lambda: model.run({"x": x})) <= 19
+    assert functions(lambda: model.run({"x": tensor})) <= 21
+    model.bind("x", channels_last(tensor))
+    assert functions(model.launch) <= 19
+
+
+def test_every_call_gives_its_own_arrays_result(model: Executable, put: Put, taken: list[bool]) -> None:
+    for seed in range(6):
+        x = drawn(seed)
+        for order in ORDERS.values():
+            array = laid_out(x, order)
+            for value in (array, put(array)):
+                found = model(value)
+                assert isinstance(found, np.ndarray) == isinstance(value, np.ndarray)
+                assert np.array_equal(on_the_host(found), x)
+    assert taken.count(True) > len(taken) * 3 // 4
+
+
+def test_outputs_of_earlier_calls_stay(model: Executable, put: Put) -> None:
+    arrays = [drawn(seed) for seed in range(4)]
+    found = [model(put(x) if seed % 2 else x) for seed, x in enumerate(arrays)]
+    for x, output in zip(arrays, found, strict=True):
+        assert np.array_equal(on_the_host(output), x)
+
+
+def test_what_is_wrong_is_refused_as_in_a_first_call(model: Executable, put: Put, taken: list[bool]) -> None:
+    for value, sentence in (
+        (drawn(0).astype(np.float64), "dtype float64, expected float32"),
+        (drawn(0)[:2], r"shape \(2, 3, 32, 24\), expected"),
+        (put(drawn(0).astype(np.int32)), "dtype int32, expected float32"),
+        (put(drawn(0)[:, :2]), r"shape \(4, 2, 32, 24\), expected"),
+        (put(drawn(0)).requires_grad_(), "does not come by DLPack: .*requires? grad"),
+        ([1.0], "got list, expected a numpy array"),
+    ):
+        with pytest.raises(InputError, match=rf"^input 'x': .*{sentence}"):
+            model.run({"x": value})
+    with pytest.raises(InputError, match="'z' is not one of the plan's inputs"):
+        model.run({"z": put(drawn(0))})
+    with pytest.raises(InputError, match="missing"):
+        model.run({})
+    assert not any(taken)
+    assert np.array_equal(on_the_host(model(put(drawn(3)))), drawn(3))
+    assert taken[-1]
+
+
+def test_what_changes_the_context_ends_it(model: Executable, put: Put, taken: list[bool]) -> None:
+    tensor = put(laid_out(drawn(1), (0, 1, 2, 3)))
+    model(tensor)
+    model.bind("x", channels_last(put(drawn(2))))
+    assert np.array_equal(on_the_host(model.run({})["y"]), drawn(2))
+    with pytest.raises(InputError, match="'x' is bound"):
+        model(tensor)
+    model.bind("x", None)
+    assert np.array_equal(on_the_host(model(tensor)), drawn(1))
+    assert taken == [True]  # the rest looked at everything
+    model.close()
+    with pytest.raises(InputError, match="is closed"):
+        model(tensor)
+
+
+@on_host
+def test_it_runs_on_the_librarys_stream_after_what_was_launched(
+    model: Executable, put: Put, host: HostDriver, taken: list[bool]
+) -> None:
+    model.launch(0x77)
+    host.waits.clear()
+    model(put(drawn(1)))
+    assert taken == [True]
+    assert host.waits[0] == (0, 0x77)  # torch's own stream of the CPU is 0
+
+
+@on_host
+def test_a_launch_that_fails_is_an_error_and_the_next_call_runs(
+    model: Executable, put: Put, host: HostDriver, taken: list[bool]
+) -> None:
+    for value in (drawn(1), put(drawn(1))):
+        host.failing["cuGraphLaunch"] = host.CUresult.CUDA_ERROR_UNKNOWN
+        synchronised = host.calls.get("cuStreamSynchronize", 0)
+        with pytest.raises(CudaError, match="CUDA_ERROR_UNKNOWN"):
+            model(value)
+        assert host.calls["cuStreamSynchronize"] > synchronised
+        host.failing.clear()
+        assert np.array_equal(on_the_host(model(value)), drawn(1))
+    assert True in taken
