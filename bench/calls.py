@@ -1,6 +1,7 @@
-"""What a call of a plan costs beside its replay, from what `bench.peers` measured.
+"""What a call of a plan costs beside its replay.
 
-Usage: python -m bench.calls --markdown
+Usage: python -m bench.peers --modes graph --tune none --output bench/results/h200/calls.json, which measures, and
+python -m bench.calls --markdown, which prints the table.
 
 A call from numpy is allowed its replay, 25 us, and 1.3 times what its bytes take through page-locked memory.
 """
@@ -19,7 +20,7 @@ HEAD = (
     "from numpy, us (of the replay; allowed)",
     "the same, images channels last, us",
     "from the GPU, us (above its GPU time)",
-    "launch of bound arrays / of torch.cuda.CUDAGraph, us of the caller's time",
+    "launch of bound arrays / of torch.cuda.CUDAGraph's own kernels, us of the caller's time",
 )
 _ALLOWED_US = 25.0
 _ALLOWED_COPIES = 1.3
@@ -43,7 +44,7 @@ def markdown(results: dict[str, Any]) -> str:
         ratio = microseconds(figures, mode, "numpy_us") / microseconds(figures, mode, "replay_us")
         ratios.append(ratio)
         above = microseconds(figures, mode, "call_us") - microseconds(figures, mode, "kernels_us")
-        theirs = fastest(figures, COMPILED_MODES, "launch_us")
+        theirs = fastest(figures, ("graph", *COMPILED_MODES), "launch_us")
         lines.append(
             row(
                 [
@@ -61,7 +62,7 @@ def markdown(results: dict[str, Any]) -> str:
 
 
 def _launch(figures: Figures, mode: str | None) -> str:
-    return "-" if mode is None else number(microseconds(figures, mode, "launch_us"), 1)
+    return cell(figures, mode, "launch_us", digits=1)
 
 
 def main() -> None:
@@ -69,7 +70,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--markdown", action="store_true", required=True)
     parser.parse_args()
-    print(markdown(environment.read(peers.FOLDER / "peers.json")))
+    print(markdown(environment.read(peers.FOLDER / "calls.json")))
 
 
 if __name__ == "__main__":

@@ -121,12 +121,12 @@ def by_batch(results: Mapping[str, Any]) -> dict[str, dict[int, tuple[str, Figur
     return {spec: dict(sorted(curve.items())) for spec, curve in found.items()}
 
 
-def cell(figures: Figures, mode: str | None, clock: str) -> str:
+def cell(figures: Figures, mode: str | None, clock: str, digits: int = 0) -> str:
     """A median in microseconds, marked where the machine was not quiet."""
     if mode is None or math.isinf(microseconds(figures, mode, clock)):
         return _NOT_MEASURED
     noisy = _NOISY if _GROUPS[clock] in figures[mode].get("noisy", ()) else ""
-    return noisy + number(microseconds(figures, mode, clock), 0)
+    return noisy + number(microseconds(figures, mode, clock), digits)
 
 
 def _pair(figures: Figures, comparison: Comparison) -> str:
