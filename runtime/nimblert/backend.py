@@ -1,6 +1,6 @@
 """What a target gives to a context: code and weights, memory, and programs that run in it."""
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -79,8 +79,13 @@ class Resident(Protocol):
     def backend(self, program: Program, working: Any, *, poison: bool) -> Backend:
         """A program in the memory of a context."""
 
-    def refit(self, refits: Sequence[Refit], backends: Sequence[Any]) -> Sequence[Backend]:
-        """Replace weights, none where it raises: what takes the place of each backend that is over them."""
+    def refit(
+        self, refits: Sequence[Refit], backends: Sequence[Any], ready: Callable[[], None]
+    ) -> Sequence[Backend]:
+        """Replace weights, none where it raises: what takes the place of each backend that is over them.
+
+        ``ready`` is called when all else that may raise is done.
+        """
 
     def close(self) -> None:
         """Give back code and weights; every context must be closed."""

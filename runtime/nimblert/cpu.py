@@ -13,7 +13,7 @@ import re
 import threading
 import time
 import weakref
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cached_property, partial
@@ -60,7 +60,9 @@ class CpuResident:
         """A program in the memory of a context."""
         return CpuBackend(self._plan, program, poison=poison, resident=self, working=working)
 
-    def refit(self, refits: Sequence[Refit], backends: Sequence["CpuBackend"]) -> list["CpuBackend"]:
+    def refit(
+        self, refits: Sequence[Refit], backends: Sequence["CpuBackend"], ready: Callable[[], None]
+    ) -> list["CpuBackend"]:
         """Replace weights: what takes the place of each backend. Where it raises, nothing has changed.
 
         Sessions over the new weights are opened anew: ONNX Runtime keeps packed copies of some, and may have
@@ -71,6 +73,7 @@ class CpuResident:
         made: list[CpuBackend] = []
         try:
             made.extend(backend.renewed(renewed) for backend in backends)
+            ready()
         except BaseException:
             for backend in made:
                 backend.close()

@@ -45,9 +45,11 @@ class CudaResident:
         """A program in the memory of a context."""
         return CudaBackend(self._plan, program, poison=poison, resident=self, working=working, device=self._device)
 
-    def refit(self, refits: Sequence[Refit], backends: Sequence["CudaBackend"]) -> Sequence["CudaBackend"]:
+    def refit(
+        self, refits: Sequence[Refit], backends: Sequence["CudaBackend"], ready: Callable[[], None]
+    ) -> Sequence["CudaBackend"]:
         """Replace weights where they lie: the same backends go on."""
-        device_refit.refit(self._device, refits, self.weights, self.functions, self.gathers)
+        device_refit.refit(self._device, refits, self.weights, self.functions, self.gathers, ready)
         return backends
 
     def close(self) -> None:

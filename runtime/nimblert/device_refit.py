@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from functools import partial
 
 import numpy as np
 
@@ -15,11 +16,17 @@ from nimblert.transfers import GatherKernels
 
 
 def refit(
-    device: int, refits: Sequence[Refit], weights: Bases, functions: Sequence[Handle], kernels: GatherKernels
+    device: int,
+    refits: Sequence[Refit],
+    weights: Bases,
+    functions: Sequence[Handle],
+    kernels: GatherKernels,
+    ready: Callable[[], None],
 ) -> None:
     """Do ``refits`` over these ``weights``, when all that the device does has ended, and wait.
 
-    What can fail is done first: memory is allocated, graphs are built. Raises InputError, CudaError.
+    What can fail is done first: memory is allocated, graphs are built, ``ready`` is called. Raises InputError,
+    CudaError.
     """
     with closing(Context(device)) as context:
         todo: list[Callable[[], None]] = []
@@ -31,15 +38,15 @@ def refit(
                     todo.append(_copy(tensor, array, memory, kernels))
             if given.program.commands:
                 built = graph.build(context, given.program, functions, memory)
-                todo.append(_launch(context.acquire(call("cuGraphInstantiate", built, 0), "cuGraphExecDestroy")))
+                executable = context.acquire(call("cuGraphInstantiate", built, 0), "cuGraphExecDestroy")
+                call("cuGraphUpload", executable, 0)
+                todo.append(partial(call, "cuGraphLaunch", executable, 0))
         call("cuCtxSynchronize")  # a run may have been launched without waiting for it
+        ready()
+        context.make_current()  # where that was about another device
         for step in todo:
             step()
         call("cuCtxSynchronize")
-
-
-def _launch(executable: Handle) -> Callable[[], None]:
-    return lambda: call("cuGraphLaunch", executable, 0)
 
 
 def _copy(

@@ -1,7 +1,7 @@
 """The CUDA driver boundary: the only place where a driver call is made and its result checked."""
 
 import ctypes
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from functools import cache
 from typing import Any, TypeAlias
 
@@ -142,20 +142,10 @@ class Context:
         self._stack.close()
 
 
-def is_broken(ordinal: int) -> bool:
-    """Whether the context of a GPU refuses every call, as after a kernel that failed. Waits for its work."""
-    try:
-        with closing(Context(ordinal)):
-            call("cuCtxSynchronize")
-    except CudaError:
-        return True
-    return False
-
-
 def _release(api: str, handle: Handle) -> None:
     """Release a handle, whatever the driver says.
 
-    After a kernel has failed, a context refuses every call and its memory goes with it: the error
-    that broke it is the one to tell.
+    After a kernel has failed, CUDA refuses every call and the memory goes with the process: that
+    kernel's error is the one to tell.
     """
     getattr(bindings(), api)(handle)

@@ -40,9 +40,31 @@ class InputError(NimbleError, ValueError):
 
 
 class CudaError(NimbleError):
-    """A CUDA driver call failed. ``api`` is the function, ``result`` the CUresult's name."""
+    """A CUDA driver call failed. ``api`` is the function, ``result`` the CUresult's name.
+
+    After some, as when a kernel has failed, CUDA refuses every call of the process: the message then says so.
+    """
 
     def __init__(self, api: str, result: str) -> None:
         self.api = api
         self.result = result
-        super().__init__(f"{api}: {result}")
+        what_next = "; this process can no longer use CUDA: load the plan in a new one" if result in _FATAL else ""
+        super().__init__(f"{api}: {result}{what_next}")
+
+
+_FATAL = frozenset({
+    "CUDA_ERROR_ASSERT",
+    "CUDA_ERROR_CONTAINED",
+    "CUDA_ERROR_EXTERNAL_DEVICE",
+    "CUDA_ERROR_HARDWARE_STACK_ERROR",
+    "CUDA_ERROR_ILLEGAL_ADDRESS",
+    "CUDA_ERROR_ILLEGAL_INSTRUCTION",
+    "CUDA_ERROR_INVALID_ADDRESS_SPACE",
+    "CUDA_ERROR_INVALID_PC",
+    "CUDA_ERROR_LAUNCH_FAILED",
+    "CUDA_ERROR_LAUNCH_TIMEOUT",
+    "CUDA_ERROR_MISALIGNED_ADDRESS",
+    "CUDA_ERROR_MPS_CLIENT_TERMINATED",
+    "CUDA_ERROR_TENSOR_MEMORY_LEAK",
+})
+"""Results of which CUDA's documentation says that the process "must be terminated and relaunched"."""

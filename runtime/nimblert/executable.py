@@ -3,7 +3,7 @@
 import os
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
@@ -132,13 +132,13 @@ class Executable(Context):
         """
         self._refit(refitting.checked(self.plan, weights, self._working.take))
 
-    def _refit(self, refits: Sequence[refitting.Refit]) -> None:
-        """Do refits that were checked."""
+    def _refit(self, refits: Sequence[refitting.Refit], ready: Callable[[], None] = lambda: None) -> None:
+        """Do refits that were checked; ``ready`` is called when all else that may raise is done."""
         with self._lock:
             self._check_ready()
         with self._making_spares, idle(chain((self,), self._contexts)) as loaded:
             old = list(loaded.values())
-            for key, backend in zip(tuple(loaded), self._resident.refit(refits, old), strict=True):
+            for key, backend in zip(tuple(loaded), self._resident.refit(refits, old, ready), strict=True):
                 loaded[key] = backend
         for backend in set(old) - set(loaded.values()):
             backend.close()

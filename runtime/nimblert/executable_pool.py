@@ -5,7 +5,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from types import TracebackType
 from typing import Any, Self
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from nimblert import container, refitting
 from nimblert.context import Context
-from nimblert.errors import CudaError, DeviceMismatchError, InputError
+from nimblert.errors import DeviceMismatchError, InputError
 from nimblert.executable import Executable, load
 from nimblert.limits import DEFAULT_LIMITS, Limits
 from nimblert.plan import Plan, Target, Tensor
@@ -38,15 +38,14 @@ class _Member:
 class ExecutablePool:
     """A plan on several devices. Threads and tasks may share it.
 
-    A device whose context an error has broken gets no more calls: `lost` has it, and the others go on. The call that
-    met the error raises it, and is not repeated elsewhere: what broke one device may break the next.
+    A kernel that fails ends all of it, as it ends the use of CUDA in this process: every later call, on any GPU,
+    raises CudaError. What must outlive that is a process for each GPU.
     """
 
     def __init__(self, executables: Sequence[Executable]) -> None:
         """Of executables of one plan, which it closes; see `load_pool`."""
         self.plan: Plan = executables[0].plan
         self._members = [_Member(executable) for executable in executables]
-        self._lost: dict[int, CudaError] = {}
         self._state = threading.Condition()
         self._closed = False
         self._exclusive = False
@@ -58,13 +57,7 @@ class ExecutablePool:
     @property
     def devices(self) -> tuple[int, ...]:
         """The devices that calls go to."""
-        every = (member.executable.device for member in self._members)
-        return tuple(device for device in every if device not in self._lost)
-
-    @property
-    def lost(self) -> dict[int, CudaError]:
-        """The devices that get no more calls, each with the error that ended that."""
-        return dict(self._lost)
+        return tuple(member.executable.device for member in self._members)
 
     @property
     def entries(self) -> tuple[str, ...]:
@@ -98,7 +91,7 @@ class ExecutablePool:
     ) -> dict[str, np.ndarray]:
         """As `Context.run`, on the device with the fewest calls in flight.
 
-        Raises InputError, and CudaError where that device failed or none is left.
+        Raises InputError, CudaError.
         """
         with self._turn() as executable:
             return executable.run(arrays, entry=entry, out=out)
@@ -114,31 +107,26 @@ class ExecutablePool:
         """
         with self._state:
             self._wait_until_open()
-            return min(self._left(), key=lambda m: m.in_flight + len(m.contexts)).executable.context()
+            return min(self._members, key=lambda m: m.in_flight + len(m.contexts)).executable.context()
 
     def refit(self, weights: NewWeights) -> None:
         """Replace weights on all devices, as `Executable.refit` does on one.
 
-        Calls that are in flight end before, others begin after. The arrays are the host's. A device that fails where
-        others did not is `lost`; where all fail, none has changed.
+        Calls that are in flight end before, others begin after. The arrays are the host's. Every device is ready
+        before the first one changes; where one cannot be, none does.
         Raises InputError, CudaError.
         """
-        with self._alone() as members:
-            checked = [refitting.checked(self.plan, weights, m.executable._working.take) for m in members]  # noqa: SLF001
-            failed: dict[int, CudaError] = {}
-            for member, refits in zip(members, checked, strict=True):
-                try:
-                    member.executable._refit(refits)  # noqa: SLF001
-                except CudaError as exc:
-                    failed[member.executable.device] = exc
-            if len(failed) == len(members):
-                raise next(iter(failed.values()))
-            self._lost |= failed
+        with self._alone():
+            refits = [
+                partial(one._refit, refitting.checked(self.plan, weights, one._working.take))  # noqa: SLF001
+                for one in (member.executable for member in self._members)
+            ]
+            reduce(lambda ready, refit: partial(refit, ready=ready), refits)()
 
     def reset(self) -> None:
         """Give the state of every context its initial values, those of the plan."""
-        with self._alone() as members:
-            for member in members:
+        with self._alone():
+            for member in self._members:
                 for context in (member.executable, *member.contexts):
                     context.reset()
 
@@ -166,31 +154,25 @@ class ExecutablePool:
             raise InputError("the plan has state, which is each device's own: call a context of yours, pool.context()")
         with self._state:
             self._wait_until_open()
-            member = min(self._left(), key=lambda m: (m.in_flight, m.given))
+            member = min(self._members, key=lambda m: (m.in_flight, m.given))
             member.in_flight += 1
             member.given += 1
         try:
             yield member.executable
-        except CudaError as exc:
-            from nimblert import driver  # which a plan for the CPU does without
-
-            if driver.is_broken(member.executable.device):
-                self._lost[member.executable.device] = exc
-            raise
         finally:
             with self._state:
                 member.in_flight -= 1
                 self._state.notify_all()
 
     @contextmanager
-    def _alone(self) -> Iterator[list[_Member]]:
-        """All that are left, with no call in flight until the block ends."""
+    def _alone(self) -> Iterator[None]:
+        """No call is in flight until the block ends."""
         with self._state:
             self._wait_until_open()
             self._exclusive = True
             self._state.wait_for(lambda: not any(member.in_flight for member in self._members))
         try:
-            yield self._left()
+            yield
         finally:
             with self._state:
                 self._exclusive = False
@@ -201,15 +183,6 @@ class ExecutablePool:
         self._state.wait_for(lambda: self._closed or not self._exclusive)
         if self._closed:
             raise InputError("this pool is closed: load the plan again")
-
-    def _left(self) -> list[_Member]:
-        """The members that are not lost. Raises the last one's error where none is."""
-        left = [member for member in self._members if member.executable.device not in self._lost]
-        if not left:
-            *_, last = self._lost.values()
-            what = f"{last.result}; every device of the pool is lost: load the plan in a new process"
-            raise CudaError(last.api, what)
-        return left
 
 
 def load_pool(

@@ -31,7 +31,7 @@ _ALWAYS = frozenset({
     "cuDevicePrimaryCtxRelease",
     "cuDevicePrimaryCtxRetain",
 })
-"""Functions that a broken context does not refuse."""
+"""Functions that are not refused after a kernel has failed."""
 _GATHER = struct.Struct(f"<QQII{MOST_AXES}I{MOST_AXES}q")
 
 
@@ -66,8 +66,8 @@ class HostDriver:
         """The stream of each copy that was enqueued, and of each gather."""
         self.failing: dict[str, Any] = {}
         """The status that functions of these names return."""
-        self.broken: set[int] = set()
-        """The devices whose context refuses every call, as after a kernel that failed."""
+        self.broken = False
+        """Whether every call is refused, as after a kernel that failed."""
         self._thread = threading.local()
         self._kept: list[np.ndarray] = []
         self._recorded: dict[int, int] = {}
@@ -82,7 +82,7 @@ class HostDriver:
             self.calls[name] = self.calls.get(name, 0) + 1
             if name in self.failing:
                 return (self.failing[name], *[None] * 2)
-            if name not in _ALWAYS and self._cuCtxGetCurrent() - _FIRST_CONTEXT in self.broken:
+            if self.broken and name not in _ALWAYS:
                 return (real.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS, *[None] * 2)
             result = function(self, *args)
             if isinstance(result, tuple):
@@ -91,6 +91,11 @@ class HostDriver:
 
         setattr(self, name, called)
         return called
+
+    @property
+    def current_device(self) -> int:
+        """That of the calling thread's context."""
+        return self._cuCtxGetCurrent() - _FIRST_CONTEXT
 
     def _handle(self) -> _Handle:
         self._handles += 1
