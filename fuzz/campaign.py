@@ -20,8 +20,10 @@ from pathlib import Path
 
 MEMORY_NBYTES = 3 << 30
 """Address space that a child may have beyond what it starts with."""
-CASE_S = 20.0
-"""A case that takes longer hangs; machines may be busy."""
+CASE_CPU_S = 20
+"""A case that computes for longer hangs."""
+CASE_S = 120.0
+"""So does one that takes longer, though it computes less; machines may be busy."""
 CHILD_CASES = 5000
 """A child is replaced after so many cases, so that leaks do not add up."""
 
@@ -133,6 +135,7 @@ class _Campaign:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         used = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
         resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_NBYTES, used + MEMORY_NBYTES))
+        _, most = resource.getrlimit(resource.RLIMIT_CPU)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what ONNX Runtime says of bad models
         self._fuzzer.start()
         for _ in range(CHILD_CASES):
@@ -140,6 +143,7 @@ class _Campaign:
                 os.write(writer, b"!done\n")
                 return
             _COUNTER.pack_into(note, 0, number)
+            resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + CASE_CPU_S, most))
             try:
                 file = self._fuzzer.build(options.seed, number, case.write_bytes)
                 case.write_bytes(file)
@@ -174,6 +178,7 @@ class _Campaign:
         if hung:
             os.kill(child.pid, signal.SIGKILL)
         _, status = os.waitpid(child.pid, 0)
+        hung = hung or os.WTERMSIG(status) == signal.SIGXCPU
         os.close(child.pipe)
         number = child.number()
         if status == 0:

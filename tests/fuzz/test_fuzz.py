@@ -2,12 +2,13 @@
 
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from fuzz import decoder, plans
+from fuzz import corpus, decoder, plans
 from nimblert import container
 from nimblert.errors import PlanError, PlanInvalidError
 
@@ -69,9 +70,26 @@ def test_damaged_plans_are_refused_or_read() -> None:
     assert outcomes == {"read", "refused"}
 
 
+def compute(seconds: float) -> None:
+    end = time.process_time() + seconds
+    while time.process_time() < end:
+        pass
+
+
+def test_a_run_ends_by_what_it_computes_or_when_it_waits_for_ever() -> None:
+    with corpus._interrupted_after(0.3, 60):
+        time.sleep(1)
+    with pytest.raises(KeyboardInterrupt), corpus._interrupted_after(0.3, 60):
+        compute(10)
+    with pytest.raises(KeyboardInterrupt), corpus._interrupted_after(10, 0.3):
+        time.sleep(10)
+
+
 MADE_UP = """
 import os, sys
+from fuzz import campaign
 from fuzz.campaign import Fuzzer, main
+campaign.CASE_CPU_S = 1
 
 def judge(file):
     if file[0] == 3:
@@ -84,9 +102,14 @@ sys.exit(main(fuzzer, ["--runs", "10", "--jobs", "2", "--corpus", sys.argv[1]]))
 
 
 @pytest.mark.parametrize(
-    ("what", "text"), [("os.kill(os.getpid(), 11)", "ends with status 11"), ("raise KeyError('x')", "KeyError: 'x'")]
+    ("what", "text"),
+    [
+        ("os.kill(os.getpid(), 11)", "ends with status 11"),
+        ("while True: pass", "hangs"),
+        ("raise KeyError('x')", "KeyError: 'x'"),
+    ],
 )
-def test_a_crash_and_an_escape_are_found_and_kept(what: str, text: str, tmp_path: Path) -> None:
+def test_a_crash_a_hang_and_an_escape_are_found_and_kept(what: str, text: str, tmp_path: Path) -> None:
     status, said = run("-c", MADE_UP.replace("WHAT", what), str(tmp_path))
     assert status == 1, said
     assert "1 found" in said
