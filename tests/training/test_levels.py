@@ -68,8 +68,15 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam(model.parameters(), 1e-2, eps=1e-2)
 
 
-@pytest.mark.parametrize("make", [sgd, adam])
-@pytest.mark.parametrize(("build", "batch"), [(images, image_batch), (Tokens, token_batch)])
+@pytest.mark.parametrize(
+    ("make", "build", "batch"),
+    [
+        (sgd, images, image_batch),
+        (adam, Tokens, token_batch),
+        pytest.param(adam, images, image_batch, marks=pytest.mark.slow),  # each optimizer and network went through
+        pytest.param(sgd, Tokens, token_batch, marks=pytest.mark.slow),
+    ],
+)
 def test_a_fused_step_is_pytorchs(make: Make, build: Callable[[], nn.Module], batch: Batch) -> None:
     torch.manual_seed(0)
     model = build()
