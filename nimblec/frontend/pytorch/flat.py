@@ -9,7 +9,7 @@ from torch.utils import _pytree as pytree
 from nimblec.errors import TraceError, UnsupportedModelError
 from nimblec.frontend.pytorch.aten_graph import StateWrittenError, trace
 from nimblec.frontend.pytorch.model import TorchModel
-from nimblec.frontend.pytorch.state import StateTensor, WithState, named_tensors, state_of
+from nimblec.frontend.pytorch.state import StateTensor, WithState, Writing, named_tensors, state_of, storages
 from nimblec.graph.outputs import output_strides
 from nimblec.graph.state import StateSlot, set_slot, slots
 
@@ -25,18 +25,23 @@ def flattened(model: TorchModel) -> TorchModel:
     if model.is_flat:
         return model
     given = tuple(t for t in pytree.tree_leaves((model.args, model.kwargs)) if isinstance(t, torch.Tensor))
-    written: tuple[str, ...] = ()
-    try:
-        program = trace(model.module, model.args, model.kwargs, device=device_of(model))
-    except StateWrittenError as exc:
-        written = exc.names
-    if state := state_of(type(model.module).__name__, model.module, written, model.written_elsewhere):
+    program, written = None, model.module.writes if isinstance(model.module, Writing) else ()
+    if not written:
+        try:
+            program = trace(model.module, model.args, model.kwargs, device=device_of(model))
+        except StateWrittenError as exc:
+            written = exc.names
+    state = state_of(type(model.module).__name__, model.module, written, model.written_elsewhere)
+    if program is None or state:
         return _with_state(model, given, state)
     return replace(model, module=program.module, args=given, kwargs={}, nest=program.nest, is_flat=True)
 
 
 def written_storages(model: TorchModel) -> frozenset[int]:
     """The storages of its own that a model writes, as far as it can be a graph."""
+    if isinstance(model.module, Writing):
+        held = storages(model.module)
+        return frozenset(held[name] for name in model.module.writes)
     try:
         flat = flattened(model)
     except (TraceError, UnsupportedModelError):

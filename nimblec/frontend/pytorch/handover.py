@@ -5,6 +5,7 @@ attributes when they are pickled, lambdas and hooks cannot be pickled, and what 
 modules (registries that `__init__` fills, patches, flags) does not exist in the other process.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from nimblec.frontend.pytorch.model import (
     state_written,
 )
 from nimblec.frontend.pytorch.repeatable import HOW_STATE_IS_KEPT, run_twice
-from nimblec.frontend.pytorch.state import storages
+from nimblec.frontend.pytorch.state import Writing, storages
 from nimblec.options import Options
 from nimblec.source import Source
 
@@ -54,7 +55,7 @@ def hand_over(source: Source, options: Options, folder: Path) -> tuple[Source, O
         notes += said
         others = {storage for other in held if other != entry for storage in held[other].values()}
         if others & {*held[entry].values()}:
-            written |= {held[entry][name] for name in _written(call.name, program)} & others
+            written |= {held[entry][name] for name in _written(call, program)} & others
     numbers = {storage: number for number, storage in enumerate(sorted(written))}
     entries = {
         entry: Source(
@@ -69,9 +70,11 @@ def hand_over(source: Source, options: Options, folder: Path) -> tuple[Source, O
     return Source(kind="entries", entries=tuple(entries.items())), options, notes
 
 
-def _written(name: str, program: ExportedProgram) -> list[str]:
-    """The parameters and buffers that a run of a program writes."""
-    with exporting(name, "torch.export"):
+def _written(call: ModelCall, program: ExportedProgram) -> Sequence[str]:
+    """The parameters and buffers that a run of a call's program writes."""
+    if isinstance(call.module, Writing):
+        return call.module.writes
+    with exporting(call.name, "torch.export"):
         functional = program.run_decompositions({})  # whose signature tells
     return state_written(functional.graph_signature)
 

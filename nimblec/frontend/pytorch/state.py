@@ -20,6 +20,12 @@ class StateTensor:
     is_written: bool
 
 
+class Writing(torch.nn.Module):
+    """A module that knows the names of the parameters and buffers that its runs write: nobody has to trace that."""
+
+    writes: tuple[str, ...]
+
+
 def storages(module: Any) -> dict[str, int]:
     """What tells the storages of a module's parameters and buffers apart, by their names; none of a function."""
     return {name: tensor.untyped_storage()._cdata for name, tensor in named_tensors(module).items()}

@@ -11,13 +11,13 @@ from torch._decomp import core_aten_decompositions
 aten = torch.ops.aten
 
 
-def decompositions(device: str) -> dict[Any, Callable[..., Any]]:
-    """Core ATen's decompositions of what only training has, and, where ``device`` is "cpu", those of this module.
+def decompositions(*, exported: bool) -> dict[Any, Callable[..., Any]]:
+    """Core ATen's decompositions of what only training has, and, for a graph to be ``exported``, those of this module.
 
-    On a GPU the framework has kernels for those operators, which a plan can hold.
+    The framework itself has kernels for those operators, which a plan for a GPU can hold.
     """
     core = {op: made for op, made in core_aten_decompositions().items() if _is_of_training(op)}
-    if device != "cpu":
+    if not exported:
         return core
     return {
         **core,

@@ -8,12 +8,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nimblec.errors import ArgumentError, UnsupportedModelError
+from nimblec.frontend.pytorch.state import Writing, named_tensors
 from nimblec.frontend.pytorch.training.check import refuse_another_step
 from nimblec.frontend.pytorch.training.state import Recipe, TrainingState, group_names, initial_state
 from nimblec.frontend.pytorch.training.step import take_step, trace
 
 
-class Train(nn.Module):
+class Train(Writing):
     """One step: writes the parameters and buffers of ``model`` and the state of the optimizer, and gives the loss.
 
     It runs as PyTorch runs it, and is exported as the graph. ``optimizer`` holds its state and the learning rate
@@ -32,6 +33,7 @@ class Train(nn.Module):
         self._recipe = recipe
         self._state = state
         self._batch = [tensor.to("meta") for tensor in batch]
+        self.writes = tuple(named_tensors(self))
         self._graphs: dict[str, Any] = {}  # no part of the module: they have the same tensors as inputs
         self._trace()
 
@@ -59,7 +61,8 @@ class Train(nn.Module):
         device = state.tensors()[0].device
         if device.type not in self._graphs:
             batch = [torch.zeros_like(tensor, device=device) for tensor in self._batch]
-            self._graphs[device.type] = trace(self._recipe, state, batch[:count], batch[count:]).graph
+            parts = batch[:count], batch[count:]
+            self._graphs[device.type] = trace(self._recipe, state, *parts, exported=device.type == "cpu").graph
 
     def _found(self) -> TrainingState:
         """The state, as a call finds it."""

@@ -40,9 +40,12 @@ class Step:
     """Whether it draws random numbers."""
 
 
-def trace(recipe: Recipe, state: TrainingState, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> Step:
+def trace(
+    recipe: Recipe, state: TrainingState, inputs: Sequence[Tensor], targets: Sequence[Tensor], *, exported: bool
+) -> Step:
     """The step as a graph for the device that the state is on.
 
+    ``exported``: its gradients are written in operators that exporters know; else they are the framework's own.
     Raises TraceError where the code cannot be one, UnsupportedModelError for random numbers that a kernel draws.
     """
     count, draws = len(state.tensors()), False
@@ -56,7 +59,7 @@ def trace(recipe: Recipe, state: TrainingState, inputs: Sequence[Tensor], target
         return loss, *left.tensors()
 
     flat = (*state.tensors(), *inputs, *targets)
-    table = decompositions(flat[0].device.type)
+    table = decompositions(exported=exported)
     with user_code("training_step: the step cannot be traced"):
         traced = make_fx(step, decomposition_table=table, tracing_mode="fake")(*flat)
     for node in reversed(traced.graph.nodes):
