@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves
 
 from nimblec.frontend.pytorch.aten_graph import trace
 from nimblec.frontend.recorder import Recorder
@@ -124,13 +125,23 @@ def family(name: str, dtype: torch.dtype, seed: int = 0) -> tuple[fx.GraphModule
     return copied(module), inputs
 
 
+def eager(name: str, dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
+    """What PyTorch computes of the same inputs."""
+    module, inputs = _built(name, dtype, seed)
+    with torch.no_grad():
+        return tree_leaves(module(*inputs))
+
+
 @cache
 def _traced(name: str, dtype: torch.dtype, seed: int) -> tuple[fx.GraphModule, tuple[Tensor, ...]]:
+    module, inputs = _built(name, dtype, seed)
+    return trace(module, inputs).module, inputs
+
+
+def _built(name: str, dtype: torch.dtype, seed: int) -> tuple[nn.Module, tuple[Tensor, ...]]:
     torch.manual_seed(seed)
     module, args = DenseNet.small() if name == "densenet" else importlib.import_module(f"families.{name}").small()
-    module = randomize(module).to(dtype)
-    inputs = tuple(t.to(dtype) if t.is_floating_point() else t for t in args)
-    return trace(module, inputs).module, inputs
+    return randomize(module).to(dtype), tuple(t.to(dtype) if t.is_floating_point() else t for t in args)
 
 
 class DenseNet(nn.Module):
