@@ -57,6 +57,12 @@ def place(value: Any) -> tuple[str, int] | None:
     return ("cuda", -1) if hasattr(value, "__cuda_array_interface__") else None
 
 
+def is_negated(value: Any) -> bool:
+    """Whether it is a view of torch whose memory holds the opposite of its numbers, of which DLPack tells nothing."""
+    asked = getattr(value, "is_neg", None)
+    return asked is not None and bool(asked())
+
+
 def at_once(value: Any) -> "DeviceArray | None":
     """An array on a GPU of a library that tells in no time where it is; else None, and `place` and `take` find out.
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nimblert import dlpack
+from nimblert.device_arrays import is_negated
 from nimblert.direct import Turn
 from nimblert.dtypes import numpy_dtype
 from nimblert.plan import Program, Tensor
@@ -65,7 +66,7 @@ class DeviceDirect:
         given = []
         for (name, header, shape), movers in zip(self._lying, self._backend.movers, strict=True):
             array = arrays.get(name)
-            if type(array) is not kind or getattr(array, "requires_grad", False):
+            if type(array) is not kind or getattr(array, "requires_grad", False) or is_negated(array):
                 return None
             try:
                 raw = read(array)

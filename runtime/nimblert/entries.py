@@ -215,6 +215,8 @@ def checked_array(side: str, tensor: Tensor, value: Any, take: Take) -> np.ndarr
 
 
 def _taken(where: str, tensor: Tensor, value: Any, take: Take) -> np.ndarray | DeviceArray:
+    if device_arrays.is_negated(value):
+        raise InputError(f"{where}: its numbers are negated when they are read: give what .resolve_neg() returns")
     try:
         found = device_arrays.at_once(value)
         place = device_arrays.place(value if found is None else found)
