@@ -26,7 +26,7 @@ from nimblec.frontend.pytorch.model import (
 from nimblec.frontend.pytorch.onnx_translations import TRANSLATIONS
 from nimblec.frontend.pytorch.onnx_weights import kept_weights, optimize_around_weights
 from nimblec.frontend.pytorch.repeatable import HOW_STATE_IS_KEPT, compared, run_twice
-from nimblec.frontend.pytorch.state import StateTensor, WithState, contents, find_state
+from nimblec.frontend.pytorch.state import StateTensor, WithState, Writing, contents, find_state
 from nimblert.onnx_session import onnxruntime, runtime_errors, session_options
 
 _ANOTHER_MODEL = 0.1
@@ -76,6 +76,8 @@ def _export(call: ModelCall, path: Path, *, refittable: bool) -> tuple[ExportedM
         result = run_twice(call.name, model, HOW_STATE_IS_KEPT, buffers_are_kept=True)
         outputs = name_outputs(result)
         notes = (*model.notes, *missing_outputs(result))
+        if isinstance(call.module, Writing):
+            return ExportedModel(path=path, state=(), weights=frozenset(), notes=notes), call.module.writes
         args = model.args if model.kwargs else (*model.args, {})  # else it takes a trailing dict for kwargs
         program = _onnx_program(
             call.name, as_module(model.module), args, model.kwargs, _names(model), outputs, refittable=refittable
