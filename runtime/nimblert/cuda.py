@@ -107,6 +107,7 @@ class CudaBackend:
         self._program = program
         self.functions: Sequence[Handle] = resident.functions
         self._bound: set[str] = set()
+        self._direct: DeviceDirect | None = None
         self._build(self.memory)
 
     def _build(self, memory: DeviceMemory) -> None:
@@ -123,7 +124,9 @@ class CudaBackend:
 
     def direct(self, turn: Turn) -> DeviceDirect:
         """Calls in one piece, in the turn of a context."""
-        return DeviceDirect(turn, self._program, self, self._device)
+        if self._direct is None or not self._direct.is_for(turn):
+            self._direct = DeviceDirect(turn, self._program, self, self._device)
+        return self._direct
 
     def bind(self, tensor: Tensor, array: DeviceArray | None) -> None:
         """Have the kernels read or write an array of the caller in place of an input or output; None: ours again."""

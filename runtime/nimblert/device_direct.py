@@ -45,6 +45,10 @@ class DeviceDirect:
             kind = type(next(iter(arrays.values())))
             return self._from_host(arrays) if kind is np.ndarray else self._from_device(arrays, kind)
 
+    def is_for(self, turn: Turn) -> bool:
+        """Whether nothing about the context has changed since this was made."""
+        return turn is self._turn and turn.state is self._state
+
     def _from_host(self, arrays: dict[str, Any]) -> "dict[str, np.ndarray | DeviceOutput] | None":
         given = []
         for name, dtype, shape in self._host:

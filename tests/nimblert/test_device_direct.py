@@ -164,3 +164,17 @@ def test_a_launch_that_fails_is_an_error_and_the_next_call_runs(
         host.failing.clear()
         assert np.array_equal(on_the_host(model(value)), drawn(1))
     assert True in taken
+
+
+def test_it_is_made_once_for_calls_of_any_kind(model: Executable, put: Put, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(DeviceDirect, "__init__")  # whoever makes another one fails
+    for seed in range(3):
+        x = drawn(seed)
+        found = model.run({"x": put(x)}, reuse_outputs=True)["y"]
+        assert np.array_equal(on_the_host(found), x)
+        out = np.empty(SHAPE, np.float32)
+        model.run({"x": x}, out={"y": out})
+        assert np.array_equal(out, x)
+        assert np.array_equal(on_the_host(model(put(x.astype(np.float64).astype(np.float32)))), x)
+    with pytest.raises(TypeError):
+        DeviceDirect(*[None] * 4)
