@@ -58,10 +58,9 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Keep the garbage collector from what is collected, and the modules that it imports: all of it stays."""
+    """Keep the garbage collector from what is being collected, and the modules that it imports: all of it stays."""
     gc.disable()
     found = yield
-    gc.freeze()
     gc.enable()
     return found
 
