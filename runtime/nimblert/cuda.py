@@ -246,8 +246,7 @@ class CudaBackend:
                     results[tensor.name] = self._outlet.to_host(index, used, reuse=reuse_outputs, shape=shape)
         finally:  # the arrays are the caller's again, whatever happened
             if stream is None:
-                call("cuStreamSynchronize", used)
-                self._in_flight.ended()
+                self._end(used)
             else:
                 self._in_flight.enqueued(used, (arrays, out))
         for mine, view in copies:
@@ -267,15 +266,13 @@ class CudaBackend:
         self._staged_inputs.to_device(self._stream)
         call("cuGraphLaunch", self._executable, self._stream)
         self._staged_outputs.to_host(self._stream)
-        call("cuStreamSynchronize", self._stream)
-        self._in_flight.ended()
+        self._end(self._stream)
 
     def replay(self) -> None:
         """Replay the graph on the inputs that the device holds, and wait."""
         self._begin(self._stream)
         call("cuGraphLaunch", self._executable, self._stream)
-        call("cuStreamSynchronize", self._stream)
-        self._in_flight.ended()
+        self._end(self._stream)
 
     def launch(self, stream: int | None) -> None:
         """Replay the graph on the inputs that the device holds, on ``stream`` or our own, without waiting."""

@@ -42,8 +42,8 @@ class DeviceDirect:
         with turn.lock:
             if turn.state is not self._state or turn.process != os.getpid():
                 return None
-            kind = type(next(iter(arrays.values())))
-            return self._from_host(arrays) if kind is np.ndarray else self._from_device(arrays, kind)
+            first = next(iter(arrays.values()))
+            return self._from_host(arrays) if type(first) is np.ndarray else self._from_device(arrays, first)
 
     def is_for(self, turn: Turn) -> bool:
         """Whether nothing about the context has changed since this was made."""
@@ -59,9 +59,10 @@ class DeviceDirect:
         self._turn.program, self._turn.parts = self._program, 1
         return self._backend.call_from_host(given)
 
-    def _from_device(self, arrays: dict[str, Any], kind: type) -> "dict[str, np.ndarray | DeviceOutput] | None":
+    def _from_device(self, arrays: dict[str, Any], first: Any) -> "dict[str, np.ndarray | DeviceOutput] | None":
+        kind = type(first)
         if kind not in self._libraries:
-            found = dlpack.exchange_of(kind)
+            found = dlpack.exchange(first)
             self._libraries[kind] = None if found is None else (found, found.reader())
         library = self._libraries[kind]
         if library is None:

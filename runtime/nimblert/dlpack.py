@@ -153,11 +153,7 @@ class Exchange:
 
 def exchange(value: Any) -> Exchange | None:
     """The functions that the type of an array offers, or None."""
-    return exchange_of(type(value))
-
-
-def exchange_of(kind: type) -> Exchange | None:
-    """The functions that a type of arrays offers, or None."""
+    kind = type(value)
     if kind not in _exchanges:
         _exchanges[kind] = _exchange(kind)
     return _exchanges[kind]
