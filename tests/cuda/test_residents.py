@@ -1,8 +1,9 @@
 """Which tensors of a process a recording takes along."""
 
+import pytest
 import torch
 
-from nimblec.cuda.recording.residents import only_in
+from nimblec.cuda.recording.residents import _names, only_in
 
 
 def test_weights_of_other_models_are_left_where_they_are_but_for_shared_ones() -> None:
@@ -18,3 +19,12 @@ def test_a_function_holds_whatever_it_may() -> None:
     layer = torch.nn.Linear(3, 4)
     assert only_in([torch.relu], layer) == set()
     assert only_in([layer], torch.relu) == {layer.weight.data_ptr(), layer.bias.data_ptr()}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, while it imports its compiler
+def test_what_torch_compile_wrapped_keeps_its_names() -> None:
+    layer = torch.nn.Linear(3, 4)
+    assert _names(torch.compile(layer)) == _names(layer) == {
+        layer.weight.data_ptr(): "weight",
+        layer.bias.data_ptr(): "bias",
+    }

@@ -32,7 +32,14 @@ from nimblec.cuda.recording.residents import (
 )
 from nimblec.cuda.recording.tasks import build_graph
 from nimblec.errors import TraceError, UnsupportedModelError, user_code
-from nimblec.frontend.pytorch.model import DTYPE_NAMES, TorchModel, as_array, as_tensor, name_outputs
+from nimblec.frontend.pytorch.model import (
+    DTYPE_NAMES,
+    TorchModel,
+    as_array,
+    as_tensor,
+    name_outputs,
+    uncompiled,
+)
 from nimblec.frontend.pytorch.repeatable import HOW_STATE_IS_KEPT, refuse_differing
 from nimblec.ir import Graph, TensorView
 from nimblert.driver import call
@@ -109,8 +116,7 @@ class ModelRecorder:
             self._restore()
             return outputs
 
-        module = self._model.module
-        name = type(getattr(module, "_orig_mod", module)).__name__
+        name = type(uncompiled(self._model.module)).__name__
         refuse_differing(name, run(), run(), HOW_STATE_IS_KEPT)
 
     def warm_up(self) -> None:

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 from nimblec.cuda.recording.allocator import BumpAllocator, Zone
 from nimblec.cuda.recording.buffers import Allocation, Content
 from nimblec.cuda.recording.capture import Capture
-from nimblec.frontend.pytorch.model import DTYPE_NAMES
+from nimblec.frontend.pytorch.model import DTYPE_NAMES, uncompiled
 from nimblert.driver import call
 
 
@@ -112,7 +112,7 @@ def storages() -> frozenset[int]:
 
 
 def _names(root: object) -> dict[int, str]:
-    root = getattr(root, "_orig_mod", root)  # what torch.compile wrapped, whose names begin otherwise
+    root = uncompiled(root)  # the wrapper's names begin otherwise
     if not isinstance(root, torch.nn.Module):
         return {}
     named = (*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False))

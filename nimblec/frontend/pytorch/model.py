@@ -93,6 +93,11 @@ class ModelCall:
     notes: tuple[str, ...] = ()
 
 
+def uncompiled(model: Any) -> Any:
+    """What torch.compile wrapped, or the model itself."""
+    return getattr(model, "_orig_mod", model)
+
+
 def is_compiled(model: Any) -> bool:
     """Whether a module, a part of it, or a function is what torch.compile returned."""
     modules = model.modules() if isinstance(model, torch.nn.Module) else (model,)
@@ -193,7 +198,7 @@ def _own(leaf: Any, device: str) -> Any:
 
 def input_names(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
     """The names of all leaves: the parameter's, followed by the path inside a nested argument."""
-    target = getattr(module, "_orig_mod", module)  # what torch.compile wrapped
+    target = uncompiled(module)
     forward = target.forward if isinstance(target, torch.nn.Module) else target
     try:
         bound = inspect.signature(forward).bind(*args, **kwargs)
