@@ -20,7 +20,7 @@ HEAD = (
     "from numpy, us (of the replay; allowed)",
     "the same, images channels last, us",
     "from the GPU, us (above its GPU time)",
-    "launch of bound arrays / of torch.cuda.CUDAGraph's own kernels, us of the caller's time",
+    "launch of bound arrays / of torch.cuda.CUDAGraph, us of the caller's time",
 )
 _ALLOWED_US = 25.0
 _ALLOWED_COPIES = 1.3

@@ -35,7 +35,7 @@ def refuse_another_step(recipe: Recipe, inputs: Sequence[Tensor], targets: Seque
     inputs, targets = tuple(map(_wide, inputs)), tuple(map(_wide, targets))
     state = initial_state(wide, draws=True)
     state = state.with_tensors([_wide(value) for value in state.tensors()])
-    # With the framework's gradients: in float64, convolutions over groups take a hundred times as long.
+    # With the framework's gradients: in float64, those of grouped convolutions take many times as long written out.
     traced = trace(wide, state, inputs, targets, exported=False)
     values = [value.detach().clone() for value in state.tensors()]
     offset = state.own[OFFSET].clone()
