@@ -82,7 +82,8 @@ class CudaWorking:
     def __init__(self, plan: Plan, device: int, arena: DeviceArena | None, *, poison: bool) -> None:
         self._context = Context(device)
         self._device = device
-        self._waiting = threading.Lock()
+        self._taking = threading.RLock()
+        self._closed = False
         try:
             non_blocking = driver.bindings().CUstream_flags.CU_STREAM_NON_BLOCKING
             created = self._context.acquire(call("cuStreamCreate", non_blocking), "cuStreamDestroy")
@@ -97,17 +98,22 @@ class CudaWorking:
             raise
 
     def take(self, value: Any, ordinal: int, stream: int | None = None) -> DeviceArray:
-        """An array on a GPU, for what comes next on ``stream`` or our own. InputError where it is on another GPU."""
+        """An array on a GPU, for what comes next on ``stream`` or our own.
+
+        Raises InputError where it is on another GPU, and where this was given back.
+        """
         if ordinal not in {self._device, -1}:
             raise InputError(f"is on GPU {ordinal}, the plan runs on GPU {self._device}: copy it there")
-        self._context.make_current()
-        reader = self.stream if stream is None else stream
-        array = device_arrays.take(value, reader)
-        if array.stream is not None and array.stream != reader:
-            with self._waiting:  # nobody else records the event in between
+        with self._taking:  # nobody else records the event in between, or gives it back
+            if self._closed:
+                raise InputError("what would read it is closed")
+            self._context.make_current()
+            reader = self.stream if stream is None else stream
+            array = device_arrays.take(value, reader)
+            if array.stream is not None and array.stream != reader:
                 call("cuEventRecord", self._written, array.stream)
                 call("cuStreamWaitEvent", reader, self._written, 0)
-        return array
+            return array
 
     def stream_handle(self, stream: Any) -> int | None:
         """The handle of a stream of the caller, or None: an int, or what `__cuda_stream__` gives. Raises InputError.
@@ -131,5 +137,7 @@ class CudaWorking:
 
     def close(self) -> None:
         """Give it back; the programs that use it must be closed."""
-        self._kept.close()
-        self._context.close()
+        with self._taking:
+            self._closed = True
+            self._kept.close()
+            self._context.close()

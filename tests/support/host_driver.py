@@ -71,6 +71,7 @@ class HostDriver:
         self._thread = threading.local()
         self._kept: list[np.ndarray] = []
         self._recorded: dict[int, int] = {}
+        self._destroyed: set[int] = set()
         self._handles = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -84,6 +85,8 @@ class HostDriver:
                 return (self.failing[name], *[None] * 2)
             if self.broken and name not in _ALWAYS:
                 return (real.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS, *[None] * 2)
+            if any(isinstance(arg, _Handle) and int(arg) in self._destroyed for arg in args):
+                return (real.CUresult.CUDA_ERROR_CONTEXT_IS_DESTROYED, *[None] * 2)  # or a crash
             result = function(self, *args)
             if isinstance(result, tuple):
                 return result
@@ -207,9 +210,10 @@ class HostDriver:
         del flags
         return self._handle()
 
-    def _cuStreamDestroy(self, stream: _Handle) -> None: ...
+    def _destroy(self, handle: _Handle) -> None:
+        self._destroyed.add(int(handle))
 
-    def _cuEventDestroy(self, event: _Handle) -> None: ...
+    _cuStreamDestroy = _cuEventDestroy = _destroy
 
     def _cuStreamSynchronize(self, stream: Any) -> None: ...
 
