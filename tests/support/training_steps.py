@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import nimblec
+from nimblec.frontend.pytorch.model import set_arithmetic
 
 Entries = Mapping[str, tuple[Any, ...]]
 BATCH = 8
@@ -48,6 +49,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 
 def _step(name: str, dropout: float = 0.0, accumulate: int = 1) -> Entries:
     deterministic()
+    set_arithmetic("fp32")
     model = images(dropout)
     loss = nn.functional.cross_entropy
     return nimblec.training_step(model, loss, OPTIMIZERS[name](model), batch(0), accumulate=accumulate)
@@ -108,5 +110,6 @@ def all_losses(scores: Tensor, labels: Tensor) -> Tensor:
 
 def networks() -> Entries:
     """A step of rate 1, whose change is the gradient."""
+    set_arithmetic("fp32")
     model = Networks()
     return nimblec.training_step(model, all_losses, torch.optim.SGD(model.parameters(), 1.0), batch(0))
