@@ -135,7 +135,7 @@ class Context:
         One output comes back as an array, several as a tuple in the plan's order. An input whose name
         is "entry" is given by position, or to what `entry` returns.
         """
-        return self._call(self._signature(entry), args, kwargs)
+        return self._call(self._named.get(entry) or self._signature(entry), args, kwargs)
 
     def run(
         self,

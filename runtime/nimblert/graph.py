@@ -2,6 +2,7 @@
 
 import struct
 from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -9,6 +10,8 @@ from nimblert.driver import Context, Handle, PackedParameters, bindings, call
 from nimblert.edges import Edge, edges
 from nimblert.memory import DeviceMemory
 from nimblert.plan import Kernel, Launch, Memcpy, Memset, Module, Program, Record, Wait, Work
+
+Dim3: TypeAlias = tuple[int, int, int]
 
 _PROGRAMMATIC_PORT = 1  # CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC
 
@@ -61,21 +64,28 @@ def add_node(graph: Handle, command: Work, functions: Sequence[Handle], memory: 
         case Launch():
             return _add_launch(graph, command, functions[command.kernel], relocate(command, memory))
         case Memcpy():
-            return _add_memcpy(graph, memory.address(command.dst), memory.address(command.src), command.nbytes)
+            return add_copy(graph, memory.address(command.dst), memory.address(command.src), command.nbytes)
         case Memset():
             return _add_memset(graph, memory.address(command.dst), command)
+
+
+def add_kernel(
+    graph: Handle, function: Handle, grid: Dim3, block: Dim3, params: PackedParameters, smem_nbytes: int = 0
+) -> Handle:
+    """Add a kernel's launch to a graph, without edges: its node."""
+    node_params = bindings().CUDA_KERNEL_NODE_PARAMS()
+    node_params.func = function
+    node_params.gridDimX, node_params.gridDimY, node_params.gridDimZ = grid
+    node_params.blockDimX, node_params.blockDimY, node_params.blockDimZ = block
+    node_params.sharedMemBytes = smem_nbytes
+    node_params.extra = params.extra
+    return call("cuGraphAddKernelNode", graph, None, 0, node_params)
 
 
 def _add_launch(graph: Handle, launch: Launch, function: Handle, params: bytearray) -> Handle:
     driver = bindings()
     packed = PackedParameters(bytes(params))
-    node_params = driver.CUDA_KERNEL_NODE_PARAMS()
-    node_params.func = function
-    node_params.gridDimX, node_params.gridDimY, node_params.gridDimZ = launch.grid
-    node_params.blockDimX, node_params.blockDimY, node_params.blockDimZ = launch.block
-    node_params.sharedMemBytes = launch.dynamic_smem_nbytes
-    node_params.extra = packed.extra
-    node = call("cuGraphAddKernelNode", graph, None, 0, node_params)
+    node = add_kernel(graph, function, launch.grid, launch.block, packed, launch.dynamic_smem_nbytes)
     if any(launch.cluster):
         value = driver.CUkernelNodeAttrValue()
         value.clusterDim.x, value.clusterDim.y, value.clusterDim.z = launch.cluster
@@ -89,11 +99,25 @@ def _add_launch(graph: Handle, launch: Launch, function: Handle, params: bytearr
     return node
 
 
-def _add_memcpy(graph: Handle, dst: int, src: int, nbytes: int) -> Handle:
-    driver = bindings()
-    params = driver.CUDA_MEMCPY3D()
-    params.dstMemoryType = params.srcMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_DEVICE
-    params.dstDevice, params.srcDevice = dst, src
+def add_copy(graph: Handle, dst: int, src: int, nbytes: int) -> Handle:
+    """Add a copy on the device to a graph, without edges: its node."""
+    params = bindings().CUDA_MEMCPY3D()
+    params.srcMemoryType = bindings().CUmemorytype.CU_MEMORYTYPE_DEVICE
+    params.srcDevice = src
+    return _add_memcpy(graph, dst, params, nbytes)
+
+
+def add_upload(graph: Handle, dst: int, src: int, nbytes: int) -> Handle:
+    """Add a copy from page-locked memory to a graph, without edges: its node."""
+    params = bindings().CUDA_MEMCPY3D()
+    params.srcMemoryType = bindings().CUmemorytype.CU_MEMORYTYPE_HOST
+    params.srcHost = src
+    return _add_memcpy(graph, dst, params, nbytes)
+
+
+def _add_memcpy(graph: Handle, dst: int, params: Any, nbytes: int) -> Handle:
+    params.dstMemoryType = bindings().CUmemorytype.CU_MEMORYTYPE_DEVICE
+    params.dstDevice = dst
     params.WidthInBytes, params.Height, params.Depth = nbytes, 1, 1
     return call("cuGraphAddMemcpyNode", graph, None, 0, params, call("cuCtxGetCurrent"))
 

@@ -18,7 +18,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from nimblert import dlpack, driver, layouts, padding
+from nimblert import dlpack, driver, graph, layouts, padding
+from nimblert.arriving import Arrival
 from nimblert.device_arrays import DeviceArray, DeviceOutput
 from nimblert.driver import Context, Handle, PackedParameters, call
 from nimblert.dtypes import numpy_dtype
@@ -92,6 +93,13 @@ class Mover:
         extra = self._parameters.extra
         call("cuLaunchKernel", self._function, self._blocks, 1, 1, _BLOCK, 1, 1, 0, stream, 0, extra)
 
+    def add(self, built: Handle, to: int, source: int) -> Handle:
+        """Add what `move` does to a graph, without edges: its node."""
+        if self._function is None:
+            return graph.add_copy(built, to, source, self._nbytes)
+        self._parameters.replace(_ADDRESSES.pack(to, source))
+        return graph.add_kernel(built, self._function, (self._blocks, 1, 1), (_BLOCK, 1, 1), self._parameters)
+
 
 @dataclass(frozen=True, slots=True)
 class _Way:
@@ -123,6 +131,8 @@ class Inlet:
         self._tensors = tensors
         self._addresses = [memory.address(tensor.pointer) for tensor in tensors]
         self._nbytes = [tensor.span_nbytes for tensor in tensors]
+        self.is_small = max(self._nbytes, default=0) <= 2 * _CHUNK_NBYTES
+        """Whether no input is worth several threads."""
         self._staging = staging
         self._kernels = kernels
         self._landing: dict[int, int] = {}
@@ -148,14 +158,26 @@ class Inlet:
         if isinstance(array, DeviceArray):
             self._from_device(index, array, stream)
             return
-        way = self._ways[index].get(array.strides)
-        if way is None:
-            if not layouts.is_dense(array.shape, array.strides, array.itemsize):
-                array = np.ascontiguousarray(array)
-            way = _remembered(self._ways[index], array.strides, self._way(index, array))
+        way = self._way_of(index, array)
         self._upload(way, array, stream)
         if way.mover is not None:
             way.mover.move(self._addresses[index], way.device, stream)
+
+    def uploads(self, arrays: Sequence[np.ndarray]) -> list[Arrival]:
+        """How arrays of the host that lie as these do come in as nodes of a graph."""
+        found = []
+        for index, array in enumerate(arrays):
+            way, to = self._way_of(index, array), self._addresses[index]
+            upload = (way.host, way.nbytes)
+            found.append(Arrival(to=to, source=way.device, mover=way.mover, upload=upload, staged=way.staged))
+        return found
+
+    def moves(self, arrays: Sequence[tuple[Mover, int]]) -> list[Arrival]:
+        """How arrays of the device, each given as one of its `movers` and an address, come in as nodes of a graph."""
+        return [
+            Arrival(to=to, source=address, mover=mover)
+            for (mover, address), to in zip(arrays, self._addresses, strict=True)
+        ]
 
     def move(self, arrays: Sequence[tuple[Mover, int]], stream: Handle) -> None:
         """Have every input hold an array of the device, given as one of its `movers` and an address."""
@@ -189,6 +211,14 @@ class Inlet:
             made = self._kernels.mover_to("input", self._tensors[index], array.strides)
             mover = _remembered(self.movers[index], strides, made)
         mover.move(self._addresses[index], array.address, stream)
+
+    def _way_of(self, index: int, array: np.ndarray) -> _Way:
+        way = self._ways[index].get(array.strides)
+        if way is not None:
+            return way
+        if not layouts.is_dense(array.shape, array.strides, array.itemsize):
+            array = np.ascontiguousarray(array)
+        return _remembered(self._ways[index], array.strides, self._way(index, array))
 
     def _way(self, index: int, array: np.ndarray) -> _Way:
         """Of a dense array."""

@@ -245,8 +245,21 @@ class HostDriver:
 
     def _cuGraphAddMemcpyNode(self, graph: _Graph, before: Any, count: int, params: Any, context: Any) -> _Handle:
         del before, count, context
-        to, source, nbytes = int(params.dstDevice), int(params.srcDevice), params.WidthInBytes
+        is_upload = params.srcMemoryType == real.CUmemorytype.CU_MEMORYTYPE_HOST
+        source = int(params.srcHost if is_upload else params.srcDevice)
+        to, nbytes = int(params.dstDevice), params.WidthInBytes
         graph.work.append(lambda: ctypes.memmove(to, source, nbytes))
+        return self._handle()
+
+    def _cuGraphAddKernelNode(self, graph: _Graph, before: Any, count: int, params: Any) -> _Handle:
+        del before, count
+        work = self._gather(int(params.func), params.extra)
+        graph.work.append(work)
+        return self._handle()
+
+    def _cuGraphAddChildGraphNode(self, graph: _Graph, before: Any, count: int, child: _Graph) -> _Handle:
+        del before, count
+        graph.work.extend(child.work)
         return self._handle()
 
     def _cuGraphAddMemsetNode(self, graph: _Graph, before: Any, count: int, params: Any, context: Any) -> _Handle:
@@ -288,14 +301,22 @@ class HostDriver:
         return int(name.removeprefix(b"gather_"))
 
     def _cuLaunchKernel(self, itemsize: int, *rest: Any) -> None:
-        """Gather elements of so many bytes, as layout.cu does."""
-        extra = (ctypes.c_uint64 * 5).from_address(rest[-1])
         self.copies.append(int(rest[-3]))
+        self._gather(itemsize, rest[-1])()
+
+    @staticmethod
+    def _gather(itemsize: int, parameters: int) -> Callable[[], None]:
+        """Gather elements of so many bytes, as layout.cu does."""
+        extra = (ctypes.c_uint64 * 5).from_address(parameters)
         nbytes = ctypes.c_size_t.from_address(extra[3]).value
         to, source, count, rank, *axes = _GATHER.unpack(ctypes.string_at(extra[1], nbytes))
         sizes, strides = axes[:rank], [stride * itemsize for stride in axes[MOST_AXES : MOST_AXES + rank]]
         assert np.prod(sizes) == count
-        _array(to, (count,), (itemsize,), itemsize)[...] = _array(source, sizes, strides, itemsize).ravel()
+
+        def work() -> None:
+            _array(to, (count,), (itemsize,), itemsize)[...] = _array(source, sizes, strides, itemsize).ravel()
+
+        return work
 
 
 def _array(address: int, shape: Sequence[int], strides: Sequence[int], itemsize: int) -> np.ndarray:
