@@ -4,7 +4,7 @@ import asyncio
 import os
 import threading
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -24,8 +24,6 @@ from nimblert.plan import Plan, Pointer, Program, Target, Tensor, Work
 from nimblert.serving import checked_out, serve
 from nimblert.state import State, Working
 from nimblert.timing import CommandTime, command_times
-
-_OWN_ARENA = nullcontext()
 
 _LISTED = 4
 """Of what may be many, a repr shows so many."""
@@ -174,7 +172,7 @@ class Context:
             backend = self._load(program)
             steps = backend.steps()
         try:
-            with self._lock, self._scratch(steps):
+            with self._running(steps):
                 self._check_ready()
                 self._steps = steps
                 self._changed()
@@ -200,7 +198,7 @@ class Context:
         may take less time together than the sum says. Raises InputError.
         """
         program, checked = self._choose(self._signature(entry), arrays)
-        with self._lock, self._scratch():
+        with self._running():
             self._check_ready()
             backend = self._load(program)
             self._turn.program = program
@@ -222,11 +220,8 @@ class Context:
 
     def replay(self) -> None:
         """Run again on the inputs of the run before; nothing is copied to or from the caller."""
-        with self._lock, self._scratch():
-            self._check_ready()
-            self._check_whole()
-            self._check_bound()
-            self._load(self._turn.program).replay()
+        with self._running():
+            self._replayed().replay()
 
     def launch(self, stream: Any = None) -> None:
         """As `replay`, enqueued on a ``stream`` of the caller or on our own, and not waited for.
@@ -236,11 +231,8 @@ class Context:
         Raises InputError.
         """
         handle = self._working.stream_handle(stream)
-        with self._lock, self._scratch():
-            self._check_ready()
-            self._check_whole()
-            self._check_bound()
-            self._load(self._turn.program).launch(handle)
+        with self._running():
+            self._replayed().launch(handle)
 
     def synchronize(self) -> None:
         """Wait for what was enqueued by `launch` and by `run` on a stream."""
@@ -325,7 +317,7 @@ class Context:
         bindings.check_program(program)
         chosen = signature.serve(checked) if program is None else program
         taken = checked_out(chosen.outputs, out, take) if out else {}
-        with self._lock, self._scratch():
+        with self._running():
             self._check_ready()
             bindings.check_unchanged(changes)
             self._turn.parts = 1 if isinstance(chosen, Program) else len(chosen.parts)
@@ -380,9 +372,14 @@ class Context:
             raise InputError("this context is at work in another thread: each takes one of its own, context()")
         return self._turn.lock
 
-    def _scratch(self, steps: Generator[Work, None, None] | None = None) -> AbstractContextManager[object]:
-        """The arena for a run; ``steps`` keep it until they end."""
-        return _OWN_ARENA if self._arena is None else self._arena.turn(steps)
+    def _running(self, steps: Generator[Work, None, None] | None = None) -> AbstractContextManager[object]:
+        """The turn of a run, and the arena for it, which ``steps`` keep until they end."""
+        return self._lock if self._arena is None else self._sharing(self._arena, steps)
+
+    @contextmanager
+    def _sharing(self, arena: Arena, steps: Generator[Work, None, None] | None) -> Iterator[None]:
+        with self._lock, arena.turn(steps):
+            yield
 
     def _changed(self) -> None:
         """Have the next call look at everything again; whose turn it is says that."""
@@ -402,17 +399,19 @@ class Context:
         if self._steps is not steps:
             raise InputError("a run by steps() is half done: exhaust it or close it first")
 
-    def _check_bound(self) -> None:
-        """Raise InputError where what is bound is elsewhere by now, or of another program than the current one."""
-        bindings = self._bindings[self._turn.program.entry]
-        bindings.check_in_place()
-        bindings.check_program(self._turn.program)
+    def _replayed(self) -> Backend:
+        """What runs the program of the call before.
 
-    def _check_whole(self) -> None:
-        """Raise InputError where the call before was split."""
-        parts = self._turn.parts
-        if parts > 1:
-            raise InputError(f"the call before was {parts} runs, of which the last alone is left: call again")
+        Raises InputError where that call was split, or what is bound is elsewhere by now or of another program.
+        """
+        self._check_ready()
+        turn = self._turn
+        if turn.parts > 1:
+            raise InputError(f"the call before was {turn.parts} runs, of which the last alone is left: call again")
+        bindings = self._bindings[turn.program.entry]
+        bindings.check_in_place()
+        bindings.check_program(turn.program)
+        return self._load(turn.program)
 
     def close(self) -> None:
         """Give back memory, streams and graphs; calling it twice is harmless.

@@ -30,6 +30,7 @@ _new_capsule = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_voi
     ("PyCapsule_New", _python)
 )
 _pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(("PyCapsule_GetPointer", _python))
+_text = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t)(("PyBytes_FromStringAndSize", _python))
 _ending_is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p)(("PyCapsule_IsValid", _python))
 _ending_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)(
     ("PyCapsule_GetPointer", _python)
@@ -83,7 +84,7 @@ def _dtype_name(code: int, bits: int, lanes: int) -> str:
 
 def from_capsule(capsule: Any) -> Found:
     """What a capsule holds, which keeps it: nobody else may have consumed it."""
-    return _found(ctypes.string_at(_pointer(capsule, _NAME), _TENSOR.size))[1]
+    return _found(_text(_pointer(capsule, _NAME), _TENSOR.size))[1]
 
 
 class Raw(NamedTuple):
@@ -139,7 +140,7 @@ class Exchange:
         It raises what the library does.
         """
         buffer = ctypes.create_string_buffer(_TENSOR.size)
-        address, read, text = ctypes.addressof(buffer), self._read, ctypes.string_at
+        address, read, text = ctypes.addressof(buffer), self._read, _text
 
         def raw(value: Any) -> Raw:
             read(value, address)
@@ -166,7 +167,7 @@ def _exchange(kind: type) -> Exchange | None:
     capsule = getattr(kind, "__dlpack_c_exchange_api__", None)
     address = 0 if capsule is None else _pointer(capsule, _TABLE_NAME)
     while address:
-        major, _, previous, *functions = _TABLE.unpack(ctypes.string_at(address, _TABLE.size))
+        major, _, previous, *functions = _TABLE.unpack(_text(address, _TABLE.size))
         tensor_from_object, current_stream = functions[-2:]
         if major == _TABLE_MAJOR and tensor_from_object and current_stream:
             return Exchange(tensor_from_object, current_stream)
