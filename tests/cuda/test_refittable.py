@@ -1,7 +1,6 @@
-"""compile(refittable=True) for the CUDA target: recipes of constants, on the host and on a GPU."""
+"""compile(refittable=True) for the CUDA target: recipes of constants, on the host."""
 
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -9,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from drawn_weights import family, randomised
 from torch import Tensor, nn
 
-import nimblec
 import nimblert
 from nimblec.assembly import Part, Provenance
 from nimblec.cuda.refit.programs import Given, Recipes, assemble_refittable, recipes
@@ -35,7 +34,6 @@ from nimblec.schedule.memory import layout
 from nimblec.schedule.streams import serial
 from nimblert import driver
 from nimblert.errors import InputError
-from nimblert.golden import draw_inputs
 from nimblert.layouts import dense_strides
 from nimblert.plan import Target
 from nimblert.verify import problems
@@ -56,21 +54,6 @@ def by(*pipelines: Pipeline, dtype: torch.dtype | None = None) -> Callable[[Torc
 
 
 level_1 = by(*FUSED_REGIONS.pipelines)
-
-
-def randomised(module: nn.Module, seed: int) -> nn.Module:
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for tensor in module.state_dict().values():
-            if tensor.is_floating_point():
-                tensor.copy_(0.5 + torch.rand(tensor.shape, generator=generator) / 10)
-    return module.eval()
-
-
-def family(name: str, seed: int) -> tuple[nn.Module, tuple[Tensor, ...]]:
-    """A network with parameters and statistics of its own, and an input."""
-    module, args = import_module(f"families.{name}").small()
-    return randomised(module, seed), args
 
 
 def assert_remade(found: Refittable[str], weights: Any, fresh: TorchModel, args: Sequence[Tensor]) -> None:
@@ -276,42 +259,3 @@ def test_recipes_are_programs_of_the_plan(put: Callable[[np.ndarray], Any]) -> N
         assert not before.any()
         loaded.refit({"alone": put(alone)})
         np.testing.assert_array_equal(loaded(x)[1], alone)
-
-
-def assert_a_refit_is_a_fresh_compile(model: Any, fresh: Any, weights: Any, *args: Any, **options: Any) -> None:
-    """Both compiled with recipes."""
-    options = {"target": "cuda", "streams": "1", "plan_cache": None, "refittable": True, **options}
-    plan, expected = (nimblec.compile(each, *args, **options) for each in (model, fresh))
-    with nimblert.load(plan) as loaded, nimblert.load(expected) as other:
-        inputs = draw_inputs(plan.programs[0], 3)
-        before = loaded.run(inputs)
-        loaded.refit({name: weights[name] for name in loaded.weights})
-        wanted = other.run(inputs)
-        for name, array in wanted.items():
-            np.testing.assert_array_equal(loaded.run(inputs)[name], array)
-        assert any(not np.array_equal(before[name], array) for name, array in wanted.items())
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("level", [1, 2])
-@pytest.mark.parametrize("precision", ["keep", "fp16"])
-@pytest.mark.parametrize("name", ["resnet", "bert"])
-def test_a_refit_equals_a_fresh_compile(name: str, precision: str, level: int) -> None:
-    (module, args), (other, _) = family(name, 0), family(name, 1)
-    weights = {key: tensor.numpy() for key, tensor in other.state_dict().items()}
-    assert_a_refit_is_a_fresh_compile(module, other, weights, args, level=level, precision=precision)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("level", [0, 1, 2])
-def test_a_refit_of_an_onnx_file_equals_a_fresh_compile(level: int, tmp_path: Path) -> None:
-    onnx = pytest.importorskip("onnx")
-    model = onnx.load(DIGITS)
-    weights = {}
-    for number, tensor in enumerate(model.graph.initializer):
-        array = onnx.numpy_helper.to_array(tensor)
-        if array.dtype == np.float32 and array.ndim:
-            weights[tensor.name] = np.random.default_rng(number).uniform(-1, 1, array.shape).astype(np.float32)
-            tensor.CopyFrom(onnx.numpy_helper.from_array(weights[tensor.name], tensor.name))
-    onnx.save(model, tmp_path / "fresh.onnx")
-    assert_a_refit_is_a_fresh_compile(DIGITS, tmp_path / "fresh.onnx", weights, level=level)

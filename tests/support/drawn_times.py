@@ -1,0 +1,66 @@
+"""The capture process where no choice depends on a measured time: two compilations of a model choose alike.
+
+Times are drawn from their keys, which tell what is timed. -O2 has one variant, that with the most Triton kernels.
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+from unittest.mock import patch
+
+from nimblec.cache.timing_cache import TimingCache
+from nimblec.cuda import compile as compiling
+from nimblec.cuda import worker
+from nimblec.frontend.pytorch.flat import device_of
+from nimblec.levels import variants
+from nimblec.levels.recipe import Runs
+from nimblec.levels.variants import Variant
+from nimblec.optimize.pipeline import Setting
+from nimblec.processes import module_command
+
+if TYPE_CHECKING:
+    import pytest
+    import torch
+
+    from nimblec.frontend.pytorch.model import TorchModel
+    from nimblec.optimize.pipeline import Report
+
+
+class DrawnTimes(TimingCache):
+    """A cache that knows every time; the keys are digests."""
+
+    def __contains__(self, key: str) -> bool:
+        return True
+
+    def __getitem__(self, key: str) -> int:
+        return 1 + int(key[:4], 16)
+
+
+def begin(patched: "pytest.MonkeyPatch") -> None:
+    """Let compilations for a GPU start this process."""
+    paths = str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")
+    patched.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+    patched.setattr(compiling, "module_command", lambda _, *arguments: module_command("drawn_times", *arguments))
+
+
+def _most_kernels(
+    model: "TorchModel", dtype: "torch.dtype | None", times: TimingCache, report: "Report | None"
+) -> Iterator[Variant]:
+    from nimblec.levels import o2  # brings in the kernels
+
+    runs = Runs(model, Setting(device=device_of(model), dtype=dtype, use=o2.timed(times)), report)
+    yield Variant(name=o2.TRITON_NORMS.name, make=partial(runs, *o2.TRITON_NORMS.pipelines))
+
+
+def _main() -> int:
+    with patch.object(worker, "TimingCache", DrawnTimes), patch.object(variants, "_of_level_2", _most_kernels):
+        return worker.main(sys.argv[1], int(sys.argv[2]))
+
+
+if __name__ == "__main__":
+    status = _main()
+    sys.stdout.flush()
+    os._exit(status)  # as the worker itself does
