@@ -20,8 +20,7 @@ def pack_depthwise(weight: Tensor, tiling: DepthwiseTiling) -> Tensor:
     """Weights (out channels, 1, height, width) as (tiles of them, taps, block_c), zeros past the edge."""
     channels, taps = weight.shape[0], weight[0].numel()
     tiles = ceil_div(channels, tiling.block_c)
-    padded = weight.new_zeros(tiles * tiling.block_c, taps)
-    padded[:channels] = weight.reshape(channels, taps)
+    padded = functional.pad(weight.reshape(channels, taps), (0, 0, 0, tiles * tiling.block_c - channels))
     return padded.reshape(tiles, tiling.block_c, taps).transpose(1, 2).contiguous()
 
 

@@ -7,6 +7,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from nimblec.kernels.core.shapes import ceil_div
 from nimblec.kernels.gemm.tilings import Tiling
@@ -26,8 +27,7 @@ def pack_rows(weight: Tensor, tiling: Tiling) -> Tensor:
     """(columns, depth) cut into tiles: (tiles across, tiles deep, block_n, block_k), zeros past the edges."""
     columns, depth = weight.shape
     across, deep = ceil_div(columns, tiling.block_n), ceil_div(depth, tiling.block_k)
-    padded = weight.new_zeros(across * tiling.block_n, deep * tiling.block_k)
-    padded[:columns, :depth] = weight
+    padded = functional.pad(weight, (0, deep * tiling.block_k - depth, 0, across * tiling.block_n - columns))
     return padded.reshape(across, tiling.block_n, deep, tiling.block_k).transpose(1, 2).contiguous()
 
 
