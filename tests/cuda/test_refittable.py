@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drawn_weights import family, randomised
+from drawn_weights import drawn, family, randomised
+from rewriting import counts, run
 from torch import Tensor, nn
 
 import nimblert
 from nimblec.assembly import Part, Provenance
+from nimblec.cuda.refit.derivation import Derivations
 from nimblec.cuda.refit.programs import Given, Recipes, assemble_refittable, recipes
 from nimblec.cuda.refit.refittable import Refittable, make_refittable, of_files, of_modules, whole
 from nimblec.errors import CompileError
@@ -20,7 +22,9 @@ from nimblec.frontend.onnx.importer import Weigh
 from nimblec.frontend.onnx.torch_model import load_onnx
 from nimblec.frontend.pytorch.model import TorchModel, place
 from nimblec.ir import Access, Buffer, BufferKind, CopyWork, Graph, Op, Task, TensorView
+from nimblec.kernels.core.gpu import SM_90
 from nimblec.levels.o1 import FUSED_REGIONS
+from nimblec.levels.o2 import TRITON_NORMS, first
 from nimblec.levels.recipe import Runs
 from nimblec.levels.torch_compile import compiled
 from nimblec.levels.variants import Variant, as_it_runs
@@ -41,13 +45,14 @@ from nimblert.verify import problems
 pytest_plugins = ("gpu_memory",)
 
 DIGITS = Path(__file__).parents[2] / "samples" / "digits.onnx"
+ON_HOST = Setting(device="cpu", at_any_cost=False)
 
 
-def by(*pipelines: Pipeline, dtype: torch.dtype | None = None) -> Callable[[TorchModel], list[Variant]]:
-    """The one variant of a model that pipelines make on the host."""
+def by(*pipelines: Pipeline, setting: Setting = ON_HOST) -> Callable[[TorchModel], list[Variant]]:
+    """The one variant of a model that pipelines make."""
 
     def variants(model: TorchModel) -> list[Variant]:
-        runs = Runs(model, Setting(device="cpu", dtype=dtype, at_any_cost=False))
+        runs = Runs(model, setting)
         return [Variant(name="rewritten", make=lambda: runs(*pipelines))]
 
     return variants
@@ -56,40 +61,62 @@ def by(*pipelines: Pipeline, dtype: torch.dtype | None = None) -> Callable[[Torc
 level_1 = by(*FUSED_REGIONS.pipelines)
 
 
+def level_2(dtype: torch.dtype | None) -> Callable[[TorchModel], list[Variant]]:
+    """All kernels of -O2 and the rewrites before them, as for a GPU; the kernels' definitions run on the host."""
+    setting = Setting(device="cuda", dtype=dtype, use=first(SM_90))
+    return by(*TRITON_NORMS.pipelines[:-1], setting=setting)
+
+
 def assert_remade(found: Refittable[str], weights: Any, fresh: TorchModel, args: Sequence[Tensor]) -> None:
     """With what the recipes make of these weights, the model is the one that was made of them afresh."""
     (made,) = found.variants["main"]
     recipe = found.derivations.recipe(made.constants)
     for tensor, value in zip(made.constants, recipe({n: weights[n] for n in recipe.sources}), strict=True):
         whole(tensor).copy_(value)
-    for one, two in zip(made.model.module(*args), fresh.module(*args), strict=True):
+    for one, two in zip(run(made.model.module, *args), run(fresh.module, *args), strict=True):
         assert torch.equal(one, two)
+        assert one.isfinite().all()
 
 
-@pytest.mark.parametrize("name", ["resnet", "bert"])
-def test_recipes_make_what_a_fresh_compile_does(name: str) -> None:
+LEVELS = {"-O1": level_1, "-O2": level_2(None), "-O2 fp16": level_2(torch.float16)}
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        *((name, "-O1") for name in ("resnet", "bert")),
+        *((name, "-O2") for name in ("resnet", "mobilenet", "inception", "bert")),
+        *((name, "-O2 fp16") for name in ("resnet", "bert")),
+    ],
+)
+def test_recipes_make_what_a_fresh_compile_does(name: str, how: str) -> None:
+    level = LEVELS[how]
     (module, args), (other, _) = family(name, 0), family(name, 1)
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    found = make_refittable(of_modules({"main": place(module, args, device="cpu")}), level_1)
+    found = make_refittable(of_modules({"main": place(module, args, device="cpu")}), level)
     for key, tensor in module.state_dict().items():
         assert torch.equal(tensor, before[key]), key
     assert not found.kept
-    (fresh,) = level_1(place(other, args, device="cpu"))
+    assert set(found.weights) == {key for key, tensor in before.items() if tensor.is_floating_point()}
+    (fresh,) = level(place(other, args, device="cpu"))
     assert_remade(found, other.state_dict(), fresh.make(), args)
 
 
-def test_weights_of_an_onnx_file() -> None:
+@pytest.mark.parametrize("how", ["-O1", "-O2"])
+def test_weights_of_an_onnx_file(how: str) -> None:
+    level = LEVELS[how]
+
     def load(weigh: Weigh) -> dict[str, TorchModel]:
         return {"main": load_onnx(DIGITS, device="cpu", weigh=weigh)}
 
-    found = make_refittable(of_files(load), level_1)
+    found = make_refittable(of_files(load), level)
     other: dict[str, Tensor] = {}
 
-    def drawn(name: str, tensor: Tensor) -> Tensor:
-        other[name] = torch.rand(tensor.shape, generator=torch.Generator().manual_seed(len(other)))
+    def weigh(name: str, tensor: Tensor) -> Tensor:
+        other[name] = drawn(name, tensor.shape, torch.Generator().manual_seed(len(other)))
         return other[name]
 
-    (fresh,) = level_1(load(drawn)["main"])
+    (fresh,) = level(load(weigh)["main"])
     assert set(found.weights) == set(other)
     assert_remade(found, other, fresh.make(), [torch.rand(1, 1, 8, 8)])
 
@@ -115,13 +142,103 @@ def passes(*runs: Callable[..., object], takes: tuple[str, ...] = ()) -> Pipelin
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_joined_padded_and_cast_weights(dtype: torch.dtype) -> None:
     x = torch.rand(2, 32)
-    variants = by(passes(cast, takes=("dtype",)), passes(join_linears, align_weights), dtype=dtype)
+    setting = Setting(device="cpu", dtype=dtype)
+    variants = by(passes(cast, takes=("dtype",)), passes(join_linears, align_weights), setting=setting)
     module, other = (randomised(Projections(), seed) for seed in (0, 1))
     found = make_refittable(of_modules({"main": place(module, (x,), device="cpu")}), variants)
     assert not found.kept
     assert set(found.weights) == set(module.state_dict())
     (fresh,) = variants(place(other, (x,), device="cpu"))
     assert_remade(found, other.state_dict(), fresh.make(), [x])
+
+
+def test_norms_that_go_into_products() -> None:
+    x = torch.randn(32, 64).half()
+    module, other = (
+        randomised(nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64)), seed).half()
+        for seed in (0, 1)
+    )
+    found = make_refittable(of_modules({"main": place(module, (x,), device="cpu")}), LEVELS["-O2"])
+    assert found.weights.keys() == module.state_dict().keys()
+    (made,) = found.variants["main"]
+    assert counts(made.model.module)["linear_and_moments"] == 1
+    (fresh,) = LEVELS["-O2"](place(other, (x,), device="cpu"))
+    assert_remade(found, other.state_dict(), fresh.make(), [x])
+
+
+class Transposed(nn.Module):
+    """Products with weights that lie as (inputs, outputs), both sizes odd: zeros are appended to a copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Parameter(torch.empty(1027, LARGE // 1024 + 3))
+        self.outer = nn.Parameter(torch.empty(LARGE // 1024 + 3, 1027))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """One after the other."""
+        return torch.relu(x @ self.inner) @ self.outer
+
+
+def test_weights_that_a_pass_writes_into_larger_ones() -> None:
+    x = torch.rand(1, 1027)
+    variants = by(passes(align_weights))
+    module, other = (randomised(Transposed(), seed).half() for seed in (0, 1))
+    found = make_refittable(of_modules({"main": place(module, (x.half(),), device="cpu")}), variants)
+    assert found.weights.keys() == module.state_dict().keys()
+    assert any(tensor.numel() > 1027 * (LARGE // 1024 + 3) for tensor in found.variants["main"][0].constants)
+    (fresh,) = variants(place(other, (x.half(),), device="cpu"))
+    assert_remade(found, other.state_dict(), fresh.make(), [x.half()])
+
+
+WRITES: dict[str, Callable[[Tensor], Tensor]] = {
+    "a part": lambda w: _written(w.new_zeros(5, 8), lambda t: t[1:5, :6].copy_(w)),
+    "parts, one after another": lambda w: _written(w.new_zeros(8, 6), lambda t: (t[:4].copy_(w), t[4:].copy_(2 * w))),
+    "in another order": lambda w: _written(w.new_ones(6, 4).t(), lambda t: t[:, 1:].mul_(w[:, 1:])),
+    "of another dtype": lambda w: _written(w.new_zeros(4, 6, dtype=torch.float64), lambda t: t.copy_(w)),
+    "numbers": lambda w: _written(2 * w, lambda t: t[0].fill_(3)),
+    "read before": lambda w: _written(w.exp(), lambda t: t.add_(t.sum())),
+    "as an out argument": lambda w: _written(torch.empty_like(w), lambda t: torch.add(w, w, out=t)),
+}
+
+
+def _written(tensor: Tensor, write: Callable[[Tensor], object]) -> Tensor:
+    write(tensor)
+    return tensor
+
+
+@pytest.mark.parametrize("how", WRITES)
+def test_recipes_write_as_the_calls_did(how: str) -> None:
+    weight, other = torch.rand(4, 6), torch.rand(4, 6)
+    derivations = Derivations()
+    derivations.add("w", weight)
+    with derivations:
+        made = WRITES[how](weight)
+    assert derivations.is_told(made)
+    kept = weight.clone()
+    for value in (weight, other):
+        (remade,) = derivations.recipe([made])({"w": value})
+        assert torch.equal(remade, whole(WRITES[how](value)))
+    assert torch.equal(weight, kept)
+
+
+UNTOLD: dict[str, Callable[[Tensor], Tensor]] = {
+    "into what is not known": lambda w: _written(torch.zeros(8, 6), lambda t: t[:4].copy_(w)),
+    "into a memory with gaps": lambda w: _written(w.new_empty_strided((4, 6), (8, 1)), lambda t: t.copy_(w)),
+    "without returning it": lambda w: _written(2 * w, lambda t: torch._foreach_add_([t], 1)),
+    "after that": lambda w: _written(2 * w, lambda t: (torch._foreach_add_([t], 1), t.add_(1))),
+    "into the bits": lambda w: _written(2 * w, lambda t: t.view(torch.int32).bitwise_and_(-2)),
+}
+
+
+@pytest.mark.parametrize("how", UNTOLD)
+def test_what_else_is_written_is_said_to_be_untold(how: str) -> None:
+    weight = torch.rand(4, 6)
+    derivations = Derivations()
+    derivations.add("w", weight)
+    with derivations:
+        made = UNTOLD[how](weight)
+    assert derivations.sources(made) == {"w"}
+    assert not derivations.is_told(made)
 
 
 def test_a_weight_that_is_laid_otherwise_is_given_as_it_is() -> None:

@@ -5,8 +5,9 @@ views need not be followed.
 """
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -113,15 +114,13 @@ class Derivations(TorchDispatchMode):
         sources = frozenset[str]().union(*(memory.sources for memory in read))
         if func is aten._local_scalar_dense.default and not isinstance(result, bool):
             self.baked |= sources
+        is_told = all(memory.node is not None for memory in read) and all(map(self._is_readable, given))
         if func._schema.is_mutable:
-            for tensor in _written(func, args, kwargs):
-                self._know(tensor, None, sources)
+            self._know_written(func, args, kwargs, sources, is_told=is_told)
         else:
             old = set(map(_storage, given))
             if any(isinstance(leaf, Tensor) and _storage(leaf) not in old for leaf in tree_leaves(result)):
-                node = None
-                if all(memory.node is not None for memory in read) and all(map(self._is_readable, given)):
-                    node = self._graph.call_function(func, *tree_map_only(Tensor, self._argument, (args, kwargs)))
+                node = self._call(func, args, kwargs, self._argument) if is_told else None
                 self._know_results(node, result, old, sources)
         return result
 
@@ -189,6 +188,27 @@ class Derivations(TorchDispatchMode):
                 item = self._graph.call_function(operator.getitem, (node, number)) if several and node else node
                 self._know(tensor, item, sources)
 
+    def _know_written(
+        self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], sources: frozenset[str], *, is_told: bool
+    ) -> None:
+        """Know the memories that a call wrote into; a recipe makes the call on a copy of one, and goes on with that."""
+        written = list(_written(func, args, kwargs))
+        whole = self._memory(written[0]) if len(written) == 1 and _returns_written(func) else None
+        if not is_told or whole is None or not _is_all(whole) or whole.dtype is not written[0].dtype:
+            for tensor in written:
+                self._know(tensor, None, sources)
+            return
+        copy = self._graph.call_function(aten.clone.default, (whole.node,))
+        part = self._graph.call_function(aten.as_strided.default, (copy, *map(_plain, _lies(written[0]))))
+        changed = self._call(func, args, kwargs, lambda t: part if t is written[0] else self._argument(t))
+        node = self._graph.call_function(aten.as_strided.default, (changed, *map(_plain, whole.lies)))
+        self._known[_storage(written[0])] = replace(whole, node=node, sources=sources)
+
+    def _call(
+        self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], node_of: Callable[[Tensor], fx.Node]
+    ) -> fx.Node:
+        return self._graph.call_function(func, *tree_map_only(Tensor, node_of, (args, kwargs)))
+
     def _is_readable(self, tensor: Tensor) -> bool:
         """Whether a recipe may read a tensor: one that weights have a part in, or a small one."""
         return self._memory(tensor) is not None or tensor.nbytes <= _MOST_FIXED_NBYTES
@@ -215,6 +235,18 @@ def _storage(tensor: Tensor) -> int:
 
 def _lies(tensor: Tensor) -> tuple[Any, ...]:
     return tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset()
+
+
+def _returns_written(func: OpOverload) -> bool:
+    """Whether a call returns the one tensor that it writes into, and nothing else."""
+    returned = [each.alias_info for each in func._schema.returns]
+    return len(returned) == 1 and returned[0] is not None and returned[0].is_write
+
+
+def _is_all(memory: _Memory) -> bool:
+    """Whether the first tensor in a memory has an element at each place of it, so that a copy lies as it does."""
+    shape, strides, offset = memory.lies
+    return is_dense(shape, strides) and not offset and prod(shape) == memory.count
 
 
 def _plain(value: Any) -> Any:
