@@ -87,14 +87,20 @@ def _own_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _lasting_objects() -> None:
+    """Keep the garbage collector from what earlier files have brought in and left: modules, and what is cached."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _warm() -> None:
     """What every compilation begins with is done once: by the tests after the first that brings these modules in."""
-    registration = sys.modules.get("torch.onnx._internal.exporter._registration")
-    if registration and "exporters_table" not in sys.modules:
-        import exporters_table
+    if "torch.export" in sys.modules:
+        import torch_tables
 
-        exporters_table.make_once(registration.ONNXRegistry)
+        torch_tables.make_once()
     if "nimblec.cpu.compile" in sys.modules and "lean_checks" not in sys.modules:
         import lean_checks
 
