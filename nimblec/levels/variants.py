@@ -34,7 +34,8 @@ def variants(
 ) -> Iterator[Variant]:
     """The variants worth trying at ``level``: one at 0 and at 1, several at 2.
 
-    torch.compile is one where no Triton kernel serves: it was slower wherever one does.
+    torch.compile is one where no Triton kernel serves: it was slower wherever one does. It is none for a model whose
+    state another entry writes, which it takes for constant.
     ``dtype`` is the half precision to compute in instead of float32. ``times`` remembers those of
     Triton kernels. What the user compiled with torch.compile stays as it is at every level; CompileError
     where it should change its precision. ``report`` is told of each pass that has run.
@@ -69,7 +70,7 @@ def _of_level_2(
     if runs.has_run(*products) and o2.has_norms(runs(*products).module):
         yield _variant(o2.TRITON_NORMS, partial(runs, *o2.TRITON_NORMS.pipelines))
     yield _variant(FUSED_REGIONS, partial(_fused, runs, model, dtype))
-    if dtype is None and not (runs.has_run(*products) and o2.has_triton_kernels(runs(*products).module)):
+    if dtype is None and not model.written_elsewhere and not (runs.has_run(*products) and o2.has_triton_kernels(runs(*products).module)):
         yield Variant(name="torch.compile", make=partial(compiled, model))
 
 
@@ -82,6 +83,6 @@ def _fused(runs: Runs, model: TorchModel, dtype: torch.dtype | None) -> TorchMod
     try:
         return runs(*FUSED_REGIONS.pipelines)
     except (TraceError, UnsupportedModelError) as exc:
-        if dtype is not None:
+        if dtype is not None or model.written_elsewhere:
             raise
         return replace(compiled(model), notes=(f"fused by torch.compile alone: {exc}",))

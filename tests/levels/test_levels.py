@@ -9,7 +9,7 @@ from torch import fx, nn
 
 from bench import model_zoo
 from nimblec.cache.timing_cache import TimingCache
-from nimblec.errors import CompileError
+from nimblec.errors import CompileError, TraceError
 from nimblec.frontend.pytorch.model import TorchModel, place
 from nimblec.kernels.core.gpu import SM_90
 from nimblec.levels import o2
@@ -64,6 +64,17 @@ def test_what_is_no_graph_goes_through_torch_compile(times: TimingCache) -> None
     made = way.make()
     assert made.is_compiled
     assert "fused by torch.compile alone" in made.notes[0]
+
+
+def test_torch_compile_is_not_given_what_another_entry_writes(times: TimingCache) -> None:
+    """It takes weights for constants."""
+    module = nn.Linear(8, 8)
+    written = frozenset({module.weight.untyped_storage()._cdata})
+    names = [way.name for way in variants(replace(placed(module), written_elsewhere=written), 2, None, times)]
+    assert names == ["Triton kernels", "fused regions"]
+    (way,) = variants(replace(placed(Looking()), written_elsewhere=written), 1, None, times)
+    with pytest.raises(TraceError):
+        way.make()
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own

@@ -26,6 +26,7 @@ pytestmark = [
 
 LEVELS = (0, 1, 2)
 STEPS = 50
+OF_CHANGE = {"sgd": 1e-4, "adam": 5e-4}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -91,16 +92,25 @@ def test_steps_are_eagers(gpu_compiler: "GpuCompiler", name: str) -> None:
 @pytest.mark.parametrize("level", [1, 2])
 @pytest.mark.parametrize("name", ["sgd", "adam"])
 def test_steps_stay_as_near_to_those_of_float64_as_eagers(gpu_compiler: "GpuCompiler", name: str, level: int) -> None:
-    """Where eager has noise, as Adam has where a gradient is zero but for rounding, a plan may have some, too."""
+    """Where eager has noise, as Adam has where a gradient is zero but for rounding, a plan may have some, too.
+
+    What else is allowed is a small part of what the steps changed. For Adam it is larger: eager of both precisions
+    rounds the powers of its betas alike, to float32, of which one minus is taken.
+    """
     exact, eager = (Eager(name, dtype) for dtype in (torch.float64, torch.float32))
     with nimblert.load(gpu_compiler.plan(f"training_steps:{name}", level=level), poison=True) as exe:
+        before = dict(exe.state)
         losses = [[float(step(seed)) for step in (exact.step, eager.step, partial(run, exe))] for seed in range(5)]
         found, states = dict(exe.state), (exact.state(), eager.state())
     near = [abs(float(loss[2] - loss[0])) <= 8 * abs(loss[1] - loss[0]) + 1e-4 * abs(loss[0]) for loss in losses]
     assert all(near), losses
-    errors = {key: [np.abs(of[key] - wanted).max() for of in (found, states[1])] for key, wanted in states[0].items()}
-    scale = {key: np.abs(wanted).max() for key, wanted in states[0].items()}
-    assert not {key: error for key, error in errors.items() if error[0] > 8 * error[1] + 1e-5 * scale[key]}
+    wrong = {}
+    for key, wanted in states[0].items():
+        change = float(np.abs(wanted - before[key]).max())
+        error, eagers = (float(np.abs(of[key] - wanted).max()) for of in (found, states[1]))
+        if error > 8 * eagers + OF_CHANGE[name] * change:
+            wrong[key] = (error, eagers, change)
+    assert not wrong
 
 
 @pytest.mark.parametrize("level", LEVELS)
