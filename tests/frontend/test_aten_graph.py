@@ -192,14 +192,22 @@ def test_blocks_without_gradient_or_autocast_are_their_calls() -> None:
     assert names == ["aten.mul.Tensor", "aten.mm.default", "aten.add.Tensor"]
 
 
-def test_autocast_is_refused() -> None:
+def test_autocast_is_its_casts() -> None:
     class Cast(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3), nn.GELU())
+
         def forward(self, x: Tensor) -> Tensor:
             with torch.autocast("cpu", dtype=torch.bfloat16):
-                return torch.mm(x, x)
+                y = self.layers(x)
+                with torch.autocast("cpu", enabled=False):
+                    y = torch.mm(y.float(), x)
+                return torch.mm(y, x)
 
-    with pytest.raises(UnsupportedModelError, match="wrap_with_autocast"):
-        trace(Cast(), (torch.randn(3, 3),))
+    module = _compare(Cast(), torch.randn(3, 3))
+    products = [n.meta["val"].dtype for n in module.graph.nodes if "mm.default" in str(n.target)]
+    assert products == [torch.bfloat16, torch.float32, torch.bfloat16]
 
 
 def test_noise_from_nowhere_is_refused() -> None:

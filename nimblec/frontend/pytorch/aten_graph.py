@@ -86,6 +86,8 @@ def trace(
     """
     exported = _pure(module, lambda: torch.export.export(module, tuple(args), dict(kwargs or {}), strict=False))
     program, known = exported, torch.export.default_decompositions()
+    if _has_autocast(exported):
+        program = _pure(module, partial(exported.run_decompositions, {}))  # which writes its casts out
     apart: dict[OpOverload, Callable[..., Any]] | None = None
     while True:
         try:
@@ -96,6 +98,13 @@ def trace(
                 raise TraceError(str(exc)) from exc
             apart = {**(apart or {}), **inside}
         program = _pure(module, partial(exported.run_decompositions, apart))  # two runs of the model on fake tensors
+
+
+def _has_autocast(exported: torch.export.ExportedProgram) -> bool:
+    """Whether a block of it runs under autocast that is on."""
+    blocks = (module for module in exported.graph_module.modules() if isinstance(module, fx.GraphModule))
+    nodes = (node for block in blocks for node in block.graph.nodes if isinstance(node.target, HigherOrderOperator))
+    return any(node.target.name() == "wrap_with_autocast" and node.args[2] for node in nodes)
 
 
 def _recorded(exported: torch.export.ExportedProgram, device: torch.device) -> AtenProgram:
