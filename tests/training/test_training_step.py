@@ -184,6 +184,37 @@ def test_what_another_models_state_is(trained: Executable) -> None:
         nimblec.load_state(nn.ReLU(), trained.state)
 
 
+class Added(nn.Module):
+    """Two parameters of which each has the other's gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.linspace(low, 1.0, 6)) for low in (-1.0, 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Their sum, and ``x``."""
+        return self.first + self.second + x
+
+
+@pytest.mark.parametrize("reduced", [torch.sum, torch.norm])
+def test_gradients_in_one_tensor_are_changed_once(reduced: Callable[[Tensor], Tensor]) -> None:
+    def one(found: Tensor, _target: Tensor) -> Tensor:
+        return reduced(found)
+
+    model = Added()
+    eager = copy.deepcopy(model)
+    given = torch.zeros(6), torch.zeros(6)
+    module, _ = nimblec.training_step(
+        model, one, torch.optim.SGD(model.parameters(), 0.5), given, clip_norm=0.5
+    )["train"]
+    module(*given)
+    one(eager(given[0]), given[1]).backward()
+    nn.utils.clip_grad_norm_(eager.parameters(), 0.5)
+    torch.optim.SGD(eager.parameters(), 0.5).step()
+    for name, tensor in eager.named_parameters():
+        torch.testing.assert_close(module.get_parameter(f"model.{name}"), tensor, msg=name)
+
+
 class Reading(nn.Linear):
     """Reads a value of a tensor in Python."""
 

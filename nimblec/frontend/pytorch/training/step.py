@@ -122,6 +122,8 @@ def _accumulate(
 
 def _update(recipe: Recipe, left: TrainingState, gradients: _Gradients, *, itself: bool) -> None:
     """The optimizer's step by these gradients, which it may change."""
+    if recipe.clip_norm is not None:  # which writes into them
+        gradients = _apart(gradients)
     parameters = {name: value.detach() for name, value in left.parameters.items()}
     for name, value in parameters.items():
         value.grad = gradients[name]
@@ -130,6 +132,20 @@ def _update(recipe: Recipe, left: TrainingState, gradients: _Gradients, *, itsel
     is_captured = itself and all(value.is_cuda for value in parameters.values())
     with nullcontext() if is_captured else _compiling():
         _stand_in(recipe, parameters, left, itself=itself).step()
+
+
+def _apart(gradients: _Gradients) -> _Gradients:
+    """Each in memory of its own, as ``grad`` is: those of two parameters that are added are one tensor."""
+    found: dict[str, Tensor | None] = {}
+    held: set[int] = set()
+    for name, gradient in gradients.items():
+        found[name] = gradient
+        if gradient is not None:
+            storage = gradient.untyped_storage()
+            if storage._cdata in held or storage.nbytes() < gradient.nbytes:
+                found[name] = gradient.clone()
+            held.add(storage._cdata)
+    return found
 
 
 def _stand_in(recipe: Recipe, parameters: Named, left: TrainingState, *, itself: bool) -> Optimizer:
