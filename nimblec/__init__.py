@@ -173,6 +173,7 @@ def training_step(
     *,
     clip_norm: float | None = None,
     accumulate: int = 1,
+    autocast: "torch.dtype | str | None" = None,
 ) -> "Mapping[str, tuple[Any, ...]]":
     """The entries of a plan that trains a model, for `compile`: "train" and "evaluate", over one state.
 
@@ -193,6 +194,13 @@ def training_step(
     state ("generator.seed", at first torch.initial_seed(), and "generator.offset", which each call moves on): equal
     state gives equal numbers, which are not those that torch draws.
 
+    ``autocast``, torch.bfloat16 ("bf16") or torch.float16 ("fp16"), runs model and loss of both entries under
+    torch.autocast of the device that the step is on; parameters and the optimizer's state stay what they are. In
+    float16 the loss is scaled as torch.amp.GradScaler does by default, with the state "scaler.scale" and
+    "scaler.growth_tracker": where gradients are not finite, parameters and the optimizer's state stay, and the scale
+    becomes smaller. `compile` takes such a step by name and for the CUDA target alone; otherwise it raises
+    UnsupportedModelError.
+
     The step starts from what model and optimizer are now. Both stay as they are, but that the model is in
     training mode. On the CUDA target, give `compile` the name of a function that returns the entries; it has not been
     run on a GPU yet.
@@ -203,19 +211,24 @@ def training_step(
     """
     from nimblec.frontend.pytorch.training.entries import entries  # brings in torch
 
-    return entries(model, loss, optimizer, example_batch, clip_norm=clip_norm, accumulate=accumulate)
+    options: dict[str, Any] = {"clip_norm": clip_norm, "accumulate": accumulate, "autocast": autocast}
+    return entries(model, loss, optimizer, example_batch, **options)
 
 
 def load_state(
-    model: "torch.nn.Module", state: "Mapping[str, np.ndarray]", optimizer: "torch.optim.Optimizer | None" = None
+    model: "torch.nn.Module",
+    state: "Mapping[str, np.ndarray]",
+    optimizer: "torch.optim.Optimizer | None" = None,
+    scaler: "torch.amp.GradScaler | None" = None,
 ) -> None:
-    """Have a model, and its optimizer, go on in PyTorch where a plan of their `training_step` is: ``exe.state``.
+    """Have a model go on in PyTorch where a plan of its `training_step` is: ``exe.state``.
 
-    Raises ArgumentError for a state of another model.
+    So do its ``optimizer``, and the torch.amp.GradScaler of a step in float16. Raises ArgumentError for a state of
+    another model, and with a ``scaler`` for one that has none.
     """
     from nimblec.frontend.pytorch.training.load import load_state as load  # brings in torch
 
-    load(model, state, optimizer)
+    load(model, state, optimizer, scaler)
 
 
 def _unobserved(stage: str, seconds: float | None) -> None:

@@ -26,7 +26,7 @@ from nimblec.frontend.pytorch.model import (
     state_written,
 )
 from nimblec.frontend.pytorch.repeatable import HOW_STATE_IS_KEPT, run_twice
-from nimblec.frontend.pytorch.state import Writing, storages
+from nimblec.frontend.pytorch.state import Writing, refuse_autocast, storages
 from nimblec.options import Options
 from nimblec.source import Source
 
@@ -44,6 +44,13 @@ def hand_over(source: Source, options: Options, folder: Path) -> tuple[Source, O
         torch.export.save(sources.dynamic_program(source, options).program, path)
         return Source(kind="exported", model=str(path), labels=source.labels), options, ()
     calls = sources.load(source, options)
+    for call in calls.values():
+        refuse_autocast(
+            call.name,
+            call.module,
+            "which casts otherwise on the CPU, where it would be exported: name a function that returns the step, "
+            "package.module:callable",
+        )
     options = replace(options, inputs=(), dims=(), examples=())  # which the files have
     held = {entry: storages(call.module) for entry, call in calls.items()}
     paths: dict[str, Path] = {}

@@ -26,7 +26,7 @@ from nimblec.frontend.pytorch.model import (
 from nimblec.frontend.pytorch.onnx_translations import TRANSLATIONS
 from nimblec.frontend.pytorch.onnx_weights import kept_weights, optimize_around_weights
 from nimblec.frontend.pytorch.repeatable import HOW_STATE_IS_KEPT, compared, run_twice
-from nimblec.frontend.pytorch.state import StateTensor, WithState, Writing, contents, find_state
+from nimblec.frontend.pytorch.state import StateTensor, WithState, Writing, contents, find_state, refuse_autocast
 from nimblert.onnx_session import onnxruntime, runtime_errors, session_options
 
 _ANOTHER_MODEL = 0.1
@@ -59,6 +59,12 @@ def export(calls: Mapping[str, ModelCall], folder: Path, *, refittable: bool = F
     UnsupportedModelError if its runs differ, CompileError if ONNX Runtime's results differ from PyTorch's.
     """
     exported, written = {}, {}
+    for call in calls.values():
+        refuse_autocast(
+            call.name,
+            call.module,
+            "whose mix of types ONNX Runtime does not take on the CPU: leave it out, or compile for --target cuda",
+        )
     for number, (entry, call) in enumerate(calls.items()):
         path = folder / str(number) / "model.onnx"
         path.parent.mkdir()

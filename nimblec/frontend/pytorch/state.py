@@ -21,9 +21,19 @@ class StateTensor:
 
 
 class Writing(torch.nn.Module):
-    """A module that knows the names of the parameters and buffers that its runs write: nobody has to trace that."""
+    """A module that knows the names of the parameters and buffers that its runs write: nobody has to trace that.
+
+    Those of a module with ``autocast`` compute in that type what torch.autocast of their device does.
+    """
 
     writes: tuple[str, ...]
+    autocast: torch.dtype | None = None
+
+
+def refuse_autocast(name: str, module: Any, why: str) -> None:
+    """Raise UnsupportedModelError for a step under torch.autocast, which ``why`` says that it cannot be exported."""
+    if isinstance(module, Writing) and module.autocast is not None:
+        raise UnsupportedModelError(f"{name} runs under torch.autocast to {module.autocast}, {why}")
 
 
 def storages(module: Any) -> dict[str, int]:

@@ -24,14 +24,14 @@ def refuse_another_step(recipe: Recipe, inputs: Sequence[Tensor], targets: Seque
     """The step in float64, where its graph does what the optimizer does; else raise UnsupportedModelError.
 
     In float64: what rounding leaves of a gradient that is zero is a whole step to an optimizer that divides by it.
+    Autocast leaves float64 as it is, and needs no scale there.
     """
     model, optimizer = copy.deepcopy((recipe.model, recipe.optimizer))
     model.double()
     for kept in optimizer.state.values():
         kept |= {name: _wide(value) for name, value in kept.items()}
-    wide = replace(
-        recipe, model=model, optimizer=optimizer, accumulate=min(recipe.accumulate, _FEW), constants={}
-    )
+    few = min(recipe.accumulate, _FEW)
+    wide = replace(recipe, model=model, optimizer=optimizer, accumulate=few, autocast=None, constants={})
     inputs, targets = tuple(map(_wide, inputs)), tuple(map(_wide, targets))
     state = initial_state(wide, draws=True)
     state = state.with_tensors([_wide(value) for value in state.tensors()])

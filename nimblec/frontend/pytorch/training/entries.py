@@ -10,8 +10,16 @@ from torch.optim import Optimizer
 from nimblec.errors import ArgumentError, UnsupportedModelError
 from nimblec.frontend.pytorch.state import Writing, named_tensors
 from nimblec.frontend.pytorch.training.check import refuse_another_step
-from nimblec.frontend.pytorch.training.state import Recipe, TrainingState, group_names, initial_state
+from nimblec.frontend.pytorch.training.state import (
+    Recipe,
+    TrainingState,
+    autocasting,
+    group_names,
+    initial_state,
+)
 from nimblec.frontend.pytorch.training.step import take_step, trace
+
+_HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Train(Writing):
@@ -24,7 +32,7 @@ class Train(Writing):
     def __init__(self, recipe: Recipe, state: TrainingState, batch: Sequence[Tensor]) -> None:
         super().__init__()
         self.training = False  # what a mode changes stands in the graph
-        self.model = recipe.model
+        self.model, self.autocast = recipe.model, recipe.autocast
         self.optimizer = nn.Module()
         for name, tensor in {**state.slots, **state.rates}.items():
             _register(self.optimizer, name, tensor)
@@ -77,12 +85,13 @@ class Train(Writing):
 
 
 class Evaluate(nn.Module):
-    """The model as it predicts, whatever mode it is in."""
+    """The model as it predicts, whatever mode it is in, under torch.autocast to ``autocast`` if that is a type."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, autocast: torch.dtype | None) -> None:
         super().__init__()
         self.training = False
         self.model = model
+        self._autocast = autocast
 
     def forward(self, *inputs: Tensor) -> Any:
         """What the model returns in evaluation mode."""
@@ -90,7 +99,8 @@ class Evaluate(nn.Module):
         for module in was_training:
             module.training = False
         try:
-            return self.model(*inputs)
+            with autocasting(self._autocast, inputs[0].device):
+                return self.model(*inputs)
         finally:
             for module in was_training:
                 module.training = True
@@ -104,6 +114,7 @@ def entries(
     *,
     clip_norm: float | None = None,
     accumulate: int = 1,
+    autocast: torch.dtype | str | None = None,
 ) -> dict[str, tuple[nn.Module, tuple[Tensor, ...]]]:
     """See `nimblec.training_step`."""
     inputs, targets = _batch(example_batch)
@@ -117,6 +128,7 @@ def entries(
         groups=group_names(model, optimizer),
         clip_norm=clip_norm,
         accumulate=accumulate,
+        autocast=_half(autocast),
     )
     if not all(isinstance(parameter, nn.Parameter) and parameter.requires_grad for parameter in model.parameters()):
         raise UnsupportedModelError("training_step: a parameter does not require a gradient: make it a buffer")
@@ -124,7 +136,19 @@ def entries(
     checked = refuse_another_step(recipe, inputs, targets)
     state = initial_state(recipe, draws=checked.draws)
     module = Train(recipe, state, (*inputs, *targets))
-    return {"train": (module, (*inputs, *targets)), "evaluate": (Evaluate(model), inputs)}
+    return {"train": (module, (*inputs, *targets)), "evaluate": (Evaluate(model, recipe.autocast), inputs)}
+
+
+def _half(autocast: Any) -> torch.dtype | None:
+    """A type for autocast by its own name, or that of ``precision``."""
+    for name, dtype in _HALVES.items():
+        if autocast is dtype or autocast == name:
+            return dtype
+    if autocast is not None:
+        raise ArgumentError(
+            f'training_step: autocast: {autocast!r}, expected torch.bfloat16 ("bf16"), torch.float16 ("fp16") or None'
+        )
+    return None
 
 
 def _batch(example: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:

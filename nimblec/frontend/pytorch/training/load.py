@@ -5,30 +5,31 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nimblec.errors import ArgumentError
+from nimblec.frontend.pytorch.training.scaler import SCALE, TRACKER
 from nimblec.frontend.pytorch.training.state import CALLS, OFFSET, SEED, SUM, named_tensors, rate_names
 
+_OWN = frozenset({CALLS, SEED, OFFSET, SCALE, TRACKER})
 
-def load_state(model: nn.Module, state: Mapping[str, Any], optimizer: Optimizer | None = None) -> None:
+
+def load_state(
+    model: nn.Module,
+    state: Mapping[str, Any],
+    optimizer: Optimizer | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+) -> None:
     """See `nimblec.load_state`."""
     known = {f"model.{name}": tensor for name, tensor in named_tensors(model).items()}
+    values = {name: torch.from_numpy(np.array(array)) for name, array in state.items()}
+    _refuse_another(values, known)
     parameters = dict(model.named_parameters())
     groups = [] if optimizer is None else optimizer.param_groups
     rates = {f"optimizer.{name}": group for name, group in zip(rate_names(len(groups)), groups, strict=True)}
-    values = {name: torch.from_numpy(np.array(array)) for name, array in state.items()}
-    for name, value in values.items():
-        if name in known:
-            if known[name].shape != value.shape:
-                raise ArgumentError(
-                    f"load_state: {name!r}: shape {tuple(value.shape)}, expected {tuple(known[name].shape)}"
-                )
-        elif not name.startswith(("optimizer.", f"{SUM}.")) and name not in {CALLS, SEED, OFFSET}:
-            raise ArgumentError(
-                f"load_state: {name!r} is no parameter or buffer of the model: give the model that was compiled"
-            )
+    if scaler is not None:
+        _load_scaler(values, scaler)
     with torch.no_grad():
         for name, value in values.items():
             part, _, path = name.partition(".")
@@ -41,3 +42,27 @@ def load_state(model: nn.Module, state: Mapping[str, Any], optimizer: Optimizer 
             elif part == "optimizer" and optimizer is not None:
                 path, _, slot = path.rpartition(".")
                 optimizer.state[parameters[path]][slot] = value
+
+
+def _refuse_another(values: Mapping[str, Tensor], known: Mapping[str, Tensor]) -> None:
+    """Raise ArgumentError where a state is that of another model than the one whose tensors are ``known``."""
+    for name, value in values.items():
+        if name in known:
+            if known[name].shape != value.shape:
+                raise ArgumentError(
+                    f"load_state: {name!r}: shape {tuple(value.shape)}, expected {tuple(known[name].shape)}"
+                )
+        elif not name.startswith(("optimizer.", f"{SUM}.")) and name not in _OWN:
+            raise ArgumentError(
+                f"load_state: {name!r} is no parameter or buffer of the model: give the model that was compiled"
+            )
+
+
+def _load_scaler(values: Mapping[str, Tensor], scaler: torch.amp.GradScaler) -> None:
+    if SCALE not in values:
+        raise ArgumentError(
+            f"load_state: the state has no {SCALE!r}, as that of a step with autocast=torch.float16 has: "
+            "leave scaler out"
+        )
+    own = {"scale": float(values[SCALE]), "_growth_tracker": int(values[TRACKER])}
+    scaler.load_state_dict({**scaler.state_dict(), **own})

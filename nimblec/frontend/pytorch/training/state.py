@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nimblec.errors import UnsupportedModelError, user_code
+from nimblec.frontend.pytorch.training.scaler import initial_scaler
 
 Named: TypeAlias = dict[str, Tensor]
 
@@ -24,7 +26,7 @@ class Recipe:
 
     The model takes that many ``inputs``; ``groups`` are the names of the parameters in each of the optimizer's. It
     takes its step in each ``accumulate``-th call, by the mean of their gradients; ``constants`` are what it keeps
-    for each parameter, by name, that is no tensor.
+    for each parameter, by name, that is no tensor. Model and loss run under torch.autocast to ``autocast``.
     """
 
     model: nn.Module
@@ -34,6 +36,7 @@ class Recipe:
     groups: tuple[tuple[str, ...], ...]
     clip_norm: float | None = None
     accumulate: int = 1
+    autocast: torch.dtype | None = None
     constants: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
@@ -43,7 +46,8 @@ class TrainingState:
 
     ``parameters`` and ``buffers`` are the model's; ``slots`` those of the optimizer for a parameter, by
     "parameter.slot"; ``rates`` the learning rate of each group of parameters; ``own`` what the step keeps besides:
-    the sum of gradients for each parameter and how many calls have added to it, seed and offset of its generator.
+    the sum of gradients for each parameter and how many calls have added to it, seed and offset of its generator,
+    the scale of its loss.
     """
 
     parameters: Named
@@ -81,7 +85,7 @@ def initial_state(recipe: Recipe, *, draws: bool) -> TrainingState:
         name: torch.as_tensor(group[RATE], dtype=torch.float32).clone()
         for name, group in zip(rate_names(len(groups)), groups, strict=True)
     }
-    own: Named = {}
+    own: Named = initial_scaler() if recipe.autocast is torch.float16 else {}
     if recipe.accumulate > 1:
         own |= {f"{SUM}.{name}": torch.zeros_like(value).detach() for name, value in parameters.items()}
         own[CALLS] = torch.tensor(0)
@@ -90,6 +94,11 @@ def initial_state(recipe: Recipe, *, draws: bool) -> TrainingState:
         own |= {SEED: torch.tensor(seed - (seed >> 63 << 64)), OFFSET: torch.tensor(0)}
     buffers = dict(recipe.model.named_buffers())
     return TrainingState(parameters=parameters, buffers=buffers, slots=slots, rates=rates, own=own)
+
+
+def autocasting(dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[object]:
+    """torch.autocast to a type on a device; nothing for None."""
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 
 
 def rate_names(groups: int) -> list[str]:

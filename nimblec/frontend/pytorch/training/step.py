@@ -2,10 +2,9 @@
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -17,6 +16,7 @@ from torch.optim import Optimizer
 from nimblec.errors import UnsupportedModelError, user_code
 from nimblec.frontend.pytorch.training.backward import decompositions
 from nimblec.frontend.pytorch.training.random import Draws, refuse_other_draws
+from nimblec.frontend.pytorch.training.scaler import SCALE, TRACKER, unscale, update_scale
 from nimblec.frontend.pytorch.training.state import (
     CALLS,
     OFFSET,
@@ -26,6 +26,7 @@ from nimblec.frontend.pytorch.training.state import (
     Named,
     Recipe,
     TrainingState,
+    autocasting,
 )
 
 _Gradients: TypeAlias = Mapping[str, Tensor | None]
@@ -81,11 +82,15 @@ def take_step(
     """
     parameters = {name: value.detach().requires_grad_() for name, value in found.parameters.items()}
     draws = Draws(found.own[SEED], found.own[OFFSET]) if SEED in found.own else None
+    device = next(iter(parameters.values())).device
     with torch.enable_grad(), draws or nullcontext():
-        loss = recipe.loss(functional_call(recipe.model, {**parameters, **left.buffers}, tuple(inputs)), *targets)
+        with autocasting(recipe.autocast, device):
+            result = functional_call(recipe.model, {**parameters, **left.buffers}, tuple(inputs))
+            loss = recipe.loss(result, *targets)
         used = draws.used if draws else 0
         mean = loss / recipe.accumulate if recipe.accumulate > 1 else loss
-        gradients = torch.autograd.grad(mean, list(parameters.values()), allow_unused=True)
+        scaled = mean * found.own[SCALE] if SCALE in found.own else mean
+        gradients = torch.autograd.grad(scaled, list(parameters.values()), allow_unused=True)
     if draws and draws.used > used:
         raise UnsupportedModelError(
             "the backward pass draws random numbers, as activation checkpointing does that runs dropout twice: leave "
@@ -95,43 +100,46 @@ def take_step(
     with torch.no_grad():
         if used:
             left.own[OFFSET].add_(used)
-        update = partial(_update, recipe, left, itself=left is found)
         if recipe.accumulate > 1:
-            _accumulate(recipe, left, named, update)
+            _accumulate(recipe, left, named, itself=left is found)
         else:
-            update(named)
+            _update(recipe, left, named, itself=left is found)
     return loss.detach(), used > 0
 
 
-def _accumulate(
-    recipe: Recipe, left: TrainingState, gradients: _Gradients, update: Callable[[_Gradients], None]
-) -> None:
+def _accumulate(recipe: Recipe, left: TrainingState, gradients: _Gradients, *, itself: bool) -> None:
     """Add to the sums of gradients, and take the optimizer's step if enough calls have: decided by the tensors."""
     known = {name: gradient for name, gradient in gradients.items() if gradient is not None}
     sums = {name: left.own[f"{SUM}.{name}"].add_(gradient) for name, gradient in known.items()}
     calls = left.own[CALLS].add_(1)
     is_due = calls == recipe.accumulate
-    written = [*left.parameters.values(), *left.slots.values()]
-    before = [value.clone() for value in written]
-    update({name: sums[name].clone() if name in sums else None for name in gradients})
-    for value, old in zip(written, before, strict=True):
-        value.copy_(torch.where(is_due, value, old))
+    means = {name: sums[name].clone() if name in sums else None for name in gradients}
+    _update(recipe, left, means, is_due, itself=itself)
     for value in (*sums.values(), calls):
         value.copy_(torch.where(is_due, torch.zeros_like(value), value))
 
 
-def _update(recipe: Recipe, left: TrainingState, gradients: _Gradients, *, itself: bool) -> None:
-    """The optimizer's step by these gradients, which it may change."""
-    if recipe.clip_norm is not None:  # which writes into them
+def _update(
+    recipe: Recipe, left: TrainingState, gradients: _Gradients, is_due: Tensor | None = None, *, itself: bool
+) -> None:
+    """The optimizer's step by these gradients, which it may change; only if it ``is_due``, and they are finite."""
+    takes, scale = is_due, left.own.get(SCALE)
+    if scale is not None or recipe.clip_norm is not None:  # which write into them
         gradients = _apart(gradients)
     parameters = {name: value.detach() for name, value in left.parameters.items()}
     for name, value in parameters.items():
         value.grad = gradients[name]
+    if scale is not None:
+        scaled = [g for names in recipe.groups for name in names if (g := gradients[name]) is not None]
+        overflow = unscale(scaled, scale, itself=itself)
+        takes = overflow == 0 if is_due is None else is_due & (overflow == 0)
     if recipe.clip_norm is not None:
         nn.utils.clip_grad_norm_(list(parameters.values()), recipe.clip_norm, foreach=None if itself else False)
-    is_captured = itself and all(value.is_cuda for value in parameters.values())
-    with nullcontext() if is_captured else _compiling():
-        _stand_in(recipe, parameters, left, itself=itself).step()
+    _step(_stand_in(recipe, parameters, left, itself=itself), takes, left, itself=itself)
+    if scale is not None:
+        tracker = left.own[TRACKER]
+        with _only_if(is_due, [scale, tracker]):
+            update_scale(scale, tracker, overflow, itself=itself)
 
 
 def _apart(gradients: _Gradients) -> _Gradients:
@@ -146,6 +154,29 @@ def _apart(gradients: _Gradients) -> _Gradients:
                 found[name] = gradient.clone()
             held.add(storage._cdata)
     return found
+
+
+def _step(optimizer: Optimizer, takes: Tensor | None, left: TrainingState, *, itself: bool) -> None:
+    """Let the optimizer take its step, if the tensor says so or there is none."""
+    is_captured = itself and all(value.is_cuda for value in left.parameters.values())
+    written = [*left.parameters.values(), *left.slots.values()]
+    if takes is not None and all(group.get("fused") for group in optimizer.param_groups):
+        optimizer.found_inf = takes.logical_not().float()  # type: ignore[attr-defined]
+        written = []  # by kernels that look at it, as GradScaler has them do
+    with nullcontext() if is_captured else _compiling(), _only_if(takes, written):
+        optimizer.step()
+
+
+@contextmanager
+def _only_if(takes: Tensor | None, written: Iterable[Tensor]) -> Iterator[None]:
+    """Give tensors what the block writes into them if ``takes``, or where that is None; else what they were."""
+    if takes is None:
+        yield
+        return
+    before = [(value, value.clone()) for value in written]
+    yield
+    for value, old in before:
+        value.copy_(torch.where(takes, value, old))
 
 
 def _stand_in(recipe: Recipe, parameters: Named, left: TrainingState, *, itself: bool) -> Optimizer:
