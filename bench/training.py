@@ -1,6 +1,7 @@
 """What a training step takes: eager's call, torch.compile's whole step in one CUDA graph, and plans of each level.
 
-Usage: python -m bench.training [--markdown] [MODEL ...], a model being NETWORK_batch_N of bench.models.cifar_training.
+Usage: python -m bench.training [--markdown] [--autocast bf16] [MODEL ...], a model being NETWORK_batch_N of
+bench.models.cifar_training, which --autocast measures under torch.autocast alone, by the name NETWORK_batch_N_bf16.
 The processes get ready side by side and measure alone (bench/running.py). Writes training.json in bench/results/h200,
 or --output; --markdown prints its table. With --add only what the file does not hold of this commit is measured.
 Nothing of it has been measured yet.
@@ -32,6 +33,7 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("models", nargs="*", metavar="MODEL")
+    made.add_argument("--autocast", choices=["bf16"], help="what the models compute in, in all modes")
     made.add_argument("--limit", type=float, default=400, help="seconds that a process may take")
     made.add_argument("--output", type=Path, help="where the figures are")
     made.add_argument("--markdown", action="store_true")
@@ -61,7 +63,8 @@ def table(options: argparse.Namespace) -> Table:
             for mode in MODES
         )
 
-    return Table(path=path, jobs=tuple(jobs(model) for model in options.models or MODELS))
+    suffix = f"_{options.autocast}" if options.autocast else ""
+    return Table(path=path, jobs=tuple(jobs(f"{model}{suffix}") for model in options.models or MODELS))
 
 
 def markdown(results: dict[str, Any]) -> str:

@@ -1,8 +1,8 @@
 """One training step, in one mode. Prints one JSON object of figures, and nothing else.
 
 Usage: python -m bench.training_peer MODE MODEL [--cpu] [--turns]; MODE is eager, compile (torch.compile's whole step
-in one CUDA graph) or a level, O0, O1 or O2; MODEL is NETWORK_batch_N of bench.models.cifar_training. --cpu takes eager
-or O0 on the CPU, to see that the rest works.
+in one CUDA graph) or a level, O0, O1 or O2; MODEL is NETWORK_batch_N of bench.models.cifar_training, or
+NETWORK_batch_N_bf16. --cpu takes eager or O0 on the CPU, to see that the rest works; a plan only of the former.
 
 call_us: the wall clock of a step, synchronised, the batch in the memory of the device. kernels_us: GPU time of the
 step's CUDA graph, by events around each replay; chain_us: that of the plan's kernels in one chain. losses: of the first
@@ -26,6 +26,7 @@ from bench.models import cifar_training
 from bench.turns import Turn
 from nimblec.compiler import compile_model
 from nimblec.frontend.pytorch.model import set_arithmetic
+from nimblec.frontend.pytorch.training.state import autocasting
 from nimblec.options import Options
 from nimblert.cuda import CudaBackend
 from nimblert.executable import Executable, load
@@ -37,17 +38,13 @@ _WARM_UPS, _REPEATS, _LOSSES = 10, 50, 5
 Step = Callable[[], float]
 
 
-def split(model: str) -> tuple[str, int]:
-    """The network and the batch size of a name."""
-    network, _, batch = model.rpartition("_batch_")
-    return network, int(batch)
-
-
 class TorchStep:
     """PyTorch's own step, eager or compiled, on a device."""
 
     def __init__(self, model: str, device: str, *, compiled: bool) -> None:
-        module, optimizer, (images, labels) = cifar_training.parts(*split(model))
+        network, count, autocast = cifar_training.split(model)
+        module, optimizer, (images, labels) = cifar_training.parts(network, count)
+        self.type, self.device = (torch.bfloat16 if autocast else None), torch.device(device)
         self.module, self.batch = module.to(device).train(), (images.to(device), labels.to(device))
         settings = optimizer.param_groups[0] | {"params": list(self.module.parameters())}
         self.optimizer = torch.optim.SGD(settings["params"], settings["lr"], momentum=settings["momentum"])
@@ -57,7 +54,8 @@ class TorchStep:
         """One step on the device; the loss stays there."""
         self.optimizer.zero_grad()
         images, labels = self.batch
-        value = nn.functional.cross_entropy(self.module(images), labels)
+        with autocasting(self.type, self.device):
+            value = nn.functional.cross_entropy(self.module(images), labels)
         value.backward()
         self.optimizer.step()
         return value.detach()
@@ -117,7 +115,8 @@ def plan_clocks(
         "commands": len(made.plan.programs[0].commands),
         "streams": made.plan.programs[0].stream_count,
     }
-    _, _, example = cifar_training.parts(*split(model))
+    network, count, _ = cifar_training.split(model)
+    _, _, example = cifar_training.parts(network, count)
     host = [tensor.numpy() for tensor in example]
     loaded = load(path)
     figures["losses"] = [np.asarray(loaded(*host, entry="train")).item() for _ in range(_LOSSES)]
@@ -148,7 +147,7 @@ def main() -> None:
     """Measure one mode."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("mode", choices=MODES)
-    parser.add_argument("model", help="NETWORK_batch_N")
+    parser.add_argument("model", help="NETWORK_batch_N or NETWORK_batch_N_bf16")
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--turns", action="store_true", help="wait to be told when to measure")
     options = parser.parse_args()

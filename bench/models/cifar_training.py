@@ -1,5 +1,7 @@
 """Training steps of the paper's networks (torchvision, random weights) on images of 32 x 32, by batch size.
 
+NETWORK_batch_N is one in float32, NETWORK_batch_N_bf16 one under torch.autocast.
+
 "small" is a network to try things with, which needs no torchvision.
 At batch 1 their last features are one pixel, of which no batch norm of training has a variance: PyTorch refuses it.
 """
@@ -32,15 +34,22 @@ def parts(network: str, batch: int) -> tuple[nn.Module, torch.optim.Optimizer, t
     return model, optimizer, (torch.randn(batch, 3, 32, 32), torch.randint(0, CLASSES, (batch,)))
 
 
-def step(network: str, batch: int) -> Any:
+def split(name: str) -> tuple[str, int, str | None]:
+    """The network, the batch size and the type of autocast in a name; ValueError where it is none."""
+    plain, autocast = (name.removesuffix("_bf16"), "bf16") if name.endswith("_bf16") else (name, None)
+    network, _, batch = plain.rpartition("_batch_")
+    return network, int(batch), autocast
+
+
+def step(network: str, batch: int, autocast: str | None) -> Any:
     """The entries of a plan."""
     model, optimizer, example = parts(network, batch)
-    return nimblec.training_step(model, nn.functional.cross_entropy, optimizer, example)
+    return nimblec.training_step(model, nn.functional.cross_entropy, optimizer, example, autocast=autocast)
 
 
 def __getattr__(name: str) -> Callable[[], Any]:
-    """``NETWORK_batch_N`` as a callable without arguments."""
-    network, _, batch = name.rpartition("_batch_")
-    if not batch.isdigit():
-        raise AttributeError(name)
-    return partial(step, network, int(batch))
+    """The step of a name, as a callable without arguments."""
+    try:
+        return partial(step, *split(name))
+    except ValueError as exc:
+        raise AttributeError(name) from exc
