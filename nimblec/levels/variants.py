@@ -70,7 +70,9 @@ def _of_level_2(
     if runs.has_run(*products) and o2.has_norms(runs(*products).module):
         yield _variant(o2.TRITON_NORMS, partial(runs, *o2.TRITON_NORMS.pipelines))
     yield _variant(FUSED_REGIONS, partial(_fused, runs, model, dtype))
-    if dtype is None and not model.written_elsewhere and not (runs.has_run(*products) and o2.has_triton_kernels(runs(*products).module)):
+    if dtype is not None or model.written_elsewhere:
+        return
+    if not (runs.has_run(*products) and o2.has_triton_kernels(runs(*products).module)):
         yield Variant(name="torch.compile", make=partial(compiled, model))
 
 
