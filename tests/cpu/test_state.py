@@ -12,6 +12,8 @@ import torch
 
 import nimblec
 import nimblert
+from nimblec.frontend.pytorch import onnx_export
+from nimblec.frontend.pytorch.model import bind
 from nimblec.inspect.inspection import describe
 from nimblert.executable import Executable
 from nimblert.plan import Launch, Memcpy, Plan, Region
@@ -132,6 +134,23 @@ def test_inspect_says_what_a_run_does_with_the_state(decoding: Plan) -> None:
     exchanging = compiled(stateful_models.Exchange(), torch.ones(4))
     uses = {row["name"]: row["uses"]["main"] for row in describe(exchanging, file_nbytes=0)["state"]}
     assert uses == {"left": "in place", "right": "copied", "kept": "in place"}
+
+
+def test_what_is_known_to_have_state_is_exported_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """That there is any shows the first entry's export, which is made again; with it, the second's file is made."""
+    export, exported = torch.onnx.export, []
+
+    def counting(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        exported.append(type(module).__name__)
+        return export(module, *args, **kwargs)
+
+    monkeypatch.setattr(torch.onnx, "export", counting)
+    model, x = stateful_models.Exchange(), torch.ones(4)
+    files = onnx_export.export({"one": bind(model, (x,)), "other": bind(model, (x,))}, tmp_path)
+    assert exported == ["Exchange", "WithState", "WithState"]
+    assert [*files] == ["one", "other"]
+    for file in files.values():
+        assert {tensor.name for tensor in file.state if tensor.output} == {"left", "right", "kept"}
 
 
 def test_reset_gives_the_first_state(statistics: Plan) -> None:

@@ -5,7 +5,6 @@ attributes when they are pickled, lambdas and hooks cannot be pickled, and what 
 modules (registries that `__init__` fills, patches, flags) does not exist in the other process.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,10 +22,9 @@ from nimblec.frontend.pytorch.model import (
     missing_outputs,
     place_call,
     results_by_name,
-    state_written,
 )
 from nimblec.frontend.pytorch.repeatable import HOW_STATE_IS_KEPT, run_twice
-from nimblec.frontend.pytorch.state import Writing, refuse_autocast, storages
+from nimblec.frontend.pytorch.state import Writing, refuse_autocast, storages, written_by
 from nimblec.options import Options
 from nimblec.source import Source
 
@@ -62,7 +60,8 @@ def hand_over(source: Source, options: Options, folder: Path) -> tuple[Source, O
         notes += said
         others = {storage for other in held if other != entry for storage in held[other].values()}
         if others & {*held[entry].values()}:
-            written |= {held[entry][name] for name in _written(call, program)} & others
+            names = call.module.writes if isinstance(call.module, Writing) else written_by(call.name, program)
+            written |= {held[entry][name] for name in names} & others
     numbers = {storage: number for number, storage in enumerate(sorted(written))}
     entries = {
         entry: Source(
@@ -75,15 +74,6 @@ def hand_over(source: Source, options: Options, folder: Path) -> tuple[Source, O
     if source.kind != "entries":
         return entries["main"], options, notes
     return Source(kind="entries", entries=tuple(entries.items())), options, notes
-
-
-def _written(call: ModelCall, program: ExportedProgram) -> Sequence[str]:
-    """The parameters and buffers that a run of a call's program writes."""
-    if isinstance(call.module, Writing):
-        return call.module.writes
-    with exporting(call.name, "torch.export"):
-        functional = program.run_decompositions({})  # whose signature tells
-    return state_written(functional.graph_signature)
 
 
 def _export(call: ModelCall, path: Path) -> tuple[ExportedProgram, tuple[str, ...]]:

@@ -26,7 +26,16 @@ from nimblec.frontend.pytorch.model import (
 from nimblec.frontend.pytorch.onnx_translations import TRANSLATIONS
 from nimblec.frontend.pytorch.onnx_weights import kept_weights, optimize_around_weights
 from nimblec.frontend.pytorch.repeatable import HOW_STATE_IS_KEPT, compared, run_twice
-from nimblec.frontend.pytorch.state import StateTensor, WithState, Writing, contents, find_state, refuse_autocast
+from nimblec.frontend.pytorch.state import (
+    StateTensor,
+    WithState,
+    Writing,
+    contents,
+    find_state,
+    refuse_autocast,
+    storages,
+    written_by,
+)
 from nimblert.onnx_session import onnxruntime, runtime_errors, session_options
 
 _ANOTHER_MODEL = 0.1
@@ -58,32 +67,49 @@ def export(calls: Mapping[str, ModelCall], folder: Path, *, refittable: bool = F
     not modified. Raises TraceError if a model cannot be run or torch.onnx.export refuses it,
     UnsupportedModelError if its runs differ, CompileError if ONNX Runtime's results differ from PyTorch's.
     """
-    exported, written = {}, {}
     for call in calls.values():
         refuse_autocast(
             call.name,
             call.module,
             "whose mix of types ONNX Runtime does not take on the CPU: leave it out, or compile for --target cuda",
         )
-    for number, (entry, call) in enumerate(calls.items()):
-        path = folder / str(number) / "model.onnx"
-        path.parent.mkdir()
-        exported[entry], written[entry] = _export(call, path, refittable=refittable)
+    exported: dict[str, ExportedModel] = {}
+    paths = {entry: folder / str(number) / "model.onnx" for number, entry in enumerate(calls)}
+    held = {entry: storages(call.module) for entry, call in calls.items()}
+    written: dict[str, Sequence[str]]
+    written = {entry: call.module.writes for entry, call in calls.items() if isinstance(call.module, Writing)}
+    for entry, call in calls.items():
+        paths[entry].parent.mkdir()
+        known = {held[other][name] for other, names in written.items() for name in names}
+        if known.isdisjoint(held[entry].values()):
+            exported[entry], written[entry] = _export(call, paths[entry], refittable=refittable)
+        else:  # a file without the state would be of no use
+            written[entry] = _written(call)
     for entry, state in find_state(calls, written).items():
         if state:
-            exported[entry] = _export_with_state(calls[entry], state, exported[entry].path, refittable=refittable)
-    return exported
+            exported[entry] = _export_with_state(calls[entry], state, paths[entry], refittable=refittable)
+    return {entry: exported[entry] for entry in calls}
+
+
+def _written(call: ModelCall) -> Sequence[str]:
+    """The parameters and buffers that runs of a model write; they are the same run twice."""
+    with borrowed(call.module):
+        model = place_call(call, device="cpu")
+        run_twice(call.name, model, HOW_STATE_IS_KEPT, buffers_are_kept=True)
+        if isinstance(call.module, Writing):
+            return call.module.writes
+        with exporting(call.name, "torch.export"):
+            program = torch.export.export(as_module(model.module), model.args, model.kwargs, strict=False)
+        return written_by(call.name, program)
 
 
 def _export(call: ModelCall, path: Path, *, refittable: bool) -> tuple[ExportedModel, Sequence[str]]:
-    """A model as if it had no state, and what its runs write: where they do, the file is of no use."""
+    """A model as if it had no state, and what its runs write: where they do, the file is not written."""
     with borrowed(call.module):
         model = place_call(call, device="cpu")
         result = run_twice(call.name, model, HOW_STATE_IS_KEPT, buffers_are_kept=True)
         outputs = name_outputs(result)
         notes = (*model.notes, *missing_outputs(result))
-        if isinstance(call.module, Writing):
-            return ExportedModel(path=path, state=(), weights=frozenset(), notes=notes), call.module.writes
         args = model.args if model.kwargs else (*model.args, {})  # else it takes a trailing dict for kwargs
         program = _onnx_program(
             call.name, as_module(model.module), args, model.kwargs, _names(model), outputs, refittable=refittable

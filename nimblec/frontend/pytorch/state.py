@@ -8,7 +8,8 @@ import torch
 from torch.func import functional_call
 
 from nimblec.errors import UnsupportedModelError
-from nimblec.frontend.pytorch.model import ModelCall
+from nimblec.frontend.pytorch.export_errors import exporting
+from nimblec.frontend.pytorch.model import ModelCall, state_written
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +35,13 @@ def refuse_autocast(name: str, module: Any, why: str) -> None:
     """Raise UnsupportedModelError for a step under torch.autocast, which ``why`` says that it cannot be exported."""
     if isinstance(module, Writing) and module.autocast is not None:
         raise UnsupportedModelError(f"{name} runs under torch.autocast to {module.autocast}, {why}")
+
+
+def written_by(name: str, program: torch.export.ExportedProgram) -> list[str]:
+    """The parameters and buffers that a run of an exported model writes; ``name`` is for the error, a TraceError."""
+    with exporting(name, "torch.export"):
+        functional = program.run_decompositions({})  # whose signature tells
+    return state_written(functional.graph_signature)
 
 
 def storages(module: Any) -> dict[str, int]:
