@@ -66,7 +66,7 @@ def test_growth_is_seen(path: Path, what: str, monkeypatch: pytest.MonkeyPatch) 
 
 def test_threads_on_contexts_beside_processes(path: Path, tmp_path: Path) -> None:
     file = tmp_path / "contexts.json"
-    arguments = [str(path), "--threads", "6", "--contexts", "2", "--seconds", "2.4", "--processes", "1,2"]
+    arguments = [str(path), "--threads", "6", "--contexts", "2", "--seconds", "1.2", "--processes", "1,2"]
     assert contexts.main([*arguments, "--json", str(file)]) == 0
     facts = json.loads(file.read_text())
     one = facts["contexts"]

@@ -38,7 +38,7 @@ def test_an_endless_loop_is_interrupted(tmp_path: Path) -> None:
     with process.stderr as stages:
         assert stages.readline().startswith("read: ")
         with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(3)  # it is in the loop by then
+            process.wait(1.5)  # it is in the loop by then
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 128 + signal.SIGINT
         assert stages.read() == ""

@@ -83,7 +83,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = network()
     step = nimblec.training_step(model, loss, adam(model), batch(0), clip_norm=CLIP, accumulate=CALLS)
     path = tmp_path_factory.mktemp("accumulate") / "train.plan"
-    nimblec.compile(step, target="cpu", plan_cache=None).save(path)
+    nimblec.compile({"train": step["train"]}, target="cpu", streams=1, plan_cache=None).save(path)
     return path
 
 
