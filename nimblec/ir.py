@@ -9,6 +9,9 @@ from typing import TypeAlias
 
 from nimblert.plan import Dim3, Kernel, Module
 
+LIBRARY_MEMORY = "memory of a library"
+"""What names of state begin with that no model has: a library keeps it on the GPU between its calls."""
+
 
 class BufferKind(enum.Enum):
     """What a buffer is for, and so which region of the plan it goes to."""

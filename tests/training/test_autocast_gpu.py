@@ -79,6 +79,7 @@ def test_steps_are_eagers(gpu_compiler: "GpuCompiler", name: str) -> None:
             other = Eager(name, "cuda")
             nimblec.load_state(other.model, exe.state, other.optimizer, other.scaler)
             assert other.scaler.get_scale() == eager.scaler.get_scale()
+            assert other(11).tobytes() == run(exe, 11).tobytes()
 
 
 @pytest.mark.parametrize("level", [1, 2])
@@ -87,14 +88,14 @@ def test_steps_of_a_graph_are_near_eagers(gpu_compiler: "GpuCompiler", name: str
     """Losses within a few roundings of half precision, and the same steps are skipped."""
     eager = Eager(name, "cuda")
     with nimblert.load(gpu_compiler.plan(f"autocast_steps:{name}", level=level), poison=True) as exe:
+        x, _ = autocast_steps.batch(0)
+        scores = torch.from_numpy(np.asarray(exe(x.numpy(), entry="evaluate")).astype(np.float32))
+        torch.testing.assert_close(scores, eager.evaluate(0).float(), rtol=5e-2, atol=5e-2)
         for seed, wanted, found in autocast_steps.run_events(eager, partial(run, exe), partial(assign, exe)):
             assert found == pytest.approx(wanted, rel=5e-2), seed
             if eager.scaler.is_enabled():
                 state = eager.state()
                 assert (exe.state[SCALE], exe.state[TRACKER]) == (state[SCALE], state[TRACKER]), seed
-        x, _ = autocast_steps.batch(0)
-        scores = torch.from_numpy(np.asarray(exe(x.numpy(), entry="evaluate")).astype(np.float32))
-        torch.testing.assert_close(scores, eager.evaluate(0).float(), rtol=1e-1, atol=1e-1)
 
 
 @pytest.mark.parametrize("level", LEVELS)

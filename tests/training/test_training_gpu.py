@@ -108,7 +108,7 @@ def test_steps_stay_as_near_to_those_of_float64_as_eagers(gpu_compiler: "GpuComp
     for key, wanted in states[0].items():
         change = float(np.abs(wanted - before[key]).max())
         error, eagers = (float(np.abs(of[key] - wanted).max()) for of in (found, states[1]))
-        if error > 8 * eagers + OF_CHANGE[name] * change:
+        if error > 8 * eagers + OF_CHANGE[name] * change + 1e-7:
             wrong[key] = (error, eagers, change)
     assert not wrong
 

@@ -8,7 +8,7 @@ from nimblec.cuda.recording.capture import ByteRange
 from nimblec.cuda.recording.foreign import ForeignMemory
 from nimblec.cuda.recording.relocation import Target
 from nimblec.errors import UnsupportedModelError
-from nimblec.ir import Access, Buffer, BufferKind
+from nimblec.ir import LIBRARY_MEMORY, Access, Buffer, BufferKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +145,7 @@ class BufferTable:
 
     def _foreign_buffer(self, allocation: Allocation) -> Buffer:
         data = self._foreign.content(allocation.index)
-        name = f"memory of a library {allocation.index}"
+        name = f"{LIBRARY_MEMORY} {allocation.index}"
         return Buffer(kind=BufferKind.STATE, nbytes=data.nbytes, name=name, shape=(data.nbytes,), data=data)
 
     def _temporary_kind(self, allocation: Allocation) -> BufferKind:

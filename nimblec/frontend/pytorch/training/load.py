@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from nimblec.errors import ArgumentError
 from nimblec.frontend.pytorch.training.scaler import SCALE, TRACKER
 from nimblec.frontend.pytorch.training.state import CALLS, OFFSET, SEED, SUM, named_tensors, rate_names
+from nimblec.ir import LIBRARY_MEMORY
 
 _OWN = frozenset({CALLS, SEED, OFFSET, SCALE, TRACKER})
 
@@ -23,25 +24,38 @@ def load_state(
 ) -> None:
     """See `nimblec.load_state`."""
     known = {f"model.{name}": tensor for name, tensor in named_tensors(model).items()}
-    values = {name: torch.from_numpy(np.array(array)) for name, array in state.items()}
+    values = {n: torch.from_numpy(np.array(a)) for n, a in state.items() if not n.startswith(LIBRARY_MEMORY)}
     _refuse_another(values, known)
-    parameters = dict(model.named_parameters())
-    groups = [] if optimizer is None else optimizer.param_groups
-    rates = {f"optimizer.{name}": group for name, group in zip(rate_names(len(groups)), groups, strict=True)}
     if scaler is not None:
         _load_scaler(values, scaler)
+    if optimizer is not None:
+        _load_optimizer(values, dict(model.named_parameters()), optimizer)
     with torch.no_grad():
-        for name, value in values.items():
-            part, _, path = name.partition(".")
-            if name in known:
-                known[name].copy_(value)
-            elif name in rates:
-                rates[name]["lr"] = float(value)
-            elif part == SUM:
-                parameters[path].grad = value if values[CALLS] else None
-            elif part == "optimizer" and optimizer is not None:
-                path, _, slot = path.rpartition(".")
-                optimizer.state[parameters[path]][slot] = value
+        for name, tensor in known.items():
+            if name in values:
+                tensor.copy_(values[name])
+    for name, parameter in model.named_parameters():
+        gradient = values.get(f"{SUM}.{name}")
+        if gradient is not None:
+            parameter.grad = gradient.to(parameter) if values[CALLS] else None
+
+
+def _load_optimizer(values: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter], optimizer: Optimizer) -> None:
+    kept = optimizer.state_dict()
+    groups = kept["param_groups"]
+    rates = {f"optimizer.{name}": group for name, group in zip(rate_names(len(groups)), groups, strict=True)}
+    numbers = {id(p): n for n, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
+    for name, value in values.items():
+        part, _, path = name.partition(".")
+        if name in rates:
+            rates[name]["lr"] = float(value)
+        elif part == "optimizer":
+            path, _, slot = path.rpartition(".")
+            number = numbers.get(id(parameters.get(path)))
+            if number is None:
+                raise ArgumentError(f"load_state: {name!r}: the optimizer has no such parameter: give the model's own")
+            kept["state"].setdefault(number, {})[slot] = value
+    optimizer.load_state_dict(kept)  # which brings them where it wants them
 
 
 def _refuse_another(values: Mapping[str, Tensor], known: Mapping[str, Tensor]) -> None:
