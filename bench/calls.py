@@ -1,7 +1,6 @@
 """What a call of a plan costs beside its replay.
 
-Usage: python -m bench.peers --modes graph --tune none --output bench/results/h200/calls.json, which measures, and
-python -m bench.calls --markdown, which prints the table.
+Usage: python -m bench.calls --markdown, which prints the table of what `bench.peers` measured.
 
 A call from numpy is allowed its replay, 25 us, and 1.3 times what its bytes take through page-locked memory.
 """
@@ -70,7 +69,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--markdown", action="store_true", required=True)
     parser.parse_args()
-    print(markdown(environment.read(peers.FOLDER / "calls.json")))
+    print(markdown(environment.read(peers.FOLDER / "peers.json")))
 
 
 if __name__ == "__main__":

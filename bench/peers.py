@@ -87,7 +87,7 @@ def models(options: argparse.Namespace) -> tuple[str, ...]:
 
 def table(options: argparse.Namespace) -> Table:
     """What to run, by model: those that torch tunes first, as they take longest."""
-    default = "compile,freeze" if options.batches else "eager,compile,freeze"
+    default = "compile,freeze" if options.batches else "eager,graph,compile,freeze"
     modes = [mode for mode in (default if options.modes is None else options.modes).split(",") if mode]
     fp32 = ("--fp32",) if options.precision == "fp32" else ()
     tuned = {"some": () if options.batches else TUNED, "all": models(options), "none": ()}[options.tune]
