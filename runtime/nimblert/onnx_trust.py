@@ -134,8 +134,8 @@ def _summand(index: int) -> Rule:
 
     def rule(call: Call) -> Iterator[str]:
         given = call.input(index)
-        if given is not None and given != call.outputs[0]:
-            yield f"summand of shape {given}, expected {call.outputs[0]}"
+        if given is not None and (given,) != call.outputs[:1]:
+            yield f"summand of shape {given}, expected {call.outputs[:1]}"
 
     return rule
 
@@ -172,7 +172,7 @@ def _columns(*places: int) -> Rule:
     """Both matrices have two dimensions or more; scales, zero points and bias are single, or one for each column."""
 
     def rule(call: Call) -> Iterator[str]:
-        left, right = call.inputs[:2]
+        left, right = call.input(0), call.input(1)
         if left is None or right is None or min(len(left), len(right)) < 2:
             yield f"matrices of shapes {left} and {right}"
             return
@@ -249,7 +249,8 @@ def _grams(call: Call) -> Iterator[str]:
         yield f"ngram_counts: {counts} cuts n-grams of {len(pool)} numbers"
     total = sum((end - start) // length for length, (start, end) in enumerate(zip(counts, ends, strict=True), 1))
     weights = call.attributes["weights"].floats if "weights" in call.attributes else ()
-    if len(indexes) != total or min(indexes) < 0 or max(indexes) >= 1 << 31 or len(weights) not in (0, total):
+    counted = len(indexes) == total and len(weights) in (0, total)
+    if not counted or not 0 <= min(indexes, default=0) <= max(indexes, default=0) < 1 << 31:
         yield f"ngram_indexes: {len(indexes)}, and {len(weights)} weights, for {total} n-grams"
     shortest, longest, skips = map(call.integer, ("min_gram_length", "max_gram_length", "max_skip_count"))
     if not 1 <= shortest <= longest <= len(counts) or not 0 <= skips <= 1 << 16:

@@ -1,13 +1,17 @@
 """The table of operators is what the installed onnx says, and what ONNX Runtime has kernels of."""
 
+import re
 import runpy
 from pathlib import Path
+from typing import Any
 
 import onnx
 import onnxruntime
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from nimblert import onnx_operators, onnx_trust
+from nimblert import onnx_model, onnx_operators, onnx_trust
 from nimblert._generated.onnx_operators import OPERATORS
 
 SCRIPT = runpy.run_path(str(Path(__file__).resolve().parents[2] / "schema" / "onnx_operators.py"))
@@ -60,3 +64,37 @@ def test_rules_are_about_operators_that_there_are() -> None:
     known = {key.replace(":", ".").removeprefix(".") for key in OPERATORS}
     assert set(onnx_trust.ANY_SHAPE) <= known
     assert set(onnx_trust._RULES) <= known
+
+
+_SHAPES = st.lists(st.none() | st.lists(st.integers(0, 3), max_size=5).map(tuple), max_size=10).map(tuple)
+_NAMES = re.findall(r'"([a-z][a-zA-Z0-9_]+)"', Path(onnx_trust.__file__).read_text(encoding="utf-8"))
+_ATTRIBUTES = st.builds(
+    onnx_model.Attribute,
+    i=st.none() | st.integers(-2, 4),
+    ints=st.lists(st.integers(-1, 4), max_size=4).map(tuple),
+    floats=st.lists(st.floats(), max_size=3).map(tuple),
+)
+_CONSTANTS = st.builds(onnx_model.TensorValue, data_type=st.sampled_from([1, 6, 7]), raw_data=st.none() | st.binary())
+
+
+@pytest.mark.parametrize("operator", sorted(onnx_trust._RULES))
+@settings(max_examples=30, deadline=None)
+@given(
+    inputs=_SHAPES,
+    outputs=_SHAPES,
+    attributes=st.dictionaries(st.sampled_from(_NAMES), _ATTRIBUTES),
+    constant=st.dictionaries(st.integers(0, 9), _CONSTANTS),
+)
+def test_rules_are_about_whatever_a_file_says(operator: str, **parts: Any) -> None:
+    """Too few inputs, too, which is another rule's to tell."""
+    for sentence in onnx_trust.problems(operator, onnx_trust.Call(**parts)):
+        assert sentence.startswith(operator)
+
+
+def test_grams_of_which_none_is_whole_are_refused() -> None:
+    given = {"pool_int64s": (1,), "ngram_counts": (0, 0), "ngram_indexes": ()}
+    attributes = {name: onnx_model.Attribute(ints=ints) for name, ints in given.items()}
+    call = onnx_trust.Call(attributes=attributes, inputs=((1,),), outputs=((1,),), constant={})
+    first = next(onnx_trust.problems("TfIdfVectorizer", call))
+    assert first == "TfIdfVectorizer: ngram_counts: (0, 0) cuts n-grams of 1 numbers"
+    assert len(list(onnx_trust.problems("TfIdfVectorizer", call))) > 1
