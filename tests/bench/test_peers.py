@@ -136,8 +136,9 @@ def test_all_models_run_in_all_modes_those_that_are_tuned_first() -> None:
     jobs = planned("--levels", "0,1")
     assert list(dict.fromkeys(j.model for j in jobs))[: len(peers.TUNED)] == list(peers.TUNED)
     assert [j.model for j in jobs if j.mode == "autotune"] == list(peers.TUNED)
-    assert [j.mode for j in jobs if j.model == "bench.models.unet:fp16"] == ["eager", "compile", "freeze", "-O0", "-O1"]
-    assert len({(j.model, j.mode) for j in jobs}) == len(jobs) == len(peers.MODELS) * 5 + len(peers.TUNED)
+    modes = ["eager", "graph", "compile", "freeze", "-O0", "-O1"]
+    assert [j.mode for j in jobs if j.model == "bench.models.unet:fp16"] == modes
+    assert len({(j.model, j.mode) for j in jobs}) == len(jobs) == len(peers.MODELS) * len(modes) + len(peers.TUNED)
 
 
 @pytest.mark.parametrize(("asked", "tuned"), [("some", peers.TUNED), ("all", peers.MODELS), ("none", ())])
@@ -167,7 +168,7 @@ def test_each_gpu_has_its_cores_and_takes_on_whole_models(monkeypatch: pytest.Mo
 def test_fp32_is_asked_of_both_sides() -> None:
     jobs = planned("--precision", "fp32")
     assert all(j.model.endswith(":fp32") and "--fp32" in j.command for j in jobs)
-    assert {j.mode for j in jobs} == {"eager", "compile", "freeze", "-O2"}
+    assert {j.mode for j in jobs} == {"eager", "graph", "compile", "freeze", "-O2"}
     assert not [j for j in planned() if "--fp32" in j.command]
 
 

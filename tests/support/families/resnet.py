@@ -1,5 +1,7 @@
 """ResNet-18 (He et al. 2016): residual blocks of two 3x3 convolutions."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
@@ -25,17 +27,17 @@ class Block(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Images (N, 3, H, W) to logits (N, classes); ``width`` is 64 in ResNet-18."""
+    """Images (N, 3, H, W) to logits (N, classes), by a number of blocks in each stage; those of ResNet-18."""
 
-    def __init__(self, width: int = 64, classes: int = 1000) -> None:
+    def __init__(self, width: int = 64, classes: int = 1000, stages: Sequence[int] = (2, 2, 2, 2)) -> None:
         super().__init__()
         self.stem = nn.Sequential(
             nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width), nn.ReLU(), nn.MaxPool2d(3, 2, 1)
         )
         blocks = []
         channels_in = width
-        for stage in range(4):
-            for block in range(2):
+        for stage, count in enumerate(stages):
+            for block in range(count):
                 channels = width << stage
                 blocks.append(Block(channels_in, channels, 2 if stage and not block else 1))
                 channels_in = channels
@@ -48,5 +50,5 @@ class ResNet(nn.Module):
 
 
 def small() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    """A narrow ResNet-18 and an image of 64 pixels."""
-    return ResNet(width=16, classes=10).eval(), (torch.randn(1, 3, 64, 64),)
+    """A narrow ResNet, one of whose stages has two blocks, and an image of 64 pixels."""
+    return ResNet(width=16, classes=10, stages=(2, 1, 1, 1)).eval(), (torch.randn(1, 3, 64, 64),)
