@@ -202,8 +202,7 @@ def training_step(
     UnsupportedModelError.
 
     The step starts from what model and optimizer are now. Both stay as they are, but that the model is in
-    training mode. On the CUDA target, give `compile` the name of a function that returns the entries; it has not been
-    run on a GPU yet.
+    training mode. On the CUDA target, give `compile` the name of a function that returns the entries.
 
     Raises ArgumentError for an argument of another kind, TraceError for what cannot be a graph (values of tensors
     read in Python, a generator of the model's own), UnsupportedModelError where the graph is not what the optimizer
