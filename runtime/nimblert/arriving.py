@@ -12,6 +12,7 @@ import numpy as np
 
 from nimblert import driver, graph
 from nimblert.driver import Handle, call
+from nimblert.errors import CudaError
 
 if TYPE_CHECKING:
     from nimblert.transfers import Mover
@@ -68,7 +69,8 @@ class ArrivingGraphs:
     def find(self, key: Hashable, enough: int, arrivals: Callable[[], Sequence[Arrival]]) -> Arriving | None:
         """That for inputs of this ``key``; None as long as they have not come ``enough`` times.
 
-        Where callers have more kinds than are kept, the next one must come ever more often.
+        Where callers have more kinds than are kept, or the driver refuses one, the next must come ever more
+        often.
         """
         found = self._made.get(key)
         if found is not None:
@@ -83,7 +85,11 @@ class ArrivingGraphs:
         if len(self._made) >= _MOST_GRAPHS:
             self._patience *= 4
             _destroy(self._made.pop(next(iter(self._made))))
-        made = self._made[key] = _made(self._program, arrivals())
+        try:
+            made = self._made[key] = _made(self._program, arrivals())
+        except CudaError:  # without memory for it the call runs as the ones before; any other error ends that, too
+            self._patience *= 4
+            return None
         return made
 
     def close(self) -> None:

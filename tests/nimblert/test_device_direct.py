@@ -134,6 +134,26 @@ def test_of_inputs_in_ever_new_places_few_get_a_graph(model: Executable, put: Pu
 
 
 @on_host
+@pytest.mark.parametrize("refused", ["cuGraphInstantiate", "cuGraphAddChildGraphNode", "cuGraphAddMemcpyNode"])
+def test_calls_go_on_where_no_memory_is_left_for_a_graph_of_their_own(
+    model: Executable, put: Put, host: HostDriver, refused: str
+) -> None:
+    place = put(laid_out(drawn(0), ORDERS["channels last"]))
+    host.failing[refused] = host.CUresult.CUDA_ERROR_OUT_OF_MEMORY
+    before, created = host.calls.get(refused, 0), host.calls.get("cuGraphCreate", 0)
+    for seed in range(70):
+        for value in (drawn(seed), place.copy_(torch.from_numpy(drawn(seed)))):
+            assert np.array_equal(on_the_host(model(value)), drawn(seed))
+    assert 2 <= host.calls[refused] - before <= 6
+    assert host.calls["cuGraphDestroy"] == host.calls["cuGraphCreate"] - created
+    host.failing.clear()
+    launched = host.calls.get("cuMemcpyHtoDAsync", 0)
+    for seed in range(400):
+        assert np.array_equal(model(drawn(seed)), drawn(seed))
+    assert host.calls["cuMemcpyHtoDAsync"] - launched < 400
+
+
+@on_host
 def test_large_inputs_are_uploaded_piece_by_piece(put: Put, host: HostDriver) -> None:
     del put
     shape = (1, 3, 512, 512)
