@@ -4,7 +4,6 @@ Usage: python -m bench.training [--markdown] [--autocast bf16] [MODEL ...], a mo
 bench.models.cifar_training, which --autocast measures under torch.autocast alone, by the name NETWORK_batch_N_bf16.
 The processes get ready side by side and measure alone (bench/running.py). Writes training.json in bench/results/h200,
 or --output; --markdown prints its table. With --add only what the file does not hold of this commit is measured.
-Nothing of it has been measured yet.
 """
 
 import argparse
