@@ -223,7 +223,7 @@ def load_state(
     """Have a model go on in PyTorch where a plan of its `training_step` is: ``exe.state``.
 
     So do its ``optimizer``, and the torch.amp.GradScaler of a step in float16. Raises ArgumentError for a state of
-    another model, and with a ``scaler`` for one that has none.
+    another model or kind of optimizer, and with a ``scaler`` for one that has none; all three are then as they were.
     """
     from nimblec.frontend.pytorch.training.load import load_state as load  # brings in torch
 

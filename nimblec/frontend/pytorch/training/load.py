@@ -1,5 +1,6 @@
 """The state of a plan back into PyTorch."""
 
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,11 +10,25 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nimblec.errors import ArgumentError
+from nimblec.frontend.pytorch.model import as_tensor
 from nimblec.frontend.pytorch.training.scaler import SCALE, TRACKER
-from nimblec.frontend.pytorch.training.state import CALLS, OFFSET, SEED, SUM, named_tensors, rate_names
+from nimblec.frontend.pytorch.training.state import (
+    CALLS,
+    OFFSET,
+    RATE,
+    SEED,
+    SUM,
+    Named,
+    kept_by,
+    named_tensors,
+    rate_names,
+)
 from nimblec.ir import LIBRARY_MEMORY
 
 _OWN = frozenset({CALLS, SEED, OFFSET, SCALE, TRACKER})
+_OPTIMIZER = "optimizer"
+_LIKE = "give one like that of the step"
+_PART = {False: "parameter: give the model's own", True: f"group of parameters: {_LIKE}"}
 
 
 def load_state(
@@ -23,60 +38,99 @@ def load_state(
     scaler: torch.amp.GradScaler | None = None,
 ) -> None:
     """See `nimblec.load_state`."""
-    known = {f"model.{name}": tensor for name, tensor in named_tensors(model).items()}
-    values = {n: torch.from_numpy(np.array(a)) for n, a in state.items() if not n.startswith(LIBRARY_MEMORY)}
-    _refuse_another(values, known)
-    if scaler is not None:
-        _load_scaler(values, scaler)
+    values = {name: _tensor(name, value) for name, value in state.items() if not name.startswith(LIBRARY_MEMORY)}
+    tensors = {f"model.{name}": tensor for name, tensor in named_tensors(model).items()}
+    sums = {f"{SUM}.{name}": parameter for name, parameter in model.named_parameters()}
+    _refuse_another(values, {**tensors, **sums})
+    scale = None if scaler is None else _scale(values)
     if optimizer is not None:
         _load_optimizer(values, dict(model.named_parameters()), optimizer)
+    if scaler is not None and scale is not None:
+        scaler.load_state_dict({**scaler.state_dict(), **scale})
     with torch.no_grad():
-        for name, tensor in known.items():
+        for name, tensor in tensors.items():
             if name in values:
                 tensor.copy_(values[name])
-    for name, parameter in model.named_parameters():
-        gradient = values.get(f"{SUM}.{name}")
-        if gradient is not None:
-            parameter.grad = gradient.to(parameter) if values[CALLS] else None
+    for name, parameter in sums.items():
+        if name in values:
+            parameter.grad = values[name].to(parameter) if values[CALLS] else None
 
 
-def _load_optimizer(values: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter], optimizer: Optimizer) -> None:
-    kept = optimizer.state_dict()
-    groups = kept["param_groups"]
-    rates = {f"optimizer.{name}": group for name, group in zip(rate_names(len(groups)), groups, strict=True)}
-    numbers = {id(p): n for n, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
-    for name, value in values.items():
-        part, _, path = name.partition(".")
-        if name in rates:
-            rates[name]["lr"] = float(value)
-        elif part == "optimizer":
-            path, _, slot = path.rpartition(".")
-            number = numbers.get(id(parameters.get(path)))
-            if number is None:
-                raise ArgumentError(f"load_state: {name!r}: the optimizer has no such parameter: give the model's own")
-            kept["state"].setdefault(number, {})[slot] = value
-    optimizer.load_state_dict(kept)  # which brings them where it wants them
+def _tensor(name: str, value: Any) -> Tensor:
+    """A copy of an array of any dtype that a state has."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    array = np.array(value)
+    try:
+        return as_tensor(array)
+    except (TypeError, ValueError) as exc:
+        raise ArgumentError(f"load_state: {name!r}: got {array.dtype}, of which no tensor can be made") from exc
 
 
-def _refuse_another(values: Mapping[str, Tensor], known: Mapping[str, Tensor]) -> None:
+def _refuse_another(values: Named, known: Named) -> None:
     """Raise ArgumentError where a state is that of another model than the one whose tensors are ``known``."""
     for name, value in values.items():
         if name in known:
-            if known[name].shape != value.shape:
-                raise ArgumentError(
-                    f"load_state: {name!r}: shape {tuple(value.shape)}, expected {tuple(known[name].shape)}"
-                )
-        elif not name.startswith(("optimizer.", f"{SUM}.")) and name not in _OWN:
+            _check_shape(name, value, known[name])
+        elif not name.startswith(f"{_OPTIMIZER}.") and name not in _OWN:
             raise ArgumentError(
                 f"load_state: {name!r} is no parameter or buffer of the model: give the model that was compiled"
             )
+    for name, needed in ((f"{SUM}.", CALLS), (SCALE, TRACKER)):
+        if needed not in values and any(found.startswith(name) for found in values):
+            raise ArgumentError(f"load_state: the state has no {needed!r}: give all that a plan's state has")
 
 
-def _load_scaler(values: Mapping[str, Tensor], scaler: torch.amp.GradScaler) -> None:
+def _check_shape(name: str, value: Tensor, expected: Tensor) -> None:
+    if value.shape != expected.shape:
+        raise ArgumentError(f"load_state: {name!r}: shape {tuple(value.shape)}, expected {tuple(expected.shape)}")
+
+
+def _scale(values: Named) -> dict[str, float]:
+    """What a GradScaler keeps."""
     if SCALE not in values:
         raise ArgumentError(
             f"load_state: the state has no {SCALE!r}, as that of a step with autocast=torch.float16 has: "
             "leave scaler out"
         )
-    own = {"scale": float(values[SCALE]), "_growth_tracker": int(values[TRACKER])}
-    scaler.load_state_dict({**scaler.state_dict(), **own})
+    return {"scale": float(values[SCALE]), "_growth_tracker": int(values[TRACKER])}
+
+
+def _load_optimizer(values: Named, parameters: Mapping[str, nn.Parameter], optimizer: Optimizer) -> None:
+    kept = optimizer.state_dict()
+    groups = kept["param_groups"]
+    rates = {f"{_OPTIMIZER}.{name}": group for name, group in zip(rate_names(len(groups)), groups, strict=True)}
+    slots: dict[str, Named] = defaultdict(dict)
+    for name, value in values.items():
+        part, _, path = name.partition(".")
+        if name in rates:
+            rate = torch.as_tensor(rates[name][RATE])
+            _check_shape(name, value, rate)
+            rates[name][RATE] = value.to(rate) if isinstance(rates[name][RATE], Tensor) else float(value)
+        elif part == _OPTIMIZER:
+            path, _, slot = path.rpartition(".")
+            slots[path][slot] = value
+    expected = kept_by(optimizer)
+    if not slots and any(expected.values()):
+        raise ArgumentError(f"load_state: the state has nothing that {type(optimizer).__name__} keeps: {_LIKE}")
+    numbers = {p: n for n, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
+    for path, found in slots.items():
+        parameter = parameters.get(path)
+        if parameter is None or parameter not in numbers:
+            name = ".".join(filter(None, (_OPTIMIZER, path, next(iter(found)))))
+            raise ArgumentError(f"load_state: {name!r}: the optimizer has no such {_PART[not path]}")
+        own = expected.get(parameter, found)
+        _refuse_other_slots(path, found, own)
+        kept["state"][numbers[parameter]] = {**own, **found}
+    optimizer.load_state_dict(kept)  # which brings them where it wants them
+
+
+def _refuse_other_slots(path: str, found: Named, own: Mapping[str, Any]) -> None:
+    """Raise ArgumentError where these tensors are not those that an optimizer keeps as its ``own`` for a parameter."""
+    wanted = {slot: value for slot, value in own.items() if isinstance(value, Tensor)}
+    if wanted.keys() != found.keys():
+        raise ArgumentError(
+            f"load_state: for {path!r} the state has {sorted(found)}, the optimizer keeps {sorted(wanted)}: {_LIKE}"
+        )
+    for slot, value in wanted.items():
+        _check_shape(f"{_OPTIMIZER}.{path}.{slot}", found[slot], value)

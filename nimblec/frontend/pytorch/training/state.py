@@ -76,7 +76,7 @@ def initial_state(recipe: Recipe, *, draws: bool) -> TrainingState:
     parameters: Named = dict(recipe.model.named_parameters())
     names = {parameter: name for name, parameter in parameters.items()}
     slots: Named = {}
-    for parameter, kept in _kept(recipe.optimizer).items():
+    for parameter, kept in kept_by(recipe.optimizer).items():
         name = names[parameter]
         slots |= {f"{name}.{slot}": value for slot, value in kept.items() if isinstance(value, Tensor)}
         recipe.constants[name] = {slot: value for slot, value in kept.items() if not isinstance(value, Tensor)}
@@ -124,7 +124,7 @@ def group_names(model: nn.Module, optimizer: Optimizer) -> tuple[tuple[str, ...]
     return tuple(tuple(names[parameter] for parameter in group["params"]) for group in optimizer.param_groups)
 
 
-def _kept(optimizer: Optimizer) -> dict[Tensor, dict[str, Any]]:
+def kept_by(optimizer: Optimizer) -> dict[Tensor, dict[str, Any]]:
     """What the optimizer keeps for each parameter; one that has not taken a step yet keeps zeros."""
     if optimizer.state:
         return {parameter: dict(kept) for parameter, kept in optimizer.state.items()}

@@ -1,0 +1,114 @@
+"""What `nimblec.load_state` takes, and what a state that it refuses leaves as it was."""
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import nimblec
+from nimblec.errors import ArgumentError
+from nimblec.frontend.pytorch.model import as_array, as_tensor
+
+loss = nn.functional.cross_entropy
+
+
+def adam(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), 0.01, **options)
+
+
+def state_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
+    """Of a step that none was taken of."""
+    given = torch.ones(2, 3, dtype=next(model.parameters()).dtype), torch.tensor([0, 1])
+    module, _ = nimblec.training_step(model, lambda y, t: loss(y.float(), t), optimizer, given)["train"]
+    return {name: as_array(tensor) for name, tensor in module.state_dict().items()}
+
+
+def small() -> nn.Linear:
+    return nn.Linear(3, 2)
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "no parameter's": ({"optimizer.other.exp_avg": np.zeros(2)}, r"'optimizer\.other\.exp_avg': .* no such parameter"),
+    "another group": ({"optimizer.lr_1": np.float32(1)}, r"'optimizer\.lr_1': the optimizer has no such group"),
+    "rates": ({"optimizer.lr": np.zeros(2)}, r"'optimizer\.lr': shape \(2,\), expected \(\)"),
+    "form": ({"optimizer.bias.exp_avg": np.zeros(3)}, r"'optimizer\.bias\.exp_avg': shape \(3,\), expected \(2,\)"),
+    "one more": ({"optimizer.bias.other": np.zeros(2)}, r"for 'bias' the state has .*'other'.*, the optimizer keeps"),
+    "a sum": ({"accumulated.bias": np.zeros(3)}, r"'accumulated\.bias': shape \(3,\), expected \(2,\)"),
+    "no count": ({"accumulated.bias": np.zeros(2)}, "the state has no 'accumulated_calls'"),
+    "another sum": ({"accumulated.other": np.zeros(2)}, r"'accumulated\.other' is no parameter"),
+    "no tracker": ({"scaler.scale": np.float32(1)}, r"the state has no 'scaler\.growth_tracker'"),
+    "text": ({"model.bias": "text"}, r"'model\.bias': got <U4, of which no tensor"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_state_that_is_refused_changes_nothing(case: str) -> None:
+    values, sentence = WRONG[case]
+    model = small()
+    state = {**state_of(adam(model), model), **values}
+    state["optimizer.weight.exp_avg"] = np.ones((2, 3), np.float32)
+    optimizer = adam(model)
+    loss(model(torch.ones(2, 3)), torch.tensor([0, 1])).backward()
+    optimizer.step()
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    with pytest.raises(ArgumentError, match=f"load_state: .*{sentence}"):
+        nimblec.load_state(model, state, optimizer)
+    assert str((model.state_dict(), optimizer.state_dict())) == str(before)
+
+
+def test_a_state_of_another_kind_of_optimizer_is_refused() -> None:
+    model = small()
+    plain, momentum = torch.optim.SGD(model.parameters(), 0.1), torch.optim.SGD(model.parameters(), 0.1, momentum=0.5)
+    for of, other, found, kept in (
+        (adam(model), momentum, r"'exp_avg', .*", "'momentum_buffer'"),
+        (momentum, adam(model), "'momentum_buffer'", r"'exp_avg', .*"),
+        (adam(model), plain, r"'exp_avg', .*", ""),
+        (adam(model), adam(model, amsgrad=True), r"'exp_avg', .*", r".*'max_exp_avg_sq', .*"),
+    ):
+        with pytest.raises(ArgumentError, match=rf"the state has \[{found}\], the optimizer keeps \[{kept}\]"):
+            nimblec.load_state(model, state_of(of, model), other)
+    with pytest.raises(ArgumentError, match="the state has nothing that Adam keeps"):
+        nimblec.load_state(model, state_of(plain, model), adam(model))
+    nimblec.load_state(model, state_of(plain, model), plain)
+
+
+class Noting(torch.optim.Optimizer):
+    """Keeps something that is no tensor, too."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        """Add up what the gradients are."""
+        for parameter in self.param_groups[0]["params"]:
+            kept = self.state[parameter]
+            if not kept:
+                kept.update(total=torch.zeros_like(parameter), factor=0.5)
+            kept["total"].add_(parameter.grad, alpha=kept["factor"])
+            parameter.sub_(kept["total"])
+
+
+def test_an_optimizer_that_took_no_step_gets_what_is_no_tensor_too() -> None:
+    model = small()
+    optimizer = Noting(model.parameters())
+    nimblec.load_state(model, state_of(Noting(model.parameters()), model), optimizer)
+    assert [kept["factor"] for kept in optimizer.state.values()] == [0.5, 0.5]
+
+
+def test_a_state_in_bfloat16_and_a_rate_that_is_a_tensor() -> None:
+    model = small().bfloat16()
+    state = state_of(adam(model), model)
+    state["optimizer.lr"] = np.float32(0.5)
+    state["model.bias"] = np.array([1, 2]).astype(state["model.bias"].dtype)
+    for given in (state, {name: as_tensor(np.array(value)) for name, value in state.items()}):
+        other = small().bfloat16()
+        optimizer = adam(other)
+        optimizer.param_groups[0]["lr"] = torch.tensor(0.1)
+        nimblec.load_state(other, given, optimizer)
+        assert other.bias.tolist() == [1, 2]
+        assert torch.equal(optimizer.param_groups[0]["lr"], torch.tensor(0.5))
