@@ -208,7 +208,10 @@ class CudaBackend:
         self, executable: Handle, stream: int, fetch: Callable[..., np.ndarray | DeviceOutput]
     ) -> dict[str, np.ndarray | DeviceOutput]:
         call("cuGraphLaunch", executable, stream)
-        return {tensor.name: fetch(index, stream, reuse=False) for index, tensor in enumerate(self._program.outputs)}
+        results = {}
+        for index, tensor in enumerate(self._program.outputs):  # a comprehension would drop them where one fails
+            results[tensor.name] = fetch(index, stream, reuse=False)
+        return results
 
     def _end(self, stream: int) -> None:
         call("cuStreamSynchronize", stream)

@@ -11,6 +11,7 @@ import numpy as np
 from nimblert import driver
 from nimblert.driver import NO_TIMING, Context, Handle, call
 from nimblert.dtypes import numpy_dtype
+from nimblert.errors import CudaError
 from nimblert.plan import Tensor
 
 
@@ -127,11 +128,12 @@ class DevicePool(_Pool):
 
     def take(self, nbytes: int, stream: Handle) -> tuple[int, object]:
         """The address of so many bytes for work on ``stream``, and the object that keeps them."""
-        (address, event), used = self._take(nbytes, lambda: _device_block(nbytes))
+        block, used = self._take(nbytes, lambda: _device_block(nbytes))
+        keeper = _Keeper()
+        weakref.finalize(keeper, self._give_back, block, nbytes).atexit = False
+        address, event = block
         if used:
             call("cuStreamWaitEvent", stream, event, 0)
-        keeper = _Keeper()
-        weakref.finalize(keeper, self._give_back, (address, event), nbytes).atexit = False
         return address, keeper
 
     def _is_idle_after(self, block: Any) -> bool:
@@ -149,4 +151,9 @@ class _Keeper:
 
 
 def _device_block(nbytes: int) -> tuple[int, Handle]:
-    return int(call("cuMemAlloc", max(nbytes, 1))), call("cuEventCreate", NO_TIMING)
+    event = call("cuEventCreate", NO_TIMING)
+    try:
+        return int(call("cuMemAlloc", max(nbytes, 1))), event
+    except CudaError:
+        driver.bindings().cuEventDestroy(event)
+        raise

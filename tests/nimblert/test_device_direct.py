@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -14,6 +15,7 @@ from host_driver import HostDriver
 import nimblert
 from nimblert import CudaError, Executable, InputError
 from nimblert.device_direct import DeviceDirect
+from nimblert.pools import PageLockedPool
 
 pytest_plugins = ("gpu_memory",)
 torch = pytest.importorskip("torch")
@@ -246,6 +248,53 @@ def test_a_launch_that_fails_is_an_error_and_the_next_call_runs(
         host.failing.clear()
         assert np.array_equal(on_the_host(model(value)), drawn(1))
     assert True in taken
+
+
+@on_host
+@pytest.mark.parametrize("refused", ["cuMemAlloc", "cuEventCreate", "cuStreamWaitEvent"])
+def test_an_output_that_cannot_be_had_leaves_nothing_behind(put: Put, host: HostDriver, refused: str) -> None:
+    with nimblert.load(copying(SHAPE, ORDERS["contiguous"])) as model:
+        tensor = put(drawn(1))
+        for _ in range(2):
+            model(tensor)
+        held = [] if refused == "cuStreamWaitEvent" else [model(tensor)]
+        allocated, events = len(host.allocated), host.calls["cuEventCreate"] - host.calls.get("cuEventDestroy", 0)
+        for _ in range(3):
+            host.failing[refused] = host.CUresult.CUDA_ERROR_OUT_OF_MEMORY
+            with pytest.raises(CudaError, match=refused):
+                model(tensor)
+            host.failing.clear()
+        assert len(host.allocated) == allocated
+        if refused == "cuMemAlloc":
+            assert host.calls["cuEventCreate"] - host.calls.get("cuEventDestroy", 0) == events
+        assert np.array_equal(on_the_host(model(tensor)), drawn(1))
+        held.clear()
+    assert not host.allocated
+
+
+@on_host
+def test_an_output_is_not_lent_again_before_its_download_has_ended(
+    put: Put, host: HostDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even where the next one of the same call cannot be had."""
+    del put
+    plan = copying(SHAPE, ORDERS["contiguous"])
+    (program,) = plan.programs
+    (y,) = program.outputs
+    small = replace(y, name="z", shape=(4,), strides=(1,), pointer=replace(y.pointer, index=1))
+    program = replace(program, outputs=(y, small), output_nbytes=(*program.output_nbytes, 16))
+    with nimblert.load(replace(plan, programs=(program,))) as model:
+        kept = [model(drawn(0))[1] for _ in range(2)]
+        events: list[str] = []
+        give_back, wait = PageLockedPool._give_back, host.cuStreamSynchronize
+        monkeypatch.setattr(PageLockedPool, "_give_back", lambda *a: (events.append("given back"), give_back(*a)))
+        monkeypatch.setattr(host, "cuStreamSynchronize", lambda stream: (events.append("waited"), wait(stream))[1])
+        host.failing["cuMemHostAlloc"] = host.CUresult.CUDA_ERROR_OUT_OF_MEMORY
+        with pytest.raises(CudaError, match="cuMemHostAlloc"):
+            model(drawn(1))
+        host.failing.clear()
+        assert events[0] == "waited"
+        kept.clear()
 
 
 def test_it_is_made_once_for_calls_of_any_kind(model: Executable, put: Put, monkeypatch: pytest.MonkeyPatch) -> None:
