@@ -6,7 +6,7 @@ GPU, which waits for them. Callers mostly come again with inputs that lie as the
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import pairwise
 
 import numpy as np
 
@@ -14,39 +14,26 @@ from nimblert import driver, graph
 from nimblert.driver import Handle, call
 from nimblert.errors import CudaError
 
-if TYPE_CHECKING:
-    from nimblert.transfers import Mover
-
 _MOST_GRAPHS = 4
 _MOST_SEEN = 64
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Arrival:
-    """How an input comes in: ``mover`` fills it, at device address ``to``, from ``source``.
+    """How an input comes in: by nodes that ``steps`` add to a graph, one after the other.
 
-    What comes from the host is uploaded to ``source`` before, or without a mover right to ``to``: ``upload`` has the
-    address in page-locked memory and the count of bytes.
+    What comes from the host is copied to ``staged`` before, an array over page-locked memory.
     """
 
-    to: int
-    source: int = 0
-    mover: "Mover | None" = None
-    upload: tuple[int, int] | None = None
+    steps: Sequence[Callable[[Handle], Handle]]
     staged: np.ndarray | None = None
-    """The array over that memory, which a caller's is copied to."""
 
     def add(self, built: Handle) -> Handle:
         """Add it to a graph: its last node."""
-        node = None
-        if self.upload is not None:
-            node = graph.add_upload(built, self.to if self.mover is None else self.source, *self.upload)
-        if self.mover is None:
-            return node
-        last = self.mover.add(built, self.to, self.source)
-        if node is not None:
-            graph.add_edge(built, node, last)
-        return last
+        nodes = [step(built) for step in self.steps]
+        for before, after in pairwise(nodes):
+            graph.add_edge(built, before, after)
+        return nodes[-1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import struct
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -167,15 +167,17 @@ class Inlet:
         """How arrays of the host that lie as these do come in as nodes of a graph."""
         found = []
         for index, array in enumerate(arrays):
-            way, to = self._way_of(index, array), self._addresses[index]
-            upload = (way.host, way.nbytes)
-            found.append(Arrival(to=to, source=way.device, mover=way.mover, upload=upload, staged=way.staged))
+            way = self._way_of(index, array)
+            steps = [partial(graph.add_upload, dst=way.device, src=way.host, nbytes=way.nbytes)]
+            if way.mover is not None:
+                steps.append(partial(way.mover.add, to=self._addresses[index], source=way.device))
+            found.append(Arrival(steps, way.staged))
         return found
 
     def moves(self, arrays: Sequence[tuple[Mover, int]]) -> list[Arrival]:
         """How arrays of the device, each given as one of its `movers` and an address, come in as nodes of a graph."""
         return [
-            Arrival(to=to, source=address, mover=mover)
+            Arrival([partial(mover.add, to=to, source=address)])
             for (mover, address), to in zip(arrays, self._addresses, strict=True)
         ]
 
