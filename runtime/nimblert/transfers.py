@@ -5,10 +5,9 @@ uploaded; where its axes lie in another order than the program reads, a kernel o
 the device. An array of the GPU is copied or laid out there.
 """
 
-import os
 import struct
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import product
@@ -20,6 +19,7 @@ import numpy as np
 
 from nimblert import dlpack, driver, graph, layouts, padding
 from nimblert.arriving import Arrival
+from nimblert.copiers import PART_NBYTES, copied
 from nimblert.device_arrays import DeviceArray, DeviceOutput
 from nimblert.driver import Context, Handle, PackedParameters, call
 from nimblert.dtypes import numpy_dtype
@@ -33,10 +33,8 @@ _PTX = Path(__file__).with_name("layout.ptx")
 _BLOCK = 256
 _MOST_BLOCKS = 1 << 16
 
-_CHUNK_NBYTES = 1 << 20
-"""Arrays of more than two such chunks are copied by several threads, each chunk uploaded as it is there."""
-
-_COPIERS = 4
+_SMALL_NBYTES = 2 * PART_NBYTES
+"""Arrays of more are copied by several threads, each part uploaded as it is there."""
 
 _MOST_LAYOUTS = 16
 """Of an input's arrays, so many are remembered."""
@@ -62,7 +60,6 @@ class GatherKernels:
     def mover(self, gather: Gather, itemsize: int) -> "Mover":
         """What fills a destination from a source, of elements of so many bytes."""
         return Mover(None if gather.is_copy else self._functions[itemsize], gather, itemsize)
-
 
     def mover_to(self, side: str, tensor: Tensor, strides: tuple[int, ...]) -> "Mover":
         """What fills a tensor from an array of its shape with these ``strides``, in elements.
@@ -131,7 +128,7 @@ class Inlet:
         self._tensors = tensors
         self._addresses = [memory.address(tensor.pointer) for tensor in tensors]
         self._nbytes = [tensor.span_nbytes for tensor in tensors]
-        self.is_small = max(self._nbytes, default=0) <= 2 * _CHUNK_NBYTES
+        self.is_small = max(self._nbytes, default=0) <= _SMALL_NBYTES
         """Whether no input is worth several threads."""
         self._staging = staging
         self._kernels = kernels
@@ -242,19 +239,15 @@ class Inlet:
         return self._landing[index]
 
     def _upload(self, way: _Way, array: np.ndarray, stream: Handle) -> None:
-        if way.nbytes <= 2 * _CHUNK_NBYTES or way.staged.strides != array.strides:
+        if way.nbytes <= _SMALL_NBYTES or way.staged.strides != array.strides:
             np.copyto(way.staged, array)
             call("cuMemcpyHtoDAsync", way.device, way.host, way.nbytes, stream)
             return
         to, source = (layouts.in_memory_order(each).view(np.uint8) for each in (way.staged, array))
-
-        def copy(start: int) -> int:
-            np.copyto(to[start : start + _CHUNK_NBYTES], source[start : start + _CHUNK_NBYTES])
-            return start
-
-        for start in _copiers().map(copy, range(0, way.nbytes, _CHUNK_NBYTES)):
-            nbytes = min(_CHUNK_NBYTES, way.nbytes - start)
-            call("cuMemcpyHtoDAsync", way.device + start, way.host + start, nbytes, stream)
+        with closing(copied(to, source)) as parts:
+            for start in parts:
+                nbytes = min(PART_NBYTES, way.nbytes - start)
+                call("cuMemcpyHtoDAsync", way.device + start, way.host + start, nbytes, stream)
 
 
 class Outlet:
@@ -395,15 +388,3 @@ class Pools:
         """Free what nobody has."""
         self.host.close()
         self.device.close()
-
-
-def _copiers() -> ThreadPoolExecutor:
-    """The threads that fill page-locked memory, made in each process when they are first needed."""
-    process = os.getpid()
-    if process not in _pools:
-        _pools.clear()  # those of the process that forked this one are not here
-        _pools[process] = ThreadPoolExecutor(min(_COPIERS, os.cpu_count() or 1), "nimblert-copy")
-    return _pools[process]
-
-
-_pools: dict[int, ThreadPoolExecutor] = {}

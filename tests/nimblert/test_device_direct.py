@@ -1,6 +1,8 @@
 """The usual call of a CUDA plan in one piece: what it costs in Python, what ends it, and in what order it runs."""
 
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -164,6 +166,32 @@ def test_large_inputs_are_uploaded_piece_by_piece(put: Put, host: HostDriver) ->
             x = np.random.default_rng(seed).random(shape, np.float32)
             assert np.array_equal(model(x), x)
         assert host.calls["cuGraphInstantiate"] == 1
+
+
+@on_host
+def test_no_thread_copies_on_when_the_upload_of_a_large_input_has_failed(
+    put: Put, host: HostDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would write where the next call's input is."""
+    del put
+    shape = (1, 3, 1024, 1024)
+    with nimblert.load(copying(shape, ORDERS["contiguous"])) as model:
+        model(np.zeros(shape, np.float32))
+        begun: list[int] = []
+        ended: list[int] = []
+        copy, first = np.copyto, threading.get_ident()
+
+        def slow(*arrays: np.ndarray) -> None:
+            begun.append(0)
+            time.sleep(0 if len(begun) == 1 or threading.get_ident() == first else 0.2)
+            copy(*arrays)
+            ended.append(0)
+
+        monkeypatch.setattr(np, "copyto", slow)
+        host.failing["cuMemcpyHtoDAsync"] = host.CUresult.CUDA_ERROR_UNKNOWN
+        with pytest.raises(CudaError, match="CUDA_ERROR_UNKNOWN"):
+            model(np.ones(shape, np.float32))
+        assert 0 < len(begun) == len(ended) < 12
 
 
 def test_outputs_of_earlier_calls_stay(model: Executable, put: Put) -> None:
