@@ -4,8 +4,8 @@ What Python does before the launch is what a call costs more than its replay.
 """
 
 import os
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -16,14 +16,30 @@ from nimblert.dtypes import numpy_dtype
 from nimblert.plan import Program, Tensor
 
 if TYPE_CHECKING:
-    from nimblert.cuda import CudaBackend
     from nimblert.device_arrays import DeviceOutput
+    from nimblert.transfers import Mover
+
+
+class Loaded(Protocol):
+    """A program on a GPU."""
+
+    @property
+    def movers(self) -> "Sequence[Mapping[bytes, Mover]]":
+        """What lays out arrays of the device as each input, by their `dlpack.raw_numbers` of strides, if known."""
+
+    def call_from_host(self, arrays: Sequence[np.ndarray]) -> "dict[str, np.ndarray | DeviceOutput]":
+        """Run on inputs of the host, one for each: new outputs there, by name."""
+
+    def call_from_device(
+        self, arrays: "Sequence[tuple[Mover, int]]", stream: int
+    ) -> "dict[str, np.ndarray | DeviceOutput]":
+        """Run on inputs of the device, for each one of `movers` and an address: new outputs there, by name."""
 
 
 class DeviceDirect:
     """Calls of a program, as long as the context has nothing else to look at."""
 
-    def __init__(self, turn: Turn, program: Program, backend: "CudaBackend", device: int) -> None:
+    def __init__(self, turn: Turn, program: Program, backend: Loaded, device: int) -> None:
         self._turn, self._state, self._program, self._backend, self._device = turn, turn.state, program, backend, device
         tensors = program.inputs
         usual = all(t.span_nbytes and not t.dtype.startswith("complex") for t in tensors)  # see `dlpack.Exchange.read`
