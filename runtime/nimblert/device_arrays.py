@@ -105,6 +105,8 @@ def _of_interface(interface: Mapping[str, Any], owner: Any) -> DeviceArray:
     nbytes = interface.get("strides") or tuple(stride * dtype.itemsize for stride in dense_strides(shape))
     if any(stride % dtype.itemsize for stride in nbytes):
         raise InputError("its strides are no whole numbers of elements")
+    if not address and 0 not in shape:
+        raise InputError("it has no memory")
     return DeviceArray(
         address=address,
         dtype=dtype.name,

@@ -94,7 +94,7 @@ class DeviceDirect:
             except (BufferError, RuntimeError, TypeError, ValueError):
                 return None  # who looks more closely says why
             mover = movers.get(raw.strides)
-            if mover is None or raw.header != header or raw.shape != shape:
+            if mover is None or not raw.address or raw.header != header or raw.shape != shape:
                 return None
             given.append((mover, raw.address))
         self._turn.program, self._turn.parts = self._program, 1

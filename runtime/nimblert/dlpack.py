@@ -64,10 +64,12 @@ class Found(NamedTuple):
 
 
 def _found(tensor: bytes) -> tuple[int, Found]:
-    """The kind of device, and what a DLTensor says."""
+    """The kind of device, and what a DLTensor says. BufferError where its numbers lie nowhere."""
     data, kind, device, rank, code, bits, lanes, shape_at, strides_at, offset = _TENSOR.unpack(tensor)
     shape = _numbers(shape_at, rank)
     strides = _numbers(strides_at, rank) if strides_at else dense_strides(shape)
+    if not data and 0 not in shape:
+        raise BufferError("it has no memory, as a fake tensor has none: give an array of numbers")
     return kind, Found(data + offset, _dtype_name(code, bits, lanes), shape, strides, device)
 
 

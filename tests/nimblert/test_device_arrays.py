@@ -80,6 +80,26 @@ def test_an_array_comes_by_the_interface() -> None:
     interface["strides"] = (3, 1)
     with pytest.raises(InputError, match="its strides are no whole numbers of elements"):
         device_arrays.take(value, 5)
+    interface |= {"strides": None, "data": (0, False)}
+    with pytest.raises(InputError, match="it has no memory"):
+        device_arrays.take(value, 5)
+    interface["shape"] = (0, 3)
+    assert device_arrays.take(value, 5).span_nbytes == 0
+
+
+def test_a_tensor_whose_numbers_lie_nowhere_is_refused() -> None:
+    """Those that numpy would make of it are any."""
+    torch = pytest.importorskip("torch")
+    if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
+        pytest.skip("this torch offers no table of functions")
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        fake, empty = torch.zeros(2, 3), torch.zeros(0, 3)
+    for tensor in (fake, torch._efficientzerotensor((2, 3))):
+        with pytest.raises(InputError, match="it has no memory, as a fake tensor has none"):
+            device_arrays.at_once(tensor)
+    assert device_arrays.at_once(empty) is None
 
 
 def test_what_is_on_no_gpu() -> None:

@@ -279,6 +279,23 @@ def test_a_launch_that_fails_is_an_error_and_the_next_call_runs(
 
 
 @on_host
+def test_a_fake_tensor_is_refused_after_tensors_too(model: Executable, put: Put) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fakes = [mode.from_tensor(put(laid_out(drawn(0), order))) for order in ORDERS.values()]
+    for order in ORDERS.values():
+        model(put(laid_out(drawn(0), order)))
+    for fake in (*fakes, *fakes):
+        with pytest.raises(InputError, match=r"input 'x': .*it has no memory, as a fake tensor has none"):
+            model(fake)
+    zeros = torch._efficientzerotensor(SHAPE)
+    assert type(zeros) is torch.Tensor
+    with pytest.raises(InputError, match=r"input 'x': .*it has no memory"):
+        model(zeros)
+
+
+@on_host
 @pytest.mark.parametrize("refused", ["cuMemAlloc", "cuEventCreate", "cuStreamWaitEvent"])
 def test_an_output_that_cannot_be_had_leaves_nothing_behind(put: Put, host: HostDriver, refused: str) -> None:
     with nimblert.load(copying(SHAPE, ORDERS["contiguous"])) as model:
