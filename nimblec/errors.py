@@ -15,6 +15,7 @@ EXTRAS = {
     "scipy": "cpu",
     "torch": "compile",
     "onnxscript": "compile",
+    "onnx_ir": "compile",
     "cuda": "cuda",
 }
 """Packages that a plain installation lacks, and the extra that brings each."""
