@@ -161,6 +161,23 @@ def test_what_the_exporter_refuses_is_said_in_a_sentence() -> None:
     assert not {"\n", "\x1b"} & set(str(refused.value))
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.*deprecated")
+def test_torchscript_that_a_callable_returns_is_refused(
+    nimblec: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = "import torch\ndef f():\n    x = torch.ones(1, 2)\n    return torch.jit.trace(torch.nn.Linear(2, 2), x), x\n"
+    (tmp_path / "scripted.py").write_text(body)
+    monkeypatch.syspath_prepend(tmp_path)
+    said = nimblec.refused("compile", "scripted:f", "-o", tmp_path / "m.plan", "--target", "cpu", "-q")
+    assert said.startswith("the model is TorchScript")
+
+
+def test_a_module_in_bfloat16_is_refused_by_its_operator() -> None:
+    module = torch.nn.Linear(2, 2).bfloat16()
+    with pytest.raises(CompileError, match=r"no CPU kernel for .*: its CPU kernels take float32 rather than bfloat16"):
+        nimblec.compile(module, torch.ones(1, 2).bfloat16(), target="cpu")
+
+
 def test_what_a_model_raises_is_said_in_a_sentence() -> None:
     error = r"^the module cannot be run on its example inputs: (line \d+ of .* raised )?RuntimeError: .*mat1 and mat2"
     with pytest.raises(CompileError, match=error):

@@ -23,6 +23,7 @@ from nimblec.frontend.pytorch.model import (
     place_call,
     state_written,
 )
+from nimblec.frontend.pytorch.objects import refuse_script
 from nimblec.frontend.pytorch.onnx_translations import TRANSLATIONS
 from nimblec.frontend.pytorch.onnx_weights import kept_weights, optimize_around_weights
 from nimblec.frontend.pytorch.repeatable import HOW_STATE_IS_KEPT, compared, run_twice
@@ -64,10 +65,11 @@ def export(calls: Mapping[str, ModelCall], folder: Path, *, refittable: bool = F
     """Export each entry of a model to an ONNX file in ``folder``; ``refittable`` leaves all parameters as they are.
 
     The parameters and buffers that runs of any entry write are state of all that have them. The modules are
-    not modified. Raises TraceError if a model cannot be run or torch.onnx.export refuses it,
-    UnsupportedModelError if its runs differ, CompileError if ONNX Runtime's results differ from PyTorch's.
+    not modified. Raises ArgumentError for TorchScript, TraceError if a model cannot be run or torch.onnx.export refuses
+    it, UnsupportedModelError if its runs differ, CompileError if ONNX Runtime's results differ from PyTorch's.
     """
     for call in calls.values():
+        refuse_script(call.module)
         refuse_autocast(
             call.name,
             call.module,

@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
+from nimblec.frontend.pytorch.model import as_array
+
 
 def optimize_around_weights(program: Any) -> None:
     """Optimise an exported program, to which parameters and buffers are inputs meanwhile, so that none is folded."""
@@ -29,5 +31,5 @@ def kept_weights(program: Any) -> Iterator[str]:
         value = initializers.get(name)
         if value is None or len(value.uses()) != readers.get(name):
             continue
-        if value.const_value.numpy().tobytes() == tensor.detach().numpy().tobytes():
+        if value.const_value.numpy().tobytes() == as_array(tensor).tobytes():
             yield name
