@@ -263,3 +263,26 @@ def test_what_cannot_be_a_step_is_a_sentence() -> None:
     nadam = torch.optim.NAdam(model.parameters(), 0.1)
     with pytest.raises(UnsupportedModelError, match="NAdam keeps something that is not zero before the first step"):
         nimblec.training_step(model, loss, nadam, (x, y))
+
+
+class Attention(nn.Module):
+    """Rows of images as tokens, by the fused attention of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project, self.scores = nn.Linear(8, 24), nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Ten scores of each image."""
+        q, k, v = self.project(x).chunk(3, dim=-1)
+        scores: Tensor = self.scores(nn.functional.scaled_dot_product_attention(q, k, v).flatten(1))
+        return scores
+
+
+def test_fused_attention_trains_on_the_cpu() -> None:
+    torch.manual_seed(0)
+    model = Attention()
+    optimizer = OPTIMIZERS["SGD"](model)
+    step = nimblec.training_step(model, loss, optimizer, batch(0))
+    with nimblert.load(nimblec.compile(step, target="cpu", plan_cache=None)) as exe:
+        assert_trains_as(by_plan(exe), model, optimizer)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 
 from nimblec.errors import UnsupportedModelError, user_code
@@ -46,7 +47,8 @@ def trace(
 ) -> Step:
     """The step as a graph for the device that the state is on.
 
-    ``exported``: its gradients are written in operators that exporters know; else they are the framework's own.
+    ``exported``: its gradients, and fused attention, are written in operators that exporters know; else they are the
+    framework's own.
     Raises TraceError where the code cannot be one, UnsupportedModelError for random numbers that a kernel draws.
     """
     count, draws = len(state.tensors()), False
@@ -61,7 +63,8 @@ def trace(
 
     flat = (*state.tensors(), *inputs, *targets)
     table = decompositions(exported=exported)
-    with user_code("training_step: the step cannot be traced"):
+    attention = sdpa_kernel(SDPBackend.MATH) if exported else nullcontext()
+    with user_code("training_step: the step cannot be traced"), attention:
         traced = make_fx(step, decomposition_table=table, tracing_mode="fake")(*flat)
     for node in reversed(traced.graph.nodes):
         if str(node.target).startswith("profiler."):  # of Optimizer.step
