@@ -54,9 +54,9 @@ def checked(plan: Plan, weights: NewWeights, take: Take) -> list[Refit]:
         )
     known = replaceable(plan)
     for name in given:
-        if name not in known:
+        if name not in known and not _is_counter(name):
             raise InputError(_unknown(name, list(known)))
-    arrays = {name: _checked(known[name], value, take) for name, value in given.items()}
+    arrays = {name: _checked(known[name], value, take) for name, value in given.items() if name in known}
     chosen = [refit for refit in plan.refits if any(tensor.name in arrays for tensor in refit.inputs)]
     return [Refit(program=refit, arrays=_of(refit, arrays)) for refit in chosen]
 
@@ -79,14 +79,19 @@ def _of(refit: Program, arrays: Mapping[str, np.ndarray | DeviceArray]) -> tuple
     return tuple(arrays.get(tensor.name) for tensor in refit.inputs)
 
 
+def _is_counter(name: object) -> bool:
+    """Whether a name is that of the batches that a norm of PyTorch has seen: in every state_dict, read in training."""
+    return str(name).rpartition(".")[2] == "num_batches_tracked"
+
+
 def _unknown(name: object, known: list[str]) -> str:
     if not known:
         return f"weight {name!r}: the plan has no weights that a refit replaces: compile with --refittable"
     meant = get_close_matches(str(name), known, n=1)
     hint = f"did you mean {meant[0]!r}? Else" if meant else "where the model has it,"
     return (
-        f"weight {name!r}: not one of the {len(known)} that the plan can replace; {hint} it was folded or repacked:"
-        " compile with --refittable"
+        f"weight {name!r}: not one of the {len(known)} that the plan can replace; {hint} it was folded or repacked "
+        "(compile with --refittable), or no output depends on it (leave it out)"
     )
 
 

@@ -321,9 +321,9 @@ def test_a_module_refitted_with_its_state_dict(family: str) -> None:
     module = drawn_module(module, 0)
     plan = compiled(module, example_inputs=args, refittable=True)
     other = drawn_module(module, 1)
-    state = {name: tensor.numpy() for name, tensor in other.state_dict().items() if tensor.is_floating_point()}
+    state = {name: tensor.numpy() for name, tensor in other.state_dict().items()}
     with nimblert.load(plan) as model:
-        assert state.keys() <= model.weights.keys()
+        assert {name for name in state if not name.endswith(".num_batches_tracked")} <= model.weights.keys()
     assert_refitted(plan, state, [compiled(other, example_inputs=args, refittable=True)])
 
 
