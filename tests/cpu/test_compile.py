@@ -74,10 +74,12 @@ def test_random_integers_out_of_range_point_to_the_example_flag(embedding: Path,
     assert not (tmp_path / "model.plan").exists()
 
 
-def test_a_pytorch_module_through_onnx() -> None:
+def test_a_pytorch_module_through_onnx(caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     module, (x,) = mobilenet.small()
     plan = nimblec.compile(module, x, target="cpu")
+    assert "the module: ONNX Runtime differs from PyTorch by at most" in caplog.text
+    assert "of the largest magnitude of an output ('output')" in caplog.text
     assert plan.programs[0].golden is not None
     with executable.load(plan) as model, torch.no_grad():
         assert [tensor.name for tensor in model.inputs] == ["x"]

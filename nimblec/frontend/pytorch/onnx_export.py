@@ -212,7 +212,7 @@ def accuracy(
         found = program(*args, **kwargs)
     except runtime_errors():  # reported later, with the node that it cannot run
         return ()
-    largest = 0.0
+    largest, where = 0.0, ""
     for (output, wanted), got, close in zip_longest(outputs, found, nudged):
         if close is not None and compared(wanted, close).relative > _ANOTHER_MODEL:
             continue
@@ -222,8 +222,10 @@ def accuracy(
                 f"{name}: output {output!r} of the ONNX file that torch.onnx.export made differs from what PyTorch "
                 f"computes by {relative:.2g} of its largest magnitude"
             )
-        largest = max(largest, relative)
-    return (f"ONNX Runtime differs from PyTorch by at most {largest:.2g} of the largest magnitude of an output",)
+        if relative > largest:
+            largest, where = relative, f" ({output!r})"
+    differs = f"ONNX Runtime differs from PyTorch by at most {largest:.2g} of the largest magnitude of an output"
+    return (f"{name}: {differs}{where}",)
 
 
 def _nudged(tensor: torch.Tensor) -> torch.Tensor:
