@@ -147,9 +147,13 @@ def test_run_and_bench_draw_any_size(nimblec: CommandLine, rows_plan: Path, rows
     assert done.status == 0, done.err
 
 
-def test_a_dimension_to_run_is_one_of_the_plans(nimblec: CommandLine, rows_plan: Path) -> None:
+def test_a_dimension_to_run_is_one_of_the_plans(nimblec: CommandLine, rows_plan: Path, tmp_path: Path) -> None:
     refused = nimblec.refused("run", rows_plan, "--dim", "rows=3")
     assert refused == "--dim rows: 'main' has no dimension of that name; the names are ['batch']"
+    model, plan = rows_model(tmp_path / "m.onnx"), tmp_path / "m.plan"
+    assert nimblec("compile", model, "--dim", "batch=2", "--target", "cpu", "-o", plan).status == 0
+    refused = nimblec.refused("run", plan, "--dim", "batch=2")
+    assert refused == "--dim batch: 'main' is for one size: leave --dim out"
     assert "expected a size such as 4" in nimblec.refused("run", rows_plan, "--dim", "batch=1,2")
     assert "'main' has programs for batch=1" in nimblec.refused("run", rows_plan, "--dim", "batch=0")
     assert "the call before was 2 runs" in nimblec.refused("run", rows_plan, "--dim", "batch=9", "--repeat", "2")

@@ -67,7 +67,8 @@ def inputs(
     restored = {name: arguments.restore_dtype(array, tensors[name]) for name, array in given.items()}
     known = [name for name, _ in entry.programs[0].profile]
     if unknown := [name for name, _ in dims if name not in known]:
-        raise InputError(f"--dim {unknown[0]}: {entry.name!r} has no dimension of that name; the names are {known}")
+        found = f"has no dimension of that name; the names are {known}" if known else "is for one size: leave --dim out"
+        raise InputError(f"--dim {unknown[0]}: {entry.name!r} {found}")
     return {**golden.draw_inputs(_sized(entry.programs, given, dict(dims)), seed), **restored}
 
 
