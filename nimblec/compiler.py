@@ -40,10 +40,15 @@ def choose_target(choice: TargetChoice) -> tuple[Target, str]:
     try:
         driver.initialise()
         found = driver.describe().name
-    except (DeviceMismatchError, CudaError) as exc:
+    except DeviceMismatchError as exc:
+        reason = str(exc).removeprefix("this plan needs a GPU, and ")
+        if choice == "cuda":
+            raise DeviceMismatchError(f"target cuda needs a GPU to compile on, and {reason}") from exc
+        return Target.CPU, reason
+    except CudaError as exc:
         if choice == "cuda":
             raise
-        return Target.CPU, str(exc).removeprefix("this plan needs a GPU, and ")
+        return Target.CPU, str(exc)
     return Target.CUDA, f"found {found}"
 
 
