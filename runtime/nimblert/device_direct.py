@@ -13,7 +13,7 @@ from nimblert import dlpack
 from nimblert.device_arrays import is_negated
 from nimblert.direct import Turn
 from nimblert.dtypes import numpy_dtype
-from nimblert.plan import Program, Tensor
+from nimblert.plan import ITEM_NBYTES, Program, Tensor
 
 if TYPE_CHECKING:
     from nimblert.device_arrays import DeviceOutput
@@ -45,9 +45,7 @@ class DeviceDirect:
         usual = all(t.span_nbytes and not t.dtype.startswith("complex") for t in tensors)  # see `dlpack.Exchange.read`
         self._count = len(tensors) if usual else -1
         self._host = [(t.name, _numpy_dtype(t), t.shape) for t in tensors]
-        self._lying = [
-            (t.name, dlpack.raw_header(t.dtype, len(t.shape), device), dlpack.raw_numbers(t.shape)) for t in tensors
-        ]
+        self._lying = [_lying(t, device) for t in tensors]
         self._libraries: dict[type, tuple[dlpack.Exchange, Callable[[Any], dlpack.Raw]] | None] = {}
 
     def __call__(self, arrays: Mapping[str, Any]) -> "dict[str, np.ndarray | DeviceOutput] | None":
@@ -85,7 +83,7 @@ class DeviceDirect:
             return None
         exchange, read = library
         given = []
-        for (name, header, shape), movers in zip(self._lying, self._backend.movers, strict=True):
+        for (name, itemsize, header, shape), movers in zip(self._lying, self._backend.movers, strict=True):
             array = arrays.get(name)
             if type(array) is not kind or getattr(array, "requires_grad", False) or is_negated(array):
                 return None
@@ -94,7 +92,9 @@ class DeviceDirect:
             except (BufferError, RuntimeError, TypeError, ValueError):
                 return None  # who looks more closely says why
             mover = movers.get(raw.strides)
-            if mover is None or not raw.address or raw.header != header or raw.shape != shape:
+            if mover is None or raw.header != header or raw.shape != shape:
+                return None
+            if not raw.address or raw.address % itemsize:
                 return None
             given.append((mover, raw.address))
         self._turn.program, self._turn.parts = self._program, 1
@@ -104,3 +104,9 @@ class DeviceDirect:
 def _numpy_dtype(tensor: Tensor) -> np.dtype | None:
     """None for bfloat16, of which numpy itself has none."""
     return None if tensor.dtype == "bfloat16" else numpy_dtype(tensor.dtype)
+
+
+def _lying(tensor: Tensor, device: int) -> tuple[str, int, bytes, bytes]:
+    """Its name, the bytes of an element, and how arrays of a GPU for it come by DLPack: header and shape."""
+    header = dlpack.raw_header(tensor.dtype, len(tensor.shape), device)
+    return tensor.name, ITEM_NBYTES[tensor.dtype], header, dlpack.raw_numbers(tensor.shape)

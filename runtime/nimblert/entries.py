@@ -15,7 +15,7 @@ from nimblert.device_arrays import DeviceArray
 from nimblert.dtypes import numpy_dtype
 from nimblert.errors import InputError
 from nimblert.extents import MAX_RANK
-from nimblert.plan import Plan, Profile, Program, Role, Tensor
+from nimblert.plan import ITEM_NBYTES, Plan, Profile, Program, Role, Tensor
 from nimblert.sizes import Served, Sizes
 
 Take: TypeAlias = Callable[[Any, int], DeviceArray]
@@ -210,6 +210,12 @@ def checked_array(side: str, tensor: Tensor, value: Any, take: Take) -> np.ndarr
     if array.dtype != expected:
         raise InputError(
             f"{side} {tensor.name!r}: dtype {array.dtype}, expected {tensor.dtype}: use .astype({tensor.dtype!r})"
+        )
+    nbytes = ITEM_NBYTES[tensor.dtype]
+    if isinstance(array, DeviceArray) and array.address % nbytes:  # a kernel that reads there ends the use of CUDA
+        raise InputError(
+            f"{side} {tensor.name!r}: address {array.address:#x}, expected a multiple of {nbytes}, the bytes of an "
+            "element: give a copy"
         )
     return array
 

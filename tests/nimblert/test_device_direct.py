@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -293,6 +293,25 @@ def test_a_fake_tensor_is_refused_after_tensors_too(model: Executable, put: Put)
     assert type(zeros) is torch.Tensor
     with pytest.raises(InputError, match=r"input 'x': .*it has no memory"):
         model(zeros)
+
+
+@on_host
+def test_an_array_that_begins_within_an_element_is_refused(model: Executable, put: Put) -> None:
+    """A kernel that reads it ends the use of CUDA in the process."""
+    memory = np.zeros(drawn(0).nbytes + 4, np.uint8)
+    for start in (4, 1, 2):
+        array = memory[start : start + drawn(0).nbytes].view(np.float32).reshape(SHAPE)
+        array[...] = drawn(start)
+        interface = {**array.__array_interface__, "stream": None}
+        for value in (torch.from_numpy(array), SimpleNamespace(__cuda_array_interface__=interface)):
+            for _ in range(2):
+                if start == 4:
+                    assert np.array_equal(on_the_host(model(value)), array)
+                    continue
+                with pytest.raises(InputError, match=r"'x': address 0x[0-9a-f]+, expected a multiple of 4"):
+                    model(value)
+                with pytest.raises(InputError, match=r"'y': address 0x[0-9a-f]+, expected a multiple of 4"):
+                    model.run({"x": put(drawn(0))}, out={"y": value})
 
 
 @on_host
