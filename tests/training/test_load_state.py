@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import nimblec
-from nimblec.errors import ArgumentError
+from nimblec.errors import ArgumentError, UnsupportedModelError
 from nimblec.frontend.pytorch.model import as_array, as_tensor
 
 loss = nn.functional.cross_entropy
@@ -112,3 +112,23 @@ def test_a_state_in_bfloat16_and_a_rate_that_is_a_tensor() -> None:
         nimblec.load_state(other, given, optimizer)
         assert other.bias.tolist() == [1, 2]
         assert torch.equal(optimizer.param_groups[0]["lr"], torch.tensor(0.5))
+
+
+class Regression(nn.Module):
+    """A layer with the name that the learning rate has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lr = small()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Two scores for each."""
+        return self.lr(x)
+
+
+def test_a_layer_that_is_called_as_the_rate_is_has_nothing_kept_for_it() -> None:
+    model = Regression()
+    with pytest.raises(UnsupportedModelError, match=r"where it would hold 'optimizer\.lr\.weight\.step', too"):
+        state_of(adam(model), model)
+    plain = torch.optim.SGD(model.parameters(), 0.1)
+    nimblec.load_state(model, state_of(plain, model), plain)

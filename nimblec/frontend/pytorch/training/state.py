@@ -85,6 +85,11 @@ def initial_state(recipe: Recipe, *, draws: bool) -> TrainingState:
         name: torch.as_tensor(group[RATE], dtype=torch.float32).clone()
         for name, group in zip(rate_names(len(groups)), groups, strict=True)
     }
+    if hidden := [path for path in slots if path.partition(".")[0] in rates]:
+        raise UnsupportedModelError(
+            f"training_step: the state holds the learning rate as 'optimizer.{hidden[0].partition('.')[0]}', where it "
+            f"would hold 'optimizer.{hidden[0]}', too: rename that part of the model"
+        )
     own: Named = initial_scaler() if recipe.autocast is torch.float16 else {}
     if recipe.accumulate > 1:
         own |= {f"{SUM}.{name}": torch.zeros_like(value).detach() for name, value in parameters.items()}
