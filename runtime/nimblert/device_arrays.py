@@ -107,6 +107,10 @@ def _of_interface(interface: Mapping[str, Any], owner: Any) -> DeviceArray:
         raise InputError("its strides are no whole numbers of elements")
     if not address and 0 not in shape:
         raise InputError("it has no memory")
+    if not dtype.isnative:
+        raise InputError(f"its bytes are in another order: dtype {dtype.str}, expected {dtype.newbyteorder('=').str}")
+    if interface.get("mask") is not None:
+        raise InputError("a plan knows no masks: give what masked values stand for")
     return DeviceArray(
         address=address,
         dtype=dtype.name,

@@ -85,6 +85,10 @@ def test_an_array_comes_by_the_interface() -> None:
         device_arrays.take(value, 5)
     interface["shape"] = (0, 3)
     assert device_arrays.take(value, 5).span_nbytes == 0
+    for entry, sentence in (({"typestr": ">f2"}, "dtype >f2, expected <f2"), ({"mask": value}, "knows no masks")):
+        other = SimpleNamespace(__cuda_array_interface__={**interface, **entry})
+        with pytest.raises(InputError, match=sentence):
+            device_arrays.take(other, 5)
 
 
 def test_a_tensor_whose_numbers_lie_nowhere_is_refused() -> None:
