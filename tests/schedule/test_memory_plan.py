@@ -168,6 +168,15 @@ def test_inputs_in_the_arena_are_there_together_even_if_one_is_not_read() -> Non
     assert sorted(planned.offsets) == [0, 256]
 
 
+def test_memory_of_an_input_is_used_again_after_its_last_reader() -> None:
+    view = TensorView(name="x", dtype="uint8", shape=(256,), strides=(1,), buffer=0)
+    chain = [kernel((access(b, 0, 256),), (access(b + 1, 0, 256),)) for b in (0, 1)]
+    model = graph(temporaries(256, 256, 256), chain, inputs=(view,))
+    planned = layout(model, serial(dependencies(model)))
+    assert planned.offsets[0] == planned.offsets[2] != planned.offsets[1]
+    assert planned.arena_nbytes == 512
+
+
 def test_lower_bound_counts_bytes_up_to_31_bits() -> None:
     model = dataflow((), (0,), sizes=((1 << 30) + 1, 4))
     assert arena_lower_bound(lifetimes(model, serial(dependencies(model)))) == (1 << 30) + 5
