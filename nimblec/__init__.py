@@ -210,8 +210,9 @@ def training_step(
     """
     from nimblec.frontend.pytorch.training.entries import entries  # brings in torch
 
-    options: dict[str, Any] = {"clip_norm": clip_norm, "accumulate": accumulate, "autocast": autocast}
-    return entries(model, loss, optimizer, example_batch, **options)
+    return entries(
+        model, loss, optimizer, example_batch, clip_norm=clip_norm, accumulate=accumulate, autocast=autocast
+    )
 
 
 def load_state(

@@ -2,16 +2,14 @@
 
 import struct
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
 from nimblert.driver import Context, Handle, PackedParameters, bindings, call
 from nimblert.edges import Edge, edges
 from nimblert.memory import DeviceMemory
-from nimblert.plan import Kernel, Launch, Memcpy, Memset, Module, Program, Record, Wait, Work
-
-Dim3: TypeAlias = tuple[int, int, int]
+from nimblert.plan import Dim3, Kernel, Launch, Memcpy, Memset, Module, Program, Record, Wait, Work
 
 _PROGRAMMATIC_PORT = 1  # CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC
 

@@ -28,7 +28,6 @@ from nimblec.ir import LIBRARY_MEMORY
 _OWN = frozenset({CALLS, SEED, OFFSET, SCALE, TRACKER})
 _OPTIMIZER = "optimizer"
 _LIKE = "give one like that of the step"
-_PART = {False: "parameter: give the model's own", True: f"group of parameters: {_LIKE}"}
 
 
 def load_state(
@@ -118,7 +117,8 @@ def _load_optimizer(values: Named, parameters: Mapping[str, nn.Parameter], optim
         parameter = parameters.get(path)
         if parameter is None or parameter not in numbers:
             name = ".".join(filter(None, (_OPTIMIZER, path, next(iter(found)))))
-            raise ArgumentError(f"load_state: {name!r}: the optimizer has no such {_PART[not path]}")
+            part = "parameter: give the model's own" if path else f"group of parameters: {_LIKE}"
+            raise ArgumentError(f"load_state: {name!r}: the optimizer has no such {part}")
         own = expected.get(parameter, found)
         _refuse_other_slots(path, found, own)
         kept["state"][numbers[parameter]] = {**own, **found}
