@@ -1,6 +1,5 @@
 """Training steps under torch.autocast on the GPU: eager's bits at -O0, its values and skipped steps at all levels."""
 
-from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -8,8 +7,6 @@ import autocast_steps
 import numpy as np
 import pytest
 import torch
-import training_steps
-from arithmetic import arithmetic
 from autocast_steps import HUGE, Eager
 from numpy.typing import ArrayLike
 
@@ -20,9 +17,10 @@ from nimblec.frontend.pytorch.training.scaler import SCALE, TRACKER
 if TYPE_CHECKING:
     from gpu_compile import GpuCompiler
 
-pytest_plugins = ("gpu_compile",)
+pytest_plugins = ("gpu_compile", "gpu_training")
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("without_tf32", "deterministic"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
 ]
 
@@ -31,24 +29,9 @@ NAMES = ("sgd_bf16", "adam_bf16", "sgd_fp16", "adam_fp16", "clipped_fp16")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _without_tf32() -> Iterator[None]:
-    """Which the library takes or not as it pleases."""
-    with arithmetic("fp32"):
-        yield
-
-
-@pytest.fixture(scope="module", autouse=True)
 def _compiling(gpu_compiler: "GpuCompiler") -> None:
     for level in reversed(LEVELS):
         gpu_compiler.start(*(f"autocast_steps:{name}" for name in NAMES), level=level)
-
-
-@pytest.fixture(autouse=True)
-def _deterministic() -> Iterator[None]:
-    """Equal steps of eager give equal bits."""
-    training_steps.deterministic()
-    yield
-    torch.use_deterministic_algorithms(mode=False)
 
 
 def run(exe: nimblert.Executable, seed: int) -> np.ndarray:

@@ -1,6 +1,5 @@
 """Training steps on the GPU: eager's bits at -O0, its values above, float64's gradients, and exact resumption."""
 
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 import training_steps
-from arithmetic import arithmetic
 from safetensors.numpy import load_file, save_file
 from torch import nn
 
@@ -18,9 +16,10 @@ import nimblert
 if TYPE_CHECKING:
     from gpu_compile import GpuCompiler
 
-pytest_plugins = ("gpu_compile",)
+pytest_plugins = ("gpu_compile", "gpu_training")
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("without_tf32"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
 ]
 
@@ -30,25 +29,10 @@ OF_CHANGE = {"sgd": 1e-4, "adam": 5e-4}
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _without_tf32() -> Iterator[None]:
-    """Which the library takes or not as it pleases."""
-    with arithmetic("fp32"):
-        yield
-
-
-@pytest.fixture(scope="module", autouse=True)
 def _compiling(gpu_compiler: "GpuCompiler") -> None:
     for name in ("networks", "sgd", "adam", "dropping"):  # the longest first
         for level in reversed(LEVELS):
             gpu_compiler.start(f"training_steps:{name}", level=level)
-
-
-@pytest.fixture
-def deterministic() -> Iterator[None]:
-    """Equal steps of eager give equal bits."""
-    training_steps.deterministic()
-    yield
-    torch.use_deterministic_algorithms(mode=False)
 
 
 def run(exe: nimblert.Executable, seed: int) -> np.ndarray:

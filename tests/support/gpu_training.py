@@ -1,0 +1,23 @@
+"""Fixtures for tests that compare training steps on the GPU with eager PyTorch's."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import training_steps
+from arithmetic import arithmetic
+
+
+@pytest.fixture(scope="module")
+def without_tf32() -> Iterator[None]:
+    """Which the library takes or not as it pleases."""
+    with arithmetic("fp32"):
+        yield
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    """Equal steps of eager give equal bits."""
+    training_steps.deterministic()
+    yield
+    torch.use_deterministic_algorithms(mode=False)
