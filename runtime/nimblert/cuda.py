@@ -22,8 +22,8 @@ from nimblert.working import CudaWorking, DeviceArena
 
 _ENOUGH_ON_HOST = 3
 _ENOUGH_ON_DEVICE = 16
-"""Calls with inputs that lie alike until they have a graph of their own, on the device at the same addresses: it takes
-about as long to make as a hundred of them gain."""
+"""Calls with inputs that lie alike until they have a graph of their own, on the device at the same addresses: making it
+takes longer than one of them gains."""
 
 
 class CudaResident:
