@@ -3,10 +3,13 @@
 import json
 import subprocess
 import sys
+import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 from installing import Environment, checkout
+from packaging.requirements import Requirement
 from plans import cuda_plan
 from subprocesses import FRAMEWORKS, ROOT
 
@@ -137,3 +140,9 @@ def test_a_source_distribution_needs_the_published_runtime(copy: Path, tmp_path:
     found.pip("install", "--no-index", "--no-deps", wheel)
     version = found.installed("nimblec").version
     assert f"nimblert=={version}" in (found.installed("nimblec").requires or ())
+
+
+def test_the_torch_that_is_tested_is_one_that_is_admitted() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    (torch,) = (wanted for wanted in map(Requirement, extras["compile"]) if wanted.name == "torch")
+    assert torch.specifier.contains(metadata.version("torch").partition("+")[0])
