@@ -12,7 +12,7 @@ from nimblert.entries import Signature, Take, checked_array
 from nimblert.errors import InputError
 from nimblert.plan import Program, Region, Tensor
 
-_ALIGNMENT = 16
+VECTOR_NBYTES = 16
 """Bytes: what vector loads of kernels may rely on, which were chosen for memory of an allocator."""
 
 Array: TypeAlias = np.ndarray | DeviceArray
@@ -27,9 +27,8 @@ class _Bound(NamedTuple):
     value: Any
     """As the caller gave it."""
     array: Array
-    where: Callable[[], object]
-    """Where the caller's array is by now, as far as its library tells: equal to ``place`` as long as it is there."""
-    place: object
+    is_there: Callable[[], bool]
+    """Whether the caller's array is where it was, as far as its library tells."""
 
 
 class Bindings:
@@ -79,8 +78,7 @@ class Bindings:
         """Be bound, after `check`."""
         self.program = program
         self.changes += 1
-        where = _watch(value, array)
-        self._bound[tensor.name] = _Bound(tensor, value, array, where, where())
+        self._bound[tensor.name] = _Bound(tensor, value, array, _watch(value, array))
 
     def drop(self, name: str) -> None:
         """Be bound no more."""
@@ -123,10 +121,10 @@ class Bindings:
         """Raise InputError where an array is elsewhere by now."""
         for name, bound in self._bound.items():
             try:
-                now = bound.where()
+                is_there = bound.is_there()
             except (BufferError, RuntimeError, TypeError, ValueError) as exc:
                 raise InputError(f"{name!r}: its array cannot be used where it was bound any more: {exc}") from exc
-            if now != bound.place:
+            if not is_there:
                 raise InputError(f"{name!r}: its array was moved or resized since it was bound: bind it again")
 
     def check_unchanged(self, changes: int) -> None:
@@ -142,14 +140,19 @@ def owned(where: str, value: Any, array: Array) -> Array:
     return array
 
 
-def _watch(value: Any, array: Array) -> Callable[[], object]:
-    """What tells where the caller's array is."""
+def _watch(value: Any, array: Array) -> Callable[[], bool]:
+    """What tells whether the caller's array is where it is now."""
     if isinstance(array, DeviceArray):
         exchange = dlpack.exchange(value)
-        return partial(_place, array) if exchange is None else partial(exchange.reader(), value)
+        return _stays(partial(_place, array)) if exchange is None else exchange.watch(value)
     if isinstance(value, np.ndarray):
-        return partial(_place, value)
-    return lambda: _place(device_arrays.from_host(value))
+        return _stays(partial(_place, value))
+    return _stays(lambda: _place(device_arrays.from_host(value)))
+
+
+def _stays(where: Callable[[], _Place]) -> Callable[[], bool]:
+    place = where()
+    return lambda: where() == place
 
 
 def _place(array: Array) -> _Place:
@@ -174,8 +177,8 @@ def _check_layout(program: Program, tensor: Tensor, array: Array) -> None:
     different = [axis for axis, size in enumerate(tensor.shape) if size > 1 and strides[axis] != tensor.strides[axis]]
     if different and tensor.span_nbytes:
         raise InputError(f"{where}: strides {strides} in elements, expected {tensor.strides}")
-    if _address(array) % _ALIGNMENT:
-        raise InputError(f"{where}: address {_address(array):#x}, expected a multiple of {_ALIGNMENT}")
+    if _address(array) % VECTOR_NBYTES:
+        raise InputError(f"{where}: address {_address(array):#x}, expected a multiple of {VECTOR_NBYTES}")
     read_only = array.read_only if isinstance(array, DeviceArray) else not array.flags.writeable
     if read_only and tensor.pointer.region is Region.OUTPUT:
         raise InputError(f"{where}: the array is read-only")

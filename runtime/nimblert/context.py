@@ -16,7 +16,7 @@ from nimblert.arena import Arena
 from nimblert.backend import Backend, Resident
 from nimblert.binding import Bindings
 from nimblert.device_arrays import DeviceArray
-from nimblert.direct import DirectCall, Turn
+from nimblert.direct import DirectCall, Relaunch, Turn
 from nimblert.entries import Signature
 from nimblert.errors import InputError
 from nimblert.extents import region_sizes
@@ -56,6 +56,7 @@ class Context:
         self._backends: dict[str, Backend] = {}
         self._turn = Turn(plan.programs[0])  # `replay` and `read` are about its program
         self._direct: dict[str, DirectCall] = {}
+        self._relaunch: Relaunch | None = None
         self._closed = False
         self._steps: Generator[Work, None, None] | None = None
         self._working = resident.working(None if arena is None else arena.memory, poison=poison)
@@ -230,9 +231,15 @@ class Context:
         waits for it. On the CPU it is done when this returns, and there is no stream to choose.
         Raises InputError.
         """
+        if self._relaunch is not None and self._relaunch(stream):
+            return
         handle = self._working.stream_handle(stream)
         with self._running():
-            self._replayed().launch(handle)
+            backend = self._replayed()
+            backend.launch(handle)
+            if self._arena is None and self.plan.target is Target.CUDA:
+                bindings = self._bindings[self._turn.program.entry]
+                self._relaunch = Relaunch(self._turn, bindings.check_in_place, backend.launch)
 
     def synchronize(self) -> None:
         """Wait for what was enqueued by `launch` and by `run` on a stream."""
@@ -385,6 +392,7 @@ class Context:
         """Have the next call look at everything again; whose turn it is says that."""
         self._turn.state = object()
         self._direct.clear()
+        self._relaunch = None
 
     def _check_process(self) -> None:
         """Raise InputError in a forked process."""

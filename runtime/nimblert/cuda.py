@@ -2,12 +2,10 @@
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 
 import numpy as np
 
 from nimblert import device_refit, driver, graph
-from nimblert.arriving import ArrivingGraphs
 from nimblert.device_arrays import DeviceArray, DeviceOutput
 from nimblert.device_direct import DeviceDirect
 from nimblert.direct import Turn
@@ -15,15 +13,12 @@ from nimblert.driver import Context, Handle, call
 from nimblert.dtypes import numpy_dtype
 from nimblert.errors import InputError
 from nimblert.memory import Bases, DeviceMemory, Staging, place_weights
+from nimblert.movers import GatherKernels, Mover
 from nimblert.plan import Plan, Pointer, Program, Record, Tensor, Wait, Work
 from nimblert.refitting import Refit
-from nimblert.transfers import GatherKernels, Inlet, Mover, Outlet, Pools
+from nimblert.transfers import Inlet, Outlet, Pools
+from nimblert.whole_calls import Given, WholeCalls
 from nimblert.working import CudaWorking, DeviceArena
-
-_ENOUGH_ON_HOST = 3
-_ENOUGH_ON_DEVICE = 16
-"""Calls with inputs that lie alike until they have a graph of their own, on the device at the same addresses: making it
-takes longer than one of them gains."""
 
 
 class CudaResident:
@@ -126,8 +121,9 @@ class CudaBackend:
             executable = context.acquire(call("cuGraphInstantiate", built, 0), "cuGraphExecDestroy")
             call("cuGraphUpload", executable, self._stream)
             call("cuStreamSynchronize", self._stream)
-            self._arriving = ArrivingGraphs(built)
-            scope.callback(self._arriving.close)
+            code = self._program, built, self.functions
+            self._calls = WholeCalls(*code, memory, self._inlet, self._outlet, self._device)
+            scope.callback(self._calls.close)
             self._scope.close()
             self._scope, self.graph, self._executable = scope.pop_all(), built, executable
 
@@ -172,46 +168,44 @@ class CudaBackend:
         stream = self._stream
         self._context.make_current()
         self._in_flight.wait()  # page-locked memory may still be read by the run before
+        lent = self._outlet.lend_host()
         try:
-            return self._launched(self._host_graph(arrays, stream), stream, self._outlet.to_host)
-        finally:
-            self._end(stream)
+            try:
+                found, whole = self._calls.from_host(arrays, lent)
+                if found is None:
+                    for index, array in enumerate(arrays):
+                        self._inlet.put(index, array, stream)
+                else:
+                    for staged, array in zip(found.staged, arrays, strict=True):
+                        np.copyto(staged, array)
+                call("cuGraphLaunch", self._executable if found is None else found.executable, stream)
+                if not whole:
+                    self._outlet.download(lent, stream)
+                return self._outlet.on_host(lent)
+            finally:
+                self._end(stream)
+        except BaseException:
+            lent.clear()  # now: a traceback may live long
+            raise
 
-    def call_from_device(
-        self, arrays: Sequence[tuple[Mover, int]], stream: int
-    ) -> dict[str, np.ndarray | DeviceOutput]:
-        """Run on inputs of the device, for each one of `movers` and an address: new outputs there, by name."""
+    def call_from_device(self, arrays: Given, stream: int) -> dict[str, np.ndarray | DeviceOutput]:
+        """Run on inputs of the device: new outputs there, by name."""
         self._begin(stream)
+        lent = self._outlet.lend_device(stream)
         try:
-            arriving = self._arriving.find(tuple(arrays), _ENOUGH_ON_DEVICE, partial(self._inlet.moves, arrays))
-            if arriving is None:
-                self._inlet.move(arrays, stream)
-            executable = self._executable if arriving is None else arriving.executable
-            return self._launched(executable, stream, self._outlet.to_device)
-        finally:
-            self._end(stream)
-
-    def _host_graph(self, arrays: Sequence[np.ndarray], stream: int) -> Handle:
-        """What to launch for arrays of the host, which are on their way to the device, or where it takes them from."""
-        if self._inlet.is_small:
-            lying = tuple([array.strides for array in arrays])
-            arriving = self._arriving.find(lying, _ENOUGH_ON_HOST, partial(self._inlet.uploads, arrays))
-            if arriving is not None:
-                for staged, array in zip(arriving.staged, arrays, strict=True):
-                    np.copyto(staged, array)
-                return arriving.executable
-        for index, array in enumerate(arrays):
-            self._inlet.put(index, array, stream)
-        return self._executable
-
-    def _launched(
-        self, executable: Handle, stream: int, fetch: Callable[..., np.ndarray | DeviceOutput]
-    ) -> dict[str, np.ndarray | DeviceOutput]:
-        call("cuGraphLaunch", executable, stream)
-        results = {}
-        for index, tensor in enumerate(self._program.outputs):  # a comprehension would drop them where one fails
-            results[tensor.name] = fetch(index, stream, reuse=False)
-        return results
+            try:
+                found, whole = self._calls.from_device(arrays, lent)
+                if found is None:
+                    self._inlet.move(arrays, stream)
+                call("cuGraphLaunch", self._executable if found is None else found.executable, stream)
+                if not whole:
+                    self._outlet.copy(lent, stream)
+                return self._outlet.on_device(lent)
+            finally:
+                self._end(stream)
+        except BaseException:
+            lent.clear()
+            raise
 
     def _end(self, stream: int) -> None:
         call("cuStreamSynchronize", stream)

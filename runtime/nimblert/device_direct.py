@@ -17,7 +17,7 @@ from nimblert.plan import ITEM_NBYTES, Program, Tensor
 
 if TYPE_CHECKING:
     from nimblert.device_arrays import DeviceOutput
-    from nimblert.transfers import Mover
+    from nimblert.movers import Mover
 
 
 class Loaded(Protocol):

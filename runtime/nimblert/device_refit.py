@@ -10,9 +10,9 @@ from nimblert import graph
 from nimblert.device_arrays import DeviceArray
 from nimblert.driver import Context, Handle, call
 from nimblert.memory import Bases, DeviceMemory, allocate
+from nimblert.movers import GatherKernels
 from nimblert.plan import Region, Tensor
 from nimblert.refitting import Refit
-from nimblert.transfers import GatherKernels
 
 
 def refit(

@@ -7,9 +7,9 @@ import numpy as np
 from nimblert.device_arrays import DeviceArray, DeviceOutput
 from nimblert.driver import Context, call
 from nimblert.memory import upload
+from nimblert.movers import GatherKernels
 from nimblert.plan import Plan, Tensor
 from nimblert.pools import DevicePool
-from nimblert.transfers import GatherKernels
 
 
 class DeviceState:
@@ -44,18 +44,18 @@ class DeviceState:
     def copy(self, tensor: Tensor) -> DeviceOutput:
         """A copy of a tensor in device memory."""
         with closing(Context(self._device)):
-            address, keeper = self._pool.take(tensor.span_nbytes, 0)
+            lent = self._pool.take(tensor.span_nbytes, 0)
             if tensor.span_nbytes:
-                call("cuMemcpyDtoD", address, self._base + tensor.pointer.offset, tensor.span_nbytes)
+                call("cuMemcpyDtoD", lent.address, self._base + tensor.pointer.offset, tensor.span_nbytes)
                 call("cuStreamSynchronize", 0)
         return DeviceOutput(
             DeviceArray(
-                address=address,
+                address=lent.address,
                 dtype=tensor.dtype,
                 shape=tensor.shape,
                 strides=tensor.strides,
                 device=self._device,
-                owner=keeper,
+                owner=lent,
             )
         )
 

@@ -59,6 +59,30 @@ class Turn:
         self.state = object()
 
 
+class Relaunch:
+    """Launches of a program that was launched before, as long as the context has nothing else to look at.
+
+    ``check`` raises InputError where what is bound is elsewhere by now.
+    """
+
+    def __init__(self, turn: Turn, check: Callable[[], None], launch: Callable[[int | None], None]) -> None:
+        self._turn, self._state, self._program = turn, turn.state, turn.program
+        self._check, self._launch = check, launch
+
+    def __call__(self, stream: Any) -> bool:
+        """Launch on a stream of the caller or our own; False, and nothing was done, where this is no such launch."""
+        turn = self._turn
+        if turn.lock.locked() or not (stream is None or (type(stream) is int and stream >= 0)):
+            return False
+        with turn.lock:
+            same = turn.state is self._state and turn.program is self._program and turn.parts == 1
+            if not same or turn.process != os.getpid():
+                return False
+            self._check()
+            self._launch(stream)
+            return True
+
+
 class Direct:
     """Calls of a program that is one step, as long as the context has nothing else to look at.
 

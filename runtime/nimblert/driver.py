@@ -31,10 +31,10 @@ def bindings() -> Any:
 
 def call(api: str, *args: object) -> Any:
     """Call a driver function: its results without the status, or CudaError naming it."""
-    status, *results = getattr(bindings(), api)(*args)
-    if status != 0:
-        raise CudaError(api, status.name)
-    return results[0] if len(results) == 1 else tuple(results)
+    results = getattr(bindings(), api)(*args)
+    if results[0] != 0:
+        raise CudaError(api, results[0].name)
+    return results[1] if len(results) == 2 else results[1:]
 
 
 def initialise() -> None:

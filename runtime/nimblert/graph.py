@@ -99,23 +99,38 @@ def _add_launch(graph: Handle, launch: Launch, function: Handle, params: bytearr
 
 def add_copy(graph: Handle, dst: int, src: int, nbytes: int) -> Handle:
     """Add a copy on the device to a graph, without edges: its node."""
-    params = bindings().CUDA_MEMCPY3D()
+    params = _to_device(dst)
     params.srcMemoryType = bindings().CUmemorytype.CU_MEMORYTYPE_DEVICE
     params.srcDevice = src
-    return _add_memcpy(graph, dst, params, nbytes)
+    return _add_memcpy(graph, params, nbytes)
 
 
 def add_upload(graph: Handle, dst: int, src: int, nbytes: int) -> Handle:
     """Add a copy from page-locked memory to a graph, without edges: its node."""
-    params = bindings().CUDA_MEMCPY3D()
+    params = _to_device(dst)
     params.srcMemoryType = bindings().CUmemorytype.CU_MEMORYTYPE_HOST
     params.srcHost = src
-    return _add_memcpy(graph, dst, params, nbytes)
+    return _add_memcpy(graph, params, nbytes)
 
 
-def _add_memcpy(graph: Handle, dst: int, params: Any, nbytes: int) -> Handle:
+def add_download(graph: Handle, dst: int, src: int, nbytes: int) -> Handle:
+    """Add a copy to page-locked memory to a graph, without edges: its node."""
+    params = bindings().CUDA_MEMCPY3D()
+    params.srcMemoryType = bindings().CUmemorytype.CU_MEMORYTYPE_DEVICE
+    params.srcDevice = src
+    params.dstMemoryType = bindings().CUmemorytype.CU_MEMORYTYPE_HOST
+    params.dstHost = dst
+    return _add_memcpy(graph, params, nbytes)
+
+
+def _to_device(dst: int) -> Any:
+    params = bindings().CUDA_MEMCPY3D()
     params.dstMemoryType = bindings().CUmemorytype.CU_MEMORYTYPE_DEVICE
     params.dstDevice = dst
+    return params
+
+
+def _add_memcpy(graph: Handle, params: Any, nbytes: int) -> Handle:
     params.WidthInBytes, params.Height, params.Depth = nbytes, 1, 1
     return call("cuGraphAddMemcpyNode", graph, None, 0, params, call("cuCtxGetCurrent"))
 

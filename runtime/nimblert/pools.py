@@ -1,7 +1,7 @@
 """Memory for outputs that callers keep: it comes back for the next one when they let it go."""
 
+import sys
 import threading
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
@@ -25,20 +25,22 @@ class _Pool:
         self._lock = threading.RLock()  # a finalizer may run while this thread holds it
         self._closed = False
 
-    def _take(self, nbytes: int, make: Callable[[], Any]) -> tuple[Any, bool]:
-        """A block, and whether it was used before."""
+    def _take(self, nbytes: int) -> Any:
+        """A block that was given back, which is out from now on; None where there is none: `_made` makes it."""
         with self._lock:
-            found = self._free.get(nbytes)
             self._out += 1
-            if found:
-                return found.pop(), True
+            free = self._free.get(nbytes)
+            return free.pop() if free else None
+
+    def _made(self, nbytes: int) -> Any:
         try:
-            return make(), False
+            return self._new(nbytes)
         except BaseException:
             self._returned()
             raise
 
-    def _give_back(self, block: Any, nbytes: int) -> None:
+    def give_back(self, block: Any, nbytes: int) -> None:
+        """Have a block back, for the next one who takes so many bytes."""
         with self._lock:
             if not self._closed and self._is_idle_after(block):
                 self._free.setdefault(nbytes, []).append(block)
@@ -72,8 +74,25 @@ class _Pool:
         """Whether the block may be used again, by work that waits for what was given to the GPU until now."""
         raise NotImplementedError
 
+    def _new(self, nbytes: int) -> Any:
+        raise NotImplementedError
+
     def _release(self, block: Any) -> None:
         raise NotImplementedError
+
+
+class Lent:
+    """Memory of a pool that is out: ``address``. It comes back when nobody has this any more."""
+
+    __slots__ = ("__array_interface__", "__weakref__", "_block", "_nbytes", "_pool", "address")
+    __array_interface__: dict[str, Any]
+
+    def __init__(self, pool: _Pool, block: Any, nbytes: int, address: int) -> None:
+        self._pool, self._block, self._nbytes, self.address = pool, block, nbytes, address
+
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing():  # else it goes with the process
+            self._pool.give_back(self._block, self._nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,34 +109,28 @@ class HostLayout:
         strides = tuple(stride * dtype.itemsize for stride in tensor.strides)
         return cls(dtype, {"version": 3, "typestr": dtype.str, "shape": tensor.shape, "strides": strides})
 
-    def at(self, address: int, owner: "_Lent") -> np.ndarray:
-        """The array there, which keeps ``owner``."""
+    def at(self, lent: Lent) -> np.ndarray:
+        """The array over that memory, which keeps it."""
         # By the interface and no buffer: an array of ctypes costs ten times as much.
-        owner.__array_interface__ = {**self.interface, "data": (address, False)}
-        array = np.asarray(owner)
+        lent.__array_interface__ = {**self.interface, "data": (lent.address, False)}
+        array = np.asarray(lent)
         return array if array.dtype == self.dtype else array.view(self.dtype)
-
-
-class _Lent:
-    """Memory that is out: it lives as long as an array over it."""
-
-    __slots__ = ("__array_interface__", "__weakref__")
-    __array_interface__: dict[str, Any]
 
 
 class PageLockedPool(_Pool):
     """Page-locked host memory: a download needs no second copy."""
 
-    def take(self, nbytes: int, layout: HostLayout) -> tuple[int, np.ndarray]:
-        """The address of so many bytes, and the array over them that keeps them."""
-        address, _ = self._take(nbytes, lambda: int(call("cuMemHostAlloc", max(nbytes, 1), 0)))
-        lent = _Lent()
-        weakref.finalize(lent, self._give_back, address, nbytes).atexit = False
-        return address, layout.at(address, lent)
+    def take(self, nbytes: int) -> Lent:
+        """So many bytes."""
+        address = self._take(nbytes) or self._made(nbytes)
+        return Lent(self, address, nbytes, address)
 
     def _is_idle_after(self, block: Any) -> bool:
         del block  # every download was waited for
         return True
+
+    def _new(self, nbytes: int) -> int:
+        return int(call("cuMemHostAlloc", max(nbytes, 1), 0))
 
     def _release(self, block: Any) -> None:
         driver.bindings().cuMemFreeHost(block)
@@ -126,34 +139,29 @@ class PageLockedPool(_Pool):
 class DevicePool(_Pool):
     """Device memory. What a caller lets go may still be read by work of its own, which the next use waits for."""
 
-    def take(self, nbytes: int, stream: Handle) -> tuple[int, object]:
-        """The address of so many bytes for work on ``stream``, and the object that keeps them."""
-        block, used = self._take(nbytes, lambda: _device_block(nbytes))
-        keeper = _Keeper()
-        weakref.finalize(keeper, self._give_back, block, nbytes).atexit = False
+    def take(self, nbytes: int, stream: Handle) -> Lent:
+        """So many bytes, for work on ``stream``."""
+        used = self._take(nbytes)
+        block = used or self._made(nbytes)
         address, event = block
+        lent = Lent(self, block, nbytes, address)
         if used:
             call("cuStreamWaitEvent", stream, event, 0)
-        return address, keeper
+        return lent
 
     def _is_idle_after(self, block: Any) -> bool:
         (status,) = driver.bindings().cuCtxRecordEvent(self._context.handle, block[1])
         return bool(status == 0)  # else it is freed, and that waits for the GPU
 
+    def _new(self, nbytes: int) -> tuple[int, Handle]:
+        event = call("cuEventCreate", NO_TIMING)
+        try:
+            return int(call("cuMemAlloc", max(nbytes, 1))), event
+        except CudaError:
+            driver.bindings().cuEventDestroy(event)
+            raise
+
     def _release(self, block: Any) -> None:
         address, event = block
         driver.bindings().cuMemFree(address)
         driver.bindings().cuEventDestroy(event)
-
-
-class _Keeper:
-    """Lives as long as a block is in use."""
-
-
-def _device_block(nbytes: int) -> tuple[int, Handle]:
-    event = call("cuEventCreate", NO_TIMING)
-    try:
-        return int(call("cuMemAlloc", max(nbytes, 1))), event
-    except CudaError:
-        driver.bindings().cuEventDestroy(event)
-        raise

@@ -5,33 +5,26 @@ uploaded; where its axes lie in another order than the program reads, a kernel o
 the device. An array of the GPU is copied or laid out there.
 """
 
-import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from functools import cached_property, partial
-from itertools import product
+from functools import partial
 from math import prod
-from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 
-from nimblert import dlpack, driver, graph, layouts, padding
-from nimblert.arriving import Arrival
+from nimblert import dlpack, graph, layouts, padding
+from nimblert.call_graphs import Arrival, Step
 from nimblert.copiers import PART_NBYTES, copied
 from nimblert.device_arrays import DeviceArray, DeviceOutput
-from nimblert.driver import Context, Handle, PackedParameters, call
+from nimblert.driver import Context, Handle, call
 from nimblert.dtypes import numpy_dtype
 from nimblert.errors import InputError
-from nimblert.layouts import Gather
 from nimblert.memory import DeviceMemory, Staging, allocate
+from nimblert.movers import GatherKernels, Mover, copy_rows
 from nimblert.plan import ITEM_NBYTES, Tensor
-from nimblert.pools import DevicePool, HostLayout, PageLockedPool
-
-_PTX = Path(__file__).with_name("layout.ptx")
-_BLOCK = 256
-_MOST_BLOCKS = 1 << 16
+from nimblert.pools import DevicePool, HostLayout, Lent, PageLockedPool
 
 _SMALL_NBYTES = 2 * PART_NBYTES
 """Arrays of more are copied by several threads, each part uploaded as it is there."""
@@ -39,63 +32,8 @@ _SMALL_NBYTES = 2 * PART_NBYTES
 _MOST_LAYOUTS = 16
 """Of an input's arrays, so many are remembered."""
 
-_ADDRESSES = struct.Struct("<QQ")
-
 _K = TypeVar("_K")
 _T = TypeVar("_T")
-
-
-class GatherKernels:
-    """The kernels of layout.cu, compiled by the driver when the first is needed."""
-
-    def __init__(self, context: Context) -> None:
-        self._context = context
-
-    @cached_property
-    def _functions(self) -> dict[int, Handle]:
-        text = _PTX.read_bytes() + b"\0"
-        module = self._context.acquire(call("cuModuleLoadData", text), "cuModuleUnload")
-        return {n: call("cuModuleGetFunction", module, f"gather_{n}".encode()) for n in (1, 2, 4, 8, 16)}
-
-    def mover(self, gather: Gather, itemsize: int) -> "Mover":
-        """What fills a destination from a source, of elements of so many bytes."""
-        return Mover(None if gather.is_copy else self._functions[itemsize], gather, itemsize)
-
-    def mover_to(self, side: str, tensor: Tensor, strides: tuple[int, ...]) -> "Mover":
-        """What fills a tensor from an array of its shape with these ``strides``, in elements.
-
-        Raises InputError where none does; ``side`` is what the sentence calls the tensor.
-        """
-        gather = layouts.gather(tensor.shape, tensor.strides, strides)
-        if gather is None:
-            raise InputError(f"{side} {tensor.name!r}: strides {strides} cannot be laid out on the device")
-        return self.mover(gather, ITEM_NBYTES[tensor.dtype])
-
-
-class Mover:
-    """Lays out one array as another on the device: by a kernel, or by a copy where both lie alike."""
-
-    def __init__(self, function: Handle | None, gather: Gather, itemsize: int) -> None:
-        self._function = function
-        self._nbytes = gather.count * itemsize
-        self._blocks = min(-(-gather.count // _BLOCK), _MOST_BLOCKS)
-        self._parameters = PackedParameters(gather.parameters(0, 0))
-
-    def move(self, to: int, source: int, stream: Handle) -> None:
-        """Fill the destination at ``to`` from ``source``, both device addresses, for what comes next on ``stream``."""
-        if self._function is None:
-            call("cuMemcpyDtoDAsync", to, source, self._nbytes, stream)
-            return
-        self._parameters.replace(_ADDRESSES.pack(to, source))
-        extra = self._parameters.extra
-        call("cuLaunchKernel", self._function, self._blocks, 1, 1, _BLOCK, 1, 1, 0, stream, 0, extra)
-
-    def add(self, built: Handle, to: int, source: int) -> Handle:
-        """Add what `move` does to a graph, without edges: its node."""
-        if self._function is None:
-            return graph.add_copy(built, to, source, self._nbytes)
-        self._parameters.replace(_ADDRESSES.pack(to, source))
-        return graph.add_kernel(built, self._function, (self._blocks, 1, 1), (_BLOCK, 1, 1), self._parameters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,10 +109,10 @@ class Inlet:
             found.append(Arrival(steps, way.staged))
         return found
 
-    def moves(self, arrays: Sequence[tuple[Mover, int]]) -> list[Arrival]:
+    def moves(self, arrays: Sequence[tuple[Mover, int]]) -> list[Step]:
         """How arrays of the device, each given as one of its `movers` and an address, come in as nodes of a graph."""
         return [
-            Arrival([partial(mover.add, to=to, source=address)])
+            partial(mover.add, to=to, source=address)
             for (mover, address), to in zip(arrays, self._addresses, strict=True)
         ]
 
@@ -201,7 +139,7 @@ class Inlet:
             raise InputError(f"input {tensor.name!r}: strides {array.strides} cannot be laid out on the device")
         landing = self._landing_of(index, prod(tensor.shape) * itemsize)
         self._kernels.mover(gather, itemsize).move(landing, array.address, stream)
-        _copy_rows((address, tensor.strides), (landing, dense), array.shape, itemsize, stream)
+        copy_rows((address, tensor.strides), (landing, dense), array.shape, itemsize, stream)
 
     def _from_device(self, index: int, array: DeviceArray, stream: Handle) -> None:
         strides = dlpack.raw_numbers(array.strides)
@@ -287,9 +225,9 @@ class Outlet:
         if shape is not None:
             head = padding.head(self._tensors[index], shape)
             nbytes, layout = head.span_nbytes, HostLayout.of(head)
-        address, array = self._pools.host.take(nbytes, layout)
-        call("cuMemcpyDtoHAsync", address, self._addresses[index], nbytes, stream)
-        return array
+        lent = self._pools.host.take(nbytes)
+        call("cuMemcpyDtoHAsync", lent.address, self._addresses[index], nbytes, stream)
+        return layout.at(lent)
 
     def to_array(self, index: int, out: DeviceArray, stream: Handle) -> None:
         """Enqueue the copy of an output, or of its head of that shape, to a caller's array on the device."""
@@ -299,7 +237,7 @@ class Outlet:
         if gather is not None:
             self._kernels.mover(gather, itemsize).move(out.address, address, stream)
         else:
-            _copy_rows((out.address, out.strides), (address, tensor.strides), out.shape, itemsize, stream)
+            copy_rows((out.address, out.strides), (address, tensor.strides), out.shape, itemsize, stream)
 
     def to_device(
         self, index: int, stream: Handle, *, reuse: bool, shape: tuple[int, ...] | None = None
@@ -309,25 +247,79 @@ class Outlet:
         if shape is not None:
             tensor = padding.head(tensor, shape)
             nbytes = tensor.span_nbytes
-        address, keeper = self._addresses[index], None
+        lent = None
         if not reuse and nbytes:
-            address, keeper = self._pools.device.take(nbytes, stream)
-            call("cuMemcpyDtoDAsync", address, self._addresses[index], nbytes, stream)
-        return DeviceOutput(self._array(tensor, tensor.strides, address, keeper))
+            lent = self._pools.device.take(nbytes, stream)
+            call("cuMemcpyDtoDAsync", lent.address, self._addresses[index], nbytes, stream)
+        return self._output(index, tensor, lent)
+
+    def lend_host(self) -> list[Lent | None]:
+        """New page-locked memory for each output that has bytes."""
+        return [self._pools.host.take(nbytes) if nbytes else None for nbytes in self._nbytes]
+
+    def lend_device(self, stream: Handle) -> list[Lent | None]:
+        """New memory of the device for each output that has bytes, for work on ``stream``."""
+        return [self._pools.device.take(nbytes, stream) if nbytes else None for nbytes in self._nbytes]
+
+    def download(self, lent: Sequence[Lent | None], stream: Handle) -> None:
+        """Enqueue the copy of each output to memory of `lend_host`."""
+        for to, source, nbytes in zip(lent, self._addresses, self._nbytes, strict=True):
+            if to is not None:
+                call("cuMemcpyDtoHAsync", to.address, source, nbytes, stream)
+
+    def copy(self, lent: Sequence[Lent | None], stream: Handle) -> None:
+        """Enqueue the copy of each output to memory of `lend_device`."""
+        for to, source, nbytes in zip(lent, self._addresses, self._nbytes, strict=True):
+            if to is not None:
+                call("cuMemcpyDtoDAsync", to.address, source, nbytes, stream)
+
+    def downloads(self, lent: Sequence[Lent | None]) -> list[Step]:
+        """What `download` does as nodes of a graph."""
+        return self._steps(graph.add_download, lent)
+
+    def copies(self, lent: Sequence[Lent | None]) -> list[Step]:
+        """What `copy` does as nodes of a graph."""
+        return self._steps(graph.add_copy, lent)
+
+    def _steps(self, add: Callable[..., Handle], lent: Sequence[Lent | None]) -> list[Step]:
+        return [
+            partial(add, dst=to.address, src=source, nbytes=nbytes)
+            for to, source, nbytes in zip(lent, self._addresses, self._nbytes, strict=True)
+            if to is not None
+        ]
+
+    def on_host(self, lent: Sequence[Lent | None]) -> dict[str, np.ndarray | DeviceOutput]:
+        """The outputs by name, as arrays over memory of `lend_host`."""
+        results: dict[str, np.ndarray | DeviceOutput] = {}
+        for index, (tensor, memory) in enumerate(zip(self._tensors, lent, strict=True)):
+            results[tensor.name] = self._staging.views[index] if memory is None else self._layouts[index].at(memory)
+        return results
+
+    def on_device(self, lent: Sequence[Lent | None]) -> dict[str, np.ndarray | DeviceOutput]:
+        """The outputs by name, as arrays over memory of `lend_device`."""
+        results: dict[str, np.ndarray | DeviceOutput] = {}
+        for index, (tensor, memory) in enumerate(zip(self._tensors, lent, strict=True)):
+            results[tensor.name] = self._output(index, tensor, memory)
+        return results
+
+    def _output(self, index: int, tensor: Tensor, lent: Lent | None) -> DeviceOutput:
+        """An output in lent memory, or in the program's own."""
+        address = self._addresses[index] if lent is None else lent.address
+        return DeviceOutput(self._array(tensor, tensor.strides, address, lent))
 
     def empty(self, tensor: Tensor, stream: Handle) -> DeviceArray:
         """A new array for an output, C-contiguous."""
-        address, keeper = self._pools.device.take(prod(tensor.shape) * ITEM_NBYTES[tensor.dtype], stream)
-        return self._array(tensor, layouts.dense_strides(tensor.shape), address, keeper)
+        lent = self._pools.device.take(prod(tensor.shape) * ITEM_NBYTES[tensor.dtype], stream)
+        return self._array(tensor, layouts.dense_strides(tensor.shape), lent.address, lent)
 
-    def _array(self, tensor: Tensor, strides: tuple[int, ...], address: int, keeper: object) -> DeviceArray:
+    def _array(self, tensor: Tensor, strides: tuple[int, ...], address: int, owner: Lent | None) -> DeviceArray:
         return DeviceArray(
             address=address,
             dtype=tensor.dtype,
             shape=tensor.shape,
             strides=strides,
             device=self._pools.ordinal,
-            owner=keeper,
+            owner=owner,
         )
 
 
@@ -342,30 +334,6 @@ def _fill(address: int, tensor: Tensor, stream: Handle) -> None:
     for position, word in enumerate(words.tolist()):
         bits = 8 * words.itemsize
         call(f"cuMemsetD2D{bits}Async", address + position * 4, pitch, word, 1, nbytes // pitch, stream)
-
-
-def _copy_rows(
-    to: tuple[int, Sequence[int]],
-    source: tuple[int, Sequence[int]],
-    shape: Sequence[int],
-    itemsize: int,
-    stream: Handle,
-) -> None:
-    """Copy elements on the device; addresses with strides in elements. Rows that lie alike are one copy."""
-    axes = sorted(zip(to[1], source[1], shape, strict=True), reverse=True)
-    width = 1
-    while axes and axes[-1][:2] == (width, width):
-        width *= axes.pop()[2]
-    to_pitch, source_pitch, height = axes.pop() if axes else (width, width, 1)
-    names = driver.bindings()
-    rows = names.CUDA_MEMCPY2D()
-    rows.srcMemoryType = rows.dstMemoryType = names.CUmemorytype.CU_MEMORYTYPE_DEVICE
-    rows.WidthInBytes, rows.Height = width * itemsize, height
-    rows.dstPitch, rows.srcPitch = to_pitch * itemsize, source_pitch * itemsize
-    for at in product(*(range(size) for _, _, size in axes)):
-        rows.dstDevice = to[0] + itemsize * sum(i * stride for i, (stride, _, _) in zip(at, axes, strict=True))
-        rows.srcDevice = source[0] + itemsize * sum(i * stride for i, (_, stride, _) in zip(at, axes, strict=True))
-        call("cuMemcpy2DAsync", rows, stream)
 
 
 def _remembered(known: dict[_K, _T], strides: _K, found: _T) -> _T:

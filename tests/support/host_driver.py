@@ -245,9 +245,10 @@ class HostDriver:
 
     def _cuGraphAddMemcpyNode(self, graph: _Graph, before: Any, count: int, params: Any, context: Any) -> _Handle:
         del before, count, context
-        is_upload = params.srcMemoryType == real.CUmemorytype.CU_MEMORYTYPE_HOST
-        source = int(params.srcHost if is_upload else params.srcDevice)
-        to, nbytes = int(params.dstDevice), params.WidthInBytes
+        of_host = real.CUmemorytype.CU_MEMORYTYPE_HOST
+        source = int(params.srcHost if params.srcMemoryType == of_host else params.srcDevice)
+        to = int(params.dstHost if params.dstMemoryType == of_host else params.dstDevice)
+        nbytes = params.WidthInBytes
         graph.work.append(lambda: ctypes.memmove(to, source, nbytes))
         return self._handle()
 
