@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 from hashlib import sha256
 
 from nimblec import __version__
-from nimblec.ir import Buffer, BufferKind, Graph, KernelWork, Layout, Schedule, Task
+from nimblec.ir import Buffer, BufferKind, Graph, KernelWork, Part, Task
 from nimblec.lower import lower, state, weights
 from nimblec.refits import refits
 from nimblec.schedule.lifetimes import used_buffers
 from nimblec.schedule.memory import WEIGHT_ALIGNMENT
-from nimblert.plan import Device, Kernel, Module, Plan, Profile, Program, ScheduleRecord, Target, Weight
+from nimblert.plan import Device, Kernel, Module, Plan, Program, Target, Weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,29 +20,6 @@ class Provenance:
     target: Target
     device: Device
     versions: tuple[tuple[str, str], ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """A graph in its schedule and its memory, to be the program of an entry for a profile; ``record`` says why so."""
-
-    graph: Graph
-    schedule: Schedule
-    memory: Layout
-    record: ScheduleRecord | None = None
-    entry: str = "main"
-    profile: Profile = ()
-
-    @property
-    def name(self) -> str:
-        """That of the program: "main", or "main[batch=4]"."""
-        return program_name(self.entry, self.profile)
-
-
-def program_name(entry: str, profile: Profile) -> str:
-    """What the program of an entry for a profile is called."""
-    sizes = ",".join(f"{name}={size}" for name, size in profile)
-    return f"{entry}[{sizes}]" if sizes else entry
 
 
 def assemble(parts: Sequence[Part], provenance: Provenance) -> Plan:

@@ -7,7 +7,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from nimblert.plan import Dim3, Kernel, Module
+from nimblert.plan import Dim3, Kernel, Module, Profile, ScheduleRecord
 
 LIBRARY_MEMORY = "memory of a library"
 """What names of state begin with that no model has: a library keeps it on the GPU between its calls."""
@@ -186,3 +186,26 @@ class Layout:
     arena_nbytes: int
     weights_nbytes: int
     state_nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A graph in its schedule and its memory, to be the program of an entry for a profile; ``record`` says why so."""
+
+    graph: Graph
+    schedule: Schedule
+    memory: Layout
+    record: ScheduleRecord | None = None
+    entry: str = "main"
+    profile: Profile = ()
+
+    @property
+    def name(self) -> str:
+        """That of the program: "main", or "main[batch=4]"."""
+        return program_name(self.entry, self.profile)
+
+
+def program_name(entry: str, profile: Profile) -> str:
+    """What the program of an entry for a profile is called."""
+    sizes = ",".join(f"{name}={size}" for name, size in profile)
+    return f"{entry}[{sizes}]" if sizes else entry

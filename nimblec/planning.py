@@ -4,9 +4,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from nimblec.assembly import Part, Provenance, assemble
+from nimblec.assembly import Provenance, assemble
 from nimblec.errors import CompileError
-from nimblec.ir import Graph, KernelWork, Layout, Schedule
+from nimblec.ir import Graph, KernelWork, Layout, Part, Schedule
 from nimblec.schedule.bound import arena_lower_bound
 from nimblec.schedule.dag import Dag, transitive_reduction
 from nimblec.schedule.dependencies import (

@@ -3,9 +3,8 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from nimblec.ir import BufferKind
+from nimblec.ir import BufferKind, Part
 from nimblec.schedule.lifetimes import used_buffers
 from nimblert.layouts import dense_strides
 from nimblert.plan import (
@@ -23,11 +22,8 @@ from nimblert.plan import (
     Wait,
 )
 
-if TYPE_CHECKING:
-    from nimblec.assembly import Part
 
-
-def refits(parts: "Sequence[Part]") -> tuple[Program, ...]:
+def refits(parts: Sequence[Part]) -> tuple[Program, ...]:
     """One refit without commands, of the weights that the plan holds as the model has them, if there are any."""
     given = sorted(_given(parts), key=lambda tensor: (tensor.pointer.offset, tensor.name))
     if not given:
@@ -107,7 +103,7 @@ def _moved(command: Command, move: Callable[[Pointer], Pointer]) -> Command:
             return command
 
 
-def _given(parts: "Sequence[Part]") -> Iterator[Tensor]:
+def _given(parts: Sequence[Part]) -> Iterator[Tensor]:
     """The weights that lie alone in one place, and are used nowhere in another form."""
     names: dict[int, set[str | None]] = defaultdict(set)
     places: dict[str, set[int]] = defaultdict(set)

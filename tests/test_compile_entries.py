@@ -14,7 +14,7 @@ from onnx import helper
 
 import nimblec
 import nimblert
-from nimblec.assembly import Part, Provenance, assemble
+from nimblec.assembly import Provenance, assemble
 from nimblec.cpu import capture
 from nimblec.cuda.request import CompileRequest
 from nimblec.errors import ArgumentError, CompileError
@@ -22,6 +22,7 @@ from nimblec.find_source import find_source
 from nimblec.frontend.pytorch import sources
 from nimblec.frontend.pytorch.handover import hand_over
 from nimblec.frontend.pytorch.state import share
+from nimblec.ir import Part
 from nimblec.options import InputSpec, Options
 from nimblec.schedule.dependencies import dependencies
 from nimblec.schedule.memory import layout

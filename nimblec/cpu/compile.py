@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import onnx
 
 from nimblec import __version__
-from nimblec.assembly import Part, Provenance, assemble, program_name
+from nimblec.assembly import Provenance, assemble
 from nimblec.cache.timing_cache import CachedTimer, TimingCache
 from nimblec.cpu import capture
 from nimblec.cpu.reference import refused_inputs
@@ -21,7 +21,7 @@ from nimblec.cpu.timing import CpuTimer
 from nimblec.errors import CompileError
 from nimblec.fits import find_fits, mark_masks
 from nimblec.frontend.onnx import model_file
-from nimblec.ir import Graph
+from nimblec.ir import Graph, Part, program_name
 from nimblec.lean import LeanProcess, run_seconds
 from nimblec.machine import processor
 from nimblec.options import InputSpec, Observer, Options

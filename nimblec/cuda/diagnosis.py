@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from nimblec.assembly import Part, Provenance, assemble
+from nimblec.assembly import Provenance, assemble
 from nimblec.cuda.recording.record import Recording
-from nimblec.ir import BufferKind, Graph, Layout
+from nimblec.ir import BufferKind, Graph, Layout, Part
 from nimblec.schedule.dependencies import dependencies
 from nimblec.schedule.streams import serial
 from nimblert import golden

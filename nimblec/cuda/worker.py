@@ -21,7 +21,7 @@ from typing import IO, TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from nimblec.assembly import Part, Provenance, assemble, program_name
+from nimblec.assembly import Provenance, assemble
 from nimblec.cache.timing_cache import CachedTimer, TimingCache
 from nimblec.cuda import accuracy
 from nimblec.cuda.common_state import refuse_folded_state
@@ -29,7 +29,7 @@ from nimblec.cuda.request import CompileRequest
 from nimblec.cuda.timing import CudaTimer
 from nimblec.errors import CompileError, TraceError, UnsupportedModelError, described, missing_package, unforeseen
 from nimblec.fits import find_fits, mark_masks
-from nimblec.ir import Graph
+from nimblec.ir import Graph, Part, program_name
 from nimblec.lean import LeanProcess, run_seconds
 from nimblec.options import Options
 from nimblec.planning import choose_schedule

@@ -13,7 +13,7 @@ from rewriting import counts, run
 from torch import Tensor, nn
 
 import nimblert
-from nimblec.assembly import Part, Provenance
+from nimblec.assembly import Provenance
 from nimblec.cuda.refit.derivation import Derivations
 from nimblec.cuda.refit.programs import Given, Recipes, assemble_refittable, recipes
 from nimblec.cuda.refit.refittable import Refittable, make_refittable, of_files, of_modules, whole
@@ -21,7 +21,7 @@ from nimblec.errors import CompileError
 from nimblec.frontend.onnx.importer import Weigh
 from nimblec.frontend.onnx.torch_model import load_onnx
 from nimblec.frontend.pytorch.model import TorchModel, place
-from nimblec.ir import Access, Buffer, BufferKind, CopyWork, Graph, Op, Task, TensorView
+from nimblec.ir import Access, Buffer, BufferKind, CopyWork, Graph, Op, Part, Task, TensorView
 from nimblec.kernels.core.gpu import SM_90
 from nimblec.levels.o1 import FUSED_REGIONS
 from nimblec.levels.o2 import TRITON_NORMS, first

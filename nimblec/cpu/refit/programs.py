@@ -6,12 +6,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 from onnx import numpy_helper
 
-from nimblec.assembly import Part, Provenance, assemble
+from nimblec.assembly import Provenance, assemble
 from nimblec.cpu import capture
 from nimblec.cpu.kernels import Header
 from nimblec.cpu.optimizer import OptimizedModel
 from nimblec.cpu.refit.recipe import Recipe, Source, model_of, sources
 from nimblec.cpu.refit.refittable import Refittable, digest
+from nimblec.ir import Part
 from nimblec.refits import refit, replacing
 from nimblec.schedule.dependencies import dependencies
 from nimblec.schedule.memory import layout

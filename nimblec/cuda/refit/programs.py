@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nimblec.assembly import Part, Provenance, assemble
+from nimblec.assembly import Provenance, assemble
 from nimblec.cuda.refit.derivation import Recipe, strides_of_moved
 from nimblec.cuda.refit.refittable import Refittable, whole
 from nimblec.frontend.pytorch.model import DTYPE_NAMES, TorchModel
-from nimblec.ir import BufferKind, Graph
+from nimblec.ir import BufferKind, Graph, Part
 from nimblec.refits import refit, replacing
 from nimblec.schedule.dependencies import dependencies
 from nimblec.schedule.lifetimes import task_buffers
