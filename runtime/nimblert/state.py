@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -12,12 +13,11 @@ from nimblert.dtypes import numpy_dtype
 from nimblert.entries import checked_array
 from nimblert.errors import InputError
 from nimblert.layouts import dense_strides
-from nimblert.plan import Pointer, Region, Tensor, Weight
+from nimblert.plan import Plan, Pointer, Region, Tensor, Weight
 from nimblert.refitting import read_file
 from nimblert.replacing import replacing
 
 if TYPE_CHECKING:
-    from nimblert.context import Context
     from nimblert.device_arrays import DeviceArray, DeviceOutput
 
 
@@ -48,6 +48,15 @@ class Working(Protocol):
         """An array on the GPU of that ordinal, to be written next. Raises InputError where it cannot be."""
 
 
+class Owner(Protocol):
+    """The context whose state it is."""
+
+    plan: Plan
+
+    def between_runs(self) -> AbstractContextManager[Working]:
+        """What it works in, which no run uses in the block. Raises InputError where it is closed or runs."""
+
+
 class State(Mapping[str, np.ndarray]):
     """The state of a context by name, as numpy arrays: reading copies, assignment writes.
 
@@ -60,7 +69,7 @@ class State(Mapping[str, np.ndarray]):
     of it would be refused.
     """
 
-    def __init__(self, context: "Context") -> None:
+    def __init__(self, context: Owner) -> None:
         self._context = context
         self._tensors = {weight.name: _tensor(weight) for weight in context.plan.state if weight.name}
 
