@@ -205,6 +205,10 @@ class Part:
         return program_name(self.entry, self.profile)
 
 
+ProgramKey: TypeAlias = tuple[str, Profile]
+"""What tells the programs of a plan apart: an entry and a profile."""
+
+
 def program_name(entry: str, profile: Profile) -> str:
     """What the program of an entry for a profile is called."""
     sizes = ",".join(f"{name}={size}" for name, size in profile)

@@ -1,10 +1,22 @@
 """State that several entries have in common."""
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from nimblec.errors import CompileError
-from nimblec.ir import BufferKind, Graph
+from nimblec.ir import BufferKind, Graph, ProgramKey
+
+if TYPE_CHECKING:
+    from nimblec.frontend.pytorch.model import TorchModel
+
+
+def with_common_state(models: "Mapping[ProgramKey, TorchModel]") -> "dict[ProgramKey, TorchModel]":
+    """The models, each told what of its state others write, as it must know to be rewritten."""
+    from nimblec.frontend.pytorch.flat import written_storages  # brings in torch
+
+    written = frozenset().union(*map(written_storages, models.values()))
+    return {key: replace(model, written_elsewhere=written) for key, model in models.items()}
 
 
 def refuse_folded_state(

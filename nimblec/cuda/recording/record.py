@@ -29,6 +29,7 @@ from nimblec.cuda.recording.residents import (
     move_into,
     note_mutations,
     only_in,
+    storages,
 )
 from nimblec.cuda.recording.tasks import build_graph
 from nimblec.errors import TraceError, UnsupportedModelError, user_code
@@ -74,21 +75,27 @@ class Recording:
         return [as_array(tensor) for _, tensor in name_outputs(self.capture.result)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Recorders:
-    """What the recorders of all models of this process share.
+    """The recorders of the models of this process; ``code`` and ``allocator`` must have been started before CUDA."""
 
-    ``code`` and ``allocator`` must have been started before CUDA. ``loaded`` are the storages that
-    existed before any model ran (`residents.storages`).
-    """
+    def __init__(self, code: CodeRecorder, allocator: BumpAllocator) -> None:
+        self.code = code
+        self.allocator = allocator
+        self.loaded: frozenset[int] = frozenset()
+        self._models: list[TorchModel] = []
 
-    code: CodeRecorder
-    allocator: BumpAllocator
-    loaded: frozenset[int]
+    def begin(self, models: Iterable[TorchModel]) -> None:
+        """Know the models that were loaded, before any of them runs: what exists now was not made by a run."""
+        self.loaded = storages()
+        self.add(*models)
 
-    def of(self, model: TorchModel, others: Iterable[TorchModel] = ()) -> "ModelRecorder":
-        """The recorder of ``model``; of ``others`` it takes no weights and inputs but those that it shares."""
-        return ModelRecorder(model, self, others)
+    def add(self, *models: TorchModel) -> None:
+        """Know more models: a recorder takes none of their weights and inputs but those that its own model shares."""
+        self._models += models
+
+    def of(self, model: TorchModel) -> "ModelRecorder":
+        """The recorder of a model."""
+        return ModelRecorder(model, self, self._models)
 
 
 class ModelRecorder:

@@ -1,0 +1,78 @@
+"""Record what the framework computes, write the plan, and check that it computes the same."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from nimblec.cuda import accuracy
+from nimblec.cuda.reports import Reports
+from nimblec.cuda.request import CompileRequest
+from nimblec.cuda.selection import Recorded
+from nimblec.errors import CompileError
+from nimblec.fits import find_fits
+from nimblec.ir import ProgramKey
+from nimblec.lean import DifferingOutput, LeanProcess, run_seconds
+from nimblert import container, golden
+from nimblert.plan import Plan, Program, Target
+
+if TYPE_CHECKING:
+    from nimblec.cuda.recording.cupti import CodeRecorder
+    from nimblec.frontend.pytorch.model import TorchModel
+
+_SEED = 0
+
+
+def write_checked(
+    plan: Plan,
+    request: CompileRequest,
+    reports: Reports,
+    recorded: Mapping[ProgramKey, Recorded],
+    originals: "Mapping[ProgramKey, TorchModel]",
+    code: "CodeRecorder",
+) -> None:
+    """Write the plan of what was ``recorded`` of these models to the request's file, with golden records.
+
+    Raises CompileError where the plan computes something else than the framework, or changes it by more than allowed.
+    """
+    with LeanProcess(Target.CUDA) as lean:
+        with reports.stage("run the framework"):
+            runs = zip(plan.programs, recorded.values(), originals.values(), strict=True)
+            plan = replace(plan, programs=tuple(_with_golden(*run, request, reports) for run in runs))
+        if request.sizes:
+            with reports.stage("padding"), code.ignoring():
+                plan, notes = find_fits(plan)
+            reports.note(notes)
+        with reports.stage("write"):
+            container.write(plan, request.output)
+        with reports.stage("check"):
+            problem = lean.differing_output(request.output, run_s=run_seconds(plan))
+            if problem:
+                reports.problem(problem.sentence)  # should the search below not live to tell it
+                raise CompileError(f"{problem.sentence}; {_diagnosis(plan, problem, recorded)}")
+
+
+def _with_golden(
+    program: Program, recorded: Recorded, original: "TorchModel", request: CompileRequest, reports: Reports
+) -> Program:
+    """The program with what the framework computes from seeded inputs, and how far two runs differ."""
+    inputs = golden.draw_inputs(program, _SEED)
+    first, second = recorded.recorder.compute(inputs), recorded.recorder.compute(inputs)
+    tolerance = accuracy.spread(first, second)
+    if tolerance:
+        apart = f"two runs of the framework on equal inputs differ by {tolerance:.2g} of the largest magnitude"
+        reports.note([f"{apart}: the plan is checked within that spread"])
+    if recorded.model is not original:
+        reference = partial(recorded.recorder.compute, model=original)
+        reports.note(accuracy.report(program, reference, recorded.recorder.compute, request.max_error))
+    return replace(program, golden=golden.record(_SEED, first, tolerance))
+
+
+def _diagnosis(plan: Plan, problem: DifferingOutput, recorded: Mapping[ProgramKey, Recorded]) -> str:
+    """Where the replay of a program departs from what the framework computed."""
+    from nimblec.cuda.diagnosis import first_difference
+
+    program = next(p for p in plan.programs if p.name == problem.program)
+    assert program.golden is not None
+    inputs = golden.draw_inputs(program, _SEED)
+    return first_difference(recorded[program.entry, program.profile].recording, plan.device, inputs, program.golden)

@@ -1,0 +1,66 @@
+"""The models that a request is for, on the GPU."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from nimblec.cuda.request import CompileRequest
+from nimblec.options import Options
+
+if TYPE_CHECKING:
+    from nimblec.frontend.onnx.importer import Weigh
+    from nimblec.frontend.pytorch.model import ModelCall, TorchModel
+    from nimblec.ir import ProgramKey
+
+_SEED = 0
+
+
+def load_models(request: CompileRequest) -> "dict[ProgramKey, TorchModel]":
+    """The model of each entry, in the sizes of each profile."""
+    import torch
+
+    from nimblec.frontend.pytorch import sources
+    from nimblec.frontend.pytorch.model import place_call, set_arithmetic
+    from nimblec.frontend.pytorch.state import share
+
+    torch.manual_seed(_SEED)
+    set_arithmetic(request.precision)
+    if request.source.kind == "onnx":
+        return load_files(request)
+    options = _options(request)
+    calls: dict[ProgramKey, ModelCall]
+    if options.sizes:
+        program = sources.dynamic_program(request.source, options, device="cuda")
+        calls = {("main", profile): call for profile, call in program.calls(options).items()}
+    else:
+        calls = {(e, ()): call for e, call in sources.load(request.source, options, device="cuda").items()}
+    placed = {key: place_call(call, device="cuda") for key, call in calls.items()}
+    shared = {entry: part.shared for entry, part in request.source.entries}
+    share({entry: model.module for (entry, _), model in placed.items()}, shared)
+    return placed
+
+
+def load_files(request: CompileRequest, weigh: "Weigh | None" = None) -> "dict[ProgramKey, TorchModel]":
+    """An ONNX file in the sizes of each profile, with the weights that ``weigh`` gives it."""
+    from nimblec.frontend.onnx.torch_model import load_onnx
+
+    options = _options(request)
+    return {
+        ("main", profile): load_onnx(
+            Path(request.source.model),
+            device="cuda",
+            specs=options.inputs,
+            dims=options.dims,
+            examples=dict(options.examples),
+            profile=profile,
+            weigh=weigh,
+        )
+        for profile in options.profiles
+    }
+
+
+def _options(request: CompileRequest) -> Options:
+    """Those of the request that say of which sizes the inputs are."""
+    examples = () if request.examples is None else tuple(np.load(request.examples).items())
+    return Options(inputs=request.inputs, dims=request.dims, sizes=request.sizes, examples=examples)

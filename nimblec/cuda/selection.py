@@ -1,0 +1,137 @@
+"""The choice among the variants of a model: each is recorded and scheduled, and the fastest is kept."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing, nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from nimblec.assembly import Provenance, assemble
+from nimblec.cache.timing_cache import CachedTimer, TimingCache
+from nimblec.cuda.reports import Reports
+from nimblec.cuda.request import CompileRequest
+from nimblec.cuda.timing import CudaTimer
+from nimblec.errors import TraceError, UnsupportedModelError, unforeseen
+from nimblec.ir import Graph, Part
+from nimblec.planning import choose_schedule
+from nimblert import driver
+from nimblert.plan import Device, Target
+
+if TYPE_CHECKING:
+    import torch
+
+    from nimblec.cuda.recording.record import ModelRecorder, Recorders, Recording
+    from nimblec.frontend.pytorch.model import TorchModel
+    from nimblec.levels.variants import Variant
+    from nimblert.errors import NimbleError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """A variant of a model, recorded and scheduled; ``duration_ns`` is its plan's time on the GPU."""
+
+    name: str
+    model: "TorchModel"
+    recorder: "ModelRecorder"
+    recording: "Recording"
+    part: Part
+    duration_ns: int
+
+
+class Selector:
+    """Chooses as a request asks for. ``times`` keeps those of kernels and plans."""
+
+    def __init__(
+        self, request: CompileRequest, reports: Reports, times: TimingCache, recorders: "Recorders"
+    ) -> None:
+        self._request = request
+        self._reports = reports
+        self._times = times
+        self._recorders = recorders
+
+    def variants(self, model: "TorchModel") -> "Iterator[Variant]":
+        """The variants of a model at the level asked for."""
+        from nimblec.levels.variants import variants
+
+        report = (lambda step: self._reports.note([str(step)])) if self._request.print_passes else None
+        return variants(model, self._request.level, half(self._request.precision), self._times, report)
+
+    def fastest(self, original: "TorchModel", tried: "Iterable[Variant]") -> Recorded:
+        """Of the variants of a model, the one whose plan takes the least GPU time."""
+        from nimblec.levels.variants import as_it_runs
+
+        level, dtype = self._request.level, half(self._request.precision)
+        recorded: list[Recorded] = []
+        failures: list[NimbleError] = []
+        for variant in tried:
+            try:
+                with nullcontext() if variant.is_original else unforeseen(variant.name):
+                    recorded.append(self._record(variant))
+            except (TraceError, UnsupportedModelError) as exc:
+                failures.append(exc)
+        if not recorded:
+            if level == 0 or dtype is not None:
+                raise failures[0]
+            recorded.append(self._record(as_it_runs(original)))
+            self._reports.note([f"-O{level} is not open to this model, which is compiled as it runs, as by -O0"])
+        self._reports.note(str(exc) for exc in failures)
+        if len(recorded) > 1:
+            times = ", ".join(f"{each.name} {each.duration_ns / 1e3:.0f} us" for each in recorded)
+            self._reports.note([f"tried {times}: kept the fastest"])
+        return min(recorded, key=lambda each: each.duration_ns)
+
+    def _record(self, variant: "Variant") -> Recorded:
+        """Record a variant, and schedule it."""
+        with nullcontext() if variant.is_original else self._reports.stage("optimize"):
+            model = variant.make()
+        if not variant.is_original:
+            self._reports.note(model.notes)
+        with self._reports.stage("warm up"):
+            recorder = self._recorders.of(model)
+            recorder.warm_up()
+        with self._reports.stage("capture"):
+            recording = recorder.record()
+        with self._reports.stage("schedule"), self._recorders.code.ignoring():
+            part, duration_ns = self._schedule(recording.graph)
+        self._recorders.add(model)
+        return Recorded(
+            name=variant.name, model=model, recorder=recorder, recording=recording, part=part, duration_ns=duration_ns
+        )
+
+    def _schedule(self, graph: Graph) -> tuple[Part, int]:
+        """A variant with its schedule, and the nanoseconds it takes on the GPU."""
+        provenance = provenance_of(self._request)
+        streams, memory_limit = self._request.streams, self._request.memory_limit
+        with closing(CudaTimer()) as timer:
+            cached = CachedTimer(timer, self._times, provenance.device)
+            part = choose_schedule(graph, provenance, cached, streams=streams, memory_limit=memory_limit)
+            duration_ns = cached.duration(assemble([part], provenance))
+        self._times.save()
+        return part, duration_ns
+
+
+def half(precision: str) -> "torch.dtype | None":
+    """The half precision to compute in."""
+    import torch
+
+    return {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision)
+
+
+def provenance_of(request: CompileRequest, variants: Mapping[str, str] | None = None) -> Provenance:
+    """What a plan says about this compilation; ``variants`` are the names of those that were kept, by entry."""
+    kept = list((variants or {}).values())
+    how = kept[0] if len(kept) == 1 else ", ".join(f"{entry}: {name}" for entry, name in (variants or {}).items())
+    made_how = (("level", f"-O{request.level}, {how}"), ("precision", request.precision))
+    return Provenance(target=Target.CUDA, device=_needed_device(), versions=(*_versions(), *made_how))
+
+
+def _needed_device() -> Device:
+    found = driver.describe()
+    # Within a major version of CUDA a driver runs the cubins of every minor one.
+    return replace(found, driver_version=found.driver_version // 1000 * 1000)
+
+
+def _versions() -> tuple[tuple[str, str], ...]:
+    import torch
+
+    found = {"torch": torch.__version__, "cuda": torch.version.cuda or "", "cudnn": str(torch.backends.cudnn.version())}
+    return tuple(sorted(found.items()))
