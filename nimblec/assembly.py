@@ -7,7 +7,7 @@ from hashlib import sha256
 from nimblec import __version__
 from nimblec.ir import Buffer, BufferKind, Graph, KernelWork, Part, Task
 from nimblec.lower import lower, state, weights
-from nimblec.refits import refits
+from nimblec.refit.programs import refits
 from nimblec.schedule.lifetimes import used_buffers
 from nimblec.schedule.memory import WEIGHT_ALIGNMENT
 from nimblert.plan import Device, Kernel, Module, Plan, Program, Target, Weight

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import onnx
 
@@ -21,7 +21,7 @@ from nimblec.cpu.timing import CpuTimer
 from nimblec.errors import CompileError
 from nimblec.fits import find_fits, mark_masks
 from nimblec.frontend.onnx import model_file
-from nimblec.ir import Graph, Part, program_name
+from nimblec.ir import Graph, Part, ProgramKey, program_name
 from nimblec.lean import LeanProcess, run_seconds
 from nimblec.machine import processor
 from nimblec.options import InputSpec, Observer, Options
@@ -35,9 +35,6 @@ from nimblert.plan import Device, Plan, Profile, Program, Target
 
 if TYPE_CHECKING:
     from nimblec.frontend.pytorch.onnx_export import ExportedModel  # which brings in torch
-
-_Key: TypeAlias = tuple[str, Profile]
-"""An entry and a profile."""
 
 _SEED = 0
 
@@ -68,11 +65,10 @@ def compile_cpu(source: Source, options: Options, output: Path, observer: Observ
             raise CompileError(problem.sentence)
     return notes
 
-
 def _write_plan(source: Source, options: Options, output: Path, observer: Observer) -> tuple[float, tuple[str, ...]]:
     """Write the plan; returns the seconds that a run takes, and notes for the user."""
     with tempfile.TemporaryDirectory(prefix="nimblec-", dir=output.parent) as scratch:  # a disk with room for a plan
-        exported: dict[_Key, ExportedModel] = {}
+        exported: dict[ProgramKey, ExportedModel] = {}
         if source.kind != "onnx":
             with stage(observer, "export to ONNX"):
                 exported = _exported(source, options, Path(scratch))
@@ -106,8 +102,7 @@ def _write_plan(source: Source, options: Options, output: Path, observer: Observ
         container.write(plan, output)
     return run_seconds(plan), notes
 
-
-def _exported(source: Source, options: Options, scratch: Path) -> "dict[_Key, ExportedModel]":
+def _exported(source: Source, options: Options, scratch: Path) -> "dict[ProgramKey, ExportedModel]":
     """Each entry as an ONNX file, for all profiles; one for each where runs write state."""
     from nimblec.frontend.pytorch import dynamic_onnx, onnx_export, sources  # which bring in torch
 
@@ -124,7 +119,6 @@ def _exported(source: Source, options: Options, scratch: Path) -> "dict[_Key, Ex
         (("main", profile) for profile in options.profiles), dynamic_onnx.export(dynamic, options, scratch)
     )
 
-
 def _read(
     source: Source, options: Options, entry: str, profile: Profile, exported: "ExportedModel | None"
 ) -> Reference:
@@ -136,7 +130,6 @@ def _read(
         proto = capture.read(path)
     state = () if exported is None else exported.state
     return Reference(entry=entry, profile=profile, folder=path.parent, proto=proto, state=state)
-
 
 def _optimised(
     models: Sequence[Reference], weights: Sequence[frozenset[str] | None], options: Options, scratch: Path
@@ -156,13 +149,11 @@ def _optimised(
     graphs = [capture.graph_of(one.optimized, ranges, m.state) for m, one in zip(models, made, strict=True)]
     return graphs, made
 
-
 def _assembled(parts: Sequence[Part], refittable: Sequence[Refittable]) -> tuple[Plan, tuple[str, ...]]:
     """The plan without golden records, and notes for the user."""
     if refittable:
         return assemble_refittable(parts, _provenance(), refittable)
     return assemble(parts, _provenance()), ()
-
 
 def _refuse_equal_shapes(models: Sequence[Reference]) -> None:
     """Raise CompileError where two profiles of an entry take inputs of the same shapes."""
@@ -176,14 +167,11 @@ def _refuse_equal_shapes(models: Sequence[Reference]) -> None:
                 "--input fixes a dimension, give one size for it"
             )
 
-
 def _text(profile: Profile) -> str:
     return " ".join(f"{name}={size}" for name, size in profile)
 
-
 def _provenance() -> Provenance:
     return Provenance(target=Target.CPU, device=Device(name="cpu"), versions=_versions())
-
 
 def _scheduled(
     models: Sequence[Reference], graphs: Sequence[Graph], options: Options, cache: TimingCache
@@ -202,20 +190,16 @@ def _scheduled(
         parts.append(replace(part, entry=model.entry, profile=model.profile))
     return parts
 
-
 def _examples(options: Options) -> tuple[InputSpec, ...]:
     """Shapes and dtypes of the examples."""
     return tuple(InputSpec(name=name, shape=array.shape, dtype=array.dtype.name) for name, array in options.examples)
-
 
 def _sample_ranges(options: Options) -> dict[str, tuple[int, int]]:
     integers = {name: array for name, array in options.examples if array.dtype.kind in "iu" and array.size}
     return {name: (int(array.min()), int(array.max())) for name, array in integers.items()}
 
-
 def _versions() -> tuple[tuple[str, str], ...]:
     return (("nimblec", __version__), ("onnx", onnx.__version__), ("onnxruntime", onnxruntime().__version__))
-
 
 def _with_golden(program: Program, model: Reference) -> Program:
     """The program with the record of what a plain ONNX Runtime session makes of random inputs."""

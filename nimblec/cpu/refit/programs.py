@@ -13,10 +13,8 @@ from nimblec.cpu.optimizer import OptimizedModel
 from nimblec.cpu.refit.recipe import Recipe, Source, model_of, sources
 from nimblec.cpu.refit.refittable import Refittable, digest
 from nimblec.ir import Part
-from nimblec.refits import refit, replacing
-from nimblec.schedule.dependencies import dependencies
-from nimblec.schedule.memory import layout
-from nimblec.schedule.streams import serial
+from nimblec.refit.programs import part_of, refits_in_place, replacing
+from nimblec.refit.recipes import groups
 from nimblert import refitting
 from nimblert.cpu import CpuResident
 from nimblert.device_arrays import DeviceArray
@@ -44,15 +42,15 @@ def assemble_refittable(
         weights |= model.weights
         recipes |= model.recipes
     header = models[0].header
-    groups = list(_groups(recipes))
-    made = [group for group in groups if group.made]
+    found = list(_groups(recipes))
+    made = [group for group in found if group.made]
     plan = assemble([*parts, *(_part(group, header) for group in made)], provenance)
     offsets = {digest(weight.data): weight.offset for weight in plan.weights}
-    single = [_tensor(s, offsets[key]) for group in groups if not group.made for key, s in group.given.items()]
-    refits = [refit("weights", sorted(single, key=lambda tensor: tensor.pointer.offset))] if single else []
+    single = (_tensor(s, offsets[key]) for group in found if not group.made for key, s in group.given.items())
     programs = plan.programs[len(parts) :]
-    refits += [_refit(program, group, offsets) for program, group in zip(programs, made, strict=True)]
-    plan = replace(plan, programs=plan.programs[: len(parts)], refits=tuple(refits))
+    making = (_refit(program, group, offsets) for program, group in zip(programs, made, strict=True))
+    refits = (*refits_in_place(single), *making)
+    plan = replace(plan, programs=plan.programs[: len(parts)], refits=refits)
     more = encode(plan).trailer.offset - encode(assemble(parts, provenance)).trailer.offset
     replaced = sum(len(program.inputs) for program in refits)
     notes = dict.fromkeys(note for model in models for note in model.notes())
@@ -62,17 +60,7 @@ def assemble_refittable(
 
 def _groups(recipes: Mapping[bytes, Recipe]) -> Iterator[_Group]:
     """The constants in groups, of which no two have a weight in common, in the order of ``recipes``."""
-    group_of: dict[Source, int] = {}
-    members: dict[int, list[bytes]] = {}
-    for number, (key, recipe) in enumerate(recipes.items()):
-        met = {group_of[source] for source in sources(recipe) if source in group_of}
-        first = min(met, default=number)
-        members.setdefault(first, []).append(key)
-        for other in met - {first}:
-            members[first] += members.pop(other)
-        joined = {source for member in members[first] for source in sources(recipes[member])} if len(met) > 1 else ()
-        group_of |= dict.fromkeys([*sources(recipe), *joined], first)
-    for keys in members.values():
+    for keys in groups({key: sources(recipe) for key, recipe in recipes.items()}):
         given = {key: recipe for key in keys if isinstance(recipe := recipes[key], Source)}
         yield _Group(given=given, made={key: recipes[key] for key in keys if key not in given})
 
@@ -81,9 +69,7 @@ def _part(group: _Group, header: Header) -> Part:
     """The model that makes the constants of a group; its outputs are called by their digests."""
     model = model_of({key.hex(): recipe for key, recipe in group.made.items()}, header)
     arrays = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
-    graph = capture.graph_of(OptimizedModel(proto=model, arrays=arrays))
-    schedule = serial(dependencies(graph))
-    return Part(graph=graph, schedule=schedule, memory=layout(graph, schedule), entry=f"refit {min(group.made).hex()}")
+    return part_of(capture.graph_of(OptimizedModel(proto=model, arrays=arrays)), min(group.made).hex())
 
 
 def _tensor(source: Source, offset: int) -> Tensor:

@@ -18,10 +18,8 @@ from nimblec.cpu.refit.explain import explain
 from nimblec.cpu.refit.generic import weights_of, with_weights
 from nimblec.cpu.refit.recipe import Recipe, sources
 from nimblec.frontend.onnx import model_nodes
-from nimblec.other_weights import perturbed
-
-_SHOWN = 4
-"""Of what may be many, a note lists so many."""
+from nimblec.refit.other_weights import perturbed
+from nimblec.refit.recipes import kept_note
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,9 +47,7 @@ class Refittable:
         else:
             yield "refittable: no optimisation is given up"
         if self.kept:
-            others = f" and {len(self.kept) - _SHOWN} more" if len(self.kept) > _SHOWN else ""
-            names = ", ".join(map(repr, sorted(self.kept)[:_SHOWN])) + others
-            yield f"refittable: weights that keep their values, as no recipe was found for them: {names}"
+            yield kept_note(self.kept)
 
 
 def _listed(counts: Counter[str]) -> str:

@@ -18,11 +18,9 @@ from nimblec.cuda.refit.derivation import Recipe, strides_of_moved
 from nimblec.cuda.refit.refittable import Refittable, whole
 from nimblec.frontend.pytorch.model import DTYPE_NAMES, TorchModel
 from nimblec.ir import BufferKind, Graph, Part
-from nimblec.refits import refit, replacing
-from nimblec.schedule.dependencies import dependencies
+from nimblec.refit.programs import part_of, refits_in_place, replacing
+from nimblec.refit.recipes import groups
 from nimblec.schedule.lifetimes import task_buffers
-from nimblec.schedule.memory import layout
-from nimblec.schedule.streams import serial
 from nimblert.plan import Plan, Pointer, Region
 from nimblert.plan import Tensor as PlanTensor
 
@@ -75,7 +73,7 @@ def recipes(refittable: Refittable[Any], models: Iterable[TorchModel], device: s
         singles.setdefault(name, recipe)
     given: dict[str, Given] = {}
     made: list[str] = []
-    for group in _groups({name: frozenset(recipe.sources) for name, recipe in singles.items()}):
+    for group in groups({name: recipe.sources for name, recipe in singles.items()}):
         found = _given(singles[group[0]], weights) if len(group) == 1 else None
         if found is None:
             made += group
@@ -101,16 +99,6 @@ def _name(recipe: Recipe, tensor: Tensor) -> str:
     return f"{min(recipe.sources)} {digest.hexdigest()[:12]}"
 
 
-def _groups(sources: Mapping[str, frozenset[str]]) -> Iterator[list[str]]:
-    """The constants in groups, of which no two have a weight in common."""
-    groups: list[tuple[set[str], list[str]]] = []
-    for name, read in sources.items():
-        met = [group for group in groups if group[0] & read]
-        groups = [group for group in groups if not group[0] & read]
-        groups.append((set(read).union(*(g[0] for g in met)), [*(n for g in met for n in g[1]), name]))
-    return (names for _, names in groups)
-
-
 def _given(recipe: Recipe, weights: Mapping[str, Tensor]) -> Given | None:
     """The weight that a constant is a copy of, if it is."""
     if len(recipe.sources) > 1:
@@ -128,10 +116,10 @@ def assemble_refittable(parts: Sequence[Part], provenance: Provenance, found: Re
 
     ``made`` is the captured model of the recipes.
     """
-    graphs = [] if made is None else list(_apart(made, found.made))
-    plan = assemble([*parts, *(_part(graph, number) for number, graph in enumerate(graphs))], provenance)
+    graphs = [] if made is None else _apart(made, found.made)
+    plan = assemble([*parts, *(part_of(graph, str(number)) for number, graph in enumerate(graphs))], provenance)
     offsets = {weight.name: weight.offset for weight in plan.weights}
-    given = [
+    given = (
         PlanTensor(
             name=each.name,
             dtype=each.dtype,
@@ -140,15 +128,9 @@ def assemble_refittable(parts: Sequence[Part], provenance: Provenance, found: Re
             pointer=Pointer(region=Region.WEIGHTS, index=0, offset=offsets[constant]),
         )
         for constant, each in found.given.items()
-    ]
-    refits = [refit("weights", sorted(given, key=lambda tensor: tensor.pointer.offset))] if given else []
-    refits += [replacing(program, offsets) for program in plan.programs[len(parts) :]]
-    return replace(plan, programs=plan.programs[: len(parts)], refits=tuple(refits))
-
-
-def _part(graph: Graph, number: int) -> Part:
-    schedule = serial(dependencies(graph))
-    return Part(graph=graph, schedule=schedule, memory=layout(graph, schedule), entry=f"refit {number}")
+    )
+    making = (replacing(program, offsets) for program in plan.programs[len(parts) :])
+    return replace(plan, programs=plan.programs[: len(parts)], refits=(*refits_in_place(given), *making))
 
 
 def _apart(graph: Graph, names: Sequence[str]) -> Iterator[Graph]:

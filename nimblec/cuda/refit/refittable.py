@@ -20,16 +20,14 @@ from nimblec.frontend.pytorch.model import TorchModel, as_array, as_tensor
 from nimblec.graph.rewriter import constant_of
 from nimblec.graph.state import slots
 from nimblec.levels.variants import Variant
-from nimblec.other_weights import perturbed
+from nimblec.refit.other_weights import perturbed
+from nimblec.refit.recipes import kept_note
 from nimblert.plan import Plan
 from nimblert.refitting import replaceable
 
 K = TypeVar("K")
 
 Weights: TypeAlias = Mapping[str, Tensor]
-
-_SHOWN = 4
-"""Of what may be many, a note lists so many."""
 
 Variants: TypeAlias = Callable[[TorchModel], Iterable[Variant]]
 """The variants of a model to be tried."""
@@ -143,9 +141,7 @@ class Refittable(Generic[K]):
         count = len(replaceable(plan))
         yield f"refittable: {count} weights can be replaced, by {sum(len(r.commands) for r in plan.refits)} commands"
         if self.kept:
-            more = f" and {len(self.kept) - _SHOWN} more" if len(self.kept) > _SHOWN else ""
-            names = ", ".join(map(repr, sorted(self.kept)[:_SHOWN])) + more
-            yield f"refittable: weights that keep their values, as no recipe was found for them: {names}"
+            yield kept_note(self.kept)
 
 
 def make_refittable(origin: Origin[K], variants: Variants) -> Refittable[K]:

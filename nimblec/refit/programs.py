@@ -1,11 +1,14 @@
-"""The refits of a plan: which of its weights can be replaced, and how they are made of the model's."""
+"""The refits of a plan: programs that write its weights, or what is made of them."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from nimblec.ir import BufferKind, Part
+from nimblec.ir import BufferKind, Graph, Part
+from nimblec.schedule.dependencies import dependencies
 from nimblec.schedule.lifetimes import used_buffers
+from nimblec.schedule.memory import layout
+from nimblec.schedule.streams import serial
 from nimblert.layouts import dense_strides
 from nimblert.plan import (
     Access,
@@ -25,17 +28,17 @@ from nimblert.plan import (
 
 def refits(parts: Sequence[Part]) -> tuple[Program, ...]:
     """One refit without commands, of the weights that the plan holds as the model has them, if there are any."""
-    given = sorted(_given(parts), key=lambda tensor: (tensor.pointer.offset, tensor.name))
-    if not given:
+    return refits_in_place(_given(parts))
+
+
+def refits_in_place(weights: Iterable[Tensor]) -> tuple[Program, ...]:
+    """One refit without commands, of weights that lie where the programs read them, if there are any."""
+    inputs = tuple(sorted(weights, key=lambda tensor: (tensor.pointer.offset, tensor.name)))
+    if not inputs:
         return ()
-    return (refit("weights", given),)
-
-
-def refit(name: str, inputs: Sequence[Tensor]) -> Program:
-    """A refit that makes no weights: its inputs lie where the programs read them."""
-    return Program(
-        name=name,
-        inputs=tuple(inputs),
+    refit = Program(
+        name="weights",
+        inputs=inputs,
         outputs=(),
         input_nbytes=(),
         output_nbytes=(),
@@ -46,6 +49,13 @@ def refit(name: str, inputs: Sequence[Tensor]) -> Program:
         commands=(),
         role=Role.REFIT,
     )
+    return (refit,)
+
+
+def part_of(graph: Graph, name: str) -> Part:
+    """A graph that makes constants, in its captured order, to be a program that `replacing` makes a refit of."""
+    schedule = serial(dependencies(graph))
+    return Part(graph=graph, schedule=schedule, memory=layout(graph, schedule), entry=f"refit {name}")
 
 
 def replacing(program: Program, offsets: Mapping[str, int], given: Mapping[str, int] | None = None) -> Program:
