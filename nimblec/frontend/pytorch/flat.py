@@ -9,7 +9,14 @@ from torch.utils import _pytree as pytree
 from nimblec.errors import TraceError, UnsupportedModelError
 from nimblec.frontend.pytorch.aten_graph import StateWrittenError, trace
 from nimblec.frontend.pytorch.model import TorchModel
-from nimblec.frontend.pytorch.state import StateTensor, WithState, Writing, named_tensors, state_of, storages
+from nimblec.frontend.pytorch.state import (
+    StateTensor,
+    WithState,
+    declared_writes,
+    named_tensors,
+    state_of,
+    storages,
+)
 from nimblec.graph.outputs import output_strides
 from nimblec.graph.state import StateSlot, set_slot, slots
 
@@ -25,7 +32,8 @@ def flattened(model: TorchModel) -> TorchModel:
     if model.is_flat:
         return model
     given = tuple(t for t in pytree.tree_leaves((model.args, model.kwargs)) if isinstance(t, torch.Tensor))
-    program, written = None, model.module.writes if isinstance(model.module, Writing) else ()
+    program = None
+    written = declared_writes(model.module)
     if not written:
         try:
             program = trace(model.module, model.args, model.kwargs, device=device_of(model))
@@ -39,9 +47,9 @@ def flattened(model: TorchModel) -> TorchModel:
 
 def written_storages(model: TorchModel) -> frozenset[int]:
     """The storages of its own that a model writes, as far as it can be a graph."""
-    if isinstance(model.module, Writing):
+    if written := declared_writes(model.module):
         held = storages(model.module)
-        return frozenset(held[name] for name in model.module.writes)
+        return frozenset(held[name] for name in written)
     try:
         flat = flattened(model)
     except (TraceError, UnsupportedModelError):

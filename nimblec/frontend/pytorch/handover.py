@@ -24,7 +24,7 @@ from nimblec.frontend.pytorch.model import (
     results_by_name,
 )
 from nimblec.frontend.pytorch.repeatable import HOW_STATE_IS_KEPT, run_twice
-from nimblec.frontend.pytorch.state import Writing, refuse_autocast, storages, written_by
+from nimblec.frontend.pytorch.state import declared_writes, refuse_autocast, storages, written_by
 from nimblec.options import Options
 from nimblec.source import Source
 
@@ -60,7 +60,7 @@ def hand_over(source: Source, options: Options, folder: Path) -> tuple[Source, O
         notes += said
         others = {storage for other in held if other != entry for storage in held[other].values()}
         if others & {*held[entry].values()}:
-            names = call.module.writes if isinstance(call.module, Writing) else written_by(call.name, program)
+            names = declared_writes(call.module) or written_by(call.name, program)
             written |= {held[entry][name] for name in names} & others
     numbers = {storage: number for number, storage in enumerate(sorted(written))}
     entries = {

@@ -30,8 +30,8 @@ from nimblec.frontend.pytorch.repeatable import HOW_STATE_IS_KEPT, compared, run
 from nimblec.frontend.pytorch.state import (
     StateTensor,
     WithState,
-    Writing,
     contents,
+    declared_writes,
     find_state,
     refuse_autocast,
     storages,
@@ -79,7 +79,7 @@ def export(calls: Mapping[str, ModelCall], folder: Path, *, refittable: bool = F
     paths = {entry: folder / str(number) / "model.onnx" for number, entry in enumerate(calls)}
     held = {entry: storages(call.module) for entry, call in calls.items()}
     written: dict[str, Sequence[str]]
-    written = {entry: call.module.writes for entry, call in calls.items() if isinstance(call.module, Writing)}
+    written = {entry: names for entry, call in calls.items() if (names := declared_writes(call.module))}
     for entry, call in calls.items():
         paths[entry].parent.mkdir()
         known = {held[other][name] for other, names in written.items() for name in names}
@@ -98,8 +98,8 @@ def _written(call: ModelCall) -> Sequence[str]:
     with borrowed(call.module):
         model = place_call(call, device="cpu")
         run_twice(call.name, model, HOW_STATE_IS_KEPT, buffers_are_kept=True)
-        if isinstance(call.module, Writing):
-            return call.module.writes
+        if declared := declared_writes(call.module):
+            return declared
         with exporting(call.name, "torch.export"):
             program = torch.export.export(as_module(model.module), model.args, model.kwargs, strict=False)
         return written_by(call.name, program)

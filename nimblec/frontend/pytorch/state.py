@@ -22,13 +22,18 @@ class StateTensor:
 
 
 class Writing(torch.nn.Module):
-    """A module that knows the names of the parameters and buffers that its runs write: nobody has to trace that.
+    """A module that declares the names of the parameters and buffers that its runs write: nobody has to trace that.
 
     Those of a module with ``autocast`` compute in that type what torch.autocast of their device does.
     """
 
     writes: tuple[str, ...]
     autocast: torch.dtype | None = None
+
+
+def declared_writes(module: Any) -> tuple[str, ...]:
+    """The names of the parameters and buffers that runs of a module write, as it declares them; () if it does not."""
+    return module.writes if isinstance(module, Writing) else ()
 
 
 def refuse_autocast(name: str, module: Any, why: str) -> None:
