@@ -4,7 +4,6 @@ Each takes the dependencies of a graph and returns a valid schedule.
 """
 
 import heapq
-import random
 from collections.abc import Iterable, Sequence
 
 from nimblec.ir import Schedule
@@ -81,24 +80,6 @@ def critical_path(dag: Dag, durations: Sequence[int], edge_cost: int, n: int) ->
                 heapq.heappush(coming, (at, successor))
     order = sorted(range(dag.task_count), key=lambda task: (board.start[task], -rank[task], task))
     return arrange(dag, order, board.streams)
-
-
-def random_schedule(dag: Dag, seed: int) -> Schedule:
-    """Return a valid schedule with nothing else to be said for it: for tests of concurrency."""
-    generator = random.Random(seed)  # noqa: S311  (not for secrets)
-    stream_count = generator.randint(1, max(1, min(16, dag.task_count)))
-    successors = dag.successors
-    missing = [len(before) for before in dag.predecessors]
-    ready = [task for task, count in enumerate(missing) if count == 0]
-    order = []
-    while ready:
-        task = ready.pop(generator.randrange(len(ready)))
-        order.append(task)
-        for successor in successors[task]:
-            missing[successor] -= 1
-            if missing[successor] == 0:
-                ready.append(successor)
-    return arrange(dag, order, [generator.randrange(stream_count) for _ in order])
 
 
 def arrange(dag: Dag, order: Iterable[int], streams: Sequence[int]) -> Schedule:

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 from delays import CUBIN, with_delays
+from random_schedules import random_schedule
 from replan import graph_of, replanned
 from verdicts import verdicts
 
 import nimblert
 from bench.schedules import MODELS
 from nimblec.schedule.dependencies import dependencies
-from nimblec.schedule.streams import random_schedule
 from nimblert import golden
 from nimblert.golden import Verdict
 from nimblert.hazards import hazards

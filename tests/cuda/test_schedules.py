@@ -8,12 +8,12 @@ import eager
 import numpy as np
 import pytest
 from delays import CUBIN, with_delays, with_delays_before
+from random_schedules import random_schedule
 from replan import graph_of, producer, replanned, without
 from verdicts import unchecked_verdicts, verdicts
 
 import nimblert
 from nimblec.schedule.dependencies import dependencies
-from nimblec.schedule.streams import random_schedule
 from nimblert import driver, golden
 from nimblert.golden import Verdict
 from nimblert.hazards import hazards

@@ -8,10 +8,11 @@ import pytest
 import torch
 from cpu_plans import plan_file, run_plan
 from plans import cuda_plan
+from random_schedules import random_schedule
 from replan import graph_of, producer, replanned, without
 
 from nimblec.schedule.dependencies import dependencies
-from nimblec.schedule.streams import maximal, random_schedule, serial
+from nimblec.schedule.streams import maximal, serial
 from nimblert import golden, verify
 from nimblert.hazards import hazards
 from nimblert.plan import Launch, Memcpy, Memset, Plan, Wait

@@ -7,6 +7,7 @@ import pytest
 from graphs import dataflow, graphs, schedules
 from hypothesis import given
 from hypothesis import strategies as st
+from random_schedules import random_schedule
 from schedule_cost import simulate
 
 from nimblec.ir import Graph, Schedule
@@ -21,7 +22,6 @@ from nimblec.schedule.streams import (
     critical_path,
     limited,
     maximal,
-    random_schedule,
     serial,
 )
 

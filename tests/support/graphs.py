@@ -3,10 +3,11 @@
 from random import Random
 
 from hypothesis import strategies as st
+from random_schedules import random_schedule
 
 from nimblec.ir import Access, Buffer, BufferKind, Graph, KernelWork, Op, Schedule, Task, TensorView
 from nimblec.schedule.dag import Dag
-from nimblec.schedule.streams import critical_path, limited, maximal, random_schedule, serial
+from nimblec.schedule.streams import critical_path, limited, maximal, serial
 
 
 def access(buffer: int, offset: int = 0, nbytes: int = 64) -> Access:
