@@ -11,9 +11,9 @@ from typing import Any
 from nimblec.cache.plan_cache import compile_once
 from nimblec.errors import CompileError, missing_package
 from nimblec.find_source import find_source
-from nimblec.options import Observer, Options, TargetChoice
+from nimblec.options import Options, TargetChoice
 from nimblec.source import Source
-from nimblec.stages import stage
+from nimblec.stages import Observer, Stopwatch, stage
 from nimblert import container, driver
 from nimblert.errors import CudaError, DeviceMismatchError
 from nimblert.plan import Plan, Target
@@ -52,19 +52,6 @@ def choose_target(choice: TargetChoice) -> tuple[Target, str]:
     return Target.CUDA, f"found {found}"
 
 
-class _Stopwatch:
-    """Passes stages on to an observer and keeps their seconds."""
-
-    def __init__(self, observer: Observer) -> None:
-        self._observer = observer
-        self.stages: list[tuple[str, float]] = []
-
-    def __call__(self, stage: str, seconds: float | None) -> None:
-        if seconds is not None:
-            self.stages.append((stage, seconds))
-        self._observer(stage, seconds)
-
-
 def compile_model(
     model: Any,
     example_inputs: Any = None,
@@ -83,7 +70,7 @@ def compile_model(
     DeviceMismatchError.
     """
     target, _ = choose_target(options.target)
-    stopwatch = _Stopwatch(observer)
+    stopwatch = Stopwatch(observer)
     with _folder(output) as folder:
         written = folder / "model.plan"
         try:

@@ -26,10 +26,6 @@ Level: TypeAlias = Literal[0, 1, 2]
 DEFAULT_LEVEL = 1
 """The default level of optimisation of a CUDA plan."""
 
-Observer: TypeAlias = Callable[[str, float | None], None]
-"""Called with (stage, None) when a stage starts and with (stage, seconds) when it ends."""
-
-
 MOST_PROFILES = 128
 """Each is a program of the plan, compiled and timed by itself."""
 

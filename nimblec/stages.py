@@ -1,10 +1,12 @@
-"""Report the start and end of a compilation's stages to an observer."""
+"""The stages of a compilation, and who is told when they start and end."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeAlias
 
-from nimblec.options import Observer
+Observer: TypeAlias = Callable[[str, float | None], None]
+"""Called with (stage, None) when a stage starts and with (stage, seconds) when it ends."""
 
 
 @contextmanager
@@ -14,3 +16,17 @@ def stage(observer: Observer, name: str) -> Iterator[None]:
     begin = time.perf_counter()
     yield
     observer(name, time.perf_counter() - begin)
+
+
+class Stopwatch:
+    """An observer that passes stages on to another one, and keeps their seconds."""
+
+    def __init__(self, observer: Observer) -> None:
+        self._observer = observer
+        self.stages: list[tuple[str, float]] = []
+
+    def __call__(self, stage: str, seconds: float | None) -> None:
+        """Pass on that a stage starts or ends."""
+        if seconds is not None:
+            self.stages.append((stage, seconds))
+        self._observer(stage, seconds)

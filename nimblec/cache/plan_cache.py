@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Self, TypeAlias
 
 from nimblec.cache.plan_key import digest_of, find_key
-from nimblec.options import Observer, Options
+from nimblec.options import Options
 from nimblec.source import Source
-from nimblec.stages import stage
+from nimblec.stages import Observer, stage
 from nimblert.errors import NimbleError
 from nimblert.plan import Target
 from nimblert.replacing import replacing
@@ -125,8 +125,7 @@ class PlanCache:
             record = Record.read(said)
             with kept.open("rb") as plan, replacing(output) as file:
                 shutil.copyfileobj(plan, file, 1 << 24)
-            if (record.key, record.sha256) != (key, digest_of(output)):
-                raise ValueError(f"{kept}: is not what its record says")  # noqa: TRY301 - as any other damage
+            _check_copy(record, key, output, kept)
         except (FileNotFoundError, NimbleError):  # the compiler will report what cannot be written
             return None, None
         except (OSError, ValueError) as exc:

@@ -24,10 +24,10 @@ from nimblec.frontend.onnx import model_file
 from nimblec.ir import Graph, Part, ProgramKey, program_name
 from nimblec.lean import LeanProcess, run_seconds
 from nimblec.machine import processor
-from nimblec.options import InputSpec, Observer, Options
+from nimblec.options import InputSpec, Options
 from nimblec.planning import choose_schedule
 from nimblec.source import Source
-from nimblec.stages import stage
+from nimblec.stages import Observer, stage
 from nimblert import container, golden
 from nimblert.errors import InputError
 from nimblert.onnx_session import onnxruntime

@@ -17,10 +17,10 @@ from nimblec import errors
 from nimblec.cuda import fixed_addresses
 from nimblec.cuda.request import CompileRequest
 from nimblec.errors import CompileError
-from nimblec.options import DEFAULT_LEVEL, Observer, Options
+from nimblec.options import DEFAULT_LEVEL, Options
 from nimblec.processes import environment, module_command
 from nimblec.source import Source
-from nimblec.stages import stage
+from nimblec.stages import Observer, stage
 from nimblert.errors import NimbleError
 from nimblert.scratch import scratch_folder
 

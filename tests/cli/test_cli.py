@@ -13,7 +13,8 @@ from plans import cpu_plan, pointer
 
 from nimblec.cli import arguments
 from nimblec.errors import UnsupportedModelError
-from nimblec.options import InputSpec, Observer, Options, read_spec
+from nimblec.options import InputSpec, Options, read_spec
+from nimblec.stages import Observer
 from nimblert.errors import InputError, NimbleError
 from nimblert.plan import Region, Target, Tensor
 

@@ -9,8 +9,9 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from nimblec.cache.plan_cache import compile_once
-from nimblec.options import Observer, Options
+from nimblec.options import Options
 from nimblec.source import Source
+from nimblec.stages import Observer
 from nimblert.plan import Target
 
 KEY = "0123456789abcdef" * 4
