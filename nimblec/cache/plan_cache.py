@@ -168,6 +168,12 @@ class PlanCache:
             excess -= nbytes
 
 
+def _check_copy(record: Record, key: str, copy: Path, kept: Path) -> None:
+    """Raise ValueError where the copy of a plan ``kept`` under a key is not the one of its record."""
+    if (record.key, record.sha256) != (key, digest_of(copy)):
+        raise ValueError(f"{kept}: is not what its record says")
+
+
 def _check_regular(*paths: Path) -> None:
     """Raise OSError for what is not a regular file: opening a pipe may block forever."""
     for path in paths:

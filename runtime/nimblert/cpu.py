@@ -152,7 +152,7 @@ class CpuBackend:
     def renewed(self, resident: CpuResident) -> "CpuBackend":
         """The program in the same memory, over the weights and sessions of another resident."""
         made = copy(self)
-        made._forget()  # noqa: SLF001 (of its own class)
+        made._forget()  # noqa: SLF001 - of its own class
         made._sessions, made._own = resident.sessions, self._own.over(resident.weights)  # noqa: SLF001
         made._build(self.memory.over(resident.weights))  # noqa: SLF001
         return made

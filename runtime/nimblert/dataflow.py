@@ -51,7 +51,7 @@ def dataflow(program: Program) -> Dataflow:
         if found is None or not access.nbytes:
             return
         writers = found.writers(access)
-        flow._writers[command, access] = writers  # noqa: SLF001 (being made)
+        flow._writers[command, access] = writers  # noqa: SLF001 - being made
         for writer in writers - {BEFORE}:
             flow._readers.setdefault(writer, []).append((command, access))  # noqa: SLF001
 

@@ -96,7 +96,7 @@ class Executable(Context):
             spare = None
         if spare is not None:
             try:
-                return spare._run(signature, arrays, out)  # noqa: SLF001 (of its own class)
+                return spare._run(signature, arrays, out)  # noqa: SLF001 - of its own class
             finally:
                 self._idle_spares.append(spare)
         return super()._run_any(signature, arrays, out, reuse_outputs=reuse_outputs, stream=stream)
@@ -167,8 +167,8 @@ class Executable(Context):
 class _Spare(Context):
     """A context for calls of an executable."""
 
-    _noun, _turns, _again = Executable._noun, Executable._turns, Executable._again  # noqa: SLF001 (what users see)
-    _run = Context._run  # noqa: SLF001 (who observes calls has seen the executable's)
+    _noun, _turns, _again = Executable._noun, Executable._turns, Executable._again  # noqa: SLF001 - what users see
+    _run = Context._run  # noqa: SLF001 - who observes calls has seen the executable's
 
 
 def _select(plan: Plan, name: str | None) -> Plan:

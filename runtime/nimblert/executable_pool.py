@@ -32,7 +32,7 @@ class _Member:
     @property
     def contexts(self) -> tuple[Context, ...]:
         """Those made of the executable that live."""
-        return tuple(self.executable._contexts)  # noqa: SLF001 (of the same package)
+        return tuple(self.executable._contexts)  # noqa: SLF001 - of the same package
 
 
 class ExecutablePool:

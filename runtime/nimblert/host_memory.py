@@ -34,7 +34,7 @@ class HostWeights:
     def rewritten(self, offsets: Iterable[int]) -> Iterator["HostWeights"]:
         """These weights, with new memory for those at ``offsets``, which can be written until the block ends."""
         made = copy(self)
-        made._weights = list(self._weights)  # noqa: SLF001 (of its own class)
+        made._weights = list(self._weights)  # noqa: SLF001 - of its own class
         rewritten = [bisect_right(self._offsets, offset) - 1 for offset in offsets]
         for index in rewritten:
             made._weights[index] = allocate(self._weights[index].nbytes)  # noqa: SLF001
@@ -136,7 +136,7 @@ class HostMemory:
     def over(self, weights: HostWeights) -> "HostMemory":
         """The same memory with other weights."""
         made = copy(self)
-        made._weights = weights  # noqa: SLF001 (of its own class)
+        made._weights = weights  # noqa: SLF001 - of its own class
         return made
 
     def range(self, pointer: Pointer, nbytes: int, *, written: bool = False) -> np.ndarray:

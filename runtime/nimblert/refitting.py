@@ -107,7 +107,8 @@ def read_file(path: str | PathLike[str]) -> dict[str, Any]:
     found = {}
     try:
         with safe_open(name, framework="numpy") as file:
-            for key in file.keys():  # noqa: SIM118 (it is no mapping)
+            keys = file.keys()
+            for key in keys:
                 dtype = file.get_slice(key).get_dtype()
                 if dtype not in _FILE_DTYPES:
                     raise InputError(f"{name}: weight {key!r} is of {dtype}, which no plan has: convert it")

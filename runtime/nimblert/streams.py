@@ -210,7 +210,7 @@ class Streams:
     def _walk_apart(self, stream: Sequence[Bound]) -> None:
         try:
             self._walk(stream)
-        except BaseException as exc:  # noqa: BLE001 (`run` raises it in the caller's thread)
+        except BaseException as exc:  # noqa: BLE001 - `run` raises it in the caller's thread
             self._fail(exc)
 
     def _fail(self, error: BaseException) -> None:
@@ -227,7 +227,7 @@ def interruptible(step: Step, options: RunOptions) -> None:
     def work() -> None:
         try:
             step()
-        except BaseException as exc:  # noqa: BLE001 (raised in the caller's thread below)
+        except BaseException as exc:  # noqa: BLE001 - raised in the caller's thread below
             failed.append(exc)
 
     worker = Worker(work)

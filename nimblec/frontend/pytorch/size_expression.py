@@ -35,13 +35,17 @@ _COMPARISONS = (ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 def check_expression(text: object) -> None:
     """Raise ValueError unless ``text`` is arithmetic of integers and symbols, which sympy may then evaluate."""
     try:
-        if not isinstance(text, str) or len(text) > _LONGEST:
-            raise ValueError  # noqa: TRY301 - reported below, like all others
-        _check_node(ast.parse(text.strip(), mode="eval").body, in_power=False)
+        _check_node(_parse(text), in_power=False)
     except (ValueError, SyntaxError, RecursionError, MemoryError) as exc:
         raise ValueError(
             f"a size in it is {str(text)[:80]!r}, expected an expression of integers and symbols such as 2*s0"
         ) from exc
+
+
+def _parse(text: object) -> ast.expr:
+    if not isinstance(text, str) or len(text) > _LONGEST:
+        raise ValueError
+    return ast.parse(text.strip(), mode="eval").body
 
 
 def _check_node(node: ast.expr, *, in_power: bool) -> None:

@@ -19,7 +19,7 @@ from nimblec.kernels.core.compiling import Job, load_template
 _LIBRARY = torch.library.Library("nimblec", "FRAGMENT")
 """The ops live as long as this module."""
 
-Results = TypeVar("Results", covariant=True)  # noqa: PLC0105 - named as it is read
+Results_co = TypeVar("Results_co", covariant=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -47,10 +47,10 @@ class Launch:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Prepared(Generic[Results]):
+class Prepared(Generic[Results_co]):
     """Results in new memory, and the launch that writes them."""
 
-    results: Results
+    results: Results_co
     launch: Launch
 
 
