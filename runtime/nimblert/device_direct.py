@@ -46,7 +46,7 @@ class DeviceDirect:
         self._count = len(tensors) if usual else -1
         self._host = [(t.name, _numpy_dtype(t), t.shape) for t in tensors]
         self._lying = [_lying(t, device) for t in tensors]
-        self._libraries: dict[type, tuple[dlpack.Exchange, Callable[[Any], dlpack.Raw]] | None] = {}
+        self._libraries: dict[type, tuple[Callable[[Any], dlpack.Raw], Callable[[], int]] | None] = {}
 
     def __call__(self, arrays: Mapping[str, Any]) -> "dict[str, np.ndarray | DeviceOutput] | None":
         """The outputs by name; None, and nothing was done, where this is no such call. Raises CudaError."""
@@ -77,28 +77,28 @@ class DeviceDirect:
         kind = type(first)
         if kind not in self._libraries:
             found = dlpack.exchange(first)
-            self._libraries[kind] = None if found is None else (found, found.reader())
+            self._libraries[kind] = None if found is None else (found.reader(), found.stream_reader(self._device))
         library = self._libraries[kind]
         if library is None:
             return None
-        exchange, read = library
+        read, stream = library
         given = []
         for (name, itemsize, header, shape), movers in zip(self._lying, self._backend.movers, strict=True):
             array = arrays.get(name)
             if type(array) is not kind or getattr(array, "requires_grad", False) or is_negated(array):
                 return None
             try:
-                raw = read(array)
+                address, lying, sizes, strides = read(array)
             except (BufferError, RuntimeError, TypeError, ValueError):
                 return None  # who looks more closely says why
-            mover = movers.get(raw.strides)
-            if mover is None or raw.header != header or raw.shape != shape:
+            mover = movers.get(strides)
+            if mover is None or lying != header or sizes != shape:
                 return None
-            if not raw.address or raw.address % itemsize:
+            if not address or address % itemsize:
                 return None
-            given.append((mover, raw.address))
+            given.append((mover, address))
         self._turn.program, self._turn.parts = self._program, 1
-        return self._backend.call_from_device(given, exchange.stream(self._device))
+        return self._backend.call_from_device(given, stream())
 
 
 def _numpy_dtype(tensor: Tensor) -> np.dtype | None:

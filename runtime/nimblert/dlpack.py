@@ -9,7 +9,7 @@ import ctypes
 import struct
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from nimblert.layouts import dense_strides
 from nimblert.plan import ITEM_NBYTES
@@ -89,13 +89,8 @@ def from_capsule(capsule: Any) -> Found:
     return _found(_text(_pointer(capsule, _NAME), _TENSOR.size))[1]
 
 
-class Raw(NamedTuple):
-    """How an array lies, in the bytes of its struct: equal where all of it is equal."""
-
-    address: int
-    header: bytes
-    shape: bytes
-    strides: bytes
+Raw: TypeAlias = tuple[int, bytes, bytes, bytes]
+"""How an array lies: its address, and its header, shape and strides as `raw_header` and `raw_numbers` write them."""
 
 
 def raw_header(dtype: str, rank: int, device: int) -> bytes:
@@ -136,47 +131,48 @@ class Exchange:
         self._stream(CUDA, device, ctypes.addressof(stream))
         return stream.value or 0
 
+    def stream_reader(self, device: int) -> Callable[[], int]:
+        """What tells the same as `stream`, to one thread at a time, in half the time."""
+        stream = ctypes.c_void_p()
+        address, ask = ctypes.addressof(stream), self._stream
+
+        def current() -> int:
+            ask(CUDA, device, address)
+            return stream.value or 0
+
+        return current
+
     def reader(self) -> Callable[[Any], Raw]:
         """What tells how an array lies, to one thread at a time, in less than half the time of `read`.
 
         It raises what the library does.
         """
         buffer = ctypes.create_string_buffer(_TENSOR.size)
-        address, read, text = ctypes.addressof(buffer), self._read, _text
+        address, read, unpack = ctypes.addressof(buffer), self._read, _RAW_TENSOR.unpack_from
+        known, views = (0, 0, 0), (memoryview(b""), memoryview(b""))
 
         def raw(value: Any) -> Raw:
+            nonlocal known, views
             read(value, address)
-            data, header, shape_at, strides_at, offset = _RAW_TENSOR.unpack_from(buffer)
-            nbytes = 8 * header[_RANK_AT]
-            strides = text(strides_at, nbytes) if strides_at else b""
-            return Raw(data + offset, header, text(shape_at, nbytes), strides)
+            data, header, shape_at, strides_at, offset = unpack(buffer)
+            place = shape_at, strides_at, header[_RANK_AT]
+            if place != known:  # numbers where they were are read from there again
+                views = _view(shape_at, header[_RANK_AT]), _view(strides_at, header[_RANK_AT])
+                known = place
+            return data + offset, header, bytes(views[0]), bytes(views[1])
 
         return raw
 
     def watch(self, value: Any) -> Callable[[], bool]:
         """What tells one thread at a time whether an array lies as it does now. It raises what the library does."""
-        buffer = ctypes.create_string_buffer(_TENSOR.size)
-        address, read = ctypes.addressof(buffer), self._read
-        reader = self.reader()
-        place = reader(value)
-        read(value, address)
-        struct_now = buffer.raw
-        _, header, shape_at, strides_at, _ = _RAW_TENSOR.unpack(struct_now)
-        rank = header[_RANK_AT]
-        numbers = [_view(at, rank) for at in (shape_at, strides_at) if at and rank]
-        lengths = [bytes(view) for view in numbers]
-
-        def is_there() -> bool:
-            read(value, address)
-            if buffer.raw == struct_now and list(map(bytes, numbers)) == lengths:  # read where they are by now
-                return True
-            return reader(value) == place
-
-        return is_there
+        read = self.reader()
+        place = read(value)
+        return lambda: read(value) == place
 
 
 def _view(address: int, count: int) -> memoryview:
-    return memoryview((ctypes.c_int64 * count).from_address(address)).cast("B")
+    """So many numbers there; none at no address."""
+    return memoryview((ctypes.c_int64 * count).from_address(address) if address and count else b"").cast("B")
 
 
 def exchange(value: Any) -> Exchange | None:

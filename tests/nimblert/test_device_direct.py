@@ -89,7 +89,7 @@ def test_little_of_python_comes_before_the_launch(model: Executable, put: Put) -
     assert functions(lambda: model.run({"x": tensor})) <= 24
     model.bind("x", channels_last(tensor))
     model.launch()
-    assert functions(model.launch) <= 10
+    assert functions(model.launch) <= 11
 
 
 @on_host
@@ -187,6 +187,17 @@ def test_arrays_that_lie_as_the_program_reads_them_are_read_where_they_are(model
     place.zero_()
     model.replay()
     assert np.array_equal(on_the_host(view), drawn(79))
+
+
+@on_host
+def test_a_number_may_come_on_the_gpu(put: Put) -> None:
+    with nimblert.load(copying((), (), "int64")) as model:
+        number = put(np.array(0))
+        for value in range(40):
+            assert on_the_host(model(number.fill_(value))) == value
+        model.bind("x", number.fill_(7))
+        model.launch()
+        assert on_the_host(model.run({})["y"]) == 7
 
 
 @on_host
