@@ -4,9 +4,11 @@ DLPack: https://dmlc.github.io/dlpack/latest/python_spec.html. The interface:
 https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html, version 3, which has no bfloat16.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from operator import index
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -18,6 +20,11 @@ from nimblert.plan import ITEM_NBYTES
 
 _CPU, _PAGE_LOCKED = 1, 3
 """DLPack's kinds of device that are the host."""
+
+_TYPESTR = re.compile(r"[<>|=]?[A-Za-z][1-9][0-9]*")
+"""Order of the bytes, kind, bytes."""
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,10 +106,15 @@ def take(value: Any, stream: int) -> DeviceArray:
         raise InputError(f"it does not come by DLPack: {exc}") from exc
 
 
-def _of_interface(interface: Mapping[str, Any], owner: Any) -> DeviceArray:
-    address, read_only = interface["data"]
-    dtype, shape = np.dtype(interface["typestr"]), tuple(interface["shape"])
-    nbytes = interface.get("strides") or tuple(stride * dtype.itemsize for stride in dense_strides(shape))
+def _of_interface(interface: Any, owner: Any) -> DeviceArray:
+    if not isinstance(interface, Mapping):
+        raise InputError(f"its __cuda_array_interface__ is {interface!r:.80}, expected a dict")
+    address, read_only = _entry(interface, "data", _address)
+    dtype, shape = _entry(interface, "typestr", _dtype), _entry(interface, "shape", _numbers)
+    dense = tuple(stride * dtype.itemsize for stride in dense_strides(shape))
+    nbytes = _entry(interface, "strides", _numbers) if interface.get("strides") else dense
+    if len(nbytes) != len(shape):
+        raise InputError(f"its __cuda_array_interface__ has {len(nbytes)} strides for {len(shape)} axes")
     if any(stride % dtype.itemsize for stride in nbytes):
         raise InputError("its strides are no whole numbers of elements")
     if not address and 0 not in shape:
@@ -117,10 +129,40 @@ def _of_interface(interface: Mapping[str, Any], owner: Any) -> DeviceArray:
         shape=shape,
         strides=tuple(stride // dtype.itemsize for stride in nbytes),
         device=-1,
-        read_only=bool(read_only),
-        stream=interface.get("stream"),
+        read_only=read_only,
+        stream=None if interface.get("stream") is None else _entry(interface, "stream", index),
         owner=owner,
     )
+
+
+def _entry(interface: Mapping[str, Any], name: str, read: Callable[[Any], _T]) -> _T:
+    """What the interface says by this name. Raises InputError where it says nothing, or nothing that can be read."""
+    if name not in interface:
+        raise InputError(f"its __cuda_array_interface__ has no {name!r}, which version 3 asks for")
+    try:
+        return read(interface[name])
+    except (TypeError, ValueError) as exc:
+        raise InputError(
+            f"its __cuda_array_interface__ has {name!r} {interface[name]!r:.80}, which version 3 knows not"
+        ) from exc
+
+
+def _address(data: Any) -> tuple[int, bool]:
+    address, read_only = data
+    if not 0 <= index(address) < 1 << 64:
+        raise ValueError("no address has so many bits")
+    return index(address), bool(read_only)
+
+
+def _dtype(typestr: Any) -> np.dtype:
+    if not _TYPESTR.fullmatch(typestr):
+        raise ValueError("numpy would read more: lists of fields, types without a size")
+    dtype: np.dtype = np.dtype(typestr)
+    return dtype
+
+
+def _numbers(given: Any) -> tuple[int, ...]:
+    return tuple(map(index, given))
 
 
 class DeviceOutput:

@@ -91,6 +91,39 @@ def test_an_array_comes_by_the_interface() -> None:
             device_arrays.take(other, 5)
 
 
+MALFORMED: dict[str, tuple[Any, str]] = {
+    "no dict": (None, "is None, expected a dict"),
+    "nothing": ({}, "has no 'data'"),
+    "no typestr": ({"data": (4096, False)}, "has no 'typestr'"),
+    "no shape": ({"data": (4096, False), "typestr": "<f4"}, "has no 'shape'"),
+} | {
+    f"{name} {value!r}": ({"data": (4096, False), "typestr": "<f4", "shape": (2, 3), name: value}, f"has '{name}' ")
+    for name, values in {
+        "data": (4096, None, (4096,), ("0x1000", False), (4096.0, False), (-1, False), (1 << 64, False)),
+        "typestr": (None, 4, "", "f4,f4", "(2,", "S", "<q2", "V99999999999", "V" + "9" * 5000),
+        "shape": (6, None, (2, 3.0), "23", ((2, 3),)),
+        "strides": (4, (12, 4.0), "ab"),
+        "stream": ("1", 1.5),
+    }.items()
+    for value in values
+}
+
+
+@pytest.mark.parametrize("case", MALFORMED)
+def test_a_malformed_interface_is_one_sentence(case: str) -> None:
+    interface, sentence = MALFORMED[case]
+    value = SimpleNamespace(__cuda_array_interface__=interface)
+    with pytest.raises(InputError, match=f"its __cuda_array_interface__ {sentence}") as refused:
+        device_arrays.take(value, 5)
+    assert len(str(refused.value)) < 200
+
+
+def test_strides_are_as_many_as_axes() -> None:
+    interface = {"data": (4096, False), "typestr": "<f4", "shape": (2, 3), "strides": (4,)}
+    with pytest.raises(InputError, match="has 1 strides for 2 axes"):
+        device_arrays.take(SimpleNamespace(__cuda_array_interface__=interface), 5)
+
+
 def test_a_tensor_whose_numbers_lie_nowhere_is_refused() -> None:
     """Those that numpy would make of it are any."""
     torch = pytest.importorskip("torch")
