@@ -1,20 +1,20 @@
 """A cache of measured times, so that compiling the same model again measures nothing.
 
-One JSON file maps keys to nanoseconds. A key is the SHA-256 of everything a time depends on: device,
-code and launch for a command, the whole program for a run. So a second compilation on the same machine
-makes the same decisions, and the same plan.
+One JSON file maps keys to nanoseconds. A key is the SHA-256 of everything a time depends on, and of nothing else:
+device, code and launch for a command, what runs when and where for a run. A time that is known stays as it is, since
+decisions were taken by it. So a second compilation on the same machine makes the same ones, and the same plan.
 """
 
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
 from statistics import median_low
 
 from nimblec.planning import Timer
 from nimblert.errors import NimbleError
-from nimblert.plan import Device, Launch, Plan, Record, Wait, Work
+from nimblert.plan import Device, Launch, Memcpy, Plan, Pointer, Record, Wait, Work
 from nimblert.replacing import replacing
 
 _LONGEST_NS = 24 * 3600 * 10**9
@@ -97,18 +97,28 @@ class CachedTimer:
         if any(key not in self._cache for key in keys):
             measured = defaultdict(list)
             for key, duration in zip(keys, self._timer.command_durations(plan), strict=True):
-                measured[key].append(duration)
+                if key not in self._cache:
+                    measured[key].append(duration)
             for key, durations in measured.items():
                 self._cache[key] = median_low(durations)
         return [self._cache[key] for key in keys]
 
     def duration(self, plan: Plan) -> int:
         """Nanoseconds of one run."""
-        program = plan.programs[0]
-        key = self._key("run", *self._command_keys(plan), program.commands, program.arena_nbytes)
+        key = self._key("run", *self._steps(plan), plan.programs[0].arena_nbytes)
         if key not in self._cache:
             self._cache[key] = self._timer.duration(plan)
         return self._cache[key]
+
+    def _steps(self, plan: Plan) -> Iterator[tuple[object, ...]]:
+        """What each command does, on which stream and to which bytes, or which event it is about."""
+        keys = iter(self._command_keys(plan))
+        for command in plan.programs[0].commands:
+            if isinstance(command, Record | Wait):
+                yield type(command).__name__, command.stream, command.event
+            else:
+                early = isinstance(command, Launch) and command.programmatic
+                yield next(keys), command.stream, early, *_pointers(command)
 
     def _command_keys(self, plan: Plan) -> list[str]:
         program = plan.programs[0]
@@ -118,11 +128,28 @@ class CachedTimer:
         return [self._key(*self._describe(plan, command)) for command in work]
 
     def _describe(self, plan: Plan, command: Work) -> tuple[object, ...]:
+        if isinstance(command, Memcpy):
+            return "Memcpy", command.nbytes
         if not isinstance(command, Launch):
-            return (type(command).__name__, getattr(command, "nbytes", 0), getattr(command, "count", 0))
+            return "Memset", command.element_nbytes, command.count
         kernel = plan.kernels[command.kernel]
-        launch = (command.grid, command.block, command.cluster, command.dynamic_smem_nbytes, command.params)
-        return (self._code[kernel.module], kernel.symbol, *launch)
+        launch = (command.grid, command.block, command.cluster, command.dynamic_smem_nbytes, command.cooperative)
+        return (self._code[kernel.module], kernel.symbol, *launch, command.params)
 
     def _key(self, *parts: object) -> str:
         return sha256(repr((self._device, parts)).encode()).hexdigest()
+
+
+def _pointers(command: Work) -> Iterator[tuple[object, ...]]:
+    """The places in memory that a command is given, as numbers."""
+    if isinstance(command, Launch):
+        for relocation in command.relocations:
+            yield relocation.param_offset, *_place(relocation.pointer)
+    else:
+        yield _place(command.dst)
+        if isinstance(command, Memcpy):
+            yield _place(command.src)
+
+
+def _place(pointer: Pointer) -> tuple[int, int, int]:
+    return pointer.region.value, pointer.index, pointer.offset

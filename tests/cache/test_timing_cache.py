@@ -3,7 +3,9 @@
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from command_line import CommandLine
@@ -11,7 +13,7 @@ from plans import cuda_plan
 from subprocesses import ROOT
 
 from nimblec.cache.timing_cache import CachedTimer, TimingCache
-from nimblert.plan import Device, Plan
+from nimblert.plan import Command, Device, Launch, Memcpy, Memset, Plan, Pointer, Region, Wait
 
 
 class _CountingTimer:
@@ -51,6 +53,65 @@ def test_another_device_is_measured_anew(tmp_path: Path) -> None:
     CachedTimer(timer, cache, Device(name="x")).duration(plan)
     CachedTimer(timer, cache, Device(name="y")).duration(plan)
     assert timer.calls == 2
+
+
+def test_a_time_that_is_known_is_not_replaced(tmp_path: Path) -> None:
+    """Decisions were taken by it: a second compilation, which finds what is kept, has to take the same."""
+    timer, plan = _CountingTimer(), cuda_plan()
+    cached = CachedTimer(timer, TimingCache(tmp_path / "t.json"), Device(name="x"))
+    first = cached.command_durations(plan)
+    program = plan.programs[0]
+    longer = replace(plan, programs=(replace(program, commands=(*program.commands, NEW)),))
+    assert cached.command_durations(longer) == [*first, 2000 + len(first)]
+    assert timer.calls == 2
+    assert cached.command_durations(plan) == first
+
+
+NEW = Memset(stream=0, op=0, dst=Pointer(region=Region.ARENA), value=0, element_nbytes=4, count=1000)
+COMMANDS = cuda_plan().programs[0].commands
+LAUNCH = next(index for index, command in enumerate(COMMANDS) if isinstance(command, Launch))
+
+
+def changed(plan: Plan, index: int, **changes: Any) -> Plan:
+    program = plan.programs[0]
+    commands = list(program.commands)
+    commands[index] = replace(commands[index], **changes)
+    return replace(plan, programs=(replace(program, commands=tuple(commands)),))
+
+
+@pytest.mark.parametrize("change", [{"duration_ns": 77}, {"op": 1}, {"reads": (), "writes": ()}], ids=str)
+def test_what_no_time_depends_on_is_in_no_key(tmp_path: Path, change: dict[str, Any]) -> None:
+    timer, plan = _CountingTimer(), cuda_plan()
+    other = changed(plan, LAUNCH, **change)
+    assert other != plan
+    cached = CachedTimer(timer, TimingCache(tmp_path / "t.json"), Device(name="x"))
+    assert cached.duration(plan) == cached.duration(other)
+    assert cached.command_durations(plan) == cached.command_durations(other)
+    assert timer.calls == 2
+
+
+MATTERS: dict[str, tuple[type[Command], dict[str, Any]]] = {
+    "an early start": (Launch, {"programmatic": True}),
+    "all blocks at once": (Launch, {"cooperative": True}),
+    "a stream": (Launch, {"stream": 1}),
+    "a place": (Launch, {"relocations": ()}),
+    "a size": (Launch, {"grid": (2, 1, 1)}),
+    "where a copy goes": (Memcpy, {"dst": Pointer(region=Region.ARENA, offset=1024)}),
+    "where a copy is from": (Memcpy, {"src": Pointer(region=Region.WEIGHTS, offset=64)}),
+    "what is filled": (Memset, {"dst": Pointer(region=Region.ARENA, offset=1024)}),
+    "how wide it is filled": (Memset, {"element_nbytes": 1}),
+    "an event": (Wait, {"event": 1}),
+}
+
+
+@pytest.mark.parametrize("what", MATTERS)
+def test_what_a_run_may_take_longer_for_is_in_its_key(tmp_path: Path, what: str) -> None:
+    kind, change = MATTERS[what]
+    timer, plan = _CountingTimer(), cuda_plan()
+    index = next(index for index, command in enumerate(COMMANDS) if isinstance(command, kind))
+    cached = CachedTimer(timer, TimingCache(tmp_path / "t.json"), Device(name="x"))
+    assert changed(plan, index, **change) != plan
+    assert cached.duration(plan) != cached.duration(changed(plan, index, **change))
 
 
 def test_saving_keeps_what_another_process_wrote(tmp_path: Path) -> None:
