@@ -2,7 +2,8 @@
 
 Its own memory planner gives an output the memory of an operand for these (`MayInplace` in onnxruntime/core/providers/
 cpu), so their kernels allow it; tests compare each with a run out of place. Everywhere else a kernel may read
-on while it writes.
+on while it writes. The output of a few others is the memory of what they are given (`Alias`), which they only
+call by another shape.
 """
 
 from nimblert.onnx_model import Node
@@ -19,6 +20,11 @@ _OPERANDS = {
 
 OPERATORS = frozenset(_OPERANDS)
 
+_VIEWS = frozenset(
+    {("", "Flatten"), ("", "Identity"), ("", "Reshape"), ("", "Squeeze"), ("", "Unsqueeze")}
+    | {("com.microsoft", "ExpandDims")}
+)
+
 
 def operands(domain: str, operator: str) -> tuple[int, ...]:
     """The positions of the operands that the output of an operator may lie over, of its dtype and shape."""
@@ -32,3 +38,8 @@ def may_overlap(node: Node, operand: str) -> bool:
     """
     positions = {position for position, name in enumerate(node.input) if name == operand}
     return positions <= set(operands(node.domain or "", node.op_type or ""))
+
+
+def is_view(node: Node) -> bool:
+    """Whether ONNX Runtime leaves the first operand where it is and calls it the output."""
+    return (node.domain or "", node.op_type or "") in _VIEWS

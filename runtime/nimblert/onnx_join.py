@@ -5,16 +5,20 @@ others are its inputs and outputs, bound to the memory that the plan gives them.
 choose is the order of nodes that no value orders; so launches are in one model only where whatever
 shares memory with a bound value is ordered before it by values.
 
+A view (`in_place.is_view`) has no memory of its own in ONNX Runtime unless it is an output: who reads it reads what it
+is a view of. Its readers come before whatever lies there next, though in the plan it is a copy.
+
 The checks of a plan are about the shapes that it declares. ONNX Runtime compares those of bound values with
 their memory; so a value is its own only where that shape follows from the inputs', before a run.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
 import numpy as np
 
+from nimblert import in_place
 from nimblert.dataflow import Dataflow
 from nimblert.onnx_model import Graph, Model, Node, Opset, TensorValue, Value, write_model
 from nimblert.plan import ITEM_NBYTES, Access, Kernel, Launch, Parameter, ParameterKind, Pointer, Region
@@ -102,6 +106,8 @@ class Chain:
         """The values that launches write, by command."""
         self._readers: dict[str, int] = {}
         """By the name of such a value the set of launches that read it, as bits."""
+        self._views: list[tuple[str, str]] = []
+        """What a view is of, and the view, by name."""
 
     def add(self, part: Part) -> bool:
         """Add a launch; False, and nothing is changed, where it cannot join."""
@@ -147,10 +153,12 @@ class Chain:
     def conflict(self, derived: Shapes) -> int | None:
         """The position of a launch whose result lies where another value lay that nothing orders before it."""
         made = self._in_memory(derived)
+        through = self._readers_of_views({bound.name for _, bound in made})
         written = [(bound.access, 1 << position, position) for position, bound in made]
-        touched = [(bound.access, readers) for bound, readers in self._inputs.values()]
-        touched += [(bound.access, 1 << position | self._readers.get(bound.name, 0)) for position, bound in made]
-        rows = [(a.pointer.region, a.pointer.index, a.pointer.offset, a.pointer.offset + a.nbytes) for a, _ in touched]
+        touched = [(-1, bound, readers) for bound, readers in self._inputs.values()]
+        touched += [(at, bound, 1 << at | self._readers.get(bound.name, 0)) for at, bound in made]
+        places = [(bound.access.pointer, bound.access.nbytes) for _, bound, _ in touched]
+        rows = [(place.region, place.index, place.offset, place.offset + nbytes) for place, nbytes in places]
         region, index, start, end = np.array(rows, np.int64).reshape(-1, 4).T
         for access, bit, position in written:
             place = access.pointer
@@ -158,10 +166,21 @@ class Chain:
             met &= (start < place.offset + access.nbytes) & (end > place.offset)
             earlier = 0
             for other in np.flatnonzero(met):
-                earlier |= touched[other][1] & (bit - 1)
+                at, bound, readers = touched[other]
+                earlier |= readers & (bit - 1)
+                if at < position:
+                    earlier |= through.get(bound.name, 0)
             if earlier & ~self._before[position]:
                 return position
         return None
+
+    def _readers_of_views(self, in_memory: Collection[str]) -> dict[str, int]:
+        """By the name of a value the set of launches that read views of it which lie where it does, as bits."""
+        found: dict[str, int] = {}
+        for given, view in reversed(self._views):
+            if view not in in_memory:
+                found[given] = found.get(given, 0) | self._readers.get(view, 0) | found.get(view, 0)
+        return found
 
     def _in_memory(self, derived: Shapes) -> list[tuple[int, Bound]]:
         """The values that are in memory of the plan after a run, each with the position of its launch."""
@@ -201,6 +220,8 @@ class Chain:
         (node,) = graph.node
         inputs, outputs = (tuple(renamed[name] for name in side) for side in (node.input, node.output))
         self._nodes.append(replace(node, name=part.label, input=inputs, output=outputs))
+        if in_place.is_view(node):
+            self._views.append((inputs[0], outputs[0]))
         self._constants += [replace(tensor, name=own[tensor.name or ""]) for tensor in graph.initializer]
         for value in (*graph.input, *graph.output):
             name = renamed[value.name or ""]

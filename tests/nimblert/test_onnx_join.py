@@ -16,7 +16,7 @@ from nimblert.host_memory import HostWeights
 from nimblert.onnx_model import read_model
 from nimblert.onnx_model import write_model as written
 from nimblert.onnx_session import SessionCache, Stretch
-from nimblert.plan import Access, Launch, Plan, Pointer, Region, Relocation
+from nimblert.plan import Access, Launch, Plan, Pointer, Region, Relocation, Weight
 from nimblert.protobuf import Budget
 
 node = helper.make_node
@@ -110,6 +110,39 @@ def test_what_is_written_over_must_have_been_read_by_all(tmp_path: Path) -> None
     by_symbol["Sigmoid"] = replace(sigmoid, relocations=(sigmoid.relocations[0], over), writes=tanh.writes)
     commands = tuple(by_symbol[symbol] for symbol in ("Tanh", "Neg", "Exp", "Sigmoid"))
     assert members(replace(plan, programs=(replace(program, commands=commands),))) == [[0, 1, 2], [3]]
+
+
+@pytest.mark.parametrize("views", [1, 2])
+def test_what_is_written_over_must_have_been_read_through_views(tmp_path: Path, views: int) -> None:
+    """The second launch writes where the state lies that the first one reshapes, and the last reads the old state."""
+    shape, last = [((1, ROWS, WIDTH), "u"), ((ROWS, WIDTH), "f")][views - 1]
+    calls = [node("Unsqueeze", ["x", "axis"], ["u"]), node("Flatten", ["u"], ["f"], axis=2)][:views]
+    path = write_model(
+        tmp_path / "model.onnx",
+        [*calls, node("Exp", [last], ["b"]), node("Neg", [last], ["y"])],
+        [floats("x", ROWS, WIDTH)],
+        [floats(name, *shape) for name in "by"],
+        constants={"axis": np.array([0])},
+    )
+    plan = plan_file(path, streams=1)
+    program = plan.programs[0]
+    by_symbol = {plan.kernels[c.kernel].symbol: c for c in program.commands if isinstance(c, Launch)}
+    state = Access(pointer=Pointer(region=Region.STATE), nbytes=ROWS * WIDTH * 4)
+    first, writer = by_symbol["Unsqueeze"], by_symbol["Exp"]
+    given, *kept = first.relocations
+    first = replace(first, relocations=(replace(given, pointer=state.pointer), *kept), reads=(state, *first.reads[1:]))
+    read, written = writer.relocations
+    writer = replace(writer, relocations=(read, replace(written, pointer=state.pointer)), writes=(state,))
+    by_symbol |= {"Unsqueeze": first, "Exp": writer}
+    commands = tuple(by_symbol[symbol] for symbol in ("Unsqueeze", "Flatten", "Exp", "Neg") if symbol in by_symbol)
+    zeros = memoryview(bytes(state.nbytes))
+    tensor = Weight(name="s", dtype="float32", shape=(ROWS, WIDTH), offset=0, data=zeros)
+    programs = (replace(program, commands=commands),)
+    shared = replace(plan, state_nbytes=state.nbytes, state=(tensor,), programs=programs)
+    assert members(shared) == [list(range(views)), [views, views + 1]]
+    with nimblert.load(shared) as exe:
+        for expected in (0, -1):
+            assert np.all(exe.run({"x": np.zeros((ROWS, WIDTH), np.float32)})["y"] == expected)
 
 
 def test_a_value_that_has_another_shape_than_the_plan_says_ends_the_run(tmp_path: Path) -> None:
