@@ -1,14 +1,13 @@
 """How an attention is cut into blocks, and which cuts are worth a try on a GPU."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Self
 
 from nimblec.kernels.attention.shapes import Attention
 from nimblec.kernels.core.gpu import GPU
 from nimblec.kernels.core.shapes import ceil_div
-from nimblec.kernels.core.tilings import most_promising
+from nimblec.kernels.core.tilings import NumberedTiling, most_promising
 
 _FETCHED_REGISTERS = 128
 """Of a thread's 255, how many may hold keys and values where one step takes them all."""
@@ -17,24 +16,13 @@ _LOADED_PART = 200 / 227
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionTiling:
+class AttentionTiling(NumberedTiling):
     """A block computes ``block_m`` queries of a head and reads ``block_n`` keys in each step."""
 
     block_m: int
     block_n: int
     num_warps: int = 4
     num_stages: int = 2
-
-    @property
-    def numbers(self) -> list[int]:
-        """What the op takes as its ``tiling``."""
-        return [self.block_m, self.block_n, self.num_warps, self.num_stages]
-
-    @classmethod
-    def of(cls, numbers: Sequence[int]) -> Self:
-        """The inverse of `numbers`."""
-        block_m, block_n, num_warps, num_stages = numbers
-        return cls(block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=num_stages)
 
     def blocks(self, shape: Attention) -> int:
         """How many blocks are launched."""

@@ -14,7 +14,7 @@ from nimblec.kernels.core.call import Call, Pool
 from nimblec.kernels.core.choosing import Choice, Timer, choose, rank
 from nimblec.kernels.core.compiling import Compile, compile_all
 from nimblec.kernels.core.gpu import GPU, Trigger
-from nimblec.kernels.core.tilings import HasNumbers
+from nimblec.kernels.core.tilings import NumberedTiling
 
 FRAMEWORK = "framework"
 
@@ -44,7 +44,7 @@ class HasSignature(Protocol):
 
 
 Request = TypeVar("Request", bound=HasSignature)
-Tiling = TypeVar("Tiling", bound=HasNumbers)
+Tiling = TypeVar("Tiling", bound=NumberedTiling)
 Choose = Callable[[Request], Tiling | None]
 """How to cut a request's work; None where the framework's calls are to stay."""
 

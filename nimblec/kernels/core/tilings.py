@@ -1,28 +1,38 @@
-"""The most promising of many tilings."""
+"""How tilings are told to ops, and the most promising of many."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import Protocol, Self, TypeVar
 
 
-class HasNumbers(Protocol):
-    """A tiling."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NumberedTiling:
+    """How a kernel cuts its work, in fields that are integers."""
 
     @property
     def numbers(self) -> list[int]:
-        """What an op takes as its tiling."""
+        """The fields in their order: what an op takes as its ``tiling``."""
+        return [getattr(self, field.name) for field in fields(self)]
+
+    @classmethod
+    def of(cls, numbers: Sequence[int]) -> Self:
+        """The inverse of `numbers`."""
+        return cls(**dict(zip((field.name for field in fields(cls)), numbers, strict=True)))
 
 
-class _Blocks(HasNumbers, Protocol):
+class _OfTwoAxes(Protocol):
     """A tiling of two axes."""
 
     @property
     def block_m(self) -> int: ...
     @property
     def block_n(self) -> int: ...
+    @property
+    def numbers(self) -> list[int]: ...
 
 
-Cut = TypeVar("Cut", bound=_Blocks)
+Cut = TypeVar("Cut", bound=_OfTwoAxes)
 
 
 def most_promising(tilings: Iterable[Cut], estimate: Callable[[Cut], float], *, limit: int, alike: int) -> list[Cut]:

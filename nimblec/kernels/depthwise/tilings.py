@@ -1,34 +1,22 @@
 """How a depthwise convolution is cut into blocks, and which cuts are worth a try on a GPU."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
 
 from nimblec.kernels.core.gpu import GPU
 from nimblec.kernels.core.shapes import Convolution, ceil_div
+from nimblec.kernels.core.tilings import NumberedTiling
 
 _VECTOR = 8
 """Channels that a thread loads at once, 16 bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DepthwiseTiling:
+class DepthwiseTiling(NumberedTiling):
     """A block computes ``block_m`` pixels of ``block_c`` channels."""
 
     block_m: int
     block_c: int
     num_warps: int = 4
-
-    @property
-    def numbers(self) -> list[int]:
-        """What the op takes as its ``tiling``."""
-        return [self.block_m, self.block_c, self.num_warps]
-
-    @classmethod
-    def of(cls, numbers: Sequence[int]) -> Self:
-        """The inverse of `numbers`."""
-        block_m, block_c, num_warps = numbers
-        return cls(block_m=block_m, block_c=block_c, num_warps=num_warps)
 
     def blocks(self, shape: Convolution) -> int:
         """How many blocks are launched."""

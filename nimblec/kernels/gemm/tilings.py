@@ -1,13 +1,12 @@
 """How a convolution or product is cut into blocks, and which cuts are worth a try on a GPU."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Self
 
 from nimblec.kernels.core.gpu import GPU, KIB
 from nimblec.kernels.core.shapes import Convolution, Pair, ceil_div
-from nimblec.kernels.core.tilings import most_promising
+from nimblec.kernels.core.tilings import NumberedTiling, most_promising
 
 BLOCKS_M = (16, 32, 64, 128)
 BLOCKS_N = (16, 32, 64, 128)
@@ -18,7 +17,7 @@ WIDE = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tiling:
+class Tiling(NumberedTiling):
     """How a kernel cuts its work: a block computes ``block_m`` rows by ``block_n`` columns of a part of the sum.
 
     ``split_k`` blocks share the sum of one tile; each walks its part ``block_k`` products at a time.
@@ -30,24 +29,6 @@ class Tiling:
     split_k: int = 1
     num_warps: int = 4
     num_stages: int = 3
-
-    @property
-    def numbers(self) -> list[int]:
-        """What an op takes as its ``tiling``."""
-        return [self.block_m, self.block_n, self.block_k, self.split_k, self.num_warps, self.num_stages]
-
-    @classmethod
-    def of(cls, numbers: Sequence[int]) -> Self:
-        """The inverse of `numbers`."""
-        block_m, block_n, block_k, split_k, num_warps, num_stages = numbers
-        return cls(
-            block_m=block_m,
-            block_n=block_n,
-            block_k=block_k,
-            split_k=split_k,
-            num_warps=num_warps,
-            num_stages=num_stages,
-        )
 
     def tiles(self, shape: Convolution) -> Pair:
         """How many tiles the result has: down, across."""

@@ -1,11 +1,10 @@
 """How norms are cut into blocks, and which cuts are worth a try on a GPU."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
 
 from nimblec.kernels.core.gpu import GPU
 from nimblec.kernels.core.shapes import ceil_div
+from nimblec.kernels.core.tilings import NumberedTiling
 
 WIDEST = 8192
 """Columns that a block can hold."""
@@ -26,22 +25,11 @@ class Norm:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NormTiling:
+class NormTiling(NumberedTiling):
     """A block computes ``block_r`` rows."""
 
     block_r: int
     num_warps: int
-
-    @property
-    def numbers(self) -> list[int]:
-        """What the ops take as their ``tiling``."""
-        return [self.block_r, self.num_warps]
-
-    @classmethod
-    def of(cls, numbers: Sequence[int]) -> Self:
-        """The inverse of `numbers`."""
-        block_r, num_warps = numbers
-        return cls(block_r=block_r, num_warps=num_warps)
 
 
 def norm_candidates(shape: Norm, gpu: GPU, *, limit: int = 4) -> list[NormTiling]:

@@ -1,11 +1,11 @@
 """How poolings are cut into blocks, and which cuts are worth a try on a GPU."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Self
 
 from nimblec.kernels.core.gpu import GPU
 from nimblec.kernels.core.shapes import ceil_div
+from nimblec.kernels.core.tilings import NumberedTiling
 from nimblec.kernels.pool.shapes import Means, Pooling
 
 _SECTOR_NBYTES = 32
@@ -13,23 +13,12 @@ _SECTOR_NBYTES = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PoolTiling:
+class PoolTiling(NumberedTiling):
     """A block computes ``block_m`` pixels of ``block_c`` channels, or reads so many at once of which it takes means."""
 
     block_m: int
     block_c: int
     num_warps: int = 4
-
-    @property
-    def numbers(self) -> list[int]:
-        """What the ops take as their ``tiling``."""
-        return [self.block_m, self.block_c, self.num_warps]
-
-    @classmethod
-    def of(cls, numbers: Sequence[int]) -> Self:
-        """The inverse of `numbers`."""
-        block_m, block_c, num_warps = numbers
-        return cls(block_m=block_m, block_c=block_c, num_warps=num_warps)
 
 
 def pool_candidates(shape: Pooling, gpu: GPU, *, limit: int = 6) -> list[PoolTiling]:
