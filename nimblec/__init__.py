@@ -16,6 +16,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any, Never
 
 from nimblec.errors import ArgumentError, CompileError, TraceError, UnsupportedModelError
+from nimblec.installation import VERSION
 from nimblec.options import OWN_PLAN_CACHE, OWN_TIMING_CACHE, InputSpec, Precision, TargetChoice, read_options
 from nimblert.errors import (
     CudaError,
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     import onnx
     import torch
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     "ArgumentError",

@@ -4,7 +4,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 
-from nimblec import __version__
+from nimblec.installation import VERSION
 from nimblec.ir import Buffer, BufferKind, Graph, KernelWork, Part, Task
 from nimblec.lower import lower, state, weights
 from nimblec.refit.programs import refits
@@ -32,7 +32,7 @@ def assemble(parts: Sequence[Part], provenance: Provenance) -> Plan:
         parts = _sharing(parts)
     first = parts[0]
     return Plan(
-        producer=f"nimblec {__version__}",
+        producer=f"nimblec {VERSION}",
         versions=provenance.versions,
         target=provenance.target,
         device=provenance.device,

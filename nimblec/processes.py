@@ -2,10 +2,8 @@
 
 import os
 import sys
-from pathlib import Path
 
-import nimblec
-import nimblert
+from nimblec.installation import package_folders
 
 
 def module_command(name: str, *arguments: str) -> list[str]:
@@ -18,6 +16,6 @@ def module_command(name: str, *arguments: str) -> list[str]:
 
 def environment() -> dict[str, str]:
     """This process's environment, in which another Python finds the packages of this installation."""
-    roots = dict.fromkeys(str(Path(next(iter(p.__path__))).parent) for p in (nimblec, nimblert))
+    roots = dict.fromkeys(str(folder.parent) for folder in package_folders())
     inherited = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]  # "": the current folder
     return {**os.environ, "PYTHONPATH": os.pathsep.join([*roots, *inherited])}

@@ -16,9 +16,8 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 
-import nimblec
-import nimblert
 from nimblec.errors import CompileError
+from nimblec.installation import package_folders
 from nimblec.machine import processor
 from nimblec.options import Options
 from nimblec.source import Source
@@ -122,10 +121,9 @@ _software_at_first = cache(_software)
 
 def _sources() -> dict[str, str]:
     """The digests of the files of both packages."""
-    roots = [Path(next(iter(package.__path__))) for package in (nimblec, nimblert)]
     return {
         str(path.relative_to(root.parent)): digest_of(path)
-        for root in roots
+        for root in package_folders()
         for path in root.rglob("*")
         if path.is_file() and path.suffix != ".pyc"
     }

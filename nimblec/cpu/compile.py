@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import onnx
 
-from nimblec import __version__
 from nimblec.assembly import Provenance, assemble
 from nimblec.cache.timing_cache import CachedTimer, TimingCache
 from nimblec.cpu import capture
@@ -21,6 +20,7 @@ from nimblec.cpu.timing import CpuTimer
 from nimblec.errors import CompileError
 from nimblec.fits import find_fits, mark_masks
 from nimblec.frontend.onnx import model_file
+from nimblec.installation import VERSION
 from nimblec.ir import Graph, Part, ProgramKey, program_name
 from nimblec.lean import LeanProcess, run_seconds
 from nimblec.machine import processor
@@ -199,7 +199,7 @@ def _sample_ranges(options: Options) -> dict[str, tuple[int, int]]:
     return {name: (int(array.min()), int(array.max())) for name, array in integers.items()}
 
 def _versions() -> tuple[tuple[str, str], ...]:
-    return (("nimblec", __version__), ("onnx", onnx.__version__), ("onnxruntime", onnxruntime().__version__))
+    return (("nimblec", VERSION), ("onnx", onnx.__version__), ("onnxruntime", onnxruntime().__version__))
 
 def _with_golden(program: Program, model: Reference) -> Program:
     """The program with the record of what a plain ONNX Runtime session makes of random inputs."""

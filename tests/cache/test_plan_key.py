@@ -4,7 +4,6 @@ import os
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -203,7 +202,7 @@ def test_our_source_python_and_the_machine_are_in_the_key(
     package = tmp_path / "nimblert"
     (package / "part").mkdir(parents=True)
     seen = [key_of(model, options, target)]
-    monkeypatch.setattr(plan_key, "nimblert", SimpleNamespace(__path__=[str(package)]))
+    monkeypatch.setattr(plan_key, "package_folders", lambda: (package,))
     seen.append(key_of(model, options, target))
     (package / "part" / "a.py").write_text("")
     seen.append(key_of(model, options, target))
