@@ -1,10 +1,10 @@
 """Run all benchmarks of the H200, the most important first, within a time limit.
 
 Usage: python -m bench.all [--gpus N] [--jobs J] [--stop-after SECONDS] [--only NAME,...]. First the tables of networks
-(peers, schedules, batches, fp32) and of training steps (training), in one queue of processes that get ready side by
-side and measure alone (bench/running.py). Then what needs a GPU and its share of the cores to itself: max-autotune,
-which times candidates for minutes (tuned, in peers.json), and the programs that time kernels, compilations and starts
-(singles, in singles.json). The figures are in bench/results/h200 as they come.
+(peers, schedules, batches, fp32), of a decoder step (decoder) and of training steps (training), in one queue of
+processes that get ready side by side and measure alone (bench/running.py). Then what needs a GPU and its share of the
+cores to itself: max-autotune, which times candidates for minutes (tuned, in peers.json), and the programs that time
+kernels, compilations and starts (singles, in singles.json). The figures are in bench/results/h200 as they come.
 
 Figures of this commit that the files already hold are kept, so the same command resumes with what is missing. On a
 machine without the repository, NIMBLEC_COMMIT names the commit.
@@ -15,7 +15,7 @@ import copy
 import sys
 import time
 
-from bench import peers, running, schedules, training
+from bench import decoder, peers, running, schedules, training
 from bench.running import Table
 from bench.turns import Job
 
@@ -31,6 +31,7 @@ SINGLES = (
     ("grouped_convolutions",),
 )
 _SINGLE_LIMIT_S = 400
+NAMES = ("peers", "schedules", "batches", "fp32", "decoder", "training", "tuned", "singles")
 
 
 def networks() -> dict[str, Table]:
@@ -41,6 +42,7 @@ def networks() -> dict[str, Table]:
         "schedules": schedules.table(schedules.parser().parse_args([])),
         "batches": peers.table(peers.parser().parse_args(["--batches"])),
         "fp32": peers.table(peers.parser().parse_args(["--precision", "fp32", "--modes", "eager,freeze"])),
+        "decoder": decoder.table(decoder.parser().parse_args([])),
         "training": training.table(training.parser().parse_args([])),
     }
 
@@ -64,7 +66,7 @@ def singles() -> Table:
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--only", default="peers,schedules,batches,fp32,training,tuned,singles", metavar="NAME,...")
+    made.add_argument("--only", default=",".join(NAMES), metavar="NAME,...")
     running.add_options(made)
     made.set_defaults(add=True)
     return made

@@ -26,6 +26,7 @@ _GROUPS = {
     "other_order_us": "other_order",
     "launch_us": "launch",
     "chain_us": "chain",
+    "token_us": "token",
 }
 """The clocks that are sampled together (`bench.clocks.quietest`)."""
 

@@ -122,7 +122,7 @@ def user_call(mode: str, module: Any, inputs: Inputs) -> Callable[..., Any]:
         from torch._inductor import config
 
         config.freezing = mode != "compile"
-        _time_kernels_alone()
+        time_kernels_alone()
         function = torch.compile(module, mode=COMPILED[mode][0])
     else:
         function = module
@@ -132,7 +132,7 @@ def user_call(mode: str, module: Any, inputs: Inputs) -> Callable[..., Any]:
     return function
 
 
-def _time_kernels_alone() -> None:
+def time_kernels_alone() -> None:
     """Let what Inductor times take turns with what other processes time on this GPU, nimblec's among them."""
     from torch._inductor.runtime.benchmarking import benchmarker
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import bench.all
-from bench import peers, running, schedules, training
+from bench import decoder, peers, running, schedules, training
 from bench.turns import Job
 
 SPREAD = {"p5": 1.0, "median": 500.0, "p95": 501.0}
@@ -77,6 +77,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[int, 
     monkeypatch.setattr(peers, "FOLDER", tmp_path)
     monkeypatch.setattr(schedules, "FOLDER", tmp_path)
     monkeypatch.setattr(training, "FOLDER", tmp_path)
+    monkeypatch.setattr(decoder, "FOLDER", tmp_path)
     monkeypatch.setenv("NIMBLEC_COMMIT", "abc")
     return began
 
@@ -86,11 +87,11 @@ def test_all_tables_are_one_queue_and_what_needs_a_gpu_to_itself_comes_after(
 ) -> None:
     bench.all.main(["--gpus", "2", "--jobs", "6"])
     names = list(dict.fromkeys(Path(job.table).stem for _, job in started))
-    assert names == ["peers", "schedules", "batches", "peers_fp32", "training", "singles"]
+    assert names == ["peers", "schedules", "batches", "peers_fp32", "decoder", "training", "singles"]
     assert {beside for beside, job in started if job.mode in {"single", "autotune"}} == {1}
     assert {beside for beside, job in started if job.mode not in {"single", "autotune"}} == {6}
     assert len({(job.table, job.model, job.mode) for _, job in started}) == len(started)
-    printed = capsys.readouterr().out.splitlines()[-7:]
+    printed = capsys.readouterr().out.splitlines()[-8:]
     assert printed[0] == f"peers: {len(peers.MODELS) * 5} of {len(peers.MODELS) * 5} rows"
     assert printed[-2] == f"peers: {len(peers.TUNED)} of {len(peers.TUNED)} rows"
     started.clear()
@@ -110,6 +111,6 @@ def test_every_single_program_is_there(started: list[tuple[int, Job]]) -> None:
 
 
 def test_a_table_that_nobody_knows_is_refused() -> None:
-    known = "peers, schedules, batches, fp32, training, tuned, singles"
+    known = ", ".join(bench.all.NAMES)
     with pytest.raises(SystemExit, match=f"--only networks: expected some of {known}"):
         bench.all.main(["--only", "peers,networks"])

@@ -1,0 +1,107 @@
+"""A decoder step with its cache as state: eager, torch.compile, and plans of each level.
+
+Usage: python -m bench.decoder [--markdown] [MODEL ...], a model being package.module:callable. The modes are those of
+bench/decoder_peer.py; the processes get ready side by side and measure alone (bench/running.py). Writes decoder.json in
+bench/results/h200, or --output; --markdown prints its table. With --add only what the file does not hold of this commit
+is measured.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from bench import environment, running
+from bench.peers import FOLDER
+from bench.peers_table import Figures, cell, row
+from bench.running import Table, short
+from bench.turns import Job
+
+MODES = ("O2", "O1", "O0", "given", "freeze", "compile", "eager")
+"""Of bench.decoder_peer, which is not imported here: it brings in PyTorch. The longest come first."""
+MODELS = ("bench.models.llama_decoder:bf16",)
+_CLOCKS = ("kernels_us", "call_us", "token_us")
+_HEAD = ("model", "mode", *_CLOCKS, "launches / ours", "equal tokens", "logits, relative", "state", "written by")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("models", nargs="*", metavar="MODEL")
+    made.add_argument("--modes", default=",".join(MODES), metavar="MODE,...")
+    made.add_argument("--limit", type=float, default=480, help="seconds that a process may take")
+    made.add_argument("--output", type=Path, help="where the figures are")
+    made.add_argument("--markdown", action="store_true")
+    running.add_options(made)
+    return made
+
+
+def results_path(options: argparse.Namespace) -> Path:
+    """The file of the figures."""
+    return options.output or FOLDER / "decoder.json"
+
+
+def table(options: argparse.Namespace) -> Table:
+    """What to run, by model."""
+    path = results_path(options)
+
+    def job(spec: str, mode: str) -> Job:
+        command = (sys.executable, "-m", "bench.decoder_peer", mode, spec, "--turns")
+        return Job(table=str(path), model=spec, mode=mode, command=command, limit_s=options.limit)
+
+    modes = options.modes.split(",")
+    return Table(path=path, jobs=tuple(tuple(job(s, mode) for mode in modes) for s in options.models or MODELS))
+
+
+def equal_tokens(figures: Figures, mode: str) -> str:
+    """How many tokens a mode generates as -O0 does, of how many, until the first that differs."""
+    wanted, found = (figures.get(name, {}).get("tokens") for name in ("O0", mode))
+    if not wanted or not found:
+        return "-"
+    count = next((i for i, pair in enumerate(zip(wanted, found, strict=True)) if len({*pair}) > 1), len(wanted))
+    return f"{count} of {len(wanted)}"
+
+
+def difference(figures: Figures, mode: str) -> str:
+    """How far the highest logit of a step is from that of -O0 at most, relative to it."""
+    wanted, found = (figures.get(name, {}).get("logits") for name in ("O0", mode))
+    if not wanted or not found:
+        return "-"
+    return f"{max(abs(b - a) / abs(a) for a, b in zip(wanted, found, strict=True)):.1e}"
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """A line for each model and mode; microseconds."""
+    lines = [row(_HEAD), "|---" * len(_HEAD) + "|"]
+    for spec, figures in results["models"].items():
+        for mode in (mode for mode in MODES if mode in figures):
+            found = figures[mode]
+            lines.append(
+                row([
+                    short(spec),
+                    mode,
+                    *(cell(figures, mode, clock) for clock in _CLOCKS),
+                    f"{found.get('launches', '-')} / {found.get('own_launches', '-')}",
+                    equal_tokens(figures, mode),
+                    difference(figures, mode),
+                    _counted(found.get("uses")),
+                    _counted(found.get("writers")),
+                ])
+            )
+    return "\n".join([*lines, "", environment.provenance(results)])
+
+
+def _counted(counts: dict[str, int] | None) -> str:
+    return ", ".join(f"{count} {name}" for name, count in counts.items()) if counts else "-"
+
+
+def main(arguments: list[str]) -> None:
+    """Measure, or show what was measured."""
+    options = parser().parse_args(arguments)
+    if not options.markdown:
+        running.measure([table(options)], options)
+    running.show(options, results_path(options), markdown)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

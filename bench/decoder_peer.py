@@ -1,0 +1,216 @@
+"""One step of a decoder whose cache is state, in one mode. Prints one JSON object of figures, and nothing else.
+
+Usage: python -m bench.decoder_peer MODE MODEL [--cpu] [--steps N] [--turns]; MODEL is package.module:callable as those
+of bench.models.llama_decoder. MODE is eager, compile (torch.compile, the cache written in place), freeze (the same with
+freezing), given (torch.compile with freezing, the cache an input and its new rows an output), or a level, O0, O1 or O2.
+--cpu takes eager or O0 on the CPU, to see that the rest works.
+
+tokens: what is generated greedily, each token the next one's input, and logits the highest logit of each step.
+token_us: the wall clock of such a step, the token read by the host. kernels_us: GPU time of a step's CUDA graph, by
+events around each replay. call_us: the wall clock of a call, synchronised, token and position in the GPU's memory; of
+torch.compile that of the graph's replay. The state's "uses" are those of `nimblec inspect`; writers and readers are
+the calls that touch it.
+"""
+
+import argparse
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench import clocks, reference
+from bench.models.llama_decoder import GivenCache
+from bench.turns import Turn
+from nimblec.compiler import compile_model
+from nimblec.inspect.state_uses import state_uses
+from nimblec.options import Options
+from nimblert import container
+from nimblert.executable import load
+from nimblert.plan import Access, Launch, Memcpy, Plan, Program, Region
+
+LEVELS = ("O0", "O1", "O2")
+MODES = ("eager", "compile", "freeze", "given", *LEVELS)
+STEPS = 200
+_FIRST = 1
+_COLD = 10
+"""Steps whose time is left out."""
+
+Next = Callable[[int, int], tuple[int, float]]
+"""The next token, and its logit, after a token at a position."""
+
+
+class TorchDecoder:
+    """PyTorch's own step on a device; ``given`` where the cache is an input."""
+
+    def __init__(self, spec: str, device: str, *, given: bool) -> None:
+        module, inputs, _ = reference.seeded(spec)
+        self._inputs = [tensor.to(device) for tensor in inputs]
+        self._given = given
+        if given:
+            shape = module.shape
+            cache = torch.zeros(2 * shape.layers, shape.key_heads, shape.length, shape.head)
+            self._inputs.append(cache.to(device, next(module.parameters()).dtype))
+            module = GivenCache(module).eval()
+        self._function: Callable[..., Any] = module.to(device)
+
+    def compile(self, *, freezing: bool) -> None:
+        """Let torch.compile take the step from now on."""
+        from torch._inductor import config
+
+        from bench.torch_peer import time_kernels_alone
+
+        time_kernels_alone()
+        config.freezing = freezing
+        self._function = torch.compile(self._function)
+
+    def run(self) -> Any:
+        """The step of the token and the position that are there."""
+        return self._function(*self._inputs)
+
+    def next(self, token: int, position: int) -> tuple[int, float]:
+        """Take a step, new rows of a cache that is an input put in it."""
+        self._inputs[0].fill_(token)
+        self._inputs[1].fill_(position)
+        logits = self.run()
+        if self._given:
+            logits, rows = logits
+            self._inputs[2][:, :, position : position + 1] = rows
+        best = logits.argmax()
+        return int(best), float(logits.flatten()[best])
+
+
+def generated(step: Next, steps: int) -> dict[str, Any]:
+    """The tokens that follow the first one, their logits, and the time of each but the first steps."""
+    token, tokens, logits, times = _FIRST, [], [], []
+    for position in range(steps):
+        begin = time.perf_counter()
+        token, logit = step(token, position)
+        times.append((time.perf_counter() - begin) * 1e6)
+        tokens.append(token)
+        logits.append(logit)
+    return {"tokens": tokens, "logits": logits, "token_us": clocks.spread(times[_COLD:])}
+
+
+Figures = dict[str, Any]
+Groups = dict[str, Callable[[], clocks.Samples]]
+
+
+def torch_figures(mode: str, spec: str, device: str, steps: int) -> tuple[Figures, Groups, Callable[[], Figures]]:
+    """What is known before measuring, what to sample, and what to generate, of PyTorch."""
+    decoder = TorchDecoder(spec, device, given=mode == "given")
+    if mode != "eager":
+        decoder.compile(freezing=mode != "compile")
+    figures: Figures = {}
+    if device == "cpu":
+        return figures, {}, partial(generated, decoder.next, steps)
+    from bench.torch_peer import captured, gpu_us, wall_us
+
+    begin = time.perf_counter()
+    call = decoder.run
+    for _ in range(3):
+        call()
+    groups: Groups = {}
+    if mode != "eager":
+        graph, figures["graph_pool_nbytes"] = captured(call)
+        call = graph.replay
+        groups["kernels"] = lambda: {"kernels_us": gpu_us(graph.replay)}
+    figures["prepare_s"] = time.perf_counter() - begin
+    return figures, groups | {"call": lambda: {"call_us": wall_us(call)}}, partial(generated, decoder.next, steps)
+
+
+def plan_figures(
+    mode: str, spec: str, device: str, steps: int, folder: Path
+) -> tuple[Figures, Groups, Callable[[], Figures]]:
+    """The same of a plan at a level."""
+    options = Options(
+        target="cpu" if device == "cpu" else "cuda",
+        level=None if device == "cpu" else int(mode[1:]),
+        timing_cache=folder / "timings",
+        plan_cache=None,
+    )
+    path, begin = folder / "decoder.plan", time.perf_counter()
+    made = compile_model(spec, options=options, output=path, observer=lambda *_: None)
+    plan = container.read(path)
+    figures = {"prepare_s": time.perf_counter() - begin, "notes": made.notes, **of_plan(plan)}
+    executable = load(plan)
+
+    def following(token: int, position: int) -> tuple[int, float]:
+        logits = np.asarray(executable(np.array([token]), np.array([position]))).ravel()
+        best = int(logits.argmax())
+        return best, float(logits[best])
+
+    generate = partial(generated, following, steps)
+    if device == "cpu":
+        return figures, {}, generate
+    from bench.nimblec_peer import gpu_us
+    from bench.torch_peer import wall_us
+
+    placed = torch.tensor([_FIRST], device="cuda"), torch.tensor([0], device="cuda")
+    groups: Groups = {
+        "kernels": lambda: {"kernels_us": gpu_us(executable)},
+        "call": lambda: {"call_us": wall_us(partial(executable, *placed))},
+    }
+    return figures, groups, generate
+
+
+def of_plan(plan: Plan) -> Figures:
+    """What a plan of one step launches and copies, and what touches its state."""
+    (program,) = plan.programs
+    launches = [program.ops[c.op].name for c in program.commands if isinstance(c, Launch)]
+    return {
+        "level": dict(plan.versions).get("level"),
+        "launches": len(launches),
+        "own_launches": sum(name.startswith("nimblec.") for name in launches),
+        "copied_nbytes": sum(c.nbytes for c in program.commands if isinstance(c, Memcpy)),
+        "state_nbytes": plan.state_nbytes,
+        "arena_nbytes": program.arena_nbytes,
+        "weights_nbytes": plan.weights_nbytes,
+        "uses": dict(Counter(how for uses in state_uses(plan) for how in uses.values())),
+        "readers": dict(Counter(name for name, accesses in _touched(program, "reads") if _state(accesses))),
+        "writers": dict(Counter(name for name, accesses in _touched(program, "writes") if _state(accesses))),
+    }
+
+
+def _touched(program: Program, how: str) -> Iterator[tuple[str, tuple[Access, ...]]]:
+    for command in program.commands:
+        if isinstance(command, Launch):
+            yield program.ops[command.op].name, getattr(command, how)
+        elif isinstance(command, Memcpy):
+            place = command.src if how == "reads" else command.dst
+            yield program.ops[command.op].name, (Access(pointer=place, nbytes=command.nbytes),)
+
+
+def _state(accesses: tuple[Access, ...]) -> bool:
+    return any(access.pointer.region is Region.STATE for access in accesses)
+
+
+def main() -> None:
+    """Measure one mode."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("mode", choices=MODES)
+    parser.add_argument("model", metavar="MODEL", help="package.module:callable")
+    parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--steps", type=int, default=STEPS, help="tokens to generate")
+    parser.add_argument("--turns", action="store_true", help="wait to be told when to measure")
+    options = parser.parse_args()
+    turn = Turn(wait=options.turns)
+    device = "cpu" if options.cpu else "cuda"
+    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+        if options.mode in LEVELS:
+            found = plan_figures(options.mode, options.model, device, options.steps, Path(folder))
+        else:
+            found = torch_figures(options.mode, options.model, device, options.steps)
+        figures, groups, generate = found
+        turn.begin()
+        turn.say(**clocks.quietest(groups), **generate(), **figures)
+    turn.end()
+
+
+if __name__ == "__main__":
+    main()
