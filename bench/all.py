@@ -1,10 +1,11 @@
 """Run all benchmarks of the H200, the most important first, within a time limit.
 
 Usage: python -m bench.all [--gpus N] [--jobs J] [--stop-after SECONDS] [--only NAME,...]. First the tables of networks
-(peers, schedules, batches, fp32), of a decoder step (decoder) and of training steps (training), in one queue of
-processes that get ready side by side and measure alone (bench/running.py). Then what needs a GPU and its share of the
-cores to itself: max-autotune, which times candidates for minutes (tuned, in peers.json), and the programs that time
-kernels, compilations and starts (singles, in singles.json). The figures are in bench/results/h200 as they come.
+(peers, schedules, batches, fp32), of a decoder step (decoder) and of training steps (training, and bits, which compares
+theirs with eager's), in one queue of processes that get ready side by side and measure alone (bench/running.py). Then
+what needs a GPU and its share of the cores to itself: max-autotune, which times candidates for minutes (tuned, in
+peers.json), and the programs that time kernels, compilations and starts (singles, in singles.json). The figures are in
+bench/results/h200 as they come.
 
 Figures of this commit that the files already hold are kept, so the same command resumes with what is missing. On a
 machine without the repository, NIMBLEC_COMMIT names the commit.
@@ -15,7 +16,7 @@ import copy
 import sys
 import time
 
-from bench import decoder, peers, running, schedules, training
+from bench import decoder, peers, running, schedules, training, training_bits
 from bench.running import Table
 from bench.turns import Job
 
@@ -31,7 +32,7 @@ SINGLES = (
     ("grouped_convolutions",),
 )
 _SINGLE_LIMIT_S = 400
-NAMES = ("peers", "schedules", "batches", "fp32", "decoder", "training", "tuned", "singles")
+NAMES = ("peers", "schedules", "batches", "fp32", "decoder", "training", "bits", "tuned", "singles")
 
 
 def networks() -> dict[str, Table]:
@@ -44,6 +45,7 @@ def networks() -> dict[str, Table]:
         "fp32": peers.table(peers.parser().parse_args(["--precision", "fp32", "--modes", "eager,freeze"])),
         "decoder": decoder.table(decoder.parser().parse_args([])),
         "training": training.table(training.parser().parse_args([])),
+        "bits": training_bits.table(training_bits.parser().parse_args([])),
     }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import bench.all
-from bench import decoder, peers, running, schedules, training
+from bench import decoder, peers, running, schedules, training, training_bits
 from bench.turns import Job
 
 SPREAD = {"p5": 1.0, "median": 500.0, "p95": 501.0}
@@ -78,6 +78,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[int, 
     monkeypatch.setattr(schedules, "FOLDER", tmp_path)
     monkeypatch.setattr(training, "FOLDER", tmp_path)
     monkeypatch.setattr(decoder, "FOLDER", tmp_path)
+    monkeypatch.setattr(training_bits, "FOLDER", tmp_path)
     monkeypatch.setenv("NIMBLEC_COMMIT", "abc")
     return began
 
@@ -87,11 +88,11 @@ def test_all_tables_are_one_queue_and_what_needs_a_gpu_to_itself_comes_after(
 ) -> None:
     bench.all.main(["--gpus", "2", "--jobs", "6"])
     names = list(dict.fromkeys(Path(job.table).stem for _, job in started))
-    assert names == ["peers", "schedules", "batches", "peers_fp32", "decoder", "training", "singles"]
+    assert names == ["peers", "schedules", "batches", "peers_fp32", "decoder", "training", "training_bits", "singles"]
     assert {beside for beside, job in started if job.mode in {"single", "autotune"}} == {1}
     assert {beside for beside, job in started if job.mode not in {"single", "autotune"}} == {6}
     assert len({(job.table, job.model, job.mode) for _, job in started}) == len(started)
-    printed = capsys.readouterr().out.splitlines()[-8:]
+    printed = capsys.readouterr().out.splitlines()[-9:]
     assert printed[0] == f"peers: {len(peers.MODELS) * 5} of {len(peers.MODELS) * 5} rows"
     assert printed[-2] == f"peers: {len(peers.TUNED)} of {len(peers.TUNED)} rows"
     started.clear()

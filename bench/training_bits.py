@@ -1,0 +1,101 @@
+"""Whether a plan's training steps at -O0 are eager's: their bits, or by default no further off than eager from itself.
+
+Usage: python -m bench.training_bits [--markdown] [--steps N] [--fp32] [NETWORK ...], a network being one of
+bench.models.training_bits. The processes (bench/training_bits_peer.py) run side by side, since nothing is timed. Writes
+training_bits.json (training_bits_fp32.json) in bench/results/h200, or --output; --markdown prints its table. With --add
+only what the file does not hold of this commit is compared.
+"""
+
+import argparse
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bench import environment, running
+from bench.peers import FOLDER
+from bench.peers_table import row
+from bench.running import Table
+from bench.turns import Job
+
+NETWORKS = ("efficientnet_b0", "resnet50", "mobilenet_v2", "bert", "gpt")
+"""Those that take longest come first."""
+MODES = ("default", "deterministic")
+"""Of bench.training_bits_peer, which is not imported here: it brings in PyTorch."""
+_HEAD = (
+    *("network", "random numbers", "equal losses", "equal state"),
+    *("losses by default: plan / eager's own", "state by default: plan / eager's own", "within"),
+)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("networks", nargs="*", metavar="NETWORK")
+    made.add_argument("--steps", type=int, default=1000)
+    made.add_argument("--fp32", action="store_true", help="without TF32")
+    made.add_argument("--limit", type=float, default=570, help="seconds that a process may take")
+    made.add_argument("--output", type=Path, help="where the figures are")
+    made.add_argument("--markdown", action="store_true")
+    running.add_options(made)
+    return made
+
+
+def results_path(options: argparse.Namespace) -> Path:
+    """The file of the figures."""
+    return options.output or FOLDER / ("training_bits_fp32.json" if options.fp32 else "training_bits.json")
+
+
+def table(options: argparse.Namespace) -> Table:
+    """What to run, by network."""
+    path = results_path(options)
+    given = ("--steps", str(options.steps), *(["--fp32"] if options.fp32 else []), "--turns")
+
+    def job(network: str, mode: str) -> Job:
+        command = (sys.executable, "-m", "bench.training_bits_peer", mode, network, *given)
+        return Job(table=str(path), model=network, mode=mode, command=command, limit_s=options.limit)
+
+    networks = options.networks or NETWORKS
+    return Table(path=path, jobs=tuple(tuple(job(network, mode) for mode in MODES) for network in networks))
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """A line for each network; "within" says whether the plan is as near to eager as eager to itself."""
+    lines = [row(_HEAD), "|---" * len(_HEAD) + "|"]
+    for network, modes in results["models"].items():
+        exact, usual = (modes.get(mode, {}) for mode in ("deterministic", "default"))
+        lines.append(row([network, _drawn({**usual, **exact}), *_equal(exact), *_near(usual)]))
+    return "\n".join([*lines, "", environment.provenance(results)])
+
+
+def _drawn(figures: Mapping[str, Any]) -> str:
+    if "draws" not in figures:
+        return "-"
+    return "Philox, eager given the plan's" if figures["draws"] else "none"
+
+
+def _equal(figures: Mapping[str, Any]) -> tuple[str, str]:
+    if "equal_losses" not in figures:
+        return "-", "-"
+    unequal = len(figures["unequal_state"])
+    return f"{figures['equal_losses']} of {figures['steps']}", f"all but {unequal}" if unequal else "all"
+
+
+def _near(figures: Mapping[str, Any]) -> tuple[str, str, str]:
+    found = figures.get("distances")
+    if found is None:
+        return "-", "-", "-"
+    losses, state = (f"{found[name]['plan']:.1e} / {found[name]['own']:.1e}" for name in ("losses", "state"))
+    return losses, state, "yes" if all(each["plan"] <= each["own"] for each in found.values()) else "**no**"
+
+
+def main(arguments: list[str]) -> None:
+    """Compare, or show what was compared."""
+    options = parser().parse_args(arguments)
+    if not options.markdown:
+        running.measure([table(options)], options)
+    running.show(options, results_path(options), markdown)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,172 @@
+"""Many training steps of a plan at -O0 beside eager's. Prints one JSON object of figures, and nothing else.
+
+Usage: python -m bench.training_bits_peer MODE NETWORK [--steps N] [--runs K] [--fp32] [--cpu] [--turns]; MODE is
+deterministic or default, NETWORK one of bench.models.training_bits. Both begin with one state and take the same
+batches. --fp32 switches TF32 off. --cpu compares a plan of the CPU target, to see that the rest works.
+
+Under deterministic algorithms: equal_losses are the steps whose loss has eager's bits, first_other the first that has
+not, unequal_state the tensors that differ in the end. By default eager runs K times, and a distance is the root of the
+mean square of the losses' difference, or of the state's in the end as a part of the state: "own" is the largest of two
+of eager's runs, "plan" that of the plan from the nearest run.
+
+A plan draws its random numbers from Philox with seed and offset in its state: where a model draws any ("draws"), eager
+draws the same by nimblec's dispatch mode, which does nothing else.
+"""
+
+import argparse
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench.models import training_bits
+from bench.turns import Turn
+from nimblec.compiler import compile_model
+from nimblec.frontend.pytorch.model import set_arithmetic
+from nimblec.frontend.pytorch.training.random import Draws
+from nimblec.frontend.pytorch.training.state import OFFSET, SEED
+from nimblec.options import Options
+from nimblert.executable import load
+
+MODES = ("deterministic", "default")
+STEPS, RUNS = 1000, 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """The loss of each step, and the parameters and buffers in the end."""
+
+    losses: np.ndarray
+    state: dict[str, np.ndarray]
+
+
+def eager(network: str, steps: int, device: str, seed: int | None) -> Run:
+    """PyTorch's own steps; ``seed`` is that of the plan's random numbers, None where it draws none."""
+    model, batch = training_bits.parts(network)
+    model.to(device)
+    optimizer = training_bits.optimizer(network, model)
+    losses, offset = [], torch.tensor(0, device=device)
+    draws = None if seed is None else partial(Draws, torch.tensor(seed, device=device))
+    for number in range(steps):
+        inputs, labels = (tensor.to(device) for tensor in batch(number))
+        optimizer.zero_grad()
+        with (nullcontext() if draws is None else draws(offset)) as drawn:
+            loss = training_bits.loss(model(inputs), labels)
+            loss.backward()
+        offset += 0 if drawn is None else drawn.used
+        optimizer.step()
+        losses.append(loss.detach())
+    state = {f"model.{name}": tensor.cpu().numpy() for name, tensor in model.state_dict().items()}
+    return Run(losses=torch.stack(losses).cpu().numpy(), state=state)
+
+
+def planned(path: Path, network: str, steps: int) -> Run:
+    """The steps of a plan."""
+    _, batch = training_bits.parts(network)
+    with load(path) as exe:
+        losses = [np.array(exe(*(t.numpy() for t in batch(number)), entry="train")) for number in range(steps)]
+        state = {name: np.array(exe.state[name]) for name in exe.state if name.startswith("model.")}
+    return Run(losses=np.array(losses), state=state)
+
+
+def bits(plan: Run, wanted: Run) -> dict[str, Any]:
+    """Where two runs have the same bits."""
+    differs = plan.losses.view(np.uint32) != wanted.losses.view(np.uint32)
+    return {
+        "equal_losses": int((~differs).sum()),
+        "first_other": int(differs.argmax()) if differs.any() else None,
+        "unequal_state": [key for key, value in wanted.state.items() if value.tobytes() != plan.state[key].tobytes()],
+    }
+
+
+def distances(plan: Run, runs: Sequence[Run]) -> dict[str, dict[str, float]]:
+    """How far the plan is from the nearest of eager's runs, and those from each other at most."""
+    measures: dict[str, Callable[[Run, Run], float]] = {"losses": _of_losses, "state": _of_state}
+    return {
+        name: {
+            "plan": min(measure(plan, run) for run in runs),
+            "own": max(measure(*pair) for pair in combinations(runs, 2)),
+        }
+        for name, measure in measures.items()
+    }
+
+
+def _of_losses(one: Run, other: Run) -> float:
+    return float(np.sqrt(np.mean((one.losses.astype(np.float64) - other.losses) ** 2)))
+
+
+def _of_state(one: Run, other: Run) -> float:
+    squares = [
+        (np.sum((other.state[key].astype(np.float64) - value) ** 2), np.sum(value.astype(np.float64) ** 2))
+        for key, value in one.state.items()
+        if value.dtype.kind == "f"
+    ]
+    return float(np.sqrt(sum(part for part, _ in squares) / sum(whole for _, whole in squares)))
+
+
+def figures(network: str, mode: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Compile, run both, compare."""
+    device = "cpu" if options.cpu else "cuda"
+    chosen = Options(
+        target="cpu" if options.cpu else "cuda",
+        level=None if options.cpu else 0,
+        precision="fp32" if options.fp32 else "keep",
+        timing_cache=folder / "timings",
+        plan_cache=None,
+    )
+    if options.fp32:
+        set_arithmetic("fp32")
+    if mode == "deterministic":
+        training_bits.make_deterministic()
+    path, begin = folder / "train.plan", time.perf_counter()
+    spec = f"{training_bits.__name__}:{network}_{mode}"
+    made = compile_model(spec, options=chosen, output=path, observer=lambda *_: None)
+    compiled = time.perf_counter()
+    with load(path) as exe:
+        seed = int(exe.state[SEED]) if OFFSET in exe.state else None
+    plan = planned(path, network, options.steps)
+    ended = time.perf_counter()
+    runs = [
+        eager(network, options.steps, device, seed) for _ in range(1 if mode == "deterministic" else options.runs)
+    ]
+    return {
+        "steps": options.steps,
+        "fp32": options.fp32,
+        "notes": made.notes,
+        "draws": seed is not None,
+        "losses": plan.losses.tolist(),
+        "eager_losses": [run.losses.tolist() for run in runs],
+        "prepare_s": compiled - begin,
+        "plan_s": ended - compiled,
+        "eager_s": time.perf_counter() - ended,
+        **(bits(plan, runs[0]) if mode == "deterministic" else {"distances": distances(plan, runs)}),
+    }
+
+
+def main() -> None:
+    """Compare one network's steps."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("mode", choices=MODES)
+    parser.add_argument("network", choices=training_bits.NETWORKS)
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--runs", type=int, default=RUNS, help="of eager, by default")
+    parser.add_argument("--fp32", action="store_true", help="without TF32")
+    parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--turns", action="store_true", help="say figures as bench/turns.py wants them")
+    options = parser.parse_args()
+    turn = Turn(wait=options.turns)
+    with tempfile.TemporaryDirectory() as folder:
+        turn.say(**figures(options.network, options.mode, options, Path(folder)))
+    turn.end()
+
+
+if __name__ == "__main__":
+    main()
