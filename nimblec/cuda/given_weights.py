@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from nimblec.frontend.pytorch.model import DTYPE_NAMES, TorchModel
+from nimblec.frontend.pytorch.model import TorchModel
+from nimblec.frontend.pytorch.tensors import DTYPE_NAMES
 from nimblec.ir import BufferKind, Graph
 
 

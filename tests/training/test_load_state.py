@@ -11,7 +11,7 @@ from torch import nn
 
 import nimblec
 from nimblec.errors import ArgumentError, UnsupportedModelError
-from nimblec.frontend.pytorch.model import as_array, as_tensor
+from nimblec.frontend.pytorch.tensors import as_array, as_tensor
 
 loss = nn.functional.cross_entropy
 

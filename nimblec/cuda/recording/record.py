@@ -33,15 +33,10 @@ from nimblec.cuda.recording.residents import (
 )
 from nimblec.cuda.recording.tasks import build_graph
 from nimblec.errors import TraceError, UnsupportedModelError, user_code
-from nimblec.frontend.pytorch.model import (
-    DTYPE_NAMES,
-    TorchModel,
-    as_array,
-    as_tensor,
-    name_outputs,
-    uncompiled,
-)
+from nimblec.frontend.pytorch.model import TorchModel, uncompiled
+from nimblec.frontend.pytorch.outputs import name_outputs
 from nimblec.frontend.pytorch.repeatable import HOW_STATE_IS_KEPT, refuse_differing
+from nimblec.frontend.pytorch.tensors import DTYPE_NAMES, as_array, as_tensor
 from nimblec.ir import Graph, TensorView
 from nimblert.driver import call
 

@@ -10,7 +10,8 @@ from torch.utils._pytree import tree_leaves
 from nimblec.cuda.recording.allocator import BumpAllocator, Zone
 from nimblec.cuda.recording.buffers import Allocation, Content
 from nimblec.cuda.recording.capture import Capture
-from nimblec.frontend.pytorch.model import DTYPE_NAMES, uncompiled
+from nimblec.frontend.pytorch.model import uncompiled
+from nimblec.frontend.pytorch.tensors import DTYPE_NAMES
 from nimblert.driver import call
 
 

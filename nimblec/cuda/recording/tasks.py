@@ -185,7 +185,6 @@ class _TaskReader:
                 writes.append(whole)
         return reads, writes
 
-
     def _is_hidden_writer(self, op: _Launched, allocation: Allocation) -> bool:
         """Whether an op may write what lasts though its schema does not say so.
 

@@ -16,7 +16,8 @@ from torch import Tensor
 from nimblec.assembly import Provenance, assemble
 from nimblec.cuda.refit.derivation import Recipe, strides_of_moved
 from nimblec.cuda.refit.refittable import Refittable, whole
-from nimblec.frontend.pytorch.model import DTYPE_NAMES, TorchModel
+from nimblec.frontend.pytorch.model import TorchModel
+from nimblec.frontend.pytorch.tensors import DTYPE_NAMES
 from nimblec.ir import BufferKind, Graph, Part
 from nimblec.refit.programs import part_of, refits_in_place, replacing
 from nimblec.refit.recipes import groups

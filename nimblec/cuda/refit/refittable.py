@@ -16,7 +16,8 @@ from torch import Tensor, fx
 from nimblec.cuda.refit.derivation import Derivations
 from nimblec.errors import CompileError, TraceError, UnsupportedModelError
 from nimblec.frontend.onnx.importer import Weigh
-from nimblec.frontend.pytorch.model import TorchModel, as_array, as_tensor
+from nimblec.frontend.pytorch.model import TorchModel
+from nimblec.frontend.pytorch.tensors import as_array, as_tensor
 from nimblec.graph.rewriter import constant_of
 from nimblec.graph.state import slots
 from nimblec.levels.variants import Variant

@@ -9,7 +9,8 @@ import torch
 from nimblec.frontend.onnx import model_file, model_shapes
 from nimblec.frontend.onnx.examples import check_examples
 from nimblec.frontend.onnx.importer import OnnxInput, Weigh, import_model
-from nimblec.frontend.pytorch.model import TorchModel, as_tensor, resized
+from nimblec.frontend.pytorch.model import TorchModel
+from nimblec.frontend.pytorch.tensors import as_tensor, resized
 from nimblec.options import InputSpec
 from nimblert.plan import Profile
 

@@ -13,7 +13,8 @@ from nimblec.errors import TraceError, UnsupportedModelError
 from nimblec.frontend.pytorch.borrowed import borrowed
 from nimblec.frontend.pytorch.dynamic_shapes import user_inputs
 from nimblec.frontend.pytorch.export_errors import exporting
-from nimblec.frontend.pytorch.model import as_module, results_by_name, state_written
+from nimblec.frontend.pytorch.model import as_module, state_written
+from nimblec.frontend.pytorch.outputs import results_by_name
 from nimblec.source import LiveModel, Source
 
 _VIOLATED = re.compile(r"Constraints violated \((.+?)\)")

@@ -6,9 +6,10 @@ import onnx
 import torch
 
 from nimblec.frontend.pytorch.export_errors import exporting
-from nimblec.frontend.pytorch.model import name_outputs, place_call
+from nimblec.frontend.pytorch.model import place_call
 from nimblec.frontend.pytorch.onnx_export import ExportedModel, accuracy
 from nimblec.frontend.pytorch.onnx_weights import kept_weights, optimize_around_weights
+from nimblec.frontend.pytorch.outputs import name_outputs
 from nimblec.frontend.pytorch.repeatable import HOW_STATE_IS_KEPT, run_twice
 from nimblec.frontend.pytorch.sources import DynamicProgram
 from nimblec.options import Options

@@ -11,7 +11,8 @@ from torch.export.graph_signature import ConstantArgument, InputKind
 from torch.utils import _pytree as pytree
 
 from nimblec.errors import CompileError, UnsupportedModelError
-from nimblec.frontend.pytorch.model import ModelCall, bind, input_names, resized, stand_in
+from nimblec.frontend.pytorch.model import ModelCall, bind, input_names
+from nimblec.frontend.pytorch.tensors import resized, stand_in
 from nimblec.options import Options
 from nimblert.plan import Profile
 

@@ -15,14 +15,8 @@ from nimblec.errors import UnsupportedModelError
 from nimblec.frontend.pytorch import sources
 from nimblec.frontend.pytorch.borrowed import borrowed
 from nimblec.frontend.pytorch.export_errors import exporting
-from nimblec.frontend.pytorch.model import (
-    ModelCall,
-    as_module,
-    is_compiled,
-    missing_outputs,
-    place_call,
-    results_by_name,
-)
+from nimblec.frontend.pytorch.model import ModelCall, as_module, is_compiled, place_call
+from nimblec.frontend.pytorch.outputs import missing_outputs, results_by_name
 from nimblec.frontend.pytorch.repeatable import HOW_STATE_IS_KEPT, run_twice
 from nimblec.frontend.pytorch.state import declared_writes, refuse_autocast, storages, written_by
 from nimblec.options import Options

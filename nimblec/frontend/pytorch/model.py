@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from reprlib import repr as shortened
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,31 +13,9 @@ from torch.utils import _pytree as pytree
 
 from nimblec.errors import CompileError, UnsupportedModelError
 from nimblec.frontend.pytorch.fx_graph import SetSource, run_nodes
+from nimblec.frontend.pytorch.outputs import join_path
+from nimblec.frontend.pytorch.tensors import DTYPES, as_tensor, check_dense, stand_in
 from nimblec.options import InputSpec, Precision
-from nimblert.dtypes import numpy_dtype
-
-DTYPE_NAMES = {
-    torch.bool: "bool",
-    torch.uint8: "uint8",
-    torch.int8: "int8",
-    torch.uint16: "uint16",
-    torch.int16: "int16",
-    torch.uint32: "uint32",
-    torch.int32: "int32",
-    torch.uint64: "uint64",
-    torch.int64: "int64",
-    torch.float16: "float16",
-    torch.bfloat16: "bfloat16",
-    torch.float32: "float32",
-    torch.float64: "float64",
-    torch.complex64: "complex64",
-    torch.complex128: "complex128",
-}
-"""The plan's name of each torch dtype that a plan may hold."""
-
-T = TypeVar("T", torch.Tensor, np.ndarray)
-
-_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +128,7 @@ def bind(
     leaves = [replaced.get(n, leaf) for n, leaf in zip(names, flat, strict=True)]
     inputs = tuple((n, leaf) for n, leaf in zip(names, leaves, strict=True) if isinstance(leaf, torch.Tensor))
     for input_name, tensor in inputs:
-        _check_dense(f"input {input_name!r}", tensor)
+        check_dense(f"input {input_name!r}", tensor)
     notes = tuple(_fixed(n, leaf) for n, leaf in zip(names, leaves, strict=True) if not isinstance(leaf, torch.Tensor))
     positional, keywords = pytree.tree_unflatten(leaves, structure)
     return ModelCall(name=name, module=module, args=positional, kwargs=keywords, inputs=inputs, notes=notes)
@@ -180,13 +158,6 @@ def place_call(call: ModelCall, *, device: str) -> TorchModel:
         if module.training and not isinstance(module, torch.fx.GraphModule):  # whose flag means nothing
             notes += ("the module is in training mode: call .eval() first if the plan is for inference",)
     return TorchModel(module=module, args=args, kwargs=kwargs, inputs=inputs, notes=notes)
-
-
-def _check_dense(what: str, tensor: torch.Tensor) -> None:
-    if tensor.dtype not in DTYPE_NAMES:
-        raise UnsupportedModelError(f"{what}: a plan cannot hold the dtype {tensor.dtype}")
-    if tensor.layout is not torch.strided:
-        raise UnsupportedModelError(f"{what}: a plan holds dense tensors, and this one is {tensor.layout}")
 
 
 def _own(leaf: Any, device: str) -> Any:
@@ -224,12 +195,6 @@ def _positional_names(bound: inspect.BoundArguments, count: int) -> list[str]:
     return names[:count]
 
 
-def join_path(name: str, path: Sequence[Any]) -> str:
-    """A name and a pytree path as one dotted name."""
-    parts = [str(getattr(k, "key", getattr(k, "idx", getattr(k, "name", k)))) for k in path]
-    return ".".join([name, *parts] if name else parts)
-
-
 def _replacements(
     names: Sequence[str], flat: Sequence[Any], specs: Iterable[InputSpec], examples: Mapping[str, np.ndarray]
 ) -> dict[str, torch.Tensor]:
@@ -239,80 +204,8 @@ def _replacements(
         if not isinstance(leaves.get(name), torch.Tensor):
             raise CompileError(f"input {name!r} is not one of the model's inputs {list(names)}")
     for spec in specs:
-        dtype = _DTYPES[spec.dtype] if spec.dtype else leaves[spec.name].dtype
+        dtype = DTYPES[spec.dtype] if spec.dtype else leaves[spec.name].dtype
         replaced[spec.name] = stand_in(spec.shape, dtype)
     for name, array in examples.items():
         replaced[name] = as_tensor(np.ascontiguousarray(array))
     return replaced
-
-
-def stand_in(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """An example input, given only its shape and dtype."""
-    example = torch.rand if dtype.is_floating_point else torch.zeros  # zeros would hide errors in sums
-    return example(tuple(shape)).to(dtype)
-
-
-def resized(array: T, shape: tuple[int, ...]) -> T:
-    """The array repeated or cut along each axis: the numbers stay among those that it has."""
-    if tuple(array.shape) == shape or len(array.shape) != len(shape) or not all(array.shape):
-        return array
-    for axis, size in enumerate(shape):
-        places = np.arange(size) % array.shape[axis]
-        array = array[(slice(None),) * axis + (places,)]
-    return array
-
-
-def as_tensor(array: np.ndarray) -> torch.Tensor:
-    """A tensor over the array's memory, bfloat16 too."""
-    if array.dtype.name == "bfloat16":
-        return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
-    return torch.from_numpy(array)
-
-
-def as_array(tensor: torch.Tensor) -> np.ndarray:
-    """The tensor as an array of the host, in C order, bfloat16 too."""
-    host = tensor.detach().cpu().contiguous()
-    if host.dtype is torch.bfloat16:
-        return host.view(torch.uint16).numpy().view(numpy_dtype("bfloat16"))
-    return host.numpy()
-
-
-def name_outputs(result: Any) -> list[tuple[str, torch.Tensor]]:
-    """The tensors a model returned, by name: its keys, or "output" and a number.
-
-    None is not an output of a plan, but counts in the numbering. Raises UnsupportedModelError for anything
-    else: a plan computes only tensors.
-    """
-    leaves = pytree.tree_flatten_with_path(result)[0]
-    outputs = []
-    for path, leaf in leaves:
-        if leaf is None:
-            continue
-        if not isinstance(leaf, torch.Tensor):
-            raise UnsupportedModelError(
-                f"output {join_path('', path) or 0}: a {type(leaf).__name__}; a plan returns tensors only"
-            )
-        _check_dense(f"output {join_path('', path) or 0}", leaf)
-        outputs.append((_output_name(path, len(leaves)), leaf))
-    if not outputs:
-        raise UnsupportedModelError("the model returns no tensor")
-    return outputs
-
-
-def results_by_name(_module: torch.nn.Module, _args: object, result: Any) -> dict[str, torch.Tensor]:
-    """A forward hook: the outputs without their classes, of which no other process need know."""
-    return dict(name_outputs(result))
-
-
-def missing_outputs(result: Any) -> tuple[str, ...]:
-    """A note for each None that a model returned."""
-    leaves = pytree.tree_flatten_with_path(result)[0]
-    names = (_output_name(path, len(leaves)) for path, leaf in leaves if leaf is None)
-    return tuple(f"the model returns None as {name!r}: the plan has no such output" for name in names)
-
-
-def _output_name(path: Sequence[Any], count: int) -> str:
-    name = join_path("", path)
-    if not name or (count == 1 and name.isdigit()):
-        return "output"
-    return f"output_{name}" if name[0].isdigit() else name

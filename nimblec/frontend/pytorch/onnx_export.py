@@ -13,19 +13,11 @@ from nimblec.errors import CompileError
 from nimblec.frontend.model_state import ModelState
 from nimblec.frontend.pytorch.borrowed import borrowed
 from nimblec.frontend.pytorch.export_errors import exporting
-from nimblec.frontend.pytorch.model import (
-    ModelCall,
-    TorchModel,
-    as_array,
-    as_module,
-    missing_outputs,
-    name_outputs,
-    place_call,
-    state_written,
-)
+from nimblec.frontend.pytorch.model import ModelCall, TorchModel, as_module, place_call, state_written
 from nimblec.frontend.pytorch.objects import refuse_script
 from nimblec.frontend.pytorch.onnx_translations import TRANSLATIONS
 from nimblec.frontend.pytorch.onnx_weights import kept_weights, optimize_around_weights
+from nimblec.frontend.pytorch.outputs import missing_outputs, name_outputs
 from nimblec.frontend.pytorch.repeatable import HOW_STATE_IS_KEPT, compared, run_twice
 from nimblec.frontend.pytorch.state import (
     StateTensor,
@@ -37,6 +29,7 @@ from nimblec.frontend.pytorch.state import (
     storages,
     written_by,
 )
+from nimblec.frontend.pytorch.tensors import as_array
 from nimblert.onnx_session import onnxruntime, runtime_errors, session_options
 
 _ANOTHER_MODEL = 0.1

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from nimblec.frontend.pytorch.model import as_array
+from nimblec.frontend.pytorch.tensors import as_array
 
 
 def optimize_around_weights(program: Any) -> None:

@@ -11,7 +11,8 @@ from torch.utils import _pytree as pytree
 
 from nimblec.difference import Difference, difference
 from nimblec.errors import UnsupportedModelError, user_code
-from nimblec.frontend.pytorch.model import TorchModel, name_outputs
+from nimblec.frontend.pytorch.model import TorchModel
+from nimblec.frontend.pytorch.outputs import name_outputs
 
 HOW_STATE_IS_KEPT = (
     "and a plan draws none and keeps a state only in buffers: call .eval() first, or make the state in __init__ with "

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nimblec.errors import ArgumentError
-from nimblec.frontend.pytorch.model import as_tensor
+from nimblec.frontend.pytorch.tensors import as_tensor
 from nimblec.frontend.pytorch.training.scaler import SCALE, TRACKER
 from nimblec.frontend.pytorch.training.state import (
     CALLS,

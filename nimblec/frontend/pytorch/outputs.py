@@ -1,0 +1,57 @@
+"""What a model returns, as the outputs of a plan: which they are, and their names."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from nimblec.errors import UnsupportedModelError
+from nimblec.frontend.pytorch.tensors import check_dense
+
+
+def join_path(name: str, path: Sequence[Any]) -> str:
+    """A name and a pytree path as one dotted name."""
+    parts = [str(getattr(k, "key", getattr(k, "idx", getattr(k, "name", k)))) for k in path]
+    return ".".join([name, *parts] if name else parts)
+
+
+def name_outputs(result: Any) -> list[tuple[str, torch.Tensor]]:
+    """The tensors a model returned, by name: its keys, or "output" and a number.
+
+    None is not an output of a plan, but counts in the numbering. Raises UnsupportedModelError for anything
+    else: a plan computes only tensors.
+    """
+    leaves = pytree.tree_flatten_with_path(result)[0]
+    outputs = []
+    for path, leaf in leaves:
+        if leaf is None:
+            continue
+        if not isinstance(leaf, torch.Tensor):
+            raise UnsupportedModelError(
+                f"output {join_path('', path) or 0}: a {type(leaf).__name__}; a plan returns tensors only"
+            )
+        check_dense(f"output {join_path('', path) or 0}", leaf)
+        outputs.append((_output_name(path, len(leaves)), leaf))
+    if not outputs:
+        raise UnsupportedModelError("the model returns no tensor")
+    return outputs
+
+
+def results_by_name(_module: torch.nn.Module, _args: object, result: Any) -> dict[str, torch.Tensor]:
+    """A forward hook: the outputs without their classes, of which no other process need know."""
+    return dict(name_outputs(result))
+
+
+def missing_outputs(result: Any) -> tuple[str, ...]:
+    """A note for each None that a model returned."""
+    leaves = pytree.tree_flatten_with_path(result)[0]
+    names = (_output_name(path, len(leaves)) for path, leaf in leaves if leaf is None)
+    return tuple(f"the model returns None as {name!r}: the plan has no such output" for name in names)
+
+
+def _output_name(path: Sequence[Any], count: int) -> str:
+    name = join_path("", path)
+    if not name or (count == 1 and name.isdigit()):
+        return "output"
+    return f"output_{name}" if name[0].isdigit() else name

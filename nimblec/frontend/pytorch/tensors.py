@@ -1,0 +1,73 @@
+"""Tensors of torch as a plan has them: its names for their dtypes, and arrays of the host."""
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from nimblec.errors import UnsupportedModelError
+from nimblert.dtypes import numpy_dtype
+
+T = TypeVar("T", torch.Tensor, np.ndarray)
+
+DTYPE_NAMES = {
+    torch.bool: "bool",
+    torch.uint8: "uint8",
+    torch.int8: "int8",
+    torch.uint16: "uint16",
+    torch.int16: "int16",
+    torch.uint32: "uint32",
+    torch.int32: "int32",
+    torch.uint64: "uint64",
+    torch.int64: "int64",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.float32: "float32",
+    torch.float64: "float64",
+    torch.complex64: "complex64",
+    torch.complex128: "complex128",
+}
+"""The plan's name of each torch dtype that a plan may hold."""
+
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+"""The torch dtype of each such name."""
+
+
+def check_dense(what: str, tensor: torch.Tensor) -> None:
+    """Raise UnsupportedModelError for a tensor, called ``what``, that a plan cannot hold."""
+    if tensor.dtype not in DTYPE_NAMES:
+        raise UnsupportedModelError(f"{what}: a plan cannot hold the dtype {tensor.dtype}")
+    if tensor.layout is not torch.strided:
+        raise UnsupportedModelError(f"{what}: a plan holds dense tensors, and this one is {tensor.layout}")
+
+
+def stand_in(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """An example input, given only its shape and dtype."""
+    example = torch.rand if dtype.is_floating_point else torch.zeros  # zeros would hide errors in sums
+    return example(tuple(shape)).to(dtype)
+
+
+def resized(array: T, shape: tuple[int, ...]) -> T:
+    """The array repeated or cut along each axis: the numbers stay among those that it has."""
+    if tuple(array.shape) == shape or len(array.shape) != len(shape) or not all(array.shape):
+        return array
+    for axis, size in enumerate(shape):
+        places = np.arange(size) % array.shape[axis]
+        array = array[(slice(None),) * axis + (places,)]
+    return array
+
+
+def as_tensor(array: np.ndarray) -> torch.Tensor:
+    """A tensor over the array's memory, bfloat16 too."""
+    if array.dtype.name == "bfloat16":
+        return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def as_array(tensor: torch.Tensor) -> np.ndarray:
+    """The tensor as an array of the host, in C order, bfloat16 too."""
+    host = tensor.detach().cpu().contiguous()
+    if host.dtype is torch.bfloat16:
+        return host.view(torch.uint16).numpy().view(numpy_dtype("bfloat16"))
+    return host.numpy()
