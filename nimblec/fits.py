@@ -64,7 +64,7 @@ def mark_masks(plan: Plan, masks: Collection[str]) -> Plan:
         if mask not in dimensions:
             raise CompileError(f"--pad-mask {mask}: is not one of the model's inputs {list(dimensions)}")
         if not dimensions[mask]:
-            raise CompileError(f"--pad-mask {mask}: has no dimension of several sizes")
+            raise CompileError(f"--pad-mask {mask}: has no dimension of several sizes: give one by --dim NAME=1,8")
     marked = (
         replace(program, inputs=tuple(replace(t, mask=t.name in masks) for t in program.inputs))
         for program in plan.programs

@@ -61,7 +61,10 @@ class LeanProcess:
         try:
             printed, problems = self._process.communicate(os.fsencode(plan), timeout=timeout_s)
         except subprocess.TimeoutExpired as exc:
-            raise CompileError(f"the plan did not end in {timeout_s} s in a process without the framework") from exc
+            raise CompileError(
+                f"the plan did not end in {timeout_s} s in a process without the framework: compile it again when this "
+                "machine is less busy"
+            ) from exc
         if self._process.returncode:
             last = problems.decode(errors="replace").strip().splitlines()[-1:]
             raise CompileError(f"the plan does not run in a process without the framework: {' '.join(last)}")

@@ -60,7 +60,9 @@ class Arena:
             )
             raise InputError(f"the arena is on {here}, the plan runs on {there}")
         if self.nbytes < plan.arena_nbytes:
-            raise InputError(f"the arena has {self.nbytes} bytes, the plan needs {plan.arena_nbytes}")
+            raise InputError(
+                f"the arena has {self.nbytes} bytes, the plan needs {plan.arena_nbytes}: make it for this plan, too"
+            )
 
     @contextmanager
     def turn(self, steps: object = None) -> Iterator[None]:

@@ -272,10 +272,10 @@ def _resident(plan: Plan, device: int, threads: Threads | None) -> Resident:
         from nimblert.cpu import CpuResident
 
         if device:
-            raise InputError(f"device {device}: a plan for the CPU has no devices to choose from")
+            raise InputError(f"device {device}: a plan for the CPU has no devices to choose from: leave it out")
         return CpuResident(plan, threads=threads)
     if threads is not None:
-        raise InputError("threads: a plan for a GPU computes with none of the CPU's")
+        raise InputError("threads: a plan for a GPU computes with none of the CPU's: leave it out")
     from nimblert.cuda import CudaResident
 
     return CudaResident(plan, device)

@@ -104,7 +104,7 @@ class HostWorking:
     def stream_handle(self, stream: object) -> None:
         """Raise InputError unless it is None: there are no streams to choose from."""
         if stream is not None:
-            raise InputError("stream: a plan for the CPU takes none")
+            raise InputError("stream: a plan for the CPU takes none: leave it out")
 
     def close(self) -> None:
         """The memory goes with the last who has it."""

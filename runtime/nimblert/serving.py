@@ -66,7 +66,7 @@ def checked_out(tensors: Sequence[Tensor], out: Mapping[str, Any], take: Take) -
         if tuple(array.shape) != outputs[name].shape:
             raise InputError(f"out {name!r}: shape {tuple(array.shape)}, expected {outputs[name].shape}")
         if array.read_only if isinstance(array, DeviceArray) else not array.flags.writeable:
-            raise InputError(f"out {name!r}: the array is read-only")
+            raise InputError(f"out {name!r}: the array is read-only: give one that can be written")
         if layouts.overlaps(array.shape, tuple(map(abs, array.strides)), _step(array)):
             raise InputError(f"out {name!r}: elements of the array share memory")
         if other := next((other for other, taken in checked.items() if share_memory(array, taken)), None):

@@ -281,7 +281,10 @@ def test_outputs_are_new_arrays_or_the_callers_or_views_that_the_next_run_writes
         ({"y": [0.0]}, "out 'y': got list, expected a numpy array: use numpy.asarray(value, 'float32')"),
         ({"y": np.zeros((4, WIDTH))}, "out 'y': dtype float64, expected float32: use .astype('float32')"),
         ({"y": np.zeros((WIDTH, 4), np.float32)}, f"out 'y': shape ({WIDTH}, 4), expected (4, {WIDTH})"),
-        ({"y": np.broadcast_to(np.float32(0), (4, WIDTH))}, "out 'y': the array is read-only"),
+        (
+            {"y": np.broadcast_to(np.float32(0), (4, WIDTH))},
+            "out 'y': the array is read-only: give one that can be written",
+        ),
     ],
 )
 def test_an_array_that_cannot_take_an_output(model: Executable, out: dict[str, np.ndarray], sentence: str) -> None:

@@ -77,7 +77,9 @@ class Relocator:
         """What an address points to."""
         target = self._classify(first, second)
         if target is None:
-            raise UnsupportedModelError(f"it uses device memory at {first:#x} that torch did not allocate")
+            raise UnsupportedModelError(
+                f"it uses device memory at {first:#x} that torch did not allocate: allocate it as a tensor of torch"
+            )
         return target
 
     def _classify(self, first: int, second: int) -> Target | None:

@@ -241,7 +241,9 @@ def _tensor(role: str, value: ValueInfoProto) -> ModelTensor:
     if dtype is None:
         known = tensor.elem_type in TensorProto.DataType.values()
         shown = TensorProto.DataType.Name(tensor.elem_type).lower() if known else str(tensor.elem_type)
-        raise UnsupportedModelError(f"{role} {value.name!r} has the dtype {shown}, which a plan cannot hold")
+        raise UnsupportedModelError(
+            f"{role} {value.name!r} has the dtype {shown}, which a plan cannot hold: convert it in the model"
+        )
     if not tensor.HasField("shape"):
         return ModelTensor(name=value.name, dtype=dtype, shape=None)
     shape = tuple(d.dim_value if is_static(d) else None for d in tensor.shape.dim)

@@ -43,7 +43,8 @@ class Walk:
         self.functions = {(plain_domain(f.domain), f.name, f.overload): f for f in model.functions}
         if self.opsets.get("", 1) > LATEST_OPSET:
             raise UnsupportedModelError(
-                f"the model needs opset {self.opsets['']}; this version knows opsets up to {LATEST_OPSET}"
+                f"the model needs opset {self.opsets['']}; this version knows opsets up to {LATEST_OPSET}: export it "
+                "for one of them"
             )
 
     def nodes(self, nodes: Sequence[NodeProto], scope: Scope, frame: Frame) -> None:

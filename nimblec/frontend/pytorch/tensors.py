@@ -37,9 +37,13 @@ DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 def check_dense(what: str, tensor: torch.Tensor) -> None:
     """Raise UnsupportedModelError for a tensor, called ``what``, that a plan cannot hold."""
     if tensor.dtype not in DTYPE_NAMES:
-        raise UnsupportedModelError(f"{what}: a plan cannot hold the dtype {tensor.dtype}")
+        raise UnsupportedModelError(
+            f"{what}: a plan cannot hold the dtype {tensor.dtype}: convert it, .to(torch.float32)"
+        )
     if tensor.layout is not torch.strided:
-        raise UnsupportedModelError(f"{what}: a plan holds dense tensors, and this one is {tensor.layout}")
+        raise UnsupportedModelError(
+            f"{what}: a plan holds dense tensors, and this one is {tensor.layout}: give what .to_dense() returns"
+        )
 
 
 def stand_in(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

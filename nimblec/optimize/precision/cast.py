@@ -226,7 +226,9 @@ class _Caster:
                 return
             node.args, node.kwargs = before
         where = node.meta.get("source") or "the model"
-        raise UnsupportedModelError(f"{node.target} in {where} takes neither {self._half} nor float32")
+        raise UnsupportedModelError(
+            f"{node.target} in {where} takes neither {self._half} nor float32: compile it without --precision"
+        )
 
     def _remember(self, node: fx.Node) -> None:
         """That the calls after it take its result in float32, and whether it may be huge."""

@@ -125,7 +125,9 @@ def group_names(model: nn.Module, optimizer: Optimizer) -> tuple[tuple[str, ...]
             )
     for group in optimizer.param_groups:
         if not names.keys() >= {*group["params"]}:
-            raise UnsupportedModelError("training_step: the optimizer updates a parameter that the model has not")
+            raise UnsupportedModelError(
+                "training_step: the optimizer updates a parameter that the model has not: give it model.parameters()"
+            )
     return tuple(tuple(names[parameter] for parameter in group["params"]) for group in optimizer.param_groups)
 
 
