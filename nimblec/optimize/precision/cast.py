@@ -20,11 +20,22 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
 from nimblec.errors import UnsupportedModelError
-from nimblec.graph.definitions import DEFINITIONS
 from nimblec.graph.outputs import output_strides, restore_strides
-from nimblec.graph.rewriter import Rewriter, argument, fake, is_call, views
+from nimblec.graph.rewriter import Rewriter, argument, fake, is_call
 from nimblec.optimize.precision import autocast
+from nimblec.optimize.precision.kernels import Kernels
 from nimblec.optimize.precision.masks import added_to_scores
+from nimblec.optimize.precision.nodes import (
+    all_users,
+    dtypes_of,
+    is_copy,
+    is_integer,
+    is_pointwise,
+    is_square,
+    is_widened,
+    rank_of,
+    shapes_of,
+)
 
 aten = torch.ops.aten
 
@@ -82,10 +93,10 @@ class _Caster:
         self.rewriter = Rewriter(module)
         self._half = dtype
         self._most = torch.finfo(dtype).max
-        self._before = {node: _dtypes(node.meta.get("val")) for node in module.graph.nodes}
+        self._before = {node: dtypes_of(node.meta.get("val")) for node in module.graph.nodes}
         self._casts: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
         self._rounded: dict[tuple[Any, ...], Tensor] = {}
-        self._taken: dict[tuple[Any, ...], bool] = {}
+        self._kernels = Kernels(dtype)
         self._wide: set[fx.Node] = set()
         self._masks = added_to_scores(module.graph)
         self._huge = {node for node in self._masks if node.op == "placeholder"}
@@ -125,7 +136,7 @@ class _Caster:
         """The author's cast of float32 to something else; it may be made already."""
         source, dtype = argument(node, 0), fake(node).dtype
         made = source if fake(source).dtype == dtype else self._casts.get((source, dtype), node)
-        if _is_widened(source, dtype):
+        if is_widened(source, dtype):
             made = argument(source, 0)
         if fake(made).stride() != fake(node).stride():
             return
@@ -157,7 +168,7 @@ class _Caster:
         """Of constants, integers and bools: what is looked up is half precision, what is counted is float32."""
         if is_call(node, _TO):
             return _Mode.HALF if fake(argument(node, 0)).dtype == torch.bool else _Mode.SINGLE
-        counted = _is_pointwise(node) and any(_is_integer(fake(n)) for n in node.all_input_nodes)
+        counted = is_pointwise(node) and any(is_integer(fake(n)) for n in node.all_input_nodes)
         looked_up = self._constants(node) and not counted
         return _Mode.HALF if looked_up or autocast.name(node) in autocast.FILLS else _Mode.SINGLE
 
@@ -167,8 +178,8 @@ class _Caster:
             autocast.is_single(node)
             or self._holds_other_floats(node)
             or self._is_cast_by_author(node)
-            or (_is_pointwise(node) and _all_users(node, lambda user: autocast.name(user) in autocast.ROUNDINGS))
-            or (_is_square(node) and _all_users(node, lambda user: autocast.name(user) in autocast.SUMS))
+            or (is_pointwise(node) and all_users(node, lambda user: autocast.name(user) in autocast.ROUNDINGS))
+            or (is_square(node) and all_users(node, lambda user: autocast.name(user) in autocast.SUMS))
             or self._is_copy_on_the_way(node)
             or self._makes_huge(node)
         )
@@ -176,7 +187,7 @@ class _Caster:
     def _holds_other_floats(self, node: fx.Node) -> bool:
         """Whether float64 or complex tensors are in it; a single number of float64 is no matter."""
         dtypes = set(self._before[node])
-        dtypes.update(dtype for n in node.all_input_nodes for dtype in self._before[n] if _rank(n))
+        dtypes.update(dtype for n in node.all_input_nodes for dtype in self._before[n] if rank_of(n))
         return any(dtype.is_complex or dtype == torch.float64 for dtype in dtypes)
 
     def _is_cast_by_author(self, node: fx.Node) -> bool:
@@ -189,11 +200,11 @@ class _Caster:
         floats = self._floats(node)
         if not floats or any(fake(n).dtype != torch.float32 for n in floats):
             return False
-        return (_is_copy(node) or autocast.name(node) in autocast.BOUNDS) and _all_users(node, self._takes_single)
+        return (is_copy(node) or autocast.name(node) in autocast.BOUNDS) and all_users(node, self._takes_single)
 
     def _takes_single(self, user: fx.Node) -> bool:
-        if _is_copy(user):
-            return _all_users(user, self._takes_single)
+        if is_copy(user):
+            return all_users(user, self._takes_single)
         return user.op == "output" or autocast.is_single(user) or is_call(user, _TO)
 
     def _makes_huge(self, node: fx.Node) -> bool:
@@ -232,9 +243,9 @@ class _Caster:
 
     def _remember(self, node: fx.Node) -> None:
         """That the calls after it take its result in float32, and whether it may be huge."""
-        if torch.float32 in _dtypes(node.meta["val"]):
+        if torch.float32 in dtypes_of(node.meta["val"]):
             self._wide.add(node)
-        keeps = _is_pointwise(node) or _is_copy(node) or autocast.name(node) in autocast.JOINS
+        keeps = is_pointwise(node) or is_copy(node) or autocast.name(node) in autocast.JOINS
         if keeps and autocast.name(node) not in autocast.BOUNDS:
             parts = tree_leaves((node.args, node.kwargs))
             self._huge.update([node] if any(map(self._is_huge, parts)) else [])
@@ -245,32 +256,13 @@ class _Caster:
             value = self.rewriter.infer(node)
         except _REFUSALS:
             return None
-        return value if self._has_kernel(node) else None
-
-    def _has_kernel(self, node: fx.Node) -> bool:
-        """Whether the device computes a call in these dtypes: it is made on zeros, for only the kernel itself knows."""
-        key = node.target, tuple(_dtypes(n.meta["val"]) for n in node.all_input_nodes)
-        if all(self._half not in dtypes for dtypes in key[1]):
-            return True
-        if key not in self._taken:
-            function: Any = DEFINITIONS.get(node.target, node.target)
-            args, kwargs = fx.map_arg((tuple(node.args), dict(node.kwargs)), lambda n: _zeros(n.meta["val"]))
-            try:
-                with torch.no_grad():
-                    function(*args, **kwargs)
-            except torch.OutOfMemoryError:
-                raise
-            except RuntimeError:  # "not implemented for 'Half'" above all
-                self._taken[key] = False
-            else:
-                self._taken[key] = True
-        return self._taken[key]
+        return value if self._kernels.serve(node) else None
 
     def _is_as_wanted(self, node: fx.Node, value: Any, result: torch.dtype) -> bool:
         """Whether results have the shapes that they had, and dtypes as wanted."""
-        if _shapes(value) != _shapes(node.meta["val"]):
+        if shapes_of(value) != shapes_of(node.meta["val"]):
             return False
-        pairs = list(zip(_dtypes(value), self._before[node], strict=True))
+        pairs = list(zip(dtypes_of(value), self._before[node], strict=True))
         floats = [now for now, before in pairs if before == torch.float32]
         return (
             all(now == before for now, before in pairs if before != torch.float32)
@@ -284,7 +276,7 @@ class _Caster:
         if mode is _Mode.HALF:
             yield self._attempt(node, self._half, lambda n: n if self._stays(node, n) else in_half(n))
             yield self._attempt(node, self._half, in_half)
-        elif mode is _Mode.JOINED and _is_pointwise(node):  # the kernel itself casts
+        elif mode is _Mode.JOINED and is_pointwise(node):  # the kernel itself casts
             yield self._attempt(node, torch.float32, lambda n: in_half(n) if self._is_rounded_first(n) else n)
         elif self._accumulates(node):
             yield _Attempt(node.args, {**node.kwargs, "dtype": torch.float32}, torch.float32)
@@ -315,7 +307,7 @@ class _Caster:
         """Whether a constant is float32 beside half precision: parameters of batch norms, and single numbers."""
         if argument.op != "get_attr":
             return False
-        is_number = _is_pointwise(node) and not _rank(argument) and not self._is_huge(argument)
+        is_number = is_pointwise(node) and not rank_of(argument) and not self._is_huge(argument)
         return is_number or autocast.name(node) in autocast.BATCH_NORMS
 
     def _as(self, node: fx.Node, dtype: torch.dtype, at: fx.Node) -> fx.Node:
@@ -332,7 +324,7 @@ class _Caster:
     def _cast(self, node: fx.Node, dtype: torch.dtype, at: fx.Node) -> fx.Node:
         if (constant := self.rewriter.value(node)) is not None:
             return self.rewriter.constant(self._round(constant), at=at)
-        if _is_widened(node, dtype):
+        if is_widened(node, dtype):
             return argument(node, 0)  # back to what it was cast from
         if is_call(node, aten.expand.default):  # there are fewer elements before it
             return self.rewriter.call(node.target, self._as(argument(node, 0), dtype, at), *node.args[1:], at=at)
@@ -348,54 +340,3 @@ class _Caster:
             too_large = (constant.abs() > self._most) & constant.isfinite()
             self._rounded[key] = torch.where(too_large, held, constant).to(self._half)
         return self._rounded[key]
-
-
-def _is_pointwise(node: fx.Node) -> bool:
-    return isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
-
-
-def _is_copy(node: fx.Node) -> bool:
-    return node.op == "call_function" and (views(node) is not None or autocast.name(node) == "clone")
-
-
-def _is_square(node: fx.Node) -> bool:
-    return is_call(node, aten.mul.Tensor) and argument(node, 0) is argument(node, 1)
-
-
-def _all_users(node: fx.Node, holds: Callable[[fx.Node], bool]) -> bool:
-    return bool(node.users) and all(holds(user) for user in node.users)
-
-
-def _is_integer(tensor: Tensor) -> bool:
-    return not (tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype == torch.bool)
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [part for part in tree_leaves(value) if isinstance(part, Tensor)]
-
-
-def _dtypes(value: Any) -> tuple[torch.dtype, ...]:
-    return tuple(tensor.dtype for tensor in _tensors(value))
-
-
-def _shapes(value: Any) -> list[torch.Size]:
-    return [tensor.shape for tensor in _tensors(value)]
-
-
-def _zeros(value: Any) -> Any:
-    """A real tensor of zeros like a fake one."""
-    if isinstance(value, (list, tuple)):
-        return [_zeros(part) for part in value]
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).zero_()
-
-
-def _rank(node: fx.Node) -> int:
-    return max((tensor.dim() for tensor in _tensors(node.meta["val"])), default=0)
-
-
-def _is_widened(node: fx.Node, dtype: torch.dtype) -> bool:
-    """Whether ``node`` is a cast of ``dtype`` to float32 that does nothing else."""
-    if not is_call(node, _TO) or fake(node).dtype != torch.float32:
-        return False
-    source = fake(argument(node, 0))
-    return source.dtype == dtype and source.stride() == fake(node).stride()

@@ -1,0 +1,66 @@
+"""What casting asks of a call: its kind, and the dtypes and shapes of its results."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves
+
+from nimblec.graph.rewriter import argument, fake, is_call, views
+from nimblec.optimize.precision import autocast
+
+aten = torch.ops.aten
+
+
+def is_pointwise(node: fx.Node) -> bool:
+    """Whether each element of the result is made of those at its place alone."""
+    return isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
+
+
+def is_copy(node: fx.Node) -> bool:
+    """Whether a call gives the numbers that it is given, maybe in another order or shape."""
+    return node.op == "call_function" and (views(node) is not None or autocast.name(node) == "clone")
+
+
+def is_square(node: fx.Node) -> bool:
+    """Whether a call multiplies a tensor by itself."""
+    return is_call(node, aten.mul.Tensor) and argument(node, 0) is argument(node, 1)
+
+
+def all_users(node: fx.Node, holds: Callable[[fx.Node], bool]) -> bool:
+    """Whether a node has users, and something ``holds`` of each."""
+    return bool(node.users) and all(holds(user) for user in node.users)
+
+
+def is_integer(tensor: Tensor) -> bool:
+    """Whether a tensor holds integers, and no bools."""
+    return not (tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype == torch.bool)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [part for part in tree_leaves(value) if isinstance(part, Tensor)]
+
+
+def dtypes_of(value: Any) -> tuple[torch.dtype, ...]:
+    """The dtypes of what a call returned: of each tensor in it."""
+    return tuple(tensor.dtype for tensor in _tensors(value))
+
+
+def shapes_of(value: Any) -> list[torch.Size]:
+    """The shapes of what a call returned: of each tensor in it."""
+    return [tensor.shape for tensor in _tensors(value)]
+
+
+def rank_of(node: fx.Node) -> int:
+    """The most dimensions that a tensor among the results of a call has."""
+    return max((tensor.dim() for tensor in _tensors(node.meta["val"])), default=0)
+
+
+def is_widened(node: fx.Node, dtype: torch.dtype) -> bool:
+    """Whether ``node`` is a cast of ``dtype`` to float32 that does nothing else."""
+    if not is_call(node, aten._to_copy.default) or fake(node).dtype != torch.float32:
+        return False
+    source = fake(argument(node, 0))
+    return source.dtype == dtype and source.stride() == fake(node).stride()
