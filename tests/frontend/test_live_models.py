@@ -281,6 +281,22 @@ def test_a_dynamic_program_takes_sizes(dynamic: torch.export.ExportedProgram, gi
         assert (model.run({"x": x, "more.y": y})["output"] == 11).all()
 
 
+@pytest.mark.parametrize("dims", [{"batch": 4}, {"batch": (1, 4)}])
+def test_inputs_of_other_sizes_lie_in_memory_as_the_example_does(dims: dict[str, Any], tmp_path: Path) -> None:
+    image = torch.randn(2, 3, 8, 6).to(memory_format=torch.channels_last)
+    program = torch.export.export(nn.Conv2d(3, 4, 3), (image,), dynamic_shapes=({0: torch.export.Dim("batch")},))
+    torch.export.save(program, tmp_path / "model.pt2")
+    options = read_options(dims={_symbol(program): dims["batch"]})
+    source = Source(kind="exported", model=str(tmp_path / "model.pt2"))
+    if options.sizes:
+        calls = sources.dynamic_program(source, options).calls(options)
+    else:
+        calls = {(("batch", 4),): sources.load(source, options)["main"]}
+    for ((_, size),), call in calls.items():
+        assert call.args[0].shape == (size, 3, 8, 6)
+        assert call.args[0].is_contiguous(memory_format=torch.channels_last)
+
+
 def test_a_dynamic_file_is_refused_and_takes_sizes(dynamic: torch.export.ExportedProgram, tmp_path: Path) -> None:
     path = tmp_path / "model.pt2"
     torch.export.save(dynamic, path)

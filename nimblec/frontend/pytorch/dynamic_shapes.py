@@ -14,6 +14,7 @@ from nimblec.errors import CompileError, UnsupportedModelError
 from nimblec.frontend.pytorch.model import ModelCall, bind, input_names
 from nimblec.frontend.pytorch.tensors import resized, stand_in
 from nimblec.options import Options
+from nimblert.layouts import dense_like
 from nimblert.plan import Profile
 
 
@@ -179,13 +180,14 @@ def _range(program: ExportedProgram, symbol: str) -> str:
 
 
 def _static(declared: _Declared, leaf: Any, sizes: Mapping[str, int]) -> Any:
-    """The leaf in the requested sizes, or a stand-in."""
+    """The leaf in the requested sizes, its axes in the same order in memory, or a stand-in."""
     if declared.shape is None:
         return _size(declared.value, sizes) if isinstance(declared.value, SymInt) else leaf
     shape = _shape(declared, sizes)
     if isinstance(leaf, torch._subclasses.FakeTensor) or not leaf.numel():
         return stand_in(shape, leaf.dtype)
-    return resized(leaf, shape)
+    found = resized(leaf, shape)
+    return found.new_empty_strided(shape, dense_like(shape, leaf.stride())).copy_(found)
 
 
 def _shape(declared: _Declared, sizes: Mapping[str, int]) -> tuple[int, ...]:
