@@ -12,7 +12,6 @@ arrays there, synchronised. launch_us: what a launch on bound arrays takes of th
 import argparse
 import tempfile
 import time
-from collections import defaultdict
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -23,9 +22,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from bench import clocks, reference
+from bench.compiling import compiled
 from bench.peer_calls import wall_us
 from bench.turns import Turn, add_arguments
-from nimblec.compiler import compile_model
 from nimblec.options import Options
 from nimblert import container, golden
 from nimblert.cuda import CudaBackend
@@ -96,23 +95,6 @@ def work(plan: Plan) -> dict[str, dict[str, float]]:
     return dict(sorted(found.items(), key=lambda item: -item[1]["gpu_us"]))
 
 
-def compiled(spec: str, level: int, path: Path, *, fp32: bool) -> dict[str, Any]:
-    """Write a model's plan, from nothing; what that took, and what the compiler says of it."""
-    options = Options(
-        target="cuda",
-        level=level,
-        precision="fp32" if fp32 else "keep",
-        timing_cache=path.with_suffix(".timings"),
-        plan_cache=None,
-    )
-    begin = time.perf_counter()
-    made = compile_model(spec, options=options, output=path, observer=lambda *_: None)
-    stages: defaultdict[str, float] = defaultdict(float)
-    for name, seconds in made.stages:
-        stages[name] += seconds
-    return {"prepare_s": time.perf_counter() - begin, "stages_s": stages, "notes": made.notes}
-
-
 def arrays(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, np.ndarray]:
     """The example inputs by the plan's names, in C order."""
     host = reference.host_arrays((args, kwargs))
@@ -181,7 +163,14 @@ def main() -> None:
     expected = reference.exact(module, args, kwargs)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as open_plans:
         path = Path(folder, "model.plan")
-        figures = compiled(options.model, options.level, path, fp32=options.fp32)
+        how = Options(
+            target="cuda",
+            level=options.level,
+            precision="fp32" if options.fp32 else "keep",
+            timing_cache=path.with_suffix(".timings"),
+            plan_cache=None,
+        )
+        figures = compiled(options.model, how, path)
         plan = container.read(path)
         program = plan.programs[0]
         loaded = open_plans.enter_context(load(plan))

@@ -1,0 +1,117 @@
+"""Networks of one dimension that has any size, random weights: each callable returns a `Sized`.
+
+"rows" and "tokens" are small ones in float32, to try things with, which need no other library.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bench.models.half import channels_last
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sized:
+    """A module, its arguments, and the ``axis`` of each that is the dimension, from 1 to ``largest``.
+
+    ``bounds`` are those of the integers in an argument, by position; ``pad_masks`` the names of what masks the others.
+    """
+
+    module: nn.Module
+    args: tuple[Tensor, ...]
+    axis: int
+    largest: int
+    bounds: Mapping[int, tuple[int, int]]
+    pad_masks: tuple[str, ...] = ()
+
+    def export(self) -> tuple[torch.export.ExportedProgram, str]:
+        """The module for any size, and the name that torch gives to the dimension."""
+        dim = torch.export.Dim("size", min=1, max=self.largest)
+        shapes = tuple({self.axis: dim} for _ in self.args)
+        with torch.no_grad():
+            program = torch.export.export(self.module, self.args, dynamic_shapes=shapes, strict=False)
+        (name,) = program.range_constraints
+        return program, str(name)
+
+    def draw(self, size: int, seed: int) -> list[Tensor]:
+        """Arguments of another size: images lie channels last, masks leave everything."""
+        generator = torch.Generator().manual_seed(seed)
+
+        def one(position: int, like: Tensor) -> Tensor:
+            shape = tuple(size if axis == self.axis else length for axis, length in enumerate(like.shape))
+            if position in self.bounds:
+                low, high = self.bounds[position]
+                return torch.randint(low, high + 1, shape, generator=generator)
+            drawn = torch.randn(shape, generator=generator).to(like.dtype)
+            return drawn.to(memory_format=torch.channels_last) if drawn.ndim == 4 else drawn
+
+        return [one(*each) for each in enumerate(self.args)]
+
+
+def resnet50() -> Sized:
+    """ResNet-50 (torchvision) in half precision, channels last: any batch up to 64."""
+    import torchvision
+
+    module, args = channels_last(torchvision.models.resnet50().eval(), torch.randn(2, 3, 224, 224))
+    return Sized(module=module, args=args, axis=0, largest=64, bounds={})
+
+
+class _Masked(nn.Module):
+    """The last hidden state and the pooled one, of tokens under a mask."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+        out: Any = self.model(input_ids, attention_mask)
+        return out.last_hidden_state, out.pooler_output
+
+
+def bert_base(layers: int = 12) -> Sized:
+    """BERT-base (transformers) in half precision: any length up to 512."""
+    from transformers import BertConfig, BertModel
+
+    config = BertConfig(num_hidden_layers=layers)
+    return _of_tokens(_Masked(BertModel(config)).eval().half(), config.vocab_size, 512)
+
+
+def rows() -> Sized:
+    """A convolutional network of images: any batch up to 16."""
+    module = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10))
+    return Sized(module=module.eval(), args=(torch.randn(2, 3, 16, 16),), axis=0, largest=16, bounds={})
+
+
+class _Tokens(nn.Module):
+    """Of each token its features with the mean of those that the mask leaves, and that mean itself."""
+
+    def __init__(self, vocabulary: int, width: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.inner = nn.Linear(width, width)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+        x = torch.tanh(self.inner(self.embedding(input_ids)))
+        weights = attention_mask.to(x.dtype)[..., None]
+        mean = (x * weights).sum(1) / weights.sum(1)
+        return x + mean[:, None], mean
+
+
+def tokens() -> Sized:
+    """An encoder of tokens under a mask: any length up to 32."""
+    return _of_tokens(_Tokens(100, 16).eval(), 100, 32)
+
+
+def _of_tokens(module: nn.Module, vocabulary: int, largest: int) -> Sized:
+    ids = torch.randint(vocabulary, (1, largest // 4))
+    return Sized(
+        module=module,
+        args=(ids, torch.ones_like(ids)),
+        axis=1,
+        largest=largest,
+        bounds={0: (0, vocabulary - 1), 1: (1, 1)},
+        pad_masks=("attention_mask",),
+    )

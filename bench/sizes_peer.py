@@ -1,0 +1,222 @@
+"""One plan for all sizes of a network, beside a static plan of each of its profiles. Prints one JSON object of figures.
+
+Usage: python -m bench.sizes_peer LEVEL MODEL [--sizes 1..64] [--between 3,6] [--workers 8] [--cpu] [--turns]; MODEL is
+a callable of bench.models.sized, --between the sizes that are called besides the profiles', by default the middles of
+what is between them. The static plans are compiled side by side; the plan for all sizes then finds their measured
+times, so that both have the same kernels. --cpu takes the CPU target instead, where LEVEL says nothing.
+
+By size: call_us, the wall clock of a call from tensors on the GPU to new arrays there, synchronised; numpy_us, the same
+from arrays to arrays; kernels_us, of a profile's size alone, the GPU time of its program. static_call_us and so on are
+those of the static plan of the profile that serves the size, on all of its own size.
+"""
+
+import argparse
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bench import clocks, reference
+from bench.compiling import compiled
+from bench.models.sized import Sized
+from bench.nimblec_peer import gpu_us
+from bench.peer_calls import wall_us
+from bench.turns import Turn, add_arguments
+from nimblec.options import read_options, read_sizes
+from nimblert import container
+from nimblert.errors import InputError
+from nimblert.executable import Executable, load
+from nimblert.plan import Plan, Target
+
+_SEED = 0
+
+
+def built(spec: str) -> Sized:
+    """The network named ``package.module:callable``, the same in every process."""
+    torch.manual_seed(_SEED)
+    network: Sized = resolve_name(spec)()
+    return network
+
+
+class Plans:
+    """Compiles a network, which is exported once, for some sizes."""
+
+    def __init__(self, network: Sized, folder: Path, *, target: str, level: int | None) -> None:
+        program, self._dimension = network.export()
+        self._network, self._folder, self._target, self._level = network, folder, target, level
+        torch.export.save(program, folder / "model.pt2")
+
+    def path(self, sizes: Sequence[int]) -> Path:
+        """Where the plan for these sizes is."""
+        return self._folder / f"{'_'.join(map(str, sizes))}.plan"
+
+    def compile(self, sizes: Sequence[int]) -> dict[str, Any]:
+        """Write it, with the times that were measured for it in a file beside it."""
+        path = self.path(sizes)
+        options = read_options(
+            target=self._target,
+            level=self._level,
+            dims={self._dimension: sizes},
+            pad_masks=self._network.pad_masks if len(sizes) > 1 else (),
+            timing_cache=path.with_suffix(".timings"),
+            plan_cache=None,
+        )
+        return compiled(str(self._folder / "model.pt2"), options, path)
+
+    def compile_all(self, sizes: Sequence[int], workers: int) -> dict[str, Any]:
+        """Write the static plan of each size, and then that of all sizes, which takes on what was measured."""
+        with ThreadPoolExecutor(workers) as pool:
+            static = dict(zip(sizes, pool.map(self.compile, [(size,) for size in sizes]), strict=True))
+        known: dict[str, int] = {}
+        for size in sizes:
+            known |= _times(self.path((size,)))
+        self.path(sizes).with_suffix(".timings").write_text(json.dumps(known))
+        return {"static": {str(size): figures for size, figures in static.items()}, **self.compile(sizes)}
+
+
+def _times(plan: Path) -> dict[str, int]:
+    path = plan.with_suffix(".timings")
+    found: dict[str, int] = json.loads(path.read_text()) if path.exists() else {}
+    return found
+
+
+def described(path: Path) -> dict[str, int]:
+    """The bytes of a plan's file, of what is in it, and of its arena."""
+    plan = container.read(path)
+    return {
+        "file_nbytes": path.stat().st_size,
+        "weights_nbytes": plan.weights_nbytes,
+        "code_nbytes": sum(module.code.nbytes for module in plan.modules),
+        "arena_nbytes": plan.arena_nbytes,
+    }
+
+
+def middles(sizes: Iterable[int]) -> list[int]:
+    """The middle of what is below the first of some sizes, and between any two."""
+    found = [(below + above + 1) // 2 for below, above in pairwise((0, *sizes))]
+    return [middle for middle in found if middle not in sizes]
+
+
+class Sizes:
+    """The executable for all sizes, and the static ones, with inputs of any size."""
+
+    def __init__(
+        self, network: Sized, path: Callable[[Sequence[int]], Path], sizes: Sequence[int], opened: ExitStack
+    ) -> None:
+        """``path`` says where the plan for some sizes is; what is loaded is closed by ``opened``."""
+        self._network = network
+        self._sizes = sizes
+        self._path = path(sizes)
+        self._opened = opened
+        self.plan: Plan = container.read(self._path)
+        self._whole = opened.enter_context(load(self._path, warm=True))
+        self._static = {size: opened.enter_context(load(path((size,)))) for size in sizes}
+
+    def served_by(self, size: int) -> int:
+        """The profile that serves a size."""
+        return min(profile for profile in self._sizes if profile >= size)
+
+    def compared(self, size: int) -> dict[str, Any]:
+        """What the plan gives for a size, beside what the static plan that serves it gives for the same, padded."""
+        profile = self.served_by(size)
+        given = self._network.draw(size, _SEED)
+        row: dict[str, Any] = {"served_by": profile}
+        try:
+            found = _outputs(self._whole, given)
+        except InputError as exc:
+            return {**row, "refused": str(exc)}
+        whole = _outputs(self._static[profile], [self._padded(tensor, profile) for tensor in given])
+        expected = [array[tuple(map(slice, part.shape))] for array, part in zip(whole, found, strict=True)]
+        equal = all(map(np.array_equal, found, expected))
+        return {**row, "equal": equal, "difference": reference.error(found, expected)}
+
+    def _padded(self, tensor: Tensor, size: int) -> Tensor:
+        axis, length = self._network.axis, tensor.shape[self._network.axis]
+        rest = tensor.new_zeros(()).expand([size - length if n == axis else m for n, m in enumerate(tensor.shape)])
+        return torch.cat((tensor, rest), axis)
+
+    def groups(self, size: int) -> dict[str, Callable[[], clocks.Samples]]:
+        """What to sample of a size."""
+        profile = self.served_by(size)
+        static, own, whole = self._static[profile], self._network.draw(profile, _SEED), self._whole
+        given = self._network.draw(size, _SEED)
+        found: dict[str, Callable[[], clocks.Samples]] = {}
+        found["numpy"] = partial(_both, "numpy_us", size, (whole, _hosts(given)), (static, _hosts(own)))
+        if self.plan.target is Target.CUDA:
+            placed = [tensor.cuda() for tensor in given], [tensor.cuda() for tensor in own]
+            found["call"] = partial(_both, "call_us", size, (whole, placed[0]), (static, placed[1]))
+            if size == profile:
+                alone = self._opened.enter_context(load(self._path, program=self._named(size)))
+                found["kernels"] = lambda: {
+                    f"kernels_us {size}": gpu_us(alone),
+                    f"static_kernels_us {size}": gpu_us(static),
+                }
+        return {f"{name} {size}": sample for name, sample in found.items()}
+
+    def _named(self, size: int) -> str:
+        return next(program.name for program in self.plan.programs if program.profile[0][1] == size)
+
+
+def _both(
+    clock: str, size: int, whole: tuple[Executable, Sequence[Any]], static: tuple[Executable, Sequence[Any]]
+) -> clocks.Samples:
+    """Samples of both plans' calls."""
+    return {
+        f"{kind}{clock} {size}": wall_us(partial(executable, *arrays))
+        for kind, (executable, arrays) in (("", whole), ("static_", static))
+    }
+
+
+def _hosts(tensors: Iterable[Tensor]) -> list[np.ndarray]:
+    return [tensor.numpy() for tensor in tensors]
+
+
+def _outputs(executable: Executable, tensors: Sequence[Tensor]) -> list[np.ndarray]:
+    named = zip((tensor.name for tensor in executable.inputs), _hosts(tensors), strict=True)
+    return list(executable.run(dict(named)).values())
+
+
+def main() -> None:
+    """Compile and measure the network named ``package.module:callable``."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("level", type=int)
+    add_arguments(parser)
+    parser.add_argument("--sizes", type=read_sizes, help="of the profiles; by default, powers of two")
+    parser.add_argument("--between", type=read_sizes)
+    parser.add_argument("--workers", type=int, default=min(8, os.cpu_count() or 1), help="compilations side by side")
+    parser.add_argument("--cpu", action="store_true")
+    options = parser.parse_args()
+    turn = Turn(wait=options.turns)
+    network = built(options.model)
+    sizes = options.sizes or read_sizes(f"1..{network.largest}")
+    asked = sorted({*sizes, *(options.between or middles(sizes))})
+    with tempfile.TemporaryDirectory() as name, ExitStack() as opened:
+        target, level, workers = ("cpu", None, 1) if options.cpu else ("cuda", options.level, options.workers)
+        plans = Plans(network, Path(name), target=target, level=level)
+        figures = plans.compile_all(sizes, workers)
+        for size in sizes:
+            figures["static"][str(size)] |= described(plans.path((size,)))
+        executables = Sizes(network, plans.path, sizes, opened)
+        figures["sizes"] = {str(size): executables.compared(size) for size in asked}
+        served = [size for size in asked if "refused" not in figures["sizes"][str(size)]]
+        groups = {name: sample for size in served for name, sample in executables.groups(size).items()}
+        turn.begin()
+        turn.say(**clocks.quietest(groups))
+        fits = {program.profile[0][1]: program.fits[0].name.lower() for program in executables.plan.programs}
+        turn.say(**figures, **described(plans.path(sizes)), fits=fits)
+    turn.end()
+
+
+if __name__ == "__main__":
+    main()
