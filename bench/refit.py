@@ -1,0 +1,117 @@
+"""Replacing all weights of a loaded plan: its time beside copies of the bytes, its results beside a fresh compile.
+
+Usage: python -m bench.refit [--markdown] [--level N] [MODEL=OTHER ...], OTHER being MODEL with other weights, both
+package.module:callable. The processes get ready side by side and measure alone (bench/running.py). Writes refit.json in
+bench/results/h200, or --output; --markdown prints its table. With --add only what the file does not hold of this commit
+is measured.
+
+On one H200, `python -m bench.refit --jobs 2 --stop-after 570` compiles BERT-base and ResNet-50 twice each at -O2, which
+is expected to take four to six minutes, and refits each of them some hundred times.
+"""
+
+import argparse
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bench import environment, running
+from bench.peers import FOLDER
+from bench.peers_table import level_name, levels, number, row
+from bench.running import Table, short
+from bench.turns import Job
+
+MODELS = (
+    "bench.models.bert_base:fp16=bench.models.redrawn:bert_base",
+    "bench.models.resnet50:fp16=bench.models.redrawn:resnet50",
+)
+_HEAD = (
+    "model",
+    "weights, MiB",
+    "refit / copy of each array / one copy, from pageable memory, ms",
+    "the same from page-locked memory, ms",
+    "replay before / after, us",
+    "a fresh compile's results",
+)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("models", nargs="*", metavar="MODEL=OTHER")
+    made.add_argument("--level", type=int, default=2)
+    made.add_argument("--limit", type=float, default=540, help="seconds that a process may take")
+    made.add_argument("--output", type=Path, help="where the figures are")
+    made.add_argument("--markdown", action="store_true")
+    running.add_options(made)
+    return made
+
+
+def results_path(options: argparse.Namespace) -> Path:
+    """The file of the figures."""
+    return options.output or FOLDER / "refit.json"
+
+
+def table(options: argparse.Namespace) -> Table:
+    """What to run, by model."""
+    path, level = results_path(options), options.level
+
+    def job(asked: str) -> Job:
+        spec, _, other = asked.partition("=")
+        command = (sys.executable, "-m", "bench.refit_peer", str(level), spec, other, "--turns")
+        return Job(table=str(path), model=spec, mode=level_name(level), command=command, limit_s=options.limit)
+
+    return Table(path=path, jobs=tuple((job(asked),) for asked in options.models or MODELS))
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """A line for each model; in brackets, the refit's time over that of the copy of each array, and of the one copy."""
+    lines = [row(_HEAD), "|---" * len(_HEAD) + "|"]
+    for spec, modes in results["models"].items():
+        lines += [row([f"{short(spec)} {mode}", *_cells(modes[mode])]) for mode in levels(modes)]
+    return "\n".join([*lines, "", environment.provenance(results)])
+
+
+def _cells(figures: Mapping[str, Any]) -> list[str]:
+    if "failed" in figures:
+        return ["-"] * 4 + [f"failed: {figures['failed'][:200]}"]
+    replays = (_median(figures, clock) for clock in ("kernels_us", "kernels_after_us"))
+    return [
+        f"{figures['weights']}, {figures['weights_nbytes'] / 2**20:.1f}",
+        *(_times(figures, kind) for kind in ("", "_locked")),
+        " / ".join(number(us, 1) for us in replays),
+        _result(figures),
+    ]
+
+
+def _times(figures: Mapping[str, Any], kind: str) -> str:
+    names = [f"{name}{kind}" for name in ("refit", "copies", "copy")]
+    refit, copies, copy = (_median(figures, f"{name}_us") for name in names)
+    noisy = "~" if set(names) & set(figures["noisy"]) else ""
+    times = " / ".join(number(us and us / 1000, 2) for us in (refit, copies, copy))
+    ratios = "; ".join(number(refit and us and refit / us, 2) for us in (copies, copy))
+    return f"{noisy}{times} ({ratios})"
+
+
+def _median(figures: Mapping[str, Any], clock: str) -> float | None:
+    return float(figures[clock]["median"]) if clock in figures else None
+
+
+def _result(figures: Mapping[str, Any]) -> str:
+    kept = f", {len(figures['kept'])} weights kept" if figures["kept"] else ""
+    if figures["equal"]:
+        return f"equal{kept}"
+    kernels = "the same" if figures["same_kernels"] else "other"
+    return f"differ by {figures['difference']:.1e}, {kernels} kernels{kept}"
+
+
+def main(arguments: list[str]) -> None:
+    """Measure, or show what was measured."""
+    options = parser().parse_args(arguments)
+    if not options.markdown:
+        running.measure([table(options)], options)
+    running.show(options, results_path(options), markdown)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,138 @@
+"""Refits beside copies and beside a fresh compile: a small network on the CPU, copies on a driver of host memory."""
+
+import sys
+from contextlib import ExitStack
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from copying import copying, on_host
+from host_driver import HostDriver
+
+import nimblert
+from bench import peer_calls, refit, refit_peer
+from bench.models import redrawn
+
+pytest_plugins = ("gpu_memory",)
+
+
+@pytest.fixture
+def few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refit on the CPU makes sessions anew, which takes long."""
+    monkeypatch.setattr(peer_calls, "_WARM_UPS", 1)
+    monkeypatch.setattr(peer_calls, "_REPEATS", 3)
+
+
+@pytest.mark.skipif(find_spec("onnxscript") is None, reason="needs onnxscript")
+@pytest.mark.usefixtures("few_calls")
+def test_a_refit_is_compared_with_a_fresh_compile(tmp_path: Path) -> None:
+    specs = ("drawn_weights:bert_0", "drawn_weights:bert_1")
+    (path, fresh), figures = refit_peer.prepared(specs, tmp_path, target="cpu")
+    assert min(figures["prepare_s"], figures["fresh_s"]) > 0
+    given = refit_peer.weights(specs[1])
+    with nimblert.load(path) as loaded:
+        assert given.keys() == loaded.weights.keys()
+        spoilt = {**given, min(given): given[min(given)] * 2}
+        assert not refit_peer.compared(loaded, fresh, spoilt)["equal"]
+        found = refit_peer.compared(loaded, fresh, given)
+        assert found == {"same_kernels": True, "equal": True, "changed": True, "difference": 0.0}
+        assert not refit_peer.compared(loaded, fresh, given)["changed"]
+        sampled = [sample() for sample in refit_peer.host_groups(loaded, given).values()]
+    assert [(list(group), len(*group.values())) for group in sampled] == [(["refit_us"], 3), (["copy_us"], 3)]
+
+
+ARRAYS = {
+    "matrix": np.arange(6, dtype=np.float16).reshape(2, 3),
+    "image": np.arange(48, dtype=np.float32).reshape(2, 4, 2, 3).transpose(0, 3, 1, 2),
+}
+
+
+@on_host
+@pytest.mark.usefixtures("few_calls")
+def test_arrays_are_copied_from_either_memory_as_they_lie(put: object, host: HostDriver, tmp_path: Path) -> None:
+    del put
+    path = tmp_path / "copy.plan"
+    copying((4,), (0,)).save(path)
+    refitted: list[dict[str, np.ndarray]] = []
+    with ExitStack() as opened:
+        loaded = opened.enter_context(nimblert.load(path))
+        loaded.refit = refitted.append  # type: ignore[method-assign, assignment]
+        groups = refit_peer.device_groups(path, loaded, ARRAYS, opened)
+        kinds = [f"{name}{kind}" for kind in ("", "_locked") for name in ("refit", "copies", "copy")]
+        assert list(groups) == ["kernels", *kinds]
+        assert list(groups["kernels"]()) == ["kernels_us", "kernels_after_us"]
+        for name in kinds:
+            before = host.calls.get("cuMemcpyHtoD", 0)
+            assert len(groups[name]()[f"{name}_us"]) == 3
+            copies = {"refit": 0, "copies": len(ARRAYS), "copy": 1}[name.removesuffix("_locked")]
+            assert host.calls.get("cuMemcpyHtoD", 0) - before == 4 * copies
+        for given in refitted:
+            assert all(np.array_equal(given[name], array) for name, array in ARRAYS.items())
+            assert all(given[name].strides == array.strides for name, array in ARRAYS.items())
+        addresses = {array.ctypes.data for given in refitted for array in given.values()}
+        assert len(addresses) == 2 * len(ARRAYS)
+    assert not host.allocated
+
+
+def test_weights_are_drawn_anew_and_norms_are_no_longer_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("networks")
+    module.network = lambda: (torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4)).eval(), ())  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "networks", module)
+    first, second = (redrawn.redrawn("networks:network")[0].state_dict() for _ in range(2))
+    torch.manual_seed(0)
+    plain = module.network()[0].state_dict()
+    for name, tensor in first.items():
+        assert torch.equal(tensor, second[name])
+        assert torch.equal(tensor, plain[name]) == (name == "1.num_batches_tracked")
+    assert (first["1.running_var"] > 0).all()
+
+
+def spread(median: float) -> dict[str, float]:
+    return {"p5": median - 1, "median": median, "p95": median + 1}
+
+
+FIGURES = {
+    **{f"{name}_us": spread(us) for name, us in {"refit": 24_000, "copies": 20_000, "copy": 16_000}.items()},
+    "refit_locked_us": spread(9000),
+    "copies_locked_us": spread(6000),
+    "copy_locked_us": spread(4500),
+    "kernels_us": spread(300),
+    "kernels_after_us": spread(301),
+    "noisy": ["copy"],
+    "weights": 199,
+    "weights_nbytes": 200 << 20,
+    "kept": [],
+    "equal": True,
+    "same_kernels": True,
+    "difference": 0.0,
+    "commit": "abc",
+}
+
+
+def test_the_table_tells_times_over_copies_and_what_results_are() -> None:
+    other = {**FIGURES, "equal": False, "same_kernels": False, "difference": 0.0021, "kept": ["a"], "noisy": []}
+    models = {"bench.models.bert_base:fp16": {"-O2": FIGURES, "-O1": other}, "a:b": {"-O2": {"failed": "no memory"}}}
+    results = {"environment": {"gpu": "none", "cpu": "x", "commit": "abc"}, "models": models}
+    _, _, *lines, _, below = refit.markdown(results).splitlines()
+    first, second, failed = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
+    assert second == [
+        "bert_base:fp16 -O2",
+        "199, 200.0",
+        "~24.00 / 20.00 / 16.00 (1.20; 1.50)",
+        "9.00 / 6.00 / 4.50 (1.50; 2.00)",
+        "300.0 / 301.0",
+        "equal",
+    ]
+    assert first[-1] == "differ by 2.1e-03, other kernels, 1 weights kept"
+    assert failed == ["a:b -O2", "-", "-", "-", "-", "failed: no memory"]
+    assert below == "Commit abc; x."
+
+
+def test_each_model_has_one_with_other_weights() -> None:
+    jobs = [job for jobs in refit.table(refit.parser().parse_args([])).jobs for job in jobs]
+    assert [job.command[4:6] for job in jobs] == [tuple(asked.split("=")) for asked in refit.MODELS]
+    assert all(hasattr(redrawn, job.command[5].partition(":")[2]) for job in jobs)
+    assert [job.model for job in jobs] == ["bench.models.bert_base:fp16", "bench.models.resnet50:fp16"]
