@@ -71,7 +71,8 @@ def assert_remade(found: Refittable[str], weights: Any, fresh: TorchModel, args:
     """With what the recipes make of these weights, the model is the one that was made of them afresh."""
     (made,) = found.variants["main"]
     recipe = found.derivations.recipe(made.constants)
-    for tensor, value in zip(made.constants, recipe({n: weights[n] for n in recipe.sources}), strict=True):
+    given = {name: weights[name].contiguous() for name in recipe.sources}
+    for tensor, value in zip(made.constants, recipe(given), strict=True):
         whole(tensor).copy_(value)
     for one, two in zip(run(made.model.module, *args), run(fresh.module, *args), strict=True):
         assert torch.equal(one, two)
@@ -98,6 +99,20 @@ def test_recipes_make_what_a_fresh_compile_does(name: str, how: str) -> None:
         assert torch.equal(tensor, before[key]), key
     assert not found.kept
     assert set(found.weights) == {key for key, tensor in before.items() if tensor.is_floating_point()}
+    (fresh,) = level(place(other, args, device="cpu"))
+    assert_remade(found, other.state_dict(), fresh.make(), args)
+
+
+@pytest.mark.parametrize("how", ["-O2", "-O2 fp16"])
+def test_weights_that_lie_channels_last(how: str) -> None:
+    level = LEVELS[how]
+    (module, (image,)), (other, _) = family("resnet", 0), family("resnet", 1)
+    for each in (module, other):
+        each.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    args = (image.to(memory_format=torch.channels_last),)
+    found = make_refittable(of_modules({"main": place(module, args, device="cpu")}), level)
+    assert set(found.weights) == {key for key, tensor in module.state_dict().items() if tensor.is_floating_point()}
+    assert all(tensor.is_contiguous() for tensor in found.weights.values())
     (fresh,) = level(place(other, args, device="cpu"))
     assert_remade(found, other.state_dict(), fresh.make(), args)
 
@@ -241,9 +256,11 @@ def test_what_else_is_written_is_said_to_be_untold(how: str) -> None:
     assert not derivations.is_told(made)
 
 
-def test_a_weight_that_is_laid_otherwise_is_given_as_it_is() -> None:
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_a_weight_that_is_laid_otherwise_is_given_as_it_is(memory_format: torch.memory_format) -> None:
     x = torch.rand(1, 4, 5, 5)
     module = randomised(nn.Sequential(nn.Conv2d(4, 6, 3)), 0)
+    module.to(memory_format=memory_format)  # type: ignore[call-overload]
     variants = by(passes(lambda graph: propagate_channels_last(graph, {torch.float32})))
     found = make_refittable(of_modules({"main": place(module, (x,), device="cpu")}), variants)
     given = recipes(found, [made.model for made in found.variants["main"]], "cpu")

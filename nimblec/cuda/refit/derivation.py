@@ -28,6 +28,7 @@ _MOVES = frozenset({
     aten.clone.default,
     aten.contiguous.default,
     aten.detach.default,
+    aten.permute.default,
     aten.reshape.default,
     aten._to_copy.default,
     aten.to.dtype_layout,
@@ -91,11 +92,20 @@ class Derivations(TorchDispatchMode):
         self._weights: dict[str, fx.Node] = {}
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Take a tensor, all of its memory and in C order, for a weight; another one of that name is the same."""
+        """Take a tensor, dense and all of its memory, for a weight; another one of that name is the same.
+
+        Recipes take weights in C order, and lay them as the tensor lies.
+        """
         if name not in self._weights:
             self._weights[name] = self._graph.placeholder(f"weight_{len(self._weights)}")
             self._weights[name].meta["weight"] = name
-        self._know(tensor, self._weights[name], frozenset({name}))
+        node = self._weights[name]
+        if not tensor.is_contiguous():
+            order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
+            node = self._graph.call_function(aten.permute.default, (node, order))
+            node = self._graph.call_function(aten.clone.default, (node,), {"memory_format": torch.contiguous_format})
+            node = self._graph.call_function(aten.as_strided.default, (node, *map(_plain, _lies(tensor))))
+        self._know(tensor, node, frozenset({name}))
 
     def __torch_dispatch__(
         self,

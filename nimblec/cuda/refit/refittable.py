@@ -23,6 +23,7 @@ from nimblec.graph.state import slots
 from nimblec.levels.variants import Variant
 from nimblec.refit.other_weights import perturbed
 from nimblec.refit.recipes import kept_note
+from nimblert.layouts import is_dense
 from nimblert.plan import Plan
 from nimblert.refitting import replaceable
 
@@ -38,8 +39,8 @@ Variants: TypeAlias = Callable[[TorchModel], Iterable[Variant]]
 class Origin(Generic[K]):
     """Models that have weights in common, by key.
 
-    ``weights`` are their own, on the host. ``given`` has them with other weights for as long as its block runs;
-    the tensors for those are told to `Derivations`.
+    ``weights`` are their own, on the host and in C order. ``given`` has them with other weights for as long as its
+    block runs; the tensors for those are told to `Derivations`.
     """
 
     weights: Weights
@@ -57,7 +58,7 @@ def of_modules(models: Mapping[K, TorchModel]) -> Origin[K]:
                 taken.add(storage)
                 found[name].append(tensor.detach())
     tensors = {name: each[0] for name, each in found.items() if len(each) == 1 and _is_weight(each[0])}
-    own = {name: tensor.cpu().clone() for name, tensor in tensors.items()}
+    own = {name: tensor.cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
 
     @contextmanager
     def given(values: Weights, derivations: Derivations) -> Iterator[Mapping[K, TorchModel]]:
@@ -99,8 +100,8 @@ def of_files(load: Callable[[Weigh], Mapping[K, TorchModel]]) -> Origin[K]:
 
 
 def _is_weight(tensor: Tensor) -> bool:
-    """Whether a tensor holds floating-point numbers in a row or more, and has its memory to itself, in C order."""
-    is_whole = tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
+    """Whether a tensor holds floating-point numbers in a row or more, and has its memory to itself, without holes."""
+    is_whole = is_dense(tensor.shape, tensor.stride()) and tensor.nbytes == tensor.untyped_storage().nbytes()
     return bool(tensor.dtype.is_floating_point and tensor.dim() and tensor.numel() and is_whole)
 
 
