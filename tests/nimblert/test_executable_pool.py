@@ -14,7 +14,7 @@ from copying import copying, drawn, on_host
 from host_driver import HostDriver
 from plans import cpu_plan
 
-from nimblec import refits
+from nimblec.refit.programs import refits_in_place
 from nimblert import CudaError, DeviceMismatchError, ExecutablePool, InputError, load_pool
 from nimblert.executable import Executable
 from nimblert.plan import Memcpy, Plan, Pointer, Region, Weight
@@ -32,9 +32,9 @@ def weighted() -> Plan:
     (x,), (y,) = program.inputs, program.outputs
     copy = Memcpy(dst=y.pointer, src=Pointer(region=Region.WEIGHTS), nbytes=NBYTES, stream=0, op=0)
     weight = Weight(name="w", dtype="float32", shape=SHAPE, offset=0, data=memoryview(drawn(0, SHAPE).tobytes()))
-    refit = refits.refit("weights", [replace(x, name="w", pointer=Pointer(region=Region.WEIGHTS))])
+    refits = refits_in_place([replace(x, name="w", pointer=Pointer(region=Region.WEIGHTS))])
     return replace(
-        plan, weights=(weight,), weights_nbytes=NBYTES, programs=(replace(program, commands=(copy,)),), refits=(refit,)
+        plan, weights=(weight,), weights_nbytes=NBYTES, programs=(replace(program, commands=(copy,)),), refits=refits
     )
 
 
