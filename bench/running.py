@@ -7,7 +7,7 @@ A file holds figures by model and mode, each with its commit. Processes prepare 
 import argparse
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -36,10 +36,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(tables: Sequence[Table], options: argparse.Namespace) -> None:
-    """Run the jobs of all tables in their order; the figures are in the files whenever one has ended."""
+    """Run the jobs of all tables in their order, in each those first that took longest the last time.
+
+    The figures are in the files whenever a job has ended.
+    """
     commit = environment.commit()
     files = {str(table.path): _File(table.path, commit, options) for table in tables}
-    waiting = iter([left for table in tables for jobs in table.jobs if (left := files[str(table.path)].missing(jobs))])
+    waiting = chain.from_iterable(files[str(table.path)].missing(table.jobs) for table in tables)
 
     def done(job: Job, result: Result) -> None:
         files[job.table].record(job, result)
@@ -66,11 +69,17 @@ class _File:
         }
         path.parent.mkdir(parents=True, exist_ok=True)
 
-    def missing(self, jobs: Sequence[Job]) -> list[Job]:
-        """Those that have no figures of this commit."""
-        return [job for job in jobs if not self._has(self._content["models"].get(job.model, {}).get(job.mode, {}))]
+    def missing(self, models: Iterable[Sequence[Job]]) -> list[list[Job]]:
+        """Those that have no figures of this commit, by model, the model that took longest the last time first."""
+        left = [[job for job in jobs if not self._has(job)] for jobs in models]
+        return sorted(filter(None, left), key=lambda jobs: -sum(self._kept(job).get("prepare_s", 0.0) for job in jobs))
 
-    def _has(self, figures: Mapping[str, Any]) -> bool:
+    def _kept(self, job: Job) -> Mapping[str, Any]:
+        found: Mapping[str, Any] = self._content["models"].get(job.model, {}).get(job.mode, {})
+        return found
+
+    def _has(self, job: Job) -> bool:
+        figures = self._kept(job)
         return figures.get("commit") == self._commit and environment.is_exact(self._commit) and "failed" not in figures
 
     def record(self, job: Job, result: Result) -> None:

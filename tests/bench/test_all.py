@@ -104,6 +104,19 @@ def test_all_tables_are_one_queue_and_what_needs_a_gpu_to_itself_comes_after(
     assert [(job.model, job.mode) for _, job in started] == [("bench.models.darts:fp16", m) for m in ("-O0", "graph")]
 
 
+def test_what_took_longest_the_last_time_starts_first(started: list[tuple[int, Job]], tmp_path: Path) -> None:
+    """The machine is not left with one long process at the end."""
+    rows = {
+        model: {mode: {"commit": "before", "prepare_s": seconds} for mode in ("-O0", "graph")}
+        for model, seconds in (("bench.models.darts:fp16", 3.0), ("bench.models.nasnet_a_large:fp16", 20.0))
+    }
+    (tmp_path / "schedules.json").write_text(json.dumps({"models": rows}))
+    bench.all.main(["--only", "schedules"])
+    models = [job.model for _, job in started]
+    first = ["bench.models.nasnet_a_large:fp16", "bench.models.darts:fp16"]
+    assert list(dict.fromkeys(models)) == [*first, *(model for model in schedules.MODELS if model not in first)]
+
+
 def test_every_single_program_is_there(started: list[tuple[int, Job]]) -> None:
     bench.all.main(["--only", "singles"])
     assert len(started) == len(bench.all.SINGLES)
