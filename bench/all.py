@@ -1,11 +1,12 @@
 """Run all benchmarks of the H200, the most important first, within a time limit.
 
 Usage: python -m bench.all [--gpus N] [--jobs J] [--stop-after SECONDS] [--only NAME,...]. First the tables of networks
-(peers, schedules, batches, fp32), of a decoder step (decoder) and of training steps (training, and bits, which compares
-theirs with eager's), in one queue of processes that get ready side by side and measure alone (bench/running.py). Then
-what needs a GPU and its share of the cores to itself: max-autotune, which times candidates for minutes (tuned, in
-peers.json), and the programs that time kernels, compilations and starts (singles, in singles.json). The figures are in
-bench/results/h200 as they come.
+(peers, schedules, batches, fp32), of a decoder step (decoder), of training steps (training, and bits, which compares
+theirs with eager's), of plans for any size (sizes) and of new weights (refit), in one queue of processes that get ready
+side by side and measure alone (bench/running.py). Then what needs a GPU and its share of the cores to itself:
+max-autotune, which times candidates for minutes (tuned, in peers.json), and the programs that time kernels,
+compilations and starts or look at memory (singles, in singles.json). The figures are in bench/results/h200 as they
+come.
 
 Figures of this commit that the files already hold are kept, so the same command resumes with what is missing. On a
 machine without the repository, NIMBLEC_COMMIT names the commit.
@@ -16,7 +17,7 @@ import copy
 import sys
 import time
 
-from bench import decoder, peers, running, schedules, training, training_bits
+from bench import decoder, peers, refit, running, schedules, sizes, training, training_bits
 from bench.running import Table
 from bench.turns import Job
 
@@ -30,9 +31,10 @@ SINGLES = (
     ("conv_kernels", "--model", "resnet50", "--float32", "tf32x3"),
     ("conv_kernels", "--model", "vit", "--float32", "tf32x3"),
     ("grouped_convolutions",),
+    ("arenas",),
 )
 _SINGLE_LIMIT_S = 400
-NAMES = ("peers", "schedules", "batches", "fp32", "decoder", "training", "bits", "tuned", "singles")
+NAMES = ("peers", "schedules", "batches", "fp32", "decoder", "training", "bits", "sizes", "refit", "tuned", "singles")
 
 
 def networks() -> dict[str, Table]:
@@ -46,6 +48,8 @@ def networks() -> dict[str, Table]:
         "decoder": decoder.table(decoder.parser().parse_args([])),
         "training": training.table(training.parser().parse_args([])),
         "bits": training_bits.table(training_bits.parser().parse_args([])),
+        "sizes": sizes.table(sizes.parser().parse_args([])),
+        "refit": refit.table(refit.parser().parse_args([])),
     }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import bench.all
-from bench import decoder, peers, running, schedules, training, training_bits
+from bench import decoder, peers, refit, running, schedules, sizes, training, training_bits
 from bench.turns import Job
 
 SPREAD = {"p5": 1.0, "median": 500.0, "p95": 501.0}
@@ -74,11 +74,8 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[int, 
             done(job, {"stopped_s": 0.0})
 
     monkeypatch.setattr(running, "take_turns", take_turns)
-    monkeypatch.setattr(peers, "FOLDER", tmp_path)
-    monkeypatch.setattr(schedules, "FOLDER", tmp_path)
-    monkeypatch.setattr(training, "FOLDER", tmp_path)
-    monkeypatch.setattr(decoder, "FOLDER", tmp_path)
-    monkeypatch.setattr(training_bits, "FOLDER", tmp_path)
+    for program in (peers, schedules, training, decoder, training_bits, sizes, refit):
+        monkeypatch.setattr(program, "FOLDER", tmp_path)
     monkeypatch.setenv("NIMBLEC_COMMIT", "abc")
     return began
 
@@ -88,11 +85,12 @@ def test_all_tables_are_one_queue_and_what_needs_a_gpu_to_itself_comes_after(
 ) -> None:
     bench.all.main(["--gpus", "2", "--jobs", "6"])
     names = list(dict.fromkeys(Path(job.table).stem for _, job in started))
-    assert names == ["peers", "schedules", "batches", "peers_fp32", "decoder", "training", "training_bits", "singles"]
+    networks = ["peers", "schedules", "batches", "peers_fp32", "decoder", "training", "training_bits"]
+    assert names == [*networks, "sizes", "refit", "singles"]
     assert {beside for beside, job in started if job.mode in {"single", "autotune"}} == {1}
     assert {beside for beside, job in started if job.mode not in {"single", "autotune"}} == {6}
     assert len({(job.table, job.model, job.mode) for _, job in started}) == len(started)
-    printed = capsys.readouterr().out.splitlines()[-9:]
+    printed = capsys.readouterr().out.splitlines()[-11:]
     assert printed[0] == f"peers: {len(peers.MODELS) * 5} of {len(peers.MODELS) * 5} rows"
     assert printed[-2] == f"peers: {len(peers.TUNED)} of {len(peers.TUNED)} rows"
     started.clear()

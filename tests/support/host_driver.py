@@ -18,6 +18,7 @@ from cuda.bindings import driver as real
 from nimblert.layouts import MOST_AXES
 
 _FREED = 0xDD
+_TOTAL_NBYTES = 1 << 30
 _SUCCESS = real.CUresult.CUDA_SUCCESS
 _INVALID = real.CUresult.CUDA_ERROR_INVALID_VALUE
 _ATTRIBUTES = {"COMPUTE_CAPABILITY_MAJOR": 9, "COMPUTE_CAPABILITY_MINOR": 0, "MULTIPROCESSOR_COUNT": 132}
@@ -70,6 +71,7 @@ class HostDriver:
         """Whether every call is refused, as after a kernel that failed."""
         self._thread = threading.local()
         self._kept: list[np.ndarray] = []
+        self._on_device: dict[int, int] = {}
         self._recorded: dict[int, int] = {}
         self._destroyed: set[int] = set()
         self._handles = 0
@@ -149,12 +151,18 @@ class HostDriver:
         if int(address) not in self.allocated:
             return (_INVALID,)
         memory = self.allocated.pop(int(address))
+        self._on_device.pop(int(address), None)
         memory[:] = _FREED
         self._kept.append(memory)
         return None
 
     def _cuMemAlloc(self, nbytes: int) -> Any:
-        return real.CUdeviceptr(self._allocate(nbytes))
+        address = self._allocate(nbytes)
+        self._on_device[address] = nbytes
+        return real.CUdeviceptr(address)
+
+    def _cuMemGetInfo(self) -> tuple[Any, int, int]:
+        return _SUCCESS, _TOTAL_NBYTES - sum(self._on_device.values()), _TOTAL_NBYTES
 
     def _cuMemHostAlloc(self, nbytes: int, flags: int) -> int:
         del flags

@@ -1,0 +1,223 @@
+"""Ten plans on one arena: the device memory that each takes, beside what it takes with an arena of its own.
+
+Usage: python -m bench.arenas [--markdown] [--level 0] [--workers 10] [MODEL_OR_PLAN ...]: plan files, or models named
+package.module:callable, which are compiled first, side by side, on one stream. Writes arenas.json in
+bench/results/h200, or --output; --markdown prints its table. Nothing else may use the GPU meanwhile. On one H200 it is
+expected to take one to two minutes. With --cpu, models are compiled for the CPU target, to try it.
+
+Memory is what the driver says is not free (on the CPU target what the process holds besides files), before and after
+each load, and after runs, for which the driver loads code and graphs are built. All plans run in turns, and must give
+with one arena what they give alone. What CUDA takes once for the process, its context, is told by nvidia-smi.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench import environment
+from bench.compiling import compiled
+from bench.memory import held
+from bench.peers import FOLDER
+from bench.peers_table import number, row
+from bench.running import short
+from nimblec.difference import difference
+from nimblec.options import read_options
+from nimblert import container, driver, golden
+from nimblert.arena import Arena
+from nimblert.executable import Executable, load
+from nimblert.plan import Plan, Target
+
+NETWORKS = (
+    *("resnet50", "resnet101", "mobilenet_v2", "mobilenet_v3_large", "efficientnet_b0"),
+    *("densenet121", "convnext_tiny", "vit_b_16", "bert_base", "unet"),
+)
+MODELS = tuple(f"bench.models.{name}:fp16" for name in NETWORKS)
+ROUNDS = 1
+"""Of runs, when all are loaded: a third run from the host would make a graph that brings its inputs."""
+_HEAD = (
+    "plan",
+    "weights",
+    "arena",
+    "inputs and outputs",
+    "code",
+    "loaded, with an arena of its own",
+    "loaded, on one arena",
+    "after runs: of its own / on one",
+)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("models", nargs="*", metavar="MODEL_OR_PLAN")
+    made.add_argument("--level", type=int, default=0)
+    made.add_argument("--workers", type=int, default=10, help="compilations side by side")
+    made.add_argument("--cpu", action="store_true")
+    made.add_argument("--output", type=Path, help="where the figures are")
+    made.add_argument("--markdown", action="store_true")
+    return made
+
+
+def plans(asked: Sequence[str], folder: Path, options: argparse.Namespace) -> dict[str, Path]:
+    """The plan files of what was asked for, by name; models are compiled in ``folder``."""
+    target: dict[str, Any] = {"target": "cpu"} if options.cpu else {"target": "cuda", "level": options.level}
+    found = {short(name): Path(name) for name in asked if name.endswith(".plan")}
+
+    def compile_one(number: int, spec: str) -> None:
+        path = folder / f"{number}.plan"
+        how = read_options(streams="1", timing_cache=path.with_suffix(".timings"), plan_cache=None, **target)
+        compiled(spec, how, path)
+        found[short(spec)] = path
+
+    models = [name for name in asked if not name.endswith(".plan")]
+    with ThreadPoolExecutor(1 if options.cpu else options.workers) as pool:
+        list(pool.map(compile_one, range(len(models)), models))
+    return {short(name): found[short(name)] for name in asked}
+
+
+def described(plan: Plan) -> dict[str, int]:
+    """The bytes of a plan that it says itself."""
+    return {
+        "weights": plan.weights_nbytes,
+        "arena": plan.arena_nbytes,
+        "arrays": sum(sum(p.input_nbytes) + sum(p.output_nbytes) for p in plan.programs),
+        "code": sum(module.code.nbytes for module in plan.modules),
+    }
+
+
+def used(plan: Plan) -> int:
+    """Bytes of the device that are not free, or of the process on the CPU target."""
+    found = held(plan)
+    return found.get("device", found["anonymous"])
+
+
+class Together:
+    """Plans that are loaded beside each other, on one arena if there is one."""
+
+    def __init__(self, paths: Mapping[str, Path], *, shared: bool) -> None:
+        self._paths = paths
+        self._shared = shared
+        self._look = partial(used, container.read(next(iter(paths.values()))))
+
+    def measured(self) -> tuple[dict[str, Any], dict[str, list[dict[str, np.ndarray]]]]:
+        """The bytes that were taken, in all and by plan, and the outputs of each plan's runs."""
+        start = self._look()
+        rows: dict[str, dict[str, int]] = {}
+        figures: dict[str, Any] = {"plans": rows}
+        with ExitStack() as opened:
+            arena = opened.enter_context(Arena.for_plans(*self._paths.values())) if self._shared else None
+            figures["arena"] = self._look() - start
+            models: dict[str, Executable] = {}
+            outputs: dict[str, list[dict[str, np.ndarray]]] = {}
+            for name, path in self._paths.items():
+                before = self._look()
+                models[name] = opened.enter_context(load(path, arena=arena))
+                rows[name] = {"loaded": self._look() - before}
+                outputs[name] = [_run(models[name])]
+                rows[name]["after_runs"] = self._look() - before
+            for _ in range(ROUNDS):
+                for name, model in models.items():
+                    outputs[name].append(_run(model))
+            figures["all"] = self._look() - start
+        return {**figures, "left": self._look() - start}, outputs
+
+
+def _run(model: Executable) -> dict[str, np.ndarray]:
+    return model.run(golden.draw_inputs(model.program, 0))
+
+
+def measure(paths: Mapping[str, Path]) -> dict[str, Any]:
+    """What all plans take with arenas of their own, and on one."""
+    parsed = {name: container.read(path) for name, path in paths.items()}
+    with ExitStack() as opened:
+        before = _gpu_nbytes()
+        if any(plan.target is Target.CUDA for plan in parsed.values()):
+            driver.initialise()
+            opened.callback(driver.Context().close)
+        after = _gpu_nbytes()
+        own, alone = Together(paths, shared=False).measured()
+        shared, together = Together(paths, shared=True).measured()
+    return {
+        "context": None if before is None or after is None else after - before,
+        "plans": {name: described(plan) for name, plan in parsed.items()},
+        "own": own,
+        "shared": shared,
+        "wrong": sorted(name for name in paths if not _agree(parsed[name], [*alone[name], *together[name]])),
+    }
+
+
+def _agree(plan: Plan, outputs: Sequence[Mapping[str, np.ndarray]]) -> bool:
+    """Whether runs gave the same, bit for bit unless those of the framework did not."""
+    recorded = plan.programs[0].golden
+    tolerance = recorded.tolerance if recorded else 0.0
+    return all(
+        difference(array, one[name]).within(tolerance) for one in outputs for name, array in outputs[0].items()
+    )
+
+
+def _gpu_nbytes() -> int | None:
+    """Bytes of the first GPU that are in use, as nvidia-smi says; None where it says nothing."""
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
+    query = ["nvidia-smi", f"--id={first}", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    try:
+        return int(subprocess.run(query, capture_output=True, text=True, check=True).stdout) << 20
+    except (FileNotFoundError, subprocess.CalledProcessError, ValueError):
+        return None
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """A line for each plan, in MiB, and what all of them take."""
+    lines = [row(_HEAD), "|---" * len(_HEAD) + "|"]
+    own, shared = results["own"], results["shared"]
+    for name, plan in results["plans"].items():
+        ways = own["plans"][name], shared["plans"][name]
+        told = (plan[kind] for kind in ("weights", "arena", "arrays", "code"))
+        after = " / ".join(_mib(way["after_runs"]) for way in ways)
+        lines.append(row([name, *map(_mib, told), *(_mib(way["loaded"]) for way in ways), after]))
+    return "\n".join([*lines, "", _together(results), environment.provenance(results)])
+
+
+def _together(results: Mapping[str, Any]) -> str:
+    plans, shared = results["plans"].values(), results["shared"]
+    sums = {kind: sum(plan[kind] for plan in plans) for kind in ("weights", "arena", "arrays", "code")}
+    arena = max(plan["arena"] for plan in plans)
+    told = {kind: _mib(nbytes) for kind, nbytes in sums.items()}
+    least = sums["weights"] + arena
+    wrong = f"wrong: {', '.join(results['wrong'])}" if results["wrong"] else "all outputs are those of each plan alone"
+    return (
+        f"In MiB. On one arena all plans take {_mib(shared['all'])}, {number(shared['all'] / least, 3)} times their "
+        f"weights and the largest arena ({told['weights']} + {_mib(arena)}); besides, inputs and outputs are "
+        f"{told['arrays']}, code {told['code']}. With arenas of their own, together {told['arena']}, they take "
+        f"{_mib(results['own']['all'])}. CUDA's context takes {_mib(results['context'])} once; closed, plans leave "
+        f"{_mib(shared['left'])}. {wrong[0].upper()}{wrong[1:]}."
+    )
+
+
+def _mib(nbytes: int | None) -> str:
+    return number(nbytes and nbytes / 2**20, 1)
+
+
+def main(arguments: Iterable[str]) -> int:
+    """Measure, or print the table of what was measured; 1 if any output was wrong."""
+    options = parser().parse_args([*arguments])
+    path = options.output or FOLDER / "arenas.json"
+    if not options.markdown:
+        with tempfile.TemporaryDirectory() as folder:
+            environment.write(path, measure(plans(options.models or MODELS, Path(folder), options)))
+    results = environment.read(path)
+    print(markdown(results))
+    return 1 if results["wrong"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
