@@ -225,7 +225,8 @@ def load_state(
     """Have a model go on in PyTorch where a plan of its `training_step` is: ``exe.state``.
 
     So do its ``optimizer``, and the torch.amp.GradScaler of a step in float16. Raises ArgumentError for a state of
-    another model or kind of optimizer, and with a ``scaler`` for one that has none; all three are then as they were.
+    another model or kind of optimizer, for one that lacks tensors, and with a ``scaler`` for one that has none; all
+    three are then as they were. Of a plan for a GPU a state has no tensor that no call writes: that stays as it is.
     """
     from nimblec.frontend.pytorch.training.load import load_state as load  # brings in torch
 

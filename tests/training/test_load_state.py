@@ -60,6 +60,33 @@ def test_a_state_that_is_refused_changes_nothing(case: str) -> None:
     assert str((model.state_dict(), optimizer.state_dict())) == str(before)
 
 
+@pytest.mark.parametrize(
+    ("lacking", "first"),
+    [
+        (["model.bias"], "model.bias"),
+        (["model.weight", "model.bias"], "model.weight"),
+        (["optimizer.weight.step", "optimizer.weight.exp_avg", "optimizer.weight.exp_avg_sq"], "optimizer.weight.step"),
+    ],
+)
+def test_a_state_that_lacks_tensors_is_refused(lacking: list[str], first: str) -> None:
+    model = small()
+    state = state_of(adam(model), model)
+    left = {name: value for name, value in state.items() if name not in lacking}
+    with pytest.raises(ArgumentError, match=rf"load_state: the state has no '{first}': give all that a plan"):
+        nimblec.load_state(model, left, adam(model))
+
+
+@pytest.mark.parametrize("keeping", ["optimizer.lr", "accumulated.weight"])
+def test_what_the_state_tells_of_is_there(keeping: str) -> None:
+    """That of a plan for a GPU has no tensor of the model that no call writes; but some it has."""
+    model = small()
+    state = {keeping: np.zeros((2, 3) if "weight" in keeping else (), np.float32), "accumulated_calls": np.array(0)}
+    with pytest.raises(ArgumentError, match=r"the state has no 'model\.weight'"):
+        nimblec.load_state(model, state)
+    nimblec.load_state(model, {**state, "model.weight": np.ones((2, 3), np.float32)})
+    assert model.weight.tolist() == [[1] * 3] * 2
+
+
 def test_a_state_of_another_kind_of_optimizer_is_refused() -> None:
     model = small()
     plain, momentum = torch.optim.SGD(model.parameters(), 0.1), torch.optim.SGD(model.parameters(), 0.1, momentum=0.5)

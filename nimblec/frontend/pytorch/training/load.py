@@ -28,6 +28,7 @@ from nimblec.ir import LIBRARY_MEMORY
 _OWN = frozenset({CALLS, SEED, OFFSET, SCALE, TRACKER})
 _OPTIMIZER = "optimizer"
 _LIKE = "give one like that of the step"
+_ALL = "give all that a plan's state has"
 
 
 def load_state(
@@ -41,6 +42,7 @@ def load_state(
     tensors = {f"model.{name}": tensor for name, tensor in named_tensors(model).items()}
     sums = {f"{SUM}.{name}": parameter for name, parameter in model.named_parameters()}
     _refuse_another(values, {**tensors, **sums})
+    _refuse_without_tensors(values, tensors)
     scale = None if scaler is None else _scale(values)
     if optimizer is not None:
         _load_optimizer(values, dict(model.named_parameters()), optimizer)
@@ -77,7 +79,22 @@ def _refuse_another(values: Named, known: Named) -> None:
             )
     for name, needed in ((f"{SUM}.", CALLS), (SCALE, TRACKER)):
         if needed not in values and any(found.startswith(name) for found in values):
-            raise ArgumentError(f"load_state: the state has no {needed!r}: give all that a plan's state has")
+            raise ArgumentError(f"load_state: the state has no {needed!r}: {_ALL}")
+
+
+def _refuse_without_tensors(values: Named, tensors: Named) -> None:
+    """Raise ArgumentError where a state lacks what it had as a plan's.
+
+    A plan for a GPU holds no tensor in it that no call writes. So it has some of the model's, and each of those of
+    which it has a sum of gradients, or something that the optimizer keeps.
+    """
+    parts = [(part, path) for part, _, path in (name.partition(".") for name in values)]
+    kept = {path.rpartition(".")[0] for part, path in parts if part == _OPTIMIZER}
+    kept |= {path for part, path in parts if part == SUM}
+    is_bare = values.keys().isdisjoint(tensors)
+    for name in tensors:
+        if name not in values and (is_bare or name.removeprefix("model.") in kept):
+            raise ArgumentError(f"load_state: the state has no {name!r}: {_ALL}")
 
 
 def _check_shape(name: str, value: Tensor, expected: Tensor) -> None:
@@ -112,22 +129,30 @@ def _load_optimizer(values: Named, parameters: Mapping[str, nn.Parameter], optim
     expected = kept_by(optimizer)
     if not slots and any(expected.values()):
         raise ArgumentError(f"load_state: the state has nothing that {type(optimizer).__name__} keeps: {_LIKE}")
+    for path, parameter in parameters.items():
+        wanted = _tensors(expected.get(parameter, {}))
+        if wanted and path not in slots and f"model.{path}" in values:
+            raise ArgumentError(f"load_state: the state has no '{_OPTIMIZER}.{path}.{next(iter(wanted))}': {_ALL}")
     numbers = {p: n for n, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
     for path, found in slots.items():
-        parameter = parameters.get(path)
-        if parameter is None or parameter not in numbers:
+        owner = parameters.get(path)
+        if owner is None or owner not in numbers:
             name = ".".join(filter(None, (_OPTIMIZER, path, next(iter(found)))))
             part = "parameter: give the model's own" if path else f"group of parameters: {_LIKE}"
             raise ArgumentError(f"load_state: {name!r}: the optimizer has no such {part}")
-        own = expected.get(parameter, found)
+        own = expected.get(owner, found)
         _refuse_other_slots(path, found, own)
-        kept["state"][numbers[parameter]] = {**own, **found}
+        kept["state"][numbers[owner]] = {**own, **found}
     optimizer.load_state_dict(kept)  # which brings them where it wants them
+
+
+def _tensors(kept: Mapping[str, Any]) -> Named:
+    return {slot: value for slot, value in kept.items() if isinstance(value, Tensor)}
 
 
 def _refuse_other_slots(path: str, found: Named, own: Mapping[str, Any]) -> None:
     """Raise ArgumentError where these tensors are not those that an optimizer keeps as its ``own`` for a parameter."""
-    wanted = {slot: value for slot, value in own.items() if isinstance(value, Tensor)}
+    wanted = _tensors(own)
     if wanted.keys() != found.keys():
         raise ArgumentError(
             f"load_state: for {path!r} the state has {sorted(found)}, the optimizer keeps {sorted(wanted)}: {_LIKE}"
