@@ -1,7 +1,7 @@
 """Concatenations whose parts our kernels write where they belong."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -103,7 +103,7 @@ TAKEN_APART: dict[str, tuple[Callable[[Tensor], Tensor], dict[str, int]]] = {
 }
 
 
-def _graph(function: Callable[[Tensor], Tensor], x: Tensor = IMAGES) -> fx.GraphModule:
+def _graph(function: Callable[[Tensor], Any], x: Tensor = IMAGES) -> fx.GraphModule:
     module = optimize(record(function, x), device="cuda")
     propagate_channels_last(module)
     return module
@@ -157,6 +157,21 @@ def test_the_last_channels_of_a_result_are_a_part_like_others() -> None:
         "convolution_into": 2,
         "place": 0,
     }
+    assert_same(before, after, IMAGES, rtol=4e-3)
+
+
+@pytest.mark.parametrize("rows", [False, True])
+def test_an_output_that_is_a_view_of_a_concatenation_lies_as_it_did(rows: bool) -> None:
+    """The concatenation has come to lie in the memory of a longer one, and so has the view."""
+
+    def function(x: Tensor) -> tuple[Tensor, Tensor]:
+        first, second, third = _branches(x, 8, 8, 16)
+        view = torch.cat([first, second], 1).permute(0, 2, 3, 1)
+        return view.reshape(-1, 16) if rows else view, torch.cat([first, second, third], 1).neg()
+
+    before = _graph(function)
+    after = rewritten(before, concatenate_in_place)
+    assert counts(after)["joined"] == 2
     assert_same(before, after, IMAGES, rtol=4e-3)
 
 
