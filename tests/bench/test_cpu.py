@@ -1,5 +1,6 @@
 """The table of what running node by node costs on the CPU, from made-up figures and from a small model."""
 
+import os
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -8,8 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+import nimblert
 from bench import cpu_overhead, cpu_service
 from bench.cpu_overhead import CASES, SETTINGS
+from nimblert import onnx_session, onnx_threads
 
 pytestmark = pytest.mark.skipif(find_spec("onnxruntime") is None, reason="needs onnxruntime")
 
@@ -64,6 +67,59 @@ def test_calls_of_the_plan_and_of_the_session_are_timed(tmp_path: Path) -> None:
     assert 0 < row["plan_ms"]["p5"] <= row["plan_ms"]["p95"]
     assert row["session_ms"]["p5"] > 0
     assert row["ratio"]["interval"][0] <= row["ratio"]["median"] <= row["ratio"]["interval"][1]
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_plan_and_session_are_what_a_user_of_each_gets(
+    setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No option but the number of threads, which is the same: one in a process of one core, else one for each core."""
+    import onnxruntime
+    from cpu_plans import floats, plan_file, write_model
+    from onnx import helper
+
+    path, asked, pools, sessions = tmp_path / "m.plan", [], [], []
+    weight = np.ones((256, 256), np.float32)
+    node = helper.make_node("MatMul", ["x", "w"], ["y"])
+    shape = [floats(name, 256, 256) for name in "xy"]
+    model = write_model(tmp_path / "m.onnx", [node], shape[:1], shape[1:], constants={"w": weight})
+    plan_file(model, streams=1).save(path)
+    load, options_of, open_session = nimblert.load, onnx_session.session_options, onnxruntime.InferenceSession
+
+    def loading(*given: Any, **options: Any) -> Any:
+        asked.append((given, options))
+        return load(*given, **options)
+
+    def choosing(pool: onnx_threads.Pool | None = None) -> Any:
+        pools.append(pool)
+        return options_of(pool)
+
+    def opening(source: Any, options: Any, **how: Any) -> Any:
+        if source == str(model):
+            sessions.append(options)
+        return open_session(source, options, **how)
+
+    monkeypatch.setattr(nimblert, "load", loading)
+    monkeypatch.setattr(onnx_session, "session_options", choosing)
+    monkeypatch.setattr(onnxruntime, "InferenceSession", opening)
+    monkeypatch.setattr(cpu_overhead, "prepared", lambda *_: (model, path))
+    allowed = os.sched_getaffinity(0)
+    try:
+        rows = cpu_overhead.measure_setting(setting, ["m"], tmp_path, 0.01)
+        cores = onnx_threads.cores()
+    finally:
+        os.sched_setaffinity(0, allowed)
+    assert rows["m"]["bit_exact"]
+    assert asked == [((path,), {})]
+    wanted = SETTINGS[setting] or 0
+    assert [pool.count for pool in pools if pool] == [wanted or cores]
+    (session,) = sessions
+    default = onnxruntime.SessionOptions()
+    assert session.intra_op_num_threads == wanted
+    for option in ("graph_optimization_level", "execution_mode", "inter_op_num_threads", "enable_cpu_mem_arena"):
+        assert getattr(session, option) == getattr(default, option)
+    with pytest.raises(RuntimeError, match="allow_spinning"):
+        session.get_session_config_entry("session.intra_op.allow_spinning")
 
 
 def test_the_table_of_service_has_rates_and_memory() -> None:
