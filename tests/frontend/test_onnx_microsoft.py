@@ -386,6 +386,14 @@ EXACT = {
 
 
 @pytest.mark.parametrize("name", EXACT)
+def test_no_cpu_rounds_what_onnx_runtime_is_asked_for(name: str) -> None:
+    """Without VNNI it adds two products with any bytes in int16, which has room for them; of twice the weights not."""
+    (weights,) = (a.astype(int) for a in CASES[name].inputs if a is not None and a.dtype == np.int8 and a.ndim)
+    most = 255 * np.sort(np.abs(weights), axis=None)[-2:].sum()
+    assert most <= np.iinfo(np.int16).max < 2 * most
+
+
+@pytest.mark.parametrize("name", EXACT)
 def test_products_of_bytes_are_exact(name: str) -> None:
     case = CASES[name]
     # Weights of 8 bits: twice those of 7. Pairs of their products with bytes exceed int16.

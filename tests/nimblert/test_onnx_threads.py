@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnxruntime
 import pytest
 from cpu_plans import floats, plan_file, write_model
 from onnx import helper
@@ -48,6 +49,23 @@ def test_a_plan_has_the_threads_that_it_is_given_and_gives_the_same_result(plan:
             with model.context() as context:  # over the same session
                 assert len(tasks() - before) == threads - 1
                 np.testing.assert_allclose(context(x), expected, rtol=1e-5)
+
+
+def test_results_are_those_of_a_session_with_as_many_threads_bit_for_bit(tmp_path: Path) -> None:
+    """Sums of so many numbers may be divided among two threads, and are then not those of one."""
+    rng = np.random.default_rng(2)
+    shapes = {"a": (37, 5000), "b": (5000, 129)}
+    given = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    inputs = [floats(name, *array.shape) for name, array in given.items()]
+    node = helper.make_node("MatMul", ["a", "b"], ["y"])
+    path = write_model(tmp_path / "model.onnx", [node], inputs, [floats("y", 37, 129)])
+    plan = plan_file(path)
+    for threads in (1, 2):
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = threads
+        session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        with nimblert.load(plan, threads=threads) as model:
+            np.testing.assert_array_equal(model.run(given)["y"], session.run(None, given)[0])
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="asks Linux where threads run")
