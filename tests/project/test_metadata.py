@@ -1,7 +1,9 @@
 """What pyproject.toml tells the users of the package."""
 
+import contextlib
 import re
 import tomllib
+from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
 from pathlib import Path
 
@@ -62,3 +64,52 @@ def test_the_classifiers_name_the_versions_of_python(version: str) -> None:
 def test_the_description_of_the_package_needs_nothing_beside_it(readme: Path) -> None:
     description = readme.read_text()
     assert re.findall(r"\]\((?!https://)", description) == []
+
+
+def supported() -> dict[str, str]:
+    """What docs/supported.md says of each row of its first table."""
+    table, *_ = (ROOT / "docs" / "supported.md").read_text().split("## GPUs")
+    return dict(re.findall(r"^\| ([\w, -]+) \| ([^|]+) \|", table, re.MULTILINE))
+
+
+REQUIRED = {Requirement(text).name: Requirement(text).specifier for text in chain(dependencies(), *EXTRAS.values())}
+
+
+@pytest.mark.parametrize(
+    ("row", "packages"),
+    [
+        ("ONNX Runtime", ["onnxruntime"]),
+        ("onnx, scipy", ["onnx", "scipy"]),
+        ("numpy", ["numpy"]),
+        ("cuda-bindings", ["cuda-bindings"]),
+        ("PyTorch", ["torch"]),
+    ],
+)
+def test_what_is_supported_is_what_is_required(row: str, packages: list[str]) -> None:
+    said = re.findall(r"\d+(?:\.\d+)*", supported()[row])
+    bounds = [(s.operator, s.version) for name in packages for s in REQUIRED[name]]
+    assert [version for operator, version in bounds if operator == ">="] == said[: len(packages)]
+    assert all(REQUIRED[name].contains(said[packages.index(name)]) for name in packages)
+    if row == "PyTorch":  # up to a version, not below one
+        assert REQUIRED["torch"].contains(said[1])
+        major, minor = map(int, said[1].split("."))
+        said[1] = f"{major}.{minor + 1}"
+    assert [version for operator, version in bounds if operator == "<"] == said[len(packages) :]
+
+
+def test_the_versions_here_are_supported() -> None:
+    for name, specifier in REQUIRED.items():
+        with contextlib.suppress(PackageNotFoundError):
+            assert specifier.contains(version(name), prereleases=True), name
+
+
+def test_the_supported_systems_are_those_of_the_package() -> None:
+    row = supported()
+    assert row["system"] == "Linux on x86-64"
+    lowest, highest = re.findall(r"3\.\d+", row["Python"])
+    assert PROJECT["requires-python"] == f">={lowest}"
+    for project in (PROJECT, RUNTIME):
+        classifiers = project["classifiers"]
+        assert [c for c in classifiers if c.startswith("Operating System")] == ["Operating System :: POSIX :: Linux"]
+        named = re.findall(r"Programming Language :: Python :: (3\.\d+)$", "\n".join(classifiers), re.MULTILINE)
+        assert (named[0], named[-1]) == (lowest, highest)
