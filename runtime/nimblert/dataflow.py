@@ -1,7 +1,7 @@
 """Whose bytes a command reads, and who reads what it wrote."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -21,8 +21,8 @@ class Dataflow:
     counts as read by the command after it.
     """
 
-    _writers: dict[tuple[int, Access], frozenset[int]] = field(default_factory=dict)
-    _readers: dict[int, list[tuple[int, Access]]] = field(default_factory=dict)
+    _writers: Mapping[tuple[int, Access], frozenset[int]]
+    _readers: Mapping[int, Sequence[tuple[int, Access]]]
 
     def writers(self, command: int, access: Access) -> frozenset[int]:
         """The commands that wrote the bytes which ``command`` reads; `BEFORE` where none of them did."""
@@ -44,16 +44,17 @@ def dataflow(program: Program) -> Dataflow:
         for region, touched in pieces.touches([work for _, work in works]).items()
         if touched.write.any()
     }
-    flow = Dataflow()
+    all_writers: dict[tuple[int, Access], frozenset[int]] = {}
+    all_readers: dict[int, list[tuple[int, Access]]] = {}
 
     def read(command: int, access: Access) -> None:
         found = memory.get((access.pointer.region, access.pointer.index))
         if found is None or not access.nbytes:
             return
         writers = found.writers(access)
-        flow._writers[command, access] = writers  # noqa: SLF001 - being made
+        all_writers[command, access] = writers
         for writer in writers - {BEFORE}:
-            flow._readers.setdefault(writer, []).append((command, access))  # noqa: SLF001
+            all_readers.setdefault(writer, []).append((command, access))
 
     for command, work in works:
         for access in pieces.reads(work):
@@ -63,7 +64,7 @@ def dataflow(program: Program) -> Dataflow:
                 memory[access.pointer.region, access.pointer.index].write(access, command)
     for access in returned:
         read(len(program.commands), access)
-    return flow
+    return Dataflow(all_writers, all_readers)
 
 
 class _Memory:
