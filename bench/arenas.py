@@ -25,13 +25,12 @@ from typing import Any
 import numpy as np
 
 from bench import environment
-from bench.compiling import compiled
+from bench.compiling import plan_of
 from bench.memory import held
 from bench.peers import FOLDER
 from bench.peers_table import number, row
 from bench.running import short
 from nimblec.difference import difference
-from nimblec.options import read_options
 from nimblert import container, driver, golden
 from nimblert.arena import Arena
 from nimblert.executable import Executable, load
@@ -70,19 +69,11 @@ def parser() -> argparse.ArgumentParser:
 
 def plans(asked: Sequence[str], folder: Path, options: argparse.Namespace) -> dict[str, Path]:
     """The plan files of what was asked for, by name; models are compiled in ``folder``."""
-    target: dict[str, Any] = {"target": "cpu"} if options.cpu else {"target": "cuda", "level": options.level}
-    found = {short(name): Path(name) for name in asked if name.endswith(".plan")}
-
-    def compile_one(number: int, spec: str) -> None:
-        path = folder / f"{number}.plan"
-        how = read_options(streams="1", timing_cache=path.with_suffix(".timings"), plan_cache=None, **target)
-        compiled(spec, how, path)
-        found[short(spec)] = path
-
-    models = [name for name in asked if not name.endswith(".plan")]
-    with ThreadPoolExecutor(1 if options.cpu else options.workers) as pool:
-        list(pool.map(compile_one, range(len(models)), models))
-    return {short(name): found[short(name)] for name in asked}
+    target, workers = ("cpu", 1) if options.cpu else ("cuda", options.workers)
+    compile_one = partial(plan_of, target=target, level=options.level, streams="1")
+    paths = [folder / f"{number}.plan" for number in range(len(asked))]
+    with ThreadPoolExecutor(workers) as pool:
+        return dict(zip(map(short, asked), pool.map(compile_one, asked, paths), strict=True))
 
 
 def described(plan: Plan) -> dict[str, int]:

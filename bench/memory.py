@@ -7,6 +7,9 @@ from nimblert.plan import Plan, Target
 
 Held = dict[str, int]
 
+SLACK_NBYTES = 4 << 20
+"""What an allocator may take more without a leak."""
+
 
 def held(plan: Plan, device: int = 0) -> Held:
     """Bytes ("anonymous", "device") and counts ("threads", "files"); device memory is that of all processes."""

@@ -16,15 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import nimblert
-from bench.memory import Held, grown, held
+from bench import environment
+from bench.memory import SLACK_NBYTES, Held, grown, held
 from nimblert import container, golden
 from nimblert.executable import Executable
 
 INPUTS = 8
 LOOKS = 100
 READS = 1000
-SLACK_NBYTES = 4 << 20
-"""What an allocator may take more without a leak."""
 
 
 def outputs(model: Executable, arrays: dict[str, Any]) -> list[bytes]:
@@ -92,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--replay", action="store_true", help="replay one input, without copies in and out")
     parser.add_argument("--json", type=Path, help="also write the result to this file")
     given = parser.parse_args(arguments)
-    facts = soak(given.plan, given.count, replay=given.replay)
+    facts = {**soak(given.plan, given.count, replay=given.replay), "environment": environment.describe()}
     text = json.dumps(facts, indent=2)
     print(text)
     if given.json is not None:

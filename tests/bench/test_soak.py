@@ -12,6 +12,7 @@ from onnx import helper
 
 from bench import contexts, memory, soak
 from nimblert.context import Context
+from nimblert.errors import PlanError
 from nimblert.executable import Executable
 
 
@@ -76,6 +77,32 @@ def test_threads_on_contexts_beside_processes(path: Path, tmp_path: Path) -> Non
     assert [other["processes"] for other in facts["processes"]] == [1, 2]
     best = max(other["throughput"] for other in facts["processes"])
     assert facts["of_the_best_processes"] == pytest.approx(one["throughput"] / best, abs=1e-3)
+    assert facts["flat"]
+    assert facts["environment"]["commit"]
+
+
+@pytest.mark.parametrize(
+    ("grown", "flat"),
+    [
+        ({"anonymous": (4 << 20) + 1600, "threads": 0, "files": 0, "device": 4 << 20}, True),
+        ({"anonymous": (4 << 20) + 1601, "threads": 0, "files": 0}, False),
+        ({"anonymous": 0, "threads": 0, "files": 0, "device": (4 << 20) + 1}, False),
+        ({"anonymous": 0, "threads": 1, "files": 0}, False),
+        ({"anonymous": 0, "threads": 0, "files": 1}, False),
+    ],
+)
+def test_memory_grows_by_latencies_alone(grown: dict[str, int], flat: bool) -> None:
+    assert contexts.is_flat({"runs": 100, "memory": {"grown": grown}}) is flat
+
+
+def test_memory_that_grows_is_told(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contexts, "is_flat", lambda _: False)
+    assert contexts.main([str(path), "--threads", "1", "--contexts", "1", "--seconds", "0.1", "--processes", "0"]) == 1
+
+
+def test_a_process_that_cannot_load_the_plan_keeps_nobody_waiting(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="no such file"):
+        contexts.processes(tmp_path / "none.plan", 2, 0.1)
 
 
 def test_a_wrong_output_of_any_thread_is_seen(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
