@@ -3,29 +3,42 @@
 Usage: python -m bench.training [--markdown] [--autocast bf16] [MODEL ...], a model being NETWORK_batch_N of
 bench.models.cifar_training, which --autocast measures under torch.autocast alone, by the name NETWORK_batch_N_bf16.
 The processes get ready side by side and measure alone (bench/running.py). Writes training.json in bench/results/h200,
-or --output; --markdown prints its table. With --add only what the file does not hold of this commit is measured.
+or --output; --markdown prints its tables. With --add only what the file does not hold of this commit is measured.
 """
 
 import argparse
+import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from bench import environment, running
 from bench.peers import FOLDER
-from bench.peers_table import cell, row
+from bench.peers_table import Figures, cell, fastest, geometric_mean, microseconds, number, row
 from bench.running import Table
 from bench.turns import Job
 
-MODES = ("eager", "compile", "O0", "O1", "O2")
-"""Of bench.training_peer, which is not imported here: it brings in PyTorch."""
-NETWORKS = ("mobilenet_v2", "resnet50", "efficientnet_b0")
-BATCHES = (2, 8, 32, 128)
-MODELS = tuple(f"{network}_batch_{batch}" for network in NETWORKS for batch in BATCHES)
+LEVELS = ("O0", "O1", "O2")
+MODES = ("O2", "O1", "O0", "compile", "eager")
+"""Of bench.training_peer, which is not imported here: it brings in PyTorch. Those that take longest come first."""
+NETWORKS = ("efficientnet_b0", "resnet50", "mobilenet_v2")
+BATCHES = (32, 128, 8, 2)
+"""The paper's first; batch norms refuse batch 1, of which one pixel is left."""
+WIDEST = "nasnet_a_mobile_batch_32"
+"""Of which the paper tells that most can run side by side."""
+MODELS = tuple(f"{network}_batch_{batch}" for batch in BATCHES for network in NETWORKS)
 _CLOCKS = (
-    *(("eager", "call_us"), ("compile", "call_us")),
-    *((level, clock) for level in MODES[2:] for clock in ("call_us", "kernels_us", "chain_us")),
+    *(("eager", "call_us"), ("compile", "call_us"), ("compile", "kernels_us")),
+    *((level, clock) for level in LEVELS for clock in ("call_us", "kernels_us", "chain_us")),
 )
+_RATIOS = (
+    *("eager's call / ours", "compile's call / ours", "compile's kernels / ours"),
+    *(f"-{level}: chain / kernels" for level in LEVELS),
+    *("memory: ours / eager's", "ours / compile's"),
+)
+_SUM = ("arena_nbytes", "state_nbytes", "weights_nbytes")
+"""What a plan says that it needs."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -33,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("models", nargs="*", metavar="MODEL")
     made.add_argument("--autocast", choices=["bf16"], help="what the models compute in, in all modes")
-    made.add_argument("--limit", type=float, default=400, help="seconds that a process may take")
+    made.add_argument("--limit", type=float, default=540, help="seconds that a process may take")
     made.add_argument("--output", type=Path, help="where the figures are")
     made.add_argument("--markdown", action="store_true")
     running.add_options(made)
@@ -63,16 +76,105 @@ def table(options: argparse.Namespace) -> Table:
         )
 
     suffix = f"_{options.autocast}" if options.autocast else ""
-    return Table(path=path, jobs=tuple(jobs(f"{model}{suffix}") for model in options.models or MODELS))
+    return Table(path=path, jobs=tuple(jobs(f"{model}{suffix}") for model in options.models or _models(options)))
+
+
+def _models(options: argparse.Namespace) -> tuple[str, ...]:
+    """Under autocast only the networks."""
+    return MODELS if options.autocast else (MODELS[0], WIDEST, *MODELS[1:])
+
+
+def ratios(figures: Figures) -> list[float | None]:
+    """Torch's figures over ours, or what the schedule is worth; memory is that of the level with the fastest call."""
+    best = fastest(figures, LEVELS, "call_us")
+    ours = sum(figures[best].get(name, 0) for name in _SUM) if best else None
+    return [
+        *(_over(figures, mode, "call_us", best, "call_us") for mode in ("eager", "compile")),
+        _over(figures, "compile", "kernels_us", fastest(figures, LEVELS, "kernels_us"), "kernels_us"),
+        *(_over(figures, level, "chain_us", level, "kernels_us") for level in LEVELS),
+        *(_part(ours, figures.get(mode, {}).get("peak_allocated_nbytes")) for mode in ("eager", "compile")),
+    ]
+
+
+def _over(figures: Figures, theirs: str, clock: str, ours: str | None, other: str) -> float | None:
+    if ours is None or clock not in figures.get(theirs, {}) or other not in figures.get(ours, {}):
+        return None
+    return microseconds(figures, theirs, clock) / microseconds(figures, ours, other)
+
+
+def _part(ours: float | None, theirs: float | None) -> float | None:
+    return ours / theirs if ours and theirs else None
+
+
+def means(models: dict[str, Figures]) -> Iterator[tuple[str, list[float | None]]]:
+    """The geometric means of `ratios` over `NETWORKS`, by batch size and type; only where all of them are there."""
+    ends = dict.fromkeys(found[0] for model in models if (found := re.search(r"_batch_\d+(_bf16)?$", model)))
+    for end in ends:
+        rows = [ratios(models[network + end]) for network in NETWORKS if network + end in models]
+        if len(rows) == len(NETWORKS):
+            columns = zip(*rows, strict=True)
+            yield end.removeprefix("_"), [None if None in column else geometric_mean(column) for column in columns]
+
+
+def nothing_won(models: dict[str, Figures]) -> dict[str, int | None]:
+    """The smallest measured batch at which a plan's call is no faster than compile's, by network and type, if any."""
+    found: dict[str, int | None] = {}
+    for batch, model in sorted((_batch(model), model) for model in models):
+        name = re.sub(r"_batch_\d+", "", model)
+        won = ratios(models[model])[1]
+        found.setdefault(name, None)
+        if found[name] is None and won is not None and won <= 1:
+            found[name] = batch
+    return found
+
+
+def _batch(model: str) -> int:
+    """The batch size in a name."""
+    found = re.search(r"_batch_(\d+)", model)
+    assert found is not None, model
+    return int(found[1])
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """A line for each model; microseconds."""
-    head = ["model", *(" ".join(clock) for clock in _CLOCKS)]
-    lines = [row(head), "|---" * len(head) + "|"]
-    for model, figures in results["models"].items():
-        lines.append(row([model, *(cell(figures, *clock) for clock in _CLOCKS)]))
-    return "\n".join([*lines, "", environment.provenance(results)])
+    """Tables of times, ratios and memory, a line for each model; microseconds and MiB."""
+    models: dict[str, Figures] = results["models"]
+    times = [[model, *(cell(figures, *clock) for clock in _CLOCKS)] for model, figures in models.items()]
+    shares = [[model, *_numbers(ratios(figures))] for model, figures in models.items()]
+    shares += [[f"geometric mean, {end}", *_numbers(mean)] for end, mean in means(models)]
+    tables = (
+        _lines(["model", *(" ".join(clock) for clock in _CLOCKS)], times),
+        _lines(["model", *_RATIOS], shares),
+        _lines(["model", "eager: allocated / reserved", "compile", "compile: graph", *LEVELS], _memory(models)),
+    )
+    lost = ", ".join(f"{name} {batch or 'never'}" for name, batch in nothing_won(models).items())
+    below = f"Memory of a plan: arena + state + weights / by the driver. From this batch nothing is won: {lost}."
+    return "\n\n".join((*tables, below, environment.provenance(results)))
+
+
+def _numbers(values: list[float | None]) -> list[str]:
+    return [number(value, 2) for value in values]
+
+
+def _lines(head: list[str], rows: list[list[str]]) -> str:
+    return "\n".join((row(head), "|---" * len(head) + "|", *map(row, rows)))
+
+
+def _memory(models: dict[str, Figures]) -> list[list[str]]:
+    def cells(figures: Figures) -> Iterator[str]:
+        for mode in ("eager", "compile"):
+            found = figures.get(mode, {})
+            yield " / ".join(_mib(found.get(f"peak_{how}_nbytes")) for how in ("allocated", "reserved"))
+        yield _mib(figures.get("compile", {}).get("graph_reserved_nbytes"))
+        for level in LEVELS:
+            found = figures.get(level, {})
+            needed = sum(found[name] for name in _SUM) if "arena_nbytes" in found else None
+            yield f"{_mib(needed)} / {_mib(found.get('driver_nbytes'))}"
+
+    return [[model, *cells(figures)] for model, figures in models.items()]
+
+
+def _mib(nbytes: int | None) -> str:
+    return number(nbytes and nbytes / 2**20, 1)
 
 
 def main(arguments: list[str]) -> None:

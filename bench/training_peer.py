@@ -7,13 +7,17 @@ NETWORK_batch_N_bf16. --cpu takes eager or O0 on the CPU, to see that the rest w
 call_us: the wall clock of a step, synchronised, the batch in the memory of the device. kernels_us: GPU time of the
 step's CUDA graph, by events around each replay; chain_us: that of the plan's kernels in one chain. losses: of the first
 steps, all modes from one state and batch. Float32 is multiplied as PyTorch does by default, TF32 in convolutions.
+
+peak_allocated_nbytes and peak_reserved_nbytes: of PyTorch's allocator over a step, weights and the optimizer's state
+included; graph_reserved_nbytes: what it holds for the CUDA graph and them. driver_nbytes: by how much the device's
+memory in use grows while a plan is loaded and takes a step.
 """
 
 import argparse
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,17 +27,19 @@ import torch
 from torch import nn
 
 from bench import clocks
+from bench.memory import held
 from bench.models import cifar_training
 from bench.turns import Turn
 from nimblec.compiler import compile_model
 from nimblec.frontend.pytorch.training.state import autocasting
 from nimblec.options import Options
+from nimblert import container
 from nimblert.executable import Executable, load
 from nimblert.plan import Plan
 
 LEVELS = ("O0", "O1", "O2")
 MODES = ("eager", "compile", *LEVELS)
-_WARM_UPS, _REPEATS, _LOSSES = 10, 50, 5
+_WARM_UPS, _REPEATS, _LOSSES = 20, 100, 5
 
 Step = Callable[[], float]
 
@@ -77,25 +83,51 @@ def wall_us(step: Callable[[], object]) -> list[float]:
     return times[_WARM_UPS:]
 
 
-def torch_clocks(mode: str, model: str, device: str) -> tuple[dict[str, Any], dict[str, Callable[[], clocks.Samples]]]:
-    """Figures that are known before measuring, and what to sample, of PyTorch."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """Figures that are known before measuring, what to sample, and what else to measure alone."""
+
+    figures: dict[str, Any]
+    groups: dict[str, Callable[[], clocks.Samples]]
+    memory: Callable[[], dict[str, int]] = dict
+
+
+def torch_ready(mode: str, model: str, device: str) -> Ready:
+    """PyTorch's step."""
+    if mode == "compile" and device == "cuda":
+        from bench.torch_peer import time_kernels_alone
+
+        time_kernels_alone()
     step = TorchStep(model, device, compiled=mode == "compile")
     figures: dict[str, Any] = {"losses": [step() for _ in range(_LOSSES)]}
     groups: dict[str, Callable[[], clocks.Samples]] = {"call": lambda: {"call_us": wall_us(step.run)}}
+    if device == "cuda":
+        figures |= peak(step.run)
     if mode == "compile":
         from bench.torch_peer import captured, gpu_us
 
-        graph, pool = captured(step.run)
-        figures["graph_pool_nbytes"] = pool
+        graph, figures["graph_pool_nbytes"] = captured(step.run)
+        figures["graph_reserved_nbytes"] = torch.cuda.memory_reserved()
         groups["kernels"] = lambda: {"kernels_us": gpu_us(graph.replay)}
         groups["call"] = lambda: {"call_us": wall_us(graph.replay)}
-    return figures, groups
+    return Ready(figures=figures, groups=groups)
 
 
-def plan_clocks(
-    mode: str, model: str, device: str, folder: Path
-) -> tuple[dict[str, Any], dict[str, Callable[[], clocks.Samples]]]:
-    """The same of a plan at a level."""
+def peak(step: Callable[[], object]) -> dict[str, int]:
+    """The most memory that PyTorch's allocator gives out, and takes from the driver, over a step."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    return {
+        "peak_allocated_nbytes": torch.cuda.max_memory_allocated(),
+        "peak_reserved_nbytes": torch.cuda.max_memory_reserved(),
+    }
+
+
+def plan_ready(mode: str, model: str, device: str, folder: Path) -> Ready:
+    """A plan's step at a level."""
     options = Options(
         target="cuda" if device == "cuda" else "cpu",
         level=None if device == "cpu" else int(mode[1:]),
@@ -105,14 +137,18 @@ def plan_clocks(
     path, begin = folder / "train.plan", time.perf_counter()
     spec = f"{cifar_training.__name__}:{model}"
     made = compile_model(spec, options=options, output=path, observer=lambda *_: None)
+    (program,) = made.plan.entries["train"]
     figures: dict[str, Any] = {
         "prepare_s": time.perf_counter() - begin,
+        "stages_s": made.stages,
         "notes": made.notes,
         "plan_nbytes": path.stat().st_size,
-        "arena_nbytes": made.plan.programs[0].arena_nbytes,
+        "arena_nbytes": program.arena_nbytes,
         "state_nbytes": made.plan.state_nbytes,
-        "commands": len(made.plan.programs[0].commands),
-        "streams": made.plan.programs[0].stream_count,
+        "weights_nbytes": made.plan.weights_nbytes,
+        "commands": len(program.commands),
+        "streams": program.stream_count,
+        "policy": program.schedule.policy if program.schedule else None,
     }
     network, count, _ = cifar_training.split(model)
     _, _, example = cifar_training.parts(network, count)
@@ -125,7 +161,17 @@ def plan_clocks(
     }
     if device == "cuda":
         groups |= {clock: partial(_sampled, clock, load(plan)) for clock, plan in steps_alone(made.plan).items()}
-    return figures, groups
+    return Ready(figures=figures, groups=groups, memory=partial(grown, path, given))
+
+
+def grown(path: Path, batch: Sequence[Any]) -> dict[str, int]:
+    """What the device holds more once a plan is loaded and has taken a step; nothing of a plan for the CPU."""
+    plan = container.read(path)
+    before = held(plan)
+    with load(plan) as loaded:
+        loaded(*batch, entry="train")
+        after = held(plan)
+    return {"driver_nbytes": after["device"] - before["device"]} if "device" in after else {}
 
 
 def steps_alone(plan: Plan) -> dict[str, Plan]:
@@ -154,11 +200,11 @@ def main() -> None:
     device = "cpu" if options.cpu else "cuda"
     with tempfile.TemporaryDirectory() as folder:
         if options.mode in LEVELS:
-            figures, groups = plan_clocks(options.mode, options.model, device, Path(folder))
+            ready = plan_ready(options.mode, options.model, device, Path(folder))
         else:
-            figures, groups = torch_clocks(options.mode, options.model, device)
+            ready = torch_ready(options.mode, options.model, device)
         turn.begin()
-        turn.say(**clocks.quietest(groups), **figures)
+        turn.say(**ready.memory(), **clocks.quietest(ready.groups), **ready.figures)
     turn.end()
 
 

@@ -1,4 +1,4 @@
-"""Training steps of the paper's networks (torchvision, random weights) on images of 32 x 32, by batch size.
+"""Training steps of the paper's networks (torchvision and timm, random weights) on images of 32 x 32, by batch size.
 
 NETWORK_batch_N is one in float32, NETWORK_batch_N_bf16 one under torch.autocast.
 
@@ -26,6 +26,11 @@ def parts(network: str, batch: int) -> tuple[nn.Module, torch.optim.Optimizer, t
         model: nn.Module = nn.Sequential(
             *(nn.Conv2d(3, 8, 3, stride=4), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(512, CLASSES))
         )
+    elif network == "nasnet_a_mobile":
+        from bench.models.nasnet_a_mobile import NASNetAMobile
+
+        model = NASNetAMobile()
+        model.reset_classifier(CLASSES)
     else:
         import torchvision
 
