@@ -24,6 +24,7 @@ from bench.turns import Job
 SINGLES = (
     ("compile_time",),
     ("cold_start",),
+    ("resume",),
     ("conv_kernels", "--model", "efficientnet_b0"),
     ("conv_kernels", "--model", "mobilenet_v3"),
     ("attention_kernel",),

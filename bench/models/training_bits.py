@@ -1,8 +1,8 @@
 """Training steps whose bits are compared with eager's; NAME_deterministic has PyTorch's deterministic algorithms on.
 
 NAME_default leaves them off. The names are those of `NETWORKS`: the paper's networks on batches of 32 (by SGD with
-momentum), and by AdamW a small GPT (4 layers of 256, no dropout), BERT-small (4 layers of 512, with dropout), and two
-small layers to try things with. Weights are random, and so is what they learn.
+momentum), and by AdamW on 8 texts of 64 tokens a small GPT (4 layers of 256, no dropout) and BERT-small (4 layers of
+512, with dropout), and two small layers to try things with. Weights are random, and so is what they learn.
 """
 
 import os
@@ -103,9 +103,9 @@ def _gpt() -> tuple[nn.Module, Callable[[torch.Generator], Batch]]:
 
 def _bert() -> tuple[nn.Module, Callable[[torch.Generator], Batch]]:
     def batch(drawn: torch.Generator) -> Batch:
-        return torch.randint(30522, (16, 128), generator=drawn), torch.randint(10, (16,), generator=drawn)
+        return torch.randint(30522, (8, 64), generator=drawn), torch.randint(10, (8,), generator=drawn)
 
-    sizes = {"vocabulary": 30522, "tokens": 128, "width": 512, "heads": 8, "classes": 10}
+    sizes = {"vocabulary": 30522, "tokens": 64, "width": 512, "heads": 8, "classes": 10}
     return Transformer(**sizes, dropout=0.1, causal=False), batch
 
 
