@@ -27,7 +27,7 @@ MODELS = (
 )
 _HEAD = (
     "model",
-    "weights, MiB",
+    "weights: how many, MiB",
     "refit / copy of each array / one copy, from pageable memory, ms",
     "the same from page-locked memory, ms",
     "replay before / after, us",
@@ -40,6 +40,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("models", nargs="*", metavar="MODEL=OTHER")
     made.add_argument("--level", type=int, default=2)
+    made.add_argument("--cpu", action="store_true", help="the CPU target, to try it where there is no GPU")
     made.add_argument("--limit", type=float, default=540, help="seconds that a process may take")
     made.add_argument("--output", type=Path, help="where the figures are")
     made.add_argument("--markdown", action="store_true")
@@ -58,7 +59,8 @@ def table(options: argparse.Namespace) -> Table:
 
     def job(asked: str) -> Job:
         spec, _, other = asked.partition("=")
-        command = (sys.executable, "-m", "bench.refit_peer", str(level), spec, other, "--turns")
+        flags = ("--cpu", "--turns") if options.cpu else ("--turns",)
+        command = (sys.executable, "-m", "bench.refit_peer", str(level), spec, other, *flags)
         return Job(table=str(path), model=spec, mode=level_name(level), command=command, limit_s=options.limit)
 
     return Table(path=path, jobs=tuple((job(asked),) for asked in options.models or MODELS))

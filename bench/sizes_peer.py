@@ -40,6 +40,8 @@ from nimblert.executable import Executable, load
 from nimblert.plan import Plan, Target
 
 _SEED = 0
+_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
+"""Each is a process that imports torch, and each compilation has so many."""
 
 
 def built(spec: str) -> Sized:
@@ -76,8 +78,11 @@ class Plans:
 
     def compile_all(self, sizes: Sequence[int], workers: int) -> dict[str, Any]:
         """Write the static plan of each size, and then that of all sizes, which takes on what was measured."""
+        share = int(os.environ.get(_THREADS) or os.cpu_count() or 1)
+        os.environ[_THREADS] = str(max(1, share // min(workers, len(sizes))))
         with ThreadPoolExecutor(workers) as pool:
             static = dict(zip(sizes, pool.map(self.compile, [(size,) for size in sizes]), strict=True))
+        os.environ[_THREADS] = str(share)
         known: dict[str, int] = {}
         for size in sizes:
             known |= _times(self.path((size,)))

@@ -136,3 +136,5 @@ def test_each_model_has_one_with_other_weights() -> None:
     assert [job.command[4:6] for job in jobs] == [tuple(asked.split("=")) for asked in refit.MODELS]
     assert all(hasattr(redrawn, job.command[5].partition(":")[2]) for job in jobs)
     assert [job.model for job in jobs] == ["bench.models.bert_base:fp16", "bench.models.resnet50:fp16"]
+    ((tried,),) = refit.table(refit.parser().parse_args(["--cpu", "--level", "1", "a:b=c:d"])).jobs
+    assert tried.command[2:] == ("bench.refit_peer", "1", "a:b", "c:d", "--cpu", "--turns")
