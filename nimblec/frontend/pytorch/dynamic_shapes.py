@@ -125,9 +125,11 @@ def _symbols(
     symbols = {labels.get(symbol, symbol): symbol for d in declared for symbol, _ in d.symbols()}
     for dimension, _ in dims:
         if dimension not in symbols:
-            names = ", ".join(map(repr, symbols)) or "none"
+            places = _open(declared, {})
+            names = ", ".join(f"{label!r} ({' and '.join(places[s])})" for label, s in symbols.items()) or "none"
+            whose = "" if labels or not symbols else ", as torch.export calls them, which keeps no names of Dims"
             raise UnsupportedModelError(
-                f"--dim {dimension}: {name} has no dynamic dimension of that name; the names are {names}"
+                f"--dim {dimension}: {name} has no dynamic dimension of that name; the names are {names}{whose}"
             )
     return symbols
 
