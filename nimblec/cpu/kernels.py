@@ -32,6 +32,14 @@ from nimblert.protobuf import Budget
 
 _POINTER_NBYTES = 8
 
+_UNROLLED = ": write its steps out, or compile for --target cuda, which does so where their number is known"
+_WITHOUT_BODIES = {
+    "If": ": compute what both branches give before it, and choose by Where; a constant condition needs no If",
+    "Loop": _UNROLLED,
+    "Scan": _UNROLLED,
+}
+"""How to do without an operator in a body."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeKernel:
@@ -46,8 +54,10 @@ class NodeKernel:
         """Raise UnsupportedModelError, naming ``node``, where the runtime would refuse the code."""
         kernel = Kernel(module=0, symbol=self.symbol, parameters=self.parameters)
         for problem in onnx_rules.problems(kernel, self.module, Budget(DEFAULT_LIMITS.model_fields)):
+            advice = _WITHOUT_BODIES.get(node.op_type, "") if problem.endswith(onnx_rules.IN_A_BODY) else ""
             raise UnsupportedModelError(
-                f"node {model_nodes.node_name(node)!r} ({node.op_type}): no plan for the CPU can hold it: {problem}"
+                f"node {model_nodes.node_name(node)!r} ({node.op_type}): no plan for the CPU can hold it: "
+                f"{problem}{advice}"
             )
 
 

@@ -25,6 +25,9 @@ the memory that it is given for the initializer, but insists that the file exist
 ORIGIN = "onnxruntime"
 """Origin of a module. With blocked convolutions (NCHWc) the block follows: "onnxruntime nchwc16"."""
 
+IN_A_BODY = "is in the body of a loop or branch, where its sizes are not known before a run"
+"""What is wrong with most operators there."""
+
 NCHWC_DOMAIN = "com.microsoft.nchwc"
 
 MAX_IR_VERSION = 1 << 10
@@ -188,7 +191,7 @@ def _node_problems(node: Node, opsets: Mapping[str, int], known: frozenset[str],
         yield f"model: {domain or 'ai.onnx'}.{node.op_type} of opset {opset} is no operator that a plan may call"
         return
     if inner and not onnx_trust.is_for_bodies(_name(node)):
-        yield f"{node.op_type}: is in the body of a loop or branch, where its sizes are not known before a run"
+        yield f"{node.op_type}: {IN_A_BODY}"
     yield from _arity_problems(node.op_type or "", "inputs", node.input, operator.inputs, operator.least_inputs)
     yield from _arity_problems(node.op_type or "", "outputs", node.output, operator.outputs, operator.least_outputs)
     for name in node.input:

@@ -198,6 +198,37 @@ def test_loop_whose_trip_count_is_constant(path: Path) -> None:
     assert plan.programs[0].outputs[1].shape == (4, 2, 3)
 
 
+CALLS = {
+    "Conv": (node("Conv", ["x", "w"], ["out"], kernel_shape=[1, 1]), (2, 2, 1, 1)),
+    "LSTM": (node("LSTM", ["x", "w", "w"], ["", "out"], hidden_size=2), (1, 8, 2)),
+}
+
+
+@pytest.mark.parametrize("operator", CALLS)
+def test_what_no_body_may_hold_is_refused_with_a_way_out(path: Path, operator: str) -> None:
+    call, shape = CALLS[operator]
+    constants = {"w": np.ones(shape, np.float32)}
+    given = floats("x", 1, 2, 4, 4) if operator == "Conv" else floats("x", 1, 1, 2)
+    out = helper.make_tensor_value_info("out", TensorProto.FLOAT, None)
+    then, other = (helper.make_graph([made], "b", [], [out]) for made in (call, node("Identity", ["x"], ["out"])))
+    output = ("y", TensorProto.FLOAT, None)
+    branch = node("If", ["c"], ["y"], then_branch=then, else_branch=other)
+    write_model(path, [branch], [given, ("c", TensorProto.BOOL, ())], [output], constants=constants)
+    where = f"no plan for the CPU can hold it: {operator}: is in the body of a loop or branch, .* a run: "
+    with pytest.raises(UnsupportedModelError, match=where + "compute what both branches give before it, and choose"):
+        plan_file(path)
+    info = helper.make_tensor_value_info
+    step, go, on = info("i", INT64, ()), info("go", TensorProto.BOOL, ()), info("on", TensorProto.BOOL, ())
+    carried = info("x", TensorProto.FLOAT, given[2])
+    body = helper.make_graph([call, node("Identity", ["go"], ["on"])], "b", [step, go, carried], [on, out])
+    loop = node("Loop", ["n", "", "first"], ["y"], body=body)
+    write_model(path, [loop], [("first", *given[1:])], [output], constants={**constants, "n": np.array(2)})
+    with pytest.raises(UnsupportedModelError, match=where + "write its steps out, or compile for --target cuda"):
+        plan_file(path)
+    write_model(path, [branch], [given], [output], constants={**constants, "c": np.array(True)})
+    assert "If" not in [kernel.symbol for kernel in plan_file(path).kernels]
+
+
 def test_model_local_function(path: Path) -> None:
     function = helper.make_function(
         "local", "Twice", ["a"], ["b"], [node("Add", ["a", "a"], ["b"])], [helper.make_opsetid("", 18)]
