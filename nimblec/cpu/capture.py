@@ -13,6 +13,7 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 from nimblec.cpu import kernels, optimizer, values
 from nimblec.cpu.constants import TensorType, type_of
 from nimblec.cpu.optimizer import OptimizedModel
+from nimblec.cpu.sources import sources_of
 from nimblec.cpu.state import place_state
 from nimblec.cpu.unchanged import unchanged
 from nimblec.errors import UnsupportedModelError
@@ -21,6 +22,7 @@ from nimblec.frontend.onnx import model_file, model_nodes, model_shapes
 from nimblec.frontend.onnx.examples import check_examples
 from nimblec.ir import Access, Buffer, BufferKind, CopyWork, Graph, KernelWork, Op, Reference, Task, TensorView
 from nimblec.options import InputSpec
+from nimblec.places import Phase
 from nimblert.plan import Kernel, Module, ParameterKind, Profile
 
 _RANDOM = frozenset(
@@ -78,7 +80,8 @@ def capture_model(
     _refuse_random(model.graph, {})
     optimized = optimizer.optimize(model, folder, scratch_folder)
     held = unchanged(model, folder, optimized)
-    graph = graph_of(optimized, sample_ranges, state, held if weights is None else held.intersection(weights))
+    kept = held if weights is None else held.intersection(weights)
+    graph = graph_of(optimized, sample_ranges, state, kept, sources_of(model, optimized.proto.graph.node))
     alone = {name for name, _ in graph.weights}
     return replace(graph, folded=frozenset(tensor.name for tensor in model.graph.initializer) - alone)
 
@@ -88,10 +91,14 @@ def graph_of(
     sample_ranges: Mapping[str, tuple[int, int]] | None = None,
     state: Sequence[ModelState] = (),
     weights: Collection[str] = (),
+    sources: Mapping[str, str] | None = None,
 ) -> Graph:
-    """The Graph of an optimised model. ``weights`` are the constants that it has as the model had them."""
+    """The Graph of an optimised model. ``weights`` are the constants that it has as the model had them.
+
+    ``sources`` are those of nodes by their first output, where they have others than their names.
+    """
     _refuse_random(optimized.proto.graph, optimized.arrays)  # which has the nodes of the model's functions too
-    builder = _Builder(optimized, weights, state)
+    builder = _Builder(optimized, weights, state, sources or {})
     for tensor in model_file.inputs(optimized.proto):
         builder.add_input(tensor.name, (sample_ranges or {}).get(tensor.name))
     return builder.graph()
@@ -121,9 +128,16 @@ def _is_random(node: NodeProto, constants: Mapping[str, np.ndarray], given: Coll
 class _Builder:
     """The Graph under construction: buffers, kernels and tasks in order of first use."""
 
-    def __init__(self, optimized: OptimizedModel, weights: Collection[str], state: Sequence[ModelState]) -> None:
+    def __init__(
+        self,
+        optimized: OptimizedModel,
+        weights: Collection[str],
+        state: Sequence[ModelState],
+        sources: Mapping[str, str],
+    ) -> None:
         model = self._model = optimized.proto
         self._weights = weights
+        self._sources = sources
         self._header = kernels.header(model)
         self._arrays = optimized.arrays
         self._constants = {tensor.name: tensor for tensor in model.graph.initializer}
@@ -167,7 +181,8 @@ class _Builder:
         operands = [self._buffer(name) for name in built.values]
         accesses = [Access(buffer=b, offset=0, nbytes=self._buffers[b].nbytes) for b in operands]
         roles = [parameter.kind for parameter in built.parameters]
-        self._ops.append(Op(name=built.symbol, source=model_nodes.node_name(node)))
+        source = self._sources.get(node.output[0], "") if self._sources else model_nodes.node_name(node)
+        self._ops.append(Op(name=built.symbol, source=source))
         self._tasks.append(
             Task(
                 op=len(self._ops) - 1,
@@ -244,7 +259,7 @@ class _Builder:
 
     def _copy_to(self, dst: int, src: int, source: str) -> None:
         to, of = (Access(buffer=buffer, offset=0, nbytes=self._buffers[dst].nbytes) for buffer in (dst, src))
-        self._ops.append(Op(name="copy", source=source))
+        self._ops.append(Op(name="copy", source=Phase.UPDATE.value if self._sources else source))
         self._tasks.append(Task(op=len(self._ops) - 1, work=CopyWork(dst=to, src=of), reads=(of,), writes=(to,)))
 
     def _add_buffer(

@@ -15,6 +15,7 @@ from nimblec.cpu import capture
 from nimblec.cpu.reference import refused_inputs
 from nimblec.cpu.refit.programs import assemble_refittable
 from nimblec.cpu.refit.refittable import Model, Refittable, make_refittable
+from nimblec.cpu.sources import sources_of
 from nimblec.cpu.steps import Reference, refuse_differing_steps
 from nimblec.cpu.timing import CpuTimer
 from nimblec.errors import CompileError
@@ -146,7 +147,10 @@ def _optimised(
         ], []
     given = [Model(proto=m.proto, folder=m.folder, names=names) for m, names in zip(models, weights, strict=True)]
     made = make_refittable(given, scratch)
-    graphs = [capture.graph_of(one.optimized, ranges, m.state) for m, one in zip(models, made, strict=True)]
+    graphs = [
+        capture.graph_of(one.optimized, ranges, m.state, sources=sources_of(m.proto, one.optimized.proto.graph.node))
+        for m, one in zip(models, made, strict=True)
+    ]
     return graphs, made
 
 def _assembled(parts: Sequence[Part], refittable: Sequence[Refittable]) -> tuple[Plan, tuple[str, ...]]:

@@ -75,7 +75,8 @@ def write_state(module: fx.GraphModule) -> None:
             copies.append((state, value))
     output = module.graph.output_node()
     for state, value in copies:
-        rewriter.call(aten.copy_.default, state, value, at=output)
+        copied = rewriter.call(aten.copy_.default, state, value, at=output)
+        copied.meta["source"] = value.meta.get("source", "")
     left = {slot.output for slot in found.values()}
     (values,) = output.args
     output.args = (tuple(value for i, value in enumerate(values) if i not in left),)  # type: ignore[arg-type]

@@ -196,7 +196,8 @@ class Weight:
 class Op:
     """The operator that commands came from.
 
-    ``name``: "aten.convolution.default" or "Conv". ``source``: the module path or ONNX node name.
+    ``name``: "aten.convolution.default" or "Conv". ``source``: the module path or ONNX node name,
+    and of a training step the phase ("backward of model.conv"); schema/README.md says how.
     """
 
     name: str

@@ -16,6 +16,7 @@ from nimblec.cuda.recording.allocator import Zone
 from nimblec.cuda.recording.inductor import seeing_compiled_code
 from nimblec.errors import TraceError, first_line
 from nimblec.frontend.pytorch.fx_graph import SetSource
+from nimblec.frontend.pytorch.source_tracker import SourceTracker
 from nimblert.driver import call
 
 # Schemas that do not tell that the running statistics are written: (mean, var, training) positions.
@@ -86,49 +87,6 @@ def pretend_capturing(capturing: bool) -> Iterator[None]:
         torch.cuda.is_current_stream_capturing = asked
 
 
-class SourceTracker:
-    """Where in the model the running code is: a module path, or what a front end sets.
-
-    ``failed`` is the innermost module that an exception passed.
-    """
-
-    def __init__(self, root: object) -> None:
-        self.current = ""
-        self.failed = ""
-        self._paths: dict[int, str] = {}
-        if isinstance(root, torch.nn.Module):
-            self._paths = {id(m): path for path, m in root.named_modules()}
-
-    def set(self, source: str) -> None:
-        """Name the part of the model that runs next."""
-        self.current = source
-
-    @contextmanager
-    def following_modules(self) -> Iterator[None]:
-        """Follow calls of modules inside the block."""
-        stack: list[str] = []
-
-        def enter(module: torch.nn.Module, _args: object) -> None:
-            stack.append(self.current)
-            self.current = self._paths.get(id(module), self.current)
-
-        def leave(_module: torch.nn.Module, _args: object, result: object) -> None:
-            if result is None:  # no result yet: an exception passes
-                self.failed = self.failed or self.current
-            self.current = stack.pop()
-
-        hooks = torch.nn.modules.module
-        handles = (
-            hooks.register_module_forward_pre_hook(enter),
-            hooks.register_module_forward_hook(leave, always_call=True),
-        )
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-
 class _OpRecorder(TorchDispatchMode):
     """Sees every op that reaches a device, and counts the nodes of the graph around it."""
 
@@ -146,10 +104,11 @@ class _OpRecorder(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        source = self._sources.source()
         before = self._node_count()
-        result = self._call(func, args, kwargs)
+        result = self._call(func, args, kwargs, source)
         if self._node_count() > before:
-            self._add(str(func), before, *_accesses(func, args, kwargs, result))
+            self._add(str(func), source, before, *_accesses(func, args, kwargs, result))
         return result
 
     def record(
@@ -159,14 +118,16 @@ class _OpRecorder(TorchDispatchMode):
         before = self._node_count()
         result = call()
         if self._node_count() > before:
-            self._add(name, before, tuple(_ranges(reads)), tuple(_ranges(writes)))
+            self._add(name, self._sources.current, before, tuple(_ranges(reads)), tuple(_ranges(writes)))
         return result
 
-    def _add(self, name: str, before: int, reads: tuple[ByteRange, ...], writes: tuple[ByteRange, ...]) -> None:
+    def _add(
+        self, name: str, source: str, before: int, reads: tuple[ByteRange, ...], writes: tuple[ByteRange, ...]
+    ) -> None:
         self.ops.append(
             OpRecord(
                 name=name,
-                source=self._sources.current,
+                source=source,
                 first_node=before,
                 end_node=self._node_count(),
                 reads=reads,
@@ -174,19 +135,17 @@ class _OpRecorder(TorchDispatchMode):
             )
         )
 
-    def _call(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], source: str) -> Any:
+        where = f"{func} in {source or 'the model'}"
         if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default):
             raise ValueDependentError(
-                f"{self._where(func)}: its result decides what runs next, and a plan is static: "
+                f"{where}: its result decides what runs next, and a plan is static: "
                 "take data-dependent sizes and .item() out of the model"
             )
         try:
             return func(*args, **kwargs)
         except (RuntimeError, NotImplementedError) as exc:
-            raise TraceError(f"{self._where(func)}: {first_line(exc)}") from exc
-
-    def _where(self, func: torch._ops.OpOverload) -> str:
-        return f"{func} in {self._sources.current or 'the model'}"
+            raise TraceError(f"{where}: {first_line(exc)}") from exc
 
     def _node_count(self) -> int:
         graph = call("cuStreamGetCaptureInfo", self._stream)[2]

@@ -12,7 +12,6 @@ from nimblec.cuda.recording.buffers import BufferTable, Span
 from nimblec.cuda.recording.capture import (
     ByteRange,
     Capture,
-    SourceTracker,
     ValueDependentError,
     capture,
     pretend_capturing,
@@ -36,6 +35,7 @@ from nimblec.errors import TraceError, UnsupportedModelError, user_code
 from nimblec.frontend.pytorch.model import TorchModel, uncompiled
 from nimblec.frontend.pytorch.outputs import name_outputs
 from nimblec.frontend.pytorch.repeatable import HOW_STATE_IS_KEPT, refuse_differing
+from nimblec.frontend.pytorch.source_tracker import SourceTracker
 from nimblec.frontend.pytorch.tensors import DTYPE_NAMES, as_array, as_tensor
 from nimblec.ir import Graph, TensorView
 from nimblert.driver import call

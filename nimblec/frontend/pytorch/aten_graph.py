@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from nimblec.errors import CompileError, TraceError, UnsupportedModelError, first_line
 from nimblec.frontend.pytorch.export_errors import exporting
 from nimblec.frontend.pytorch.model import state_written
+from nimblec.frontend.pytorch.source_tracker import source_of
 from nimblec.frontend.recorder import InPlaceError, Recorder, is_taken_apart, on_device
 from nimblec.graph.definitions import RECURRENT
 
@@ -43,8 +44,8 @@ class AtenProgram:
 
     ``module`` takes the tensors among the flattened arguments, in their order, and returns a tuple
     of tensors; `nest` makes of it what the original module returns. Its constants are buffers on
-    the device. ``meta["source"]`` of each fx node is the path of the innermost module it came from,
-    ``meta["val"]`` a fake tensor of its dtype, shape and strides.
+    the device. ``meta["source"]`` of each fx node is what was noted of it, or the path of the innermost module it came
+    from, ``meta["val"]`` a fake tensor of its dtype, shape and strides.
     """
 
     module: fx.GraphModule
@@ -226,7 +227,7 @@ class _Tracer(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         if n.op == "call_function" and n.meta.get("nn_module_stack"):
-            self._recorder.source = str(list(n.meta["nn_module_stack"].values())[-1][0])
+            self._recorder.source = source_of(n)
         try:
             return super().run_node(n)
         except (RuntimeError, TypeError, ValueError, IndexError) as exc:

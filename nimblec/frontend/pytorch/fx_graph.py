@@ -5,6 +5,8 @@ from typing import Any, TypeAlias
 
 from torch import fx
 
+from nimblec.frontend.pytorch.source_tracker import source_of
+
 SetSource: TypeAlias = Callable[[str], None]
 """Called during a run with the part of the model that runs next."""
 
@@ -17,16 +19,8 @@ class _SourceInterpreter(fx.Interpreter):
         self._set_source = set_source
 
     def run_node(self, n: fx.Node) -> Any:
-        self._set_source(_source(n))
+        self._set_source(source_of(n))
         return super().run_node(n)
-
-
-def _source(node: fx.Node) -> str:
-    """The ONNX node, or the path of the innermost module, that a node came from."""
-    if "source" in node.meta:
-        return str(node.meta["source"])
-    innermost = list((node.meta.get("nn_module_stack") or {}).values())[-1:]
-    return str(innermost[0][0]) if innermost else ""
 
 
 def run_nodes(module: fx.GraphModule, flat_inputs: Sequence[Any], set_source: SetSource) -> Any:

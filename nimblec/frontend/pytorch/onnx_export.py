@@ -15,6 +15,7 @@ from nimblec.frontend.pytorch.borrowed import borrowed
 from nimblec.frontend.pytorch.export_errors import exporting
 from nimblec.frontend.pytorch.model import ModelCall, TorchModel, as_module, place_call, state_written
 from nimblec.frontend.pytorch.objects import refuse_script
+from nimblec.frontend.pytorch.onnx_sources import keep_sources
 from nimblec.frontend.pytorch.onnx_translations import TRANSLATIONS
 from nimblec.frontend.pytorch.onnx_weights import kept_weights, optimize_around_weights
 from nimblec.frontend.pytorch.outputs import missing_outputs, name_outputs
@@ -184,6 +185,7 @@ def _onnx_program(
         assert program is not None
         if refittable:
             optimize_around_weights(program)
+        keep_sources(program)
     return program
 
 

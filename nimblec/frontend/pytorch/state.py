@@ -119,6 +119,9 @@ def contents(module: torch.nn.Module, names: Iterable[str]) -> tuple[torch.Tenso
 class WithState(torch.nn.Module):
     """A module as a function of its state: gives the result, and of the state what a run has written."""
 
+    INNER = "module"
+    """The path of the module in this one."""
+
     def __init__(self, module: torch.nn.Module, state: Sequence[StateTensor]) -> None:
         super().__init__()
         self.module = module

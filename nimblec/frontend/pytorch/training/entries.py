@@ -5,9 +5,12 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Interpreter
+from torch.fx.traceback import preserve_node_meta
 from torch.optim import Optimizer
 
 from nimblec.errors import ArgumentError, UnsupportedModelError
+from nimblec.frontend.pytorch.source_tracker import within
 from nimblec.frontend.pytorch.state import Writing, named_tensors
 from nimblec.frontend.pytorch.training.check import refuse_another_step
 from nimblec.frontend.pytorch.training.state import (
@@ -18,6 +21,7 @@ from nimblec.frontend.pytorch.training.state import (
     initial_state,
 )
 from nimblec.frontend.pytorch.training.step import take_step, trace
+from nimblec.places import Phase
 
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -51,11 +55,12 @@ class Train(Writing):
         if not torch.compiler.is_exporting():
             loss, _ = take_step(self._recipe, state, state, batch[:count], batch[count:])
             return {"loss": loss}
-        tensors = state.tensors()
-        with torch.no_grad():
-            loss, *after = self._graphs[batch[0].device.type](*tensors, *batch)
-            for tensor, value in zip(tensors, after, strict=True):
-                tensor.copy_(value)
+        tensors = [tensor.detach() for tensor in state.tensors()]  # a block under no_grad would lose what nodes tell
+        with preserve_node_meta():
+            loss, *after = Interpreter(self._graphs[batch[0].device.type]).run(*tensors, *batch)
+            with within(Phase.UPDATE):
+                for tensor, value in zip(tensors, after, strict=True):
+                    tensor.copy_(value)
         return {"loss": loss}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:

@@ -15,6 +15,8 @@ from nimblec.frontend.pytorch.training.scaler import initial_scaler
 
 Named: TypeAlias = dict[str, Tensor]
 
+MODEL = "model"
+"""What the step calls the model."""
 RATE = "lr"
 CALLS, SUM = "accumulated_calls", "accumulated"
 SEED, OFFSET = "generator.seed", "generator.offset"

@@ -11,15 +11,19 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.traceback import preserve_node_meta
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 
 from nimblec.errors import UnsupportedModelError, user_code
+from nimblec.frontend.pytorch.source_tracker import SourceNotes, SourceTracker, within
 from nimblec.frontend.pytorch.training.backward import decompositions
 from nimblec.frontend.pytorch.training.random import Draws, refuse_other_draws
 from nimblec.frontend.pytorch.training.scaler import SCALE, TRACKER, unscale, update_scale
+from nimblec.frontend.pytorch.training.sources import name_updates
 from nimblec.frontend.pytorch.training.state import (
     CALLS,
+    MODEL,
     OFFSET,
     RATE,
     SEED,
@@ -29,6 +33,7 @@ from nimblec.frontend.pytorch.training.state import (
     TrainingState,
     autocasting,
 )
+from nimblec.places import LOSS, Phase, Place
 
 _Gradients: TypeAlias = Mapping[str, Tensor | None]
 
@@ -58,19 +63,22 @@ def trace(
         found = state.with_tensors(flat[:count])
         left = state.with_tensors([value.clone() for value in flat[:count]])
         batch = flat[count:]
-        loss, draws = take_step(recipe, found, left, batch[: len(inputs)], batch[len(inputs) :])
+        sources = SourceTracker(recipe.model, MODEL)
+        with sources.following_modules(), SourceNotes(sources):
+            loss, draws = take_step(recipe, found, left, batch[: len(inputs)], batch[len(inputs) :])
         return loss, *left.tensors()
 
     flat = (*state.tensors(), *inputs, *targets)
     table = decompositions(exported=exported)
     attention = sdpa_kernel(SDPBackend.MATH) if exported else nullcontext()
-    with user_code("training_step: the step cannot be traced"), attention:
+    with user_code("training_step: the step cannot be traced"), attention, preserve_node_meta():
         traced = make_fx(step, decomposition_table=table, tracing_mode="fake")(*flat)
     for node in reversed(traced.graph.nodes):
         if str(node.target).startswith("profiler."):  # of Optimizer.step
             traced.graph.erase_node(node)
         refuse_other_draws(node.target, node.args, node.kwargs)
     traced.recompile()
+    name_updates(traced.graph, state)
     return Step(graph=traced, draws=draws)
 
 
@@ -89,18 +97,21 @@ def take_step(
     with torch.enable_grad(), draws or nullcontext():
         with autocasting(recipe.autocast, device):
             result = functional_call(recipe.model, {**parameters, **left.buffers}, tuple(inputs))
-            loss = recipe.loss(result, *targets)
+            with within(LOSS):
+                loss = recipe.loss(result, *targets)
         used = draws.used if draws else 0
-        mean = loss / recipe.accumulate if recipe.accumulate > 1 else loss
-        scaled = mean * found.own[SCALE] if SCALE in found.own else mean
-        gradients = torch.autograd.grad(scaled, list(parameters.values()), allow_unused=True)
+        with within(LOSS):
+            mean = loss / recipe.accumulate if recipe.accumulate > 1 else loss
+            scaled = mean * found.own[SCALE] if SCALE in found.own else mean
+        with within(str(Place(Phase.BACKWARD, LOSS))):  # where it starts; calls of gradients tell where they are
+            gradients = torch.autograd.grad(scaled, list(parameters.values()), allow_unused=True)
     if draws and draws.used > used:
         raise UnsupportedModelError(
             "the backward pass draws random numbers, as activation checkpointing does that runs dropout twice: leave "
             "dropout out of what is checkpointed"
         )
     named = dict(zip(parameters, gradients, strict=True))
-    with torch.no_grad():
+    with torch.no_grad(), within(Phase.UPDATE):
         if used:
             left.own[OFFSET].add_(used)
         if recipe.accumulate > 1:

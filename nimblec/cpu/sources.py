@@ -1,0 +1,59 @@
+"""Where in a PyTorch model the nodes come from that ONNX Runtime's optimiser left of its ONNX file."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+
+from onnx import ModelProto, NodeProto
+
+from nimblec.places import SOURCE_KEY, Phase, joined
+
+_BLOCKED = "_nchwc"
+"""How the name of a node ends that ONNX Runtime lays out in blocks, after the name of its value."""
+
+
+def sources_of(model: ModelProto, nodes: Sequence[NodeProto]) -> dict[str, str]:
+    """The source of each of ``nodes`` by its first output, where nodes of the ``model`` have one in their metadata.
+
+    One that was fused has the sources of all that it alone computes; one that the optimiser put between others, those
+    of who reads it. Empty for a model that has none.
+    """
+    written = {node.output[0]: source for node in model.graph.node if (source := _written(node))}
+    if not written:
+        return {}
+    makers = {name: node for node in model.graph.node for name in node.output}
+    values = {name for node in nodes for name in _values(node)}
+    covered = [[n.output[0] for n in _covered(node, makers, values) if n.output[0] in written] for node in nodes]
+    times = Counter(chain.from_iterable(covered))
+    found: dict[str, str] = {}
+    readers: dict[str, list[str]] = {}
+    for node, names in zip(reversed(nodes), reversed(covered), strict=True):
+        made = [written[name] for name in reversed(names) if times[name] == 1] or [written[name] for name in names]
+        read = (source for name in node.output for source in readers.get(name, ()))
+        found[node.output[0]] = source = joined(made) or joined(read) or Phase.UPDATE.value  # what becomes state
+        for name in node.input:
+            readers.setdefault(name, []).append(source)
+    return found
+
+
+def _written(node: NodeProto) -> str:
+    return next((prop.value for prop in node.metadata_props if prop.key == SOURCE_KEY), "")
+
+
+def _values(node: NodeProto) -> tuple[str, ...]:
+    """The names that its values have in the model."""
+    return (*filter(None, node.output), *([node.name.removesuffix(_BLOCKED)] if node.name.endswith(_BLOCKED) else []))
+
+
+def _covered(node: NodeProto, makers: Mapping[str, NodeProto], values: set[str]) -> Iterator[NodeProto]:
+    """The nodes of the model that one does the work of, the last first: those whose values no other one makes."""
+    waiting = [makers[name] for name in _values(node) if name in makers]
+    seen = {maker.output[0] for maker in waiting}
+    while waiting:
+        maker = waiting.pop(0)
+        yield maker
+        for name in maker.input:
+            before = makers.get(name)
+            if before is not None and before.output[0] not in seen and not values.intersection(before.output):
+                seen.add(before.output[0])
+                waiting.append(before)
