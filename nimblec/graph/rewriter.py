@@ -14,6 +14,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.utils._pytree import tree_leaves
 
 from nimblec.graph.definitions import INFERENCES
+from nimblec.places import joined
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,9 +82,13 @@ class Rewriter:
                 node.meta["val"] = self.infer(node)
 
     def replace(self, old: fx.Node, new: fx.Node) -> None:
-        """Let ``new`` take the place of ``old``, which is erased; both must be of one dtype and shape."""
+        """Let ``new`` take the place of ``old``, which is erased; both must be of one dtype and shape.
+
+        It then comes from wherever ``old`` did, and the calls that only this one read.
+        """
         assert _likeness(old) == _likeness(new), f"{old.format_node()} replaced by {new.format_node()}"
         old.replace_all_uses_with(new)
+        _inherit(new, [node.meta.get("source", "") for node in _for_nothing(old) if views(node) is None])
         self.graph.erase_node(old)
 
     def finish(self) -> None:
@@ -191,6 +196,26 @@ def _described(node: fx.Node, value: Any, at: fx.Node) -> fx.Node:
     node.meta["val"] = value
     node.meta["source"] = at.meta.get("source", "")
     return node
+
+
+def _for_nothing(unused: fx.Node) -> list[fx.Node]:
+    """The calls that nothing but ``unused`` reads, in their order, and itself."""
+    found = [unused]
+    for node in found:
+        for read in node.all_input_nodes:
+            if read.op == "call_function" and read not in found and all(user in found for user in read.users):
+                found.append(read)
+    return found[::-1]
+
+
+def _inherit(node: fx.Node, sources: list[str]) -> None:
+    """Note that a call, whose result ``node`` is or shows, does what calls of these sources did."""
+    maker = owner(node)
+    if maker.target is operator.getitem:
+        maker = argument(maker, 0)
+    if maker.op == "call_function":
+        own = maker.meta.get("source", "")
+        maker.meta["source"] = joined(sources if own in sources else [own, *sources], own)
 
 
 def _fake_mode(graph: fx.Graph) -> FakeTensorMode:

@@ -19,6 +19,7 @@ from nimblec.graph.order import ordered
 from nimblec.graph.rewriter import Rewriter, argument, readers
 from nimblec.graph.state import WRITES_STATE
 from nimblec.graph.views import is_view
+from nimblec.places import joined
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,10 +34,11 @@ class Extract:
     """A region as a graph of its own.
 
     ``module`` takes the values of ``inputs`` and returns a tuple of those of ``outputs``, all nodes of
-    the graph that the region is part of.
+    the graph that the region is part of, as its ``calls`` are.
     """
 
     module: fx.GraphModule
+    calls: tuple[fx.Node, ...]
     inputs: tuple[fx.Node, ...]
     outputs: tuple[fx.Node, ...]
 
@@ -77,7 +79,7 @@ def extract(region: Region) -> Extract:
         copy(call)
     outputs = tuple(_read_outside(region))
     graph.output(tuple(copy(node) for node in outputs))
-    return Extract(module=fx.GraphModule({}, graph), inputs=tuple(inputs), outputs=outputs)
+    return Extract(module=fx.GraphModule({}, graph), calls=region.calls, inputs=tuple(inputs), outputs=outputs)
 
 
 def replace(module: fx.GraphModule, replacements: Mapping[OpOverload, Sequence[Extract]]) -> None:
@@ -89,7 +91,8 @@ def replace(module: fx.GraphModule, replacements: Mapping[OpOverload, Sequence[E
             for extracted in extracts:
                 call = graph.call_function(target, (list(extracted.inputs),))
                 call.meta["val"] = [node.meta["val"] for node in extracted.outputs]
-                call.meta["source"] = extracted.outputs[0].meta.get("source", "")
+                own = extracted.outputs[0].meta.get("source", "")
+                call.meta["source"] = joined((node.meta.get("source", "") for node in extracted.calls), own)
                 for i, node in enumerate(extracted.outputs):
                     parts[node] = graph.call_function(operator.getitem, (call, i))
                     parts[node].meta = dict(node.meta)
