@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from nimblec.cli import picture, report
+from nimblec.cli import layer_tables, picture, report
 from nimblec.cli.command import Command, refuse_both
 from nimblec.cli.console import echo, echo_lines
 from nimblec.inspect import dot, inspection, trace
@@ -59,7 +59,8 @@ def inspect_plan(plan: Path, as_json: bool, as_timeline: bool, trace_file: Path 
             console.print(*picture.picture(program, width=console.width), sep="\n")
     elif not files:
         console = report.SafeConsole()
-        for table in report.inspected(inspection.describe(opened, file_nbytes=plan.stat().st_size)):
+        facts = inspection.describe(opened, file_nbytes=plan.stat().st_size)
+        for table in (*report.inspected(facts), *layer_tables.tables(facts)):
             console.print(table)
     if trace_file is not None:
         _write_text(trace_file, json.dumps(trace.chrome_trace(opened)), quiet=as_json)

@@ -1,9 +1,11 @@
 """A plan as a dict of strings and numbers: what `nimblec inspect` shows, and prints with --json."""
 
 from collections import Counter
+from dataclasses import asdict
 from math import prod
 from typing import Any, TypeAlias
 
+from nimblec.inspect.layers import by_layer
 from nimblec.inspect.state_uses import state_uses
 from nimblert.plan import (
     ITEM_NBYTES,
@@ -46,7 +48,7 @@ def describe(plan: Plan, *, file_nbytes: int) -> Json:
         "state": [
             {**_weight(weight), "uses": uses} for weight, uses in zip(plan.state, state_uses(plan), strict=True)
         ],
-        "programs": [_program(program) for program in plan.programs],
+        "programs": [_program(plan, program) for program in plan.programs],
         "refits": [_refit(refit) for refit in plan.refits],
     }
 
@@ -155,7 +157,7 @@ def _tensor(tensor: Tensor) -> Json:
     }
 
 
-def _program(program: Program) -> Json:
+def _program(plan: Plan, program: Program) -> Json:
     golden = program.golden
     return {
         "name": program.name,
@@ -175,6 +177,10 @@ def _program(program: Program) -> Json:
             "outputs": list(program.output_nbytes),
         },
         "arena_map": arena_map(program),
+        "layers": [
+            {"layers": list(layers), "phases": list(phases), **asdict(share)}
+            for (layers, phases), share in by_layer(plan, program).items()
+        ],
         "golden": None if golden is None else {"seed": golden.seed, "tolerance": golden.tolerance},
         "schedule": None if program.schedule is None else _schedule(program, program.schedule),
     }

@@ -12,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 from torch import nn
 
 import nimblert
+from nimblec.inspect.layers import by_layer
 
 if TYPE_CHECKING:
     from gpu_compile import GpuCompiler
@@ -135,3 +136,21 @@ def test_a_saved_state_goes_on_exactly(gpu_compiler: "GpuCompiler", level: int, 
             assert run(exe, seed).tobytes() == run(resumed, seed).tobytes()
         for name, array in exe.state.items():
             assert array.tobytes() == resumed.state[name].tobytes(), name
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", ["sgd", "adam"])
+def test_a_step_is_shown_by_layer_and_phase(gpu_compiler: "GpuCompiler", name: str, level: int) -> None:
+    """At -O0 each kernel is of one phase, and the optimizer's are of all layers."""
+    plan = gpu_compiler.plan(f"training_steps:{name}", level=level)
+    program = next(program for program in plan.programs if program.name == "train")
+    shares = by_layer(plan, program)
+    assert ((), ()) not in shares
+    phases = {layer: {p for of, some in shares if layer in of for p in some} for of, _ in shares for layer in of}
+    for number in (0, 1, 3, 4, 6, 7, 12):  # those with parameters
+        wanted = {"forward", "backward"} if level == 0 else {"forward", "backward", "update"}
+        assert phases[f"model.{number}"] == wanted, number
+    assert phases["loss"] == {"forward", "backward"}
+    if level == 0:
+        assert phases[""] == {"update"}
+        assert all(len(layers) == len(some) == 1 for layers, some in shares)

@@ -1,0 +1,139 @@
+"""What a program does by layer of the model, and a training step by phase: forward, backward and update."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeAlias
+
+from nimblec.places import LOSS, Phase, Place, places
+from nimblert.pieces import writes
+from nimblert.plan import Launch, Plan, Program, Record, Region, Target, Wait, Work
+
+Layers: TypeAlias = tuple[str, ...]
+Phases: TypeAlias = tuple[str, ...]
+Group: TypeAlias = tuple[Layers, Phases]
+"""Several layers or phases where commands are of several at once, none where they are not known."""
+
+
+_FORWARD = frozenset({(), (Phase.FORWARD.value,)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """What commands do: how many kernels and copies or fills they are, bytes they write, and their time by themselves.
+
+    The time is 0 where it was not measured.
+    """
+
+    launches: int = 0
+    copies: int = 0
+    written: int = 0
+    duration_ns: int = 0
+
+    def __add__(self, other: "Share") -> "Share":
+        return Share(
+            launches=self.launches + other.launches,
+            copies=self.copies + other.copies,
+            written=self.written + other.written,
+            duration_ns=self.duration_ns + other.duration_ns,
+        )
+
+
+def by_layer(plan: Plan, program: Program) -> dict[Group, Share]:
+    """What the commands of each layer do, layers in the order in which the model runs them.
+
+    A command that was fused of several layers or phases is counted once, with those it is of. Empty where ops tell no
+    layer: those of most ONNX files.
+    """
+    groups = _groups(plan, program)
+    if not groups:
+        return {}
+    works = [command for command in program.commands if not isinstance(command, Record | Wait)]
+    order = _order(works, [groups[work.op] for work in works])
+    found: dict[Group, Share] = {}
+    for work in works:
+        layers, phases = groups[work.op]
+        group = tuple(sorted(layers, key=order.__getitem__)), phases
+        found[group] = found.get(group, Share()) + _share(work)
+    rows = sorted(found, key=lambda group: (not group[0], [order[layer] for layer in group[0]]))
+    return {group: found[group] for group in rows}
+
+
+def at_depth(shares: dict[Group, Share], most: int) -> tuple[dict[Group, Share], int]:
+    """The same in at most so many sets of layers, if it can be: modules are taken together that lie deeper.
+
+    Also how many components their paths have at most; 0 where nothing was taken together.
+    """
+    deepest = max((layer.count(".") + 1 for layers, _ in shares for layer in layers), default=1)
+    for depth in range(deepest, 0, -1):
+        cut: dict[Group, Share] = {}
+        for (layers, phases), share in shares.items():
+            group = tuple(dict.fromkeys(".".join(layer.split(".")[:depth]) for layer in layers)), phases
+            cut[group] = cut.get(group, Share()) + share
+        if depth == 1 or len({layers for layers, _ in cut}) <= most:
+            return cut, depth if depth < deepest else 0
+    return shares, 0
+
+
+def _order(works: Sequence[Work], issued: Sequence[Group]) -> dict[str, int]:
+    """The places of layers: by the first command of their forward pass that reads an input, or what another one made.
+
+    Those that have none come last, before them the loss.
+    """
+    first: dict[str, tuple[bool, bool, bool, int]] = {}
+    for place, (work, (layers, phases)) in enumerate(zip(works, issued, strict=True)):
+        for layer in layers:
+            rank = phases not in _FORWARD, layer == LOSS, not _reads_values(work), place
+            first[layer] = min(rank, first.get(layer, rank))
+    return {layer: number for number, layer in enumerate(sorted(first, key=first.__getitem__))}
+
+
+def _reads_values(work: Work) -> bool:
+    read = [access.pointer for access in work.reads] if isinstance(work, Launch) else []
+    return any(pointer.region in {Region.ARENA, Region.INPUT} for pointer in read)
+
+
+def _share(work: Work) -> Share:
+    is_launch = isinstance(work, Launch)
+    return Share(
+        launches=int(is_launch),
+        copies=int(not is_launch),
+        written=sum(access.nbytes for access in writes(work)),
+        duration_ns=work.duration_ns,
+    )
+
+
+def _groups(plan: Plan, program: Program) -> list[Group]:
+    """The group of each op; none where no op tells its layer."""
+    found = [places(op.source) for op in program.ops]
+    if any(place.phase is not Phase.FORWARD for place in _all(found)):
+        return [_group(of) if op.source else ((), ()) for op, of in zip(program.ops, found, strict=True)]
+    layers = [[_layer(plan, place.layer) for place in of] for of in found]
+    if not any(any(of) for of in layers):
+        return []
+    return [(tuple(dict.fromkeys(layer for layer in of if layer is not None)), ()) for of in layers]
+
+
+def _all(found: Sequence[tuple[Place, ...]]) -> Iterator[Place]:
+    return (place for of in found for place in of)
+
+
+def _group(of: tuple[Place, ...]) -> Group:
+    phases = {place.phase for place in of}
+    return tuple(dict.fromkeys(place.layer for place in of)), tuple(p.value for p in Phase if p in phases)
+
+
+def _layer(plan: Plan, name: str) -> str | None:
+    """The layer that a place names; None for the name of an ONNX node that tells none.
+
+    torch.onnx without dynamo calls a node "/layer1/layer1.0/conv1/Conv".
+    """
+    is_node = plan.target is Target.CPU or "'" in name
+    if not is_node:
+        return name
+    scopes = name.partition("'")[2].rstrip("'").split("/") if "'" in name else name.split("/")
+    if scopes[0] or len(scopes) < 2:
+        return None
+    path = scopes[1:-1]
+    outer = [scope for scope, inner in pairwise(path) if not inner.startswith(f"{scope}.")]
+    return ".".join((*outer, *path[-1:]))
