@@ -30,7 +30,6 @@ from nimblec.options import read_options
 from nimblert import golden
 from nimblert.driver import Context, call
 from nimblert.executable import Executable, load
-from nimblert.layouts import in_memory_order
 from nimblert.memory import allocate, host_bytes
 from nimblert.plan import Launch, Plan
 
@@ -42,10 +41,10 @@ Groups: TypeAlias = dict[str, Callable[[], clocks.Samples]]
 
 
 def weights(spec: str) -> dict[str, np.ndarray]:
-    """The weights of a model, as they lie in memory."""
+    """The weights of a model, in C order as a file holds them."""
     module, _, _ = reference.seeded(spec)
     tensors = module.state_dict().items()
-    return {name: tensor.detach().numpy() for name, tensor in tensors if tensor.is_floating_point() and tensor.ndim}
+    return {name: reference.as_array(each) for name, each in tensors if each.is_floating_point() and each.ndim}
 
 
 def launches(plan: Plan) -> list[tuple[object, ...]]:
@@ -83,8 +82,8 @@ class Copies:
         self._whole = np.zeros_like(self._whole_locked)
         self._locked: dict[str, np.ndarray] = {}
         for (name, array), start in zip(arrays.items(), accumulate(nbytes[:-1], initial=0), strict=True):
-            part = self._whole_locked[start:]
-            self._locked[name] = np.ndarray(array.shape, array.dtype, part.data, strides=array.strides)
+            part = self._whole_locked[start : start + array.nbytes]
+            self._locked[name] = part.view(array.dtype).reshape(array.shape)
             np.copyto(self._locked[name], array)
 
     def groups(self, loaded: Executable) -> Groups:
@@ -109,7 +108,7 @@ class Copies:
 
 def host_groups(loaded: Executable, given: Arrays) -> Groups:
     """What to sample on the CPU target."""
-    source = np.concatenate([in_memory_order(array).view(np.uint8) for array in given.values()])
+    source = np.concatenate([array.reshape(-1).view(np.uint8) for array in given.values()])
     works = {"refit": partial(loaded.refit, given), "copy": partial(np.copyto, np.empty_like(source), source)}
     return {name: partial(_timed, f"{name}_us", work) for name, work in works.items()}
 
