@@ -18,6 +18,7 @@ from onnx import (
     TensorProto,
     ValueInfoProto,
     helper,
+    numpy_helper,
 )
 
 from nimblec.cpu.constants import TensorType, external, is_embedded, type_of
@@ -31,6 +32,9 @@ from nimblert.plan import Kernel, Module, Parameter, ParameterKind
 from nimblert.protobuf import Budget
 
 _POINTER_NBYTES = 8
+
+_READ_BY_NUMBER = frozenset({"com.microsoft.ExpandDims"})
+"""Operators of which `onnx_trust` wants the constants so."""
 
 _UNROLLED = ": write its steps out, or compile for --target cuda, which does so where their number is known"
 _WITHOUT_BODIES = {
@@ -121,7 +125,8 @@ def build(
             add(ParameterKind.INPUT, name, types[name])
             model.graph.input.append(_value_info(names[name], types[name]))
         elif is_embedded(constants[name]):
-            model.graph.initializer.append(_renamed(constants[name], names[name]))
+            constant = _renamed(constants[name], names[name])
+            model.graph.initializer.append(_by_number(constant) if symbol(node) in _READ_BY_NUMBER else constant)
         else:
             tensor_type = type_of(constants[name])
             add(ParameterKind.INITIALIZER, name, tensor_type)
@@ -224,6 +229,12 @@ def _domains(node: NodeProto, header: Header) -> set[str]:
 
 def _value_info(name: str, tensor_type: TensorType) -> ValueInfoProto:
     return helper.make_tensor_value_info(name, model_file.element_type(tensor_type.dtype), tensor_type.shape)
+
+
+def _by_number(tensor: TensorProto) -> TensorProto:
+    """The same numbers, not as bytes."""
+    array = numpy_helper.to_array(tensor)
+    return helper.make_tensor(tensor.name, tensor.data_type, array.shape, array.ravel().tolist())
 
 
 def _renamed(tensor: TensorProto, name: str) -> TensorProto:

@@ -218,6 +218,13 @@ def _switches(*names: str) -> Rule:
     return rule
 
 
+def _new_axis(call: Call) -> Iterator[str]:
+    """Versions from 1.24 read the axis, where it is part of the model, from one of the fields that it may be in."""
+    axis = call.constant.get(1)
+    if axis is None or axis.raw_data is not None or len(axis.int32_data) != 1:
+        yield "its axis is not one number in the field int32_data of the model"
+
+
 _LONGEST_SIGNAL = 1 << 24
 """Samples that are counted in float32."""
 
@@ -273,6 +280,7 @@ _RULES: Mapping[str, tuple[Rule, ...]] = MappingProxyType(
         "com.microsoft.Attention": (_ranks("3", "2", "1", "1234", "5", "4", "01"),),
         "com.microsoft.DynamicQuantizeMatMul": (_columns(2, 3, 4), _bias_of_columns(4)),
         "com.microsoft.DynamicQuantizeLSTM": (_ranks("3", "3", "3", "2", "1", "3", "3", "2", "12", "12", "12", "12"),),
+        "com.microsoft.ExpandDims": (_new_axis,),
         "com.microsoft.EmbedLayerNormalization": (_ranks("2", "2", "2", "2", "2", "1", "1", "2", "2"),),
         "com.microsoft.FusedConv": (_bias(1, 2), _summand(3)),
         "com.microsoft.FusedMatMul": (_switches("transA", "transB", "transBatchA", "transBatchB"),),

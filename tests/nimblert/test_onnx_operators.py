@@ -5,12 +5,16 @@ import runpy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import onnxruntime
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from onnx import helper, numpy_helper
 
+from nimblec.cpu import kernels
+from nimblec.cpu.constants import TensorType
 from nimblert import onnx_model, onnx_operators, onnx_trust
 from nimblert._generated.onnx_operators import OPERATORS
 
@@ -98,3 +102,31 @@ def test_grams_of_which_none_is_whole_are_refused() -> None:
     first = next(onnx_trust.problems("TfIdfVectorizer", call))
     assert first == "TfIdfVectorizer: ngram_counts: (0, 0) cuts n-grams of 1 numbers"
     assert len(list(onnx_trust.problems("TfIdfVectorizer", call))) > 1
+
+
+@pytest.mark.parametrize(
+    ("axis", "refused"),
+    [
+        (onnx_model.TensorValue(data_type=6, int32_data=(1,)), False),
+        (onnx_model.TensorValue(data_type=6, raw_data=bytes(4)), True),
+        (onnx_model.TensorValue(data_type=6), True),
+        (onnx_model.TensorValue(data_type=6, int32_data=(1, 1)), True),
+        (None, True),
+    ],
+)
+def test_an_axis_is_where_onnx_runtime_looks_for_it(axis: onnx_model.TensorValue | None, *, refused: bool) -> None:
+    """Version 1.24 takes the first of the field's numbers, even where there is none, and the process ends."""
+    constant = {} if axis is None else {1: axis}
+    call = onnx_trust.Call(attributes={}, inputs=((4,), ()), outputs=((4, 1),), constant=constant)
+    assert bool(list(onnx_trust.problems("com.microsoft.ExpandDims", call))) is refused
+
+
+def test_the_compiler_writes_an_axis_there() -> None:
+    node = helper.make_node("ExpandDims", ["x", "axis"], ["y"], domain="com.microsoft")
+    axis = numpy_helper.from_array(np.array(1, np.int32), "axis")
+    types = {"x": TensorType(dtype="float32", shape=(4,)), "y": TensorType(dtype="float32", shape=(4, 1))}
+    header = kernels.Header(ir_version=9, opsets={"": 18, "com.microsoft": 1}, functions=())
+    made = kernels.build(node, types, {"axis": axis}, header)
+    (initializer,) = onnx.ModelProto.FromString(bytes(made.module.code)).graph.initializer
+    assert axis.raw_data
+    assert list(initializer.int32_data) == [1]
