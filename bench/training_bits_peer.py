@@ -60,7 +60,7 @@ def eager(network: str, steps: int, device: str, seed: int | None) -> Run:
         optimizer.zero_grad()
         with (nullcontext() if draws is None else draws(offset)) as drawn:
             loss = training_bits.loss(model(inputs), labels)
-            loss.backward()
+        loss.backward()
         offset += 0 if drawn is None else drawn.used
         optimizer.step()
         losses.append(loss.detach())
