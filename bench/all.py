@@ -1,10 +1,10 @@
 """Run all benchmarks of the H200, the most important first, within a time limit.
 
 Usage: python -m bench.all [--gpus N] [--jobs J] [--stop-after SECONDS] [--only NAME,...]. First the tables of networks
-(peers, schedules, batches, fp32), of a decoder step (decoder), of training steps (training, and bits, which compares
-theirs with eager's), of plans for any size (sizes) and of new weights (refit), in one queue of processes that get ready
-side by side and measure alone (bench/running.py). Then what needs a GPU and its share of the cores to itself:
-max-autotune, which times candidates for minutes (tuned, in peers.json), and the programs that time kernels,
+(peers, schedules, batches, fp32), of a decoder step (decoder), of training steps (training, training_bf16, and bits,
+which compares theirs with eager's), of plans for any size (sizes) and of new weights (refit), in one queue of processes
+that get ready side by side and measure alone (bench/running.py). Then what needs a GPU and its share of the cores to
+itself: max-autotune, which times candidates for minutes (tuned, in peers.json), and the programs that time kernels,
 compilations and starts or look at memory (singles, in singles.json). The figures are in bench/results/h200 as they
 come.
 
@@ -35,7 +35,10 @@ SINGLES = (
     ("arenas",),
 )
 _SINGLE_LIMIT_S = 400
-NAMES = ("peers", "schedules", "batches", "fp32", "decoder", "training", "bits", "sizes", "refit", "tuned", "singles")
+NAMES = (
+    *("peers", "schedules", "batches", "fp32", "decoder", "training", "training_bf16", "bits", "sizes", "refit"),
+    *("tuned", "singles"),
+)
 
 
 def networks() -> dict[str, Table]:
@@ -48,6 +51,7 @@ def networks() -> dict[str, Table]:
         "fp32": peers.table(peers.parser().parse_args(["--precision", "fp32", "--modes", "eager,freeze"])),
         "decoder": decoder.table(decoder.parser().parse_args([])),
         "training": training.table(training.parser().parse_args([])),
+        "training_bf16": training.table(training.parser().parse_args(["--autocast", "bf16"])),
         "bits": training_bits.table(training_bits.parser().parse_args([])),
         "sizes": sizes.table(sizes.parser().parse_args([])),
         "refit": refit.table(refit.parser().parse_args([])),

@@ -32,6 +32,15 @@ def test_all_modes_train_the_same(options: list[str], name: str) -> None:
     assert found == pytest.approx([eager() for _ in range(3)], rel=1e-3)
 
 
+def test_of_the_widest_network_the_schedule_is_measured_alone() -> None:
+    groups = training.table(training.parser().parse_args([])).jobs
+    jobs = {group[0].model: {job.mode for job in group} for group in groups}
+    assert jobs.pop(training.WIDEST) == {"O0", "compile", "eager"}
+    assert {*jobs} == {*training.MODELS}
+    (only,) = training.table(training.parser().parse_args(["--modes", "O2,eager", "small_batch_4"])).jobs
+    assert [job.mode for job in only] == ["O2", "eager"]
+
+
 @on_host
 def test_the_gpu_time_is_that_of_the_training_step(put: object) -> None:
     del put
