@@ -128,7 +128,8 @@ def compile(  # noqa: A001  # the word that users look for; nimblec.compile shad
     - ``refittable``: keep in the plan how weights are folded and repacked, so that `nimblert.Executable.refit` can
       replace them; a note says what it costs.
     - ``streams``: "auto" (the fastest of several schedules, timed on this machine), "max", or a number of streams.
-    - ``memory_limit``: the largest arena to accept, in bytes or as "64MiB", "1.5GB".
+    - ``memory_limit``: the largest arena to accept, in bytes or as "64MiB", "1.5GB". Where no schedule fits,
+      results are computed again instead of kept.
     - ``timing_cache``: the file that keeps measured times; ``plan_cache``: the folder that keeps the
       plans of model files (None: keep no plan).
 

@@ -20,11 +20,13 @@ from nimblec.schedule.launch_order import interleaved
 from nimblec.schedule.lifetimes import lifetimes
 from nimblec.schedule.matching import maximum_matching
 from nimblec.schedule.memory import layout
+from nimblec.schedule.recompute import recomputed
 from nimblec.schedule.streams import certificate, critical_path, limited, maximal, serial
 from nimblert.plan import Candidate, Plan, ScheduleRecord, Target
 
 _AUTO_LIMITS = (2, 4, 8, 16)
 _CROSS_EDGE_NS = (500, 1_000, 2_000)
+_MOST_GOALS, _CLOSER = 4, 0.97
 _NOISE = 0.98  # times nearer to one another than this count as equal
 
 
@@ -80,7 +82,8 @@ def choose_schedule(
     streams, "auto" the fastest of several as ``timer`` measures them, never slower than "1": policies
     "tied-..." keep launches that were captured with a programmatic edge one after the other. Where
     the arena of what was asked for takes more than ``memory_limit`` bytes, the fastest schedule
-    that fits is taken; CompileError where none does.
+    that fits is taken; if there is none, tasks run again instead of keeping what they gave, by policies
+    "recompute-..."; CompileError where that does not suffice either.
     """
     graph = close_gaps(rename_workspaces(graph))
     dag = dependencies(graph)
@@ -98,11 +101,9 @@ def choose_schedule(
         fitting = _fitting(tried, memory_limit) or _fitting(
             [_try(p, graph, s) for p, s in _schedules(graph, dag, "auto", timer.max_streams)], memory_limit
         )
-    if not fitting:
-        least = min(t.memory.arena_nbytes for t in (captured, *tried))
-        raise CompileError(
-            f"memory limit: {memory_limit} bytes are too few for the arena, the least found is {least}: allow more"
-        )
+        if not fitting:
+            graph, fitting = _recomputing(graph, captured, memory_limit, timer.max_streams)
+            dag = dependencies(graph)
     if len(fitting) > 1:
         fitting = [replace(t, duration_ns=timer.duration(_timed(graph, t, provenance))) for t in fitting]
     chosen = _choose(fitting)
@@ -114,6 +115,22 @@ def choose_schedule(
         fewest_sync_count=_fewest_syncs(dag),
     )
     return Part(graph=graph, schedule=chosen.schedule, memory=chosen.memory, record=record)
+
+
+def _recomputing(graph: Graph, captured: _Tried, memory_limit: int, most: int) -> tuple[Graph, list[_Tried]]:
+    """The graph with tasks that run again, and its schedules that fit into so many bytes. Raises CompileError."""
+    least, goal = captured.memory.arena_nbytes, memory_limit
+    for _ in range(_MOST_GOALS):
+        smaller = recomputed(graph, goal)
+        dag = dependencies(smaller)
+        tried = [_try(f"recompute-{p}", smaller, s) for p, s in _schedules(smaller, dag, "auto", most)]
+        if fitting := _fitting(tried, memory_limit):
+            return smaller, fitting
+        found = min(t.memory.arena_nbytes for t in tried)
+        least, goal = min(least, found), int(goal * memory_limit / found * _CLOSER)  # the arena has holes
+    raise CompileError(
+        f"memory limit: {memory_limit} bytes are too few for the arena, the least found is {least}: allow more"
+    )
 
 
 def _timed(graph: Graph, tried: _Tried, provenance: Provenance) -> Plan:

@@ -113,6 +113,19 @@ def test_a_memory_limit_trades_streams_for_memory() -> None:
         make_plan(graph, PROVENANCE, _StreamTimer({}), streams="max", memory_limit=serial - 1)
 
 
+def test_where_no_schedule_fits_tasks_run_again() -> None:
+    """The first task's result is not kept while others fill the memory."""
+    graph = dataflow((), (), (1,), (0, 2), sizes=(64, 512, 8, 8))
+    least = make_plan(graph, PROVENANCE, _StreamTimer({}), streams="1").programs[0].arena_nbytes
+    program = make_plan(graph, PROVENANCE, _StreamTimer({}), memory_limit=least - 1).programs[0]
+    assert program.arena_nbytes < least
+    assert program.schedule is not None
+    assert program.schedule.policy == "recompute-1"
+    assert [command.op for command in program.commands] == [0, 1, 2, 0, 3]
+    with pytest.raises(CompileError, match=r"^memory limit: 8 bytes are too few .* least found is 5\d\d: "):
+        make_plan(graph, PROVENANCE, _StreamTimer({}), memory_limit=8)
+
+
 def test_a_memory_limit_that_suffices_changes_nothing() -> None:
     plan = make_plan(_branches(), PROVENANCE, _StreamTimer({1: 100}), streams="max", memory_limit=1 << 20)
     assert plan.programs[0].stream_count == 3

@@ -103,7 +103,11 @@ from nimblec.options import DEFAULT_LEVEL, InputSpec, Precision, TargetChoice, r
     help="1: the captured order. max: every stream the model can use. N: at most N. auto: the fastest of several, "
     "timed on this machine.",
 )
-@click.option("--memory-limit", type=arguments.Nbytes(), help="The largest arena to accept: 64MiB, 1.5GB, 1000000.")
+@click.option(
+    "--memory-limit",
+    type=arguments.Nbytes(),
+    help="The largest arena to accept: 64MiB, 1.5GB, 1000000. Where no schedule fits, results are computed again.",
+)
 @click.option(
     "--timing-cache",
     type=click.Path(path_type=Path, dir_okay=False),

@@ -1,0 +1,226 @@
+"""Less memory for more work: what is needed again much later is computed again, not kept.
+
+After T. Chen et al., Training Deep Nets with Sublinear Memory Cost (2016), on tasks instead of layers, and chosen
+greedily by the bytes and the time that they are kept over what computing them again takes.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TypeAlias
+
+import numpy as np
+
+from nimblec.ir import Access, BufferKind, CopyWork, FillWork, Graph, KernelWork, Task, Work
+from nimblec.schedule.lifetimes import ARENA_KINDS, task_buffers
+
+_MOST_TASKS = 16
+"""Of those that are run again for one buffer."""
+_LITTLE = 16
+"""A source that is so many times smaller than what is made of it is kept."""
+_MOST_TRIED = 32
+"""Buffers tried in vain before the search ends."""
+
+
+def recomputed(graph: Graph, limit_nbytes: int) -> Graph:
+    """A graph that gives the same, and in its captured order keeps fewer bytes at a time where more than the limit.
+
+    Some tasks stand in it several times, each with memory of its own. They are those whose sources are there again or
+    still, unchanged, and that write nothing that outlives the run. As few bytes as the limit may not be reached.
+    """
+    known: _Known = {}
+    found = _Analysis(graph, known)
+    while excess := found.excess(limit_nbytes):
+        better = (
+            tried
+            for again in found.candidates(limit_nbytes)
+            if (tried := _Analysis(_inserted(found.graph, again), known)).excess(limit_nbytes) < excess
+        )
+        best = next(better, None)
+        if best is None:
+            break
+        found = best
+    return found.graph
+
+
+def peak_nbytes(graph: Graph) -> int:
+    """The most bytes of the arena that are kept at a time in the captured order."""
+    return int(_Analysis(graph, {}).live.max(initial=0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Again:
+    """``buffer`` is not kept, but made again before task ``at`` by the tasks ``run``.
+
+    These write into new buffers, but read as before what is in ``there``, pairs of a task and a buffer.
+    """
+
+    buffer: int
+    at: int
+    run: tuple[int, ...]
+    there: frozenset[tuple[int, int]]
+
+
+_Known: TypeAlias = dict[int, tuple[Task, frozenset[int], frozenset[int]]]
+"""By the id of a task: itself, so that the id is no other's, and the buffers that it uses and writes."""
+
+
+class _Analysis:
+    """Who uses which buffer of a graph in the captured order, and how many bytes are kept at each task.
+
+    What a task does is taken from ``known``, if it was analysed before.
+    """
+
+    def __init__(self, graph: Graph, known: _Known) -> None:
+        self.graph = graph
+        self._known = known
+        self._uses: defaultdict[int, list[int]] = defaultdict(list)
+        self._writes: defaultdict[int, list[int]] = defaultdict(list)
+        for index, task in enumerate(graph.tasks):
+            _, used, written = self._known_of(task)
+            for buffer in used:
+                self._uses[buffer].append(index)
+            for buffer in written:
+                self._writes[buffer].append(index)
+        for view in graph.inputs:
+            self._uses[view.buffer].insert(0, 0)
+        for view in graph.outputs:
+            self._uses[view.buffer].append(len(graph.tasks) - 1)
+        self._fixed = {view.buffer for view in (*graph.inputs, *graph.outputs)}
+        steps = np.zeros(len(graph.tasks) + 1, np.int64)
+        for buffer, uses in self._uses.items():
+            if graph.buffers[buffer].kind in ARENA_KINDS:
+                steps[min(uses)] += self._room(buffer)
+                steps[max(uses) + 1] -= self._room(buffer)
+        self.live = steps.cumsum()[:-1]
+        """Bytes of the arena at each task, those included that alignment takes."""
+
+    def _room(self, buffer: int) -> int:
+        record = self.graph.buffers[buffer]
+        return -(-record.nbytes // record.alignment) * record.alignment
+
+    def _known_of(self, task: Task) -> tuple[Task, frozenset[int], frozenset[int]]:
+        found = self._known.get(id(task))
+        if found is None:
+            found = self._known[id(task)] = task, task_buffers(task), frozenset(w.buffer for w in task.writes)
+        return found
+
+    def excess(self, limit_nbytes: int) -> int:
+        """Bytes beyond the limit, summed over the tasks."""
+        return int(np.maximum(self.live - limit_nbytes, 0).sum())
+
+    def candidates(self, limit_nbytes: int) -> Iterator[_Again]:
+        """Buffers that are kept, unused, while there is too much, those first that are worth the most."""
+        crowded = np.concatenate(([0], (self.live > limit_nbytes).cumsum()))
+        worth: list[tuple[float, _Again]] = []
+        for buffer, before, at in self._gaps():
+            tasks = int(crowded[at] - crowded[before + 1])
+            again = self._again(buffer, at) if tasks else None
+            if again is not None:
+                cost = sum(self.graph.tasks[task].duration_ns + 1 for task in again.run)
+                worth.append((self._room(buffer) * tasks / cost, again))
+        worth.sort(key=lambda pair: -pair[0])
+        return (again for _, again in worth[:_MOST_TRIED])
+
+    def _gaps(self) -> Iterator[tuple[int, int, int]]:
+        """Buffers, and pairs of uses of theirs that follow each other, between which nobody needs them."""
+        for buffer, uses in self._uses.items():
+            if self.graph.buffers[buffer].kind is not BufferKind.TEMPORARY or buffer in self._fixed:
+                continue
+            last = max(self._writes[buffer], default=len(self.graph.tasks))
+            for before, at in pairwise(uses):
+                if last <= before and before + 1 < at:
+                    yield buffer, before, at
+
+    def _again(self, buffer: int, at: int) -> _Again | None:
+        """How a buffer is made again before a task; None where it cannot be."""
+        run: set[int] = set()
+        there: set[tuple[int, int]] = set()
+        waiting = list(self._writes[buffer])
+        while waiting:
+            index = waiting.pop()
+            if index in run:
+                continue
+            run.add(index)
+            if len(run) > _MOST_TASKS or not self._is_repeatable(self.graph.tasks[index]):
+                return None
+            task = self.graph.tasks[index]
+            _, used, written = self._known_of(task)
+            for source in (used - written) | {access.buffer for access in task.reads}:
+                if source not in written and self._is_there(source, index, at, self.graph.buffers[buffer].nbytes):
+                    there.add((index, source))
+                elif self.graph.buffers[source].kind not in ARENA_KINDS or source in self._fixed:
+                    return None
+                else:
+                    waiting += [writer for writer in self._writes[source] if writer < index]
+        return _Again(buffer=buffer, at=at, run=tuple(sorted(run)), there=frozenset(there))
+
+    def _is_repeatable(self, task: Task) -> bool:
+        """Whether a task writes into the arena alone, as far as is known."""
+        if self.graph.ops[task.op].opaque:
+            return False
+        return all(self.graph.buffers[access.buffer].kind in ARENA_KINDS for access in task.writes)
+
+    def _is_there(self, buffer: int, index: int, at: int, nbytes: int) -> bool:
+        """Whether a buffer has at task ``at`` what task ``index`` found in it: it is kept anyhow, or little of many."""
+        if any(index < writer < at for writer in self._writes[buffer]):
+            return False
+        record = self.graph.buffers[buffer]
+        is_kept = record.kind not in ARENA_KINDS or self._uses[buffer][-1] >= at
+        return is_kept or record.nbytes * _LITTLE <= nbytes
+
+
+def _inserted(graph: Graph, again: _Again) -> Graph:
+    """The graph in which a buffer is made again."""
+    buffers = list(graph.buffers)
+    renamed: dict[int, int] = {}
+    for index in again.run:
+        task = graph.tasks[index]
+        scratch = (b for b in sorted(task_buffers(task)) if graph.buffers[b].kind is BufferKind.WORKSPACE)
+        for buffer in (*(access.buffer for access in task.writes), *scratch):
+            if buffer not in renamed:
+                renamed[buffer] = len(buffers)
+                buffers.append(graph.buffers[buffer])
+    clones = [
+        _renamed(graph.tasks[index], {b: n for b, n in renamed.items() if (index, b) not in again.there}, None)
+        for index in again.run
+    ]
+    only = {again.buffer: renamed[again.buffer]}
+    later = [_renamed(task, only, _moved(task, again.at, len(clones))) for task in graph.tasks[again.at :]]
+    return replace(graph, buffers=tuple(buffers), tasks=(*graph.tasks[: again.at], *clones, *later))
+
+
+def _moved(task: Task, at: int, count: int) -> int | None:
+    """The task from which one was captured with a programmatic edge, when so many stand before those from ``at`` on."""
+    before = task.programmatic_after
+    return before if before is None or before < at else before + count
+
+
+def _renamed(task: Task, names: Mapping[int, int], programmatic_after: int | None) -> Task:
+    """A task on other buffers."""
+    if task.programmatic_after == programmatic_after and task_buffers(task).isdisjoint(names):
+        return task
+    return replace(
+        task,
+        work=_renamed_work(task.work, names),
+        reads=_renamed_accesses(task.reads, names),
+        writes=_renamed_accesses(task.writes, names),
+        programmatic_after=programmatic_after,
+    )
+
+
+def _renamed_accesses(accesses: Sequence[Access], names: Mapping[int, int]) -> tuple[Access, ...]:
+    return tuple(replace(access, buffer=names.get(access.buffer, access.buffer)) for access in accesses)
+
+
+def _renamed_work(work: Work, names: Mapping[int, int]) -> Work:
+    match work:
+        case KernelWork():
+            references = (replace(r, buffer=names.get(r.buffer, r.buffer)) for r in work.references)
+            return replace(work, references=tuple(references))
+        case CopyWork():
+            (dst,), (src,) = _renamed_accesses([work.dst], names), _renamed_accesses([work.src], names)
+            return replace(work, dst=dst, src=src)
+        case FillWork():
+            return replace(work, dst=_renamed_accesses([work.dst], names)[0])
