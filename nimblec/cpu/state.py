@@ -14,7 +14,7 @@ from onnx import NodeProto
 from nimblec.cpu.constants import TensorType
 from nimblec.frontend.model_state import ModelState
 from nimblec.frontend.onnx import model_nodes
-from nimblec.graph.order import ordered
+from nimblec.graph.topological_order import topological_order
 from nimblert import in_place
 
 _ROWS = frozenset({"ScatterElements", "ScatterND"})
@@ -123,4 +123,4 @@ class _Order:
 
     def order(self) -> list[int]:
         """All nodes in order, as they were where nothing else is demanded; fewer in a circle."""
-        return ordered(self._after)
+        return topological_order(self._after)

@@ -13,9 +13,9 @@ from torch import fx
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
-from nimblec.graph.order import ordered
 from nimblec.graph.rewriter import Rewriter, argument, bound, fake, is_call, owner, readers
 from nimblec.graph.state import WRITES_STATE, StateSlot, slots
+from nimblec.graph.topological_order import topological_order
 from nimblec.graph.views import telling_strides
 from nimblec.graph.vocabulary import is_like
 
@@ -182,7 +182,7 @@ def _sort(graph: fx.Graph, pairs: list[tuple[fx.Node, fx.Node]]) -> bool:
     after: list[set[int]] = [{place[user] for user in node.users} for node in nodes]
     for before, behind in chain(pairs, _kept(nodes), ((node, nodes[-1]) for node in nodes[:-1])):
         after[place[before]].add(place[behind])
-    order = ordered(after)
+    order = topological_order(after)
     if len(order) < len(nodes):
         return False
     for first, second in pairwise(nodes[n] for n in order):

@@ -15,9 +15,9 @@ from torch import fx
 from torch._ops import OpOverload
 
 from nimblec.graph.fusible import is_fusible, is_slow_alone, is_stencil
-from nimblec.graph.order import ordered
 from nimblec.graph.rewriter import Rewriter, argument, readers
 from nimblec.graph.state import WRITES_STATE
+from nimblec.graph.topological_order import topological_order
 from nimblec.graph.views import is_view
 from nimblec.places import joined
 
@@ -216,7 +216,7 @@ def _sort(graph: fx.Graph) -> None:
     """Order the nodes so that each comes after what it reads, else as they were."""
     nodes = list(graph.nodes)
     place = {node: n for n, node in enumerate(nodes)}
-    order = ordered([[place[user] for user in node.users] for node in nodes])
+    order = topological_order([[place[user] for user in node.users] for node in nodes])
     assert len(order) == len(nodes), "regions depend on each other"
     for before, after in pairwise(nodes[n] for n in order):
         before.append(after)
