@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from nimblec.graph.rewriter import Rewriter, fake, owner
+from nimblec.graph.rewriter import Rewriter, argument, fake, owner
 
 aten = torch.ops.aten
 
@@ -39,14 +39,14 @@ def separate_outputs(module: fx.GraphModule) -> None:
 
 def output_strides(module: fx.GraphModule) -> Strides:
     """The strides of each output."""
-    return tuple(tuple(fake(node).stride()) for node in _outputs(module))
+    return tuple(tuple(fake(node).stride()) for node in outputs_of(module))
 
 
 def restore_strides(module: fx.GraphModule, strides: Strides) -> None:
     """Copy an output whose elements no longer lie in memory as ``strides`` say, contiguous or channels last."""
     rewriter = Rewriter(module)
     output = module.graph.output_node()
-    for node, wanted in zip(_outputs(module), strides, strict=True):
+    for node, wanted in zip(outputs_of(module), strides, strict=True):
         if _lies_as(node, wanted):
             continue
         for memory_format in (torch.contiguous_format, torch.channels_last):
@@ -60,9 +60,9 @@ def restore_strides(module: fx.GraphModule, strides: Strides) -> None:
     rewriter.finish()
 
 
-def _outputs(module: fx.GraphModule) -> tuple[fx.Node, ...]:
-    (outputs,) = module.graph.output_node().args
-    return tuple(outputs)  # type: ignore[arg-type]
+def outputs_of(module: fx.GraphModule) -> tuple[fx.Node, ...]:
+    """The values that a graph returns, in order."""
+    return tuple(argument(module.graph.output_node(), 0))
 
 
 def _lies_as(node: fx.Node, strides: Sequence[int]) -> bool:

@@ -2,7 +2,7 @@
 
 import copy
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,8 +70,9 @@ class Rewriter:
         last: _Inference | None = node.meta.get("inference")
         if last is None or last.read != read:
             args, kwargs = fx.map_arg((tuple(node.args), dict(node.kwargs)), lambda n: n.meta["val"])
+            infer: Any = INFERENCES.get(node.target, node.target)
             with self._mode, torch.no_grad():
-                result = INFERENCES.get(node.target, node.target)(*args, **kwargs)  # type: ignore[operator]
+                result = infer(*args, **kwargs)
             last = node.meta["inference"] = _Inference(read=read, values=(args, kwargs), result=result)
         return last.result
 
@@ -127,9 +128,27 @@ def times_read(node: fx.Node, user: fx.Node) -> int:
 
 def bound(node: fx.Node) -> dict[str, Any]:
     """All arguments of a call by the names of its schema, defaults too."""
-    arguments = node.target._schema.arguments  # type: ignore[union-attr]
+    arguments = _overload(node)._schema.arguments
     given = dict(zip((a.name for a in arguments), node.args, strict=False)) | dict(node.kwargs)
     return {a.name: given.get(a.name, a.default_value) for a in arguments}
+
+
+def argument_names(node: fx.Node) -> list[str]:
+    """The names of a call's arguments, in the order of its schema."""
+    return [described.name for described in _overload(node)._schema.arguments]
+
+
+def _overload(node: fx.Node) -> OpOverload:
+    assert isinstance(node.target, OpOverload), node.format_node()
+    return node.target
+
+
+def called(node: fx.Node, value: Callable[[fx.Node], Any]) -> Any:
+    """What a call returns for real values of its arguments; it is made now, and keeps no history."""
+    target: Any = node.target
+    args, kwargs = fx.map_arg((tuple(node.args), dict(node.kwargs)), value)
+    with torch.no_grad():
+        return target(*args, **kwargs)
 
 
 def argument(node: fx.Node, place: int) -> Any:

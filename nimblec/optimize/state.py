@@ -13,6 +13,7 @@ from torch import fx
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
+from nimblec.graph.outputs import outputs_of
 from nimblec.graph.rewriter import Rewriter, argument, bound, fake, is_call, owner, readers
 from nimblec.graph.state import WRITES_STATE, StateSlot, slots
 from nimblec.graph.topological_order import topological_order
@@ -78,8 +79,7 @@ def write_state(module: fx.GraphModule) -> None:
         copied = rewriter.call(aten.copy_.default, state, value, at=output)
         copied.meta["source"] = value.meta.get("source", "")
     left = {slot.output for slot in found.values()}
-    (values,) = output.args
-    output.args = (tuple(value for i, value in enumerate(values) if i not in left),)  # type: ignore[arg-type]
+    output.args = (tuple(value for i, value in enumerate(outputs_of(module)) if i not in left),)
     rewriter.finish()
     for slot in found.values():
         _hold(module, slot)
@@ -99,8 +99,8 @@ def _hold(module: fx.GraphModule, slot: StateSlot) -> None:
 
 def _next_value(module: fx.GraphModule, slot: StateSlot, state: dict[fx.Node, StateSlot]) -> fx.Node:
     """What the tensor becomes, without the copy that made an output of it; that of other state is made in time."""
-    value = module.graph.output_node().args[0][slot.output]  # type: ignore[index]
-    assert isinstance(value, fx.Node)
+    assert slot.output is not None
+    value = outputs_of(module)[slot.output]
     while is_call(value, aten.clone.default) and owner(argument(value, 0)) not in state:
         value = argument(value, 0)
     return value

@@ -7,7 +7,7 @@ them. Its constants are then given what the recipes make of its own.
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
@@ -20,7 +20,7 @@ from nimblec.frontend.pytorch.model import TorchModel
 from nimblec.frontend.pytorch.tensors import as_array, as_tensor
 from nimblec.graph.rewriter import constant_of
 from nimblec.graph.state import slots
-from nimblec.levels.variants import Variant
+from nimblec.levels.variants import Variant, as_it_runs
 from nimblec.refit.other_weights import perturbed
 from nimblec.refit.recipes import kept_note
 from nimblert.layouts import is_dense
@@ -130,7 +130,7 @@ class Refittable(Generic[K]):
     def as_variants(self, key: K) -> Iterator[Variant]:
         """The variants of a model, which are there already."""
         for made in self.variants[key]:
-            yield Variant(name=made.name, make=lambda model=made.model: model)  # type: ignore[misc]
+            yield replace(as_it_runs(made.model), name=made.name, is_original=False)
 
     def constants(self, models: Iterable[TorchModel]) -> Iterator[Tensor]:
         """The constants of some of the variants."""

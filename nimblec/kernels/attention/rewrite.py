@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from nimblec.graph.outputs import output_strides, restore_strides, separate_outputs
-from nimblec.graph.rewriter import Rewriter, bound, fake, is_call
+from nimblec.graph.rewriter import Rewriter, argument, bound, fake, is_call
 from nimblec.graph.simplify import simplify
 from nimblec.graph.vocabulary import ATTENTION, BY_STRIDE, DTYPES, RESHAPES
 from nimblec.kernels.attention.op import attention
@@ -137,10 +137,10 @@ def _uncopied(node: fx.Node) -> fx.Node:
     """The same values as they lay before they were copied into another order: any strides can be read."""
     best = source = node
     while is_call(source, *_COPIES):
-        argument: fx.Node = source.args[0]  # type: ignore[assignment]
-        if is_call(source, aten.expand.default) and fake(argument).shape != fake(source).shape:
+        copied = argument(source, 0)
+        if is_call(source, aten.expand.default) and fake(copied).shape != fake(source).shape:
             break
-        source = argument
+        source = copied
         if fake(source).shape == fake(node).shape:
             best = source
     return best

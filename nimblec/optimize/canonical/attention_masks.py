@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, fx
 
 from nimblec.graph.masks import hides_nothing, is_causal
-from nimblec.graph.rewriter import Rewriter, bound, fake, is_pure
+from nimblec.graph.rewriter import Rewriter, bound, called, fake, is_pure
 from nimblec.graph.vocabulary import ATTENTION
 
 aten = torch.ops.aten
@@ -60,9 +60,7 @@ def _evaluate(rewriter: Rewriter, node: fx.Node) -> Any:
     inputs = {source: _evaluate(rewriter, source) for source in node.all_input_nodes}
     if any(value is None for value in inputs.values()):
         return None
-    args, kwargs = fx.map_arg((tuple(node.args), dict(node.kwargs)), inputs.__getitem__)
-    with torch.no_grad():
-        return node.target(*args, **kwargs)  # type: ignore[operator]
+    return called(node, inputs.__getitem__)
 
 
 def _without_repeats(value: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
-from nimblec.graph.rewriter import Rewriter, constant_of, fake, is_call, is_pure
+from nimblec.graph.rewriter import Rewriter, called, constant_of, fake, is_call, is_pure
 
 aten = torch.ops.aten
 
@@ -46,19 +46,13 @@ def fold_constants(module: fx.GraphModule) -> None:
         if node.op == "get_attr":
             known[node] = constant_of(module, node)
         elif node.op == "call_function" and is_pure(node) and all(n in known for n in node.all_input_nodes):
-            result = _evaluate(node, known)
+            result = called(node, known.__getitem__)
             if _is_small(result, [known[n] for n in node.all_input_nodes]):
                 known[node] = result
     for node, value in known.items():
         if node.op == "call_function" and isinstance(value, Tensor) and any(user not in known for user in node.users):
             rewriter.replace(node, rewriter.constant(value, at=node))
     rewriter.finish()
-
-
-def _evaluate(node: fx.Node, known: dict[fx.Node, Any]) -> Any:
-    args, kwargs = fx.map_arg((tuple(node.args), dict(node.kwargs)), lambda n: known[n])
-    with torch.no_grad():
-        return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def _is_small(result: Any, inputs: list[Any]) -> bool:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from nimblec.graph.rewriter import Rewriter, argument, bound, fake, is_call, only_user
+from nimblec.graph.rewriter import Rewriter, argument, bound, called, fake, is_call, only_user
 from nimblec.graph.vocabulary import CONVOLUTION, DTYPES, is_like, is_relu, is_well_grouped
 
 aten = torch.ops.aten
@@ -121,9 +121,8 @@ def _serves(call: fx.Node, rewriter: Rewriter) -> bool:
     if fake(call).device.type != "cuda":
         return True
     example = {node: _example(rewriter, node) for node in call.all_input_nodes}
-    args = fx.map_arg(tuple(call.args), example.__getitem__)
     try:
-        call.target(*args)  # type: ignore[operator]
+        called(call, example.__getitem__)
     except RuntimeError:
         return False
     return True

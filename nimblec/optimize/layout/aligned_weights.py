@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
-from nimblec.graph.rewriter import Rewriter, bound, fake
+from nimblec.graph.rewriter import Rewriter, argument_names, bound, fake
 from nimblec.graph.vocabulary import BY_STRIDE, HALF
 
 aten = torch.ops.aten
@@ -149,7 +149,6 @@ def _as_argument(rewriter: Rewriter, node: fx.Node, weight: Tensor) -> fx.Node:
 
 def _set(node: fx.Node, **changed: fx.Node) -> None:
     """Give a call other arguments, by name."""
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-    args = [changed.get(name, value) for name, value in zip(names, node.args, strict=False)]
+    args = [changed.get(name, value) for name, value in zip(argument_names(node), node.args, strict=False)]
     kwargs = {name: changed.get(name, value) for name, value in node.kwargs.items()}
     node.args, node.kwargs = tuple(args), kwargs

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, fx
 
 from nimblec.graph.fusible import is_fusible
-from nimblec.graph.rewriter import Rewriter, bound, fake, is_call
+from nimblec.graph.rewriter import Rewriter, argument_names, bound, fake, is_call
 from nimblec.graph.views import is_view
 from nimblec.graph.vocabulary import CONVOLUTION, CONVOLUTIONS
 
@@ -72,5 +72,4 @@ def _is_valid(user: fx.Node, given: dict[str, Any], weight: Tensor) -> bool:
 
 
 def _set_bias(convolution: fx.Node, bias: fx.Node) -> None:
-    names = [argument.name for argument in convolution.target._schema.arguments]  # type: ignore[union-attr]
-    convolution.update_arg(names.index("bias"), bias)
+    convolution.update_arg(argument_names(convolution).index("bias"), bias)
