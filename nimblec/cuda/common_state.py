@@ -31,8 +31,6 @@ def refuse_folded_state(
     A rewritten module computes with what its weights and buffers were when it was rewritten, but for the
     storages ``kept`` as state; those ``as_they_run`` read the memory itself.
     """
-    from nimblec.frontend.pytorch.state import storages  # brings in torch
-
     states = {
         entry: {b.storage: b.name for b in graph.buffers if b.kind is BufferKind.STATE and b.storage}
         for entry, graph in graphs.items()
@@ -40,10 +38,17 @@ def refuse_folded_state(
     for entry, module in modules.items():
         if entry in as_they_run:
             continue
-        held = {*storages(module).values()} - states[entry].keys() - {*kept.get(entry, ())}
+        held = _storages(module) - states[entry].keys() - {*kept.get(entry, ())}
         for other, written in states.items():
             for storage in held & written.keys():
                 raise CompileError(
                     f"entry {entry!r} has {written[storage]!r}, which entry {other!r} writes, and was rewritten as if "
                     "it were constant: use -O0"
                 )
+
+
+def _storages(module: Any) -> set[int]:
+    """The storages of the parameters and buffers of a module; none of a function."""
+    if not hasattr(module, "named_buffers"):
+        return set()
+    return {tensor.untyped_storage()._cdata for tensor in (*module.parameters(), *module.buffers())}
