@@ -124,9 +124,7 @@ def nothing_won(models: dict[str, Figures]) -> dict[str, int | None]:
     found: dict[str, int | None] = {}
     for batch, model in sorted((_batch(model), model) for model in models):
         name = re.sub(r"_batch_\d+", "", model)
-        won = ratios(models[model])[1]
-        found.setdefault(name, None)
-        if found[name] is None and won is not None and won <= 1:
+        if (won := ratios(models[model])[1]) is not None and found.setdefault(name, None) is None and won <= 1:
             found[name] = batch
     return found
 
