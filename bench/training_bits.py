@@ -22,6 +22,7 @@ NETWORKS = ("efficientnet_b0", "resnet50", "mobilenet_v2", "bert", "gpt")
 """Those that take longest come first."""
 MODES = ("default", "deterministic")
 """Of bench.training_bits_peer, which is not imported here: it brings in PyTorch."""
+_DRAWN = {"plan": "the plan's, for eager too", "torch": "torch's", "none": "none"}
 _HEAD = (
     *("network", "random numbers", "equal losses", "equal state"),
     *("losses by default: plan / eager's own", "state by default: plan / eager's own", "within"),
@@ -64,14 +65,9 @@ def markdown(results: dict[str, Any]) -> str:
     lines = [row(_HEAD), "|---" * len(_HEAD) + "|"]
     for network, modes in results["models"].items():
         exact, usual = (modes.get(mode, {}) for mode in ("deterministic", "default"))
-        lines.append(row([network, _drawn({**usual, **exact}), *_equal(exact), *_near(usual)]))
+        drawn = _DRAWN.get({**usual, **exact}.get("draws", ""), "-")
+        lines.append(row([network, drawn, *_equal(exact), *_near(usual)]))
     return "\n".join([*lines, "", environment.provenance(results)])
-
-
-def _drawn(figures: Mapping[str, Any]) -> str:
-    if "draws" not in figures:
-        return "-"
-    return "Philox, eager given the plan's" if figures["draws"] else "none"
 
 
 def _equal(figures: Mapping[str, Any]) -> tuple[str, str]:

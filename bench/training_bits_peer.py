@@ -9,8 +9,9 @@ not, unequal_state the tensors that differ in the end. By default eager runs K t
 mean square of the losses' difference, or of the state's in the end as a part of the state: "own" is the largest of two
 of eager's runs, "plan" that of the plan from the nearest run.
 
-A plan draws its random numbers from Philox with seed and offset in its state: where a model draws any ("draws"), eager
-draws the same by nimblec's dispatch mode, which does nothing else.
+A plan draws its random numbers from Philox with seed and offset in its state: where it holds them, eager draws the same
+by nimblec's dispatch mode, which does nothing else, and "draws" is "plan". Else it is "torch" for a model that drops
+something out, whose numbers are those of torch's generator on both sides, or "none".
 """
 
 import argparse
@@ -66,6 +67,13 @@ def eager(network: str, steps: int, device: str, seed: int | None) -> Run:
         losses.append(loss.detach())
     state = {f"model.{name}": tensor.cpu().numpy() for name, tensor in model.state_dict().items()}
     return Run(losses=torch.stack(losses).cpu().numpy(), state=state)
+
+
+def drawn(network: str, seed: int | None) -> str:
+    """Who draws the random numbers of a network: "plan", "torch" or "none"."""
+    model, _ = training_bits.parts(network)
+    drops = any(getattr(module, "p", 0) for module in model.modules())  # of torch.nn's and torchvision's alike
+    return "plan" if seed is not None else "torch" if drops else "none"
 
 
 def planned(path: Path, network: str, steps: int) -> Run:
@@ -141,7 +149,7 @@ def figures(network: str, mode: str, options: argparse.Namespace, folder: Path) 
         "steps": options.steps,
         "fp32": options.fp32,
         "notes": made.notes,
-        "draws": seed is not None,
+        "draws": drawn(network, seed),
         "losses": plan.losses.tolist(),
         "eager_losses": [run.losses.tolist() for run in runs],
         "prepare_s": compiled - begin,

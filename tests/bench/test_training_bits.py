@@ -11,7 +11,7 @@ import torch
 
 from bench import training_bits
 from bench.models import training_bits as models
-from bench.training_bits_peer import MODES, Run, bits, distances, eager, figures
+from bench.training_bits_peer import MODES, Run, bits, distances, drawn, eager, figures
 
 STEPS = 3
 
@@ -69,7 +69,7 @@ def test_a_plan_of_the_cpu_target_takes_eagers_steps(mode: str, tmp_path: Path) 
     finally:
         torch.use_deterministic_algorithms(mode=False)
         torch.backends.cudnn.deterministic = was
-    assert found["draws"]
+    assert found["draws"] == "plan"
     assert len(found["losses"]) == STEPS
     assert found["losses"] == pytest.approx(found["eager_losses"][0], rel=1e-5)
     if mode == "default":
@@ -79,17 +79,22 @@ def test_a_plan_of_the_cpu_target_takes_eagers_steps(mode: str, tmp_path: Path) 
         assert 0 <= found["equal_losses"] <= STEPS
 
 
+def test_who_draws_is_told_by_the_plan_and_the_model() -> None:
+    assert [drawn("small", seed) for seed in (0, None)] == ["plan", "torch"]
+    assert drawn("gpt", None) == "none"
+
+
 RESULTS: dict[str, Any] = {
     "environment": {"gpu": "none", "cpu": "x", "commit": "abc"},
     "models": {
         "gpt": {
-            "deterministic": {"draws": False, "steps": 9, "equal_losses": 9, "unequal_state": []},
+            "deterministic": {"draws": "none", "steps": 9, "equal_losses": 9, "unequal_state": []},
             "default": {
-                "draws": False,
+                "draws": "none",
                 "distances": {"losses": {"plan": 1e-3, "own": 2e-3}, "state": {"plan": 0.5, "own": 0.25}},
             },
         },
-        "bert": {"deterministic": {"draws": True, "steps": 9, "equal_losses": 8, "unequal_state": ["a", "b"]}},
+        "bert": {"deterministic": {"draws": "plan", "steps": 9, "equal_losses": 8, "unequal_state": ["a", "b"]}},
         "resnet50": {"default": {"failed": "no memory"}},
     },
 }
@@ -99,7 +104,7 @@ def test_the_table() -> None:
     _, _, *lines, _, below = training_bits.markdown(RESULTS).splitlines()
     assert [[cell.strip() for cell in line.strip("|").split("|")] for line in lines] == [
         ["gpt", "none", "9 of 9", "all", "1.0e-03 / 2.0e-03", "5.0e-01 / 2.5e-01", "**no**"],
-        ["bert", "Philox, eager given the plan's", "8 of 9", "all but 2", "-", "-", "-"],
+        ["bert", "the plan's, for eager too", "8 of 9", "all but 2", "-", "-", "-"],
         ["resnet50", "-", "-", "-", "-", "-", "-"],
     ]
     assert below.startswith("Commit abc")
