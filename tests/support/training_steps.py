@@ -103,6 +103,31 @@ class Networks(nn.Module):
         return torch.stack([network(image) for network in self.networks], -1)
 
 
+class Deep(nn.Module):
+    """Layers whose gradients need what they gave, and no scratch memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList(torch.linspace(0.5, 1.5, 256) + n / 8 for n in range(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The same shape."""
+        for scale in self.scales:
+            x = torch.tanh(x * scale)
+        return x
+
+
+def deep_batch() -> tuple[Tensor, Tensor]:
+    """Numbers, and what shall become of them."""
+    return torch.linspace(-1, 1, 128 * 256).reshape(128, 256), torch.linspace(1, -1, 128 * 256).reshape(128, 256)
+
+
+def deep() -> Entries:
+    """By SGD."""
+    model = Deep()
+    return nimblec.training_step(model, nn.functional.mse_loss, OPTIMIZERS["sgd"](model), deep_batch())
+
+
 def all_losses(scores: Tensor, labels: Tensor) -> Tensor:
     """The sum of the networks' losses."""
     return nn.functional.cross_entropy(scores, labels[:, None].expand(-1, COUNT), reduction="none").mean(0).sum()

@@ -1,29 +1,29 @@
 """A training step in less memory: activations are computed again, and nothing else changes."""
 
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 import numpy as np
-import torch
-from torch import nn
+import pytest
+import training_steps
 
 import nimblec
 import nimblert
-from nimblert.plan import Plan, Program
+from nimblec.compiler import compile_model
+from nimblec.options import Options
+from nimblert.plan import Launch, Plan, Program
 
-BATCH = torch.linspace(-1, 1, 64 * 32).reshape(64, 32).cos(), torch.arange(64) % 10
+if TYPE_CHECKING:
+    from gpu_compile import GpuCompiler
 
-
-def step() -> object:
-    torch.manual_seed(0)
-    layers = [layer for _ in range(6) for layer in (nn.Linear(32, 32), nn.Tanh())]
-    model = nn.Sequential(*layers, nn.Linear(32, 10))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    return nimblec.training_step(model, nn.functional.cross_entropy, optimizer, BATCH)
+pytest_plugins = ("gpu_compile",)
 
 
 def trained(plan: Plan) -> dict[str, np.ndarray]:
     """The losses of five steps, and the state after them."""
     with nimblert.load(plan, poison=True) as executable:
-        images, labels = (tensor.numpy() for tensor in BATCH)
-        losses = [np.asarray(executable(images, labels, entry="train")) for _ in range(5)]
+        batch = [tensor.numpy() for tensor in training_steps.deep_batch()]
+        losses = [np.asarray(executable(*batch, entry="train")) for _ in range(5)]
         return {"losses": np.stack(losses), **{name: np.array(value) for name, value in executable.state.items()}}
 
 
@@ -31,16 +31,29 @@ def train_program(plan: Plan) -> Program:
     return next(program for program in plan.programs if program.entry == "train")
 
 
-def test_two_thirds_of_the_memory_gives_the_same_bits() -> None:
-    plain = nimblec.compile(step(), target="cpu")
-    before = train_program(plain)
-    limit = before.arena_nbytes * 2 // 3
-    small = nimblec.compile(step(), target="cpu", memory_limit=limit)
-    after = train_program(small)
+def check(plain: Plan, small: Plan, limit: int) -> None:
+    before, after = train_program(plain), train_program(small)
     assert after.arena_nbytes <= limit
-    assert len(before.commands) < len(after.commands) < 1.5 * len(before.commands)
+    launches = [sum(isinstance(command, Launch) for command in program.commands) for program in (before, after)]
+    assert launches[0] < launches[1] < 1.5 * launches[0]
     assert after.schedule is not None
     assert after.schedule.policy.startswith("recompute-")
     expected, found = trained(plain), trained(small)
+    assert len({loss.tobytes() for loss in expected["losses"]}) == len(expected["losses"])
     assert expected.keys() == found.keys()
     assert [name for name, value in expected.items() if not np.array_equal(value, found[name])] == []
+
+
+def test_two_thirds_of_the_memory_gives_the_same_bits() -> None:
+    plain = nimblec.compile(training_steps.deep(), target="cpu", streams="1")
+    limit = train_program(plain).arena_nbytes * 2 // 3
+    check(plain, nimblec.compile(training_steps.deep(), target="cpu", memory_limit=limit), limit)
+
+
+@pytest.mark.gpu
+def test_it_does_on_a_gpu(gpu_compiler: "GpuCompiler", tmp_path: Path) -> None:
+    plain = gpu_compiler.plan("training_steps:deep", streams="1")
+    limit = train_program(plain).arena_nbytes * 2 // 3
+    options, output = Options(target="cuda", level=0, memory_limit=limit), tmp_path / "small.plan"
+    small = compile_model("training_steps:deep", options=options, output=output, observer=lambda *_: None).plan
+    check(plain, small, limit)
