@@ -24,7 +24,19 @@ def decompositions(*, exported: bool) -> dict[Any, Callable[..., Any]]:
         aten.convolution_backward.default: convolution_backward,
         aten.max_pool2d_with_indices_backward.default: max_pool_backward,
         aten.avg_pool2d_backward.default: avg_pool_backward,
+        aten.addcdiv_.default: add_quotient,
+        aten.addcmul_.default: add_product,
     }
+
+
+def add_quotient(into: Tensor, dividend: Tensor, divisor: Tensor, *, value: Any = 1) -> Tensor:
+    """What an optimizer does, by a factor that torch.onnx takes for no number: a rate that is read from a tensor."""
+    return into.add_(dividend * value / divisor)
+
+
+def add_product(into: Tensor, left: Tensor, right: Tensor, *, value: Any = 1) -> Tensor:
+    """As `add_quotient`."""
+    return into.add_(left * value * right)
 
 
 def _is_of_training(op: Any) -> bool:
