@@ -9,9 +9,11 @@ import numpy as np
 from onnx import ModelProto, ValueInfoProto
 
 from nimblec.cpu import optimizer
+from nimblec.cpu.kernels import symbol
 from nimblec.errors import CompileError
 from nimblec.frontend.onnx import model_nodes
 from nimblert.onnx_session import onnxruntime, runtime_errors
+from nimblert.onnx_threads import STEPPED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +46,7 @@ def read_nodes(model: ModelProto) -> tuple[Node, ...]:
 
 
 def run_reference(model: ModelProto, folder: Path, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-    """The outputs that `InferenceSession(model)` of default options computes.
+    """The outputs that `InferenceSession(model)` of default options computes, on one thread where that matters.
 
     ``folder`` is where the model's external data are. Raises CompileError where it fails.
     """
@@ -69,6 +71,8 @@ def _run(model: ModelProto, folder: Path, inputs: Mapping[str, np.ndarray]) -> l
     ort = onnxruntime()
     options = ort.SessionOptions()
     options.log_severity_level = 4  # failures come as exceptions
+    if _steps_by_computed_weights(model):
+        options.intra_op_num_threads = 1
     optimizer.read_external_data_from(folder, options)
     try:
         session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
@@ -76,6 +80,20 @@ def _run(model: ModelProto, folder: Path, inputs: Mapping[str, np.ndarray]) -> l
     except runtime_errors() as exc:
         raise refused_inputs(exc) from exc
     return results
+
+
+def _steps_by_computed_weights(model: ModelProto) -> bool:
+    """Whether the weights of a recurrent layer are no constants, as those of a training step are none.
+
+    Several threads then divide them, and sum in another order than the one thread that runs the layer in a plan.
+    """
+    computed = {value.name for value in model.graph.input} - {tensor.name for tensor in model.graph.initializer}
+    for node in model.graph.node:
+        if symbol(node) in STEPPED and not computed.isdisjoint(node.input[1:3]):
+            return True
+        if not computed.isdisjoint(model_nodes.read_names(node)):
+            computed.update(node.output)
+    return False
 
 
 def refused_inputs(reason: Exception) -> CompileError:

@@ -19,7 +19,7 @@ Threads: TypeAlias = int | Sequence[int]
 _LARGE_NBYTES = 128 << 10
 """A kernel that touches less than this runs on its stream's thread alone: waking others takes longer."""
 
-_STEPPED = frozenset({"RNN", "GRU", "LSTM", "com.microsoft.DynamicQuantizeLSTM"})
+STEPPED = frozenset({"RNN", "GRU", "LSTM", "com.microsoft.DynamicQuantizeLSTM"})
 """So do these: they would wake the others at every step of time (a GRU of 64 steps: 0.9 ms alone, 32 with two)."""
 
 _BUDGET = 256
@@ -82,7 +82,7 @@ def pool_of_one(kernel: Kernel, sessions: int) -> Pool:
 def _is_large(kernel: Kernel) -> bool:
     """Whether several threads are worth their waking."""
     touched_nbytes = sum(prod(p.shape) * ITEM_NBYTES[p.dtype] for p in kernel.parameters)
-    return touched_nbytes >= _LARGE_NBYTES and kernel.symbol not in _STEPPED
+    return touched_nbytes >= _LARGE_NBYTES and kernel.symbol not in STEPPED
 
 
 def cores() -> int:

@@ -151,6 +151,38 @@ def test_a_plan_trains_as_pytorch_does_and_pytorch_goes_on(trained: Executable) 
     assert_trains_as(by_plan(trained), other, other_optimizer, clip_norm=0.5)
 
 
+class Recurrent(nn.Module):
+    """An LSTM, and layers whose tensors are small and of one shape: what is computed of them lies where others lay."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.steps = nn.LSTM(8, 4, batch_first=True)
+        self.rest = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Linear(4, 10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scores by the first two rows of each image."""
+        return self.rest(self.steps(x[:, 0, :2])[0][:, -1])
+
+
+def test_a_recurrent_network_trains_by_a_rate_that_is_a_factor(tmp_path: Path) -> None:
+    """RMSprop without momentum reads its rate as a number where others multiply by it."""
+
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.RMSprop(model.parameters(), 1e-3, eps=1e-3)
+
+    model = Recurrent()
+    step = nimblec.training_step(model, loss, make(model), batch(0))
+    nimblec.compile(step, target="cpu", streams=1, plan_cache=None).save(tmp_path / "m.plan")
+    with nimblert.load(tmp_path / "m.plan") as exe:
+        model = Recurrent()
+        assert_trains_as(by_plan(exe), model, make(model))
+        exe.state["optimizer.lr"] = np.float32(0)
+        before = exe.state["model.rest.2.bias"].copy()
+        exe(*(tensor.numpy() for tensor in batch(0)), entry="train")
+        assert np.array_equal(exe.state["model.rest.2.bias"], before)
+
+
 def test_the_sample_trains_without_pytorch(plan: Path) -> None:
     pytest.importorskip("sklearn")
     done = python(SAMPLE, plan, 3)

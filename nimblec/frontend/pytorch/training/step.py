@@ -52,8 +52,8 @@ def trace(
 ) -> Step:
     """The step as a graph for the device that the state is on.
 
-    ``exported``: its gradients, and fused attention, are written in operators that exporters know; else they are the
-    framework's own.
+    ``exported``: its gradients, fused attention and recurrent layers are written in operators that exporters know;
+    else they are the framework's own.
     Raises TraceError where the code cannot be one, UnsupportedModelError for random numbers that a kernel draws.
     """
     count, draws = len(state.tensors()), False
@@ -70,8 +70,8 @@ def trace(
 
     flat = (*state.tensors(), *inputs, *targets)
     table = decompositions(exported=exported)
-    attention = sdpa_kernel(SDPBackend.MATH) if exported else nullcontext()
-    with user_code("training_step: the step cannot be traced"), attention, preserve_node_meta():
+    plainly = _plain_operators() if exported else nullcontext()
+    with user_code("training_step: the step cannot be traced"), plainly, preserve_node_meta():
         traced = make_fx(step, decomposition_table=table, tracing_mode="fake")(*flat)
     for node in reversed(traced.graph.nodes):
         if str(node.target).startswith("profiler."):  # of Optimizer.step
@@ -80,6 +80,18 @@ def trace(
     traced.recompile()
     name_updates(traced.graph, state)
     return Step(graph=traced, draws=draws)
+
+
+@contextmanager
+def _plain_operators() -> Iterator[None]:
+    """Have fused attention and recurrent layers compute with operators that exporters know."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)  # alone: torch.backends.mkldnn.flags sets others, too, of which one warns
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
 
 
 def take_step(
