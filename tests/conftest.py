@@ -45,7 +45,17 @@ def _available_nbytes() -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
 
 
-def pytest_configure() -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """For those who ask whether what saves time here hides something."""
+    parser.addoption(
+        "--as-users",
+        action="store_true",
+        help="leave threads, code for vectors, torch's tables and the checks of new plans as users have them, which "
+        "takes about half as long again",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
     """Set up the process, and what it starts.
 
     Ctrl-C interrupts, as it does at a terminal: a shell starts what it runs in the background without.
@@ -53,6 +63,8 @@ def pytest_configure() -> None:
     what is tested is which calls it is given, and vector code takes twice as long to compile.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if config.getoption("--as-users"):
+        return
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
@@ -102,8 +114,10 @@ def _lasting_objects() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _warm() -> None:
+def _warm(request: pytest.FixtureRequest) -> None:
     """What every compilation begins with is done once: by the tests after the first that brings these modules in."""
+    if request.config.getoption("--as-users"):
+        return
     if "torch.export" in sys.modules:
         import torch_tables
 
