@@ -342,3 +342,19 @@ def test_nothing_is_said_of_a_mode_that_an_exported_program_does_not_have(caplog
     program = torch.export.export(nn.Linear(2, 2).eval(), (torch.ones(1, 2),))
     nimblec.compile(program, target="cpu", plan_cache=None)
     assert not [record for record in caplog.records if "training mode" in record.getMessage()]
+
+
+class Careful(nn.Module):
+    """Divides by no zero, and is off by little, which onnxscript takes for nothing at all."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x, where it is not zero, a little off."""
+        return x * x / (x.abs() + 1e-10) * (1 + 2**-20) - 2**-30
+
+
+@pytest.mark.parametrize("batch", [None, torch.export.Dim("batch", min=1, max=8)], ids=["fixed", "dynamic"])
+def test_small_numbers_are_not_left_out(batch: Any) -> None:
+    x = torch.tensor([[0.0, 1.0], [2**-30, -1.0]])
+    options: dict[str, Any] = {} if batch is None else {"dynamic_shapes": ({0: batch},), "dims": {"batch": (2,)}}
+    with executable.load(nimblec.compile(Careful(), (x,), target="cpu", **options)) as model:
+        np.testing.assert_allclose(model(x.numpy()), Careful()(x).numpy(), rtol=1e-7)

@@ -15,6 +15,7 @@ from nimblec.frontend.pytorch.borrowed import borrowed
 from nimblec.frontend.pytorch.export_errors import exporting
 from nimblec.frontend.pytorch.model import ModelCall, TorchModel, as_module, place_call, state_written
 from nimblec.frontend.pytorch.objects import refuse_script
+from nimblec.frontend.pytorch.onnx_identities import exact_identities
 from nimblec.frontend.pytorch.onnx_sources import keep_sources
 from nimblec.frontend.pytorch.onnx_translations import TRANSLATIONS
 from nimblec.frontend.pytorch.onnx_weights import kept_weights, optimize_around_weights
@@ -170,7 +171,7 @@ def _onnx_program(
     refittable: bool,
     translations: dict[Any, Any] | None = None,
 ) -> torch.onnx.ONNXProgram:
-    with exporting(name, "torch.onnx.export"):
+    with exporting(name, "torch.onnx.export"), exact_identities():
         program = torch.onnx.export(
             module,
             args,
