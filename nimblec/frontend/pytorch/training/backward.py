@@ -29,14 +29,14 @@ def decompositions(*, exported: bool) -> dict[Any, Callable[..., Any]]:
     }
 
 
-def add_quotient(into: Tensor, dividend: Tensor, divisor: Tensor, *, value: Any = 1) -> Tensor:
+def add_quotient(into: Tensor, dividend: Tensor, divisor: Tensor, *, value: Any = 1) -> Any:
     """What an optimizer does, by a factor that torch.onnx takes for no number: a rate that is read from a tensor."""
-    return into.add_(dividend * value / divisor)
+    return NotImplemented if isinstance(value, int | float) else into.add_(dividend * value / divisor)
 
 
-def add_product(into: Tensor, left: Tensor, right: Tensor, *, value: Any = 1) -> Tensor:
+def add_product(into: Tensor, left: Tensor, right: Tensor, *, value: Any = 1) -> Any:
     """As `add_quotient`."""
-    return into.add_(left * value * right)
+    return NotImplemented if isinstance(value, int | float) else into.add_(left * value * right)
 
 
 def _is_of_training(op: Any) -> bool:
