@@ -16,8 +16,8 @@ from nimblec.optimize import optimize
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own, of nested tensors and of windows
 
-NOT_INFERRED = ("resizes", "pixels")
-"""torch without CUDA refuses to infer what grid_sample and unfold return there."""
+NOT_INFERRED = ("resizes", "pixels", *["transformer"] * torch.__version__.startswith("2.11."))
+"""torch without CUDA refuses to infer what grid_sample and unfold return there; 2.11 errs about attention."""
 
 
 def _tensors(result: object) -> list[Tensor]:

@@ -118,6 +118,7 @@ def test_calls_of_the_update_are_of_the_layer_whose_parameters_they_write(how: d
         assert norm.meta["custom"]["nimblec.source"] == UPDATE  # of all layers
 
 
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")  # torch 2.11
 def test_an_exported_step_keeps_its_sources_in_its_file(tmp_path: Path) -> None:
     """As a module given to nimblec.compile takes it to the capture process."""
     module, inputs = step()
