@@ -19,6 +19,7 @@ import numpy as np
 import onnx
 from onnx import ModelProto, TensorProto
 
+from nimblec.cpu.canonical import canonicalize
 from nimblec.cpu.constants import dense_of, read_arrays
 from nimblec.errors import CompileError, UnsupportedModelError
 from nimblert.onnx_session import NO_PACKED_COPIES, onnxruntime, runtime_errors, session_options
@@ -53,6 +54,7 @@ def optimize(model: ModelProto, folder: Path, scratch_folder: Path | None = None
         dense = [dense_of(sparse) for sparse in optimized.graph.sparse_initializer]
         optimized.graph.initializer.extend(dense)
         del optimized.graph.sparse_initializer[:]
+        canonicalize(optimized.graph, model.graph)
         return OptimizedModel(proto=optimized, arrays=read_arrays(optimized, Path(scratch)))
 
 

@@ -174,7 +174,7 @@ def test_a_value_that_decides_is_named_with_its_place() -> None:
             return self.picker(x, row)
 
     is_exported = not torch.__version__.startswith("2.11.")  # that one refuses; later it shows when the calls are run
-    found = "aten.item.default in picker: " if is_exported else r"Model: line \d+ of .*test_aten_graph.py lets the value "
+    found = "aten.item.default in picker: " if is_exported else r"Model: line \d+ of .* lets the value "
     with pytest.raises(TraceError, match=rf"^{found}.*$"):
         trace(Model(), (torch.randn(3), torch.tensor(1)))
 

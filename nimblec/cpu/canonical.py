@@ -1,0 +1,122 @@
+"""One order and one set of names for a model that ONNX Runtime has optimised.
+
+Its passes keep nodes in tables by address: from one process to the next the nodes that it adds come in another
+order, with names that count in that order.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from heapq import heapify, heappop, heappush
+
+from onnx import GraphProto, NodeProto
+
+from nimblec.frontend.onnx.model_nodes import read_names, subgraphs
+
+_COUNTED = re.compile(r"(.+)_token_\d+")
+"""What ONNX Runtime makes of a name that is taken; the first of several has no number."""
+
+
+def canonicalize(graph: GraphProto, original: GraphProto) -> None:
+    """Sort the nodes of a graph, and number anew the names that ONNX Runtime has numbered.
+
+    Each node stands where the ``original`` has what it is needed for first, as far as it can.
+    """
+    nodes = _sorted(graph, original)
+    names = _numbered(graph, nodes)
+    del graph.node[:]
+    graph.node.extend(nodes)
+    for value in (*graph.initializer, *graph.value_info):
+        value.name = names.get(value.name, value.name)
+    for node in graph.node:
+        node.name = names.get(node.name, node.name)
+        node.output[:] = [names.get(name, name) for name in node.output]
+        _rename_reads(node, names)
+
+
+def _rename_reads(node: NodeProto, names: Mapping[str, str]) -> None:
+    node.input[:] = [names.get(name, name) for name in node.input]
+    for graph in subgraphs(node):
+        for inner in graph.node:
+            _rename_reads(inner, names)
+
+
+def _sorted(graph: GraphProto, original: GraphProto) -> list[NodeProto]:
+    """The nodes, each after those that make what it reads."""
+    nodes = list(graph.node)
+    makers = {name: index for index, node in enumerate(nodes) for name in node.output if name}
+    before = [sorted({makers[name] for name in read_names(node) if name in makers}) for node in nodes]
+    after: defaultdict[int, list[int]] = defaultdict(list)
+    for index, sources in enumerate(before):
+        for source in sources:
+            after[source].append(index)
+    known = {name: place for place, node in enumerate(original.node) for name in node.output}
+
+    @cache
+    def place(index: int) -> int:
+        own = [known[name] for name in nodes[index].output if name in known]
+        return min(own or map(place, after[index]), default=len(known))
+
+    needed = list(_depth_first(graph, makers))
+    found = dict.fromkeys(range(len(nodes)), len(nodes)) | {index: number for number, index in enumerate(needed)}
+    for index in reversed(needed):  # those that need others first: no deep recursion
+        place(index)
+    waiting = [len(sources) for sources in before]
+    ready = [(place(index), found[index], index) for index, count in enumerate(waiting) if not count]
+    heapify(ready)
+    made = []
+    while ready:
+        index = heappop(ready)[2]
+        made.append(nodes[index])
+        for follower in after[index]:
+            waiting[follower] -= 1
+            if not waiting[follower]:
+                heappush(ready, (place(follower), found[follower], follower))
+    return made
+
+
+def _depth_first(graph: GraphProto, makers: Mapping[str, int]) -> Iterator[int]:
+    """The nodes in an order that the graph alone determines: those that the outputs need, each after its sources."""
+    done: set[int] = set()
+    names = [value.name for value in graph.output]
+    read = {name for node in graph.node for name in read_names(node)}
+    names += sorted(name for node in graph.node for name in node.output if name not in read)
+    for name in names:
+        waiting = [(makers[name], False)] if name in makers else []
+        while waiting:
+            index, is_ready = waiting.pop()
+            if index in done:
+                continue
+            if is_ready:
+                done.add(index)
+                yield index
+                continue
+            sources = (makers[read] for read in reversed(read_names(graph.node[index])) if read in makers)
+            waiting += [(index, True), *((source, False) for source in sources if source not in done)]
+
+
+def _numbered(graph: GraphProto, nodes: Sequence[NodeProto]) -> dict[str, str]:
+    """New names for those that are numbered, by old names, in the order in which the nodes use them."""
+    fixed = {value.name for value in (*graph.input, *graph.output)}
+    fixed |= {value.name for node in nodes for inner in subgraphs(node) for value in inner.output}
+    used = dict.fromkeys(name for node in nodes for name in (node.name, *read_names(node), *node.output) if name)
+    beginnings = {match[1] for name in used if (match := _COUNTED.fullmatch(name))}
+    counted = [name for name in used if name not in fixed and _beginning(name) in beginnings]
+    taken = fixed | (used.keys() - set(counted))
+    numbers: defaultdict[str, int] = defaultdict(int)
+    names = {}
+    for name in counted:
+        beginning = _beginning(name)
+        new = beginning
+        while new in taken:
+            new = f"{beginning}_token_{numbers[beginning]}"
+            numbers[beginning] += 1
+        taken.add(new)
+        names[name] = new
+    return names
+
+
+def _beginning(name: str) -> str:
+    match = _COUNTED.fullmatch(name)
+    return match[1] if match else name
