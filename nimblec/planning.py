@@ -102,8 +102,7 @@ def choose_schedule(
             [_try(p, graph, s) for p, s in _schedules(graph, dag, "auto", timer.max_streams)], memory_limit
         )
         if not fitting:
-            graph, fitting = _recomputing(graph, captured, memory_limit, timer.max_streams)
-            dag = dependencies(graph)
+            graph, dag, fitting = _recomputing(graph, captured, memory_limit, timer.max_streams)
     if len(fitting) > 1:
         fitting = [replace(t, duration_ns=timer.duration(_timed(graph, t, provenance))) for t in fitting]
     chosen = _choose(fitting)
@@ -117,15 +116,15 @@ def choose_schedule(
     return Part(graph=graph, schedule=chosen.schedule, memory=chosen.memory, record=record)
 
 
-def _recomputing(graph: Graph, captured: _Tried, memory_limit: int, most: int) -> tuple[Graph, list[_Tried]]:
-    """The graph with tasks that run again, and its schedules that fit into so many bytes. Raises CompileError."""
+def _recomputing(graph: Graph, captured: _Tried, memory_limit: int, most: int) -> tuple[Graph, Dag, list[_Tried]]:
+    """The graph with tasks that run again, their order, and schedules that fit into so many bytes; or CompileError."""
     least, goal = captured.memory.arena_nbytes, memory_limit
     for _ in range(_MOST_GOALS):
         smaller = recomputed(graph, goal)
         dag = dependencies(smaller)
         tried = [_try(f"recompute-{p}", smaller, s) for p, s in _schedules(smaller, dag, "auto", most)]
         if fitting := _fitting(tried, memory_limit):
-            return smaller, fitting
+            return smaller, dag, fitting
         found = min(t.memory.arena_nbytes for t in tried)
         least, goal = min(least, found), int(goal * memory_limit / found * _CLOSER)  # the arena has holes
     raise CompileError(

@@ -8,11 +8,11 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from heapq import heapify, heappop, heappush
 
 from onnx import GraphProto, NodeProto
 
 from nimblec.frontend.onnx.model_nodes import read_names, subgraphs
+from nimblec.graph.topological_order import topological_order
 
 _COUNTED = re.compile(r"(.+)_token_\d+")
 """What ONNX Runtime makes of a name that is taken; the first of several has no number."""
@@ -46,11 +46,11 @@ def _sorted(graph: GraphProto, original: GraphProto) -> list[NodeProto]:
     """The nodes, each after those that make what it reads."""
     nodes = list(graph.node)
     makers = {name: index for index, node in enumerate(nodes) for name in node.output if name}
-    before = [sorted({makers[name] for name in read_names(node) if name in makers}) for node in nodes]
-    after: defaultdict[int, list[int]] = defaultdict(list)
-    for index, sources in enumerate(before):
-        for source in sources:
-            after[source].append(index)
+    after: list[set[int]] = [set() for _ in nodes]
+    for index, node in enumerate(nodes):
+        for name in read_names(node):
+            if name in makers:
+                after[makers[name]].add(index)
     known = {name: place for place, node in enumerate(original.node) for name in node.output}
 
     @cache
@@ -62,18 +62,9 @@ def _sorted(graph: GraphProto, original: GraphProto) -> list[NodeProto]:
     found = dict.fromkeys(range(len(nodes)), len(nodes)) | {index: number for number, index in enumerate(needed)}
     for index in reversed(needed):  # those that need others first: no deep recursion
         place(index)
-    waiting = [len(sources) for sources in before]
-    ready = [(place(index), found[index], index) for index, count in enumerate(waiting) if not count]
-    heapify(ready)
-    made = []
-    while ready:
-        index = heappop(ready)[2]
-        made.append(nodes[index])
-        for follower in after[index]:
-            waiting[follower] -= 1
-            if not waiting[follower]:
-                heappush(ready, (place(follower), found[follower], follower))
-    return made
+    order = sorted(range(len(nodes)), key=lambda index: (place(index), found[index], index))
+    rank = {index: number for number, index in enumerate(order)}
+    return [nodes[order[number]] for number in topological_order([[rank[n] for n in after[index]] for index in order])]
 
 
 def _depth_first(graph: GraphProto, makers: Mapping[str, int]) -> Iterator[int]:

@@ -4,9 +4,11 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
-from nimblec.ir import Access, Buffer, BufferKind, CopyWork, FillWork, Graph, KernelWork, Task, Work
+from nimblec.ir import Access, Buffer, BufferKind, Graph, Task
 from nimblec.schedule.dag import Dag, ancestors, descendants
+from nimblec.schedule.renaming import renamed
 
 
 def dependencies(graph: Graph) -> Dag:
@@ -102,41 +104,20 @@ def rename_workspaces(graph: Graph) -> Graph:
     next, so sharing it would order ops that are independent.
     """
     buffers = list(graph.buffers)
-    renamed: dict[tuple[int, int], int] = {}
+    names: dict[tuple[int, int], int] = {}
     owned: set[int] = set()
 
     def name(op: int, buffer: int) -> int:
         if graph.buffers[buffer].kind is not BufferKind.WORKSPACE:
             return buffer
-        if (op, buffer) not in renamed:
-            renamed[op, buffer] = len(buffers) if buffer in owned else buffer
+        if (op, buffer) not in names:
+            names[op, buffer] = len(buffers) if buffer in owned else buffer
             if buffer in owned:
                 buffers.append(graph.buffers[buffer])
             owned.add(buffer)
-        return renamed[op, buffer]
+        return names[op, buffer]
 
-    def move(op: int, access: Access) -> Access:
-        return replace(access, buffer=name(op, access.buffer))
-
-    def move_work(op: int, work: Work) -> Work:
-        match work:
-            case KernelWork():
-                references = tuple(replace(r, buffer=name(op, r.buffer)) for r in work.references)
-                return replace(work, references=references)
-            case CopyWork():
-                return replace(work, dst=move(op, work.dst), src=move(op, work.src))
-            case FillWork():
-                return replace(work, dst=move(op, work.dst))
-
-    tasks = tuple(
-        replace(
-            task,
-            work=move_work(task.op, task.work),
-            reads=tuple(move(task.op, access) for access in task.reads),
-            writes=tuple(move(task.op, access) for access in task.writes),
-        )
-        for task in graph.tasks
-    )
+    tasks = tuple(renamed(task, partial(name, task.op)) for task in graph.tasks)
     return replace(graph, buffers=tuple(buffers), tasks=tasks)
 
 

@@ -5,15 +5,16 @@ greedily by the bytes and the time that they are kept over what computing them a
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TypeAlias
 
 import numpy as np
 
-from nimblec.ir import Access, BufferKind, CopyWork, FillWork, Graph, KernelWork, Task, Work
+from nimblec.ir import BufferKind, Graph, Task
 from nimblec.schedule.lifetimes import ARENA_KINDS, task_buffers
+from nimblec.schedule.renaming import renamed
 
 _MOST_TASKS = 16
 """Of those that are run again for one buffer."""
@@ -174,20 +175,20 @@ class _Analysis:
 def _inserted(graph: Graph, again: _Again) -> Graph:
     """The graph in which a buffer is made again."""
     buffers = list(graph.buffers)
-    renamed: dict[int, int] = {}
+    made: dict[int, int] = {}
     for index in again.run:
         task = graph.tasks[index]
         scratch = (b for b in sorted(task_buffers(task)) if graph.buffers[b].kind is BufferKind.WORKSPACE)
         for buffer in (*(access.buffer for access in task.writes), *scratch):
-            if buffer not in renamed:
-                renamed[buffer] = len(buffers)
+            if buffer not in made:
+                made[buffer] = len(buffers)
                 buffers.append(graph.buffers[buffer])
     clones = [
-        _renamed(graph.tasks[index], {b: n for b, n in renamed.items() if (index, b) not in again.there}, None)
+        _on_others(graph.tasks[index], {b: n for b, n in made.items() if (index, b) not in again.there}, None)
         for index in again.run
     ]
-    only = {again.buffer: renamed[again.buffer]}
-    later = [_renamed(task, only, _moved(task, again.at, len(clones))) for task in graph.tasks[again.at :]]
+    only = {again.buffer: made[again.buffer]}
+    later = [_on_others(task, only, _moved(task, again.at, len(clones))) for task in graph.tasks[again.at :]]
     return replace(graph, buffers=tuple(buffers), tasks=(*graph.tasks[: again.at], *clones, *later))
 
 
@@ -197,30 +198,8 @@ def _moved(task: Task, at: int, count: int) -> int | None:
     return before if before is None or before < at else before + count
 
 
-def _renamed(task: Task, names: Mapping[int, int], programmatic_after: int | None) -> Task:
+def _on_others(task: Task, names: Mapping[int, int], programmatic_after: int | None) -> Task:
     """A task on other buffers."""
     if task.programmatic_after == programmatic_after and task_buffers(task).isdisjoint(names):
         return task
-    return replace(
-        task,
-        work=_renamed_work(task.work, names),
-        reads=_renamed_accesses(task.reads, names),
-        writes=_renamed_accesses(task.writes, names),
-        programmatic_after=programmatic_after,
-    )
-
-
-def _renamed_accesses(accesses: Sequence[Access], names: Mapping[int, int]) -> tuple[Access, ...]:
-    return tuple(replace(access, buffer=names.get(access.buffer, access.buffer)) for access in accesses)
-
-
-def _renamed_work(work: Work, names: Mapping[int, int]) -> Work:
-    match work:
-        case KernelWork():
-            references = (replace(r, buffer=names.get(r.buffer, r.buffer)) for r in work.references)
-            return replace(work, references=tuple(references))
-        case CopyWork():
-            (dst,), (src,) = _renamed_accesses([work.dst], names), _renamed_accesses([work.src], names)
-            return replace(work, dst=dst, src=src)
-        case FillWork():
-            return replace(work, dst=_renamed_accesses([work.dst], names)[0])
+    return replace(renamed(task, lambda buffer: names.get(buffer, buffer)), programmatic_after=programmatic_after)

@@ -165,13 +165,18 @@ def _overlap(tensor: Tensor, array: Array, other: Tensor, other_start: int) -> b
     return start < other_start + other.span_nbytes and other_start < start + tensor.span_nbytes
 
 
+def fills_memory(program: Program, tensor: Tensor) -> bool:
+    """Whether the memory of an input or output that lies in a region of its own holds the tensor and nothing more."""
+    sizes = program.input_nbytes if tensor.pointer.region is Region.INPUT else program.output_nbytes
+    return not tensor.pointer.offset and sizes[tensor.pointer.index] <= tensor.span_nbytes
+
+
 def _check_layout(program: Program, tensor: Tensor, array: Array) -> None:
     """Raise InputError where kernels cannot use the array in place of the program's own memory."""
     where = f"bind {tensor.name!r}"
-    sizes = program.input_nbytes if tensor.pointer.region is Region.INPUT else program.output_nbytes
     if tensor.pointer.region not in {Region.INPUT, Region.OUTPUT}:
         raise InputError(f"{where}: it lies in {tensor.pointer.region.name}, which other tensors share")
-    if tensor.pointer.offset or sizes[tensor.pointer.index] > tensor.span_nbytes:
+    if not fills_memory(program, tensor):
         raise InputError(f"{where}: the plan keeps more in its memory than the tensor")
     strides = array.strides if isinstance(array, DeviceArray) else tuple(s // array.itemsize for s in array.strides)
     different = [axis for axis, size in enumerate(tensor.shape) if size > 1 and strides[axis] != tensor.strides[axis]]

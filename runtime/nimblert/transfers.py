@@ -263,15 +263,16 @@ class Outlet:
 
     def download(self, lent: Sequence[Lent | None], stream: Handle) -> None:
         """Enqueue the copy of each output to memory of `lend_host`."""
-        for to, source, nbytes in zip(lent, self._addresses, self._nbytes, strict=True):
-            if to is not None:
-                call("cuMemcpyDtoHAsync", to.address, source, nbytes, stream)
+        self._enqueue("cuMemcpyDtoHAsync", lent, stream)
 
     def copy(self, lent: Sequence[Lent | None], stream: Handle) -> None:
         """Enqueue the copy of each output to memory of `lend_device`."""
+        self._enqueue("cuMemcpyDtoDAsync", lent, stream)
+
+    def _enqueue(self, api: str, lent: Sequence[Lent | None], stream: Handle) -> None:
         for to, source, nbytes in zip(lent, self._addresses, self._nbytes, strict=True):
             if to is not None:
-                call("cuMemcpyDtoDAsync", to.address, source, nbytes, stream)
+                call(api, to.address, source, nbytes, stream)
 
     def downloads(self, lent: Sequence[Lent | None]) -> list[Step]:
         """What `download` does as nodes of a graph."""

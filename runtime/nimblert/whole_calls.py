@@ -9,7 +9,7 @@ from typing import TypeAlias
 import numpy as np
 
 from nimblert import graph, pieces
-from nimblert.binding import VECTOR_NBYTES
+from nimblert.binding import VECTOR_NBYTES, fills_memory
 from nimblert.call_graphs import Arrival, CallGraph, CallGraphs, Recipe
 from nimblert.driver import Context, Handle
 from nimblert.memory import DeviceMemory
@@ -117,15 +117,12 @@ def _movable(program: Program) -> tuple[list[bool], list[bool]]:
     written = {(access.pointer.region, access.pointer.index) for command in work for access in pieces.writes(command)}
     users = Counter((t.pointer.region, t.pointer.index) for t in (*program.inputs, *program.outputs))
 
-    def stands_alone(tensor: Tensor, region: Region, sizes: Sequence[int]) -> bool:
+    def stands_alone(tensor: Tensor, region: Region) -> bool:
         place = tensor.pointer
-        if place.region is not region or place.offset or users[region, place.index] > 1:
-            return False
-        return 0 < sizes[place.index] <= tensor.span_nbytes
+        return place.region is region and users[region, place.index] == 1 and fills_memory(program, tensor)
 
     inputs = [
-        stands_alone(tensor, Region.INPUT, program.input_nbytes)
-        and (Region.INPUT, tensor.pointer.index) not in written
+        stands_alone(tensor, Region.INPUT) and (Region.INPUT, tensor.pointer.index) not in written
         for tensor in program.inputs
     ]
-    return inputs, [stands_alone(tensor, Region.OUTPUT, program.output_nbytes) for tensor in program.outputs]
+    return inputs, [stands_alone(tensor, Region.OUTPUT) for tensor in program.outputs]

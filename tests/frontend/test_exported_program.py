@@ -123,7 +123,7 @@ def evil_constant(_: bytes) -> bytes:
 HOSTILE: dict[str, tuple[str, Callable[[Path], Change], str]] = {
     "sample inputs": ("sample_inputs/model.pt", lambda trace: lambda _: pickled(trace), "pickle of more than tensors"),
     "expression": ("model.json", evil_expression, "expected an expression of integers and symbols"),
-    "call": ("model.json", evil_call, "not a file that torch.export.save of torch"),
+    "call": ("model.json", evil_call, "is not an allowed operator type"),
     "weight": ("model_weights_config.json", lambda _: evil_weight, "pickle of more than tensors"),
     "constant": ("model_constants_config.json", lambda _: evil_constant, "holds a pickled object"),
 }
@@ -139,10 +139,11 @@ def test_a_hostile_file_is_refused_before_it_runs(
     path = changed(exported, tmp_path / "evil.pt2", ending, change(trace), extra)
     sentence = nimblec.refused("compile", path, "-o", tmp_path / "m.plan", "--target", "cpu", "-q")
     assert sentence.startswith(f"{path}: ")
-    assert words in sentence
+    is_first = torch.__version__.startswith("2.11.")
+    assert ("not a file that torch.export.save of torch" if is_first and kind == "call" else words) in sentence
     assert not trace.exists()
-    refuses = {"call", *["constant"] * torch.__version__.startswith("2.11.")}
-    if kind not in refuses:  # the control: torch runs it, whatever it says of it afterwards
+    if kind != "call" and not (is_first and kind == "constant"):
+        # The control: torch runs it, whatever it says of it afterwards.
         with suppress(Exception):
             torch.export.load(path)
         assert trace.exists()
