@@ -26,13 +26,8 @@ _HEAD = ("model", "mode", *_CLOCKS, "launches / ours", "equal tokens", "logits, 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("models", nargs="*", metavar="MODEL")
+    made = running.table_parser(__doc__, "MODEL", limit_s=480)
     made.add_argument("--modes", default=",".join(MODES), metavar="MODE,...")
-    made.add_argument("--limit", type=float, default=480, help="seconds that a process may take")
-    made.add_argument("--output", type=Path, help="where the figures are")
-    made.add_argument("--markdown", action="store_true")
-    running.add_options(made)
     return made
 
 
@@ -98,9 +93,7 @@ def _counted(counts: dict[str, int] | None) -> str:
 def main(arguments: list[str]) -> None:
     """Measure, or show what was measured."""
     options = parser().parse_args(arguments)
-    if not options.markdown:
-        running.measure([table(options)], options)
-    running.show(options, results_path(options), markdown)
+    running.measure_or_show(table(options), options, markdown)
 
 
 if __name__ == "__main__":

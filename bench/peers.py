@@ -52,19 +52,14 @@ BATCH_SIZES = (4, 16, 64)  # beside 1
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("models", nargs="*", metavar="MODEL")
+    made = running.table_parser(__doc__, "MODEL", limit_s=300)
     made.add_argument("--precision", choices=("keep", "fp32"), default="keep")
     made.add_argument("--batches", action="store_true")
     made.add_argument("--modes", help=f"of torch, among {','.join(TORCH_MODES)}")
     made.add_argument("--tune", choices=("some", "all", "none"), default="some", help="for which models torch tunes")
     made.add_argument("--levels", default="2", help="of nimblec, as 0,1,2")
-    made.add_argument("--limit", type=float, default=300, help="seconds that a process may take")
     made.add_argument("--tuning-limit", type=float, default=480, help="the same where torch tunes")
-    made.add_argument("--output", type=Path, help="where the figures are")
-    made.add_argument("--markdown", action="store_true")
     made.add_argument("--plot", type=Path, metavar="FILE.svg")
-    running.add_options(made)
     return made
 
 
@@ -111,15 +106,12 @@ def table(options: argparse.Namespace) -> Table:
 def main(arguments: list[str]) -> None:
     """Measure, or show what was measured."""
     options = parser().parse_args(arguments)
-    path = results_path(options)
     if options.plot:
         from bench import peers_plot
 
-        peers_plot.draw(environment.read(path), options.plot, batches=options.batches)
+        peers_plot.draw(environment.read(results_path(options)), options.plot, batches=options.batches)
         return
-    if not options.markdown:
-        running.measure([table(options)], options)
-    running.show(options, path, peers_table.markdown)
+    running.measure_or_show(table(options), options, peers_table.markdown)
 
 
 if __name__ == "__main__":

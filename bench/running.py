@@ -27,6 +27,17 @@ class Table:
     jobs: tuple[tuple[Job, ...], ...]
 
 
+def table_parser(description: str | None, models: str, limit_s: float) -> argparse.ArgumentParser:
+    """The command line of a program for one table, of ``models`` if they are given; what it adds is its own."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("models", nargs="*", metavar=models)
+    made.add_argument("--limit", type=float, default=limit_s, help="seconds that a process may take")
+    made.add_argument("--output", type=Path, help="where the figures are")
+    made.add_argument("--markdown", action="store_true")
+    add_options(made)
+    return made
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     """How to measure."""
     parser.add_argument("--jobs", type=int, default=8, help="processes of a GPU that get ready side by side")
@@ -126,6 +137,13 @@ def summary(table: Table) -> str:
 def short(spec: str) -> str:
     """A model's name without what all have."""
     return spec.removeprefix("bench.models.")
+
+
+def measure_or_show(table: Table, options: argparse.Namespace, printed: Callable[[Any], str]) -> None:
+    """Measure a table if more than its print is asked for, and print it."""
+    if not options.markdown:
+        measure([table], options)
+    show(options, table.path, printed)
 
 
 def show(options: argparse.Namespace, path: Path, printed: Callable[[Any], str]) -> None:

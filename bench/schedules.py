@@ -42,13 +42,8 @@ _HEAD = (
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("models", nargs="*", metavar="MODEL")
+    made = running.table_parser(__doc__, "MODEL", limit_s=300)
     made.add_argument("--level", type=int, default=0)
-    made.add_argument("--limit", type=float, default=300, help="seconds that a process may take")
-    made.add_argument("--output", type=Path, help="where the figures are")
-    made.add_argument("--markdown", action="store_true")
-    running.add_options(made)
     return made
 
 
@@ -123,9 +118,7 @@ def markdown(results: dict[str, Any]) -> str:
 def main(arguments: list[str]) -> None:
     """Measure, or show what was measured."""
     options = parser().parse_args(arguments)
-    if not options.markdown:
-        running.measure([table(options)], options)
-    running.show(options, results_path(options), markdown)
+    running.measure_or_show(table(options), options, markdown)
 
 
 if __name__ == "__main__":

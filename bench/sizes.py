@@ -37,15 +37,10 @@ _HEAD = (
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("models", nargs="*", metavar="MODEL[=SIZES]")
+    made = running.table_parser(__doc__, "MODEL[=SIZES]", limit_s=540)
     made.add_argument("--level", type=int, default=2)
     made.add_argument("--cpu", action="store_true", help="the CPU target, to try it where there is no GPU")
     made.add_argument("--workers", type=int, default=8, help="compilations of a process side by side")
-    made.add_argument("--limit", type=float, default=540, help="seconds that a process may take")
-    made.add_argument("--output", type=Path, help="where the figures are")
-    made.add_argument("--markdown", action="store_true")
-    running.add_options(made)
     return made
 
 
@@ -128,9 +123,7 @@ def _together(name: str, figures: Mapping[str, Any]) -> str:
 def main(arguments: list[str]) -> None:
     """Measure, or show what was measured."""
     options = parser().parse_args(arguments)
-    if not options.markdown:
-        running.measure([table(options)], options)
-    running.show(options, results_path(options), markdown)
+    running.measure_or_show(table(options), options, markdown)
 
 
 if __name__ == "__main__":

@@ -31,14 +31,9 @@ _HEAD = (
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("networks", nargs="*", metavar="NETWORK")
+    made = running.table_parser(__doc__, "NETWORK", limit_s=570)
     made.add_argument("--steps", type=int, default=1000)
     made.add_argument("--fp32", action="store_true", help="without TF32")
-    made.add_argument("--limit", type=float, default=570, help="seconds that a process may take")
-    made.add_argument("--output", type=Path, help="where the figures are")
-    made.add_argument("--markdown", action="store_true")
-    running.add_options(made)
     return made
 
 
@@ -56,7 +51,7 @@ def table(options: argparse.Namespace) -> Table:
         command = (sys.executable, "-m", "bench.training_bits_peer", mode, network, *given)
         return Job(table=str(path), model=network, mode=mode, command=command, limit_s=options.limit)
 
-    networks = options.networks or NETWORKS
+    networks = options.models or NETWORKS
     return Table(path=path, jobs=tuple(tuple(job(network, mode) for mode in MODES) for network in networks))
 
 
@@ -88,9 +83,7 @@ def _near(figures: Mapping[str, Any]) -> tuple[str, str, str]:
 def main(arguments: list[str]) -> None:
     """Compare, or show what was compared."""
     options = parser().parse_args(arguments)
-    if not options.markdown:
-        running.measure([table(options)], options)
-    running.show(options, results_path(options), markdown)
+    running.measure_or_show(table(options), options, markdown)
 
 
 if __name__ == "__main__":
