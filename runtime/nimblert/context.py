@@ -438,8 +438,9 @@ class Context:
                 self._working.close()
 
     def hold(self, timeout_s: float) -> None:
-        """Let the run of another thread end, and no other begin any more."""
+        """Let the run of another thread end, and no other begin any more: who calls from now on waits."""
         if os.getpid() == self._turn.process:
+            self._turns = True
             self._turn.lock.acquire(timeout=timeout_s)
 
     def holdings(self) -> tuple[object, ...]:

@@ -12,6 +12,7 @@ import numpy as np
 import onnxruntime
 import pytest
 from exported_models import FAMILIES, export
+from gpu_compile import at_once
 
 from nimblec.compiler import compile_model
 from nimblec.options import Options
@@ -23,7 +24,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
 
-_WORKERS = 8
 _LEVELS = (0, 1)
 _TOLERANCE = 1e-3  # of the largest magnitude: other kernels, another order of sums
 
@@ -40,7 +40,7 @@ class _Family:
 def families(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, _Family]]:
     """Every family, exported one after another and compiled several at a time."""
     folder = tmp_path_factory.mktemp("families")
-    with ThreadPoolExecutor(_WORKERS) as pool:
+    with ThreadPoolExecutor(at_once()) as pool:
         made = {}
         for name in FAMILIES:
             file = folder / f"{name}.onnx"

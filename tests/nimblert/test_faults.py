@@ -5,7 +5,7 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 
@@ -140,6 +140,20 @@ next(half_done)
 time.sleep(0.2)
 print("end")
 """
+
+
+def test_who_calls_what_is_held_at_the_end_waits(path: Path) -> None:
+    with nimblert.load(path) as model, model.context() as context:
+        x = golden.draw_inputs(model.program, 0)
+        expected = context.run(x)
+        context.hold(1)
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(context.run, x)
+            done, _ = wait([waiting], timeout=0.2)
+            context._turn.lock.release()  # as no end of an interpreter does
+            for name, array in waiting.result(timeout=60).items():
+                np.testing.assert_array_equal(array, expected[name])
+        assert not done
 
 
 def test_a_process_ends_in_order_with_live_contexts_and_running_threads(path: Path) -> None:

@@ -4,6 +4,7 @@ A compilation mostly waits for a new process to import torch. So a test file say
 it is going to ask for, and the processes run at the same time.
 """
 
+import os
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -13,7 +14,13 @@ import pytest
 
 from nimblert.plan import Plan
 
-_WORKERS = 6
+_MOST_AT_ONCE = 8
+
+
+def at_once() -> int:
+    """How many compilations a process of the tests may have at work: its share of the cores."""
+    share = len(os.sched_getaffinity(0)) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    return max(1, min(share, _MOST_AT_ONCE))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +94,6 @@ def gpu_context() -> Iterator[None]:
 def gpu_compiler(gpu_context: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GpuCompiler]:
     """Compiles models for the GPU."""
     del gpu_context
-    pool = ThreadPoolExecutor(_WORKERS)
+    pool = ThreadPoolExecutor(at_once())
     yield GpuCompiler(tmp_path_factory.mktemp("gpu"), pool)
     pool.shutdown(cancel_futures=True)
