@@ -81,6 +81,9 @@ class Selector:
 
     def _record(self, variant: "Variant") -> Recorded:
         """Record a variant, and schedule it."""
+        from nimblec.levels.torch_compile import forget_kernels
+
+        forget_kernels()
         with nullcontext() if variant.is_original else self._reports.stage("optimize"):
             model = variant.make()
         if not variant.is_original:

@@ -1,5 +1,6 @@
 """A model through torch.compile: fewer kernels, fused by Inductor."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -18,3 +19,14 @@ _OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {
 def compiled(model: TorchModel) -> TorchModel:
     """The model as torch.compile runs it."""
     return replace(model, module=torch.compile(model.module, fullgraph=True, dynamic=False, options=_OPTIONS))
+
+
+def forget_kernels() -> None:
+    """Have what Inductor compiles from now on get kernels of its own.
+
+    In the first seconds of a process it compiles them there, and keeps one object for equal sources. To compile for
+    it again, say for another profile, has that object choose its tiling anew: a model that was recorded before would
+    run other code from then on than its recording holds.
+    """
+    if codecache := sys.modules.get("torch._inductor.codecache"):
+        codecache.PyCodeCache.cache_clear()

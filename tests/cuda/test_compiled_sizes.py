@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import restless_times
 import torch
 from sized_models import UNLIKE_ROWS, unlike_rows
 from sized_modules import TOKENS, encoder, images
@@ -86,6 +87,15 @@ def test_an_encoder_of_any_length(on_device: bool) -> None:
             for output, expected in zip(executable(*given), module(tokens, mask), strict=True):
                 found = torch.from_dlpack(output).cpu() if on_device else torch.from_numpy(output)
                 torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-3)
+
+
+def test_programs_keep_their_kernels_while_others_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row of 32 tokens and four of 8 have kernels of one source."""
+    restless_times.begin(monkeypatch)
+    module, inputs, shapes = encoder()
+    dims = {"batch": (1, 4), "length": (8, 32)}
+    plan = nimblec.compile(module, inputs, target="cuda", level=1, dynamic_shapes=shapes, dims=dims)
+    assert len(plan.programs) == 4
 
 
 @pytest.mark.parametrize("what", UNLIKE_ROWS)

@@ -22,7 +22,6 @@ REFUSALS = {
     "dropout": r"",
     "raising": r"this model only ever fails",
     "lazy_counter": r"two runs on equal inputs differ in output 'output'",
-    "batch_norm_in_training": r"aten\.cudnn_batch_norm\.default in norm: .*host memory",
     "killed": r"was killed by SIGKILL in the stage 'warm up'",
 }
 """Each model, and what its refusal says."""

@@ -22,6 +22,7 @@ pytestmark = [
 ]
 
 DECODING, STATISTICS = "stateful_models:one_token", "stateful_models:statistics"
+NORMALISING = "stateful_models:normalising"
 LEVELS = (0, 1, 2)
 STEPS = 200
 
@@ -29,7 +30,7 @@ STEPS = 200
 @pytest.fixture(scope="module", autouse=True)
 def _compiling(gpu_compiler: "GpuCompiler") -> None:
     for level in LEVELS:
-        gpu_compiler.start(DECODING, STATISTICS, level=level)
+        gpu_compiler.start(DECODING, STATISTICS, NORMALISING, level=level)
 
 
 def touched(plan: Plan) -> list[tuple[str, Access]]:
@@ -88,6 +89,19 @@ def test_state_is_read_written_and_reset_by_name(gpu_compiler: "GpuCompiler", le
         executable.reset()
         for found, wanted in zip(executable(x), first, strict=True):
             np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_batch_norm_in_training_keeps_its_statistics(gpu_compiler: "GpuCompiler", level: int) -> None:
+    """CuDNN's reports overflows through memory of the host, of which a plan has none."""
+    module, x = stateful_models.normalising()
+    module.cuda()
+    with nimblert.load(gpu_compiler.plan(NORMALISING, level=level), poison=True) as executable, torch.no_grad():
+        for factor in (1, 2, 3):
+            found, expected = executable(factor * x.numpy()), module(factor * x.cuda())
+            torch.testing.assert_close(torch.from_numpy(found), expected.cpu(), rtol=1e-5, atol=1e-5)
+        for name, kept in module.named_buffers():
+            torch.testing.assert_close(torch.from_numpy(executable.state[name]), kept.cpu(), rtol=1e-5, atol=1e-5)
 
 
 def test_state_comes_from_the_gpu_and_each_context_has_its_own(gpu_compiler: "GpuCompiler") -> None:

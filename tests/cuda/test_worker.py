@@ -167,6 +167,16 @@ def test_each_entry_is_recorded_beside_the_others(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.usefixtures("lean")
+def test_models_with_kernels_of_one_source_have_their_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from torch._inductor.codecache import PyCodeCache
+
+    kernels: list[object] = []
+    monkeypatch.setattr(Recorder, "warm_up", lambda _: kernels.append(PyCodeCache.load("kernel = object()").kernel))
+    assert compiled(monkeypatch, tmp_path, "first", "second")[1] == 0
+    assert len(set(kernels)) == 2
+
+
+@pytest.mark.usefixtures("lean")
 def test_a_rewritten_model_is_held_against_the_original(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     told, status = compiled(monkeypatch, tmp_path, "main", level=1)
     assert (told[-1]["note"][:41], status) == ("output 'y' differs from -O0 by at most 0.", 0)

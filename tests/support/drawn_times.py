@@ -41,12 +41,12 @@ class DrawnTimes(TimingCache):
         return 1 + int(key[:4], 16)
 
 
-def begin(patched: "pytest.MonkeyPatch") -> None:
-    """Let compilations for a GPU start this process."""
+def begin(patched: "pytest.MonkeyPatch", process: str = "drawn_times") -> None:
+    """Let compilations for a GPU start this process, or another module of this folder."""
     paths = str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")
     patched.setenv("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")  # they hold tilings that were measured
     patched.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
-    patched.setattr(compiling, "module_command", lambda _, *arguments: module_command("drawn_times", *arguments))
+    patched.setattr(compiling, "module_command", lambda _, *arguments: module_command(process, *arguments))
 
 
 def _most_kernels(

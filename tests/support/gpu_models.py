@@ -124,13 +124,6 @@ def secluded() -> Built:
     return Secluded().eval(), (torch.randn(2, 4, 8, 8),)
 
 
-def batch_norm_in_training() -> Built:
-    """CuDNN's batch norm of training reports overflows through memory of the host."""
-    model = nn.Sequential()
-    model.add_module("norm", nn.BatchNorm2d(4))
-    return model.train(), (torch.randn(2, 4, 8, 8),)
-
-
 class Aliases(nn.Module):
     """Works in place on its input, and returns memory that is not only its own."""
 

@@ -170,5 +170,11 @@ def statistics() -> tuple[torch.nn.Module, torch.Tensor]:
     return Statistics().eval(), torch.ones(4)
 
 
+def normalising() -> tuple[torch.nn.Module, torch.Tensor]:
+    """By the statistics of two images, of which it keeps a running mean."""
+    torch.manual_seed(0)
+    return torch.nn.BatchNorm2d(4), torch.randn(2, 4, 8, 8)
+
+
 CACHES = [f"attention.{i}.{name}" for i in range(2) for name in ("keys", "values")]
 """The state of a `Decoder`."""

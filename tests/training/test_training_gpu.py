@@ -150,7 +150,8 @@ def test_a_step_is_shown_by_layer_and_phase(gpu_compiler: "GpuCompiler", name: s
     for number in (0, 1, 3, 4, 6, 7, 12):  # those with parameters
         wanted = {"forward", "backward"} if level == 0 else {"forward", "backward", "update"}
         assert phases[f"model.{number}"] == wanted, number
-    assert phases["loss"] == {"forward", "backward"}
+    assert phases["loss"] >= {"forward", "backward"}  # a fused kernel of it may update a layer, too
     if level == 0:
+        assert phases["loss"] == {"forward", "backward"}
         assert phases[""] == {"update"}
         assert all(len(layers) == len(some) == 1 for layers, some in shares)
