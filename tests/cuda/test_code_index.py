@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from nimblec.cuda.cubin.cut import cut
 from nimblec.cuda.cubin.elf import UnfamiliarCubinError
 from nimblec.cuda.recording import modules
 from nimblec.cuda.recording.cupti import CodeRecorder
@@ -19,8 +20,20 @@ DIGEST, TWIN_DIGEST = sha256(IMAGE).digest(), sha256(TWIN).digest()
 SYMBOL = min(entry_symbols(IMAGE))
 
 
+@pytest.fixture(autouse=True)
+def loaded(monkeypatch: pytest.MonkeyPatch) -> dict[int, bytes]:
+    """The images of modules, by handle."""
+    images: dict[int, bytes] = {}
+    monkeypatch.setattr(modules, "kernels_of", lambda handle: entry_symbols(images[handle]) if handle in images else ())
+    return images
+
+
 def _function(symbol: str, *, module: int = 0, library: int = 0) -> Function:
     return Function(symbol=symbol, parameters=(), module=module, library=library)
+
+
+def refuse(_image: bytes, _symbols: list[str]) -> bytes:
+    raise UnfamiliarCubinError("cubin: section 3 is of type 99; keep it as captured")
 
 
 def _index(*images: bytes, **handles: dict[int, bytes]) -> CodeIndex:
@@ -39,6 +52,29 @@ def test_a_handle_tells_images_of_equal_names_apart() -> None:
         index.digest(_function(SYMBOL))
 
 
+def test_the_other_kernels_of_its_module_tell_images_apart(loaded: dict[int, bytes]) -> None:
+    pair = cut(TWIN, sorted(entry_symbols(TWIN))[:2])
+    index = _index(IMAGE, pair)
+    loaded |= {1: IMAGE, 2: pair}
+    assert index.digest(_function(SYMBOL, module=1)) == DIGEST
+    assert index.digest(_function(SYMBOL, module=2)) == sha256(pair).digest()
+    with pytest.raises(UnsupportedModelError, match="2 loaded modules hold a kernel of this name"):
+        index.digest(_function(SYMBOL, module=3))
+
+
+def test_images_with_the_same_code_serve_alike() -> None:
+    pair = cut(IMAGE, sorted(entry_symbols(IMAGE))[:2])
+    assert _index(pair, IMAGE).digest(_function(SYMBOL)) == sha256(pair).digest()
+    assert _index(IMAGE, pair).digest(_function(SYMBOL)) == DIGEST
+
+
+def test_code_that_cannot_be_compared_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = cut(IMAGE, sorted(entry_symbols(IMAGE))[:2])
+    monkeypatch.setattr(modules, "cut", refuse)
+    with pytest.raises(UnsupportedModelError, match="2 loaded modules hold a kernel of this name"):
+        _index(pair, IMAGE).digest(_function(SYMBOL))
+
+
 def test_a_kernel_that_nobody_loaded_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="0 loaded modules"):
         _index(OTHER).digest(_function(SYMBOL))
@@ -53,9 +89,6 @@ def test_code_is_cut_down_to_the_kernels_needed() -> None:
 
 
 def test_code_that_is_not_understood_stays_whole_and_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_image: bytes, _symbols: list[str]) -> bytes:
-        raise UnfamiliarCubinError("cubin: section 3 is of type 99; keep it as captured")
-
     monkeypatch.setattr(modules, "cut", refuse)
     index = _index(IMAGE)
     assert index.shrunk(DIGEST, [SYMBOL]) == IMAGE

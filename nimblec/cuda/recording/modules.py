@@ -7,7 +7,7 @@ from functools import cached_property
 from nimblec.cuda.cubin.cut import cut
 from nimblec.cuda.cubin.elf import UnfamiliarCubinError
 from nimblec.cuda.recording.cupti import CodeRecorder
-from nimblec.cuda.recording.nodes import Function
+from nimblec.cuda.recording.nodes import Function, kernels_of
 from nimblec.errors import UnsupportedModelError
 from nimblert.cubin import entry_symbols
 
@@ -51,7 +51,8 @@ class CodeIndex:
 
         A module or library handle tells it where a callback showed the pair: cuDNN's and Triton's
         kernels repeat names with different code. The fat binaries of the frameworks are found by
-        name. Raises UnsupportedModelError where nothing or more than one image matches.
+        name; where several have it, by the names of their other kernels, or because the code is the same.
+        Raises UnsupportedModelError where nothing matches, or images with different code do.
         """
         known = self._recorder.of_library.get(function.library) or self._recorder.of_module.get(
             function.module
@@ -59,11 +60,23 @@ class CodeIndex:
         if known:
             return known
         matches = self._by_symbol.get(function.symbol, [])
+        if len(matches) > 1:
+            matches = self._told_apart(function, matches)
         if len(matches) != 1:
             raise UnsupportedModelError(
                 f"kernel {function.symbol}: {len(matches)} loaded modules hold a kernel of this name, expected one"
             )
         return matches[0]
+
+    def _told_apart(self, function: Function, matches: list[bytes]) -> list[bytes]:
+        """Those of the images that may hold ``function``, each with other code of it."""
+        names = kernels_of(function.module)
+        images = {digest: self._recorder.images[digest] for digest in matches}
+        likely = [d for d in matches if entry_symbols(memoryview(images[d])) == names] or matches
+        found: dict[bytes, bytes] = {}
+        for digest in likely:
+            found.setdefault(_code(images[digest], function.symbol), digest)
+        return list(found.values())
 
     def shrunk(self, digest: bytes, symbols: list[str]) -> bytes:
         """The cubin with this digest, cut down to the kernels ``symbols``.
@@ -78,6 +91,14 @@ class CodeIndex:
         except UnfamiliarCubinError as exc:
             self.kept_whole.append(f"{len(image)} bytes of code of {symbols[0]} could not be cut down: {exc}")
             return image
+
+
+def _code(image: bytes, symbol: str) -> bytes:
+    """The code of one kernel: a cubin with that alone, or as it is where that cannot be made."""
+    try:
+        return cut(image, [symbol])
+    except UnfamiliarCubinError:
+        return image
 
 
 def origin(symbols: list[str]) -> str:

@@ -150,6 +150,14 @@ def _describe(func: int, kern: int) -> Function:
     )
 
 
+def kernels_of(module: int) -> frozenset[str]:
+    """The mangled names of the kernels of a CUmodule of this process."""
+    handle = bindings().CUmodule(module)
+    count = call("cuModuleGetFunctionCount", handle)
+    functions = call("cuModuleEnumerateFunctions", count, handle)
+    return frozenset(call("cuFuncGetName", function).decode() for function in functions)
+
+
 def _read_layout(function: Handle) -> tuple[Parameter, ...]:
     parameters = []
     for index in range(_MAX_PARAMETERS):
