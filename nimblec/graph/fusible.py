@@ -21,7 +21,8 @@ _NAMES = frozenset({
     "mean", "sum", "prod", "amax", "amin", "max", "min", "argmax", "argmin", "any", "all", "var", "var_mean",
     "_softmax", "_log_softmax", "linalg_vector_norm", "logsumexp",
     # normalisations
-    "native_layer_norm", "native_group_norm", "_native_batch_norm_legit_no_training", "_fused_rms_norm", "rms_norm",
+    "native_layer_norm", "native_group_norm", "_native_batch_norm_legit_no_training",
+    "_native_batch_norm_legit_functional", "_fused_rms_norm", "rms_norm",
     # copies and gathers
     "cat", "stack", "clone", "constant_pad_nd", "embedding", "gather", "index", "index_select", "roll", "flip",
     "repeat", "reshape", "slice_scatter", "select_scatter", "upsample_nearest2d", "upsample_nearest1d",
@@ -37,8 +38,8 @@ _ONE_LAUNCH = _POOLS | {"mean", "sum", "amax", "amin", "var", "var_mean"}
 """Calls that ATen computes by one kernel, a few microseconds slower than a generated one."""
 
 _SLOW_ALONE = _STENCILS | _ONE_LAUNCH | {
-    "upsample_nearest2d", "upsample_nearest1d", "native_group_norm", "roll", "flip", "constant_pad_nd",
-    "reflection_pad2d", "replication_pad2d", "slice_scatter", "select_scatter",
+    "upsample_nearest2d", "upsample_nearest1d", "native_group_norm", "_native_batch_norm_legit_functional", "roll",
+    "flip", "constant_pad_nd", "reflection_pad2d", "replication_pad2d", "slice_scatter", "select_scatter",
 }
 """Calls that ATen computes by slow kernels or by several; others it computes alone as well as generated code."""
 

@@ -5,6 +5,7 @@ tensor (a new key of a cache) becomes a write of these rows, if whoever reads wh
 pointwise call writes over what it reads; any other value is copied there at the end.
 """
 
+from collections import defaultdict
 from collections.abc import Collection, Iterator
 from itertools import chain, pairwise
 
@@ -13,6 +14,7 @@ from torch import fx
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
+from nimblec import places
 from nimblec.graph.outputs import outputs_of
 from nimblec.graph.rewriter import Rewriter, argument, bound, fake, is_call, owner, readers
 from nimblec.graph.state import WRITES_STATE, StateSlot, slots
@@ -54,11 +56,11 @@ def mark_writes(module: fx.GraphModule) -> None:
 
 
 def _drop_copy(reader: fx.Node, state: Collection[fx.Node]) -> None:
-    """Let a call read what `aten.copy` has made like the rows that it replaces, unless that is state as well."""
+    """Let a call read what `aten.copy` has made like the rows that it replaces, unless that is other state."""
     for copied in reader.all_input_nodes:
         if is_call(copied, aten.copy.default):
             source = argument(copied, 1)
-            if is_like(copied, source) and owner(source) not in state:
+            if is_like(copied, source) and (owner(source) not in state or source is argument(copied, 0)):
                 reader.replace_input_with(copied, source)
 
 
@@ -80,9 +82,25 @@ def write_state(module: fx.GraphModule) -> None:
         copied.meta["source"] = value.meta.get("source", "")
     left = {slot.output for slot in found.values()}
     output.args = (tuple(value for i, value in enumerate(outputs_of(module)) if i not in left),)
+    _join_counters(rewriter, found)
     rewriter.finish()
     for slot in found.values():
         _hold(module, slot)
+
+
+def _join_counters(rewriter: Rewriter, state: Collection[fx.Node]) -> None:
+    """Let one call count on all that is counted by the same number: each batch norm has a counter of its batches."""
+    counted: defaultdict[tuple[torch.dtype, int], list[fx.Node]] = defaultdict(list)
+    for node in rewriter.calls(aten.add_.Tensor):
+        counter, number = argument(node, 0), argument(node, 1)
+        if counter in state and type(number) is int and not node.users and not node.kwargs:
+            counted[fake(counter).dtype, number].append(node)
+    for (_, number), nodes in counted.items():
+        if len(nodes) > 1:
+            joined = rewriter.call(aten._foreach_add_.Scalar, [argument(n, 0) for n in nodes], number, at=nodes[-1])
+            joined.meta["source"] = places.joined(node.meta.get("source", "") for node in nodes)
+            for node in nodes:
+                rewriter.graph.erase_node(node)
 
 
 def _hold(module: fx.GraphModule, slot: StateSlot) -> None:

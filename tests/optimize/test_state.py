@@ -1,16 +1,22 @@
 """State is written in place by the last passes: rows alone where rows change, and never what is still to be read."""
 
 import copy
+import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import stateful_models
 import torch
+import training_steps
 from rewriting import counts
 from torch import Tensor, fx, nn
 
+import nimblec
 from nimblec.frontend.pytorch.flat import flattened
 from nimblec.frontend.pytorch.model import TorchModel, place
+from nimblec.frontend.pytorch.training import entries
+from nimblec.frontend.pytorch.training.step import trace
 from nimblec.graph.state import slots
 from nimblec.levels.o0 import CAST
 from nimblec.levels.o1 import FUSED_REGIONS
@@ -72,7 +78,62 @@ def test_what_is_read_after_it_was_overwritten_is_copied() -> None:
 
 
 def test_batch_norm_in_training_mode() -> None:
-    check(stateful_models.Normalised(affine=True), drawn(5, 3, 4))
+    graph = check(stateful_models.Normalised(affine=True), drawn(5, 3, 4))
+    assert not {"copy_", "_native_batch_norm_legit_functional"} & counts(graph).keys()
+
+
+class Shuffled(nn.Module):
+    """Four vectors that are read and written, in an order that is drawn, by generated kernels and by products."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        draw = random.Random(seed)  # noqa: S311 - for a test
+        for name in NAMES:
+            self.register_buffer(name, torch.tensor([draw.uniform(-1, 1) for _ in range(4)]))
+        self.weight = torch.eye(4)[[1, 2, 3, 0]]
+        kinds = ["replace", "add", "swap", "product", "sum", "rows", "keep"]
+        self.steps = [(draw.choice(kinds), draw.sample(NAMES, 2)) for _ in range(draw.randint(2, 9))]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of 4 numbers; what was kept is part of the result."""
+        for kind, (name, other) in self.steps:
+            a, b = self.get_buffer(name), self.get_buffer(other)
+            if kind == "replace":
+                a.copy_((b * x).tanh() - a)
+            elif kind == "add":
+                a.add_(x.sigmoid() * 0.5)
+            elif kind == "swap":
+                before = a.clone()
+                a.copy_(b)
+                b.copy_(before)
+            elif kind == "product":
+                x = (self.weight @ a) * 0.5 + x.sin()
+            elif kind == "sum":
+                a.copy_((b + x).cumsum(0).cos())
+            elif kind == "rows":
+                a[1:3] = (x * b)[:2].relu()
+            else:
+                x = x * 0.5 + a
+        return x
+
+
+NAMES = ["first", "second", "third", "fourth"]
+
+
+@pytest.mark.parametrize("seed", [*range(20), 40, 156])
+def test_state_in_any_order(seed: int) -> None:
+    check(Shuffled(seed), drawn(4), steps=3)
+
+
+@pytest.mark.parametrize("optimizer", [{"momentum": 0.9}, {"nesterov": True, "momentum": 0.9, "weight_decay": 0.1}, {}])
+def test_a_training_step_copies_no_state(monkeypatch: pytest.MonkeyPatch, optimizer: dict[str, Any]) -> None:
+    monkeypatch.setattr(entries, "trace", lambda *args, exported: trace(*args, exported=not exported))
+    model, cross_entropy = training_steps.images(), nn.functional.cross_entropy
+    made = torch.optim.SGD(model.parameters(), 0.1, **optimizer)
+    module, *_ = nimblec.training_step(model, cross_entropy, made, training_steps.batch(0))["train"]
+    calls = counts(check(module, training_steps.batch, steps=3))
+    assert not {"copy_", "copy", "add_", "_native_batch_norm_legit_functional"} & calls.keys(), calls
+    assert calls["_foreach_add_"] == 1  # the batches that the norms have counted
 
 
 class Rows(nn.Module):

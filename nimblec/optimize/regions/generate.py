@@ -6,18 +6,19 @@ from nimblec.graph.fusible import is_one_launch
 from nimblec.graph.rewriter import Rewriter, fake
 from nimblec.kernels.core import triton_start
 from nimblec.optimize.regions.partition import Region, extract, partition, replace
+from nimblec.optimize.regions.state_writes import written_state
 
 
 def generate_regions(module: fx.GraphModule, *, at_any_cost: bool = True) -> None:
-    """Let each region be one call of an op of generated kernels; equal regions share one.
+    """Let each region be one call of an op of generated kernels, which writes state in place; equal ones share one.
 
     A region that Inductor refuses stays as it is. Without ``at_any_cost`` they all do where none saves
     a launch: the microseconds that a faster pool gains are not worth Inductor's seconds.
     """
     regions = partition(module)
     if regions and (at_any_cost or any(map(_saves_launches, regions))):
-        extracts = [extract(region) for region in regions]
-        if fake(extracts[0].outputs[0]).is_cuda:
+        extracts = list(map(extract, regions, written_state(module, regions)))
+        if fake((extracts[0].outputs or extracts[0].inputs)[0]).is_cuda:
             triton_start.begin()
         from nimblec.optimize.regions import inductor  # takes seconds
 

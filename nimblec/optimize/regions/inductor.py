@@ -158,23 +158,27 @@ def _like(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
 
 
 def _register(name: str, compiled: Compiled, extracted: Extract) -> None:
-    """Make an op of a compiled region; its results are new memory, all of them."""
+    """Make an op of a compiled region; its results are new memory, all of them, but for the state that it writes."""
     expected = [tuple(fake(node).stride()) for node in extracted.inputs]
     results = [fake(node) for node in extracted.outputs]
     described = [(tuple(t.shape), tuple(t.stride()), t.dtype, t.device) for t in results]
 
-    def run(inputs: list[Tensor]) -> list[Tensor]:
+    written = {extracted.inputs.index(state) for state in extracted.written}
+
+    def run(inputs: list[Tensor], state: Sequence[Tensor] = ()) -> list[Tensor]:  # noqa: ARG001 - of the inputs
         with torch.no_grad():
+            assert all(inputs[number].stride() == expected[number] for number in written), name
             laid = [_with_strides(t, strides) for t, strides in zip(inputs, expected, strict=True)]
             results = _separate(compiled(laid), inputs)
             for tensor, (shape, _, dtype, _) in zip(results, described, strict=True):
                 assert (tuple(tensor.shape), tensor.dtype) == (shape, dtype), name
             return [_with_strides(t, strides) for t, (_, strides, *_) in zip(results, described, strict=True)]
 
-    def infer(inputs: list[Tensor]) -> list[Tensor]:  # noqa: ARG001 - the shapes are static
+    def infer(inputs: list[Tensor], state: Sequence[Tensor] = ()) -> list[Tensor]:  # noqa: ARG001 - static shapes
         return [torch.empty_strided(shape, strides, dtype=dtype, device=on) for shape, strides, dtype, on in described]
 
-    _LIBRARY.define(f"{name}(Tensor[] inputs) -> Tensor[]")
+    state = ", Tensor(a!)[] state" if written else ""
+    _LIBRARY.define(f"{name}(Tensor[] inputs{state}) -> Tensor[]")
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"nimblec::{name}", infer, lib=_LIBRARY)
 

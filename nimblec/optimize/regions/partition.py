@@ -3,23 +3,29 @@
 A region is connected and can run as a whole: what it reads is there before its first call, and
 nothing outside lies between two of its calls. Pooling and the like may only begin a region. One call
 is a region where ATen's own kernels for it are slow. Views belong to no region: each region makes
-those it reads for itself, which costs nothing.
+those it reads for itself, which costs nothing. In a training step the gradients of a layer are no part
+of a region of its forward pass, which would have to keep what they could compute of its result.
 """
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from types import MappingProxyType
 
+import torch
 from torch import fx
 from torch._ops import OpOverload
 
 from nimblec.graph.fusible import is_fusible, is_slow_alone, is_stencil
+from nimblec.graph.outputs import outputs_of
 from nimblec.graph.rewriter import Rewriter, argument, readers
-from nimblec.graph.state import WRITES_STATE
+from nimblec.graph.state import WRITES_STATE, slots
 from nimblec.graph.topological_order import topological_order
 from nimblec.graph.views import is_view
-from nimblec.places import joined
+from nimblec.places import LOSS, Phase, joined, places
+
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,13 +40,15 @@ class Extract:
     """A region as a graph of its own.
 
     ``module`` takes the values of ``inputs`` and returns a tuple of those of ``outputs``, all nodes of
-    the graph that the region is part of, as its ``calls`` are.
+    the graph that the region is part of, as its ``calls`` are. ``written`` are those inputs, state, over which it
+    writes their next values.
     """
 
     module: fx.GraphModule
     calls: tuple[fx.Node, ...]
     inputs: tuple[fx.Node, ...]
     outputs: tuple[fx.Node, ...]
+    written: Mapping[fx.Node, fx.Node]
 
 
 def partition(module: fx.GraphModule) -> tuple[Region, ...]:
@@ -51,14 +59,23 @@ def partition(module: fx.GraphModule) -> tuple[Region, ...]:
     for number, unit in enumerate(units.producers):
         if units.fusible[number] and not is_stencil(units.nodes[number]):
             for producer in sorted(unit, reverse=True):
-                if units.fusible[producer]:
+                if units.fusible[producer] and not _is_kept(units.nodes[producer], units.nodes[number]):
                     groups.merge(producer, number)
     found = ([units.nodes[n] for n in group] for group in groups.all() if units.fusible[group[0]])
     return tuple(Region(calls=tuple(calls)) for calls in found if len(calls) > 1 or is_slow_alone(calls[0]))
 
 
-def extract(region: Region) -> Extract:
-    """Copy a region, with the views that it reads and the parts of its results, into a graph of its own."""
+def _is_kept(call: fx.Node, reader: fx.Node) -> bool:
+    """Whether a call of a model's forward pass is kept for a reader in the backward pass, or in an update."""
+    (kept, *_), (read, *_) = (places(node.meta.get("source", "")) for node in (call, reader))
+    return kept.phase is Phase.FORWARD and kept.layer != LOSS and read.phase is not Phase.FORWARD
+
+
+def extract(region: Region, written: Mapping[fx.Node, fx.Node] = MappingProxyType({})) -> Extract:
+    """Copy a region, with the views that it reads and the parts of its results, into a graph of its own.
+
+    ``written`` is the state that it may write, with the result that is its next value.
+    """
     inside = frozenset(region.calls)
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -66,7 +83,7 @@ def extract(region: Region) -> Extract:
 
     def copy(node: fx.Node) -> fx.Node:
         if node not in copies:
-            if node in inside or is_view(node) or _whole(node) in inside:
+            if node in inside or is_view(node) or whole(node) in inside:
                 copies[node] = graph.node_copy(node, copy)
             else:
                 with graph.inserting_after(copies[inputs[-1]] if inputs else graph._root):
@@ -77,30 +94,59 @@ def extract(region: Region) -> Extract:
 
     for call in region.calls:
         copy(call)
-    outputs = tuple(_read_outside(region))
-    graph.output(tuple(copy(node) for node in outputs))
-    return Extract(module=fx.GraphModule({}, graph), calls=region.calls, inputs=tuple(inputs), outputs=outputs)
+    outputs = tuple(node for node in _read_outside(region) if node not in written.values() or _is_read(node))
+    results = tuple(copy(node) for node in outputs)
+    for state, value in written.items():
+        graph.call_function(aten.copy_.default, (copy(state), copy(value)))
+    graph.output(results)
+    return Extract(
+        module=fx.GraphModule({}, graph), calls=region.calls, inputs=tuple(inputs), outputs=outputs, written=written
+    )
 
 
 def replace(module: fx.GraphModule, replacements: Mapping[OpOverload, Sequence[Extract]]) -> None:
-    """Let calls of ops, which take and return lists of tensors, take the place of the regions they compute."""
+    """Let calls of ops, which take and return lists of tensors, take the place of the regions they compute.
+
+    What writes state takes a list of it, too, and comes after all others that read it.
+    """
     graph = module.graph
     parts: dict[fx.Node, fx.Node] = {}
+    written: dict[fx.Node, fx.Node] = {}
     with graph.inserting_before(graph.output_node()):
         for target, extracts in replacements.items():
             for extracted in extracts:
-                call = graph.call_function(target, (list(extracted.inputs),))
+                lists = (extracted.inputs, extracted.written) if extracted.written else (extracted.inputs,)
+                call = graph.call_function(target, tuple(map(list, lists)))
                 call.meta["val"] = [node.meta["val"] for node in extracted.outputs]
-                own = extracted.outputs[0].meta.get("source", "")
+                own = (*extracted.outputs, *extracted.written.values())[0].meta.get("source", "")
                 call.meta["source"] = joined((node.meta.get("source", "") for node in extracted.calls), own)
                 for i, node in enumerate(extracted.outputs):
                     parts[node] = graph.call_function(operator.getitem, (call, i))
                     parts[node].meta = dict(node.meta)
+                written |= dict.fromkeys(extracted.written, call)
+    _return_state(module, written)
     for node, part in parts.items():
         node.replace_all_uses_with(part)
-    _sort(graph)
+    _sort(graph, {})
     graph.eliminate_dead_code()
+    _sort(graph, written)
     graph.lint()
+
+
+def _is_read(value: fx.Node) -> bool:
+    """Whether the next value of a state is anything else, too."""
+    (user, *others) = value.users
+    return bool(others) or user.op != "output" or list(argument(user, 0)).count(value) > 1
+
+
+def _return_state(module: fx.GraphModule, written: Collection[fx.Node]) -> None:
+    """Let the graph return state that is written as its next value."""
+    outputs = list(outputs_of(module))
+    for state, slot in slots(module).items():
+        if state in written:
+            assert slot.output is not None
+            outputs[slot.output] = state
+    module.graph.output_node().args = (tuple(outputs),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,27 +166,27 @@ def _units(graph: fx.Graph) -> _Units:
     nodes: list[fx.Node] = []
     producers: list[frozenset[int]] = []
     for node in graph.nodes:
-        if node.op != "call_function" or is_view(node) or _whole(node) is not node:
+        if node.op != "call_function" or is_view(node) or whole(node) is not node:
             continue
         numbers[node] = len(nodes)
         nodes.append(node)
-        before = [*_makers(node)]
+        before = [*makers(node)]
         if WRITES_STATE in node.meta:  # over what these read
             before += (reader for reader in readers(argument(node, 0)) if reader is not node)
         producers.append(frozenset(numbers[n] for n in before if n in numbers))
     return _Units(nodes=tuple(nodes), producers=tuple(producers), fusible=tuple(is_fusible(n) for n in nodes))
 
 
-def _makers(node: fx.Node) -> Iterator[fx.Node]:
+def makers(node: fx.Node) -> Iterator[fx.Node]:
     """The calls, inputs and constants that the arguments of ``node`` lie in the results of."""
     for source in node.all_input_nodes:
         if is_view(source):
-            yield from _makers(source)
+            yield from makers(source)
         else:
-            yield _whole(source)
+            yield whole(source)
 
 
-def _whole(node: fx.Node) -> fx.Node:
+def whole(node: fx.Node) -> fx.Node:
     """The call that ``node`` is a part of the result of; any other node itself."""
     if node.target is operator.getitem and not is_view(node):
         whole: fx.Node = argument(node, 0)
@@ -212,11 +258,16 @@ def _leaves(node: fx.Node, inside: frozenset[fx.Node]) -> bool:
     return any(_leaves(user, inside) if is_view(user) else user not in inside for user in node.users)
 
 
-def _sort(graph: fx.Graph) -> None:
-    """Order the nodes so that each comes after what it reads, else as they were."""
+def _sort(graph: fx.Graph, written: Mapping[fx.Node, fx.Node]) -> None:
+    """Order the nodes so that each comes after what it reads, and writers of state last; else as they were."""
     nodes = list(graph.nodes)
     place = {node: n for n, node in enumerate(nodes)}
-    order = topological_order([[place[user] for user in node.users] for node in nodes])
+    after = [{place[user] for user in node.users} for node in nodes]
+    for state, writer in written.items():
+        for reader in readers(state):
+            if reader is not writer and reader.op != "output":
+                after[place[reader]].add(place[writer])
+    order = topological_order(after)
     assert len(order) == len(nodes), "regions depend on each other"
     for before, after in pairwise(nodes[n] for n in order):
         before.append(after)
