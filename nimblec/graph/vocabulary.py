@@ -20,6 +20,7 @@ CONVOLUTIONS = (
     aten.cudnn_convolution_relu.default,
     aten.cudnn_convolution_add_relu.default,
 )
+CONVOLUTION_BACKWARD = aten.convolution_backward.default
 LINEARS = (aten.addmm.default, aten.mm.default)
 ATTENTION = aten.scaled_dot_product_attention.default
 NORMS = (

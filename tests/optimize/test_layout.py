@@ -1,12 +1,14 @@
 """Channels last from end to end: one conversion at each border, values and output strides kept."""
 
+from functools import partial
+
 import pytest
 import torch
 from rewriting import assert_same, counts, family, record, rewritten
 from torch import Tensor, fx
 
 from nimblec.graph.rewriter import fake
-from nimblec.graph.vocabulary import CONVOLUTIONS
+from nimblec.graph.vocabulary import CONVOLUTION, CONVOLUTION_BACKWARD, CONVOLUTIONS
 from nimblec.optimize import optimize
 from nimblec.optimize.layout.channels_last import CONTIGUOUS, lay_contiguous, propagate_channels_last
 
@@ -43,6 +45,29 @@ def test_one_conversion_in_and_one_out() -> None:
     assert len(inside) > 10
     assert all(_is_channels_last(node) for node in inside)
     assert_same(before, after, X)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_gradients_of_convolutions_are_read_and_made_channels_last(frozen: bool) -> None:
+    x, grad = (torch.randn(2, 8, 6, 6, generator=torch.Generator().manual_seed(n)) for n in range(2))
+    weight, pointwise = _weight(8, 8, 3, 3).float(), _weight(8, 8, 1, 1).float()
+
+    def step(x: Tensor, grad: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        (first,) = weights or (weight,)
+        y = torch.relu(torch.conv2d(x, first, padding=1))
+        one, zero = ([1, 1], [0, 0])
+        back = torch.ops.aten.convolution_backward
+        of_y, of_pointwise, _ = back(grad, y, pointwise, None, one, zero, one, False, zero, 1, [True, True, False])
+        of_x, of_first, _ = back(of_y * (y > 0), x, first, None, one, one, one, False, zero, 1, [True, True, False])
+        return of_x, of_first, of_pointwise
+
+    inputs = (x, grad) if frozen else (x, grad, weight)
+    before = record(step, *inputs)
+    after = rewritten(before, partial(propagate_channels_last, dtypes=FLOAT))
+    read = [a for n in after.graph.nodes if n.target in (CONVOLUTION, CONVOLUTION_BACKWARD) for a in n.all_input_nodes]
+    assert len(read) == 8
+    assert all(map(_is_channels_last, read))
+    assert_same(before, after, *inputs)
 
 
 def test_views_and_means_read_any_order() -> None:

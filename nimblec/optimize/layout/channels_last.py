@@ -7,9 +7,9 @@ from torch import fx
 
 from nimblec.graph.definitions import RECURRENT
 from nimblec.graph.outputs import output_strides, restore_strides
-from nimblec.graph.rewriter import Rewriter, bound, fake, is_call
+from nimblec.graph.rewriter import Rewriter, argument_names, bound, fake, is_call
 from nimblec.graph.views import is_channels_last
-from nimblec.graph.vocabulary import BY_STRIDE, CONVOLUTIONS, HALF, RESHAPES
+from nimblec.graph.vocabulary import BY_STRIDE, CONVOLUTION_BACKWARD, CONVOLUTIONS, HALF, RESHAPES
 
 aten = torch.ops.aten
 
@@ -24,12 +24,13 @@ Sources: aten/src/ATen/native/group_norm.cpp and cudnn/RNN.cpp of PyTorch.
 def propagate_channels_last(module: fx.GraphModule, dtypes: Collection[torch.dtype] = HALF) -> None:
     """Lay the weights of 2-d convolutions of these dtypes channels last, and their inputs where needed.
 
-    Every other call keeps the order it is given, so one conversion at each border is enough: the
-    inputs of the first convolutions, what ``CONTIGUOUS`` calls read, and outputs, which keep the
-    strides they had.
+    Weights that are trained are copied at each step, once for both passes. Every other call keeps the
+    order it is given, so one conversion at each border is enough: the inputs of the first convolutions,
+    what ``CONTIGUOUS`` calls read, and outputs, which keep the strides they had.
     """
     rewriter = Rewriter(module)
-    convolutions = [n for n in rewriter.calls(*CONVOLUTIONS) if fake(n).dim() == 4 and fake(n).dtype in dtypes]
+    calls = rewriter.calls(*CONVOLUTIONS, CONVOLUTION_BACKWARD)
+    convolutions = [n for n in calls if fake(_images(n)).dim() == 4 and fake(_images(n)).dtype in dtypes]
     if not convolutions or any(node.target in BY_STRIDE for node in module.graph.nodes):
         return
     strides = output_strides(module)
@@ -74,15 +75,25 @@ def _lay_weights(rewriter: Rewriter, node: fx.Node) -> None:
     if weight is None or weight.is_contiguous(memory_format=torch.channels_last):
         return
     laid = rewriter.constant(weight.contiguous(memory_format=torch.channels_last), at=node)
-    node.args = (node.args[0], laid, *node.args[2:])
+    node.update_arg(argument_names(node).index("weight"), laid)
+
+
+def _images(convolution: fx.Node) -> fx.Node:
+    """What a convolution, or its backward pass, reads."""
+    given = bound(convolution)
+    images: fx.Node = given["input"] if "input" in given else given["self"]
+    return images
 
 
 def _convert_inputs(rewriter: Rewriter, convolutions: frozenset[fx.Node]) -> None:
     """Walk the graph with the new strides; what comes to a convolution in another order is copied once."""
     converted: dict[fx.Node, fx.Node] = {}
+    trained = {bound(node)["weight"] for node in convolutions if is_call(node, CONVOLUTION_BACKWARD)}
     for node in list(rewriter.graph.nodes):
         if node in convolutions:
-            for source in (bound(node).get("input", bound(node).get("self")), bound(node).get("z")):
+            given = bound(node)
+            weight = given["weight"] if given["weight"] in trained else None
+            for source in (_images(node), given.get("z"), given.get("grad_output"), weight):
                 if source is not None and not is_channels_last(fake(source)):
                     if source not in converted:
                         converted[source] = rewriter.call(
