@@ -48,8 +48,13 @@ class CudaError(NimbleError):
     def __init__(self, api: str, result: str) -> None:
         self.api = api
         self.result = result
-        what_next = "; this process can no longer use CUDA: load the plan in a new one" if result in _FATAL else ""
-        super().__init__(f"{api}: {result}{what_next}")
+        super().__init__(f"{api}: {result}{_what_next(result)}")
+
+
+def _what_next(result: str) -> str:
+    if result == "CUDA_ERROR_OUT_OF_MEMORY":
+        return "; the GPU has not enough free memory: close other plans and processes that use it"
+    return "; this process can no longer use CUDA: load the plan in a new one" if result in _FATAL else ""
 
 
 _FATAL = frozenset({

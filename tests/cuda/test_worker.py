@@ -107,7 +107,7 @@ class Lean:
 def lean(monkeypatch: pytest.MonkeyPatch) -> Lean:
     """Stand-ins for all that needs a GPU; what the check is to find."""
     found = Lean()
-    gpu = SimpleNamespace(start=lambda: None, install=lambda: None, ignoring=nullcontext)
+    gpu = SimpleNamespace(start=lambda: None, install=lambda: None, ignoring=nullcontext, check=lambda: None)
     monkeypatch.setattr(cupti, "CodeRecorder", lambda: gpu)
     monkeypatch.setattr(allocator, "BumpAllocator", lambda: gpu)
     monkeypatch.setattr(record, "ModelRecorder", Recorder)
@@ -174,6 +174,19 @@ def test_models_with_kernels_of_one_source_have_their_own(monkeypatch: pytest.Mo
     monkeypatch.setattr(Recorder, "warm_up", lambda _: kernels.append(PyCodeCache.load("kernel = object()").kernel))
     assert compiled(monkeypatch, tmp_path, "first", "second")[1] == 0
     assert len(set(kernels)) == 2
+
+
+@pytest.mark.usefixtures("lean")
+def test_memory_that_was_not_there_is_what_ends_a_compilation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And not what is wrong with tensors that have none."""
+
+    def check() -> None:
+        raise driver.CudaError("cuMemCreate", "CUDA_ERROR_OUT_OF_MEMORY")
+
+    monkeypatch.setattr(allocator.BumpAllocator(), "check", check)
+    told, status = compiled(monkeypatch, tmp_path, "main", level=1)
+    full = "cuMemCreate: CUDA_ERROR_OUT_OF_MEMORY; the GPU has not enough free memory: close other plans and processes"
+    assert (told, status) == ([{"error": "CudaError", "message": f"{full} that use it"}], 2)
 
 
 @pytest.mark.usefixtures("lean")

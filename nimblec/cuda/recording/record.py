@@ -89,7 +89,8 @@ class Recorders:
         self._models += models
 
     def of(self, model: TorchModel) -> "ModelRecorder":
-        """The recorder of a model."""
+        """The recorder of a model. Raises CudaError where there was no memory for what ran before."""
+        self.allocator.check()
         return ModelRecorder(model, self, self._models)
 
 
