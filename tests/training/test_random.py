@@ -9,6 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import nimblec
+import nimblert
 from nimblec.errors import CompileError
 from nimblec.frontend.pytorch.training.random import Draws, philox
 
@@ -32,6 +33,29 @@ def test_the_words_are_philoxs() -> None:
     for seed, counter in ((0, 0), (-1, 2**40 + 5), (-(2**63), 2**63 - 1), (0x243F6A8885A308D3, 7)):
         words = philox(torch.tensor(seed), torch.tensor([counter]))
         assert [int(word) for word in words] == as_published(seed, counter)
+
+
+class Shifted(nn.Module):
+    """By some numbers of bits."""
+
+    def __init__(self, *bits: int) -> None:
+        super().__init__()
+        self.bits = bits
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        """Integers of any size."""
+        return [*(x >> bits for bits in self.bits), *(torch.bitwise_right_shift(x, bits) for bits in self.bits)]
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int8, torch.uint8])
+def test_shifts_of_a_plan_keep_signs(dtype: torch.dtype) -> None:
+    limits = torch.iinfo(dtype)
+    values = [limits.min, limits.min + 1, limits.max, limits.max - 1, 0, 1, 2, 3, *(limits.max >> n for n in range(64))]
+    x = torch.tensor([*values, *(-n for n in values[8:] if limits.min < 0)]).to(dtype)
+    model = Shifted(*(n for n in (0, 1, 6, 7, 30, 31, 32, 62, 63) if n < limits.bits))
+    with nimblert.load(nimblec.compile(model, (x,), target="cpu")) as executable, torch.no_grad():
+        for found, expected in zip(executable(x.numpy()), model(x), strict=True):
+            assert (found.dtype, found.tolist()) == (expected.numpy().dtype, expected.tolist())
 
 
 def draws(seed: int = 0, offset: int = 0) -> Draws:

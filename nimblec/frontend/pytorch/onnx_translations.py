@@ -1,10 +1,11 @@
-"""What writes state, in ONNX.
+"""What torch.onnx exports wrong or slowly, in ONNX: writes of state, batch norms of training, and shifts.
 
 Writes of a few rows of a tensor become ScatterND, which ONNX Runtime does in place. torch.onnx transposes the tensor
 before and after where the rows are not of its first dimension: two copies of a whole cache. Here every
 dimension up to theirs is indexed instead, and each row is one contiguous copy.
 
-Batch norm in training mode is written out: torch.onnx exports it as if it were in evaluation mode.
+Batch norm in training mode is written out: torch.onnx exports it as if it were in evaluation mode. It shifts unsigned
+numbers as if they had signs; a shift to the right, of which random numbers take many, is three nodes for its seven.
 """
 
 from collections.abc import Sequence
@@ -19,6 +20,10 @@ from onnxscript import opset18 as op
 from onnxscript.function_libs.torch_lib.ops import core
 
 aten = torch.ops.aten
+
+_UNSIGNED = (onnx_ir.DataType.UINT8, onnx_ir.DataType.UINT16, onnx_ir.DataType.UINT32, onnx_ir.DataType.UINT64)
+_DIVISIBLE = {onnx_ir.DataType.INT32: 31, onnx_ir.DataType.INT64: 63}
+"""Of the integers that ONNX Runtime divides, the bits without the sign."""
 
 
 def index_copy(self: Any, dim: int, index: Any, source: Any) -> Any:
@@ -102,14 +107,39 @@ def batch_norm(
     return y, mean, scale, *moved
 
 
-TRANSLATIONS = {
+def shift_right(self: Any, other: int) -> Any:
+    """aten.__rshift__.Scalar: that of numbers with signs, which keeps them, is a division without a rest."""
+    if self.dtype in _UNSIGNED:
+        return op.BitShift(self, _like(other, self), direction="RIGHT")
+    if self.dtype not in _DIVISIBLE or not 0 <= other < _DIVISIBLE[self.dtype]:
+        return core.aten_bitwise_right_shift_tensor_scalar(self, other)
+    rest = op.BitwiseAnd(self, _like((1 << other) - 1, self))
+    return op.Div(op.Sub(self, rest), _like(1 << other, self))
+
+
+def shift_right_by(self: Any, other: Any) -> Any:
+    """aten.bitwise_right_shift.Tensor."""
+    if self.dtype in _UNSIGNED and other.dtype == self.dtype:
+        return op.BitShift(self, other, direction="RIGHT")
+    return core.aten_bitwise_right_shift(self, other)
+
+
+SHIFTS: dict[Any, Any] = {
+    aten.__rshift__.Scalar: shift_right,
+    aten.bitwise_right_shift.Tensor_Scalar: shift_right,
+    aten.bitwise_right_shift.Tensor: shift_right_by,
+}
+"""For torch.onnx.export of any model."""
+
+TRANSLATIONS: dict[Any, Any] = {
+    **SHIFTS,
     aten._native_batch_norm_legit_functional.default: batch_norm,
     aten.index_copy.default: index_copy,
     aten.index_put.default: index_put,
     aten.select_scatter.default: select_scatter,
     aten.slice_scatter.default: slice_scatter,
 }
-"""For torch.onnx.export."""
+"""For that of models with state."""
 
 
 def _write_rows(self: Any, dim: int, positions: Any, source: Any, count: int | None = None) -> Any:
@@ -130,6 +160,10 @@ def _shape(value: Any) -> list[int]:
 def _number(value: float, like: Any) -> Any:
     constant: Any = op.Constant(value_float=value)
     return op.CastLike(constant, like)
+
+
+def _like(value: int, other: Any) -> Any:
+    return op.Constant(value=numpy_helper.from_array(np.array(value, other.dtype.numpy())))
 
 
 def _ints(values: Sequence[int]) -> Any:
