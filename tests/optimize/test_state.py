@@ -136,6 +136,32 @@ def test_a_training_step_copies_no_state(monkeypatch: pytest.MonkeyPatch, optimi
     assert calls["_foreach_add_"] == 1  # the batches that the norms have counted
 
 
+class Momentum(nn.Module):
+    """What it has changed reads what it has changed before, within one region."""
+
+    moved: Tensor
+    weight: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("moved", torch.zeros(4))
+        self.register_buffer("weight", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A product with the weight as it was."""
+        result = self.weight @ x
+        self.moved.mul_(0.9).add_(x.tanh())
+        self.weight.sub_(self.moved, alpha=0.5)
+        return result
+
+
+def test_a_region_returns_no_state_that_only_itself_reads() -> None:
+    graph = check(Momentum(), drawn(4))
+    (region,) = (node for node in graph.graph.nodes if str(node.target).startswith("nimblec.fused"))
+    assert region.meta["val"] == []
+    assert "copy_" not in counts(graph)
+
+
 class Rows(nn.Module):
     """Writes rows of one tensor, and reads it before, between and after."""
 

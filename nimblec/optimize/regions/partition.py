@@ -94,7 +94,7 @@ def extract(region: Region, written: Mapping[fx.Node, fx.Node] = MappingProxyTyp
 
     for call in region.calls:
         copy(call)
-    outputs = tuple(node for node in _read_outside(region) if node not in written.values() or _is_read(node))
+    outputs = tuple(node for node in _read_outside(region) if node not in written.values() or _is_read(node, inside))
     results = tuple(copy(node) for node in outputs)
     for state, value in written.items():
         graph.call_function(aten.copy_.default, (copy(state), copy(value)))
@@ -133,10 +133,11 @@ def replace(module: fx.GraphModule, replacements: Mapping[OpOverload, Sequence[E
     graph.lint()
 
 
-def _is_read(value: fx.Node) -> bool:
-    """Whether the next value of a state is anything else, too."""
-    (user, *others) = value.users
-    return bool(others) or user.op != "output" or list(argument(user, 0)).count(value) > 1
+def _is_read(value: fx.Node, inside: frozenset[fx.Node]) -> bool:
+    """Whether the next value of a state is anything else, too, to what is not ``inside`` its region."""
+    output = value.graph.output_node()
+    others = (user for user in value.users if user is not output)
+    return list(argument(output, 0)).count(value) > 1 or any(_is_outside(user, inside) for user in others)
 
 
 def _return_state(module: fx.GraphModule, written: Collection[fx.Node]) -> None:
@@ -255,7 +256,11 @@ def _read_outside(region: Region) -> Iterator[fx.Node]:
 
 
 def _leaves(node: fx.Node, inside: frozenset[fx.Node]) -> bool:
-    return any(_leaves(user, inside) if is_view(user) else user not in inside for user in node.users)
+    return any(_is_outside(user, inside) for user in node.users)
+
+
+def _is_outside(user: fx.Node, inside: frozenset[fx.Node]) -> bool:
+    return _leaves(user, inside) if is_view(user) else user not in inside
 
 
 def _sort(graph: fx.Graph, written: Mapping[fx.Node, fx.Node]) -> None:
