@@ -145,6 +145,22 @@ def test_group_norm_in_a_network(dtype: torch.dtype) -> None:
     assert_same(before, after, *inputs, rtol=2e-2 if dtype == torch.float16 else 1e-4)
 
 
+def test_the_gradient_of_a_weight_norm_reads_a_contiguous_gradient() -> None:
+    grad, kept, size = X * 0.5, _weight(8, 8, 3, 3).float(), torch.rand(8, 1, 1, 1) + 0.5
+
+    def step(x: Tensor, grad: Tensor, kept: Tensor, size: Tensor) -> tuple[Tensor, ...]:
+        weight, norms = torch.ops.aten._weight_norm_interface(kept, size)
+        one, zero = [1, 1], [0, 0]
+        y = torch.conv2d(x, weight, padding=1)
+        back = torch.ops.aten.convolution_backward
+        _, of_weight, _ = back(grad, x, weight, None, one, one, one, False, zero, 1, [False, True, False])
+        return y, *torch.ops.aten._weight_norm_interface_backward(of_weight, kept, size, norms, 0)
+
+    inputs = X.float(), grad.float(), kept, size
+    before = record(step, *inputs)
+    assert_same(before, rewritten(before, partial(propagate_channels_last, dtypes=FLOAT)), *inputs)
+
+
 def test_other_orders_are_copied_too() -> None:
     before = record(lambda x: torch.ops.aten.native_group_norm(x.mT, None, None, 2, 8, 36, 4, 1e-5)[0], X)
     after = rewritten(before, lay_contiguous)

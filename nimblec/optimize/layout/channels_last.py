@@ -13,11 +13,15 @@ from nimblec.graph.vocabulary import BY_STRIDE, CONVOLUTION_BACKWARD, CONVOLUTIO
 
 aten = torch.ops.aten
 
-CONTIGUOUS = {aten.native_group_norm.default: "input", **dict.fromkeys(RECURRENT, "hx")}
-"""Calls that CUDA refuses for an argument of other strides, where inference does not, by its name.
+CONTIGUOUS = {
+    aten.native_group_norm.default: "input",
+    aten._weight_norm_interface_backward.default: "grad_w",
+    **dict.fromkeys(RECURRENT, "hx"),
+}
+"""Calls that CUDA refuses for an argument of other strides, where inference does not, or misreads, by its name.
 
 Other calls, ``native_layer_norm`` and pooling among them, read any strides or copy by themselves.
-Sources: aten/src/ATen/native/group_norm.cpp and cudnn/RNN.cpp of PyTorch.
+Sources: aten/src/ATen/native/group_norm.cpp and cudnn/RNN.cpp, tools/autograd/derivatives.yaml of PyTorch.
 """
 
 
