@@ -50,7 +50,7 @@ def mark_writes(module: fx.GraphModule) -> None:
     rewriter.finish()
     for state, slot in found.items():
         writers = [writer for writer in _writers(module, state, slot) if writer.target in _ROWS]
-        if _sort(module.graph, list(_earlier(state, writers))):
+        if writers and _sort(module.graph, list(_earlier(state, writers))):
             for writer in writers:
                 writer.meta[WRITES_STATE] = True
 
