@@ -136,6 +136,31 @@ def test_a_training_step_copies_no_state(monkeypatch: pytest.MonkeyPatch, optimi
     assert calls["_foreach_add_"] == 1  # the batches that the norms have counted
 
 
+class Rounded(nn.Module):
+    """Two vectors of integers change places, each rounded on its way."""
+
+    left: Tensor
+    right: Tensor
+
+    def __init__(self, rounded: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.register_buffer("left", torch.arange(4))
+        self.register_buffer("right", torch.arange(4, 8))
+        self._rounded = rounded
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of 4 numbers and both vectors, so that one region computes all."""
+        left, right = self._rounded(self.left), self._rounded(self.right)
+        self.left.copy_(right)
+        self.right.copy_(left)
+        return left * x + right
+
+
+@pytest.mark.parametrize("rounded", [torch.ceil, torch.floor, torch.round, torch.trunc, torch.nan_to_num])
+def test_integers_that_nothing_rounds_change_places(rounded: Callable[[Tensor], Tensor]) -> None:
+    check(Rounded(rounded), drawn(4), steps=2)
+
+
 class Momentum(nn.Module):
     """What it has changed reads what it has changed before, within one region."""
 

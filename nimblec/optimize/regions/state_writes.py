@@ -22,7 +22,10 @@ aten = torch.ops.aten
 _SCATTERS = (aten.slice_scatter.default, aten.select_scatter.default)
 """Inductor (2.15) writes over what they change, even where another call still reads it."""
 
-_ARGUMENTS = (aten.copy, aten.clone, aten._to_copy, aten.pow)
+_ROUNDED = (aten.ceil, aten.floor, aten.round, aten.trunc, aten.nan_to_num)
+"""Calls that give integers back as they are."""
+
+_ARGUMENTS = (aten.copy, aten.clone, aten._to_copy, aten.pow, *_ROUNDED)
 """Calls for whose result Inductor may take an argument as it is, after another write has changed it."""
 
 
