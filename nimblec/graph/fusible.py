@@ -13,10 +13,13 @@ aten = torch.ops.aten
 
 _TAGS = (torch.Tag.pointwise, torch.Tag.reduction) if hasattr(torch.Tag, "reduction") else (torch.Tag.pointwise,)
 
-_NAMES = frozenset({
-    # pointwise, but not tagged so
+_POINTWISE = frozenset({
     "hardtanh", "hardswish", "hardsigmoid", "leaky_relu", "elu", "softplus", "mish", "log_sigmoid_forward", "prelu",
     "_to_copy", "copy", "full_like", "zeros_like", "ones_like", "masked_fill", "where", "clamp",
+})
+"""Calls that are not tagged so in each torch."""
+
+_NAMES = _POINTWISE | frozenset({
     # reductions
     "mean", "sum", "prod", "amax", "amin", "max", "min", "argmax", "argmin", "any", "all", "var", "var_mean",
     "_softmax", "_log_softmax", "linalg_vector_norm", "logsumexp",
@@ -58,6 +61,12 @@ def is_fusible(node: fx.Node) -> bool:
     if not all(isinstance(value, Tensor) and not value.is_complex() for value in results) or not results[0].numel():
         return False
     return any(tag in target.tags for tag in _TAGS) or _name(node) in _NAMES
+
+
+def is_pointwise(node: fx.Node) -> bool:
+    """Whether each element of the result is computed of those at its place, where arguments are broadcast to it."""
+    target = node.target
+    return isinstance(target, OpOverload) and (torch.Tag.pointwise in target.tags or _name(node) in _POINTWISE)
 
 
 def is_stencil(node: fx.Node) -> bool:

@@ -10,14 +10,20 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
+from nimblec.graph.fusible import is_pointwise
 from nimblec.graph.outputs import outputs_of
-from nimblec.graph.rewriter import readers
+from nimblec.graph.rewriter import bound, readers
 from nimblec.graph.state import slots
 from nimblec.graph.views import is_view
 from nimblec.graph.vocabulary import is_like
 from nimblec.optimize.regions.partition import Region, makers, whole
 
 aten = torch.ops.aten
+
+_BATCH_NORM = aten._native_batch_norm_legit_functional.default
+
+_BROADCASTS = (aten.unsqueeze.default, aten.expand.default)
+"""Views of a weight that is for a channel."""
 
 _SCATTERS = (aten.slice_scatter.default, aten.select_scatter.default)
 """Inductor (2.15) writes over what they change, even where another call still reads it."""
@@ -42,20 +48,85 @@ def written_state(module: fx.GraphModule, regions: Sequence[Region]) -> list[dic
         writer = order.region(value)
         if writer is None or value in taken or not is_like(value, state) or state in outputs:
             continue
-        if not _computes(value) or any(call.target in _SCATTERS for call in regions[writer].calls):
+        calls = frozenset(regions[writer].calls)
+        if not _computes(value) or not _is_read_in_place(state, value, calls):
+            continue
+        if any(call.target in _SCATTERS for call in calls):
             continue
         others = [node for node in readers(state) if not is_view(node)]
-        if order.put_before(others, writer):
+        if _is_apart(state, value, found[writer], calls) and order.put_before(others, writer):
             found[writer][state] = value
             taken.add(value)
     return found
+
+
+def _is_apart(
+    state: fx.Node, value: fx.Node, written: Mapping[fx.Node, fx.Node], calls: frozenset[fx.Node]
+) -> bool:
+    """Whether a region makes of this state and another that is ``written`` not each the next value of the other.
+
+    In such a swap Inductor (2.11) may read what was written. A weight is made of its momentum's next value alone.
+    """
+    of_state = _made_of(state, value, calls)
+    return not any(other in of_state and value in _made_of(held, other, calls) for held, other in written.items())
+
+
+def _made_of(state: fx.Node, value: fx.Node, calls: frozenset[fx.Node]) -> set[fx.Node]:
+    """What calls make of a state but by way of its next value."""
+    found: set[fx.Node] = set()
+    waiting = deque([state])
+    while waiting:
+        users = (user for user in waiting.popleft().users if user is not value and not _keeps_statistics(user))
+        new = {user for user in users if is_view(user) or whole(user) in calls} - found
+        found |= new
+        waiting.extend(new)
+    return found
+
+
+def _is_read_in_place(state: fx.Node, value: fx.Node, calls: frozenset[fx.Node]) -> bool:
+    """Whether all that calls of a region make of a state is computed place by place, what is for a channel broadcast.
+
+    Torch 2.11 puts a loop that writes state into one with a loop that reads it in another order, and reads a view
+    of what is on the way to the next value after the state was written over.
+    """
+    on_the_way = _makers_of(value, calls)
+
+    def follows(node: fx.Node, *, alone: bool = True) -> bool:
+        users = (user for user in node.users if is_view(user) or whole(user) in calls)
+        return all(reads(user, alone=alone and user not in on_the_way) for user in users)
+
+    def reads(user: fx.Node, *, alone: bool) -> bool:
+        if user.target in _BROADCASTS and alone:
+            return follows(user)
+        if is_view(user):
+            return not any(whole(reader) in calls for reader in readers(user))
+        return _keeps_statistics(user) or (is_pointwise(user) and follows(user, alone=alone))
+
+    return follows(state)
+
+
+def _makers_of(value: fx.Node, calls: frozenset[fx.Node]) -> set[fx.Node]:
+    """The calls among these that a value is made of, itself one of them."""
+    found: set[fx.Node] = set()
+    waiting = [value]
+    while waiting:
+        node = waiting.pop()
+        if node not in found and (is_view(node) or whole(node) in calls):
+            found.add(node)
+            waiting += node.all_input_nodes
+    return found
+
+
+def _keeps_statistics(call: fx.Node) -> bool:
+    """Whether it is a batch norm that makes the next value of each statistic of that alone, and nothing else of it."""
+    return call.target is _BATCH_NORM and bool(bound(call)["training"])
 
 
 def _computes(value: fx.Node) -> bool:
     """Whether each element of a next value is computed, and not taken from elsewhere."""
     target = whole(value).target
     assert isinstance(target, OpOverload)
-    if target is aten._native_batch_norm_legit_functional.default:
+    if target is _BATCH_NORM:
         return True
     return torch.Tag.pointwise in target.tags and target.overloadpacket not in _ARGUMENTS
 
