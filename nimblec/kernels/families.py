@@ -7,10 +7,12 @@ from nimblec.kernels.core.selector import Family
 from nimblec.kernels.gemm.rewrite import GEMM
 from nimblec.kernels.norm.rewrite import NORM
 from nimblec.kernels.pool.rewrite import POOL
+from nimblec.kernels.trained.rewrite import TRAINED
 
 FAMILIES: tuple[Family[Any, Any], ...] = (
     ATTENTION_FAMILY,
     GEMM,
+    TRAINED,
     POOL,
     NORM,
 )

@@ -18,6 +18,7 @@ from nimblec.optimize.fuse.pointwise import linear_convolutions
 from nimblec.optimize.fuse.shared_matrix import join_batches
 from nimblec.optimize.layout.aligned_weights import align_weights
 from nimblec.optimize.layout.channels_last import lay_contiguous, propagate_channels_last
+from nimblec.optimize.layout.gradients import split_gradients
 from nimblec.optimize.layout.groups import lay_groups_contiguous
 from nimblec.optimize.layout.recurrent import pack_recurrent_weights
 from nimblec.optimize.layout.transposed import block_transposed_convolutions
@@ -97,6 +98,7 @@ PRECISION = (
     ),
 )
 LAYOUT = (
+    Pass(run=split_gradients, reason="layouts and kernels, which come after it, are of one gradient each"),
     Pass(
         run=linear_convolutions,
         needs=(fold_batch_norm,),

@@ -24,6 +24,12 @@ from nimblec.kernels.families import FAMILIES
 from nimblec.kernels.gemm.op import convolution, convolution_into, linear, linear_and_moments
 from nimblec.kernels.norm.op import add_layer_norm, layer_norm
 from nimblec.kernels.pool.op import mean2d, pool2d
+from nimblec.kernels.trained.op import (
+    depthwise_weight_gradient,
+    image_gradient,
+    trained_convolution,
+    weight_gradient,
+)
 
 OPTIONS = {"num_warps", "num_stages", "launch_pdl"}
 """Triton's."""
@@ -43,6 +49,7 @@ FACTORS = {"scale": _half(16, dtype=torch.float32), "shift": None, "gate": _half
 ROWS = _half(5, 16)
 MOMENTS = {"moments": _half(2, 2, 5, dtype=torch.float32), "column_sums": _half(16, dtype=torch.float32), "rms": True}
 HEADS = _half(1, 9, 2, 16).transpose(1, 2)
+FILTERS, TRAINED = _images(16, 16, 3, 3), ([1, 1, 1, 1, 1, 1], [16, 16, 16, 2, 4, 2], "late")
 
 CALLS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
     "convolution": (convolution, (X, WEIGHT, VECTOR, X, COUNTERS, *GEOMETRY, [16, 16, 16, 2, 4, 2], "late"), FACTORS),
@@ -63,6 +70,14 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
     "causal attention": (attention, (HEADS, HEADS, HEADS, None, True, 0.5, [16, 32, 4, 1], "late"), {}),
     "pool": (pool2d, (X, "max", [3, 3], [2, 2], [1, 1], [1, 1], False, None, "relu", [8, 16, 2], "late"), {}),
     "mean": (mean2d, (X, True, "none", [64, 16, 4], "late"), {}),
+    "trained convolution": (trained_convolution, (X, FILTERS, COUNTERS, *TRAINED), {"arithmetic": "tf32"}),
+    "image gradient": (image_gradient, (X, FILTERS, COUNTERS, [8, 8], *TRAINED), {}),
+    "weight gradient": (weight_gradient, (X, X, COUNTERS, [3, 3], *TRAINED), {}),
+    "depthwise weight gradient": (
+        depthwise_weight_gradient,
+        (X, X, COUNTERS, [3, 3], TRAINED[0], [4, 16, 2, 4], "late"),
+        {},
+    ),
     "norm": (layer_norm, (ROWS, VECTOR, None, 1e-5, False, torch.float16, [1, 1], "late"), {}),
     "sum and norm": (add_layer_norm, (ROWS, ROWS, VECTOR, VECTOR, 1e-5, True, torch.float32, [1, 1], "late"), {}),
 }

@@ -144,7 +144,7 @@ def _convolution(rewriter: Rewriter, node: fx.Node) -> Request | None:
     geometry = (weight.shape[2:], given["stride"], given["padding"], given["dilation"])
     return Request(
         kind="depthwise" if given["groups"] > 1 else "convolution",
-        arithmetic=_arithmetic(fake(node).dtype, torch.backends.cudnn.conv),  # type: ignore[attr-defined]
+        arithmetic=arithmetic_of(fake(node).dtype, torch.backends.cudnn.conv),  # type: ignore[attr-defined]
         shape=convolution_shape(fake(x), weight.shape[0], *geometry),
         x=x,
         weight=given["weight"],
@@ -170,7 +170,7 @@ def _linear(rewriter: Rewriter, node: fx.Node) -> Request | None:
         activation = "gelu_tanh" if given["use_gelu"] else "relu"
     return Request(
         kind="linear",
-        arithmetic=_arithmetic(fake(node).dtype, torch.backends.cuda.matmul),
+        arithmetic=arithmetic_of(fake(node).dtype, torch.backends.cuda.matmul),
         shape=product_shape(fake(x), fake(node).shape[1]),
         x=x,
         weight=given["mat2"],
@@ -182,7 +182,7 @@ def _linear(rewriter: Rewriter, node: fx.Node) -> Request | None:
     )
 
 
-def _arithmetic(dtype: torch.dtype, library: Any) -> Arithmetic:
+def arithmetic_of(dtype: torch.dtype, library: Any) -> Arithmetic:
     """How to multiply; ``library`` holds torch's setting for float32."""
     return "tf32" if dtype in HALF or library.fp32_precision == "tf32" else "tf32x3"
 

@@ -31,7 +31,7 @@ def pack_rows(weight: Tensor, tiling: Tiling) -> Tensor:
     return padded.reshape(across, tiling.block_n, deep, tiling.block_k).transpose(1, 2).contiguous()
 
 
-_CUT_OFF = 2**-11 / (2 * math.log(2))
+CUT_OFF = 2**-11 / (2 * math.log(2))
 """What TF32 loses of a float32 on average, in relation to it: half of its last bit, leading digits by Benford's law."""
 
 
@@ -42,7 +42,7 @@ def for_tensor_cores(weight: Tensor) -> Tensor:
     same part of it, and a deep network's by percents. So weights are rounded here, and larger by what
     the other factor loses on average.
     """
-    bits = (weight.double() / (1 - _CUT_OFF)).float().view(torch.int32)
+    bits = (weight.double() / (1 - CUT_OFF)).float().view(torch.int32)
     return ((bits + 0x1000) & ~0x1FFF).view(torch.float32)
 
 

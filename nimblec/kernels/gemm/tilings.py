@@ -1,6 +1,6 @@
 """How a convolution or product is cut into blocks, and which cuts are worth a try on a GPU."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -49,13 +49,21 @@ def shared_budget(gpu: GPU) -> int:
     return gpu.shared_per_multiprocessor // 2 - 4 * KIB
 
 
-def candidates(shape: Convolution, gpu: GPU, *, limit: int = 8, itemsize: int = 2) -> list[Tiling]:
-    """At most ``limit`` tilings, the most promising first, of no cut of the result more than five.
+def candidates(
+    shape: Convolution,
+    gpu: GPU,
+    *,
+    limit: int = 8,
+    itemsize: int = 2,
+    splits: Sequence[int] = SPLITS,
+    alike: int = 5,
+) -> list[Tiling]:
+    """At most ``limit`` tilings, the most promising first, no more than ``alike`` of the same cut of the result.
 
-    ``itemsize``: bytes of an element.
+    ``itemsize``: bytes of an element; ``splits``: how many blocks may share a sum.
     """
     cost = partial(estimate, shape, gpu=gpu, itemsize=itemsize)
-    return most_promising(_all(shape, gpu, itemsize), cost, limit=limit, alike=5)
+    return most_promising(_all(shape, gpu, itemsize, splits), cost, limit=limit, alike=alike)
 
 
 def estimate(shape: Convolution, tiling: Tiling, *, gpu: GPU, itemsize: int = 2) -> float:
@@ -86,7 +94,7 @@ def estimate(shape: Convolution, tiling: Tiling, *, gpu: GPU, itemsize: int = 2)
     return together + meeting + turns * size * itemsize / speed.block_bytes_stored
 
 
-def _all(shape: Convolution, gpu: GPU, itemsize: int) -> Iterator[Tiling]:
+def _all(shape: Convolution, gpu: GPU, itemsize: int, splits: Sequence[int]) -> Iterator[Tiling]:
     for block_m in BLOCKS_M:
         if block_m > 16 and block_m >= 2 * shape.rows:
             continue
@@ -94,10 +102,12 @@ def _all(shape: Convolution, gpu: GPU, itemsize: int) -> Iterator[Tiling]:
             if block_n > 16 and block_n >= 2 * shape.out_channels:
                 continue
             for block_k in BLOCKS_K:
-                yield from _splits(shape, gpu, (block_m, block_n, block_k), itemsize)
+                yield from _splits(shape, gpu, (block_m, block_n, block_k), itemsize, splits)
 
 
-def _splits(shape: Convolution, gpu: GPU, blocks: tuple[int, int, int], itemsize: int) -> Iterator[Tiling]:
+def _splits(
+    shape: Convolution, gpu: GPU, blocks: tuple[int, int, int], itemsize: int, splits: Sequence[int]
+) -> Iterator[Tiling]:
     block_m, block_n, block_k = blocks
     step_nbytes = block_k * (block_m + block_n) * itemsize
     if step_nbytes > gpu.shared_per_block:
@@ -108,7 +118,7 @@ def _splits(shape: Convolution, gpu: GPU, blocks: tuple[int, int, int], itemsize
     steps = ceil_div(shape.depth, block_k)
     if block_k > 32 and block_k >= 2 * shape.depth:
         return
-    for split in SPLITS:
+    for split in splits:
         part = ceil_div(steps, split)
         if split > 1 and (part * (split - 1) >= steps or split * part > steps * 1.15):
             continue

@@ -1,0 +1,1 @@
+"""Convolutions whose weights are trained: forward, and the gradients of their images and weights."""

@@ -1,0 +1,140 @@
+"""The launches of convolutions of trained weights, and of the gradients of their images and weights."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nimblec.kernels.core.images import pixel_stride
+from nimblec.kernels.core.launch import Launch
+from nimblec.kernels.core.shapes import Convolution, ceil_div
+from nimblec.kernels.gemm.packing import CUT_OFF
+from nimblec.kernels.gemm.tilings import Tiling
+from nimblec.kernels.trained.tilings import DepthwiseSum
+
+_TEMPLATES = "nimblec.kernels.trained.template"
+_WINDOWS = ("KERNEL", "STRIDE", "PADDING", "DILATION")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Cut:
+    """How a product is cut into blocks, computed and started; ``counters`` are of tiles whose sum is split."""
+
+    tiling: Tiling
+    counters: Tensor | None
+    trigger: str
+    arithmetic: str
+
+    def pointers(self, tiles: int, device: torch.device) -> dict[str, Tensor | None]:
+        """Where blocks that share a tile leave their sums, and count themselves."""
+        split, size = self.tiling.split_k, self.tiling.block_m * self.tiling.block_n
+        return shared_sums(split, tiles, size, self.counters, device)
+
+    def settings(self, dtype: torch.dtype) -> dict[str, Any]:
+        """The template's constants, of factors of ``dtype``."""
+        return {
+            "SCALE": scale(dtype, self.arithmetic),
+            "BLOCK_M": self.tiling.block_m,
+            "BLOCK_N": self.tiling.block_n,
+            "BLOCK_K": self.tiling.block_k,
+            "SPLIT_K": self.tiling.split_k,
+            "PRECISION": self.arithmetic,
+            "TRIGGER": self.trigger,
+            "num_warps": self.tiling.num_warps,
+            "num_stages": self.tiling.num_stages,
+            "launch_pdl": self.trigger != "none",
+        }
+
+
+def scale(dtype: torch.dtype, arithmetic: str) -> float:
+    """What makes up for the part of both factors that tensor cores cut off."""
+    return (1 - CUT_OFF) ** -2 if dtype is torch.float32 and arithmetic == "tf32" else 1.0
+
+
+def shared_sums(
+    split: int, tiles: int, size: int, counters: Tensor | None, device: torch.device
+) -> dict[str, Tensor | None]:
+    """Memory for sums of ``size`` numbers of ``split`` blocks a tile; none where each has its tile to itself."""
+    if split == 1:
+        return {"partials_ptr": None, "counters_ptr": None}
+    partials = torch.empty((tiles * split, size), dtype=torch.float32, device=device)
+    return {"partials_ptr": partials, "counters_ptr": counters}
+
+
+def images_launch(
+    shape: Convolution, cut: Cut, *, source: Tensor, weight: Tensor, out: Tensor, is_gradient: bool
+) -> Launch:
+    """Writes the convolution of ``source`` to ``out``, or of a gradient the one of the images that it came from."""
+    columns = out.shape[1]
+    rows = out.numel() // columns
+    tiles = ceil_div(rows, cut.tiling.block_m) * ceil_div(columns, cut.tiling.block_n)
+    of_channel, of_result = 1, shape.depth
+    if is_gradient:
+        of_channel, of_result = of_result, of_channel
+    return Launch(
+        template=f"{_TEMPLATES}:images",
+        blocks=tiles * cut.tiling.split_k,
+        pointers={"source_ptr": source, "weight_ptr": weight, "out_ptr": out, **cut.pointers(tiles, out.device)},
+        settings={
+            **{name: value for name, value in shape.settings.items() if name.startswith(_WINDOWS)},
+            "ROWS": rows,
+            "HEIGHT": out.shape[2],
+            "WIDTH": out.shape[3],
+            "OUT_CHANNELS": columns,
+            "SOURCE_HEIGHT": source.shape[2],
+            "SOURCE_WIDTH": source.shape[3],
+            "CHANNELS": source.shape[1],
+            "PIXEL_STRIDE": pixel_stride(source),
+            "TAP_STRIDE": shape.channels,
+            "CHANNEL_STRIDE": of_channel,
+            "COLUMN_STRIDE": of_result,
+            "IS_GRADIENT": is_gradient,
+            **cut.settings(source.dtype),
+        },
+    )
+
+
+def weights_launch(shape: Convolution, cut: Cut, *, grad: Tensor, x: Tensor, out: Tensor) -> Launch:
+    """Writes the gradient of the weights to ``out``, of images ``x`` and the gradient of what was made of them."""
+    tiles = ceil_div(shape.out_channels, cut.tiling.block_m) * ceil_div(shape.depth, cut.tiling.block_n)
+    return Launch(
+        template=f"{_TEMPLATES}:weights",
+        blocks=tiles * cut.tiling.split_k,
+        pointers={"grad_ptr": grad, "x_ptr": x, "out_ptr": out, **cut.pointers(tiles, out.device)},
+        settings={**shape.settings, "OUT_STRIDE": pixel_stride(grad), **cut.settings(x.dtype)},
+    )
+
+
+def depthwise_weights_launch(
+    shape: Convolution,
+    tiling: DepthwiseSum,
+    *,
+    grad: Tensor,
+    x: Tensor,
+    out: Tensor,
+    counters: Tensor | None,
+    trigger: str,
+) -> Launch:
+    """As `weights_launch`, of weights of which each reads one channel."""
+    tiles, size = ceil_div(shape.out_channels, tiling.block_c), tiling.places(shape) * tiling.block_c
+    return Launch(
+        template=f"{_TEMPLATES}:depthwise_weights",
+        blocks=tiles * tiling.split_k,
+        pointers={
+            "grad_ptr": grad,
+            "x_ptr": x,
+            "out_ptr": out,
+            **shared_sums(tiling.split_k, tiles, size, counters, out.device),
+        },
+        settings={
+            **{name: value for name, value in shape.settings.items() if name != "CHANNELS"},
+            "OUT_STRIDE": pixel_stride(grad),
+            "BLOCK_M": tiling.block_m,
+            "BLOCK_C": tiling.block_c,
+            "SPLIT_K": tiling.split_k,
+            "TRIGGER": trigger,
+            "num_warps": tiling.num_warps,
+            "launch_pdl": trigger != "none",
+        },
+    )

@@ -1,0 +1,112 @@
+"""Convolutions of trained weights, and gradients of convolutions, that one launch could compute."""
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx
+
+from nimblec.graph.rewriter import Rewriter, argument, bound, fake, is_call, only_user
+from nimblec.graph.vocabulary import CONVOLUTION, CONVOLUTION_BACKWARD, DTYPES
+from nimblec.kernels.core.images import convolution_shape, is_read_well
+from nimblec.kernels.core.shapes import Convolution
+from nimblec.kernels.gemm.match import arithmetic_of
+from nimblec.kernels.gemm.op import Arithmetic
+
+Kind = Literal["forward", "images", "weights", "depthwise weights"]
+
+_LONGEST_DEPTHWISE = 32
+"""Weights of a channel whose gradients a thread can sum side by side."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Request:
+    """A convolution, or the gradient of its ``images`` or ``weights``, of two tensors as its op takes them.
+
+    ``nodes`` are the calls as they are, the last one's value is the result.
+    """
+
+    kind: Kind
+    shape: Convolution
+    first: fx.Node
+    second: fx.Node
+    nodes: tuple[fx.Node, ...]
+    arithmetic: Arithmetic
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of everything that is read and written."""
+        return fake(self.nodes[-1]).dtype
+
+    @property
+    def signature(self) -> str:
+        """What tells requests apart."""
+        return f"{self.kind} {self.shape} {self.dtype} {self.arithmetic}"
+
+
+def requests(module: fx.GraphModule) -> Iterator[Request]:
+    """All that can be asked for."""
+    rewriter = Rewriter(module)
+    for node in rewriter.calls(CONVOLUTION, CONVOLUTION_BACKWARD):
+        given = bound(node)
+        if fake(node.all_input_nodes[0]).dtype not in DTYPES or given["transposed"] or fake(given["input"]).dim() != 4:
+            continue
+        request = _forward(rewriter, node, given) if is_call(node, CONVOLUTION) else _gradient(node, given)
+        if request is not None and _is_laid(fake(request.nodes[-1])):
+            yield request
+
+
+def _forward(rewriter: Rewriter, node: fx.Node, given: dict[str, Any]) -> Request | None:
+    """A convolution whose weights are no constants; one with a bias, or of groups, is the library's."""
+    x, weight = given["input"], given["weight"]
+    if rewriter.value(weight) is not None or given["bias"] is not None or given["groups"] != 1:
+        return None
+    if not is_read_well(fake(x)) or not _is_dense(fake(weight)):
+        return None
+    return _request("forward", given, node, x, weight)
+
+
+def _gradient(node: fx.Node, given: dict[str, Any]) -> Request | None:
+    """One of the gradients of a convolution, where it is the only one that the call makes."""
+    grad, x, weight, mask = (given[name] for name in ("grad_output", "input", "weight", "output_mask"))
+    result = only_user(node)
+    if sum(mask) != 1 or mask[2] or result is None or result.target is not operator.getitem:
+        return None
+    assert mask[argument(result, 1)], f"{result.format_node()} reads a gradient that is not made"
+    if mask[0]:
+        if given["groups"] != 1 or not is_read_well(fake(grad)) or not _is_dense(fake(weight)):
+            return None
+        return _request("images", given, result, grad, weight)
+    if not is_read_well(fake(grad)) or not is_read_well(fake(x)):
+        return None
+    channels, taps = fake(x).shape[1], fake(weight)[0, 0].numel()
+    if given["groups"] == channels == fake(grad).shape[1] and taps <= _LONGEST_DEPTHWISE:
+        return _request("depthwise weights", given, result, grad, x)
+    return _request("weights", given, result, grad, x) if given["groups"] == 1 else None
+
+
+def _request(kind: Kind, given: dict[str, Any], result: fx.Node, first: fx.Node, second: fx.Node) -> Request:
+    images, weight = fake(given["input"]), fake(given["weight"])
+    laid = torch.empty_like(images, device="meta", memory_format=torch.channels_last) if kind == "images" else images
+    return Request(
+        kind=kind,
+        arithmetic=arithmetic_of(images.dtype, torch.backends.cudnn.conv),  # type: ignore[attr-defined]
+        shape=convolution_shape(
+            laid, weight.shape[0], weight.shape[2:], given["stride"], given["padding"], given["dilation"]
+        ),
+        first=first,
+        second=second,
+        nodes=(result,) if kind == "forward" else (argument(result, 0), result),
+    )
+
+
+def _is_dense(weight: Tensor) -> bool:
+    return weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def _is_laid(result: Tensor) -> bool:
+    """Whether it lies where the kernels put it, as torch lays those of one pixel or one channel otherwise at times."""
+    laid = torch.empty_like(result, device="meta", memory_format=torch.channels_last)
+    return result.numel() > 0 and result.stride() == laid.stride()

@@ -1,0 +1,192 @@
+"""Convolutions of trained weights and their gradients as torch ops: `nimblec.kernels.core.launch` says what an op is.
+
+Images lie channels last, and so do weights (out channels, channels, height, width), results too. ``counters``,
+``trigger`` and ``arithmetic`` are as in `nimblec.kernels.gemm.op`; ``window`` is a stride, a padding and a dilation,
+each a pair, as ``aten.convolution`` takes them.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nimblec.kernels.core.images import channels_last, convolution_shape, new_images
+from nimblec.kernels.core.launch import Prepared, define_op
+from nimblec.kernels.gemm.reference import as_multiplied
+from nimblec.kernels.gemm.tilings import Tiling
+from nimblec.kernels.trained.launches import Cut, depthwise_weights_launch, images_launch, scale, weights_launch
+from nimblec.kernels.trained.tilings import DepthwiseSum
+
+aten = torch.ops.aten
+
+
+def _convolution(
+    x: Tensor,
+    weight: Tensor,
+    counters: Tensor | None,
+    window: Sequence[int],
+    tiling: Sequence[int],
+    trigger: str,
+    *,
+    arithmetic: str = "tf32",
+) -> Prepared[Tensor]:
+    x, weight = channels_last(x), _dense(weight)
+    shape = convolution_shape(x, weight.shape[0], weight.shape[2:], *_pairs(window))
+    out, cut = new_images(x, shape), _cut(counters, tiling, trigger, arithmetic)
+    return Prepared(out, images_launch(shape, cut, source=x, weight=weight, out=out, is_gradient=False))
+
+
+def _image_gradient(
+    grad: Tensor,
+    weight: Tensor,
+    counters: Tensor | None,
+    size: Sequence[int],
+    window: Sequence[int],
+    tiling: Sequence[int],
+    trigger: str,
+    *,
+    arithmetic: str = "tf32",
+) -> Prepared[Tensor]:
+    grad, weight = channels_last(grad), _dense(weight)
+    out = _new(grad, grad.shape[0], weight.shape[1], *size)
+    shape = convolution_shape(out, weight.shape[0], weight.shape[2:], *_pairs(window))
+    cut = _cut(counters, tiling, trigger, arithmetic)
+    return Prepared(out, images_launch(shape, cut, source=grad, weight=weight, out=out, is_gradient=True))
+
+
+def _weight_gradient(
+    grad: Tensor,
+    x: Tensor,
+    counters: Tensor | None,
+    kernel: Sequence[int],
+    window: Sequence[int],
+    tiling: Sequence[int],
+    trigger: str,
+    *,
+    arithmetic: str = "tf32",
+) -> Prepared[Tensor]:
+    grad, x = channels_last(grad), channels_last(x)
+    shape = convolution_shape(x, grad.shape[1], kernel, *_pairs(window))
+    out, cut = _new(x, shape.out_channels, shape.channels, *kernel), _cut(counters, tiling, trigger, arithmetic)
+    return Prepared(out, weights_launch(shape, cut, grad=grad, x=x, out=out))
+
+
+def _depthwise_weight_gradient(
+    grad: Tensor,
+    x: Tensor,
+    counters: Tensor | None,
+    kernel: Sequence[int],
+    window: Sequence[int],
+    tiling: Sequence[int],
+    trigger: str,
+) -> Prepared[Tensor]:
+    grad, x = channels_last(grad), channels_last(x)
+    shape = convolution_shape(x, grad.shape[1], kernel, *_pairs(window))
+    out, cut = _new(x, shape.out_channels, 1, *kernel), DepthwiseSum.of(tiling)
+    launch = depthwise_weights_launch(shape, cut, grad=grad, x=x, out=out, counters=counters, trigger=trigger)
+    return Prepared(out, launch)
+
+
+def _cut(counters: Tensor | None, tiling: Sequence[int], trigger: str, arithmetic: str) -> Cut:
+    return Cut(tiling=Tiling.of(tiling), counters=counters, trigger=trigger, arithmetic=arithmetic)
+
+
+def _pairs(window: Sequence[int]) -> list[Sequence[int]]:
+    """Stride, padding and dilation."""
+    return [window[n : n + 2] for n in (0, 2, 4)]
+
+
+def _new(like: Tensor, *size: int) -> Tensor:
+    """Memory for images or weights, channels last."""
+    return torch.empty(size, dtype=like.dtype, device=like.device, memory_format=torch.channels_last)
+
+
+def _dense(weight: Tensor) -> Tensor:
+    """Weights as the kernels read them; a copy only as in `channels_last`."""
+    _, channels, height, width = weight.shape
+    wanted = (channels * height * width, 1, width * channels, channels)
+    strides = zip(weight.shape, weight.stride(), wanted, strict=True)
+    if all(size == 1 or has == want for size, has, want in strides):
+        return weight
+    return weight.contiguous(memory_format=torch.channels_last)
+
+
+def _convolution_on_cpu(
+    x: Tensor, weight: Tensor, _counters: Tensor | None, window: Sequence[int], *_how: Any, arithmetic: str = "tf32"
+) -> Tensor:
+    images, filters = (as_multiplied(each, x.dtype, arithmetic) for each in (x, weight))
+    total = aten.convolution(images, filters, None, *_pairs(window), False, [0, 0], 1)
+    return _new(x, *total.shape).copy_(total * scale(x.dtype, arithmetic))
+
+
+def _image_gradient_on_cpu(
+    grad: Tensor,
+    weight: Tensor,
+    _counters: Tensor | None,
+    size: Sequence[int],
+    window: Sequence[int],
+    *_how: Any,
+    arithmetic: str = "tf32",
+) -> Tensor:
+    factor, filters = (as_multiplied(each, grad.dtype, arithmetic) for each in (grad, weight))
+    images = factor.new_empty((grad.shape[0], weight.shape[1], *size))
+    total, *_ = aten.convolution_backward(
+        factor, images, filters, None, *_pairs(window), False, [0, 0], 1, [True, False, False]
+    )
+    return _new(grad, *total.shape).copy_(total * scale(grad.dtype, arithmetic))
+
+
+def _weight_gradient_on_cpu(
+    grad: Tensor,
+    x: Tensor,
+    _counters: Tensor | None,
+    kernel: Sequence[int],
+    window: Sequence[int],
+    *_how: Any,
+    arithmetic: str = "tf32",
+) -> Tensor:
+    factor, images = (as_multiplied(each, grad.dtype, arithmetic) for each in (grad, x))
+    total = _gradient_of_weights(factor, images, (grad.shape[1], x.shape[1], *kernel), window)
+    return _new(grad, *total.shape).copy_(total * scale(grad.dtype, arithmetic))
+
+
+def _depthwise_weight_gradient_on_cpu(
+    grad: Tensor, x: Tensor, _counters: Tensor | None, kernel: Sequence[int], window: Sequence[int], *_how: Any
+) -> Tensor:
+    total = _gradient_of_weights(grad.float(), x.float(), (grad.shape[1], 1, *kernel), window)
+    return _new(grad, *total.shape).copy_(total)
+
+
+def _gradient_of_weights(grad: Tensor, x: Tensor, size: tuple[int, ...], window: Sequence[int]) -> Tensor:
+    groups = x.shape[1] // size[1]
+    _, total, _ = aten.convolution_backward(
+        grad, x, x.new_empty(size), None, *_pairs(window), False, [0, 0], groups, [False, True, False]
+    )
+    return total  # type: ignore[no-any-return]
+
+
+trained_convolution = define_op(
+    "trained_convolution(Tensor x, Tensor weight, Tensor(a!)? counters, int[] window, int[] tiling, str trigger, *, "
+    "str arithmetic='tf32') -> Tensor",
+    prepare=_convolution,
+    reference=_convolution_on_cpu,
+)
+image_gradient = define_op(
+    "image_gradient(Tensor grad, Tensor weight, Tensor(a!)? counters, int[] size, int[] window, int[] tiling, "
+    "str trigger, *, str arithmetic='tf32') -> Tensor",
+    prepare=_image_gradient,
+    reference=_image_gradient_on_cpu,
+)
+weight_gradient = define_op(
+    "weight_gradient(Tensor grad, Tensor x, Tensor(a!)? counters, int[] kernel, int[] window, int[] tiling, "
+    "str trigger, *, str arithmetic='tf32') -> Tensor",
+    prepare=_weight_gradient,
+    reference=_weight_gradient_on_cpu,
+)
+depthwise_weight_gradient = define_op(
+    "depthwise_weight_gradient(Tensor grad, Tensor x, Tensor(a!)? counters, int[] kernel, int[] window, "
+    "int[] tiling, str trigger) -> Tensor",
+    prepare=_depthwise_weight_gradient,
+    reference=_depthwise_weight_gradient_on_cpu,
+)

@@ -1,0 +1,105 @@
+"""Convolutions of trained weights, and gradients of convolutions, as Triton kernels."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from nimblec.graph.rewriter import Rewriter, fake
+from nimblec.kernels.core.call import Call, Made, Pool, evaluate, example
+from nimblec.kernels.core.gpu import GPU, Trigger
+from nimblec.kernels.core.selector import Choose, Family, Timed
+from nimblec.kernels.core.shapes import ceil_div
+from nimblec.kernels.gemm.packing import counters
+from nimblec.kernels.gemm.tilings import Tiling
+from nimblec.kernels.trained.match import Request, requests
+from nimblec.kernels.trained.op import depthwise_weight_gradient, image_gradient, trained_convolution, weight_gradient
+from nimblec.kernels.trained.tilings import (
+    DepthwiseSum,
+    depthwise_candidates,
+    forward_candidates,
+    image_candidates,
+    weight_candidates,
+)
+
+AnyTiling = Tiling | DepthwiseSum
+
+
+def use_trained_kernels(module: fx.GraphModule, choose: Choose[Request, AnyTiling], trigger: Trigger = "late") -> None:
+    """Convolutions of trained weights and their gradients are one launch each, where ``choose`` finds it faster.
+
+    Every result keeps its dtype, shape and strides. Launches with a ``trigger`` wait for the kernel before them by
+    themselves: `GPU.has_programmatic_launch`.
+    """
+    rewriter = Rewriter(module)
+    for request in requests(module):
+        tiling = choose(request)
+        if tiling is None:
+            continue
+        at = request.nodes[-1]
+        result = call(request, tiling, trigger).put(rewriter, at=at)
+        assert fake(result).stride() == fake(at).stride(), f"{at.format_node()} would become {result.format_node()}"
+        rewriter.replace(at, result)
+    rewriter.finish()
+
+
+def tilings(request: Request, gpu: GPU) -> Sequence[AnyTiling]:
+    """The candidates of a request."""
+    if request.kind == "depthwise weights":
+        return depthwise_candidates(request.shape, gpu)
+    find = {"forward": forward_candidates, "images": image_candidates, "weights": weight_candidates}[request.kind]
+    return find(request.shape, gpu, itemsize=request.dtype.itemsize)
+
+
+def call(request: Request, tiling: AnyTiling, trigger: Trigger) -> Call:
+    """What computes a request."""
+    shape = request.shape
+    end = ([*shape.stride, *shape.padding, *shape.dilation], tiling.numbers, trigger)
+    read = (request.first, request.second, _arrived(request, tiling))
+    if request.kind == "depthwise weights":
+        return Call(op=depthwise_weight_gradient, args=(*read, list(shape.kernel), *end))
+    how = {"arithmetic": request.arithmetic}
+    if request.kind == "forward":
+        return Call(op=trained_convolution, args=(*read, *end), kwargs=how)
+    if request.kind == "images":
+        return Call(op=image_gradient, args=(*read, [shape.height, shape.width], *end), kwargs=how)
+    return Call(op=weight_gradient, args=(*read, list(shape.kernel), *end), kwargs=how)
+
+
+def _arrived(request: Request, tiling: AnyTiling) -> Made | None:
+    """Counters of the blocks that share a tile's sum."""
+    if tiling.split_k == 1:
+        return None
+    tiles = _tiles(request, tiling)
+    device = torch.empty(0, device=fake(request.first).device)
+    return Made(source=device, make=lambda like: counters(tiles, like.device), role="counters")
+
+
+def _tiles(request: Request, tiling: AnyTiling) -> int:
+    shape = request.shape
+    if isinstance(tiling, DepthwiseSum):
+        return ceil_div(shape.out_channels, tiling.block_c)
+    rows, columns = {
+        "forward": (shape.rows, shape.out_channels),
+        "images": (shape.batch * shape.height * shape.width, shape.channels),
+        "weights": (shape.out_channels, shape.depth),
+    }[request.kind]
+    return ceil_div(rows, tiling.block_m) * ceil_div(columns, tiling.block_n)
+
+
+def framework(request: Request, _pool: Pool, _length: int) -> Timed:
+    """The calls as they are."""
+    values = {node: example(fake(node), fake(node).device) for node in request.nodes[0].all_input_nodes}
+    return lambda _: evaluate(request.nodes, values)
+
+
+TRAINED: Family[Request, AnyTiling] = Family(
+    name="trained",
+    requests=requests,
+    tilings=tilings,
+    call=call,
+    framework=framework,
+    use=use_trained_kernels,
+    templates=("nimblec.kernels.trained.template",),
+    reason="what has constant weights has packed ones by now; the rest is trained",
+)

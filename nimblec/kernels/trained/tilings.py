@@ -1,0 +1,94 @@
+"""How a convolution of trained weights and its gradients are cut into blocks."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import chain, product
+
+from nimblec.kernels.core.gpu import GPU
+from nimblec.kernels.core.shapes import Convolution, ceil_div
+from nimblec.kernels.core.shapes import product as product_of
+from nimblec.kernels.core.tilings import NumberedTiling
+from nimblec.kernels.gemm.tilings import Tiling, candidates
+
+_SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+_FEWEST_SUMS, _MOST_SUMS = 4, 64
+"""Float32 numbers that a thread keeps of `DepthwiseSum`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DepthwiseSum(NumberedTiling):
+    """A block sums ``block_c`` channels over one of ``split_k`` parts of the rows, ``block_m`` of them at a time."""
+
+    block_m: int
+    block_c: int
+    split_k: int
+    num_warps: int = 4
+
+    @staticmethod
+    def places(shape: Convolution) -> int:
+        """How many numbers are kept of a channel: those of its weights, up to a power of two."""
+        return 1 << (shape.kernel[0] * shape.kernel[1] - 1).bit_length()
+
+    def blocks(self, shape: Convolution) -> int:
+        """How many blocks are launched."""
+        return ceil_div(shape.out_channels, self.block_c) * self.split_k
+
+    def sums(self, shape: Convolution) -> int:
+        """How many numbers a thread keeps."""
+        return self.places(shape) * self.block_m * self.block_c // (32 * self.num_warps)
+
+
+def forward_candidates(shape: Convolution, gpu: GPU, *, itemsize: int) -> list[Tiling]:
+    """Tilings for the convolution itself."""
+    return _wide_and_narrow(shape, gpu, itemsize)
+
+
+def image_candidates(shape: Convolution, gpu: GPU, *, itemsize: int) -> list[Tiling]:
+    """Tilings for the gradient of its images: a row for each pixel of them, and for each tap a sum over channels."""
+    turned = Convolution(
+        batch=shape.batch * shape.height * shape.width,
+        height=shape.kernel[0],
+        width=shape.kernel[1],
+        channels=shape.out_channels,
+        out_channels=shape.channels,
+        kernel=shape.kernel,
+    )
+    return _wide_and_narrow(turned, gpu, itemsize)
+
+
+def weight_candidates(shape: Convolution, gpu: GPU, *, itemsize: int) -> list[Tiling]:
+    """Tilings for the gradient of its weights: a sum over pixels for each of them."""
+    turned = product_of(shape.out_channels, shape.rows, shape.depth)
+    return _wide_and_narrow(turned, gpu, itemsize)
+
+
+def _wide_and_narrow(shape: Convolution, gpu: GPU, itemsize: int) -> list[Tiling]:
+    """The most promising tilings by the time model, and by one to which narrow tiles are as quick as wide ones.
+
+    Wide tiles take float32 factors in one order only, so a factor that lies in the other one is copied by 4 bytes.
+    """
+    even = replace(gpu, speed=replace(gpu.speed, narrow=1))
+    found = (candidates(shape, each, limit=6, itemsize=itemsize, splits=_SPLITS, alike=2) for each in (gpu, even))
+    return list(dict.fromkeys(chain.from_iterable(found)))
+
+
+def depthwise_candidates(shape: Convolution, gpu: GPU, *, limit: int = 8) -> list[DepthwiseSum]:
+    """Tilings for the gradient of depthwise weights: about two blocks for each multiprocessor first."""
+
+    def cost(tiling: DepthwiseSum) -> tuple[float, list[int]]:
+        steps = ceil_div(shape.rows, tiling.block_m * tiling.split_k)
+        turns = max(1.0, tiling.blocks(shape) / (2 * gpu.multiprocessors))
+        past_the_edge = tiling.blocks(shape) * tiling.block_c / (shape.out_channels * tiling.split_k)
+        own = steps * (tiling.sums(shape) + 16) + 4 * tiling.split_k + 64
+        return turns * own * past_the_edge, tiling.numbers
+
+    return sorted(_depthwise(shape), key=cost)[:limit]
+
+
+def _depthwise(shape: Convolution) -> Iterator[DepthwiseSum]:
+    for block_c, block_m, num_warps, split_k in product((16, 32, 64), (2, 4, 8, 16), (2, 4, 8), _SPLITS):
+        tiling = DepthwiseSum(block_m=block_m, block_c=block_c, split_k=split_k, num_warps=num_warps)
+        is_wide = block_c >= 2 * max(16, shape.out_channels)
+        is_idle = split_k > 1 and split_k * block_m > shape.rows
+        if _FEWEST_SUMS <= tiling.sums(shape) <= _MOST_SUMS and not is_wide and not is_idle:
+            yield tiling

@@ -1,0 +1,376 @@
+"""Convolutions of trained weights and their gradients by Triton: ops, graphs, values, code for several GPUs, a GPU."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from choosing import selector
+from rewriting import assert_same, counts, record, rewritten
+from torch import Tensor
+from triton_process import interpret, needs_triton
+from triton_process import run as run_process
+
+from nimblec.kernels.core.gpu import GPU, KNOWN, SM_90
+from nimblec.kernels.core.selector import FRAMEWORK
+from nimblec.kernels.core.shapes import Convolution
+from nimblec.kernels.gemm.packing import CUT_OFF
+from nimblec.kernels.trained.match import Request, requests
+from nimblec.kernels.trained.op import (
+    depthwise_weight_gradient,
+    image_gradient,
+    trained_convolution,
+    weight_gradient,
+)
+from nimblec.kernels.trained.rewrite import TRAINED, AnyTiling, tilings, use_trained_kernels
+from nimblec.kernels.trained.tilings import (
+    depthwise_candidates,
+    forward_candidates,
+    image_candidates,
+    weight_candidates,
+)
+from nimblec.optimize.layout.channels_last import lay_float32_channels_last
+from nimblec.optimize.layout.gradients import split_gradients
+
+aten = torch.ops.aten
+TILING = [32, 32, 32, 1, 4, 2]
+WINDOW = [2, 1, 1, 0, 1, 2]
+"""Stride 2 x 1, padding 1 x 0, dilation 1 x 2."""
+
+
+def _random(*shape: int, seed: int = 0, device: str = "cpu") -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+def _last(x: Tensor) -> Tensor:
+    return x.contiguous(memory_format=torch.channels_last)
+
+
+def _exact(grad: Tensor, x: Tensor, weight: Tensor, window: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """What the convolution gives, and the gradients of images and weights, in float64."""
+    geometry = (window[0:2], window[2:4], window[4:6], False, [0, 0], x.shape[1] // weight.shape[1])
+    y = aten.convolution(x.double(), weight.double(), None, *geometry)
+    mask = [True, True, False]
+    of_x, of_weight, _ = aten.convolution_backward(
+        grad.double(), x.double(), weight.double(), None, *geometry, mask
+    )
+    return y, of_x, of_weight
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_ops_on_the_cpu_and_without_memory(dtype: torch.dtype) -> None:
+    x, weight = _last(_random(2, 8, 7, 9).to(dtype)), _last(_random(6, 8, 3, 2, seed=1).to(dtype))
+    grad = _last(_random(2, 6, 4, 7, seed=2).to(dtype))
+    channels, alone = _last(_random(2, 8, 4, 7, seed=3).to(dtype)), torch.empty(8, 1, 3, 2)
+    exact = _exact(grad, x, weight, WINDOW)
+    end = (WINDOW, TILING, "none")
+    calls: list[tuple[Callable[..., Tensor], tuple[object, ...], Tensor]] = [
+        (trained_convolution, (x, weight, None, *end), exact[0]),
+        (image_gradient, (grad, weight, None, [7, 9], *end), exact[1]),
+        (weight_gradient, (grad, x, None, [3, 2], *end), exact[2]),
+        (
+            depthwise_weight_gradient,
+            (channels, x, None, [3, 2], WINDOW, [4, 16, 1, 4], "none"),
+            _exact(channels, x, alone, WINDOW)[2],
+        ),
+    ]
+    for op, args, wanted in calls:
+        made = op(*args)
+        torch.testing.assert_close(made.double(), wanted, atol=2e-2, rtol=4e-3)
+        like = op(*(each.to("meta") if isinstance(each, Tensor) else each for each in args))
+        assert (like.shape, like.stride(), like.dtype) == (made.shape, made.stride(), dtype)
+        assert made.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_what_tensor_cores_cut_off_is_made_up_for() -> None:
+    """Without it all gradients would be smaller by the same part, in each layer anew."""
+    x, grad = _last(_random(64, 8, 16, 16).abs() + 1), _last(_random(64, 8, 16, 16, seed=1).abs() + 1)
+    exact = _exact(grad, x, torch.empty(8, 8, 1, 1), [1, 1, 0, 0, 1, 1])[2]
+    made = weight_gradient(grad, x, None, [1, 1], [1, 1, 0, 0, 1, 1], TILING, "none")
+    assert abs((made.double() / exact).mean() - 1) < CUT_OFF / 2
+
+
+Step = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]
+
+
+def _step(stride: int = 1, padding: int = 1, groups: int = 1, bias: Tensor | None = None) -> Step:
+    """A convolution, and the gradients that it has of another one of its results."""
+
+    def step(x: Tensor, grad: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        geometry = ([stride, stride], [padding, padding], [1, 1], False, [0, 0], groups)
+        y = aten.convolution(x, weight, bias, *geometry)
+        mask = [True, True, bias is not None]
+        made = aten.convolution_backward(grad, x, weight, None if bias is None else [6], *geometry, mask)
+        return y, *made[: sum(mask)]
+
+    return step
+
+
+X, GRAD = _random(2, 6, 8, 8), _random(2, 6, 8, 8, seed=1)
+CASES: dict[str, tuple[Step, tuple[Tensor, ...], list[str]]] = {
+    "plain": (_step(), (X, GRAD, _random(6, 6, 3, 3)), ["forward", "images", "weights"]),
+    "strided": (_step(stride=2), (X, GRAD[:, :, ::2, ::2], _random(6, 6, 3, 3)), ["forward", "images", "weights"]),
+    "one pixel, which torch lays otherwise": (
+        _step(padding=0),
+        (X[:, :, :1, :1], GRAD[:, :, :1, :1], _random(6, 6, 1, 1)),
+        [],
+    ),
+    "with a bias": (_step(bias=_random(6)), (X, GRAD, _random(6, 6, 3, 3)), ["images", "weights"]),
+    "depthwise": (_step(groups=6), (X, GRAD, _random(6, 1, 3, 3)), ["depthwise weights"]),
+    "groups": (_step(groups=2), (X, GRAD, _random(6, 3, 3, 3)), []),
+    "double": (_step(), (X.double(), GRAD.double(), _random(6, 6, 3, 3).double()), []),
+    "images are not trained": (
+        lambda x, grad, weight: (
+            aten.convolution_backward(
+                *(grad, x, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [False, True, False])
+            )[1],
+        ),
+        (X, GRAD, _random(6, 6, 3, 3)),
+        ["weights"],
+    ),
+}
+
+
+def _first(request: Request) -> AnyTiling:
+    return tilings(request, SM_90)[0]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_taken_and_its_values(name: str) -> None:
+    step, inputs, expected = CASES[name]
+    module = record(step, *inputs)
+    split = rewritten(module, split_gradients, lay_float32_channels_last)
+    assert [request.kind for request in requests(split)] == expected
+    after = rewritten(split, partial(use_trained_kernels, choose=_first))
+    found = counts(after)
+    ops = ("trained_convolution", "image_gradient", "weight_gradient", "depthwise_weight_gradient")
+    assert sum(found[op] for op in ops) == len(expected)
+    assert_same(module, after, *inputs, rtol=3e-3)
+
+
+def test_gradients_that_are_made_together_are_the_librarys() -> None:
+    step, inputs, _ = CASES["plain"]
+    together = rewritten(record(step, *inputs), lay_float32_channels_last)
+    assert [request.kind for request in requests(together)] == ["forward"]
+
+
+def test_nothing_changes_where_the_framework_is_chosen() -> None:
+    step, inputs, _ = CASES["plain"]
+    module = rewritten(record(step, *inputs), split_gradients, lay_float32_channels_last)
+    assert counts(rewritten(module, partial(use_trained_kernels, choose=lambda _: None))) == counts(module)
+
+
+@pytest.mark.parametrize("name", ["plain", "depthwise"])
+def test_the_fastest_is_chosen(name: str) -> None:
+    step, inputs, _ = CASES[name]
+    *_, request = requests(rewritten(record(step, *inputs), split_gradients, lay_float32_channels_last))
+    choose, jobs = selector(TRAINED, lambda n: {0: 3.0, 2: 1.0}.get(n, 2.0))
+    choose.prepare([request])
+    assert len(jobs) == len(tilings(request, SM_90)) > 2
+    assert choose(request) == tilings(request, SM_90)[1]
+    slower, _ = selector(TRAINED, lambda n: 1.0 + n)
+    assert slower(request) is None
+    assert FRAMEWORK in slower.choices[request.signature].microseconds
+
+
+SHAPES = (
+    Convolution(batch=32, height=8, width=8, channels=256, out_channels=64),
+    Convolution(batch=32, height=2, width=2, channels=512, out_channels=512, kernel=(3, 3), padding=(1, 1)),
+    Convolution(batch=32, height=4, width=4, channels=512, out_channels=1024, stride=(2, 2)),
+    Convolution(batch=8, height=32, width=32, channels=3, out_channels=64, kernel=(7, 7), stride=(2, 2)),
+    Convolution(batch=1, height=5, width=3, channels=40, out_channels=24, kernel=(2, 3), dilation=(2, 1)),
+    Convolution(batch=1, height=1, width=1, channels=1, out_channels=1),
+)
+DEPTHWISE = (
+    Convolution(batch=32, height=16, width=16, channels=96, out_channels=96, kernel=(3, 3), padding=(1, 1)),
+    Convolution(batch=2, height=5, width=4, channels=20, out_channels=20, kernel=(5, 5), stride=(2, 2), padding=(2, 2)),
+    Convolution(batch=1, height=1, width=1, channels=960, out_channels=960, kernel=(3, 3), padding=(1, 1)),
+)
+
+
+@pytest.mark.parametrize("gpu", KNOWN, ids=lambda gpu: str(gpu.architecture))
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_tilings_fit_a_gpu(itemsize: int, gpu: GPU) -> None:
+    for shape in SHAPES:
+        for find in (forward_candidates, image_candidates, weight_candidates):
+            found = find(shape, gpu, itemsize=itemsize)
+            assert found
+            assert len(found) == len(set(found)) <= 12
+            for tiling in found:
+                nbytes = tiling.block_k * (tiling.block_m + tiling.block_n) * itemsize * tiling.num_stages
+                assert nbytes <= gpu.shared_per_block
+    for shape in DEPTHWISE:
+        found_sums = depthwise_candidates(shape, gpu)
+        assert found_sums
+        assert all(tiling.sums(shape) <= 64 for tiling in found_sums), "what the registers of a thread hold"
+
+
+INTERPRET = """
+import random
+import torch
+from nimblec.kernels.core.images import convolution_shape
+from nimblec.kernels.gemm.tilings import Tiling
+from nimblec.kernels.trained.launches import Cut, depthwise_weights_launch, images_launch, weights_launch
+from nimblec.kernels.trained.tilings import DepthwiseSum
+
+aten = torch.ops.aten
+
+def laid(x):
+    return torch.empty(x.shape, dtype=x.dtype, memory_format=torch.channels_last).copy_(x)
+
+def part(x):
+    # of the channels of larger images
+    wide = laid(torch.randn(x.shape[0], 2 * x.shape[1], *x.shape[2:]).to(x.dtype))
+    wide[:, : x.shape[1]] = x
+    return wide[:, : x.shape[1]]
+
+def pair(r, low, high):
+    return r.randint(low, high), r.randint(low, high)
+
+def at_random(seed):
+    r = random.Random(seed)
+    torch.manual_seed(seed)
+    kernel, stride, padding, dilation = pair(r, 1, 4), pair(r, 1, 3), pair(r, 0, 2), pair(r, 1, 2)
+    size = [max(1, d * (k - 1) + 1 - 2 * p) + r.randint(0, 5) for d, k, p in zip(dilation, kernel, padding)]
+    dtype = r.choice([torch.float32, torch.float16])
+    channels, made = r.choice([3, 16, 32, 20]), r.choice([5, 16, 40])
+    is_depthwise = r.random() < 0.3
+    made = channels if is_depthwise else made
+    x = torch.randn(r.randint(1, 3), channels, *size).to(dtype)
+    weight = torch.randn(made, 1 if is_depthwise else channels, *kernel).to(dtype)
+    geometry = (None, stride, padding, dilation, False, [0, 0], channels if is_depthwise else 1)
+    y = aten.convolution(x.double(), weight.double(), *geometry)
+    grad = torch.randn(y.shape).to(dtype)
+    doubles = (grad.double(), x.double(), weight.double())
+    of_x, of_weight, _ = aten.convolution_backward(*doubles, *geometry, [True, True, False])
+    lay = r.choice([laid, laid, part])
+    x, grad, weight = lay(x), lay(grad), laid(weight)
+    shape = convolution_shape(x, made, kernel, stride, padding, dilation)
+    split, counters = r.choice([1, 1, 2, 3, 7]), torch.zeros(4096, dtype=torch.int32)
+
+    def check(launch, like, **named):
+        out = laid(torch.full(like.shape, torch.nan, dtype=dtype))
+        launch(shape, out=out, **named)()
+        assert not counters.any()
+        tolerance = 2e-3 if dtype is torch.float32 else 4e-2
+        torch.testing.assert_close(out.double(), like, atol=tolerance, rtol=tolerance)
+
+    def cut():
+        numbers = r.choice([16, 32]), r.choice([16, 32]), r.choice([16, 32])
+        tiling = Tiling(**dict(zip(("block_m", "block_n", "block_k"), numbers)), split_k=split)
+        return Cut(tiling=tiling, counters=counters, trigger="none", arithmetic="tf32x3")
+
+    if is_depthwise:
+        tiling = DepthwiseSum(block_m=r.choice([1, 2, 4]), block_c=r.choice([16, 32]), split_k=split)
+        check(depthwise_weights_launch, of_weight, tiling=tiling, grad=grad, x=x, counters=counters, trigger="none")
+    else:
+        check(images_launch, y, cut=cut(), source=x, weight=weight, is_gradient=False)
+        check(images_launch, of_x, cut=cut(), source=grad, weight=weight, is_gradient=True)
+        check(weights_launch, of_weight, cut=cut(), grad=grad, x=x)
+"""
+
+SEEDS = 40
+
+COMPILE = """
+import torch
+from nimblec.kernels.core.compiling import compile_job
+from nimblec.kernels.core.gpu import KNOWN
+from nimblec.kernels.core.images import convolution_shape
+from nimblec.kernels.core.launch import launch_of
+from nimblec.kernels.trained.op import *
+from nimblec.kernels.trained.tilings import *
+
+def images(channels, dtype):
+    return torch.empty(32, channels, 4, 4, dtype=dtype, device="meta").contiguous(memory_format=torch.channels_last)
+
+window, counters = [1, 1, 1, 1, 1, 1], torch.empty(9999, dtype=torch.int32, device="meta")
+for gpu in KNOWN:
+    for dtype in (torch.float32, torch.bfloat16):
+        x, grad = images(64, dtype), images(128, dtype)
+        weight = torch.empty(128, 64, 3, 3, dtype=dtype, device="meta").contiguous(memory_format=torch.channels_last)
+        shape = convolution_shape(x, 128, (3, 3), (1, 1), (1, 1), (1, 1))
+        alone = convolution_shape(x, 64, (3, 3), (1, 1), (1, 1), (1, 1))
+        size = {"itemsize": dtype.itemsize}
+        launches = [
+            *((trained_convolution, (x, weight, counters, window, tiling.numbers, gpu.trigger))
+              for tiling in forward_candidates(shape, gpu, **size)[:2]),
+            *((image_gradient, (grad, weight, counters, [4, 4], window, tiling.numbers, gpu.trigger))
+              for tiling in image_candidates(shape, gpu, **size)[:2]),
+            *((weight_gradient, (grad, x, counters, [3, 3], window, tiling.numbers, gpu.trigger))
+              for tiling in weight_candidates(shape, gpu, **size)[:2]),
+            *((depthwise_weight_gradient, (x, x, counters, [3, 3], window, tiling.numbers, gpu.trigger))
+              for tiling in depthwise_candidates(alone, gpu)[:2]),
+        ]
+        for op, args in launches:
+            kernel = compile_job(launch_of(op, *args).job, architecture=gpu.architecture)
+            assert kernel.metadata.shared <= gpu.shared_per_block
+            ptx = kernel.asm["ptx"]
+            waits = "griddepcontrol.wait" in ptx
+            assert waits == gpu.has_programmatic_launch
+            first = min(ptx.find(read) for read in ("ld.global", "cp.async") if read in ptx)
+            assert not waits or ptx.index("griddepcontrol.wait") < first, "weights are written by other kernels"
+    print(gpu.architecture)
+"""
+
+
+@needs_triton
+@pytest.mark.timeout(900)
+def test_values_in_the_interpreter(tmp_path: Path) -> None:
+    interpret(INTERPRET, {str(seed): f"at_random({seed})" for seed in range(SEEDS)}, tmp_path)
+
+
+@needs_triton
+@pytest.mark.timeout(900)
+def test_code_for_several_gpus(tmp_path: Path) -> None:
+    assert run_process(COMPILE, tmp_path).split() == [str(gpu.architecture) for gpu in KNOWN]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("number", range(len(SHAPES)))
+def test_values_on_a_gpu(number: int, dtype: torch.dtype) -> None:
+    """All candidates are as near to float64 as their dtype allows; twenty runs give the same bits."""
+    gpu, shape, size = GPU.current(), SHAPES[number], {"itemsize": dtype.itemsize}
+    window = [*shape.stride, *shape.padding, *shape.dilation]
+    x = _last(_random(shape.batch, shape.channels, shape.height, shape.width, device="cuda").to(dtype))
+    weight = _last(_random(shape.out_channels, shape.channels, *shape.kernel, seed=1, device="cuda").to(dtype))
+    grad = _random(shape.batch, shape.out_channels, shape.out_height, shape.out_width, seed=2, device="cuda")
+    grad = _last(grad.to(dtype))
+    y, of_x, of_weight = _exact(grad, x, weight, window)
+    how = {"arithmetic": "tf32"}
+    for tiling in forward_candidates(shape, gpu, **size):
+        _check(partial(trained_convolution, x, weight, _counters(), window, tiling.numbers, gpu.trigger, **how), y)
+    for tiling in image_candidates(shape, gpu, **size):
+        end = ([shape.height, shape.width], window, tiling.numbers, gpu.trigger)
+        _check(partial(image_gradient, grad, weight, _counters(), *end, **how), of_x)
+    for tiling in weight_candidates(shape, gpu, **size):
+        end = (list(shape.kernel), window, tiling.numbers, gpu.trigger)
+        _check(partial(weight_gradient, grad, x, _counters(), *end, **how), of_weight)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("number", range(len(DEPTHWISE)))
+def test_depthwise_values_on_a_gpu(number: int, dtype: torch.dtype) -> None:
+    gpu, shape = GPU.current(), DEPTHWISE[number]
+    window = [*shape.stride, *shape.padding, *shape.dilation]
+    x = _last(_random(shape.batch, shape.channels, shape.height, shape.width, device="cuda").to(dtype))
+    grad = _random(shape.batch, shape.channels, shape.out_height, shape.out_width, seed=2, device="cuda").to(dtype)
+    exact = _exact(_last(grad), x, torch.empty(shape.channels, 1, *shape.kernel, device="cuda"), window)[2]
+    for tiling in depthwise_candidates(shape, gpu):
+        end = (list(shape.kernel), window, tiling.numbers, gpu.trigger)
+        _check(partial(depthwise_weight_gradient, _last(grad), x, _counters(), *end), exact)
+
+
+def _counters() -> Tensor:
+    return torch.zeros(1 << 16, dtype=torch.int32, device="cuda")
+
+
+def _check(call: Callable[[], Tensor], exact: Tensor) -> None:
+    made = [call() for _ in range(20)]
+    assert all(torch.equal(each, made[0]) for each in made)
+    error = (made[0].double() - exact).norm() / exact.norm()
+    eps = 2.0**-10 if made[0].dtype is torch.float32 else torch.finfo(made[0].dtype).eps
+    assert error < eps, f"{error} of the gradient's length"
+    assert (made[0].double() - exact).abs().max() < 8 * eps * exact.abs().max()
