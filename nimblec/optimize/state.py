@@ -15,10 +15,10 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
 from nimblec import places
+from nimblec.graph.node_order import reorder
 from nimblec.graph.outputs import outputs_of
 from nimblec.graph.rewriter import Rewriter, argument, bound, fake, is_call, owner, readers
 from nimblec.graph.state import WRITES_STATE, StateSlot, slots
-from nimblec.graph.topological_order import topological_order
 from nimblec.graph.views import telling_strides
 from nimblec.graph.vocabulary import is_like
 
@@ -50,7 +50,7 @@ def mark_writes(module: fx.GraphModule) -> None:
     rewriter.finish()
     for state, slot in found.items():
         writers = [writer for writer in _writers(module, state, slot) if writer.target in _ROWS]
-        if writers and _sort(module.graph, list(_earlier(state, writers))):
+        if writers and _put_after_readers(module.graph, state, writers):
             for writer in writers:
                 writer.meta[WRITES_STATE] = True
 
@@ -71,7 +71,7 @@ def write_state(module: fx.GraphModule) -> None:
     copies = []
     for state, slot in found.items():
         writers = _writers(module, state, slot)
-        if writers and _sort(module.graph, list(_earlier(state, writers))):
+        if writers and _put_after_readers(module.graph, state, writers):
             for writer in writers:
                 _write_in_place(rewriter, writer)
         elif slot.output is not None and (value := _next_value(module, slot, found)) is not state:
@@ -187,31 +187,21 @@ def _write_in_place(rewriter: Rewriter, writer: fx.Node) -> None:
     rewriter.replace(writer, written)
 
 
+def _put_after_readers(graph: fx.Graph, state: fx.Node, writers: list[fx.Node]) -> bool:
+    """Have each value read before the next replaces it; False, and nothing changes, where that is no order."""
+    return reorder(graph, chain(_earlier(state, writers), _kept(graph)))
+
+
 def _earlier(state: fx.Node, writers: list[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node]]:
     """The (before, after) of calls that must keep that order for each value to be read before the next replaces it."""
     for value, writer in pairwise((state, *writers)):
         yield from ((reader, writer) for reader in readers(value) if reader is not writer)
 
 
-def _sort(graph: fx.Graph, pairs: list[tuple[fx.Node, fx.Node]]) -> bool:
-    """Have the first of each pair before the second; False, and nothing changes, where that is no order."""
-    nodes = list(graph.nodes)
-    place = {node: n for n, node in enumerate(nodes)}
-    after: list[set[int]] = [{place[user] for user in node.users} for node in nodes]
-    for before, behind in chain(pairs, _kept(nodes), ((node, nodes[-1]) for node in nodes[:-1])):
-        after[place[before]].add(place[behind])
-    order = topological_order(after)
-    if len(order) < len(nodes):
-        return False
-    for first, second in pairwise(nodes[n] for n in order):
-        first.append(second)
-    return True
-
-
-def _kept(nodes: list[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node]]:
+def _kept(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
     """The (before, after) of calls that write memory and those that touch it, as they stand."""
-    place = {node: n for n, node in enumerate(nodes)}
-    for writer in nodes:
+    place = {node: n for n, node in enumerate(graph.nodes)}
+    for writer in graph.nodes:
         for written in _written(writer):
             for other in readers(owner(written)):
                 if other is not writer:

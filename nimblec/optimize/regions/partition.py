@@ -10,7 +10,6 @@ of a region of its forward pass, which would have to keep what they could comput
 import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from types import MappingProxyType
 
 import torch
@@ -18,10 +17,10 @@ from torch import fx
 from torch._ops import OpOverload
 
 from nimblec.graph.fusible import is_fusible, is_slow_alone, is_stencil
+from nimblec.graph.node_order import reorder
 from nimblec.graph.outputs import outputs_of
 from nimblec.graph.rewriter import Rewriter, argument, readers
 from nimblec.graph.state import WRITES_STATE, slots
-from nimblec.graph.topological_order import topological_order
 from nimblec.graph.views import is_view
 from nimblec.places import LOSS, Phase, joined, places
 
@@ -264,15 +263,12 @@ def _is_outside(user: fx.Node, inside: frozenset[fx.Node]) -> bool:
 
 
 def _sort(graph: fx.Graph, written: Mapping[fx.Node, fx.Node]) -> None:
-    """Order the nodes so that each comes after what it reads, and writers of state last; else as they were."""
-    nodes = list(graph.nodes)
-    place = {node: n for n, node in enumerate(nodes)}
-    after = [{place[user] for user in node.users} for node in nodes]
-    for state, writer in written.items():
-        for reader in readers(state):
-            if reader is not writer and reader.op != "output":
-                after[place[reader]].add(place[writer])
-    order = topological_order(after)
-    assert len(order) == len(nodes), "regions depend on each other"
-    for before, after in pairwise(nodes[n] for n in order):
-        before.append(after)
+    """Put nodes after what they read, and writers of state after all others that read it."""
+    pairs = (
+        (reader, writer)
+        for state, writer in written.items()
+        for reader in readers(state)
+        if reader is not writer and reader.op != "output"
+    )
+    is_sorted = reorder(graph, pairs)
+    assert is_sorted, "regions depend on each other"
