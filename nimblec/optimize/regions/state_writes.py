@@ -3,8 +3,7 @@
 An optimizer's step for a weight, and the running statistics of a batch norm, are then one kernel and no copy.
 """
 
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import fx
@@ -16,6 +15,7 @@ from nimblec.graph.rewriter import bound, readers
 from nimblec.graph.state import slots
 from nimblec.graph.views import is_view
 from nimblec.graph.vocabulary import is_like
+from nimblec.graph.walk import reached
 from nimblec.optimize.regions.partition import Region, makers, whole
 
 aten = torch.ops.aten
@@ -72,15 +72,12 @@ def _is_apart(
 
 
 def _made_of(state: fx.Node, value: fx.Node, calls: frozenset[fx.Node]) -> set[fx.Node]:
-    """What calls make of a state but by way of its next value."""
-    found: set[fx.Node] = set()
-    waiting = deque([state])
-    while waiting:
-        users = (user for user in waiting.popleft().users if user is not value and not _keeps_statistics(user))
-        new = {user for user in users if is_view(user) or whole(user) in calls} - found
-        found |= new
-        waiting.extend(new)
-    return found
+    """A state, and what calls make of it but by way of its next value."""
+
+    def made(node: fx.Node) -> list[fx.Node]:
+        return _among((user for user in node.users if user is not value and not _keeps_statistics(user)), calls)
+
+    return reached(state, made)
 
 
 def _is_read_in_place(state: fx.Node, value: fx.Node, calls: frozenset[fx.Node]) -> bool:
@@ -89,11 +86,10 @@ def _is_read_in_place(state: fx.Node, value: fx.Node, calls: frozenset[fx.Node])
     Torch 2.11 puts a loop that writes state into one with a loop that reads it in another order, and reads a view
     of what is on the way to the next value after the state was written over.
     """
-    on_the_way = _makers_of(value, calls)
+    on_the_way = reached(value, lambda node: _among(node.all_input_nodes, calls))
 
     def follows(node: fx.Node, *, alone: bool = True) -> bool:
-        users = (user for user in node.users if is_view(user) or whole(user) in calls)
-        return all(reads(user, alone=alone and user not in on_the_way) for user in users)
+        return all(reads(user, alone=alone and user not in on_the_way) for user in _among(node.users, calls))
 
     def reads(user: fx.Node, *, alone: bool) -> bool:
         if user.target in _BROADCASTS and alone:
@@ -105,16 +101,9 @@ def _is_read_in_place(state: fx.Node, value: fx.Node, calls: frozenset[fx.Node])
     return follows(state)
 
 
-def _makers_of(value: fx.Node, calls: frozenset[fx.Node]) -> set[fx.Node]:
-    """The calls among these that a value is made of, itself one of them."""
-    found: set[fx.Node] = set()
-    waiting = [value]
-    while waiting:
-        node = waiting.pop()
-        if node not in found and (is_view(node) or whole(node) in calls):
-            found.add(node)
-            waiting += node.all_input_nodes
-    return found
+def _among(nodes: Iterable[fx.Node], calls: frozenset[fx.Node]) -> list[fx.Node]:
+    """The nodes that are views, or results of these calls."""
+    return [node for node in nodes if is_view(node) or whole(node) in calls]
 
 
 def _keeps_statistics(call: fx.Node) -> bool:
@@ -161,19 +150,9 @@ class _Order:
     def put_before(self, nodes: Sequence[fx.Node], region: int) -> bool:
         """Have calls come before a region; False, and nothing changes, where one of them comes after it."""
         numbers = {self._numbers[whole(node)] for node in nodes} - {region}
-        if numbers & _reached(self._after, region):
+        later = reached(region, self._after.__getitem__)
+        if numbers & later:
             return False
         for number in numbers:
             self._after[number].add(region)
         return True
-
-
-def _reached(after: Mapping[int, set[int]], start: int) -> set[int]:
-    """What comes after ``start``."""
-    found: set[int] = set()
-    waiting = deque([start])
-    while waiting:
-        for number in after[waiting.popleft()] - found:
-            found.add(number)
-            waiting.append(number)
-    return found
