@@ -128,7 +128,8 @@ def replace(module: fx.GraphModule, replacements: Mapping[OpOverload, Sequence[E
         node.replace_all_uses_with(part)
     _sort(graph, {})
     graph.eliminate_dead_code()
-    _sort(graph, written)
+    if written:  # whose order with calls that are gone by now could be none
+        _sort(graph, written)
     graph.lint()
 
 
@@ -189,8 +190,8 @@ def makers(node: fx.Node) -> Iterator[fx.Node]:
 def whole(node: fx.Node) -> fx.Node:
     """The call that ``node`` is a part of the result of; any other node itself."""
     if node.target is operator.getitem and not is_view(node):
-        whole: fx.Node = argument(node, 0)
-        return whole
+        call: fx.Node = argument(node, 0)
+        return call
     return node
 
 
