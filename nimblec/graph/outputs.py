@@ -1,11 +1,10 @@
 """Outputs in memory of their own and in the order they had, whatever rewrites have merged, folded or laid anew."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import fx
 
 from nimblec.graph.rewriter import Rewriter, argument, fake, owner
+from nimblec.graph.views import lies_as
 
 aten = torch.ops.aten
 
@@ -47,13 +46,13 @@ def restore_strides(module: fx.GraphModule, strides: Strides) -> None:
     rewriter = Rewriter(module)
     output = module.graph.output_node()
     for node, wanted in zip(outputs_of(module), strides, strict=True):
-        if _lies_as(node, wanted):
+        if lies_as(fake(node), wanted):
             continue
         for memory_format in (torch.contiguous_format, torch.channels_last):
             if memory_format is torch.channels_last and fake(node).dim() != 4:
                 continue
             copy = rewriter.call(aten.clone.default, node, memory_format=memory_format, at=output)
-            if _lies_as(copy, wanted):
+            if lies_as(fake(copy), wanted):
                 output.replace_input_with(node, copy)
                 break
             rewriter.graph.erase_node(copy)
@@ -63,9 +62,3 @@ def restore_strides(module: fx.GraphModule, strides: Strides) -> None:
 def outputs_of(module: fx.GraphModule) -> tuple[fx.Node, ...]:
     """The values that a graph returns, in order."""
     return tuple(argument(module.graph.output_node(), 0))
-
-
-def _lies_as(node: fx.Node, strides: Sequence[int]) -> bool:
-    """Whether the strides are these, except along axes of length 1, which say nothing."""
-    like = fake(node)
-    return all(n == 1 or a == b for n, a, b in zip(like.shape, like.stride(), strides, strict=True))

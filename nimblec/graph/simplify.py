@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from nimblec.graph.rewriter import Rewriter, argument, fake, is_call
-from nimblec.graph.views import permutation, telling_strides
+from nimblec.graph.views import lies_as, permutation
 from nimblec.graph.vocabulary import RESHAPES, TRANSPOSES
 
 aten = torch.ops.aten
@@ -75,6 +75,6 @@ def _is_same(node: fx.Node, source: fx.Node) -> bool:
     before, after = fake(source), fake(node)
     return (
         (before.dtype, before.device, before.shape) == (after.dtype, after.device, after.shape)
-        and telling_strides(before.shape, before.stride()) == telling_strides(after.shape, after.stride())
+        and lies_as(before, after.stride())
         and torch._debug_has_internal_overlap(before) != 1
     )

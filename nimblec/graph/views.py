@@ -53,9 +53,9 @@ def permutation(node: fx.Node) -> list[int]:
     return order
 
 
-def telling_strides(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
-    """The strides that say where elements lie: those along axes longer than one."""
-    return [stride for length, stride in zip(shape, strides, strict=True) if length != 1]
+def lies_as(tensor: Tensor, strides: Sequence[int]) -> bool:
+    """Whether the strides are these, except along axes of length 1, which say nothing."""
+    return all(n == 1 or a == b for n, a, b in zip(tensor.shape, tensor.stride(), strides, strict=True))
 
 
 def is_channels_last(tensor: Tensor) -> bool:

@@ -19,7 +19,7 @@ from nimblec.graph.node_order import reorder
 from nimblec.graph.outputs import outputs_of
 from nimblec.graph.rewriter import Rewriter, argument, bound, fake, is_call, owner, readers
 from nimblec.graph.state import WRITES_STATE, StateSlot, slots
-from nimblec.graph.views import telling_strides
+from nimblec.graph.views import lies_as
 from nimblec.graph.vocabulary import is_like
 
 aten = torch.ops.aten
@@ -135,7 +135,7 @@ def _writers(module: fx.GraphModule, state: fx.Node, slot: StateSlot) -> list[fx
     while value.op == "call_function" and value.target in _ROWS:
         found.insert(0, value)
         value = argument(value, 0)
-    if value is not state or not all(_lies_as(writer, state) for writer in found):
+    if value is not state or not all(lies_as(fake(writer), fake(state).stride()) for writer in found):
         return []
     written = {state, *found}
     given = (leaf for writer in found for leaf in tree_leaves((writer.args[1:], writer.kwargs)))
@@ -154,7 +154,7 @@ def _is_pointwise_over(call: fx.Node, state: fx.Node) -> bool:
         and bool(call.args)
         and call.args[0] is state
         and is_like(call, state)
-        and _lies_as(call, state)
+        and lies_as(fake(call), fake(state).stride())
         and all(owner(node) is not state for node in others)
     )
 
@@ -165,11 +165,6 @@ def _in_place(target: OpOverload) -> OpOverload | None:
         return _ROWS[target]
     packet = getattr(aten, f"{target._schema.name.removeprefix('aten::')}_", None)
     return getattr(packet, target._overloadname, None)
-
-
-def _lies_as(call: fx.Node, state: fx.Node) -> bool:
-    value, kept = fake(call), fake(state)
-    return telling_strides(value.shape, value.stride()) == telling_strides(kept.shape, kept.stride())
 
 
 def _write_in_place(rewriter: Rewriter, writer: fx.Node) -> None:

@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from nimblec.graph.rewriter import argument, fake
-from nimblec.graph.views import is_view, telling_strides
+from nimblec.graph.views import is_view, lies_as
 from nimblec.optimize.regions.partition import Extract
 
 with warnings.catch_warnings():
@@ -190,7 +190,7 @@ def _with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
     """
     if tensor.stride() == strides:
         return tensor
-    if telling_strides(tensor.shape, tensor.stride()) == telling_strides(tensor.shape, strides):
+    if lies_as(tensor, strides):
         return tensor.as_strided(tensor.shape, strides)
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
