@@ -23,10 +23,7 @@ def number(rewriter: Rewriter, argument: Any) -> float | None:
 def scaled(rewriter: Rewriter, node: Any) -> tuple[fx.Node, float] | None:
     """(x, c) where ``node`` is x * c or x / (1 / c)."""
     if is_call(node, aten.mul.Tensor, aten.mul.Scalar):
-        for x, other in (node.args[:2], node.args[1::-1]):
-            factor = number(rewriter, other)
-            if factor is not None and isinstance(x, fx.Node):
-                return x, factor
+        return _with_number(rewriter, node)
     if is_call(node, aten.div.Tensor, aten.div.Scalar):
         divisor = number(rewriter, node.args[1])
         if divisor:
@@ -37,8 +34,14 @@ def scaled(rewriter: Rewriter, node: Any) -> tuple[fx.Node, float] | None:
 def shifted(rewriter: Rewriter, node: Any) -> tuple[fx.Node, float] | None:
     """(x, c) where ``node`` is x + c."""
     if is_call(node, aten.add.Tensor, aten.add.Scalar) and node.kwargs.get("alpha", 1) == 1:
-        for x, other in (node.args[:2], node.args[1::-1]):
-            term = number(rewriter, other)
-            if term is not None and isinstance(x, fx.Node):
-                return x, term
+        return _with_number(rewriter, node)
+    return None
+
+
+def _with_number(rewriter: Rewriter, node: fx.Node) -> tuple[fx.Node, float] | None:
+    """What a call takes, and the number that it takes with it, on either side."""
+    for x, other in (node.args[:2], node.args[1::-1]):
+        value = number(rewriter, other)
+        if value is not None and isinstance(x, fx.Node):
+            return x, value
     return None
