@@ -8,6 +8,7 @@ from torch._ops import OpOverload
 
 from nimblec.graph.rewriter import bound, fake, is_pure
 from nimblec.graph.state import WRITES_STATE
+from nimblec.graph.vocabulary import is_tagged_pointwise
 
 aten = torch.ops.aten
 
@@ -65,8 +66,7 @@ def is_fusible(node: fx.Node) -> bool:
 
 def is_pointwise(node: fx.Node) -> bool:
     """Whether each element of the result is computed of those at its place, where arguments are broadcast to it."""
-    target = node.target
-    return isinstance(target, OpOverload) and (torch.Tag.pointwise in target.tags or _name(node) in _POINTWISE)
+    return is_tagged_pointwise(node) or _name(node) in _POINTWISE
 
 
 def is_stencil(node: fx.Node) -> bool:

@@ -70,6 +70,11 @@ def is_like(node: fx.Node, other: fx.Node) -> bool:
     return (fake(node).dtype, fake(node).shape) == (fake(other).dtype, fake(other).shape)
 
 
+def is_tagged_pointwise(node: fx.Node) -> bool:
+    """Whether torch says of a call that each element of its result is made of those at its place alone."""
+    return isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
+
+
 def is_relu(node: fx.Node) -> bool:
     """Whether a call is max(x, 0), by whatever name."""
     if is_call(node, aten.relu.default):

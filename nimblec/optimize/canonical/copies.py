@@ -5,7 +5,7 @@ from torch import fx
 
 from nimblec.graph.rewriter import Rewriter, argument, fake, is_call, views
 from nimblec.graph.views import is_view
-from nimblec.graph.vocabulary import ATTENTION
+from nimblec.graph.vocabulary import ATTENTION, is_tagged_pointwise
 
 aten = torch.ops.aten
 
@@ -40,9 +40,7 @@ def _seen(node: fx.Node) -> list[fx.Node] | None:
 
 
 def _reads_any_order(node: fx.Node) -> bool:
-    if is_call(node, ATTENTION):
-        return True
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
+    return is_call(node, ATTENTION) or is_tagged_pointwise(node)
 
 
 def _try_without(rewriter: Rewriter, node: fx.Node, seen: list[fx.Node]) -> None:

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from nimblec.errors import UnsupportedModelError
 from nimblec.graph.outputs import output_strides, restore_strides
 from nimblec.graph.rewriter import Rewriter, argument, fake, is_call
+from nimblec.graph.vocabulary import is_tagged_pointwise
 from nimblec.optimize.precision import autocast
 from nimblec.optimize.precision.kernels import Kernels
 from nimblec.optimize.precision.masks import added_to_scores
@@ -30,7 +31,6 @@ from nimblec.optimize.precision.nodes import (
     dtypes_of,
     is_copy,
     is_integer,
-    is_pointwise,
     is_square,
     is_widened,
     rank_of,
@@ -168,7 +168,7 @@ class _Caster:
         """Of constants, integers and bools: what is looked up is half precision, what is counted is float32."""
         if is_call(node, _TO):
             return _Mode.HALF if fake(argument(node, 0)).dtype == torch.bool else _Mode.SINGLE
-        counted = is_pointwise(node) and any(is_integer(fake(n)) for n in node.all_input_nodes)
+        counted = is_tagged_pointwise(node) and any(is_integer(fake(n)) for n in node.all_input_nodes)
         looked_up = self._constants(node) and not counted
         return _Mode.HALF if looked_up or autocast.name(node) in autocast.FILLS else _Mode.SINGLE
 
@@ -178,7 +178,7 @@ class _Caster:
             autocast.is_single(node)
             or self._holds_other_floats(node)
             or self._is_cast_by_author(node)
-            or (is_pointwise(node) and all_users(node, lambda user: autocast.name(user) in autocast.ROUNDINGS))
+            or (is_tagged_pointwise(node) and all_users(node, lambda user: autocast.name(user) in autocast.ROUNDINGS))
             or (is_square(node) and all_users(node, lambda user: autocast.name(user) in autocast.SUMS))
             or self._is_copy_on_the_way(node)
             or self._makes_huge(node)
@@ -245,7 +245,7 @@ class _Caster:
         """That the calls after it take its result in float32, and whether it may be huge."""
         if torch.float32 in dtypes_of(node.meta["val"]):
             self._wide.add(node)
-        keeps = is_pointwise(node) or is_copy(node) or autocast.name(node) in autocast.JOINS
+        keeps = is_tagged_pointwise(node) or is_copy(node) or autocast.name(node) in autocast.JOINS
         if keeps and autocast.name(node) not in autocast.BOUNDS:
             parts = tree_leaves((node.args, node.kwargs))
             self._huge.update([node] if any(map(self._is_huge, parts)) else [])
@@ -276,7 +276,7 @@ class _Caster:
         if mode is _Mode.HALF:
             yield self._attempt(node, self._half, lambda n: n if self._stays(node, n) else in_half(n))
             yield self._attempt(node, self._half, in_half)
-        elif mode is _Mode.JOINED and is_pointwise(node):  # the kernel itself casts
+        elif mode is _Mode.JOINED and is_tagged_pointwise(node):  # the kernel itself casts
             yield self._attempt(node, torch.float32, lambda n: in_half(n) if self._is_rounded_first(n) else n)
         elif self._accumulates(node):
             yield _Attempt(node.args, {**node.kwargs, "dtype": torch.float32}, torch.float32)
@@ -307,7 +307,7 @@ class _Caster:
         """Whether a constant is float32 beside half precision: parameters of batch norms, and single numbers."""
         if argument.op != "get_attr":
             return False
-        is_number = is_pointwise(node) and not rank_of(argument) and not self._is_huge(argument)
+        is_number = is_tagged_pointwise(node) and not rank_of(argument) and not self._is_huge(argument)
         return is_number or autocast.name(node) in autocast.BATCH_NORMS
 
     def _as(self, node: fx.Node, dtype: torch.dtype, at: fx.Node) -> fx.Node:

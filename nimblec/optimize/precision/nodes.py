@@ -5,18 +5,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
 from nimblec.graph.rewriter import argument, fake, is_call, views
 from nimblec.optimize.precision import autocast
 
 aten = torch.ops.aten
-
-
-def is_pointwise(node: fx.Node) -> bool:
-    """Whether each element of the result is made of those at its place alone."""
-    return isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
 
 
 def is_copy(node: fx.Node) -> bool:
