@@ -70,7 +70,7 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
     "causal attention": (attention, (HEADS, HEADS, HEADS, None, True, 0.5, [16, 32, 4, 1], "late"), {}),
     "pool": (pool2d, (X, "max", [3, 3], [2, 2], [1, 1], [1, 1], False, None, "relu", [8, 16, 2], "late"), {}),
     "mean": (mean2d, (X, True, "none", [64, 16, 4], "late"), {}),
-    "trained convolution": (trained_convolution, (X, FILTERS, COUNTERS, *TRAINED), {"arithmetic": "tf32"}),
+    "trained convolution": (trained_convolution, (X, FILTERS, VECTOR, COUNTERS, *TRAINED), {"arithmetic": "tf32"}),
     "image gradient": (image_gradient, (X, FILTERS, COUNTERS, [8, 8], *TRAINED), {}),
     "weight gradient": (weight_gradient, (X, X, COUNTERS, [3, 3], *TRAINED), {}),
     "depthwise weight gradient": (

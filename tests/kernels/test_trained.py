@@ -62,11 +62,13 @@ def _exact(grad: Tensor, x: Tensor, weight: Tensor, window: list[int]) -> tuple[
 def test_ops_on_the_cpu_and_without_memory(dtype: torch.dtype) -> None:
     x, weight = _last(_random(2, 8, 7, 9).to(dtype)), _last(_random(6, 8, 3, 2, seed=1).to(dtype))
     grad = _last(_random(2, 6, 4, 7, seed=2).to(dtype))
+    bias = _random(6, seed=4).to(dtype)
     channels, alone = _last(_random(2, 8, 4, 7, seed=3).to(dtype)), torch.empty(8, 1, 3, 2)
     exact = _exact(grad, x, weight, WINDOW)
     end = (WINDOW, TILING, "none")
     calls: list[tuple[Callable[..., Tensor], tuple[object, ...], Tensor]] = [
-        (trained_convolution, (x, weight, None, *end), exact[0]),
+        (trained_convolution, (x, weight, None, None, *end), exact[0]),
+        (trained_convolution, (x, weight, bias, None, *end), exact[0] + bias.double()[:, None, None]),
         (image_gradient, (grad, weight, None, [7, 9], *end), exact[1]),
         (weight_gradient, (grad, x, None, [3, 2], *end), exact[2]),
         (
@@ -114,9 +116,9 @@ CASES: dict[str, tuple[Step, tuple[Tensor, ...], list[str]]] = {
     "one pixel, which torch lays otherwise": (
         _step(padding=0),
         (X[:, :, :1, :1], GRAD[:, :, :1, :1], _random(6, 6, 1, 1)),
-        [],
+        ["forward", "images", "weights"],
     ),
-    "with a bias": (_step(bias=_random(6)), (X, GRAD, _random(6, 6, 3, 3)), ["images", "weights"]),
+    "with a bias": (_step(bias=_random(6)), (X, GRAD, _random(6, 6, 3, 3)), ["forward", "images", "weights"]),
     "depthwise": (_step(groups=6), (X, GRAD, _random(6, 1, 3, 3)), ["depthwise weights"]),
     "groups": (_step(groups=2), (X, GRAD, _random(6, 3, 3, 3)), []),
     "double": (_step(), (X.double(), GRAD.double(), _random(6, 6, 3, 3).double()), []),
@@ -247,6 +249,8 @@ def at_random(seed):
     lay = r.choice([laid, laid, part])
     x, grad, weight = lay(x), lay(grad), laid(weight)
     shape = convolution_shape(x, made, kernel, stride, padding, dilation)
+    bias = torch.randn(made).to(dtype) if r.random() < 0.5 else None
+    y = y if bias is None else y + bias.double()[:, None, None]
     split, counters = r.choice([1, 1, 2, 3, 7]), torch.zeros(4096, dtype=torch.int32)
 
     def check(launch, like, **named):
@@ -265,8 +269,8 @@ def at_random(seed):
         tiling = DepthwiseSum(block_m=r.choice([1, 2, 4]), block_c=r.choice([16, 32]), split_k=split)
         check(depthwise_weights_launch, of_weight, tiling=tiling, grad=grad, x=x, counters=counters, trigger="none")
     else:
-        check(images_launch, y, cut=cut(), source=x, weight=weight, is_gradient=False)
-        check(images_launch, of_x, cut=cut(), source=grad, weight=weight, is_gradient=True)
+        check(images_launch, y, cut=cut(), source=x, weight=weight, bias=bias, is_gradient=False)
+        check(images_launch, of_x, cut=cut(), source=grad, weight=weight, bias=None, is_gradient=True)
         check(weights_launch, of_weight, cut=cut(), grad=grad, x=x)
 """
 
@@ -289,11 +293,12 @@ for gpu in KNOWN:
     for dtype in (torch.float32, torch.bfloat16):
         x, grad = images(64, dtype), images(128, dtype)
         weight = torch.empty(128, 64, 3, 3, dtype=dtype, device="meta").contiguous(memory_format=torch.channels_last)
+        bias = torch.empty(128, dtype=dtype, device="meta")
         shape = convolution_shape(x, 128, (3, 3), (1, 1), (1, 1), (1, 1))
         alone = convolution_shape(x, 64, (3, 3), (1, 1), (1, 1), (1, 1))
         size = {"itemsize": dtype.itemsize}
         launches = [
-            *((trained_convolution, (x, weight, counters, window, tiling.numbers, gpu.trigger))
+            *((trained_convolution, (x, weight, bias, counters, window, tiling.numbers, gpu.trigger))
               for tiling in forward_candidates(shape, gpu, **size)[:2]),
             *((image_gradient, (grad, weight, counters, [4, 4], window, tiling.numbers, gpu.trigger))
               for tiling in image_candidates(shape, gpu, **size)[:2]),
@@ -337,10 +342,13 @@ def test_values_on_a_gpu(number: int, dtype: torch.dtype) -> None:
     weight = _last(_random(shape.out_channels, shape.channels, *shape.kernel, seed=1, device="cuda").to(dtype))
     grad = _random(shape.batch, shape.out_channels, shape.out_height, shape.out_width, seed=2, device="cuda")
     grad = _last(grad.to(dtype))
+    bias = _random(shape.out_channels, seed=3, device="cuda").to(dtype)
     y, of_x, of_weight = _exact(grad, x, weight, window)
     how = {"arithmetic": "tf32"}
     for tiling in forward_candidates(shape, gpu, **size):
-        _check(partial(trained_convolution, x, weight, _counters(), window, tiling.numbers, gpu.trigger, **how), y)
+        end = (_counters(), window, tiling.numbers, gpu.trigger)
+        _check(partial(trained_convolution, x, weight, None, *end, **how), y)
+        _check(partial(trained_convolution, x, weight, bias, *end, **how), y + bias.double()[:, None, None])
     for tiling in image_candidates(shape, gpu, **size):
         end = ([shape.height, shape.width], window, tiling.numbers, gpu.trigger)
         _check(partial(image_gradient, grad, weight, _counters(), *end, **how), of_x)

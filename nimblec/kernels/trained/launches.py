@@ -63,7 +63,14 @@ def shared_sums(
 
 
 def images_launch(
-    shape: Convolution, cut: Cut, *, source: Tensor, weight: Tensor, out: Tensor, is_gradient: bool
+    shape: Convolution,
+    cut: Cut,
+    *,
+    source: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    is_gradient: bool,
 ) -> Launch:
     """Writes the convolution of ``source`` to ``out``, or of a gradient the one of the images that it came from."""
     columns = out.shape[1]
@@ -75,7 +82,13 @@ def images_launch(
     return Launch(
         template=f"{_TEMPLATES}:images",
         blocks=tiles * cut.tiling.split_k,
-        pointers={"source_ptr": source, "weight_ptr": weight, "out_ptr": out, **cut.pointers(tiles, out.device)},
+        pointers={
+            "source_ptr": source,
+            "weight_ptr": weight,
+            "bias_ptr": bias,
+            "out_ptr": out,
+            **cut.pointers(tiles, out.device),
+        },
         settings={
             **{name: value for name, value in shape.settings.items() if name.startswith(_WINDOWS)},
             "ROWS": rows,

@@ -32,6 +32,7 @@ class Request:
     shape: Convolution
     first: fx.Node
     second: fx.Node
+    bias: fx.Node | None
     nodes: tuple[fx.Node, ...]
     arithmetic: Arithmetic
 
@@ -43,7 +44,8 @@ class Request:
     @property
     def signature(self) -> str:
         """What tells requests apart."""
-        return f"{self.kind} {self.shape} {self.dtype} {self.arithmetic}"
+        bias = "" if self.bias is None else " and bias"
+        return f"{self.kind}{bias} {self.shape} {self.dtype} {self.arithmetic}"
 
 
 def requests(module: fx.GraphModule) -> Iterator[Request]:
@@ -59,9 +61,9 @@ def requests(module: fx.GraphModule) -> Iterator[Request]:
 
 
 def _forward(rewriter: Rewriter, node: fx.Node, given: dict[str, Any]) -> Request | None:
-    """A convolution whose weights are no constants; one with a bias, or of groups, is the library's."""
+    """A convolution whose weights are no constants; one of groups is the library's."""
     x, weight = given["input"], given["weight"]
-    if rewriter.value(weight) is not None or given["bias"] is not None or given["groups"] != 1:
+    if rewriter.value(weight) is not None or given["groups"] != 1:
         return None
     if not is_read_well(fake(x)) or not _is_dense(fake(weight)):
         return None
@@ -98,6 +100,7 @@ def _request(kind: Kind, given: dict[str, Any], result: fx.Node, first: fx.Node,
         ),
         first=first,
         second=second,
+        bias=given["bias"] if kind == "forward" else None,
         nodes=(result,) if kind == "forward" else (argument(result, 0), result),
     )
 
@@ -107,6 +110,7 @@ def _is_dense(weight: Tensor) -> bool:
 
 
 def _is_laid(result: Tensor) -> bool:
-    """Whether it lies where the kernels put it, as torch lays those of one pixel or one channel otherwise at times."""
+    """Whether its elements lie where the kernels put them, or can be said to: axes of length 1 have any stride."""
     laid = torch.empty_like(result, device="meta", memory_format=torch.channels_last)
-    return result.numel() > 0 and result.stride() == laid.stride()
+    is_both = result.is_contiguous() and laid.is_contiguous()
+    return result.numel() > 0 and (result.stride() == laid.stride() or is_both)

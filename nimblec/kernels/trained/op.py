@@ -24,6 +24,7 @@ aten = torch.ops.aten
 def _convolution(
     x: Tensor,
     weight: Tensor,
+    bias: Tensor | None,
     counters: Tensor | None,
     window: Sequence[int],
     tiling: Sequence[int],
@@ -34,7 +35,7 @@ def _convolution(
     x, weight = channels_last(x), _dense(weight)
     shape = convolution_shape(x, weight.shape[0], weight.shape[2:], *_pairs(window))
     out, cut = new_images(x, shape), _cut(counters, tiling, trigger, arithmetic)
-    return Prepared(out, images_launch(shape, cut, source=x, weight=weight, out=out, is_gradient=False))
+    return Prepared(out, images_launch(shape, cut, source=x, weight=weight, bias=bias, out=out, is_gradient=False))
 
 
 def _image_gradient(
@@ -52,7 +53,8 @@ def _image_gradient(
     out = _new(grad, grad.shape[0], weight.shape[1], *size)
     shape = convolution_shape(out, weight.shape[0], weight.shape[2:], *_pairs(window))
     cut = _cut(counters, tiling, trigger, arithmetic)
-    return Prepared(out, images_launch(shape, cut, source=grad, weight=weight, out=out, is_gradient=True))
+    launch = images_launch(shape, cut, source=grad, weight=weight, bias=None, out=out, is_gradient=True)
+    return Prepared(out, launch)
 
 
 def _weight_gradient(
@@ -113,11 +115,18 @@ def _dense(weight: Tensor) -> Tensor:
 
 
 def _convolution_on_cpu(
-    x: Tensor, weight: Tensor, _counters: Tensor | None, window: Sequence[int], *_how: Any, arithmetic: str = "tf32"
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    _counters: Tensor | None,
+    window: Sequence[int],
+    *_how: Any,
+    arithmetic: str = "tf32",
 ) -> Tensor:
     images, filters = (as_multiplied(each, x.dtype, arithmetic) for each in (x, weight))
-    total = aten.convolution(images, filters, None, *_pairs(window), False, [0, 0], 1)
-    return _new(x, *total.shape).copy_(total * scale(x.dtype, arithmetic))
+    total = aten.convolution(images, filters, None, *_pairs(window), False, [0, 0], 1) * scale(x.dtype, arithmetic)
+    total = total if bias is None else total + bias.float()[:, None, None]
+    return _new(x, *total.shape).copy_(total)
 
 
 def _image_gradient_on_cpu(
@@ -167,8 +176,8 @@ def _gradient_of_weights(grad: Tensor, x: Tensor, size: tuple[int, ...], window:
 
 
 trained_convolution = define_op(
-    "trained_convolution(Tensor x, Tensor weight, Tensor(a!)? counters, int[] window, int[] tiling, str trigger, *, "
-    "str arithmetic='tf32') -> Tensor",
+    "trained_convolution(Tensor x, Tensor weight, Tensor? bias, Tensor(a!)? counters, int[] window, int[] tiling, "
+    "str trigger, *, str arithmetic='tf32') -> Tensor",
     prepare=_convolution,
     reference=_convolution_on_cpu,
 )

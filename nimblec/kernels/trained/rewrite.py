@@ -22,6 +22,8 @@ from nimblec.kernels.trained.tilings import (
     weight_candidates,
 )
 
+aten = torch.ops.aten
+
 AnyTiling = Tiling | DepthwiseSum
 
 
@@ -38,6 +40,9 @@ def use_trained_kernels(module: fx.GraphModule, choose: Choose[Request, AnyTilin
             continue
         at = request.nodes[-1]
         result = call(request, tiling, trigger).put(rewriter, at=at)
+        if fake(result).stride() != fake(at).stride():  # of axes of length 1
+            flat = rewriter.call(aten.reshape.default, result, [fake(result).numel()], at=at)
+            result = rewriter.call(aten.reshape.default, flat, list(fake(at).shape), at=at)
         assert fake(result).stride() == fake(at).stride(), f"{at.format_node()} would become {result.format_node()}"
         rewriter.replace(at, result)
     rewriter.finish()
@@ -55,12 +60,13 @@ def call(request: Request, tiling: AnyTiling, trigger: Trigger) -> Call:
     """What computes a request."""
     shape = request.shape
     end = ([*shape.stride, *shape.padding, *shape.dilation], tiling.numbers, trigger)
-    read = (request.first, request.second, _arrived(request, tiling))
+    counted = _arrived(request, tiling)
+    read = (request.first, request.second, counted)
     if request.kind == "depthwise weights":
         return Call(op=depthwise_weight_gradient, args=(*read, list(shape.kernel), *end))
     how = {"arithmetic": request.arithmetic}
     if request.kind == "forward":
-        return Call(op=trained_convolution, args=(*read, *end), kwargs=how)
+        return Call(op=trained_convolution, args=(*read[:2], request.bias, counted, *end), kwargs=how)
     if request.kind == "images":
         return Call(op=image_gradient, args=(*read, [shape.height, shape.width], *end), kwargs=how)
     return Call(op=weight_gradient, args=(*read, list(shape.kernel), *end), kwargs=how)

@@ -21,6 +21,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 def images(
     source_ptr,
     weight_ptr,
+    bias_ptr,
     out_ptr,
     partials_ptr,
     counters_ptr,
@@ -54,8 +55,8 @@ def images(
 ):
     """Images (rows, out channels), of source (pixels, channels): a convolution, or the gradient of its images.
 
-    Rows are pixels of the result, columns its channels; the sum runs over (kernel height, kernel width, channels of
-    the source). An element of weight is found by the strides of its tap, of the source's channel and of the column.
+    Rows are pixels of the result, columns its channels, bias (out channels,); the sum runs over (kernel height, kernel
+    width, channels of the source). The strides of weight are of its tap, of the source's channel and of the column.
     """
     if TRIGGER == "early":
         gdc_launch_dependents()
@@ -95,6 +96,10 @@ def images(
     if TRIGGER == "late":
         gdc_launch_dependents()
 
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    else:
+        bias = 0.0
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for n in tl.range(0, PART):
         step = part * PART + n
@@ -125,7 +130,8 @@ def images(
     tile = tile_n * TILES_M + tile_m
     out_ptrs = out_ptr + rows[:, None] * OUT_CHANNELS + columns[None, :]
     exists = is_row[:, None] & is_column[None, :]
-    store_sum(total * SCALE, out_ptrs, exists, partials_ptr, counters_ptr, tile, part, BLOCK_M, BLOCK_N, SPLIT_K)
+    total *= SCALE
+    store_sum(total, bias, out_ptrs, exists, partials_ptr, counters_ptr, tile, part, BLOCK_M, BLOCK_N, SPLIT_K)
 
 
 @triton.jit
@@ -210,7 +216,8 @@ def weights(
     tile = tile_n * TILES_M + tile_m
     out_ptrs = out_ptr + made[:, None] * COLUMNS + columns[None, :]
     exists = is_made[:, None] & is_column[None, :]
-    store_sum(total * SCALE, out_ptrs, exists, partials_ptr, counters_ptr, tile, part, BLOCK_M, BLOCK_N, SPLIT_K)
+    total *= SCALE
+    store_sum(total, 0.0, out_ptrs, exists, partials_ptr, counters_ptr, tile, part, BLOCK_M, BLOCK_N, SPLIT_K)
 
 
 @triton.jit
@@ -284,7 +291,7 @@ def depthwise_weights(
     out_ptrs = out_ptr + (channel * TAPS)[None, :] + tap[:, None]
     exists = is_tap[:, None] & is_channel[None, :]
     total = tl.sum(sums, 1)
-    store_sum(total, out_ptrs, exists, partials_ptr, counters_ptr, tile, part, PLACES, BLOCK_C, SPLIT_K)
+    store_sum(total, 0.0, out_ptrs, exists, partials_ptr, counters_ptr, tile, part, PLACES, BLOCK_C, SPLIT_K)
 
 
 @triton.jit
@@ -303,6 +310,7 @@ def pixel(image, y, x, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, APART_H: tl.co
 @triton.jit
 def store_sum(
     total,
+    bias,
     out_ptrs,
     exists,
     partials_ptr,
@@ -313,9 +321,12 @@ def store_sum(
     BLOCK_N: tl.constexpr,
     SPLIT_K: tl.constexpr,
 ):
-    """Store a tile (block_m, block_n), which the last of ``SPLIT_K`` blocks to arrive adds up in their fixed order."""
+    """Store a tile (block_m, block_n) with its bias.
+
+    The last of ``SPLIT_K`` blocks to arrive adds up what each of them has of it, in their fixed order.
+    """
     if SPLIT_K == 1:
-        tl.store(out_ptrs, total.to(out_ptrs.dtype.element_ty), mask=exists)
+        tl.store(out_ptrs, (total + bias).to(out_ptrs.dtype.element_ty), mask=exists)
     else:
         SIZE: tl.constexpr = BLOCK_M * BLOCK_N
         within = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
@@ -328,4 +339,4 @@ def store_sum(
             total = tl.load(partial_ptrs, cache_modifier=".cg")
             for other in tl.range(1, SPLIT_K, loop_unroll_factor=4):
                 total += tl.load(partial_ptrs + other * SIZE, cache_modifier=".cg")
-            tl.store(out_ptrs, total.to(out_ptrs.dtype.element_ty), mask=exists)
+            tl.store(out_ptrs, (total + bias).to(out_ptrs.dtype.element_ty), mask=exists)
