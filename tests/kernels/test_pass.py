@@ -36,6 +36,7 @@ IMAGES = _random(2, 16, 8, 8, seed=0)
 ROWS = _random(2, 5, 24, seed=0)
 WEIGHT, BIAS = _random(16, 16, 3, 3) / 12, _random(16, seed=2)
 SCALES = _random(16, 1, 3, 3) / 3
+WIDE, NARROW = _random(128, 16, 1, 1), _random(16, 128, 1, 1)
 SQUARE = _random(24, 24, seed=0)
 MATRIX, VECTOR = _random(24, 24) / 5, _random(24, seed=2)
 
@@ -302,6 +303,18 @@ def test_single_precision_computes_the_same() -> None:
 def test_grouped_convolutions_stay() -> None:
     module = record(lambda x: functional.conv2d(x, WEIGHT[:, :8], BIAS, groups=2), IMAGES)
     assert not list(requests(optimize(module, device="cuda")))
+
+
+@pytest.mark.parametrize("width", [4096, 8192])
+def test_what_32_bits_do_not_reach_stays(width: int) -> None:
+    """Kernels count elements in 32 bits: 2,048 x 8,192 pixels of 128 channels are 2 ** 31."""
+    taken = int(width < 8192)
+    images = torch.empty(1, 16, 2048, width, dtype=torch.float16, device="meta")
+    made = optimize(record(lambda x: functional.conv2d(x, WIDE), images), device="cuda")
+    read = optimize(record(lambda x: functional.conv2d(x.repeat(1, 8, 1, 1), NARROW), images), device="cuda")
+    rows = torch.empty(2048 * width, 16, dtype=torch.float16, device="meta")
+    product = optimize(record(lambda x: functional.linear(x, WIDE[:, :, 0, 0]), rows), device="cuda")
+    assert [len(list(requests(module))) for module in (made, read, product)] == [taken] * 3
 
 
 def test_a_bias_that_is_computed_stays_outside() -> None:

@@ -1,8 +1,9 @@
 """Convolutions of trained weights and their gradients by Triton: ops, graphs, values, code for several GPUs, a GPU."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from torch import Tensor
 from triton_process import interpret, needs_triton
 from triton_process import run as run_process
 
+from nimblec.kernels.core.compiling import compile_all
 from nimblec.kernels.core.gpu import GPU, KNOWN, SM_90
+from nimblec.kernels.core.launch import launch_of
 from nimblec.kernels.core.selector import FRAMEWORK
 from nimblec.kernels.core.shapes import Convolution
 from nimblec.kernels.gemm.packing import CUT_OFF
@@ -155,6 +158,17 @@ def test_gradients_that_are_made_together_are_the_librarys() -> None:
     step, inputs, _ = CASES["plain"]
     together = rewritten(record(step, *inputs), lay_float32_channels_last)
     assert [request.kind for request in requests(together)] == ["forward"]
+
+
+@pytest.mark.parametrize("width", [4096, 8192])
+def test_what_32_bits_do_not_reach_is_the_librarys(width: int) -> None:
+    images = torch.empty(1, 16, 2048, width, device="meta")
+    grad = torch.empty(1, 128, 2048, width, device="meta")
+    module = record(_step(padding=0), images, grad, torch.empty(128, 16, 1, 1, device="meta"))
+    split_gradients(module)  # not by `rewritten`, which runs what it has made
+    lay_float32_channels_last(module)
+    kinds = [request.kind for request in requests(module)]
+    assert kinds == (["forward", "images", "weights"] if width < 8192 else [])
 
 
 def test_nothing_changes_where_the_framework_is_chosen() -> None:
@@ -335,7 +349,7 @@ def test_code_for_several_gpus(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("number", range(len(SHAPES)))
 def test_values_on_a_gpu(number: int, dtype: torch.dtype) -> None:
-    """All candidates are as near to float64 as their dtype allows; twenty runs give the same bits."""
+    """All candidates."""
     gpu, shape, size = GPU.current(), SHAPES[number], {"itemsize": dtype.itemsize}
     window = [*shape.stride, *shape.padding, *shape.dilation]
     x = _last(_random(shape.batch, shape.channels, shape.height, shape.width, device="cuda").to(dtype))
@@ -344,17 +358,18 @@ def test_values_on_a_gpu(number: int, dtype: torch.dtype) -> None:
     grad = _last(grad.to(dtype))
     bias = _random(shape.out_channels, seed=3, device="cuda").to(dtype)
     y, of_x, of_weight = _exact(grad, x, weight, window)
-    how = {"arithmetic": "tf32"}
+    calls: list[tuple[Any, tuple[Any, ...], Tensor]] = []
     for tiling in forward_candidates(shape, gpu, **size):
         end = (_counters(), window, tiling.numbers, gpu.trigger)
-        _check(partial(trained_convolution, x, weight, None, *end, **how), y)
-        _check(partial(trained_convolution, x, weight, bias, *end, **how), y + bias.double()[:, None, None])
+        calls.append((trained_convolution, (x, weight, None, *end), y))
+        calls.append((trained_convolution, (x, weight, bias, *end), y + bias.double()[:, None, None]))
     for tiling in image_candidates(shape, gpu, **size):
-        end = ([shape.height, shape.width], window, tiling.numbers, gpu.trigger)
-        _check(partial(image_gradient, grad, weight, _counters(), *end, **how), of_x)
+        end = (_counters(), [shape.height, shape.width], window, tiling.numbers, gpu.trigger)
+        calls.append((image_gradient, (grad, weight, *end), of_x))
     for tiling in weight_candidates(shape, gpu, **size):
-        end = (list(shape.kernel), window, tiling.numbers, gpu.trigger)
-        _check(partial(weight_gradient, grad, x, _counters(), *end, **how), of_weight)
+        end = (_counters(), list(shape.kernel), window, tiling.numbers, gpu.trigger)
+        calls.append((weight_gradient, (grad, x, *end), of_weight))
+    _check(calls, gpu)
 
 
 @pytest.mark.gpu
@@ -366,19 +381,24 @@ def test_depthwise_values_on_a_gpu(number: int, dtype: torch.dtype) -> None:
     x = _last(_random(shape.batch, shape.channels, shape.height, shape.width, device="cuda").to(dtype))
     grad = _random(shape.batch, shape.channels, shape.out_height, shape.out_width, seed=2, device="cuda").to(dtype)
     exact = _exact(_last(grad), x, torch.empty(shape.channels, 1, *shape.kernel, device="cuda"), window)[2]
+    calls = []
     for tiling in depthwise_candidates(shape, gpu):
-        end = (list(shape.kernel), window, tiling.numbers, gpu.trigger)
-        _check(partial(depthwise_weight_gradient, _last(grad), x, _counters(), *end), exact)
+        end = (_counters(), list(shape.kernel), window, tiling.numbers, gpu.trigger)
+        calls.append((depthwise_weight_gradient, (_last(grad), x, *end), exact))
+    _check(calls, gpu)
 
 
 def _counters() -> Tensor:
     return torch.zeros(1 << 16, dtype=torch.int32, device="cuda")
 
 
-def _check(call: Callable[[], Tensor], exact: Tensor) -> None:
-    made = [call() for _ in range(20)]
-    assert all(torch.equal(each, made[0]) for each in made)
-    error = (made[0].double() - exact).norm() / exact.norm()
-    eps = 2.0**-10 if made[0].dtype is torch.float32 else torch.finfo(made[0].dtype).eps
-    assert error < eps, f"{error} of the gradient's length"
-    assert (made[0].double() - exact).abs().max() < 8 * eps * exact.abs().max()
+def _check(calls: Sequence[tuple[Any, tuple[Any, ...], Tensor]], gpu: GPU) -> None:
+    """Each call of an op is as near to float64 as its dtype allows, and gives the same bits twenty times."""
+    compile_all([launch_of(op, *args).job for op, args, _ in calls], gpu=gpu)
+    for op, args, exact in calls:
+        made = [op(*args) for _ in range(20)]
+        assert all(torch.equal(each, made[0]) for each in made)
+        error = (made[0].double() - exact).norm() / exact.norm()
+        eps = 2.0**-10 if made[0].dtype is torch.float32 else torch.finfo(made[0].dtype).eps
+        assert error < eps, f"{op}: {error} of the length of the result"
+        assert (made[0].double() - exact).abs().max() < 8 * eps * exact.abs().max()

@@ -69,6 +69,14 @@ def is_read_well(x: Tensor) -> bool:
     return all(distance * x.dtype.itemsize % ALIGNMENT_NBYTES == 0 for distance in distances)
 
 
+def is_within_reach(*tensors: Tensor) -> bool:
+    """Whether 32 bits, in which kernels count elements, reach from the first to behind the last of each."""
+    return all(
+        sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) + 1 < 1 << 31
+        for x in tensors
+    )
+
+
 def channels_last(x: Tensor) -> Tensor:
     """Images as the kernels read them.
 

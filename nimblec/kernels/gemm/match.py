@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from nimblec.graph.rewriter import Rewriter, argument, bound, fake, is_call, only_user
 from nimblec.graph.views import is_view
 from nimblec.graph.vocabulary import CONVOLUTION, CONVOLUTIONS, DTYPES, HALF, LINEARS, WHOLE_VIEWS, activation_of
-from nimblec.kernels.core.images import convolution_shape, is_read_well, pixel_stride, product_shape
+from nimblec.kernels.core.images import convolution_shape, is_read_well, is_within_reach, pixel_stride, product_shape
 from nimblec.kernels.core.shapes import Convolution
 from nimblec.kernels.gemm.op import Arithmetic
 from nimblec.kernels.gemm.parts import place
@@ -54,6 +54,12 @@ class Request:
         return fake(self.nodes[-1]).dtype
 
     @property
+    def tensors(self) -> tuple[fx.Node, ...]:
+        """What is read besides weights, and written; larger images, where those are a part of them."""
+        others = (node for node in (self.residual, self.into) if node is not None)
+        return (self.x, self.nodes[-1], *others)
+
+    @property
     def has(self) -> frozenset[str]:
         """The names of the optional tensors that there are."""
         named: dict[str, object] = {"bias": self.bias, "residual": self.residual}
@@ -80,7 +86,7 @@ def matches(rewriter: Rewriter) -> Iterator[Request]:
     shares = _shares(rewriter)
     for head in shares.heads:
         request = _request(rewriter, head, shares)
-        if request is not None:
+        if request is not None and is_within_reach(*(fake(node) for node in request.tensors)):
             yield request
 
 

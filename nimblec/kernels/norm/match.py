@@ -10,6 +10,7 @@ from nimblec.graph.rewriter import Rewriter, argument, bound, fake, is_call, onl
 from nimblec.graph.scalars import number, shifted
 from nimblec.graph.vocabulary import DTYPES, HALF
 from nimblec.kernels.core.alone import alone
+from nimblec.kernels.core.images import is_within_reach
 from nimblec.kernels.norm.tilings import WIDEST, Norm
 
 aten = torch.ops.aten
@@ -191,7 +192,7 @@ def _is_served(rewriter: Rewriter, request: Request) -> bool:
         and x.is_contiguous()
         and result.is_contiguous()
         and request.shape.columns <= WIDEST
-        and x.numel() < 1 << 31
+        and is_within_reach(x)
         and all(_is_constant(rewriter, node, request.shape.columns) for node in (request.weight, request.bias))
     )
 

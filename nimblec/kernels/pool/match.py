@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from nimblec.graph.rewriter import Rewriter, bound, fake, is_call, only_user
 from nimblec.graph.vocabulary import DTYPES, activation_of
 from nimblec.kernels.core.alone import alone
+from nimblec.kernels.core.images import is_within_reach
 from nimblec.kernels.core.shapes import Pair
 from nimblec.kernels.pool.op import pooling_shape
 from nimblec.kernels.pool.shapes import Kind, Means, Pooling, lies_channels_last, means_of
@@ -77,7 +78,7 @@ def requests(module: fx.GraphModule) -> Iterator[Request]:
 def _request(node: fx.Node) -> Request | None:
     x: fx.Node = bound(node)["self"]
     like = fake(x)
-    if like.dim() != 4 or like.dtype not in DTYPES or not like.numel() or _span(like) >= 1 << 31:
+    if like.dim() != 4 or like.dtype not in DTYPES or not like.numel() or not is_within_reach(like):
         return None
     if not like.is_contiguous() and not lies_channels_last(like):
         return None
@@ -88,11 +89,6 @@ def _request(node: fx.Node) -> Request | None:
     else:
         request = _adaptive(node, x) if is_call(node, ADAPTIVE) else _mean(node, x)
     return request if request is not None and _is_laid(request) else None
-
-
-def _span(images: Tensor) -> int:
-    """Elements from the first to behind the last."""
-    return 1 + sum((size - 1) * stride for size, stride in zip(images.shape, images.stride(), strict=True))
 
 
 def _maxima(node: fx.Node, x: fx.Node) -> Request | None:

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from nimblec.graph.rewriter import Rewriter, argument, bound, fake, is_call, only_user
 from nimblec.graph.vocabulary import CONVOLUTION, CONVOLUTION_BACKWARD, DTYPES
-from nimblec.kernels.core.images import convolution_shape, is_read_well
+from nimblec.kernels.core.images import convolution_shape, is_read_well, is_within_reach, pixel_stride
 from nimblec.kernels.core.shapes import Convolution
 from nimblec.kernels.gemm.match import arithmetic_of
 from nimblec.kernels.gemm.op import Arithmetic
@@ -45,7 +45,7 @@ class Request:
     def signature(self) -> str:
         """What tells requests apart."""
         bias = "" if self.bias is None else " and bias"
-        return f"{self.kind}{bias} {self.shape} {self.dtype} {self.arithmetic}"
+        return f"{self.kind}{bias} {self.shape} of {pixel_stride(fake(self.first))} {self.dtype} {self.arithmetic}"
 
 
 def requests(module: fx.GraphModule) -> Iterator[Request]:
@@ -56,7 +56,9 @@ def requests(module: fx.GraphModule) -> Iterator[Request]:
         if fake(node.all_input_nodes[0]).dtype not in DTYPES or given["transposed"] or fake(given["input"]).dim() != 4:
             continue
         request = _forward(rewriter, node, given) if is_call(node, CONVOLUTION) else _gradient(node, given)
-        if request is not None and _is_laid(fake(request.nodes[-1])):
+        if request is None or not _is_laid(fake(request.nodes[-1])):
+            continue
+        if is_within_reach(fake(request.first), fake(request.second), fake(request.nodes[-1])):
             yield request
 
 
