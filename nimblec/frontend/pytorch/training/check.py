@@ -1,21 +1,24 @@
 """Whether a graph of a step does what the optimizer itself does."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from nimblec.errors import UnsupportedModelError
 from nimblec.frontend.pytorch.training.random import Draws
-from nimblec.frontend.pytorch.training.state import OFFSET, SEED, Recipe, initial_state, named_tensors
+from nimblec.frontend.pytorch.training.state import OFFSET, SEED, Recipe, TrainingState, initial_state, named_tensors
 from nimblec.frontend.pytorch.training.step import Step, trace
 
 _CHECKED_STEPS = 3
 _TOLERANCE = 1e-5
-"""Relative to the largest magnitude of a tensor: what another order of sums may change in a few steps."""
+"""Relative to the largest magnitude of a tensor: what another order of sums may change in a step."""
+_LEAST = 1e-5
+"""Of the largest magnitude of all: below it, a tensor may be what rounding leaves of zero."""
 _FEW = 2
 """Calls whose gradients are summed for a step here: of more of them the graph has the same calls."""
 
@@ -52,14 +55,15 @@ def refuse_another_step(recipe: Recipe, inputs: Sequence[Tensor], targets: Seque
         with torch.no_grad():
             loss, *values = traced.graph(*values, *inputs, *targets)
         after = state.with_tensors(values)
-        found = {"loss": loss, **after.parameters, **after.buffers, OFFSET: after.own[OFFSET]}
-        for name, wanted in {"loss": value.detach(), **named_tensors(model), OFFSET: offset}.items():
-            if not _close(wanted, found[name]):
-                raise UnsupportedModelError(
-                    f"training_step: {name!r} after call {number + 1} is not what the optimizer makes of it: "
-                    f"{type(optimizer).__name__} keeps something that is not zero before the first step (give one that "
-                    "has taken a step), or the model computes something else in each call"
-                )
+        found = {"loss": loss, **after.parameters, **after.buffers, **after.slots, OFFSET: after.own[OFFSET]}
+        wanted = {"loss": value.detach(), **named_tensors(model), **_slots(model, optimizer), OFFSET: offset}
+        if (wrong := _differing(wanted, found)) is not None:
+            raise UnsupportedModelError(
+                f"training_step: {wrong!r} after call {number + 1} is not what the optimizer makes of it: "
+                f"{type(optimizer).__name__} keeps something that is not zero before the first step (give one that "
+                "has taken a step), or the model computes something else in each call"
+            )
+        values = _continued(after, wanted)
     return traced
 
 
@@ -67,8 +71,37 @@ def _wide(value: Any) -> Any:
     return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
-def _close(wanted: Tensor, found: Tensor) -> bool:
-    if not wanted.is_floating_point():
-        return bool(torch.equal(wanted, found))
-    scale = float(wanted.abs().max()) if wanted.numel() else 0.0
-    return bool(torch.allclose(wanted, found, rtol=0, atol=_TOLERANCE * max(scale, 1e-6)))
+def _slots(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """The tensors that the optimizer keeps for parameters, as `TrainingState` names them."""
+    return {
+        f"{name}.{slot}": value.detach()
+        for name, parameter in model.named_parameters()
+        for slot, value in optimizer.state.get(parameter, {}).items()
+        if isinstance(value, Tensor)
+    }
+
+
+def _continued(state: TrainingState, given: Mapping[str, Tensor]) -> list[Tensor]:
+    """What the next call begins with: the framework's own, as a network may amplify how sums were rounded."""
+    held = {**state.parameters, **state.buffers, **state.slots}
+    begun = {name: given.get(name, value).to(value.dtype, copy=True) for name, value in held.items()}
+    parts = {part: {name: begun[name] for name in getattr(state, part)} for part in ("parameters", "buffers", "slots")}
+    return replace(state, **parts).tensors()
+
+
+def _differing(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> str | None:
+    """The first tensor that is another one by more than another order of sums explains."""
+    sizes = {name: _size(value) for name, value in wanted.items()}
+    least = _LEAST * max(1.0, *sizes.values())
+    for name, value in wanted.items():
+        tolerance = _TOLERANCE * max(sizes[name], least) if value.is_floating_point() else 0
+        if not torch.allclose(value.double(), found[name].double(), rtol=0, atol=tolerance):
+            return name
+    return None
+
+
+def _size(tensor: Tensor) -> float:
+    """The largest finite magnitude of floating-point numbers."""
+    values = tensor.abs().flatten() if tensor.is_floating_point() else tensor.new_empty(0)
+    values = values[values.isfinite()]
+    return float(values.max()) if values.numel() else 0.0

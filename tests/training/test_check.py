@@ -1,0 +1,58 @@
+"""What tells a wrong step from one whose sums are rounded otherwise."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import nimblec
+from nimblec.errors import UnsupportedModelError
+from nimblec.frontend.pytorch.training import check
+
+Change = Callable[[int, Tensor], Tensor]
+
+
+def _changed(change: Change, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the graph's results, the loss and then what the state becomes, be ``change`` of their place and them."""
+    trace = check.trace
+
+    def changed(*args: Any, **kwargs: Any) -> Any:
+        step = trace(*args, **kwargs)
+        graph: Any = step.graph
+        return replace(step, graph=lambda *values: [change(n, result) for n, result in enumerate(graph(*values))])
+
+    monkeypatch.setattr(check, "trace", changed)
+
+
+def _step(rate: float = 0.1) -> None:
+    """Of norms of two images, which amplify what they are given; the gradient of a bias before a norm is zero."""
+    torch.manual_seed(0)
+    layers = [(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU()) for _ in range(8)]
+    model = nn.Sequential(*(layer for each in layers for layer in each), nn.Linear(16, 3))
+    batch = torch.randn(2, 16), torch.tensor([0, 2])
+    optimizer = torch.optim.SGD(model.parameters(), rate, momentum=0.9)
+    nimblec.training_step(model, nn.functional.cross_entropy, optimizer, batch)
+
+
+def _rounded(_: int, value: Tensor) -> Tensor:
+    return value * (1 + 3e-6 * torch.rand_like(value)) + 3e-11 if value.is_floating_point() else value
+
+
+def test_other_rounding_is_no_other_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network may amplify it from call to call, and it is all that there is of a gradient of zero."""
+    _changed(_rounded, monkeypatch)
+    _step(rate=2.0)
+
+
+PARAMETERS, BUFFERS = 8 * 4 + 2, 8 * 3
+PLACES = {"loss": 0, "weight": 1, "statistics": 1 + PARAMETERS, "momentum": PARAMETERS + BUFFERS + PARAMETERS}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_another_value_is_another_step(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    _changed(lambda n, value: value * 1.001 if n == PLACES[name] else value, monkeypatch)
+    with pytest.raises(UnsupportedModelError, match="after call 1 is not what the optimizer makes of it"):
+        _step()
