@@ -194,7 +194,7 @@ def training_step(
 
     Dropout, stochastic depth and whatever else draws uniform, normal or Bernoulli numbers draws them by Philox from
     state ("generator.seed", at first torch.initial_seed(), and "generator.offset", which each call moves on): equal
-    state gives equal numbers, which are not those that torch draws.
+    state gives equal numbers, which are not those that torch draws, but for the CUDA target at level 0.
 
     ``autocast``, torch.bfloat16 ("bf16") or torch.float16 ("fp16"), runs model and loss of both entries under
     torch.autocast of the device that the step is on; parameters and the optimizer's state stay what they are. In
@@ -227,7 +227,8 @@ def load_state(
 
     So do its ``optimizer``, and the torch.amp.GradScaler of a step in float16. Raises ArgumentError for a state of
     another model or kind of optimizer, for one that lacks tensors, and with a ``scaler`` for one that has none; all
-    three are then as they were. Of a plan for a GPU a state has no tensor that no call writes: that stays as it is.
+    three are then as they were. Of a plan for a GPU a state has no tensor of the model that no call writes: such a
+    tensor stays as it is.
     """
     from nimblec.frontend.pytorch.training.load import load_state as load  # brings in torch
 

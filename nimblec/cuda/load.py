@@ -9,6 +9,8 @@ from nimblec.cuda.request import CompileRequest
 from nimblec.options import Options
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from nimblec.frontend.onnx.importer import Weigh
     from nimblec.frontend.pytorch.model import ModelCall, TorchModel
     from nimblec.ir import ProgramKey
@@ -39,6 +41,15 @@ def load_models(request: CompileRequest) -> "dict[ProgramKey, TorchModel]":
     shared = {entry: part.shared for entry, part in request.source.entries}
     share({entry: model.module for (entry, _), model in placed.items()}, shared)
     return placed
+
+
+def let_torch_draw(models: "Iterable[TorchModel]") -> None:
+    """Have the models that keep the state of a generator, and run as they are, draw from torch's own."""
+    from nimblec.frontend.pytorch.state import Writing
+
+    for model in models:
+        if isinstance(model.module, Writing) and not model.is_compiled:
+            model.module.let_torch_draw()
 
 
 def load_files(request: CompileRequest, weigh: "Weigh | None" = None) -> "dict[ProgramKey, TorchModel]":

@@ -17,7 +17,7 @@ from nimblec.assembly import Provenance, assemble
 from nimblec.cache.timing_cache import TimingCache
 from nimblec.cuda.check import write_checked
 from nimblec.cuda.common_state import refuse_folded_state, with_common_state
-from nimblec.cuda.load import load_files, load_models
+from nimblec.cuda.load import let_torch_draw, load_files, load_models
 from nimblec.cuda.reports import Reports
 from nimblec.cuda.request import CompileRequest
 from nimblec.cuda.selection import Recorded, Selector, half, provenance_of
@@ -104,6 +104,8 @@ class _Worker:
             originals = load_models(self._request)
             if len(originals) > 1 and self._request.level > 0:
                 originals = with_common_state(originals)
+            if self._request.level == 0 and half(self._request.precision) is None:
+                let_torch_draw(originals.values())
             recorders.begin(originals.values())
         for original in originals.values():
             self._reports.note(original.notes)

@@ -167,6 +167,18 @@ def test_each_entry_is_recorded_beside_the_others(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.usefixtures("lean")
+def test_random_numbers_are_torchs_where_a_module_runs_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    drawing: list[object] = []
+    monkeypatch.setattr(worker, "let_torch_draw", drawing.extend)
+    assert compiled(monkeypatch, tmp_path, "main", level=1)[1] == 0
+    assert not drawing
+    assert compiled(monkeypatch, tmp_path, "first", "second")[1] == 0
+    assert [type(model) for model in drawing] == [TorchModel, TorchModel]
+
+
+@pytest.mark.usefixtures("lean")
 def test_models_with_kernels_of_one_source_have_their_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from torch._inductor.codecache import PyCodeCache
 

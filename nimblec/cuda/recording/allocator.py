@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from nimblert.driver import Handle, bindings, call
 
@@ -29,6 +30,15 @@ class Place(enum.Enum):
     CAPTURE = "capture"
     RESIDENT = "resident"
     FOREIGN = "foreign"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Byte ``offset`` of the ``index``-th allocation of a place."""
+
+    index: int
+    offset: int
+    place: Place = Place.CAPTURE
 
 
 class Zone:

@@ -3,10 +3,9 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from nimblec.cuda.recording.allocator import Place, Zone
+from nimblec.cuda.recording.allocator import Place, Target, Zone
 from nimblec.cuda.recording.capture import ByteRange
 from nimblec.cuda.recording.foreign import ForeignMemory
-from nimblec.cuda.recording.relocation import Target
 from nimblec.errors import UnsupportedModelError
 from nimblec.ir import LIBRARY_MEMORY, Access, Buffer, BufferKind
 
@@ -16,7 +15,8 @@ class Content:
     """The contents, before a run, of an allocation that outlives it: a weight, an input, a state.
 
     ``dtype`` and ``shape`` describe ``data``. ``is_input`` marks the memory of a model input,
-    ``mutated`` what a run was seen to change; ``storage`` is that of `nimblec.ir.Buffer`.
+    ``mutated`` what a run was seen to change, ``is_state`` what is state even if no run changes it; ``storage`` is
+    that of `nimblec.ir.Buffer`.
     """
 
     name: str
@@ -25,6 +25,7 @@ class Content:
     data: memoryview = field(repr=False)
     is_input: bool = False
     mutated: bool = False
+    is_state: bool = False
     storage: int = 0
 
 
@@ -90,6 +91,10 @@ class BufferTable:
         """The buffer's number."""
         return self._numbers.setdefault(allocation, len(self._numbers))
 
+    def has(self, allocation: Allocation) -> bool:
+        """Whether it is one of the buffers so far."""
+        return allocation in self._numbers
+
     def access(self, span: Span) -> Access:
         """A span as an access of its buffer."""
         return Access(buffer=self.number(span.allocation), offset=span.offset, nbytes=span.nbytes)
@@ -134,7 +139,7 @@ class BufferTable:
         if content.is_input:
             return Buffer(kind=BufferKind.INPUT, nbytes=nbytes, name=content.name)
         return Buffer(
-            kind=BufferKind.STATE if written else BufferKind.CONSTANT,
+            kind=BufferKind.STATE if written or content.is_state else BufferKind.CONSTANT,
             nbytes=content.data.nbytes,
             name=content.name,
             dtype=content.dtype,

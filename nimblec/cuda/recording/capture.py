@@ -16,6 +16,7 @@ from nimblec.cuda.recording.allocator import Zone
 from nimblec.cuda.recording.inductor import seeing_compiled_code
 from nimblec.errors import TraceError, first_line
 from nimblec.frontend.pytorch.fx_graph import SetSource
+from nimblec.frontend.pytorch.generator import CudaGenerator
 from nimblec.frontend.pytorch.source_tracker import SourceTracker
 from nimblert.driver import call
 
@@ -54,17 +55,29 @@ class OpRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capture:
-    """A captured run: the torch graph that owns the nodes, its ops, and what the model returned."""
+    """A captured run: the torch graph that owns the nodes, its ops, and what the model returned.
+
+    ``begun`` are the allocations that torch made in the zone to begin it, ``generator`` is the model's own.
+    """
 
     graph: torch.cuda.CUDAGraph
     ops: tuple[OpRecord, ...]
     result: Any
     zone: Zone
+    begun: range
+    generator: CudaGenerator | None
 
     @property
     def handle(self) -> int:
         """The CUgraph."""
         return int(self.graph.raw_cuda_graph())
+
+    def replay(self) -> None:
+        """Run the graph, whose random numbers are those of a first run."""
+        if self.generator is not None:
+            self.generator.rewind()
+        self.graph.replay()
+        torch.cuda.synchronize()
 
 
 class ValueDependentError(TraceError):
@@ -202,12 +215,19 @@ def describe_failure(exc: RuntimeError, sources: SourceTracker) -> str:
     )
 
 
-def capture(run: Callable[[SetSource], Any], zone: Zone, sources: SourceTracker, *, compiled: bool) -> Capture:
+def capture(
+    run: Callable[[SetSource], Any],
+    zone: Zone,
+    sources: SourceTracker,
+    *,
+    compiled: bool,
+    generator: CudaGenerator | None = None,
+) -> Capture:
     """Capture one call of ``run``, whose allocations come from ``zone``.
 
     ``compiled`` where the model goes through torch.compile: a dispatch mode around it would make it
-    fall back to eager, hooks on modules would make it compile again. Raises TraceError where
-    something cannot be captured, naming op and module.
+    fall back to eager, hooks on modules would make it compile again. ``generator`` stands in for torch's
+    default one. Raises TraceError where something cannot be captured, naming op and module.
     """
     torch._C._cuda_clearCublasWorkspaces()  # else the sequence depends on what ran before
     graph = torch.cuda.CUDAGraph(keep_graph=True)
@@ -215,7 +235,9 @@ def capture(run: Callable[[SetSource], Any], zone: Zone, sources: SourceTracker,
     recorder = _OpRecorder(stream, sources)
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
+        first = len(zone.addresses)
         graph.capture_begin(capture_error_mode="relaxed")
+        begun = range(first, len(zone.addresses))
         try:
             with ExitStack() as seeing:
                 if compiled:
@@ -231,5 +253,6 @@ def capture(run: Callable[[SetSource], Any], zone: Zone, sources: SourceTracker,
                 raise TraceError(describe_failure(exc, sources)) from exc
             raise
         graph.capture_end()
-    return Capture(graph=graph, ops=tuple(recorder.ops), result=result, zone=zone)
+    ops = tuple(recorder.ops)
+    return Capture(graph=graph, ops=ops, result=result, zone=zone, begun=begun, generator=generator)
 

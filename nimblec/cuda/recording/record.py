@@ -1,6 +1,7 @@
 """Record a model on the GPU: two captures become a graph, two plain runs what it should compute."""
 
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +9,7 @@ import numpy as np
 import torch
 
 from nimblec.cuda.recording.allocator import BumpAllocator, Shift, Zone
-from nimblec.cuda.recording.buffers import BufferTable, Span
+from nimblec.cuda.recording.buffers import Allocation, BufferTable, Span
 from nimblec.cuda.recording.capture import (
     ByteRange,
     Capture,
@@ -18,6 +19,7 @@ from nimblec.cuda.recording.capture import (
 )
 from nimblec.cuda.recording.cupti import CodeRecorder
 from nimblec.cuda.recording.foreign import ForeignMemory
+from nimblec.cuda.recording.generator import GeneratorError, GeneratorMemory, find_memory
 from nimblec.cuda.recording.modules import CodeIndex
 from nimblec.cuda.recording.relocation import Relocator
 from nimblec.cuda.recording.residents import (
@@ -36,6 +38,7 @@ from nimblec.frontend.pytorch.model import TorchModel, uncompiled
 from nimblec.frontend.pytorch.outputs import name_outputs
 from nimblec.frontend.pytorch.repeatable import HOW_STATE_IS_KEPT, refuse_differing
 from nimblec.frontend.pytorch.source_tracker import SourceTracker
+from nimblec.frontend.pytorch.state import generator_of, settable_storages
 from nimblec.frontend.pytorch.tensors import DTYPE_NAMES, as_array, as_tensor
 from nimblec.ir import Graph, TensorView
 from nimblert.driver import call
@@ -62,8 +65,7 @@ class Recording:
         for index, resident in enumerate(self.residents):
             source = given[resident.name] if resident.is_input else resident.pristine
             call("cuMemcpyDtoD", self.capture.zone.addresses[index], source.data_ptr(), resident.pristine.nbytes)
-        self.capture.graph.replay()
-        torch.cuda.synchronize()
+        self.capture.replay()
 
     def outputs(self) -> list[np.ndarray]:
         """What the last replay computed, in the model's order."""
@@ -105,6 +107,7 @@ class ModelRecorder:
         self._loaded = shared.loaded
         self._elsewhere = _elsewhere(model, tuple(others))
         self._residents = find_residents(model.module, model.inputs, self._elsewhere)
+        self._generator = generator_of(model.module)
         self._tell_capturing = False
         self._notes: list[str] = []
 
@@ -124,6 +127,15 @@ class ModelRecorder:
 
     def warm_up(self) -> None:
         """Run and capture, so that every library has chosen and loaded its kernels."""
+        try:
+            self._warm_up()
+        except GeneratorError as exc:
+            why = str(exc)
+        else:
+            return
+        self._compute_random_numbers(why)
+
+    def _warm_up(self) -> None:
         try:
             self._try_out()
         except ValueDependentError as exc:
@@ -153,10 +165,28 @@ class ModelRecorder:
                 )
 
     def record(self) -> Recording:
-        """Capture twice and compare."""
+        """Capture twice and compare.
+
+        Where torch's generator is not found as it is known, the model computes its random numbers instead.
+        """
+        try:
+            return self._record()
+        except GeneratorError as exc:
+            why = str(exc)  # and nothing else of it, which holds on to the captures
+        self._compute_random_numbers(why)
+        return self._record()
+
+    def _compute_random_numbers(self, why: str) -> None:
+        """Leave torch's generator alone, and warm up again."""
+        self._notes.append(f"random numbers are computed, and not those that PyTorch draws: {why}")
+        self._model.module.draws = self._generator = None
+        self._warm_up()
+
+    def _record(self) -> Recording:
         first_zone, second_zone, shift = self._allocator.zone_pair()
         first = self._capture_in(first_zone)
         outputs = [(name, t, t.data_ptr()) for name, t in name_outputs(first.result)]
+        memory = self._generator_memory(first)
         self._replay(first)
         note_mutations(first_zone, self._residents)
         self._refuse_made_state()
@@ -166,20 +196,25 @@ class ModelRecorder:
                 f"two captures of the model allocated differently ({len(first_zone.sizes)} and "
                 f"{len(second_zone.sizes)} times): it does not run the same way each time"
             )
+        if memory != self._generator_memory(second):
+            raise GeneratorError("two captures have torch's generator in different allocations")
         resident, foreign = self._allocator.resident, ForeignMemory()
-        buffers = BufferTable(first_zone, resident, foreign, contents(self._residents))
+        state = settable_storages(self._model.module)
+        buffers = BufferTable(first_zone, resident, foreign, contents(self._residents, state))
         code = CodeIndex(self._code)
         graph = build_graph(
             first,
             second,
             code=code,
             relocator=Relocator(
-                Shift(first_zone.addresses, shift), resident, foreign, frozenset(kept_by_recordings())
+                Shift(first_zone.addresses, shift), resident, foreign, frozenset(kept_by_recordings()), memory
             ),
             buffers=buffers,
             inputs=self._input_views(first_zone, buffers),
             outputs=_output_views(outputs, buffers),
         )
+        if memory is not None and not buffers.has(Allocation(memory.state_seed)):
+            raise GeneratorError("no captured kernel reads torch's generator")
         return Recording(
             graph=graph,
             capture=first,
@@ -211,8 +246,21 @@ class ModelRecorder:
         return result
 
     def _capture(self, zone: Zone) -> Capture:
-        with self._allocator.allocating_in(zone), torch.no_grad(), pretend_capturing(self._tell_capturing):
-            captured = capture(self._model.run, zone, self._sources, compiled=self._model.is_compiled)
+        drawing = nullcontext() if self._generator is None else self._generator.capturing()
+        with (
+            drawing as generator,
+            self._allocator.allocating_in(zone),
+            torch.no_grad(),
+            pretend_capturing(self._tell_capturing),
+        ):
+            try:
+                captured = capture(
+                    self._model.run, zone, self._sources, compiled=self._model.is_compiled, generator=generator
+                )
+            except TraceError as exc:
+                if generator is None or isinstance(exc, ValueDependentError):
+                    raise
+                raise GeneratorError(f"with its generator, {exc}") from exc
         self._allocator.check()
         return captured
 
@@ -220,10 +268,23 @@ class ModelRecorder:
         move_into(zone, self._residents, self._allocator)
         return self._capture(zone)
 
+    def _generator_memory(self, captured: Capture) -> GeneratorMemory | None:
+        """Where kernels of a capture that was not replayed yet find torch's generator, and what a plan has there."""
+        if self._generator is None:
+            return None
+        place = self._generator.find()
+        numbers = {resident.storage._cdata: number for number, resident in enumerate(self._residents)}
+        state = [numbers.get(tensor.untyped_storage()._cdata) for tensor in (place.seed, place.offset)]
+        torch.cuda.synchronize()
+        return find_memory(captured.zone, captured.begun, state, _read)
+
     def _replay(self, captured: Capture) -> None:
         captured.graph.instantiate()
-        captured.graph.replay()
-        torch.cuda.synchronize()
+        captured.replay()
+        if captured.generator is not None and self._generator is not None:
+            used, expected = captured.generator.used, self._generator.used
+            if used != expected:
+                raise GeneratorError(f"torch's generator moves by {used} in a capture, by {expected} in a plain run")
 
     def _restore(self) -> None:
         for resident in self._residents:
@@ -247,6 +308,12 @@ def _elsewhere(model: TorchModel, others: Iterable[TorchModel]) -> frozenset[int
         for models in (others, (model,))
     )
     return frozenset(only_in((other.module for other in others), model.module) | (given - own))
+
+
+def _read(address: int, nbytes: int) -> bytes:
+    host = np.empty(nbytes, np.uint8)
+    call("cuMemcpyDtoH", host.ctypes.data, address, nbytes)
+    return host.tobytes()
 
 
 def _output_views(outputs: Iterable[tuple[str, torch.Tensor, int]], buffers: BufferTable) -> tuple[TensorView, ...]:

@@ -5,21 +5,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nimblec.cuda.recording.allocator import Place, Shift, Zone
+from nimblec.cuda.recording.allocator import Place, Shift, Target, Zone
 from nimblec.cuda.recording.foreign import ForeignMemory, HostMemoryError
+from nimblec.cuda.recording.generator import GeneratorError, GeneratorMemory
 from nimblec.errors import UnsupportedModelError
 from nimblert.verify import MAX_BIAS
 
 _LOWEST_POINTER = 1 << 32
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
-    """Byte ``offset`` of the ``index``-th allocation of a place."""
-
-    index: int
-    offset: int
-    place: Place = Place.CAPTURE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,22 +29,30 @@ class Relocator:
     with stale stack contents, and becomes zero (the bytes beside it may be a one-byte number). A word that
     stayed is a number, unless it is the address of a resident allocation, or of memory that CUDA knows
     and the allocator does not. No kernel of a model reads what ``recorder`` keeps for itself in the resident
-    zone: padding may hold the address of what was there before.
+    zone: padding may hold the address of what was there before. Where kernels read the memory of a ``generator``,
+    they are to read the state in its place.
     """
 
     def __init__(
-        self, shift: Shift, resident: Zone, foreign: ForeignMemory, recorder: Collection[int] = frozenset()
+        self,
+        shift: Shift,
+        resident: Zone,
+        foreign: ForeignMemory,
+        recorder: Collection[int] = frozenset(),
+        generator: GeneratorMemory | None = None,
     ) -> None:
         self._shift = shift
         self._recorder = recorder
         self._resident = resident
         self._foreign = foreign
+        self._generator = generator
 
     def relocate(self, first: bytes, second: bytes, *, reports: bool = False) -> RelocatedParams:
         """The parameters of one launch, from its buffers in the two captures.
 
         ``reports``: the kernel takes the address of host memory where it may report, or null. Null it becomes; else
-        UnsupportedModelError is raised for such an address.
+        UnsupportedModelError is raised for such an address. Raises GeneratorError where it is given the generator
+        otherwise than as a seed and an offset.
         """
         words = len(first) // 8
         a = np.frombuffer(first, "<u8", words)
@@ -71,11 +71,14 @@ class Relocator:
             if target is not None:
                 targets.append((8 * i, target))
                 kept[8 * i : 8 * i + 8] = 0
-        return RelocatedParams(params=kept.tobytes(), targets=tuple(targets))
+        pointed = tuple(targets) if self._generator is None else self._generator.replaced(targets)
+        return RelocatedParams(params=kept.tobytes(), targets=pointed)
 
     def locate(self, first: int, second: int) -> Target:
-        """What an address points to."""
+        """What an address points to, that a copy or a fill has."""
         target = self._classify(first, second)
+        if target is not None and self._generator is not None and self._generator.holds(target):
+            raise GeneratorError("a copy or a fill touches the memory of torch's generator")
         if target is None:
             raise UnsupportedModelError(
                 f"it uses device memory at {first:#x} that torch did not allocate: allocate it as a tensor of torch"

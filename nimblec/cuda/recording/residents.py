@@ -144,8 +144,8 @@ def note_mutations(zone: Zone, residents: Iterable[Resident]) -> None:
         resident.mutated = not torch.equal(now, resident.pristine)
 
 
-def contents(residents: Iterable[Resident]) -> dict[Allocation, Content]:
-    """What the first allocations of a zone hold, after `move_into`."""
+def contents(residents: Iterable[Resident], state: Collection[int]) -> dict[Allocation, Content]:
+    """What the first allocations of a zone hold, after `move_into`; the storages ``state`` as that."""
     return {
         Allocation(index): Content(
             name=r.name,
@@ -154,6 +154,7 @@ def contents(residents: Iterable[Resident]) -> dict[Allocation, Content]:
             data=r.pristine.cpu().numpy().data,
             is_input=r.is_input,
             mutated=r.mutated,
+            is_state=r.storage._cdata in state,
             storage=r.storage._cdata,
         )
         for index, r in enumerate(residents)

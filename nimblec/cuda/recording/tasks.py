@@ -4,11 +4,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+from nimblec.cuda.recording.allocator import Target
 from nimblec.cuda.recording.buffers import Allocation, BufferTable, Span, allocation_of
 from nimblec.cuda.recording.capture import ByteRange, Capture, OpRecord
 from nimblec.cuda.recording.modules import CodeIndex, origin, reports_to_host
 from nimblec.cuda.recording.nodes import KernelNode, MemcpyNode, MemsetNode, Node, node_handles, read_edges, read_node
-from nimblec.cuda.recording.relocation import Relocator, Target
+from nimblec.cuda.recording.relocation import Relocator
 from nimblec.errors import TraceError, UnsupportedModelError
 from nimblec.ir import CopyWork, FillWork, Graph, KernelWork, Op, Reference, Task, TensorView
 from nimblert.plan import Kernel, Module

@@ -9,6 +9,7 @@ from torch.func import functional_call
 
 from nimblec.errors import UnsupportedModelError
 from nimblec.frontend.pytorch.export_errors import exporting
+from nimblec.frontend.pytorch.generator import StepGenerator
 from nimblec.frontend.pytorch.model import ModelCall, state_written
 
 
@@ -24,16 +25,34 @@ class StateTensor:
 class Writing(torch.nn.Module):
     """A module that declares the names of the parameters and buffers that its runs write: nobody has to trace that.
 
-    Those of a module with ``autocast`` compute in that type what torch.autocast of their device does.
+    Those of a module with ``autocast`` compute in that type what torch.autocast of their device does. ``settable`` are
+    those names that are state even in a graph which only reads them. Where runs have ``draws``, these are where their
+    random numbers come from.
     """
 
     writes: tuple[str, ...]
+    settable: tuple[str, ...] = ()
     autocast: torch.dtype | None = None
+    draws: StepGenerator | None = None
+
+    def let_torch_draw(self) -> None:
+        """Draw random numbers from torch's own generator of the GPU from now on, if any are drawn."""
 
 
 def declared_writes(module: Any) -> tuple[str, ...]:
     """The names of the parameters and buffers that runs of a module write, as it declares them; () if it does not."""
     return module.writes if isinstance(module, Writing) else ()
+
+
+def generator_of(module: Any) -> StepGenerator | None:
+    """What a module draws its random numbers from, if that is torch's generator, and the module keeps its state."""
+    return module.draws if isinstance(module, Writing) else None
+
+
+def settable_storages(module: Any) -> frozenset[int]:
+    """What tells the storages apart that are state even in a graph which only reads them."""
+    names = module.settable if isinstance(module, Writing) else ()
+    return frozenset(storages(module)[name] for name in names)
 
 
 def refuse_autocast(name: str, module: Any, why: str) -> None:

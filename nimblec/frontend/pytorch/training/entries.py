@@ -10,10 +10,13 @@ from torch.fx.traceback import preserve_node_meta
 from torch.optim import Optimizer
 
 from nimblec.errors import ArgumentError, UnsupportedModelError
+from nimblec.frontend.pytorch.generator import GeneratorState, StepGenerator
 from nimblec.frontend.pytorch.source_tracker import within
 from nimblec.frontend.pytorch.state import Writing, named_tensors
 from nimblec.frontend.pytorch.training.check import refuse_another_step
 from nimblec.frontend.pytorch.training.state import (
+    OFFSET,
+    SEED,
     Recipe,
     TrainingState,
     autocasting,
@@ -46,6 +49,7 @@ class Train(Writing):
         self._state = state
         self._batch = [tensor.to("meta") for tensor in batch]
         self.writes = tuple(named_tensors(self))
+        self.settable = (*(f"optimizer.{rate}" for rate in state.rates), *(name for name in state.own if name == SEED))
         self._graphs: dict[str, Any] = {}  # no part of the module: they have the same tensors as inputs
         self._trace()
 
@@ -53,7 +57,7 @@ class Train(Writing):
         """The loss of a batch, before the step."""
         state, count = self._found(), self._recipe.inputs
         if not torch.compiler.is_exporting():
-            loss, _ = take_step(self._recipe, state, state, batch[:count], batch[count:])
+            loss, _ = take_step(self._recipe, state, state, batch[:count], batch[count:], self.draws)
             return {"loss": loss}
         tensors = [tensor.detach() for tensor in state.tensors()]  # a block under no_grad would lose what nodes tell
         with preserve_node_meta():
@@ -62,6 +66,11 @@ class Train(Writing):
                 for tensor, value in zip(tensors, after, strict=True):
                     tensor.copy_(value)
         return {"loss": loss}
+
+    def let_torch_draw(self) -> None:
+        """See `Writing`. An exported graph computes its random numbers all the same."""
+        if SEED in self._state.own:
+            self.draws = StepGenerator(lambda: GeneratorState(seed=_find(self, SEED), offset=_find(self, OFFSET)))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move, and trace anew where there is another device: its graph has its calls and its constants."""

@@ -85,8 +85,8 @@ def _refuse_another(values: Named, known: Named) -> None:
 def _refuse_without_tensors(values: Named, tensors: Named) -> None:
     """Raise ArgumentError where a state lacks what it had as a plan's.
 
-    A plan for a GPU holds no tensor in it that no call writes. So it has some of the model's, and each of those of
-    which it has a sum of gradients, or something that the optimizer keeps.
+    A plan for a GPU holds no tensor of the model in it that no call writes. So it has some of the model's, and each
+    of those of which it has a sum of gradients, or something that the optimizer keeps.
     """
     parts = [(part, path) for part, _, path in (name.partition(".") for name in values)]
     kept = {path.rpartition(".")[0] for part, path in parts if part == _OPTIMIZER}

@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 
 from nimblec.errors import UnsupportedModelError, user_code
+from nimblec.frontend.pytorch.generator import StepGenerator
 from nimblec.frontend.pytorch.source_tracker import SourceNotes, SourceTracker, within
 from nimblec.frontend.pytorch.training.backward import decompositions
 from nimblec.frontend.pytorch.training.random import Draws, refuse_other_draws
@@ -95,16 +96,22 @@ def _plain_operators() -> Iterator[None]:
 
 
 def take_step(
-    recipe: Recipe, found: TrainingState, left: TrainingState, inputs: Sequence[Tensor], targets: Sequence[Tensor]
+    recipe: Recipe,
+    found: TrainingState,
+    left: TrainingState,
+    inputs: Sequence[Tensor],
+    targets: Sequence[Tensor],
+    generator: StepGenerator | None = None,
 ) -> tuple[Tensor, bool]:
     """The loss, and whether random numbers were drawn; what the step leaves is written into ``left``.
 
     That has the values of the state that the step ``found``. Where it is the same, the optimizer takes its step by
-    those of its own kernels that a CUDA graph can hold; else as a graph of tensors. Raises UnsupportedModelError
-    where the backward pass draws random numbers.
+    those of its own kernels that a CUDA graph can hold; else as a graph of tensors. Random numbers are drawn from
+    the ``generator``, or where there is none computed from the state. Raises UnsupportedModelError where the backward
+    pass draws some.
     """
     parameters = {name: value.detach().requires_grad_() for name, value in found.parameters.items()}
-    draws = Draws(found.own[SEED], found.own[OFFSET]) if SEED in found.own else None
+    draws = generator or (Draws(found.own[SEED], found.own[OFFSET]) if SEED in found.own else None)
     device = next(iter(parameters.values())).device
     with torch.enable_grad(), draws or nullcontext():
         with autocasting(recipe.autocast, device):

@@ -1,0 +1,287 @@
+"""The memory of torch's generator in captures, and the state in its place; no GPU is needed for that."""
+
+import struct
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from nimblec.cuda.recording import record, tasks
+from nimblec.cuda.recording.allocator import STEP_NBYTES, Shift, Target
+from nimblec.cuda.recording.buffers import Allocation, BufferTable, Content
+from nimblec.cuda.recording.capture import ByteRange, OpRecord, ValueDependentError
+from nimblec.cuda.recording.foreign import ForeignMemory
+from nimblec.cuda.recording.generator import GeneratorError, GeneratorMemory, find_memory
+from nimblec.cuda.recording.nodes import Function, KernelNode
+from nimblec.cuda.recording.relocation import Relocator
+from nimblec.errors import TraceError
+from nimblec.frontend.pytorch.generator import MARK
+from nimblec.frontend.pytorch.model import TorchModel
+from nimblec.frontend.pytorch.state import Writing
+from nimblec.ir import BufferKind, Graph, KernelWork
+from nimblec.schedule.dependencies import dependencies
+
+SIZES = (256, 8, 8, 8, 8, 256, 64)
+IMAGE, SEED, OFFSET, OWN_SEED, OWN_OFFSET, RESULT, MASK = range(len(SIZES))
+MEMORY = GeneratorMemory(seed=OWN_SEED, offset=OWN_OFFSET, state_seed=SEED, state_offset=OFFSET)
+SHIFT = (600 << 30) + 0x1234_5600
+
+
+class Zone:
+    """Allocations one after the other; those of another zone are so far away."""
+
+    def __init__(self, base: int = 0x7F00_0000_0000, step: int = 0, sizes: Sequence[int] = SIZES) -> None:
+        self.sizes = list(sizes)
+        self.addresses = [base + index * (512 + step) for index in range(len(sizes))]
+        self.base, self.end = base, base + (1 << 30)
+        self.live = {*self.addresses}
+
+    def find(self, address: int) -> int | None:
+        """The allocation that holds it."""
+        index = bisect_right(self.addresses, address) - 1
+        return index if index >= 0 and address < self.addresses[index] + self.sizes[index] else None
+
+
+FIRST, SECOND = Zone(), Zone(0x7F00_0000_0000 + SHIFT, STEP_NBYTES)
+RESIDENT = Zone(0x7E00_0000_0000, sizes=())
+
+
+def holding(**words: int) -> Callable[[int, int], bytes]:
+    """What reads the generator's memory."""
+    held = {FIRST.addresses[OWN_SEED]: words["seed"], FIRST.addresses[OWN_OFFSET]: words["offset"]}
+    return lambda address, nbytes: struct.pack("<q", held[address])[:nbytes]
+
+
+def found(
+    begun: Sequence[int] = (OWN_SEED, OWN_OFFSET), state: Sequence[int | None] = (SEED, OFFSET)
+) -> GeneratorMemory:
+    return find_memory(FIRST, begun, state, holding(seed=MARK, offset=0))  # type: ignore[arg-type]
+
+
+def test_it_is_known_by_its_size_and_its_mark() -> None:
+    assert found() == MEMORY
+    with pytest.raises(GeneratorError, match=r"^torch began a capture by allocating \[\] bytes, expected \[8, 8\]$"):
+        found(begun=())
+    for begun in ([OWN_SEED], [OWN_SEED, RESULT], [OFFSET, OWN_SEED, OWN_OFFSET]):
+        with pytest.raises(GeneratorError, match=r"^torch began a capture by allocating \["):
+            found(begun=begun)
+    for state in ((SEED, IMAGE), (None, OFFSET), (SEED, None)):
+        with pytest.raises(GeneratorError, match="no memory of their own"):
+            found(state=state)
+    for words in ({"seed": 0, "offset": MARK}, {"seed": MARK, "offset": 4}, {"seed": 1, "offset": 0}):
+        with pytest.raises(GeneratorError, match="where seed and offset are expected"):
+            find_memory(FIRST, (OWN_SEED, OWN_OFFSET), (SEED, OFFSET), holding(**words))  # type: ignore[arg-type]
+
+
+def relocator(memory: GeneratorMemory | None = MEMORY) -> Relocator:
+    shift = Shift(FIRST.addresses, SHIFT)
+    return Relocator(shift, RESIDENT, ForeignMemory(), generator=memory)  # type: ignore[arg-type]
+
+
+def words(zone: Zone, *values: int | tuple[int]) -> bytes:
+    """Numbers, and of tuples the addresses of allocations."""
+    found = [zone.addresses[value[0]] if isinstance(value, tuple) else value for value in values]
+    return struct.pack(f"<{len(found)}Q", *found)
+
+
+def relocated(*values: int | tuple[int], memory: GeneratorMemory | None = MEMORY) -> tuple[tuple[int, Target], ...]:
+    return relocator(memory).relocate(words(FIRST, *values), words(SECOND, *values)).targets
+
+
+def test_kernels_read_the_state_in_its_place() -> None:
+    drawing = ((IMAGE,), 7, (OWN_SEED,), (OWN_OFFSET,), 16, 1)
+    assert relocated(*drawing) == tuple((at, Target(index=n, offset=0)) for at, n in ((0, IMAGE), (16, 1), (24, 2)))
+    assert relocated((SEED,), (OFFSET,)) == relocated((OWN_SEED,), (OWN_OFFSET,))
+    plain = relocated(*drawing, memory=None)
+    assert [target.index for _, target in plain] == [IMAGE, OWN_SEED, OWN_OFFSET]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [(OWN_OFFSET,), (OWN_SEED,)],
+        [(OWN_SEED,), 0, (OWN_OFFSET,)],
+        [(OWN_SEED,), (SEED,)],
+        [(OWN_SEED,)],
+        [(OWN_OFFSET,)],
+        [(OWN_SEED,), (OWN_OFFSET,), (OWN_OFFSET,)],
+    ],
+)
+def test_no_kernel_may_read_it_otherwise(values: list[int | tuple[int]]) -> None:
+    with pytest.raises(GeneratorError, match=r"^at byte \d+ of its parameters, a kernel has an address of torch's"):
+        relocated(*values)
+
+
+def test_none_may_read_beside_it() -> None:
+    first, second = words(FIRST, (OWN_SEED,), (OWN_OFFSET,)), words(SECOND, (OWN_SEED,), (OWN_OFFSET,))
+    beside = [struct.pack("<2Q", a + 4, b) for a, b in map(struct.Struct("<2Q").unpack, (first, second))]
+    with pytest.raises(GeneratorError):
+        relocator().relocate(*beside)
+
+
+def test_copies_and_fills_leave_it_alone() -> None:
+    assert relocator().locate(FIRST.addresses[MASK], SECOND.addresses[MASK]) == Target(index=MASK, offset=0)
+    with pytest.raises(GeneratorError, match="a copy or a fill"):
+        relocator().locate(FIRST.addresses[OWN_SEED], SECOND.addresses[OWN_SEED])
+
+
+def node(zone: Zone, symbol: str, *values: int | tuple[int]) -> KernelNode:
+    function = Function(symbol=symbol, parameters=(), module=0, library=0)
+    sizes = {"grid": (1, 1, 1), "block": (32, 1, 1), "cluster": (0, 0, 0), "dynamic_smem_nbytes": 0}
+    return KernelNode(function=function, **sizes, cooperative=False, params=words(zone, *values))  # type: ignore[arg-type]
+
+
+def tensor(index: int) -> ByteRange:
+    return ByteRange(begin=FIRST.addresses[index], end=FIRST.addresses[index] + SIZES[index])
+
+
+def step() -> tuple[list[tuple[Any, ...]], list[OpRecord]]:
+    """Two dropouts, and the offset moved on, as they are captured."""
+    drawn = ((OWN_SEED,), (OWN_OFFSET,))
+    nodes = [
+        ("dropout", (IMAGE,), (RESULT,), (MASK,), *drawn, 0, 1),
+        ("dropout", (RESULT,), (RESULT,), (MASK,), *drawn, 4, 1),
+        ("add", (OFFSET,), 8),
+    ]
+    dropout = {"name": "aten.native_dropout.default", "source": "", "writes": (tensor(RESULT), tensor(MASK))}
+    ops = [
+        OpRecord(first_node=0, end_node=1, reads=(tensor(IMAGE),), **dropout),  # type: ignore[arg-type]
+        OpRecord(first_node=1, end_node=2, reads=(tensor(RESULT),), **dropout),  # type: ignore[arg-type]
+        OpRecord(name="aten.add_.Tensor", source="", first_node=2, end_node=3, reads=(), writes=(tensor(OFFSET),)),
+    ]
+    return nodes, ops
+
+
+def captured(monkeypatch: pytest.MonkeyPatch, *, state: bool) -> tuple[Graph, BufferTable]:
+    """The graph of two captures of `step`; ``state``: the seed is state though nothing writes it."""
+    nodes, ops = step()
+    handles = {zone: [node(zone, *each) for each in nodes] for zone in (FIRST, SECOND)}
+    monkeypatch.setattr(tasks, "node_handles", handles.__getitem__)
+    monkeypatch.setattr(tasks, "read_node", lambda read: read)
+    monkeypatch.setattr(tasks, "read_edges", lambda *_: ())
+    one = {"dtype": "int64", "shape": (), "data": memoryview(bytes(8))}
+    contents = {
+        Allocation(IMAGE): Content(name="x", dtype="uint8", shape=(256,), data=memoryview(bytes(256)), is_input=True),
+        Allocation(SEED): Content(name="generator.seed", is_state=state, storage=11, **one),  # type: ignore[arg-type]
+        Allocation(OFFSET): Content(name="generator.offset", mutated=True, storage=12, **one),  # type: ignore[arg-type]
+    }
+    code = SimpleNamespace(digest=lambda _: b"", shrunk=lambda *_: b"code")
+    buffers = BufferTable(FIRST, RESIDENT, ForeignMemory(), contents)  # type: ignore[arg-type]
+    captures = (SimpleNamespace(handle=zone, ops=ops) for zone in (FIRST, SECOND))
+    graph = tasks.build_graph(*captures, code=code, relocator=relocator(), buffers=buffers, inputs=(), outputs=())  # type: ignore[arg-type]
+    return graph, buffers
+
+
+def test_a_plan_reads_seed_and_offset_from_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, buffers = captured(monkeypatch, state=True)
+    named = {buffer.name: number for number, buffer in enumerate(graph.buffers) if buffer.kind is BufferKind.STATE}
+    assert {*named} == {"generator.seed", "generator.offset"}
+    assert buffers.has(Allocation(SEED))
+    assert not buffers.has(Allocation(OWN_SEED))
+    first, second, add = graph.tasks
+    for task, offset in ((first, 0), (second, 4)):
+        assert isinstance(task.work, KernelWork)
+        places = [(reference.param_offset, reference.buffer) for reference in task.work.references[3:]]
+        assert places == [(24, named["generator.seed"]), (32, named["generator.offset"])]
+        assert struct.unpack("<7Q", task.work.params) == (0, 0, 0, 0, 0, offset, 1)
+        assert {*named.values()} <= {access.buffer for access in task.reads}
+        assert {*named.values()}.isdisjoint(access.buffer for access in task.writes)
+    assert {access.buffer for access in add.writes} == {named["generator.offset"]}
+    assert [*dependencies(graph).edges] == [(0, 1), (0, 2), (1, 2)]
+
+
+def test_what_no_run_writes_is_a_constant_unless_it_is_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, _ = captured(monkeypatch, state=False)
+    kinds = {buffer.name: buffer.kind for buffer in graph.buffers}
+    assert (kinds["generator.seed"], kinds["generator.offset"]) == (BufferKind.CONSTANT, BufferKind.STATE)
+
+
+class Drawing(Writing):
+    """A module that has a generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writes = ()
+        self.draws = SimpleNamespace()  # type: ignore[assignment]
+
+
+class Recorder(record.ModelRecorder):
+    """Whose captures find no generator."""
+
+    def __init__(self, module: Drawing) -> None:
+        model = TorchModel(module=module, args=(), kwargs={}, inputs=())
+        shared = SimpleNamespace(code=None, allocator=None, loaded=frozenset())
+        super().__init__(model, shared, ())  # type: ignore[arg-type]
+        self.calls: list[tuple[str, bool]] = []
+        self.fails = False
+
+    def _warm_up(self) -> None:
+        self.calls.append(("warm up", self._model.module.draws is not None))
+        if self.fails and self._generator is not None:
+            raise GeneratorError("it is elsewhere")
+
+    def _record(self) -> Any:
+        self.calls.append(("record", self._generator is not None))
+        if self._generator is not None:
+            raise GeneratorError("it is elsewhere")
+        return self._notes
+
+
+def test_where_it_is_not_found_the_numbers_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "find_residents", lambda *_: [])
+    recorder = Recorder(Drawing())
+    note = "random numbers are computed, and not those that PyTorch draws: it is elsewhere"
+    recorder.warm_up()
+    assert recorder.record() == [note]  # type: ignore[comparison-overlap]
+    assert recorder.calls == [("warm up", True), ("record", True), ("warm up", False), ("record", False)]
+    recorder = Recorder(Drawing())
+    recorder.fails = True
+    recorder.warm_up()
+    assert recorder.record() == [note]  # type: ignore[comparison-overlap]
+    assert recorder.calls == [("warm up", True), ("warm up", False), ("record", False)]
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [(TraceError("no"), GeneratorError), (ValueDependentError("values"), ValueDependentError)],
+)
+def test_a_capture_that_fails_is_tried_without_it(
+    monkeypatch: pytest.MonkeyPatch, error: TraceError, raised: type[TraceError]
+) -> None:
+    """Unless it would fail anyway."""
+
+    def fail(*_: object, generator: object, **_options: object) -> None:
+        given.append(generator)
+        raise error
+
+    given: list[object] = []
+    monkeypatch.setattr(record, "find_residents", lambda *_: [])
+    monkeypatch.setattr(record, "capture", fail)
+    recorder = Recorder(Drawing())
+    recorder._allocator = SimpleNamespace(allocating_in=nullcontext)  # type: ignore[assignment]
+    recorder._generator = SimpleNamespace(capturing=lambda: nullcontext("its generator"))  # type: ignore[assignment]
+    with pytest.raises(raised):
+        recorder._capture(FIRST)  # type: ignore[arg-type]
+    recorder._generator = None
+    with pytest.raises(type(error)):
+        recorder._capture(FIRST)  # type: ignore[arg-type]
+    assert given == ["its generator", None]
+
+
+def test_a_capture_that_moves_on_by_another_number_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "find_residents", lambda *_: [])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    recorder = Recorder(Drawing())
+    recorder._generator = SimpleNamespace(used=12)  # type: ignore[assignment]
+    graph = SimpleNamespace(instantiate=lambda: None)
+    for used in (12, 8):
+        capture: Any = SimpleNamespace(graph=graph, replay=lambda: None, generator=SimpleNamespace(used=used))
+        if used == 12:
+            recorder._replay(capture)
+        else:
+            with pytest.raises(GeneratorError, match="moves by 8 in a capture, by 12 in a plain run"):
+                recorder._replay(capture)
