@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -41,10 +42,11 @@ def compile_all(jobs: Sequence[Job], *, gpu: GPU, processes: int | None = None) 
     """
     count = max(1, min(processes or len(os.sched_getaffinity(0)), len(jobs)))
     shares = [list(jobs[n::count]) for n in range(count)]
-    workers = [_start(share, gpu) for share in shares if share]
-    problems = [worker.stderr.read() for worker in workers if worker.stderr]
+    with ExitStack() as stack:  # closes what workers write to, and waits for them
+        workers = [stack.enter_context(_start(share, gpu)) for share in shares if share]
+        problems = [worker.stderr.read() for worker in workers if worker.stderr]
     for worker, problem in zip(workers, problems, strict=True):
-        if worker.wait():
+        if worker.returncode:
             raise CompileError(f"triton: could not compile a kernel: {problem.strip()[-2000:]}")
 
 
