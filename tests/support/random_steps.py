@@ -32,9 +32,10 @@ class Dropouts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Scores of images of 16 by 16."""
-        x = nn.functional.dropout2d(self.norm(self.conv(x)).relu(), 0.125)
-        x = nn.functional.dropout(nn.functional.avg_pool2d(x, 2).flatten(1), 0.5)
-        return nn.functional.dropout(self.last(nn.functional.dropout(self.wide(x).relu(), 0.25)), 0.0625)
+        drop = partial(nn.functional.dropout, training=self.training)
+        x = nn.functional.dropout2d(self.norm(self.conv(x)).relu(), 0.125, self.training)
+        x = drop(nn.functional.avg_pool2d(x, 2).flatten(1), 0.5)
+        return drop(self.last(drop(self.wide(x).relu(), 0.25)), 0.0625)
 
 
 class Depth(nn.Module):
@@ -49,9 +50,11 @@ class Depth(nn.Module):
         """Scores of images of 16 by 16."""
         x = self.first(x.flatten(1))
         for block, rows in zip(self.blocks, (len(x), len(x), 1), strict=True):
-            kept = torch.empty(rows, 1, dtype=x.dtype, device=x.device).bernoulli_(0.75).div_(0.75)
+            kept = torch.ones(rows, 1, dtype=x.dtype, device=x.device)
+            if self.training:
+                kept = kept.bernoulli_(0.75).div_(0.75)
             x = x + block(x) * kept
-        scores: Tensor = self.last(nn.functional.dropout(x, 0.5))
+        scores: Tensor = self.last(nn.functional.dropout(x, 0.5, self.training))
         return scores
 
 
