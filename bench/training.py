@@ -152,6 +152,9 @@ def _numbers(values: list[float | None]) -> list[str]:
 
 
 def _lines(head: list[str], rows: list[list[str]]) -> str:
+    """A table, without the columns of what has not been measured."""
+    columns = [column for column in zip(head, *rows, strict=True) if set(column[1:]) - {"-", "- / -"}]
+    head, *rows = (list(line) for line in zip(*columns, strict=True))
     return "\n".join((row(head), "|---" * len(head) + "|", *map(row, rows)))
 
 
