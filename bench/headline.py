@@ -7,7 +7,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bench import environment, onnx_coverage, peers, peers_table, schedules
+from bench import environment, onnx_coverage, peers, peers_table, schedules, training
 from bench.peers_table import COMPARISONS, Figures
 
 
@@ -18,6 +18,13 @@ def speedup(results: Mapping[str, Any]) -> tuple[float, int]:
     mean = peers_table.geometric_mean(ratios)
     assert mean is not None, "no network was measured on both sides"
     return mean, len(ratios)
+
+
+def training_speedup(results: Mapping[str, Any]) -> float:
+    """torch.compile's GPU time of a training step over a plan's: the geometric mean over its networks at batch 32."""
+    mean = dict(training.means(results["models"]))["batch_32"][training.KERNELS]
+    assert mean is not None, "no network was measured on both sides"
+    return mean
 
 
 def scheduling(results: Mapping[str, Any]) -> tuple[float, int]:
@@ -37,11 +44,13 @@ def coverage(results: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
 def markdown() -> str:
     """Three list items."""
     faster, networks = speedup(environment.read(peers.FOLDER / "peers.json"))
+    trained = training_speedup(environment.read(peers.FOLDER / "training.json"))
     gain, scheduled = scheduling(environment.read(peers.FOLDER / "schedules.json"))
     passed, cases = coverage(environment.read(onnx_coverage.RESULTS / onnx_coverage.RESULT_NAMES["aten"]))
     return (
         f"- **{faster:.2f}x** the speed of torch.compile: GPU time of all kernels at `-O2` and batch 1 on an H200,\n"
-        f"  geometric mean over {networks} networks.\n"
+        f"  geometric mean over {networks} networks; {trained:.2f}x for training steps of {len(training.NETWORKS)} at "
+        "batch 32.\n"
         f"- **{gain:.2f}x** from scheduling alone: the framework's own kernels on several streams instead of one,\n"
         f"  geometric mean over {scheduled} networks.\n"
         f"- **{passed:,} of {cases:,}** core cases of ONNX's backend tests pass on the CUDA target's import."

@@ -38,6 +38,8 @@ _RATIOS = (
     *(f"-{level}: chain / kernels" for level in LEVELS),
     *("memory: ours / eager's", "ours / compile's"),
 )
+KERNELS = 2
+"""The place of "compile's kernels / ours"."""
 _SUM = ("arena_nbytes", "state_nbytes", "weights_nbytes")
 """What a plan says that it needs."""
 

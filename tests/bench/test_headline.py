@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from bench import headline
+from bench import headline, training
 
 
 def timed(kernels_us: float, **others: float) -> dict[str, Any]:
@@ -21,6 +21,15 @@ def test_the_speedup_is_of_the_networks_at_batch_1_that_both_sides_have() -> Non
     }
     mean, count = headline.speedup({"models": models})
     assert (mean, count) == (pytest.approx(4), 2)
+
+
+def test_training_is_of_the_three_networks_and_kernels_alone() -> None:
+    ours = [timed(us, call_us=9) for us in (50, 25, 100)]
+    models = {
+        f"{network}_batch_32": {"compile": timed(100, call_us=1), "O2": figures}
+        for network, figures in zip(training.NETWORKS, ours, strict=True)
+    }
+    assert headline.training_speedup({"models": models}) == pytest.approx(2)
 
 
 def test_scheduling_is_the_chain_over_the_schedule() -> None:
