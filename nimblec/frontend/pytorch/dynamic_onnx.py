@@ -9,7 +9,7 @@ from nimblec.frontend.pytorch.export_errors import exporting
 from nimblec.frontend.pytorch.model import place_call
 from nimblec.frontend.pytorch.onnx_export import ExportedModel, accuracy
 from nimblec.frontend.pytorch.onnx_identities import exact_identities
-from nimblec.frontend.pytorch.onnx_translations import SHIFTS
+from nimblec.frontend.pytorch.onnx_translations import COMMON
 from nimblec.frontend.pytorch.onnx_weights import kept_weights, optimize_around_weights
 from nimblec.frontend.pytorch.outputs import name_outputs
 from nimblec.frontend.pytorch.repeatable import HOW_STATE_IS_KEPT, run_twice
@@ -33,7 +33,7 @@ def export(dynamic: DynamicProgram, options: Options, folder: Path) -> ExportedM
             output_names=[name for name, _ in outputs],
             dynamo=True,
             verbose=False,
-            custom_translation_table=SHIFTS,
+            custom_translation_table=COMMON,
             optimize=not options.refittable,
         )
         assert program is not None

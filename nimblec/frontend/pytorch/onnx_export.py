@@ -17,7 +17,7 @@ from nimblec.frontend.pytorch.model import ModelCall, TorchModel, as_module, pla
 from nimblec.frontend.pytorch.objects import refuse_script
 from nimblec.frontend.pytorch.onnx_identities import exact_identities
 from nimblec.frontend.pytorch.onnx_sources import keep_sources
-from nimblec.frontend.pytorch.onnx_translations import SHIFTS, TRANSLATIONS
+from nimblec.frontend.pytorch.onnx_translations import COMMON, TRANSLATIONS
 from nimblec.frontend.pytorch.onnx_weights import kept_weights, optimize_around_weights
 from nimblec.frontend.pytorch.outputs import missing_outputs, name_outputs
 from nimblec.frontend.pytorch.repeatable import HOW_STATE_IS_KEPT, compared, run_twice
@@ -169,7 +169,7 @@ def _onnx_program(
     outputs: Sequence[tuple[str, torch.Tensor]],
     *,
     refittable: bool,
-    translations: Mapping[Any, Any] = SHIFTS,
+    translations: Mapping[Any, Any] = COMMON,
 ) -> torch.onnx.ONNXProgram:
     with exporting(name, "torch.onnx.export"), exact_identities():
         program = torch.onnx.export(

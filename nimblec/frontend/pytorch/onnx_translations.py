@@ -1,4 +1,4 @@
-"""What torch.onnx exports wrong or slowly, in ONNX: writes of state, batch norms of training, and shifts.
+"""What torch.onnx exports wrong, slowly or not at all: writes of state, batch norms of training, shifts, attention.
 
 Writes of a few rows of a tensor become ScatterND, which ONNX Runtime does in place. torch.onnx transposes the tensor
 before and after where the rows are not of its first dimension: two copies of a whole cache. Here every
@@ -6,6 +6,7 @@ dimension up to theirs is indexed instead, and each row is one contiguous copy.
 
 Batch norm in training mode is written out: torch.onnx exports it as if it were in evaluation mode. It shifts unsigned
 numbers as if they had signs; a shift to the right, of which random numbers take many, is three nodes for its seven.
+Attention of other than four axes it refuses.
 """
 
 from collections.abc import Sequence
@@ -17,10 +18,11 @@ import onnx_ir
 import torch
 from onnx import numpy_helper
 from onnxscript import opset18 as op
-from onnxscript.function_libs.torch_lib.ops import core
+from onnxscript.function_libs.torch_lib.ops import core, nn
 
 aten = torch.ops.aten
 
+_ATTENTION_AXES = 4
 _UNSIGNED = (onnx_ir.DataType.UINT8, onnx_ir.DataType.UINT16, onnx_ir.DataType.UINT32, onnx_ir.DataType.UINT64)
 _DIVISIBLE = {onnx_ir.DataType.INT32: 31, onnx_ir.DataType.INT64: 63}
 """Of the integers that ONNX Runtime divides, the bits without the sign."""
@@ -107,6 +109,23 @@ def batch_norm(
     return y, mean, scale, *moved
 
 
+def attention(query: Any, key: Any, value: Any, attn_mask: Any = None, *given: Any, **named: Any) -> Any:
+    """aten.scaled_dot_product_attention of any number of axes, of which torch.onnx takes four."""
+    read, missing = (query, key, value), _ATTENTION_AXES - len(query.shape)
+    if missing > 0:
+        axes, lead = _ints(range(missing)), [1] * missing
+        read = tuple(_described(op.Unsqueeze(each, axes), [*lead, *each.shape], each) for each in read)
+        return op.Squeeze(nn.aten_scaled_dot_product_attention(*read, attn_mask, *given, **named), axes)
+    *lead, rows, _ = query.shape
+    if missing == 0 or any(list(each.shape)[:-2] != lead for each in read):
+        return nn.aten_scaled_dot_product_attention(*read, attn_mask, *given, **named)
+    if attn_mask is not None:
+        span = [*lead, rows, key.shape[-2]]
+        attn_mask = _folded(_described(op.Expand(attn_mask, _ints(span)), span, attn_mask))
+    made = nn.aten_scaled_dot_product_attention(*map(_folded, read), attn_mask, *given, **named)
+    return op.Reshape(made, _ints([*lead, rows, value.shape[-1]]))
+
+
 def shift_right(self: Any, other: int) -> Any:
     """aten.__rshift__.Scalar: that of numbers with signs, which keeps them, is a division without a rest."""
     if self.dtype in _UNSIGNED:
@@ -124,7 +143,8 @@ def shift_right_by(self: Any, other: Any) -> Any:
     return core.aten_bitwise_right_shift(self, other)
 
 
-SHIFTS: dict[Any, Any] = {
+COMMON: dict[Any, Any] = {
+    aten.scaled_dot_product_attention.default: attention,
     aten.__rshift__.Scalar: shift_right,
     aten.bitwise_right_shift.Tensor_Scalar: shift_right,
     aten.bitwise_right_shift.Tensor: shift_right_by,
@@ -132,7 +152,7 @@ SHIFTS: dict[Any, Any] = {
 """For torch.onnx.export of any model."""
 
 TRANSLATIONS: dict[Any, Any] = {
-    **SHIFTS,
+    **COMMON,
     aten._native_batch_norm_legit_functional.default: batch_norm,
     aten.index_copy.default: index_copy,
     aten.index_put.default: index_put,
@@ -151,6 +171,19 @@ def _write_rows(self: Any, dim: int, positions: Any, source: Any, count: int | N
         grid = np.moveaxis(np.indices(lead)[:dim], 0, -1).astype(np.int64)
         places = op.Concat(op.Constant(value=numpy_helper.from_array(grid)), places, axis=-1)
     return op.ScatterND(self, places, source)
+
+
+def _folded(value: Any) -> Any:
+    """All axes but the last three as one."""
+    shape = _shape(value)
+    folded = [prod(shape[:-3]), *shape[-3:]]
+    return _described(op.Reshape(value, _ints(folded)), folded, value)
+
+
+def _described(value: Any, shape: Sequence[Any], like: Any) -> Any:
+    """A result with its shape and dtype, which torch.onnx does not infer."""
+    value.shape, value.dtype = onnx_ir.Shape(shape), like.dtype
+    return value
 
 
 def _shape(value: Any) -> list[int]:

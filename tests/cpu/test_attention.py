@@ -1,0 +1,61 @@
+"""Attention of PyTorch modules on the CPU target, of any number of axes."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import nimblec
+import nimblert
+
+LEADS = {"none": (), "one": (3,), "two": (2, 3), "three": (2, 1, 3), "four": (1, 2, 2, 3)}
+HOWS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "scaled": {"scale": 0.3},
+    "mask": {"attn_mask": torch.arange(30).reshape(5, 6) % 4 > 0},
+    "added": {"attn_mask": torch.linspace(-2, 2, 30).reshape(5, 6)},
+}
+
+
+class Attention(nn.Module):
+    """Of five queries over six keys, of which it has a part of its inputs."""
+
+    def __init__(self, how: dict[str, Any]) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """Of (..., 5, 8) and (..., 6, 20)."""
+        key, value = y[..., :8], y[..., 8:]
+        return functional.scaled_dot_product_attention(x, key, value, **self.how) * 2
+
+
+def _result(module: nn.Module, *inputs: Tensor) -> Tensor:
+    exe = nimblert.load(nimblec.compile(module.eval(), inputs, target="cpu"))
+    return torch.from_numpy(exe(*(tensor.numpy() for tensor in inputs)))
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("lead", LEADS)
+def test_any_number_of_axes(lead: str, how: str) -> None:
+    x, y = torch.randn(*LEADS[lead], 5, 8), torch.randn(*LEADS[lead], 6, 20)
+    module = Attention(HOWS[how])
+    torch.testing.assert_close(_result(module, x, y), module(x, y))
+
+
+def test_a_mask_of_every_axis() -> None:
+    x, y, mask = torch.randn(2, 2, 3, 5, 8), torch.randn(2, 2, 3, 6, 20), torch.randn(2, 2, 1, 5, 6)
+    module = Attention({"attn_mask": mask})
+    torch.testing.assert_close(_result(module, x, y), module(x, y))
+
+
+def test_queries_that_share_heads() -> None:
+    class Shared(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return functional.scaled_dot_product_attention(x, y, y, enable_gqa=True)
+
+    x, y = torch.randn(6, 5, 8), torch.randn(2, 7, 8)
+    torch.testing.assert_close(_result(Shared(), x, y), Shared()(x, y))
