@@ -56,3 +56,35 @@ def test_another_value_is_another_step(monkeypatch: pytest.MonkeyPatch, name: st
     _changed(lambda n, value: value * 1.001 if n == PLACES[name] else value, monkeypatch)
     with pytest.raises(UnsupportedModelError, match="after call 1 is not what the optimizer makes of it"):
         _step()
+
+
+class _Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+        self.register_buffer("mask", torch.full((3, 3), torch.finfo(torch.float32).min).triu(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+def _masked_step(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    batch = torch.randn(2, 4), torch.tensor([0, 2])
+    nimblec.training_step(model, nn.functional.cross_entropy, optimizer, batch)
+
+
+def test_huge_numbers_that_stay_allow_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    _changed(lambda n, value: value * 1.001 if n == 1 else value, monkeypatch)
+    model = _Masked()
+    with pytest.raises(UnsupportedModelError, match=r"'linear\.weight' after call 1 is not what"):
+        _masked_step(torch.optim.SGD(model.parameters(), 0.1), model)
+
+
+def test_an_optimizer_that_knows_some_parameters_alone_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    model[1](torch.randn(2, 4)).sum().backward()  # the first layer has no gradient, so no momentum
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(UnsupportedModelError, match=r"'0\.weight\.momentum_buffer' after call 1 is not what"):
+        _masked_step(optimizer, model)

@@ -18,7 +18,7 @@ _CHECKED_STEPS = 3
 _TOLERANCE = 1e-5
 """Relative to the largest magnitude of a tensor: what another order of sums may change in a step."""
 _LEAST = 1e-5
-"""Of the largest magnitude of all: below it, a tensor may be what rounding leaves of zero."""
+"""Of the largest magnitude of all that a call changes: below it, a tensor may be what rounding leaves of zero."""
 _FEW = 2
 """Calls whose gradients are summed for a step here: of more of them the graph has the same calls."""
 
@@ -52,12 +52,13 @@ def refuse_another_step(recipe: Recipe, inputs: Sequence[Tensor], targets: Seque
                 nn.utils.clip_grad_norm_(model.parameters(), recipe.clip_norm)
             optimizer.step()
             optimizer.zero_grad()
+        before = _held(state.with_tensors(values))
         with torch.no_grad():
             loss, *values = traced.graph(*values, *inputs, *targets)
         after = state.with_tensors(values)
-        found = {"loss": loss, **after.parameters, **after.buffers, **after.slots, OFFSET: after.own[OFFSET]}
+        found = {"loss": loss, **_held(after), OFFSET: after.own[OFFSET]}
         wanted = {"loss": value.detach(), **named_tensors(model), **_slots(model, optimizer), OFFSET: offset}
-        if (wrong := _differing(wanted, found)) is not None:
+        if (wrong := _differing(before, wanted, found)) is not None:
             raise UnsupportedModelError(
                 f"training_step: {wrong!r} after call {number + 1} is not what the optimizer makes of it: "
                 f"{type(optimizer).__name__} keeps something that is not zero before the first step (give one that "
@@ -81,21 +82,29 @@ def _slots(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     }
 
 
+def _held(state: TrainingState) -> dict[str, Tensor]:
+    """What a framework's model and optimizer hold of it."""
+    return {**state.parameters, **state.buffers, **state.slots}
+
+
 def _continued(state: TrainingState, given: Mapping[str, Tensor]) -> list[Tensor]:
     """What the next call begins with: the framework's own, as a network may amplify how sums were rounded."""
-    held = {**state.parameters, **state.buffers, **state.slots}
-    begun = {name: given.get(name, value).to(value.dtype, copy=True) for name, value in held.items()}
+    begun = {name: given.get(name, value).to(value.dtype, copy=True) for name, value in _held(state).items()}
     parts = {part: {name: begun[name] for name in getattr(state, part)} for part in ("parameters", "buffers", "slots")}
     return replace(state, **parts).tensors()
 
 
-def _differing(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> str | None:
-    """The first tensor that is another one by more than another order of sums explains."""
+def _differing(before: Mapping[str, Tensor], wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> str | None:
+    """The first tensor that is missing, or another one by more than another order of sums explains.
+
+    ``before`` is what the call began with: a mask of huge numbers, which stays as it is, allows for nothing.
+    """
     sizes = {name: _size(value) for name, value in wanted.items()}
-    least = _LEAST * max(1.0, *sizes.values())
+    kept = {name for name in before.keys() & wanted if torch.equal(before[name].double(), wanted[name].double())}
+    least = _LEAST * max(1.0, *(size for name, size in sizes.items() if name not in kept))
     for name, value in wanted.items():
         tolerance = _TOLERANCE * max(sizes[name], least) if value.is_floating_point() else 0
-        if not torch.allclose(value.double(), found[name].double(), rtol=0, atol=tolerance):
+        if name not in found or not torch.allclose(value.double(), found[name].double(), rtol=0, atol=tolerance):
             return name
     return None
 
