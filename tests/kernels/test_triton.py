@@ -39,7 +39,9 @@ def check(size, channels, out, tiling, activation="relu", *, batch=1, kernel=1, 
         kernel=two(kernel), stride=two(stride), padding=two(padding), dilation=two(dilation),
         pixel_stride=channels * slices, out_stride=out * parts)
     tiling = Tiling.of(tiling)
-    x = torch.randn(batch, *size, channels * slices, dtype=dtype)[..., :channels].permute(0, 3, 1, 2)
+    pixels = size if slices else (1, 1)
+    x = torch.randn(batch, *pixels, channels * max(slices, 1), dtype=dtype)[..., :channels].permute(0, 3, 1, 2)
+    x = x.expand(batch, channels, *size)
     weight = (torch.randn(out, channels, kernel, kernel) / shape.depth ** 0.5).to(dtype)
     b = torch.randn(out, dtype=dtype) if bias else None
     read = prologue(channels, batch, before, gate)
@@ -106,6 +108,7 @@ CASES = {  # none in bfloat16: the interpreter multiplies the bits of bfloat16 a
     "stride": "check((9, 9), 48, 24, [16, 16, 32, 2, 4, 2], 'hardswish', stride=2)",
     "odd channels and stride": "check((9, 5), 10, 33, [16, 16, 16, 1, 4, 2], 'relu6', kernel=3, stride=2, padding=1)",
     "product": "check((1, 37), 80, 50, [16, 32, 32, 1, 4, 2], 'none', bias=False)",
+    "product of one row again and again": "check((1, 37), 80, 50, [16, 32, 32, 1, 4, 2], slices=0)",
     "product split": "check((1, 5), 200, 50, [16, 32, 32, 3, 4, 2], 'tanh', residual=True)",
     "product of a norm": "normed(37, 96, 32, [16, 16, 32, 1, 4, 2], 32, residual=True, activation='gelu')",
     "product of a norm, split": "normed(5, 96, 64, [16, 32, 32, 3, 4, 2], 32, residual=True)",

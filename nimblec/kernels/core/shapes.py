@@ -9,7 +9,7 @@ Pair = tuple[int, int]
 class Convolution:
     """A convolution of images (batch, height, width, channels), the channels next to each other in memory.
 
-    Neighbouring pixels of the input are ``pixel_stride`` elements apart, those of the result
+    Neighbouring pixels of the input are ``pixel_stride`` elements apart (0: all are one), those of the result
     ``out_stride`` (None: as many as there are channels); rows and images follow without a gap. As a
     matrix product it has ``rows`` x ``out_channels`` results, each a sum of ``depth`` products.
     """
@@ -54,7 +54,7 @@ class Convolution:
             "HEIGHT": self.height,
             "WIDTH": self.width,
             "CHANNELS": self.channels,
-            "PIXEL_STRIDE": self.pixel_stride or self.channels,
+            "PIXEL_STRIDE": self.channels if self.pixel_stride is None else self.pixel_stride,
             "OUT_HEIGHT": self.out_height,
             "OUT_WIDTH": self.out_width,
             "OUT_CHANNELS": self.out_channels,
