@@ -160,6 +160,16 @@ def test_gradients_that_are_made_together_are_the_librarys() -> None:
     assert [request.kind for request in requests(together)] == ["forward"]
 
 
+@pytest.mark.parametrize(("apart", "expected"), [(1, ["forward"]), (2, [])])
+def test_a_bias_with_gaps_is_the_librarys(apart: int, expected: list[str]) -> None:
+    def convolved(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return aten.convolution(x, weight, bias[::apart], [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+
+    module = record(convolved, X, _random(6, 6, 1, 1), _random(6 * apart))
+    laid = rewritten(module, lay_float32_channels_last)
+    assert [request.kind for request in requests(laid)] == expected
+
+
 @pytest.mark.parametrize("width", [4096, 8192])
 def test_what_32_bits_do_not_reach_is_the_librarys(width: int) -> None:
     images = torch.empty(1, 16, 2048, width, device="meta")

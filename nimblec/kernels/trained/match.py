@@ -69,6 +69,8 @@ def _forward(rewriter: Rewriter, node: fx.Node, given: dict[str, Any]) -> Reques
         return None
     if not is_read_well(fake(x)) or not _is_dense(fake(weight)):
         return None
+    if given["bias"] is not None and not fake(given["bias"]).is_contiguous():
+        return None
     return _request("forward", given, node, x, weight)
 
 
