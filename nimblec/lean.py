@@ -34,10 +34,11 @@ class DifferingOutput(NamedTuple):
 class LeanProcess:
     """The process, which begins to import what it needs before there is a plan; it does not outlive the block."""
 
-    def __init__(self, target: Target) -> None:
-        """For a plan of this ``target``."""
+    def __init__(self, target: Target, *, threads: int | None = None) -> None:
+        """For a plan of this ``target``; one for the CPU computes with so many ``threads``, or as it would."""
+        wanted = [] if threads is None else [str(threads)]
         self._process = subprocess.Popen(
-            module_command("nimblert.check", target.name.lower()),
+            module_command("nimblert.check", target.name.lower(), *wanted),
             env=environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

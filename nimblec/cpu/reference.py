@@ -45,12 +45,15 @@ def read_nodes(model: ModelProto) -> tuple[Node, ...]:
     )
 
 
-def run_reference(model: ModelProto, folder: Path, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+def run_reference(
+    model: ModelProto, folder: Path, inputs: Mapping[str, np.ndarray], *, threads: int | None = None
+) -> list[np.ndarray]:
     """The outputs that `InferenceSession(model)` of default options computes, on one thread where that matters.
 
-    ``folder`` is where the model's external data are. Raises CompileError where it fails.
+    ``folder`` is where the model's external data are; ``threads`` are those of the session, where it is not to have
+    as many as it likes. Raises CompileError where it fails.
     """
-    return [np.asarray(output) for output in _run(model, folder, inputs)]
+    return [np.asarray(output) for output in _run(model, folder, inputs, threads)]
 
 
 def run_values(model: ModelProto, folder: Path, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -67,12 +70,14 @@ def run_values(model: ModelProto, folder: Path, inputs: Mapping[str, np.ndarray]
     return {name: np.asarray(value) for name, value in made if isinstance(value, np.ndarray | np.generic)}
 
 
-def _run(model: ModelProto, folder: Path, inputs: Mapping[str, np.ndarray]) -> list[Any]:
+def _run(
+    model: ModelProto, folder: Path, inputs: Mapping[str, np.ndarray], threads: int | None = None
+) -> list[Any]:
     ort = onnxruntime()
     options = ort.SessionOptions()
     options.log_severity_level = 4  # failures come as exceptions
-    if _steps_by_computed_weights(model):
-        options.intra_op_num_threads = 1
+    if threads is not None or _steps_by_computed_weights(model):
+        options.intra_op_num_threads = threads or 1
     optimizer.read_external_data_from(folder, options)
     try:
         session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])

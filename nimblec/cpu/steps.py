@@ -22,15 +22,23 @@ Values: TypeAlias = dict[int, np.ndarray]
 """The tensors of a state by their storage, which is one for all entries."""
 
 
+class DifferenceError(CompileError):
+    """A plan computes something else than ONNX Runtime does of the model."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """The model of a program, as a plain ONNX Runtime session runs it. ``folder`` is where its external data are."""
+    """The model of a program, as a plain ONNX Runtime session runs it, of these ``threads`` or as many as it likes.
+
+    ``folder`` is where its external data are.
+    """
 
     entry: str
     profile: Profile
     folder: Path
     proto: ModelProto
     state: tuple[ModelState, ...]
+    threads: int | None = None
 
     def first_state(self) -> Values:
         """The state before the first call."""
@@ -39,18 +47,18 @@ class Reference:
     def step(self, inputs: Mapping[str, np.ndarray], state: Values) -> tuple[list[np.ndarray], Values]:
         """One call: the outputs that a caller gets, and the state that it leaves."""
         given = {tensor.input: state[tensor.storage] for tensor in self.state}
-        results = run_reference(self.proto, self.folder, {**inputs, **given})
+        results = run_reference(self.proto, self.folder, {**inputs, **given}, threads=self.threads)
         values = dict(zip((value.name for value in self.proto.graph.output), results, strict=True))
         left = {tensor.storage: values.pop(tensor.output) for tensor in self.state if tensor.output}
         return list(values.values()), {**state, **left}
 
 
 def refuse_differing_steps(plan: Plan, references: Sequence[Reference]) -> None:
-    """Raise CompileError where calls of a plan's programs, in turns, leave another state than theirs does."""
+    """Raise DifferenceError where calls of a plan's programs, in turns, leave another state than theirs does."""
     state: Values = {}
     for reference in references:
         state = {**reference.first_state(), **state}
-    with load(plan, poison=True) as executable:
+    with load(plan, threads=references[0].threads, poison=True) as executable:
         for seed in range(_ROUNDS):
             for program, reference in zip(plan.programs, references, strict=True):
                 inputs = golden.draw_inputs(program, seed)
@@ -63,4 +71,4 @@ def refuse_differing_steps(plan: Plan, references: Sequence[Reference]) -> None:
 def _compare(what: str, expected: Mapping[str, np.ndarray], found: Mapping[str, np.ndarray]) -> None:
     for name, wanted in expected.items():
         if name in found and found[name].tobytes() != wanted.tobytes():
-            raise CompileError(f"{what} {name!r}: after several calls it is not what ONNX Runtime leaves")
+            raise DifferenceError(f"{what} {name!r}: after several calls it is not what ONNX Runtime leaves")

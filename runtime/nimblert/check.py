@@ -1,4 +1,6 @@
-"""Replay a plan's golden record in a process of its own: ``python -m nimblert.check TARGET``, "cpu" or "cuda".
+"""Replay a plan's golden record in a process of its own: ``python -m nimblert.check TARGET [THREADS]``.
+
+TARGET is "cpu" or "cuda", THREADS how many a plan for the CPU computes with.
 
 The path of the plan is read from standard input, so that the process can be begun before there is one.
 Importing torch, onnx or triton raises in that process, and memory is poisoned first. Prints one
@@ -13,7 +15,7 @@ import time
 _FRAMEWORKS = ("torch", "onnx", "triton", "nimblec")
 
 
-def main(target: str) -> int:
+def main(target: str, threads: int | None = None) -> int:
     """Check every program of the plan whose path is read, which is for ``target``."""
     for name in _FRAMEWORKS:
         sys.modules[name] = None  # type: ignore[assignment]  # makes an import of it raise
@@ -37,7 +39,8 @@ def main(target: str) -> int:
     verdicts = []
     for program in plan.programs:
         now = time.perf_counter()
-        with executable.load(plan, program=program.name, poison=True) as loaded:  # each from the first state
+        # each from the first state
+        with executable.load(plan, program=program.name, threads=threads, poison=True) as loaded:
             now = lap("load", now)
             record = program.golden
             if record is None:
@@ -65,4 +68,4 @@ def main(target: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(sys.argv[1], *map(int, sys.argv[2:])))

@@ -11,6 +11,7 @@ from command_line import CommandLine
 from cpu_plans import floats, write_model
 from families import mobilenet
 from onnx import TensorProto, helper
+from onnxruntime import InferenceSession
 
 import nimblec
 from nimblec.cpu import timing
@@ -19,6 +20,8 @@ from nimblec.errors import CompileError
 from nimblec.options import Options
 from nimblec.source import Source
 from nimblert import container, executable, golden
+from nimblert.onnx_session import session_options
+from nimblert.onnx_threads import Pool, cores
 
 node = helper.make_node
 
@@ -52,6 +55,28 @@ def test_an_example_gives_shape_and_range(embedding: Path, tmp_path: Path) -> No
     assert (tensor.shape, tensor.sample_range) == ((3,), (9, 12))
     with executable.load(plan) as model:
         np.testing.assert_array_equal(model(np.array([12, 9, 9]))[:, 0], [120, 0, 0])
+
+
+def test_sums_that_are_cut_by_threads_are_compared_on_one(tmp_path: Path) -> None:
+    """Those of convolutions of one axis: a plan has one thread for a small one, a session all of the machine's."""
+    drawn = np.random.default_rng(0)
+    weights, bias = drawn.standard_normal((32, 80, 3)), drawn.standard_normal(32)
+    path = write_model(
+        tmp_path / "cut.onnx",
+        [node("Conv", ["x", "w", "b"], ["y"], kernel_shape=[3], pads=[1, 1])],
+        [floats("x", 1, 80, 100)],
+        [floats("y", 1, 32, 100)],
+        constants={"w": weights.astype(np.float32), "b": bias.astype(np.float32)},
+    )
+    x = drawn.standard_normal((1, 80, 100)).astype(np.float32)
+    pools = (Pool(count=1), Pool(count=cores()))
+    sessions = (InferenceSession(path, session_options(p), providers=["CPUExecutionProvider"]) for p in pools)
+    one, many = (session.run(None, {"x": x})[0] for session in sessions)
+    source = Source(kind="onnx", model=str(path))
+    notes = compile_cpu(source, Options(), tmp_path / "cut.plan", lambda *_: None)
+    assert any("on one thread" in note for note in notes) == (not np.array_equal(one, many))
+    with executable.load(tmp_path / "cut.plan", threads=1) as model:
+        np.testing.assert_array_equal(model(x), one)
 
 
 def test_a_named_dimension_gives_the_shape(embedding: Path, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ import io, json, os, sys, traceback
 from nimblert import check, container, driver, executable, golden, onnx_session
 onnx_session.onnxruntime()
 for line in sys.stdin:
-    target, given, folder = json.loads(line)
+    target, threads, given, folder = json.loads(line)
     child = os.fork()
     if not child:
         for number, name in ((1, "out"), (2, "err")):
@@ -31,7 +31,7 @@ for line in sys.stdin:
         sys.stdin = io.TextIOWrapper(io.BytesIO(given.encode("latin-1")))
         status = 1
         try:
-            status = check.main(target)
+            status = check.main(target, threads)
         except BaseException:
             traceback.print_exc()
         sys.stdout.flush()
@@ -56,8 +56,8 @@ _turn = Lock()
 class _Forked:
     """What is asked of a process whose work is done in one call."""
 
-    def __init__(self, target: Target) -> None:
-        self._target = target
+    def __init__(self, target: Target, threads: int | None) -> None:
+        self._target, self._threads = target, threads
         self.returncode: int | None = None
 
     def communicate(self, given: bytes = b"", timeout: float = 0) -> tuple[bytes, bytes]:
@@ -69,7 +69,7 @@ class _Forked:
             server = _server()
             assert server.stdin is not None
             assert server.stdout is not None
-            request = [self._target.name.lower(), given.decode("latin-1"), folder]
+            request = [self._target.name.lower(), self._threads, given.decode("latin-1"), folder]
             print(json.dumps(request), file=server.stdin, flush=True)
             self.returncode = int(server.stdout.readline())
             return (Path(folder) / "out").read_bytes(), (Path(folder) / "err").read_bytes()
@@ -81,8 +81,8 @@ class _Forked:
 class _ForkedLeanProcess(LeanProcess):
     """As `LeanProcess`."""
 
-    def __init__(self, target: Target) -> None:
-        self._process = _Forked(target)  # type: ignore[assignment]  # all that is asked of it
+    def __init__(self, target: Target, *, threads: int | None = None) -> None:
+        self._process = _Forked(target, threads)  # type: ignore[assignment]  # all that is asked of it
 
 
 def fork_lean_processes() -> None:
