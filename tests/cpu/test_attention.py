@@ -52,6 +52,24 @@ def test_a_mask_of_every_axis() -> None:
     torch.testing.assert_close(_result(module, x, y), module(x, y))
 
 
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_result_that_is_joined_where_it_lies(biased: bool) -> None:
+    """Which of torch's kernels computes it decides how it lies, and whether joining its heads copies."""
+
+    class Joined(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias = nn.Parameter(torch.randn(1, 4, 12, 12)) if biased else None  # as T5 has it
+
+        def forward(self, x: Tensor) -> Tensor:
+            heads, bias = x.view(2, 12, 4, 8).transpose(1, 2), None if self.bias is None else self.bias * 2
+            made = functional.scaled_dot_product_attention(heads, heads, heads, attn_mask=bias)
+            return made.transpose(1, 2).contiguous().view(2, 12, 32)
+
+    x, module = torch.randn(2, 12, 32), Joined()
+    torch.testing.assert_close(_result(module, x), module(x).detach())
+
+
 def test_queries_that_share_heads() -> None:
     class Shared(nn.Module):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:

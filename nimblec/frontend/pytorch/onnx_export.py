@@ -1,15 +1,19 @@
 """A PyTorch model as an ONNX file, through torch.onnx.export, for the CPU target."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
-from nimblec.errors import CompileError
+from nimblec.errors import CompileError, TraceError
 from nimblec.frontend.model_state import ModelState
 from nimblec.frontend.pytorch.borrowed import borrowed
 from nimblec.frontend.pytorch.export_errors import exporting
@@ -170,6 +174,32 @@ def _onnx_program(
     *,
     refittable: bool,
     translations: Mapping[Any, Any] = COMMON,
+) -> torch.onnx.ONNXProgram:
+    """A module in ONNX.
+
+    torch.export may take another kernel for attention than the module ran, whose result lies otherwise, and refuse
+    the view that follows: then all attention is that of the math backend, which lies one way.
+    """
+    how = partial(_translated, refittable=refittable, translations=translations)
+    try:
+        return how(name, module, args, kwargs, inputs, outputs)
+    except TraceError:
+        FakeTensorMode.cache_clear()  # else attention lies as it did
+        with suppress(TraceError), sdpa_kernel(SDPBackend.MATH):
+            return how(name, module, args, kwargs, inputs, outputs)
+        raise
+
+
+def _translated(
+    name: str,
+    module: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    inputs: Sequence[str],
+    outputs: Sequence[tuple[str, torch.Tensor]],
+    *,
+    refittable: bool,
+    translations: Mapping[Any, Any],
 ) -> torch.onnx.ONNXProgram:
     with exporting(name, "torch.onnx.export"), exact_identities():
         program = torch.onnx.export(
