@@ -322,6 +322,15 @@ def test_a_bias_that_is_computed_stays_outside() -> None:
     assert not list(requests(optimize(module, device="cuda")))
 
 
+def test_a_bias_with_gaps_stays_outside() -> None:
+    module = optimize(record(lambda x: functional.conv2d(x, WEIGHT, BIAS), IMAGES), device="cuda")
+    (request,) = requests(module)
+    assert isinstance(request.bias, fx.Node)
+    bias = module.get_buffer(str(request.bias.target))
+    setattr(module, str(request.bias.target), bias.repeat_interleave(2)[::2])  # as folding leaves a slice of constants
+    assert not list(requests(module))
+
+
 @pytest.mark.parametrize("name", ["silu", "residual", "depthwise", "gelu", "linear and residual"])
 def test_the_fastest_tiling_is_chosen_once(name: str) -> None:
     module, _ = _graph(name)

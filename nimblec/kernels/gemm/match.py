@@ -194,13 +194,15 @@ def arithmetic_of(dtype: torch.dtype, library: Any) -> Arithmetic:
 
 
 def _is_served(rewriter: Rewriter, node: fx.Node, bias: fx.Node | None) -> bool:
-    """Numbers that the kernels compute with; the bias, read before the wait, must be one that nothing writes."""
+    """Numbers that the kernels compute with; the bias, read before the wait, has no gaps, and nothing writes it."""
     if fake(node).dtype not in DTYPES or not fake(node).numel():
         return False
     if bias is None:
         return True
     value = rewriter.value(bias)
-    return value is not None and value.dtype == fake(node).dtype and value.shape == fake(node).shape[1:2]
+    if value is None or not value.is_contiguous():
+        return False
+    return value.dtype == fake(node).dtype and value.shape == fake(node).shape[1:2]
 
 
 def _with_followers(request: Request, owners: Mapping[fx.Node, fx.Node]) -> Request:
