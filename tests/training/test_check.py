@@ -59,10 +59,13 @@ def test_another_value_is_another_step(monkeypatch: pytest.MonkeyPatch, name: st
 
 
 class _Masked(nn.Module):
+    """With buffers that stay as they are."""
+
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 3)
         self.register_buffer("mask", torch.full((3, 3), torch.finfo(torch.float32).min).triu(1))
+        self.register_buffer("turns", torch.ones(2, dtype=torch.complex64))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x)
@@ -77,6 +80,13 @@ def test_huge_numbers_that_stay_allow_for_nothing(monkeypatch: pytest.MonkeyPatc
     _changed(lambda n, value: value * 1.001 if n == 1 else value, monkeypatch)
     model = _Masked()
     with pytest.raises(UnsupportedModelError, match=r"'linear\.weight' after call 1 is not what"):
+        _masked_step(torch.optim.SGD(model.parameters(), 0.1), model)
+
+
+def test_of_complex_numbers_both_parts_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    _changed(lambda _, value: value + 1j if value.is_complex() else value, monkeypatch)
+    model = _Masked()
+    with pytest.raises(UnsupportedModelError, match="'turns' after call 1 is not what"):
         _masked_step(torch.optim.SGD(model.parameters(), 0.1), model)
 
 

@@ -100,13 +100,18 @@ def _differing(before: Mapping[str, Tensor], wanted: Mapping[str, Tensor], found
     ``before`` is what the call began with: a mask of huge numbers, which stays as it is, allows for nothing.
     """
     sizes = {name: _size(value) for name, value in wanted.items()}
-    kept = {name for name in before.keys() & wanted if torch.equal(before[name].double(), wanted[name].double())}
+    kept = {name for name in before.keys() & wanted if torch.equal(_numbers(before[name]), _numbers(wanted[name]))}
     least = _LEAST * max(1.0, *(size for name, size in sizes.items() if name not in kept))
     for name, value in wanted.items():
         tolerance = _TOLERANCE * max(sizes[name], least) if value.is_floating_point() else 0
-        if name not in found or not torch.allclose(value.double(), found[name].double(), rtol=0, atol=tolerance):
+        if name not in found or not torch.allclose(_numbers(value), _numbers(found[name]), rtol=0, atol=tolerance):
             return name
     return None
+
+
+def _numbers(tensor: Tensor) -> Tensor:
+    """In float64; of complex numbers both parts."""
+    return (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).double()
 
 
 def _size(tensor: Tensor) -> float:
