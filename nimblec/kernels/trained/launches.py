@@ -72,7 +72,7 @@ def images_launch(
     out: Tensor,
     is_gradient: bool,
 ) -> Launch:
-    """Writes the convolution of ``source`` to ``out``, or of a gradient the one of the images that it came from."""
+    """Writes the convolution of ``source`` to ``out``, or where ``source`` is a gradient, that of the images."""
     columns = out.shape[1]
     rows = out.numel() // columns
     tiles = ceil_div(rows, cut.tiling.block_m) * ceil_div(columns, cut.tiling.block_n)
