@@ -109,10 +109,11 @@ def images(
             channel = step % (CHANNELS // BLOCK_K) * BLOCK_K + deep
             y, x = top + SIGN * (tap // KERNEL_W * DILATION_H), left + SIGN * (tap % KERNEL_W * DILATION_W)
             at, is_inside = pixel(image, y, x, SOURCE_HEIGHT, SOURCE_WIDTH, APART_H, APART_W)
-            mask = (is_inside & is_row & (step < STEPS))[:, None]
+            last_row = tl.where(step < STEPS, ROWS, 0)  # the last part may be shorter
+            mask = (is_inside & (rows < last_row))[:, None]
             sources = (at * PIXEL_STRIDE)[:, None] + channel[None, :]
             weights = (tap * TAP_STRIDE + channel * CHANNEL_STRIDE)[:, None] + (columns * COLUMN_STRIDE)[None, :]
-            is_weight = (is_column & (step < STEPS))[None, :]
+            is_weight = (columns < tl.where(step < STEPS, OUT_CHANNELS, 0))[None, :]
         else:
             tap = k // CHANNELS
             channel = k % CHANNELS
