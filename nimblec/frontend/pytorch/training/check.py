@@ -99,7 +99,7 @@ def _differing(before: Mapping[str, Tensor], wanted: Mapping[str, Tensor], found
 
     ``before`` is what the call began with: a mask of huge numbers, which stays as it is, allows for nothing.
     """
-    sizes = {name: _size(value) for name, value in wanted.items()}
+    sizes = {name: max(_size(value), _size(before.get(name, value))) for name, value in wanted.items()}
     kept = {name for name in before.keys() & wanted if torch.equal(_numbers(before[name]), _numbers(wanted[name]))}
     least = _LEAST * max(1.0, *(size for name, size in sizes.items() if name not in kept))
     for name, value in wanted.items():
