@@ -22,7 +22,7 @@ from nimblert.executable import Executable
 
 LOADERS, CALLERS, CALLS, LOADS = 32, 8, 25, 60
 WIDTH = 512
-SLACK_NBYTES = 8 << 20
+SLACK_NBYTES = 16 << 20
 PYTHON_SLACK_NBYTES = 256 << 10
 
 
