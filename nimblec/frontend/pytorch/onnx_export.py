@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -180,44 +179,33 @@ def _onnx_program(
     torch.export may take another kernel for attention than the module ran, whose result lies otherwise, and refuse
     the view that follows: then all attention is that of the math backend, which lies one way.
     """
-    how = partial(_translated, refittable=refittable, translations=translations)
+
+    def exported() -> torch.onnx.ONNXProgram:
+        with exporting(name, "torch.onnx.export"), exact_identities():
+            program = torch.onnx.export(
+                module,
+                args,
+                kwargs=kwargs,
+                input_names=inputs,
+                output_names=[output for output, _ in outputs],
+                dynamo=True,
+                verbose=False,
+                custom_translation_table=dict(translations),
+                optimize=not refittable,
+            )
+            assert program is not None
+            if refittable:
+                optimize_around_weights(program)
+            keep_sources(program)
+        return program
+
     try:
-        return how(name, module, args, kwargs, inputs, outputs)
+        return exported()
     except TraceError:
         FakeTensorMode.cache_clear()  # else attention lies as it did
         with suppress(TraceError), sdpa_kernel(SDPBackend.MATH):
-            return how(name, module, args, kwargs, inputs, outputs)
+            return exported()
         raise
-
-
-def _translated(
-    name: str,
-    module: torch.nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    inputs: Sequence[str],
-    outputs: Sequence[tuple[str, torch.Tensor]],
-    *,
-    refittable: bool,
-    translations: Mapping[Any, Any],
-) -> torch.onnx.ONNXProgram:
-    with exporting(name, "torch.onnx.export"), exact_identities():
-        program = torch.onnx.export(
-            module,
-            args,
-            kwargs=kwargs,
-            input_names=inputs,
-            output_names=[output for output, _ in outputs],
-            dynamo=True,
-            verbose=False,
-            custom_translation_table=dict(translations),
-            optimize=not refittable,
-        )
-        assert program is not None
-        if refittable:
-            optimize_around_weights(program)
-        keep_sources(program)
-    return program
 
 
 def accuracy(
