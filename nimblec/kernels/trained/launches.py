@@ -1,6 +1,7 @@
 """The launches of convolutions of trained weights, and of the gradients of their images and weights."""
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -8,10 +9,10 @@ from torch import Tensor
 
 from nimblec.kernels.core.images import pixel_stride
 from nimblec.kernels.core.launch import Launch
-from nimblec.kernels.core.shapes import Convolution, ceil_div
+from nimblec.kernels.core.shapes import Convolution
 from nimblec.kernels.gemm.packing import CUT_OFF
 from nimblec.kernels.gemm.tilings import Tiling
-from nimblec.kernels.trained.tilings import DepthwiseSum
+from nimblec.kernels.trained.tilings import DepthwiseSum, image_product, weight_product
 
 _TEMPLATES = "nimblec.kernels.trained.template"
 _WINDOWS = ("KERNEL", "STRIDE", "PADDING", "DILATION")
@@ -73,9 +74,8 @@ def images_launch(
     is_gradient: bool,
 ) -> Launch:
     """Writes the convolution of ``source`` to ``out``, or where ``source`` is a gradient, that of the images."""
-    columns = out.shape[1]
-    rows = out.numel() // columns
-    tiles = ceil_div(rows, cut.tiling.block_m) * ceil_div(columns, cut.tiling.block_n)
+    product = image_product(shape) if is_gradient else shape
+    tiles = prod(cut.tiling.tiles(product))
     of_channel, of_result = 1, shape.depth
     if is_gradient:
         of_channel, of_result = of_result, of_channel
@@ -91,10 +91,10 @@ def images_launch(
         },
         settings={
             **{name: value for name, value in shape.settings.items() if name.startswith(_WINDOWS)},
-            "ROWS": rows,
+            "ROWS": product.rows,
             "HEIGHT": out.shape[2],
             "WIDTH": out.shape[3],
-            "OUT_CHANNELS": columns,
+            "OUT_CHANNELS": product.out_channels,
             "SOURCE_HEIGHT": source.shape[2],
             "SOURCE_WIDTH": source.shape[3],
             "CHANNELS": source.shape[1],
@@ -110,7 +110,7 @@ def images_launch(
 
 def weights_launch(shape: Convolution, cut: Cut, *, grad: Tensor, x: Tensor, out: Tensor) -> Launch:
     """Writes the gradient of the weights to ``out``, of images ``x`` and the gradient of what was made of them."""
-    tiles = ceil_div(shape.out_channels, cut.tiling.block_m) * ceil_div(shape.depth, cut.tiling.block_n)
+    tiles = prod(cut.tiling.tiles(weight_product(shape)))
     return Launch(
         template=f"{_TEMPLATES}:weights",
         blocks=tiles * cut.tiling.split_k,
@@ -130,7 +130,7 @@ def depthwise_weights_launch(
     trigger: str,
 ) -> Launch:
     """As `weights_launch`, of weights of which each reads one channel."""
-    tiles, size = ceil_div(shape.out_channels, tiling.block_c), tiling.places(shape) * tiling.block_c
+    tiles, size = prod(tiling.tiles(shape)), tiling.places(shape) * tiling.block_c
     return Launch(
         template=f"{_TEMPLATES}:depthwise_weights",
         blocks=tiles * tiling.split_k,

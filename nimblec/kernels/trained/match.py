@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from nimblec.graph.rewriter import Rewriter, argument, bound, fake, is_call, only_user
+from nimblec.graph.views import is_channels_last
 from nimblec.graph.vocabulary import CONVOLUTION, CONVOLUTION_BACKWARD, DTYPES
 from nimblec.kernels.core.images import convolution_shape, is_read_well, is_within_reach, pixel_stride
 from nimblec.kernels.core.shapes import Convolution
@@ -67,7 +68,7 @@ def _forward(rewriter: Rewriter, node: fx.Node, given: dict[str, Any]) -> Reques
     x, weight = given["input"], given["weight"]
     if rewriter.value(weight) is not None or given["groups"] != 1:
         return None
-    if not is_read_well(fake(x)) or not _is_dense(fake(weight)):
+    if not is_read_well(fake(x)) or not is_channels_last(fake(weight)):
         return None
     if given["bias"] is not None and not fake(given["bias"]).is_contiguous():
         return None
@@ -82,7 +83,7 @@ def _gradient(node: fx.Node, given: dict[str, Any]) -> Request | None:
         return None
     assert mask[argument(result, 1)], f"{result.format_node()} reads a gradient that is not made"
     if mask[0]:
-        if given["groups"] != 1 or not is_read_well(fake(grad)) or not _is_dense(fake(weight)):
+        if given["groups"] != 1 or not is_read_well(fake(grad)) or not is_channels_last(fake(weight)):
             return None
         return _request("images", given, result, grad, weight)
     if not is_read_well(fake(grad)) or not is_read_well(fake(x)):
@@ -107,10 +108,6 @@ def _request(kind: Kind, given: dict[str, Any], result: fx.Node, first: fx.Node,
         bias=given["bias"] if kind == "forward" else None,
         nodes=(result,) if kind == "forward" else (argument(result, 0), result),
     )
-
-
-def _is_dense(weight: Tensor) -> bool:
-    return weight.is_contiguous(memory_format=torch.channels_last)
 
 
 def _is_laid(result: Tensor) -> bool:

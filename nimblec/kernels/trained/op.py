@@ -106,11 +106,6 @@ def _new(like: Tensor, *size: int) -> Tensor:
 
 def _dense(weight: Tensor) -> Tensor:
     """Weights as the kernels read them; a copy only as in `channels_last`."""
-    _, channels, height, width = weight.shape
-    wanted = (channels * height * width, 1, width * channels, channels)
-    strides = zip(weight.shape, weight.stride(), wanted, strict=True)
-    if all(size == 1 or has == want for size, has, want in strides):
-        return weight
     return weight.contiguous(memory_format=torch.channels_last)
 
 

@@ -1,6 +1,7 @@
 """Convolutions of trained weights, and gradients of convolutions, as Triton kernels."""
 
 from collections.abc import Sequence
+from math import prod
 
 import torch
 from torch import fx
@@ -9,7 +10,6 @@ from nimblec.graph.rewriter import Rewriter, fake
 from nimblec.kernels.core.call import Call, Made, Pool, evaluate, example
 from nimblec.kernels.core.gpu import GPU, Trigger
 from nimblec.kernels.core.selector import Choose, Family, Timed
-from nimblec.kernels.core.shapes import ceil_div
 from nimblec.kernels.gemm.packing import counters
 from nimblec.kernels.gemm.tilings import Tiling
 from nimblec.kernels.trained.match import Request, requests
@@ -19,7 +19,9 @@ from nimblec.kernels.trained.tilings import (
     depthwise_candidates,
     forward_candidates,
     image_candidates,
+    image_product,
     weight_candidates,
+    weight_product,
 )
 
 aten = torch.ops.aten
@@ -60,37 +62,25 @@ def call(request: Request, tiling: AnyTiling, trigger: Trigger) -> Call:
     """What computes a request."""
     shape = request.shape
     end = ([*shape.stride, *shape.padding, *shape.dilation], tiling.numbers, trigger)
-    counted = _arrived(request, tiling)
-    read = (request.first, request.second, counted)
+    read, counted = (request.first, request.second), _arrived(request, tiling)
     if request.kind == "depthwise weights":
-        return Call(op=depthwise_weight_gradient, args=(*read, list(shape.kernel), *end))
+        return Call(op=depthwise_weight_gradient, args=(*read, counted, list(shape.kernel), *end))
     how = {"arithmetic": request.arithmetic}
     if request.kind == "forward":
-        return Call(op=trained_convolution, args=(*read[:2], request.bias, counted, *end), kwargs=how)
+        return Call(op=trained_convolution, args=(*read, request.bias, counted, *end), kwargs=how)
     if request.kind == "images":
-        return Call(op=image_gradient, args=(*read, [shape.height, shape.width], *end), kwargs=how)
-    return Call(op=weight_gradient, args=(*read, list(shape.kernel), *end), kwargs=how)
+        return Call(op=image_gradient, args=(*read, counted, [shape.height, shape.width], *end), kwargs=how)
+    return Call(op=weight_gradient, args=(*read, counted, list(shape.kernel), *end), kwargs=how)
 
 
 def _arrived(request: Request, tiling: AnyTiling) -> Made | None:
     """Counters of the blocks that share a tile's sum."""
     if tiling.split_k == 1:
         return None
-    tiles = _tiles(request, tiling)
-    device = torch.empty(0, device=fake(request.first).device)
-    return Made(source=device, make=lambda like: counters(tiles, like.device), role="counters")
-
-
-def _tiles(request: Request, tiling: AnyTiling) -> int:
-    shape = request.shape
-    if isinstance(tiling, DepthwiseSum):
-        return ceil_div(shape.out_channels, tiling.block_c)
-    rows, columns = {
-        "forward": (shape.rows, shape.out_channels),
-        "images": (shape.batch * shape.height * shape.width, shape.channels),
-        "weights": (shape.out_channels, shape.depth),
-    }[request.kind]
-    return ceil_div(rows, tiling.block_m) * ceil_div(columns, tiling.block_n)
+    products = {"images": image_product, "weights": weight_product}
+    shape = products[request.kind](request.shape) if request.kind in products else request.shape
+    tiles, on = prod(tiling.tiles(shape)), torch.empty(0, device=fake(request.first).device)
+    return Made(source=on, make=lambda like: counters(tiles, like.device), role="counters")
 
 
 def framework(request: Request, _pool: Pool, _length: int) -> Timed:

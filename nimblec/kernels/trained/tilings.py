@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, product
+from math import prod
 
 from nimblec.kernels.core.gpu import GPU
-from nimblec.kernels.core.shapes import Convolution, ceil_div
+from nimblec.kernels.core.shapes import Convolution, Pair, ceil_div
 from nimblec.kernels.core.shapes import product as product_of
 from nimblec.kernels.core.tilings import NumberedTiling
 from nimblec.kernels.gemm.tilings import Tiling, candidates
@@ -29,13 +30,34 @@ class DepthwiseSum(NumberedTiling):
         """How many numbers are kept of a channel: those of its weights, up to a power of two."""
         return 1 << (shape.kernel[0] * shape.kernel[1] - 1).bit_length()
 
+    def tiles(self, shape: Convolution) -> Pair:
+        """How many tiles the result has: one down, across."""
+        return 1, ceil_div(shape.out_channels, self.block_c)
+
     def blocks(self, shape: Convolution) -> int:
         """How many blocks are launched."""
-        return ceil_div(shape.out_channels, self.block_c) * self.split_k
+        return prod(self.tiles(shape)) * self.split_k
 
     def sums(self, shape: Convolution) -> int:
         """How many numbers a thread keeps."""
         return self.places(shape) * self.block_m * self.block_c // (32 * self.num_warps)
+
+
+def image_product(shape: Convolution) -> Convolution:
+    """What the gradient of the images sums: a row for each pixel of them, and for each tap the results' channels."""
+    return Convolution(
+        batch=shape.batch * shape.height * shape.width,
+        height=shape.kernel[0],
+        width=shape.kernel[1],
+        channels=shape.out_channels,
+        out_channels=shape.channels,
+        kernel=shape.kernel,
+    )
+
+
+def weight_product(shape: Convolution) -> Convolution:
+    """What the gradient of the weights sums: the pixels of all results for each of them."""
+    return product_of(shape.out_channels, shape.rows, shape.depth)
 
 
 def forward_candidates(shape: Convolution, gpu: GPU, *, itemsize: int) -> list[Tiling]:
@@ -44,22 +66,13 @@ def forward_candidates(shape: Convolution, gpu: GPU, *, itemsize: int) -> list[T
 
 
 def image_candidates(shape: Convolution, gpu: GPU, *, itemsize: int) -> list[Tiling]:
-    """Tilings for the gradient of its images: a row for each pixel of them, and for each tap a sum over channels."""
-    turned = Convolution(
-        batch=shape.batch * shape.height * shape.width,
-        height=shape.kernel[0],
-        width=shape.kernel[1],
-        channels=shape.out_channels,
-        out_channels=shape.channels,
-        kernel=shape.kernel,
-    )
-    return _wide_and_narrow(turned, gpu, itemsize)
+    """Tilings for the gradient of its images."""
+    return _wide_and_narrow(image_product(shape), gpu, itemsize)
 
 
 def weight_candidates(shape: Convolution, gpu: GPU, *, itemsize: int) -> list[Tiling]:
-    """Tilings for the gradient of its weights: a sum over pixels for each of them."""
-    turned = product_of(shape.out_channels, shape.rows, shape.depth)
-    return _wide_and_narrow(turned, gpu, itemsize)
+    """Tilings for the gradient of its weights."""
+    return _wide_and_narrow(weight_product(shape), gpu, itemsize)
 
 
 def _wide_and_narrow(shape: Convolution, gpu: GPU, itemsize: int) -> list[Tiling]:
