@@ -109,9 +109,12 @@ def test_a_process_that_takes_too_long_is_killed_with_all_that_it_started(tmp_pa
         f"pathlib.Path({str(pids)!r}).write_text(f'{{os.getpid()}} {{child.pid}}')\n"
         "child.wait()\n"
     )
-    results = run(job("slow", code, limit_s=2.0), job("well", measuring(0)))
-    assert results["slow"]["failed"] == "took longer than 2 s"
-    assert "failed" not in results["well"]
+    for limit_s in (2, 10, 50):  # on a machine at work, Python may take longer to start than the first
+        results = run(job("slow", code, limit_s=limit_s), job("well", measuring(0)))
+        assert results["slow"]["failed"] == f"took longer than {limit_s} s"
+        assert "failed" not in results["well"]
+        if pids.exists() and pids.stat().st_size:
+            break
     assert all(ended(pid) for pid in map(int, pids.read_text().split()))
 
 
@@ -122,7 +125,7 @@ def test_one_that_hangs_in_its_turn_gives_it_back() -> None:
 
 
 def test_time_spent_waiting_or_standing_still_does_not_count() -> None:
-    results = run(*(job(str(i), measuring(0.4), limit_s=1.5) for i in range(5)))
+    results = run(*(job(str(i), measuring(1.0), limit_s=4.5) for i in range(6)))
     assert not [r["failed"] for r in results.values() if "failed" in r]
 
 
