@@ -101,11 +101,13 @@ def test_a_failure_is_recorded_with_its_last_line_and_the_rest_goes_on() -> None
     assert "failed" not in results["well"]
 
 
-def test_a_process_that_takes_too_long_is_killed_with_all_that_it_started(tmp_path: Path) -> None:
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["in its session", "in a session of its own"])
+def test_a_process_that_takes_too_long_is_killed_with_all_that_it_started(tmp_path: Path, *, elsewhere: bool) -> None:
     pids = tmp_path / "pids"
+    sleep = "[sys.executable, '-c', 'import time; time.sleep(60)']"
     code = (
         "import os, pathlib, subprocess, sys\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        f"child = subprocess.Popen({sleep}, start_new_session={elsewhere})\n"
         f"pathlib.Path({str(pids)!r}).write_text(f'{{os.getpid()}} {{child.pid}}')\n"
         "child.wait()\n"
     )
@@ -212,17 +214,3 @@ def test_what_a_process_has_started_stands_still_wherever_it_went(tmp_path: Path
 def ended(pid: int) -> bool:
     state = Path(f"/proc/{pid}/stat")
     return not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
-
-
-def test_what_took_too_long_is_killed_with_what_went_elsewhere(tmp_path: Path) -> None:
-    code = (
-        "import os, pathlib, subprocess, sys\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session=True)\n"
-        f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(child.pid))\n"
-        "child.wait()\n"
-    )
-    begin = time.monotonic()
-    results = run(job("slow", code, limit_s=2.0))
-    assert time.monotonic() - begin < 30
-    assert results["slow"]["failed"] == "took longer than 2 s"
-    assert ended(int((tmp_path / "pid").read_text()))
