@@ -31,9 +31,11 @@ from bench.peers import FOLDER
 from bench.peers_table import number, row
 from bench.running import short
 from nimblec.difference import difference
-from nimblert import container, driver, golden
+from nimblert import golden
 from nimblert.arena import Arena
+from nimblert.cuda import driver
 from nimblert.executable import Executable, load
+from nimblert.files import container
 from nimblert.plan import Plan, Target
 
 NETWORKS = (

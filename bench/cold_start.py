@@ -16,7 +16,7 @@ import numpy as np
 from bench import environment
 from nimblec.compiler import compile_model
 from nimblec.options import Options
-from nimblert import container
+from nimblert.files import container
 
 RESULTS = Path(__file__).parent / "results" / "h200" / "cold_start.json"
 _REPEATS = 7

@@ -32,8 +32,9 @@ from bench import environment
 from bench.compiling import plan_of
 from bench.memory import SLACK_NBYTES, Held, grown, held
 from nimblec.measure import measure, taking_turns
-from nimblert import container, golden
+from nimblert import golden
 from nimblert.context import Context
+from nimblert.files import container
 
 INPUTS = 8
 WARM_UP_S = 1.0

@@ -142,7 +142,7 @@ def median_interval(values: Sequence[float] | np.ndarray) -> list[float]:
 def measure(model: Path, plan: Path, seconds: float, *, threads: int) -> dict[str, Any]:
     """One model: the plan's and the session's times, and what the plan is made of."""
     from nimblert import golden, load
-    from nimblert.onnx_session import onnxruntime
+    from nimblert.cpu.onnx_session import onnxruntime
 
     begin = time.perf_counter()
     loaded = load(plan)

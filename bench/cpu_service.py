@@ -84,7 +84,7 @@ def concurrent(model: Path, plan: Path, seconds: float) -> dict[str, Any]:
 
 def opened_session(model: Path) -> Any:
     """A session of default options, silent."""
-    from nimblert.onnx_session import onnxruntime
+    from nimblert.cpu.onnx_session import onnxruntime
 
     options = onnxruntime().SessionOptions()
     options.log_severity_level = 4
@@ -93,8 +93,10 @@ def opened_session(model: Path) -> Any:
 
 def resident_mib(kind: str, count: int, model: Path, plan: Path) -> float:
     """What this process has more of after it loaded a plan or a session some times, and ran each."""
-    from nimblert import container, cpu, golden, load
-    from nimblert.onnx_session import onnxruntime
+    from nimblert import golden, load
+    from nimblert.cpu import backend as cpu
+    from nimblert.cpu.onnx_session import onnxruntime
+    from nimblert.files import container
 
     assert onnxruntime()
     assert cpu  # imported, as ONNX Runtime is: code is no part of this

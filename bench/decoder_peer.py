@@ -30,8 +30,8 @@ from bench.turns import Turn
 from nimblec.compiler import compile_model
 from nimblec.inspect.state_uses import state_uses
 from nimblec.options import Options
-from nimblert import container
 from nimblert.executable import load
+from nimblert.files import container
 from nimblert.plan import Access, Launch, Memcpy, Plan, Program, Region
 
 LEVELS = ("O0", "O1", "O2")

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from nimblert import driver
+from nimblert.cuda import driver
 from nimblert.plan import Plan, Target
 
 Held = dict[str, int]

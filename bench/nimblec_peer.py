@@ -26,10 +26,11 @@ from bench.compiling import compiled
 from bench.peer_calls import wall_us
 from bench.turns import Turn, add_arguments
 from nimblec.options import Options
-from nimblert import container, golden
-from nimblert.cuda import CudaBackend
+from nimblert import golden
+from nimblert.cuda.backend import CudaBackend
 from nimblert.executable import Executable, load
-from nimblert.hazards import hazards
+from nimblert.files import container
+from nimblert.ordering.hazards import hazards
 from nimblert.plan import Launch, Plan, Program, Record, Tensor, Wait
 
 if TYPE_CHECKING:

@@ -128,7 +128,7 @@ def run_cpu(model: ModelProto, inputs: Sequence[np.ndarray]) -> list[np.ndarray]
 
 def run_onnxruntime(model: ModelProto, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Run a model in a session of default options."""
-    from nimblert.onnx_session import onnxruntime
+    from nimblert.cpu.onnx_session import onnxruntime
 
     options = onnxruntime().SessionOptions()
     options.log_severity_level = 4  # failures come as exceptions

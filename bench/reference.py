@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from nimblec.frontend.pytorch.model import set_arithmetic
 from nimblec.frontend.pytorch.sources import import_callable
-from nimblert.dtypes import numpy_dtype
+from nimblert.arrays.dtypes import numpy_dtype
 
 _SEED = 0  # of nimblec's capture, so that its plan holds the same weights
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}

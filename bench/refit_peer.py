@@ -28,9 +28,9 @@ from bench.peer_calls import wall_us
 from bench.turns import Turn, add_arguments
 from nimblec.options import read_options
 from nimblert import golden
-from nimblert.driver import Context, call
+from nimblert.cuda.driver import Context, call
+from nimblert.cuda.memory import allocate, host_bytes
 from nimblert.executable import Executable, load
-from nimblert.memory import allocate, host_bytes
 from nimblert.plan import Launch, Plan
 
 _SEED = 3

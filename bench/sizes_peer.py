@@ -34,9 +34,9 @@ from bench.nimblec_peer import gpu_us
 from bench.peer_calls import wall_us
 from bench.turns import Turn, add_arguments
 from nimblec.options import read_options, read_sizes
-from nimblert import container
 from nimblert.errors import InputError
 from nimblert.executable import Executable, load
+from nimblert.files import container
 from nimblert.plan import Plan, Target
 
 _SEED = 0

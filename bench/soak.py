@@ -18,8 +18,9 @@ from typing import Any
 import nimblert
 from bench import environment
 from bench.memory import SLACK_NBYTES, Held, grown, held
-from nimblert import container, golden
+from nimblert import golden
 from nimblert.executable import Executable
+from nimblert.files import container
 
 INPUTS = 8
 LOOKS = 100

@@ -33,8 +33,8 @@ from bench.turns import Turn
 from nimblec.compiler import compile_model
 from nimblec.frontend.pytorch.training.state import autocasting
 from nimblec.options import Options
-from nimblert import container
 from nimblert.executable import Executable, load
+from nimblert.files import container
 from nimblert.plan import Plan
 
 LEVELS = ("O0", "O1", "O2")

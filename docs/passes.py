@@ -11,7 +11,7 @@ from nimblec.schedule import bound, check, matching, memory, streams
 from nimblec.schedule.dag import transitive_reduction
 from nimblec.schedule.dependencies import dependencies
 from nimblec.schedule.lifetimes import Lifetimes, lifetimes
-from nimblert import edges
+from nimblert.cuda import edges
 from nimblert.plan import Command, Record, Wait
 
 

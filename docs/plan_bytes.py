@@ -8,7 +8,7 @@ from pathlib import Path
 from struct import Struct, unpack_from
 from typing import Any, TypeAlias
 
-from nimblert import segments
+from nimblert.files import segments
 from nimblert.plan import Plan, Target
 
 SCHEMA = Path(__file__).parent.parent / "schema" / "plan.fbs"

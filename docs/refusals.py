@@ -10,9 +10,10 @@ import onnx
 from plan_bytes import Lines
 
 from nimblec.cpu import capture
-from nimblert import container, driver
+from nimblert.cuda import driver
 from nimblert.errors import NimbleError
 from nimblert.executable import load
+from nimblert.files import container
 from nimblert.plan import Device
 
 SAMPLES = Path(__file__).parent.parent / "samples"

@@ -32,11 +32,12 @@ from nimblec.planning import make_plan
 from nimblec.schedule import streams
 from nimblec.schedule.dependencies import dependencies
 from nimblec.verify import verification
-from nimblert import container, golden
-from nimblert.cpu import CpuBackend, CpuResident
+from nimblert import golden
+from nimblert.cpu.backend import CpuBackend, CpuResident
+from nimblert.cpu.host_memory import HostMemory
+from nimblert.cpu.onnx_session import nchwc_block_size, onnxruntime
 from nimblert.executable import load
-from nimblert.host_memory import HostMemory
-from nimblert.onnx_session import nchwc_block_size, onnxruntime
+from nimblert.files import container
 from nimblert.plan import (
     Device,
     Launch,

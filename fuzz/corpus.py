@@ -11,10 +11,11 @@ import numpy as np
 
 from fuzz import guarded
 from fuzz.campaign import Fuzzer, main
-from nimblert import container, golden
-from nimblert.dtypes import numpy_dtype
+from nimblert import golden
+from nimblert.arrays.dtypes import numpy_dtype
 from nimblert.errors import DeviceMismatchError, InputError, PlanError
 from nimblert.executable import Executable, load
+from nimblert.files import container
 from nimblert.plan import Program, Target
 
 RUN_CPU_S = 5.0

@@ -8,9 +8,9 @@ from functools import cache
 from pathlib import Path
 
 from fuzz.campaign import Fuzzer, main
-from nimblert import container
 from nimblert.errors import PlanError
-from nimblert.hazards import hazards
+from nimblert.files import container
+from nimblert.ordering.hazards import hazards
 
 _CORPUS = Path(__file__).parent / "corpus"
 _INTERESTING = (0, 1, 2, 3, 7, 8, 127, 128, 255, 256, 4095, 4096, 65535, 65536)

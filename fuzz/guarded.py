@@ -5,7 +5,7 @@ import mmap
 
 import numpy as np
 
-from nimblert import host_memory
+from nimblert.cpu import host_memory
 from nimblert.plan import Weight
 
 _libc = ctypes.CDLL(None, use_errno=True)

@@ -19,14 +19,15 @@ from onnx.backend.test import loader
 from fuzz import guarded, wrapped
 from fuzz.campaign import Fuzzer, main
 from fuzz.corpus import judge as judge_file
-from nimblert import container, onnx_operators, onnx_rules
 from nimblert._generated.onnx_operators import OPERATORS
-from nimblert.dtypes import numpy_dtype
+from nimblert.arrays.dtypes import numpy_dtype
+from nimblert.cpu.onnx_session import open_session, ort_value, runtime_errors
+from nimblert.embedded import onnx_operators, onnx_rules
+from nimblert.embedded.onnx_model import ELEMENT_TYPES
+from nimblert.embedded.protobuf import Budget
+from nimblert.files import container
 from nimblert.limits import DEFAULT_LIMITS
-from nimblert.onnx_model import ELEMENT_TYPES
-from nimblert.onnx_session import open_session, ort_value, runtime_errors
 from nimblert.plan import ITEM_NBYTES, Tensor
-from nimblert.protobuf import Budget
 
 _DTYPES = {number: dtype for dtype, number in ELEMENT_TYPES.items()}
 _SMALL = (0, 1, 2, 3, 4, 8, -1, -2)

@@ -12,8 +12,8 @@ from typing import Any
 from fuzz import guarded
 from fuzz.campaign import Fuzzer, main
 from fuzz.corpus import judge
-from nimblert import container
 from nimblert.errors import PlanFormatError
+from nimblert.files import container
 from nimblert.plan import ITEM_NBYTES, Launch, Plan
 
 _CORPUS = Path(__file__).parent / "corpus"

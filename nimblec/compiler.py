@@ -14,11 +14,12 @@ from nimblec.find_source import find_source
 from nimblec.options import Options, TargetChoice
 from nimblec.source import Source
 from nimblec.stages import Observer, Stopwatch, stage
-from nimblert import container, driver
+from nimblert.cuda import driver
 from nimblert.errors import CudaError, DeviceMismatchError
+from nimblert.files import container
+from nimblert.files.replacing import destination
+from nimblert.files.scratch import scratch_folder
 from nimblert.plan import Plan, Target
-from nimblert.replacing import destination
-from nimblert.scratch import scratch_folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,12 +14,14 @@ import numpy as np
 
 from nimblec.difference import difference, numbers
 from nimblec.errors import CompileError
-from nimblert import golden, padding
-from nimblert.dtypes import numpy_dtype
+from nimblert import golden
+from nimblert.arrays import padding
+from nimblert.arrays.dtypes import numpy_dtype
+from nimblert.dimensions import Axes
 from nimblert.errors import InputError
 from nimblert.executable import Executable
 from nimblert.plan import Fit, Plan, Program, Target
-from nimblert.sizes import Axes, writes_state
+from nimblert.rules.state_rules import writes_state
 
 _SEED = 0
 _TOLERANCE = {Target.CPU: 1e-4, Target.CUDA: 1e-2}

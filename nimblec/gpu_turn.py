@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import IO
 
-from nimblert.driver import call
+from nimblert.cuda.driver import call
 
 _PAUSE_S = 0.002
 _PAUSES = 5000  # ten seconds, but for the time that this process stands still itself

@@ -28,7 +28,7 @@ from nimblec.schedule.dependencies import dependencies
 from nimblec.schedule.memory import layout
 from nimblec.schedule.streams import serial
 from nimblec.source import Source
-from nimblert import container
+from nimblert.files import container
 from nimblert.plan import Device, Plan, Target
 
 

@@ -50,7 +50,7 @@ import json, sys
 import numpy as np
 import memory_use
 import nimblert
-from nimblert import container
+from nimblert.files import container
 
 uses = [memory_use.current()]
 plan = container.read(sys.argv[1])

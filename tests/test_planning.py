@@ -11,7 +11,7 @@ from nimblec.errors import CompileError
 from nimblec.ir import Graph, Op
 from nimblec.planning import make_plan
 from nimblec.verify.certificate import problems
-from nimblert.hazards import hazards
+from nimblert.ordering.hazards import hazards
 from nimblert.plan import Device, Launch, Plan, Target
 
 PROVENANCE = Provenance(target=Target.CUDA, device=Device(name="x", compute_capability=(9, 0)), versions=())

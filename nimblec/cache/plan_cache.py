@@ -24,9 +24,9 @@ from nimblec.options import Options
 from nimblec.source import Source
 from nimblec.stages import Observer, stage
 from nimblert.errors import NimbleError
+from nimblert.files.replacing import replacing
+from nimblert.files.scratch import scratch_folder
 from nimblert.plan import Target
-from nimblert.replacing import replacing
-from nimblert.scratch import scratch_folder
 
 LIMIT_NBYTES = 5 * 10**9
 """The most bytes that the plans of a folder take."""

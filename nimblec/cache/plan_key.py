@@ -21,7 +21,7 @@ from nimblec.installation import package_folders
 from nimblec.machine import processor
 from nimblec.options import Options
 from nimblec.source import Source
-from nimblert import driver
+from nimblert.cuda import driver
 from nimblert.plan import Target
 
 _NOT_THE_PLANS = frozenset({"target", "examples", "timing_cache", "plan_cache"})

@@ -14,8 +14,8 @@ from statistics import median_low
 
 from nimblec.planning import Timer
 from nimblert.errors import NimbleError
+from nimblert.files.replacing import replacing
 from nimblert.plan import Device, Launch, Memcpy, Plan, Pointer, Record, Wait, Work
-from nimblert.replacing import replacing
 
 _LONGEST_NS = 24 * 3600 * 10**9
 """No command takes a day."""

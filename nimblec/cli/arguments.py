@@ -12,10 +12,10 @@ import numpy as np
 
 from nimblec.errors import ArgumentError
 from nimblec.options import InputSpec, read_nbytes, read_size, read_sizes, read_spec, read_streams
-from nimblert.dtypes import numpy_dtype
+from nimblert.arrays.dtypes import numpy_dtype
 from nimblert.errors import InputError
+from nimblert.files.replacing import replacing
 from nimblert.plan import ITEM_NBYTES, Tensor
-from nimblert.replacing import replacing
 
 T = TypeVar("T")
 

@@ -9,8 +9,8 @@ from nimblec.cli import layer_tables, picture, report
 from nimblec.cli.command import Command, refuse_both
 from nimblec.cli.console import echo, echo_lines
 from nimblec.inspect import dot, inspection, trace
-from nimblert import container
-from nimblert.replacing import replacing
+from nimblert.files import container
+from nimblert.files.replacing import replacing
 
 
 @click.command("inspect", cls=Command, short_help="Show what PLAN holds.")

@@ -9,9 +9,9 @@ import numpy as np
 from nimblec.cli import arguments
 from nimblert import golden
 from nimblert.context import Entry
+from nimblert.dimensions import Axes
 from nimblert.errors import InputError
 from nimblert.plan import Program
-from nimblert.sizes import Axes
 
 entry_option = click.option(
     "--entry",

@@ -29,9 +29,10 @@ from nimblec.options import InputSpec, Options
 from nimblec.planning import choose_schedule
 from nimblec.source import Source
 from nimblec.stages import Observer, stage
-from nimblert import container, golden
+from nimblert import golden
+from nimblert.cpu.onnx_session import onnxruntime
 from nimblert.errors import InputError
-from nimblert.onnx_session import onnxruntime
+from nimblert.files import container
 from nimblert.plan import Device, Plan, Profile, Program, Target
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from onnx import ModelProto, SparseTensorProto, TensorProto, numpy_helper
 from onnx.external_data_helper import ExternalDataInfo, load_external_data_for_tensor, uses_external_data
 
 from nimblec.frontend.onnx import model_file
-from nimblert.dtypes import numpy_dtype
-from nimblert.onnx_rules import EXTERNAL_FILE
+from nimblert.arrays.dtypes import numpy_dtype
+from nimblert.embedded.onnx_rules import EXTERNAL_FILE
 from nimblert.plan import ITEM_NBYTES
 
 _EMBEDDED_NBYTES = 64

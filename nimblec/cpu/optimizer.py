@@ -22,7 +22,7 @@ from onnx import ModelProto, TensorProto
 from nimblec.cpu.canonical import canonicalize
 from nimblec.cpu.constants import dense_of, read_arrays
 from nimblec.errors import CompileError, UnsupportedModelError
-from nimblert.onnx_session import NO_PACKED_COPIES, onnxruntime, runtime_errors, session_options
+from nimblert.cpu.onnx_session import NO_PACKED_COPIES, onnxruntime, runtime_errors, session_options
 
 _EMBEDDED_NBYTES = 1024
 """Initializers below this stay in the model's protobuf."""

@@ -12,8 +12,8 @@ from nimblec.cpu import optimizer
 from nimblec.cpu.kernels import symbol
 from nimblec.errors import CompileError
 from nimblec.frontend.onnx import model_nodes
-from nimblert.onnx_session import onnxruntime, runtime_errors
-from nimblert.onnx_threads import STEPPED
+from nimblert.cpu.onnx_session import onnxruntime, runtime_errors
+from nimblert.cpu.onnx_threads import STEPPED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from nimblert import golden
-from nimblert.cpu import CpuBackend
+from nimblert.cpu.backend import CpuBackend
 from nimblert.plan import Plan
 
 _TARGET_S = 0.2

@@ -18,9 +18,8 @@ from nimblec.cpu.optimizer import OptimizedModel
 from nimblec.errors import UnsupportedModelError
 from nimblec.frontend.onnx import model_nodes
 from nimblec.frontend.onnx.model_file import ModelTensor
-from nimblert.dtypes import numpy_dtype
-from nimblert.extents import MAX_RANK
-from nimblert.onnx_session import (
+from nimblert.arrays.dtypes import numpy_dtype
+from nimblert.cpu.onnx_session import (
     NO_PACKED_COPIES,
     initializer_folder,
     open_session,
@@ -28,6 +27,7 @@ from nimblert.onnx_session import (
     runtime_errors,
     session_options,
 )
+from nimblert.extents import MAX_RANK
 from nimblert.plan import ITEM_NBYTES
 
 SIZED_BY_VALUE = frozenset({"NonZero", "Unique", "NonMaxSuppression", "Compress", "SequenceAt", "StringSplit"})

@@ -13,7 +13,8 @@ from nimblec.errors import CompileError
 from nimblec.fits import find_fits
 from nimblec.ir import ProgramKey
 from nimblec.lean import DifferingOutput, LeanProcess, run_seconds
-from nimblert import container, golden
+from nimblert import golden
+from nimblert.files import container
 from nimblert.plan import Plan, Program, Target
 
 if TYPE_CHECKING:

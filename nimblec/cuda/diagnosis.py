@@ -15,8 +15,8 @@ from nimblec.ir import BufferKind, Graph, Layout, Part
 from nimblec.schedule.dependencies import dependencies
 from nimblec.schedule.streams import serial
 from nimblert import golden
-from nimblert.cuda import CudaBackend
-from nimblert.driver import call
+from nimblert.cuda.backend import CudaBackend
+from nimblert.cuda.driver import call
 from nimblert.plan import Device, Golden, Pointer, Region, Target
 
 _ALIGNMENT = 512

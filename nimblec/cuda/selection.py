@@ -13,7 +13,7 @@ from nimblec.cuda.timing import CudaTimer
 from nimblec.errors import TraceError, UnsupportedModelError, unforeseen
 from nimblec.ir import Graph, Part
 from nimblec.planning import choose_schedule
-from nimblert import driver
+from nimblert.cuda import driver
 from nimblert.plan import Device, Target
 
 if TYPE_CHECKING:

@@ -7,9 +7,10 @@ from itertools import pairwise
 import numpy as np
 
 from nimblec.gpu_turn import timing_alone
-from nimblert import golden, graph
-from nimblert.driver import Context, Handle, bindings, call
-from nimblert.memory import Bases, DeviceMemory, Staging, place_weights, place_working
+from nimblert import golden
+from nimblert.cuda import graph
+from nimblert.cuda.driver import Context, Handle, bindings, call
+from nimblert.cuda.memory import Bases, DeviceMemory, Staging, place_weights, place_working
 from nimblert.plan import Plan, Program, Record, Wait
 
 _REPEATS = 15

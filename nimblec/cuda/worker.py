@@ -23,7 +23,7 @@ from nimblec.cuda.request import CompileRequest
 from nimblec.cuda.selection import Recorded, Selector, half, provenance_of
 from nimblec.fits import mark_masks
 from nimblec.ir import Part, ProgramKey, program_name
-from nimblert import driver
+from nimblert.cuda import driver
 from nimblert.plan import Plan
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import TypeAlias
 
 from nimblec.places import LOSS, Phase, Place, places
-from nimblert.pieces import writes
+from nimblert.ordering.pieces import writes
 from nimblert.plan import Launch, Plan, Program, Record, Region, Target, Wait, Work
 
 Layers: TypeAlias = tuple[str, ...]

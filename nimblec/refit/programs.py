@@ -9,7 +9,7 @@ from nimblec.schedule.dependencies import dependencies
 from nimblec.schedule.lifetimes import used_buffers
 from nimblec.schedule.memory import layout
 from nimblec.schedule.streams import serial
-from nimblert.layouts import dense_strides
+from nimblert.arrays.layouts import dense_strides
 from nimblert.plan import (
     Access,
     Command,

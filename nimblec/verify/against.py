@@ -13,9 +13,10 @@ from nimblec.frontend.onnx import model_file, model_nodes, model_shapes
 from nimblec.options import InputSpec
 from nimblec.verify.node_values import NodeComparison, compare_nodes
 from nimblec.verify.verification import Check, Result, check_name
-from nimblert import container, golden
+from nimblert import golden
 from nimblert.errors import PlanError
 from nimblert.executable import Executable, load
+from nimblert.files import container
 from nimblert.plan import Plan, Program
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from itertools import islice
 
 import numpy as np
 
-from nimblert import pieces
-from nimblert.order import order
+from nimblert.ordering import pieces
+from nimblert.ordering.order import order
 from nimblert.plan import Program, Record, Region, ScheduleRecord, Wait, Work
 
 _MOST_SENTENCES = 100

@@ -16,7 +16,7 @@ import numpy as np
 from nimblec.cpu.reference import Node
 from nimblec.difference import Difference, difference, same_numbers
 from nimblert.executable import Executable
-from nimblert.pieces import writes
+from nimblert.ordering.pieces import writes
 from nimblert.plan import Access, Launch, ParameterKind, Plan, Program, Record, Target, Wait, Work
 
 

@@ -6,11 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nimblec import fits
+from nimblec.cuda.cubin.reading import entry_symbols
 from nimblec.verify import certificate
-from nimblert import container, cubin, golden, hazards
+from nimblert import golden
 from nimblert.errors import DeviceMismatchError, PlanFormatError, PlanInvalidError
 from nimblert.executable import load
+from nimblert.files import container
 from nimblert.golden import Verdict
+from nimblert.ordering import hazards
 from nimblert.plan import Plan, Program, Target
 
 CPU_ROUNDING = 1e-4
@@ -104,7 +107,7 @@ def missing_symbols(plan: Plan) -> Iterator[str]:
     entries: dict[int, frozenset[str]] = {}
     for index, module in enumerate(plan.modules):
         try:
-            entries[index] = cubin.entry_symbols(module.code)
+            entries[index] = entry_symbols(module.code)
         except PlanFormatError as exc:
             yield f"modules[{index}]: {exc}"
     for index, kernel in enumerate(plan.kernels):

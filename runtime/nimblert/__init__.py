@@ -6,8 +6,8 @@
 """
 
 from nimblert.arena import Arena
+from nimblert.arrays.device_arrays import DeviceOutput
 from nimblert.context import Context
-from nimblert.device_arrays import DeviceOutput
 from nimblert.errors import (
     CudaError,
     DeviceMismatchError,

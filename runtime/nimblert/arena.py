@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
-from nimblert import container
 from nimblert.errors import InputError
+from nimblert.files import container
 from nimblert.plan import Plan, Target
 
 
@@ -31,13 +31,13 @@ class Arena:
         """A run by steps that is half done."""
         self._busy = threading.Lock()
         self.memory: Any = None
-        """An array of bytes, or a `nimblert.working.DeviceArena`."""
+        """An array of bytes, or a `nimblert.cuda.working.DeviceArena`."""
         if self.target is Target.CPU:
-            from nimblert.host_memory import allocate
+            from nimblert.cpu.host_memory import allocate
 
             self.memory = allocate(nbytes)
         else:
-            from nimblert.working import DeviceArena
+            from nimblert.cuda.working import DeviceArena
 
             self.memory = DeviceArena(nbytes, device)
 

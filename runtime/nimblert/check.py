@@ -27,7 +27,9 @@ def main(target: str, threads: int | None = None) -> int:
         return now
 
     now = time.perf_counter()
-    from nimblert import container, driver, executable, golden
+    from nimblert import executable, golden
+    from nimblert.cuda import driver
+    from nimblert.files import container
 
     if target == "cuda":
         driver.initialise()

@@ -13,16 +13,16 @@ import numpy as np
 
 from nimblert import interpreter
 from nimblert.arena import Arena
-from nimblert.backend import Backend, Resident
-from nimblert.binding import Bindings
-from nimblert.device_arrays import DeviceArray
-from nimblert.direct import DirectCall, Relaunch, Turn
-from nimblert.entries import Signature
+from nimblert.arrays.device_arrays import DeviceArray
+from nimblert.calls.backend import Backend, Resident
+from nimblert.calls.binding import Bindings
+from nimblert.calls.entries import Signature
+from nimblert.calls.serving import checked_out, serve
+from nimblert.calls.state import State, Working
+from nimblert.calls.turn import DirectCall, Relaunch, Turn
 from nimblert.errors import InputError
 from nimblert.extents import region_sizes
 from nimblert.plan import Plan, Pointer, Program, Target, Tensor, Work
-from nimblert.serving import checked_out, serve
-from nimblert.state import State, Working
 from nimblert.timing import CommandTime, command_times
 
 _LISTED = 4

@@ -13,19 +13,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nimblert import container, refitting, verify
 from nimblert.arena import Arena
-from nimblert.backend import Resident
+from nimblert.calls import refitting
+from nimblert.calls.backend import Resident
+from nimblert.calls.entries import Signature
 from nimblert.context import Context, idle
-from nimblert.entries import Signature
+from nimblert.cpu.onnx_threads import Threads, cores
 from nimblert.errors import InputError, PlanInvalidError
-from nimblert.hazards import hazards
+from nimblert.files import container
 from nimblert.limits import DEFAULT_LIMITS, Limits
-from nimblert.onnx_threads import Threads, cores
+from nimblert.ordering.hazards import hazards
 from nimblert.plan import Plan, Target, Tensor
+from nimblert.rules import verify
 
 if TYPE_CHECKING:
-    from nimblert import driver
+    from nimblert.cuda import driver
 
 
 class Executable(Context):
@@ -234,7 +236,7 @@ def load(
 
 def _start_device(plan: Plan, device: int) -> "driver.Context":
     """Start the GPU that a plan needs: the context keeps it started."""
-    from nimblert import driver  # each target imports only what it runs on
+    from nimblert.cuda import driver  # each target imports only what it runs on
 
     driver.initialise()
     driver.check_device(plan.device, driver.describe(device))
@@ -269,13 +271,13 @@ def _loaded(
 def _resident(plan: Plan, device: int, threads: Threads | None) -> Resident:
     """Code and weights of a plan on its target."""
     if plan.target is Target.CPU:
-        from nimblert.cpu import CpuResident
+        from nimblert.cpu.backend import CpuResident
 
         if device:
             raise InputError(f"device {device}: a plan for the CPU has no devices to choose from: leave it out")
         return CpuResident(plan, threads=threads)
     if threads is not None:
         raise InputError("threads: a plan for a GPU computes with none of the CPU's: leave it out")
-    from nimblert.cuda import CudaResident
+    from nimblert.cuda.backend import CudaResident
 
     return CudaResident(plan, device)

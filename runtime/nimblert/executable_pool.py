@@ -11,14 +11,15 @@ from typing import Any, Self
 
 import numpy as np
 
-from nimblert import container, refitting
+from nimblert.calls import refitting
+from nimblert.calls.refitting import NewWeights
 from nimblert.context import Context
 from nimblert.errors import DeviceMismatchError, InputError
 from nimblert.executable import Executable, load
+from nimblert.files import container
 from nimblert.limits import DEFAULT_LIMITS, Limits
 from nimblert.plan import Plan, Target, Tensor
-from nimblert.refitting import NewWeights
-from nimblert.sizes import writes_state
+from nimblert.rules.state_rules import writes_state
 
 
 @dataclass(slots=True, eq=False)
@@ -228,7 +229,7 @@ def _ordinals(devices: Sequence[int] | None) -> Iterator[int]:
         yield from devices
         return
     yield 0
-    from nimblert import driver  # which a plan for the CPU does without
+    from nimblert.cuda import driver  # which a plan for the CPU does without
 
     driver.initialise()
     yield from range(1, driver.count())

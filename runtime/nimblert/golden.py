@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nimblert.dtypes import numpy_dtype
+from nimblert.arrays.dtypes import numpy_dtype
 from nimblert.plan import Golden, GoldenOutput, Program, Tensor
 
 SAMPLE_COUNT = 64

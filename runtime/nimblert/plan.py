@@ -377,7 +377,7 @@ class Plan:
         return max((program.arena_nbytes for program in self.programs), default=0)
 
     save: ClassVar[Callable[["Plan", str | PathLike[str]], None]]
-    """``plan.save(path)`` writes the plan to a file: `nimblert.container.write`, which stands above this module."""
+    """``plan.save(path)`` writes the plan to a file: `nimblert.files.container.write`, far above this."""
 
     def __repr__(self) -> str:
         names = ", ".join(repr(program.name) for program in self.programs[:_LISTED])

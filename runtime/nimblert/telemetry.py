@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from nimblert.calls.entries import Signature
 from nimblert.context import Context
-from nimblert.entries import Signature
 from nimblert.errors import InputError, NimbleError
 from nimblert.plan import Op, Record, Wait, Work
 

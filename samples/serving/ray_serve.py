@@ -24,7 +24,7 @@ from ray.serve.config import HTTPOptions
 from rows import Rows, joined, split
 
 import nimblert
-from nimblert import container
+from nimblert.files import container
 from nimblert.plan import Target
 
 MOST_ONGOING = 256

@@ -12,7 +12,7 @@ import pytest
 import nimblert
 from bench import cpu_overhead, cpu_service
 from bench.cpu_overhead import CASES, SETTINGS
-from nimblert import onnx_session, onnx_threads
+from nimblert.cpu import onnx_session, onnx_threads
 
 pytestmark = pytest.mark.skipif(find_spec("onnxruntime") is None, reason="needs onnxruntime")
 

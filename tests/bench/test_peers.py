@@ -13,7 +13,7 @@ import pytest
 from bench import calls, environment, peers, peers_table, running
 from bench.nimblec_peer import work
 from bench.turns import Job, Result
-from nimblert import container
+from nimblert.files import container
 from nimblert.plan import Launch
 
 

@@ -14,7 +14,7 @@ from bench import training
 from bench.models import cifar_training
 from bench.nimblec_peer import gpu_us
 from bench.training_peer import MODES, TorchStep, grown, steps_alone
-from nimblert import container
+from nimblert.files import container
 
 pytest_plugins = ("gpu_memory",)
 

@@ -18,7 +18,7 @@ from nimblec.cache.plan_cache import compile_once
 from nimblec.options import Options
 from nimblec.processes import environment, module_command
 from nimblec.source import Source
-from nimblert import driver
+from nimblert.cuda import driver
 from nimblert.plan import Target
 
 

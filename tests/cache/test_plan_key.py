@@ -17,7 +17,7 @@ import nimblec
 from nimblec.cache import plan_key
 from nimblec.cache.plan_key import PlanKey, find_key
 from nimblec.options import InputSpec, Options
-from nimblert import driver
+from nimblert.cuda import driver
 from nimblert.plan import Target
 
 

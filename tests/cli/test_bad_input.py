@@ -21,9 +21,10 @@ from onnx import TensorProto, helper
 from plans import H200, cuda_plan
 from subprocesses import ROOT, SOURCES
 
-from nimblert import container, driver
+from nimblert.cuda import driver
+from nimblert.files import container
+from nimblert.files.scratch import scratch_folder
 from nimblert.plan import Device
-from nimblert.scratch import scratch_folder
 
 node = helper.make_node
 DIGITS = ROOT / "samples" / "digits.onnx"

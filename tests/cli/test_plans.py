@@ -14,7 +14,7 @@ from command_line import CommandLine
 from plans import cpu_plan, cuda_plan
 
 from nimblec.inspect.inspection import describe
-from nimblert import container
+from nimblert.files import container
 from nimblert.plan import Plan, ScheduleRecord
 
 ROOT = Path(__file__).parents[2]

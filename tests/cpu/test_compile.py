@@ -19,9 +19,10 @@ from nimblec.cpu.compile import compile_cpu
 from nimblec.errors import CompileError
 from nimblec.options import Options
 from nimblec.source import Source
-from nimblert import container, executable, golden
-from nimblert.onnx_session import session_options
-from nimblert.onnx_threads import Pool, cores
+from nimblert import executable, golden
+from nimblert.cpu.onnx_session import session_options
+from nimblert.cpu.onnx_threads import Pool, cores
+from nimblert.files import container
 
 node = helper.make_node
 

@@ -8,7 +8,8 @@ from cpu_plans import plan_file, run_onnxruntime, run_plan
 from families import FAMILIES, export
 from subprocesses import FRAMEWORKS, python
 
-from nimblert import golden, verify
+from nimblert import golden
+from nimblert.rules import verify
 
 _REPLAY = """
 import numpy as np, nimblert, nimblert.executable, nimblert.golden

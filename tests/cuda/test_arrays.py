@@ -16,7 +16,8 @@ from copying import ORDERS, SHAPE, copying, drawn, laid_out, on_gpu, on_host
 from host_driver import HostDriver
 
 import nimblert
-from nimblert import Arena, Executable, InputError, driver
+from nimblert import Arena, Executable, InputError
+from nimblert.cuda import driver
 from nimblert.plan import Memcpy, Pointer, Region
 
 pytest_plugins = ("gpu_memory",)

@@ -17,7 +17,7 @@ from bench.schedules import MODELS
 from nimblec.schedule.dependencies import dependencies
 from nimblert import golden
 from nimblert.golden import Verdict
-from nimblert.hazards import hazards
+from nimblert.ordering.hazards import hazards
 
 if TYPE_CHECKING:
     from gpu_compile import GpuCompiler

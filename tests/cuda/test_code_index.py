@@ -7,12 +7,12 @@ import pytest
 
 from nimblec.cuda.cubin.cut import cut
 from nimblec.cuda.cubin.elf import UnfamiliarCubinError
+from nimblec.cuda.cubin.reading import entry_symbols
 from nimblec.cuda.recording import modules
 from nimblec.cuda.recording.cupti import CodeRecorder
 from nimblec.cuda.recording.modules import CodeIndex, origin, reports_to_host
 from nimblec.cuda.recording.nodes import Function
 from nimblec.errors import UnsupportedModelError
-from nimblert.cubin import entry_symbols
 
 DATA = Path(__file__).parents[1] / "data"
 IMAGE, TWIN, OTHER = ((DATA / f"{n}.cubin").read_bytes() for n in ("kernels.sm_90a", "kernels.sm_80", "delay.sm_90"))

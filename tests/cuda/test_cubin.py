@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from nimblec.cuda.cubin import elf
 from nimblec.cuda.cubin.cut import UnfamiliarCubinError, cut
+from nimblec.cuda.cubin.reading import SHT_NOBITS, Section, entry_symbols
 from nimblec.errors import CompileError
-from nimblert.cubin import SHT_NOBITS, Section, entry_symbols
 from nimblert.errors import PlanFormatError
 
 CUBINS = {path.name: path.read_bytes() for path in sorted(Path(__file__).parents[1].glob("data/kernels.*.cubin"))}

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import pytest
 
 from nimblec.cuda.cubin.cut import UnfamiliarCubinError, cut
-from nimblert.cubin import entry_symbols
+from nimblec.cuda.cubin.reading import entry_symbols
 
 pytestmark = pytest.mark.gpu
 
@@ -64,7 +64,7 @@ LAUNCHES: dict[str, tuple[tuple[int, ...], int, Callable[[Floats], Floats]]] = {
 
 
 def call(api: str, *args: object) -> Any:
-    from nimblert.driver import call as checked
+    from nimblert.cuda.driver import call as checked
 
     return checked(api, *args)
 

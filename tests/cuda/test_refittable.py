@@ -36,11 +36,11 @@ from nimblec.optimize.precision.cast import cast
 from nimblec.schedule.dependencies import dependencies
 from nimblec.schedule.memory import layout
 from nimblec.schedule.streams import serial
-from nimblert import driver
+from nimblert.arrays.layouts import dense_strides
+from nimblert.cuda import driver
 from nimblert.errors import InputError
-from nimblert.layouts import dense_strides
 from nimblert.plan import Target
-from nimblert.verify import problems
+from nimblert.rules.verify import problems
 
 pytest_plugins = ("gpu_memory",)
 

@@ -14,9 +14,10 @@ from verdicts import unchecked_verdicts, verdicts
 
 import nimblert
 from nimblec.schedule.dependencies import dependencies
-from nimblert import driver, golden
+from nimblert import golden
+from nimblert.cuda import driver
 from nimblert.golden import Verdict
-from nimblert.hazards import hazards
+from nimblert.ordering.hazards import hazards
 from nimblert.plan import Plan, ScheduleRecord, Wait
 
 if TYPE_CHECKING:

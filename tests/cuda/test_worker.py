@@ -23,7 +23,8 @@ from nimblec.frontend.pytorch.model import TorchModel, place
 from nimblec.ir import Access, Buffer, BufferKind, CopyWork, Graph, Op, ProgramKey, Task, TensorView
 from nimblec.lean import DifferingOutput
 from nimblec.source import Source
-from nimblert import container, driver
+from nimblert.cuda import driver
+from nimblert.files import container
 from nimblert.plan import Device, Plan
 
 MODULE = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)).eval()

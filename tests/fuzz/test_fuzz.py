@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from fuzz import corpus, decoder, plans
-from nimblert import container
 from nimblert.errors import PlanError, PlanInvalidError
+from nimblert.files import container
 
 ROOT = Path(__file__).resolve().parents[2]
 CORPUS = sorted((ROOT / "fuzz" / "corpus").glob("*.plan"))

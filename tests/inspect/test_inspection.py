@@ -9,7 +9,7 @@ from rich.console import Console
 
 from nimblec.cli import report
 from nimblec.inspect import inspection
-from nimblert import container
+from nimblert.files import container
 from nimblert.plan import Plan, Pointer, Region
 
 

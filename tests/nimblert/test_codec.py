@@ -15,11 +15,11 @@ from any_plan import any_plan
 from examples import examples
 from hypothesis import given
 
-from nimblert import container, decoder, encoder, schema
 from nimblert._generated import plan_generated as fb
 from nimblert.errors import PlanFormatError
+from nimblert.files import container, decoder, encoder, schema
+from nimblert.files.segments import ALIGNMENT
 from nimblert.plan import Launch, Plan, Region, Tensor
-from nimblert.segments import ALIGNMENT
 
 ROOT = Path(__file__).parents[2]
 SCHEMA = ROOT / "schema" / "plan.fbs"

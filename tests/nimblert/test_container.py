@@ -13,8 +13,8 @@ import numpy as np
 import plans
 import pytest
 
-from nimblert import container
 from nimblert.errors import NimbleError, PlanError, PlanFormatError, PlanInvalidError
+from nimblert.files import container
 from nimblert.plan import Plan, Weight
 
 
@@ -191,7 +191,8 @@ def test_disk_full_when_the_bytes_are_flushed(plan_path: Path, monkeypatch: pyte
 
 LIMITED = """
 import resource, sys, plans
-from nimblert import NimbleError, container
+from nimblert import NimbleError
+from nimblert.files import container
 resource.setrlimit(resource.RLIMIT_FSIZE, (8192, resource.RLIM_INFINITY))
 try:
     container.write(plans.cuda_plan(), sys.argv[1])
@@ -201,7 +202,7 @@ except NimbleError as exc:
 
 KILLED = """
 import os, signal, sys, plans
-from nimblert import container, segments
+from nimblert.files import container, segments
 
 def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)

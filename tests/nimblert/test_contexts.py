@@ -15,7 +15,7 @@ from onnx import helper
 
 import nimblert
 from nimblert import Arena, Executable
-from nimblert.cpu import CpuBackend, CpuResident
+from nimblert.cpu.backend import CpuBackend, CpuResident
 from nimblert.errors import InputError
 
 WIDTH = 64

@@ -239,7 +239,7 @@ FAILING = """
 import gc, os, sys
 from pathlib import Path
 import numpy as np
-import nimblert, nimblert.cpu
+import nimblert, nimblert.cpu.backend
 from nimblert.errors import InputError
 
 os.sched_getaffinity = lambda _: set(range(8))
@@ -254,7 +254,7 @@ def refuse(*_):
 with nimblert.load(sys.argv[1]) as executable:
     executable(np.zeros((4, 512), np.float32))
 before, failed = threads(), 0
-nimblert.cpu.partial = refuse
+nimblert.cpu.backend.partial = refuse
 for _ in range(5):
     try:
         nimblert.load(sys.argv[1])

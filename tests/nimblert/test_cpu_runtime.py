@@ -13,9 +13,10 @@ from cpu_plans import assert_same, floats, plan_file, run_plan, write_model
 from onnx import TensorProto, helper
 from subprocesses import python
 
-from nimblert import container, onnx_session
-from nimblert.cpu import CpuBackend
+from nimblert.cpu import onnx_session
+from nimblert.cpu.backend import CpuBackend
 from nimblert.errors import DeviceMismatchError, InputError, PlanInvalidError
+from nimblert.files import container
 from nimblert.plan import (
     Launch,
     Memcpy,

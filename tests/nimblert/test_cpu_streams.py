@@ -14,10 +14,10 @@ from cpu_plans import floats, plan_file, write_model
 from onnx import TensorProto, helper
 from subprocesses import python
 
-from nimblert.cpu import CpuBackend
+from nimblert.cpu.backend import CpuBackend
+from nimblert.cpu.streams import Bound, Step, Streams, pass_gate, unlock
 from nimblert.errors import DeviceMismatchError, InputError
 from nimblert.plan import Command, Memset, Plan, Pointer, Record, Region, Wait
-from nimblert.streams import Bound, Step, Streams, pass_gate, unlock
 
 WIDTH = 64
 node = helper.make_node

@@ -17,8 +17,9 @@ import pytest
 from subprocesses import FRAMEWORKS, ROOT, SOURCES, python
 
 import nimblert
-from nimblert import DeviceMismatchError, InputError, driver, golden
-from nimblert.driver import call
+from nimblert import DeviceMismatchError, InputError, golden
+from nimblert.cuda import driver
+from nimblert.cuda.driver import call
 from nimblert.plan import Device, Plan, Pointer, Region
 
 if TYPE_CHECKING:

@@ -6,10 +6,10 @@ import pytest
 from delays import CUBIN, with_delays, with_delays_before
 from plans import cuda_plan, large_plan
 
-from nimblert import verify
-from nimblert.cubin import entry_symbols
-from nimblert.hazards import hazards
+from nimblec.cuda.cubin.reading import entry_symbols
+from nimblert.ordering.hazards import hazards
 from nimblert.plan import Command, Launch, Plan, Record, Wait
+from nimblert.rules import verify
 
 CODE = CUBIN.read_bytes()
 

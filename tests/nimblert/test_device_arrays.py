@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nimblert import device_arrays, dlpack
-from nimblert.device_arrays import DeviceArray, DeviceOutput
+from nimblert.arrays import device_arrays, dlpack
+from nimblert.arrays.device_arrays import DeviceArray, DeviceOutput
 from nimblert.errors import InputError
 
 

@@ -16,9 +16,9 @@ from host_driver import HostDriver
 
 import nimblert
 from nimblert import CudaError, Executable, InputError
-from nimblert.device_direct import DeviceDirect
+from nimblert.cuda.device_direct import DeviceDirect
+from nimblert.cuda.pools import PageLockedPool
 from nimblert.plan import Memcpy, Memset
-from nimblert.pools import PageLockedPool
 
 pytest_plugins = ("gpu_memory",)
 torch = pytest.importorskip("torch")

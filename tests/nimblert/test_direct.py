@@ -18,7 +18,7 @@ import nimblec
 import nimblert
 from nimblert import telemetry
 from nimblert.context import Context
-from nimblert.direct import AtWork, Direct, at_work
+from nimblert.cpu.direct import AtWork, Direct, at_work
 from nimblert.errors import InputError
 from nimblert.executable import Executable
 
@@ -43,8 +43,8 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nimblert.onnx_threads.cores", lambda: 2)
-    monkeypatch.setattr("nimblert.direct.at_work._calm", 1 << 30)  # as after many calls of one thread
+    monkeypatch.setattr("nimblert.cpu.onnx_threads.cores", lambda: 2)
+    monkeypatch.setattr("nimblert.cpu.direct.at_work._calm", 1 << 30)  # as after many calls of one thread
 
 
 @pytest.fixture
@@ -222,7 +222,7 @@ def test_in_a_crowd_a_run_is_on_its_callers_thread_alone(
         assert np.array_equal(direct(arrays(1))["y"], expected)
     assert len(at_work) == 0
     assert Direct.__call__(direct, arrays(1)) is not None  # the crowd was there a moment ago
-    monkeypatch.setattr("nimblert.direct.at_work._calm", 1 << 30)
+    monkeypatch.setattr("nimblert.cpu.direct.at_work._calm", 1 << 30)
     assert direct(arrays(1)) is None
 
 

@@ -9,7 +9,7 @@ from nimblec.lower import lower
 from nimblec.schedule.dag import scheduled_ancestors, task_set
 from nimblec.schedule.dependencies import dependencies, rename_workspaces
 from nimblec.schedule.memory import layout
-from nimblert.edges import Edge, edges
+from nimblert.cuda.edges import Edge, edges
 from nimblert.plan import Command, Launch, Memset, Pointer, Record, Region, Wait
 
 

@@ -13,11 +13,12 @@ from command_line import CommandLine
 from kept_state import KEEP, OUTPUT, STATE, copying, keeping
 
 import nimblert
-from nimblert import container, verify
-from nimblert.entries import Signature
+from nimblert.calls.entries import Signature
 from nimblert.errors import InputError, PlanInvalidError
 from nimblert.executable import Executable
+from nimblert.files import container
 from nimblert.plan import Plan
+from nimblert.rules import verify
 
 
 def changed(index: int, **changes: object) -> Callable[[Plan], Plan]:

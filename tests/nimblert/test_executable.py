@@ -15,9 +15,10 @@ from onnx import helper
 from subprocesses import python
 
 import nimblert
-from nimblert import Limits, container
+from nimblert import Limits
 from nimblert.errors import InputError, PlanError, PlanFormatError, PlanInvalidError
 from nimblert.executable import Executable
+from nimblert.files import container
 from nimblert.plan import Pointer, Region
 
 WIDTH = 256

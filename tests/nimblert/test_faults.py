@@ -16,8 +16,10 @@ from onnx import helper
 from subprocesses import ROOT, python
 
 import nimblert
-from nimblert import Arena, CudaError, Executable, InputError, Limits, container, driver, golden
+from nimblert import Arena, CudaError, Executable, InputError, Limits, golden
 from nimblert.context import Context
+from nimblert.cuda import driver
+from nimblert.files import container
 from nimblert.plan import Plan
 
 WIDTH = 128
@@ -187,7 +189,8 @@ def test_device_memory_that_is_not_there_is_an_error_and_harms_no_plan_beside() 
 
 STICKY = """
 import sys, nimblert
-from nimblert import golden, graph
+from nimblert import golden
+from nimblert.cuda import graph
 from nimblert.plan import Launch
 
 class Nowhere:
@@ -236,7 +239,8 @@ def test_a_kernel_that_fails_ends_every_context_of_its_process_in_an_error_and_n
 
 STICKY_POOL = """
 import sys, nimblert
-from nimblert import golden, graph
+from nimblert import golden
+from nimblert.cuda import graph
 from nimblert.executable import Executable
 from nimblert.plan import Launch
 

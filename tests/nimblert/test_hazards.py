@@ -14,9 +14,9 @@ from nimblec.lower import lower
 from nimblec.schedule.dependencies import dependencies, rename_workspaces
 from nimblec.schedule.memory import layout
 from nimblec.schedule.streams import maximal, serial
-from nimblert.edges import edges
-from nimblert.hazards import hazards
-from nimblert.pieces import reads, writes
+from nimblert.cuda.edges import edges
+from nimblert.ordering.hazards import hazards
+from nimblert.ordering.pieces import reads, writes
 from nimblert.plan import (
     Access,
     Command,

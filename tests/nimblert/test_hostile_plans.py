@@ -16,8 +16,8 @@ import nimblert
 from fuzz import wrapped
 from nimblec import cli
 from nimblec.errors import UnsupportedModelError
-from nimblert import container, verify
 from nimblert.errors import PlanInvalidError
+from nimblert.files import container
 from nimblert.limits import Limits
 from nimblert.plan import (
     Access,
@@ -32,6 +32,7 @@ from nimblert.plan import (
     Tensor,
     Wait,
 )
+from nimblert.rules import verify
 
 node = helper.make_node
 RNG = np.random.default_rng(0)

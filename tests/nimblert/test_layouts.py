@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nimblert.layouts import Gather, element_strides, gather, in_memory_order, is_dense
+from nimblert.arrays.layouts import Gather, element_strides, gather, in_memory_order, is_dense
 
 SHAPES = st.lists(st.integers(1, 5), max_size=5)
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import plans
 import pytest
 
-from nimblert import container
 from nimblert.errors import PlanError
+from nimblert.files import container
 from nimblert.plan import Plan
 
 FILES = {

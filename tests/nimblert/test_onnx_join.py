@@ -10,14 +10,14 @@ from cpu_plans import assert_same, floats, plan_file, write_model
 from onnx import ModelProto, NodeProto, TensorProto, helper
 
 import nimblert
-from nimblert.cpu import CpuBackend
+from nimblert.cpu.backend import CpuBackend
+from nimblert.cpu.host_memory import HostWeights
+from nimblert.cpu.onnx_session import SessionCache, Stretch
+from nimblert.embedded.onnx_model import read_model
+from nimblert.embedded.onnx_model import write_model as written
+from nimblert.embedded.protobuf import Budget
 from nimblert.errors import InputError
-from nimblert.host_memory import HostWeights
-from nimblert.onnx_model import read_model
-from nimblert.onnx_model import write_model as written
-from nimblert.onnx_session import SessionCache, Stretch
 from nimblert.plan import Access, Launch, Plan, Pointer, Region, Relocation, Weight
-from nimblert.protobuf import Budget
 
 node = helper.make_node
 ROWS, WIDTH = 4, 16

@@ -6,9 +6,9 @@ import plans
 import pytest
 from onnx import ModelProto, TensorProto, helper
 
+from nimblert.embedded.onnx_model import read_model
+from nimblert.embedded.protobuf import Budget
 from nimblert.errors import PlanFormatError
-from nimblert.onnx_model import read_model
-from nimblert.protobuf import Budget
 
 FIELDS = 1 << 16
 

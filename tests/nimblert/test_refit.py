@@ -16,9 +16,9 @@ from onnx import helper
 import nimblec
 import nimblert
 from nimblert import Executable
-from nimblert.cpu import CpuBackend, CpuResident
+from nimblert.cpu.backend import CpuBackend, CpuResident
+from nimblert.cpu.onnx_session import SessionCache
 from nimblert.errors import InputError
-from nimblert.onnx_session import SessionCache
 
 WIDTH = 64
 node = helper.make_node

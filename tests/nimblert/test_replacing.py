@@ -12,8 +12,8 @@ from subprocesses import python
 
 from nimblec.processes import environment
 from nimblert.errors import NimbleError
-from nimblert.replacing import replacing
-from nimblert.scratch import scratch_folder
+from nimblert.files.replacing import replacing
+from nimblert.files.scratch import scratch_folder
 
 
 def test_the_file_appears_when_it_is_complete(tmp_path: Path) -> None:
@@ -93,8 +93,8 @@ def test_something_that_took_the_place_meanwhile_stays(tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from nimblert.replacing import replacing
-from nimblert.scratch import scratch_folder
+from nimblert.files.replacing import replacing
+from nimblert.files.scratch import scratch_folder
 with replacing(Path(sys.argv[1])) as file:
     file.write(b"half")
     file.flush()
@@ -120,7 +120,7 @@ import atexit, sys, threading
 from pathlib import Path
 folder = Path(sys.argv[1])
 atexit.register(lambda: print([path.name for path in folder.glob(".nimblec-*/theirs")]))  # after all other such calls
-from nimblert.scratch import scratch_folder
+from nimblert.files.scratch import scratch_folder
 began = threading.Event()
 
 def use():

@@ -8,13 +8,15 @@ import plans
 import pytest
 
 import nimblert
-from nimblert import container, padding, verify
-from nimblert.cpu import CpuBackend, CpuResident
+from nimblert.arrays import padding
+from nimblert.calls.sizes import Sizes
+from nimblert.cpu.backend import CpuBackend, CpuResident
+from nimblert.cpu.host_memory import HostWorking
 from nimblert.errors import InputError
 from nimblert.executable import Executable
-from nimblert.host_memory import HostWorking
+from nimblert.files import container
 from nimblert.plan import Fit, Memset, Plan, Pointer, Program, Region, Tensor
-from nimblert.sizes import Sizes
+from nimblert.rules import verify
 
 SIZES = (2, 4, 8)
 

@@ -14,11 +14,12 @@ import pytest
 from kept_state import keeping
 
 import nimblert
-from nimblert import container, verify
+from nimblert.calls.refitting import read_file
 from nimblert.errors import InputError, PlanInvalidError
 from nimblert.executable import Executable
+from nimblert.files import container
 from nimblert.plan import Memcpy, Memset
-from nimblert.refitting import read_file
+from nimblert.rules import verify
 
 
 @pytest.fixture

@@ -14,11 +14,15 @@ from typing import TYPE_CHECKING
 import pytest
 from plans import cuda_plan
 
+from nimblec.cuda.cubin.reading import entry_symbols
 from nimblec.verify import verification
 from nimblec.verify.verification import Result
-from nimblert import container, cubin, golden, hazards, verify
-from nimblert.graph import relocate
+from nimblert import golden
+from nimblert.cuda.graph import relocate
+from nimblert.files import container
+from nimblert.ordering import hazards
 from nimblert.plan import Launch, Plan, Pointer, Record, Region, Target, Wait
+from nimblert.rules import verify
 
 if TYPE_CHECKING:
     from command_line import CommandLine
@@ -63,8 +67,8 @@ def test_it_holds_our_kernels_and_nothing_else(plan: Plan) -> None:
     program = plan.programs[0]
     assert all(isinstance(command, Launch | Record | Wait) for command in program.commands)
     for kernel in plan.kernels:
-        assert kernel.symbol in cubin.entry_symbols(plan.modules[kernel.module].code)
-    assert {name for module in plan.modules for name in cubin.entry_symbols(module.code)} == set(KERNELS)
+        assert kernel.symbol in entry_symbols(plan.modules[kernel.module].code)
+    assert {name for module in plan.modules for name in entry_symbols(module.code)} == set(KERNELS)
 
 
 def test_kernels_of_one_name_and_different_code_are_told_apart(plan: Plan) -> None:
@@ -150,7 +154,7 @@ def test_relocation_of_a_made_up_plan(launch: Launch) -> None:
 @pytest.mark.gpu
 def test_it_replays_its_golden_record_bit_for_bit(plan: Plan) -> None:
     import nimblert
-    from nimblert import driver
+    from nimblert.cuda import driver
 
     driver.initialise()
     if driver.describe().compute_capability != plan.device.compute_capability:

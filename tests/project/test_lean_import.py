@@ -28,7 +28,7 @@ def test_importing_brings_in_no_framework(module: str) -> None:
 
 def test_the_runtime_imports_neither_compiler_nor_command_line(cuda: Path) -> None:
     code = (
-        f"import sys, nimblert; from nimblert import container; container.read(sys.argv[1]); {PRINT_IMPORTED}"
+        f"import sys, nimblert; from nimblert.files import container; container.read(sys.argv[1]); {PRINT_IMPORTED}"
     )
     imported = python(code, cuda).split()
     assert "numpy" in imported

@@ -79,7 +79,7 @@ def test_the_runtime_alone_runs_a_plan(lean: Environment, tmp_path: Path) -> Non
 def test_the_runtime_alone_says_what_is_missing(lean: Environment, cuda: Path) -> None:
     done = lean.run("-c", RUN, cuda)
     assert done.stderr.splitlines()[-1].endswith("cuda-python is not installed: pip install 'nimblert[cuda]'")
-    bfloat16 = lean.run("-c", "from nimblert.dtypes import numpy_dtype; numpy_dtype('bfloat16')")
+    bfloat16 = lean.run("-c", "from nimblert.arrays.dtypes import numpy_dtype; numpy_dtype('bfloat16')")
     assert bfloat16.stderr.splitlines()[-1].endswith("need ml_dtypes: pip install 'nimblert[bfloat16]'")
 
 
@@ -128,7 +128,7 @@ def test_both_may_be_installed_and_removed_in_any_order(
     changed.install(copy / "runtime")  # beside the compiler, again
     assert json.loads(changed.run(*inspect).stdout)["target"] == "cuda"
     changed.pip("uninstall", "--yes", "nimblec")
-    read = "import sys; from nimblert import container; print(container.read(sys.argv[1]).target.name)"
+    read = "import sys; from nimblert.files import container; print(container.read(sys.argv[1]).target.name)"
     assert changed.run("-c", read, cuda).stdout == "CUDA\n"
 
 

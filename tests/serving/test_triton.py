@@ -15,7 +15,7 @@ from serving import Shop, command
 from subprocesses import ROOT
 
 import nimblert
-from nimblert import container
+from nimblert.files import container
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,8 @@ from math import prod
 import numpy as np
 import pytest
 
-from nimblert import driver
-from nimblert.dtypes import numpy_dtype
+from nimblert.arrays.dtypes import numpy_dtype
+from nimblert.cuda import driver
 from nimblert.plan import ITEM_NBYTES, Memcpy, Op, Plan, Pointer, Program, Region, Target, Tensor
 
 on_gpu = pytest.mark.parametrize("put", [pytest.param("gpu", marks=pytest.mark.gpu)], indirect=True)

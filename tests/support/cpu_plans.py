@@ -16,7 +16,7 @@ from nimblec.options import InputSpec
 from nimblec.schedule.dependencies import dependencies
 from nimblec.schedule.memory import layout
 from nimblec.schedule.streams import maximal, serial
-from nimblert.cpu import CpuBackend
+from nimblert.cpu.backend import CpuBackend
 from nimblert.plan import Device, Plan, Target
 
 Value = tuple[str, int, Sequence[Any] | None]

@@ -82,7 +82,7 @@ def _compile(model: str, streams: str, level: int, output: Path) -> Plan:
 @pytest.fixture(scope="session")
 def gpu_context() -> Iterator[None]:
     """The GPU's primary context, held so that no plan that closes ends it under torch's feet."""
-    from nimblert import driver
+    from nimblert.cuda import driver
 
     driver.initialise()
     context = driver.Context()

@@ -8,7 +8,8 @@ import pytest
 import torch
 from host_driver import HostDriver
 
-from nimblert import dlpack, driver
+from nimblert.arrays import dlpack
+from nimblert.cuda import driver
 
 _HOST = 1
 """DLPack's kind of device of host memory."""

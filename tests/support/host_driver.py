@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from cuda.bindings import driver as real
 
-from nimblert.layouts import MOST_AXES
+from nimblert.arrays.layouts import MOST_AXES
 
 _FREED = 0xDD
 _TOTAL_NBYTES = 1 << 30

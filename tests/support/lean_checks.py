@@ -20,7 +20,10 @@ from nimblert.plan import Target
 
 _SERVER = """
 import io, json, os, sys, traceback
-from nimblert import check, container, driver, executable, golden, onnx_session
+from nimblert import check, executable, golden
+from nimblert.cpu import onnx_session
+from nimblert.cuda import driver
+from nimblert.files import container
 onnx_session.onnxruntime()
 for line in sys.stdin:
     target, threads, given, folder = json.loads(line)

@@ -19,7 +19,7 @@ from nimblec.levels.o1 import FUSED_REGIONS
 from nimblec.levels.recipe import Runs
 from nimblec.optimize.pipeline import Setting
 from nimblec.places import Phase, places
-from nimblert import container
+from nimblert.files import container
 from nimblert.plan import Record, Wait
 from samples.training_step import digits
 

@@ -16,7 +16,8 @@ from nimblec.cpu.reference import read_nodes, run_values
 from nimblec.difference import difference, same_numbers
 from nimblec.frontend.onnx import model_file, model_nodes
 from nimblec.verify.node_values import compare_nodes
-from nimblert import container, executable, golden
+from nimblert import executable, golden
+from nimblert.files import container
 from nimblert.plan import Plan, Target
 
 node = helper.make_node

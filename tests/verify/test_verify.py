@@ -10,7 +10,6 @@ from any_plan import any_plan
 from examples import examples
 from hypothesis import given
 
-from nimblert import verify
 from nimblert.limits import Limits
 from nimblert.plan import (
     Candidate,
@@ -27,6 +26,7 @@ from nimblert.plan import (
     Target,
     Wait,
 )
+from nimblert.rules import verify
 
 Change = Callable[[Plan], Plan]
 

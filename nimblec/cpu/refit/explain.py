@@ -16,8 +16,8 @@ from onnx import ModelProto, NodeProto, TensorProto
 from nimblec.cpu import kernels
 from nimblec.cpu.refit.recipe import Fixed, Recipe, Result, Source, compute, fixed, result, settled, sources
 from nimblec.frontend.onnx import model_nodes
-from nimblert.onnx_operators import find as find_operator
-from nimblert.onnx_session import nchwc_block_size, runtime_errors
+from nimblert.cpu.onnx_session import nchwc_block_size, runtime_errors
+from nimblert.embedded.onnx_operators import find as find_operator
 
 _MOST_AXES = 4
 """Of an array whose axes are looked for in every order."""

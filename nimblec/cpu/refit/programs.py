@@ -15,12 +15,12 @@ from nimblec.cpu.refit.refittable import Refittable, digest
 from nimblec.ir import Part
 from nimblec.refit.programs import part_of, refits_in_place, replacing
 from nimblec.refit.recipes import groups
-from nimblert import refitting
-from nimblert.cpu import CpuResident
-from nimblert.device_arrays import DeviceArray
-from nimblert.encoder import encode
+from nimblert.arrays.device_arrays import DeviceArray
+from nimblert.arrays.layouts import dense_strides
+from nimblert.calls import refitting
+from nimblert.cpu.backend import CpuResident
 from nimblert.errors import InputError
-from nimblert.layouts import dense_strides
+from nimblert.files.encoder import encode
 from nimblert.plan import Plan, Pointer, Program, Region, Tensor
 
 

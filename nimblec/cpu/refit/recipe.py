@@ -9,7 +9,7 @@ import numpy as np
 from onnx import GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, helper, numpy_helper
 
 from nimblec.cpu.kernels import Header
-from nimblert.onnx_session import open_session, ort_value
+from nimblert.cpu.onnx_session import open_session, ort_value
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,8 +23,8 @@ from nimblec.cuda.cubin.elf import (
     parse,
     write,
 )
+from nimblec.cuda.cubin.reading import SHT_NOBITS, SHT_STRTAB, SHT_SYMTAB, STT_FUNC, entry_symbols
 from nimblec.errors import CompileError
-from nimblert.cubin import SHT_NOBITS, SHT_STRTAB, SHT_SYMTAB, STT_FUNC, entry_symbols
 
 __all__ = ["UnfamiliarCubinError", "cut", "entry_symbols"]
 

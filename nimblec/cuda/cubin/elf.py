@@ -9,8 +9,7 @@ import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from nimblec.errors import CompileError
-from nimblert.cubin import (
+from nimblec.cuda.cubin.reading import (
     HEADER,
     SECTION,
     SHT_NOBITS,
@@ -27,6 +26,7 @@ from nimblert.cubin import (
     read_symbols,
     symbol_table,
 )
+from nimblec.errors import CompileError
 
 SHF_WRITE = 0x1
 SHF_ALLOC = 0x2

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from nimblert.driver import Handle, bindings, call
+from nimblert.cuda.driver import Handle, bindings, call
 
 _ALIGNMENT = 512
 _CHUNK_NBYTES = 256 << 20

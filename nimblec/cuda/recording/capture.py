@@ -18,7 +18,7 @@ from nimblec.errors import TraceError, first_line
 from nimblec.frontend.pytorch.fx_graph import SetSource
 from nimblec.frontend.pytorch.generator import CudaGenerator
 from nimblec.frontend.pytorch.source_tracker import SourceTracker
-from nimblert.driver import call
+from nimblert.cuda.driver import call
 
 # Schemas that do not tell that the running statistics are written: (mean, var, training) positions.
 _WRITES_RUNNING_STATISTICS = {

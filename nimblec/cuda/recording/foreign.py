@@ -3,7 +3,7 @@
 import numpy as np
 
 from nimblec.errors import UnsupportedModelError
-from nimblert.driver import bindings, call
+from nimblert.cuda.driver import bindings, call
 from nimblert.errors import CudaError
 
 _DEVICE_MEMORY = 2  # CU_MEMORYTYPE_DEVICE

@@ -6,10 +6,10 @@ from functools import cached_property
 
 from nimblec.cuda.cubin.cut import cut
 from nimblec.cuda.cubin.elf import UnfamiliarCubinError
+from nimblec.cuda.cubin.reading import entry_symbols
 from nimblec.cuda.recording.cupti import CodeRecorder
 from nimblec.cuda.recording.nodes import Function, kernels_of
 from nimblec.errors import UnsupportedModelError
-from nimblert.cubin import entry_symbols
 
 _ORIGINS = (
     ("triton", ("triton_",)),

@@ -6,7 +6,7 @@ from functools import cache
 from typing import TypeAlias
 
 from nimblec.errors import UnsupportedModelError
-from nimblert.driver import Handle, bindings, call
+from nimblert.cuda.driver import Handle, bindings, call
 from nimblert.errors import CudaError
 from nimblert.plan import Dim3, Parameter
 

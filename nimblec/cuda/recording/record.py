@@ -41,7 +41,7 @@ from nimblec.frontend.pytorch.source_tracker import SourceTracker
 from nimblec.frontend.pytorch.state import generator_of, settable_storages
 from nimblec.frontend.pytorch.tensors import DTYPE_NAMES, as_array, as_tensor
 from nimblec.ir import Graph, TensorView
-from nimblert.driver import call
+from nimblert.cuda.driver import call
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

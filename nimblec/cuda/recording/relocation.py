@@ -9,7 +9,7 @@ from nimblec.cuda.recording.allocator import Place, Shift, Target, Zone
 from nimblec.cuda.recording.foreign import ForeignMemory, HostMemoryError
 from nimblec.cuda.recording.generator import GeneratorError, GeneratorMemory
 from nimblec.errors import UnsupportedModelError
-from nimblert.verify import MAX_BIAS
+from nimblert.rules.verify import MAX_BIAS
 
 _LOWEST_POINTER = 1 << 32
 

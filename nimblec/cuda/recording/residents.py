@@ -12,7 +12,7 @@ from nimblec.cuda.recording.buffers import Allocation, Content
 from nimblec.cuda.recording.capture import Capture
 from nimblec.frontend.pytorch.model import uncompiled
 from nimblec.frontend.pytorch.tensors import DTYPE_NAMES
-from nimblert.driver import call
+from nimblert.cuda.driver import call
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from nimblert.layouts import dense_strides, is_dense
+from nimblert.arrays.layouts import dense_strides, is_dense
 
 aten = torch.ops.aten
 

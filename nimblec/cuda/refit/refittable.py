@@ -23,9 +23,9 @@ from nimblec.graph.state import slots
 from nimblec.levels.variants import Variant, as_it_runs
 from nimblec.refit.other_weights import perturbed
 from nimblec.refit.recipes import kept_note
-from nimblert.layouts import is_dense
+from nimblert.arrays.layouts import is_dense
+from nimblert.calls.refitting import replaceable
 from nimblert.plan import Plan
-from nimblert.refitting import replaceable
 
 K = TypeVar("K")
 

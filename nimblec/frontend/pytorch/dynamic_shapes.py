@@ -14,7 +14,7 @@ from nimblec.errors import CompileError, UnsupportedModelError
 from nimblec.frontend.pytorch.model import ModelCall, bind, input_names
 from nimblec.frontend.pytorch.tensors import resized, stand_in
 from nimblec.options import Options
-from nimblert.layouts import dense_like
+from nimblert.arrays.layouts import dense_like
 from nimblert.plan import Profile
 
 

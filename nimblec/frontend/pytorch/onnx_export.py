@@ -35,7 +35,7 @@ from nimblec.frontend.pytorch.state import (
     written_by,
 )
 from nimblec.frontend.pytorch.tensors import as_array
-from nimblert.onnx_session import onnxruntime, runtime_errors, session_options
+from nimblert.cpu.onnx_session import onnxruntime, runtime_errors, session_options
 
 _ANOTHER_MODEL = 0.1
 """Relative to the largest magnitude: more than rounding explains."""

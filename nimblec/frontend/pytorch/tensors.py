@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from nimblec.errors import UnsupportedModelError
-from nimblert.dtypes import numpy_dtype
+from nimblert.arrays.dtypes import numpy_dtype
 
 T = TypeVar("T", torch.Tensor, np.ndarray)
 

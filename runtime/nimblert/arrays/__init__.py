@@ -1,0 +1,1 @@
+"""Arrays of callers: their dtypes, layouts and memory, taken in and given out."""

@@ -1,0 +1,208 @@
+"""Arrays on a GPU that others own: taken in and given out by DLPack and the CUDA array interface.
+
+DLPack: https://dmlc.github.io/dlpack/latest/python_spec.html. The interface:
+https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html, version 3, which has no bfloat16.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from operator import index
+from typing import Any, TypeVar
+
+import numpy as np
+
+from nimblert.arrays import dlpack
+from nimblert.arrays.dtypes import numpy_dtype
+from nimblert.arrays.layouts import dense_strides
+from nimblert.errors import InputError
+from nimblert.plan import ITEM_NBYTES
+
+_CPU, _PAGE_LOCKED = 1, 3
+"""DLPack's kinds of device that are the host."""
+
+_TYPESTR = re.compile(r"[<>|=]?[A-Za-z][1-9][0-9]*")
+"""Order of the bytes, kind, bytes."""
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceArray:
+    """Memory of a GPU that its owner keeps as long as this lives; ``strides`` in elements.
+
+    ``stream`` is one that has yet to write the array: 1 and 2 are the legacy and the thread's default
+    stream. None where it is written, or the stream that it was asked for has been told to wait.
+    """
+
+    address: int
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    device: int
+    read_only: bool = False
+    stream: int | None = None
+    owner: Any = None
+
+    @property
+    def span_nbytes(self) -> int:
+        """Bytes from the first element to the end of the last one."""
+        if 0 in self.shape:
+            return 0
+        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+        return (last + 1) * ITEM_NBYTES[self.dtype]
+
+
+def place(value: Any) -> tuple[str, int] | None:
+    """Where an array is: ("cuda", ordinal) or ("cpu", 0); None for what is no array, or on another kind of device."""
+    if isinstance(value, DeviceArray):
+        return "cuda", value.device
+    asked = getattr(value, "__dlpack_device__", None)
+    if asked is not None:
+        kind, ordinal = asked()
+        return ("cuda", int(ordinal)) if kind == dlpack.CUDA else ("cpu", 0) if kind in {_CPU, _PAGE_LOCKED} else None
+    return ("cuda", -1) if hasattr(value, "__cuda_array_interface__") else None
+
+
+def is_negated(value: Any) -> bool:
+    """Whether it is a view of torch whose memory holds the opposite of its numbers, of which DLPack tells nothing."""
+    asked = getattr(value, "is_neg", None)
+    return asked is not None and bool(asked())
+
+
+def at_once(value: Any) -> "DeviceArray | None":
+    """An array on a GPU of a library that tells in no time where it is; else None, and `place` and `take` find out.
+
+    Raises InputError where it is not given.
+    """
+    exchange = dlpack.exchange(value)
+    if exchange is None:
+        return None
+    try:
+        read = exchange.read(value)
+    except (BufferError, RuntimeError, TypeError, ValueError) as exc:
+        raise InputError(f"it does not come by DLPack: {exc}") from exc
+    return None if read is None else DeviceArray(**read[0]._asdict(), stream=read[1], owner=value)
+
+
+def from_host(value: Any) -> np.ndarray:
+    """The numpy array over what another library has in host memory. Raises InputError where numpy has no such dtype."""
+    try:
+        return np.from_dlpack(value)
+    except (BufferError, RuntimeError, TypeError, ValueError) as exc:
+        raise InputError(f"numpy cannot read it by DLPack: {exc}") from exc
+
+
+def take(value: Any, stream: int) -> DeviceArray:
+    """An array on a GPU, ready for what comes next on ``stream``. Raises InputError where it is not given."""
+    if isinstance(value, DeviceArray):
+        return value
+    if not hasattr(value, "__dlpack__"):
+        return _of_interface(value.__cuda_array_interface__, value)
+    try:
+        capsule = value.__dlpack__(stream=stream)
+        return DeviceArray(**dlpack.from_capsule(capsule)._asdict(), owner=capsule)
+    except (BufferError, RuntimeError, TypeError, ValueError) as exc:
+        raise InputError(f"it does not come by DLPack: {exc}") from exc
+
+
+def _of_interface(interface: Any, owner: Any) -> DeviceArray:
+    if not isinstance(interface, Mapping):
+        raise InputError(f"its __cuda_array_interface__ is {interface!r:.80}, expected a dict")
+    address, read_only = _entry(interface, "data", _address)
+    dtype, shape = _entry(interface, "typestr", _dtype), _entry(interface, "shape", _numbers)
+    dense = tuple(stride * dtype.itemsize for stride in dense_strides(shape))
+    nbytes = _entry(interface, "strides", _numbers) if interface.get("strides") else dense
+    if len(nbytes) != len(shape):
+        raise InputError(f"its __cuda_array_interface__ has {len(nbytes)} strides for {len(shape)} axes")
+    if any(stride % dtype.itemsize for stride in nbytes):
+        raise InputError("its strides are no whole numbers of elements")
+    if not address and 0 not in shape:
+        raise InputError("it has no memory")
+    if not dtype.isnative:
+        raise InputError(f"its bytes are in another order: dtype {dtype.str}, expected {dtype.newbyteorder('=').str}")
+    if interface.get("mask") is not None:
+        raise InputError("a plan knows no masks: give what masked values stand for")
+    return DeviceArray(
+        address=address,
+        dtype=dtype.name,
+        shape=shape,
+        strides=tuple(stride // dtype.itemsize for stride in nbytes),
+        device=-1,
+        read_only=read_only,
+        stream=None if interface.get("stream") is None else _entry(interface, "stream", index),
+        owner=owner,
+    )
+
+
+def _entry(interface: Mapping[str, Any], name: str, read: Callable[[Any], _T]) -> _T:
+    """What the interface says by this name. Raises InputError where it says nothing, or nothing that can be read."""
+    if name not in interface:
+        raise InputError(f"its __cuda_array_interface__ has no {name!r}, which version 3 asks for")
+    try:
+        return read(interface[name])
+    except (TypeError, ValueError) as exc:
+        raise InputError(
+            f"its __cuda_array_interface__ has {name!r} {interface[name]!r:.80}, which version 3 knows not"
+        ) from exc
+
+
+def _address(data: Any) -> tuple[int, bool]:
+    address, read_only = data
+    if not 0 <= index(address) < 1 << 64:
+        raise ValueError("no address has so many bits")
+    return index(address), bool(read_only)
+
+
+def _dtype(typestr: Any) -> np.dtype:
+    if not _TYPESTR.fullmatch(typestr):
+        raise ValueError("numpy would read more: lists of fields, types without a size")
+    dtype: np.dtype = np.dtype(typestr)
+    return dtype
+
+
+def _numbers(given: Any) -> tuple[int, ...]:
+    return tuple(map(index, given))
+
+
+class DeviceOutput:
+    """An output in memory of a GPU: `torch.from_dlpack`, `cupy.from_dlpack` or `jax.dlpack.from_dlpack` takes it.
+
+    It is written when it is handed out. `Context.run` has outputs on the host where ``out`` gives it numpy arrays.
+    """
+
+    def __init__(self, array: DeviceArray) -> None:
+        self.shape = array.shape
+        self.dtype = array.dtype
+        self.strides = array.strides
+        self.device = array.device
+        self._array = array
+
+    def __repr__(self) -> str:
+        return f"DeviceOutput({self.dtype} {self.shape}, device {self.device})"
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """DLPack's kind of device, CUDA, and the ordinal."""
+        return dlpack.CUDA, self.device
+
+    def __dlpack__(self, *, stream: int | None = None, **_: Any) -> Any:
+        """A capsule over the memory, which stays as long as the capsule or what consumed it."""
+        del stream  # all is written
+        array = self._array
+        found = dlpack.Found(array.address, array.dtype, array.shape, array.strides, array.device)
+        return dlpack.capsule(found, ITEM_NBYTES[array.dtype], array)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """Version 3 of the interface. AttributeError for bfloat16, which it lacks."""
+        if self.dtype == "bfloat16":
+            raise AttributeError("the CUDA array interface has no bfloat16: use DLPack")
+        itemsize = ITEM_NBYTES[self.dtype]
+        return {
+            "version": 3,
+            "shape": self.shape,
+            "typestr": numpy_dtype(self.dtype).str,
+            "data": (self._array.address, False),
+            "strides": tuple(stride * itemsize for stride in self.strides),
+            "stream": None,
+        }

@@ -1,0 +1,1 @@
+"""What a call is given and what it gives, whatever the target."""

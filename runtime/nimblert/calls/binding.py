@@ -1,0 +1,193 @@
+"""Arrays of the caller that a program reads and writes where they are."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from nimblert.arrays import device_arrays, dlpack
+from nimblert.arrays.device_arrays import DeviceArray
+from nimblert.calls.entries import Signature, Take, checked_array
+from nimblert.errors import InputError
+from nimblert.plan import Program, Region, Tensor
+
+VECTOR_NBYTES = 16
+"""Bytes: what vector loads of kernels may rely on, which were chosen for memory of an allocator."""
+
+Array: TypeAlias = np.ndarray | DeviceArray
+
+
+_Place: TypeAlias = tuple[int, tuple[int, ...], tuple[int, ...]]
+"""Address, shape and strides."""
+
+
+class _Bound(NamedTuple):
+    tensor: Tensor
+    value: Any
+    """As the caller gave it."""
+    array: Array
+    is_there: Callable[[], bool]
+    """Whether the caller's array is where it was, as far as its library tells."""
+
+
+class Bindings:
+    """What is bound of one entry. All of it belongs to one program, ``program``, or None where nothing is bound."""
+
+    def __init__(self, signature: Signature) -> None:
+        self.program: Program | None = None
+        self.changes = 0
+        """How often an array was bound or given back."""
+        self._signature = signature
+        self._bound: dict[str, _Bound] = {}
+
+    def check(self, name: str, value: Any, take: Take) -> tuple[Program, Tensor, Array]:
+        """The program and its tensor for which an array may be bound, and where the array is. Raises InputError."""
+        found = [(p, t) for p in self._signature.programs for t in (*p.inputs, *p.outputs) if t.name == name]
+        if not found:
+            names = [t.name for t in (*self._signature.programs[0].inputs, *self._signature.programs[0].outputs)]
+            raise InputError(f"bind: {name!r} is not one of the plan's inputs and outputs {names}")
+        array = owned(f"bind {name!r}", value, checked_array("bind", found[0][1], value, take))
+        fitting = [(program, tensor) for program, tensor in found if tensor.shape == tuple(array.shape)]
+        if not fitting:
+            shapes = " or ".join(str(tensor.shape) for _, tensor in found)
+            raise InputError(f"bind {name!r}: shape {tuple(array.shape)}, expected {shapes}")
+        program, tensor = next((pair for pair in fitting if pair[0] is self.program), fitting[0])
+        if program is not self.program and (self.program is not None or len(fitting) > 1):
+            raise InputError(
+                f"bind {name!r}: the plan has several programs, and this shape does not tell which of them is meant: "
+                f"bind an array whose shape does first, and None in place of those of another program"
+            )
+        _check_layout(program, tensor, array)
+        for other in self._bound.values():
+            written = Region.OUTPUT in {tensor.pointer.region, other.tensor.pointer.region}
+            if other.tensor.name != name and written and _overlap(tensor, array, other.tensor, _address(other.array)):
+                raise InputError(f"bind {name!r}: shares memory with what {other.tensor.name!r} is bound to")
+        return program, tensor, array
+
+    @staticmethod
+    def check_apart(program: Program, tensor: Tensor, array: Array, own_address: Callable[[Tensor], int]) -> None:
+        """Raise InputError where the array is the program's own memory for another output, which a run writes."""
+        for other in program.outputs:
+            if other.name != tensor.name and _overlap(tensor, array, other, own_address(other)):
+                raise InputError(
+                    f"bind {tensor.name!r}: shares memory with the plan's own for {other.name!r}: bind a copy"
+                )
+
+    def add(self, program: Program, tensor: Tensor, value: Any, array: Array) -> None:
+        """Be bound, after `check`."""
+        self.program = program
+        self.changes += 1
+        self._bound[tensor.name] = _Bound(tensor, value, array, _watch(value, array))
+
+    def drop(self, name: str) -> None:
+        """Be bound no more."""
+        self.changes += 1
+        del self._bound[name]
+        if not self._bound:
+            self.program = None
+
+    def bound(self, name: str) -> tuple[Program, Tensor] | None:
+        """The program and tensor that an array is bound to under this name."""
+        if self.program is None or name not in self._bound:
+            return None
+        return self.program, self._bound[name].tensor
+
+    def complete(self, arrays: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The arrays of a run, with the inputs that are bound.
+
+        Raises InputError where one of them is given, too, or something that is bound is elsewhere by now.
+        """
+        self.check_in_place()
+        if not self._bound or not isinstance(arrays, Mapping):
+            return arrays
+        if twice := [name for name in arrays if name in self._bound]:
+            raise InputError(f"input {twice[0]!r} is bound: write into its array, or bind it to None first")
+        return {**arrays, **self._side(Region.INPUT)}
+
+    def outputs(self) -> dict[str, Any]:
+        """The outputs that are bound, and their arrays as the caller gave them."""
+        return self._side(Region.OUTPUT)
+
+    def _side(self, region: Region) -> dict[str, Any]:
+        return {name: bound.value for name, bound in self._bound.items() if bound.tensor.pointer.region is region}
+
+    def check_program(self, program: Program | None) -> None:
+        """Raise InputError where something is bound of another program."""
+        if self.program is not None and self.program is not program:
+            raise InputError(f"inputs have other sizes than the program for which {list(self._bound)} are bound")
+
+    def check_in_place(self) -> None:
+        """Raise InputError where an array is elsewhere by now."""
+        for name, bound in self._bound.items():
+            try:
+                is_there = bound.is_there()
+            except (BufferError, RuntimeError, TypeError, ValueError) as exc:
+                raise InputError(f"{name!r}: its array cannot be used where it was bound any more: {exc}") from exc
+            if not is_there:
+                raise InputError(f"{name!r}: its array was moved or resized since it was bound: bind it again")
+
+    def check_unchanged(self, changes: int) -> None:
+        """Raise InputError where something was bound or given back since there were so many ``changes``."""
+        if self.changes != changes:
+            raise InputError("an array was bound or given back while this call began: call again")
+
+
+def owned(where: str, value: Any, array: Array) -> Array:
+    """The array over the caller's value. Raises InputError where that is a number, of which numpy makes a copy."""
+    if isinstance(value, np.generic):
+        raise InputError(f"{where}: got {value.dtype}, a number without memory of its own, expected an array")
+    return array
+
+
+def _watch(value: Any, array: Array) -> Callable[[], bool]:
+    """What tells whether the caller's array is where it is now."""
+    if isinstance(array, DeviceArray):
+        exchange = dlpack.exchange(value)
+        return _stays(partial(_place, array)) if exchange is None else exchange.watch(value)
+    if isinstance(value, np.ndarray):
+        return _stays(partial(_place, value))
+    return _stays(lambda: _place(device_arrays.from_host(value)))
+
+
+def _stays(where: Callable[[], _Place]) -> Callable[[], bool]:
+    place = where()
+    return lambda: where() == place
+
+
+def _place(array: Array) -> _Place:
+    return _address(array), tuple(array.shape), tuple(array.strides)
+
+
+def _overlap(tensor: Tensor, array: Array, other: Tensor, other_start: int) -> bool:
+    """Whether the array for one tensor shares memory with that of another, which begins at ``other_start``."""
+    start = _address(array)
+    return start < other_start + other.span_nbytes and other_start < start + tensor.span_nbytes
+
+
+def fills_memory(program: Program, tensor: Tensor) -> bool:
+    """Whether the memory of an input or output that lies in a region of its own holds the tensor and nothing more."""
+    sizes = program.input_nbytes if tensor.pointer.region is Region.INPUT else program.output_nbytes
+    return not tensor.pointer.offset and sizes[tensor.pointer.index] <= tensor.span_nbytes
+
+
+def _check_layout(program: Program, tensor: Tensor, array: Array) -> None:
+    """Raise InputError where kernels cannot use the array in place of the program's own memory."""
+    where = f"bind {tensor.name!r}"
+    if tensor.pointer.region not in {Region.INPUT, Region.OUTPUT}:
+        raise InputError(f"{where}: it lies in {tensor.pointer.region.name}, which other tensors share")
+    if not fills_memory(program, tensor):
+        raise InputError(f"{where}: the plan keeps more in its memory than the tensor")
+    strides = array.strides if isinstance(array, DeviceArray) else tuple(s // array.itemsize for s in array.strides)
+    different = [axis for axis, size in enumerate(tensor.shape) if size > 1 and strides[axis] != tensor.strides[axis]]
+    if different and tensor.span_nbytes:
+        raise InputError(f"{where}: strides {strides} in elements, expected {tensor.strides}")
+    if _address(array) % VECTOR_NBYTES:
+        raise InputError(f"{where}: address {_address(array):#x}, expected a multiple of {VECTOR_NBYTES}")
+    read_only = array.read_only if isinstance(array, DeviceArray) else not array.flags.writeable
+    if read_only and tensor.pointer.region is Region.OUTPUT:
+        raise InputError(f"{where}: the array is read-only")
+
+
+def _address(array: Array) -> int:
+    return array.address if isinstance(array, DeviceArray) else int(array.__array_interface__["data"][0])

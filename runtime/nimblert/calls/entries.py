@@ -1,0 +1,181 @@
+"""The entries of a plan: which programs belong to one, and which of them takes what a caller gives.
+
+The programs of an entry differ in their sizes alone: the shapes of the inputs tell which one is meant.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from nimblert.arrays import device_arrays
+from nimblert.arrays.device_arrays import DeviceArray
+from nimblert.arrays.dtypes import numpy_dtype
+from nimblert.calls.sizes import Served, Sizes
+from nimblert.dimensions import profile_text, shapes_of
+from nimblert.errors import InputError
+from nimblert.plan import ITEM_NBYTES, Program, Tensor
+
+Take: TypeAlias = Callable[[Any, int], DeviceArray]
+"""Reads an array on the GPU of that ordinal."""
+
+_SHOWN = 8
+"""Of what may be many, a sentence lists so many."""
+
+
+class Signature:
+    """What an entry takes. ``programs`` are those of its profiles."""
+
+    def __init__(self, name: str, programs: Sequence[Program]) -> None:
+        self.name = name
+        self.programs = tuple(programs)
+        self._inputs = {tensor.name: tensor for tensor in self.programs[0].inputs}
+        self._by_shapes = {shapes_of(program.inputs): program for program in self.programs}
+
+    def by_name(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Arrays given in the plan's order and by name, all by name. InputError where they are too many."""
+        names = list(self._inputs)
+        if len(args) > len(names):
+            raise InputError(f"inputs: {len(args)} arrays were given, the plan takes {len(names)}: {names}")
+        given = dict(zip(names, args, strict=False))
+        if twice := given.keys() & kwargs.keys():
+            raise InputError(f"input {min(twice)!r} was given by position and by name: give it once")
+        return {**given, **kwargs}
+
+    def check(self, arrays: Mapping[str, Any], take: Take) -> list[np.ndarray | DeviceArray]:
+        """The arrays of a call in the entry's order, given by input name; ``take`` reads those on a GPU.
+
+        Raises InputError for names and types that are not the entry's.
+        """
+        if not isinstance(arrays, Mapping):
+            raise InputError(f"inputs: got {type(arrays).__name__}, expected a dict of arrays by input name")
+        expected = self._inputs
+        if arrays.keys() != expected.keys():
+            raise InputError(_wrong_names(list(expected), list(arrays)))
+        return [checked_array("input", tensor, arrays[name], take) for name, tensor in expected.items()]
+
+    def plain(self, arrays: Mapping[str, Any]) -> list[np.ndarray] | None:
+        """As `check`, but only arrays of numpy that fit the entry's one program; None for all else.
+
+        Where ONNX Runtime takes 200 us, what Python does after that finds nothing in the caches: each line counts.
+        """
+        plain = self._plain
+        if type(arrays) is not dict or len(arrays) != len(plain):
+            return None
+        found = []
+        for name, dtype, shape in plain:
+            array = arrays.get(name)
+            if type(array) is not np.ndarray or array.dtype is not dtype or array.shape != shape:
+                return None
+            found.append(array)
+        return found
+
+    @cached_property
+    def _plain(self) -> tuple[tuple[str | None, np.dtype, tuple[int, ...]], ...]:
+        """Name, dtype and shape of each input; one that no call has where the entry has several programs."""
+        if len(self.programs) > 1 or any(tensor.dtype == "bfloat16" for tensor in self._inputs.values()):
+            return ((None, np.dtype(np.void), ()),)
+        return tuple((t.name, numpy_dtype(t.dtype), t.shape) for t in self._inputs.values())
+
+    def exact(self, arrays: Sequence[np.ndarray | DeviceArray]) -> Program | None:
+        """The program for arrays of these shapes."""
+        return self._by_shapes.get(tuple(array.shape for array in arrays))
+
+    def serve(self, arrays: Sequence[np.ndarray | DeviceArray]) -> Served:
+        """How arrays are served that no program is for. Raises InputError where they are not."""
+        served = self._sizes.serve(tuple(tuple(array.shape) for array in arrays))
+        if served is None:
+            raise InputError(self._no_program(arrays))
+        return served
+
+    def choose(self, arrays: Mapping[str, Any], take: Take) -> tuple[Program, list[np.ndarray | DeviceArray]]:
+        """The program that takes these arrays in one run, and they in its order; see `check`.
+
+        Raises InputError for shapes that the entry has no program for.
+        """
+        checked = self.check(arrays, take)
+        program = self.exact(checked)
+        if program is None:
+            parts = self.serve(checked).parts
+            if len(parts) > 1:
+                raise InputError(f"{self._no_program(checked)}; a call would be {len(parts)} runs of them")
+            program = parts[0].program
+        return program, checked
+
+    @cached_property
+    def _sizes(self) -> Sizes:
+        return Sizes(self.programs)
+
+    def _no_program(self, arrays: Sequence[np.ndarray | DeviceArray]) -> str:
+        """Why the shapes of ``arrays`` choose no program."""
+        if len(self.programs) == 1:
+            given = zip(self._inputs.values(), arrays, strict=True)
+            tensor, array = next((t, a) for t, a in given if t.shape != a.shape)
+            return f"input {tensor.name!r}: shape {array.shape}, expected {tensor.shape}"
+        found = ", ".join(f"{name!r}: {array.shape}" for name, array in zip(self._inputs, arrays, strict=True))
+        return f"inputs of the shapes {found}: {self.name!r} has programs for {self._listed()}"
+
+    def _listed(self) -> str:
+        """The profiles of the entry, as the end of a sentence."""
+        texts = [_described(program) for program in self.programs[:_SHOWN]]
+        more = len(self.programs) - len(texts)
+        return "; ".join(texts) + (f"; and {more} more" if more else "")
+
+
+def _described(program: Program) -> str:
+    shapes = ", ".join(f"{tensor.name!r}: {tensor.shape}" for tensor in program.inputs)
+    return f"{profile_text(program.profile)} ({shapes})" if program.profile else shapes
+
+
+def _wrong_names(expected: list[str], given: list[str]) -> str:
+    if unknown := [name for name in given if name not in expected]:
+        return f"input {unknown[0]!r} is not one of the plan's inputs {expected}"
+    missing = next(name for name in expected if name not in given)
+    return f"input {missing!r} is missing: the plan takes {expected}"
+
+
+def checked_array(side: str, tensor: Tensor, value: Any, take: Take) -> np.ndarray | DeviceArray:
+    """What the caller gives for a tensor, of its dtype; InputError where it is no such array.
+
+    ``take`` reads what is on a GPU, given its ordinal or -1 where that is not known.
+    """
+    array: np.ndarray | DeviceArray
+    if type(value) is np.ndarray:
+        array = value
+    elif isinstance(value, np.ma.MaskedArray):
+        raise InputError(
+            f"{side} {tensor.name!r}: a plan knows no masks: give what masked values stand for, .filled(0)"
+        )
+    elif isinstance(value, np.ndarray | np.generic):
+        array = np.asarray(value)
+    else:
+        array = _taken(f"{side} {tensor.name!r}", tensor, value, take)
+    expected = tensor.dtype if isinstance(array, DeviceArray) else numpy_dtype(tensor.dtype)
+    if array.dtype != expected:
+        raise InputError(
+            f"{side} {tensor.name!r}: dtype {array.dtype}, expected {tensor.dtype}: use .astype({tensor.dtype!r})"
+        )
+    nbytes = ITEM_NBYTES[tensor.dtype]
+    if isinstance(array, DeviceArray) and array.address % nbytes:  # a kernel that reads there ends the use of CUDA
+        raise InputError(
+            f"{side} {tensor.name!r}: address {array.address:#x}, expected a multiple of {nbytes}, the bytes of an "
+            "element: give a copy"
+        )
+    return array
+
+
+def _taken(where: str, tensor: Tensor, value: Any, take: Take) -> np.ndarray | DeviceArray:
+    if device_arrays.is_negated(value):
+        raise InputError(f"{where}: its numbers are negated when they are read: give what .resolve_neg() returns")
+    try:
+        found = device_arrays.at_once(value)
+        place = device_arrays.place(value if found is None else found)
+        if place is not None:
+            kind, ordinal = place
+            return take(found or value, ordinal) if kind == "cuda" else device_arrays.from_host(value)
+    except InputError as exc:
+        raise InputError(f"{where}: {exc}") from exc
+    raise InputError(
+        f"{where}: got {type(value).__name__}, expected a numpy array: use numpy.asarray(value, {tensor.dtype!r})"
+    )

@@ -1,0 +1,154 @@
+"""State: the named tensors that a context keeps from run to run."""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from nimblert.arrays.dtypes import numpy_dtype
+from nimblert.arrays.layouts import dense_strides
+from nimblert.calls.entries import checked_array
+from nimblert.calls.refitting import read_file
+from nimblert.errors import InputError
+from nimblert.files.replacing import replacing
+from nimblert.plan import Plan, Pointer, Region, Tensor, Weight
+
+if TYPE_CHECKING:
+    from nimblert.arrays.device_arrays import DeviceArray, DeviceOutput
+
+
+class Kept(Protocol):
+    """The STATE region of one context."""
+
+    def read(self, offset: int, nbytes: int) -> np.ndarray:
+        """A copy of ``nbytes`` bytes, as uint8."""
+
+    def copy(self, tensor: Tensor) -> "DeviceOutput":
+        """A copy of a tensor in device memory. Raises InputError where that is not where it lies."""
+
+    def write(self, tensor: Tensor, array: Any) -> None:
+        """Copy an array of the tensor's dtype and shape to where the tensor lies."""
+
+    def reset(self) -> None:
+        """Give every tensor what it was when the plan was made."""
+
+
+class Working(Protocol):
+    """What a context works in."""
+
+    @property
+    def kept(self) -> Kept:
+        """Its state, which nothing uses now."""
+
+    def take(self, value: Any, ordinal: int) -> "DeviceArray":
+        """An array on the GPU of that ordinal, to be written next. Raises InputError where it cannot be."""
+
+
+class Owner(Protocol):
+    """The context whose state it is."""
+
+    plan: Plan
+
+    def between_runs(self) -> AbstractContextManager[Working]:
+        """What it works in, which no run uses in the block. Raises InputError where it is closed or runs."""
+
+
+class State(Mapping[str, np.ndarray]):
+    """The state of a context by name, as numpy arrays: reading copies, assignment writes.
+
+    >>> cache = exe.state["cache"]
+    >>> exe.state["cache"] = np.zeros_like(cache)
+
+    An assigned array has the tensor's dtype and shape; whatever an input may be, it may be, too: an array of
+    another library by DLPack, and on the CUDA target one on the GPU. All raises InputError: for a name that
+    is none, another dtype or shape, a context that is closed, and one that another thread runs where a call
+    of it would be refused.
+    """
+
+    def __init__(self, context: Owner) -> None:
+        self._context = context
+        self._tensors = {weight.name: _tensor(weight) for weight in context.plan.state if weight.name}
+
+    def __repr__(self) -> str:
+        listed = ", ".join(f"{t.name!r}: {t.dtype} {t.shape}" for t in self._tensors.values())
+        return f"State({listed})"
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        tensor = self._tensor(name)
+        with self._context.between_runs() as working:
+            return _content(working, tensor)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.update({name: value})
+
+    def update(self, values: Mapping[str, Any]) -> None:
+        """Write several tensors; none is written where one of them does not fit."""
+        if not isinstance(values, Mapping):
+            raise InputError(f"state: got {type(values).__name__}, expected a dict of arrays by name")
+        with self._context.between_runs() as working:
+            checked = [self._checked(name, value, working) for name, value in values.items()]
+            for tensor, array in checked:
+                working.kept.write(tensor, array)
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write all of it to a safetensors file. Raises InputError without that package, NimbleError for the file."""
+        try:
+            from safetensors import numpy as files
+        except ImportError as exc:
+            raise InputError(
+                "a safetensors file needs a package to write it: pip install 'nimblert[safetensors]'"
+            ) from exc
+        with self._context.between_runs() as working:
+            content = files.save({name: _content(working, tensor) for name, tensor in self._tensors.items()})
+        with replacing(Path(path)) as file:
+            file.write(content)
+
+    def load(self, path: str | PathLike[str]) -> None:
+        """Take all of it from a file that `save` wrote, of a plan with the same state. Raises InputError."""
+        found = read_file(path)
+        if missing := [name for name in self._tensors if name not in found]:
+            raise InputError(f"{os.fspath(path)}: lacks the state {missing[0]!r}")
+        self.update(found)
+
+    def on_device(self, name: str) -> "DeviceOutput":
+        """A copy on the plan's GPU, which others take by DLPack or the CUDA array interface. Raises InputError."""
+        tensor = self._tensor(name)
+        with self._context.between_runs() as working:
+            return working.kept.copy(tensor)
+
+    def _checked(self, name: str, value: Any, working: Working) -> "tuple[Tensor, np.ndarray | DeviceArray]":
+        tensor = self._tensor(name)
+        array = checked_array("state", tensor, value, working.take)
+        if tuple(array.shape) != tensor.shape:
+            raise InputError(f"state {name!r}: shape {tuple(array.shape)}, expected {tensor.shape}")
+        return tensor, array
+
+    def _tensor(self, name: str) -> Tensor:
+        if name not in self._tensors:
+            known = list(self._tensors)
+            raise InputError(f"state {name!r}: not found, the plan has {known or 'none'}")
+        return self._tensors[name]
+
+
+def _content(working: Working, tensor: Tensor) -> np.ndarray:
+    content = working.kept.read(tensor.pointer.offset, tensor.span_nbytes)
+    return content.view(numpy_dtype(tensor.dtype)).reshape(tensor.shape)
+
+
+def _tensor(weight: Weight) -> Tensor:
+    shape, strides = weight.shape, dense_strides(weight.shape)
+    pointer = Pointer(region=Region.STATE, offset=weight.offset)
+    return Tensor(name=weight.name, dtype=weight.dtype, shape=shape, strides=strides, pointer=pointer)

@@ -1,0 +1,1 @@
+"""The CPU target: programs run by ONNX Runtime."""

@@ -1,0 +1,386 @@
+"""The CPU backend: every launch is a small ONNX model that ONNX Runtime runs on memory of the plan.
+
+One session for launches that follow each other on a stream (`nimblert.cpu.onnx_join`), one IO binding for
+each, made once at load; a run only walks over them. Streams are threads that run side by side, events
+are locks (see `streams`).
+
+What is trusted: `verify` has bounded the plan, this file bounds every address that it hands over
+and compares the dtypes of parameters with the model's. The models themselves are parsed by ONNX
+Runtime, which finds no file (see `sessions`) and knows no operators but its own.
+"""
+
+import re
+import threading
+import time
+import weakref
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from copy import copy
+from dataclasses import replace
+from functools import cached_property, partial
+
+import numpy as np
+
+from nimblert.arrays import padding
+from nimblert.arrays.dtypes import numpy_dtype
+from nimblert.arrays.layouts import in_memory_order
+from nimblert.calls.refitting import Refit
+from nimblert.calls.turn import Turn
+from nimblert.cpu.direct import Direct, at_work, no_memory
+from nimblert.cpu.host_memory import HostMemory, HostWeights, HostWorking
+from nimblert.cpu.onnx_session import LABEL, SessionCache, run_options, runtime_errors
+from nimblert.cpu.onnx_threads import Pool, Threads
+from nimblert.cpu.streams import Bound, Patient, Step, Streams, interruptible, pass_gate, unlock
+from nimblert.errors import PlanInvalidError
+from nimblert.ordering.pieces import writes
+from nimblert.plan import Command, Launch, Memcpy, Memset, Plan, Pointer, Program, Record, Region, Tensor, Wait, Work
+
+_NAMED = re.compile(rf"Name:'{LABEL}(\d{{1,9}})'")
+"""How a failure names a node of several, by the index of its command."""
+
+
+class CpuResident:
+    """What all contexts of a CPU plan share: the weights, and the sessions over them."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        weights: HostWeights | None = None,
+        sessions: SessionCache | None = None,
+        *,
+        threads: Threads | None = None,
+    ) -> None:
+        self._plan = plan
+        self.weights = weights or HostWeights(plan)
+        self.sessions = sessions or SessionCache(plan, self.weights, threads)
+
+    def working(self, arena: np.ndarray | None = None, *, poison: bool = False) -> HostWorking:
+        """Arena and state for one context."""
+        return HostWorking(self._plan, arena, poison=poison)
+
+    def backend(self, program: Program, working: HostWorking, *, poison: bool = False) -> "CpuBackend":
+        """A program in the memory of a context."""
+        return CpuBackend(self._plan, program, poison=poison, resident=self, working=working)
+
+    def refit(
+        self, refits: Sequence[Refit], backends: Sequence["CpuBackend"], ready: Callable[[], None]
+    ) -> list["CpuBackend"]:
+        """Replace weights: what takes the place of each backend. Where it raises, nothing has changed.
+
+        Sessions over the new weights are opened anew: ONNX Runtime keeps packed copies of some, and may have
+        computed with others when it opened one.
+        """
+        weights = self.remade(refits)
+        renewed = CpuResident(self._plan, weights, self.sessions.over(weights))
+        made: list[CpuBackend] = []
+        try:
+            made.extend(backend.renewed(renewed) for backend in backends)
+            ready()
+        except BaseException:
+            for backend in made:
+                backend.close()
+            raise
+        self.weights, self.sessions = renewed.weights, renewed.sessions
+        return made
+
+    def remade(self, refits: Sequence[Refit]) -> HostWeights:
+        """The weights as ``refits`` leave them. Raises InputError where an op fails."""
+        with self.weights.rewritten(_replaced(refits)) as weights:
+            scratch = CpuResident(replace(self._plan, state=(), state_nbytes=0), weights)
+            with scratch.sessions:
+                for refit in refits:
+                    scratch._make(refit)
+        return weights
+
+    def _make(self, refit: Refit) -> None:
+        """Write the weights that a refit replaces, all of which can be written here."""
+        program = refit.program
+        alone = HostWorking(replace(self._plan, programs=(program,)))
+        backend = CpuBackend(self._plan, program, resident=self, working=alone)
+        try:
+            for view, array in zip(backend.inputs, refit.arrays, strict=True):
+                if isinstance(array, np.ndarray):
+                    np.copyto(view, array)
+            backend.run()
+        finally:
+            backend.close()
+
+    def close(self) -> None:
+        """Sessions and weights go with the last who has them."""
+
+
+class CpuBackend:
+    """A program in host memory. ``inputs`` and ``outputs`` are strided views of it, in program order.
+
+    ``poison`` fills the arena and the outputs with 0xFF bytes first. Programs of one ``working`` memory
+    run one at a time.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        program: Program,
+        *,
+        poison: bool = False,
+        resident: CpuResident | None = None,
+        working: HostWorking | None = None,
+    ) -> None:
+        resident = resident or CpuResident(plan)
+        self._program = program
+        self._plan = plan
+        self._sessions = resident.sessions
+        self._bound: set[str] = set()
+        _check_events(program)
+        self._own = HostMemory(plan, program, poison=poison, weights=resident.weights, working=working)
+        self._build(self._own)
+
+    def _build(self, memory: HostMemory) -> None:
+        """Bind the launches to ``memory``."""
+        self._gates = [threading.Lock() for _ in range(self._program.event_count)]
+        self._options = run_options()
+        self.memory = memory
+        self.inputs: tuple[np.ndarray, ...] = tuple(map(memory.tensor, self._program.inputs))
+        self.outputs: tuple[np.ndarray, ...] = tuple(map(memory.tensor, self._program.outputs))
+        with self._sessions:
+            self._crowd = self._sessions.crowd(self._program)
+            streams = [self._bind_streams((stream,)) for stream in range(self._program.stream_count)]
+        self._issued = [steps for steps in streams if steps] or [[]]
+        failures = (*runtime_errors(), MemoryError)
+        self._streams = Streams(self._issued, self._gates, self._options, failures, partial(_origin, self._program))
+        # The threads know the streams, not this object: they end when nobody has it any more.
+        self._dropped = weakref.finalize(self, self._streams.end)
+        self._dropped.atexit = False  # a daemon thread may run on to the very end
+
+    def renewed(self, resident: CpuResident) -> "CpuBackend":
+        """The program in the same memory, over the weights and sessions of another resident."""
+        made = copy(self)
+        made._forget()  # noqa: SLF001 - of its own class
+        made._sessions, made._own = resident.sessions, self._own.over(resident.weights)  # noqa: SLF001
+        made._build(self.memory.over(resident.weights))  # noqa: SLF001
+        return made
+
+    def bind(self, tensor: Tensor, array: np.ndarray | None) -> None:
+        """Have launches read or write an array of the caller in place of an input or output; None: ours again."""
+        pointer = tensor.pointer
+        place = pointer.region, pointer.index
+        given = self._own.regions[place] if array is None else in_memory_order(array).view(np.uint8)
+        memory = self.memory.rebased(place, given)
+        self._end()
+        self._build(memory)
+        self._bound = self._bound - {tensor.name} if array is None else self._bound | {tensor.name}
+
+    def own_address(self, tensor: Tensor) -> int:
+        """Where the program's own memory of an input or output begins."""
+        return int(self._own.tensor(tensor).ctypes.data)
+
+    def place(self, arrays: Sequence[np.ndarray]) -> None:
+        """Have ``inputs`` hold these arrays, each of its input's shape or a smaller one."""
+        for index, (view, array) in enumerate(zip(self.inputs, arrays, strict=True)):
+            if self._bound and self._program.inputs[index].name in self._bound:
+                continue
+            if array.shape == view.shape:
+                view[...] = array
+            else:
+                padding.place(view, array, padding.filling(self._program.inputs[index]))
+
+    def call(
+        self,
+        arrays: Sequence[np.ndarray],
+        out: Mapping[str, np.ndarray],
+        *,
+        reuse_outputs: bool,
+        shapes: Sequence[tuple[int, ...]] | None = None,
+        stream: int | None = None,
+    ) -> dict[str, np.ndarray]:
+        """Run on these inputs: the outputs by name but for those in ``out`` and the bound ones.
+
+        Those of smaller ``shapes`` are cut to them. Raises InputError where an op fails.
+        """
+        del stream  # a plan for the CPU takes none
+        self.place(arrays)
+        self.run()
+        views = self.outputs
+        if shapes is not None:
+            views = tuple(view[tuple(map(slice, shape))] for view, shape in zip(views, shapes, strict=True))
+        results = {}
+        for tensor, view in zip(self._program.outputs, views, strict=True):
+            if tensor.name in out:
+                np.copyto(out[tensor.name], view)
+            elif tensor.name not in self._bound:
+                try:
+                    results[tensor.name] = view if reuse_outputs else view.copy()
+                except MemoryError as exc:
+                    raise no_memory(exc) from exc
+        return results
+
+    def direct(self, turn: Turn) -> Direct | None:
+        """Calls in one piece, in the turn of a context; None where a run is more than one short step."""
+        step = _only(self._issued[0]) if len(self._issued) == 1 else None
+        alone = _only(self.__dict__.get("_alone", []))  # bound by now if it was needed
+        if self._bound or (step is None and alone is None):
+            return None
+        return Direct(turn, self._program, self._streams, self.inputs, self.outputs, (step, alone), self._crowd)
+
+    def empty(self, tensor: Tensor, *, on_device: bool) -> np.ndarray:
+        """A new array for an output."""
+        del on_device  # all is of the host
+        return np.empty(tensor.shape, numpy_dtype(tensor.dtype))
+
+    def run(self) -> None:
+        """Compute the outputs of what stands in ``inputs``. Raises InputError where an op fails."""
+        try:
+            at_work.add(self)
+            crowded = self._crowd is not None and at_work.are_crowd(self._crowd)
+            self._streams.run(self._alone if crowded else None)
+        finally:
+            at_work.discard(self)
+
+    def replay(self) -> None:
+        """Compute again on the same inputs; in host memory nothing needs moving."""
+        self.run()
+
+    def launch(self, stream: int | None = None) -> None:
+        """As `replay`: it is done when this returns."""
+        del stream
+        self.run()
+
+    def synchronize(self) -> None:
+        """Nothing is on its way."""
+
+    def steps(self) -> Generator[Work, None, None]:
+        """Compute in issue order on the calling thread: each launch, copy or fill when it is done.
+
+        Raises InputError as `run` does.
+        """
+        for command, step in self._singly:
+            self._streams.run([(command, step)])
+            yield command
+
+    def read(self, pointer: Pointer, nbytes: int) -> np.ndarray:
+        """A copy of ``nbytes`` bytes of the program's memory, as uint8."""
+        return self.memory.range(pointer, nbytes).copy()
+
+    def profile(self) -> list[int]:
+        """Compute as `steps` does: nanoseconds of each launch, copy or fill."""
+        durations: list[int] = []
+        self._streams.run([(command, partial(_time, step, durations)) for command, step in self._singly])
+        return durations
+
+    def close(self) -> None:
+        """End the threads and drop sessions and memory."""
+        self._end()
+        self.inputs = self.outputs = ()
+        del self._streams, self.memory, self._own
+
+    def _end(self) -> None:
+        """End the threads, and let nothing be bound."""
+        self._streams.close()
+        self._dropped.detach()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Bind anew what is bound when it is first needed."""
+        for steps in ("_singly", "_alone"):
+            self.__dict__.pop(steps, None)
+
+    @cached_property
+    def _singly(self) -> list[tuple[Work, Step]]:
+        """The step of each launch, copy or fill by itself, in issue order: to measure and to look at."""
+        with self._sessions:
+            return [
+                (command, self._step(command, index))
+                for index, command in enumerate(self._program.commands)
+                if not isinstance(command, Record | Wait)
+            ]
+
+    @cached_property
+    def _alone(self) -> list[Bound]:
+        """All steps in issue order on the calling thread alone, for when other runs have the other cores."""
+        with self._sessions:
+            return self._bind_streams(range(self._program.stream_count), alone=True)
+
+    def _bind_streams(self, streams: Sequence[int], *, alone: bool = False) -> list[Bound]:
+        """The steps of streams in issue order; launches that one session runs are one of them.
+
+        A session may compute them before others that were issued earlier: none of those is on its stream.
+        """
+        stretches = self._sessions.stretches(self._program)
+        steps: list[Bound] = []
+        for index, command in enumerate(self._program.commands):
+            if command.stream not in streams:
+                continue
+            if index in stretches:
+                stretch = replace(stretches[index], pool=Pool()) if alone else stretches[index]
+                bound = self._sessions.bind_stretch(self._program, stretch, self.memory, self._options)
+                loops = isinstance(command, Launch) and _may_loop(self._plan, command)
+                steps.append((command, Patient(bound, self._options, steps, loops=loops)))
+            elif not isinstance(command, Launch):
+                steps.append((command, self._step(command, index)))
+        return steps
+
+    def _step(self, command: Command, index: int) -> Step:
+        match command:
+            case Launch():
+                bound = self._sessions.bind(command, self.memory, self._options, f"commands[{index}]")
+                if _may_loop(self._plan, command):
+                    return partial(interruptible, bound, self._options)
+                return bound
+            case Memcpy():
+                target = self.memory.range(command.dst, command.nbytes, written=True)
+                return partial(np.copyto, target, self.memory.range(command.src, command.nbytes))
+            case Memset():
+                nbytes = command.count * command.element_nbytes
+                elements = self.memory.range(command.dst, nbytes, written=True).view(f"u{command.element_nbytes}")
+                return partial(elements.fill, command.value)
+            case Record():
+                return partial(unlock, self._gates[command.event])
+            case Wait():
+                return partial(pass_gate, self._gates[command.event])
+
+
+def _replaced(refits: Iterable[Refit]) -> set[int]:
+    """The offsets of the weights that are given or made."""
+    given = {
+        tensor.pointer.offset
+        for refit in refits
+        for tensor, array in zip(refit.program.inputs, refit.arrays, strict=True)
+        if tensor.pointer.region is Region.WEIGHTS and array is not None and tensor.span_nbytes
+    }
+    accesses = (a for r in refits for c in r.program.commands if not isinstance(c, Record | Wait) for a in writes(c))
+    return given | {a.pointer.offset for a in accesses if a.pointer.region is Region.WEIGHTS and a.nbytes}
+
+
+def _only(steps: Sequence[Bound]) -> Bound | None:
+    """The one step that there is, if it is a short one."""
+    return steps[0] if len(steps) == 1 and not isinstance(steps[0][1], Patient) else None
+
+
+def _check_events(program: Program) -> None:
+    recorded: set[int] = set()
+    for index, command in enumerate(program.commands):
+        if isinstance(command, Record):
+            recorded.add(command.event)
+        elif isinstance(command, Wait) and command.event not in recorded:
+            raise PlanInvalidError([f"commands[{index}]: waits for event {command.event} before its record"])
+
+
+def _may_loop(plan: Plan, launch: Launch) -> bool:
+    """Whether the launch's model holds a Loop, which data may keep from ending, at any depth."""
+    return b"Loop" in bytes(plan.modules[plan.kernels[launch.kernel].module].code)
+
+
+def _origin(program: Program, command: Command, failure: Exception) -> str:
+    """The op that failed; of several in one model the one that ONNX Runtime names."""
+    if isinstance(command, Record | Wait):
+        return f"event {command.event}"
+    named = _NAMED.search(str(failure))
+    if named and isinstance(found := program.commands[int(named[1])], Launch):
+        command = found
+    op = program.ops[command.op]
+    return f"op {op.name} ({op.source})"
+
+
+def _time(step: Step, durations: list[int]) -> None:
+    """Run a step and append its nanoseconds."""
+    begin = time.perf_counter_ns()
+    step()
+    durations.append(time.perf_counter_ns() - begin)

@@ -1,0 +1,105 @@
+"""The usual call of a CPU plan in one piece: arrays of numpy in, one step, new arrays out.
+
+After a run of ONNX Runtime, Python finds the caches cold: each function on the way takes 2 to 5 us.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from nimblert.calls.turn import Turn
+from nimblert.errors import InputError
+from nimblert.plan import Program
+
+if TYPE_CHECKING:
+    from nimblert.cpu.streams import Bound, Streams
+
+_CALM = 16
+"""Runs that begin without a crowd, one after the other, until a run divides its work again: threads that it
+wakes look for more work for up to 60 ms after it."""
+
+
+class AtWork(set[object]):
+    """Who computes on the CPU at this moment, of all plans of this process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calm = _CALM
+
+    def are_crowd(self, size: int) -> bool:
+        """Whether so many are at work, or were a short while ago, asked by each when it begins."""
+        self._calm = 0 if len(self) >= size else self._calm + 1
+        return self._calm <= _CALM
+
+
+at_work = AtWork()
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=at_work.clear)
+
+
+class Direct:
+    """Calls of a program that is one step, as long as the context has nothing else to look at.
+
+    ``steps`` are that one, and the same on the calling thread alone, for when a ``crowd`` of so many is at work;
+    None where that takes another way.
+    """
+
+    def __init__(
+        self,
+        turn: Turn,
+        program: Program,
+        streams: "Streams",
+        inputs: Sequence[np.ndarray],
+        outputs: Sequence[np.ndarray],
+        steps: tuple["Bound | None", "Bound | None"],
+        crowd: int | None,
+    ) -> None:
+        self._turn, self._state, self._program, self._streams = turn, turn.state, program, streams
+        self._inputs = [(t.name, v.dtype, v.shape, v) for t, v in zip(program.inputs, inputs, strict=True)]
+        self._outputs = [(t.name, v.copy) for t, v in zip(program.outputs, outputs, strict=True)]
+        self._step, self._alone = steps
+        self._crowd = crowd
+
+    def __call__(self, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray] | None:
+        """The outputs by name; None, and nothing was done, where this is no such call. InputError where an op fails."""
+        turn = self._turn
+        if type(arrays) is not dict or len(arrays) != len(self._inputs) or turn.lock.locked():
+            return None
+        given = []
+        for name, dtype, shape, view in self._inputs:
+            array = arrays.get(name)
+            if type(array) is not np.ndarray or array.dtype is not dtype or array.shape != shape:
+                return None
+            given.append((view, array))
+        with turn.lock:
+            if turn.state is not self._state or turn.process != os.getpid() or self._streams.dirty:
+                return None
+            try:
+                at_work.add(self)
+                bound = self._alone if self._crowd and at_work.are_crowd(self._crowd) else self._step
+                if bound is None:
+                    return None
+                command, step = bound
+                turn.program, turn.parts = self._program, 1
+                for view, array in given:
+                    view[...] = array
+                step()
+            except self._streams.failures as exc:
+                raise self._streams.refusal(command, exc) from exc
+            finally:
+                at_work.discard(self)
+            results = {}
+            try:
+                for name, copy in self._outputs:  # a comprehension is a function
+                    results[name] = copy()
+            except MemoryError as exc:
+                raise no_memory(exc) from exc
+            return results
+
+
+def no_memory(exc: MemoryError) -> InputError:
+    """What to raise where an output cannot be copied."""
+    return InputError(f"outputs: a new array needs more memory than there is: {exc}: give one as out=")

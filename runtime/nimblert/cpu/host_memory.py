@@ -1,0 +1,202 @@
+"""Host memory of a program: one aligned allocation for each region, weights where the file lies."""
+
+import mmap
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from copy import copy
+from math import prod
+from typing import NoReturn
+
+import numpy as np
+
+from nimblert.arrays.dtypes import numpy_dtype
+from nimblert.errors import DeviceMismatchError, InputError, PlanInvalidError
+from nimblert.files.container import Mapped
+from nimblert.plan import ITEM_NBYTES, Plan, Pointer, Program, Region, Tensor, Weight
+
+ALIGNMENT = 256
+"""Bytes; a plan aligns its tensors no further."""
+
+_READ_ALIGNMENT = 64
+"""What vector instructions want: weights of a mapped file are used in place where it holds."""
+
+
+class HostWeights:
+    """The weights of a plan, which no run writes: used where the file lies."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._offsets = [weight.offset for weight in plan.weights]
+        self._weights = [_in_place(weight) for weight in plan.weights]
+        self._mapped = {weight.data.obj for weight in plan.weights if isinstance(weight.data.obj, Mapped)}
+
+    @contextmanager
+    def rewritten(self, offsets: Iterable[int]) -> Iterator["HostWeights"]:
+        """These weights, with new memory for those at ``offsets``, which can be written until the block ends."""
+        made = copy(self)
+        made._weights = list(self._weights)  # noqa: SLF001 - of its own class
+        rewritten = [bisect_right(self._offsets, offset) - 1 for offset in offsets]
+        for index in rewritten:
+            made._weights[index] = allocate(self._weights[index].nbytes)  # noqa: SLF001
+        yield made
+        for index in rewritten:
+            made._weights[index].flags.writeable = False  # noqa: SLF001
+
+    def let_go(self) -> None:
+        """Give back the pages of the file that were read: those that runs read come again, from the system's cache."""
+        for mapped in self._mapped:
+            mapped.madvise(mmap.MADV_DONTNEED)
+
+    def same(self, other: "HostWeights", offset: int) -> bool:
+        """Whether both have one memory for the byte at ``offset``."""
+        return self.find(offset)[0] is other.find(offset)[0]
+
+    def find(self, offset: int) -> tuple[np.ndarray, int]:
+        """The weight that holds byte ``offset`` of the region, and where in it that is. Raises PlanInvalidError."""
+        index = bisect_right(self._offsets, offset) - 1
+        if index < 0:
+            raise PlanInvalidError([f"weights: no weight holds byte {offset}"])
+        return self._weights[index], offset - self._offsets[index]
+
+
+class HostState:
+    """The STATE region of a plan in host memory."""
+
+    def __init__(self, plan: Plan, memory: np.ndarray) -> None:
+        self._plan = plan
+        self._memory = memory
+
+    def reset(self) -> None:
+        """Give every tensor what it was when the plan was made."""
+        for part in self._plan.state:
+            self._memory[part.offset : part.offset + part.data.nbytes] = np.frombuffer(part.data, np.uint8)
+
+    def read(self, offset: int, nbytes: int) -> np.ndarray:
+        """A copy of ``nbytes`` bytes, as uint8."""
+        return self._memory[offset : offset + nbytes].copy()
+
+    def copy(self, tensor: Tensor) -> NoReturn:
+        """Raise InputError: it is in no GPU's memory."""
+        raise InputError(f"state {tensor.name!r} is on the host, where the plan runs: read it as an array")
+
+    def write(self, tensor: Tensor, array: np.ndarray) -> None:
+        """Copy an array of the tensor's dtype and shape to where it lies."""
+        start = tensor.pointer.offset
+        memory = self._memory[start : start + tensor.span_nbytes].view(numpy_dtype(tensor.dtype))
+        np.copyto(memory.reshape(tensor.shape), array)
+
+
+class HostWorking:
+    """What the programs of a context share: the arena, which may be the caller's, and the state."""
+
+    def __init__(self, plan: Plan, arena: np.ndarray | None = None, *, poison: bool = False) -> None:
+        self.arena = allocate(plan.arena_nbytes, poison=poison) if arena is None else arena[: plan.arena_nbytes]
+        self.state = allocate(plan.state_nbytes)
+        self.kept = HostState(plan, self.state)
+        self.kept.reset()
+
+    def take(self, value: object, ordinal: int) -> NoReturn:
+        """Raise InputError: what is on a GPU is not taken."""
+        del value
+        where = "a GPU" if ordinal < 0 else f"GPU {ordinal}"
+        raise InputError(f"is on {where}, the plan runs on the CPU: give a copy on the host, .cpu() or .get()")
+
+    def stream_handle(self, stream: object) -> None:
+        """Raise InputError unless it is None: there are no streams to choose from."""
+        if stream is not None:
+            raise InputError("stream: a plan for the CPU takes none: leave it out")
+
+    def close(self) -> None:
+        """The memory goes with the last who has it."""
+
+
+class HostMemory:
+    """The regions of a program as byte arrays. Every range handed out is within its region.
+
+    ``weights`` and ``working`` are those of other programs of the plan, or made here.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        program: Program,
+        *,
+        poison: bool = False,
+        weights: HostWeights | None = None,
+        working: HostWorking | None = None,
+    ) -> None:
+        working = working or HostWorking(plan, poison=poison)
+        regions = {(Region.ARENA, 0): working.arena, (Region.STATE, 0): working.state}
+        regions |= {(Region.INPUT, i): allocate(n) for i, n in enumerate(program.input_nbytes)}
+        regions |= {(Region.OUTPUT, i): allocate(n, poison=poison) for i, n in enumerate(program.output_nbytes)}
+        self.regions = regions
+        self._nothing = allocate(0)
+        self._weights = weights or HostWeights(plan)
+
+    def over(self, weights: HostWeights) -> "HostMemory":
+        """The same memory with other weights."""
+        made = copy(self)
+        made._weights = weights  # noqa: SLF001 - of its own class
+        return made
+
+    def range(self, pointer: Pointer, nbytes: int, *, written: bool = False) -> np.ndarray:
+        """``nbytes`` bytes from ``pointer`` as uint8. Raises PlanInvalidError where they are not there."""
+        place = f"{pointer.region.name.lower()}({pointer.index})"
+        if written and pointer.region is Region.INPUT:
+            raise PlanInvalidError([f"{place}: is written, it may only be read"])
+        if nbytes == 0:
+            return self._nothing
+        base, start = self._region(pointer)
+        if written and not base.flags.writeable:
+            raise PlanInvalidError([f"{place}: is written, it may only be read"])
+        if start < 0 or start + nbytes > base.nbytes:
+            raise PlanInvalidError([f"{place}: bytes {pointer.offset} to {pointer.offset + nbytes} are outside it"])
+        return base[start : start + nbytes]
+
+    def rebased(self, place: tuple[Region, int], memory: np.ndarray) -> "HostMemory":
+        """This memory, but one region at other bytes."""
+        moved = copy(self)
+        moved.regions = {**self.regions, place: memory}
+        return moved
+
+    def array(self, pointer: Pointer, dtype: str, shape: tuple[int, ...], *, written: bool = False) -> np.ndarray:
+        """A tensor in C order that starts at ``pointer``."""
+        nbytes = prod(shape) * ITEM_NBYTES[dtype]
+        return self.range(pointer, nbytes, written=written).view(numpy_dtype(dtype)).reshape(shape)
+
+    def tensor(self, tensor: Tensor) -> np.ndarray:
+        """The strided view that a program's input or output is."""
+        dtype = numpy_dtype(tensor.dtype)
+        strides = tuple(stride * dtype.itemsize for stride in tensor.strides)
+        memory = self.range(tensor.pointer, tensor.span_nbytes)
+        return np.ndarray(tensor.shape, dtype, buffer=memory, strides=strides)
+
+    def _region(self, pointer: Pointer) -> tuple[np.ndarray, int]:
+        """The array that ``pointer`` lies in, and where."""
+        if pointer.region is not Region.WEIGHTS:
+            if (pointer.region, pointer.index) not in self.regions:
+                raise PlanInvalidError([f"{pointer.region.name.lower()}({pointer.index}): there is no such region"])
+            return self.regions[pointer.region, pointer.index], pointer.offset
+        return self._weights.find(pointer.offset)
+
+
+def allocate(nbytes: int, *, poison: bool = False) -> np.ndarray:
+    """Aligned bytes, zero or 0xFF; there is memory behind no bytes too, so that they have an address."""
+    try:
+        memory = np.full(nbytes + ALIGNMENT, 0xFF, np.uint8) if poison else np.zeros(nbytes + ALIGNMENT, np.uint8)
+    except (MemoryError, ValueError) as exc:  # ValueError: more than an address can count
+        raise DeviceMismatchError(f"the plan needs {nbytes} bytes of memory in one piece, more than is here") from exc
+    start = -memory.ctypes.data % ALIGNMENT
+    return memory[start : start + nbytes]
+
+
+def _in_place(weight: Weight) -> np.ndarray:
+    """The bytes of a weight, read only; a copy only where the file's address does not serve."""
+    data = np.frombuffer(weight.data, np.uint8)
+    data.flags.writeable = False
+    if data.nbytes == 0 or data.ctypes.data % _READ_ALIGNMENT == 0:
+        return data
+    aligned = allocate(data.nbytes)
+    aligned[:] = data
+    aligned.flags.writeable = False
+    return aligned

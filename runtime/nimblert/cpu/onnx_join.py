@@ -1,0 +1,303 @@
+"""Launches of a CPU plan that follow each other, as one ONNX model: a session costs as much for all as for one.
+
+Values that only launches of the model read are ONNX Runtime's own, as in a session of the whole model. The
+others are its inputs and outputs, bound to the memory that the plan gives them. What ONNX Runtime is free to
+choose is the order of nodes that no value orders; so launches are in one model only where whatever
+shares memory with a bound value is ordered before it by values.
+
+A view (`in_place.is_view`) has no memory of its own in ONNX Runtime unless it is an output: who reads it reads what it
+is a view of. Its readers come before whatever lies there next, though in the plan it is a copy.
+
+The checks of a plan are about the shapes that it declares. ONNX Runtime compares those of bound values with
+their memory; so a value is its own only where that shape follows from the inputs', before a run.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+import numpy as np
+
+from nimblert.embedded import in_place
+from nimblert.embedded.onnx_model import Graph, Model, Node, Opset, TensorValue, Value, write_model
+from nimblert.ordering.dataflow import Dataflow
+from nimblert.plan import ITEM_NBYTES, Access, Kernel, Launch, Parameter, ParameterKind, Pointer, Region
+
+_MOST_LAUNCHES = 2048
+"""Of a model: the order among them takes a bit for each two."""
+
+_MOST_CUTS = 32
+"""After so many, each launch of what was to be one model runs by itself."""
+
+Shapes = Mapping[str, Sequence[object]]
+"""By the name of a value. A size that is not known is None or the name of one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """An input, output or initializer of a model: its name there, what it is, and where it lies."""
+
+    name: str
+    parameter: Parameter
+    pointer: Pointer
+
+    @property
+    def access(self) -> Access:
+        """Its bytes."""
+        nbytes = prod(self.parameter.shape) * ITEM_NBYTES[self.parameter.dtype]
+        return Access(pointer=self.pointer, nbytes=nbytes)
+
+    @property
+    def value(self) -> tuple[Pointer, str, tuple[int, ...]]:
+        """What two names of one value have in common."""
+        return self.pointer, self.parameter.dtype, self.parameter.shape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A launch, the index of its command, and the name that its node gets."""
+
+    index: int
+    launch: Launch
+    kernel: Kernel
+    model: Model
+    label: str
+
+    def bound(self, kind: ParameterKind) -> tuple[Bound, ...]:
+        """Its parameters of a kind, under names that no other launch has."""
+        pointers = {relocation.param_offset: relocation.pointer for relocation in self.launch.relocations}
+        return tuple(
+            Bound(name=f"{self.label}_{p.name}", parameter=p, pointer=pointers[p.offset])
+            for p in self.kernel.parameters
+            if p.kind is kind
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joined:
+    """One model for launches. ``symbol`` is what messages call it."""
+
+    symbol: str
+    code: bytes
+    inputs: tuple[Bound, ...]
+    outputs: tuple[Bound, ...]
+    initializers: tuple[Bound, ...]
+
+
+class Chain:
+    """Launches that one model can hold, as far as they were added, of a program with this flow of data."""
+
+    def __init__(self, flow: Dataflow) -> None:
+        self.parts: list[Part] = []
+        self._flow = flow
+        self._position: dict[int, int] = {}
+        """By the index of a command."""
+        self._before: list[int] = []
+        """For each launch the set of those that values order before it, as bits."""
+        self._opsets: dict[str, int] = {}
+        self._ir_version = 0
+        self._nodes: list[Node] = []
+        self._constants: list[TensorValue] = []
+        self._declared: dict[str, Value] = {}
+        self._initializers: list[Bound] = []
+        self._inputs: dict[object, tuple[Bound, int]] = {}
+        """The values from outside, each with the set of launches that read it, as bits."""
+        self._made: dict[tuple[int, object], Bound] = {}
+        """The values that launches write, by command."""
+        self._readers: dict[str, int] = {}
+        """By the name of such a value the set of launches that read it, as bits."""
+        self._views: list[tuple[str, str]] = []
+        """What a view is of, and the view, by name."""
+
+    def add(self, part: Part) -> bool:
+        """Add a launch; False, and nothing is changed, where it cannot join."""
+        graph = part.model.graph
+        if graph is None or not (_is_whole(graph, part) and self._fits(part.model)):
+            return False
+        position, before = len(self.parts), 0
+        names: dict[str, str] = {}
+        outer: list[Bound] = []
+        for bound in part.bound(ParameterKind.INPUT):
+            writers = self._flow.writers(part.index, bound.access)
+            if writers.isdisjoint(self._position):
+                outer.append(bound)
+                continue
+            made = self._made.get((min(writers), bound.value))
+            if len(writers) > 1 or made is None:  # parts of values, or one of another shape
+                return False
+            names[bound.parameter.name] = made.name
+            writer = self._position[min(writers)]
+            before |= self._before[writer] | 1 << writer
+        for name in names.values():
+            self._readers[name] = self._readers.get(name, 0) | 1 << position
+        for bound in outer:
+            first, readers = self._inputs.get(bound.value, (bound, 0))
+            self._inputs[bound.value] = first, readers | 1 << position
+            names[bound.parameter.name] = first.name
+        self._take(part, graph, names)
+        self._before.append(before)
+        self._position[part.index] = position
+        self.parts.append(part)
+        return True
+
+    def exposed(self) -> Joined:
+        """The model with all that it makes as outputs of no declared shape."""
+        outputs = tuple(self._made.values())
+        return self._joined(outputs, [_of_any_shape(self._declared[bound.name]) for bound in outputs])
+
+    def joined(self, derived: Shapes) -> Joined:
+        """The model. ``derived`` are the shapes that ONNX Runtime derives for what it makes."""
+        outputs = tuple(bound for _, bound in self._in_memory(derived))
+        return self._joined(outputs, [self._declared[bound.name] for bound in outputs])
+
+    def conflict(self, derived: Shapes) -> int | None:
+        """The position of a launch whose result lies where another value lay that nothing orders before it."""
+        made = self._in_memory(derived)
+        through = self._readers_of_views({bound.name for _, bound in made})
+        written = [(bound.access, 1 << position, position) for position, bound in made]
+        touched = [(-1, bound, readers) for bound, readers in self._inputs.values()]
+        touched += [(at, bound, 1 << at | self._readers.get(bound.name, 0)) for at, bound in made]
+        places = [(bound.access.pointer, bound.access.nbytes) for _, bound, _ in touched]
+        rows = [(place.region, place.index, place.offset, place.offset + nbytes) for place, nbytes in places]
+        region, index, start, end = np.array(rows, np.int64).reshape(-1, 4).T
+        for access, bit, position in written:
+            place = access.pointer
+            met = (region == place.region) & (index == place.index)
+            met &= (start < place.offset + access.nbytes) & (end > place.offset)
+            earlier = 0
+            for other in np.flatnonzero(met):
+                at, bound, readers = touched[other]
+                earlier |= readers & (bit - 1)
+                if at < position:
+                    earlier |= through.get(bound.name, 0)
+            if earlier & ~self._before[position]:
+                return position
+        return None
+
+    def _readers_of_views(self, in_memory: Collection[str]) -> dict[str, int]:
+        """By the name of a value the set of launches that read views of it which lie where it does, as bits."""
+        found: dict[str, int] = {}
+        for given, view in reversed(self._views):
+            if view not in in_memory:
+                found[given] = found.get(given, 0) | self._readers.get(view, 0) | found.get(view, 0)
+        return found
+
+    def _in_memory(self, derived: Shapes) -> list[tuple[int, Bound]]:
+        """The values that are in memory of the plan after a run, each with the position of its launch."""
+        made = [(self._position[command], bound) for (command, _), bound in self._made.items()]
+        kept = [(position, bound) for position, bound in made if self._is_in_memory(position, bound, derived)]
+        return kept or made[-1:]  # a model has an output
+
+    def _is_in_memory(self, position: int, bound: Bound, derived: Shapes) -> bool:
+        if bound.pointer.region is not Region.ARENA:
+            return True
+        # Of a scalar and of a value of unknown rank ONNX Runtime says the same: [].
+        if not bound.parameter.shape or tuple(derived.get(bound.name, ())) != bound.parameter.shape:
+            return True
+        readers = self._flow.readers(self.parts[position].index, bound.access)
+        return any(reader not in self._position for reader in readers)
+
+    def _fits(self, model: Model) -> bool:
+        """Whether the model has nothing that names values of its own, and sets of operators that the others have."""
+        assert model.graph is not None
+        if any(attribute.g is not None for node in model.graph.node for attribute in node.attribute):
+            return False
+        opsets = {opset.domain or "": opset.version for opset in model.opset_import}
+        if any(self._opsets.get(domain, version) != version for domain, version in opsets.items()):
+            return False
+        return len(self.parts) < _MOST_LAUNCHES
+
+    def _take(self, part: Part, graph: Graph, names: dict[str, str]) -> None:
+        """Take over node, constants and declarations of a launch, whose inputs have these names here."""
+        self._opsets |= {opset.domain or "": opset.version or 0 for opset in part.model.opset_import}
+        self._ir_version = max(self._ir_version, part.model.ir_version or 0)
+        self._initializers += part.bound(ParameterKind.INITIALIZER)
+        for bound in part.bound(ParameterKind.OUTPUT):
+            self._made[part.index, bound.value] = bound
+            names[bound.parameter.name] = bound.name
+        own = {tensor.name or "": f"{part.label}_{tensor.name}" for tensor in graph.initializer}
+        renamed = {"": "", **own, **names}
+        (node,) = graph.node
+        inputs, outputs = (tuple(renamed[name] for name in side) for side in (node.input, node.output))
+        self._nodes.append(replace(node, name=part.label, input=inputs, output=outputs))
+        if in_place.is_view(node):
+            self._views.append((inputs[0], outputs[0]))
+        self._constants += [replace(tensor, name=own[tensor.name or ""]) for tensor in graph.initializer]
+        for value in (*graph.input, *graph.output):
+            name = renamed[value.name or ""]
+            self._declared.setdefault(name, replace(value, name=name))
+
+    def _joined(self, outputs: tuple[Bound, ...], declared: Iterable[Value]) -> Joined:
+        inputs = tuple(bound for bound, _ in self._inputs.values())
+        graph = Graph(
+            node=tuple(self._nodes),
+            name="chain",
+            initializer=tuple(self._constants),
+            input=tuple(self._declared[bound.name] for bound in inputs),
+            output=tuple(declared),
+        )
+        opsets = tuple(Opset(domain=domain or None, version=n) for domain, n in sorted(self._opsets.items()))
+        ends = dict.fromkeys(part.kernel.symbol for part in (self.parts[0], self.parts[-1]))
+        return Joined(
+            symbol=" to ".join(ends),
+            code=write_model(Model(ir_version=self._ir_version, graph=graph, opset_import=opsets)),
+            inputs=inputs,
+            outputs=outputs,
+            initializers=tuple(self._initializers),
+        )
+
+
+def join(
+    parts: Iterable[Part], flow: Dataflow, derive: Callable[[Joined], Shapes]
+) -> Iterator[tuple[list[Part], Joined | None]]:
+    """Consecutive launches of a stream in few models: those of each, and the model; None where it is one launch.
+
+    ``derive`` gives the shapes of a model's outputs that follow from those of its inputs.
+    """
+    for longest in _chains(parts, flow):
+        derived = derive(longest.exposed()) if len(longest.parts) > 1 else {}
+        uncut, cuts = [longest.parts], 0
+        while uncut:
+            some = uncut.pop()
+            if len(some) == 1:
+                yield some, None
+                continue
+            (chain,) = _chains(some, flow)
+            place = chain.conflict(derived)
+            if place is None:
+                yield some, chain.joined(derived)
+                continue
+            cuts += 1
+            cut = (some[:place], some[place:]) if cuts <= _MOST_CUTS else [[part] for part in some]
+            uncut += reversed(cut)
+
+
+def _chains(parts: Iterable[Part], flow: Dataflow) -> Iterator[Chain]:
+    """The launches in chains, each as long as it can be as far as the models tell."""
+    chain = Chain(flow)
+    for part in parts:
+        if not chain.add(part):
+            if chain.parts:
+                yield chain
+            chain = Chain(flow)
+            if not chain.add(part):
+                chain.parts.append(part)
+                yield chain
+                chain = Chain(flow)
+    if chain.parts:
+        yield chain
+
+
+def _is_whole(graph: Graph, part: Part) -> bool:
+    """Whether the model is one call, of values that parameters and constants name, as `verify` wants it."""
+    offsets = {parameter.offset for parameter in part.kernel.parameters}
+    named = {"", *(p.name for p in part.kernel.parameters), *(tensor.name for tensor in graph.initializer)}
+    used = {name for node in graph.node for name in (*node.input, *node.output)}
+    pointers = {relocation.param_offset for relocation in part.launch.relocations}
+    return len(graph.node) == 1 and used <= named and pointers == offsets
+
+
+def _of_any_shape(value: Value) -> Value:
+    if value.type is None or value.type.tensor_type is None:
+        return value
+    return replace(value, type=replace(value.type, tensor_type=replace(value.type.tensor_type, shape=None)))

@@ -1,0 +1,1 @@
+"""The CUDA target: programs as CUDA graphs."""

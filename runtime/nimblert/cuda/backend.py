@@ -1,0 +1,390 @@
+"""The CUDA backend: a program as an instantiated CUDA graph over its own device memory."""
+
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+
+import numpy as np
+
+from nimblert.arrays.device_arrays import DeviceArray, DeviceOutput
+from nimblert.arrays.dtypes import numpy_dtype
+from nimblert.calls.refitting import Refit
+from nimblert.calls.turn import Turn
+from nimblert.cuda import device_refit, driver, graph
+from nimblert.cuda.device_direct import DeviceDirect
+from nimblert.cuda.driver import Context, Handle, call
+from nimblert.cuda.memory import Bases, DeviceMemory, Staging, place_weights
+from nimblert.cuda.movers import GatherKernels, Mover
+from nimblert.cuda.transfers import Inlet, Outlet, Pools
+from nimblert.cuda.whole_calls import Given, WholeCalls
+from nimblert.cuda.working import CudaWorking, DeviceArena
+from nimblert.errors import InputError
+from nimblert.plan import Plan, Pointer, Program, Record, Tensor, Wait, Work
+
+
+class CudaResident:
+    """What all contexts of a plan on one GPU share: code and weights."""
+
+    def __init__(self, plan: Plan, device: int = 0) -> None:
+        driver.initialise()
+        driver.check_device(plan.device, driver.describe(device))
+        self._plan = plan
+        self._device = device
+        self._context = Context(device)
+        try:
+            self.gathers = GatherKernels(self._context)
+            self.weights: Bases = place_weights(self._context, plan)
+            self.functions: Sequence[Handle] = graph.load_functions(self._context, plan.modules, plan.kernels)
+            self.pools = Pools(device)
+        except BaseException:
+            self._context.close()
+            raise
+
+    def working(self, arena: DeviceArena | None = None, *, poison: bool = False) -> CudaWorking:
+        """Arena and state for one context."""
+        return CudaWorking(self._plan, self._device, arena, poison=poison)
+
+    def backend(self, program: Program, working: CudaWorking, *, poison: bool = False) -> "CudaBackend":
+        """A program in the memory of a context."""
+        return CudaBackend(self._plan, program, poison=poison, resident=self, working=working, device=self._device)
+
+    def refit(
+        self, refits: Sequence[Refit], backends: Sequence["CudaBackend"], ready: Callable[[], None]
+    ) -> Sequence["CudaBackend"]:
+        """Replace weights where they lie: the same backends go on."""
+        device_refit.refit(self._device, refits, self.weights, self.functions, self.gathers, ready)
+        return backends
+
+    def close(self) -> None:
+        """Give back code and weights; every context must be closed."""
+        self.pools.close()
+        self._context.close()
+
+
+class CudaBackend:
+    """A program loaded on a GPU.
+
+    ``inputs`` and ``outputs`` are numpy views of page-locked memory; `run` uploads the one, replays
+    and downloads the other. `replay` runs on what the device already holds. Programs of one
+    ``working`` memory run one at a time.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        program: Program,
+        *,
+        poison: bool = False,
+        resident: CudaResident | None = None,
+        working: CudaWorking | None = None,
+        device: int = 0,
+    ) -> None:
+        with ExitStack() as owned:
+            if resident is None:
+                resident = CudaResident(plan, device)
+                owned.callback(resident.close)
+            if working is None:
+                working = resident.working(poison=poison)
+                owned.callback(working.close)
+            self._modules = plan.modules  # the driver reads their code when a kernel is first used
+            self._context = Context(device)
+            owned.callback(self._context.close)
+            self._device = device
+            self._scope = ExitStack()
+            self._load(program, resident, working, poison=poison)
+            self._owned = owned.pop_all()
+
+    def _load(self, program: Program, resident: CudaResident, working: CudaWorking, *, poison: bool) -> None:
+        context = self._context
+        self._stream = working.stream
+        self._in_flight = working.in_flight
+        given = {**resident.weights, **working.bases}
+        self.memory: DeviceMemory = DeviceMemory(context, program, given, poison=poison)
+        self._own = self.memory
+        self._staged_inputs = Staging(context, program.inputs, self.memory)
+        self._staged_outputs = Staging(context, program.outputs, self.memory)
+        self.inputs: tuple[np.ndarray, ...] = self._staged_inputs.views
+        self.outputs: tuple[np.ndarray, ...] = self._staged_outputs.views
+        self._inlet = Inlet(context, program.inputs, self.memory, self._staged_inputs, resident.gathers)
+        self._outlet = Outlet(program.outputs, self.memory, self._staged_outputs, resident.gathers, resident.pools)
+        self._program = program
+        self.functions: Sequence[Handle] = resident.functions
+        self._bound: set[str] = set()
+        self._direct: DeviceDirect | None = None
+        self._build(self.memory)
+
+    def _build(self, memory: DeviceMemory) -> None:
+        """Make the graph anew, over ``memory``."""
+        with ExitStack() as scope:
+            context = Context(self._device)
+            scope.callback(context.close)
+            built = graph.build(context, self._program, self.functions, memory)
+            executable = context.acquire(call("cuGraphInstantiate", built, 0), "cuGraphExecDestroy")
+            call("cuGraphUpload", executable, self._stream)
+            call("cuStreamSynchronize", self._stream)
+            code = self._program, built, self.functions
+            self._calls = WholeCalls(*code, memory, self._inlet, self._outlet, self._device)
+            scope.callback(self._calls.close)
+            self._scope.close()
+            self._scope, self.graph, self._executable = scope.pop_all(), built, executable
+
+    def direct(self, turn: Turn) -> DeviceDirect:
+        """Calls in one piece, in the turn of a context."""
+        if self._direct is None or not self._direct.is_for(turn):
+            self._direct = DeviceDirect(turn, self._program, self, self._device)
+        return self._direct
+
+    def bind(self, tensor: Tensor, array: DeviceArray | None) -> None:
+        """Have the kernels read or write an array of the caller in place of an input or output; None: ours again."""
+        self._context.make_current()
+        self._in_flight.wait()
+        address = self._own.address(tensor.pointer) if array is None else array.address
+        memory = self.memory.rebased({(tensor.pointer.region, tensor.pointer.index): address})
+        self._build(memory)
+        self.memory = memory
+        self._inlet.moved(memory)
+        self._outlet.moved(memory)
+        (self._bound.discard if array is None else self._bound.add)(tensor.name)
+
+    def own_address(self, tensor: Tensor) -> int:
+        """Where the program's own memory of an input or output begins, on the device."""
+        return self._own.address(tensor.pointer)
+
+    def place(self, arrays: Sequence[np.ndarray | DeviceArray]) -> None:
+        """Have the device hold these inputs before whatever comes next, and wait for that."""
+        self._begin(self._stream)
+        self._in_flight.wait()
+        try:
+            self._put(arrays, self._stream)
+        finally:
+            call("cuStreamSynchronize", self._stream)
+
+    @property
+    def movers(self) -> Sequence[Mapping[bytes, Mover]]:
+        """What lays out arrays of the device as each input, by their `dlpack.raw_numbers` of strides, if known."""
+        return self._inlet.movers
+
+    def call_from_host(self, arrays: Sequence[np.ndarray]) -> dict[str, np.ndarray | DeviceOutput]:
+        """Run on inputs of the host, one for each: new outputs there, by name."""
+        stream = self._stream
+        self._context.make_current()
+        self._in_flight.wait()  # page-locked memory may still be read by the run before
+        lent = self._outlet.lend_host()
+        try:
+            try:
+                found, whole = self._calls.from_host(arrays, lent)
+                if found is None:
+                    for index, array in enumerate(arrays):
+                        self._inlet.put(index, array, stream)
+                else:
+                    for staged, array in zip(found.staged, arrays, strict=True):
+                        np.copyto(staged, array)
+                call("cuGraphLaunch", self._executable if found is None else found.executable, stream)
+                if not whole:
+                    self._outlet.download(lent, stream)
+                return self._outlet.on_host(lent)
+            finally:
+                self._end(stream)
+        except BaseException:
+            lent.clear()  # now: a traceback may live long
+            raise
+
+    def call_from_device(self, arrays: Given, stream: int) -> dict[str, np.ndarray | DeviceOutput]:
+        """Run on inputs of the device: new outputs there, by name."""
+        self._begin(stream)
+        lent = self._outlet.lend_device(stream)
+        try:
+            try:
+                found, whole = self._calls.from_device(arrays, lent)
+                if found is None:
+                    self._inlet.move(arrays, stream)
+                call("cuGraphLaunch", self._executable if found is None else found.executable, stream)
+                if not whole:
+                    self._outlet.copy(lent, stream)
+                return self._outlet.on_device(lent)
+            finally:
+                self._end(stream)
+        except BaseException:
+            lent.clear()
+            raise
+
+    def _end(self, stream: int) -> None:
+        call("cuStreamSynchronize", stream)
+        self._in_flight.ended()
+
+    def _begin(self, stream: int) -> None:
+        self._context.make_current()
+        self._in_flight.precede(stream)
+
+    def _put(self, arrays: Sequence[np.ndarray | DeviceArray], stream: int) -> bool:
+        """Enqueue the inputs; whether any comes from the device."""
+        on_device = False
+        for index, (tensor, array) in enumerate(zip(self._program.inputs, arrays, strict=True)):
+            if isinstance(array, DeviceArray):
+                on_device = True
+                if tensor.name in self._bound:
+                    continue
+            else:
+                self._in_flight.wait()  # page-locked memory may still be read by the run before
+            self._inlet.put(index, array, stream)
+        return on_device
+
+    def call(
+        self,
+        arrays: Sequence[np.ndarray | DeviceArray],
+        out: Mapping[str, np.ndarray | DeviceArray],
+        *,
+        reuse_outputs: bool,
+        shapes: Sequence[tuple[int, ...]] | None = None,
+        stream: int | None = None,
+    ) -> dict[str, np.ndarray | DeviceOutput]:
+        """Run on these inputs: the outputs by name but for those in ``out`` and the bound ones.
+
+        Inputs of smaller shapes are padded, outputs of smaller ``shapes`` cut to them. Outputs are on the device
+        if any input was there, and all is waited for; with ``stream``, nothing is, and they are on the device.
+        Raises InputError.
+        """
+        if stream is not None and any(isinstance(mine, np.ndarray) for mine in out.values()):
+            raise InputError("out: an array of the host is written when the run has ended: leave the stream out")
+        used = self._stream if stream is None else stream
+        self._begin(used)
+        copies: list[tuple[np.ndarray, np.ndarray]] = []
+        try:
+            on_device = self._put(arrays, used)
+            call("cuGraphLaunch", self._executable, used)
+            results: dict[str, np.ndarray | DeviceOutput] = {}
+            for index, tensor in enumerate(self._program.outputs):
+                mine, shape = out.get(tensor.name), None if shapes is None else shapes[index]
+                if isinstance(mine, DeviceArray):
+                    self._outlet.to_array(index, mine, used)
+                elif mine is not None:
+                    copies.append((mine, self._outlet.to_host(index, used, reuse=True, shape=shape)))
+                elif tensor.name in self._bound:
+                    continue
+                elif on_device or stream is not None:
+                    results[tensor.name] = self._outlet.to_device(index, used, reuse=reuse_outputs, shape=shape)
+                else:
+                    results[tensor.name] = self._outlet.to_host(index, used, reuse=reuse_outputs, shape=shape)
+        finally:  # the arrays are the caller's again, whatever happened
+            if stream is None:
+                self._end(used)
+            else:
+                self._in_flight.enqueued(used, (arrays, out))
+        for mine, view in copies:
+            np.copyto(mine, view)
+        return results
+
+    def empty(self, tensor: Tensor, *, on_device: bool) -> np.ndarray | DeviceArray:
+        """A new array for an output."""
+        if not on_device:
+            return np.empty(tensor.shape, numpy_dtype(tensor.dtype))
+        self._context.make_current()
+        return self._outlet.empty(tensor, self._stream)
+
+    def run(self) -> None:
+        """Upload the inputs, replay the graph, download the outputs, and wait."""
+        self._begin(self._stream)
+        self._staged_inputs.to_device(self._stream)
+        call("cuGraphLaunch", self._executable, self._stream)
+        self._staged_outputs.to_host(self._stream)
+        self._end(self._stream)
+
+    def replay(self) -> None:
+        """Replay the graph on the inputs that the device holds, and wait."""
+        self._begin(self._stream)
+        call("cuGraphLaunch", self._executable, self._stream)
+        self._end(self._stream)
+
+    def launch(self, stream: int | None) -> None:
+        """Replay the graph on the inputs that the device holds, on ``stream`` or our own, without waiting."""
+        used = self._stream if stream is None else stream
+        self._begin(used)
+        call("cuGraphLaunch", self._executable, used)
+        self._in_flight.enqueued(used)
+
+    def synchronize(self) -> None:
+        """Wait for what was launched."""
+        self._context.make_current()
+        self._in_flight.wait()
+
+    def steps(self) -> Generator[Work, None, None]:
+        """Compute on the inputs that the device holds, in issue order: each launch, copy or fill when it is done.
+
+        Each is a graph of one node, so that it runs as it does in the whole graph.
+        """
+        for command in self._work():
+            self._begin(self._stream)  # the caller may have had another context since
+            with self._run_once() as single:
+                graph.add_node(single, command, self.functions, self.memory)
+            yield command
+
+    def profile(self) -> list[int]:
+        """Compute as `steps` does: GPU nanoseconds of each launch, copy or fill.
+
+        Taken by an event before and one after the node, in the same graph: what the events cost is included.
+        """
+        self._begin(self._stream)
+        begin, end = (call("cuEventCreate", 0) for _ in range(2))
+        try:
+            return [self._time_alone(command, begin, end) for command in self._work()]
+        finally:
+            call("cuEventDestroy", begin)
+            call("cuEventDestroy", end)
+
+    def _time_alone(self, command: Work, begin: Handle, end: Handle) -> int:
+        with self._run_once() as single:
+            first = call("cuGraphAddEventRecordNode", single, None, 0, begin)
+            node = graph.add_node(single, command, self.functions, self.memory)
+            graph.add_edge(single, first, node)
+            call("cuGraphAddEventRecordNode", single, [node], 1, end)
+        return round(float(call("cuEventElapsedTime", begin, end)) * 1e6)
+
+    def _work(self) -> Iterator[Work]:
+        """Launches, copies and fills, in issue order."""
+        return (command for command in self._program.commands if not isinstance(command, Record | Wait))
+
+    @contextmanager
+    def _run_once(self) -> Iterator[Handle]:
+        """A graph that runs, and is waited for, when the block has filled it."""
+        single = call("cuGraphCreate", 0)
+        try:
+            yield single
+            executable = call("cuGraphInstantiate", single, 0)
+            try:
+                call("cuGraphLaunch", executable, self._stream)
+                call("cuStreamSynchronize", self._stream)
+            finally:
+                call("cuGraphExecDestroy", executable)
+        finally:
+            call("cuGraphDestroy", single)
+
+    def read(self, pointer: Pointer, nbytes: int) -> np.ndarray:
+        """A copy of ``nbytes`` bytes of the program's device memory, as uint8."""
+        host = np.empty(nbytes, np.uint8)
+        if nbytes:
+            self.synchronize()
+            call("cuMemcpyDtoH", host.ctypes.data, self.memory.address(pointer), nbytes)
+        return host
+
+    def time(self, count: int) -> np.ndarray:
+        """GPU time in microseconds of each of ``count`` replays, taken by events around it."""
+        self._begin(self._stream)
+        begin, end = (call("cuEventCreate", 0) for _ in range(2))
+        times = np.empty(count)
+        try:
+            for i in range(count):
+                call("cuEventRecord", begin, self._stream)
+                call("cuGraphLaunch", self._executable, self._stream)
+                call("cuEventRecord", end, self._stream)
+                call("cuEventSynchronize", end)
+                times[i] = call("cuEventElapsedTime", begin, end) * 1e3
+        finally:
+            call("cuEventDestroy", begin)
+            call("cuEventDestroy", end)
+        return times
+
+    def close(self) -> None:
+        """Wait for what was launched, and give back the graph, its memory, and what was made for it alone."""
+        self._context.make_current()
+        self._in_flight.close()
+        self._scope.close()
+        self._owned.close()

@@ -1,0 +1,122 @@
+"""Graphs of whole calls: one launch brings the inputs, runs the program and takes its outputs away.
+
+Copies and kernels that are enqueued one by one around the program's graph take the host longer than the GPU,
+which waits for them. Callers mostly come again with inputs that lie as the last ones did, and let outputs go,
+whose memory then serves again.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TypeAlias
+
+import numpy as np
+
+from nimblert.cuda import driver, graph
+from nimblert.cuda.driver import Handle, call
+from nimblert.errors import CudaError
+
+_MOST_GRAPHS = 4
+_MOST_SEEN = 64
+
+Step: TypeAlias = Callable[[Handle], Handle]
+"""Adds a node to a graph, without edges, and returns it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """How an input comes in: by ``steps``, one after the other.
+
+    What comes from the host is copied to ``staged`` before, an array over page-locked memory.
+    """
+
+    steps: Sequence[Step]
+    staged: np.ndarray | None = None
+
+    def add(self, built: Handle) -> Handle:
+        """Add it to a graph: its last node."""
+        nodes = [step(built) for step in self.steps]
+        for before, after in pairwise(nodes):
+            graph.add_edge(built, before, after)
+        return nodes[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What a graph of a call is made of: ``program`` is a graph, before which the ``arrivals`` are there.
+
+    ``departures`` come after it; nothing waits for what is done ``beside`` it but the end of the call.
+    """
+
+    program: Handle
+    arrivals: Sequence[Arrival]
+    departures: Sequence[Step] = ()
+    beside: Sequence[Step] = ()
+
+    def instantiated(self) -> Handle:
+        """The executable graph. Raises CudaError."""
+        if not (self.arrivals or self.departures or self.beside):
+            return call("cuGraphInstantiate", self.program, 0)
+        built = call("cuGraphCreate", 0)
+        try:
+            before = [arrival.add(built) for arrival in self.arrivals]
+            middle = call("cuGraphAddChildGraphNode", built, before, len(before), self.program)
+            for step in self.beside:
+                step(built)
+            for step in self.departures:
+                graph.add_edge(built, middle, step(built))
+            return call("cuGraphInstantiate", built, 0)
+        finally:
+            call("cuGraphDestroy", built)
+
+
+@dataclass(frozen=True, slots=True)
+class CallGraph:
+    """A graph, ready to be launched when each of ``staged`` is what its input shall be."""
+
+    executable: Handle
+    staged: Sequence[np.ndarray] = field(default=())
+
+
+class CallGraphs:
+    """Graphs of calls that have come several times."""
+
+    def __init__(self) -> None:
+        self._made: dict[Hashable, CallGraph] = {}
+        self._seen: dict[Hashable, int] = {}
+        self._patience = 1
+
+    def find(self, key: Hashable, enough: int, make: Callable[[], CallGraph]) -> CallGraph | None:
+        """That for calls of this ``key``; None as long as they have not come ``enough`` times.
+
+        Where callers have more kinds than are kept, or the driver refuses one, the next must come ever more
+        often.
+        """
+        found = self._made.get(key)
+        if found is not None:
+            return found
+        count = self._seen.get(key, 0) + 1
+        if count < enough * self._patience:
+            if len(self._seen) >= _MOST_SEEN:
+                self._seen.clear()
+            self._seen[key] = count
+            return None
+        self._seen.pop(key, None)
+        if len(self._made) >= _MOST_GRAPHS:
+            self._patience *= 4
+            _destroy(self._made.pop(next(iter(self._made))))
+        try:
+            made = self._made[key] = make()
+        except CudaError:  # without memory for it the call runs as the ones before; any other error ends that, too
+            self._patience *= 4
+            return None
+        return made
+
+    def close(self) -> None:
+        """Give all of them back."""
+        while self._made:
+            _destroy(self._made.popitem()[1])
+
+
+def _destroy(made: CallGraph) -> None:
+    driver.bindings().cuGraphExecDestroy(made.executable)

@@ -1,0 +1,112 @@
+"""The usual call of a CUDA plan in one piece: all inputs of numpy, or all of one library on the GPU; new outputs.
+
+What Python does before the launch is what a call costs more than its replay.
+"""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from nimblert.arrays import dlpack
+from nimblert.arrays.device_arrays import is_negated
+from nimblert.arrays.dtypes import numpy_dtype
+from nimblert.calls.turn import Turn
+from nimblert.plan import ITEM_NBYTES, Program, Tensor
+
+if TYPE_CHECKING:
+    from nimblert.arrays.device_arrays import DeviceOutput
+    from nimblert.cuda.movers import Mover
+
+
+class Loaded(Protocol):
+    """A program on a GPU."""
+
+    @property
+    def movers(self) -> "Sequence[Mapping[bytes, Mover]]":
+        """What lays out arrays of the device as each input, by their `dlpack.raw_numbers` of strides, if known."""
+
+    def call_from_host(self, arrays: Sequence[np.ndarray]) -> "dict[str, np.ndarray | DeviceOutput]":
+        """Run on inputs of the host, one for each: new outputs there, by name."""
+
+    def call_from_device(
+        self, arrays: "Sequence[tuple[Mover, int]]", stream: int
+    ) -> "dict[str, np.ndarray | DeviceOutput]":
+        """Run on inputs of the device, for each one of `movers` and an address: new outputs there, by name."""
+
+
+class DeviceDirect:
+    """Calls of a program, as long as the context has nothing else to look at."""
+
+    def __init__(self, turn: Turn, program: Program, backend: Loaded, device: int) -> None:
+        self._turn, self._state, self._program, self._backend, self._device = turn, turn.state, program, backend, device
+        tensors = program.inputs
+        usual = all(t.span_nbytes and not t.dtype.startswith("complex") for t in tensors)  # see `dlpack.Exchange.read`
+        self._count = len(tensors) if usual else -1
+        self._host = [(t.name, _numpy_dtype(t), t.shape) for t in tensors]
+        self._lying = [_lying(t, device) for t in tensors]
+        self._libraries: dict[type, tuple[Callable[[Any], dlpack.Raw], Callable[[], int]] | None] = {}
+
+    def __call__(self, arrays: Mapping[str, Any]) -> "dict[str, np.ndarray | DeviceOutput] | None":
+        """The outputs by name; None, and nothing was done, where this is no such call. Raises CudaError."""
+        turn = self._turn
+        if type(arrays) is not dict or len(arrays) != self._count or not arrays or turn.lock.locked():
+            return None
+        with turn.lock:
+            if turn.state is not self._state or turn.process != os.getpid():
+                return None
+            first = next(iter(arrays.values()))
+            return self._from_host(arrays) if type(first) is np.ndarray else self._from_device(arrays, first)
+
+    def is_for(self, turn: Turn) -> bool:
+        """Whether nothing about the context has changed since this was made."""
+        return turn is self._turn and turn.state is self._state
+
+    def _from_host(self, arrays: dict[str, Any]) -> "dict[str, np.ndarray | DeviceOutput] | None":
+        given = []
+        for name, dtype, shape in self._host:
+            array = arrays.get(name)
+            if type(array) is not np.ndarray or array.dtype is not dtype or array.shape != shape:
+                return None
+            given.append(array)
+        self._turn.program, self._turn.parts = self._program, 1
+        return self._backend.call_from_host(given)
+
+    def _from_device(self, arrays: dict[str, Any], first: Any) -> "dict[str, np.ndarray | DeviceOutput] | None":
+        kind = type(first)
+        if kind not in self._libraries:
+            found = dlpack.exchange(first)
+            self._libraries[kind] = None if found is None else (found.reader(), found.stream_reader(self._device))
+        library = self._libraries[kind]
+        if library is None:
+            return None
+        read, stream = library
+        given = []
+        for (name, itemsize, header, shape), movers in zip(self._lying, self._backend.movers, strict=True):
+            array = arrays.get(name)
+            if type(array) is not kind or getattr(array, "requires_grad", False) or is_negated(array):
+                return None
+            try:
+                address, lying, sizes, strides = read(array)
+            except (BufferError, RuntimeError, TypeError, ValueError):
+                return None  # who looks more closely says why
+            mover = movers.get(strides)
+            if mover is None or lying != header or sizes != shape:
+                return None
+            if not address or address % itemsize:
+                return None
+            given.append((mover, address))
+        self._turn.program, self._turn.parts = self._program, 1
+        return self._backend.call_from_device(given, stream())
+
+
+def _numpy_dtype(tensor: Tensor) -> np.dtype | None:
+    """None for bfloat16, of which numpy itself has none."""
+    return None if tensor.dtype == "bfloat16" else numpy_dtype(tensor.dtype)
+
+
+def _lying(tensor: Tensor, device: int) -> tuple[str, int, bytes, bytes]:
+    """Its name, the bytes of an element, and how arrays of a GPU for it come by DLPack: header and shape."""
+    header = dlpack.raw_header(tensor.dtype, len(tensor.shape), device)
+    return tensor.name, ITEM_NBYTES[tensor.dtype], header, dlpack.raw_numbers(tensor.shape)

@@ -1,0 +1,167 @@
+"""Rebuild the CUDA graph of a program: relocate the parameters, add the nodes and their edges."""
+
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from nimblert.cuda.driver import Context, Handle, PackedParameters, bindings, call
+from nimblert.cuda.edges import Edge, edges
+from nimblert.cuda.memory import DeviceMemory
+from nimblert.plan import Dim3, Kernel, Launch, Memcpy, Memset, Module, Program, Record, Wait, Work
+
+_PROGRAMMATIC_PORT = 1  # CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC
+
+
+def load_functions(context: Context, modules: Sequence[Module], kernels: Sequence[Kernel]) -> list[Handle]:
+    """Load the cubins and set the attributes of their kernels: a CUfunction for each kernel.
+
+    The driver loads lazily: the modules' code must stay where it is as long as the context.
+    """
+    attribute = bindings().CUfunction_attribute
+    images = [np.frombuffer(m.code, np.uint8).ctypes.data for m in modules]
+    handles = [context.acquire(call("cuModuleLoadData", image), "cuModuleUnload") for image in images]
+    functions = []
+    for kernel in kernels:
+        function = call("cuModuleGetFunction", handles[kernel.module], kernel.symbol.encode())
+        if kernel.max_dynamic_smem_nbytes:
+            name = attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            call("cuFuncSetAttribute", function, name, kernel.max_dynamic_smem_nbytes)
+        if kernel.non_portable_cluster:
+            name = attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+            call("cuFuncSetAttribute", function, name, 1)
+        functions.append(function)
+    return functions
+
+
+def relocate(launch: Launch, memory: DeviceMemory) -> bytearray:
+    """The parameter buffer of a launch with every relocation replaced by its address."""
+    params = bytearray(launch.params)
+    for relocation in launch.relocations:
+        address = memory.address(relocation.pointer) & 0xFFFF_FFFF_FFFF_FFFF
+        struct.pack_into("<Q", params, relocation.param_offset, address)
+    return params
+
+
+def build(context: Context, program: Program, functions: Sequence[Handle], memory: DeviceMemory) -> Handle:
+    """The CUgraph of a program: one node for each launch, copy and fill."""
+    graph = context.acquire(call("cuGraphCreate", 0), "cuGraphDestroy")
+    work = [c for c in program.commands if not isinstance(c, Record | Wait)]
+    nodes: list[Handle] = []
+    for command, before in zip(work, edges(program.commands), strict=True):
+        node = add_node(graph, command, functions, memory)
+        _add_edges(graph, nodes, node, before)
+        nodes.append(node)
+    return graph
+
+
+def add_node(graph: Handle, command: Work, functions: Sequence[Handle], memory: DeviceMemory) -> Handle:
+    """Add one command to a graph, without edges: its node."""
+    match command:
+        case Launch():
+            return _add_launch(graph, command, functions[command.kernel], relocate(command, memory))
+        case Memcpy():
+            return add_copy(graph, memory.address(command.dst), memory.address(command.src), command.nbytes)
+        case Memset():
+            return _add_memset(graph, memory.address(command.dst), command)
+
+
+def add_kernel(
+    graph: Handle, function: Handle, grid: Dim3, block: Dim3, params: PackedParameters, smem_nbytes: int = 0
+) -> Handle:
+    """Add a kernel's launch to a graph, without edges: its node."""
+    node_params = bindings().CUDA_KERNEL_NODE_PARAMS()
+    node_params.func = function
+    node_params.gridDimX, node_params.gridDimY, node_params.gridDimZ = grid
+    node_params.blockDimX, node_params.blockDimY, node_params.blockDimZ = block
+    node_params.sharedMemBytes = smem_nbytes
+    node_params.extra = params.extra
+    return call("cuGraphAddKernelNode", graph, None, 0, node_params)
+
+
+def _add_launch(graph: Handle, launch: Launch, function: Handle, params: bytearray) -> Handle:
+    driver = bindings()
+    packed = PackedParameters(bytes(params))
+    node = add_kernel(graph, function, launch.grid, launch.block, packed, launch.dynamic_smem_nbytes)
+    if any(launch.cluster):
+        value = driver.CUkernelNodeAttrValue()
+        value.clusterDim.x, value.clusterDim.y, value.clusterDim.z = launch.cluster
+        name = driver.CUkernelNodeAttrID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        call("cuGraphKernelNodeSetAttribute", node, name, value)
+    if launch.cooperative:
+        value = driver.CUkernelNodeAttrValue()
+        value.cooperative = 1
+        name = driver.CUkernelNodeAttrID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+        call("cuGraphKernelNodeSetAttribute", node, name, value)
+    return node
+
+
+def add_copy(graph: Handle, dst: int, src: int, nbytes: int) -> Handle:
+    """Add a copy on the device to a graph, without edges: its node."""
+    params = _to_device(dst)
+    params.srcMemoryType = bindings().CUmemorytype.CU_MEMORYTYPE_DEVICE
+    params.srcDevice = src
+    return _add_memcpy(graph, params, nbytes)
+
+
+def add_upload(graph: Handle, dst: int, src: int, nbytes: int) -> Handle:
+    """Add a copy from page-locked memory to a graph, without edges: its node."""
+    params = _to_device(dst)
+    params.srcMemoryType = bindings().CUmemorytype.CU_MEMORYTYPE_HOST
+    params.srcHost = src
+    return _add_memcpy(graph, params, nbytes)
+
+
+def add_download(graph: Handle, dst: int, src: int, nbytes: int) -> Handle:
+    """Add a copy to page-locked memory to a graph, without edges: its node."""
+    params = bindings().CUDA_MEMCPY3D()
+    params.srcMemoryType = bindings().CUmemorytype.CU_MEMORYTYPE_DEVICE
+    params.srcDevice = src
+    params.dstMemoryType = bindings().CUmemorytype.CU_MEMORYTYPE_HOST
+    params.dstHost = dst
+    return _add_memcpy(graph, params, nbytes)
+
+
+def _to_device(dst: int) -> Any:
+    params = bindings().CUDA_MEMCPY3D()
+    params.dstMemoryType = bindings().CUmemorytype.CU_MEMORYTYPE_DEVICE
+    params.dstDevice = dst
+    return params
+
+
+def _add_memcpy(graph: Handle, params: Any, nbytes: int) -> Handle:
+    params.WidthInBytes, params.Height, params.Depth = nbytes, 1, 1
+    return call("cuGraphAddMemcpyNode", graph, None, 0, params, call("cuCtxGetCurrent"))
+
+
+def _add_memset(graph: Handle, dst: int, memset: Memset) -> Handle:
+    params = bindings().CUDA_MEMSET_NODE_PARAMS()
+    params.dst = dst
+    params.value, params.elementSize = memset.value, memset.element_nbytes
+    params.width, params.height, params.pitch = memset.count, 1, 0
+    return call("cuGraphAddMemsetNode", graph, None, 0, params, call("cuCtxGetCurrent"))
+
+
+def _add_edges(graph: Handle, nodes: Sequence[Handle], node: Handle, before: Sequence[Edge]) -> None:
+    # A call gives the data of its first edge to all of them (driver 580), so one call for each kind.
+    for programmatic in (False, True):
+        sources = [nodes[e.source] for e in before if e.programmatic is programmatic]
+        if not sources:
+            continue
+        data = [_edge_data(programmatic=programmatic) for _ in sources]
+        call("cuGraphAddDependencies", graph, sources, [node] * len(sources), data, len(sources))
+
+
+def add_edge(graph: Handle, before: Handle, after: Handle) -> None:
+    """Have ``after`` start when ``before`` has ended."""
+    call("cuGraphAddDependencies", graph, [before], [after], [_edge_data(programmatic=False)], 1)
+
+
+def _edge_data(*, programmatic: bool) -> Handle:
+    driver = bindings()
+    data = driver.CUgraphEdgeData()
+    if programmatic:
+        data.from_port = _PROGRAMMATIC_PORT
+        data.type = driver.CUgraphDependencyType.CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC
+    return data

@@ -1,0 +1,139 @@
+"""Device memory of a program: one allocation for each region, the inputs and outputs packed."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
+from itertools import accumulate
+from typing import TypeAlias
+
+import numpy as np
+
+from nimblert.arrays.dtypes import numpy_dtype
+from nimblert.cuda.driver import Context, call
+from nimblert.plan import Plan, Pointer, Program, Region, Tensor, Weight
+
+_ALIGNMENT = 512
+_POISON = 0xFF
+
+Bases: TypeAlias = Mapping[tuple[Region, int], int]
+"""Device addresses of the parts of regions."""
+
+
+def _round_up(nbytes: int) -> int:
+    return -(-max(nbytes, 1) // _ALIGNMENT) * _ALIGNMENT
+
+
+def allocate(context: Context, nbytes: int, *, poison: bool = False) -> int:
+    """The address of so many bytes of device memory, which go with the context."""
+    base = int(context.acquire(call("cuMemAlloc", _round_up(nbytes)), "cuMemFree"))
+    if poison:
+        call("cuMemsetD8", base, _POISON, _round_up(nbytes))
+    return base
+
+
+def place_weights(context: Context, plan: Plan) -> Bases:
+    """The weights of a plan in device memory."""
+    return {(Region.WEIGHTS, 0): _uploaded(context, plan.weights_nbytes, plan.weights)}
+
+
+def place_working(context: Context, plan: Plan, arena: int | None = None, *, poison: bool = False) -> Bases:
+    """What the programs of a context share: the arena, which may be the caller's, and the state.
+
+    ``poison`` fills the arena with 0xFF bytes, so that a kernel that reads what nobody wrote does not
+    find zeros by luck.
+    """
+    if arena is None:
+        arena = allocate(context, plan.arena_nbytes, poison=poison)
+    return {(Region.ARENA, 0): arena, (Region.STATE, 0): _uploaded(context, plan.state_nbytes, plan.state)}
+
+
+def _uploaded(context: Context, nbytes: int, contents: Iterable[Weight]) -> int:
+    base = allocate(context, nbytes)
+    upload(base, contents)
+    return base
+
+
+def upload(base: int, contents: Iterable[Weight]) -> None:
+    """Copy tensors to their places in the region at ``base``."""
+    for weight in contents:
+        if weight.data.nbytes:
+            source = np.frombuffer(weight.data, np.uint8)
+            call("cuMemcpyHtoD", base + weight.offset, source.ctypes.data, source.nbytes)
+
+
+class DeviceMemory:
+    """The regions of one program in device memory: inputs and outputs of its own, and those ``given``.
+
+    ``poison`` fills inputs and outputs with 0xFF bytes.
+    """
+
+    def __init__(self, context: Context, program: Program, given: Bases, *, poison: bool = False) -> None:
+        self.bases = dict(given)
+        for region, sizes in ((Region.INPUT, program.input_nbytes), (Region.OUTPUT, program.output_nbytes)):
+            rounded = [_round_up(nbytes) for nbytes in sizes]
+            if rounded:
+                base = allocate(context, sum(rounded), poison=poison)
+                offsets = accumulate(rounded[:-1], initial=0)
+                self.bases |= {(region, index): base + offset for index, offset in enumerate(offsets)}
+
+    def address(self, pointer: Pointer) -> int:
+        """The device address of a pointer."""
+        return self.bases[pointer.region, pointer.index] + pointer.offset
+
+    def rebased(self, bases: Bases) -> "DeviceMemory":
+        """This memory, but some of the regions elsewhere."""
+        moved = copy(self)
+        moved.bases = {**self.bases, **bases}
+        return moved
+
+
+class Staging:
+    """Page-locked host memory that mirrors tensors in device memory, one numpy view for each."""
+
+    def __init__(self, context: Context, tensors: Sequence[Tensor], memory: DeviceMemory) -> None:
+        sizes = [_round_up(t.span_nbytes) for t in tensors]
+        self._offsets = list(accumulate(sizes, initial=0))
+        total = max(self._offsets[-1], 1)
+        self._address = int(context.acquire(call("cuMemHostAlloc", total, 0), "cuMemFreeHost"))
+        self._host = host_bytes(self._address, total)
+        self._devices = [memory.address(t.pointer) for t in tensors]
+        self._nbytes = [t.span_nbytes for t in tensors]
+        self.views = tuple(strided(self.bytes_of(i)[0], t) for i, t in enumerate(tensors))
+
+    def bytes_of(self, index: int) -> tuple[np.ndarray, int]:
+        """The bytes of a tensor, and their address."""
+        start = self._offsets[index]
+        return self._host[start : start + self._nbytes[index]], self._address + start
+
+    def upload(self, index: int, stream: object) -> None:
+        """Enqueue the copy of one tensor from host to device."""
+        if nbytes := self._nbytes[index]:
+            call("cuMemcpyHtoDAsync", self._devices[index], self.bytes_of(index)[1], nbytes, stream)
+
+    def to_device(self, stream: object) -> None:
+        """Enqueue the copies from host to device."""
+        for index in range(len(self._nbytes)):
+            self.upload(index, stream)
+
+    def download(self, index: int, stream: object) -> None:
+        """Enqueue the copy of one tensor from device to host."""
+        if nbytes := self._nbytes[index]:
+            call("cuMemcpyDtoHAsync", self.bytes_of(index)[1], self._devices[index], nbytes, stream)
+
+    def to_host(self, stream: object) -> None:
+        """Enqueue the copies from device to host."""
+        for index in range(len(self._nbytes)):
+            self.download(index, stream)
+
+
+def host_bytes(address: int, nbytes: int) -> np.ndarray:
+    """The array over bytes of the host."""
+    import ctypes
+
+    return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
+
+
+def strided(span: np.ndarray, tensor: Tensor) -> np.ndarray:
+    """The tensor that lies in these bytes, as a view with its strides."""
+    dtype = numpy_dtype(tensor.dtype)
+    strides = tuple(s * dtype.itemsize for s in tensor.strides)
+    return np.lib.stride_tricks.as_strided(span.view(dtype), tensor.shape, strides)

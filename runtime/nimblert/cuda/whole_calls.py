@@ -1,0 +1,129 @@
+"""Calls whose inputs lie as they did before: the graphs that take them in one launch."""
+
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import closing
+from functools import cached_property, partial
+from typing import TypeAlias
+
+import numpy as np
+
+from nimblert.calls.binding import VECTOR_NBYTES, fills_memory
+from nimblert.cuda import graph
+from nimblert.cuda.call_graphs import Arrival, CallGraph, CallGraphs, Recipe
+from nimblert.cuda.driver import Context, Handle
+from nimblert.cuda.memory import DeviceMemory
+from nimblert.cuda.movers import Mover
+from nimblert.cuda.pools import Lent
+from nimblert.cuda.transfers import Inlet, Outlet
+from nimblert.ordering import pieces
+from nimblert.plan import Program, Record, Region, Tensor, Wait
+
+_ENOUGH_ON_HOST = 3
+_ENOUGH_ON_DEVICE = 16
+"""Calls alike until they have a graph of their own: with inputs that lie alike, on the device at the same addresses;
+and then with outputs at the same addresses, too. Making it takes longer than one of them gains."""
+
+Given: TypeAlias = Sequence[tuple[Mover, int]]
+"""Inputs of the device, for each one of `Inlet.movers` and an address."""
+
+
+class WholeCalls:
+    """The graphs of calls of a ``program``, which is the graph ``built`` over ``memory``."""
+
+    def __init__(
+        self,
+        program: Program,
+        built: Handle,
+        functions: Sequence[Handle],
+        memory: DeviceMemory,
+        inlet: Inlet,
+        outlet: Outlet,
+        device: int,
+    ) -> None:
+        self._program, self._built, self._functions, self._memory = program, built, functions, memory
+        self._inlet, self._outlet, self._device = inlet, outlet, device
+        self._arriving, self._whole = CallGraphs(), CallGraphs()
+
+    def from_host(
+        self, arrays: Sequence[np.ndarray], lent: Sequence[Lent | None]
+    ) -> tuple[CallGraph | None, bool]:
+        """What brings arrays of the host and runs the program, if anything does; whether it fetches the outputs."""
+        if not self._inlet.is_small:
+            return None, False
+        lying = tuple([array.strides for array in arrays])
+        key = lying, tuple([memory and memory.address for memory in lent])
+        found = self._whole.find(key, _ENOUGH_ON_HOST, partial(self._made_for_host, arrays, lent))
+        if found is not None:
+            return found, True
+        return self._arriving.find(lying, _ENOUGH_ON_HOST, partial(self._made_for_host, arrays, ())), False
+
+    def _made_for_host(self, arrays: Sequence[np.ndarray], lent: Sequence[Lent | None]) -> CallGraph:
+        arrivals = self._inlet.uploads(arrays)
+        made = Recipe(self._built, arrivals, self._outlet.downloads(lent) if lent else ()).instantiated()
+        return CallGraph(made, [arrival.staged for arrival in arrivals if arrival.staged is not None])
+
+    def from_device(self, arrays: Given, lent: Sequence[Lent | None]) -> tuple[CallGraph | None, bool]:
+        """As `from_host`, of arrays of the device."""
+        given = tuple(arrays)
+        key = given, tuple([memory and memory.address for memory in lent])
+        found = self._whole.find(key, _ENOUGH_ON_DEVICE, partial(self._made_in_place, arrays, lent))
+        if found is not None:
+            return found, True
+        return self._arriving.find(given, _ENOUGH_ON_DEVICE, partial(self._made_for_device, arrays)), False
+
+    def _made_for_device(self, arrays: Given) -> CallGraph:
+        return CallGraph(Recipe(self._built, [Arrival([step]) for step in self._inlet.moves(arrays)]).instantiated())
+
+    def _made_in_place(self, arrays: Given, lent: Sequence[Lent | None]) -> CallGraph:
+        """The program over these arrays, where its kernels may use them, and over the memory for its outputs.
+
+        Its own memory gets the inputs as well, for `replay`.
+        """
+        elsewhere: dict[tuple[Region, int], int] = {}
+        arrivals, beside = [], []
+        inputs, outputs = self._movable
+        steps = self._inlet.moves(arrays)
+        for tensor, may_move, (mover, address), step in zip(self._program.inputs, inputs, arrays, steps, strict=True):
+            if may_move and mover.is_copy and address % VECTOR_NBYTES == 0:
+                elsewhere[Region.INPUT, tensor.pointer.index] = address
+                beside.append(step)
+            else:
+                arrivals.append(Arrival([step]))
+        for tensor, may_move, memory in zip(self._program.outputs, outputs, lent, strict=True):
+            if may_move and memory is not None:
+                elsewhere[Region.OUTPUT, tensor.pointer.index] = memory.address
+        copied = [None if may_move else memory for may_move, memory in zip(outputs, lent, strict=True)]
+        departures = self._outlet.copies(copied)
+        with closing(Context(self._device)) as context:
+            built = graph.build(context, self._program, self._functions, self._memory.rebased(elsewhere))
+            return CallGraph(Recipe(built, arrivals, departures, beside).instantiated())
+
+    @cached_property
+    def _movable(self) -> tuple[list[bool], list[bool]]:
+        return _movable(self._program)
+
+    def close(self) -> None:
+        """Give the graphs back."""
+        self._arriving.close()
+        self._whole.close()
+
+
+def _movable(program: Program) -> tuple[list[bool], list[bool]]:
+    """Of each input and output, whether the program's kernels may read or write an array of a caller instead.
+
+    Those of an input only where no kernel writes it, too: the array is the caller's.
+    """
+    work = [command for command in program.commands if not isinstance(command, Record | Wait)]
+    written = {(access.pointer.region, access.pointer.index) for command in work for access in pieces.writes(command)}
+    users = Counter((t.pointer.region, t.pointer.index) for t in (*program.inputs, *program.outputs))
+
+    def stands_alone(tensor: Tensor, region: Region) -> bool:
+        place = tensor.pointer
+        return place.region is region and users[region, place.index] == 1 and fills_memory(program, tensor)
+
+    inputs = [
+        stands_alone(tensor, Region.INPUT) and (Region.INPUT, tensor.pointer.index) not in written
+        for tensor in program.inputs
+    ]
+    return inputs, [stands_alone(tensor, Region.OUTPUT) for tensor in program.outputs]

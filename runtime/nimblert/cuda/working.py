@@ -1,0 +1,144 @@
+"""The memory of a GPU that the programs of a context work in, and the work that is on its way there."""
+
+import threading
+from typing import Any
+
+from nimblert.arrays import device_arrays
+from nimblert.arrays.device_arrays import DeviceArray
+from nimblert.cuda import driver
+from nimblert.cuda.device_state import DeviceState
+from nimblert.cuda.driver import NO_TIMING, Context, Handle, call
+from nimblert.cuda.memory import Bases, allocate, place_working
+from nimblert.errors import InputError
+from nimblert.plan import Plan, Region
+
+_MOST_KEPT = 64
+"""Launches whose arrays are kept before those that ended are let go."""
+
+
+class InFlight:
+    """The last work that was enqueued in a memory and not waited for: what uses the memory next waits for it.
+
+    Its event goes with ``context``.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._event: Handle = context.acquire(call("cuEventCreate", NO_TIMING), "cuEventDestroy")
+        self._stream: int | None = None
+        self._kept: list[object] = []
+
+    def precede(self, stream: int) -> None:
+        """Have what comes next on ``stream`` wait for it."""
+        if self._stream is not None and self._stream != stream:
+            call("cuStreamWaitEvent", stream, self._event, 0)
+
+    def enqueued(self, stream: int, arrays: object = None) -> None:
+        """Be what was enqueued on ``stream`` until now, and what `precede` made that wait for.
+
+        ``arrays`` live until it has ended.
+        """
+        if len(self._kept) >= _MOST_KEPT:
+            call("cuEventSynchronize", self._event)
+            self._kept.clear()
+        call("cuEventRecord", self._event, stream)
+        self._stream = stream
+        if arrays is not None:
+            self._kept.append(arrays)
+
+    def wait(self) -> None:
+        """Wait for it to end."""
+        if self._stream is not None:
+            call("cuEventSynchronize", self._event)
+            self.ended()
+
+    def ended(self) -> None:
+        """Be nothing: it was waited for."""
+        self._stream = None
+        self._kept.clear()
+
+    def close(self) -> None:
+        """Wait for it, whatever the driver says: after a kernel has failed, it refuses every call."""
+        if self._stream is not None:
+            driver.bindings().cuEventSynchronize(self._event)
+            self.ended()
+
+
+class DeviceArena:
+    """An arena that contexts share, and what is on its way in it."""
+
+    def __init__(self, nbytes: int, device: int) -> None:
+        driver.initialise()
+        self._context = Context(device)
+        self.address = allocate(self._context, nbytes)
+        self.in_flight = InFlight(self._context)
+
+    def close(self) -> None:
+        """Give it back; the contexts that use it must be closed."""
+        self._context.close()
+
+
+class CudaWorking:
+    """The device memory that the programs of a context share, and the stream on which one of them runs."""
+
+    def __init__(self, plan: Plan, device: int, arena: DeviceArena | None, *, poison: bool) -> None:
+        self._context = Context(device)
+        self._device = device
+        self._taking = threading.RLock()
+        self._closed = False
+        try:
+            non_blocking = driver.bindings().CUstream_flags.CU_STREAM_NON_BLOCKING
+            created = self._context.acquire(call("cuStreamCreate", non_blocking), "cuStreamDestroy")
+            self.stream = int(created)
+            self._written = self._context.acquire(call("cuEventCreate", NO_TIMING), "cuEventDestroy")
+            address = None if arena is None else arena.address
+            self.bases: Bases = place_working(self._context, plan, address, poison=poison)
+            self.in_flight = InFlight(self._context) if arena is None else arena.in_flight
+            self._kept = DeviceState(plan, device, self.bases[Region.STATE, 0], self.stream)
+        except BaseException:
+            self._context.close()
+            raise
+
+    def take(self, value: Any, ordinal: int, stream: int | None = None) -> DeviceArray:
+        """An array on a GPU, for what comes next on ``stream`` or our own.
+
+        Raises InputError where it is on another GPU, and where this was given back.
+        """
+        if ordinal not in {self._device, -1}:
+            raise InputError(f"is on GPU {ordinal}, the plan runs on GPU {self._device}: copy it there")
+        with self._taking:  # nobody else records the event in between, or gives it back
+            if self._closed:
+                raise InputError("what would read it is closed")
+            self._context.make_current()
+            reader = self.stream if stream is None else stream
+            array = device_arrays.take(value, reader)
+            if array.stream is not None and array.stream != reader:
+                call("cuEventRecord", self._written, array.stream)
+                call("cuStreamWaitEvent", reader, self._written, 0)
+            return array
+
+    def stream_handle(self, stream: Any) -> int | None:
+        """The handle of a stream of the caller, or None: an int, or what `__cuda_stream__` gives. Raises InputError.
+
+        The protocol: https://nvidia.github.io/cuda-python/cuda-core/latest/interoperability.html.
+        """
+        if stream is None or (type(stream) is int and stream >= 0):
+            return stream
+        asked = getattr(stream, "__cuda_stream__", None)
+        if asked is None:
+            raise InputError(f"stream: got {stream!r}, expected a handle (an int) or an object with __cuda_stream__")
+        _, handle = asked()
+        return int(handle)
+
+    @property
+    def kept(self) -> DeviceState:
+        """What the context keeps from run to run, when all that was launched in this memory has ended."""
+        self._context.make_current()
+        self.in_flight.wait()
+        return self._kept
+
+    def close(self) -> None:
+        """Give it back; the programs that use it must be closed."""
+        with self._taking:
+            self._closed = True
+            self._kept.close()
+            self._context.close()

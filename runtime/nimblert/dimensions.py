@@ -1,0 +1,89 @@
+"""The named dimensions of an entry, in whose sizes alone its programs differ."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TypeAlias
+
+from nimblert.plan import Profile, Program, Tensor
+
+Shape: TypeAlias = tuple[int, ...]
+Shapes: TypeAlias = tuple[Shape, ...]
+
+
+class Axes:
+    """The dimension of each axis of an entry's ``inputs`` and ``outputs``; None for one of no dimension.
+
+    ``bound`` are the dimensions on which an axis depends in another way, such as twice the size.
+    """
+
+    def __init__(self, programs: Sequence[Program]) -> None:
+        self._profiles = [dict(program.profile) for program in programs]
+        self.bound: set[str] = set()
+        self.inputs = self._sides([program.inputs for program in programs])
+        self.outputs = self._sides([program.outputs for program in programs])
+
+    def sizes(self, shapes: Sequence[Shape]) -> dict[str, int] | None:
+        """The sizes of the dimensions that inputs of these shapes have; None where they contradict each other."""
+        sizes: dict[str, int] = {}
+        for shape, axes in zip(shapes, self.inputs, strict=True):
+            if len(shape) != len(axes):
+                return None
+            for size, name in zip(shape, axes, strict=True):
+                if name is not None and sizes.setdefault(name, size) != size:
+                    return None
+        return sizes
+
+    def resized_inputs(self, program: Program, sizes: Mapping[str, int]) -> tuple[Tensor, ...]:
+        """The inputs of a program with other sizes of the dimensions."""
+        return tuple(replace(t, shape=resized(t, axes, sizes)) for t, axes in self.of_inputs(program))
+
+    def of_inputs(self, program: Program) -> "zip[tuple[Tensor, tuple[str | None, ...]]]":
+        """Each input of a program with the dimensions of its axes."""
+        return zip(program.inputs, self.inputs, strict=True)
+
+    def of_outputs(self, program: Program) -> "zip[tuple[Tensor, tuple[str | None, ...]]]":
+        """Each output of a program with the dimensions of its axes."""
+        return zip(program.outputs, self.outputs, strict=True)
+
+    def _sides(self, sides: Sequence[Sequence[Tensor]]) -> tuple[tuple[str | None, ...], ...]:
+        shapes = (zip(*(tensor.shape for tensor in same), strict=True) for same in zip(*sides, strict=True))
+        return tuple(tuple(map(self._dimension, axes)) for axes in shapes)
+
+    def _dimension(self, sizes: Shape) -> str | None:
+        """The dimension of an axis with this size in each program."""
+        if len(set(sizes)) == 1:
+            return None
+        names = list(self._profiles[0])
+        matching = [n for n in names if all(p[n] == size for p, size in zip(self._profiles, sizes, strict=True))]
+        if len(matching) == 1:
+            return matching[0]
+        self.bound.update(self._causes(sizes) or names)
+        return None
+
+    def _causes(self, sizes: Shape) -> set[str]:
+        """The dimensions in which alone two programs differ that have another size there."""
+        causes = set()
+        for name in self._profiles[0]:
+            seen: dict[frozenset[tuple[str, int]], int] = {}
+            for profile, size in zip(self._profiles, sizes, strict=True):
+                others = frozenset(profile.items() - {(name, profile[name])})
+                if seen.setdefault(others, size) != size:
+                    causes.add(name)
+        return causes
+
+
+def resized(tensor: Tensor, axes: Sequence[str | None], sizes: Mapping[str, int]) -> Shape:
+    """The shape of a tensor whose axes have these dimensions, with other sizes of some of them."""
+    return tuple(
+        size if name is None else sizes.get(name, size) for size, name in zip(tensor.shape, axes, strict=True)
+    )
+
+
+def shapes_of(tensors: Iterable[Tensor]) -> Shapes:
+    """The shape of each tensor."""
+    return tuple(tensor.shape for tensor in tensors)
+
+
+def profile_text(profile: Profile) -> str:
+    """The sizes of a profile, as messages name them."""
+    return ", ".join(f"{name}={size}" for name, size in profile) or "none"

@@ -1,0 +1,1 @@
+"""Plan files: their bytes, and how files are written."""

@@ -1,0 +1,261 @@
+"""Plan files: the bytes around the FlatBuffer, how they are written, mapped and checked.
+
+A file is the FlatBuffer, the segments (code, weights), and a trailer of 64 bytes: a magic word, the
+FlatBuffer's size, the file's size, 8 zero bytes, and the SHA-256 of all bytes before it.
+"""
+
+import hashlib
+import mmap
+import os
+import stat
+import weakref
+from io import BufferedReader, BytesIO
+from pathlib import Path
+from struct import Struct
+from typing import BinaryIO, TypeAlias
+
+from nimblert.errors import InputError, PlanError, PlanFormatError, PlanInvalidError
+from nimblert.files import schema, segments
+from nimblert.files.decoder import decode, file_nbytes
+from nimblert.files.replacing import replacing
+from nimblert.limits import DEFAULT_LIMITS, Limits
+from nimblert.plan import Plan
+from nimblert.rules import verify
+
+Source: TypeAlias = str | os.PathLike[str] | bytes | bytearray | memoryview
+"""A plan file, by its path or by its bytes."""
+
+MAGIC = b"NPLNTAIL"
+"""The first bytes of the trailer."""
+
+_TRAILER = Struct("<8sQQ8x32s")
+_DIGEST_NBYTES = 32
+_CHUNK_NBYTES = 16 << 20
+
+_SIGNATURES = (
+    (b"PK\x03\x04", "a zip archive (a .pt2 or .npz file, perhaps)"),
+    (b"\x93NUMPY", "a NumPy array"),
+    (b"\x89HDF", "an HDF5 file"),
+    (b"\x7fELF", "an ELF file"),
+    (b"\x1f\x8b", "a gzip file"),
+    (b"\x80\x02", "a pickle"),
+    (b"version https://git-lfs", "a Git LFS pointer: run `git lfs pull`"),
+    (b"\x08", "an ONNX model: compile it first, `nimblec compile MODEL -o PLAN`"),
+    (b"{", "JSON text"),
+)
+"""First bytes of files that are taken for plans. An ONNX model starts with its ir_version, field 1."""
+
+
+def write(plan: Plan, path: str | os.PathLike[str]) -> None:
+    """Write the plan to ``path``, whole or not at all.
+
+    The bytes go to a temporary file in the same directory, which is renamed when they are on disk.
+    Code and weights are streamed. Raises PlanInvalidError where the plan contradicts itself, and
+    NimbleError where the file cannot be written; a file of that name is then as it was before.
+    """
+    problems = tuple(verify.problems(plan))
+    if problems:
+        raise PlanInvalidError(problems)
+    with replacing(Path(path)) as file:
+        _stream(plan, file)
+
+
+Plan.save = write
+
+
+def encode_file(plan: Plan) -> bytes:
+    """The bytes of the plan's file. Unlike `write`, takes plans that contradict themselves."""
+    file = BytesIO()
+    _stream(plan, file)
+    return file.getvalue()
+
+
+def read(source: Source, *, check_digest: bool = True, copy: bool = False, limits: Limits = DEFAULT_LIMITS) -> Plan:
+    """The plan in a file, or in the bytes of one, held against ``limits``; see `open_image` for ``copy``.
+
+    Raises PlanError where there is no such file, PlanFormatError where it is not a plan, cut short,
+    altered (seen only with ``check_digest``) or damaged, PlanInvalidError where the plan contradicts
+    itself, and InputError where ``source`` is neither a path nor bytes.
+    """
+    image = open_image(source, copy=copy)
+    if check_digest:
+        verify_digest(image, name(source))
+    return parse(image, name(source), limits)
+
+
+def name(source: Source) -> str:
+    """What messages call a plan file, or the bytes of one."""
+    return "plan" if isinstance(source, bytes | bytearray | memoryview) else os.fsdecode(source)
+
+
+def open_image(source: Source, *, copy: bool = False) -> memoryview:
+    """The bytes of a plan file, read only, after a look at its identifier and length.
+
+    A file is mapped: code and weights are slices of the map. Overwriting the file in place then
+    changes the plan, and cutting it off ends the process (SIGBUS) when the bytes are next read;
+    replacing it by a rename, as `write` does, is safe. ``copy`` reads the file into memory instead,
+    once, and what becomes of it later does not matter. Bytes that can change are copied always.
+    """
+    if isinstance(source, bytes | bytearray | memoryview):
+        view = memoryview(source)
+        image = view.cast("B") if _is_constant(view) and not copy else _copied(view)
+    elif isinstance(source, str | os.PathLike):
+        image = _open_file(source, copy=copy)
+    else:
+        raise InputError(
+            f"plan: got {type(source).__name__}, expected the path of a plan file, its bytes, or a Plan"
+            f" (nimblec.compile makes one of a model)"
+        )
+    check_frame(image, name(source))
+    return image
+
+
+def _is_constant(view: memoryview) -> bool:
+    return view.readonly and view.c_contiguous and view.nbytes > 0
+
+
+def _copied(view: memoryview) -> memoryview:
+    if not view.nbytes:
+        return memoryview(b"")
+    pages = mmap.mmap(-1, view.nbytes)  # bytes objects start where weights could not be used in place
+    pages.write(view.cast("B") if view.c_contiguous else view.tobytes())
+    return memoryview(pages).toreadonly()
+
+
+class Mapped(mmap.mmap):
+    """A plan file in memory, read only: its pages may be given back, and come again when they are read."""
+
+
+_mapped_files: weakref.WeakValueDictionary[tuple[int, ...], Mapped] = weakref.WeakValueDictionary()
+"""By what tells a file and its state: it is mapped once, however often it is loaded."""
+
+
+def _mapped(file: BinaryIO, nbytes: int) -> Mapped:
+    status = os.fstat(file.fileno())
+    key = status.st_dev, status.st_ino, status.st_mtime_ns, status.st_ctime_ns, nbytes
+    found = _mapped_files.get(key)
+    return found or _mapped_files.setdefault(key, Mapped(file.fileno(), nbytes, access=mmap.ACCESS_READ))
+
+
+def _open_file(path: str | os.PathLike[str], *, copy: bool) -> memoryview:
+    try:
+        with open(path, "rb", opener=_without_waiting) as file:
+            nbytes = _file_nbytes(file, path)
+            if not copy:
+                return memoryview(_mapped(file, nbytes))
+            pages = mmap.mmap(-1, nbytes)
+            return memoryview(pages).toreadonly()[: _fill(memoryview(pages), file)]
+    except PlanError:  # a ValueError, too
+        raise
+    except FileNotFoundError as exc:
+        raise PlanError(f"{name(path)}: no such file") from exc
+    except IsADirectoryError as exc:
+        raise PlanError(f"{name(path)}: is a directory, expected a plan file") from exc
+    except OSError as exc:
+        raise PlanError(f"{name(path)}: cannot be read: {exc.strerror}") from exc
+    except ValueError as exc:  # a null character in the path, more than can be mapped
+        raise PlanError(f"{name(path)!r}: cannot be read: {exc}") from exc
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """Open a pipe, too, at once, instead of waiting for somebody to write into it."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+
+
+def _file_nbytes(file: BufferedReader, path: str | os.PathLike[str]) -> int:
+    status = os.fstat(file.fileno())
+    if not stat.S_ISREG(status.st_mode):
+        raise PlanError(f"{name(path)}: is not a regular file, expected a plan file")
+    if status.st_size == 0:
+        raise PlanFormatError(f"{name(path)}: is empty, expected a plan file")
+    return status.st_size
+
+
+def _fill(target: memoryview, file: BufferedReader) -> int:
+    """Read the file into ``target``: bytes that it had."""
+    position = 0
+    while position < len(target) and (count := file.readinto(target[position : position + _CHUNK_NBYTES])):
+        position += count
+    return position
+
+
+def digest(image: memoryview) -> bytes:
+    """SHA-256 of all of a plan file's bytes but the digest itself.
+
+    hashlib releases the GIL, so a thread can do this while another decodes the plan.
+    """
+    sha256 = hashlib.sha256()
+    content = image[:-_DIGEST_NBYTES]
+    for start in range(0, len(content), _CHUNK_NBYTES):
+        sha256.update(content[start : start + _CHUNK_NBYTES])
+    return sha256.digest()
+
+
+def verify_digest(image: memoryview, path: str) -> None:
+    """Raise PlanFormatError where the bytes are not those that were written; ``path`` is for the message."""
+    if digest(image) != image[-_DIGEST_NBYTES:]:
+        raise PlanFormatError(f"{path}: was altered after it was written (SHA-256 differs); copy or compile it again")
+
+
+def parse(image: memoryview, path: str, limits: Limits = DEFAULT_LIMITS) -> Plan:
+    """The plan in a file's bytes, checked by `verify.problems`; ``path`` is for messages."""
+    _, flatbuffer_nbytes, _, _ = _TRAILER.unpack(image[-_TRAILER.size :])
+    try:
+        plan = decode(image, flatbuffer_nbytes)
+    except PlanFormatError as exc:
+        raise PlanFormatError(f"{path}: {exc}") from exc
+    problems = tuple(verify.problems(plan, limits))
+    if problems:
+        raise PlanInvalidError(problems)
+    return plan
+
+
+def check_frame(image: memoryview, path: str) -> None:
+    """Raise PlanFormatError unless the file starts and ends as a plan does, with the lengths it names."""
+    if image[4:8] != schema.IDENTIFIER:
+        raise PlanFormatError(f"{path}: is not a plan file{_resemblance(image)}")
+    actual = len(image)
+    if actual >= _TRAILER.size:
+        magic, flatbuffer_nbytes, expected, _ = _TRAILER.unpack(image[-_TRAILER.size :])
+        if magic == MAGIC and expected == actual and flatbuffer_nbytes <= actual - _TRAILER.size:
+            return
+    named = file_nbytes(image)
+    if named is None or named == actual:
+        raise PlanFormatError(f"{path}: the end of its {actual} bytes is missing or damaged; copy it again")
+    state = "is cut short" if named > actual else "has bytes behind its end"
+    raise PlanFormatError(f"{path}: {state}: {actual} bytes, expected {named}; copy it again")
+
+
+def _resemblance(image: memoryview) -> str:
+    """What a file that is no plan looks like, as the end of a sentence."""
+    start = bytes(image[:32])
+    for signature, what in _SIGNATURES:
+        if start.startswith(signature):
+            return f", it looks like {what}"
+    return ""
+
+
+def _stream(plan: Plan, file: BinaryIO) -> None:
+    """Write the file's bytes in order, each of them once."""
+    from nimblert.files.encoder import encode  # with the generated code, which readers need not import
+
+    encoded = encode(plan)
+    sha256 = hashlib.sha256()
+    position = 0
+
+    def put(data: bytes | memoryview) -> None:
+        nonlocal position
+        sha256.update(data)
+        file.write(data)
+        position += len(data)
+
+    put(encoded.flatbuffer)
+    for segment, data in zip(encoded.segments, segments.contents(plan), strict=True):
+        put(bytes(segment.offset - position))
+        # An empty memoryview of several dimensions cannot be cast.
+        content = data.cast("B") if data.nbytes else memoryview(b"")
+        for start in range(0, len(content), _CHUNK_NBYTES):
+            put(content[start : start + _CHUNK_NBYTES])
+    end = encoded.trailer.offset + encoded.trailer.nbytes
+    put(_TRAILER.pack(MAGIC, len(encoded.flatbuffer), end, bytes(_DIGEST_NBYTES))[:-_DIGEST_NBYTES])
+    file.write(sha256.digest())

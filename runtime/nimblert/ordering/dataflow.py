@@ -1,0 +1,97 @@
+"""Whose bytes a command reads, and who reads what it wrote."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from nimblert.ordering import pieces
+from nimblert.ordering.pieces import Ints
+from nimblert.plan import Access, Program, Record, Region, Wait
+
+BEFORE = -1
+"""Stands for whoever wrote a byte before the first command."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dataflow:
+    """Of a program without hazards: there, bytes are those of the last command issued before that writes them.
+
+    Commands are named by their indices. What is read when the last command has ended, the program's outputs,
+    counts as read by the command after it.
+    """
+
+    _writers: Mapping[tuple[int, Access], frozenset[int]]
+    _readers: Mapping[int, Sequence[tuple[int, Access]]]
+
+    def writers(self, command: int, access: Access) -> frozenset[int]:
+        """The commands that wrote the bytes which ``command`` reads; `BEFORE` where none of them did."""
+        return self._writers.get((command, access), frozenset((BEFORE,)))
+
+    def readers(self, command: int, access: Access) -> Iterator[int]:
+        """The commands that read bytes which ``command`` wrote in ``access``."""
+        for reader, read in self._readers.get(command, ()):
+            if _overlap(access, read):
+                yield reader
+
+
+def dataflow(program: Program) -> Dataflow:
+    """Follow the bytes of a program through its commands. Linear in its accesses and their pieces."""
+    works = [(i, command) for i, command in enumerate(program.commands) if not isinstance(command, Record | Wait)]
+    returned = [Access(pointer=tensor.pointer, nbytes=tensor.span_nbytes) for tensor in program.outputs]
+    memory = {
+        region: _Memory(np.unique(np.concatenate((pieces.cuts(touched), _ends(returned, region)))))
+        for region, touched in pieces.touches([work for _, work in works]).items()
+        if touched.write.any()
+    }
+    all_writers: dict[tuple[int, Access], frozenset[int]] = {}
+    all_readers: dict[int, list[tuple[int, Access]]] = {}
+
+    def read(command: int, access: Access) -> None:
+        found = memory.get((access.pointer.region, access.pointer.index))
+        if found is None or not access.nbytes:
+            return
+        writers = found.writers(access)
+        all_writers[command, access] = writers
+        for writer in writers - {BEFORE}:
+            all_readers.setdefault(writer, []).append((command, access))
+
+    for command, work in works:
+        for access in pieces.reads(work):
+            read(command, access)
+        for access in pieces.writes(work):
+            if access.nbytes:
+                memory[access.pointer.region, access.pointer.index].write(access, command)
+    for access in returned:
+        read(len(program.commands), access)
+    return Dataflow(all_writers, all_readers)
+
+
+class _Memory:
+    """Who wrote each piece of a region last."""
+
+    def __init__(self, borders: Ints) -> None:
+        self._borders = borders
+        self._last = np.full(len(borders), BEFORE)
+
+    def write(self, access: Access, command: int) -> None:
+        self._last[self._pieces(access)] = command
+
+    def writers(self, access: Access) -> frozenset[int]:
+        return frozenset(self._last[self._pieces(access)].tolist())
+
+    def _pieces(self, access: Access) -> slice:
+        start = access.pointer.offset
+        return slice(*np.searchsorted(self._borders, (start, start + access.nbytes)))
+
+
+def _ends(accesses: list[Access], region: tuple[Region, int]) -> Ints:
+    """Where the accesses to a region begin and end."""
+    within = [a for a in accesses if (a.pointer.region, a.pointer.index) == region]
+    return np.array([n for a in within for n in (a.pointer.offset, a.pointer.offset + a.nbytes)], np.int64)
+
+
+def _overlap(a: Access, b: Access) -> bool:
+    if (a.pointer.region, a.pointer.index) != (b.pointer.region, b.pointer.index):
+        return False
+    return a.pointer.offset < b.pointer.offset + b.nbytes and b.pointer.offset < a.pointer.offset + a.nbytes

@@ -1,0 +1,132 @@
+"""The proof that a program is safe under concurrency: commands that conflict are ordered.
+
+Two commands conflict if they touch a common byte of a region and one of them writes it. That covers
+data handed from one to the other as well as arena bytes that serve one buffer after another. It
+does not tell which of two ordered writes a later read means: that is the compiler's to prove
+(`nimblec.schedule.memory.overlaps`).
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+import numpy as np
+
+from nimblert.limits import DEFAULT_LIMITS, Limits
+from nimblert.ordering import pieces
+from nimblert.ordering.order import Order, order
+from nimblert.ordering.pieces import Touches
+from nimblert.plan import Program, Record, Region, Wait, Work
+
+_MOST_SENTENCES = 100
+"""Where one wait is missing, thousands of pairs may be unordered; nobody reads more."""
+
+
+def hazards(program: Program, limits: Limits = DEFAULT_LIMITS) -> Iterator[str]:
+    """Yield sentences where commands conflict and nothing orders them; none where all is ordered.
+
+    A sentence names two neighbours of the accesses to a byte, so others may conflict too. And for
+    each read of arena bytes that no earlier command, no input and not the command itself writes. At
+    most a hundred. The program must be verified otherwise: its indices, bounds and events in order.
+    Near-linear in its accesses; one whose accesses fall into more pieces than ``limits`` has is not judged
+    but named.
+    """
+    works = [
+        (place, command) for place, command in enumerate(program.commands) if not isinstance(command, Record | Wait)
+    ]
+    touched = pieces.touches([work for _, work in works])
+    found = sum(pieces.count(accesses) for accesses in touched.values())
+    if found > limits.pieces:
+        return iter([f"the accesses of its commands fall into {found} pieces, the limit is {limits.pieces}"])
+    return islice(_hazards(program, works, touched), _MOST_SENTENCES)
+
+
+def _hazards(
+    program: Program, works: Sequence[tuple[int, Work]], touched: dict[tuple[Region, int], Touches]
+) -> Iterator[str]:
+    ordered = order(program.commands)
+    for region, accesses in touched.items():
+        for first, second, start, end in _unordered(accesses, ordered):
+            yield (
+                f"{_describe(program, works[first])} and {_describe(program, works[second])}: nothing orders "
+                f"their accesses to {_name(*region)} bytes {start} to {end}"
+            )
+    if (Region.ARENA, 0) in touched:
+        yield from _unwritten(program, works, touched[Region.ARENA, 0])
+
+
+def _unordered(accesses: Touches, ordered: Order) -> Iterator[tuple[int, int, int, int]]:
+    """Yield (first work, second work, start, end) for pairs in the first piece in which they conflict."""
+    streams = ordered.stream[accesses.work]
+    if not accesses.write.any() or (streams == streams[0]).all():
+        return
+    found: set[tuple[int, int]] = set()
+    for pairs in pieces.conflicts(accesses):
+        for at in np.flatnonzero(~ordered.before(pairs.early, pairs.late)):
+            works = int(pairs.early[at]), int(pairs.late[at])
+            if works not in found:
+                found.add(works)
+                yield *works, int(pairs.start[at]), int(pairs.end[at])
+
+
+def _unwritten(program: Program, works: Sequence[tuple[int, Work]], accesses: Touches) -> Iterator[str]:
+    """Yield a sentence for each read of arena bytes that nothing has written by then.
+
+    Bytes that the same command also writes are left out: it may fill them before it reads them.
+    """
+    inputs = [tensor for tensor in program.inputs if tensor.pointer.region is Region.ARENA]
+    starts = [tensor.pointer.offset for tensor in inputs]
+    ends = [tensor.pointer.offset + tensor.span_nbytes for tensor in inputs]
+    borders = np.unique(np.concatenate((pieces.cuts(accesses), np.array(starts + ends, np.int64))))
+    written = _Growing(len(borders))
+    for start, end in zip(np.searchsorted(borders, starts), np.searchsorted(borders, ends), strict=True):
+        written.add(int(start), int(end))
+    by_time = np.lexsort((~accesses.write, accesses.work))  # a command's writes before its reads
+    columns = (np.searchsorted(borders, accesses.start), np.searchsorted(borders, accesses.end))
+    rows = (column[by_time].tolist() for column in (*columns, accesses.work, accesses.write))
+    for start, end, work, write in zip(*rows, strict=True):
+        if write:
+            written.add(start, end)
+        elif (first := written.first_missing(start)) < end:
+            last = min(end, written.first_present(first))
+            reader = _describe(program, works[work])
+            yield f"{reader}: reads arena bytes {borders[first]} to {borders[last]}, which nobody wrote"
+
+
+class _Growing:
+    """A growing set of numbers below ``count``: each is looked at about once, however often it is added."""
+
+    def __init__(self, count: int) -> None:
+        self._missing = list(range(count + 1))  # a missing number leads to itself, others towards the next missing
+
+    def first_missing(self, number: int) -> int:
+        """The first number from ``number`` on that is not in the set; ``count`` never is."""
+        missing = self._missing
+        while missing[number] != number:
+            missing[number] = missing[missing[number]]
+            number = missing[number]
+        return number
+
+    def first_present(self, number: int) -> int:
+        """The first number from ``number`` on that is in the set, or ``count``."""
+        count = len(self._missing) - 1
+        while number < count and self._missing[number] == number:
+            number += 1
+        return number
+
+    def add(self, start: int, end: int) -> None:
+        """Add all from ``start`` to below ``end``."""
+        number = self.first_missing(start)
+        while number < end:
+            self._missing[number] = number + 1
+            number = self.first_missing(number + 1)
+
+
+def _describe(program: Program, placed: tuple[int, Work]) -> str:
+    place, work = placed
+    op = program.ops[work.op]
+    return f"commands[{place}] ({type(work).__name__.lower()} of {op.name} {op.source!r})"
+
+
+def _name(region: Region, index: int) -> str:
+    name = region.name.lower()
+    return f"{name} {index}" if region in {Region.INPUT, Region.OUTPUT} else name

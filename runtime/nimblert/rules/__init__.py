@@ -1,0 +1,1 @@
+"""What a plan must keep to, checked without a device."""

@@ -1,0 +1,79 @@
+"""The rules of entries: their programs differ in sizes alone, and the sizes they say they serve they can serve."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+
+from nimblert.dimensions import Axes, Shapes, profile_text, shapes_of
+from nimblert.extents import MAX_RANK
+from nimblert.plan import Fit, Plan, Profile, Program, Role
+from nimblert.rules.state_rules import writes_state
+
+
+def problems(plan: Plan) -> Iterator[str]:
+    """Yield a sentence for each program that a caller could not tell from another one of its entry."""
+    first: dict[str, int] = {}
+    taken: dict[tuple[str, Shapes], int] = {}
+    profiles: dict[tuple[str, frozenset[tuple[str, int]]], int] = {}
+    of_entries: defaultdict[str, dict[int, Program]] = defaultdict(dict)
+    for i, program in enumerate(plan.programs):
+        path = f"programs[{i}]"
+        yield from _profile_problems(f"{path}.profile", program.profile)
+        yield from (f"{path}.outputs[{j}].mask: only inputs are masks" for j, t in enumerate(program.outputs) if t.mask)
+        if program.role is not Role.ENTRY:
+            yield f"{path}.role: {program.role.name}, which no command runs"
+            continue
+        of_entries[program.entry][i] = program
+        other = first.setdefault(program.entry, i)
+        if _signature(program) != _signature(plan.programs[other]):
+            yield f"{path}: takes or gives other tensors than programs[{other}], which is of the same entry"
+        same = profiles.setdefault((program.entry, frozenset(program.profile)), i)
+        if same != i:
+            yield f"{path}.profile: {profile_text(program.profile)}, as programs[{same}] of the same entry"
+        same = taken.setdefault((program.entry, shapes_of(program.inputs)), i)
+        if same != i:
+            yield f"{path}.inputs: have the shapes of programs[{same}], which is of the same entry"
+    for programs in of_entries.values():
+        if len({_signature(program) for program in programs.values()}) == 1:
+            yield from _fit_problems(programs)
+
+
+def _profile_problems(path: str, profile: Profile) -> Iterator[str]:
+    names = [name for name, _ in profile]
+    if len(names) > MAX_RANK:
+        yield f"{path}: {len(names)} dimensions, expected at most {MAX_RANK}"
+    elif len(set(names)) != len(names) or not all(name.isprintable() and name for name in names):
+        yield f"{path}: {names}, expected a name for each dimension, no two the same"
+    elif not all(0 <= size < 1 << 63 for _, size in profile):
+        yield f"{path}: {profile_text(profile)}, expected sizes below {1 << 63}"
+
+
+def _signature(program: Program) -> tuple[object, ...]:
+    """What the programs of an entry have in common."""
+    sides = (tuple((t.name, t.dtype, len(t.shape)) for t in side) for side in (program.inputs, program.outputs))
+    return (*sides, frozenset(name for name, _ in program.profile))
+
+
+def _fit_problems(programs: Mapping[int, Program]) -> Iterator[str]:
+    """Yield a sentence for each fit that the shapes of an entry contradict; its programs are by index of the plan.
+
+    They agree in their tensors and in the names of their profiles.
+    """
+    if not any(program.fits for program in programs.values()):
+        return
+    axes = Axes(list(programs.values()))
+    taken, given = ({name for of in side for name in of} for side in (axes.inputs, axes.outputs))
+    everywhere = {name for name in given if all(name in of for of in axes.outputs)}
+    for i, program in programs.items():
+        path = f"programs[{i}].fits"
+        if len(program.fits) != len(program.profile):
+            yield f"{path}: {len(program.fits)}, expected one for each of {len(program.profile)} dimensions"
+            continue
+        for (name, size), fit in zip(program.profile, program.fits, strict=True):
+            if fit is Fit.EXACT:
+                continue
+            if name not in taken or name in axes.bound or size < 1:
+                yield f"{path}: {name}={size} is {fit.name}, and no axis of an input is {name!r} in all programs alike"
+            elif fit is Fit.SPLIT and name not in everywhere:
+                yield f"{path}: {name!r} is SPLIT, and an output has no axis of it"
+            elif writes_state(program):
+                yield f"{path}: {name!r} is {fit.name}, and the program writes the state"
