@@ -5,6 +5,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ NOT_MEASURED = 3
 
 _PACKAGES = (
     *("torch", "triton", "cuda-bindings", "numpy", "timm", "torchvision", "transformers"),
-    *("onnxruntime", "onnxruntime-gpu", "jax", "jaxlib", "iree-base-runtime"),
+    *("onnx", "onnxruntime", "onnxruntime-gpu", "jax", "jaxlib", "iree-base-runtime"),
 )
 
 
@@ -73,7 +74,7 @@ def provenance(results: dict[str, Any]) -> str:
     if len(commits) > 1:
         raise SystemExit(f"rows of several commits: {', '.join(commits)}: measure all of them on one (--add)")
     machine = found["cpu"] if found["gpu"] == "none" else found["gpu"].splitlines()[0]
-    versions = (f"{name} {found[name]}" for name in ("torch", "onnxruntime") if name in found)
+    versions = (f"{name} {found[name]}" for name in ("torch", "onnx", "onnxruntime") if name in found)
     return f"Commit {commits[0][:12]}; {', '.join((machine, *versions))}."
 
 
@@ -87,6 +88,20 @@ def write(path: Path, figures: dict[str, Any]) -> None:
     """Write raw figures, with what they were measured on, as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"environment": describe(), **figures}, indent=1, sort_keys=True) + "\n")
+
+
+def write_results(path: Path, results: Sequence[Mapping[str, Any]]) -> None:
+    """Write what became of each case on a line of its own, with what all were run on, as JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = ",\n".join(json.dumps(result) for result in results)
+    path.write_text(f'{{"environment": {json.dumps(describe())},\n"results": [\n{lines}\n]}}\n')
+
+
+def shared_provenance(files: Mapping[str, Mapping[str, Any]]) -> str:
+    """The sentence under a table of several files: see `provenance`."""
+    environments = {name: file["environment"] for name, file in files.items()}
+    first = next(iter(environments.values()))
+    return provenance({"environment": first, "commits": {name: e["commit"] for name, e in environments.items()}})
 
 
 def read(path: Path) -> Any:

@@ -46,7 +46,7 @@ def markdown() -> str:
     faster, networks = speedup(environment.read(peers.FOLDER / "peers.json"))
     trained = training_speedup(environment.read(peers.FOLDER / "training.json"))
     gain, scheduled = scheduling(environment.read(peers.FOLDER / "schedules.json"))
-    passed, cases = coverage(environment.read(onnx_coverage.RESULTS / onnx_coverage.RESULT_NAMES["aten"]))
+    passed, cases = coverage(environment.read(onnx_coverage.RESULTS / onnx_coverage.RESULT_NAMES["aten"])["results"])
     return (
         f"- **{faster:.2f}x** the speed of torch.compile: GPU time of all kernels at `-O2` and batch 1 on an H200,\n"
         f"  geometric mean over {networks} networks; {trained:.2f}x for training steps of {len(training.NETWORKS)} at "

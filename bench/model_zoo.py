@@ -11,7 +11,6 @@ write bench/results/cpu/model_zoo_LIBRARY.json; --markdown prints the table of w
 
 import argparse
 import gc
-import json
 import time
 import warnings
 from collections import Counter
@@ -231,14 +230,15 @@ def _error(expected: Tensor, found: Tensor) -> float:
 def markdown() -> str:
     """A line for each library: models by status, and how many calls their graphs have, all together."""
     lines = [f"| | {' | '.join(STATUSES)} | calls as traced | rewritten | with our kernels |", "|---" * 8 + "|"]
-    for library in LIBRARIES:
-        results = environment.read(RESULTS / f"model_zoo_{library}.json")
+    files = {library: environment.read(RESULTS / f"model_zoo_{library}.json") for library in LIBRARIES}
+    for library, file in files.items():
+        results = file["results"]
         counts = Counter(result["status"] for result in results)
         passed = [result["calls"] for result in results if result["status"] == "pass"]
         totals = [f"{sum(column):,}" for column in zip(*passed, strict=True)]
         cells = [f"{len(results)} of {library}", *(str(counts[status]) for status in STATUSES), *totals]
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    return "\n".join([*lines, "", environment.shared_provenance(files)])
 
 
 def main() -> None:
@@ -261,8 +261,7 @@ def main() -> None:
                 results.append(result)
             gc.collect()
         if not options.match:
-            lines = ",\n".join(json.dumps(asdict(result)) for result in results)
-            (RESULTS / f"model_zoo_{library}.json").write_text(f"[\n{lines}\n]\n")
+            environment.write_results(RESULTS / f"model_zoo_{library}.json", [asdict(result) for result in results])
 
 
 if __name__ == "__main__":

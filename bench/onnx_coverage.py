@@ -13,7 +13,6 @@ bench/results/cpu/onnx_coverage*.json; ``--markdown`` prints the table of what i
 
 import argparse
 import importlib.util
-import json
 import multiprocessing
 import sys
 import tempfile
@@ -318,7 +317,8 @@ def report(results: Sequence[Result]) -> None:
 
 def markdown() -> str:
     """The table of docs/measured.md, out of the results of each target: counts by status."""
-    aten, optimized, fused, cpu = (environment.read(RESULTS / name) for name in RESULT_NAMES.values())
+    files = {target: environment.read(RESULTS / name) for target, name in RESULT_NAMES.items()}
+    aten, optimized, fused, cpu = (file["results"] for file in files.values())
     lines = [f"| | {' | '.join(STATUSES)} |", "|---|" + "---|" * len(STATUSES)]
     for title, results, field in (
         ("ATen (CUDA target)", aten, "status"),
@@ -336,7 +336,7 @@ def markdown() -> str:
     wrong = [r["onnxruntime"] for r in cpu if r["status"] == "wrong"]
     lines += ["", f"Of the {len(runnable):,} core cases that ONNX Runtime passes, {passed:,} pass on the CPU target."]
     lines += [f"Of the {len(wrong)} that are wrong there, {wrong.count('wrong')} are wrong in ONNX Runtime."]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", environment.shared_provenance(files)])
 
 
 def _listed(counts: Counter[str]) -> str:
@@ -366,9 +366,7 @@ def main() -> None:
         write_known_failures(options.write_known, results)
     target = options.json or (None if options.match or options.every > 1 else RESULTS / RESULT_NAMES[options.target])
     if target:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        lines = ",\n".join(json.dumps(asdict(result)) for result in results)
-        target.write_text(f"[\n{lines}\n]\n")
+        environment.write_results(target, [asdict(result) for result in results])
 
 
 if __name__ == "__main__":

@@ -109,7 +109,8 @@ def markdown(results: dict[str, Any]) -> str:
             f"| {row['tasks']:,} | {row['policy']} | {seconds} | {planning_seconds(row):.2f} "
             f"| {row['streams']} / {row['waits']} | {ratio:.3f} |"
         )
-    return "\n".join([*lines, "", f"Growth between the two largest sizes: {_growth(results['rows'])}."])
+    growth = f"Growth between the two largest sizes: {_growth(results['rows'])}."
+    return "\n".join([*lines, "", f"{growth} {environment.provenance(results)}"])
 
 
 def _growth(rows: list[dict[str, Any]]) -> str:
@@ -143,7 +144,7 @@ def main() -> None:
             rows.append({"tasks": size, "policy": name, **measure(graph, POLICIES[name])})
             print(rows[-1], flush=True)
     environment.write(RESULTS, {"rows": rows})
-    print(markdown({"rows": rows}))
+    print(markdown(environment.read(RESULTS)))
 
 
 if __name__ == "__main__":

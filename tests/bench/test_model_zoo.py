@@ -1,6 +1,5 @@
 """The walk through other libraries' models: what counts as a pass, and the table."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ import torch
 from arithmetic import arithmetic
 from torch import nn
 
-from bench import model_zoo
+from bench import environment, model_zoo
 from bench.model_zoo import STATUSES, run
 from nimblec.levels.o2 import TRITON_NORMS
 from nimblec.levels.recipe import Recipe
@@ -88,5 +87,7 @@ def test_the_table_counts_models_and_calls(tmp_path: Path, monkeypatch: pytest.M
     results: list[dict[str, Any]] = [
         {"status": s, "calls": [9, 5, 3] if s == "pass" else []} for s in ("pass", *STATUSES)
     ]
-    (tmp_path / "model_zoo_some.json").write_text(json.dumps(results))
-    assert model_zoo.markdown().splitlines()[-1] == "| 5 of some | 2 | 1 | 1 | 1 | 18 | 10 | 6 |"
+    environment.write_results(tmp_path / "model_zoo_some.json", results)
+    row, _, provenance = model_zoo.markdown().splitlines()[-3:]
+    assert row == "| 5 of some | 2 | 1 | 1 | 1 | 18 | 10 | 6 |"
+    assert provenance.startswith(f"Commit {environment.commit()[:12]}; ")
