@@ -237,6 +237,34 @@ def test_a_batch_norm_that_is_not_folded(tmp_path: Path) -> None:
     assert_refitted(plan, weights, [compiled(with_weights(path, weights))])
 
 
+def test_a_batch_norm_whose_convolution_a_branch_reads_is_not_folded(tmp_path: Path) -> None:
+    """The bodies of other nodes read values, too."""
+
+    def branch(op_type: str, value: str) -> onnx.GraphProto:
+        output = helper.make_tensor_value_info(value, onnx.TensorProto.FLOAT, [1, 16, 8, 8])
+        return helper.make_graph([node(op_type, ["a"], [value])], value, [], [output])
+
+    path = write_model(
+        tmp_path / "model.onnx",
+        [
+            node("Conv", ["x", "w"], ["a"], pads=[1, 1, 1, 1]),
+            node("BatchNormalization", ["a", "scale", "shift", "mean", "var"], ["b"]),
+            node("If", ["upper"], ["c"], then_branch=branch("Relu", "then"), else_branch=branch("Neg", "else")),
+            node("Add", ["b", "c"], ["y"]),
+        ],
+        [floats("x", 1, 3, 8, 8), ("upper", onnx.TensorProto.BOOL, [1])],
+        [floats("y", 1, 16, 8, 8)],
+        constants={
+            "w": drawn(0, 16, 3, 3, 3),
+            **{name: drawn(i, 16) for i, name in enumerate(["scale", "shift", "mean", "var"], 1)},
+        },
+    )
+    plan = compiled(path, refittable=True)
+    weights = others(plan)
+    assert "w" in weights
+    assert_refitted(plan, weights, [compiled(with_weights(path, weights))])
+
+
 def test_a_weight_that_becomes_an_attribute_keeps_its_value(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """ONNX Runtime fuses a product with a number into the product of matrices before it."""
     path = write_model(

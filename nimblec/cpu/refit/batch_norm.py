@@ -1,7 +1,7 @@
-"""Batch norms after convolutions, folded into their weights by nodes that compute on weights alone.
+"""Batch norms folded into the weights of the convolutions before them, by nodes that compute on weights alone.
 
-ONNX Runtime's optimiser folds them too, with the same arithmetic, but does not say what became of what.
-Written out, it is constants that it folds, and they keep their names.
+ONNX Runtime's optimiser folds them too, with the same arithmetic, but does not tell which constant came from which
+weights. Written out as nodes, they are constants to fold, which keep their names.
 """
 
 from collections import Counter
@@ -10,15 +10,14 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
-_MOST_OUTPUTS = 1
-"""Of a batch norm that only infers."""
+from nimblec.frontend.onnx import model_nodes
 
 
 def fold_batch_norms(model: ModelProto) -> None:
     """Fold each batch norm that is a convolution's only reader, where all their parameters are constants of float32."""
     graph = model.graph
     constants = {tensor.name: tensor for tensor in graph.initializer if tensor.data_type == TensorProto.FLOAT}
-    readers = Counter(name for node in graph.node for name in node.input)
+    readers = Counter(name for node in graph.node for name in model_nodes.read_names(node))
     readers.update(value.name for value in graph.output)
     makers = {node.output[0]: node for node in graph.node if node.op_type == "Conv" and not node.domain}
     nodes: list[NodeProto] = []
@@ -38,10 +37,10 @@ def _folds(
     norm: NodeProto, convolution: NodeProto, constants: Mapping[str, TensorProto], readers: Mapping[str, int]
 ) -> bool:
     training = any(attribute.name == "training_mode" and attribute.i for attribute in norm.attribute)
-    outputs = [name for name in norm.output if name]
+    outputs = [name for name in norm.output if name]  # more than one in training
     read = (*norm.input[1:], *filter(None, convolution.input[1:]))
     is_sole = readers[convolution.output[0]] == 1
-    return is_sole and not training and len(outputs) == _MOST_OUTPUTS and all(name in constants for name in read)
+    return is_sole and not training and len(outputs) == 1 and all(name in constants for name in read)
 
 
 def _folded(norm: NodeProto, convolution: NodeProto, constants: Mapping[str, TensorProto]) -> Iterator[NodeProto]:
