@@ -1,12 +1,12 @@
 """Measure plans on this CPU."""
 
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
 
+from nimblec.machine import processor_count
 from nimblert import golden
 from nimblert.cpu.backend import CpuBackend
 from nimblert.plan import Plan
@@ -17,10 +17,10 @@ _WARM_UPS = 2
 
 
 class CpuTimer:
-    """Times plans in this process. Streams are threads, so trying more than there are cores is pointless."""
+    """Times plans in this process. Streams are threads: more of them than processors are not worth trying."""
 
     def __init__(self) -> None:
-        self.max_streams = os.cpu_count() or 1
+        self.max_streams = processor_count()
 
     def command_durations(self, plan: Plan) -> list[int]:
         """Nanoseconds of each command of a plan of one stream, the median of several runs."""
@@ -38,7 +38,7 @@ class CpuTimer:
 
 
 def _count(seconds: float) -> int:
-    """Runs to measure: 0.2 s of them, 5 to 100; of a slow program fewer than 5, what fits into 2 s."""
+    """Runs to measure: as many as fit into 0.2 s, from 5 to 100; fewer of a slow program, within 2 s."""
     most, least = (int(budget / max(seconds, 1e-6)) for budget in (_TARGET_S, _LIMIT_S))
     return max(1, min(least, 5), min(most, 100))
 
