@@ -16,6 +16,7 @@ from onnx import helper, numpy_helper
 
 import nimblec
 import nimblert
+from nimblec.cpu.refit import refittable
 from nimblert.errors import InputError
 from nimblert.golden import draw_inputs
 from nimblert.plan import Launch, Plan, Region
@@ -263,6 +264,24 @@ def test_a_batch_norm_whose_convolution_a_branch_reads_is_not_folded(tmp_path: P
     weights = others(plan)
     assert "w" in weights
     assert_refitted(plan, weights, [compiled(with_weights(path, weights))])
+
+
+def test_a_model_that_is_optimised_to_other_nodes_each_time_keeps_all_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever differs beside weights ends the search for recipes, not in a search without end."""
+    monkeypatch.setattr(refittable, "_nodes", lambda _: object())
+    path = write_model(
+        tmp_path / "model.onnx",
+        [node("MatMul", ["x", "w"], ["y"])],
+        [floats("x", 2, 32)],
+        [floats("y", 2, 32)],
+        constants={"w": drawn(0, 32, 32)},
+    )
+    with caplog.at_level(logging.WARNING, "nimblec"):
+        plan = compiled(path, refittable=True)
+    assert not plan.refits
+    assert "refittable: weights that keep their values, as no recipe was found for them: 'w'" in caplog.messages
 
 
 def test_a_weight_that_becomes_an_attribute_keeps_its_value(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""A model whose plan can be given other weights: optimised for any, with a recipe for each constant made of them."""
+"""A model whose weights can be replaced in its plan: optimised for any weights, with recipes for its constants."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,11 +24,11 @@ from nimblec.refit.recipes import kept_note
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refittable:
-    """``optimized`` is the model with other ``weights`` than its own, which are by name.
+    """``optimized`` is the model with other weights; ``weights`` are its own, by name.
 
-    ``recipes`` are those of its constants, by `digest`; ``header`` is of the models that compute them. Weights that
-    were ``kept`` have their values. ``before`` and ``after`` count the operators of the model as it is otherwise
-    optimised, and of this one.
+    ``recipes`` are those of its constants, by `digest`; ``header`` is that of the models that compute them. The
+    weights ``kept`` keep their values. ``before`` and ``after`` count the operators of the model as it is optimised
+    without --refittable, and of this one.
     """
 
     optimized: OptimizedModel
@@ -40,7 +40,7 @@ class Refittable:
     after: Counter[str]
 
     def notes(self) -> Iterator[str]:
-        """What it costs that weights can be replaced, and which cannot be."""
+        """Notes on the optimisations given up and on the weights that cannot be replaced."""
         more, fewer = self.after - self.before, self.before - self.after
         if more or fewer:
             yield f"refittable: an optimisation is given up: {_listed(more)} instead of {_listed(fewer)}"
@@ -55,13 +55,13 @@ def _listed(counts: Counter[str]) -> str:
 
 
 def digest(content: np.ndarray | memoryview) -> bytes:
-    """What tells the constants of such a model apart; an array is in C order."""
+    """The identity of a constant of such a model; an array is in C order."""
     return sha256(content.data if isinstance(content, np.ndarray) else content).digest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """A model to be made refittable. ``folder`` has its external data; of ``names`` are its weights (None: of any)."""
+    """A model to be made refittable. ``folder`` has its external data; ``names`` are its weights (None: any may be)."""
 
     proto: ModelProto
     folder: Path
@@ -76,8 +76,8 @@ class Model:
 def make_refittable(models: Sequence[Model], scratch: Path) -> list[Refittable]:
     """Optimise the models of one plan so that their weights can be replaced.
 
-    A weight keeps its value in all of them where it becomes part of a constant that is not understood, or where two
-    models have others of the same name. ``scratch`` has room for copies of the weights.
+    A weight keeps its value in all of them if one of its constants has no recipe, or if two models have different
+    weights of that name. ``scratch`` has room for copies of the weights.
     """
     kept = _ambiguous(models)
     while True:
@@ -90,7 +90,7 @@ def make_refittable(models: Sequence[Model], scratch: Path) -> list[Refittable]:
 
 
 def _ambiguous(models: Sequence[Model]) -> frozenset[str]:
-    """The names that weights of several models have which are not the same."""
+    """The names that stand for different weights in different models."""
     if len(models) == 1:
         return frozenset()
     found: dict[str, set[bytes]] = defaultdict(set)
@@ -115,10 +115,10 @@ def _made(model: Model, scratch: Path, kept: frozenset[str]) -> Refittable:
         used = {source.name for recipe in known.recipes.values() for source in sources(recipe)}
         understood = {name: array for name, array in weights.items() if name in used}
         if len(understood) == len(weights):
-            if not known.unknown and _nodes(first) == _nodes(second):
+            if not weights or (not known.unknown and _nodes(first) == _nodes(second)):
                 break
             understood = {}
-        weights = understood  # what is not used by recipes became part of something else, such as an attribute
+        weights = understood  # a weight that no recipe uses became part of something else, such as an attribute
     optimized = first.optimized
     keep_apart(optimized.proto, known.recipes)
     before, after = (Counter(kernels.symbol(node) for node in m.proto.graph.node) for m in (plain, optimized))
@@ -135,7 +135,7 @@ def _made(model: Model, scratch: Path, kept: frozenset[str]) -> Refittable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Optimized:
-    """A model with other weights, and what it was optimised to."""
+    """A model with other weights, and its optimised form."""
 
     model: ModelProto
     weights: Mapping[str, np.ndarray]
