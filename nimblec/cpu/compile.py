@@ -12,11 +12,11 @@ import onnx
 from nimblec.assembly import Provenance, assemble
 from nimblec.cache.timing_cache import CachedTimer, TimingCache
 from nimblec.cpu import capture
-from nimblec.cpu.reference import refused_inputs
+from nimblec.cpu.reference import ReferenceModel, refused_inputs
 from nimblec.cpu.refit.programs import assemble_refittable
 from nimblec.cpu.refit.refittable import Model, Refittable, make_refittable
 from nimblec.cpu.sources import sources_of
-from nimblec.cpu.steps import DifferenceError, Reference, refuse_differing_steps
+from nimblec.cpu.steps import DifferenceError, refuse_differing_steps
 from nimblec.cpu.timing import CpuTimer
 from nimblec.errors import CompileError
 from nimblec.fits import find_fits, mark_masks
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
 _SEED = 0
 _ROUNDED_BY_THREADS = (
-    "compared with ONNX Runtime on one thread: it cuts sums of this model by the number of its threads, and rounds "
-    "otherwise with another one"
+    "compared with ONNX Runtime on one thread: it splits sums of this model by the number of its threads, and rounds "
+    "differently with another number"
 )
 
 
@@ -71,7 +71,7 @@ def compile_cpu(source: Source, options: Options, output: Path, observer: Observ
 def _write_checked(
     source: Source, options: Options, output: Path, observer: Observer, threads: int | None = None
 ) -> tuple[str, ...]:
-    """Write a plan that computes what a plain session does, both with so many ``threads`` or as many as they like.
+    """Write a plan and compare it with a plain session, both on ``threads`` or on as many as they like (None).
 
     Returns notes for the user. Raises DifferenceError where it computes something else.
     """
@@ -125,6 +125,7 @@ def _write_plan(
         container.write(plan, output)
     return run_seconds(plan), notes
 
+
 def _exported(source: Source, options: Options, scratch: Path) -> "dict[ProgramKey, ExportedModel]":
     """Each entry as an ONNX file, for all profiles; one for each where runs write state."""
     from nimblec.frontend.pytorch import dynamic_onnx, onnx_export, sources  # which bring in torch
@@ -142,9 +143,10 @@ def _exported(source: Source, options: Options, scratch: Path) -> "dict[ProgramK
         (("main", profile) for profile in options.profiles), dynamic_onnx.export(dynamic, options, scratch)
     )
 
+
 def _read(
     source: Source, options: Options, entry: str, profile: Profile, exported: "ExportedModel | None"
-) -> Reference:
+) -> ReferenceModel:
     """The model of a program; ``exported`` where it is not a file of the user."""
     path = Path(source.model) if exported is None else exported.path
     if exported is None or exported.is_dynamic:
@@ -152,14 +154,15 @@ def _read(
     else:
         proto = capture.read(path)
     state = () if exported is None else exported.state
-    return Reference(entry=entry, profile=profile, folder=path.parent, proto=proto, state=state)
+    return ReferenceModel(entry=entry, profile=profile, folder=path.parent, proto=proto, state=state)
+
 
 def _optimised(
-    models: Sequence[Reference], weights: Sequence[frozenset[str] | None], options: Options, scratch: Path
+    models: Sequence[ReferenceModel], weights: Sequence[frozenset[str] | None], options: Options, scratch: Path
 ) -> tuple[list[Graph], list[Refittable]]:
     """The models as graphs, and how they were made refittable, if they were.
 
-    ``weights`` are the names of those that each has as a module does, where it comes from one.
+    ``weights`` are the names of the weights of each that a module holds under the same name; None if no module.
     """
     ranges = _sample_ranges(options)
     if not options.refittable:
@@ -175,15 +178,17 @@ def _optimised(
     ]
     return graphs, made
 
+
 def _assembled(parts: Sequence[Part], refittable: Sequence[Refittable]) -> tuple[Plan, tuple[str, ...]]:
     """The plan without golden records, and notes for the user."""
     if refittable:
         return assemble_refittable(parts, _provenance(), refittable)
     return assemble(parts, _provenance()), ()
 
-def _refuse_equal_shapes(models: Sequence[Reference]) -> None:
+
+def _refuse_equal_shapes(models: Sequence[ReferenceModel]) -> None:
     """Raise CompileError where two profiles of an entry take inputs of the same shapes."""
-    found: dict[tuple[object, ...], Reference] = {}
+    found: dict[tuple[object, ...], ReferenceModel] = {}
     for model in models:
         shapes = tuple(tensor.shape for tensor in model_file.inputs(model.proto))
         other = found.setdefault((model.entry, shapes), model)
@@ -193,16 +198,19 @@ def _refuse_equal_shapes(models: Sequence[Reference]) -> None:
                 "--input fixes a dimension, give one size for it"
             )
 
+
 def _text(profile: Profile) -> str:
     return " ".join(f"{name}={size}" for name, size in profile)
+
 
 def _provenance() -> Provenance:
     return Provenance(target=Target.CPU, device=Device(name="cpu"), versions=_versions())
 
+
 def _scheduled(
-    models: Sequence[Reference], graphs: Sequence[Graph], options: Options, cache: TimingCache
+    models: Sequence[ReferenceModel], graphs: Sequence[Graph], options: Options, cache: TimingCache
 ) -> list[Part]:
-    """The graphs of all models in the schedules that serve them best."""
+    """Each graph in the schedule chosen for it."""
     provenance = _provenance()
     parts = []
     for model, graph in zip(models, graphs, strict=True):
@@ -216,18 +224,22 @@ def _scheduled(
         parts.append(replace(part, entry=model.entry, profile=model.profile))
     return parts
 
+
 def _examples(options: Options) -> tuple[InputSpec, ...]:
     """Shapes and dtypes of the examples."""
     return tuple(InputSpec(name=name, shape=array.shape, dtype=array.dtype.name) for name, array in options.examples)
+
 
 def _sample_ranges(options: Options) -> dict[str, tuple[int, int]]:
     integers = {name: array for name, array in options.examples if array.dtype.kind in "iu" and array.size}
     return {name: (int(array.min()), int(array.max())) for name, array in integers.items()}
 
+
 def _versions() -> tuple[tuple[str, str], ...]:
     return (("nimblec", VERSION), ("onnx", onnx.__version__), ("onnxruntime", onnxruntime().__version__))
 
-def _with_golden(program: Program, model: Reference) -> Program:
-    """The program with the record of what a plain ONNX Runtime session makes of random inputs."""
+
+def _with_golden(program: Program, model: ReferenceModel) -> Program:
+    """The program with the record of what a plain ONNX Runtime session computes from random inputs."""
     outputs, _ = model.step(golden.draw_inputs(program, _SEED), model.first_state())
     return replace(program, golden=golden.record(_SEED, outputs, 0.0))

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from onnx import ModelProto, ValueInfoProto
@@ -11,9 +11,41 @@ from onnx import ModelProto, ValueInfoProto
 from nimblec.cpu import optimizer
 from nimblec.cpu.kernels import symbol
 from nimblec.errors import CompileError
+from nimblec.frontend.model_state import ModelState
 from nimblec.frontend.onnx import model_nodes
 from nimblert.cpu.onnx_session import onnxruntime, runtime_errors
 from nimblert.cpu.onnx_threads import STEPPED
+from nimblert.plan import Profile
+
+State: TypeAlias = dict[int, np.ndarray]
+"""The tensors of a state by their storage, which all entries share."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReferenceModel:
+    """The model of a program, which a plain ONNX Runtime session runs.
+
+    ``folder`` has its external data; the session has ``threads``, or as many as it likes (None).
+    """
+
+    entry: str
+    profile: Profile
+    folder: Path
+    proto: ModelProto
+    state: tuple[ModelState, ...]
+    threads: int | None = None
+
+    def first_state(self) -> State:
+        """The state before the first call."""
+        return {tensor.storage: tensor.data for tensor in self.state}
+
+    def step(self, inputs: Mapping[str, np.ndarray], state: State) -> tuple[list[np.ndarray], State]:
+        """One call: the outputs that a caller gets, and the state that it leaves."""
+        given = {tensor.input: state[tensor.storage] for tensor in self.state}
+        results = run_reference(self.proto, self.folder, {**inputs, **given}, threads=self.threads)
+        values = dict(zip((value.name for value in self.proto.graph.output), results, strict=True))
+        left = {tensor.storage: values.pop(tensor.output) for tensor in self.state if tensor.output}
+        return list(values.values()), {**state, **left}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,16 +80,16 @@ def read_nodes(model: ModelProto) -> tuple[Node, ...]:
 def run_reference(
     model: ModelProto, folder: Path, inputs: Mapping[str, np.ndarray], *, threads: int | None = None
 ) -> list[np.ndarray]:
-    """The outputs that `InferenceSession(model)` of default options computes, on one thread where that matters.
+    """The outputs of `InferenceSession(model)` with default options.
 
-    ``folder`` is where the model's external data are; ``threads`` are those of the session, where it is not to have
-    as many as it likes. Raises CompileError where it fails.
+    ``folder`` has the model's external data. The session has ``threads``; None is as many as it likes, but one where
+    several would sum in another order than a plan. Raises CompileError where the run fails.
     """
     return [np.asarray(output) for output in _run(model, folder, inputs, threads)]
 
 
 def run_values(model: ModelProto, folder: Path, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Every tensor that a node of the main graph makes, by name.
+    """Every tensor that a node of the main graph computes, by name.
 
     Each is an output of the session, so that no fusion or layout removes it.
     """
@@ -88,9 +120,9 @@ def _run(
 
 
 def _steps_by_computed_weights(model: ModelProto) -> bool:
-    """Whether the weights of a recurrent layer are no constants, as those of a training step are none.
+    """Whether a recurrent layer has computed weights, as in a training step.
 
-    Several threads then divide them, and sum in another order than the one thread that runs the layer in a plan.
+    Several threads then split its products, and sum in another order than the one thread that runs it in a plan.
     """
     computed = {value.name for value in model.graph.input} - {tensor.name for tensor in model.graph.initializer}
     for node in model.graph.node:
