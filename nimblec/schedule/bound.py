@@ -1,4 +1,4 @@
-"""The least arena that any layout could need under a schedule."""
+"""A lower bound on the arena under a schedule."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,9 +13,9 @@ def arena_lower_bound(live: Lifetimes) -> int:
 
     That is the heaviest set of buffers of which any two conflict. Precedence of buffers is a partial
     order, so the set is its heaviest antichain, found exactly by a maximum flow (Dilworth's theorem
-    with weights). An arena can never be smaller; whether one this small exists is NP-hard to tell.
-    Sizes are counted in units of 2^k bytes, rounded down, k the least for which their sum fits 31
-    bits.
+    with weights). No arena can be smaller; whether one of this size exists is NP-hard to decide.
+    Sizes are counted in units of 2^k bytes, rounded down, with the smallest k for which their sum
+    fits 31 bits.
     """
     unit = 1
     while (live.sizes // unit).sum() >= 1 << 31:
@@ -25,10 +25,10 @@ def arena_lower_bound(live: Lifetimes) -> int:
 
 
 def _maximum_flow(weights: NDArray[np.int64], edges: NDArray[np.int64]) -> int:
-    """Return the most weight that can be handed from buffers to buffers after them.
+    """Return the maximum flow from buffers to the buffers after them.
 
-    Nodes: 0 the source, 1 the sink, and for each buffer one that gives (its weight at most) and one
-    that takes (as much); what is taken may be passed on, which stands for the edges of the closure.
+    Nodes: 0 the source, 1 the sink, and for each buffer one that gives and one that takes, each at most
+    its weight; flow may pass through a buffer, which stands for the edges of the closure.
     """
     count = len(weights)
     if not count:
@@ -43,8 +43,8 @@ def _maximum_flow(weights: NDArray[np.int64], edges: NDArray[np.int64]) -> int:
 
 
 def _reduced_edges(precedes: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Return the pairs (before, after) that no third buffer lies between, shape (edges, 2)."""
-    order = np.argsort(precedes.sum(axis=0), kind="stable")  # who has fewer before it comes first
+    """Return the pairs (before, after) with no third buffer between them, shape (edges, 2)."""
+    order = np.argsort(precedes.sum(axis=0), kind="stable")  # topological: by the number of buffers before
     rows = np.packbits(precedes[np.ix_(order, order)].T, axis=1, bitorder="little")
     before = [int.from_bytes(row.tobytes(), "little") for row in rows]
     pairs = []

@@ -1,4 +1,4 @@
-"""Independent proof that a schedule keeps its promises, by vector clocks over its streams."""
+"""An independent check of schedules, by vector clocks over their streams."""
 
 from collections.abc import Iterator, Sequence
 
@@ -7,10 +7,10 @@ from nimblec.schedule.dag import Dag, ancestors, transitive_reduction
 
 
 def problems(dag: Dag, schedule: Schedule, antichain: Sequence[int] | None = None) -> Iterator[str]:
-    """Yield a sentence for each way in which ``schedule`` breaks its promises.
+    """Yield a sentence for each dependency of ``dag`` that ``schedule`` does not enforce.
 
-    With ``antichain`` also those of `maximal`: the streams are no more than the tasks of the
-    antichain, and every wait is an edge of the reduction.
+    With ``antichain`` also for each promise of `maximal` that is broken: as many streams as the antichain
+    has tasks, and no wait that is not an edge of the reduction.
     """
     if sorted(schedule.order) != list(range(dag.task_count)):
         yield f"order: must list each of the {dag.task_count} tasks once"

@@ -1,4 +1,4 @@
-"""Directed acyclic graphs of tasks, and who comes before whom in them.
+"""Directed acyclic graphs of tasks, and the order that they imply.
 
 A set of tasks is a Python integer, bit ``t`` standing for task ``t``: union and intersection of ten
 thousand tasks take less than a microsecond.
@@ -32,10 +32,16 @@ class Dag:
     @property
     def successors(self) -> tuple[tuple[int, ...], ...]:
         """The tasks that directly come after each task, in ascending order."""
-        lists: list[list[int]] = [[] for _ in self.predecessors]
-        for before, after in self.edges:
-            lists[before].append(after)
-        return tuple(map(tuple, lists))
+        return successors_of(self.predecessors)
+
+
+def successors_of(predecessors: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    """Return the tasks that directly come after each task, in ascending order, from those that come before."""
+    successors: list[list[int]] = [[] for _ in predecessors]
+    for task, before in enumerate(predecessors):
+        for predecessor in before:
+            successors[predecessor].append(task)
+    return tuple(map(tuple, successors))
 
 
 def members(tasks: int) -> Iterator[int]:
@@ -55,12 +61,12 @@ def task_set(tasks: Iterable[int]) -> int:
 
 
 def ancestors(dag: Dag) -> tuple[int, ...]:
-    """Return, for each task, the set of tasks before it, however far."""
+    """Return, for each task, the set of tasks that come before it, directly or not."""
     return _closure(range(dag.task_count), dag.predecessors)
 
 
 def descendants(dag: Dag) -> tuple[int, ...]:
-    """Return, for each task, the set of tasks after it, however far."""
+    """Return, for each task, the set of tasks that come after it, directly or not."""
     return _closure(reversed(range(dag.task_count)), dag.successors)
 
 
@@ -74,11 +80,7 @@ def scheduled_ancestors(schedule: Schedule) -> tuple[int, ...]:
 
 def scheduled_descendants(schedule: Schedule) -> tuple[int, ...]:
     """Return, for each task, the set of tasks that start after it has ended under ``schedule``."""
-    successors: list[list[int]] = [[] for _ in schedule.order]
-    for task, before in enumerate(scheduled_predecessors(schedule)):
-        for predecessor in before:
-            successors[predecessor].append(task)
-    return _closure(reversed(schedule.order), successors)
+    return _closure(reversed(schedule.order), successors_of(scheduled_predecessors(schedule)))
 
 
 def scheduled_predecessors(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
@@ -96,7 +98,7 @@ def scheduled_predecessors(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
 
 
 def transitive_reduction(dag: Dag) -> Dag:
-    """Return the least graph with the same paths: the paper's minimum equivalent graph.
+    """Return the smallest graph with the same paths: the paper's minimum equivalent graph.
 
     Time: one union of bit sets for each edge.
     """

@@ -1,4 +1,4 @@
-"""Which tasks must keep their order, from the bytes that they read and write."""
+"""Dependencies between tasks, from the bytes that they read and write."""
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
@@ -15,8 +15,8 @@ def dependencies(graph: Graph) -> Dag:
     """Return what each task of ``graph`` must come after.
 
     Two tasks keep their captured order if they touch a common byte and one of them writes it, or if
-    they stand next to each other in an opaque op. Constants order nothing. Only the latest of several
-    writers of a byte is named: the earlier ones follow.
+    they stand next to each other in an opaque op. Constants order nothing. Of several writers of a byte
+    only the latest is a predecessor: it implies the others.
     """
     histories: defaultdict[int, list[_Segment]] = defaultdict(list)
     last_of_op: dict[int, int] = {}
@@ -52,10 +52,10 @@ def with_programmatic_edges(dag: Dag, graph: Graph) -> Dag:
 
 
 def close_gaps(graph: Graph) -> Graph:
-    """Return ``graph`` with one access of a task to a buffer instead of several, wherever that orders nothing anew.
+    """Return ``graph`` with a task's accesses to a buffer merged into one, wherever that adds no dependency.
 
-    That is where all who touch the buffer, or all who write it if the task only reads, come before or
-    after the task anyhow. A plan keeps each access, and checks it.
+    It adds none if all tasks that touch the buffer (if the task only reads it, all that write it) come before or
+    after the task anyway. A plan stores and checks each access, so fewer are better.
     """
     dag = dependencies(graph)
     writers: defaultdict[int, int] = defaultdict(int)
@@ -75,7 +75,7 @@ def close_gaps(graph: Graph) -> Graph:
 
 
 def _closed(accesses: Sequence[Access], apart: Collection[int]) -> tuple[Access, ...]:
-    """The accesses to the buffers ``apart``, and one for each other, from the first byte to the last."""
+    """The accesses to the buffers ``apart`` as they are, and one to each other buffer, from first byte to last."""
     hulls: dict[int, Access] = {}
     for access in accesses:
         if access.buffer not in apart:
@@ -86,9 +86,9 @@ def _closed(accesses: Sequence[Access], apart: Collection[int]) -> tuple[Access,
 
 
 def conflicts(graph: Graph) -> Iterator[tuple[int, int]]:
-    """Yield every pair of tasks that must keep their order, found by comparing each with each.
+    """Yield every pair of tasks that must keep their order, by comparing all pairs.
 
-    The obvious definition, in quadratic time: `dependencies` must imply exactly these pairs.
+    The definition itself, in quadratic time: `dependencies` must imply exactly these pairs.
     """
     for after, late in enumerate(graph.tasks):
         for before, early in enumerate(graph.tasks[:after]):
@@ -132,7 +132,7 @@ class _Segment:
 
 
 def _read(segments: list[_Segment], access: Access, task: int) -> set[int]:
-    """Note the read in ``segments``, and return the tasks that it must come after."""
+    """Record the read in ``segments``, and return the tasks that it must come after."""
     end = access.offset + access.nbytes
     at, inside = _take(segments, access.offset, end)
     pieces = []
@@ -151,7 +151,7 @@ def _read(segments: list[_Segment], access: Access, task: int) -> set[int]:
 
 
 def _write(segments: list[_Segment], access: Access, task: int) -> set[int]:
-    """Note the write in ``segments``, and return the tasks that it must come after."""
+    """Record the write in ``segments``, and return the tasks that it must come after."""
     end = access.offset + access.nbytes
     at, inside = _take(segments, access.offset, end)
     segments.insert(at, _Segment(access.offset, end, task, []))

@@ -7,16 +7,16 @@ from math import prod
 from statistics import median
 
 from nimblec.ir import Graph, KernelWork, Schedule, Task
-from nimblec.schedule.dag import scheduled_predecessors
+from nimblec.schedule.dag import scheduled_predecessors, successors_of
 
 
 def interleaved(graph: Graph, schedule: Schedule) -> Schedule:
     """Return ``schedule`` issued so that memory-bound and compute-bound tasks alternate.
 
     Opara (Chen et al., 2023): of the tasks that may be issued next, the one with the fewest threads
-    of the kind that was not issued last, so that kernels that run side by side want different
+    of the kind that was not issued last, so that kernels that run side by side need different
     resources. Streams and waits stay. A task counts as memory-bound if it touches at least as many
-    bytes for each ns as the median task.
+    bytes per ns as the median task.
     """
     rates = [_nbytes(task) / max(1, task.duration_ns) for task in graph.tasks]
     middle = median(rates) if rates else 0.0
@@ -28,12 +28,9 @@ def interleaved(graph: Graph, schedule: Schedule) -> Schedule:
 def _alternating(
     predecessors: Sequence[Sequence[int]], kinds: Sequence[bool], demands: Sequence[int]
 ) -> tuple[int, ...]:
-    """Return a topological order that takes the least demand first, from each kind in turn."""
+    """Return a topological order that alternates between the kinds and takes the smallest demand of each first."""
     missing = [len(before) for before in predecessors]
-    successors: list[list[int]] = [[] for _ in predecessors]
-    for task, before in enumerate(predecessors):
-        for predecessor in before:
-            successors[predecessor].append(task)
+    successors = successors_of(predecessors)
     ready: dict[bool, list[tuple[int, int]]] = {False: [], True: []}
     for task, count in enumerate(missing):
         if count == 0:

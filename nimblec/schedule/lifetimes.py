@@ -1,8 +1,8 @@
 """Which buffers must be in memory together under a schedule.
 
-A buffer's uses are the tasks that read it, write it or are handed its address. One buffer *precedes*
-another if all its uses end before any use of the other starts; then, and only then, may they share
-bytes. Neither precedes the other: they *conflict*.
+A buffer's uses are the tasks that read it, write it or get its address. One buffer *precedes* another
+if all its uses end before any use of the other starts; then, and only then, may they share bytes. If
+neither precedes the other, they *conflict*.
 """
 
 from collections.abc import Sequence
@@ -15,19 +15,19 @@ from nimblec.ir import BufferKind, Graph, KernelWork, Schedule, Task
 from nimblec.schedule.dag import scheduled_ancestors, scheduled_descendants, task_set
 
 ARENA_KINDS = (BufferKind.TEMPORARY, BufferKind.WORKSPACE)
-"""The buffers that live in the arena, and may share it."""
+"""The kinds of buffers in the arena."""
 
 _CHUNK = 256  # rows unpacked at a time: bounds the memory for ten thousand tasks to some 10 MB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lifetimes:
-    """The used buffers of the arena, by ascending index, and how they lie in time.
+    """The used buffers of the arena, by ascending index, and their order in time.
 
     ``uses[i]`` are the tasks that use ``buffers[i]``, in order of issue; ``sizes`` its bytes.
     ``precedes[i, j]``: every use of ``buffers[i]`` ends before any of ``buffers[j]`` starts.
     An arena buffer that holds a graph input is also used before every task, one that holds an
-    output after every task: by two imagined tasks, numbered ``len(tasks)`` and ``len(tasks) + 1``.
+    output after every task: by two virtual tasks, numbered ``len(tasks)`` and ``len(tasks) + 1``.
     """
 
     buffers: tuple[int, ...]
@@ -48,7 +48,7 @@ def used_buffers(graph: Graph) -> frozenset[int]:
 
 
 def task_buffers(task: Task) -> frozenset[int]:
-    """Return the buffers that ``task`` reads, writes or is handed the address of."""
+    """Return the buffers that ``task`` reads, writes or gets the address of."""
     accessed = frozenset(access.buffer for access in (*task.reads, *task.writes))
     if isinstance(task.work, KernelWork):
         return accessed | {reference.buffer for reference in task.work.references}
@@ -56,7 +56,7 @@ def task_buffers(task: Task) -> frozenset[int]:
 
 
 def lifetimes(graph: Graph, schedule: Schedule) -> Lifetimes:
-    """Return how the buffers of the arena lie in time under ``schedule``."""
+    """Return the lifetimes of the arena's buffers under ``schedule``."""
     used: dict[int, list[int]] = {
         buffer: [] for buffer in sorted(used_buffers(graph)) if graph.buffers[buffer].kind in ARENA_KINDS
     }
@@ -85,7 +85,7 @@ def lifetimes(graph: Graph, schedule: Schedule) -> Lifetimes:
 def _precedes(uses: Sequence[Sequence[int]], before: Sequence[int], after: Sequence[int]) -> NDArray[np.bool_]:
     """Return the matrix ``[i, j]``: all of ``uses[j]`` come after all of ``uses[i]``.
 
-    It is enough that those of ``uses[j]`` do that come after no other of them; mostly one does not.
+    It suffices to look at the earliest of ``uses[j]``, which come after none of the others; mostly there is one.
     """
     after_all = []
     earliest: list[list[int]] = []
@@ -109,7 +109,7 @@ def _precedes(uses: Sequence[Sequence[int]], before: Sequence[int], after: Seque
 
 
 def _unpack(rows: Sequence[int], width: int) -> NDArray[np.bool_]:
-    """Return the lowest ``width`` bits of each of ``rows``, one a byte: shape (rows, width)."""
+    """Return the lowest ``width`` bits of each of ``rows``, one per byte: shape (rows, width)."""
     nbytes = (width + 7) // 8
     packed = np.frombuffer(b"".join(row.to_bytes(nbytes, "little") for row in rows), dtype=np.uint8)
     bits = np.unpackbits(packed.reshape(len(rows), nbytes), axis=1, count=width, bitorder="little")

@@ -1,7 +1,7 @@
 """Chains of tasks from bipartite matchings, and the antichain that proves them fewest.
 
-Each task stands on the left, as the one before, and on the right, as the one after. A matching is a
-choice of at most one next task for each task, and so a division of the tasks into chains.
+Each task is a vertex on the left, as predecessor, and one on the right, as successor. A matching gives
+each task at most one next task, and so divides the tasks into chains.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -46,8 +46,8 @@ Edge: TypeAlias = tuple[int, int]
 def maximum_matching(reduced: Dag, preferred: Iterable[Edge] = ()) -> tuple[int | None, ...]:
     """Return the next task of each task: a maximum matching of the edges of ``reduced``.
 
-    Nimble (NeurIPS 2020), Algorithm 1; by Hopcroft and Karp's algorithm. Edges of ``preferred`` come
-    first, and are given up only where a matching with them would be smaller.
+    Nimble (NeurIPS 2020), Algorithm 1; by Hopcroft and Karp's algorithm. Edges in ``preferred`` are
+    matched first, and dropped only if a matching with them would be smaller.
     """
     edges = reduced.edges
     chosen: dict[int, int] = {}
@@ -79,10 +79,10 @@ def _hopcroft_karp(edges: Sequence[Edge], task_count: int) -> Iterator[Edge]:
 
 
 def fewest_chains(reduced: Dag, preferred: Iterable[Edge] = ()) -> Chains:
-    """Return the fewest chains, joining those of `maximum_matching` end to start where one precedes.
+    """Return the fewest chains: those of `maximum_matching`, joined where one always follows another.
 
-    Two tasks of a chain are always ordered already, so chains cost no concurrency. Joining keeps
-    every matched edge while that is enough for the fewest chains, and gives some up only if not.
+    Two tasks of a chain are always ordered already, so chains cost no concurrency. Joining keeps all
+    matched edges if that suffices for the fewest chains, and drops some only if not.
     """
     matching = _Matching(descendants(reduced), maximum_matching(reduced, preferred))
     matching.grow(allowed=matching.unmatched)
@@ -102,9 +102,9 @@ class _Matching:
     def grow(self, *, allowed: int) -> int:
         """Add augmenting paths until there is none whose right side lies in ``allowed``.
 
-        Return the right side that alternating paths from the unmatched left side reach. What a
-        failed search has seen can never be part of a later path (Kuhn's algorithm), so all failed
-        searches together see each task once.
+        Return the right side that alternating paths from the unmatched left side reach. Tasks seen by
+        a failed search can never be part of a later path (Kuhn's algorithm), so all failed searches
+        together see each task once.
         """
         unseen = allowed
         for root in range(len(self.following)):
@@ -122,7 +122,7 @@ class _Matching:
         )
 
     def _augment(self, root: int, unseen: int) -> int:
-        """Look, breadth first, for an augmenting path from ``root``; return what was seen in vain."""
+        """Search breadth first for an augmenting path from ``root``; return the tasks seen if there is none."""
         start = unseen
         parent: dict[int, int] = {}
         queue = [root]
@@ -138,7 +138,7 @@ class _Matching:
         return start & ~unseen
 
     def _flip(self, left: int, right: int, parent: dict[int, int]) -> None:
-        """Match ``left`` to ``right`` and, back to the root, everyone who lost a partner by it."""
+        """Match ``left`` to ``right`` and, along the path back to the root, all that lost their partner by it."""
         self.unmatched &= ~(1 << right)
         while True:
             lost = self.following[left]

@@ -1,4 +1,4 @@
-"""Where each buffer goes: one arena, in which buffers share bytes only if the schedule orders them."""
+"""Memory layout: one arena, in which buffers share bytes only if the schedule orders their uses."""
 
 from collections.abc import Iterator, Sequence
 
@@ -13,11 +13,12 @@ from nimblec.schedule.lifetimes import ARENA_KINDS, Lifetimes, lifetimes, task_b
 WEIGHT_ALIGNMENT = 256
 """Every tensor of the WEIGHTS and STATE regions starts at a multiple of this, as cudaMalloc's would."""
 
-# What to spend on the arena: a placement this close to the lower bound is good enough, and beyond the
-# fixed orders so many are tried, fewer where there are many buffers (some 15 us each).
 _ENOUGH = 1.02
+"""A placement within this factor of the lower bound ends the search."""
 _REPAIRS = 32
+"""Repairs of the best placement that are tried at most."""
 _REPAIRED_BUFFERS = 5_600
+"""Buffers placed again by all repairs together, some 15 us each."""
 
 
 def layout(graph: Graph, schedule: Schedule) -> Layout:
@@ -44,8 +45,8 @@ def layout(graph: Graph, schedule: Schedule) -> Layout:
 def overlaps(graph: Graph, schedule: Schedule, layout: Layout) -> Iterator[str]:
     """Yield a sentence for each pair of arena buffers that share bytes while both may be in use.
 
-    Compares each buffer with each other one by the definition, apart from how `layout` works. Also
-    for each buffer that is not aligned, or not within its region.
+    Compares all pairs of buffers by the definition, independently of `layout`. Also yields one for
+    each buffer that is not aligned, or not within its region.
     """
     yield from _misplaced(graph, layout)
     before = scheduled_ancestors(schedule)
@@ -89,7 +90,7 @@ def _misplaced(graph: Graph, layout: Layout) -> Iterator[str]:
 
 
 def _line_up(graph: Graph, kind: BufferKind, offsets: list[int]) -> int:
-    """Give the used buffers of ``kind`` offsets one after another; return the bytes they take."""
+    """Set consecutive ``offsets`` for the used buffers of ``kind``; return the bytes they take."""
     end = 0
     for index in sorted(used_buffers(graph)):
         buffer = graph.buffers[index]
@@ -102,8 +103,8 @@ def _line_up(graph: Graph, kind: BufferKind, offsets: list[int]) -> int:
 def _best_placement(live: Lifetimes, alignments: NDArray[np.int64], schedule: Schedule) -> NDArray[np.int64]:
     """Return the offsets of the lowest placement found.
 
-    Several fixed orders; then the best of them is repaired: what ends highest is placed earlier, in
-    half the time it took to come, again and again. Stops when the lower bound is near.
+    Tries several fixed orders, then repairs the best of them: again and again the buffer that ends
+    highest moves half the way to the front of the order. Stops near the lower bound.
     """
     enough = arena_lower_bound(live) * _ENOUGH
     conflicts = live.conflicts
@@ -134,15 +135,15 @@ def _repaired(order: Sequence[int], ends: NDArray[np.int64]) -> Sequence[int]:
 
 
 def _orders(live: Lifetimes, conflicts: NDArray[np.bool_], schedule: Schedule) -> Iterator[Sequence[int]]:
-    """Yield the orders in which to place the buffers, those that most often win first.
+    """Yield the orders in which to place the buffers, the most successful first.
 
-    The large ones, those that conflict with many buffers or with many bytes, and mixtures of both.
+    By size, by the number and the bytes of conflicting buffers, and by mixtures of these, the largest first.
     """
-    start = len(schedule.order)  # the imagined first task, and start + 1 the last (see Lifetimes)
+    start = len(schedule.order)  # the virtual first task; start + 1 is the last (see Lifetimes)
     position = {start: -1, start + 1: start} | {task: place for place, task in enumerate(schedule.order)}
     first = np.array([min(position[task] for task in uses) for uses in live.uses])
     large = live.sizes.astype(np.float64)
-    crowd = conflicts @ large  # bytes that may not be shared with
+    crowd = conflicts @ large  # bytes of conflicting buffers
     rivals = conflicts.sum(axis=1)
     magnitude = np.floor(np.log2(np.maximum(large, 1)))
     for keys in (  # the last key counts most
@@ -162,9 +163,9 @@ def _place(
     alignments: NDArray[np.int64],
     conflicts: NDArray[np.bool_],
 ) -> NDArray[np.int64]:
-    """Give each buffer, in ``order``, the tightest gap among those placed that it conflicts with.
+    """Place each buffer, in ``order``, into the tightest gap between the placed buffers that it conflicts with.
 
-    Where it fits none, it goes above them all.
+    If it fits into none, it goes above them all.
     """
     offsets = np.zeros(len(sizes), dtype=np.int64)
     who, starts, ends = (np.zeros(len(sizes), dtype=np.int64) for _ in range(3))  # those placed, by start

@@ -1,7 +1,7 @@
-"""Less memory for more work: what is needed again much later is computed again, not kept.
+"""Rematerialisation: results that are needed again much later are computed again instead of kept.
 
-After T. Chen et al., Training Deep Nets with Sublinear Memory Cost (2016), on tasks instead of layers, and chosen
-greedily by the bytes and the time that they are kept over what computing them again takes.
+After T. Chen et al., Training Deep Nets with Sublinear Memory Cost (2016), on tasks instead of layers, chosen greedily
+by the bytes and the time that a result is kept, over the cost of computing it again.
 """
 
 from collections import defaultdict
@@ -17,18 +17,18 @@ from nimblec.schedule.lifetimes import ARENA_KINDS, task_buffers
 from nimblec.schedule.renaming import renamed
 
 _MOST_TASKS = 16
-"""Of those that are run again for one buffer."""
+"""Tasks that may run again for one buffer."""
 _LITTLE = 16
-"""A source that is so many times smaller than what is made of it is kept."""
+"""A source that is this many times smaller than its result is kept for the recomputation."""
 _MOST_TRIED = 32
-"""Buffers tried in vain before the search ends."""
+"""Candidates tried without success before the search ends."""
 
 
 def recomputed(graph: Graph, limit_nbytes: int) -> Graph:
-    """A graph that gives the same, and in its captured order keeps fewer bytes at a time where more than the limit.
+    """A graph with the same results that keeps fewer bytes of the arena beyond the limit, in its captured order.
 
-    Some tasks stand in it several times, each with memory of its own. They are those whose sources are there again or
-    still, unchanged, and that write nothing that outlives the run. As few bytes as the limit may not be reached.
+    Some tasks occur in it several times, each time with memory of their own: tasks whose sources still exist or are
+    recomputed too, and that write nothing that outlives the run. The limit may not be reached.
     """
     known: _Known = {}
     found = _Analysis(graph, known)
@@ -52,9 +52,9 @@ def peak_nbytes(graph: Graph) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Again:
-    """``buffer`` is not kept, but made again before task ``at`` by the tasks ``run``.
+    """``buffer`` is not kept, but computed again before task ``at`` by the tasks ``run``.
 
-    These write into new buffers, but read as before what is in ``there``, pairs of a task and a buffer.
+    These write into new buffers; the pairs (task, buffer) in ``there`` are sources that they read where they are.
     """
 
     buffer: int
@@ -64,13 +64,13 @@ class _Again:
 
 
 _Known: TypeAlias = dict[int, tuple[Task, frozenset[int], frozenset[int]]]
-"""By the id of a task: itself, so that the id is no other's, and the buffers that it uses and writes."""
+"""By the id of a task: the task, which keeps the id its own, and the buffers that it uses and writes."""
 
 
 class _Analysis:
-    """Who uses which buffer of a graph in the captured order, and how many bytes are kept at each task.
+    """The uses of each buffer of a graph in the captured order, and the bytes kept at each task.
 
-    What a task does is taken from ``known``, if it was analysed before.
+    ``known`` caches the buffers of tasks that several graphs share.
     """
 
     def __init__(self, graph: Graph, known: _Known) -> None:
@@ -95,7 +95,7 @@ class _Analysis:
                 steps[min(uses)] += self._room(buffer)
                 steps[max(uses) + 1] -= self._room(buffer)
         self.live = steps.cumsum()[:-1]
-        """Bytes of the arena at each task, those included that alignment takes."""
+        """Bytes of the arena at each task, alignment included."""
 
     def _room(self, buffer: int) -> int:
         record = self.graph.buffers[buffer]
@@ -112,7 +112,7 @@ class _Analysis:
         return int(np.maximum(self.live - limit_nbytes, 0).sum())
 
     def candidates(self, limit_nbytes: int) -> Iterator[_Again]:
-        """Buffers that are kept, unused, while there is too much, those first that are worth the most."""
+        """Recomputations of buffers that are kept, unused, beyond the limit, the most worthwhile first."""
         crowded = np.concatenate(([0], (self.live > limit_nbytes).cumsum()))
         worth: list[tuple[float, _Again]] = []
         for buffer, before, at in self._gaps():
@@ -125,7 +125,7 @@ class _Analysis:
         return (again for _, again in worth[:_MOST_TRIED])
 
     def _gaps(self) -> Iterator[tuple[int, int, int]]:
-        """Buffers, and pairs of uses of theirs that follow each other, between which nobody needs them."""
+        """Each buffer with each pair of successive uses, (buffer, before, at), between which it is only kept."""
         for buffer, uses in self._uses.items():
             if self.graph.buffers[buffer].kind is not BufferKind.TEMPORARY or buffer in self._fixed:
                 continue
@@ -135,7 +135,7 @@ class _Analysis:
                     yield buffer, before, at
 
     def _again(self, buffer: int, at: int) -> _Again | None:
-        """How a buffer is made again before a task; None where it cannot be."""
+        """The recomputation of a buffer before task ``at``; None if there is none."""
         run: set[int] = set()
         there: set[tuple[int, int]] = set()
         waiting = list(self._writes[buffer])
@@ -158,13 +158,13 @@ class _Analysis:
         return _Again(buffer=buffer, at=at, run=tuple(sorted(run)), there=frozenset(there))
 
     def _is_repeatable(self, task: Task) -> bool:
-        """Whether a task writes into the arena alone, as far as is known."""
+        """Whether a task is known to write into the arena alone."""
         if self.graph.ops[task.op].opaque:
             return False
         return all(self.graph.buffers[access.buffer].kind in ARENA_KINDS for access in task.writes)
 
     def _is_there(self, buffer: int, index: int, at: int, nbytes: int) -> bool:
-        """Whether a buffer has at task ``at`` what task ``index`` found in it: it is kept anyhow, or little of many."""
+        """Whether task ``at`` finds in a buffer what task ``index`` found: it is kept anyway, or small enough."""
         if any(index < writer < at for writer in self._writes[buffer]):
             return False
         record = self.graph.buffers[buffer]
@@ -173,7 +173,7 @@ class _Analysis:
 
 
 def _inserted(graph: Graph, again: _Again) -> Graph:
-    """The graph in which a buffer is made again."""
+    """The graph with the tasks of a recomputation inserted."""
     buffers = list(graph.buffers)
     made: dict[int, int] = {}
     for index in again.run:
@@ -193,7 +193,7 @@ def _inserted(graph: Graph, again: _Again) -> Graph:
 
 
 def _moved(task: Task, at: int, count: int) -> int | None:
-    """The task from which one was captured with a programmatic edge, when so many stand before those from ``at`` on."""
+    """The source of a task's programmatic edge, after ``count`` tasks were inserted before task ``at``."""
     before = task.programmatic_after
     return before if before is None or before < at else before + count
 

@@ -1,4 +1,4 @@
-"""Tasks on other buffers."""
+"""Replace the buffers of a task."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

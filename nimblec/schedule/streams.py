@@ -18,13 +18,13 @@ def serial(dag: Dag) -> Schedule:
 
 
 def maximal(dag: Dag, preferred: Iterable[tuple[int, int]] = ()) -> Schedule:
-    """Return the schedule that orders no two tasks without need, on the fewest streams.
+    """Return the schedule that keeps all concurrency, on the fewest streams.
 
     Nimble (NeurIPS 2020), Algorithm 1: chains from a maximum matching of the minimum equivalent
     graph E', and a wait for each edge of E' between chains. Chains that always follow one another
-    then share a stream, so the streams are as many as the largest set of tasks that may run at the
-    same time. Of the edges (before, after) that may lie within a stream, those ``preferred`` do
-    where that costs nothing: the programmatic ones, which become full edges between streams.
+    then share a stream, so there are as many streams as tasks in the largest set that may run at the
+    same time. Among equal choices, ``preferred`` edges (before, after) lie within a stream: the
+    programmatic ones, which between streams become full edges.
     """
     reduced = transitive_reduction(dag)
     return arrange(reduced, range(dag.task_count), fewest_chains(reduced, preferred).chain_of)
@@ -33,7 +33,7 @@ def maximal(dag: Dag, preferred: Iterable[tuple[int, int]] = ()) -> Schedule:
 def certificate(dag: Dag) -> tuple[int, ...]:
     """Return as many tasks as `maximal` uses streams, any two of which may run at the same time.
 
-    By Dilworth's theorem the proof that fewer streams would cost concurrency.
+    By Dilworth's theorem they prove that fewer streams would cost concurrency.
     """
     return fewest_chains(transitive_reduction(dag)).antichain
 
@@ -41,7 +41,7 @@ def certificate(dag: Dag) -> tuple[int, ...]:
 def limited(dag: Dag, n: int, durations: Sequence[int]) -> Schedule:
     """Return a schedule on at most ``n`` streams, in the captured order of issue.
 
-    `maximal` if that needs no more; else each task in turn goes where it can start first.
+    `maximal` if that needs no more; else each task in turn goes to the stream where it can start first.
     ``durations`` are in ns, by task.
     """
     widest = maximal(dag)
@@ -113,7 +113,7 @@ def _waits(dag: Dag, order: Sequence[int], streams: Sequence[int]) -> tuple[tupl
 
 
 class _Board:
-    """Streams that fill up with tasks, and when each of them would run."""
+    """A list schedule under construction: the stream, start and end of each task."""
 
     def __init__(self, dag: Dag, n: int, durations: Sequence[int], edge_cost: int) -> None:
         self.predecessors = dag.predecessors
@@ -125,7 +125,7 @@ class _Board:
         self.end = [0] * dag.task_count
 
     def put(self, task: int) -> None:
-        """Append ``task`` to the stream where it can start first, best to one it leaves no gap on."""
+        """Append ``task`` to the stream where it can start first; of several, to the one with the smallest gap."""
         ends = {before: self.end[before] for before in self.predecessors[task]}
 
         def start_on(stream: int) -> int:
