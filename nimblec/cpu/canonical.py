@@ -1,7 +1,7 @@
-"""One order and one set of names for a model that ONNX Runtime has optimised.
+"""A canonical order and canonical names for a model that ONNX Runtime has optimised.
 
-Its passes keep nodes in tables by address: from one process to the next the nodes that it adds come in another
-order, with names that count in that order.
+Its passes keep nodes in tables by address, so the nodes that it adds, and the numbers in their names, come in another
+order in each process.
 """
 
 import re
@@ -15,13 +15,13 @@ from nimblec.frontend.onnx.model_nodes import read_names, subgraphs
 from nimblec.graph.topological_order import topological_order
 
 _COUNTED = re.compile(r"(.+)_token_\d+")
-"""What ONNX Runtime makes of a name that is taken; the first of several has no number."""
+"""ONNX Runtime's form of a name that is taken; the first of several has no number."""
 
 
 def canonicalize(graph: GraphProto, original: GraphProto) -> None:
-    """Sort the nodes of a graph, and number anew the names that ONNX Runtime has numbered.
+    """Sort the nodes of a graph, and renumber the names that ONNX Runtime has numbered.
 
-    Each node stands where the ``original`` has what it is needed for first, as far as it can.
+    A node goes to the place, in the ``original``, of the first node that needs it, if the dependencies allow that.
     """
     nodes = _sorted(graph, original)
     names = _numbered(graph, nodes)
@@ -43,7 +43,7 @@ def _rename_reads(node: NodeProto, names: Mapping[str, str]) -> None:
 
 
 def _sorted(graph: GraphProto, original: GraphProto) -> list[NodeProto]:
-    """The nodes, each after those that make what it reads."""
+    """The nodes in topological order."""
     nodes = list(graph.node)
     makers = {name: index for index, node in enumerate(nodes) for name in node.output if name}
     after: list[set[int]] = [set() for _ in nodes]
@@ -60,7 +60,7 @@ def _sorted(graph: GraphProto, original: GraphProto) -> list[NodeProto]:
 
     needed = list(_depth_first(graph, makers))
     found = dict.fromkeys(range(len(nodes)), len(nodes)) | {index: number for number, index in enumerate(needed)}
-    for index in reversed(needed):  # those that need others first: no deep recursion
+    for index in reversed(needed):  # readers before their sources, so that no recursion is deep
         place(index)
     order = sorted(range(len(nodes)), key=lambda index: (place(index), found[index], index))
     rank = {index: number for number, index in enumerate(order)}
@@ -68,7 +68,7 @@ def _sorted(graph: GraphProto, original: GraphProto) -> list[NodeProto]:
 
 
 def _depth_first(graph: GraphProto, makers: Mapping[str, int]) -> Iterator[int]:
-    """The nodes in an order that the graph alone determines: those that the outputs need, each after its sources."""
+    """The nodes that the outputs need, each after its sources, in an order that depends on the graph alone."""
     done: set[int] = set()
     names = [value.name for value in graph.output]
     read = {name for node in graph.node for name in read_names(node)}
@@ -88,7 +88,7 @@ def _depth_first(graph: GraphProto, makers: Mapping[str, int]) -> Iterator[int]:
 
 
 def _numbered(graph: GraphProto, nodes: Sequence[NodeProto]) -> dict[str, str]:
-    """New names for those that are numbered, by old names, in the order in which the nodes use them."""
+    """New names for the numbered ones, by old name, numbered in the order in which the nodes use them."""
     fixed = {value.name for value in (*graph.input, *graph.output)}
     fixed |= {value.name for node in nodes for inner in subgraphs(node) for value in inner.output}
     used = dict.fromkeys(name for node in nodes for name in (node.name, *read_names(node), *node.output) if name)

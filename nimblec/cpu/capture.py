@@ -48,7 +48,7 @@ def read(
 ) -> ModelProto:
     """The model in a file, checked, with static input shapes; its external data stay in their files.
 
-    ``examples`` describe arrays for its inputs, of any size where ``profile`` names a dimension; ``inputs``
+    ``examples`` describe arrays for its inputs, of any size in the dimensions that ``profile`` sizes; ``inputs``
     take precedence.
     """
     loaded = model_file.load(path, external_data=False)
@@ -70,20 +70,19 @@ def capture_model(
     state: Sequence[ModelState] = (),
     weights: Collection[str] | None = None,
 ) -> Graph:
-    """The Graph of a model that `read` gave, whose external data are in ``folder``.
+    """The Graph of a model that `read` returned, whose external data are in ``folder``.
 
-    ``sample_ranges`` bound the random integers that may stand in for inputs, by name.
-    ``scratch_folder`` has room for the weights, which are files without a name as long as the Graph lives.
-    ``state`` says which inputs and outputs are no caller's, but state. ``weights`` are the only initializers that may
-    be replaced in a plan (None: any may).
+    ``sample_ranges`` bound the random integers drawn for inputs, by name. ``scratch_folder`` has room for the weights,
+    in unlinked files that live as long as the Graph. ``state`` says which inputs and outputs are state. ``weights``
+    are the only initializers that may be replaced in a plan (None: any may).
     """
     _refuse_random(model.graph, {})
     optimized = optimizer.optimize(model, folder, scratch_folder)
     held = unchanged(model, folder, optimized)
     kept = held if weights is None else held.intersection(weights)
     graph = graph_of(optimized, sample_ranges, state, kept, sources_of(model, optimized.proto.graph.node))
-    alone = {name for name, _ in graph.weights}
-    return replace(graph, folded=frozenset(tensor.name for tensor in model.graph.initializer) - alone)
+    replaceable = {name for name, _ in graph.weights}
+    return replace(graph, folded=frozenset(tensor.name for tensor in model.graph.initializer) - replaceable)
 
 
 def graph_of(
@@ -93,11 +92,11 @@ def graph_of(
     weights: Collection[str] = (),
     sources: Mapping[str, str] | None = None,
 ) -> Graph:
-    """The Graph of an optimised model. ``weights`` are the constants that it has as the model had them.
+    """The Graph of an optimised model. ``weights`` are the constants that the optimiser left as they were.
 
-    ``sources`` are those of nodes by their first output, where they have others than their names.
+    ``sources`` are the sources of nodes by their first output; without them a node's source is its name.
     """
-    _refuse_random(optimized.proto.graph, optimized.arrays)  # which has the nodes of the model's functions too
+    _refuse_random(optimized.proto.graph, optimized.arrays)  # functions are inlined by now
     builder = _Builder(optimized, weights, state, sources or {})
     for tensor in model_file.inputs(optimized.proto):
         builder.add_input(tensor.name, (sample_ranges or {}).get(tensor.name))
@@ -115,7 +114,7 @@ def _refuse_random(graph: GraphProto, constants: Mapping[str, np.ndarray]) -> No
 
 
 def _is_random(node: NodeProto, constants: Mapping[str, np.ndarray], given: Collection[str]) -> bool:
-    """Whether a node draws random numbers: dropout does so in training mode, or may where a caller chooses it."""
+    """Whether a node draws random numbers: dropout does in training mode, and may if the mode is an input."""
     if model_nodes.operator_name(node) != "Dropout":
         return model_nodes.operator_name(node) in _RANDOM
     names = [*node.input[1:], "", ""][:2]
@@ -205,7 +204,7 @@ class _Builder:
         saved = {
             name: self._copy(name, BufferKind.OUTPUT if name in self._returned else BufferKind.TEMPORARY)
             for name in dict.fromkeys((*self._returned, *(value for value, _ in self._placement.copies)))
-            if name in overwritten  # and is wanted as it was
+            if name in overwritten  # and its value before the run is needed
         }
         for node in self._placement.nodes:
             self._add_node(node)
@@ -226,7 +225,7 @@ class _Builder:
         )
 
     def _held(self) -> Iterator[tuple[str, int]]:
-        """The weights of the model that have a buffer to themselves."""
+        """The weights that share their buffer with no other value."""
         names = Counter(self._buffer_of.values())
         held = ((name, self._buffer_of[name]) for name in self._buffer_of if name in self._weights)
         return ((name, buffer) for name, buffer in held if names[buffer] == 1)
@@ -252,7 +251,7 @@ class _Builder:
         return self._buffer_of[name]
 
     def _copy(self, name: str, kind: BufferKind) -> int:
-        """A buffer with a copy of what a value is now."""
+        """A buffer with a copy of a value, made before any node runs."""
         copied = self._add_buffer(kind, name, self._types[name])
         self._copy_to(copied, self._buffer(name), name)
         return copied
@@ -284,7 +283,7 @@ class _Builder:
         return len(self._buffers) - 1
 
     def _add_constant(self, tensor: TensorProto) -> int:
-        """The buffer that holds the bytes of ``tensor``, shared by all constants that are equal."""
+        """The buffer with the bytes of ``tensor``, which all equal constants share."""
         data = self._arrays[tensor.name].reshape(-1).view(np.uint8).data.toreadonly()
         digest = hashlib.sha256(data).digest()
         if digest not in self._constant_of:

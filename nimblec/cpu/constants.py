@@ -46,20 +46,20 @@ def type_of(tensor: TensorProto) -> TensorType:
 
 
 _KEPT_APART = "nimblec: a weight"
-"""Metadata of a constant that stays one, however small."""
+"""Metadata key of a constant that is never embedded, however small."""
 
 
 def keep_apart(model: ModelProto, names: Collection[str]) -> None:
-    """Have no model embed these constants of the main graph of ``model``."""
+    """Mark constants of the main graph of ``model``, so that no one-node model embeds them."""
     for tensor in model.graph.initializer:
         if tensor.name in names:
             tensor.metadata_props.add(key=_KEPT_APART)
 
 
 def is_embedded(tensor: TensorProto) -> bool:
-    """Whether a constant becomes part of every model that reads it.
+    """Whether a constant becomes part of every one-node model that reads it.
 
-    These are shapes, axes and scalars, which shape inference reads, and dtypes that plans lack.
+    True of shapes, axes and scalars, which shape inference reads, and of dtypes that plans lack.
     """
     if any(entry.key == _KEPT_APART for entry in tensor.metadata_props):
         return False
@@ -71,10 +71,10 @@ def is_embedded(tensor: TensorProto) -> bool:
 
 
 def read_arrays(model: ModelProto, folder: Path) -> dict[str, np.ndarray]:
-    """The data of the main graph's initializers by name, in C order, of those that a plan can hold.
+    """The data of the main graph's initializers by name, in C order, if a plan can hold their dtype.
 
-    External data are those of files in ``folder``. Large constants are mapped, not read: the files
-    may be deleted afterwards, not changed. The data of all others come into ``model``.
+    External data are files in ``folder``. Large constants are mapped, not read: the files may be
+    deleted afterwards, but not changed. All other external data are loaded into ``model``.
     """
     large = {tensor.name for tensor in model.graph.initializer if not is_embedded(tensor)}
     for tensor in model_file.tensors(model):

@@ -1,7 +1,7 @@
 """One node of an optimised model as a model of its own: a module and a kernel of the plan.
 
 Names are canonical (i0, i1 ... o0, o1 ...), so that equal nodes give equal bytes and are stored once.
-Small constants (shapes, axes, scalars: what shape inference reads) are part of the model; larger
+Small constants (shapes, axes and scalars, which shape inference reads) are part of the model; larger
 ones are initializers without data, whose memory the runtime binds when it opens the session.
 """
 
@@ -34,7 +34,7 @@ from nimblert.plan import Kernel, Module, Parameter, ParameterKind
 _POINTER_NBYTES = 8
 
 _READ_BY_NUMBER = frozenset({"com.microsoft.ExpandDims"})
-"""Operators of which `onnx_trust` wants the constants so."""
+"""Operators whose constants `onnx_trust` reads as numbers, not as raw bytes."""
 
 _UNROLLED = ": write its steps out, or compile for --target cuda, which does so where their number is known"
 _WITHOUT_BODIES = {
@@ -42,12 +42,12 @@ _WITHOUT_BODIES = {
     "Loop": _UNROLLED,
     "Scan": _UNROLLED,
 }
-"""How to do without an operator in a body."""
+"""Advice for a control-flow operator whose body no plan can hold."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeKernel:
-    """The code of a node. ``values[i]`` is the value of the whole model that parameter i stands for."""
+    """The code of a node. Parameter i stands for the value ``values[i]`` of the whole model."""
 
     module: Module
     symbol: str
@@ -67,7 +67,7 @@ class NodeKernel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """What every one-node model takes from the whole one."""
+    """The fields that every one-node model has in common with the whole model."""
 
     ir_version: int
     opsets: Mapping[str, int]
@@ -97,7 +97,7 @@ def build(
     names = _canonical_names(node, reads, writes)
 
     model = ModelProto(ir_version=header.ir_version)
-    model.functions.extend(f for f in header.functions)
+    model.functions.extend(header.functions)
     for domain in sorted(_domains(node, header)):
         model.opset_import.append(OperatorSetIdProto(domain=domain, version=header.opsets[domain]))
     model.graph.name = "kernel"
@@ -168,14 +168,14 @@ def _free_names(graph: GraphProto) -> Iterator[str]:
 
 
 def _canonical_names(node: NodeProto, reads: Sequence[str], writes: Sequence[str]) -> dict[str, str]:
-    """New names of the values; the old ones where a subgraph captures values by name."""
+    """New names of the values; the old ones if a subgraph captures values by name."""
     if model_nodes.subgraphs(node):
         return {name: name for name in (*reads, *writes)}
     return {name: f"i{i}" for i, name in enumerate(reads)} | {name: f"o{i}" for i, name in enumerate(writes)}
 
 
 def canonical(node: NodeProto) -> NodeProto:
-    """A node without text for readers, its attributes in order: ONNX Runtime saves them in any."""
+    """A node without doc strings, its attributes sorted: ONNX Runtime saves them in any order."""
     return _canonical_node(node, {name: name for name in (*node.input, *node.output)})
 
 
@@ -192,7 +192,7 @@ def _canonical_node(node: NodeProto, names: Mapping[str, str]) -> NodeProto:
 
 
 def _without_tail(names: list[str]) -> list[str]:
-    """The names up to the last that is there: some kernels count those that are left out by name, and read them."""
+    """The names without the empty ones at the end: some kernels take an operand named "" for given, and read it."""
     while names and not names[-1]:
         names.pop()
     return names
@@ -206,7 +206,7 @@ def _without_text(attribute: AttributeProto) -> AttributeProto:
 
 
 def _drop_text(attribute: AttributeProto) -> None:
-    """Drop what is for readers, or can be inferred, at any depth: a plan has no place for it."""
+    """Drop doc strings and inferred types at any depth: a plan has no place for them."""
     attribute.ClearField("doc_string")
     if attribute.HasField("g"):
         graph = attribute.g
@@ -232,7 +232,7 @@ def _value_info(name: str, tensor_type: TensorType) -> ValueInfoProto:
 
 
 def _by_number(tensor: TensorProto) -> TensorProto:
-    """The same numbers, not as bytes."""
+    """The tensor with its elements as numbers, not as raw bytes."""
     array = numpy_helper.to_array(tensor)
     return helper.make_tensor(tensor.name, tensor.data_type, array.shape, array.ravel().tolist())
 

@@ -1,11 +1,11 @@
 """ONNX Runtime's own optimiser, run ahead of time: fusions, folded constants, blocked convolutions.
 
-The level is the one that a plain `InferenceSession(model)` uses, so that results are equal bit for
-bit. Its last step lays convolutions out in blocks (NCHWc) of this machine's vector width; weights
-come out reordered, and the runtime refuses them on a machine with other blocks.
+The level is that of a plain `InferenceSession(model)`, so that results are equal bit for bit. Its
+last step lays convolutions out in blocks (NCHWc) of this machine's vector width and reorders their
+weights; the runtime refuses them on a machine with other blocks.
 
-ONNX Runtime folds constants before it writes out the functions of operators that it has no kernel
-of (CenterCropPad, GroupNormalization). Where shape arithmetic is left, it folds a second time.
+ONNX Runtime folds constants before it inlines the functions of operators without a kernel
+(CenterCropPad, GroupNormalization). A second run folds the shape arithmetic that these bring in.
 """
 
 import re
@@ -24,11 +24,11 @@ from nimblec.cpu.constants import dense_of, read_arrays
 from nimblec.errors import CompileError, UnsupportedModelError
 from nimblert.cpu.onnx_session import NO_PACKED_COPIES, onnxruntime, runtime_errors, session_options
 
-_EMBEDDED_NBYTES = 1024
-"""Initializers below this stay in the model's protobuf."""
+_INLINE_NBYTES = 1024
+"""Smaller initializers stay in the protobuf of the saved model."""
 
 _SHAPE_ARITHMETIC = frozenset({"Shape", "Size"})
-"""Operators whose results are known where shapes are."""
+"""Operators whose results follow from static shapes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ def optimize(model: ModelProto, folder: Path, scratch_folder: Path | None = None
     with tempfile.TemporaryDirectory(prefix="nimblec-", dir=scratch_folder) as scratch:
         optimized = _optimize(model, folder, Path(scratch, "once"), level.ORT_ENABLE_ALL)
         if any(node.op_type in _SHAPE_ARITHMETIC for node in optimized.graph.node):
-            # No new fusions: these would not be those of a plain session.
+            # The basic level adds no fusions that a plain session would lack.
             optimized = _optimize(optimized, Path(scratch), Path(scratch, "twice"), level.ORT_ENABLE_BASIC)
         dense = [dense_of(sparse) for sparse in optimized.graph.sparse_initializer]
         optimized.graph.initializer.extend(dense)
@@ -73,12 +73,12 @@ def _optimize(model: ModelProto, folder: Path, path: Path, level: Any) -> ModelP
     weights = path.with_suffix(".weights")
     options.add_session_config_entry("session.optimized_model_external_initializers_file_name", weights.name)
     options.add_session_config_entry(
-        "session.optimized_model_external_initializers_min_size_in_bytes", str(_EMBEDDED_NBYTES)
+        "session.optimized_model_external_initializers_min_size_in_bytes", str(_INLINE_NBYTES)
     )
     try:
         ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     except runtime_errors() as exc:
-        if weights.exists():  # it had accepted the model and begun to save it
+        if weights.exists():  # it accepted the model and began to save it
             raise CompileError(f"{path.parent}: ONNX Runtime cannot write its files there: is the disk full?") from exc
         raise UnsupportedModelError(f"ONNX Runtime {ort.__version__} {_refusal(exc, model)}") from exc
     return onnx.load(path, load_external_data=False)
@@ -86,7 +86,7 @@ def _optimize(model: ModelProto, folder: Path, path: Path, level: Any) -> ModelP
 
 _CODE = re.compile(r"\[ONNXRuntimeError\] : \d+ : \w+ : ")
 _PLACE = re.compile(r"/\S+\.(?:cc|h):\d+ [^()]*\((?:[^()]|\([^()]*\))*\)(?: const)? ")
-"""Where in ONNX Runtime's source an error was raised: a file, and the signature of a function."""
+"""The place in ONNX Runtime's source where an error was raised: a file and a function's signature."""
 
 
 def _refusal(exc: Exception, model: ModelProto) -> str:

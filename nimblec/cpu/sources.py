@@ -1,4 +1,4 @@
-"""Where in a PyTorch model the nodes come from that ONNX Runtime's optimiser left of its ONNX file."""
+"""The sources, in a PyTorch model, of the nodes of its ONNX file after ONNX Runtime's optimiser."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,14 +9,14 @@ from onnx import ModelProto, NodeProto
 from nimblec.places import SOURCE_KEY, Phase, joined
 
 _BLOCKED = "_nchwc"
-"""How the name of a node ends that ONNX Runtime lays out in blocks, after the name of its value."""
+"""Suffix of the name of a node that ONNX Runtime laid out in blocks; before it stands the name of its value."""
 
 
 def sources_of(model: ModelProto, nodes: Sequence[NodeProto]) -> dict[str, str]:
-    """The source of each of ``nodes`` by its first output, where nodes of the ``model`` have one in their metadata.
+    """The source of each of ``nodes`` by its first output, from the metadata of the nodes of ``model``.
 
-    One that was fused has the sources of all that it alone computes; one that the optimiser put between others, those
-    of who reads it. Empty for a model that has none.
+    A fused node has the sources of all nodes that it alone computes; one that the optimiser inserted, those of its
+    readers. Empty if no node of the model has a source.
     """
     written = {node.output[0]: source for node in model.graph.node if (source := _written(node))}
     if not written:
@@ -41,12 +41,12 @@ def _written(node: NodeProto) -> str:
 
 
 def _values(node: NodeProto) -> tuple[str, ...]:
-    """The names that its values have in the model."""
+    """The names of the node's outputs in the model."""
     return (*filter(None, node.output), *([node.name.removesuffix(_BLOCKED)] if node.name.endswith(_BLOCKED) else []))
 
 
 def _covered(node: NodeProto, makers: Mapping[str, NodeProto], values: set[str]) -> Iterator[NodeProto]:
-    """The nodes of the model that one does the work of, the last first: those whose values no other one makes."""
+    """The nodes of the model that ``node`` computes, the last first: those whose values no other node makes."""
     waiting = [makers[name] for name in _values(node) if name in makers]
     seen = {maker.output[0] for maker in waiting}
     while waiting:

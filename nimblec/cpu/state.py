@@ -1,9 +1,9 @@
-"""Where the state of a model lies: which values are written straight into its memory, and in which order.
+"""Placement of state: which values are written straight into its memory, and in which order.
 
-The model takes a tensor of the state as an input and gives its next value as an output (`ModelState`). The
-node that makes the next value writes it where the tensor lies, and so do those before it that change a few
-rows of it in place, if whoever reads the older values can run before them. Otherwise the next value is
-copied there at the end.
+The model takes a tensor of the state as an input and returns its next value as an output (`ModelState`). The
+node that computes the next value writes it into the tensor's memory, and so do the nodes before it that change
+some rows in place, if all readers of the older values can run before them. Otherwise the next value is copied
+there at the end.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,15 +18,15 @@ from nimblec.graph.topological_order import topological_order
 from nimblert.embedded import in_place
 
 _ROWS = frozenset({"ScatterElements", "ScatterND"})
-"""Operators that change a part of a tensor: out of place they copy all of it."""
+"""Operators that change a part of a tensor; out of place they copy all of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
     """The nodes of a model in an order in which state can be written.
 
-    ``places`` are values that lie in the memory of a state, by the value with which it came in; ``copies`` the
-    values that are copied at the end, each with the state that it goes to.
+    ``places`` maps each value that is written into the memory of a state to the input with its first value;
+    ``copies`` are (value, input) pairs to be copied at the end.
     """
 
     nodes: tuple[NodeProto, ...]
@@ -37,7 +37,7 @@ class Placement:
 def place_state(
     nodes: Sequence[NodeProto], state: Sequence[ModelState], types: Mapping[str, TensorType], returned: Sequence[str]
 ) -> Placement:
-    """The placement of the ``state`` in a model of these nodes; ``returned`` are outputs that are not state."""
+    """The placement of ``state`` in a model of these nodes; ``returned`` are the outputs that are not state."""
     graph = _Order(nodes)
     places: dict[str, str] = {}
     copies = []
@@ -57,7 +57,7 @@ def place_state(
 def _chains(
     tensor: ModelState, graph: "_Order", types: Mapping[str, TensorType], taken: set[str]
 ) -> Iterator[list[str]]:
-    """The values that may be written into the state's memory one after the other, the longest list first."""
+    """Lists of values that may be written into the state's memory one after the other, the longest first."""
     if tensor.output not in graph.maker or tensor.output in taken:
         return
     chain = [tensor.output]
@@ -73,12 +73,12 @@ def _chains(
 
 
 def _changed(node: NodeProto) -> str:
-    """The value of which a node changes a part in place, or ""."""
+    """The value that a node updates in part, or ""."""
     return node.input[0] if not node.domain and node.op_type in _ROWS else ""
 
 
 def _may_overlap(node: NodeProto, value: str) -> bool:
-    """Whether a node may write where ``value`` lies: it does not read it, or only as it does what it overwrites."""
+    """Whether a node may write over ``value``: it does not read it, or only as an operand that it may overwrite."""
     positions = {i for i, name in enumerate(node.input) if name == value}
     return value not in model_nodes.read_names(node) or (
         bool(positions) and positions <= set(in_place.operands(node.domain, node.op_type))
@@ -86,9 +86,9 @@ def _may_overlap(node: NodeProto, value: str) -> bool:
 
 
 def _earlier(old: str, chain: Sequence[str], graph: "_Order", returned: Sequence[str]) -> Iterator[tuple[int, int]]:
-    """The (before, after) of nodes that must keep that order for each value to be read before the next replaces it.
+    """Yield (before, after) pairs of nodes, so that each value is read before the next one replaces it.
 
-    A value that the model returns is read when all is done: it comes after everything, itself too.
+    A value that the model returns is read last of all: its pair is a cycle, which no order satisfies.
     """
     for value, following in zip((old, *chain), chain, strict=False):
         writer = graph.maker[following]
@@ -98,7 +98,7 @@ def _earlier(old: str, chain: Sequence[str], graph: "_Order", returned: Sequence
 
 
 class _Order:
-    """The nodes of a model, and what must come before what."""
+    """The nodes of a model and the order in which they may run."""
 
     def __init__(self, nodes: Sequence[NodeProto]) -> None:
         self.nodes = nodes
@@ -112,7 +112,7 @@ class _Order:
                     self._after[self.maker[name]].add(i)
 
     def add(self, edges: Sequence[tuple[int, int]]) -> bool:
-        """Have the first node of each pair before the second; False, and nothing changes, where that is no order."""
+        """Put the first node of each pair before the second; False, and no change, if that makes a cycle."""
         known = [after.copy() for after in self._after]
         for before, after in edges:
             self._after[before].add(after)
@@ -122,5 +122,5 @@ class _Order:
         return False
 
     def order(self) -> list[int]:
-        """All nodes in order, as they were where nothing else is demanded; fewer in a circle."""
+        """All nodes in a stable topological order; fewer if there is a cycle."""
         return topological_order(self._after)

@@ -1,4 +1,4 @@
-"""Which weights of a model an optimised one still has as they are, wherever they are used."""
+"""The weights of a model that its optimised form still reads as they were, everywhere."""
 
 from collections import Counter
 from pathlib import Path
@@ -11,10 +11,10 @@ from nimblec.frontend.onnx import model_file, model_nodes
 
 
 def unchanged(model: ModelProto, folder: Path, optimized: OptimizedModel) -> frozenset[str]:
-    """The initializers of ``model`` that the optimised one reads in all places, with the same bytes.
+    """The initializers of ``model`` that the optimised model reads as often, with the same bytes.
 
-    A weight of which one reader is gone may be part of a constant that was computed, one that has more may stand for
-    an equal one. ``folder`` has the external data of ``model``.
+    A weight with fewer readers may be part of a folded constant, one with more may stand in for an equal weight.
+    ``folder`` has the external data of ``model``.
     """
     before, after = _uses(model.graph), _uses(optimized.proto.graph)
     arrays = optimized.arrays

@@ -1,7 +1,7 @@
 """Dtype and static shape of every value of an optimised model.
 
 ONNX Runtime infers them when it loads the model. Where it cannot (its own operators without
-shape functions, loops), the model is run on two sets of inputs and the shapes are observed; sizes
+shape inference, loops), the model is run on two sets of inputs and the shapes are observed; sizes
 that depend on values are refused, since a plan's memory is laid out before it runs.
 """
 
@@ -95,7 +95,7 @@ def _open(model: ModelProto, arrays: Mapping[str, np.ndarray]) -> Any:
 
 
 def _is_known(value: Any) -> bool:
-    """Whether ONNX Runtime knows the shape; it says [] of a scalar and of a value of unknown rank."""
+    """Whether ONNX Runtime knows the shape; it reports [] for a scalar and for a value of unknown rank alike."""
     return bool(value.shape) and all(isinstance(n, int) and n >= 0 for n in value.shape)
 
 
@@ -115,10 +115,10 @@ def _scalars(model: ModelProto) -> set[str]:
 def _is_sized_by_value(
     node: NodeProto, opset: int, shapes: Mapping[str, object], makers: Mapping[str, NodeProto]
 ) -> bool:
-    """Whether an output's size is unknown only because it depends on values.
+    """Whether an output's size is unknown because it depends on values.
 
     True of an operator of ONNX itself if the shapes of its operands are known. Loops, branches,
-    ONNX Runtime's own operators and a few functions of ONNX may merely lack a rule.
+    ONNX Runtime's own operators and a few functions of ONNX may just lack shape inference.
     """
     if node.op_type in SIZED_BY_VALUE:
         return True
@@ -167,7 +167,7 @@ def _large_constants(optimized: OptimizedModel) -> dict[str, np.ndarray]:
 
 
 def _dtype(value: Any, node: NodeProto) -> str:
-    """The plan's dtype name of what ONNX Runtime calls "tensor(float)"."""
+    """The plan's name of a dtype: "float32" for ONNX Runtime's "tensor(float)"."""
     inner: str = value.type.removeprefix("tensor(").removesuffix(")")
     name = _TYPE_NAMES.get(inner, inner)
     if not value.type.startswith("tensor(") or name not in ITEM_NBYTES:

@@ -1,4 +1,4 @@
-"""Weights near those of a model and all different: what becomes of a model with them holds for any weights."""
+"""Weights close to those of a model and all different: an optimisation that holds for them holds for any."""
 
 import hashlib
 from collections.abc import Mapping
@@ -6,11 +6,11 @@ from collections.abc import Mapping
 import numpy as np
 
 _SMALL_NBYTES = 1024
-"""Weights of so many bytes may be drawn equal by chance."""
+"""Smaller weights may be drawn equal by chance."""
 
 
 def perturbed(weights: Mapping[str, np.ndarray], seed: int) -> dict[str, np.ndarray]:
-    """Other weights for these, by name: a little larger, so that variances stay positive, and no two the same."""
+    """Other weights, by name: a little larger than these, so that variances stay positive, and no two equal."""
     found: dict[str, np.ndarray] = {}
     taken: set[bytes] = set()
     for name, array in weights.items():
@@ -21,6 +21,7 @@ def perturbed(weights: Mapping[str, np.ndarray], seed: int) -> dict[str, np.ndar
             made = (np.abs(array.astype(np.float64)) * noise + noise / 8 + array).astype(array.dtype)
             if made.tobytes() not in taken:
                 break
-        taken.add(made.tobytes() if made.nbytes <= _SMALL_NBYTES else b"")
+        if made.nbytes <= _SMALL_NBYTES:
+            taken.add(made.tobytes())
         found[name] = made
     return found

@@ -1,4 +1,4 @@
-"""The refits of a plan: programs that write its weights, or what is made of them."""
+"""The refits of a plan: programs that write its weights, or constants computed from them."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,12 +27,12 @@ from nimblert.plan import (
 
 
 def refits(parts: Sequence[Part]) -> tuple[Program, ...]:
-    """One refit without commands, of the weights that the plan holds as the model has them, if there are any."""
+    """One refit without commands, of the weights that the plan holds unchanged, if there are any."""
     return refits_in_place(_given(parts))
 
 
 def refits_in_place(weights: Iterable[Tensor]) -> tuple[Program, ...]:
-    """One refit without commands, of weights that lie where the programs read them, if there are any."""
+    """One refit without commands, of weights that the programs read as they are, if there are any."""
     inputs = tuple(sorted(weights, key=lambda tensor: (tensor.pointer.offset, tensor.name)))
     if not inputs:
         return ()
@@ -53,16 +53,16 @@ def refits_in_place(weights: Iterable[Tensor]) -> tuple[Program, ...]:
 
 
 def part_of(graph: Graph, name: str) -> Part:
-    """A graph that makes constants, in its captured order, to be a program that `replacing` makes a refit of."""
+    """A graph that computes constants, in its captured order, as a part whose program `replacing` makes a refit."""
     schedule = serial(dependencies(graph))
     return Part(graph=graph, schedule=schedule, memory=layout(graph, schedule), entry=f"refit {name}")
 
 
 def replacing(program: Program, offsets: Mapping[str, int], given: Mapping[str, int] | None = None) -> Program:
-    """A program that takes weights and returns constants as a refit that writes these where the plan has them.
+    """A program from weights to constants, as a refit that writes the constants where the plan has them.
 
-    ``offsets`` are the places of the constants in WEIGHTS by the names of the outputs, ``given`` those of inputs that
-    the plan has there as they are.
+    ``offsets`` are the places of the constants in WEIGHTS by output name, ``given`` those of the inputs that the plan
+    holds there unchanged.
     """
     given = given or {}
     apart = [tensor for tensor in program.inputs if tensor.name not in given]
@@ -114,7 +114,7 @@ def _moved(command: Command, move: Callable[[Pointer], Pointer]) -> Command:
 
 
 def _given(parts: Sequence[Part]) -> Iterator[Tensor]:
-    """The weights that lie alone in one place, and are used nowhere in another form."""
+    """The weights that have one place to themselves and are used in no other form."""
     names: dict[int, set[str | None]] = defaultdict(set)
     places: dict[str, set[int]] = defaultdict(set)
     found: dict[str, Tensor] = {}

@@ -1,4 +1,4 @@
-"""What recipes of both targets have in common: which are computed together, and what is said of weights without one."""
+"""Recipes of both targets: which are computed together, and the note on weights without one."""
 
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from typing import TypeVar
@@ -6,11 +6,11 @@ from typing import TypeVar
 K = TypeVar("K")
 
 _SHOWN = 4
-"""Of what may be many, a note lists so many."""
+"""A note lists this many names."""
 
 
 def groups(sources: Mapping[K, Iterable[Hashable]]) -> Iterator[list[K]]:
-    """Constants in groups, of which no two have a weight in common; ``sources`` are the weights each is made of."""
+    """Constants in groups that share no weight; ``sources`` are the weights that each depends on."""
     group_of: dict[Hashable, int] = {}
     members: dict[int, list[K]] = {}
     for number, (constant, weights) in enumerate(sources.items()):

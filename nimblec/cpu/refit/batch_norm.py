@@ -44,7 +44,7 @@ def _folds(
 
 
 def _folded(norm: NodeProto, convolution: NodeProto, constants: Mapping[str, TensorProto]) -> Iterator[NodeProto]:
-    """The convolution with the norm in its weight and bias, after the nodes that compute these as ONNX Runtime does."""
+    """The nodes that compute the folded weight and bias as ONNX Runtime does, then the convolution that reads them."""
     _, scale, shift, mean, variance = norm.input
     weight, bias = convolution.input[1], convolution.input[2] if len(convolution.input) > 2 else ""
     output = norm.output[0]

@@ -1,11 +1,12 @@
-"""Where the constants of an optimised model come from: a recipe for each that weights have a part in.
+"""Recipes for the constants of an optimised model that depend on its weights.
 
-The model was optimised with weights that are all different. So a constant that equals what a recipe gives
-of them, bit for bit, is what the recipe says, whatever the optimiser did to make it.
+The model was optimised with weights that are all different. So if a recipe computes a constant from them bit for bit,
+it describes that constant, whatever the optimiser did to make it.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import permutations
 from math import prod
@@ -20,14 +21,14 @@ from nimblert.cpu.onnx_session import nchwc_block_size, runtime_errors
 from nimblert.embedded.onnx_operators import find as find_operator
 
 _MOST_AXES = 4
-"""Of an array whose axes are looked for in every order."""
+"""Arrays of more axes are not searched for transposed copies."""
 
 _MOST_FIXED_NBYTES = 1 << 20
-"""Of a constant without weights that a recipe may read."""
+"""Recipes read constants that depend on no weight up to this size."""
 
 
 def folded_values(model: ModelProto, weights: Mapping[str, np.ndarray]) -> dict[str, Recipe]:
-    """The weights, and the values that nodes of the main graph compute of them and of other constants, by name."""
+    """The weights, and the values that nodes of the main graph compute from them and from other constants, by name."""
     known: dict[str, Recipe] = {}
     for tensor in model.graph.initializer:
         if tensor.name in weights:
@@ -58,7 +59,7 @@ def _unnamed(tensor: TensorProto) -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explained:
-    """``recipes`` of constants, by name; ``unknown`` are those that depend on weights in ways that none describes."""
+    """``recipes`` of constants, by name; ``unknown`` are the constants that depend on weights but have no recipe."""
 
     recipes: Mapping[str, Recipe]
     unknown: tuple[str, ...]
@@ -70,9 +71,9 @@ def explain(
     constants: Mapping[str, np.ndarray],
     others: Mapping[str, np.ndarray],
 ) -> Explained:
-    """Recipes for the ``constants`` that ``model``, with these ``weights``, was optimised to.
+    """Recipes for the ``constants`` of the model that ``model``, with these ``weights``, was optimised to.
 
-    ``others`` are the constants for other weights: those that are the same do not depend on any.
+    ``others`` are the constants for other weights; a constant that is the same there depends on none.
     """
     known = folded_values(model, weights)
     candidates = list(dict.fromkeys(known.values()))
@@ -94,7 +95,7 @@ def explain(
 
 
 def _is_callable(recipe: Recipe, header: kernels.Header) -> bool:
-    """Whether a plan may call all the operators that weights go through."""
+    """Whether a plan may call every operator that a recipe applies to weights."""
     if not isinstance(recipe, Result) or not sources(recipe):
         return True
     node = NodeProto.FromString(recipe.node)
@@ -111,23 +112,21 @@ def _kind(array: np.ndarray) -> tuple[np.dtype, tuple[int, ...]]:
 
 
 class _Values:
-    """What recipes give, to find a constant among them and what else is made of them by moving elements."""
+    """The values of recipes, searched for an array that equals one, or one with its elements moved."""
 
     def __init__(self, recipes: list[Recipe], weights: Mapping[str, np.ndarray], header: kernels.Header) -> None:
         self._arrays: dict[Recipe, np.ndarray] = {
             recipe: weights[recipe.name] for recipe in recipes if isinstance(recipe, Source)
         }
         made = [recipe for recipe in recipes if not isinstance(recipe, Source)]
-        try:
+        with suppress(*runtime_errors()):  # if ONNX Runtime cannot compute them, the weights alone are searched
             self._arrays |= zip(made, compute(made, weights, header), strict=True)
-        except runtime_errors():
-            pass  # nothing is known of what nodes made
         self._of_size: dict[int, list[Recipe]] = defaultdict(list)
         for recipe, array in self._arrays.items():
             self._of_size[array.size].append(recipe)
 
     def of(self, recipe: Recipe) -> np.ndarray | None:
-        """What a recipe gives."""
+        """The value of a recipe, if it is known."""
         return self._arrays.get(recipe)
 
     def find(self, wanted: np.ndarray) -> Recipe | None:
@@ -138,7 +137,7 @@ class _Values:
         return None
 
     def _moved(self, wanted: np.ndarray) -> Recipe | None:
-        """A value in another shape, or with its axes in another order."""
+        """A recipe for a value reshaped or transposed."""
         content = wanted.tobytes()
         for recipe in self._of_size[wanted.size]:
             array = self._arrays[recipe]
@@ -155,7 +154,7 @@ class _Values:
         return None
 
     def _blocked(self, wanted: np.ndarray) -> Recipe | None:
-        """The weight or bias of a convolution in ONNX Runtime's blocks, filled up with zeros."""
+        """A recipe for the weight or bias of a convolution in ONNX Runtime's blocks, padded with zeros."""
         block = nchwc_block_size()
         if wanted.dtype != np.float32 or block == 1:
             return None
@@ -166,7 +165,7 @@ class _Values:
         return None
 
     def _joined(self, wanted: np.ndarray) -> Recipe | None:
-        """Three arrays side by side along the last axis: the projections of an attention."""
+        """A recipe for three arrays concatenated along the last axis: the projections of an attention."""
         if not wanted.ndim or wanted.shape[-1] % 3:
             return None
         parts = [self._moved(np.ascontiguousarray(part)) for part in np.split(wanted, 3, axis=-1)]
@@ -175,7 +174,7 @@ class _Values:
 
 
 def _has_the_same(one: np.ndarray, other: np.ndarray) -> bool:
-    """Whether the elements may be the same in another order: a sum over bytes, which order does not change."""
+    """Whether the elements may be the same in another order: the sums of the bytes are equal."""
     return bool(one.reshape(-1).view(np.uint8).sum() == other.reshape(-1).view(np.uint8).sum())
 
 
@@ -186,7 +185,7 @@ def _reshaped(recipe: Recipe, shape: tuple[int, ...]) -> Recipe:
 def _blocks(
     array: np.ndarray, block: int, shape: tuple[int, ...]
 ) -> Iterator[tuple[np.ndarray, Callable[[Recipe], Recipe]]]:
-    """What an array becomes in blocks that has as many elements as ``shape``, and how."""
+    """The blocked forms of an array that have as many elements as ``shape``, each with the change to its recipe."""
     count = prod(shape)
     if array.ndim == 1:
         padded = _up(array.size, block)
@@ -213,7 +212,7 @@ def _up(size: int, block: int) -> int:
 def _blocked(
     array: np.ndarray, padded: tuple[int, ...], split: tuple[int, ...], order: tuple[int, ...]
 ) -> tuple[np.ndarray, Callable[[Recipe], Recipe]]:
-    """An array filled up with zeros, its axes split and reordered; and the same as a recipe."""
+    """An array padded with zeros, its axes split and reordered; and the function that does the same to its recipe."""
     missing = [after - before for before, after in zip(array.shape, padded, strict=True)]
 
     def change(recipe: Recipe) -> Recipe:

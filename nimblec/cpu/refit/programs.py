@@ -1,4 +1,4 @@
-"""Recipes as programs of the plan: captured, laid out and lowered as models are, and set to write weights."""
+"""Recipes as programs of the plan: captured, laid out and lowered like models, with weights as their outputs."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ from nimblert.plan import Plan, Pointer, Program, Region, Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Group:
-    """Constants that have weights in common: ``given`` are weights as they are, ``made`` the others; by digest."""
+    """Constants that share weights, by digest: ``given`` are weights themselves, ``made`` are computed."""
 
     given: Mapping[bytes, Source]
     made: Mapping[bytes, Recipe]
@@ -35,7 +35,10 @@ class _Group:
 def assemble_refittable(
     parts: Sequence[Part], provenance: Provenance, models: Sequence[Refittable]
 ) -> tuple[Plan, tuple[str, ...]]:
-    """The plan of these parts, whose models have other weights, with their own, and with refits; notes for the user."""
+    """The plan of these parts with the models' own weights and with refits; and notes for the user.
+
+    The parts were captured from models with other weights.
+    """
     weights: dict[str, np.ndarray] = {}
     recipes: dict[bytes, Recipe] = {}
     for model in models:
@@ -59,14 +62,14 @@ def assemble_refittable(
 
 
 def _groups(recipes: Mapping[bytes, Recipe]) -> Iterator[_Group]:
-    """The constants in groups, of which no two have a weight in common, in the order of ``recipes``."""
+    """The constants in groups that share no weight, in the order of ``recipes``."""
     for keys in groups({key: sources(recipe) for key, recipe in recipes.items()}):
         given = {key: recipe for key in keys if isinstance(recipe := recipes[key], Source)}
         yield _Group(given=given, made={key: recipes[key] for key in keys if key not in given})
 
 
 def _part(group: _Group, header: Header) -> Part:
-    """The model that makes the constants of a group; its outputs are called by their digests."""
+    """The model that computes the constants of a group; its outputs are named by their digests."""
     model = model_of({key.hex(): recipe for key, recipe in group.made.items()}, header)
     arrays = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
     return part_of(capture.graph_of(OptimizedModel(proto=model, arrays=arrays)), min(group.made).hex())
@@ -83,7 +86,7 @@ def _tensor(source: Source, offset: int) -> Tensor:
 
 
 def _refit(program: Program, group: _Group, offsets: Mapping[bytes, int]) -> Program:
-    """A program that reads weights as inputs and gives constants as outputs, moved to where the plan has them."""
+    """A program from weights to constants, as a refit that reads and writes these where the plan has them."""
     given = {source.name: offsets[key] for key, source in group.given.items()}
     made = replacing(program, {key.hex(): offsets[key] for key in group.made}, given)
     names = {tensor.name for tensor in made.inputs}

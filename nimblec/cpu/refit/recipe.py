@@ -1,4 +1,4 @@
-"""How a constant is made of a model's weights: an expression of ONNX operators, computed by ONNX Runtime."""
+"""Recipes: how a constant is computed from a model's weights, as an expression of ONNX operators."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,7 +23,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """A constant that no weight has a part in, as a serialized TensorProto."""
+    """A constant that depends on no weight, as a serialized TensorProto."""
 
     tensor: bytes
 
@@ -39,7 +39,7 @@ class Result:
     _hash: int = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Hash once: a recipe is a tree, and hashing the leaves over and over would be quadratic."""
+        """Hash once: a recipe is a tree, and hashing its leaves again at each level would be quadratic."""
         object.__setattr__(self, "_hash", hash((self.node, self.inputs, self.output)))
 
     def __hash__(self) -> int:
@@ -55,14 +55,14 @@ def fixed(array: np.ndarray) -> Fixed:
 
 
 def result(op_type: str, *inputs: Recipe, **attributes: Any) -> Result:
-    """The only output of an operator of ONNX itself."""
+    """The output of an operator of ONNX itself that has one output."""
     node = helper.make_node(op_type, [], [], **attributes)
     return Result(node.SerializeToString(deterministic=True), inputs)
 
 
 @cache
 def sources(recipe: Recipe | None) -> frozenset[Source]:
-    """The weights that have a part in it."""
+    """The weights that a recipe depends on."""
     if isinstance(recipe, Source):
         return frozenset({recipe})
     if isinstance(recipe, Result):
@@ -71,21 +71,21 @@ def sources(recipe: Recipe | None) -> frozenset[Source]:
 
 
 def model_of(recipes: Mapping[str, Recipe], header: Header) -> ModelProto:
-    """The model that computes these recipes, its outputs, from their weights, its inputs; both by name."""
+    """The model whose outputs are these recipes and whose inputs are their weights, both by name."""
     model = ModelProto(ir_version=header.ir_version, functions=header.functions)
     model.opset_import.extend(OperatorSetIdProto(domain=d, version=v) for d, v in sorted(header.opsets.items()))
     model.graph.name = "recipe"
     writer = _Writer(model.graph, recipes)
     for name, recipe in recipes.items():
         value = writer.value(recipe)
-        if value != name:  # a weight as it is, or what another output is, too
+        if value != name:  # a weight itself, or the value of another output
             model.graph.node.add(op_type="Identity", name=name, input=[value], output=[name])
         model.graph.output.add(name=name)
     return model
 
 
 class _Writer:
-    """Writes recipes as nodes, each once. What ``outputs`` are have their names."""
+    """Writes recipes as nodes, each once; those among ``outputs`` get their names."""
 
     def __init__(self, graph: GraphProto, outputs: Mapping[str, Recipe]) -> None:
         self._graph = graph
@@ -95,7 +95,7 @@ class _Writer:
             self._outputs.setdefault(recipe, name)
 
     def value(self, recipe: Recipe) -> str:
-        """The name of the value that a recipe gives."""
+        """The name of a recipe's value."""
         if recipe not in self._names:
             match recipe:
                 case Source():
@@ -127,7 +127,7 @@ class _Writer:
 
 
 def compute(recipes: Sequence[Recipe], arrays: Mapping[str, np.ndarray], header: Header) -> list[np.ndarray]:
-    """What the recipes give of these weights, by name. ONNX Runtime's errors are raised as they are."""
+    """The values of the recipes for these weights, by name. Raises ONNX Runtime's own errors."""
     if not recipes:
         return []
     model = model_of({f"output {i}": recipe for i, recipe in enumerate(recipes)}, header)
@@ -139,7 +139,7 @@ def compute(recipes: Sequence[Recipe], arrays: Mapping[str, np.ndarray], header:
 
 
 def settled(recipes: Mapping[str, Recipe], header: Header) -> dict[str, Recipe]:
-    """The recipes with constants for whatever in them no weight has a part in, such as shapes."""
+    """The recipes with constants in place of all parts that depend on no weight, such as shapes."""
     parts: dict[Recipe, None] = {}
     for recipe in recipes.values():
         _collect(recipe, parts)
@@ -148,7 +148,7 @@ def settled(recipes: Mapping[str, Recipe], header: Header) -> dict[str, Recipe]:
 
 
 def _collect(recipe: Recipe, parts: dict[Recipe, None]) -> None:
-    """Add the largest results in a recipe that no weight has a part in."""
+    """Add the largest parts of a recipe that depend on no weight."""
     if isinstance(recipe, Result):
         if not sources(recipe):
             parts[recipe] = None
