@@ -11,11 +11,11 @@ aten = torch.ops.aten
 
 
 def number(rewriter: Rewriter, argument: Any) -> float | None:
-    """The value of a Python number or of a constant with one element."""
+    """The value of a Python number or of a constant with one element; bools and complex numbers are none."""
     if isinstance(argument, (int, float)) and not isinstance(argument, bool):
         return float(argument)
     value = rewriter.value(argument)
-    if value is None or value.numel() != 1 or not (value.dtype.is_floating_point or value.dtype == torch.int64):
+    if value is None or value.numel() != 1 or value.is_complex() or value.dtype == torch.bool:
         return None
     return float(value)
 

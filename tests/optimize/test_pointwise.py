@@ -56,6 +56,8 @@ def test_constants_without_axes_are_numbers() -> None:
             x.int() * two,
             x * torch.tensor([2.0]),
             x + torch.tensor(True),
+            x * torch.tensor(3, dtype=torch.int32),
+            torch.tensor(5, dtype=torch.uint8) + x,
         )
 
     x = X.float()
@@ -63,5 +65,5 @@ def test_constants_without_axes_are_numbers() -> None:
     after = rewritten(before, inline_numbers)
     assert sum(n.op == "get_attr" for n in after.graph.nodes) == 3
     numbers = [n.args[1] for n in after.graph.nodes if len(n.args) > 1 and isinstance(n.args[1], float)]
-    assert numbers == [0.1, 2.0, 2.0]
+    assert numbers == [0.1, 2.0, 2.0, 3.0, 5.0]
     assert_same(before, after, x)

@@ -1,4 +1,4 @@
-"""Constants of no axes as Python numbers."""
+"""Constants without axes as Python numbers."""
 
 from typing import Any
 
@@ -13,14 +13,14 @@ aten = torch.ops.aten
 
 
 def inline_numbers(module: fx.GraphModule) -> None:
-    """Sums and products of floating tensors with constants of no axes take them as numbers."""
+    """Sums and products of floating tensors with constants without axes take these as numbers."""
     rewriter = Rewriter(module)
     for node in rewriter.calls(aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor):
         left, right = node.args[:2]
-        if _keeps_floats(node, left) and _is_number(rewriter, right):
-            node.args = (left, number(rewriter, right))
-        elif _keeps_floats(node, right) and _is_number(rewriter, left) and _commutes(node):
-            node.args = (right, number(rewriter, left))
+        if _keeps_floats(node, left) and (value := _scalar(rewriter, right)) is not None:
+            node.args = (left, value)
+        elif _keeps_floats(node, right) and _commutes(node) and (value := _scalar(rewriter, left)) is not None:
+            node.args = (right, value)
     rewriter.finish()
 
 
@@ -29,9 +29,10 @@ def _commutes(node: fx.Node) -> bool:
     return node.target is not aten.sub.Tensor and bool(alpha == 1)
 
 
-def _is_number(rewriter: Rewriter, argument: Any) -> bool:
+def _scalar(rewriter: Rewriter, argument: Any) -> float | None:
+    """The value of a constant without axes."""
     value = rewriter.value(argument)
-    return value is not None and value.dim() == 0 and not value.is_complex() and value.dtype != torch.bool
+    return None if value is None or value.dim() else number(rewriter, argument)
 
 
 def _keeps_floats(node: fx.Node, argument: Any) -> bool:
