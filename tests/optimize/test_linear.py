@@ -137,6 +137,12 @@ def test_what_only_looks_like_gelu_stays(written: Callable[[Tensor], Tensor]) ->
     assert counts(rewritten(before, recognize_gelu)) == counts(before)
 
 
+def test_a_factor_of_more_axes_keeps_its_own() -> None:
+    half = torch.full((1, 1), 0.5)
+    before = record(lambda x: x * half * (1.0 + torch.erf(x / math.sqrt(2.0))), X[0])
+    assert counts(rewritten(before, recognize_gelu)) == counts(before)
+
+
 @pytest.fixture
 def _small_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aligned_weights, "LARGE", 1)

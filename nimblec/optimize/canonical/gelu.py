@@ -7,6 +7,7 @@ from torch import fx
 
 from nimblec.graph.rewriter import Rewriter, argument, fake, is_call, only_user
 from nimblec.graph.scalars import number, scaled, shifted
+from nimblec.graph.vocabulary import is_like
 
 aten = torch.ops.aten
 
@@ -28,7 +29,7 @@ def _match(rewriter: Rewriter, node: fx.Node) -> tuple[fx.Node, str] | None:
         return None
     for x, gate in (parts, parts[::-1]):
         opened = shifted(rewriter, gate)
-        if opened is None or only_user(gate) is None or fake(x).dtype != fake(node).dtype:
+        if opened is None or only_user(gate) is None or not is_like(x, node):
             continue
         curve, one = opened
         if not (_near(factor, 0.5, x) and _near(one, 1.0, x)):

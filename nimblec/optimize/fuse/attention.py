@@ -173,7 +173,7 @@ def _attention(rewriter: Rewriter, node: fx.Node, scores: _Scores) -> fx.Node:
 def _unscaled(rewriter: Rewriter, node: fx.Node) -> tuple[fx.Node, float]:
     """Exports write the scale as a factor of queries and keys, its root each."""
     found = scaled(rewriter, node)
-    if found is None or fake(found[0]).dtype != fake(node).dtype or found[1] <= 0:
+    if found is None or not is_like(found[0], node) or found[1] <= 0:
         return node, 1.0
     return found
 
