@@ -1,5 +1,7 @@
 """Outputs in memory of their own and in the order they had, whatever rewrites have merged, folded or laid anew."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import fx
 
@@ -42,21 +44,28 @@ def output_strides(module: fx.GraphModule) -> Strides:
 
 
 def restore_strides(module: fx.GraphModule, strides: Strides) -> None:
-    """Copy an output whose elements no longer lie in memory as ``strides`` say, contiguous or channels last."""
+    """Copy an output whose elements no longer lie in memory as ``strides`` say; strides with gaps are not restored."""
     rewriter = Rewriter(module)
     output = module.graph.output_node()
     for node, wanted in zip(outputs_of(module), strides, strict=True):
-        if lies_as(fake(node), wanted):
-            continue
-        for memory_format in (torch.contiguous_format, torch.channels_last):
-            if memory_format is torch.channels_last and fake(node).dim() != 4:
-                continue
-            copy = rewriter.call(aten.clone.default, node, memory_format=memory_format, at=output)
+        if not lies_as(fake(node), wanted):
+            copy = _copied(rewriter, node, wanted, at=output)
             if lies_as(fake(copy), wanted):
                 output.replace_input_with(node, copy)
-                break
-            rewriter.graph.erase_node(copy)
     rewriter.finish()
+
+
+def _copied(rewriter: Rewriter, node: fx.Node, strides: Sequence[int], *, at: fx.Node) -> fx.Node:
+    """A dense copy whose axes have the order in memory of these strides."""
+    like = fake(node)
+    formats = (torch.contiguous_format, *([torch.channels_last] if like.dim() == 4 else []))
+    for memory_format in formats:
+        if lies_as(torch.empty(like.shape, device="meta", memory_format=memory_format), strides):
+            return rewriter.call(aten.clone.default, node, memory_format=memory_format, at=at)
+    order = sorted(range(like.dim()), key=lambda axis: -strides[axis])
+    permuted = rewriter.call(aten.permute.default, node, order, at=at)
+    copy = rewriter.call(aten.clone.default, permuted, memory_format=torch.contiguous_format, at=at)
+    return rewriter.call(aten.permute.default, copy, [order.index(axis) for axis in range(like.dim())], at=at)
 
 
 def outputs_of(module: fx.GraphModule) -> tuple[fx.Node, ...]:
