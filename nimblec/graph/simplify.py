@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from nimblec.graph.rewriter import Rewriter, argument, fake, is_call
-from nimblec.graph.views import lies_as, permutation
+from nimblec.graph.views import fixed_strides, lies_as, permutation
 from nimblec.graph.vocabulary import RESHAPES, TRANSPOSES
 
 aten = torch.ops.aten
@@ -20,11 +20,12 @@ _COPIES = (aten.clone.default, aten._to_copy.default, aten.contiguous.default, a
 def simplify(module: fx.GraphModule) -> None:
     """Drop calls without effect; join reshapes of reshapes and transposes of transposes; one number for each axis."""
     rewriter = Rewriter(module)
+    fixed = fixed_strides(module.graph)
     for node in list(module.graph.nodes):
         if is_call(node, *RESHAPES):
-            _reshape(rewriter, node)
+            _reshape(rewriter, node, is_fixed=node in fixed)
         elif is_call(node, *TRANSPOSES):
-            _transpose(rewriter, node)
+            _transpose(rewriter, node, is_fixed=node in fixed)
         elif is_call(node, aten.convolution.default):
             _spell_out(node)
         elif is_call(node, *_EXPAND, *_COPIES) and _is_same(node, argument(node, 0)):
@@ -32,9 +33,9 @@ def simplify(module: fx.GraphModule) -> None:
     rewriter.finish()
 
 
-def _reshape(rewriter: Rewriter, node: fx.Node) -> None:
+def _reshape(rewriter: Rewriter, node: fx.Node, *, is_fixed: bool) -> None:
     source = argument(node, 0)
-    if is_call(source, *RESHAPES):
+    if is_call(source, *RESHAPES) and not is_fixed:  # the reshape between may copy, which changes the strides
         source = argument(source, 0)
     if fake(source).shape == fake(node).shape:
         rewriter.replace(node, source)
@@ -43,7 +44,7 @@ def _reshape(rewriter: Rewriter, node: fx.Node) -> None:
         rewriter.replace(node, rewriter.call(aten.reshape.default, source, list(fake(node).shape), at=node))
 
 
-def _transpose(rewriter: Rewriter, node: fx.Node) -> None:
+def _transpose(rewriter: Rewriter, node: fx.Node, *, is_fixed: bool) -> None:
     order = permutation(node)
     source = argument(node, 0)
     joined = is_call(source, *TRANSPOSES)
@@ -57,7 +58,7 @@ def _transpose(rewriter: Rewriter, node: fx.Node) -> None:
     elif moved == sorted(moved):  # only axes of length 1 change places, as where a batch of one comes second
         reshaped = rewriter.call(aten.reshape.default, source, list(fake(node).shape), at=node)
         rewriter.replace(node, reshaped)
-        _reshape(rewriter, reshaped)
+        _reshape(rewriter, reshaped, is_fixed=is_fixed)
     elif joined:
         rewriter.replace(node, rewriter.call(aten.permute.default, source, order, at=node))
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, fx
 
 from nimblec.graph.rewriter import Rewriter, bound, fake, is_call, views
-from nimblec.graph.vocabulary import TRANSPOSES
+from nimblec.graph.vocabulary import BY_STRIDE, LINEARS, TRANSPOSES
+from nimblec.graph.walk import reached
 
 aten = torch.ops.aten
 
@@ -71,6 +72,18 @@ def is_view(node: fx.Node) -> bool:
     value = node.meta["val"]
     part = value[0] if isinstance(value, (tuple, list)) else value
     return part.untyped_storage()._cdata == fake(viewed).untyped_storage()._cdata
+
+
+def fixed_strides(graph: fx.Graph) -> set[fx.Node]:
+    """The values whose strides a `BY_STRIDE` call may depend on: all that it is computed from, back to products.
+
+    Products lay out their results independently of their arguments.
+    """
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.target in BY_STRIDE:
+            found |= reached(node, lambda n: () if is_call(n, *LINEARS, aten.bmm.default) else n.all_input_nodes)
+    return found
 
 
 def replace_by_slices(rewriter: Rewriter, nodes: Sequence[fx.Node], joined: fx.Node) -> None:

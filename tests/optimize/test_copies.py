@@ -1,5 +1,7 @@
 """Copies that only change the order in memory are left out where nothing needs that order."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from rewriting import assert_same, counts, record, rewritten
@@ -89,4 +91,42 @@ def test_a_copy_that_a_call_reads_in_its_order_stays() -> None:
     before = record(model, X)
     after = rewritten(before, drop_copies)
     assert counts(after)["clone"] == 1
+    assert_same(before, after, X)
+
+
+def _in_pairs(x: Tensor) -> Tensor:
+    y = torch.relu(x.transpose(0, 2).clone(memory_format=torch.contiguous_format))
+    return torch.view_as_real(torch.view_as_complex(y.reshape(4, 3, 3, 2)) * 1j)
+
+
+def _by_stride(x: Tensor) -> Tensor:
+    return torch.relu(x.transpose(0, 1).clone(memory_format=torch.contiguous_format)).as_strided((2, 2), (1, 2))
+
+
+@pytest.mark.parametrize("model", [_in_pairs, _by_stride])
+def test_a_copy_stays_where_a_call_sees_its_strides(model: Callable[[Tensor], Tensor]) -> None:
+    before = record(model, X)
+    after = rewritten(before, drop_copies)
+    assert counts(after)["clone"] == 1
+    assert_same(before, after, X)
+
+
+def test_a_copy_before_a_product_goes_whatever_sees_the_product() -> None:
+    def model(x: Tensor) -> Tensor:
+        y = x.transpose(0, 1).clone(memory_format=torch.contiguous_format) * 2
+        return torch.bmm(y, y.transpose(1, 2)).as_strided((2, 2), (1, 2))
+
+    before = record(model, X)
+    after = rewritten(before, drop_copies)
+    assert "clone" not in counts(after)
+    assert_same(before, after, X)
+
+
+def test_outputs_keep_any_order_of_their_axes() -> None:
+    class Permuted(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.relu(x.permute(1, 2, 0).contiguous().permute(1, 2, 0))
+
+    before = trace(Permuted(), (X,)).module
+    after = optimize(before, device="cpu")
     assert_same(before, after, X)

@@ -126,6 +126,13 @@ def test_arguments_of_other_types_are_not_equal() -> None:
     assert counts(rewritten(_with_calls(build), merge_equal_calls)) == {"mul": 3}
 
 
+def test_zeros_of_either_sign_are_not_equal() -> None:
+    def build(call: Call, x: fx.Node) -> list[fx.Node]:
+        return [call(aten.mul.Tensor, x, factor) for factor in (0.0, -0.0)]
+
+    assert counts(rewritten(_with_calls(build), merge_equal_calls)) == {"mul": 2}
+
+
 def test_merged_outputs_get_memory_of_their_own() -> None:
     def build(call: Call, x: fx.Node, c: fx.Node) -> list[fx.Node]:
         return [
@@ -156,6 +163,12 @@ def test_chains_of_views_are_one_view() -> None:
     after = rewritten(before, simplify)
     assert counts(after) == {"reshape": 1, "permute": 1, "relu": 2}
     assert_same(before, rewritten(after, separate_outputs), X)
+
+
+def test_reshapes_that_a_call_sees_the_strides_of_stay() -> None:
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    before = record(lambda x: x.t().reshape(24).reshape(6, 4).as_strided((2, 2), (1, 2)), x)
+    assert_same(before, rewritten(before, simplify), x)
 
 
 def test_copies_that_change_order_or_dtype_stay() -> None:

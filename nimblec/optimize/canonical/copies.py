@@ -4,7 +4,7 @@ import torch
 from torch import fx
 
 from nimblec.graph.rewriter import Rewriter, argument, fake, is_call, views
-from nimblec.graph.views import is_view
+from nimblec.graph.views import fixed_strides, is_view
 from nimblec.graph.vocabulary import ATTENTION, is_tagged_pointwise
 
 aten = torch.ops.aten
@@ -18,8 +18,9 @@ def drop_copies(module: fx.GraphModule) -> None:
     """
     rewriter = Rewriter(module)
     rewriter.propagate()
+    fixed = fixed_strides(module.graph)
     for node in rewriter.calls(aten.clone.default):
-        seen = _seen(node)
+        seen = None if node in fixed else _seen(node)
         if seen is not None:
             _try_without(rewriter, node, seen)
     rewriter.finish()
