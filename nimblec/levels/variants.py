@@ -69,7 +69,7 @@ def _of_level_2(
     yield _variant(o2.TRITON, partial(runs, *o2.TRITON.pipelines))
     if runs.has_run(*products) and o2.has_norms(runs(*products).module):
         yield _variant(o2.TRITON_NORMS, partial(runs, *o2.TRITON_NORMS.pipelines))
-    yield _variant(FUSED_REGIONS, partial(_fused, runs, model, dtype))
+    yield _variant(FUSED_REGIONS, partial(runs, *FUSED_REGIONS.pipelines))
     if dtype is not None or model.written_elsewhere:
         return
     if not (runs.has_run(*products) and o2.has_triton_kernels(runs(*products).module)):

@@ -1,5 +1,6 @@
 """The ways of each level, as far as they can be listed without a GPU."""
 
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -64,6 +65,14 @@ def test_what_is_no_graph_goes_through_torch_compile(times: TimingCache) -> None
     made = way.make()
     assert made.is_compiled
     assert "fused by torch.compile alone" in made.notes[0]
+
+
+def test_torch_compile_is_tried_once(times: TimingCache) -> None:
+    made = []
+    for way in variants(placed(Looking()), 2, None, times):
+        with suppress(TraceError):
+            made.append((way.name, way.make().is_compiled))
+    assert made == [("torch.compile", True)]
 
 
 def test_torch_compile_is_not_given_what_another_entry_writes(times: TimingCache) -> None:
