@@ -2,6 +2,7 @@
 
 import ast
 import json
+import sys
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,9 +16,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from triton_process import needs_triton, run
 
+from nimblec.errors import CompileError
 from nimblec.kernels.attention.op import attention
+from nimblec.kernels.core import compiling
 from nimblec.kernels.core.call import Call, Made
 from nimblec.kernels.core.compiling import Job
+from nimblec.kernels.core.gpu import SM_90
 from nimblec.kernels.core.launch import Launch, launch_of, ops
 from nimblec.kernels.depthwise.op import depthwise
 from nimblec.kernels.families import FAMILIES
@@ -158,6 +162,15 @@ for name, described in json.loads(JOBS).items():
     assert compile_job(job, architecture=90).asm["cubin"], name
     print(name)
 """
+
+
+@pytest.mark.parametrize("size", [1, 1 << 20], ids=["few", "more than a pipe holds"])
+def test_a_worker_that_is_killed_is_reported(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    killed = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
+    monkeypatch.setattr(compiling, "module_command", lambda *_: killed)
+    job = Job(template="none:none", pointers={}, settings={"NAME": "x" * size})
+    with pytest.raises(CompileError, match="could not compile a kernel: its process ended with status -9"):
+        compiling.compile_all([job], gpu=SM_90)
 
 
 @needs_triton

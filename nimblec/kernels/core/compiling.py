@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -47,7 +47,8 @@ def compile_all(jobs: Sequence[Job], *, gpu: GPU, processes: int | None = None) 
         problems = [worker.stderr.read() for worker in workers if worker.stderr]
     for worker, problem in zip(workers, problems, strict=True):
         if worker.returncode:
-            raise CompileError(f"triton: could not compile a kernel: {problem.strip()[-2000:]}")
+            reason = problem.strip()[-2000:] or f"its process ended with status {worker.returncode}"
+            raise CompileError(f"triton: could not compile a kernel: {reason}")
 
 
 def compile_job(job: Job, *, architecture: int) -> Any:
@@ -92,8 +93,8 @@ def _start(jobs: Sequence[Job], gpu: GPU) -> "subprocess.Popen[str]":
         env=environment(),
     )
     assert worker.stdin is not None
-    worker.stdin.write(json.dumps([asdict(job) for job in jobs]))
-    worker.stdin.close()
+    with suppress(BrokenPipeError), worker.stdin:  # a worker that has ended: its status says so
+        worker.stdin.write(json.dumps([asdict(job) for job in jobs]))
     return worker
 
 
