@@ -3,14 +3,24 @@
 A block's part of the weights is then contiguous: one instruction fetches it into the L2 cache.
 """
 
-import math
+from math import log, prod
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nimblec.kernels.core.shapes import ceil_div
+from nimblec.kernels.core.call import Made
+from nimblec.kernels.core.shapes import Convolution, Pair, ceil_div
 from nimblec.kernels.gemm.tilings import Tiling
+
+
+class _Split(Protocol):
+    """A tiling in which ``split_k`` blocks share the sum of a tile."""
+
+    @property
+    def split_k(self) -> int: ...
+    def tiles(self, shape: Convolution) -> Pair: ...
 
 
 def pack_convolution(weight: Tensor, tiling: Tiling) -> Tensor:
@@ -31,7 +41,7 @@ def pack_rows(weight: Tensor, tiling: Tiling) -> Tensor:
     return padded.reshape(across, tiling.block_n, deep, tiling.block_k).transpose(1, 2).contiguous()
 
 
-CUT_OFF = 2**-11 / (2 * math.log(2))
+CUT_OFF = 2**-11 / (2 * log(2))
 """What TF32 loses of a float32 on average, in relation to it: half of its last bit, leading digits by Benford's law."""
 
 
@@ -55,3 +65,11 @@ def unpack_rows(packed: Tensor, columns: int, depth: int) -> Tensor:
 def counters(tiles: int, device: torch.device) -> Tensor:
     """How many blocks of each tile have arrived: zeros before and after each launch."""
     return torch.zeros(tiles, dtype=torch.int32, device=device)
+
+
+def counters_of(tiling: _Split, shape: Convolution, device: torch.device) -> Made | None:
+    """The `counters` of one call; None where each block has a tile to itself."""
+    if tiling.split_k == 1:
+        return None
+    tiles = prod(tiling.tiles(shape))
+    return Made(source=torch.empty(0, device=device), make=lambda like: counters(tiles, like.device), role="counters")

@@ -19,7 +19,7 @@ from nimblec.kernels.depthwise.tilings import DepthwiseTiling, depthwise_candida
 from nimblec.kernels.gemm.concatenation import concatenate_in_place
 from nimblec.kernels.gemm.match import Request, matches, requests
 from nimblec.kernels.gemm.op import convolution, convolution_into, linear
-from nimblec.kernels.gemm.packing import counters, for_tensor_cores, pack_convolution, pack_linear
+from nimblec.kernels.gemm.packing import counters_of, for_tensor_cores, pack_convolution, pack_linear
 from nimblec.kernels.gemm.siblings import join_siblings
 from nimblec.kernels.gemm.tilings import Tiling, candidates
 
@@ -68,7 +68,8 @@ def call(request: Request, tiling: AnyTiling, trigger: Trigger) -> Call:
     how = {"arithmetic": request.arithmetic, **how}
     is_rounded = source.dtype is torch.float32 and request.arithmetic == "tf32"
     weight = Made(source=source, make=partial(_packed, request.kind, tiling, is_rounded), role="weights")
-    shared = (request.x, weight, request.bias, _residual(request), _arrived(request, tiling), shape.out_channels)
+    counters = counters_of(tiling, shape, source.device)
+    shared = (request.x, weight, request.bias, _residual(request), counters, shape.out_channels)
     if request.kind == "linear":
         return Call(op=linear, args=(*shared, *end), kwargs=how)
     if request.into is None:
@@ -80,15 +81,6 @@ def _packed(kind: str, tiling: Tiling, is_rounded: bool, weight: Tensor) -> Tens
     if is_rounded:
         weight = for_tensor_cores(weight)
     return (pack_linear if kind == "linear" else pack_convolution)(weight, tiling)
-
-
-def _arrived(request: Request, tiling: Tiling) -> Made | None:
-    """Counters of the blocks that share a tile's sum."""
-    if tiling.split_k == 1:
-        return None
-    down, across = tiling.tiles(request.shape)
-    weight = request.constants[request.weight]
-    return Made(source=weight, make=lambda like: counters(down * across, like.device), role="counters")
 
 
 def _residual(request: Request) -> fx.Node | AsStored | None:

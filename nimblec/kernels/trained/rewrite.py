@@ -1,7 +1,6 @@
 """Convolutions of trained weights, and gradients of convolutions, as Triton kernels."""
 
 from collections.abc import Sequence
-from math import prod
 
 import torch
 from torch import fx
@@ -10,7 +9,7 @@ from nimblec.graph.rewriter import Rewriter, fake
 from nimblec.kernels.core.call import Call, Made, Pool, evaluate, example
 from nimblec.kernels.core.gpu import GPU, Trigger
 from nimblec.kernels.core.selector import Choose, Family, Timed
-from nimblec.kernels.gemm.packing import counters
+from nimblec.kernels.gemm.packing import counters_of
 from nimblec.kernels.gemm.tilings import Tiling
 from nimblec.kernels.trained.match import Request, requests
 from nimblec.kernels.trained.op import depthwise_weight_gradient, image_gradient, trained_convolution, weight_gradient
@@ -62,7 +61,7 @@ def call(request: Request, tiling: AnyTiling, trigger: Trigger) -> Call:
     """What computes a request."""
     shape = request.shape
     end = ([*shape.stride, *shape.padding, *shape.dilation], tiling.numbers, trigger)
-    read, counted = (request.first, request.second), _arrived(request, tiling)
+    read, counted = (request.first, request.second), _counters(request, tiling)
     if request.kind == "depthwise weights":
         return Call(op=depthwise_weight_gradient, args=(*read, counted, list(shape.kernel), *end))
     how = {"arithmetic": request.arithmetic}
@@ -73,14 +72,10 @@ def call(request: Request, tiling: AnyTiling, trigger: Trigger) -> Call:
     return Call(op=weight_gradient, args=(*read, counted, list(shape.kernel), *end), kwargs=how)
 
 
-def _arrived(request: Request, tiling: AnyTiling) -> Made | None:
-    """Counters of the blocks that share a tile's sum."""
-    if tiling.split_k == 1:
-        return None
+def _counters(request: Request, tiling: AnyTiling) -> Made | None:
     products = {"images": image_product, "weights": weight_product}
     shape = products[request.kind](request.shape) if request.kind in products else request.shape
-    tiles, on = prod(tiling.tiles(shape)), torch.empty(0, device=fake(request.first).device)
-    return Made(source=on, make=lambda like: counters(tiles, like.device), role="counters")
+    return counters_of(tiling, shape, fake(request.first).device)
 
 
 def framework(request: Request, _pool: Pool, _length: int) -> Timed:
