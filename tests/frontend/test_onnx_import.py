@@ -287,6 +287,20 @@ Twice <slope> (a) => (b) { c = test.Leak <slope: float = @slope> (a)  b = test.L
 """
 
 
+def test_clip_takes_a_known_bound_and_a_computed_one() -> None:
+    x, high = random(2, 3), np.float32(0.5)
+    model = model_of("y = Clip (x, low, high)", "(float[2,3] x, float high) => (float[2,3] y)", low=np.float32(-0.1))
+    np.testing.assert_array_equal(run(import_model(model), x, high)[0], x.clip(-0.1, 0.5))
+
+
+def test_a_resize_to_one_element_takes_the_first() -> None:
+    attributes = '<mode = "cubic", coordinate_transformation_mode = "pytorch_half_pixel">'
+    model = model_of(f"y = Resize {attributes} (x, none, none, size)", "(float[6] x) => (float[1] y)", size=np.array([1]))
+    model.graph.node[0].input[1:3] = ["", ""]
+    x = random(6)
+    np.testing.assert_allclose(run(import_model(model), x)[0], x[:1], rtol=1e-6)
+
+
 def test_functions_of_the_model_are_inlined_with_their_attributes() -> None:
     program = import_model(onnx.parser.parse_model(FUNCTIONS))
     assert calls(program) == ["aten.leaky_relu.default"] * 2

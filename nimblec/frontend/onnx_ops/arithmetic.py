@@ -1,6 +1,5 @@
 """Element-wise arithmetic."""
 
-from collections.abc import Callable
 from functools import reduce
 from typing import Any
 
@@ -167,15 +166,9 @@ def clip_to_attributes(
 def clip(x: Tensor, min: Tensor | None = None, max: Tensor | None = None) -> Tensor:
     if min is None and max is None:
         return x
-    return _clamp(x, _number_if_known(min), _number_if_known(max))
-
-
-_clamp: Callable[..., Tensor] = torch.clamp  # the annotations of which know no bound of either kind
-
-
-def _number_if_known(bound: Tensor | None) -> Tensor | float | None:
-    """Return a number for a known bound, so that one kernel clamps without reading it."""
-    return bound if bound is None or isinstance(bound, FakeTensor) else bound.item()
+    if isinstance(min, FakeTensor) or isinstance(max, FakeTensor):
+        return torch.clamp(x, min, max)  # takes two tensors or two numbers, not one of each
+    return torch.clamp(x, None if min is None else min.item(), None if max is None else max.item())
 
 
 @op("BitShift", since=11)

@@ -42,7 +42,7 @@ class Axis:
             case "align_corners":
                 position = x * (n - 1) / (s * n - 1) if m > 1 else np.zeros(m)
             case "pytorch_half_pixel":
-                position = (x + 0.5) / s - 0.5 if m > 1 else np.full(m, -0.5)
+                position = (x + 0.5) / s - 0.5 if m > 1 else np.zeros(m)
             case "tf_half_pixel_for_nn":
                 position = (x + 0.5) / s
             case "tf_crop_and_resize" if m > 1:
