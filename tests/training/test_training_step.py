@@ -283,6 +283,15 @@ def test_what_cannot_be_a_step_is_a_sentence() -> None:
     for accumulate in (0, 1.5, True):
         with pytest.raises(ArgumentError, match=f"accumulate: {accumulate}, expected a whole number from 1"):
             nimblec.training_step(model, loss, sgd, (x, y), accumulate=accumulate)  # type: ignore[arg-type]
+    for given, sentence in (
+        ((loss, loss, sgd), r"model: got function, expected a torch\.nn\.Module"),
+        ((model, None, sgd), "loss: got NoneType, expected a function of tensors"),
+        ((model, loss, torch.optim.SGD), r"optimizer: got type, expected a torch\.optim\.Optimizer"),
+    ):
+        with pytest.raises(ArgumentError, match=sentence):
+            nimblec.training_step(*given, (x, y))  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="clip_norm: 'a', expected a number or None"):
+        nimblec.training_step(model, loss, sgd, (x, y), clip_norm="a")  # type: ignore[arg-type]
     reading = Reading(3, 2)
     with pytest.raises(TraceError, match="training_step: the step cannot be traced"):
         nimblec.training_step(reading, loss, torch.optim.SGD(reading.parameters(), 0.1), (x, y))

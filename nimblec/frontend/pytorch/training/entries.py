@@ -1,6 +1,7 @@
 """The entries of a plan that trains: "train", which updates the parameters, and "evaluate", which reads them."""
 
 from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import Any, Self
 
 import torch
@@ -131,9 +132,15 @@ def entries(
     autocast: torch.dtype | str | None = None,
 ) -> dict[str, tuple[nn.Module, tuple[Tensor, ...]]]:
     """See `nimblec.training_step`."""
+    _check_kind("model", model, nn.Module)
+    _check_kind("optimizer", optimizer, Optimizer)
+    if not callable(loss):
+        raise ArgumentError(f"training_step: loss: got {type(loss).__name__}, expected a function of tensors")
     inputs, targets = _batch(example_batch)
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise ArgumentError(f"training_step: accumulate: {accumulate!r}, expected a whole number from 1")
+    if clip_norm is not None and (isinstance(clip_norm, bool) or not isinstance(clip_norm, Real)):
+        raise ArgumentError(f"training_step: clip_norm: {clip_norm!r}, expected a number or None")
     recipe = Recipe(
         model=model,
         loss=loss,
@@ -151,6 +158,12 @@ def entries(
     state = initial_state(recipe, draws=checked.draws)
     module = Train(recipe, state, (*inputs, *targets))
     return {"train": (module, (*inputs, *targets)), "evaluate": (Evaluate(model, recipe.autocast), inputs)}
+
+
+def _check_kind(name: str, value: object, kind: type) -> None:
+    if not isinstance(value, kind):
+        expected = f"torch.{kind.__module__.split('.')[1]}.{kind.__name__}"
+        raise ArgumentError(f"training_step: {name}: got {type(value).__name__}, expected a {expected}")
 
 
 def _half(autocast: Any) -> torch.dtype | None:
