@@ -67,15 +67,20 @@ def _find_named(name: str | bytes) -> Source:
     if colon and not module.endswith(".py") and all(part.isidentifier() for part in (*module.split("."), attribute)):
         return Source(kind="callable", model=name)
     if colon and module.endswith(".py"):
-        raise CompileError(f"{name}: a module is named as import names it: use {_importable(module)}:{attribute}")
+        raise CompileError(f"{name}: a module is given by its import name: {_importable(module, attribute)}")
     if Path(name).exists():
         raise UnsupportedModelError(f"{name}: expected an .onnx or .pt2 file, or package.module:callable")
     raise CompileError(f"{name}: no such file, and not of the form package.module:callable")
 
 
-def _importable(file: str) -> str:
-    """The module name of a file below the current folder."""
-    return ".".join(Path(file).with_suffix("").parts)
+def _importable(file: str, attribute: str) -> str:
+    """Advice on how to name a callable in a file."""
+    path = Path(os.path.relpath(file)).with_suffix("")
+    if path.parts[0] == os.pardir:
+        return f"run in {path.resolve().parent} and use {path.name}:{attribute}"
+    if not all(part.isidentifier() for part in path.parts):
+        return "rename the file or its folder, which cannot be imported"
+    return f"use {'.'.join(path.parts)}:{attribute}"
 
 
 def _live(model: Any, example_inputs: Any, kwargs: Any) -> LiveModel:

@@ -165,7 +165,7 @@ def test_what_onnx_runtime_refuses_is_told_without_its_source(
 @pytest.mark.parametrize("name", ["mine.py:net", "./mine.py:net"])
 def test_a_callable_named_by_its_file(nimblec: CommandLine, output: Path, name: str) -> None:
     sentence = nimblec.refused("compile", name, "-o", output, "--target", "cpu", "-q")
-    assert sentence == f"{name}: a module is named as import names it: use mine:net"
+    assert sentence == f"{name}: a module is given by its import name: use mine:net"
 
 
 HUGE = "9" * 5000
