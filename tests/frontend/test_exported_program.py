@@ -157,7 +157,8 @@ def test_a_file_of_an_older_torch_is_not_unpickled(nimblec: CommandLine, tmp_pat
         for name in ("exported_program.json", "state_dict.pt", "constants.pt", "example_inputs.pt"):
             archive.writestr(f"serialized_{name}", pickled(tmp_path / "ran"))
     sentence = nimblec.refused("compile", path, "-o", tmp_path / "m.plan", "--target", "cpu", "-q")
-    assert "not a file that torch.export.save of torch" in sentence
+    assert "damaged, or not written by torch.export.save of torch" in sentence
+    assert "enforce fail" not in sentence
     assert not (tmp_path / "ran").exists()
 
 
@@ -206,6 +207,16 @@ def test_a_damaged_file_is_one_sentence(
     if ending == "weight_0" and not change(b"weight"):
         path.write_bytes(path.read_bytes()[:-100])
     assert str(path) in nimblec.refused("compile", path, "-o", tmp_path / "m.plan", "--target", "cpu", "-q")
+
+
+def test_a_file_of_something_else_is_one_sentence(nimblec: CommandLine, tmp_path: Path) -> None:
+    path = tmp_path / "m.pt2"
+    path.write_text("a text")
+    sentence = nimblec.refused("compile", path, "-o", tmp_path / "m.plan", "--target", "cpu", "-q")
+    assert sentence == (
+        f"{path}: damaged, or not written by torch.export.save of torch {torch.__version__} "
+        "(RuntimeError: PytorchStreamReader failed reading zip archive: not a ZIP archive)"
+    )
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,9 @@ from nimblec.frontend.pytorch.size_expression import check_expression
 _NAME = "model"
 """What torch.export.save calls the one program of a file."""
 
+_ENFORCED = re.compile(r"\[enforce fail[^]]*\] \. ")
+"""How messages of torch's reader begin."""
+
 _UNBACKED = re.compile(r"(?:u|zuf)(\d+)")
 _MOST_SYMBOLS = 10**5
 
@@ -53,9 +56,9 @@ def load_exported(path: Path) -> torch.export.ExportedProgram:
     except _RefusedError as exc:
         raise CompileError(f"{path}: {exc}") from exc
     except Exception as exc:  # torch has no specific error for a damaged file
-        said = first_line(exc) or "nothing more is known"
+        said = _ENFORCED.sub("", first_line(exc)).partition(". ")[0] or "nothing more is known"
         raise CompileError(
-            f"{path}: not a file that torch.export.save of torch {torch.__version__} writes, or a damaged one "
+            f"{path}: damaged, or not written by torch.export.save of torch {torch.__version__} "
             f"({type(exc).__name__}: {said[:300]})"
         ) from exc
     return program
