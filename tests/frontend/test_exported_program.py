@@ -140,7 +140,7 @@ def test_a_hostile_file_is_refused_before_it_runs(
     sentence = nimblec.refused("compile", path, "-o", tmp_path / "m.plan", "--target", "cpu", "-q")
     assert sentence.startswith(f"{path}: ")
     is_first = torch.__version__.startswith("2.11.")
-    assert ("not a file that torch.export.save of torch" if is_first and kind == "call" else words) in sentence
+    assert ("not written by torch.export.save of torch" if is_first and kind == "call" else words) in sentence
     assert not trace.exists()
     if kind != "call" and not (is_first and kind == "constant"):
         # The control: torch runs it, whatever it says of it afterwards.
