@@ -21,7 +21,7 @@ from nimblert.timing import CommandTime
 LONGEST_S = 86_400
 MOST_THREADS = 256
 PROFILES = 11
-"""Of so many runs, a command's time is the median."""
+"""Runs of the profile, whose median is a command's time."""
 
 
 @click.command("bench", cls=Command)
@@ -37,7 +37,7 @@ PROFILES = 11
     default=1.0,
     show_default=True,
     metavar="SECONDS",
-    help="How long to run before runs count.",
+    help="How long to run before measuring.",
 )
 @click.option(
     "--duration",
@@ -45,7 +45,7 @@ PROFILES = 11
     default=5.0,
     show_default=True,
     metavar="SECONDS",
-    help="How long to run after that.",
+    help="How long to measure.",
 )
 @click.option(
     "--threads",
@@ -59,10 +59,10 @@ PROFILES = 11
     "--contexts",
     type=click.IntRange(1, MOST_THREADS),
     metavar="N",
-    help="How many contexts the threads take turns in; by default each has its own.",
+    help="How many contexts the threads share by turns; by default each has its own.",
 )
-@click.option("--replay", is_flag=True, help="Leave out the copies in and out: run on inputs in place.")
-@click.option("--profile", "as_profile", is_flag=True, help="Also list the commands that take longest by themselves.")
+@click.option("--replay", is_flag=True, help="Leave out the copies in and out: run on inputs that are already in place.")
+@click.option("--profile", "as_profile", is_flag=True, help="Also list the slowest commands, each run alone.")
 @click.option(
     "--json", "as_json", is_flag=True, help="Print everything as JSON: latencies in seconds, commands in nanoseconds."
 )
@@ -94,7 +94,7 @@ def bench_plan(
     """
     contexts = threads if contexts is None else contexts
     if contexts > threads:
-        what = f"{contexts} for {threads} threads, expected no more than those"
+        what = f"{contexts} for {threads} threads, expected at most one for each"
         raise click.BadParameter(what, param_hint="--contexts")
     given = arguments.read_arrays(files)
     with load(plan, threads=cpu_threads) as executable:
@@ -152,4 +152,4 @@ def _print(measured: measure.Measurement, commands: Sequence[CommandTime], *, in
     if commands:
         console.print(report.profiled(commands))
     if interrupted:
-        echo("interrupted: these are the runs until then")
+        echo("interrupted: these are the runs up to then")

@@ -1,4 +1,4 @@
-"""What all commands share: refusals of one sentence, and the order in which help lists them."""
+"""What all commands share: errors of one sentence, and the order in which help lists the commands."""
 
 import traceback
 from collections.abc import Iterator
@@ -14,11 +14,11 @@ from nimblert.errors import NimbleError
 DEBUG = "nimblec.debug"
 
 OWN_PROCESS = "own process"
-"""The context's object if the command line is the program, not a function called from one."""
+"""The context's object if the command line is the whole process, not a function that a program calls."""
 
 
 class Command(click.Command):
-    """A command whose refusals are one sentence, or a traceback with --debug."""
+    """A command whose errors are one sentence, after a traceback with --debug."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -28,16 +28,16 @@ class Command(click.Command):
                 is_flag=True,
                 expose_value=False,
                 callback=_remember_debug,
-                help="Print the traceback of a refusal.",
+                help="Print the traceback of an error.",
             )
         )
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command, and turn what it refuses into a message for the terminal."""
+        """Run the command, and turn its errors into a message for the terminal."""
         try:
             return super().invoke(ctx)
         except BrokenPipeError:
-            raise  # as `Group` says
+            raise  # `Group` handles it
         except (NimbleError, OSError, ModuleNotFoundError) as exc:
             sentence = _sentence(exc)
             if sentence is None:
@@ -52,7 +52,7 @@ def _remember_debug(ctx: click.Context, _param: click.Parameter, value: bool) ->
 
 
 def _sentence(exc: NimbleError | OSError | ModuleNotFoundError) -> str | None:
-    """What to tell the user; None if a module is missing that no extra of nimblec installs."""
+    """The message for the user; None if a module is missing that no extra of nimblec installs."""
     if isinstance(exc, ModuleNotFoundError):
         missing = missing_package(exc)
         return str(missing) if missing else None
@@ -69,17 +69,17 @@ class Group(click.Group):
     """Lists commands in order of use, and raises ReaderGoneError when the reader of its output has gone."""
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
-        """As click's, which prints --help here and would exit with 1 on a broken pipe."""
+        """As in click, which prints --help here and would exit with 1 on a broken pipe."""
         with _reader():
             return super().make_context(*args, **kwargs)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """As click's."""
+        """As in click."""
         with _reader():
             return super().invoke(ctx)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """The names of the commands, as they were added."""
+        """The names of the commands, in the order in which they were added."""
         del ctx
         return list(self.commands)
 
@@ -93,6 +93,6 @@ def _reader() -> Iterator[None]:
 
 
 def refuse_both(one: str, other: str, *, given: bool) -> None:
-    """Refuse two options that contradict each other, where both were given."""
+    """Raise UsageError if two options that exclude each other are both ``given``."""
     if given:
-        raise click.UsageError(f"{one} and {other} contradict each other.")
+        raise click.UsageError(f"{one} and {other} cannot be used together.")

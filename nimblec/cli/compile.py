@@ -43,8 +43,8 @@ from nimblec.options import DEFAULT_LEVEL, InputSpec, Precision, TargetChoice, r
     "dims",
     type=arguments.NamedSizes(),
     multiple=True,
-    help="The size of a named dimension, in all inputs that have it: batch=4. Several (batch=1,2,4), or a range "
-    "(batch=1..16: the powers of two, and both ends) make a program for each combination. --input takes precedence. "
+    help="The size of a named dimension, in all inputs that have it: batch=4. Several sizes (batch=1,2,4) or a range "
+    "(batch=1..16: the powers of two and both ends) make one program for each combination. --input takes precedence. "
     "Repeatable.",
 )
 @click.option(
@@ -52,23 +52,25 @@ from nimblec.options import DEFAULT_LEVEL, InputSpec, Precision, TargetChoice, r
     "pad_masks",
     multiple=True,
     metavar="NAME",
-    help="An input that masks what the others hold where it is 0, such as attention_mask: its dimensions are padded "
-    "where results agree. Repeatable.",
+    help="An input whose zeros mask elements of the others, such as attention_mask: calls are padded along its "
+    "dimensions if results agree. Repeatable.",
 )
 @click.option(
     "--example",
     "examples",
     type=arguments.NamedFile(),
     multiple=True,
-    help="An array for an input; if it holds integers, their range bounds those drawn in checks. Repeatable.",
+    metavar="NAME=FILE.npy",
+    help="An array for an input; the range of an integer array bounds the values drawn in later checks. Repeatable.",
 )
 @click.option(
     "-O",
     "level",
     type=click.IntRange(0, 2),
-    help="CUDA target. 0: the framework's own kernels, bit for bit. 1: rewritten, and fused by generated kernels. 2: "
-    "kernels also chosen by timing, our own among them. 1 and 2 report how far they are from 0.  "
-    f"[default: {DEFAULT_LEVEL}]",
+    metavar="LEVEL",
+    help="CUDA target. 0: the framework's own kernels, bit for bit. 1: rewrites, and fusion into generated kernels. 2: "
+    "also kernels chosen by timing, nimblec's own among them. 1 and 2 report how far their outputs are from those of "
+    f"0.  [default: {DEFAULT_LEVEL}]",
 )
 @click.option(
     "--precision",
@@ -80,7 +82,7 @@ from nimblec.options import DEFAULT_LEVEL, InputSpec, Precision, TargetChoice, r
 )
 @click.option(
     "--max-error",
-    type=float,
+    type=click.FloatRange(0),
     metavar="E",
     help="Refuse -O1, -O2, fp16 or bf16 where an output differs by more than E of its largest magnitude.",
 )
@@ -92,21 +94,23 @@ from nimblec.options import DEFAULT_LEVEL, InputSpec, Precision, TargetChoice, r
 @click.option(
     "--refittable",
     is_flag=True,
-    help="Keep in the plan how weights are folded and repacked, so that a loaded plan can be given others; says what "
-    "it costs.",
+    help="Record in the plan how weights are folded and repacked, so that a loaded plan can be given others; prints "
+    "the cost.",
 )
 @click.option(
     "--streams",
     type=arguments.Streams(),
     default="auto",
     show_default=True,
-    help="1: the captured order. max: every stream the model can use. N: at most N. auto: the fastest of several, "
-    "timed on this machine.",
+    metavar="auto|1|max|N",
+    help="1: the captured order. max: as many streams as the model can use. N: at most N. auto: the fastest of several "
+    "schedules, timed on this machine.",
 )
 @click.option(
     "--memory-limit",
     type=arguments.Nbytes(),
-    help="The largest arena to accept: 64MiB, 1.5GB, 1000000. Where no schedule fits, results are computed again.",
+    help="The largest arena to accept: 64MiB, 1.5GB, 1000000. Where no schedule fits, results are recomputed "
+    "instead of kept.",
 )
 @click.option(
     "--timing-cache",
@@ -122,7 +126,7 @@ from nimblec.options import DEFAULT_LEVEL, InputSpec, Precision, TargetChoice, r
     help="Where plans of model files are kept: the same file with the same options is not compiled twice on the "
     "same machine with the same software.  [default: ~/.cache/nimblec/plans]",
 )
-@click.option("--no-plan-cache", is_flag=True, help="Compile again, and keep no plan.")
+@click.option("--no-plan-cache", is_flag=True, help="Neither read nor write the plan cache.")
 @click.option("-v", "--verbose", is_flag=True, help="Print each stage as it ends, even to a pipe.")
 @click.option("-q", "--quiet", is_flag=True, help="Print errors only.")
 def compile_model(
@@ -149,15 +153,16 @@ def compile_model(
     """Compile MODEL into a plan file.
 
     MODEL is an ONNX file (.onnx, with or without external data), a file of torch.export.save (.pt2), or
-    package.module:callable, which is imported with the current directory on the path, called, and
-    returns (module, example_inputs), (module, example_inputs, kwargs), or a dict of them by the names of
-    entries. The last two are code and run with your rights: compile them only if you trust their origin.
+    package.module:callable. The callable is imported with the current directory on the path and called;
+    it returns (module, example_inputs), (module, example_inputs, kwargs), or a dict of such tuples by the
+    names of entries. A .pt2 file or a callable is code that runs with your rights: compile only what you
+    trust.
 
     The last stage runs the plan and compares its outputs with the framework's; a difference is an
     error. PLAN is written to a temporary folder beside it (.nimblec-*) and renamed, so an old file
-    stays whole until the new one is complete. What a killed compilation leaves there is removed by
-    the next one that writes to that folder. A symbolic link is kept and its target replaced;
-    a device, a pipe or a folder is refused.
+    stays whole until the new one is complete. The next compilation that writes to that folder removes
+    what a killed one left there. A symbolic link is kept and its target replaced; a device, a pipe or
+    a folder is refused.
 
     \b
     Examples:
@@ -170,12 +175,12 @@ def compile_model(
     refuse_both("--plan-cache", "--no-plan-cache", given=plan_cache is not None and no_plan_cache)
     for kept in (Path(model), timing_cache, *(file for _, file in examples)):
         if kept is not None and output.exists() and kept.exists() and output.samefile(kept):
-            raise click.UsageError(f"{output}: is to be read, and would be overwritten: name another PLAN.")
+            raise click.UsageError(f"{output}: is read by this compilation, and would be overwritten: name another PLAN.")
     arrays = arguments.read_arrays(examples)
     suffix = Path(model).suffix.lower()
     is_callable = suffix not in {".onnx", ".pt2"} and all(model.partition(":"))
     if not quiet and (is_callable or (suffix == ".pt2" and Path(model).is_file())):
-        echo(f"note: {model} is code, and runs with your rights: go on only if you trust its origin", err=True)
+        echo(f"note: {model} is code that runs with your rights: compile only what you trust", err=True)
     if is_callable and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # as `python -m` does, for package.module:callable
 

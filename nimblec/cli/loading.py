@@ -1,4 +1,4 @@
-"""Plan, entry and inputs, as the commands that run a plan take them."""
+"""The options for entry and inputs of the commands that run a plan."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -24,6 +24,7 @@ input_option = click.option(
     "files",
     type=arguments.NamedFile(),
     multiple=True,
+    metavar="NAME=FILE.npy",
     help="The array of an input. Inputs not given are drawn from the seed. Repeatable.",
 )
 
@@ -73,7 +74,7 @@ def inputs(
 
 
 def _sized(programs: Sequence[Program], given: Mapping[str, np.ndarray], dims: Mapping[str, int]) -> Program:
-    """The program for these sizes, the first where none are known; as it would be where there is none for them."""
+    """The program for these sizes, or the nearest one with its inputs resized to them; the first if none are known."""
     axes = Axes(programs)
     sizes = dict(dims)
     for tensor, of in axes.of_inputs(programs[0]):

@@ -182,12 +182,12 @@ def _schedule(program: Json) -> Table:
     made.show_header = False
     made.add_row("policy", schedule["policy"], "")
     made.add_row("streams", str(schedule["streams"]), "")
-    fewest = f"waits of a stream for another; all concurrency takes {schedule['fewest_syncs']}"
+    fewest = f"waits of one stream for another; full concurrency takes {schedule['fewest_syncs']}"
     made.add_row("syncs", str(schedule["syncs"]), fewest)
     made.add_row("antichain", str(len(schedule["antichain"])), "commands, any two of which may run at the same time")
     above = f", {arena / bound - 1:.1%} above the lower bound" if bound else ""
     made.add_row("arena", f"{arena:,}", f"bytes{above}")
-    made.add_row("lower bound", f"{bound:,}", "bytes that live together under this schedule")
+    made.add_row("lower bound", f"{bound:,}", "bytes that are live at the same time in this schedule")
     return made
 
 
@@ -309,7 +309,7 @@ def measured(measurement: Measurement) -> Table:
 def profiled(commands: Sequence[CommandTime]) -> Table:
     """The slowest commands, each run alone; ``commands`` are all of them, the slowest first."""
     total = sum(command.nanoseconds for command in commands)
-    title = f"Commands by themselves: {len(commands)}, {seconds_text(total / 1e9)} in all"
+    title = f"Commands, each run alone: {len(commands)}, {seconds_text(total / 1e9)} in all"
     made = table(
         title,
         "command",

@@ -24,13 +24,13 @@ WARM_UPS = 20
     "--output-dir",
     type=click.Path(path_type=Path, file_okay=False),
     metavar="DIR",
-    help="Write every output to DIR as NAME.npy; characters that suit no file name become _.",
+    help="Write every output to DIR as NAME.npy; characters that are unsafe in a file name become _.",
 )
 @click.option(
     "--repeat",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Measure the latency of N runs, warmed up first.",
+    help="Measure the latency of N runs, after a warm-up.",
 )
 @loading.seed_option
 @loading.cpu_threads_option
@@ -47,7 +47,7 @@ def run_plan(
     """Run PLAN once and print its outputs.
 
     Prints the name, type and digest (the first 6 bytes of SHA-256) of every output, and the values
-    of small ones. A plan for several sizes runs that of the inputs, or of --dim.
+    of small ones. A plan for several sizes runs the program for the sizes of the inputs, or of --dim.
 
     \b
     Examples:

@@ -25,8 +25,8 @@ from nimblert.errors import PlanError
     "--tolerance",
     type=click.FloatRange(min=0),
     metavar="R",
-    help="With --against: the difference to allow, of an output's largest magnitude; integers and bools must be "
-    "equal.  [default: 0.0001]",
+    help="With --against: the largest difference to allow, relative to an output's largest magnitude; integers and "
+    "bools must be equal.  [default: 0.0001]",
 )
 @click.option("--entry", metavar="NAME", help="With --against: the entry to compare, where PLAN has several.")
 @click.option("--per-node", is_flag=True, help="With --against: name the first ONNX node that differs.")
@@ -44,16 +44,16 @@ def verify_plan(
     \b
     format   the file is complete and undamaged
     rules    references, bounds, launch limits
-    hazards  conflicting accesses are ordered, also between buffers that share bytes
-    schedule commands that need not wait for each other prove that fewer streams would not do
+    hazards  conflicting accesses are ordered, also between buffers that share memory
+    schedule independent commands prove how many streams full concurrency needs
     symbols  every cubin holds the kernels that are launched from it
     golden   the recorded run, repeated, gives the recorded outputs
-    padding  runs that are padded or split give what the programs of those sizes give
-    against  a plain ONNX Runtime session of MODEL.onnx gives the same outputs of random inputs
-    nodes    so does each node of it, as far as the plan has the values of single nodes
+    padding  padded and split runs give the results of programs of the sizes called for
+    against  a plain ONNX Runtime session of MODEL.onnx gives the same outputs for random inputs
+    nodes    each of its nodes gives the value that the plan holds for that node, if it holds one
 
     Prints a line for each check; the exit status is 2 if one failed. A node that differs while the
-    outputs agree is reported, and is no failure.
+    outputs agree is reported, but is not a failure.
 
     \b
     Examples:
@@ -77,4 +77,5 @@ def verify_plan(
             failed.append(check)
     if failed:
         names = ", ".join(dict.fromkeys(check.name for check in failed))
-        raise PlanError(f"{plan}: failed the checks of {names}: {failed[0].sentences[0]}")
+        first = failed[0].sentences[0].removeprefix(f"{plan}: ")
+        raise PlanError(f"{plan}: failed the checks of {names}: {first}")

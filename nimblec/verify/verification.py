@@ -53,7 +53,7 @@ def verify(path: Path) -> Iterator[Check]:
         return
     yield _passed("format", "decodes, undamaged")
     yield _passed("rules", "references, bounds and launch limits are in order")
-    yield _judged("hazards", _hazards(plan), "conflicting accesses, those of buffers that share bytes too, are ordered")
+    yield _judged("hazards", _hazards(plan), "conflicting accesses are ordered, also between buffers that share memory")
     for program in plan.programs:
         yield _schedule(plan, program)
     yield _symbols(plan)
@@ -84,9 +84,9 @@ def _schedule(plan: Plan, program: Program) -> Check:
         return Check(name=name, result=Result.SKIPPED, sentences=("the plan does not say how it was made",))
     count = len(record.antichain)
     if certificate.is_widest(record.policy):
-        proof = f"{count} commands that no event orders prove its {program.stream_count} streams the fewest"
+        proof = f"streams: {program.stream_count}, the fewest possible, since no event orders {count} of its commands"
     else:
-        proof = f"all concurrency needs {count} streams: so many commands take no data from one another"
+        proof = f"streams for full concurrency: {count}, the largest number of mutually independent commands"
     return _judged(name, certificate.problems(program, record), f"policy {record.policy!r}; {proof}")
 
 

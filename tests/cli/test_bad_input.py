@@ -262,7 +262,7 @@ def test_a_plan_may_not_replace_what_it_is_made_of(nimblec: CommandLine, tmp_pat
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     for output in (model, tmp_path / "link", array, tmp_path / "." / "m.onnx"):
         sentence = nimblec.refused("compile", model, "-o", output, "--target", "cpu", "--example", f"image={array}")
-        assert f"{output}: is to be read, and would be overwritten" in sentence
+        assert f"{output}: is read by this compilation, and would be overwritten" in sentence
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 

@@ -72,7 +72,7 @@ def test_the_profile_lists_the_commands_with_their_ops(nimblec: CommandLine, pat
     times = [c["nanoseconds"] for c in commands]
     assert times == sorted(times, reverse=True)
     out = nimblec("bench", path, *QUICK, "--profile").out
-    assert "Commands by themselves: 2, " in out
+    assert "Commands, each run alone: 2, " in out
     assert sum(" launch " in line for line in out.splitlines()) == 2
 
 
@@ -104,7 +104,7 @@ def test_the_given_inputs_are_those_that_run(
         (["--duration", "nan"], "duration: nan seconds"),
         (["--warm-up", "-1"], "'--warm-up': -1.0 is not in the range"),
         (["--contexts", "0"], "'--contexts': 0 is not in the range"),
-        (["--contexts", "3", "--threads", "2"], "--contexts: 3 for 2 threads, expected no more than those"),
+        (["--contexts", "3", "--threads", "2"], "--contexts: 3 for 2 threads, expected at most one for each"),
         (["--entry", "other"], "entry 'other': not found"),
         (["--input", "z=none.npy"], "none.npy: No such file"),
     ],
@@ -130,7 +130,7 @@ def test_ctrl_c_prints_what_was_measured(nimblec: CommandLine, path: Path, monke
     done = nimblec("bench", path, "--warm-up", "0", "--duration", "600", "--threads", "2")
     assert done.status == 128 + signal.SIGINT
     assert "p99.9" in done.out
-    assert done.out.endswith("interrupted: these are the runs until then\n")
+    assert done.out.endswith("interrupted: these are the runs up to then\n")
 
 
 def test_ctrl_c_in_the_profile_prints_the_measurement(

@@ -233,7 +233,7 @@ def test_compile_hands_on_what_was_asked_and_reports(nimblec: CommandLine, compi
     assert options.sizes == (("rows", (3, 4, 8, 16, 20)), ("columns", (2, 8)))
     ((name, array),) = options.examples
     assert (name, array.tolist()) == ("ids", [0, 1, 2, 3])
-    assert done.err == "note: pkg.module:make is code, and runs with your rights: go on only if you trust its origin\n"
+    assert done.err == "note: pkg.module:make is code that runs with your rights: compile only what you trust\n"
     assert done.out.splitlines()[:2] == ["target: cpu (asked for auto)", "note: mind [this]"]
     for words in (
         "kernels",

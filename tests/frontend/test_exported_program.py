@@ -280,5 +280,5 @@ def test_anything_but_arithmetic_is_no_size(text: object) -> None:
 def test_a_file_that_runs_as_code_is_told(nimblec: CommandLine, exported: Path, tmp_path: Path) -> None:
     done = nimblec("compile", exported, "-o", tmp_path / "m.plan", "--target", "cpu", "--input", "x:4x4")
     assert done.status == 0, done.err
-    assert done.err == f"note: {exported} is code, and runs with your rights: go on only if you trust its origin\n"
-    assert "code and run with your rights" in " ".join(nimblec("compile", "--help").out.split())
+    assert done.err == f"note: {exported} is code that runs with your rights: compile only what you trust\n"
+    assert "is code that runs with your rights" in " ".join(nimblec("compile", "--help").out.split())
