@@ -108,12 +108,12 @@ def read_options(**given: Any) -> Options:
     dims = read.pop("dims", ())
     several = tuple((name, sizes) for name, sizes in dims if len(sizes) > 1)
     if twice := next((name for name, _ in several if [other for other, _ in dims].count(name) > 1), None):
-        raise ArgumentError(f"dims: {twice!r} is given twice: give all of its sizes at once, such as {twice}=1,2,4")
+        raise ArgumentError(f"--dim {twice}: given twice; give all of its sizes at once, such as {twice}=1,2,4")
     if (count := math.prod(len(sizes) for _, sizes in several)) > MOST_PROFILES:
         counts = " x ".join(str(len(sizes)) for _, sizes in several)
         raise ArgumentError(f"dims: {counts} sizes make {count} programs, expected at most {MOST_PROFILES}")
     if (masks := read.get("pad_masks")) and not several:
-        raise ArgumentError(f"pad_masks: {masks[0]!r} is for dimensions of several sizes, and dims gives none")
+        raise ArgumentError(f"--pad-mask {masks[0]}: needs a dimension of several sizes, such as --dim NAME=1,8")
     fixed = tuple((name, sizes[0]) for name, sizes in dims if len(sizes) == 1)
     return Options(**read, dims=fixed, sizes=several)
 
@@ -143,6 +143,8 @@ def read_size(value: int | str) -> int:
 def read_sizes(value: Any) -> tuple[int, ...]:
     """The sizes of a dimension, ascending: 4, "1,2,8", (1, 2, 8), or "1..16": its powers of two, and both ends."""
     if isinstance(value, str):
+        if not _SIZES.fullmatch(value):
+            raise ArgumentError(f"{shortened(value)}, expected a size such as 4, several as in 1,2,8, or a range, 1..16")
         first, dots, last = value.partition("..")
         sizes = _powers(read_size(first), read_size(last)) if dots else tuple(map(read_size, value.split(",")))
     elif isinstance(value, Iterable):
@@ -180,6 +182,7 @@ def read_nbytes(value: int | str) -> int:
 
 
 _SIZE = re.compile(r"[0-9]{1,19}")
+_SIZES = re.compile(rf"{_SIZE.pattern}((,{_SIZE.pattern})*|\.\.{_SIZE.pattern})")
 _SHAPE = re.compile(rf"{_SIZE.pattern}(x{_SIZE.pattern})*|scalar|")
 _STREAMS = re.compile(r"auto|max|[1-9][0-9]{0,8}")
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}

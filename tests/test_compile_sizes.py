@@ -63,7 +63,7 @@ def test_profiles_are_the_combinations_and_their_number_is_bounded() -> None:
 def test_a_dimension_of_several_sizes_is_given_once(nimblec: CommandLine, tmp_path: Path, other: str) -> None:
     model = rows_model(tmp_path / "rows.onnx")
     refused = nimblec.refused("compile", model, "-o", tmp_path / "p", "--dim", "batch=1,2", "--dim", f"batch={other}")
-    assert "'batch' is given twice: give all of its sizes at once, such as batch=1,2,4" in refused
+    assert "--dim batch: given twice; give all of its sizes at once, such as batch=1,2,4" in refused
 
 
 def test_one_plan_runs_every_size_that_was_asked_for(nimblec: CommandLine, tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ def test_a_sequence_is_not_padded_where_none_is_named(tmp_path: Path, is_masked:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"pad_masks": "mask"}, "pad_masks: 'mask' is for dimensions of several sizes, and dims gives none"),
+        ({"pad_masks": "mask"}, "--pad-mask mask: needs a dimension of several sizes, such as --dim NAME=1,8"),
         ({"pad_masks": 3}, "pad_masks: 3, expected names of inputs"),
         ({"pad_masks": "y", "dims": {"batch": (1, 2)}}, r"--pad-mask y: is not one of the model's inputs \['x'\]"),
     ],

@@ -113,7 +113,7 @@ class PlanCache:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as exc:
-            return f"no plan cache at {self._folder}: {exc.strerror}; --no-plan-cache asks for none"
+            return f"plan cache {self._folder}: not used: {exc.strerror}; --no-plan-cache leaves it out"
         return None
 
     def copy(self, key: str, output: Path) -> tuple[Record | None, str | None]:

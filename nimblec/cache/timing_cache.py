@@ -53,13 +53,14 @@ class TimingCache:
             with replacing(self._path) as file:
                 file.write(json.dumps(self._read() | self._new, sort_keys=True).encode())
         except (NimbleError, OSError) as exc:
-            self._note(f"not kept, and will be measured again: {getattr(exc, 'strerror', None) or exc}")
+            reason = getattr(exc, "strerror", None) or str(exc).removeprefix(f"{self._path}: ")
+            self._note(f"not kept, and will be measured again: {reason}")
 
     def _read(self) -> dict[str, int]:
         """The plausible times in the file."""
         try:
             if self._path.exists() and not self._path.is_file():
-                self._note("is no regular file, and is left alone")
+                self._note("is not a regular file, and is left alone")
                 return {}
             found = json.loads(self._path.read_text() or "{}")
         except FileNotFoundError:

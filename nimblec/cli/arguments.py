@@ -136,7 +136,7 @@ _DAMAGED = (ValueError, EOFError, SyntaxError, TokenError, OverflowError, Memory
 def read_array(path: Path) -> np.ndarray:
     """The array in an .npy file; OSError if it cannot be read, InputError if it is something else."""
     if path.exists() and not path.is_file():  # reading a pipe may never end
-        raise InputError(f"{path}: is no regular file, expected an .npy file")
+        raise InputError(f"{path}: is not a regular file, expected an .npy file")
     try:
         array = np.load(path, allow_pickle=False)
     except _DAMAGED as exc:

@@ -17,7 +17,7 @@ from nimblert.errors import PlanError
 @click.option(
     "--against",
     "model",
-    type=click.Path(path_type=Path),
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
     metavar="MODEL.onnx",
     help="Also run the ONNX file through ONNX Runtime on the CPU, and compare.",
 )

@@ -109,7 +109,7 @@ def test_a_header_that_says_something_impossible(tmp_path: Path, shape: str) -> 
 
 def test_a_pipe_is_no_array(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "x.npy")
-    with pytest.raises(InputError, match=r"x\.npy: is no regular file, expected an \.npy file"):
+    with pytest.raises(InputError, match=r"x\.npy: is not a regular file, expected an \.npy file"):
         arguments.read_array(tmp_path / "x.npy")
 
 

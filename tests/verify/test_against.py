@@ -252,7 +252,7 @@ def test_a_plan_of_another_model_is_refused(nimblec: CommandLine, plan: Path, tm
     assert "input 'x' has the shape 1x3x16x16 in the plan, 1x3x8x? in the model" in shape
     outputs = refused("x", TensorProto.FLOAT, "b", 3, 16, "w", output="q")
     assert "its outputs are 'y', 'digit', the model's 'q'" in outputs
-    assert "no such file" in nimblec_refused(tmp_path / "none.onnx")
+    assert "does not exist" in nimblec_refused(tmp_path / "none.onnx")
     assert "not an ONNX file" in nimblec_refused(plan)
 
 
