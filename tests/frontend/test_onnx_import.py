@@ -295,7 +295,8 @@ def test_clip_takes_a_known_bound_and_a_computed_one() -> None:
 
 def test_a_resize_to_one_element_takes_the_first() -> None:
     attributes = '<mode = "cubic", coordinate_transformation_mode = "pytorch_half_pixel">'
-    model = model_of(f"y = Resize {attributes} (x, none, none, size)", "(float[6] x) => (float[1] y)", size=np.array([1]))
+    body, signature = f"y = Resize {attributes} (x, none, none, size)", "(float[6] x) => (float[1] y)"
+    model = model_of(body, signature, size=np.array([1]))
     model.graph.node[0].input[1:3] = ["", ""]
     x = random(6)
     np.testing.assert_allclose(run(import_model(model), x)[0], x[:1], rtol=1e-6)
