@@ -144,7 +144,7 @@ def read_sizes(value: Any) -> tuple[int, ...]:
     """The sizes of a dimension, ascending: 4, "1,2,8", (1, 2, 8), or "1..16": its powers of two, and both ends."""
     if isinstance(value, str):
         if not _SIZES.fullmatch(value):
-            raise ArgumentError(f"{shortened(value)}, expected a size such as 4, several as in 1,2,8, or a range, 1..16")
+            raise ArgumentError(f"{shortened(value)}, expected a size such as 4, several (1,2,8) or a range (1..16)")
         first, dots, last = value.partition("..")
         sizes = _powers(read_size(first), read_size(last)) if dots else tuple(map(read_size, value.split(",")))
     elif isinstance(value, Iterable):

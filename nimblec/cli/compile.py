@@ -1,6 +1,7 @@
 """``nimblec compile``."""
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import get_args
 
@@ -173,9 +174,7 @@ def compile_model(
     """
     refuse_both("--verbose", "--quiet", given=verbose and quiet)
     refuse_both("--plan-cache", "--no-plan-cache", given=plan_cache is not None and no_plan_cache)
-    for kept in (Path(model), timing_cache, *(file for _, file in examples)):
-        if kept is not None and output.exists() and kept.exists() and output.samefile(kept):
-            raise click.UsageError(f"{output}: is read by this compilation, and would be overwritten: name another PLAN.")
+    _refuse_overwriting(output, (Path(model), *filter(None, (timing_cache,)), *(file for _, file in examples)))
     arrays = arguments.read_arrays(examples)
     suffix = Path(model).suffix.lower()
     is_callable = suffix not in {".onnx", ".pt2"} and all(model.partition(":"))
@@ -216,3 +215,10 @@ def compile_model(
     size = output.stat().st_size
     report.SafeConsole().print(report.compiled(made.plan, made.stages, file_nbytes=size))
     echo(f"wrote {output}")
+
+
+def _refuse_overwriting(output: Path, read: Iterable[Path]) -> None:
+    for path in read:
+        if output.exists() and path.exists() and output.samefile(path):
+            what = "is read by this compilation, and would be overwritten"
+            raise click.UsageError(f"{output}: {what}: name another PLAN.")
