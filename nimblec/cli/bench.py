@@ -61,7 +61,7 @@ PROFILES = 11
     metavar="N",
     help="How many contexts the threads share by turns; by default each has its own.",
 )
-@click.option("--replay", is_flag=True, help="Leave out the copies in and out: run on inputs that are already in place.")
+@click.option("--replay", is_flag=True, help="Leave out the copies in and out: run on inputs already in place.")
 @click.option("--profile", "as_profile", is_flag=True, help="Also list the slowest commands, each run alone.")
 @click.option(
     "--json", "as_json", is_flag=True, help="Print everything as JSON: latencies in seconds, commands in nanoseconds."
