@@ -139,7 +139,7 @@ def entries(
     inputs, targets = _batch(example_batch)
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise ArgumentError(f"training_step: accumulate: {accumulate!r}, expected a whole number from 1")
-    if clip_norm is not None and (isinstance(clip_norm, bool) or not isinstance(clip_norm, Real)):
+    if clip_norm is not None and not _is_number(clip_norm):
         raise ArgumentError(f"training_step: clip_norm: {clip_norm!r}, expected a number or None")
     recipe = Recipe(
         model=model,
@@ -158,6 +158,10 @@ def entries(
     state = initial_state(recipe, draws=checked.draws)
     module = Train(recipe, state, (*inputs, *targets))
     return {"train": (module, (*inputs, *targets)), "evaluate": (Evaluate(model, recipe.autocast), inputs)}
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _check_kind(name: str, value: object, kind: type) -> None:
