@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nimblert.arrays.layouts import Gather, element_strides, gather, in_memory_order, is_dense
+from nimblert.arrays.layouts import Gather, element_strides, gather, in_memory_order, is_dense, overlaps
 
 SHAPES = st.lists(st.integers(1, 5), max_size=5)
 
@@ -92,3 +92,8 @@ def test_a_field_of_records_is_not_dense() -> None:
     records = np.zeros(4, [("a", np.float32), ("b", np.uint16)])
     for field in (records["a"], records["b"]):
         assert not is_dense(field.shape, field.strides, field.itemsize)
+
+
+def test_elements_that_are_not_there_share_no_memory() -> None:
+    assert not overlaps((4, 0), (0, 0))
+    assert overlaps((4, 2), (0, 1))

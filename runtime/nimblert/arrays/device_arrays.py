@@ -81,8 +81,17 @@ def at_once(value: Any) -> "DeviceArray | None":
     try:
         read = exchange.read(value)
     except (BufferError, RuntimeError, TypeError, ValueError) as exc:
-        raise InputError(f"it does not come by DLPack: {exc}") from exc
+        raise _not_exported(exc) from exc
     return None if read is None else DeviceArray(**read[0]._asdict(), stream=read[1], owner=value)
+
+
+def _not_exported(exc: Exception) -> InputError:
+    return InputError(f"it does not come by DLPack: {_first_line(exc)}")
+
+
+def _first_line(exc: Exception) -> str:
+    """What an exception says, without the stack of C++ calls that PyTorch adds."""
+    return str(exc).partition("\n")[0]
 
 
 def from_host(value: Any) -> np.ndarray:
@@ -90,7 +99,7 @@ def from_host(value: Any) -> np.ndarray:
     try:
         return np.from_dlpack(value)
     except (BufferError, RuntimeError, TypeError, ValueError) as exc:
-        raise InputError(f"numpy cannot read it by DLPack: {exc}") from exc
+        raise InputError(f"numpy cannot read it by DLPack: {_first_line(exc)}") from exc
 
 
 def take(value: Any, stream: int) -> DeviceArray:
@@ -103,7 +112,7 @@ def take(value: Any, stream: int) -> DeviceArray:
         capsule = value.__dlpack__(stream=stream)
         return DeviceArray(**dlpack.from_capsule(capsule)._asdict(), owner=capsule)
     except (BufferError, RuntimeError, TypeError, ValueError) as exc:
-        raise InputError(f"it does not come by DLPack: {exc}") from exc
+        raise _not_exported(exc) from exc
 
 
 def _of_interface(interface: Any, owner: Any) -> DeviceArray:

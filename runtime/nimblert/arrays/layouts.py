@@ -79,6 +79,8 @@ def is_dense(shape: Sequence[int], strides: Sequence[int], step: int = 1) -> boo
 
 def overlaps(shape: Sequence[int], strides: Sequence[int], step: int = 1) -> bool:
     """Whether two elements may share a place. ``step`` is the stride of neighbours, as in `is_dense`."""
+    if 0 in shape:
+        return False
     end = step
     for stride, size in sorted((stride, size) for size, stride in zip(shape, strides, strict=True) if size != 1):
         if stride < end:
