@@ -171,8 +171,9 @@ class ExecutablePool:
         with self._state:
             self._wait_until_open()
             self._exclusive = True
-            self._state.wait_for(lambda: not any(member.in_flight for member in self._members))
         try:
+            with self._state:
+                self._state.wait_for(lambda: not any(member.in_flight for member in self._members))
             yield
         finally:
             with self._state:

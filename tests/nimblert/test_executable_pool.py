@@ -235,6 +235,29 @@ def test_closing_waits_for_calls(put: Callable[[np.ndarray], Any]) -> None:
         closing.result()
 
 
+def test_a_refit_that_is_interrupted_while_it_waits_ends_nothing(
+    put: Callable[[np.ndarray], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del put
+    x = drawn(1, SHAPE)
+    with load_pool(weighted()) as pool:
+        waits = iter((False, True))
+
+        def wait_for(holds: Callable[[], bool]) -> bool:
+            if next(waits, False):
+                raise KeyboardInterrupt
+            return holds()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(pool._state, "wait_for", wait_for)
+            with pytest.raises(KeyboardInterrupt):
+                pool.refit({"w": x})
+        with ThreadPoolExecutor(1) as threads:
+            calling = threads.submit(pool, x)
+            until(calling.done)
+            assert np.array_equal(calling.result(), drawn(0, SHAPE))
+
+
 @on_host
 def test_devices_are_those_named_or_all_that_can_run_the_plan(host: HostDriver) -> None:
     del host
