@@ -5,7 +5,7 @@ offset in a region; loading turns pointers into addresses.
 """
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from os import PathLike
@@ -27,38 +27,11 @@ from nimblert.commands import (
 )
 
 __all__ = [
-    "ITEM_NBYTES",
-    "Access",
-    "Candidate",
-    "Command",
-    "Device",
-    "Dim3",
-    "Fit",
-    "Golden",
-    "GoldenOutput",
-    "Kernel",
-    "Launch",
-    "Memcpy",
-    "Memset",
-    "Module",
-    "Op",
-    "Parameter",
-    "ParameterKind",
-    "Plan",
-    "Pointer",
-    "Profile",
-    "Program",
-    "Record",
-    "Region",
-    "Relocation",
-    "Role",
-    "ScheduleRecord",
-    "Target",
-    "Tensor",
-    "Wait",
-    "Weight",
+    "ITEM_NBYTES", "Access", "Candidate", "Command", "Device", "Dim3", "Fit", "Golden", "GoldenOutput", "Kernel",
+    "Launch", "Memcpy", "Memset", "Module", "Op", "Parameter", "ParameterKind", "Plan", "Pointer", "Profile",
+    "Program", "Record", "Region", "Relocation", "Role", "ScheduleRecord", "Target", "Tensor", "Wait", "Weight",
     "Work",
-]
+]  # fmt: skip
 
 
 class Target(enum.IntEnum):
@@ -318,8 +291,9 @@ class Program:
         object.__setattr__(self, "entry", self.entry or self.name)
 
     def __repr__(self) -> str:
+        inputs, outputs = (listed([_brief(tensor) for tensor in side]) for side in (self.inputs, self.outputs))
         return (
-            f"Program({self.name!r}: {_listed(self.inputs)} -> {_listed(self.outputs)};"
+            f"Program({self.name!r}: {inputs} -> {outputs};"
             f" {len(self.commands)} commands on {self.stream_count} streams, arena of {self.arena_nbytes:,} bytes)"
         )
 
@@ -380,22 +354,21 @@ class Plan:
     """``plan.save(path)`` writes the plan to a file: `nimblert.files.container.write`, far above this."""
 
     def __repr__(self) -> str:
-        names = ", ".join(repr(program.name) for program in self.programs[:_LISTED])
-        more = ", ..." if len(self.programs) > _LISTED else ""
+        names = listed([repr(program.name) for program in self.programs])
         return (
-            f"Plan({self.target.name.lower()} on {self.device.name!r}, programs {names}{more}:"
+            f"Plan({self.target.name.lower()} on {self.device.name!r}, programs {names}:"
             f" {len(self.kernels)} kernels, {len(self.weights)} weights of {self.weights_nbytes:,} bytes,"
             f" made by {self.producer!r})"
         )
 
 
 _LISTED = 4
-"""Of what may be many, a repr shows so many."""
+
+
+def listed(texts: Sequence[str]) -> str:
+    """The first few of these, as a repr lists them."""
+    return ", ".join(texts if len(texts) <= _LISTED else (*texts[:_LISTED], "..."))
 
 
 def _brief(tensor: Tensor | Weight) -> str:
     return f"{tensor.name!r}: {tensor.dtype} {tensor.shape}"
-
-
-def _listed(tensors: tuple[Tensor, ...]) -> str:
-    return ", ".join(map(_brief, tensors[:_LISTED])) + (", ..." if len(tensors) > _LISTED else "")
