@@ -8,7 +8,7 @@ import numpy as np
 
 from nimblec.cli import arguments
 from nimblert import golden
-from nimblert.context import Entry
+from nimblert.calls.entries import Entry
 from nimblert.dimensions import Axes
 from nimblert.errors import InputError
 from nimblert.plan import Program

@@ -3,9 +3,9 @@
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -17,7 +17,7 @@ from nimblert.arena import Arena
 from nimblert.calls import refitting
 from nimblert.calls.backend import Resident
 from nimblert.calls.entries import Signature
-from nimblert.context import Context, idle
+from nimblert.context import Arrays, Context
 from nimblert.cpu.onnx_threads import Threads, cores
 from nimblert.errors import InputError, PlanInvalidError
 from nimblert.files import container
@@ -39,7 +39,7 @@ class Executable(Context):
     """
 
     _noun = "executable"
-    _turns = True
+    _waits = True
     _again = "load the plan again"
 
     def __init__(
@@ -61,6 +61,8 @@ class Executable(Context):
         if arena is not None:
             arena.check(plan, device)
         resident = _resident(plan, device, threads)
+        self._given_back = ExitStack()
+        self._given_back.callback(resident.close)
         try:
             super().__init__(plan, resident, arena=arena, poison=poison)
         except BaseException:
@@ -75,20 +77,14 @@ class Executable(Context):
         """
         if arena is not None:
             arena.check(self.plan, self.device)
-        with self._lock:
-            self._check_ready(self._steps)
+        with self._turn.taken():
+            self._turn.check_ready(self._turn.steps)
             made = Context(self.plan, self._resident, arena=arena, poison=self._poison)
             self._contexts.add(made)
             return made
 
     def _run_any(
-        self,
-        signature: Signature,
-        arrays: Mapping[str, Any],
-        out: Mapping[str, Any],
-        *,
-        reuse_outputs: bool,
-        stream: Any,
+        self, signature: Signature, arrays: Arrays, out: Arrays, *, reuse_outputs: bool, stream: Any
     ) -> dict[str, np.ndarray]:
         """As `Context._run_any`; a call that finds another one at work may go on in a context that is kept for that."""
         if self._turn.lock.locked() and self._has_spares:
@@ -110,7 +106,7 @@ class Executable(Context):
         except IndexError:
             if not self._spares_left:
                 return None
-        self._check_process()
+        self._turn.check_process()
         with self._making_spares:
             if not self._spares_left:
                 return None
@@ -136,40 +132,44 @@ class Executable(Context):
 
     def _refit(self, refits: Sequence[refitting.Refit], ready: Callable[[], None] = lambda: None) -> None:
         """Do refits that were checked; ``ready`` is called when all else that may raise is done."""
-        with self._lock:
-            self._check_ready()
-        with self._making_spares, idle(chain((self,), self._contexts)) as loaded:
-            old = list(loaded.values())
-            for key, backend in zip(tuple(loaded), self._resident.refit(refits, old, ready), strict=True):
-                loaded[key] = backend
-        for backend in set(old) - set(loaded.values()):
+        with self._turn.taken():
+            self._turn.check_ready()
+        with self._making_spares, ExitStack() as stack:
+            contexts = [stack.enter_context(context._idle()) for context in chain((self,), self._contexts)]  # noqa: SLF001
+            old = [backend for loaded in contexts for backend in loaded.values()]
+            renewed = iter(self._resident.refit(refits, old, ready))
+            for loaded in contexts:
+                loaded.update({name: next(renewed) for name in loaded})
+            unused = set(old) - {backend for loaded in contexts for backend in loaded.values()}
+        for backend in unused:
             backend.close()
 
     def close(self) -> None:
         """Give back everything, the contexts made of it too; calling it twice is harmless.
 
-        Waits for the runs of other threads. In a forked process it does nothing.
+        Waits for the runs of other threads. In a forked process, and when the interpreter shuts down, it does nothing.
         """
-        if os.getpid() != self._turn.process or self._closed:
+        if not self._turn.can_end:
             return
         with self._making_spares:
             self._spares_left = 0
+        super().close()  # from here on nobody makes a context
         for context in tuple(self._contexts):
             context.close()
-        super().close()
-        self._resident.close()
+        self._given_back.close()
 
     def hold(self, timeout_s: float) -> None:
         """As `Context.hold`; no more contexts are made for calls either."""
-        if os.getpid() == self._turn.process:
+        if self._turn.can_end:
             self._making_spares.acquire(timeout=timeout_s)
+            self._spares_left = 0
         super().hold(timeout_s)
 
 
 class _Spare(Context):
     """A context for calls of an executable."""
 
-    _noun, _turns, _again = Executable._noun, Executable._turns, Executable._again  # noqa: SLF001 - what users see
+    _noun, _waits, _again = Executable._noun, Executable._waits, Executable._again  # noqa: SLF001 - what users see
     _run = Context._run  # noqa: SLF001 - who observes calls has seen the executable's
 
 

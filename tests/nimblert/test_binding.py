@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from onnx import helper
 
 import nimblert
 from nimblert import Executable
+from nimblert.calls.turn import Turn
 from nimblert.errors import InputError
 
 SHAPE = (4, 8)
@@ -106,8 +108,10 @@ def test_what_is_no_memory_of_the_caller_takes_no_output(model: Executable) -> N
 
 
 def test_arrays_are_given_by_name(model: Executable) -> None:
-    with pytest.raises(InputError, match="out: got list, expected a dict of arrays by output name"):
-        model.run({"x": drawn(0)}, out=[np.zeros(SHAPE, np.float32)])  # type: ignore[arg-type] (what is tested)
+    array = np.zeros(SHAPE, np.float32)
+    for out, kind in (([array], "list"), (array, "ndarray")):
+        with pytest.raises(InputError, match=f"out: got {kind}, expected a dict of arrays by output name"):
+            model.run({"x": drawn(0)}, out=out)  # type: ignore[arg-type] (what is tested)
     with pytest.raises(InputError, match="state: got list, expected a dict of arrays by name"):
         model.state.update([drawn(0)])  # type: ignore[arg-type] (what is tested)
 
@@ -129,9 +133,9 @@ def test_outputs_share_no_memory_of_the_caller(model: Executable) -> None:
 def test_a_call_that_meets_a_new_binding_is_refused(model: Executable, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its arrays were taken for what was bound before."""
     x, other = drawn(0), drawn(1)
-    check_ready = Executable._check_ready
+    check_ready = Turn.check_ready
 
-    def bound_meanwhile(self: Executable, *args: Any) -> None:
+    def bound_meanwhile(self: Turn, *args: Any) -> None:
         monkeypatch.undo()
         model._turn.lock.release()
         binding = threading.Thread(target=model.bind, args=("x", other))
@@ -141,8 +145,21 @@ def test_a_call_that_meets_a_new_binding_is_refused(model: Executable, monkeypat
         check_ready(self, *args)
 
     for run in (lambda: model.run({"x": x}), lambda: model.run({"x": x}, out={"y": np.zeros(SHAPE, np.float32)})):
-        monkeypatch.setattr(Executable, "_check_ready", bound_meanwhile)
+        monkeypatch.setattr(Turn, "check_ready", bound_meanwhile)
         with pytest.raises(InputError, match="an array was bound or given back while this call began: call again"):
             run()
         model.bind("x", None)
     assert np.array_equal(model(x)[0], np.maximum(x, 0))
+
+
+def test_a_binding_that_meets_a_new_one_is_refused(model: Executable) -> None:
+    """It was compared with what was bound before."""
+    room = np.zeros((5, 8), np.float32)
+    with ThreadPoolExecutor(1) as pool:
+        with model._turn.lock:
+            waiting = pool.submit(model.bind, "y", room[1:])
+            assert not wait([waiting], timeout=0.2).done
+            bindings = model._bindings["main"]
+            bindings.bind(bindings.check("x", room[:4], model._working.take), room[:4], model._backends["main"])
+        with pytest.raises(InputError, match="an array was bound or given back while this call began: call again"):
+            waiting.result(30)

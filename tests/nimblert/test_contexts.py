@@ -207,6 +207,34 @@ def test_closing_an_executable_closes_its_contexts_and_waits_for_their_runs(
         model.context()
 
 
+def test_no_context_is_made_while_an_executable_closes(small: Path) -> None:
+    model = nimblert.load(small)
+    context = model.context()
+    with ThreadPoolExecutor(1) as pool:
+        with context._turn.lock:
+            closing = pool.submit(model.close)
+            while not context._turn.waits:  # until it is about to close this one, too
+                time.sleep(0.01)
+            with pytest.raises(InputError, match="this executable is closed: load the plan again"):
+                model.context()
+        closing.result(30)
+
+
+def test_a_launch_may_meet_a_change_of_another_thread(model: Executable, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = []
+
+    class Changing(type(model._turn)):  # type: ignore[misc] (a class that is read at run time)
+        """The next relaunch is taken away once it was looked at."""
+
+        __slots__ = ()
+        looked = iter((lambda stream: launched.append(stream) is None, None))
+        relaunch = property(lambda self: next(self.looked))
+
+    monkeypatch.setattr(model._turn, "__class__", Changing)
+    model.launch()
+    assert launched == [None]
+
+
 def test_an_arena_serves_plans_that_run_one_after_the_other(small: Path, large: Path) -> None:
     with nimblert.load(small) as alone, nimblert.load(large) as other:
         expected = alone(drawn(0)), other(drawn(0, 32))
@@ -312,6 +340,12 @@ def test_host_arrays_of_other_libraries_are_taken(model: Executable) -> None:
     assert np.array_equal(model(torch.from_numpy(x)), model(x))
     with pytest.raises(InputError, match=r"input 'x': numpy cannot read it by DLPack"):
         model(torch.from_numpy(x).bfloat16())
+
+
+def test_a_tensor_without_memory_is_refused_in_one_line(model: Executable) -> None:
+    torch = pytest.importorskip("torch")
+    with pytest.raises(InputError, match=r"it does not come by DLPack: [^\n]*$"):
+        model(torch.empty(4, 8, device="meta"))
 
 
 def test_arrays_on_a_gpu_are_refused_by_a_cpu_plan(model: Executable) -> None:

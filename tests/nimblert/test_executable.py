@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from cpu_plans import floats, plan_file, write_model
 from onnx import helper
+from plans import cpu_plan
 from subprocesses import python
 
 import nimblert
@@ -230,6 +231,16 @@ def test_only_what_a_region_holds_can_be_read(model: Executable, pointer: Pointe
     assert model.read(Pointer(region=Region.INPUT, offset=X.nbytes), 0).size == 0
 
 
+def test_bytes_between_weights_cannot_be_read() -> None:
+    plan = cpu_plan()
+    with nimblert.load(plan) as model:
+        with pytest.raises(InputError, match=r"read: weights\(0\): bytes 0 to \d+ are outside it"):
+            model.read(Pointer(region=Region.WEIGHTS), plan.weights_nbytes)
+        for weight in plan.weights:
+            found = model.read(Pointer(region=Region.WEIGHTS, offset=weight.offset), weight.data.nbytes)
+            assert found.tobytes() == weight.data.tobytes()
+
+
 FORKED = """
 import os, sys, numpy as np, nimblert
 os.sched_getaffinity = lambda _: set(range(8))  # sessions with threads of their own
@@ -287,6 +298,36 @@ def test_a_process_ends_in_order_while_daemon_threads_run(folder: Path) -> None:
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
         assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
+
+
+LEFT_OPEN = """
+import sys, numpy as np, nimblert
+
+def serve(refusal):  # modules may be gone when it ends
+    with nimblert.load(sys.argv[1]) as model:
+        x = np.ones(model.inputs[0].shape, np.float32)
+        model(x)
+        try:
+            yield
+        finally:
+            for use in (lambda: model(x), model.replay, model.context):
+                try:
+                    use()
+                except refusal as exc:
+                    print(exc, flush=True)
+
+serving = serve(nimblert.InputError)
+next(serving)
+"""
+
+
+@pytest.mark.parametrize("plan", ["one", "two"])
+def test_what_is_left_open_is_closed_while_the_interpreter_shuts_down(folder: Path, plan: str) -> None:
+    command = [sys.executable, "-c", LEFT_OPEN, str(folder / f"{plan}.plan")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    sentence = "this executable can no longer be used: the interpreter is shutting down"
+    assert (done.returncode, done.stdout.splitlines(), done.stderr) == (0, [sentence] * 3, "")
 
 
 def test_a_plan_beyond_the_limits_is_refused_from_wherever_it_comes(path: Path) -> None:

@@ -125,6 +125,19 @@ def test_a_call_of_several_runs_is_not_repeated(executable: Executable) -> None:
     executable.replay()
 
 
+def test_one_run_after_a_call_of_several_is_repeated(executable: Executable) -> None:
+    given = drawn(4)
+    for one_run in (lambda: list(executable.steps(given)), lambda: executable.profile(given)):
+        executable.run(drawn(9))
+        one_run()
+        executable.replay()
+    executable.run(drawn(9))
+    executable.bind("x", given["x"])
+    executable.launch()
+    expected = executable.run({"w": given["w"]})
+    assert len(expected) == len(executable.outputs)
+
+
 def test_single_steps_are_of_one_program(executable: Executable) -> None:
     given = drawn(3)
     assert len(list(executable.steps(given))) == 2

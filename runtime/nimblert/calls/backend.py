@@ -7,7 +7,7 @@ import numpy as np
 
 from nimblert.calls.refitting import Refit
 from nimblert.calls.turn import DirectCall, Turn
-from nimblert.plan import Pointer, Program, Tensor, Work
+from nimblert.plan import Plan, Pointer, Program, Tensor, Work
 
 
 class Backend(Protocol):
@@ -89,3 +89,16 @@ class Resident(Protocol):
 
     def close(self) -> None:
         """Give back code and weights; every context must be closed."""
+
+
+class Backends(dict[str, Backend]):
+    """The programs of a context by name, each loaded when it is first asked for."""
+
+    def __init__(self, plan: Plan, resident: Resident, working: Any, *, poison: bool) -> None:
+        super().__init__()
+        self._programs = {program.name: program for program in plan.programs}
+        self._resident, self._working, self._poison = resident, working, poison
+
+    def __missing__(self, name: str) -> Backend:
+        made = self[name] = self._resident.backend(self._programs[name], self._working, poison=self._poison)
+        return made

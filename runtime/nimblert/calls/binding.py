@@ -8,6 +8,7 @@ import numpy as np
 
 from nimblert.arrays import device_arrays, dlpack
 from nimblert.arrays.device_arrays import DeviceArray
+from nimblert.calls.backend import Backend
 from nimblert.calls.entries import Signature, Take, checked_array
 from nimblert.errors import InputError
 from nimblert.plan import Program, Region, Tensor
@@ -17,9 +18,16 @@ VECTOR_NBYTES = 16
 
 Array: TypeAlias = np.ndarray | DeviceArray
 
-
 _Place: TypeAlias = tuple[int, tuple[int, ...], tuple[int, ...]]
 """Address, shape and strides."""
+
+
+class Binding(NamedTuple):
+    """An input or output of a program, and the array to use in place of its memory; None gives that back."""
+
+    program: Program
+    tensor: Tensor
+    array: Array | None
 
 
 class _Bound(NamedTuple):
@@ -41,8 +49,15 @@ class Bindings:
         self._signature = signature
         self._bound: dict[str, _Bound] = {}
 
-    def check(self, name: str, value: Any, take: Take) -> tuple[Program, Tensor, Array]:
-        """The program and its tensor for which an array may be bound, and where the array is. Raises InputError."""
+    def check(self, name: str, value: Any, take: Take) -> Binding:
+        """The binding of an input or output to an array of the caller; None gives its own memory back.
+
+        Raises InputError where the array cannot be bound, or nothing is.
+        """
+        if value is None:
+            if self.program is None or name not in self._bound:
+                raise InputError(f"bind: nothing is bound to {name!r}")
+            return Binding(self.program, self._bound[name].tensor, None)
         found = [(p, t) for p in self._signature.programs for t in (*p.inputs, *p.outputs) if t.name == name]
         if not found:
             names = [t.name for t in (*self._signature.programs[0].inputs, *self._signature.programs[0].outputs)]
@@ -63,35 +78,27 @@ class Bindings:
             written = Region.OUTPUT in {tensor.pointer.region, other.tensor.pointer.region}
             if other.tensor.name != name and written and _overlap(tensor, array, other.tensor, _address(other.array)):
                 raise InputError(f"bind {name!r}: shares memory with what {other.tensor.name!r} is bound to")
-        return program, tensor, array
+        return Binding(program, tensor, array)
 
-    @staticmethod
-    def check_apart(program: Program, tensor: Tensor, array: Array, own_address: Callable[[Tensor], int]) -> None:
-        """Raise InputError where the array is the program's own memory for another output, which a run writes."""
-        for other in program.outputs:
-            if other.name != tensor.name and _overlap(tensor, array, other, own_address(other)):
-                raise InputError(
-                    f"bind {tensor.name!r}: shares memory with the plan's own for {other.name!r}: bind a copy"
-                )
+    def bind(self, binding: Binding, value: Any, backend: Backend) -> None:
+        """Have the program use the array of a checked ``binding``, made of the caller's ``value``.
 
-    def add(self, program: Program, tensor: Tensor, value: Any, array: Array) -> None:
-        """Be bound, after `check`."""
-        self.program = program
+        Raises InputError where the array is the program's own memory for another output, which a run writes.
+        """
+        program, tensor, array = binding
+        if array is None:
+            backend.bind(tensor, None)
+            del self._bound[tensor.name]
+        else:
+            for other in program.outputs:
+                if other.name != tensor.name and _overlap(tensor, array, other, backend.own_address(other)):
+                    raise InputError(
+                        f"bind {tensor.name!r}: shares memory with the plan's own for {other.name!r}: bind a copy"
+                    )
+            backend.bind(tensor, array)
+            self._bound[tensor.name] = _Bound(tensor, value, array, _watch(value, array))
         self.changes += 1
-        self._bound[tensor.name] = _Bound(tensor, value, array, _watch(value, array))
-
-    def drop(self, name: str) -> None:
-        """Be bound no more."""
-        self.changes += 1
-        del self._bound[name]
-        if not self._bound:
-            self.program = None
-
-    def bound(self, name: str) -> tuple[Program, Tensor] | None:
-        """The program and tensor that an array is bound to under this name."""
-        if self.program is None or name not in self._bound:
-            return None
-        return self.program, self._bound[name].tensor
+        self.program = program if self._bound else None
 
     def complete(self, arrays: Mapping[str, Any]) -> Mapping[str, Any]:
         """The arrays of a run, with the inputs that are bound.

@@ -1,6 +1,6 @@
-"""The entries of a plan: which programs belong to one, and which of them takes what a caller gives.
+"""The entries of a plan: the programs of each, and which of them a call runs.
 
-The programs of an entry differ in their sizes alone: the shapes of the inputs tell which one is meant.
+The programs of an entry differ in their sizes alone: the shapes of the inputs choose one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +15,7 @@ from nimblert.arrays.dtypes import numpy_dtype
 from nimblert.calls.sizes import Served, Sizes
 from nimblert.dimensions import profile_text, shapes_of
 from nimblert.errors import InputError
-from nimblert.plan import ITEM_NBYTES, Program, Tensor
+from nimblert.plan import ITEM_NBYTES, Plan, Program, Tensor
 
 Take: TypeAlias = Callable[[Any, int], DeviceArray]
 """Reads an array on the GPU of that ordinal."""
@@ -121,6 +121,50 @@ class Signature:
         texts = [_described(program) for program in self.programs[:_SHOWN]]
         more = len(self.programs) - len(texts)
         return "; ".join(texts) + (f"; and {more} more" if more else "")
+
+
+class Entries(dict[str | None, Signature]):
+    """The signatures of a plan's entries by name. None is the only one there is, or else "main".
+
+    A name that is none raises InputError.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__((name, Signature(name, programs)) for name, programs in plan.entries.items())
+        self.names = tuple(plan.entries)
+        default = self.names[0] if len(self.names) == 1 else "main"
+        if default in self:
+            self[None] = self[default]
+
+    def __missing__(self, name: str | None) -> Signature:
+        what = "no entry is named" if name is None else f"entry {name!r}: not found"
+        raise InputError(f"{what}, the plan has {list(self.names)}")
+
+
+class Entry:
+    """One entry of a context. ``name``; ``programs`` are those of its profiles."""
+
+    def __init__(
+        self,
+        signature: Signature,
+        call: Callable[[Sequence[Any], Mapping[str, Any]], np.ndarray | tuple[np.ndarray, ...]],
+        run: Callable[[Mapping[str, Any]], dict[str, np.ndarray]],
+    ) -> None:
+        self.name = signature.name
+        self.programs = signature.programs
+        self._call = call
+        self._run = run
+
+    def __repr__(self) -> str:
+        return f"Entry({self.name!r}, {len(self.programs)} programs)"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> np.ndarray | tuple[np.ndarray, ...]:
+        """As a call of the context that names this entry."""
+        return self._call(args, kwargs)
+
+    def run(self, arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        """As `Context.run`."""
+        return self._run(arrays)
 
 
 def _described(program: Program) -> str:

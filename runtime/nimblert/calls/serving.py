@@ -55,8 +55,6 @@ def serve(
 
 def checked_out(tensors: Sequence[Tensor], out: Mapping[str, Any], take: Take) -> dict[str, np.ndarray | DeviceArray]:
     """The caller's arrays for outputs. Raises InputError where one cannot take the output that it is given for."""
-    if not isinstance(out, Mapping):
-        raise InputError(f"out: got {type(out).__name__}, expected a dict of arrays by output name")
     outputs = {tensor.name: tensor for tensor in tensors}
     checked: dict[str, np.ndarray | DeviceArray] = {}
     for name, value in out.items():

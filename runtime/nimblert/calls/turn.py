@@ -1,36 +1,97 @@
-"""Whose turn it is in a context, and calls that take their turn in one piece."""
+"""Turns: runs in one context take place one after the other."""
 
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any, TypeAlias
 
-from nimblert.plan import Program
+from nimblert.errors import InputError
+from nimblert.plan import Program, Work
 
 DirectCall: TypeAlias = Callable[[Mapping[str, Any]], dict[str, Any] | None]
-"""Takes arrays by input name; None, and nothing was done, where the call is not the usual one."""
+"""Takes arrays by input name; returns None, having done nothing, where the call is not the usual one."""
+
+Steps: TypeAlias = Generator[Work, None, None]
 
 
 class Turn:
-    """Whose turn it is in a context, and what its last was: ``parts`` runs, the last one of ``program``.
+    """The lock of a context, and what it guards.
 
-    ``lock`` guards all of it. Calls that were made for a ``state`` are over when it is another object.
+    ``program`` is the program of the last run, ``parts`` the number of runs of the call that it was part of.
+    ``steps`` is a run by steps that is half done. ``direct`` holds direct calls by entry, and ``relaunch`` repeats the
+    last launch; both are good only while ``state`` is the same object. Where the lock is another thread's, callers
+    wait if ``waits``, and are refused otherwise. ``noun`` and ``again`` are for messages: "executable", "load the plan
+    again".
     """
 
-    __slots__ = ("lock", "parts", "process", "program", "state")
+    __slots__ = (
+        "_again", "_holder", "_noun", "closed", "direct", "lock", "parts", "process", "program", "relaunch", "state",
+        "steps", "waits",
+    )  # fmt: skip
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, noun: str, again: str, *, waits: bool) -> None:
         self.lock = threading.Lock()
         self.process = os.getpid()
         self.program = program
         self.parts = 1
         self.state = object()
+        self.direct: dict[str, DirectCall] = {}
+        self.relaunch: Relaunch | None = None
+        self.steps: Steps | None = None
+        self.closed = False
+        self.waits = waits
+        self._noun, self._again = noun, again
+        self._holder: int | None = None
+
+    def taken(self) -> threading.Lock:
+        """The lock, for a ``with`` statement.
+
+        Raises InputError in a forked process, whose copy of the lock a thread of the parent may have held, and where
+        the lock is another thread's and callers do not wait.
+        """
+        self.check_process()
+        if self.lock.locked():
+            if self._holder == threading.get_ident():
+                raise InputError(f"this {self._noun} can no longer be used: the interpreter is shutting down")
+            if not self.waits:
+                busy = f"this {self._noun} is at work in another thread"
+                raise InputError(f"{busy}: each takes one of its own, context()")
+        return self.lock
+
+    def check_process(self) -> None:
+        """Raise InputError in a forked process."""
+        if os.getpid() != self.process:
+            raise InputError(f"this {self._noun} was loaded in process {self.process}: load the plan again in this one")
+
+    def check_ready(self, steps: Steps | None = None) -> None:
+        """Raise InputError where the context is closed, or a run by other steps than these is half done."""
+        if self.closed:
+            raise InputError(f"this {self._noun} is closed: {self._again}")
+        if self.steps is not steps:
+            raise InputError("a run by steps() is half done: exhaust it or close it first")
+
+    def changed(self) -> None:
+        """End direct calls and relaunches: the next call looks at everything again."""
+        self.state = object()
+        self.direct.clear()
+        self.relaunch = None
+
+    def hold(self, timeout_s: float) -> None:
+        """Take the lock for ever, at the end of the interpreter: other threads wait, and this one is refused."""
+        self._holder = threading.get_ident()
+        self.waits = True
+        self.lock.acquire(timeout=timeout_s)
+
+    @property
+    def can_end(self) -> bool:
+        """Whether the context can be closed: not in a forked process, nor once the lock was taken by `hold`."""
+        return os.getpid() == self.process and self._holder is None
 
 
 class Relaunch:
-    """Launches of a program that was launched before, as long as the context has nothing else to look at.
+    """Launches of the program that was launched last, until something changes in the context.
 
-    ``check`` raises InputError where what is bound is elsewhere by now.
+    ``check`` raises InputError where a bound array has moved.
     """
 
     def __init__(self, turn: Turn, check: Callable[[], None], launch: Callable[[int | None], None]) -> None:
