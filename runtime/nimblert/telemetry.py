@@ -147,9 +147,9 @@ def _replay(context: Context) -> None:
 
 
 @wraps(_PLAIN["launch"])
-def _launch(context: Context, *args: Any) -> None:
+def _launch(context: Context, stream: Any = None) -> None:
     with _call("launch", context, context._turn.program.entry):  # noqa: SLF001
-        _PLAIN["launch"](context, *args)
+        _PLAIN["launch"](context, stream)
 
 
 @wraps(_PLAIN["profile"])
@@ -163,7 +163,7 @@ def _steps(
     context: Context, arrays: Mapping[str, np.ndarray], *, entry: str | None = None
 ) -> Generator[Work, None, None]:
     steps = _PLAIN["steps"](context, arrays, entry=entry)
-    program, _ = context._signature(entry).choose(arrays, context._working.take)  # noqa: SLF001
+    program, _ = context._choose(context._signatures[entry], arrays)  # noqa: SLF001
     try:
         for command in program.commands:
             if isinstance(command, Record | Wait):

@@ -69,7 +69,7 @@ def every_call(model: Executable) -> None:
     model.context().run(X)
     asyncio.run(model.arun(X))
     model.replay()
-    model.launch()
+    model.launch(stream=None)
     model.profile(X)
 
 
@@ -107,6 +107,8 @@ def test_steps_are_told_command_by_command(model: Executable) -> None:
         assert model(X["x"]).shape == (4,)  # nothing is half done
         with pytest.raises(InputError, match="'x' is missing"):
             next(model.steps({}))
+        model.bind("x", X["x"])
+        assert [type(command) for command in model.steps({})] == plain
     finally:
         end()
 
