@@ -30,7 +30,7 @@ from nimblert.cpu.host_memory import HostMemory, HostWeights, HostWorking
 from nimblert.cpu.onnx_session import LABEL, SessionCache, run_options, runtime_errors
 from nimblert.cpu.onnx_threads import Pool, Threads
 from nimblert.cpu.streams import Bound, Patient, Step, Streams, interruptible, pass_gate, unlock
-from nimblert.errors import PlanInvalidError
+from nimblert.errors import InputError, PlanInvalidError
 from nimblert.ordering.pieces import writes
 from nimblert.plan import Command, Launch, Memcpy, Memset, Plan, Pointer, Program, Record, Region, Tensor, Wait, Work
 
@@ -256,8 +256,14 @@ class CpuBackend:
             yield command
 
     def read(self, pointer: Pointer, nbytes: int) -> np.ndarray:
-        """A copy of ``nbytes`` bytes of the program's memory, as uint8."""
-        return self.memory.range(pointer, nbytes).copy()
+        """A copy of ``nbytes`` bytes of the program's memory, as uint8.
+
+        Raises InputError where they are not in one weight.
+        """
+        try:
+            return self.memory.range(pointer, nbytes).copy()
+        except PlanInvalidError as exc:
+            raise InputError(f"read: {exc}") from exc
 
     def profile(self) -> list[int]:
         """Compute as `steps` does: nanoseconds of each launch, copy or fill."""
