@@ -218,7 +218,8 @@ def compared(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[tuple[int, 
             for graph in graphs
             for wanted, got in zip(expected, Interpreter(graph).run(*given), strict=True)
         ]
-    return tuple(sum(node.op == "call_function" for node in graph.graph.nodes) for graph in graphs), max(errors)
+    calls = tuple(sum(node.op == "call_function" for node in graph.graph.nodes) for graph in graphs)
+    return calls, torch.tensor(errors, dtype=torch.float64).max().item()  # NaN if any is NaN
 
 
 def _error(expected: Tensor, found: Tensor) -> float:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
+from nimblec.difference import difference
 from nimblec.frontend.pytorch.model import set_arithmetic
 from nimblec.frontend.pytorch.sources import import_callable
 from nimblert.arrays.dtypes import numpy_dtype
@@ -67,9 +68,8 @@ def as_array(tensor: torch.Tensor) -> np.ndarray:
 
 
 def error(outputs: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> float:
-    """The largest difference of any output as a part of the largest magnitude of that output."""
-    parts = []
-    for output, right in zip(outputs, expected, strict=True):
-        difference = np.abs(output.astype(np.float64) - right).max()
-        parts.append(float(difference / np.abs(right).max()))
-    return max(parts)
+    """The largest difference of any output, relative to the largest magnitude expected of it.
+
+    Infinite where a NaN or an infinity stands on one side only.
+    """
+    return max(difference(right, output).relative for output, right in zip(outputs, expected, strict=True))

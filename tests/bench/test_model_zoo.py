@@ -1,6 +1,7 @@
 """The walk through other libraries' models: what counts as a pass, and the table."""
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,21 +36,22 @@ def test_a_model_passes_with_fewer_calls() -> None:
     assert result.calls[1:] == (2, 4)  # ours read channels last: a copy of the images, and one of the result
 
 
-def test_a_wrong_result_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    doubling = Pipeline(Phase(name="wrong", passes=(Pass(run=_double, reason="wrong anywhere"),)))
+@pytest.mark.parametrize(("factor", "error"), [(2.0, 1.0), (float("nan"), float("nan"))])
+def test_a_wrong_result_is_told(factor: float, error: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    scaling = Pipeline(Phase(name="wrong", passes=(Pass(run=partial(_scale, factor), reason="wrong anywhere"),)))
     *right, regions = TRITON_NORMS.pipelines
-    monkeypatch.setattr(model_zoo, "TRITON_NORMS", Recipe("wrong", *right, doubling, regions))
+    monkeypatch.setattr(model_zoo, "TRITON_NORMS", Recipe("wrong", *right, scaling, regions))
     result = run("convolutional", convolutional)
     assert result is not None
     assert result.status == "wrong"
-    assert result.error == pytest.approx(1.0, rel=0.1)
+    assert result.error == pytest.approx(error, rel=0.1, nan_ok=True)
 
 
-def _double(module: torch.fx.GraphModule) -> None:
+def _scale(factor: float, module: torch.fx.GraphModule) -> None:
     output = module.graph.output_node()
     (last,) = output.args[0]  # type: ignore[misc]
     with module.graph.inserting_before(output):
-        output.args = ((module.graph.call_function(torch.ops.aten.mul.Tensor, (last, 2.0)),),)
+        output.args = ((module.graph.call_function(torch.ops.aten.mul.Tensor, (last, factor)),),)
 
 
 class Refused(nn.Module):

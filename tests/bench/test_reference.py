@@ -31,6 +31,11 @@ def test_the_error_is_a_part_of_the_largest_magnitude_of_its_output() -> None:
     assert reference.error(right, right) == 0
 
 
+def test_a_nan_in_any_output_is_an_infinite_error() -> None:
+    right = [np.ones(2), np.ones(2)]
+    assert reference.error([right[0], np.array([np.nan, 1.0])], right) == np.inf
+
+
 def test_outputs_of_another_number_are_refused() -> None:
     with pytest.raises(ValueError, match="zip"):
         reference.error([np.zeros(1)], [np.ones(1), np.ones(1)])
