@@ -22,6 +22,7 @@ import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -65,17 +66,17 @@ class Checked:
 
 
 class Watch:
-    """Looks at memory every second while the block runs."""
+    """Samples memory every second while the block runs."""
 
-    def __init__(self, plan: Path) -> None:
-        self._plan = container.read(plan)
+    def __init__(self, plan: Path, device: int) -> None:
+        self._sample = partial(held, container.read(plan), device)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._look)
         self.looks: list[Held] = []
 
     def _look(self) -> None:
         while not self._ended.wait(LOOK_S):
-            self.looks.append(held(self._plan))
+            self.looks.append(self._sample())
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -106,7 +107,7 @@ def threads(plan: Path, count: int, contexts: int, seconds: float, devices: Sequ
     for model, check in zip(models, checks, strict=True):
         once = taking_turns([model, *(model.context() for _ in range(contexts - 1))], check.call)
         calls += [once] * count
-    with Watch(plan) as watch:
+    with Watch(plan, devices[0]) as watch:
         measured = measure(calls, warm_up=WARM_UP_S, duration=seconds)
     for model in models:
         model.close()

@@ -1,6 +1,7 @@
 """The benchmarks that repeat a plan for long, for a short while."""
 
 import json
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,21 @@ def test_threads_on_contexts_beside_processes(path: Path, tmp_path: Path) -> Non
 )
 def test_memory_grows_by_latencies_alone(grown: dict[str, int], flat: bool) -> None:
     assert contexts.is_flat({"runs": 100, "memory": {"grown": grown}}) is flat
+
+
+def test_memory_is_that_of_the_device_that_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at: set[int] = set()
+
+    def held(_: object, device: int) -> memory.Held:
+        looked_at.add(device)
+        return {"anonymous": 0}
+
+    monkeypatch.setattr(contexts, "held", held)
+    monkeypatch.setattr(contexts, "LOOK_S", 0.001)
+    with contexts.Watch(path, device=3) as watch:
+        while not watch.looks:
+            time.sleep(0.001)
+    assert looked_at == {3}
 
 
 def test_memory_that_grows_is_told(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
