@@ -125,6 +125,8 @@ class _Child:
         if not line:
             return None
         said: Result = json.loads(line)
+        if not isinstance(said, dict):
+            raise ValueError(f"{line.decode().strip()}: expected a JSON object")  # noqa: TRY004 - as JSON's own errors
         self.result |= said
         return said
 
@@ -174,7 +176,7 @@ class _Table:
                 f"took longer than {job.limit_s:.0f} s" if clock.expired() else "had not ended when the time was over"
             )
         except ValueError as exc:
-            failed = f"said what is not JSON: {exc}"
+            failed = f"printed a line that is no JSON object: {exc}"
         finally:
             self._working.discard(child)
             self._running.discard(child)

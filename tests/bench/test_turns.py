@@ -90,12 +90,14 @@ def test_a_failure_is_recorded_with_its_last_line_and_the_rest_goes_on() -> None
         job("raises", "raise ValueError('no such model')"),
         job("exits", "raise SystemExit(3)"),
         job("babbles", "print('hello')"),
+        job("counts", "print(5)"),
         job("measured, then raises", measuring(0) + "raise RuntimeError('no profiler')"),
         job("well", measuring(0)),
     )
     assert results["raises"]["failed"] == "ValueError: no such model"
     assert results["exits"]["failed"] == "ended with status 3"
-    assert results["babbles"]["failed"].startswith("said what is not JSON")
+    assert results["babbles"]["failed"].startswith("printed a line that is no JSON object: Expecting value")
+    assert results["counts"]["failed"] == "printed a line that is no JSON object: 5: expected a JSON object"
     assert results["measured, then raises"]["failed"] == "RuntimeError: no profiler"
     assert results["measured, then raises"]["end"] >= results["measured, then raises"]["begin"]
     assert "failed" not in results["well"]
