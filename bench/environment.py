@@ -107,6 +107,6 @@ def shared_provenance(files: Mapping[str, Mapping[str, Any]]) -> str:
 def read(path: Path) -> Any:
     """The raw figures in a file; where there is none, the process ends with `NOT_MEASURED`."""
     if not path.exists():
-        sys.stderr.write(f"{path.relative_to(Path(__file__).parent.parent)}: not measured yet\n")
+        sys.stderr.write(f"{path}: not measured yet\n")
         sys.exit(NOT_MEASURED)
     return json.loads(path.read_text())

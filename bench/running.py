@@ -102,10 +102,15 @@ class _File:
 
 
 def places(waiting: Iterator[Sequence[Job]], options: argparse.Namespace) -> Iterator[Place]:
-    """The GPUs, each with its share of the cores, which takes on the next model when it is done with one."""
+    """The GPUs, each with its share of the cores; each takes the next model when it has finished one.
+
+    Ends the process where CUDA_VISIBLE_DEVICES names fewer GPUs than --gpus.
+    """
     cores = sorted(os.sched_getaffinity(0))
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    names = visible if visible != [""] else [str(gpu) for gpu in range(options.gpus)]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    names = visible.split(",") if visible else [str(gpu) for gpu in range(options.gpus)]
+    if len(names) < options.gpus:
+        raise SystemExit(f"--gpus {options.gpus}: CUDA_VISIBLE_DEVICES={visible} names {len(names)}")
     for gpu in range(options.gpus):
         own = cores[gpu * len(cores) // options.gpus : (gpu + 1) * len(cores) // options.gpus]
         yield Place(
@@ -140,14 +145,7 @@ def short(spec: str) -> str:
 
 
 def measure_or_show(table: Table, options: argparse.Namespace, printed: Callable[[Any], str]) -> None:
-    """Measure a table if more than its print is asked for, and print it."""
+    """Measure a table, unless --markdown asks for what was measured before, and print it."""
     if not options.markdown:
         measure([table], options)
-    show(options, table.path, printed)
-
-
-def show(options: argparse.Namespace, path: Path, printed: Callable[[Any], str]) -> None:
-    """Print the table of a file."""
-    if options.output and not path.exists():
-        raise SystemExit(f"{path}: there is no such file")
-    print(printed(environment.read(path)))
+    print(printed(environment.read(table.path)))

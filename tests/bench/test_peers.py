@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bench import calls, environment, peers, peers_table, running
+from bench import calls, environment, peers, peers_table, resume, running
 from bench.nimblec_peer import work
 from bench.turns import Job, Result
 from nimblert.files import container
@@ -165,6 +165,13 @@ def test_each_gpu_has_its_cores_and_takes_on_whole_models(monkeypatch: pytest.Mo
     assert not list(two)
 
 
+def test_more_gpus_than_are_visible_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
+    options = peers.parser().parse_args(["--gpus", "2"])
+    with pytest.raises(SystemExit, match="--gpus 2: CUDA_VISIBLE_DEVICES=5 names 1"):
+        list(running.places(iter(()), options))
+
+
 def test_fp32_is_asked_of_both_sides() -> None:
     jobs = planned("--precision", "fp32")
     assert all(j.model.endswith(":fp32") and "--fp32" in j.command for j in jobs)
@@ -268,9 +275,15 @@ def test_tables_are_printed_from_a_file_of_figures(tmp_path: Path, capsys: pytes
     assert capsys.readouterr().out == peers_table.markdown(RESULTS) + "\n"
 
 
-def test_a_file_that_is_not_there_is_said_in_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"none\.json: there is no such file"):
-        peers.main(["--markdown", "--output", str(tmp_path / "none.json")])
+def test_a_file_that_is_not_there_is_said_in_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "none.json"
+    for program in (peers, resume):
+        with pytest.raises(SystemExit) as caught:
+            program.main(["--markdown", "--output", str(path)])
+        assert caught.value.code == environment.NOT_MEASURED
+        assert capsys.readouterr().err == f"{path}: not measured yet\n"
 
 
 def test_tables_that_nobody_has_measured_yet_leave_the_readme_as_it_is(
