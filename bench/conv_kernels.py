@@ -26,7 +26,7 @@ from nimblec.kernels.core.choosing import Choice, choose
 from nimblec.kernels.core.compiling import Job, compile_all
 from nimblec.kernels.core.gpu import GPU, TRIGGERS
 from nimblec.kernels.core.launch import launch_of
-from nimblec.kernels.core.reference import ACTIVATIONS, NO_PROLOGUE, Prologue, finish
+from nimblec.kernels.core.reference import ACTIVATIONS, Prologue, finish
 from nimblec.kernels.core.shapes import Convolution, ceil_div
 from nimblec.kernels.core.timing import GraphTimer, WeightPool
 from nimblec.kernels.depthwise.op import depthwise, pack_depthwise
@@ -111,8 +111,6 @@ class Tensors:
 
     def _before(self) -> dict[str, Any]:
         prologue = self.prologue
-        if prologue is NO_PROLOGUE:
-            return {}
         named = {"scale": prologue.scale, "shift": prologue.shift, "gate": prologue.gate}
         return {**named, "before": prologue.activation}
 
