@@ -142,17 +142,13 @@ def median_interval(values: Sequence[float] | np.ndarray) -> list[float]:
 def measure(model: Path, plan: Path, seconds: float, *, threads: int) -> dict[str, Any]:
     """One model: the plan's and the session's times, and what the plan is made of."""
     from nimblert import golden, load
-    from nimblert.cpu.onnx_session import onnxruntime
 
     begin = time.perf_counter()
     loaded = load(plan)
     plan_open = time.perf_counter() - begin
     inputs = golden.draw_inputs(loaded.program, 0)
     begin = time.perf_counter()
-    options = onnxruntime().SessionOptions()
-    options.intra_op_num_threads = threads
-    options.log_severity_level = 4
-    session = onnxruntime().InferenceSession(os.fspath(model), options, providers=["CPUExecutionProvider"])
+    session = opened_session(model, threads=threads)
     session_open = time.perf_counter() - begin
     compared = compare(lambda: loaded.run(inputs), lambda: session.run(None, inputs), seconds)
     equal = all(map(np.array_equal, loaded.run(inputs).values(), session.run(None, inputs)))
@@ -165,6 +161,16 @@ def measure(model: Path, plan: Path, seconds: float, *, threads: int) -> dict[st
         "session_open_s": round(session_open, 4),
         "bit_exact": equal,
     }
+
+
+def opened_session(model: Path, *, threads: int = 0) -> Any:
+    """A session with default options but for its number of threads (0: one for each core), silent."""
+    from nimblert.cpu.onnx_session import onnxruntime
+
+    options = onnxruntime().SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 4
+    return onnxruntime().InferenceSession(os.fspath(model), options, providers=["CPUExecutionProvider"])
 
 
 def measure_setting(name: str, cases: Sequence[str], folder: Path, seconds: float) -> dict[str, Any]:
@@ -193,7 +199,7 @@ def markdown(results: Mapping[str, Any]) -> str:
 def verdict(settings: Mapping[str, Any]) -> str:
     """Whether the goal is met, by the intervals of the median ratios."""
     ends = {
-        f"{case}, {name}": row["ratio"]["interval"] for name, rows in settings.items() for case, row in rows.items()
+        _label(case, name): row["ratio"]["interval"] for name, rows in settings.items() for case, row in rows.items()
     }
     missed = [name for name, (least, _) in ends.items() if least > MOST_RATIO]
     unclear = [name for name, (least, most) in ends.items() if least <= MOST_RATIO < most]
@@ -229,20 +235,31 @@ def main() -> None:
 
 
 def _measure_all(cases: Sequence[str], options: argparse.Namespace, folder: Path) -> None:
-    """Write the figures of each setting when they are there."""
+    """Write the figures of each setting as soon as they are measured."""
     folder.mkdir(parents=True, exist_ok=True)
     for case in cases:
         prepared(case, folder)
     part = options.setting or options.model
     kept = environment.read(RESULTS) if part and RESULTS.exists() else {"settings": {}}
-    settings, commits = kept["settings"], kept.get("commits", {})
+    settings, commits = kept["settings"], _commits(kept)
     command = [sys.executable, "-m", "bench.cpu_overhead", "--seconds", str(options.seconds), "--folder", folder]
     for name in options.setting or SETTINGS:
         measured = [*command, "--model", options.model, "--print", name]
         done = subprocess.run(measured, stdout=subprocess.PIPE, check=True)
         settings[name] = {**settings.get(name, {}), **json.loads(done.stdout.splitlines()[-1])}
-        commits[name] = environment.commit()
+        commits |= {_label(case, name): environment.commit() for case in cases}
         environment.write(RESULTS, {"settings": settings, "commits": commits})
+
+
+def _commits(kept: Mapping[str, Any]) -> dict[str, str]:
+    """The commit of each row that stays; a file may name one for all rows of a setting."""
+    named = kept.get("commits", {})
+    rows = ((case, name) for name, rows in kept["settings"].items() for case in rows)
+    return {_label(case, name): named.get(_label(case, name)) or named[name] for case, name in rows}
+
+
+def _label(case: str, setting: str) -> str:
+    return f"{case}, {setting}"
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ more of after it loaded four times and ran each once; resident pages, those of t
 import argparse
 import gc
 import json
-import os
 import re
 import subprocess
 import sys
@@ -29,7 +28,7 @@ import numpy as np
 
 from bench import environment
 from bench.clocks import spread
-from bench.cpu_overhead import CASES, median_interval, prepared
+from bench.cpu_overhead import CASES, median_interval, opened_session, prepared
 
 RESULTS = Path(__file__).parent / "results" / "cpu" / "service.json"
 CALLERS = 4
@@ -80,15 +79,6 @@ def concurrent(model: Path, plan: Path, seconds: float) -> dict[str, Any]:
         "calls_per_s": {way: spread(rates) for way, rates in found.items()},
         "ratio": {way: {**spread(values), "interval": median_interval(values)} for way, values in ratios.items()},
     }
-
-
-def opened_session(model: Path) -> Any:
-    """A session of default options, silent."""
-    from nimblert.cpu.onnx_session import onnxruntime
-
-    options = onnxruntime().SessionOptions()
-    options.log_severity_level = 4
-    return onnxruntime().InferenceSession(os.fspath(model), options, providers=["CPUExecutionProvider"])
 
 
 def resident_mib(kind: str, count: int, model: Path, plan: Path) -> float:
@@ -191,14 +181,16 @@ def main() -> None:
 
 
 def _measure_all(cases: Sequence[str], options: argparse.Namespace, folder: Path) -> None:
-    """Write the figures of each model when they are there."""
+    """Write the figures of each model as soon as they are measured."""
     folder.mkdir(parents=True, exist_ok=True)
     for case in cases:
         prepared(case, folder)
     kept = environment.read(RESULTS) if options.model and RESULTS.exists() else {"models": {}}
+    models, named = kept["models"], kept.get("commits", {})
+    commits = {case: named.get(case) or kept["environment"]["commit"] for case in models}
     for case in cases:
-        kept["models"][case] = measure(case, folder, options.seconds)
-        environment.write(RESULTS, {"models": kept["models"]})
+        models[case], commits[case] = measure(case, folder, options.seconds), environment.commit()
+        environment.write(RESULTS, {"models": models, "commits": commits})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,9 @@
 """The table of what running node by node costs on the CPU, from made-up figures and from a small model."""
 
+import argparse
+import json
 import os
+import subprocess
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,7 +13,7 @@ import numpy as np
 import pytest
 
 import nimblert
-from bench import cpu_overhead, cpu_service
+from bench import cpu_overhead, cpu_service, environment
 from bench.cpu_overhead import CASES, SETTINGS
 from nimblert.cpu import onnx_session, onnx_threads
 
@@ -139,5 +142,33 @@ def test_the_table_of_service_has_rates_and_memory() -> None:
 
 def test_threads_that_call_are_counted_together() -> None:
     calls: list[float] = []
+    begin = time.perf_counter()
     rate = cpu_service.throughput([lambda: calls.append(time.sleep(0.01) or 1.0)] * 2, 0.2)
-    assert 0.2 * rate * 0.5 < len(calls) <= 42
+    assert len(calls) / (time.perf_counter() - begin) <= rate <= len(calls) / 0.2
+    assert len(calls) <= 42
+
+
+@pytest.mark.parametrize("program", [cpu_overhead, cpu_service])
+def test_a_row_keeps_the_commit_that_it_was_measured_on(
+    program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def run(command: list[Any], **_: Any) -> subprocess.CompletedProcess[str]:
+        found = {case: {"launches": 7} for case in asked} if "--print" in command else 1.0
+        return subprocess.CompletedProcess(command, 0, stdout=json.dumps(found))
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(environment, "describe", lambda: {"commit": environment.commit()})
+    monkeypatch.setattr(program, "prepared", lambda *_: (tmp_path, tmp_path))
+    monkeypatch.setattr(program, "RESULTS", tmp_path / "results.json")
+    first, second, *_ = CASES
+    for commit, cases, model, commits in (
+        ("abc", [first, second], "", {"abc"}),
+        ("def", [first], first, {"abc", "def"}),
+        ("def", [second], second, {"def"}),
+    ):
+        monkeypatch.setenv("NIMBLEC_COMMIT", commit)
+        asked[:] = cases
+        program._measure_all(cases, argparse.Namespace(model=model, setting=None, seconds=0.1), tmp_path)
+        assert set(environment.read(program.RESULTS)["commits"].values()) == commits
