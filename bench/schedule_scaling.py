@@ -1,4 +1,4 @@
-"""How scheduling and memory planning grow with the number of tasks.
+"""Time of scheduling and memory planning, by the number of tasks.
 
 Usage: ``python -m bench.schedule_scaling [--markdown] [--sizes 350,1400,10000] [--policies 1,max]``. Graphs are
 random layered ones: each task writes a tensor of its own and reads one to three of the few layers before it.
@@ -38,7 +38,7 @@ POLICIES: dict[str, Policy] = {
 
 
 def layered(task_count: int, width: int, seed: int) -> Graph:
-    """Return ``task_count`` kernels, ``width`` to a layer, and a last one that reads what is left."""
+    """Return ``task_count`` kernels, ``width`` to a layer; the last one reads every tensor that is still unread."""
     generator = random.Random(seed)  # noqa: S311  (not for secrets)
     buffers: list[Buffer] = []
     tasks: list[Task] = []
@@ -61,7 +61,7 @@ def layered(task_count: int, width: int, seed: int) -> Graph:
 
 
 def measure(graph: Graph, policy: Policy) -> dict[str, Any]:
-    """Return the seconds of each pass, and what came out."""
+    """Return the seconds of each pass, and the sizes of the result."""
     marks = [("", time.perf_counter())]
 
     def done(name: str) -> None:
@@ -92,12 +92,12 @@ def measure(graph: Graph, policy: Policy) -> dict[str, Any]:
 
 
 def planning_seconds(row: dict[str, Any]) -> float:
-    """What scheduling and memory planning took."""
+    """The seconds of scheduling and memory planning together."""
     return sum(row["seconds"][name] for name in PLANNING)
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """The table of docs/measured.md, and how the sum grows between the two largest sizes."""
+    """The table of docs/measured.md, and the growth of the sum between the two largest sizes, if there are two."""
     lines = [
         "| tasks | policy | dependencies, s | streams, s | memory, s | sum, s | streams / syncs | arena / bound |",
         "|---|---|---|---|---|---|---|---|",
@@ -109,13 +109,14 @@ def markdown(results: dict[str, Any]) -> str:
             f"| {row['tasks']:,} | {row['policy']} | {seconds} | {planning_seconds(row):.2f} "
             f"| {row['streams']} / {row['waits']} | {ratio:.3f} |"
         )
-    growth = f"Growth between the two largest sizes: {_growth(results['rows'])}."
-    return "\n".join([*lines, "", f"{growth} {environment.provenance(results)}"])
+    sizes = sorted({row["tasks"] for row in results["rows"]})
+    growth = f"Growth between the two largest sizes: {_growth(results['rows'], *sizes[-2:])}. " if sizes[1:] else ""
+    return "
+".join([*lines, "", growth + environment.provenance(results)])
 
 
-def _growth(rows: list[dict[str, Any]]) -> str:
+def _growth(rows: list[dict[str, Any]], small: int, large: int) -> str:
     """Exponents x of n^x, by policy."""
-    small, large = sorted({row["tasks"] for row in rows})[-2:]
     found = []
     for name in dict.fromkeys(row["policy"] for row in rows):
         before, after = (
@@ -127,7 +128,7 @@ def _growth(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Measure each size and policy, or print the table of what was measured."""
+    """Measure each size and policy, or print the table of the committed results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--markdown", action="store_true")
     parser.add_argument("--sizes", default="350,1400,5000,10000")
