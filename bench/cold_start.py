@@ -1,9 +1,10 @@
-"""From process start to the first output: a plan in nimblert, and the same model in torch.
+"""Time from process start to the first output: a plan in nimblert, and the same model in torch.
 
 Usage: python -m bench.cold_start [--markdown] [MODEL]; writes bench/results/h200/cold_start.json. Nothing else should
-run beside it.
+run at the same time.
 """
 
+import argparse
 import subprocess
 import sys
 import tempfile
@@ -42,14 +43,14 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 
 
 def _run(code: str, *arguments: str) -> tuple[float, float]:
-    """Seconds of a process, and the largest resident memory it had in MiB."""
+    """Seconds that a process takes, and its peak resident memory in MiB."""
     begin = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
     return time.perf_counter() - begin, int(done.stdout.split()[-1]) / 1024
 
 
 def measure(spec: str, folder: Path) -> dict[str, Any]:
-    """Both starts, several times each, the first of each (cold files) left out."""
+    """Several starts of both; the first of each, with cold files, is left out."""
     path, array = folder / "model.plan", folder / "x.npy"
     options = Options(target="cuda", level=0, plan_cache=None)
     made = compile_model(spec, options=options, output=path, observer=lambda *_: None)
@@ -70,31 +71,33 @@ def measure(spec: str, folder: Path) -> dict[str, Any]:
     }
 
 
-def markdown(r: dict[str, Any]) -> str:
+def markdown(results: dict[str, Any]) -> str:
     """The table of docs/measured.md."""
-    lean, torch = (float(np.median(r[k])) for k in ("lean_s", "torch_s"))
-    sizes = {name: nbytes / 1e6 for name, nbytes in r["plan_nbytes"].items()}
+    lean, torch = (float(np.median(results[k])) for k in ("lean_s", "torch_s"))
+    sizes = {name: nbytes / 1e6 for name, nbytes in results["plan_nbytes"].items()}
     return "\n".join([
-        f"| {r['model'].removeprefix('bench.models.')} | nimblert | torch |",
+        f"| {results['model'].removeprefix('bench.models.')} | nimblert | torch |",
         "|---|---|---|",
         f"| process start to first output | {lean:.2f} s | {torch:.2f} s |",
-        f"| resident memory | {r['lean_resident_mib']:.0f} MiB | {r['torch_resident_mib']:.0f} MiB |",
+        "| resident memory | {lean_resident_mib:.0f} MiB | {torch_resident_mib:.0f} MiB |".format(**results),
         "",
         "Plan: " + ", ".join(f"{name} {size:.1f} MB" for name, size in sizes.items()) + ".",
-        "Compiled in " + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in r["stages_s"].items()) + ".",
+        "Compiled in " + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in results["stages_s"].items()) + ".",
         "",
-        environment.provenance(r),
+        environment.provenance(results),
     ])
 
 
 def main(arguments: list[str]) -> None:
-    """Measure, or print the table of what was measured."""
-    if "--markdown" in arguments:
-        print(markdown(environment.read(RESULTS)))
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        figures = measure((*arguments, "bench.models.resnet50:fp32")[0], Path(folder))
-    environment.write(RESULTS, figures)
+    """Measure, or print the table of the committed results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", default="bench.models.resnet50:fp32", metavar="MODEL")
+    parser.add_argument("--markdown", action="store_true")
+    options = parser.parse_args(arguments)
+    if not options.markdown:
+        with tempfile.TemporaryDirectory() as folder:
+            figures = measure(options.model, Path(folder))
+        environment.write(RESULTS, figures)
     print(markdown(environment.read(RESULTS)))
 
 

@@ -1,10 +1,11 @@
-"""Seconds of `nimblec compile`, by the clock, with nothing beside it: cold, and again with what the first left behind.
+"""Wall-clock seconds of `nimblec compile` on an idle machine: cold, and again with the caches of the first run.
 
 Usage: python -m bench.compile_time [--markdown]; writes bench/results/h200/compile_time.json. Cold: no timing cache, no
-plan cache, no cache of Inductor's or Triton's. The ONNX file is exported from the module first, by which torch's files
-are in the page cache.
+plan cache, no cache of Inductor's or Triton's. The ONNX file is exported from the module first, which brings torch's
+files into the page cache.
 """
 
+import argparse
 import os
 import re
 import subprocess
@@ -28,14 +29,14 @@ torch.onnx.export(module, inputs, sys.argv[2], dynamo=False)
 """
 
 _CACHES = ("HOME", "XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
-"""Variables that say where ours, Inductor's and Triton's are."""
+"""The environment variables that place our caches, Inductor's and Triton's."""
 
 _STAGE = re.compile(r"^(\S.*): ([\d.]+) (ms|s)$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A network, as a module or exported to ONNX, a level, and how often to begin from nothing."""
+    """A network, as a module or exported to ONNX, a level, and the number of cold compilations."""
 
     model: str
     exported: bool
@@ -77,7 +78,7 @@ def compile_once(model: str, case: Case, folder: Path, *flags: str) -> dict[str,
 
 
 def measure(case: Case) -> dict[str, Any]:
-    """Compilations from nothing, one after the last of them without the plan cache, and one with it."""
+    """Cold compilations, then one with the caches of the last but its plan, and one with its plan."""
     with tempfile.TemporaryDirectory() as name:
         folder, model = Path(name), case.model
         if case.exported:
@@ -107,8 +108,10 @@ def markdown(results: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str]) -> None:
-    """Measure, or print the table of what was measured."""
-    if "--markdown" in arguments:
+    """Measure, or print the table of the committed results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--markdown", action="store_true")
+    if parser.parse_args(arguments).markdown:
         print(markdown(environment.read(RESULTS)))
         return
     results: dict[str, Any] = {"cores": os.cpu_count(), "cases": {}}
