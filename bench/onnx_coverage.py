@@ -12,9 +12,7 @@ bench/results/cpu/onnx_coverage*.json; ``--markdown`` prints the table of what i
 """
 
 import argparse
-import importlib.util
 import multiprocessing
-import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
@@ -27,14 +25,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from onnx import ModelProto
 
-from nimblec.errors import CompileError
-from nimblert.errors import NimbleError
-
-if importlib.util.find_spec("bench") is None:
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from bench import environment
 from bench.onnx_cases import Case, cases, difference, static_form
+from nimblec.errors import CompileError
+from nimblert.errors import NimbleError
 
 if TYPE_CHECKING:
     import torch

@@ -1,25 +1,20 @@
-"""How long `import_model` takes, by the number of nodes, on models of Swin-like blocks.
+"""Time of `import_model`, by the number of nodes, on models of Swin-like blocks.
 
-    python bench/onnx_import_time.py [--blocks 16 32 64 128]
+Usage: python -m bench.onnx_import_time [--blocks 16 32 64 128] [--repeat 3]; writes
+bench/results/cpu/onnx_import_time.json.
 
-A block is what the TorchScript exporter makes of shifted-window attention and a feed-forward
-network: 36 nodes, a third of them shape arithmetic. Swin-T has about 2,300 nodes.
+A block is shifted-window attention and a feed-forward network as the TorchScript exporter writes them: 36 nodes, a
+third of them shape arithmetic. Swin-T has about 2,300 nodes.
 """
 
 import argparse
-import importlib.util
 import json
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import onnx
 from onnx import ModelProto, numpy_helper
-
-if importlib.util.find_spec("nimblec") is None:
-    root = Path(__file__).resolve().parents[1]
-    sys.path[:0] = [str(root), str(root / "runtime")]
 
 from nimblec.frontend.onnx.importer import import_model
 
@@ -90,7 +85,7 @@ def constants() -> dict[str, np.ndarray]:
 
 
 def model(blocks: int) -> ModelProto:
-    """A model of this many blocks."""
+    """A model of ``blocks`` blocks."""
     body = "".join(BLOCK.format(i=i, next=i + 1) for i in range(blocks))
     signature = f"(float[1,56,56,32] x0) => (float[1,56,56,32] x{blocks})"
     parsed = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["": 20]> swin {signature} {{ {body} }}')
@@ -102,7 +97,7 @@ def main() -> None:
     """Measure and print; write the numbers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, nargs="+", default=[8, 16, 32, 64, 128])
-    parser.add_argument("--repeat", type=int, default=3, help="the fastest of this many imports counts")
+    parser.add_argument("--repeat", type=int, default=3, help="imports of each model, of which the fastest counts")
     options = parser.parse_args()
     import_model(model(1))
     rows = []

@@ -111,8 +111,7 @@ def markdown(results: dict[str, Any]) -> str:
         )
     sizes = sorted({row["tasks"] for row in results["rows"]})
     growth = f"Growth between the two largest sizes: {_growth(results['rows'], *sizes[-2:])}. " if sizes[1:] else ""
-    return "
-".join([*lines, "", growth + environment.provenance(results)])
+    return "\n".join([*lines, "", growth + environment.provenance(results)])
 
 
 def _growth(rows: list[dict[str, Any]], small: int, large: int) -> str:
