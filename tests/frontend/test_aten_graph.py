@@ -39,7 +39,9 @@ def test_a_family_bit_for_bit(name: str) -> None:
     module, args = DenseNet.small() if name == "densenet" else importlib.import_module(f"families.{name}").small()
     graph = _compare(module, *args).graph
     calls = [n for n in graph.nodes if n.op == "call_function"]
-    assert all(n.meta["source"] for n in calls if "conv" in str(n.target) or "addmm" in str(n.target))
+    sources = [n.meta["source"] for n in calls if "conv" in str(n.target) or "addmm" in str(n.target)]
+    assert sources
+    assert all(sources)
     assert all("val" in n.meta for n in graph.nodes if n.op != "output")
 
 
