@@ -116,9 +116,9 @@ def compile(  # noqa: A001  # the word that users look for; nimblec.compile shad
       powers of two, and both ends), make a program for each combination.
     - ``dynamic_shapes``: of a module or a function, as torch.export.export takes them; ``dims`` then gives sizes
       for the names of its Dims.
-    - ``pad_masks``: inputs that mask what the others hold where they are 0, ``"attention_mask"`` for example:
-      calls of fewer elements than a program's are padded where masked results agree.
-    - ``examples``: arrays for inputs by name; the range of an integer array bounds what later checks draw.
+    - ``pad_masks``: inputs whose zeros mask elements of the others, such as ``"attention_mask"``: calls with
+      fewer elements than a program takes are padded if masked results agree.
+    - ``examples``: arrays for inputs by name; the range of an integer array bounds the values drawn in later checks.
     - ``level``: 0 keeps the framework's own kernels, 1 (the default on CUDA) fuses, 2 also chooses
       kernels by timing them. CUDA target.
     - ``precision``: "keep", "fp32", "tf32" (how float32 convolutions and matrix products are computed),
@@ -129,7 +129,7 @@ def compile(  # noqa: A001  # the word that users look for; nimblec.compile shad
       replace them; a note says what it costs.
     - ``streams``: "auto" (the fastest of several schedules, timed on this machine), "max", or a number of streams.
     - ``memory_limit``: the largest arena to accept, in bytes or as "64MiB", "1.5GB". Where no schedule fits,
-      results are computed again instead of kept.
+      results are recomputed instead of kept.
     - ``timing_cache``: the file that keeps measured times; ``plan_cache``: the folder that keeps the
       plans of model files (None: keep no plan).
 
@@ -184,31 +184,30 @@ def training_step(
     ...     loss = exe(images, labels, entry="train")
     ...     scores = exe(images, entry="evaluate")
 
-    ``example_batch`` is (inputs, targets), each a tensor or a tuple of them; a step makes
-    ``loss(model(*inputs), *targets)``, a scalar, smaller, and gives what it was. The state has the model's
-    parameters and buffers under their names ("model.fc.weight"), what the optimizer keeps for each parameter
+    ``example_batch`` is (inputs, targets), each a tensor or a tuple of them. A step lowers the scalar
+    ``loss(model(*inputs), *targets)``, and returns its value before the update. The state has the model's
+    parameters and buffers under their names ("model.fc.weight"), the optimizer's state for each parameter
     ("optimizer.fc.weight.exp_avg"), and its learning rate ("optimizer.lr", or "optimizer.lr_0" and so on for
-    several groups), which is a value like any other: ``exe.state["optimizer.lr"] = rate``. The gradients' norm
-    is limited to ``clip_norm``. With ``accumulate=N`` the optimizer takes its step in each N-th call, by the mean of
-    the gradients of these N, whose sum so far is state as well ("accumulated.fc.weight", "accumulated_calls").
+    several groups), which can be set like any other value: ``exe.state["optimizer.lr"] = rate``. The gradients'
+    norm is limited to ``clip_norm``. With ``accumulate=N`` the optimizer steps on every N-th call, with the mean
+    gradient of those N calls; their sum so far is state as well ("accumulated.fc.weight", "accumulated_calls").
 
-    Dropout, stochastic depth and whatever else draws uniform, normal or Bernoulli numbers draws them by Philox from
-    state ("generator.seed", at first torch.initial_seed(), and "generator.offset", which each call moves on): equal
-    state gives equal numbers, which are not those that torch draws, but for the CUDA target at level 0.
+    Dropout, stochastic depth and other uses of uniform, normal or Bernoulli random numbers draw them by Philox from
+    the state ("generator.seed", initially torch.initial_seed(), and "generator.offset", which each call advances).
+    Equal state gives equal numbers. They differ from torch's, except on the CUDA target at level 0.
 
     ``autocast``, torch.bfloat16 ("bf16") or torch.float16 ("fp16"), runs model and loss of both entries under
-    torch.autocast of the device that the step is on; parameters and the optimizer's state stay what they are. In
-    float16 the loss is scaled as torch.amp.GradScaler does by default, with the state "scaler.scale" and
-    "scaler.growth_tracker": where gradients are not finite, parameters and the optimizer's state stay, and the scale
-    becomes smaller. `compile` takes such a step by name and for the CUDA target alone; otherwise it raises
-    UnsupportedModelError.
+    torch.autocast of the step's device; parameters and optimizer state keep their dtypes. In float16 the loss is
+    scaled as torch.amp.GradScaler does by default, with the state "scaler.scale" and "scaler.growth_tracker": if a
+    gradient is not finite, parameters and optimizer state stay as they are, and the scale is reduced. `compile`
+    takes such a step only by name and for the CUDA target; otherwise it raises UnsupportedModelError.
 
-    The step starts from what model and optimizer are now. Both stay as they are, but that the model is in
-    training mode. On the CUDA target, give `compile` the name of a function that returns the entries.
+    The step starts from the current state of model and optimizer. Neither is modified, except that the model is put
+    into training mode. On the CUDA target, give `compile` the name of a function that returns the entries.
 
-    Raises ArgumentError for an argument of another kind, TraceError for what cannot be a graph (values of tensors
-    read in Python, a generator of the model's own), UnsupportedModelError where the graph is not what the optimizer
-    does, or where kernels draw random numbers themselves.
+    Raises ArgumentError for an argument of the wrong kind, TraceError if the step cannot be traced to a graph (Python
+    code reads values of tensors, or the model has a generator of its own), UnsupportedModelError if the graph does
+    not compute what the optimizer does, or if a kernel draws random numbers itself.
     """
     from nimblec.frontend.pytorch.training.entries import entries  # brings in torch
 
@@ -223,12 +222,12 @@ def load_state(
     optimizer: "torch.optim.Optimizer | None" = None,
     scaler: "torch.amp.GradScaler | None" = None,
 ) -> None:
-    """Have a model go on in PyTorch where a plan of its `training_step` is: ``exe.state``.
+    """Load the state of a plan of `training_step`, ``exe.state``, into a model, to continue in PyTorch.
 
-    So do its ``optimizer``, and the torch.amp.GradScaler of a step in float16. Raises ArgumentError for a state of
-    another model or kind of optimizer, for one that lacks tensors, and with a ``scaler`` for one that has none; all
-    three are then as they were. Of a plan for a GPU a state has no tensor of the model that no call writes: such a
-    tensor stays as it is.
+    It is also loaded into the ``optimizer``, and into the torch.amp.GradScaler of a step in float16, if they are
+    given. Raises ArgumentError for a state of another model or kind of optimizer, for one that lacks tensors, and,
+    with a ``scaler``, for one without a scale; nothing is changed then. The state of a plan for a GPU leaves out
+    tensors of the model that no call writes: these stay as they are.
     """
     from nimblec.frontend.pytorch.training.load import load_state as load  # brings in torch
 

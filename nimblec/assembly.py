@@ -15,7 +15,7 @@ from nimblert.plan import Device, Kernel, Module, Plan, Program, Target, Weight
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:
-    """What a plan says about where it comes from."""
+    """The origin that a plan records."""
 
     target: Target
     device: Device

@@ -9,8 +9,8 @@ import numpy as np
 class Difference:
     """The largest difference of two arrays: absolute, and relative to the largest magnitude expected.
 
-    Infinite where a NaN or an infinity stands in one of them only. ``exact``: the numbers are
-    integers or bools, which no rounding excuses.
+    Infinite where only one of them has a NaN or an infinity. ``exact``: the numbers are integers or
+    bools, which must be equal.
     """
 
     absolute: float
@@ -22,7 +22,7 @@ class Difference:
         return self.absolute == 0 or (not self.exact and self.relative <= tolerance)
 
     def __str__(self) -> str:
-        """Both figures, or that there are none."""
+        """Both figures, or "equal"."""
         if self.absolute == 0:
             return "equal"
         return f"largest difference {self.absolute:.3g}, {self.relative:.2g} of the largest magnitude"

@@ -18,7 +18,7 @@ EXTRAS = {
     "onnx_ir": "compile",
     "cuda": "cuda",
 }
-"""Packages that a plain installation lacks, and the extra that brings each."""
+"""Packages that a plain installation lacks, and the extra that installs each."""
 
 
 class ArgumentError(InputError, TypeError):

@@ -48,7 +48,7 @@ def find_source(model: Any, example_inputs: Any, kwargs: Any, folder: Path, dyna
 
 
 def _entries(model: Any) -> Mapping[Any, Any] | None:
-    """The entries that a user gives as a dict, or as a function that takes nothing and returns one."""
+    """The entries that a user gives as a dict, or as a function without parameters that returns one."""
     if isinstance(model, FunctionType) and not inspect.signature(model).parameters:
         with user_code(f"{model.__name__}: cannot be called"):
             model = model()

@@ -1,9 +1,9 @@
-"""Find out by runs which calls of other sizes the programs of a plan serve.
+"""Determine by test runs which calls of other sizes the programs of a plan can serve.
 
-A dimension may be padded where nothing that stands beyond a call's own elements changes a bit of its
-outputs, whatever it is, and where programs of different sizes agree on the elements that they share. It
-may be split where that holds for what stands before them, too. Both must hold for every program of an
-entry: one for a single row shows nothing of what rows do to each other.
+A dimension may be padded if the elements beyond a call's own, whatever they hold, change no bit of its
+outputs, and if programs of different sizes agree on the elements that they share. It may be split if that
+also holds for the elements before a call's own. Both must hold for every program of an entry: a program
+for a single row cannot show how rows affect each other.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -28,10 +28,10 @@ _TOLERANCE = {Target.CPU: 1e-4, Target.CUDA: 1e-2}
 """Of an output's largest magnitude: programs of different sizes may add up in another order, and round to TF32."""
 
 _LARGE = {2: 10.0, 4: 1e3, 8: 1e3}
-"""A factor for what stands beyond, by bytes of a number: no sum over it may go unnoticed, none may overflow."""
+"""A factor for random padding, by bytes of a number: sums over it must be noticed, and must not overflow."""
 
 _LARGE_INTEGER = 1000
-"""More than most images hold, and fewer than the rows of most tables."""
+"""Above the pixel values of most images, and below the number of rows of most tables."""
 
 Arrays: TypeAlias = Mapping[str, np.ndarray]
 Sizes: TypeAlias = Mapping[str, int]
@@ -39,7 +39,7 @@ Axis: TypeAlias = Sequence[str | None]
 
 
 def find_fits(plan: Plan) -> tuple[Plan, tuple[str, ...]]:
-    """The plan with the fits of its programs, and what the user should know of them."""
+    """The plan with the fits of its programs, and notes about them for the user."""
     found: dict[str, tuple[Fit, ...]] = {}
     notes: list[str] = []
     with Executable(plan) as executable:
@@ -75,7 +75,7 @@ def mark_masks(plan: Plan, masks: Collection[str]) -> Plan:
 
 
 def differences(plan: Plan) -> Iterator[str]:
-    """Yield a sentence for each dimension of a program whose fit runs on this machine contradict."""
+    """Yield a sentence for each fit of a program that runs on this machine contradict."""
     with Executable(plan) as executable:
         for programs in _sized(plan):
             common = _Trial(executable, programs).common_fits()
@@ -92,7 +92,7 @@ def _sized(plan: Plan) -> Iterator[tuple[Program, ...]]:
 
 _OF_STATE = "calls of other sizes than the plan's are refused, since a run writes the state"
 _MEANING = {
-    Fit.EXACT: "calls of other sizes than the plan's are refused, since what else is there changes the results",
+    Fit.EXACT: "calls of other sizes than the plan's are refused, since padding changes the results",
     Fit.PADDED: "calls of sizes between are padded",
     Fit.SPLIT: "calls of sizes between are padded, larger ones split",
 }
@@ -108,7 +108,7 @@ class _Trial:
         self._masks = {tensor.name for tensor in programs[0].inputs if tensor.mask}
         target = executable.plan.target
         self._tolerance = _TOLERANCE[target]
-        self._may_fail = target is Target.CPU  # on a GPU, what reads past a table ends the process
+        self._may_fail = target is Target.CPU  # on a GPU, reading past a table ends the process
 
     def common_fits(self) -> dict[str, Fit]:
         """Which calls all programs serve, by dimension."""
@@ -159,7 +159,7 @@ class _Trial:
         return [other for other in row[max(at - 1, 0) : at + 2] if other is not program]
 
     def _is_alone(self, program: Program, stops: Sizes) -> bool:
-        """Whether what stands beyond ``stops`` leaves the outputs before as they are, bit for bit."""
+        """Whether elements beyond ``stops`` leave the outputs before them unchanged, bit for bit."""
         base, filled = self._drawn(program, _SEED), self._filled(program)
         masks = {name: filled[name] for name in self._masks}
         rests = (filled, *({**rest, **masks} for rest in self._garbage(program)))
@@ -169,21 +169,21 @@ class _Trial:
         return self._bears(program, base, filled, {}, stops)
 
     def _is_alone_at_end(self, program: Program, name: str) -> bool:
-        """Whether what stands before the last element leaves its outputs as they are, bit for bit."""
+        """Whether elements before the last one leave its outputs unchanged, bit for bit."""
         starts = {name: dict(program.profile)[name] - 1}
         base = self._drawn(program, _SEED)
         merged = [self._merged(program, base, rest, starts, {}) for rest in (base, *self._garbage(program))]
         return self._same_box(program, merged, starts, {}) and self._bears(program, base, base, starts, {})
 
     def _same_box(self, program: Program, given: Sequence[Arrays], starts: Sizes, stops: Sizes) -> bool:
-        """Whether runs on all of these give the same there, and numbers."""
+        """Whether runs on all of these give equal and finite outputs in the box."""
         first, *others = (self._run(program, arrays, starts, stops) for arrays in given)
         return all(map(_is_finite, first)) and all(_same(program, first, other) for other in others)
 
     def _bears(self, program: Program, base: Arrays, rest: Arrays, starts: Sizes, stops: Sizes) -> bool:
-        """Whether integers of any size in place of those of the ``rest`` leave the outputs as they are.
+        """Whether integers of any size in the ``rest`` leave the outputs unchanged.
 
-        A model that takes them for indices may refuse such, which shows nothing.
+        A model that uses them as indices may refuse them, which shows nothing.
         """
         wide = self._wide(program)
         if not wide:
@@ -225,7 +225,7 @@ class _Trial:
         return True
 
     def _bases(self, program: Program) -> Iterator[dict[str, np.ndarray]]:
-        """Inputs for a comparison. Under a mask also such that the zeros which it leaves are the most, or the least."""
+        """Inputs for a comparison; with masks also all positive and all negative, so that masked zeros are extremes."""
         drawn = self._drawn(program, _SEED)
         yield drawn
         if self._masks:
@@ -261,7 +261,7 @@ class _Trial:
 
 
 def _box(of: Axis, starts: Sizes, stops: Sizes) -> tuple[slice, ...]:
-    """Along axes of named dimensions, the elements from where they start to where they stop."""
+    """The elements from ``starts`` to ``stops`` along axes of named dimensions."""
     return tuple(slice(None) if name is None else slice(starts.get(name), stops.get(name)) for name in of)
 
 

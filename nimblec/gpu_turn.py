@@ -15,7 +15,7 @@ from typing import IO
 from nimblert.cuda.driver import call
 
 _PAUSE_S = 0.002
-_PAUSES = 5000  # ten seconds, but for the time that this process stands still itself
+_PAUSES = 5000  # ten seconds, not counting time in which this process is stopped itself
 
 
 @contextmanager

@@ -10,11 +10,11 @@ from typing import TypeAlias
 from nimblert.plan import Dim3, Kernel, Module, Profile, ScheduleRecord
 
 LIBRARY_MEMORY = "memory of a library"
-"""What names of state begin with that no model has: a library keeps it on the GPU between its calls."""
+"""The prefix of names of state that is not the model's: a library keeps it on the GPU between its calls."""
 
 
 class BufferKind(enum.Enum):
-    """What a buffer is for, and so which region of the plan it goes to."""
+    """The purpose of a buffer, which determines its region in the plan."""
 
     CONSTANT = "constant"
     INPUT = "input"
@@ -30,9 +30,9 @@ class Buffer:
 
     ``data`` holds the (initial) contents of a constant or state buffer, None elsewhere. ``dtype``
     and ``shape`` only describe it. Contents of a workspace do not outlive the op that uses it.
-    ``storage`` tells constants and states of several graphs apart that lie in the same memory; 0: in none
-    of another graph. A constant that ``is_replaceable`` has a name of its own, and a place apart from others of the
-    same contents.
+    Constants and states of several graphs that have the same ``storage`` lie in the same memory; 0: shared with
+    no other graph. A constant that ``is_replaceable`` has a unique name, and is stored apart from others of equal
+    contents.
     """
 
     kind: BufferKind
@@ -103,7 +103,7 @@ class Task:
     """One kernel launch, copy or fill.
 
     ``programmatic_after`` is the task (a lower index) from which this one was captured with a
-    programmatic edge: it may start before the launch before it has ended, and waits for that itself.
+    programmatic edge: it may start before the preceding launch has ended, and waits for it itself.
     None if it may not.
     """
 
@@ -145,8 +145,8 @@ class TensorView:
 class Graph:
     """A model as tasks in the order in which they were captured, a valid serial order.
 
-    ``weights`` are the names of those that a buffer holds as the model has them, and nothing else; ``folded``
-    of those that constants were computed of.
+    ``weights`` name those weights of the model that fill a buffer unchanged, each with its buffer; ``folded``
+    names those from which constants were computed.
     """
 
     modules: tuple[Module, ...]
@@ -190,7 +190,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A graph in its schedule and its memory, to be the program of an entry for a profile; ``record`` says why so."""
+    """A graph with its schedule and memory layout, for the program of an entry and profile; ``record`` says why."""
 
     graph: Graph
     schedule: Schedule
@@ -201,15 +201,15 @@ class Part:
 
     @property
     def name(self) -> str:
-        """That of the program: "main", or "main[batch=4]"."""
+        """The program's name: "main", or "main[batch=4]"."""
         return program_name(self.entry, self.profile)
 
 
 ProgramKey: TypeAlias = tuple[str, Profile]
-"""What tells the programs of a plan apart: an entry and a profile."""
+"""Identifies a program of a plan: its entry and profile."""
 
 
 def program_name(entry: str, profile: Profile) -> str:
-    """What the program of an entry for a profile is called."""
+    """The name of the program of an entry for a profile."""
     sizes = ",".join(f"{name}={size}" for name, size in profile)
     return f"{entry}[{sizes}]" if sizes else entry

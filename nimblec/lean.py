@@ -19,7 +19,7 @@ _SLOWEST_RUNS = 20
 
 
 def run_seconds(plan: Plan) -> float:
-    """What the commands of all programs take one after another, as they were measured."""
+    """The sum of the measured durations of the commands of all programs."""
     commands = chain.from_iterable(program.commands for program in plan.programs)
     return sum(c.duration_ns for c in commands if not isinstance(c, Record | Wait)) / 1e9
 
@@ -32,10 +32,10 @@ class DifferingOutput(NamedTuple):
 
 
 class LeanProcess:
-    """The process, which begins to import what it needs before there is a plan; it does not outlive the block."""
+    """The process, which starts its imports before there is a plan; it does not outlive the block."""
 
     def __init__(self, target: Target, *, threads: int | None = None) -> None:
-        """For a plan of this ``target``; one for the CPU computes with so many ``threads``, or as it would."""
+        """For a plan of this ``target``; one for the CPU computes with ``threads`` threads if they are given."""
         wanted = [] if threads is None else [str(threads)]
         self._process = subprocess.Popen(
             module_command("nimblert.check", target.name.lower(), *wanted),
@@ -55,7 +55,7 @@ class LeanProcess:
     def differing_output(self, plan: Path, *, run_s: float) -> DifferingOutput | None:
         """The first output that is not what the framework computed; None if all are.
 
-        To be asked once. ``run_s`` is about what one run takes. Raises CompileError where the plan does
+        Call it once. ``run_s`` is the approximate duration of one run. Raises CompileError if the plan does
         not run at all.
         """
         timeout_s = round(_TIMEOUT_S + plan.stat().st_size / _SLOWEST_NBYTES_S + _SLOWEST_RUNS * run_s)
@@ -63,8 +63,8 @@ class LeanProcess:
             printed, problems = self._process.communicate(os.fsencode(plan), timeout=timeout_s)
         except subprocess.TimeoutExpired as exc:
             raise CompileError(
-                f"the plan did not end in {timeout_s} s in a process without the framework: compile it again when this "
-                "machine is less busy"
+                f"the plan did not finish within {timeout_s} s in a process without the framework: compile it again "
+                "when this machine is less busy"
             ) from exc
         if self._process.returncode:
             last = problems.decode(errors="replace").strip().splitlines()[-1:]

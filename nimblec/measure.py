@@ -1,4 +1,4 @@
-"""How long runs of a loaded plan take, one after the other in each of several threads at once."""
+"""Measure runs of a loaded plan, one after the other in each of several threads at once."""
 
 import math
 import threading
@@ -99,9 +99,9 @@ def _await(running: Sequence[Future[None]]) -> None:
 
 
 def taking_turns(items: Sequence[T], call: Callable[[T], object]) -> Callable[[], object]:
-    """A call on whichever of the items is free, for threads that may be more than they.
+    """A call on whichever of the items is free, for threads that may outnumber them.
 
-    The others wait, and who waits longest is next: without this, those that are running would run on.
+    Waiting threads are served in the order in which they came; otherwise a running thread might keep its item.
     """
     lock = threading.Lock()
     free = deque(items)
@@ -114,7 +114,7 @@ def taking_turns(items: Sequence[T], call: Callable[[T], object]) -> Callable[[]
             gate, given = threading.Lock(), list[T]()
             gate.acquire()
             waiting.append((gate, given))
-        gate.acquire()  # until somebody has given
+        gate.acquire()  # until an item is given
         return given[0]
 
     def give_back(item: T) -> None:
@@ -146,7 +146,7 @@ class _Lane:
 
 
 class _Course:
-    """What the threads have in common: they start, begin to count (at ``begin``) and end together."""
+    """Shared by the threads: they start, begin to count (at ``begin``) and end together."""
 
     def __init__(self, count: int, warm_up: float, duration: float) -> None:
         self.begin = 0.0
@@ -167,7 +167,7 @@ class _Course:
         self._warm.abort()
 
     def run(self, lane: _Lane) -> None:
-        """What a thread does."""
+        """The body of a thread."""
         self._started.wait()
         self._repeat(_Lane(lane.call), time.perf_counter(), self._warm_up)
         try:

@@ -53,7 +53,7 @@ class Options:
     An integer input with an example is drawn from the example's range in later golden checks.
     ``streams``: "auto", "1", "max" or a number of streams; ``memory_limit``: bytes the arena may
     have. ``timing_cache`` is the file that keeps measured times, ``plan_cache`` the folder that keeps
-    the plans of model files (None: nowhere); the user's own by default.
+    the plans of model files (None: nowhere); by default both are in the user's cache folder.
     ``level``: 0 keeps the framework's own kernels, 1 fuses, 2 also chooses kernels by timing them
     (CUDA target; None is `DEFAULT_LEVEL` there). ``precision``: "keep" leaves torch's settings, "fp32"
     and "tf32" say how float32 convolutions and matrix products are computed, "fp16" and "bf16" compute
@@ -204,7 +204,7 @@ def _sizes(shape: Any) -> tuple[int, ...]:
 
 
 def _read_inputs(value: Any) -> tuple[InputSpec, ...]:
-    """Of a mapping from names to shapes, or a sequence of `InputSpec` and NAME:SHAPE[:DTYPE]."""
+    """From a mapping of names to shapes, or a sequence of `InputSpec` and NAME:SHAPE[:DTYPE]."""
     if isinstance(value, Mapping):
         return tuple(_spec_of(name, shape) for name, shape in _named(value))
     if isinstance(value, Iterable) and not isinstance(value, str):
@@ -237,7 +237,7 @@ def _read_examples(value: Any) -> tuple[tuple[str, np.ndarray], ...]:
 
 def _array(name: str, example: Any) -> np.ndarray:
     if isinstance(example, np.ma.MaskedArray):
-        raise ArgumentError(f"{name!r} is a masked array, of which a plan knows no mask: give it filled")
+        raise ArgumentError(f"{name!r} is a masked array, and plans have no masks: give its .filled()")
     array = example if isinstance(example, np.ndarray) else None
     if array is None and hasattr(example, "detach"):  # a tensor of torch
         array = np.asarray(example.detach().cpu())

@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 LOSS = "loss"
 SOURCE_KEY = "nimblec.source"
-"""What nodes of torch's graphs and of ONNX files that are made of them have a source under."""
+"""The key of a node's source in its metadata, in torch's graphs and in ONNX files exported from them."""
 
 _AND, _OF = " + ", " of "
 _QUOTE = "'"
-"""Stands around the name of an ONNX node."""
+"""Encloses the name of an ONNX node."""
 _MOST = 8
 """Places that a source names; of more, it names the module that holds them all."""
 
@@ -47,9 +47,9 @@ def places(source: str) -> tuple[Place, ...]:
 
 
 def joined(sources: Iterable[str], own: str = "") -> str:
-    """The source of an op that does what ops of these ``sources`` did.
+    """The source of an op that replaces ops of these ``sources``.
 
-    That of one for an ONNX node stays its ``own``, by whose value a plan can be compared with its model.
+    An op of an ONNX node keeps its ``own`` source, by which its value can be compared with the model's.
     """
     if _QUOTE in own:
         return own

@@ -33,7 +33,7 @@ _NOISE = 0.98  # times nearer to one another than this count as equal
 class Timer(Protocol):
     """Measures plans of one program on the device they are for.
 
-    ``max_streams`` are as many as can be worth trying there.
+    ``max_streams`` is the largest number of streams worth trying there.
     """
 
     max_streams: int
@@ -76,7 +76,7 @@ def make_plan(
 def choose_schedule(
     graph: Graph, provenance: Provenance, timer: Timer, *, streams: str = "auto", memory_limit: int | None = None
 ) -> Part:
-    """The graph in the schedule and the memory that serve it best.
+    """The graph with the best schedule and memory layout found.
 
     ``streams``: "1" is the captured order, "max" the paper's Algorithm 1, a number at most so many
     streams, "auto" the fastest of several as ``timer`` measures them, never slower than "1": policies
@@ -135,8 +135,8 @@ def _recomputing(graph: Graph, captured: _Tried, memory_limit: int, most: int) -
 def _timed(graph: Graph, tried: _Tried, provenance: Provenance) -> Plan:
     """A plan to time.
 
-    On a GPU its launches have no accesses: there these are for who checks it, and may be tens of thousands. On the
-    CPU they tell which launches are one session.
+    On a GPU its launches have no accesses, which may be tens of thousands, and serve only checks of a plan. On the
+    CPU they determine which launches form one session.
     """
     if provenance.target is Target.CUDA:
         tasks = (replace(t, reads=(), writes=()) if isinstance(t.work, KernelWork) else t for t in graph.tasks)
@@ -145,7 +145,7 @@ def _timed(graph: Graph, tried: _Tried, provenance: Provenance) -> Plan:
 
 
 def _with_faster_edges(graph: Graph, captured: _Tried, provenance: Provenance, timer: Timer) -> Graph:
-    """The graph without its programmatic edges, where the captured order is faster so.
+    """The graph without its programmatic edges, if the captured order is faster without them.
 
     A kernel that starts early takes room on the multiprocessors from those before it.
     """
@@ -157,7 +157,7 @@ def _with_faster_edges(graph: Graph, captured: _Tried, provenance: Provenance, t
 
 
 def _schedules(graph: Graph, dag: Dag, streams: str, most: int) -> Iterator[tuple[str, Schedule]]:
-    """Every schedule that the policy lets us try, the captured order first."""
+    """The schedules to try for a policy, the captured order first."""
     durations = [t.duration_ns for t in graph.tasks]
     if streams == "1":
         yield "1", serial(dag)

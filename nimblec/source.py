@@ -28,9 +28,9 @@ class Source:
 
     ``kind``: "callable" ("package.module:callable"), "exported" (.pt2), "onnx", of which ``model`` is
     the name or path, "live", which is ``live``, or "entries", a source for each entry by its name.
-    What a callable returns may be several entries, too. ``labels`` are the names that the user has for symbols
-    of an exported program; ``shared`` its tensors that others of the entries have and write, by their names,
-    each with a number that is the same there.
+    A callable may return several entries, too. ``labels`` pair symbols of an exported program with the user's
+    names for them; ``shared`` are its tensors that several entries have and one of them writes, by their names,
+    each with a number that is the same in all of these entries.
     """
 
     kind: str
@@ -42,7 +42,7 @@ class Source:
 
 
 def read_entries(what: str, entries: Mapping[Any, Any]) -> dict[str, tuple[Any, Any, Any]]:
-    """The model, example inputs and keyword arguments of each entry by its name; ArgumentError for what is none."""
+    """The model, example inputs and keyword arguments of each entry by its name; raises ArgumentError for others."""
     if not entries:
         raise ArgumentError(f"{what}: has no entries")
     found: dict[str, tuple[Any, Any, Any]] = {}

@@ -1,4 +1,4 @@
-"""The stages of a compilation, and who is told when they start and end."""
+"""The stages of a compilation, and observers of their start and end."""
 
 import time
 from collections.abc import Callable, Iterator

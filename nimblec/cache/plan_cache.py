@@ -79,7 +79,7 @@ def compile_once(
         key = find_key(source, target, options)
         record, problem = cache.copy(key.digest, output) if key else (None, None)
     if record:
-        said = f"taken from the plan cache, where a compilation of {record.seconds:.1f} s left it"
+        said = f"taken from the plan cache; its compilation took {record.seconds:.1f} s"
         return (*record.notes, said)
     begin = time.perf_counter()
     notes = compiler(source, options, output, observer)
@@ -117,7 +117,7 @@ class PlanCache:
         return None
 
     def copy(self, key: str, output: Path) -> tuple[Record | None, str | None]:
-        """Write the plan with this key to ``output``: its record, or None and what is wrong with the one here."""
+        """Write the plan with this key to ``output``; returns its record, or None and a note on a damaged entry."""
         kept = self._folder / f"{key}.plan"
         said = kept.with_suffix(".json")
         try:

@@ -1,7 +1,7 @@
 """The key of a plan in the plan cache: a digest of all that the plan's bytes depend on.
 
-Nothing here imports torch. Leaving something out could return a plan of something else, so everything
-goes in: every byte of the model, every source file of nimblec, every installed package.
+Nothing here imports torch. An omission could return the plan of another model, so everything goes in:
+every byte of the model, every source file of nimblec, every installed package.
 """
 
 import hashlib
@@ -25,14 +25,14 @@ from nimblert.cuda import driver
 from nimblert.plan import Target
 
 _NOT_THE_PLANS = frozenset({"target", "examples", "timing_cache", "plan_cache"})
-"""Options that say where something is kept, and those that are in the key in another form."""
+"""Options that only say where something is kept, and those that the key has in another form."""
 
 _STEERING = (
     "AOT", "ATEN", "CC", "CPLUS_", "CUBLAS", "CUDA", "CUDNN", "CUTE", "CUTLASS", "CXX", "DISABLE_", "ENABLE_", "FAKE_",
     "FX_", "INDUCTOR", "KMP_", "LD_", "LLVM", "MKL", "NVIDIA", "NVPTX", "OMP_", "ONNX", "OPENBLAS", "ORT_",
     "PARTITIONER", "PT2", "PTXAS", "PYTORCH", "TENSORIFY", "TORCH", "TRITON", "USE_",
 )  # fmt: skip
-"""How the names of variables begin that steer the frameworks, their compilers and libraries."""
+"""Prefixes of environment variables that steer the frameworks, their compilers and libraries."""
 
 _NEUTRAL = frozenset(
     {
@@ -46,11 +46,11 @@ _NEUTRAL = frozenset(
         "TRITON_DUMP_DIR",
     }
 )
-"""Those among them that only say where something is kept, or that we set ourselves when we import ONNX Runtime: the
-key after a compilation would be another one than before."""
+"""Variables among them that only say where something is kept, or that importing ONNX Runtime sets: these would give
+another key after a compilation than before."""
 
 _INSTRUCTION_SETS = ("flags", "Features")
-"""What /proc/cpuinfo calls them, on x86 and on Arm."""
+"""Their keys in /proc/cpuinfo, on x86 and on Arm."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,10 +65,10 @@ class PlanKey:
 
 
 def find_key(source: Source, target: Target, options: Options) -> PlanKey | None:
-    """The key of the plan of a model file; None if there is no telling.
+    """The key of the plan of a model file; None if it cannot be determined.
 
-    That is so if a file cannot be read, which the compiler reports better, and if packages were replaced
-    under this process, which still runs what it imported before.
+    That is so if a file cannot be read, which the compiler reports better, or if packages were replaced
+    while this process still runs those that it imported before.
     """
     try:
         first, now = _software_at_first(), _software()
@@ -96,7 +96,7 @@ def find_key(source: Source, target: Target, options: Options) -> PlanKey | None
 def _files(source: Source) -> dict[str, Path]:
     """The model's file under the name "", and its data files under those that it calls them by."""
     path = Path(source.model)
-    _status(path)  # a pipe is refused before anything reads it
+    _status(path)  # refuses a pipe before anything reads it
     if source.kind != "onnx":
         return {"": path}
     from nimblec.frontend.onnx.external_data import data_files  # brings in onnx

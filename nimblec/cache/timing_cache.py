@@ -83,7 +83,7 @@ class TimingCache:
 
 
 class CachedTimer:
-    """A timer that asks another one only for what the cache does not hold."""
+    """A timer that asks another one only for times that the cache lacks."""
 
     def __init__(self, timer: Timer, cache: TimingCache, device: Device) -> None:
         self.max_streams = timer.max_streams
@@ -142,7 +142,7 @@ class CachedTimer:
 
 
 def _pointers(command: Work) -> Iterator[tuple[object, ...]]:
-    """The places in memory that a command is given, as numbers."""
+    """The memory addresses that a command is given, as numbers."""
     if isinstance(command, Launch):
         for relocation in command.relocations:
             yield relocation.param_offset, *_place(relocation.pointer)

@@ -1,4 +1,4 @@
-"""The tables of `nimblec inspect` that show programs by layer of the model, and a training step by phase."""
+"""The tables of `nimblec inspect` by layer of the model and, for a training step, by phase."""
 
 from collections.abc import Iterator
 from dataclasses import fields
@@ -16,14 +16,14 @@ _NUMBERS = tuple(field.name for field in fields(Share))
 
 
 def tables(facts: Json) -> Iterator[Table]:
-    """A table for each program whose ops tell their layers, out of `inspection.describe`."""
+    """A table for each program whose ops name their layers, from `inspection.describe`."""
     for program in facts["programs"]:
         if program["layers"]:
             yield _table(program)
 
 
 def _table(program: Json) -> Table:
-    """A row for each layer, or set of layers that commands were fused of: how many, and the time of each by itself."""
+    """A row for each layer, or set of layers of fused commands: their number and time, each command run alone."""
     finest = {
         (tuple(row["layers"]), tuple(row["phases"])): Share(**{name: row[name] for name in _NUMBERS})
         for row in program["layers"]

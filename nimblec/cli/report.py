@@ -94,7 +94,7 @@ def compiled(plan: Plan, stages: Iterable[tuple[str, float]], *, file_nbytes: in
 
 
 def inspected(facts: Json) -> list[Table]:
-    """The tables of `nimblec inspect`, out of `inspection.describe`."""
+    """The tables of `nimblec inspect`, from `inspection.describe`."""
     return [
         _origin(facts),
         _sizes(facts),
@@ -135,7 +135,7 @@ def _profiles(facts: Json) -> list[Table]:
 
 
 _OTHER_SIZES = {"exact": "refused", "padded": "padded", "split": "padded, larger ones split"}
-"""What becomes of calls of other sizes, by the fit of the program that serves least."""
+"""The treatment of calls of other sizes, by the fit of the program that serves least."""
 
 
 def _words(key: str) -> str:

@@ -1,4 +1,4 @@
-"""What a program does by layer of the model, and a training step by phase: forward, backward and update."""
+"""The work of a program by layer of the model, of a training step also by phase: forward, backward and update."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from nimblert.plan import Launch, Plan, Program, Record, Region, Target, Wait, W
 Layers: TypeAlias = tuple[str, ...]
 Phases: TypeAlias = tuple[str, ...]
 Group: TypeAlias = tuple[Layers, Phases]
-"""Several layers or phases where commands are of several at once, none where they are not known."""
+"""The layers and phases of a command: several for a fused one, none where they are unknown."""
 
 
 _FORWARD = frozenset({(), (Phase.FORWARD.value,)})
@@ -20,7 +20,7 @@ _FORWARD = frozenset({(), (Phase.FORWARD.value,)})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """What commands do: how many kernels and copies or fills they are, bytes they write, and their time by themselves.
+    """Totals of commands: launches, copies and fills, bytes written, and time, each command run alone.
 
     The time is 0 where it was not measured.
     """
@@ -40,10 +40,10 @@ class Share:
 
 
 def by_layer(plan: Plan, program: Program) -> dict[Group, Share]:
-    """What the commands of each layer do, layers in the order in which the model runs them.
+    """The work of each layer, in the order in which the model runs them.
 
-    A command that was fused of several layers or phases is counted once, with those it is of. Empty where ops tell no
-    layer: those of most ONNX files.
+    A command fused from several layers or phases is counted once, for all of them together. Empty where no op names
+    its layer, as in most ONNX files.
     """
     groups = _groups(plan, program)
     if not groups:
@@ -60,9 +60,9 @@ def by_layer(plan: Plan, program: Program) -> dict[Group, Share]:
 
 
 def at_depth(shares: dict[Group, Share], most: int) -> tuple[dict[Group, Share], int]:
-    """The same in at most so many sets of layers, if it can be: modules are taken together that lie deeper.
+    """The shares in at most ``most`` sets of layers, if possible: paths of modules are cut to a common depth.
 
-    Also how many components their paths have at most; 0 where nothing was taken together.
+    Also that depth, in components of a path; 0 where nothing was cut.
     """
     deepest = max((layer.count(".") + 1 for layers, _ in shares for layer in layers), default=1)
     for depth in range(deepest, 0, -1):
@@ -76,9 +76,9 @@ def at_depth(shares: dict[Group, Share], most: int) -> tuple[dict[Group, Share],
 
 
 def _order(works: Sequence[Work], issued: Sequence[Group]) -> dict[str, int]:
-    """The places of layers: by the first command of their forward pass that reads an input, or what another one made.
+    """The rank of each layer: by the first command of its forward pass that reads an input or another's result.
 
-    Those that have none come last, before them the loss.
+    Layers without one come last, the loss just before them.
     """
     first: dict[str, tuple[bool, bool, bool, int]] = {}
     for place, (work, (layers, phases)) in enumerate(zip(works, issued, strict=True)):
@@ -104,7 +104,7 @@ def _share(work: Work) -> Share:
 
 
 def _groups(plan: Plan, program: Program) -> list[Group]:
-    """The group of each op; none where no op tells its layer."""
+    """The group of each op; empty where no op names its layer."""
     found = [places(op.source) for op in program.ops]
     if any(place.phase is not Phase.FORWARD for place in _all(found)):
         return [_group(of) if op.source else ((), ()) for op, of in zip(program.ops, found, strict=True)]
@@ -124,7 +124,7 @@ def _group(of: tuple[Place, ...]) -> Group:
 
 
 def _layer(plan: Plan, name: str) -> str | None:
-    """The layer that a place names; None for the name of an ONNX node that tells none.
+    """The layer that a place names; None for an ONNX node whose name tells none.
 
     torch.onnx without dynamo calls a node "/layer1/layer1.0/conv1/Conv".
     """

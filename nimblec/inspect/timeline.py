@@ -59,7 +59,7 @@ class Timeline:
 
     @property
     def measured(self) -> bool:
-        """Whether times are times; if not, every command counts `UNIT_NS`."""
+        """Whether durations were measured; if not, every command counts `UNIT_NS`."""
         return self.unmeasured < len(self.spans)
 
 
@@ -88,7 +88,7 @@ def timeline(program: Program) -> Timeline:
 
 
 def kind(program: Program, work: Work) -> str:
-    """What sort of work it is: ``copy``, ``fill``, or its operator (``convolution``, ``Conv``)."""
+    """The kind of work: ``copy``, ``fill``, or its operator (``convolution``, ``Conv``)."""
     match work:
         case Memcpy():
             return "copy"
@@ -102,7 +102,7 @@ def kind(program: Program, work: Work) -> str:
 
 
 def visible(text: str) -> str:
-    """Names in a plan, which may come from anywhere, without characters that control a terminal."""
+    """Text without characters that control a terminal: a name in a plan may come from anywhere."""
     return "".join(character if character.isprintable() else "?" for character in text)
 
 

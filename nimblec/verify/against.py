@@ -58,7 +58,7 @@ def _of_entry(path: Path, plan: Plan, entry: str | None) -> tuple[Program, ...]:
     if entry is None and len(entries) == 1:
         (entry,) = entries
     if entry not in entries:
-        what = "which is of the model?" if entry is None else f"none is called {entry!r}"
+        what = "name the one of the model with --entry" if entry is None else f"none is called {entry!r}"
         raise PlanError(f"{path}: has the entries {_names(entries)}: {what}")
     return entries[entry]
 

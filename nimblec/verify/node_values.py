@@ -47,7 +47,7 @@ def compare_nodes(
     values: Mapping[str, np.ndarray],
     tolerance: float,
 ) -> NodeComparison:
-    """Run a plan command by command, and compare what each wrote with what ``nodes`` make.
+    """Run a plan command by command, and compare what each wrote with the outputs of ``nodes``.
 
     ``values`` are ONNX Runtime's by name; ``tolerance`` is relative to a value's largest magnitude.
     """
@@ -84,7 +84,7 @@ def compare_nodes(
 
 
 class _Model:
-    """The nodes by what a plan calls them, and the values that are made of a value."""
+    """The nodes by their source in a plan, and the values computed from a value."""
 
     def __init__(self, target: Target, nodes: Sequence[Node], values: Mapping[str, np.ndarray]) -> None:
         sources = [(source, node) for node in nodes for source in _sources(target, node)]
@@ -97,7 +97,7 @@ class _Model:
                 self._readers.setdefault(name, []).append(node)
 
     def is_made_of(self, name: str, found: np.ndarray, tolerance: float) -> bool:
-        """Whether ``found`` is a value that is made of the value ``name``."""
+        """Whether ``found`` is a value computed from the value ``name``."""
         candidates = (self._values[other] for other in self._made_of(name) if other in self._values)
         return any(
             same_numbers(value, found, tolerance)
@@ -106,7 +106,7 @@ class _Model:
         )
 
     def _made_of(self, name: str) -> Iterator[str]:
-        """Every value that is made of a value, the nearest first."""
+        """Every value computed from a value, the nearest first."""
         seen, waiting = {name}, deque([name])
         while waiting:
             for node in self._readers.get(waiting.popleft(), ()):
@@ -118,7 +118,7 @@ class _Model:
 
 
 def _sources(target: Target, node: Node) -> tuple[str, ...]:
-    """What a plan calls the source of a node's commands."""
+    """The sources that a plan gives the commands of a node."""
     if target is Target.CUDA:
         return (node.description,)
     # A node that ONNX Runtime lays out in blocks loses its name, and its values get this ending.

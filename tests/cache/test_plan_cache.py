@@ -37,7 +37,7 @@ def test_a_second_compilation_gives_the_same_file_and_compiles_nothing(
     assert second.status == 0, second.err
     assert output.read_bytes() == written
     notes = [line for line in second.out.splitlines() if line.startswith("note: ")]
-    assert "taken from the plan cache, where a compilation of" in notes[-1]
+    assert "taken from the plan cache; its compilation took " in notes[-1]
     (stage,) = second.err.splitlines()
     assert stage.startswith("read the plan cache: ")
 
