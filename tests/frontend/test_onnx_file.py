@@ -6,7 +6,7 @@ import numpy as np
 import onnx
 import pytest
 from cpu_plans import floats, write_model
-from onnx import ModelProto, TensorProto, helper
+from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 from nimblec.errors import CompileError, UnsupportedModelError
 from nimblec.frontend.onnx import model_file, model_shapes
@@ -250,6 +250,23 @@ def test_external_data_are_read_into_the_model_where_asked(path: Path) -> None:
     onnx.save(image_model(path), path, save_as_external_data=True, location="data", size_threshold=0)
     assert model_file.load(path).graph.initializer[0].raw_data == np.ones(8, np.float32).tobytes()
     assert not model_file.load(path, external_data=False).graph.initializer[0].raw_data
+
+
+def test_external_data_of_a_sparse_tensor(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are below the model's folder, whatever the current one has."""
+    model = helper.make_model(helper.make_graph([], "g", [], [helper.make_tensor_value_info("w", 1, (4,))]))
+    sparse = model.graph.sparse_initializer.add(dims=[4])
+    sparse.indices.CopyFrom(numpy_helper.from_array(np.array([0, 3])))
+    sparse.values.CopyFrom(TensorProto(name="w", data_type=1, dims=[2], data_location=TensorProto.EXTERNAL))
+    sparse.values.external_data.add(key="location", value="data")
+    onnx.save(model, path)
+    monkeypatch.chdir(path.parent)
+    (path.parent / "elsewhere").mkdir()
+    (path.parent / "elsewhere" / path.name).write_bytes(path.read_bytes())
+    (path.parent / "data").write_bytes(np.array([5, 7], np.float32).tobytes())
+    assert model_file.load(path).graph.sparse_initializer[0].values.raw_data == (path.parent / "data").read_bytes()
+    with pytest.raises(CompileError, match=r"initializer 'w' of .* is stored in it"):
+        model_file.load(path.parent / "elsewhere" / path.name)
 
 
 @pytest.mark.parametrize("name", ["?", "*", "-1", "None", "", " ", "unk__12", "unk", "unknown_3"])

@@ -6,6 +6,7 @@ from pathlib import Path, PurePosixPath
 import onnx
 from google.protobuf.message import DecodeError, Message
 from onnx import ModelProto, TensorProto
+from onnx.external_data_helper import load_external_data_for_tensor
 
 from nimblec.errors import CompileError, UnsupportedModelError
 
@@ -20,7 +21,8 @@ def data_files(path: Path) -> tuple[Path, ...]:
         model = onnx.load(path, load_external_data=False)
     except DecodeError as exc:
         raise CompileError(f"{path}: not an ONNX file") from exc
-    names = {entry.value for tensor in _external(model) for entry in tensor.external_data if entry.key == "location"}
+    entries = (entry for tensor in external_tensors(model) for entry in tensor.external_data)
+    names = {entry.value for entry in entries if entry.key == "location"}
     for name in names:
         if not is_below(name):
             raise UnsupportedModelError(f"{path}: names the data file {name!r}, expected one below the model's folder")
@@ -35,15 +37,47 @@ def is_below(name: object) -> bool:
     return not relative.is_absolute() and ".." not in relative.parts
 
 
-def _external(model: ModelProto) -> Iterator[TensorProto]:
-    """Every tensor stored in another file, wherever in the model it stands: parts of sparse ones too."""
-    left: list[Message] = [model]
-    while left:
-        message = left.pop()
-        if isinstance(message, TensorProto):
-            if message.data_location == TensorProto.EXTERNAL:
-                yield message
-            continue
-        for field, value in message.ListFields():
-            if field.message_type is not None:
-                left.extend([value] if isinstance(value, Message) else value)
+def external_tensors(message: Message) -> Iterator[TensorProto]:
+    """Every tensor in a model that is stored in another file: in subgraphs, attributes and sparse tensors, too."""
+    if isinstance(message, TensorProto):
+        if message.data_location == TensorProto.EXTERNAL:
+            yield message
+        return
+    for field, value in message.ListFields():
+        if field.message_type is not None:
+            for part in [value] if isinstance(value, Message) else value:
+                yield from external_tensors(part)
+
+
+def check_external_data(model: ModelProto, path: Path) -> None:
+    """Raise CompileError unless every data file of the model ``path`` is below its folder and large enough."""
+    for tensor in external_tensors(model):
+        entry = {item.key: item.value for item in tensor.external_data}
+        location = entry.get("location", "")
+        if not is_below(location):
+            raise CompileError(
+                f"{path}: initializer {tensor.name!r} names the data file {location!r}, expected one below the "
+                f"model's folder"
+            )
+        data = path.parent / location
+        if not data.is_file():
+            raise CompileError(f"{data}: missing; initializer {tensor.name!r} of {path} is stored in it")
+        try:
+            offset = int(entry.get("offset", "0"))
+            length = int(entry["length"]) if "length" in entry else 0
+        except ValueError as exc:
+            raise CompileError(f"{path}: initializer {tensor.name!r} has an offset that is not a number") from exc
+        size = data.stat().st_size
+        if offset < 0 or length < 0 or offset + length > size:
+            raise CompileError(
+                f"{data}: has {size} bytes, initializer {tensor.name!r} of {path} needs {offset + length}; the file "
+                f"was cut short or belongs to another model"
+            )
+
+
+def read_external_data(model: ModelProto, folder: Path) -> None:
+    """Read the data files of a model, which are in ``folder``, into it."""
+    for tensor in external_tensors(model):
+        load_external_data_for_tensor(tensor, str(folder))
+        tensor.data_location = TensorProto.DEFAULT
+        tensor.ClearField("external_data")

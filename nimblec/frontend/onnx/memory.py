@@ -3,10 +3,10 @@
 from pathlib import Path
 
 from google.protobuf.message import DecodeError, EncodeError
-from onnx import ModelProto, TensorProto
+from onnx import ModelProto
 
 from nimblec.errors import CompileError
-from nimblec.frontend.onnx import model_file
+from nimblec.frontend.onnx.external_data import external_tensors
 
 
 def write(model: ModelProto | bytes | bytearray | memoryview, folder: Path) -> Path:
@@ -23,11 +23,10 @@ def write(model: ModelProto | bytes | bytearray | memoryview, folder: Path) -> P
         raise CompileError(
             f"the onnx.ModelProto cannot be written ({exc}): save it with external data and give the file's path"
         ) from exc
-    for tensor in model_file.tensors(proto):
-        if tensor.data_location == TensorProto.EXTERNAL:
-            raise CompileError(
-                f"initializer {tensor.name!r} of the ONNX model is stored in a file beside it: give the model's path"
-            )
+    for tensor in external_tensors(proto):
+        raise CompileError(
+            f"initializer {tensor.name!r} of the ONNX model is stored in a file beside it: give the model's path"
+        )
     path = folder / "model.onnx"
     path.write_bytes(image)
     return path

@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 from onnx import AttributeProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
 
 from nimblec.errors import CompileError, UnsupportedModelError
-from nimblec.frontend.onnx.external_data import is_below
+from nimblec.frontend.onnx.external_data import check_external_data, read_external_data
 from nimblec.frontend.onnx.functions import check_functions
 from nimblec.frontend.onnx.model_nodes import node_name, nodes, plain_domain, subgraphs
 from nimblert.plan import ITEM_NBYTES
@@ -96,9 +96,9 @@ def load(path: str | PathLike[str], *, external_data: bool = True) -> ModelProto
     check_operators(model)
     _check_sizes(model, path)
     check_functions(model)
-    _check_external_data(model, path)
+    check_external_data(model, path)
     if external_data:
-        onnx.load_external_data_for_model(model, str(path.parent))
+        read_external_data(model, path.parent)
     return model
 
 
@@ -202,33 +202,6 @@ def _check_sizes(model: ModelProto, path: Path) -> None:
         if any(size < 0 for size in tensor.dims):
             shape = "x".join(map(str, tensor.dims))
             raise CompileError(f"{path}: damaged: tensor {tensor.name!r} has the shape {shape}")
-
-
-def _check_external_data(model: ModelProto, path: Path) -> None:
-    for tensor in tensors(model):
-        if tensor.data_location != TensorProto.EXTERNAL:
-            continue
-        entry = {item.key: item.value for item in tensor.external_data}
-        location = entry.get("location", "")
-        if not is_below(location):
-            raise CompileError(
-                f"{path}: initializer {tensor.name!r} names the data file {location!r}, expected one below the "
-                f"model's folder"
-            )
-        data = path.parent / location
-        if not data.is_file():
-            raise CompileError(f"{data}: missing; initializer {tensor.name!r} of {path} is stored in it")
-        try:
-            offset = int(entry.get("offset", "0"))
-            length = int(entry["length"]) if "length" in entry else 0
-        except ValueError as exc:
-            raise CompileError(f"{path}: initializer {tensor.name!r} has an offset that is no number") from exc
-        size = data.stat().st_size
-        if offset < 0 or length < 0 or offset + length > size:
-            raise CompileError(
-                f"{data}: has {size} bytes, initializer {tensor.name!r} of {path} needs {offset + length}; the file "
-                f"was cut short or belongs to another model"
-            )
 
 
 def _tensor(role: str, value: ValueInfoProto) -> ModelTensor:
