@@ -5,7 +5,7 @@ offset in a region; loading turns pointers into addresses.
 """
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from os import PathLike
@@ -289,6 +289,11 @@ class Program:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "entry", self.entry or self.name)
+
+    @property
+    def work(self) -> Iterator[tuple[int, Work]]:
+        """The launches, copies and fills in issue order, each with the index of its command."""
+        return ((i, command) for i, command in enumerate(self.commands) if not isinstance(command, Record | Wait))
 
     def __repr__(self) -> str:
         inputs, outputs = (listed([_brief(tensor) for tensor in side]) for side in (self.inputs, self.outputs))

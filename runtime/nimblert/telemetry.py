@@ -15,7 +15,7 @@ import numpy as np
 from nimblert.calls.entries import Signature
 from nimblert.context import Context
 from nimblert.errors import InputError, NimbleError
-from nimblert.plan import Op, Record, Wait, Work
+from nimblert.plan import Op, Work
 
 NVTX_VARIABLE = "NIMBLERT_NVTX"
 """The environment variable that, at "1", has `nimblert.load` observe every call with `NvtxRanges`."""
@@ -165,9 +165,7 @@ def _steps(
     steps = _PLAIN["steps"](context, arrays, entry=entry)
     program, _ = context._choose(context._signatures[entry], arrays)  # noqa: SLF001
     try:
-        for command in program.commands:
-            if isinstance(command, Record | Wait):
-                continue
+        for _, command in program.work:
             with ExitStack() as stack:
                 for observer in _observers:
                     stack.enter_context(observer.command(program.ops[command.op]))

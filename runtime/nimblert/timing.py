@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nimblert.plan import Program, Record, Wait
+from nimblert.plan import Program
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +24,6 @@ class CommandTime:
 
 def command_times(program: Program, nanoseconds: Sequence[int]) -> tuple[CommandTime, ...]:
     """Each launch, copy and fill of a program with its time, in issue order."""
-    work = [(i, command) for i, command in enumerate(program.commands) if not isinstance(command, Record | Wait)]
     return tuple(
         CommandTime(
             command=index,
@@ -34,5 +33,5 @@ def command_times(program: Program, nanoseconds: Sequence[int]) -> tuple[Command
             stream=command.stream,
             nanoseconds=duration,
         )
-        for (index, command), duration in zip(work, nanoseconds, strict=True)
+        for (index, command), duration in zip(program.work, nanoseconds, strict=True)
     )

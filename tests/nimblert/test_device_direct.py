@@ -16,7 +16,7 @@ from host_driver import HostDriver
 
 import nimblert
 from nimblert import CudaError, Executable, InputError
-from nimblert.cuda.device_direct import DeviceDirect
+from nimblert.cuda.direct import DeviceDirect
 from nimblert.cuda.pools import PageLockedPool
 from nimblert.plan import Memcpy, Memset
 

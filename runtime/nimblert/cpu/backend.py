@@ -292,11 +292,7 @@ class CpuBackend:
     def _singly(self) -> list[tuple[Work, Step]]:
         """The step of each launch, copy or fill by itself, in issue order: to measure and to look at."""
         with self._sessions:
-            return [
-                (command, self._step(command, index))
-                for index, command in enumerate(self._program.commands)
-                if not isinstance(command, Record | Wait)
-            ]
+            return [(command, self._step(command, index)) for index, command in self._program.work]
 
     @cached_property
     def _alone(self) -> list[Bound]:
@@ -351,7 +347,7 @@ def _replaced(refits: Iterable[Refit]) -> set[int]:
         for tensor, array in zip(refit.program.inputs, refit.arrays, strict=True)
         if tensor.pointer.region is Region.WEIGHTS and array is not None and tensor.span_nbytes
     }
-    accesses = (a for r in refits for c in r.program.commands if not isinstance(c, Record | Wait) for a in writes(c))
+    accesses = (access for refit in refits for _, command in refit.program.work for access in writes(command))
     return given | {a.pointer.offset for a in accesses if a.pointer.region is Region.WEIGHTS and a.nbytes}
 
 

@@ -9,16 +9,17 @@ from nimblert.arrays.device_arrays import DeviceArray, DeviceOutput
 from nimblert.arrays.dtypes import numpy_dtype
 from nimblert.calls.refitting import Refit
 from nimblert.calls.turn import Turn
-from nimblert.cuda import device_refit, driver, graph
-from nimblert.cuda.device_direct import DeviceDirect
+from nimblert.cuda import driver, graph, refit
+from nimblert.cuda.direct import DeviceDirect
 from nimblert.cuda.driver import Context, Handle, call
 from nimblert.cuda.memory import Bases, DeviceMemory, Staging, place_weights
 from nimblert.cuda.movers import GatherKernels, Mover
-from nimblert.cuda.transfers import Inlet, Outlet, Pools
+from nimblert.cuda.pools import Pools
+from nimblert.cuda.transfers import Inlet, Outlet
 from nimblert.cuda.whole_calls import Given, WholeCalls
 from nimblert.cuda.working import CudaWorking, DeviceArena
 from nimblert.errors import InputError
-from nimblert.plan import Plan, Pointer, Program, Record, Tensor, Wait, Work
+from nimblert.plan import Plan, Pointer, Program, Tensor, Work
 
 
 class CudaResident:
@@ -51,7 +52,7 @@ class CudaResident:
         self, refits: Sequence[Refit], backends: Sequence["CudaBackend"], ready: Callable[[], None]
     ) -> Sequence["CudaBackend"]:
         """Replace weights where they lie: the same backends go on."""
-        device_refit.refit(self._device, refits, self.weights, self.functions, self.gathers, ready)
+        refit.refit(self._device, refits, self.weights, self.functions, self.gathers, ready)
         return backends
 
     def close(self) -> None:
@@ -340,7 +341,7 @@ class CudaBackend:
 
     def _work(self) -> Iterator[Work]:
         """Launches, copies and fills, in issue order."""
-        return (command for command in self._program.commands if not isinstance(command, Record | Wait))
+        return (command for _, command in self._program.work)
 
     @contextmanager
     def _run_once(self) -> Iterator[Handle]:

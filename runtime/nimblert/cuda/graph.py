@@ -9,7 +9,7 @@ import numpy as np
 from nimblert.cuda.driver import Context, Handle, PackedParameters, bindings, call
 from nimblert.cuda.edges import Edge, edges
 from nimblert.cuda.memory import DeviceMemory
-from nimblert.plan import Dim3, Kernel, Launch, Memcpy, Memset, Module, Program, Record, Wait, Work
+from nimblert.plan import Dim3, Kernel, Launch, Memcpy, Memset, Module, Program, Work
 
 _PROGRAMMATIC_PORT = 1  # CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC
 
@@ -47,9 +47,8 @@ def relocate(launch: Launch, memory: DeviceMemory) -> bytearray:
 def build(context: Context, program: Program, functions: Sequence[Handle], memory: DeviceMemory) -> Handle:
     """The CUgraph of a program: one node for each launch, copy and fill."""
     graph = context.acquire(call("cuGraphCreate", 0), "cuGraphDestroy")
-    work = [c for c in program.commands if not isinstance(c, Record | Wait)]
     nodes: list[Handle] = []
-    for command, before in zip(work, edges(program.commands), strict=True):
+    for (_, command), before in zip(program.work, edges(program.commands), strict=True):
         node = add_node(graph, command, functions, memory)
         _add_edges(graph, nodes, node, before)
         nodes.append(node)

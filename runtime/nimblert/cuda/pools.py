@@ -165,3 +165,17 @@ class DevicePool(_Pool):
         address, event = block
         driver.bindings().cuMemFree(address)
         driver.bindings().cuEventDestroy(event)
+
+
+class Pools:
+    """Memory on a GPU and beside it for the outputs that callers keep."""
+
+    def __init__(self, ordinal: int) -> None:
+        self.ordinal = ordinal
+        self.host = PageLockedPool(Context(ordinal))
+        self.device = DevicePool(Context(ordinal))
+
+    def close(self) -> None:
+        """Free what nobody has."""
+        self.host.close()
+        self.device.close()

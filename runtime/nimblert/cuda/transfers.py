@@ -23,7 +23,7 @@ from nimblert.cuda.copiers import PART_NBYTES, copied
 from nimblert.cuda.driver import Context, Handle, call
 from nimblert.cuda.memory import DeviceMemory, Staging, allocate
 from nimblert.cuda.movers import GatherKernels, Mover, copy_rows
-from nimblert.cuda.pools import DevicePool, HostLayout, Lent, PageLockedPool
+from nimblert.cuda.pools import HostLayout, Lent, Pools
 from nimblert.errors import InputError
 from nimblert.plan import ITEM_NBYTES, Tensor
 
@@ -198,7 +198,7 @@ class Outlet:
         memory: DeviceMemory,
         staging: Staging,
         kernels: GatherKernels,
-        pools: "Pools",
+        pools: Pools,
     ) -> None:
         self._tensors = tensors
         self._addresses = [memory.address(tensor.pointer) for tensor in tensors]
@@ -344,17 +344,3 @@ def _remembered(known: dict[_K, _T], strides: _K, found: _T) -> _T:
         known.clear()
     known[strides] = found
     return found
-
-
-class Pools:
-    """Memory on a GPU and beside it for the outputs that callers keep."""
-
-    def __init__(self, ordinal: int) -> None:
-        self.ordinal = ordinal
-        self.host = PageLockedPool(Context(ordinal))
-        self.device = DevicePool(Context(ordinal))
-
-    def close(self) -> None:
-        """Free what nobody has."""
-        self.host.close()
-        self.device.close()

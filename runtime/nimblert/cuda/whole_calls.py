@@ -17,7 +17,7 @@ from nimblert.cuda.movers import Mover
 from nimblert.cuda.pools import Lent
 from nimblert.cuda.transfers import Inlet, Outlet
 from nimblert.ordering import pieces
-from nimblert.plan import Program, Record, Region, Tensor, Wait
+from nimblert.plan import Program, Region, Tensor
 
 _ENOUGH_ON_HOST = 3
 _ENOUGH_ON_DEVICE = 16
@@ -114,8 +114,8 @@ def _movable(program: Program) -> tuple[list[bool], list[bool]]:
 
     Those of an input only where no kernel writes it, too: the array is the caller's.
     """
-    work = [command for command in program.commands if not isinstance(command, Record | Wait)]
-    written = {(access.pointer.region, access.pointer.index) for command in work for access in pieces.writes(command)}
+    accesses = (access for _, command in program.work for access in pieces.writes(command))
+    written = {(access.pointer.region, access.pointer.index) for access in accesses}
     users = Counter((t.pointer.region, t.pointer.index) for t in (*program.inputs, *program.outputs))
 
     def stands_alone(tensor: Tensor, region: Region) -> bool:

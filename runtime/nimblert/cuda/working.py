@@ -6,9 +6,9 @@ from typing import Any
 from nimblert.arrays import device_arrays
 from nimblert.arrays.device_arrays import DeviceArray
 from nimblert.cuda import driver
-from nimblert.cuda.device_state import DeviceState
 from nimblert.cuda.driver import NO_TIMING, Context, Handle, call
 from nimblert.cuda.memory import Bases, allocate, place_working
+from nimblert.cuda.state import DeviceState
 from nimblert.errors import InputError
 from nimblert.plan import Plan, Region
 

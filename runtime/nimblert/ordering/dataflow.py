@@ -7,7 +7,7 @@ import numpy as np
 
 from nimblert.ordering import pieces
 from nimblert.ordering.pieces import Ints
-from nimblert.plan import Access, Program, Record, Region, Wait
+from nimblert.plan import Access, Program, Region
 
 BEFORE = -1
 """Stands for whoever wrote a byte before the first command."""
@@ -37,7 +37,7 @@ class Dataflow:
 
 def dataflow(program: Program) -> Dataflow:
     """Follow the bytes of a program through its commands. Linear in its accesses and their pieces."""
-    works = [(i, command) for i, command in enumerate(program.commands) if not isinstance(command, Record | Wait)]
+    works = list(program.work)
     returned = [Access(pointer=tensor.pointer, nbytes=tensor.span_nbytes) for tensor in program.outputs]
     memory = {
         region: _Memory(np.unique(np.concatenate((pieces.cuts(touched), _ends(returned, region)))))

@@ -15,7 +15,7 @@ from nimblert.limits import DEFAULT_LIMITS, Limits
 from nimblert.ordering import pieces
 from nimblert.ordering.order import Order, order
 from nimblert.ordering.pieces import Touches
-from nimblert.plan import Program, Record, Region, Wait, Work
+from nimblert.plan import Program, Region, Work
 
 _MOST_SENTENCES = 100
 """Where one wait is missing, thousands of pairs may be unordered; nobody reads more."""
@@ -30,9 +30,7 @@ def hazards(program: Program, limits: Limits = DEFAULT_LIMITS) -> Iterator[str]:
     Near-linear in its accesses; one whose accesses fall into more pieces than ``limits`` has is not judged
     but named.
     """
-    works = [
-        (place, command) for place, command in enumerate(program.commands) if not isinstance(command, Record | Wait)
-    ]
+    works = list(program.work)
     touched = pieces.touches([work for _, work in works])
     found = sum(pieces.count(accesses) for accesses in touched.values())
     if found > limits.pieces:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from nimblert.arrays import layouts
 from nimblert.extents import under
 from nimblert.ordering.pieces import reads, writes
-from nimblert.plan import ITEM_NBYTES, Access, Plan, Program, Record, Region, Role, Tensor, Wait, Weight
+from nimblert.plan import ITEM_NBYTES, Access, Plan, Program, Region, Role, Tensor, Weight
 
 
 @dataclass(slots=True)
@@ -118,8 +118,7 @@ def _read_problems(index: int, access: Access, plan: Plan, owners: _Owners) -> I
 def _accesses(refit: Program, *, written: bool) -> Iterator[tuple[str, Access]]:
     """What the commands write, or read, each with its place in the plan."""
     of = writes if written else reads
-    for i, command in enumerate(refit.commands):
-        if not isinstance(command, Record | Wait):
-            for access in of(command):
-                if access.nbytes:
-                    yield f"commands[{i}].{'writes' if written else 'reads'}", access
+    for i, command in refit.work:
+        for access in of(command):
+            if access.nbytes:
+                yield f"commands[{i}].{'writes' if written else 'reads'}", access

@@ -1,9 +1,10 @@
 """The rules of a plan's state: tensors that a user can ask for by name, and that a reset gives back whole."""
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
-from nimblert.plan import Access, Command, Launch, Memcpy, Memset, Plan, Program, Region
+from nimblert.ordering.pieces import reads, writes
+from nimblert.plan import Access, Plan, Program, Region
 
 
 def problems(plan: Plan) -> Iterator[str]:
@@ -27,35 +28,15 @@ def problems(plan: Plan) -> Iterator[str]:
 
 
 def _accesses(program: Program) -> Iterator[tuple[int, Access]]:
-    """What each command of a program, by its index, touches of the state."""
-    for index, command in enumerate(program.commands):
-        for access in _touched(command):
+    """The accesses of each command of a program, by its index, to the state."""
+    for index, command in program.work:
+        for access in (*reads(command), *writes(command)):
             if access.pointer.region is Region.STATE and access.nbytes > 0:
                 yield index, access
 
 
-def _touched(command: Command) -> tuple[Access, ...]:
-    match command:
-        case Launch():
-            return (*command.reads, *command.writes)
-        case Memcpy():
-            return tuple(Access(pointer=pointer, nbytes=command.nbytes) for pointer in (command.dst, command.src))
-        case Memset():
-            return (Access(pointer=command.dst, nbytes=command.count * command.element_nbytes),)
-    return ()
-
-
 def writes_state(program: Program) -> bool:
-    """Whether a run changes the state, which later runs read: it may not hold what stands for nothing."""
-    return any(region is Region.STATE for region in _written(program))
-
-
-def _written(program: Program) -> Iterable[Region]:
-    for tensor in program.inputs:
-        yield tensor.pointer.region
-    for command in program.commands:
-        match command:
-            case Launch():
-                yield from (access.pointer.region for access in command.writes)
-            case Memcpy() | Memset():
-                yield command.dst.region
+    """Whether a run changes the state: padding must not get into what later runs read."""
+    return any(tensor.pointer.region is Region.STATE for tensor in program.inputs) or any(
+        access.pointer.region is Region.STATE for _, command in program.work for access in writes(command)
+    )

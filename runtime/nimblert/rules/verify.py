@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from itertools import islice, pairwise
 from math import inf
 
-from nimblert import limits as ceilings
 from nimblert.extents import MAX_NBYTES, Sizes, array_problems, dense_nbytes, extent_problems, region_sizes, under
 from nimblert.limits import DEFAULT_LIMITS, Limits
 from nimblert.plan import (
@@ -33,7 +32,7 @@ from nimblert.plan import (
     Weight,
     Work,
 )
-from nimblert.rules import cpu_rules, entry_rules, launch_limits, refit_rules, state_rules
+from nimblert.rules import cpu_rules, entry_rules, launch_limits, limit_rules, refit_rules, state_rules
 
 MAX_BIAS = 1 << 40
 """How far from its region a relocation may point; see `Pointer`."""
@@ -48,7 +47,7 @@ def problems(plan: Plan, limits: Limits = DEFAULT_LIMITS) -> Iterator[str]:
 
     Whether conflicting accesses are ordered is `hazards` to say. Ends after some thousands of sentences.
     """
-    beyond = tuple(ceilings.problems(plan, limits))
+    beyond = tuple(limit_rules.problems(plan, limits))
     # What is beyond a limit is not looked at any closer.
     return iter(beyond) if beyond else islice(_problems(plan, limits), _MOST_SENTENCES)
 
@@ -275,9 +274,7 @@ def _event_problems(program: Program) -> Iterator[str]:
 def _programmatic_problems(program: Program, plan: Plan) -> Iterator[str]:
     """A programmatic edge runs from a launch to a launch."""
     last: dict[int, Work] = {}
-    for i, command in enumerate(program.commands):
-        if isinstance(command, Record | Wait):
-            continue
+    for i, command in program.work:
         if isinstance(command, Launch) and command.programmatic:
             if plan.target != Target.CUDA:
                 yield f"commands[{i}].programmatic: expected on the CUDA target only"
@@ -298,7 +295,7 @@ def _golden_problems(golden: Golden, output_count: int) -> Iterator[str]:
 
 def _schedule_problems(record: ScheduleRecord, program: Program) -> Iterator[str]:
     """Whether the record can be about this program; what it claims is judged by `nimblec verify`."""
-    work_count = sum(not isinstance(command, Record | Wait) for command in program.commands)
+    work_count = sum(1 for _ in program.work)
     yield from _policy_problems(record.policy)
     if any(before >= after for before, after in pairwise(record.antichain)):
         yield "antichain: is not in ascending order, each once"
