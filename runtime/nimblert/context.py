@@ -14,7 +14,8 @@ from nimblert.arrays.device_arrays import DeviceArray
 from nimblert.calls.backend import Backend, Backends, Resident
 from nimblert.calls.binding import Bindings
 from nimblert.calls.entries import Entries, Entry, Signature
-from nimblert.calls.serving import checked_out, serve
+from nimblert.calls.outputs import checked_out
+from nimblert.calls.parts import serve
 from nimblert.calls.state import State, Working
 from nimblert.calls.turn import Relaunch, Steps, Turn
 from nimblert.errors import InputError

@@ -267,7 +267,7 @@ def test_a_file_that_is_no_safetensors_file(model: Executable, tmp_path: Path, c
     ("dtype", "sentence"),
     [
         ("bfloat16", "weight 'w': dtype bfloat16, expected float32"),
-        ("float8_e4m3fn", "weight 'w' is of F8_E4M3, which no plan has: convert it"),
+        ("float8_e4m3fn", "'w' has dtype F8_E4M3, which no plan has: convert it"),
     ],
 )
 def test_a_file_of_other_dtypes(model: Executable, tmp_path: Path, dtype: str, sentence: str) -> None:

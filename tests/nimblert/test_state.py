@@ -14,10 +14,9 @@ import pytest
 from kept_state import keeping
 
 import nimblert
-from nimblert.calls.refitting import read_file
 from nimblert.errors import InputError, PlanInvalidError
 from nimblert.executable import Executable
-from nimblert.files import container
+from nimblert.files import container, safetensors
 from nimblert.plan import Memcpy, Memset
 from nimblert.rules import verify
 
@@ -183,4 +182,4 @@ def test_names_that_users_cannot_ask_for(names: tuple[str, str], sentence: str |
 def test_what_is_no_file_is_not_waited_for(tmp_path: Path, name: str) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(InputError, match=r"(pipe|/dev/zero): is no regular file, expected a safetensors file"):
-        read_file(tmp_path / name)
+        safetensors.read(tmp_path / name)

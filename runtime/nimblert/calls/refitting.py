@@ -1,33 +1,21 @@
 """What `Executable.refit` is given: arrays for weights by name, checked before one byte is written."""
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from os import PathLike
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from nimblert.arrays.device_arrays import DeviceArray
-from nimblert.arrays.dtypes import numpy_dtype
 from nimblert.calls.entries import Take, checked_array
 from nimblert.errors import InputError
+from nimblert.files import safetensors
 from nimblert.plan import Plan, Program, Region, Tensor
 
 NewWeights: TypeAlias = Mapping[str, Any] | str | PathLike[str]
 """Arrays by the name of a weight, or the path of a safetensors file."""
-
-_FILE_DTYPES = {
-    "BOOL": "bool",
-    "BF16": "bfloat16",
-    "C64": "complex64",
-    **{f"{kind[0].upper()}{bits}": f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)},
-    **{f"F{bits}": f"float{bits}" for bits in (16, 32, 64)},
-}
-"""The dtypes that safetensors files and plans have both, by their names there."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refit:
@@ -47,7 +35,7 @@ def checked(plan: Plan, weights: NewWeights, take: Take) -> list[Refit]:
 
     Raises InputError where an array is not what its weight is, or lacks another one that one constant is made of both.
     """
-    given = read_file(weights) if isinstance(weights, str | PathLike) else weights
+    given = safetensors.read(weights) if isinstance(weights, str | PathLike) else weights
     if not isinstance(given, Mapping):
         raise InputError(
             f"refit: got {type(given).__name__}, expected a dict of arrays by name, or the path of a safetensors file"
@@ -93,27 +81,3 @@ def _unknown(name: object, known: list[str]) -> str:
         f"weight {name!r}: not one of the {len(known)} that the plan can replace; {hint} it was folded or repacked "
         "(compile with --refittable), or no output depends on it (leave it out)"
     )
-
-
-def read_file(path: str | PathLike[str]) -> dict[str, Any]:
-    """The arrays in a safetensors file, by name. Raises InputError where it cannot be read."""
-    try:
-        from safetensors import SafetensorError, safe_open
-    except ImportError as exc:
-        raise InputError("a safetensors file needs a package to read it: pip install 'nimblert[safetensors]'") from exc
-    name = os.fspath(path)
-    if Path(name).exists() and not Path(name).is_file():  # opening a pipe may never end
-        raise InputError(f"{name}: is no regular file, expected a safetensors file")
-    found = {}
-    try:
-        with safe_open(name, framework="numpy") as file:
-            keys = file.keys()
-            for key in keys:
-                dtype = file.get_slice(key).get_dtype()
-                if dtype not in _FILE_DTYPES:
-                    raise InputError(f"{name}: weight {key!r} is of {dtype}, which no plan has: convert it")
-                numpy_dtype(_FILE_DTYPES[dtype])  # which numpy may not know yet
-                found[key] = file.get_tensor(key)
-    except (OSError, SafetensorError) as exc:
-        raise InputError(f"{name}: is no safetensors file that can be read: {exc}") from exc
-    return found

@@ -4,7 +4,6 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from os import PathLike
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -12,9 +11,8 @@ import numpy as np
 from nimblert.arrays.dtypes import numpy_dtype
 from nimblert.arrays.layouts import dense_strides
 from nimblert.calls.entries import checked_array
-from nimblert.calls.refitting import read_file
 from nimblert.errors import InputError
-from nimblert.files.replacing import replacing
+from nimblert.files import safetensors
 from nimblert.plan import Plan, Pointer, Region, Tensor, Weight
 
 if TYPE_CHECKING:
@@ -105,20 +103,13 @@ class State(Mapping[str, np.ndarray]):
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write all of it to a safetensors file. Raises InputError without that package, NimbleError for the file."""
-        try:
-            from safetensors import numpy as files
-        except ImportError as exc:
-            raise InputError(
-                "a safetensors file needs a package to write it: pip install 'nimblert[safetensors]'"
-            ) from exc
         with self._context.between_runs() as working:
-            content = files.save({name: _content(working, tensor) for name, tensor in self._tensors.items()})
-        with replacing(Path(path)) as file:
-            file.write(content)
+            content = {name: _content(working, tensor) for name, tensor in self._tensors.items()}
+        safetensors.write(path, content)
 
     def load(self, path: str | PathLike[str]) -> None:
         """Take all of it from a file that `save` wrote, of a plan with the same state. Raises InputError."""
-        found = read_file(path)
+        found = safetensors.read(path)
         if missing := [name for name in self._tensors if name not in found]:
             raise InputError(f"{os.fspath(path)}: lacks the state {missing[0]!r}")
         self.update(found)

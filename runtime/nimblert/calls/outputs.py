@@ -1,0 +1,47 @@
+"""Arrays of the caller that take the outputs of a call."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from nimblert.arrays import layouts
+from nimblert.arrays.device_arrays import DeviceArray
+from nimblert.calls.binding import owned
+from nimblert.calls.entries import Take, checked_array
+from nimblert.errors import InputError
+from nimblert.plan import Tensor
+
+
+def checked_out(tensors: Sequence[Tensor], out: Mapping[str, Any], take: Take) -> dict[str, np.ndarray | DeviceArray]:
+    """The arrays of the caller for outputs, by name. Raises InputError where one cannot take its output."""
+    outputs = {tensor.name: tensor for tensor in tensors}
+    checked: dict[str, np.ndarray | DeviceArray] = {}
+    for name, value in out.items():
+        if name not in outputs:
+            raise InputError(f"out: {name!r} is not one of the plan's outputs {list(outputs)}")
+        array = owned(f"out {name!r}", value, checked_array("out", outputs[name], value, take))
+        if tuple(array.shape) != outputs[name].shape:
+            raise InputError(f"out {name!r}: shape {tuple(array.shape)}, expected {outputs[name].shape}")
+        if array.read_only if isinstance(array, DeviceArray) else not array.flags.writeable:
+            raise InputError(f"out {name!r}: the array is read-only: give one that can be written")
+        if layouts.overlaps(array.shape, tuple(map(abs, array.strides)), _step(array)):
+            raise InputError(f"out {name!r}: elements of the array share memory")
+        if other := next((other for other, taken in checked.items() if share_memory(array, taken)), None):
+            raise InputError(f"out {name!r}: shares memory with what {other!r} is written into")
+        checked[name] = array
+    return checked
+
+
+def _step(array: np.ndarray | DeviceArray) -> int:
+    """The stride of adjacent elements."""
+    return array.itemsize if isinstance(array, np.ndarray) else 1
+
+
+def share_memory(one: np.ndarray | DeviceArray, other: np.ndarray | DeviceArray) -> bool:
+    """Whether two arrays share bytes; on a GPU, whether the ranges from their first to their last bytes overlap."""
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        return np.shares_memory(one, other)
+    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
+        return False
+    return one.address < other.address + other.span_nbytes and other.address < one.address + one.span_nbytes

@@ -1,0 +1,56 @@
+"""Files of weights and of state: safetensors, read and written by the package of that name."""
+
+import os
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+
+import numpy as np
+
+from nimblert.arrays.dtypes import numpy_dtype
+from nimblert.errors import InputError
+from nimblert.files.replacing import replacing
+
+_DTYPES = {
+    "BOOL": "bool",
+    "BF16": "bfloat16",
+    "C64": "complex64",
+    **{f"{kind[0].upper()}{bits}": f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)},
+    **{f"F{bits}": f"float{bits}" for bits in (16, 32, 64)},
+}
+"""The dtypes that both safetensors files and plans have, by their names in the files."""
+
+
+def read(path: str | PathLike[str]) -> dict[str, np.ndarray]:
+    """The arrays in a safetensors file, by name. Raises InputError where it cannot be read."""
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError as exc:
+        raise InputError("a safetensors file needs a package to read it: pip install 'nimblert[safetensors]'") from exc
+    name = os.fspath(path)
+    if Path(name).exists() and not Path(name).is_file():  # opening a pipe may never end
+        raise InputError(f"{name}: is no regular file, expected a safetensors file")
+    found: dict[str, np.ndarray] = {}
+    try:
+        with safe_open(name, framework="numpy") as file:
+            keys = file.keys()
+            for key in keys:
+                dtype = file.get_slice(key).get_dtype()
+                if dtype not in _DTYPES:
+                    raise InputError(f"{name}: {key!r} has dtype {dtype}, which no plan has: convert it")
+                numpy_dtype(_DTYPES[dtype])  # which numpy may not know yet
+                found[key] = file.get_tensor(key)
+    except (OSError, SafetensorError) as exc:
+        raise InputError(f"{name}: is no safetensors file that can be read: {exc}") from exc
+    return found
+
+
+def write(path: str | PathLike[str], arrays: Mapping[str, np.ndarray]) -> None:
+    """Write arrays by name, all or nothing. Raises InputError without the package, NimbleError for the file."""
+    try:
+        from safetensors import numpy as files
+    except ImportError as exc:
+        raise InputError("a safetensors file needs a package to write it: pip install 'nimblert[safetensors]'") from exc
+    content = files.save(dict(arrays))
+    with replacing(Path(path)) as file:
+        file.write(content)
