@@ -37,7 +37,7 @@ class ChannelAffine:
 
 
 def read_affine(rewriter: Rewriter, node: fx.Node) -> ChannelAffine | None:
-    """What ``node`` scales and shifts, if that is all it does and it keeps dtype and shape."""
+    """``node`` as a scale and a shift of a value; None where it does more, or changes dtype or shape."""
     read = _read_norm(rewriter, node) or _read_arithmetic(rewriter, node) or _read_addcmul(rewriter, node)
     if read is None or not fake(node).dtype.is_floating_point:
         return None
@@ -45,7 +45,7 @@ def read_affine(rewriter: Rewriter, node: fx.Node) -> ChannelAffine | None:
 
 
 def _read_norm(rewriter: Rewriter, node: fx.Node) -> ChannelAffine | None:
-    """The first result of a batch norm by running statistics, whose other results nobody uses."""
+    """The first result of a batch norm in inference whose other results are unused."""
     norm = node.args[0] if node.args else None
     if not (isinstance(norm, fx.Node) and is_call(norm, *NORMS)) or node.args[1:] != (0,) or len(norm.users) != 1:
         return None
@@ -100,7 +100,7 @@ def _read_arithmetic(rewriter: Rewriter, node: fx.Node) -> ChannelAffine | None:
 
 
 def _read_addcmul(rewriter: Rewriter, node: fx.Node) -> ChannelAffine | None:
-    """What a batch norm became that nothing took in."""
+    """An ``addcmul`` by constants for each channel: a batch norm that could not be folded."""
     if not is_call(node, aten.addcmul.default) or node.kwargs:
         return None
     shift, source, scale = (argument(node, place) for place in range(3))

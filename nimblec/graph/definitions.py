@@ -1,4 +1,4 @@
-"""What the fused calls of CUDA libraries compute there, in plain ATen calls; what slow calls return.
+"""Fused calls of CUDA libraries in plain ATen calls, and results of calls that torch is slow to infer.
 
 The fused calls exist on CUDA only, or mean something else on the CPU; their definitions infer
 shapes and check rewrites on any machine. Sources: aten/src/ATen/native/cudnn/ConvShared.cpp and
@@ -65,11 +65,11 @@ RECURRENT: Mapping[Any, str] = {
     aten.rnn_tanh.input: "RNN_TANH",
     aten.rnn_relu.input: "RNN_RELU",
 }
-"""Whole recurrent networks, as `torch.nn` calls them, and torch's names of what they are to cuDNN."""
+"""Whole recurrent networks as `torch.nn` calls them, and torch's names of their cuDNN modes."""
 
 
 def _normalized(x: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """What a batch norm returns in inference."""
+    """The results of a batch norm in inference."""
     return torch.empty_like(x), x.new_empty(0), x.new_empty(0)
 
 
@@ -84,9 +84,9 @@ def _recurrent(
     bidirectional: bool,
     batch_first: bool,
 ) -> tuple[Tensor, ...]:
-    """What a recurrent network returns for (steps, batch, width), or (batch, steps, width) if ``batch_first``.
+    """The results of a recurrent network for (steps, batch, width), or (batch, steps, width) if ``batch_first``.
 
-    That is the outputs of all steps, (steps, batch, hidden) in memory whatever their shape, and each
+    They are the outputs of all steps, (steps, batch, hidden) in memory whatever their shape, and each
     part of the last state. Source: aten/src/ATen/native/RNN.cpp of PyTorch.
     """
     states = (state,) if isinstance(state, Tensor) else tuple(state)
@@ -99,11 +99,11 @@ FAKES: Mapping[Any, Callable[..., Any]] = {
     aten._native_batch_norm_legit_no_training.default: _normalized,
     **dict.fromkeys(RECURRENT, _recurrent),
 }
-"""What calls return, where torch takes long to tell: a deep network has hundreds of norms, and torch infers a
-recurrent network step by step."""
+"""Results of calls that torch is slow to infer: a deep network has hundreds of norms, and torch infers a recurrent
+network step by step."""
 
 INFERENCES: Mapping[Any, Callable[..., Any]] = {**DEFINITIONS, **FAKES}
-"""How to infer what calls return that torch does not infer, or not fast."""
+"""Inference of the calls that torch cannot infer, or is slow to."""
 
 
 class Interpreter(fx.Interpreter):

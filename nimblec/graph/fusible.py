@@ -18,7 +18,7 @@ _POINTWISE = frozenset({
     "hardtanh", "hardswish", "hardsigmoid", "leaky_relu", "elu", "softplus", "mish", "log_sigmoid_forward", "prelu",
     "_to_copy", "copy", "full_like", "zeros_like", "ones_like", "masked_fill", "where", "clamp",
 })
-"""Calls that are not tagged so in each torch."""
+"""Pointwise calls that not every version of torch tags as such."""
 
 _NAMES = _POINTWISE | frozenset({
     # reductions
@@ -45,14 +45,14 @@ _SLOW_ALONE = _STENCILS | _ONE_LAUNCH | {
     "upsample_nearest2d", "upsample_nearest1d", "native_group_norm", "_native_batch_norm_legit_functional", "roll",
     "flip", "constant_pad_nd", "reflection_pad2d", "replication_pad2d", "slice_scatter", "select_scatter",
 }
-"""Calls that ATen computes by slow kernels or by several; others it computes alone as well as generated code."""
+"""Calls that ATen computes by slow kernels or by several. Any other call alone is as fast as generated code."""
 
 LARGEST_WINDOW = 25
-"""Elements of a pooling window that Inductor generates code for (torch/_inductor/lowering.py); others are ATen's."""
+"""Elements of the largest pooling window that Inductor generates code for (torch/_inductor/lowering.py)."""
 
 
 def is_fusible(node: fx.Node) -> bool:
-    """Whether a generated kernel can compute the call; its results are all dense tensors, the first not empty."""
+    """Whether a generated kernel can compute the call: all its results are real tensors, the first not empty."""
     target = node.target
     if not isinstance(target, OpOverload) or target.namespace != "aten" or not is_pure(node):
         return False
@@ -65,7 +65,7 @@ def is_fusible(node: fx.Node) -> bool:
 
 
 def is_pointwise(node: fx.Node) -> bool:
-    """Whether each element of the result is computed of those at its place, where arguments are broadcast to it."""
+    """Whether each element of the result depends only on those at its place in the broadcast arguments."""
     return is_tagged_pointwise(node) or _name(node) in _POINTWISE
 
 
@@ -85,7 +85,7 @@ def is_one_launch(node: fx.Node) -> bool:
 
 
 def _window(node: fx.Node) -> int:
-    """How many elements a pooling call reads for one of its result."""
+    """How many elements a pooling call reads for each element of its result."""
     given = bound(node)
     if "kernel_size" in given:
         size = given["kernel_size"]
@@ -95,7 +95,5 @@ def _window(node: fx.Node) -> int:
 
 
 def _name(node: fx.Node) -> str:
-    """The name of a call within its namespace; empty for what is no overload."""
+    """The name of a call within its namespace; empty where it calls no overload."""
     return node.target._schema.name.partition("::")[2] if isinstance(node.target, OpOverload) else ""
-
-

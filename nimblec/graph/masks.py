@@ -1,4 +1,4 @@
-"""Attention masks whose values are known: what they hide."""
+"""Constant attention masks: what they hide."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 HIDDEN = -1e4
-"""A constant score from here on down hides a position as minus infinity does."""
+"""A constant score of this or less hides a position as minus infinity does."""
 
 
 def hides_nothing(mask: Tensor) -> bool:
@@ -15,7 +15,7 @@ def hides_nothing(mask: Tensor) -> bool:
 
 
 def is_causal(mask: Tensor, lengths: Sequence[int]) -> bool:
-    """Whether a mask leaves each of equally many queries and keys, ``lengths``, the keys up to its own."""
+    """Whether a mask shows each query the keys up to its own; ``lengths`` (queries, keys) must be equal."""
     if lengths[0] != lengths[1] or tuple(mask.shape[-2:]) != tuple(lengths):
         return False
     earlier = torch.ones(tuple(lengths), dtype=torch.bool, device=mask.device).tril().expand(mask.shape)

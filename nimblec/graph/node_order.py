@@ -9,9 +9,9 @@ from nimblec.graph.topological_order import topological_order
 
 
 def reorder(graph: fx.Graph, pairs: Iterable[tuple[fx.Node, fx.Node]] = ()) -> bool:
-    """Put nodes after what they read, the first of each pair before the second, the output last; else as they were.
+    """Sort nodes topologically, with the first of each pair before the second and the output last; stable otherwise.
 
-    False, and nothing changes, where that is no order.
+    False, and nothing changes, where there is no such order.
     """
     nodes = list(graph.nodes)
     place = {node: n for n, node in enumerate(nodes)}

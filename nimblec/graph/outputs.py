@@ -1,4 +1,4 @@
-"""Outputs in memory of their own and in the order they had, whatever rewrites have merged, folded or laid anew."""
+"""Outputs keep their strides, and have memory of their own, whatever rewrites have merged, folded or laid out anew."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ Strides = tuple[tuple[int, ...], ...]
 
 
 def keep_outputs(module: fx.GraphModule, strides: Strides) -> None:
-    """Outputs lie in memory of their own, with the strides that they had; all values are inferred anew."""
+    """Give outputs memory of their own and the strides that they had; infer all values again."""
     Rewriter(module).propagate()
     restore_strides(module, strides)
     separate_outputs(module)

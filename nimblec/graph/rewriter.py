@@ -1,4 +1,4 @@
-"""Read and change a flat ATen graph: what all rewrites are written in."""
+"""Read and change a flat ATen graph: the verbs that all rewrites are written in."""
 
 import copy
 import operator
@@ -19,7 +19,7 @@ from nimblec.places import joined
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Inference:
-    """What a call returned, and what it read: in words, and the values, so that no other takes their identity."""
+    """The result of a call and what it read: as text, and the values themselves, so that no identity is reused."""
 
     read: str
     values: tuple[Any, ...]
@@ -54,8 +54,8 @@ class Rewriter:
         with self.graph.inserting_before(at):
             node = self.graph.get_attr(name)
         with self._mode:
-            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-        return _described(node, fake, at)
+            value = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        return _described(node, value, at)
 
     def call(self, target: Any, *args: Any, at: fx.Node, **kwargs: Any) -> fx.Node:
         """A new call, placed before ``at`` and named as coming from there."""
@@ -64,7 +64,7 @@ class Rewriter:
         return _described(node, self.infer(node), at)
 
     def infer(self, node: fx.Node) -> Any:
-        """What a call returns, as fake tensors: those inferred last, if it reads the same values as then."""
+        """The results of a call as fake tensors; inferred again only where its arguments have changed."""
         given = fx.map_arg((tuple(node.args), dict(node.kwargs)), lambda n: f"value {id(n.meta['val'])}")
         read = f"{node.target} {given}"
         last: _Inference | None = node.meta.get("inference")
@@ -77,19 +77,19 @@ class Rewriter:
         return last.result
 
     def propagate(self) -> None:
-        """Infer anew whatever reads a value that has changed, as after strides have."""
+        """Infer every call again whose arguments have changed, as after a change of strides."""
         for node in self.graph.nodes:
             if node.op == "call_function":
                 node.meta["val"] = self.infer(node)
 
     def replace(self, old: fx.Node, new: fx.Node) -> None:
-        """Let ``new`` take the place of ``old``, which is erased; both must be of one dtype and shape.
+        """Replace ``old``, which is erased, by ``new``, of the same dtype and shape.
 
-        It then comes from wherever ``old`` did, and the calls that only this one read.
+        ``new`` inherits the source of ``old``, and those of the calls that only ``old`` read.
         """
         assert _likeness(old) == _likeness(new), f"{old.format_node()} replaced by {new.format_node()}"
         old.replace_all_uses_with(new)
-        _inherit(new, [node.meta.get("source", "") for node in _for_nothing(old) if views(node) is None])
+        _inherit(new, [node.meta.get("source", "") for node in _read_only_by(old) if views(node) is None])
         self.graph.erase_node(old)
 
     def finish(self) -> None:
@@ -103,7 +103,7 @@ class Rewriter:
 
 
 def copied(module: fx.GraphModule) -> fx.GraphModule:
-    """The same graph to change, on the same constants; values and sources of its nodes come along.
+    """A copy of a graph to change, on the same constants, with the values and sources of its nodes.
 
     Python code is generated for it when it is first called, not after each of its rewrites.
     """
@@ -144,7 +144,7 @@ def _overload(node: fx.Node) -> OpOverload:
 
 
 def called(node: fx.Node, value: Callable[[fx.Node], Any]) -> Any:
-    """What a call returns for real values of its arguments; it is made now, and keeps no history."""
+    """The result of a call that is made now, on real values of its arguments, without autograd."""
     target: Any = node.target
     args, kwargs = fx.map_arg((tuple(node.args), dict(node.kwargs)), value)
     with torch.no_grad():
@@ -152,18 +152,18 @@ def called(node: fx.Node, value: Callable[[fx.Node], Any]) -> Any:
 
 
 def argument(node: fx.Node, place: int) -> Any:
-    """What stands at this place of a call's arguments: a node mostly."""
+    """The positional argument of a call at this place, usually a node."""
     return node.args[place]
 
 
 def fake(node: fx.Node) -> FakeTensor:
-    """The fake tensor that tells dtype, shape and strides of a node."""
+    """The fake tensor with the dtype, shape and strides of a node."""
     value: FakeTensor = node.meta["val"]
     return value
 
 
 def views(node: fx.Node) -> fx.Node | None:
-    """What the result of ``node`` may share memory with; None where it is new, or the call writes it."""
+    """The argument that the result of ``node`` may share memory with; None where it is new, or the call writes it."""
     if node.target is operator.getitem:
         return views(argument(node, 0))
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
@@ -182,7 +182,7 @@ def owner(node: fx.Node) -> fx.Node:
 
 
 def readers(node: fx.Node) -> Iterator[fx.Node]:
-    """Who reads a value, or a view of it; the views too."""
+    """All users of a value and of its views, the views included."""
     for user in node.users:
         yield user
         if views(user) is not None:
@@ -190,7 +190,7 @@ def readers(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def is_pure(node: fx.Node) -> bool:
-    """Whether a call returns the same for the same arguments, and does nothing else."""
+    """Whether a call is deterministic and without side effects."""
     if node.target is operator.getitem:
         return True
     if not isinstance(node.target, OpOverload) or node.target._schema.is_mutable:
@@ -217,18 +217,18 @@ def _described(node: fx.Node, value: Any, at: fx.Node) -> fx.Node:
     return node
 
 
-def _for_nothing(unused: fx.Node) -> list[fx.Node]:
-    """The calls that nothing but ``unused`` reads, in their order, and itself."""
-    found = [unused]
-    for node in found:
-        for read in node.all_input_nodes:
+def _read_only_by(node: fx.Node) -> list[fx.Node]:
+    """The calls whose results only ``node`` depends on, in their order, and itself."""
+    found = [node]
+    for each in found:
+        for read in each.all_input_nodes:
             if read.op == "call_function" and read not in found and all(user in found for user in read.users):
                 found.append(read)
     return found[::-1]
 
 
 def _inherit(node: fx.Node, sources: list[str]) -> None:
-    """Note that a call, whose result ``node`` is or shows, does what calls of these sources did."""
+    """Add sources to the call whose result ``node`` is or views: it does what the calls from there did."""
     maker = owner(node)
     if maker.target is operator.getitem:
         maker = argument(maker, 0)

@@ -12,13 +12,13 @@ from nimblec.graph.vocabulary import RESHAPES, TRANSPOSES
 aten = torch.ops.aten
 
 _GEOMETRY = (3, 4, 5, 7)
-"""Where `aten.convolution` takes what has a number for each axis of the image."""
+"""Places of the arguments of `aten.convolution` that have a number for each axis of the images."""
 _EXPAND = (aten.expand.default,)
 _COPIES = (aten.clone.default, aten._to_copy.default, aten.contiguous.default, aten.alias.default, aten.detach.default)
 
 
 def simplify(module: fx.GraphModule) -> None:
-    """Drop calls without effect; join reshapes of reshapes and transposes of transposes; one number for each axis."""
+    """Drop calls without effect, join chains of reshapes or transposes, give convolutions a number for each axis."""
     rewriter = Rewriter(module)
     fixed = fixed_strides(module.graph)
     for node in list(module.graph.nodes):
@@ -72,7 +72,7 @@ def _spell_out(node: fx.Node) -> None:
 
 
 def _is_same(node: fx.Node, source: fx.Node) -> bool:
-    """Whether values, dtype and the order in memory stay; that a copy is made does not matter here."""
+    """Whether values, dtype and strides stay; whether a copy is made does not matter here."""
     before, after = fake(source), fake(node)
     return (
         (before.dtype, before.device, before.shape) == (after.dtype, after.device, after.shape)

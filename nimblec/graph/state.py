@@ -1,4 +1,4 @@
-"""State in a graph of pure calls: arguments that are what a run finds, and outputs that are what it leaves."""
+"""State in a graph of pure calls: an argument is its value before a run, an output its value after it."""
 
 from dataclasses import dataclass
 
@@ -24,11 +24,11 @@ def slots(module: fx.GraphModule) -> dict[fx.Node, StateSlot]:
 
 
 def set_slot(argument: fx.Node, slot: StateSlot) -> None:
-    """Say of an argument that it is state."""
+    """Mark an argument as state."""
     argument.meta[_KEY] = slot
 
 
 _KEY = "state"
 WRITES_STATE = "writes_state"
-"""The key of a node's ``meta`` that marks a call which is to write the value that it changes. Who reads that value
-comes before it, and has to stay there."""
+"""The key in a node's ``meta`` that marks a call which will write over the value that it changes. All readers of that
+value come before it, and must stay there."""

@@ -14,7 +14,7 @@ aten = torch.ops.aten
 
 
 def axis_before(view: fx.Node, axis: int) -> int | None:
-    """The axis of the argument of a whole view that ``axis`` of its result is; None where that is split or joined."""
+    """The axis of a whole view's argument that becomes ``axis`` of its result; None where axes are split or joined."""
     if is_call(view, *TRANSPOSES):
         return permutation(view)[axis]
     (source,) = view.all_input_nodes
@@ -24,15 +24,15 @@ def axis_before(view: fx.Node, axis: int) -> int | None:
     return next((i for i, place in enumerate(places) if place == wanted), None)
 
 
-def viewed_alike(rewriter: Rewriter, node: fx.Node, views: list[fx.Node], *, at: fx.Node) -> fx.Node:
-    """The same views of ``node``, one of another, as ``views`` are."""
-    for view in views:
+def viewed_alike(rewriter: Rewriter, node: fx.Node, chain: list[fx.Node], *, at: fx.Node) -> fx.Node:
+    """``node`` seen through the same ``chain`` of views, each a view of the one before it."""
+    for view in chain:
         node = rewriter.call(view.target, node, *view.args[1:], at=at, **view.kwargs)
     return node
 
 
 def as_stored(rewriter: Rewriter, node: fx.Node, shape: list[int], *, at: fx.Node) -> fx.Node:
-    """A view of ``node``, which is dense, of ``shape`` without gaps: its elements in their order in memory."""
+    """A contiguous view of ``shape`` of a dense node: its elements in their order in memory."""
     strides = fake(node).stride()
     order = sorted(range(len(strides)), key=lambda axis: -strides[axis])
     if order != sorted(order):
@@ -55,7 +55,7 @@ def permutation(node: fx.Node) -> list[int]:
 
 
 def lies_as(tensor: Tensor, strides: Sequence[int]) -> bool:
-    """Whether the strides are these, except along axes of length 1, which say nothing."""
+    """Whether a tensor has these strides; those of axes of length 1 do not matter."""
     return all(n == 1 or a == b for n, a, b in zip(tensor.shape, tensor.stride(), strides, strict=True))
 
 
@@ -65,7 +65,7 @@ def is_channels_last(tensor: Tensor) -> bool:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether the result lies in the memory of an argument; needs values inferred in one go."""
+    """Whether the result lies in the memory of an argument; both must have been inferred by one `propagate`."""
     viewed = views(node)
     if viewed is None:
         return False
@@ -87,7 +87,7 @@ def fixed_strides(graph: fx.Graph) -> set[fx.Node]:
 
 
 def replace_by_slices(rewriter: Rewriter, nodes: Sequence[fx.Node], joined: fx.Node) -> None:
-    """Let slices of ``joined`` along axis 1, side by side in this order, take the places of ``nodes``."""
+    """Replace ``nodes`` by consecutive slices of ``joined`` along axis 1."""
     begin = 0
     for node in nodes:
         end = begin + fake(node).shape[1]

@@ -1,4 +1,4 @@
-"""Names that passes share: groups of dtypes, groups of calls that mean the same to them, and what a call is."""
+"""The vocabulary of passes: groups of dtypes, groups of calls, and predicates of calls."""
 
 from collections.abc import Mapping
 
@@ -12,7 +12,7 @@ aten = torch.ops.aten
 
 HALF = frozenset({torch.float16, torch.bfloat16})
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-"""What fused library calls and Triton kernels compute in."""
+"""The dtypes of fused library calls and Triton kernels."""
 
 CONVOLUTION = aten.convolution.default
 CONVOLUTIONS = (
@@ -71,7 +71,7 @@ def is_like(node: fx.Node, other: fx.Node) -> bool:
 
 
 def is_tagged_pointwise(node: fx.Node) -> bool:
-    """Whether torch says of a call that each element of its result is made of those at its place alone."""
+    """Whether torch tags a call as pointwise: each element of its result depends on those at its place alone."""
     return isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
 
 
@@ -86,7 +86,7 @@ def is_relu(node: fx.Node) -> bool:
 
 
 def activation_of(node: fx.Node) -> str | None:
-    """The name of the activation that a call is, as the kernels know it; None where it is none of theirs."""
+    """The kernels' name of the activation that a call computes; None where they have none."""
     if is_relu(node):
         return "relu"
     if is_call(node, aten.hardtanh.default, aten.clamp.default):

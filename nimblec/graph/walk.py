@@ -1,4 +1,4 @@
-"""A walk through a graph of any kind."""
+"""Reachability in a graph of any kind."""
 
 from collections.abc import Callable, Iterable
 from typing import TypeVar
@@ -7,7 +7,7 @@ T = TypeVar("T")
 
 
 def reached(start: T, following: Callable[[T], Iterable[T]]) -> set[T]:
-    """All that ``following`` leads to, step by step, from ``start``; that too."""
+    """All that can be reached from ``start`` by ``following``, itself included."""
     found = {start}
     waiting = [start]
     while waiting:

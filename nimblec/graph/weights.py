@@ -11,7 +11,7 @@ from nimblec.graph.rewriter import Rewriter
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """Weights and bias of a convolution or linear; no bias is zeros."""
+    """Weights and bias of a convolution or linear; the bias is zeros where there is none."""
 
     weight: Tensor
     bias: Tensor
@@ -31,9 +31,9 @@ def constant_weights(rewriter: Rewriter, weight_node: Any, bias_node: Any, chann
 
 
 def rounded_weights(old: Tensor, weight: Tensor, bias: Tensor, *, axis: int) -> Weights | None:
-    """New weights in the dtype of ``old``, unless they lose there what weights may not.
+    """New weights in the dtype of ``old``; None where rounding to it would lose too much.
 
-    Float32 may be cast to half precision later, where weights that fit it are to fit it still.
+    A float32 model may be cast to half precision later: weights that fit float16 must still fit it.
     """
     dtypes = [old.dtype]
     if old.dtype == torch.float32 and _keeps(old.double(), torch.float16, axis=axis):
