@@ -1,4 +1,4 @@
-"""-O2: Triton kernels wherever they are faster on this GPU, between the passes of -O1."""
+"""-O2: the passes of -O1, and between them Triton kernels wherever they are faster on this GPU."""
 
 from collections.abc import Callable, Iterable
 from functools import wraps
@@ -16,7 +16,7 @@ from nimblec.optimize.pipeline import Pass, Phase, Pipeline
 from nimblec.optimize.rewrites import REGIONS, REWRITES
 
 Use = Callable[[Family[Any, Any], fx.GraphModule], object]
-"""Puts the kernels of a family into a graph."""
+"""A function that puts the kernels of a family into a graph."""
 
 
 def _passes(families: Iterable[Family[Any, Any]], *needs: Callable[..., object]) -> tuple[Pass, ...]:
@@ -24,7 +24,7 @@ def _passes(families: Iterable[Family[Any, Any]], *needs: Callable[..., object])
 
 
 def _put_in(family: Family[Any, Any]) -> Callable[..., None]:
-    """The rewrite of a family, by whichever `Use` there is."""
+    """The rewrite of a family, which leaves the choice of kernels to the setting's `Use`."""
 
     @wraps(family.use)
     def put_in(module: fx.GraphModule, *, use: Use) -> None:
@@ -45,7 +45,7 @@ KERNELS = Pipeline(
         ),
     )
 )
-"""Families whose kernels gain if each is faster than the framework's."""
+"""Families whose kernels are compared with the framework's one by one."""
 
 NORMS = Pipeline(
     Phase(
@@ -56,19 +56,19 @@ NORMS = Pipeline(
     ),
     after=KERNELS,
 )
-"""Families of which only the time of a whole plan tells whether they gain."""
+"""Families whose gain only the time of a whole plan shows."""
 
 TRITON = Recipe("Triton kernels", REWRITES, KERNELS, REGIONS)
 TRITON_NORMS = Recipe("Triton kernels and norms", REWRITES, KERNELS, NORMS, REGIONS)
 
 
 def timed(times: Times) -> Use:
-    """Put kernels in wherever they are faster on the current GPU; ``times`` remembers what was measured."""
+    """Put kernels in wherever they are faster on the current GPU; ``times`` keeps what was measured."""
     return lambda family, module: family.select(module, GPU.current(), times)
 
 
 def first(gpu: GPU) -> Use:
-    """Put kernels in wherever they serve, each with its most promising tiling: needs no GPU."""
+    """Put kernels in wherever they apply, each with its most promising tiling: needs no GPU."""
     return lambda family, module: family.use_first(module, gpu)
 
 

@@ -8,7 +8,7 @@ from nimblec.optimize.pipeline import Pipeline, Report, Setting, check_order
 
 
 class Recipe:
-    """A name and pipelines, each of which begins with the graph that the one before it made.
+    """A name and a sequence of pipelines, each of which takes the graph of the one before it.
 
     Raises ValueError where a pass stands before one that it needs.
     """
@@ -20,7 +20,7 @@ class Recipe:
 
 
 class Runs:
-    """Runs recipes on one model; what several begin with is run once."""
+    """Runs recipes on one model; pipelines that several of them begin with are run once."""
 
     def __init__(self, model: TorchModel, setting: Setting, report: Report | None = None) -> None:
         self._model = model
@@ -31,14 +31,14 @@ class Runs:
     def __call__(self, *pipelines: Pipeline) -> TorchModel:
         """The model after these pipelines.
 
-        Raises TraceError or UnsupportedModelError where the model can be no graph of pure calls.
+        Raises TraceError or UnsupportedModelError where the model cannot be a graph of pure calls.
         """
         if pipelines not in self._made:
             self._made[pipelines] = self._run(pipelines)
         return self._made[pipelines]
 
     def has_run(self, *pipelines: Pipeline) -> bool:
-        """Whether these were asked for, and went through."""
+        """Whether these pipelines have run without an error."""
         return pipelines in self._made
 
     def _run(self, pipelines: tuple[Pipeline, ...]) -> TorchModel:

@@ -22,11 +22,11 @@ def compiled(model: TorchModel) -> TorchModel:
 
 
 def forget_kernels() -> None:
-    """Have what Inductor compiles from now on get kernels of its own.
+    """Make Inductor compile kernels of their own for the next model.
 
-    In the first seconds of a process it compiles them there, and keeps one object for equal sources. To compile for
-    it again, say for another profile, has that object choose its tiling anew: a model that was recorded before would
-    run other code from then on than its recording holds.
+    In the first seconds of a process Inductor compiles kernels in that process, and keeps one object for equal
+    sources. If another model compiled the same source, say for another profile, that object would choose its tiling
+    again, and a model recorded before would run other code than its recording holds.
     """
     if codecache := sys.modules.get("torch._inductor.codecache"):
         codecache.PyCodeCache.cache_clear()

@@ -21,7 +21,7 @@ from nimblec.optimize.pipeline import Report, Setting
 class Variant:
     """One way to run a model.
 
-    ``make`` takes seconds, and raises TraceError or UnsupportedModelError where the model cannot run so.
+    ``make`` takes seconds, and raises TraceError or UnsupportedModelError where the model cannot run that way.
     """
 
     name: str
@@ -34,11 +34,11 @@ def variants(
 ) -> Iterator[Variant]:
     """The variants worth trying at ``level``: one at 0 and at 1, several at 2.
 
-    torch.compile is one where no Triton kernel serves: it was slower wherever one does. It is none for a model whose
-    state another entry writes, which it takes for constant.
-    ``dtype`` is the half precision to compute in instead of float32. ``times`` remembers those of
-    Triton kernels. What the user compiled with torch.compile stays as it is at every level; CompileError
-    where it should change its precision. ``report`` is told of each pass that has run.
+    torch.compile is tried where no Triton kernel applies: where one does, it was always slower. It is not tried for a
+    model whose state another entry writes: it takes that state for constant. ``dtype`` is the half precision to
+    compute in instead of float32, ``times`` keeps the times of Triton kernels, and ``report`` is called for each pass
+    that has run. A model that the user compiled with torch.compile stays as it is at every level; with ``dtype`` it
+    is refused by a CompileError.
     """
     if model.is_compiled:
         if dtype is not None:
@@ -81,7 +81,7 @@ def _variant(recipe: Recipe, make: Callable[[], TorchModel]) -> Variant:
 
 
 def _fused(runs: Runs, model: TorchModel, dtype: torch.dtype | None) -> TorchModel:
-    """By our own rewrites, or where the model cannot be a graph of pure calls by torch.compile alone."""
+    """The model after -O1's rewrites, or by torch.compile alone where it cannot be a graph of pure calls."""
     try:
         return runs(*FUSED_REGIONS.pipelines)
     except (TraceError, UnsupportedModelError) as exc:

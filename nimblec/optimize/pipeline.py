@@ -1,4 +1,4 @@
-"""Passes over a graph in a stated order: what each needs before it, and why it stands where it does."""
+"""Passes over a graph in their order, with what each needs before it and the reason for its place."""
 
 import operator
 from collections.abc import Callable, Iterable
@@ -15,7 +15,7 @@ from nimblec.graph.rewriter import copied, views
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What a graph is rewritten for.
+    """What a graph is rewritten for: the target and its options.
 
     ``device`` is "cuda" or "cpu". ``dtype`` is the half precision to compute in where the graph is in float32;
     None keeps its own. ``use`` puts a family of kernels into a graph. Without ``at_any_cost``, regions are
@@ -32,7 +32,7 @@ class Setting:
 class Pass:
     """A rewrite of a graph, in place.
 
-    ``needs`` are the rewrites that must have run before, and ``reason`` says what would be lost elsewhere. ``takes``
+    ``needs`` are the rewrites that must have run before, and ``reason`` says why it has its place. ``takes``
     names the arguments of ``run`` besides the graph: fields of the `Setting`, or "strides", the outputs' strides
     when the pipeline began.
     """
@@ -79,7 +79,7 @@ Report = Callable[[Step], None]
 
 
 class Pipeline:
-    """Phases in their order, for graphs as the pipeline ``after`` leaves them.
+    """Phases in their order; ``after`` is the pipeline that must have run before, if any.
 
     Raises ValueError where a pass stands before one that it needs.
     """
@@ -94,7 +94,7 @@ class Pipeline:
         return tuple(chain.from_iterable(phase.passes for phase in self.phases))
 
     def __call__(self, graph: fx.GraphModule, setting: Setting, report: Report | None = None) -> fx.GraphModule:
-        """A rewritten copy of a flat graph of pure calls; ``report`` is told of each pass that has run."""
+        """A rewritten copy of a flat graph of pure calls; ``report`` is called for each pass that has run."""
         module = copied(graph)
         given = {"strides": output_strides(graph)} | {f.name: getattr(setting, f.name) for f in fields(setting)}
         for phase in self.phases:
@@ -118,7 +118,7 @@ def check_order(passes: Iterable[Pass]) -> None:
 
 
 def calls(module: fx.GraphModule) -> int:
-    """How many calls of a graph are more than views, and so may launch kernels."""
+    """How many calls of a graph are not views, and so may launch kernels."""
     return sum(
         node.op == "call_function" and node.target is not operator.getitem and views(node) is None
         for node in module.graph.nodes

@@ -38,7 +38,7 @@ CANONICAL = (
     Pass(
         run=inline_numbers,
         needs=(fold_constants,),
-        reason="a number that is computed is a constant once it is folded",
+        reason="a computed number is a constant only once it is folded",
     ),
     Pass(
         run=simplify,
@@ -65,28 +65,28 @@ FUSE = (
     Pass(
         run=fold_batch_norm,
         needs=(fold_constants, join_batches, recognize_gelu),
-        reason="what it leaves is a convolution and its ReLU, side by side for the passes that fuse them",
+        reason="it leaves a convolution next to its ReLU, for the passes that fuse the two",
     ),
     Pass(
         run=join_branches,
         needs=(fold_batch_norm,),
-        reason="a branch is a convolution alone once its norm is folded",
+        reason="a branch is a single convolution only once its norm is folded",
     ),
     Pass(
         run=fuse_attention,
         needs=(join_batches,),
-        reason="it brings views of its own, and masks that canonicalize_masks is to see",
+        reason="it makes views, which simplify joins, and masks, which canonicalize_masks reads",
     ),
     Pass(
         run=canonicalize_masks,
         needs=(fuse_attention,),
-        reason="the masks of written-out attention are arguments only now",
+        reason="the masks of written-out attention are arguments only once it is fused",
     ),
-    Pass(run=simplify, needs=(fuse_attention,), reason="attention's views meet those that the model had"),
+    Pass(run=simplify, needs=(fuse_attention,), reason="views of fused attention are joined with the model's"),
     Pass(
         run=drop_copies,
         needs=(fuse_attention,),
-        reason="attention reads any order, and the products that it was written out as do not",
+        reason="fused attention reads any strides, the products that it replaces do not",
     ),
 )
 PRECISION = (
@@ -98,38 +98,38 @@ PRECISION = (
     ),
 )
 LAYOUT = (
-    Pass(run=split_gradients, reason="layouts and kernels, which come after it, are of one gradient each"),
+    Pass(run=split_gradients, reason="layouts and kernels, which come later, handle one gradient each"),
     Pass(
         run=linear_convolutions,
         needs=(fold_batch_norm,),
-        reason="fuse_convolutions would take those with a ReLU for images",
+        reason="fuse_convolutions would take those with a ReLU",
     ),
     Pass(
         run=propagate_channels_last,
         needs=(fold_batch_norm,),
-        reason="weights are laid once they are final, and later passes go by the final order of images",
+        reason="weights are laid out once they are final, and later passes rely on the final layout of images",
     ),
     Pass(
         run=block_transposed_convolutions,
         needs=(propagate_channels_last,),
-        reason="it lays blocks in the order that the result has, and later passes fuse the convolution that it leaves",
+        reason="it needs the final layout of its result, and later passes fuse the convolution that it leaves",
     ),
 )
 LIBRARY = (
     Pass(
         run=fuse_convolutions,
         needs=(fold_batch_norm, linear_convolutions, propagate_channels_last),
-        reason="it tries each call on the device with the strides that it will have",
+        reason="it tries each call on the device, with its final strides",
     ),
     Pass(
         run=fuse_activations,
         needs=(recognize_gelu, fold_batch_norm, linear_convolutions),
-        reason="once join_linears has run, an activation reads a slice and not the product",
+        reason="after join_linears an activation reads a slice instead of the product",
     ),
     Pass(
         run=join_linears,
         needs=(fuse_activations,),
-        reason="align_weights would pad each weight, where the joined one may need no padding",
+        reason="align_weights would pad each weight, though the joined one may need no padding",
     ),
     Pass(
         run=align_weights,
@@ -139,25 +139,25 @@ LIBRARY = (
     Pass(
         run=pack_recurrent_weights,
         needs=(fold_constants,),
-        reason="passes that replace constants would take the weights out of their buffer",
+        reason="passes that replace constants would move the weights out of their buffer",
     ),
     Pass(
         run=lay_contiguous,
         needs=(propagate_channels_last, join_linears),
-        reason="results of the passes before it, slices of joined linears too, lie as some calls cannot read them",
+        reason="earlier passes change strides, as those of slices of joined linears, which some calls cannot read",
     ),
 )
 OUTPUTS = (
     Pass(
         run=merge_equal_calls,
         needs=(simplify,),
-        reason="passes make the same copy or constant for several readers",
+        reason="earlier passes make the same copy or constant for several readers",
     ),
     Pass(
         run=keep_outputs,
         needs=(merge_equal_calls, propagate_channels_last),
         takes=("strides",),
-        reason="passes make one value of two outputs, return inputs, and lay results anew",
+        reason="earlier passes merge two outputs, return inputs, and change strides",
     ),
 )
 
@@ -180,23 +180,23 @@ REWRITES = Pipeline(
     Phase(name="library", passes=LIBRARY, when=_is_on_cuda),
     Phase(name="outputs", passes=OUTPUTS),
 )
-"""What every level above 0 begins with. In half precision patterns are found twice: in float32, and after the casts."""
+"""The first pipeline above -O0. In half precision patterns are searched twice: in float32, and after the casts."""
 
 REGIONS = Pipeline(
     Phase(
         name="regions",
         passes=(
-            Pass(run=mark_writes, reason="a region would copy a whole tensor to change a row of it"),
+            Pass(run=mark_writes, reason="a region would copy a whole tensor to change one of its rows"),
             Pass(
                 run=lay_groups_contiguous,
-                reason="kernels that read channels last have been chosen by now, and regions make the copies",
+                reason="kernels that read channels last have been chosen by now, and regions compute the copies",
             ),
-            Pass(run=free_biases, reason="the regions that are cut next add the biases"),
+            Pass(run=free_biases, reason="the regions that generate_regions forms add the biases"),
             Pass(
                 run=generate_regions,
                 needs=(mark_writes, lay_groups_contiguous, free_biases),
                 takes=("at_any_cost",),
-                reason="no pass knows what a region computes",
+                reason="no other pass knows what a region computes",
             ),
         ),
     ),
@@ -206,9 +206,9 @@ REGIONS = Pipeline(
             Pass(
                 run=write_state,
                 needs=(generate_regions,),
-                reason="every other pass takes a call to be pure, and may move or merge it",
+                reason="every other pass assumes pure calls, which it may move or merge",
             ),
         ),
     ),
 )
-"""What lies between the calls of libraries and kernels becomes generated kernels: the end of every level above 0."""
+"""The last pipeline above -O0: generated kernels for all between the calls of libraries and kernels."""

@@ -1,7 +1,7 @@
-"""State is written where it lies: the last passes, after which calls are no longer pure.
+"""State is written in place by the last passes, after which calls are no longer pure.
 
 Before them the graph takes each tensor of the state and returns its next value. A call that changes rows of the
-tensor (a new key of a cache) becomes a write of these rows, if whoever reads what was there can come before; a
+tensor (a new key of a cache) becomes a write of these rows, if all readers of the old rows can come before it; a
 pointwise call writes over what it reads; any other value is copied there at the end.
 """
 
@@ -34,11 +34,11 @@ _ROWS = {
     aten.scatter.value: aten.scatter_.value,
     **dict.fromkeys(_SLICES, aten.copy_.default),
 }
-"""Calls that change a part of their first argument, and the calls that write it."""
+"""Calls that change a part of their first argument, and their forms that write in place."""
 
 
 def mark_writes(module: fx.GraphModule) -> None:
-    """Calls that change rows of the state stay calls of their own, after those that read what was there."""
+    """Keep calls that change rows of the state out of regions, and put them after all readers of the old rows."""
     rewriter = Rewriter(module)
     found = slots(module)
     for state, slot in found.items():
@@ -56,7 +56,7 @@ def mark_writes(module: fx.GraphModule) -> None:
 
 
 def _drop_copy(reader: fx.Node, state: Collection[fx.Node]) -> None:
-    """Let a call read what `aten.copy` has made like the rows that it replaces, unless that is other state."""
+    """Let a call read the source of an `aten.copy` that changes neither dtype nor shape, unless that is other state."""
     for copied in reader.all_input_nodes:
         if is_call(copied, aten.copy.default):
             source = argument(copied, 1)
@@ -65,7 +65,7 @@ def _drop_copy(reader: fx.Node, state: Collection[fx.Node]) -> None:
 
 
 def write_state(module: fx.GraphModule) -> None:
-    """The graph writes its state, rows and pointwise results in place, and no longer returns it."""
+    """Write state in place, rows and pointwise results without a copy, and no longer return it."""
     rewriter = Rewriter(module)
     found = slots(module)
     copies = []
@@ -89,7 +89,7 @@ def write_state(module: fx.GraphModule) -> None:
 
 
 def _join_counters(rewriter: Rewriter, state: Collection[fx.Node]) -> None:
-    """Let one call count on all that is counted by the same number: each batch norm has a counter of its batches."""
+    """Add to all counters that grow by the same number in one call: each batch norm counts its batches."""
     counted: defaultdict[tuple[torch.dtype, int], list[fx.Node]] = defaultdict(list)
     for node in rewriter.calls(aten.add_.Tensor):
         counter, number = argument(node, 0), argument(node, 1)
@@ -104,7 +104,7 @@ def _join_counters(rewriter: Rewriter, state: Collection[fx.Node]) -> None:
 
 
 def _hold(module: fx.GraphModule, slot: StateSlot) -> None:
-    """Let the module have the tensor under its name, by which a capture knows it."""
+    """Register the tensor in the module under its name, by which a capture knows it."""
     *path, name = slot.name.split(".")
     holder: torch.nn.Module = module
     for part in path:
@@ -116,7 +116,7 @@ def _hold(module: fx.GraphModule, slot: StateSlot) -> None:
 
 
 def _next_value(module: fx.GraphModule, slot: StateSlot, state: dict[fx.Node, StateSlot]) -> fx.Node:
-    """What the tensor becomes, without the copy that made an output of it; that of other state is made in time."""
+    """The next value of a tensor, without the copy that made it an output; a copy of other state is kept."""
     assert slot.output is not None
     value = outputs_of(module)[slot.output]
     while is_call(value, aten.clone.default) and owner(argument(value, 0)) not in state:
@@ -125,7 +125,7 @@ def _next_value(module: fx.GraphModule, slot: StateSlot, state: dict[fx.Node, St
 
 
 def _writers(module: fx.GraphModule, state: fx.Node, slot: StateSlot) -> list[fx.Node]:
-    """The calls that may write the state one after the other, the last of which makes its next value."""
+    """The calls that may write the state in place, in order; the last one makes its next value."""
     if slot.output is None:
         return []
     found: list[fx.Node] = []
@@ -140,12 +140,12 @@ def _writers(module: fx.GraphModule, state: fx.Node, slot: StateSlot) -> list[fx
     written = {state, *found}
     given = (leaf for writer in found for leaf in tree_leaves((writer.args[1:], writer.kwargs)))
     if any(isinstance(node, fx.Node) and owner(node) in written for node in given):
-        return []  # rows move within the tensor
+        return []  # they read other rows of the tensor
     return found
 
 
 def _is_pointwise_over(call: fx.Node, state: fx.Node) -> bool:
-    """Whether a call computes each element of the next value from the one that it replaces."""
+    """Whether a call computes each element of the next value from the element that it replaces."""
     if not isinstance(call.target, OpOverload) or torch.Tag.pointwise not in call.target.tags:
         return False
     others = [node for node in call.all_input_nodes if node is not state]
@@ -160,7 +160,7 @@ def _is_pointwise_over(call: fx.Node, state: fx.Node) -> bool:
 
 
 def _in_place(target: OpOverload) -> OpOverload | None:
-    """The call that writes its result over its first argument."""
+    """The in-place form of a call, which writes over its first argument; None where there is none."""
     if target in _ROWS:
         return _ROWS[target]
     packet = getattr(aten, f"{target._schema.name.removeprefix('aten::')}_", None)
@@ -183,18 +183,18 @@ def _write_in_place(rewriter: Rewriter, writer: fx.Node) -> None:
 
 
 def _put_after_readers(graph: fx.Graph, state: fx.Node, writers: list[fx.Node]) -> bool:
-    """Have each value read before the next replaces it; False, and nothing changes, where that is no order."""
+    """Put readers of a value before the call that writes over it; False, and nothing changes, where they cannot be."""
     return reorder(graph, chain(_earlier(state, writers), _kept(graph)))
 
 
 def _earlier(state: fx.Node, writers: list[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """The (before, after) of calls that must keep that order for each value to be read before the next replaces it."""
+    """(reader, writer) of each value that a writer replaces."""
     for value, writer in pairwise((state, *writers)):
         yield from ((reader, writer) for reader in readers(value) if reader is not writer)
 
 
 def _kept(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """The (before, after) of calls that write memory and those that touch it, as they stand."""
+    """(earlier, later) of each call that writes memory and each that touches it, in their present order."""
     place = {node: n for n, node in enumerate(graph.nodes)}
     for writer in graph.nodes:
         for written in _written(writer):

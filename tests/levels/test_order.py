@@ -295,7 +295,7 @@ def test_norms_go_into_products_that_are_triton_kernels() -> None:
     torch.manual_seed(0)
     layers = nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64)
     graph = trace(nn.Sequential(*layers).eval().half(), (torch.randn(32, 64).half(),)).module
-    with pytest.raises(ValueError, match="which it needs: norms go into products"):
+    with pytest.raises(ValueError, match="which it needs: norms are folded into products"):
         check_order([each for each in NORMS.passes if "norm" in each.name])
     right = with_kernels(graph, [*KERNELS.passes, *NORMS.passes])
     wrong = with_kernels(graph, [*NORMS.passes, *KERNELS.passes])

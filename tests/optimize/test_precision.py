@@ -333,7 +333,7 @@ def test_a_call_that_takes_no_precision_is_refused() -> None:
     (call,) = [node for node in graph.graph.nodes if node.target is aten.mm.default]
     call.args = call.args[::-1]
     call.meta["source"] = "head"
-    with pytest.raises(UnsupportedModelError, match=r"aten\.mm\.default in head takes neither .*float16 nor float32"):
+    with pytest.raises(UnsupportedModelError, match=r"aten\.mm\.default in head supports neither .*16 nor float32"):
         cast(graph, torch.float16)
 
 

@@ -1,4 +1,4 @@
-"""Attention calls as launches of one Triton kernel, which reads and writes what lies around them in place."""
+"""Attention calls as launches of one Triton kernel, which reads and writes its neighbours' layouts in place."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -22,18 +22,18 @@ from nimblec.kernels.core.selector import Choose, Family, Timed
 aten = torch.ops.aten
 
 SIZES = range(4, 129, 4)
-"""Head sizes that the kernel is made for."""
+"""Head sizes that the kernel supports."""
 LONGEST = 4096
-"""Keys; longer sequences are the framework's, whose kernels are made for them."""
+"""Keys; longer sequences are left to the framework, whose kernels are made for them."""
 
 _MASKS = {*DTYPES, torch.bool}
 _COPIES = (aten.clone.default, aten.contiguous.default, aten.expand.default, *RESHAPES)
-"""Calls that keep the order of the elements, where expansion changes no shape."""
+"""Calls that keep the order of the elements, provided that an expansion changes no shape."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Request:
-    """An attention call ``node`` that one launch could compute, and what that would read."""
+    """An attention call ``node`` that one launch could compute, and the values that it would read."""
 
     node: fx.Node
     shape: Attention
@@ -55,18 +55,18 @@ class Request:
 
     @property
     def signature(self) -> str:
-        """What tells requests apart."""
+        """A text that is equal for equal requests."""
         return f"attention {self.shape} {self.scale} {self.dtype} {self.mask_dtype}"
 
 
 def use_triton_attention(
     module: fx.GraphModule, choose: Choose[Request, AttentionTiling], trigger: Trigger = "late"
 ) -> None:
-    """Attention is one launch, which reads and writes what lies around it in place, where ``choose`` finds it faster.
+    """Compute attention by one launch, which reads any strides in place, where ``choose`` finds it faster.
 
     Outputs keep their dtype, shape and strides. Results are laid out (batch, queries, heads, size), so that the
-    transpose after them is free. Launches with a ``trigger`` wait for the kernel before them by themselves:
-    `GPU.has_programmatic_launch`.
+    transpose after them is free. Launches with a ``trigger`` themselves wait for the kernel before them
+    (`GPU.has_programmatic_launch`).
     """
     strides = output_strides(module)
     rewriter = Rewriter(module)
@@ -87,7 +87,7 @@ def use_triton_attention(
 
 
 def requests(module: fx.GraphModule) -> Iterator[Request]:
-    """What `use_triton_attention` asks about."""
+    """All requests in a graph."""
     rewriter = Rewriter(module)
     fixed = any(node.target in BY_STRIDE for node in module.graph.nodes)
     for node in rewriter.calls(ATTENTION):
@@ -97,7 +97,7 @@ def requests(module: fx.GraphModule) -> Iterator[Request]:
 
 
 def _strides(result: Tensor) -> tuple[int, ...]:
-    """Where the kernel puts (batch, heads, queries, size)."""
+    """The strides of the kernel's result as (batch, heads, queries, size)."""
     return torch.empty_like(result.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2).stride()
 
 
@@ -118,7 +118,7 @@ def _request(node: fx.Node) -> Request | None:
 
 
 def _is_served(node: fx.Node, query: fx.Node, key: fx.Node, value: fx.Node) -> bool:
-    """Four axes, head sizes that fit tiles, and no broadcast but of heads."""
+    """Whether there are four axes, supported head sizes, and no broadcast except of heads."""
     q, k, v = fake(query), fake(key), fake(value)
     return (
         all(tensor.dim() == 4 and tensor.dtype == q.dtype for tensor in (q, k, v))
@@ -134,7 +134,7 @@ def _is_served(node: fx.Node, query: fx.Node, key: fx.Node, value: fx.Node) -> b
 
 
 def _uncopied(node: fx.Node) -> fx.Node:
-    """The same values as they lay before they were copied into another order: any strides can be read."""
+    """The same values before they were copied into another layout: the kernel reads any strides."""
     best = source = node
     while is_call(source, *_COPIES):
         copied = argument(source, 0)
@@ -152,13 +152,13 @@ def tilings(request: Request, gpu: GPU) -> Sequence[AttentionTiling]:
 
 
 def call(request: Request, tiling: AttentionTiling, trigger: Trigger) -> Call:
-    """What computes a request: (batch, queries, heads, size)."""
+    """The call that computes a request: (batch, queries, heads, size)."""
     read = (request.query, request.key, request.value, request.mask)
     return Call(op=attention, args=(*read, request.shape.causal, request.scale, tiling.numbers, trigger))
 
 
 def framework(request: Request, _pool: Pool, _length: int) -> Timed:
-    """The call as it is, on arguments that lie as it is given them."""
+    """The framework's call, on arguments with the strides that they have in the graph."""
     given = bound(request.node)
     read = [_example(given[name]) for name in ("query", "key", "value", "attn_mask")]
     how: dict[str, Any] = {name: given[name] for name in ("scale", "enable_gqa")}

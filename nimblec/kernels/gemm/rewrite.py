@@ -1,4 +1,4 @@
-"""Convolutions and products as Triton kernels, with what follows them in the same launch."""
+"""Convolutions and products as Triton kernels, with the calls around them in the same launch."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -27,10 +27,10 @@ AnyTiling = Tiling | DepthwiseTiling
 
 
 def use_triton_kernels(module: fx.GraphModule, choose: Choose[Request, AnyTiling], trigger: Trigger = "late") -> None:
-    """Convolutions and products are one launch with what surrounds them, where ``choose`` finds it faster.
+    """Compute convolutions and products with the calls around them by one launch, where ``choose`` finds it faster.
 
-    Every result keeps its dtype, shape and strides. Launches with a ``trigger`` wait for the kernel before them by
-    themselves: `GPU.has_programmatic_launch`.
+    Every result keeps its dtype, shape and strides. Launches with a ``trigger`` themselves wait for the kernel before
+    them (`GPU.has_programmatic_launch`).
     """
     rewriter = Rewriter(module)
     for request in matches(rewriter):
@@ -56,7 +56,7 @@ def tilings(request: Request, gpu: GPU) -> Sequence[AnyTiling]:
 
 
 def call(request: Request, tiling: AnyTiling, trigger: Trigger) -> Call:
-    """What computes a request."""
+    """The call that computes a request."""
     shape, source = request.shape, request.constants[request.weight]
     end = (request.activation, tiling.numbers, trigger)
     geometry = [list(pair) for pair in (shape.kernel, shape.stride, shape.padding, shape.dilation)]
@@ -90,7 +90,7 @@ def _residual(request: Request) -> fx.Node | AsStored | None:
 
 
 def _prologue(request: Request) -> dict[str, Any]:
-    """As the ops take it."""
+    """The prologue as arguments of the ops."""
     before = request.before
     if before is None:
         return {}
@@ -104,7 +104,7 @@ def _prologue(request: Request) -> dict[str, Any]:
 
 
 def framework(request: Request, pool: Pool, length: int) -> Timed:
-    """The calls of a request as they are."""
+    """The framework's calls of a request."""
     weight = request.constants[request.weight]
     copies = [pool.take(weight) for _ in range(length)]
     values = {node: _value(request, node) for node in _read(request)}
@@ -115,7 +115,7 @@ def framework(request: Request, pool: Pool, length: int) -> Timed:
     values[before.nodes[-1]] = evaluate(before.nodes, values)
 
     def call(n: int) -> object:
-        """Requests that share what they read share its cost: one of ``sharers`` calls pays."""
+        """Requests that share a prologue share its cost: only every ``sharers``-th call computes it."""
         pays = n % before.sharers == 0
         return evaluate(request.nodes if pays else rest, values | {request.weight: copies[n]})
 
@@ -123,13 +123,13 @@ def framework(request: Request, pool: Pool, length: int) -> Timed:
 
 
 def _read(request: Request) -> Iterator[fx.Node]:
-    """What the calls of a request read that is none of them."""
+    """The values that the calls of a request read from outside."""
     for node in request.nodes:
         yield from (source for source in node.all_input_nodes if source not in request.nodes)
 
 
 def _value(request: Request, node: fx.Node) -> Tensor:
-    """A constant as it is; anything else as random numbers of its kind."""
+    """The value of a constant; random numbers for anything else."""
     if node in request.constants:
         return request.constants[node]
     return example(fake(node), request.constants[request.weight].device)
@@ -148,6 +148,6 @@ GEMM: Family[Request, AnyTiling] = Family(
     framework=framework,
     use=use_triton_kernels,
     templates=("nimblec.kernels.gemm.template", "nimblec.kernels.depthwise.template"),
-    reason="it takes in what lies around products, of which regions are to compute the rest",
+    reason="it takes in calls around products, and leaves the rest of them to regions",
     prepare=_prepare,
 )

@@ -1,7 +1,7 @@
 """Layer norms and RMS norms as launches of one Triton kernel, with the residual before them.
 
-A generated kernel computes them as well, but waits until the one before it has ended; this one starts
-early. It is worth it between kernels that do so too, and where nothing else would be generated
+A generated kernel could compute them too, but waits until the one before it has ended; this one starts
+early. It gains between kernels that also start early, and where no other call would be generated
 together with it.
 """
 
@@ -22,13 +22,13 @@ from nimblec.kernels.norm.tilings import NormTiling, norm_candidates
 
 
 def use_triton_norms(module: fx.GraphModule, choose: Choose[Request, NormTiling], trigger: Trigger = "late") -> None:
-    """Layer norms and RMS norms are one launch with the sum before them, cut as ``choose`` says.
+    """Compute layer norms and RMS norms with the sum before them by one launch, with the tiling that ``choose`` gives.
 
-    Every result keeps its dtype, shape and strides. Launches with a ``trigger`` wait for the kernel before them by
-    themselves: `GPU.has_programmatic_launch`.
+    Every result keeps its dtype, shape and strides. Launches with a ``trigger`` themselves wait for the kernel before
+    them (`GPU.has_programmatic_launch`).
     """
     rewriter = Rewriter(module)
-    for request in reversed(list(requests(module))):  # what a later one reads may be what an earlier one replaces
+    for request in reversed(list(requests(module))):  # a later request may read a value that an earlier one replaces
         tiling = choose(request)
         if tiling is not None:
             _replace(rewriter, request, tiling, trigger)
@@ -40,7 +40,7 @@ def _replace(rewriter: Rewriter, request: Request, tiling: NormTiling, trigger: 
     if total is None:
         rewriter.replace(result, call(request, tiling, trigger).put(rewriter, at=result))
         return
-    # Where the sum was, which others may read before the norm; the weights may come after it.
+    # At the place of the sum, which others may read before the norm; the weights may stand after it.
     with rewriter.graph.inserting_before(total):
         weight, bias = (node and rewriter.graph.node_copy(node) for node in (request.weight, request.bias))
     both = call(replace(request, weight=weight, bias=bias), tiling, trigger).put(rewriter, at=total)
@@ -55,7 +55,7 @@ def tilings(request: Request, gpu: GPU) -> Sequence[NormTiling]:
 
 
 def call(request: Request, tiling: NormTiling, trigger: Trigger) -> Call:
-    """What computes a request: the norm, and the sum that it is of where there is a residual."""
+    """The call that computes a request: the norm, and its argument where that is a sum with a residual."""
     dtype = fake(request.result).dtype
     how = (request.weight, request.bias, request.eps, request.shape.rms, dtype, tiling.numbers, trigger)
     if request.residual is None:
@@ -64,7 +64,7 @@ def call(request: Request, tiling: NormTiling, trigger: Trigger) -> Call:
 
 
 def framework(_request: Request, _pool: Pool, _length: int) -> None:
-    """A generated kernel, which is not at hand: whether these gain shows in the whole plan."""
+    """None: the alternative is a generated kernel, and only the whole plan shows the gain."""
 
 
 NORM: Family[Request, NormTiling] = Family(
@@ -75,7 +75,7 @@ NORM: Family[Request, NormTiling] = Family(
     framework=framework,
     use=use_triton_norms,
     templates=("nimblec.kernels.norm.template",),
-    reason="norms go into products, which must be Triton kernels by then",
+    reason="norms are folded into products, which must be Triton kernels by then",
     prepare=fold_norms_into_products,
     needs_whole_plan=True,
 )

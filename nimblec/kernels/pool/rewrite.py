@@ -1,7 +1,7 @@
 """Pooling and means over images as launches of Triton kernels.
 
-A generated kernel computes them as well, but waits until the one before it has ended, and is compiled for
-seconds. ATen's is the one they are timed beside; whether they gain over a generated one shows in the whole plan.
+A generated kernel could compute them too, but waits until the one before it has ended, and takes seconds to
+compile. They are timed against ATen's kernel; whether they gain over a generated one, only the whole plan shows.
 """
 
 from collections.abc import Sequence
@@ -22,13 +22,13 @@ aten = torch.ops.aten
 
 
 def use_triton_pools(module: fx.GraphModule, choose: Choose[Request, PoolTiling], trigger: Trigger = "late") -> None:
-    """Pools and means over images are one launch with the activation after them, where ``choose`` finds it faster.
+    """Compute pools and means of images with the activation after them by one launch, where ``choose`` finds it faster.
 
-    Every result keeps its dtype, shape and strides. Launches with a ``trigger`` wait for the kernel before them by
-    themselves: `GPU.has_programmatic_launch`.
+    Every result keeps its dtype, shape and strides. Launches with a ``trigger`` themselves wait for the kernel before
+    them (`GPU.has_programmatic_launch`).
     """
     rewriter = Rewriter(module)
-    for request in reversed(list(requests(module))):  # what a later one reads may be what an earlier one replaces
+    for request in reversed(list(requests(module))):  # a later request may read a value that an earlier one replaces
         tiling = choose(request)
         if tiling is None:
             continue
@@ -49,7 +49,7 @@ def tilings(request: Request, gpu: GPU) -> Sequence[PoolTiling]:
 
 
 def call(request: Request, tiling: PoolTiling, trigger: Trigger) -> Call:
-    """What computes a request; means have four axes."""
+    """The call that computes a request; means have four axes."""
     shape, end = request.shape, (request.activation, tiling.numbers, trigger)
     if not isinstance(shape, Pooling):
         return Call(op=mean2d, args=(request.x, request.channels_last, *end))
@@ -58,7 +58,7 @@ def call(request: Request, tiling: PoolTiling, trigger: Trigger) -> Call:
 
 
 def framework(request: Request, _pool: Pool, _length: int) -> Timed:
-    """The calls as they are."""
+    """The framework's calls of a request."""
     values = {request.x: example(fake(request.x), fake(request.x).device)}
     return lambda _: evaluate(request.calls, values)
 
@@ -71,6 +71,6 @@ POOL: Family[Request, PoolTiling] = Family(
     framework=framework,
     use=use_triton_pools,
     templates=("nimblec.kernels.pool.template",),
-    reason="products have taken in the activations that they read; a pool takes in what is left",
+    reason="products have fused the activations that they read; a pool fuses one that is left",
     needs_whole_plan=True,
 )

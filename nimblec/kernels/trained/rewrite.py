@@ -29,10 +29,10 @@ AnyTiling = Tiling | DepthwiseSum
 
 
 def use_trained_kernels(module: fx.GraphModule, choose: Choose[Request, AnyTiling], trigger: Trigger = "late") -> None:
-    """Convolutions of trained weights and their gradients are one launch each, where ``choose`` finds it faster.
+    """Compute convolutions of trained weights and their gradients by one launch each, where ``choose`` finds it faster.
 
-    Every result keeps its dtype, shape and strides. Launches with a ``trigger`` wait for the kernel before them by
-    themselves: `GPU.has_programmatic_launch`.
+    Every result keeps its dtype, shape and strides. Launches with a ``trigger`` themselves wait for the kernel before
+    them (`GPU.has_programmatic_launch`).
     """
     rewriter = Rewriter(module)
     for request in requests(module):
@@ -58,7 +58,7 @@ def tilings(request: Request, gpu: GPU) -> Sequence[AnyTiling]:
 
 
 def call(request: Request, tiling: AnyTiling, trigger: Trigger) -> Call:
-    """What computes a request."""
+    """The call that computes a request."""
     shape = request.shape
     end = ([*shape.stride, *shape.padding, *shape.dilation], tiling.numbers, trigger)
     read, counted = (request.first, request.second), _counters(request, tiling)
@@ -79,7 +79,7 @@ def _counters(request: Request, tiling: AnyTiling) -> Made | None:
 
 
 def framework(request: Request, _pool: Pool, _length: int) -> Timed:
-    """The calls as they are."""
+    """The framework's calls of a request."""
     values = {node: example(fake(node), fake(node).device) for node in request.nodes[0].all_input_nodes}
     return lambda _: evaluate(request.nodes, values)
 
@@ -92,5 +92,5 @@ TRAINED: Family[Request, AnyTiling] = Family(
     framework=framework,
     use=use_trained_kernels,
     templates=("nimblec.kernels.trained.template",),
-    reason="what has constant weights has packed ones by now; the rest is trained",
+    reason="convolutions with constant weights have been replaced by now; the others are trained",
 )

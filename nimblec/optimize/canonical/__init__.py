@@ -1,1 +1,1 @@
-"""Graphs in one form: constants folded, what has no effect dropped, patterns called by their names."""
+"""One form for each idea: constants folded, calls without effect dropped, patterns recognised."""

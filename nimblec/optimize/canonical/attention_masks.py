@@ -17,10 +17,10 @@ ALIGNMENT = 16
 
 
 def canonicalize_masks(module: fx.GraphModule) -> None:
-    """A mask that hides nothing goes, a causal one becomes a flag, another boolean one is added.
+    """Drop masks that hide nothing, replace causal ones by a flag, and other boolean ones by added ones.
 
-    On CUDA, boolean masks are made over into added ones by three kernels at each call. Masks are
-    (..., queries, keys), broadcast to the scores; views of constants are constants here.
+    On CUDA, three kernels convert a boolean mask into an added one at each call. Masks are
+    (..., queries, keys), broadcast to the scores; views of constants count as constants here.
     """
     rewriter = Rewriter(module)
     known: dict[fx.Node, Tensor | None] = {}
@@ -42,9 +42,9 @@ def canonicalize_masks(module: fx.GraphModule) -> None:
 
 
 def _known(rewriter: Rewriter, node: fx.Node, known: dict[fx.Node, Tensor | None]) -> Tensor | None:
-    """The value of a constant, or of calls on constants that were not folded since they are larger; else None.
+    """The value of a constant, or of calls on constants that were too large to fold; else None.
 
-    Axes that it is repeated along have length 1, but for the last two.
+    Axes along which it repeats, except for the last two, have length 1.
     """
     if node not in known:
         value = _evaluate(rewriter, node)

@@ -1,4 +1,4 @@
-"""Copies that only put values into another order in memory, where nothing needs that order."""
+"""Copies that only change the memory order of values, where nothing needs that order."""
 
 import torch
 from torch import fx
@@ -11,10 +11,10 @@ aten = torch.ops.aten
 
 
 def drop_copies(module: fx.GraphModule) -> None:
-    """Let attention and pointwise calls read what a ``clone`` copied where it lies.
+    """Drop a ``clone`` that only attention and pointwise calls read, directly or through views.
 
-    All between must be views of it too: joined queries, keys and values are then read from their
-    product, as when a module keeps its batch second.
+    Joined queries, keys and values are then read from their product in place, as where a module keeps its
+    batch second. All views of the clone must be views of its argument too.
     """
     rewriter = Rewriter(module)
     rewriter.propagate()
@@ -27,7 +27,7 @@ def drop_copies(module: fx.GraphModule) -> None:
 
 
 def _seen(node: fx.Node) -> list[fx.Node] | None:
-    """The views of a copy in order, views of views too; None where any other call would mind the order."""
+    """The views of a copy in order, views of views too; None where another call may depend on its strides."""
     found: list[fx.Node] = []
     todo = [node]
     while todo:
@@ -45,7 +45,7 @@ def _reads_any_order(node: fx.Node) -> bool:
 
 
 def _try_without(rewriter: Rewriter, node: fx.Node, seen: list[fx.Node]) -> None:
-    """Take the copy out, unless one of its views could be none without it, or rows would have gaps."""
+    """Drop the copy, unless one of its views would need a copy itself, or rows of attention would have gaps."""
     source = argument(node, 0)
     users = list(node.users)
     if any(source in user.all_input_nodes for user in users):

@@ -1,4 +1,4 @@
-"""Constant folding: calls whose arguments are all known are made now."""
+"""Constant folding: calls whose arguments are all constant are made at compile time."""
 
 from typing import Any
 
@@ -11,9 +11,8 @@ from nimblec.graph.rewriter import Rewriter, called, constant_of, fake, is_call,
 aten = torch.ops.aten
 
 GROWTH = 1 << 20
-"""Bytes by which a folded constant may exceed what it was made of: filling memory anew is cheaper
-than loading more weights."""
-
+"""Bytes by which a folded constant may exceed its arguments: filling memory in each run is cheaper than loading more
+weights."""
 
 _EMPTY = (
     aten.empty.memory_format,
@@ -25,9 +24,9 @@ _EMPTY = (
 
 
 def fill_empty(module: fx.GraphModule) -> None:
-    """Fill tensors that are made without contents with zeros: in a graph of pure calls they can only be read.
+    """Replace uninitialised tensors by zeros: in a graph of pure calls nothing writes into them.
 
-    Padding around the edges, for one, makes the result empty and then writes all of it, part by part.
+    Circular padding, for one, begins with an empty result, all parts of which it then replaces.
     """
     rewriter = Rewriter(module)
     for node in list(module.graph.nodes):
@@ -39,7 +38,7 @@ def fill_empty(module: fx.GraphModule) -> None:
 
 
 def fold_constants(module: fx.GraphModule) -> None:
-    """Replace whatever depends on constants alone by constants, where that does not swell the weights."""
+    """Replace calls that depend on constants alone by constants, where that does not enlarge the weights."""
     rewriter = Rewriter(module)
     known: dict[fx.Node, Any] = {}
     for node in list(module.graph.nodes):

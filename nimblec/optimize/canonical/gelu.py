@@ -1,4 +1,4 @@
-"""GELU that a front end wrote out as products and sums becomes one call again."""
+"""A GELU that is written out as products and sums becomes one call."""
 
 import math
 
@@ -13,7 +13,7 @@ aten = torch.ops.aten
 
 
 def recognize_gelu(module: fx.GraphModule) -> None:
-    """``0.5 x (1 + erf(x / sqrt 2))``, and the same by tanh, becomes ``gelu``, in any order of the factors."""
+    """Replace ``0.5 x (1 + erf(x / sqrt 2))``, and the same by tanh, by ``gelu``, whatever the order of factors."""
     rewriter = Rewriter(module)
     for node in reversed(rewriter.calls(aten.mul.Tensor)):
         found = _match(rewriter, node) if fake(node).dtype.is_floating_point else None
@@ -83,5 +83,5 @@ def _is_multiple(rewriter: Rewriter, node: fx.Node, x: fx.Node, factor: float) -
 
 
 def _near(value: float, wanted: float, like: fx.Node) -> bool:
-    """Whether two numbers are the same in the dtype of ``like``."""
+    """Whether two numbers are equal within the precision of the dtype of ``like``."""
     return abs(value - wanted) <= torch.finfo(fake(like).dtype).eps * wanted

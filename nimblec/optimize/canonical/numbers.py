@@ -13,7 +13,7 @@ aten = torch.ops.aten
 
 
 def inline_numbers(module: fx.GraphModule) -> None:
-    """Sums and products of floating tensors with constants without axes take these as numbers."""
+    """Replace constants without axes by numbers in sums and products of floating-point tensors."""
     rewriter = Rewriter(module)
     for node in rewriter.calls(aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor):
         left, right = node.args[:2]
@@ -36,5 +36,5 @@ def _scalar(rewriter: Rewriter, argument: Any) -> float | None:
 
 
 def _keeps_floats(node: fx.Node, argument: Any) -> bool:
-    """Whether the result has the floating dtype and the shape of one argument."""
+    """Whether the result has the floating-point dtype and the shape of one argument."""
     return isinstance(argument, fx.Node) and fake(node).dtype.is_floating_point and is_like(argument, node)

@@ -1,4 +1,4 @@
-"""Common subexpressions: equal calls on equal arguments are made once."""
+"""Common subexpressions: equal calls of equal arguments are made once."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ def merge_equal_calls(module: fx.GraphModule) -> None:
 
 
 def _key(module: fx.GraphModule, node: fx.Node) -> Any:
-    """What is equal for nodes of one value; None for those that must stay apart."""
+    """A key that is equal for nodes of equal value; None for nodes that must not be merged."""
     if node.op == "get_attr":
         return "constant", _identity(constant_of(module, node))
     if node.op != "call_function" or not is_pure(node):

@@ -1,1 +1,1 @@
-"""Fewer calls: what one call of a library computes as well."""
+"""Fewer calls: several fused into one call of a library."""

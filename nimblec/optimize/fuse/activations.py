@@ -1,4 +1,4 @@
-"""Linear and activation as one call with an epilogue of cuBLASLt."""
+"""A linear and its activation as one call, with an epilogue of cuBLASLt."""
 
 import torch
 from torch import fx

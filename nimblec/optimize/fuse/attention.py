@@ -1,7 +1,7 @@
 """Attention written out as products and a softmax becomes one scaled_dot_product_attention.
 
-Rows whose every score is masked with minus infinity are not a number before and zero after; no other
-value changes by more than rounding.
+Rows whose scores are all masked with minus infinity are NaN before and zero after; no other value
+changes by more than rounding.
 """
 
 from dataclasses import dataclass, replace
@@ -17,16 +17,16 @@ from nimblec.graph.vocabulary import ATTENTION, DTYPES, RESHAPES, is_like
 aten = torch.ops.aten
 
 HEAD_SIZES = range(8, 257, 8)
-"""What the fused kernels take; other sizes would fall apart into the same calls again."""
+"""Head sizes of the fused kernels; any other is decomposed into the same calls again."""
 
 SOFTMAX = aten._softmax.default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Scores:
-    """``softmax``'s argument: the product of queries and keys, scaled, and masks added to it.
+    """The argument of a softmax: the product of queries and keys, scaled, with masks added.
 
-    ``shape`` is that of the scores where the masks were added: (batch, heads, queries, keys), or
+    ``shape`` is that of the scores where the masks are added: (batch, heads, queries, keys), or
     without batch.
     """
 
@@ -38,7 +38,7 @@ class _Scores:
 
 
 def fuse_attention(module: fx.GraphModule) -> None:
-    """Replace each product with values of a softmax over a product of queries and keys."""
+    """Replace each product of values and a softmax over a product of queries and keys by one attention call."""
     rewriter = Rewriter(module)
     for node in rewriter.calls(aten.bmm.default):
         scores = _read(rewriter, argument(node, 0))
@@ -48,7 +48,7 @@ def fuse_attention(module: fx.GraphModule) -> None:
 
 
 def _read(rewriter: Rewriter, weights: fx.Node) -> _Scores | None:
-    """Read upwards from the weights of the values to the product of queries and keys."""
+    """Walk up from the weights of the values to the product of queries and keys; None where they are no attention."""
     node = _through(weights, *RESHAPES, aten._to_copy.default)
     if not is_call(node, SOFTMAX) or only_user(node) is None or not _is_whole(weights, node):
         return None
@@ -72,7 +72,7 @@ def _through(node: fx.Node, *targets: torch._ops.OpOverload) -> fx.Node:
 
 
 def _is_whole(weights: fx.Node, softmax: fx.Node) -> bool:
-    """Whether all between keeps rows and columns, and ends in the dtype of the scores."""
+    """Whether the weights have the rows and columns of the softmax, and the dtype of the scores."""
     scores = _through(argument(softmax, 0), aten._to_copy.default)
     return fake(weights).shape[-2:] == fake(softmax).shape[-2:] and fake(weights).dtype == fake(scores).dtype
 
@@ -93,7 +93,7 @@ def _step(rewriter: Rewriter, found: _Scores) -> _Scores | None:
 
 
 def _masked(found: _Scores, node: fx.Node) -> _Scores | None:
-    """A sum of the scores and a mask: the scores are the term from the product."""
+    """``node`` as a sum of scores and a mask; the scores are the term that comes from the product."""
     terms = [term for term in node.args[:2] if isinstance(term, fx.Node)]
     for scores, mask in (terms, terms[::-1]) if len(terms) == 2 else ():
         full = is_like(scores, node) and tuple(fake(node).shape) == found.shape and found.hidden is None
@@ -111,7 +111,7 @@ def _leads_to_product(node: fx.Node) -> bool:
 
 
 def _filled(rewriter: Rewriter, found: _Scores, node: fx.Node) -> _Scores | None:
-    """Scores of which a constant condition hides some; every row keeps one, and no other mask hides that."""
+    """``node`` as scores some of which a constant condition hides, but not all of a row; there is no other mask."""
     if is_call(node, aten.where.self):
         keep, scores, fill = (argument(node, n) for n in range(3))
         kept = rewriter.value(keep)
@@ -144,7 +144,7 @@ def _fits(scores: _Scores, node: fx.Node) -> bool:
 
 
 def _attention(rewriter: Rewriter, node: fx.Node, scores: _Scores) -> fx.Node:
-    """The call in place of ``node``, which multiplies with the values."""
+    """The call that replaces ``node``, the product with the values."""
     batch, heads = (1, *scores.shape)[-4:-2]
 
     def split(operand: fx.Node) -> fx.Node:
@@ -171,7 +171,7 @@ def _attention(rewriter: Rewriter, node: fx.Node, scores: _Scores) -> fx.Node:
 
 
 def _unscaled(rewriter: Rewriter, node: fx.Node) -> tuple[fx.Node, float]:
-    """Exports write the scale as a factor of queries and keys, its root each."""
+    """A node without its factor: exports multiply queries and keys each by the root of the scale."""
     found = scaled(rewriter, node)
     if found is None or not is_like(found[0], node) or found[1] <= 0:
         return node, 1.0
@@ -179,7 +179,7 @@ def _unscaled(rewriter: Rewriter, node: fx.Node) -> tuple[fx.Node, float]:
 
 
 def _mask(rewriter: Rewriter, scores: _Scores, node: fx.Node) -> tuple[fx.Node | None, bool]:
-    """The sum of the masks, or that all they do is to hide what comes later."""
+    """The sum of the masks, if any, and whether a causal flag replaces it."""
     if scores.hidden is not None:
         if is_causal(scores.hidden.logical_not(), scores.shape[-2:]):
             return None, True

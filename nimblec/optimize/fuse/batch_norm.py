@@ -1,7 +1,7 @@
-"""Fold channel-wise scales and shifts (batch norm above all) into the weights of a neighbour.
+"""Fold channel-wise scales and shifts, mostly batch norms, into the weights of a neighbour.
 
 The weights are computed in float64 and rounded once. A fold that would lose more than that one
-rounding (an overflow, or weights so small that their dtype cannot tell them apart) is not made.
+rounding (an overflow, or weights too small for their dtype) is not made.
 """
 
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ aten = torch.ops.aten
 def fold_batch_norm(module: fx.GraphModule) -> None:
     """Fold scales and shifts into the convolution or linear before them, else after them.
 
-    What is left of a batch norm in float32 or float64 becomes one ``addcmul``.
+    A batch norm in float32 or float64 that cannot be folded becomes one ``addcmul``.
     """
     rewriter = Rewriter(module)
     for node in list(module.graph.nodes):
@@ -36,7 +36,7 @@ def fold_batch_norm(module: fx.GraphModule) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Change:
-    """A call and the weights it is to have."""
+    """A call and its new weights."""
 
     call: fx.Node
     weights: Weights
@@ -53,7 +53,7 @@ def _fold_back(rewriter: Rewriter, affine: ChannelAffine) -> bool:
 
 
 def _drop(rewriter: Rewriter, affine: ChannelAffine) -> None:
-    """Let the source stand for what was scaled and shifted, and have no user but those of that."""
+    """Replace the scaled and shifted value by its source."""
     norm = argument(affine.node, 0)
     rewriter.replace(affine.node, affine.source)
     if is_call(norm, *NORMS):
@@ -61,7 +61,7 @@ def _drop(rewriter: Rewriter, affine: ChannelAffine) -> None:
 
 
 def _changes(rewriter: Rewriter, node: fx.Node, affine: ChannelAffine) -> list[_Change] | None:
-    """What to change so that ``node``, used once, comes out scaled and shifted; None where it cannot."""
+    """The changes by which ``node``, used once, is computed scaled and shifted; None where it cannot be."""
     if only_user(node) is None:
         return None
     if is_call(node, aten.cat.default):
@@ -77,7 +77,7 @@ def _changes(rewriter: Rewriter, node: fx.Node, affine: ChannelAffine) -> list[_
 
 
 def _changes_of_viewed(rewriter: Rewriter, node: fx.Node, affine: ChannelAffine) -> list[_Change] | None:
-    """Through a view that keeps the channels, as after a linear over more than two axes."""
+    """Changes through a view that keeps the channels, as after a linear over more than two axes."""
     axis = None if affine.axis is None else axis_before(node, affine.axis)
     if (axis is None) != (affine.axis is None):
         return None
@@ -86,7 +86,7 @@ def _changes_of_viewed(rewriter: Rewriter, node: fx.Node, affine: ChannelAffine)
 
 
 def _changes_of_parts(rewriter: Rewriter, node: fx.Node, affine: ChannelAffine) -> list[_Change] | None:
-    """Through a concatenation along the channels, each part by its slice."""
+    """Changes through a concatenation along the channels, each part by its slice of the factors."""
     parts, axis = bound(node)["tensors"], bound(node)["dim"] % fake(node).dim()
     slices = [affine] * len(parts)
     if affine.axis is not None:
@@ -155,7 +155,7 @@ def _absorbing_convolution(rewriter: Rewriter, node: fx.Node, affine: ChannelAff
     given = bound(node)
     old = constant_weights(rewriter, given["weight"], given["bias"], fake(node).shape[1])
     vectors = old and fake(node).dim() == old.weight.dim() and affine.along(1, old.weight)
-    # Padding is zero after the shift, not before it; a transposed convolution sees less at its edges.
+    # Padding zeros are not shifted; at its edges a transposed convolution sums fewer taps.
     if not old or not vectors or given["transposed"] or any(given["padding"]):
         return None
     channels = fake(affine.node).shape[1]
@@ -182,7 +182,7 @@ def _scale_second_axis(weight: Tensor, values: Tensor, groups: int) -> Tensor:
 
 
 def _is_plain(given: dict[str, Any]) -> bool:
-    """Whether a linear adds its bias and its product as they are."""
+    """Whether a linear scales neither its bias nor its product."""
     return given.get("alpha", 1) == 1 and given.get("beta", 1) == 1
 
 
@@ -206,7 +206,7 @@ def _apply(rewriter: Rewriter, change: _Change) -> None:
 
 
 def _as_addcmul(rewriter: Rewriter, affine: ChannelAffine) -> None:
-    """One call that scales and shifts; half precision keeps its norm, which computes in float32."""
+    """Scale and shift by one call; in half precision the norm stays, as it computes in float32."""
     like = fake(affine.node)
     shape = [1, -1, *[1] * (like.dim() - 2)]
     scale, shift = (

@@ -1,4 +1,4 @@
-"""Sums of convolutions of the same images are one convolution: blocks as they are trained, with a norm in each branch.
+"""Sums of convolutions of the same images become one: blocks as they are trained, with a norm in each branch.
 
 Ding et al., "RepVGG: Making VGG-style ConvNets Great Again", 2021; the blocks of MobileOne, FastViT,
 RepViT and several YOLOs are like it.
@@ -30,13 +30,13 @@ class _Branch:
     images: fx.Node
     weights: Weights
     geometry: dict[str, Any]
-    """What `aten.convolution` takes after the bias, by name."""
+    """The arguments of `aten.convolution` after the bias, by name."""
 
 
 def join_branches(module: fx.GraphModule) -> None:
-    """Convolutions of the same images that are added, or subtracted, become one with the sums of their weights.
+    """Replace sums and differences of convolutions of the same images by one convolution with summed weights.
 
-    So do norms of these images, and what scales the sum.
+    Norms of these images are terms too, and a scale of the sum is folded.
     """
     rewriter = Rewriter(module)
     is_joined = False
@@ -51,7 +51,7 @@ def join_branches(module: fx.GraphModule) -> None:
 
 
 def _joined(rewriter: Rewriter, node: fx.Node) -> fx.Node | None:
-    """The convolution that is the sum ``node``; None where it is no such sum, or would lose too much in rounding."""
+    """The convolution that computes the sum ``node``; None where none does, or rounding would lose too much."""
     terms, signs = node.args[:2], (1, _SIGNS[node.target])  # type: ignore[index]
     if node.kwargs.get("alpha", 1) != 1:
         return None
@@ -87,7 +87,7 @@ def _convolution(rewriter: Rewriter, node: Any) -> _Branch | None:
 
 
 def _affine(rewriter: Rewriter, node: Any, like: _Branch) -> _Branch | None:
-    """Scales and shifts of channels, as a convolution of single pixels of the images and in the groups of ``like``."""
+    """Scales and shifts of channels as a 1x1 convolution, of the images and with the groups of ``like``."""
     old, groups, rank = like.weights.weight, like.geometry["groups"], like.weights.weight.dim() - 2
     if not isinstance(node, fx.Node) or node is like.images or old.shape[0] != old.shape[1] * groups:
         return None
@@ -106,7 +106,7 @@ def _affine(rewriter: Rewriter, node: Any, like: _Branch) -> _Branch | None:
 
 
 def _embedded(small: _Branch, large: _Branch) -> Tensor | None:
-    """The weights of ``small`` in the kernel of ``large``, zeros around them; None where they do not fit."""
+    """The weights of ``small``, padded with zeros to the kernel of ``large``; None where they do not fit."""
     if small.images is not large.images:
         return None
     kernel, within = small.weights.weight.shape[2:], large.weights.weight.shape[2:]

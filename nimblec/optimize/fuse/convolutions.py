@@ -11,16 +11,15 @@ from nimblec.graph.vocabulary import CONVOLUTION, DTYPES, is_like, is_relu, is_w
 aten = torch.ops.aten
 
 RANKS = (4, 5)
-"""The calls view the bias as 4 or 5 axes: there is no form for convolutions of one axis."""
+"""The calls view the bias as 4 or 5 axes: convolutions over one axis have no such call."""
 
 
 def fuse_convolutions(module: fx.GraphModule) -> None:
     """``relu(convolution)`` and ``relu(convolution + z)`` become `aten.cudnn_convolution[_add]_relu`.
 
-    A call that cuDNN cannot serve on this device is left as it was. So are grouped convolutions but the
-    common ones: cuDNN's fused kernels are slower there than the plain ones, ten times and more where
-    groups have more results than channels (measured on an H200), and with depthwise ones
-    (pytorch/pytorch pull request 192838).
+    A call that cuDNN does not support on this device stays as it was, and so do most grouped convolutions:
+    there cuDNN's fused kernels are slower than the plain ones, ten times and more where groups have more
+    results than channels (measured on an H200), and for depthwise ones (pytorch/pytorch pull request 192838).
     """
     rewriter = Rewriter(module)
     for node in list(module.graph.nodes):
@@ -42,7 +41,7 @@ def _fuse(rewriter: Rewriter, relu: fx.Node, source: fx.Node) -> fx.Node | None:
 
 
 def _fuse_residual(rewriter: Rewriter, relu: fx.Node, source: fx.Node) -> fx.Node | None:
-    """The later of two convolutions that are added: the other is computed by then."""
+    """Fuse into the later term of a sum that is a convolution: the other term is computed by then."""
     if not is_call(source, aten.add.Tensor):
         return None
     position = {node: n for n, node in enumerate(rewriter.graph.nodes)}
@@ -62,7 +61,7 @@ def _fuse_residual(rewriter: Rewriter, relu: fx.Node, source: fx.Node) -> fx.Nod
 def _call_residual(
     rewriter: Rewriter, relu: fx.Node, given: dict[str, Any], z: fx.Node, alpha: float
 ) -> fx.Node | None:
-    """Where the residual is a convolution too, its bias joins the other one: the call adds just one."""
+    """The fused call adds one bias: if the residual is a convolution too, its bias is added to the other one."""
     joined = _sum_of_biases(rewriter, given, z, alpha)
     if joined is not None:
         given = given | {"bias": rewriter.constant(joined, at=relu)}
@@ -104,7 +103,7 @@ def _call(
     rewriter: Rewriter, relu: fx.Node, target: Any, given: dict[str, Any], residual: tuple[Any, ...]
 ) -> fx.Node | None:
     bias = given["bias"]
-    if bias is None:  # without one, the call would fill zeros on the device each time
+    if bias is None:  # without one, the call would fill zeros on the device in each run
         weight = rewriter.value(given["weight"])
         assert weight is not None
         bias = rewriter.constant(torch.zeros(weight.shape[0], dtype=weight.dtype, device=weight.device), at=relu)
@@ -117,7 +116,7 @@ def _call(
 
 
 def _serves(call: fx.Node, rewriter: Rewriter) -> bool:
-    """Whether the library has a kernel for the call: tried once, where there is a device."""
+    """Whether the library has a kernel for the call, by trying it; always True without a device."""
     if fake(call).device.type != "cuda":
         return True
     example = {node: _example(rewriter, node) for node in call.all_input_nodes}

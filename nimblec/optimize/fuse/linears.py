@@ -1,4 +1,4 @@
-"""Linears on one input, side by side in one matrix product: queries, keys and values above all."""
+"""Linears on one input joined into one matrix product, mostly queries, keys and values."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ aten = torch.ops.aten
 
 
 def join_linears(module: fx.GraphModule) -> None:
-    """Linears with constant weights that read the same matrix become one, and slices of its columns."""
+    """Join linears with constant weights that read the same matrix into one, and slice its columns."""
     rewriter = Rewriter(module)
     groups: dict[object, list[fx.Node]] = {}
     for node in rewriter.calls(*LINEARS):
@@ -28,7 +28,7 @@ def join_linears(module: fx.GraphModule) -> None:
 
 
 def _has_own_weights(rewriter: Rewriter, node: fx.Node) -> bool:
-    """Whether joining frees the weights: those that others read too would be stored twice."""
+    """Whether only this linear reads its weights: others would keep them, and store them twice."""
     given = bound(node)
     weights = [given["mat2"]]
     if is_call(node, aten.addmm.default):
@@ -56,7 +56,7 @@ def _constants(rewriter: Rewriter, given: list[dict[str, Any]], name: str) -> li
 
 
 def _beside(weights: list[Tensor]) -> Tensor:
-    """Matrices (K, N) side by side, in memory as the first one lies."""
+    """Matrices (K, N) concatenated by their columns, with the memory order of the first one."""
     if weights[0].stride(0) == 1:
         return torch.cat([w.t() for w in weights]).t()
     return torch.cat(weights, 1)

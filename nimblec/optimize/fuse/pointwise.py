@@ -1,4 +1,4 @@
-"""Convolutions of single pixels as matrix products, which have the bias in their epilogue."""
+"""Convolutions of single pixels as matrix products, which add the bias in their epilogue."""
 
 import torch
 from torch import fx
@@ -10,7 +10,7 @@ aten = torch.ops.aten
 
 
 def linear_convolutions(module: fx.GraphModule) -> None:
-    """Convolutions of images of one pixel, as in squeeze-and-excitation, become linears."""
+    """Convert convolutions of images of one pixel, as in squeeze-and-excitation, into linears."""
     rewriter = Rewriter(module)
     for node in rewriter.calls(CONVOLUTION):
         if torch.Size(fake(node).shape[2:]).numel() == 1 and _is_linear(rewriter, node):

@@ -1,4 +1,4 @@
-"""Batched products whose constant holds one matrix again and again: one product of all rows."""
+"""Batched products by a constant that repeats one matrix become one product of all rows."""
 
 from collections.abc import Mapping
 
@@ -15,15 +15,15 @@ _BITS: Mapping[torch.dtype, torch.dtype] = {
     torch.float32: torch.int32,
     torch.float64: torch.int64,
 }
-"""As what numbers are compared, so that 0 and -0 differ."""
+"""The integers by which numbers are compared, so that 0 and -0 differ."""
 
 
 def join_batches(module: fx.GraphModule) -> None:
     """``bmm`` by a constant (batch, k, n) of equal matrices becomes ``mm`` of all rows by one of them.
 
-    So torch writes ``linear`` of three axes or more that are not contiguous, and adds the bias by
-    another call, which folds into ``mm`` as for other linears. Rows that ``bmm`` reads where they
-    lie, and ``mm`` could not, stay.
+    Torch decomposes ``linear`` over three axes or more that are not contiguous into this ``bmm``, and adds
+    the bias by another call, which then folds into ``mm`` as for other linears. A product stays where
+    ``mm`` would have to copy rows that ``bmm`` reads in place.
     """
     rewriter = Rewriter(module)
     if rewriter.calls(aten.bmm.default):
@@ -39,9 +39,9 @@ def join_batches(module: fx.GraphModule) -> None:
 
 
 def _multiplies_rows(call: fx.Node, constant: fx.Node) -> bool:
-    """Whether ``call`` is a product of other rows and ``constant``, and the rows may be one matrix.
+    """Whether ``call`` multiplies rows by ``constant``, and one matrix of all rows costs no further copy.
 
-    They are one as they lie, or neither their rows nor their columns are without gaps, so that
+    Either the rows lie in memory as one matrix, or neither of their last two axes has stride 1, so that
     ``bmm`` copies them too (aten/src/ATen/native/cuda/Blas.cpp of PyTorch).
     """
     if not is_call(call, aten.bmm.default) or bound(call)["mat2"] is not constant or not fake(call).numel():
@@ -52,7 +52,7 @@ def _multiplies_rows(call: fx.Node, constant: fx.Node) -> bool:
 
 
 def _matrix(rewriter: Rewriter, constant: fx.Node) -> Tensor | None:
-    """The matrix (k, n) that all of (batch, k, n) are, bit for bit, not in the memory of the others."""
+    """The matrix (k, n) that a constant (batch, k, n) repeats bit for bit, in memory of its own; else None."""
     value = rewriter.value(constant)
     if value is None or value.dtype not in _BITS or not value.numel():
         return None

@@ -1,1 +1,1 @@
-"""Where tensors lie in memory, so that fast kernels read them as they are."""
+"""The memory layout of tensors, chosen for the fastest kernels."""

@@ -1,4 +1,4 @@
-"""Weights of linears padded with zeros where tensor cores want lengths that are multiples of 8."""
+"""Weights of linears padded with zeros to the multiples of 8 that tensor cores need."""
 
 import torch
 from torch import Tensor, fx
@@ -13,7 +13,7 @@ ALIGNMENT = 8
 """Elements of half precision in the 16 bytes that cuBLAS's faster kernels read and write at once."""
 
 LARGE = 1 << 20
-"""Elements of a weight from which the slow kernels cost more than copies of what is read and returned."""
+"""Elements of a weight from which slow kernels cost more than copies of the input and the result."""
 
 LINEARS = {
     aten.mm.default: ("mat2", None),
@@ -27,8 +27,8 @@ LINEARS = {
 def align_weights(module: fx.GraphModule) -> None:
     """Pad large constant weights in half precision to multiples of 8 outputs and inputs.
 
-    What was asked for is a slice of the result. A weight that others read too, as a language model
-    reads its embedding, is stored once: they read the part of the padded one that it was.
+    The original result is a slice of the padded one. A weight that other calls read too, such as the embedding of a
+    language model, is stored once: they read their part of the padded one.
     """
     if any(node.target in BY_STRIDE for node in module.graph.nodes):
         return
@@ -79,7 +79,7 @@ def _pad_inputs(rewriter: Rewriter, node: fx.Node) -> None:
 def _pad_outputs(rewriter: Rewriter, node: fx.Node, in_place: dict[int, Tensor]) -> None:
     """Append zeros to the weight's outputs and to the bias; slice the result.
 
-    ``in_place`` are the padded weights that constants are parts of by now, by address.
+    ``in_place`` are the padded weights that other constants are parts of, by address.
     """
     weight = _weight(rewriter, node)
     assert weight is not None
@@ -113,7 +113,7 @@ def _pad_outputs(rewriter: Rewriter, node: fx.Node, in_place: dict[int, Tensor])
 
 
 def _padded_in_place(rewriter: Rewriter, weight: Tensor, more: int) -> Tensor:
-    """The weight with rows of zeros after it; all constants in its memory become parts of the new one."""
+    """The weight with rows of zeros appended; all constants in its memory become parts of the padded one."""
     padded = torch.cat([weight, weight.new_zeros((more, weight.shape[1]))])
     for constant in _sharing(rewriter, weight):
         value = rewriter.value(constant)
@@ -125,12 +125,12 @@ def _padded_in_place(rewriter: Rewriter, weight: Tensor, more: int) -> Tensor:
 
 
 def _is_own(rewriter: Rewriter, weight: Tensor) -> bool:
-    """Whether one call alone reads the weight, so that another copy does not keep this one."""
+    """Whether a single call reads the weight, so that a padded copy replaces it."""
     return sum(len(constant.users) for constant in _sharing(rewriter, weight)) == 1
 
 
 def _sharing(rewriter: Rewriter, weight: Tensor) -> list[fx.Node]:
-    """The constants that lie in the memory of the weight, itself among them."""
+    """The constants that lie in the memory of the weight, itself included."""
     return [n for n in rewriter.graph.nodes if n.users and _lies_in(rewriter.value(n), weight)]
 
 
@@ -143,12 +143,12 @@ def _lies_in(value: Tensor | None, weight: Tensor) -> bool:
 
 
 def _as_argument(rewriter: Rewriter, node: fx.Node, weight: Tensor) -> fx.Node:
-    """A weight (outputs, inputs) as the call takes it."""
+    """A weight (outputs, inputs) in the order of axes that the call takes."""
     return rewriter.constant(weight if node.target is aten.linear.default else weight.t(), at=node)
 
 
 def _set(node: fx.Node, **changed: fx.Node) -> None:
-    """Give a call other arguments, by name."""
+    """Replace arguments of a call by name."""
     args = [changed.get(name, value) for name, value in zip(argument_names(node), node.args, strict=False)]
     kwargs = {name: changed.get(name, value) for name, value in node.kwargs.items()}
     node.args, node.kwargs = tuple(args), kwargs

@@ -1,4 +1,4 @@
-"""Channels last from end to end: convolutions of images in the order that tensor cores read."""
+"""Channels last from end to end, the layout that tensor cores read."""
 
 from collections.abc import Collection
 
@@ -18,19 +18,19 @@ CONTIGUOUS = {
     aten._weight_norm_interface_backward.default: "grad_w",
     **dict.fromkeys(RECURRENT, "hx"),
 }
-"""Calls that CUDA refuses for an argument of other strides, where inference does not, or misreads, by its name.
+"""Calls for which CUDA refuses or misreads an argument that is not contiguous, unlike inference, and its name.
 
-Other calls, ``native_layer_norm`` and pooling among them, read any strides or copy by themselves.
+Other calls, such as ``native_layer_norm`` and pooling, read any strides or copy by themselves.
 Sources: aten/src/ATen/native/group_norm.cpp and cudnn/RNN.cpp, tools/autograd/derivatives.yaml of PyTorch.
 """
 
 
 def propagate_channels_last(module: fx.GraphModule, dtypes: Collection[torch.dtype] = HALF) -> None:
-    """Lay the weights of 2-d convolutions of these dtypes channels last, and their inputs where needed.
+    """Lay out weights of 2-d convolutions of these dtypes channels last, and their inputs where needed.
 
     Weights that are trained are copied at each step, once for both passes. Every other call keeps the
-    order it is given, so one conversion at each border is enough: the inputs of the first convolutions,
-    what ``CONTIGUOUS`` calls read, and outputs, which keep the strides they had.
+    layout of its argument, so one conversion at each border is enough: at the inputs of the first
+    convolutions, at ``CONTIGUOUS`` calls, and at outputs, which keep their strides.
     """
     rewriter = Rewriter(module)
     calls = rewriter.calls(*CONVOLUTIONS, CONVOLUTION_BACKWARD)
@@ -46,13 +46,13 @@ def propagate_channels_last(module: fx.GraphModule, dtypes: Collection[torch.dty
 
 
 def lay_float32_channels_last(module: fx.GraphModule) -> None:
-    """Lay images in float32 as half precision lies after `propagate_channels_last`: Triton kernels read them so."""
+    """Lay out float32 images channels last, as Triton kernels read them; half precision has been laid out before."""
     propagate_channels_last(module, {torch.float32})
     lay_contiguous(module)
 
 
 def lay_contiguous(module: fx.GraphModule) -> None:
-    """Copy what comes in another order to calls that read contiguous arguments alone."""
+    """Copy arguments that are not contiguous for calls that require it."""
     rewriter = Rewriter(module)
     rewriter.propagate()
     for node in rewriter.calls(*CONTIGUOUS):
@@ -69,7 +69,7 @@ def _make_contiguous(rewriter: Rewriter, node: fx.Node) -> None:
 
 
 def _free_views(rewriter: Rewriter) -> None:
-    """``reshape`` copies where the new strides allow no view."""
+    """Replace views by ``reshape``, which copies where the new strides allow no view."""
     for node in rewriter.calls(*RESHAPES):
         node.target = aten.reshape.default
 
@@ -83,14 +83,14 @@ def _lay_weights(rewriter: Rewriter, node: fx.Node) -> None:
 
 
 def _images(convolution: fx.Node) -> fx.Node:
-    """What a convolution, or its backward pass, reads."""
+    """The images that a convolution, or its backward pass, reads."""
     given = bound(convolution)
     images: fx.Node = given["input"] if "input" in given else given["self"]
     return images
 
 
 def _convert_inputs(rewriter: Rewriter, convolutions: frozenset[fx.Node]) -> None:
-    """Walk the graph with the new strides; what comes to a convolution in another order is copied once."""
+    """Infer the new strides in order; images that reach a convolution in another layout are copied once."""
     converted: dict[fx.Node, fx.Node] = {}
     trained = {bound(node)["weight"] for node in convolutions if is_call(node, CONVOLUTION_BACKWARD)}
     for node in list(rewriter.graph.nodes):

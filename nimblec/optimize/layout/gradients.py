@@ -1,4 +1,4 @@
-"""The gradients of a convolution as calls of their own, so that each can run when it is wanted."""
+"""The gradients of a convolution as calls of their own, so that each can be scheduled by itself."""
 
 import operator
 
@@ -11,13 +11,13 @@ from nimblec.graph.vocabulary import CONVOLUTION_BACKWARD
 aten = torch.ops.aten
 
 _BIAS = 2
-"""The place of its gradient among the results."""
+"""The place of the bias's gradient among the results."""
 
 
 def split_gradients(module: fx.GraphModule) -> None:
-    """The gradients of a convolution's images, weights and bias become calls of their own.
+    """Compute the gradients of a convolution's images, weights and bias by calls of their own.
 
-    The layer before waits for the images' alone; the weights' may run beside it, as Nimble's streams have it.
+    The layer before waits only for the gradient of the images; that of the weights may run beside it.
     """
     rewriter = Rewriter(module)
     for node in rewriter.calls(CONVOLUTION_BACKWARD):
@@ -28,7 +28,7 @@ def split_gradients(module: fx.GraphModule) -> None:
 
 
 def _alone(rewriter: Rewriter, node: fx.Node, place: int, *, at: fx.Node) -> fx.Node:
-    """One of the gradients that ``node`` returns."""
+    """A call that computes one of the gradients that ``node`` returns."""
     given = bound(node)
     if place == _BIAS:
         dims = [dim for dim in range(given["grad_output"].meta["val"].dim()) if dim != 1]

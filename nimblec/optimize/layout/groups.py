@@ -1,4 +1,4 @@
-"""Grouped convolutions that cuDNN computes slowly channels last: in the other order."""
+"""Grouped convolutions that cuDNN computes slowly channels last are computed contiguous."""
 
 import torch
 from torch import fx
@@ -10,18 +10,18 @@ from nimblec.graph.vocabulary import CONVOLUTION, HALF, is_well_grouped
 aten = torch.ops.aten
 
 _LONGEST_DEPTHWISE = 7
-"""Pixels that a fast depthwise kernel reaches."""
+"""The largest extent, in pixels, of a fast depthwise kernel."""
 _WIDE = 32
-"""Channels of a group from which on it makes no difference."""
+"""Channels of a group from which the layout makes no difference."""
 
 
 def lay_groups_contiguous(module: fx.GraphModule) -> None:
-    """Copy images to the order of the axes before grouped convolutions that are slow channels last, and back.
+    """Copy images to contiguous before grouped convolutions that are slow channels last, and back after them.
 
     cuDNN (9.x, measured on an H200, float16 and float32) computes them by a kernel for a few groups at a
-    time: ten times slower and more, copies counted. Fast channels last are only depthwise convolutions of
-    small kernels, and groups of 4, 8, 16 ... channels with as many results. Generated kernels make
-    the copies on their way.
+    time: ten times slower and more, copies included. Channels last only depthwise convolutions of small
+    kernels are fast, and groups of 4, 8, 16 ... channels with as many results. Generated kernels fuse
+    the copies with their neighbours.
     """
     rewriter = Rewriter(module)
     slow = [node for node in rewriter.calls(CONVOLUTION) if _is_slow(node)]
@@ -34,7 +34,7 @@ def lay_groups_contiguous(module: fx.GraphModule) -> None:
 
 
 def _is_slow(node: fx.Node) -> bool:
-    """Whether cuDNN would compute a convolution faster in another order than channels last."""
+    """Whether cuDNN computes a convolution faster contiguous than channels last."""
     given = bound(node)
     weight = fake(given["weight"])
     made, read, *kernel = weight.shape[0] // given["groups"], *weight.shape[1:]
@@ -42,7 +42,7 @@ def _is_slow(node: fx.Node) -> bool:
         return False
     if read == made == 1:
         return max(d * (size - 1) + 1 for size, d in zip(kernel, given["dilation"], strict=True)) > _LONGEST_DEPTHWISE
-    return read >= 4 or made < 4 or fake(node).dtype not in HALF  # those are slower still in the other order
+    return read >= 4 or made < 4 or fake(node).dtype not in HALF  # others are slower still when contiguous
 
 
 def _lay(rewriter: Rewriter, node: fx.Node) -> None:

@@ -8,10 +8,10 @@ from nimblec.graph.rewriter import Rewriter, bound, fake
 
 
 def pack_recurrent_weights(module: fx.GraphModule) -> None:
-    """Let constant weights of each recurrent network be parts of one buffer.
+    """Move the constant weights of each recurrent network into one buffer.
 
-    cuDNN reads them so, and torch copies weights that lie otherwise at each run. Does nothing where
-    cuDNN does not serve the call. Source: ``flatten_parameters`` in torch/nn/modules/rnn.py.
+    cuDNN reads one buffer, and torch would copy other weights into one in each run. Does nothing where
+    cuDNN does not support the weights. Source: ``flatten_parameters`` in torch/nn/modules/rnn.py.
     """
     rewriter = Rewriter(module)
     for node in rewriter.calls(*RECURRENT):

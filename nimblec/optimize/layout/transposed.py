@@ -1,4 +1,4 @@
-"""Transposed convolutions whose windows do not meet, as where UNets double an image: blocks of pixels, no sums."""
+"""Transposed convolutions whose windows do not overlap, as those that double an image in a UNet."""
 
 import torch
 from torch import Tensor, fx
@@ -11,12 +11,12 @@ aten = torch.ops.aten
 
 
 def block_transposed_convolutions(module: fx.GraphModule) -> None:
-    """Transposed convolutions that make a block of each pixel become convolutions of pixels, and one copy.
+    """Replace transposed convolutions whose windows do not overlap by a 1x1 convolution and one copy.
 
     The library computes them as the gradient of a convolution, by slow kernels whose result must be
-    cleared first. A convolution of single pixels makes all channels of a block; the copy, which
-    generated code makes on the way into the call that follows, lays the blocks side by side in the
-    order in memory that the result had. So this comes after what lays images anew.
+    cleared first. A 1x1 convolution computes the whole block that each pixel becomes; the copy, which
+    generated code fuses into the call that follows, puts the blocks side by side in the layout of the
+    result. So this comes after the passes that change layouts.
     """
     rewriter = Rewriter(module)
     rewriter.propagate()
@@ -27,7 +27,7 @@ def block_transposed_convolutions(module: fx.GraphModule) -> None:
 
 
 def _makes_blocks(rewriter: Rewriter, node: fx.Node) -> bool:
-    """Whether each pixel makes a block of its own: the kernel is as long as the stride, or the image one pixel."""
+    """Whether each pixel becomes a block of its own: the kernel is as long as the stride, or the image one pixel."""
     given, image, result = bound(node), fake(bound(node)["input"]), fake(node)
     weight = rewriter.value(given["weight"])
     if weight is None or not given["transposed"] or not image.dim() == weight.dim() == 4:
@@ -53,7 +53,7 @@ def _has_fitting_bias(rewriter: Rewriter, node: fx.Node, weight: Tensor) -> bool
 
 
 def _blocks(rewriter: Rewriter, node: fx.Node) -> fx.Node:
-    """What ``node`` returns, from its blocks: channels last they hold pixel after pixel, else channel after channel."""
+    """The result of ``node`` from its blocks: pixel after pixel if channels last, else channel after channel."""
     given = bound(node)
     image, weight = fake(given["input"]), fake(given["weight"])
     (batch, channels, *size), kernel = fake(node).shape, weight.shape[2:]
@@ -68,7 +68,7 @@ def _blocks(rewriter: Rewriter, node: fx.Node) -> fx.Node:
 
 
 def _pixels(rewriter: Rewriter, node: fx.Node, order: tuple[int, int, int]) -> fx.Node:
-    """A convolution of single pixels to their blocks: (channels, rows, columns) in this order of the axes."""
+    """A 1x1 convolution from pixels to blocks, whose (channels, rows, columns) have this order of the axes."""
     given = bound(node)
     weight, bias = rewriter.value(given["weight"]), rewriter.value(given["bias"])
     assert weight is not None

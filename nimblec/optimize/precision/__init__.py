@@ -1,1 +1,1 @@
-"""Graphs in float32 computed in half precision."""
+"""Float32 graphs computed in half precision."""

@@ -24,7 +24,7 @@ HALF = _names("""
 """Always in half precision: autocast's list, and attention, which accumulates in float32."""
 
 OUTER = _names("mm bmm")
-"""Of them, what is pointwise where the inner length is 1: the angles of rotary positions."""
+"""Those of them that are pointwise where the inner length is 1, as for the angles of rotary positions."""
 
 SINGLE = _names("""
     pow exp exp2 expm1 log log10 log1p log2 rsqrt reciprocal acos asin cosh sinh tan erfinv softplus
@@ -38,8 +38,8 @@ SINGLE = _names("""
     complex polar view_as_complex view_as_real
     grid_sampler_2d grid_sampler_3d cudnn_grid_sampler affine_grid_generator
 """)
-"""Always in float32: autocast's list, ``var`` and ``std``, whose squares overflow float16 from 256
-on, what CUDA has no half kernels for, and positions in images, of which half precision has too few.
+"""Always in float32: autocast's list; ``var`` and ``std``, whose squares overflow float16 from 256
+on; what CUDA has no half kernels for; and positions in images, for which half precision is too coarse.
 
 Not on it, though autocast's: softmax, layer and group norms. Their CUDA kernels take half and
 accumulate in float32 (SoftMax.cu, layer_norm_kernel.cu, group_norm_kernel.cu), as batch norms
@@ -50,13 +50,13 @@ SINGLE_FAMILIES = (
     *("linalg_", "_linalg_", "fft_", "_fft_", "special_", "mkldnn_"),
     *("quantize_", "fake_quantize_", "_fake_quantize_", "dequantize"),
 )
-"""Beginnings of names that are in float32 too."""
+"""Prefixes of names that are in float32 too."""
 
 JOINS = _names("""
     cat stack where masked_fill masked_scatter index_put _unsafe_index_put index_copy index_fill scatter
     slice_scatter select_scatter diagonal_scatter as_strided_scatter
 """)
-"""These copy: to round their arguments is to round their results. autocast promotes them."""
+"""Calls that copy: rounding their arguments is rounding their results. autocast promotes them instead."""
 
 BATCH_NORMS = _names("native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training")
 
@@ -64,10 +64,10 @@ BOUNDED = BATCH_NORMS | _names("""
     sin cos tanh sigmoid hardsigmoid erf atan sign softmax _softmax _safe_softmax
     native_layer_norm native_group_norm
 """)
-"""Results that half precision holds well, whatever they were made of."""
+"""Calls whose results are bounded, so that half precision holds them well whatever their arguments."""
 
 ACCUMULATIONS = _names("sum nansum prod cumsum cumprod")
-"""From half precision to float32 in one call, by their argument ``dtype``."""
+"""Calls that sum half precision into float32 by their argument ``dtype``."""
 
 SUMS = _names("sum mean cumsum")
 ROUNDINGS = _names("round floor ceil trunc")
@@ -80,17 +80,17 @@ FILLS = _names("""
     full full_like new_full zeros zeros_like new_zeros ones ones_like new_ones empty empty_like new_empty
     fill masked_fill index_fill constant_pad_nd where scatter
 """)
-"""Calls that write a number as it is."""
+"""Calls that fill in a number without computing with it."""
 
 
 def name(node: fx.Node) -> str:
-    """The operator of a call without its namespace; with it where that is not ATen's."""
+    """The operator of a call, with its namespace unless that is ATen's."""
     if not isinstance(node.target, OpOverload):
         return ""
     return str(node.target._schema.name).removeprefix("aten::")
 
 
 def is_single(node: fx.Node) -> bool:
-    """Whether a call takes float32 only; so do those that are not ATen's, of which nothing is known."""
+    """Whether a call runs in float32 only, as do all that are not ATen's: nothing is known of those."""
     operator = name(node)
     return operator in SINGLE or operator.startswith(SINGLE_FAMILIES) or "::" in operator

@@ -1,6 +1,6 @@
-"""A float32 model computed in half precision, between inputs and outputs that stay as they were.
+"""Compute a float32 model in half precision; its inputs and outputs keep their dtypes.
 
-What runs in which precision follows torch.autocast (`nimblec.optimize.precision.autocast`). Calls on none of
+Which call runs in which precision follows torch.autocast (`nimblec.optimize.precision.autocast`). Calls on none of
 its lists run in half precision where their arguments are in it. A result of the float32 list stays
 in float32 through the calls after it (a hand-written softmax or RMSNorm) until a matrix product, a
 bounded function, or a call that joins it with half precision: that call still computes in float32,
@@ -44,13 +44,13 @@ _REFUSALS = (RuntimeError, TypeError, ValueError)
 
 
 def cast(module: fx.GraphModule, dtype: torch.dtype) -> None:
-    """Compute a flat graph in ``dtype``, torch.float16 or torch.bfloat16; inputs and outputs stay as they are.
+    """Compute a flat graph in ``dtype``, torch.float16 or torch.bfloat16; inputs and outputs keep their dtypes.
 
     Weights are rounded once, each input is cast once and each output once. Finite numbers beyond
-    the range of ``dtype``, which hide scores of an attention, become half of its lowest: there is
-    room for the scores added to them, and a row without a score to see stays finite. float64,
+    the range of ``dtype``, which hide scores of an attention, become half of its lowest: that leaves
+    room for the scores added to them, and a row whose scores are all hidden stays finite. float64,
     complex numbers and what is in half precision already stay. Raises UnsupportedModelError where
-    a call takes its arguments in no precision.
+    a call supports neither precision.
     """
     strides = output_strides(module)
     caster = _Caster(module, dtype)
@@ -68,12 +68,12 @@ class _Mode(Enum):
     HALF = "half"
     SINGLE = "single"
     JOINED = "joined"
-    """Computed in float32 of both, and wanted in half."""
+    """Computed in float32 from arguments of both; readers take its result in half precision."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Attempt:
-    """The arguments of a call in one precision, and the dtype that its first result must have."""
+    """The arguments of a call in one precision, and the dtype that its first result must then have."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -81,12 +81,12 @@ class _Attempt:
 
 
 class _Caster:
-    """Walks one graph in order.
+    """Casts the calls of one graph in order.
 
-    ``_wide`` are float32 values that the calls after them are to take in float32; others may be in
-    float32 too, but are wanted in half. ``_masks`` are added to scores of an attention; ``_huge``
-    may hold finite numbers that half cannot.
-    ``_before`` are the dtypes that the model gave to the results of a node.
+    ``_wide`` are float32 values whose readers take them in float32; other values may be in float32 too,
+    but are read in half precision. ``_masks`` are added to scores of an attention; ``_huge`` may hold
+    finite numbers beyond the range of half precision. ``_before`` are the dtypes that the model gave to
+    the results of a node.
     """
 
     def __init__(self, module: fx.GraphModule, dtype: torch.dtype) -> None:
@@ -102,7 +102,7 @@ class _Caster:
         self._huge = {node for node in self._masks if node.op == "placeholder"}
 
     def visit(self, node: fx.Node) -> None:
-        """Cast the arguments of a call as it needs them."""
+        """Cast the arguments of a call to what it needs."""
         if not isinstance(node.target, OpOverload):
             self._visit_part(node)
         elif not self._floats(node) and torch.float32 not in self._before[node]:
@@ -113,7 +113,7 @@ class _Caster:
             self._rewrite(node, self._mode(node))
 
     def restore_outputs(self) -> None:
-        """Cast outputs back."""
+        """Cast outputs back to the model's dtypes."""
         output = self.rewriter.graph.output_node()
         output.args = fx.map_arg(output.args, lambda n: self._as(n, self._before[n][0], output))
 
@@ -126,14 +126,14 @@ class _Caster:
         return [n for n in node.all_input_nodes if n.op == "get_attr" and self._before[n] == (torch.float32,)]
 
     def _visit_part(self, node: fx.Node) -> None:
-        """One result of several."""
+        """Update one result of a call of several."""
         whole, index = argument(node, 0), argument(node, 1)
         node.meta["val"] = whole.meta["val"][index]
         if whole in self._wide and fake(node).dtype == torch.float32:
             self._wide.add(node)
 
     def _visit_cast(self, node: fx.Node) -> None:
-        """The author's cast of float32 to something else; it may be made already."""
+        """Drop a cast of the model from float32 to another dtype, where the value exists in that dtype."""
         source, dtype = argument(node, 0), fake(node).dtype
         made = source if fake(source).dtype == dtype else self._casts.get((source, dtype), node)
         if is_widened(source, dtype):
@@ -141,7 +141,7 @@ class _Caster:
         if fake(made).stride() != fake(node).stride():
             return
         if made is not node:
-            node.replace_all_uses_with(made)  # what takes it now takes half precision of float32
+            node.replace_all_uses_with(made)
             self.rewriter.graph.erase_node(node)
         else:
             self._casts[source, dtype] = node
@@ -161,11 +161,11 @@ class _Caster:
         return _Mode.HALF
 
     def _is_rounded_first(self, node: fx.Node) -> bool:
-        """Whether it is a mask or as good as one, which half precision may hide scores by as well."""
+        """Whether it is a mask, or hides scores as one does, and may be rounded to half precision."""
         return node in self._masks or node in self._huge
 
     def _mode_without_floats(self, node: fx.Node) -> _Mode:
-        """Of constants, integers and bools: what is looked up is half precision, what is counted is float32."""
+        """Of constants, integers and bools alone: look-ups run in half precision, arithmetic on integers in float32."""
         if is_call(node, _TO):
             return _Mode.HALF if fake(argument(node, 0)).dtype == torch.bool else _Mode.SINGLE
         counted = is_tagged_pointwise(node) and any(is_integer(fake(n)) for n in node.all_input_nodes)
@@ -173,7 +173,7 @@ class _Caster:
         return _Mode.HALF if looked_up or autocast.name(node) in autocast.FILLS else _Mode.SINGLE
 
     def _is_single(self, node: fx.Node) -> bool:
-        """Whether a call is to run in float32, whatever its arguments are in."""
+        """Whether a call runs in float32, whatever the precision of its arguments."""
         return (
             autocast.is_single(node)
             or self._holds_other_floats(node)
@@ -185,7 +185,7 @@ class _Caster:
         )
 
     def _holds_other_floats(self, node: fx.Node) -> bool:
-        """Whether float64 or complex tensors are in it; a single number of float64 is no matter."""
+        """Whether float64 or complex tensors are among its arguments and results; a single number does not count."""
         dtypes = set(self._before[node])
         dtypes.update(dtype for n in node.all_input_nodes for dtype in self._before[n] if rank_of(n))
         return any(dtype.is_complex or dtype == torch.float64 for dtype in dtypes)
@@ -193,10 +193,10 @@ class _Caster:
     def _is_cast_by_author(self, node: fx.Node) -> bool:
         if node.kwargs.get("dtype") != torch.float32 or autocast.name(node) in autocast.FILLS:
             return False
-        return not is_call(node, _TO) or fake(argument(node, 0)).dtype != torch.bool  # of bools, half is exact
+        return not is_call(node, _TO) or fake(argument(node, 0)).dtype != torch.bool  # half holds bools exactly
 
     def _is_copy_on_the_way(self, node: fx.Node) -> bool:
-        """Whether it copies, views or bounds what is still in float32, and what takes it takes float32."""
+        """Whether it copies, views or bounds a value still in float32, and all its readers take float32."""
         floats = self._floats(node)
         if not floats or any(fake(n).dtype != torch.float32 for n in floats):
             return False
@@ -208,7 +208,7 @@ class _Caster:
         return user.op == "output" or autocast.is_single(user) or is_call(user, _TO)
 
     def _makes_huge(self, node: fx.Node) -> bool:
-        """Whether it computes with numbers that half precision cannot hold, more than to hide or to bound."""
+        """Whether it computes with numbers that half precision cannot hold, other than to hide or to bound."""
         name = autocast.name(node)
         if name in autocast.PRODUCTS and any(self._is_huge(n) for n in self._constants(node)):
             return True
@@ -225,7 +225,7 @@ class _Caster:
         return isinstance(value, float) and self._most < abs(value) < float("inf")
 
     def _rewrite(self, node: fx.Node, mode: _Mode) -> None:
-        """Give a call the first arguments that it takes."""
+        """Give a call the arguments of the first attempt that succeeds."""
         before = node.args, node.kwargs
         for attempt in self._attempts(node, mode):
             node.args, node.kwargs = attempt.args, attempt.kwargs
@@ -238,11 +238,11 @@ class _Caster:
             node.args, node.kwargs = before
         where = node.meta.get("source") or "the model"
         raise UnsupportedModelError(
-            f"{node.target} in {where} takes neither {self._half} nor float32: compile it without --precision"
+            f"{node.target} in {where} supports neither {self._half} nor float32: compile it without --precision"
         )
 
     def _remember(self, node: fx.Node) -> None:
-        """That the calls after it take its result in float32, and whether it may be huge."""
+        """Note that readers take the result in float32, and whether it may be huge."""
         if torch.float32 in dtypes_of(node.meta["val"]):
             self._wide.add(node)
         keeps = is_tagged_pointwise(node) or is_copy(node) or autocast.name(node) in autocast.JOINS
@@ -251,7 +251,7 @@ class _Caster:
             self._huge.update([node] if any(map(self._is_huge, parts)) else [])
 
     def _infer(self, node: fx.Node) -> Any:
-        """What a call returns; None where it refuses its arguments."""
+        """The results of a call; None where it refuses its arguments."""
         try:
             value = self.rewriter.infer(node)
         except _REFUSALS:
@@ -259,7 +259,7 @@ class _Caster:
         return value if self._kernels.serve(node) else None
 
     def _is_as_wanted(self, node: fx.Node, value: Any, result: torch.dtype) -> bool:
-        """Whether results have the shapes that they had, and dtypes as wanted."""
+        """Whether results keep their shapes, and have the dtypes that the attempt expects."""
         if shapes_of(value) != shapes_of(node.meta["val"]):
             return False
         pairs = list(zip(dtypes_of(value), self._before[node], strict=True))
@@ -271,7 +271,7 @@ class _Caster:
         )
 
     def _attempts(self, node: fx.Node, mode: _Mode) -> Iterator[_Attempt]:
-        """The arguments to try one after the other."""
+        """The attempts to make, in order."""
         in_half = partial(self._as, dtype=self._half, at=node)
         if mode is _Mode.HALF:
             yield self._attempt(node, self._half, lambda n: n if self._stays(node, n) else in_half(n))
@@ -283,12 +283,12 @@ class _Caster:
         yield self._attempt(node, torch.float32, lambda n: self._as(n, torch.float32, node))
 
     def _accumulates(self, node: fx.Node) -> bool:
-        """Whether a call makes float32 of half precision by itself."""
+        """Whether a call itself sums half precision into float32."""
         halves = any(fake(n).dtype == self._half for n in self._floats(node))
         return halves and autocast.name(node) in autocast.ACCUMULATIONS
 
     def _attempt(self, node: fx.Node, dtype: torch.dtype, take: Callable[[fx.Node], fx.Node]) -> _Attempt:
-        """All arguments that were float32 by ``take``, numbers as ``dtype`` can hold them."""
+        """Arguments that were float32 mapped by ``take``, and numbers clamped to what ``dtype`` can hold."""
         most = self._most if autocast.name(node) in autocast.BOUNDS else self._most / 2
 
         def argument(value: Any) -> Any:
@@ -304,7 +304,7 @@ class _Caster:
         return _Attempt(args, {name: argument(value) for name, value in node.kwargs.items()}, dtype)
 
     def _stays(self, node: fx.Node, argument: fx.Node) -> bool:
-        """Whether a constant is float32 beside half precision: parameters of batch norms, and single numbers."""
+        """Whether a constant stays in float32 beside half precision: parameters of batch norms, single numbers."""
         if argument.op != "get_attr":
             return False
         is_number = is_tagged_pointwise(node) and not rank_of(argument) and not self._is_huge(argument)
@@ -325,8 +325,8 @@ class _Caster:
         if (constant := self.rewriter.value(node)) is not None:
             return self.rewriter.constant(self._round(constant), at=at)
         if is_widened(node, dtype):
-            return argument(node, 0)  # back to what it was cast from
-        if is_call(node, aten.expand.default):  # there are fewer elements before it
+            return argument(node, 0)  # what it was cast from
+        if is_call(node, aten.expand.default):  # fewer elements to cast
             return self.rewriter.call(node.target, self._as(argument(node, 0), dtype, at), *node.args[1:], at=at)
         if node in self._huge and dtype == self._half:
             node = self.rewriter.call(aten.clamp.default, node, -self._most / 2, self._most / 2, at=at)

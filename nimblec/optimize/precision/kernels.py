@@ -1,4 +1,4 @@
-"""Which calls the device has a kernel for in half precision: only the kernel itself knows."""
+"""Which calls the device has a kernel for in half precision: found by making them."""
 
 from typing import Any
 
@@ -10,14 +10,14 @@ from nimblec.optimize.precision.nodes import dtypes_of
 
 
 class Kernels:
-    """Those of one half precision, ``dtype``; each call is tried once."""
+    """Support for one half precision, ``dtype``; each call is tried once for its dtypes."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._half = dtype
         self._served: dict[tuple[Any, ...], bool] = {}
 
     def serve(self, node: fx.Node) -> bool:
-        """Whether the device computes a call in the dtypes of its arguments: it is made on zeros."""
+        """Whether the device computes a call in the dtypes of its arguments, tried on zeros."""
         key = node.target, tuple(dtypes_of(n.meta["val"]) for n in node.all_input_nodes)
         if all(self._half not in dtypes for dtypes in key[1]):
             return True

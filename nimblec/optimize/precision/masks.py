@@ -1,4 +1,4 @@
-"""Attention masks: what is added to the scores of an attention, to hide some of them."""
+"""Attention masks: terms added to the scores of an attention to hide some of them."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ _ARITHMETIC = (aten.add.Tensor, aten.sub.Tensor, aten.rsub.Scalar, aten.mul.Tens
 
 
 def added_to_scores(graph: fx.Graph) -> set[fx.Node]:
-    """What is added up to what a softmax is taken of, and the masks of attention calls, through views."""
+    """The terms of sums that a softmax is taken of, and the masks of attention calls, through views."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
         if autocast.name(node) in autocast.SOFTMAXES and is_call(scores := owner(node.args[0]), aten.add.Tensor):
@@ -26,6 +26,6 @@ def added_to_scores(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _terms(node: fx.Node) -> list[fx.Node]:
-    """What a sum is made of, what a product is a multiple of, and what a view shows."""
+    """The arguments of a sum or product, and of a view."""
     terms: tuple[Any, ...] = node.args[:2] if is_call(node, *_ARITHMETIC) else (views(node),)
     return [term for term in terms if isinstance(term, fx.Node)]

@@ -1,4 +1,4 @@
-"""What casting asks of a call: its kind, and the dtypes and shapes of its results."""
+"""Predicates of calls that casting needs, and the dtypes and shapes of their results."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ aten = torch.ops.aten
 
 
 def is_copy(node: fx.Node) -> bool:
-    """Whether a call gives the numbers that it is given, maybe in another order or shape."""
+    """Whether a call returns the numbers of its argument, possibly in another order or shape."""
     return node.op == "call_function" and (views(node) is not None or autocast.name(node) == "clone")
 
 
@@ -24,12 +24,12 @@ def is_square(node: fx.Node) -> bool:
 
 
 def all_users(node: fx.Node, holds: Callable[[fx.Node], bool]) -> bool:
-    """Whether a node has users, and something ``holds`` of each."""
+    """Whether a node has users, and ``holds`` is true of each."""
     return bool(node.users) and all(holds(user) for user in node.users)
 
 
 def is_integer(tensor: Tensor) -> bool:
-    """Whether a tensor holds integers, and no bools."""
+    """Whether a tensor holds integers; bools are none."""
     return not (tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype == torch.bool)
 
 
@@ -38,22 +38,22 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def dtypes_of(value: Any) -> tuple[torch.dtype, ...]:
-    """The dtypes of what a call returned: of each tensor in it."""
+    """The dtypes of the tensors that a call returned."""
     return tuple(tensor.dtype for tensor in _tensors(value))
 
 
 def shapes_of(value: Any) -> list[torch.Size]:
-    """The shapes of what a call returned: of each tensor in it."""
+    """The shapes of the tensors that a call returned."""
     return [tensor.shape for tensor in _tensors(value)]
 
 
 def rank_of(node: fx.Node) -> int:
-    """The most dimensions that a tensor among the results of a call has."""
+    """The highest rank of the tensors that a call returned."""
     return max((tensor.dim() for tensor in _tensors(node.meta["val"])), default=0)
 
 
 def is_widened(node: fx.Node, dtype: torch.dtype) -> bool:
-    """Whether ``node`` is a cast of ``dtype`` to float32 that does nothing else."""
+    """Whether ``node`` only casts from ``dtype`` to float32."""
     if not is_call(node, aten._to_copy.default) or fake(node).dtype != torch.float32:
         return False
     source = fake(argument(node, 0))

@@ -1,1 +1,1 @@
-"""What lies between the calls of libraries, as generated kernels."""
+"""Generated kernels for the calls between those of libraries."""

@@ -1,4 +1,4 @@
-"""Biases of convolutions, which add them by a kernel of their own: where others can add them as well, these do."""
+"""Biases of convolutions, which add them by a kernel of their own, are added by the calls that follow instead."""
 
 from typing import Any
 
@@ -14,10 +14,10 @@ aten = torch.ops.aten
 
 
 def free_biases(module: fx.GraphModule) -> None:
-    """Take the bias out of a convolution where each call that follows can add it.
+    """Take the bias out of a convolution where every call that reads the result can add it.
 
-    Generated kernels add it to what they read. A convolution without padding adds what it makes of
-    the bias to its own bias, once and for all.
+    Generated kernels add it to what they read. For a convolution without padding, its image of the
+    bias is added to its own bias ahead of time.
     """
     rewriter = Rewriter(module)
     rewriter.propagate()
@@ -34,7 +34,7 @@ def free_biases(module: fx.GraphModule) -> None:
 
 
 def _adds(user: fx.Node) -> bool:
-    """Whether generated kernels compute a call, or all that read what it sees."""
+    """Whether generated kernels compute a call; of a view, all its readers."""
     return all(map(_adds, user.users)) if is_view(user) else is_fusible(user)
 
 
@@ -51,7 +51,7 @@ def _free(rewriter: Rewriter, node: fx.Node, bias: Tensor, moved: dict[fx.Node, 
 
 
 def _moved(rewriter: Rewriter, node: fx.Node, user: fx.Node, bias: Tensor) -> Tensor | None:
-    """The bias of a convolution, ``user``, that reads ``node`` without its bias; None where no bias is the same."""
+    """The bias that makes up in ``user``, a convolution, for ``node`` without its bias; None where none does."""
     given = bound(user)
     weight, own = rewriter.value(given["weight"]), rewriter.value(given["bias"])
     reads = [name for name, value in given.items() if value is node]
@@ -67,7 +67,7 @@ def _moved(rewriter: Rewriter, node: fx.Node, user: fx.Node, bias: Tensor) -> Te
 
 
 def _is_valid(user: fx.Node, given: dict[str, Any], weight: Tensor) -> bool:
-    """Whether each element of a convolution reads a whole window: padding has no bias."""
+    """Whether no window of a convolution reads padding, which has no bias."""
     return not given.get("transposed") and not any(given["padding"]) and fake(user).dim() == weight.dim()
 
 

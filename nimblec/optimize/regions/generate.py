@@ -10,10 +10,10 @@ from nimblec.optimize.regions.state_writes import written_state
 
 
 def generate_regions(module: fx.GraphModule, *, at_any_cost: bool = True) -> None:
-    """Let each region be one call of an op of generated kernels, which writes state in place; equal ones share one.
+    """Replace each region by one op of generated kernels, which writes state in place; equal regions share an op.
 
-    A region that Inductor refuses stays as it is. Without ``at_any_cost`` they all do where none saves
-    a launch: the microseconds that a faster pool gains are not worth Inductor's seconds.
+    A region that Inductor refuses stays as it is. Without ``at_any_cost`` all regions do unless one of them saves a
+    launch: the microseconds that a faster pool gains are not worth Inductor's seconds.
     """
     regions = partition(module)
     if regions and (at_any_cost or any(map(_saves_launches, regions))):

@@ -1,7 +1,7 @@
 """Regions compiled by Inductor: Triton kernels on a GPU, C++ on the CPU; each region is one op.
 
-As an op, a region is seen by dispatch modes as one call with the tensors it reads and returns, and
-what the generated code allocates and launches inside belongs to it.
+Dispatch modes see an op as one call with the tensors that it reads and returns; whatever the generated
+code allocates and launches belongs to it.
 """
 
 import hashlib
@@ -37,21 +37,21 @@ OPTIONS: Mapping[str, Any] = {
     "triton.unique_kernel_names": True,
     "cpp_wrapper": False,
 }
-"""Inductor's settings: results lie in memory as eager's do; kernels have names that say what they fuse."""
+"""Inductor's settings: results have eager's strides; kernels are named after the calls that they fuse."""
 
 REFUSALS = (RuntimeError, NotImplementedError)
-"""What Inductor raises where it cannot compile a region; its own errors are a RuntimeError."""
+"""The errors of Inductor for a region that it cannot compile; its own classes derive from RuntimeError."""
 
 Compiled = Callable[[list[Tensor]], Sequence[Tensor]]
 
 _LIBRARY = torch.library.Library("nimblec", "FRAGMENT")
-"""The namespace of the ops; torch keeps them as long as the process lives."""
+"""The namespace of the ops, which live as long as the process."""
 
 
 def ops(extracts: Sequence[Extract]) -> dict[OpOverload, list[Extract]]:
-    """The op that computes each region, and the regions that it computes, as equal regions share one.
+    """The regions by the op that computes them: equal regions share one.
 
-    A region that Inductor refuses is in none.
+    A region that Inductor refuses is left out.
     """
     named: dict[str, list[Extract]] = {}
     for extracted in extracts:
@@ -61,7 +61,7 @@ def ops(extracts: Sequence[Extract]) -> dict[OpOverload, list[Extract]]:
 
 
 def signature(extracted: Extract) -> str:
-    """What tells regions apart: calls, arguments, and dtypes, shapes and strides of the inputs."""
+    """A text that is equal for equal regions: calls, arguments, and dtypes, shapes and strides of the inputs."""
     names: dict[fx.Node, str] = {}
     lines = []
     for node in extracted.module.graph.nodes:
@@ -108,9 +108,9 @@ def _define(extracts: Mapping[str, Extract]) -> None:
 
 @contextmanager
 def _kernels_in_background() -> Iterator[Callable[[], None]]:
-    """Do not wait for the kernels of code that is generated inside the block: Inductor's own processes make them.
+    """Compile the kernels of code that is generated inside the block in the background, in Inductor's processes.
 
-    The function that comes back waits for them; only then may the code run.
+    The context is a function that waits for them; only then may the code run.
     """
     waits: list[Callable[[], None]] = []
     wait = AsyncCompile.wait
@@ -158,7 +158,7 @@ def _like(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
 
 
 def _register(name: str, compiled: Compiled, extracted: Extract) -> None:
-    """Make an op of a compiled region; its results are new memory, all of them, but for the state that it writes."""
+    """Define the op of a compiled region; all its results are new memory, and it writes only its state."""
     expected = [tuple(fake(node).stride()) for node in extracted.inputs]
     results = [fake(node) for node in extracted.outputs]
     described = [(tuple(t.shape), tuple(t.stride()), t.dtype, t.device) for t in results]
@@ -184,9 +184,9 @@ def _register(name: str, compiled: Compiled, extracted: Extract) -> None:
 
 
 def _with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """The tensor as it was inferred to lie: some calls lay their result otherwise, and so does generated code.
+    """The tensor with the strides that were inferred: some calls, and generated code, lay out results otherwise.
 
-    Only the strides along axes longer than one say where something lies, and are worth a copy.
+    Strides of axes of length 1 do not matter, and cost no copy.
     """
     if tensor.stride() == strides:
         return tensor
@@ -196,7 +196,7 @@ def _with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
 
 
 def _separate(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Generated code returns equal results once, and inputs as they are."""
+    """Results in memory of their own: generated code returns equal results once, and inputs as they are."""
     taken = {tensor.untyped_storage().data_ptr() for tensor in inputs}
     separate = []
     for result in results:

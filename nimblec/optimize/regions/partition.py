@@ -1,10 +1,10 @@
 """Regions: maximal groups of calls that generated kernels compute, each of which can be one op.
 
-A region is connected and can run as a whole: what it reads is there before its first call, and
-nothing outside lies between two of its calls. Pooling and the like may only begin a region. One call
-is a region where ATen's own kernels for it are slow. Views belong to no region: each region makes
-those it reads for itself, which costs nothing. In a training step the gradients of a layer are no part
-of a region of its forward pass, which would have to keep what they could compute of its result.
+A region is connected and can run as a whole: its inputs exist before its first call, and no call
+outside lies on a path between two of its calls. Pooling and the like may only begin a region. A single
+call is a region where ATen's own kernels for it are slow. Views belong to no region: each region makes
+those that it reads, which costs nothing. In a training step a region of a layer's forward pass takes in
+no call of the backward pass: it would have to keep values that the backward pass can compute.
 """
 
 import operator
@@ -29,7 +29,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """Calls in the order of the graph: at least two, or one that is slow alone."""
+    """Calls in the order of the graph: at least two, or one that ATen computes slowly."""
 
     calls: tuple[fx.Node, ...]
 
@@ -38,9 +38,9 @@ class Region:
 class Extract:
     """A region as a graph of its own.
 
-    ``module`` takes the values of ``inputs`` and returns a tuple of those of ``outputs``, all nodes of
-    the graph that the region is part of, as its ``calls`` are. ``written`` are those inputs, state, over which it
-    writes their next values.
+    ``module`` takes the values of ``inputs`` and returns a tuple of the values of ``outputs``; these and ``calls``
+    are nodes of the original graph. ``written`` maps inputs that are state to their next values, which the region
+    writes over them.
     """
 
     module: fx.GraphModule
@@ -65,7 +65,7 @@ def partition(module: fx.GraphModule) -> tuple[Region, ...]:
 
 
 def _is_kept(call: fx.Node, reader: fx.Node) -> bool:
-    """Whether a call of a model's forward pass is kept for a reader in the backward pass, or in an update."""
+    """Whether a call is of the forward pass, and its reader of the backward pass or the update."""
     (kept, *_), (read, *_) = (places(node.meta.get("source", "")) for node in (call, reader))
     return kept.phase is Phase.FORWARD and kept.layer != LOSS and read.phase is not Phase.FORWARD
 
@@ -73,7 +73,7 @@ def _is_kept(call: fx.Node, reader: fx.Node) -> bool:
 def extract(region: Region, written: Mapping[fx.Node, fx.Node] = MappingProxyType({})) -> Extract:
     """Copy a region, with the views that it reads and the parts of its results, into a graph of its own.
 
-    ``written`` is the state that it may write, with the result that is its next value.
+    ``written`` maps the state that it may write to the result that is its next value.
     """
     inside = frozenset(region.calls)
     graph = fx.Graph()
@@ -104,9 +104,9 @@ def extract(region: Region, written: Mapping[fx.Node, fx.Node] = MappingProxyTyp
 
 
 def replace(module: fx.GraphModule, replacements: Mapping[OpOverload, Sequence[Extract]]) -> None:
-    """Let calls of ops, which take and return lists of tensors, take the place of the regions they compute.
+    """Replace regions by calls of the ops that compute them, which take and return lists of tensors.
 
-    What writes state takes a list of it, too, and comes after all others that read it.
+    An op that writes state also takes a list of it, and comes after all other readers of it.
     """
     graph = module.graph
     parts: dict[fx.Node, fx.Node] = {}
@@ -128,20 +128,20 @@ def replace(module: fx.GraphModule, replacements: Mapping[OpOverload, Sequence[E
         node.replace_all_uses_with(part)
     _sort(graph, {})
     graph.eliminate_dead_code()
-    if written:  # whose order with calls that are gone by now could be none
+    if written:  # before dead calls are gone there may be no such order
         _sort(graph, written)
     graph.lint()
 
 
 def _is_read(value: fx.Node, inside: frozenset[fx.Node]) -> bool:
-    """Whether the next value of a state is anything else, too, to what is not ``inside`` its region."""
+    """Whether anything outside its region reads the next value of a state, other than as that."""
     output = value.graph.output_node()
     others = (user for user in value.users if user is not output)
     return list(argument(output, 0)).count(value) > 1 or any(_is_outside(user, inside) for user in others)
 
 
 def _return_state(module: fx.GraphModule, written: Collection[fx.Node]) -> None:
-    """Let the graph return state that is written as its next value."""
+    """Return written state itself as its next value."""
     outputs = list(outputs_of(module))
     for state, slot in slots(module).items():
         if state in written:
@@ -152,9 +152,9 @@ def _return_state(module: fx.GraphModule, written: Collection[fx.Node]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Units:
-    """The calls that run, by number, and the numbers of those whose results each of them reads.
+    """The calls that run, by number, and for each the numbers of the calls whose results it reads.
 
-    Views and the parts of a result are not counted: they belong to whom they are made of.
+    Views and parts of a result are no units: they belong to the call whose result they show.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -172,14 +172,14 @@ def _units(graph: fx.Graph) -> _Units:
         numbers[node] = len(nodes)
         nodes.append(node)
         before = [*makers(node)]
-        if WRITES_STATE in node.meta:  # over what these read
+        if WRITES_STATE in node.meta:  # it comes after all other readers of what it writes over
             before += (reader for reader in readers(argument(node, 0)) if reader is not node)
         producers.append(frozenset(numbers[n] for n in before if n in numbers))
     return _Units(nodes=tuple(nodes), producers=tuple(producers), fusible=tuple(is_fusible(n) for n in nodes))
 
 
 def makers(node: fx.Node) -> Iterator[fx.Node]:
-    """The calls, inputs and constants that the arguments of ``node`` lie in the results of."""
+    """The calls, inputs and constants in whose memory the arguments of ``node`` lie."""
     for source in node.all_input_nodes:
         if is_view(source):
             yield from makers(source)
@@ -188,7 +188,7 @@ def makers(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def whole(node: fx.Node) -> fx.Node:
-    """The call that ``node`` is a part of the result of; any other node itself."""
+    """The call of several results of which ``node`` is one; any other node itself."""
     if node.target is operator.getitem and not is_view(node):
         call: fx.Node = argument(node, 0)
         return call
@@ -198,8 +198,8 @@ def whole(node: fx.Node) -> fx.Node:
 class _Groups:
     """Disjoint groups of units, merged as long as the graph of groups has no cycle.
 
-    For each group, ``_before`` is the set, as bits, of groups that it depends on, and ``_reads``
-    those among them it depends on directly.
+    For each group, ``_before`` is the set of groups that it depends on, as bits, and ``_reads`` the set of
+    those that it depends on directly.
     """
 
     def __init__(self, units: _Units) -> None:
@@ -211,7 +211,7 @@ class _Groups:
             self._before.append(reads | _union(self._before, reads))
 
     def merge(self, first: int, second: int) -> None:
-        """Make one group of those of two units, unless another group would lie between them."""
+        """Merge the groups of two units, unless a third group lies on a path between them."""
         a, b = self._group[first], self._group[second]
         if a == b or self._between(a, b) or self._between(b, a):
             return
@@ -248,7 +248,7 @@ def _union(sets: list[int], chosen: int) -> int:
 
 
 def _read_outside(region: Region) -> Iterator[fx.Node]:
-    """The results, or parts of them, that something outside reads, itself or a view of it."""
+    """The results of a region, or parts of them, that are read outside, directly or through a view."""
     inside = frozenset(region.calls)
     for call in region.calls:
         parts = [user for user in call.users if user.target is operator.getitem] or [call]
@@ -264,7 +264,7 @@ def _is_outside(user: fx.Node, inside: frozenset[fx.Node]) -> bool:
 
 
 def _sort(graph: fx.Graph, written: Mapping[fx.Node, fx.Node]) -> None:
-    """Put nodes after what they read, and writers of state after all others that read it."""
+    """Sort nodes topologically, writers of state after all its other readers."""
     pairs = (
         (reader, writer)
         for state, writer in written.items()

@@ -1,4 +1,4 @@
-"""State that regions write where it lies, instead of returning a next value that is copied there.
+"""State that regions write in place, instead of returning a next value to be copied.
 
 An optimizer's step for a weight, and the running statistics of a batch norm, are then one kernel and no copy.
 """
@@ -23,22 +23,22 @@ aten = torch.ops.aten
 _BATCH_NORM = aten._native_batch_norm_legit_functional.default
 
 _BROADCASTS = (aten.unsqueeze.default, aten.expand.default)
-"""Views of a weight that is for a channel."""
+"""Views that broadcast a weight for each channel."""
 
 _SCATTERS = (aten.slice_scatter.default, aten.select_scatter.default)
-"""Inductor (2.15) writes over what they change, even where another call still reads it."""
+"""Calls for which Inductor (2.15) writes over their argument, even where another call still reads it."""
 
 _ROUNDED = (aten.ceil, aten.floor, aten.round, aten.trunc, aten.nan_to_num)
-"""Calls that give integers back as they are."""
+"""Calls that return integers unchanged."""
 
 _ARGUMENTS = (aten.copy, aten.clone, aten._to_copy, aten.pow, *_ROUNDED)
-"""Calls for whose result Inductor may take an argument as it is, after another write has changed it."""
+"""Calls for whose result Inductor may return an argument itself, which another write may have changed by then."""
 
 
 def written_state(module: fx.GraphModule, regions: Sequence[Region]) -> list[dict[fx.Node, fx.Node]]:
-    """For each region the state that it may write, and the result that is its next value.
+    """For each region the state that it may write, with the result that is its next value.
 
-    All others that read the state can come before, whatever else is written.
+    All other readers of each state can come before its writer, all at once.
     """
     order, outputs = _Order(module.graph, regions), outputs_of(module)
     found: list[dict[fx.Node, fx.Node]] = [{} for _ in regions]
@@ -63,16 +63,16 @@ def written_state(module: fx.GraphModule, regions: Sequence[Region]) -> list[dic
 def _is_apart(
     state: fx.Node, value: fx.Node, written: Mapping[fx.Node, fx.Node], calls: frozenset[fx.Node]
 ) -> bool:
-    """Whether a region makes of this state and another that is ``written`` not each the next value of the other.
+    """Whether the next values of this state and of one ``written`` do not each depend on the other's present value.
 
-    In such a swap Inductor (2.11) may read what was written. A weight is made of its momentum's next value alone.
+    In such a swap Inductor (2.11) may read what it has written. A weight depends on its momentum's next value alone.
     """
     of_state = _made_of(state, value, calls)
     return not any(other in of_state and value in _made_of(held, other, calls) for held, other in written.items())
 
 
 def _made_of(state: fx.Node, value: fx.Node, calls: frozenset[fx.Node]) -> set[fx.Node]:
-    """A state, and what calls make of it but by way of its next value."""
+    """A state and what calls compute from it, other than from its next value."""
 
     def made(node: fx.Node) -> list[fx.Node]:
         return _among((user for user in node.users if user is not value and not _keeps_statistics(user)), calls)
@@ -81,10 +81,10 @@ def _made_of(state: fx.Node, value: fx.Node, calls: frozenset[fx.Node]) -> set[f
 
 
 def _is_read_in_place(state: fx.Node, value: fx.Node, calls: frozenset[fx.Node]) -> bool:
-    """Whether all that calls of a region make of a state is computed place by place, what is for a channel broadcast.
+    """Whether a region computes pointwise with a state, and only broadcasts it where that is for each channel.
 
-    Torch 2.11 puts a loop that writes state into one with a loop that reads it in another order, and reads a view
-    of what is on the way to the next value after the state was written over.
+    Torch 2.11 fuses a loop that writes state with one that reads it in another order, and reads a view of a value
+    on the way to the next value after the state was written over.
     """
     on_the_way = reached(value, lambda node: _among(node.all_input_nodes, calls))
 
@@ -107,12 +107,12 @@ def _among(nodes: Iterable[fx.Node], calls: frozenset[fx.Node]) -> list[fx.Node]
 
 
 def _keeps_statistics(call: fx.Node) -> bool:
-    """Whether it is a batch norm that makes the next value of each statistic of that alone, and nothing else of it."""
+    """Whether it is a batch norm in training: each statistic it reads is used for its own next value only."""
     return call.target is _BATCH_NORM and bool(bound(call)["training"])
 
 
 def _computes(value: fx.Node) -> bool:
-    """Whether each element of a next value is computed, and not taken from elsewhere."""
+    """Whether each element of a next value is computed, not copied from elsewhere."""
     target = whole(value).target
     assert isinstance(target, OpOverload)
     if target is _BATCH_NORM:
@@ -121,7 +121,7 @@ def _computes(value: fx.Node) -> bool:
 
 
 class _Order:
-    """Which regions, and calls outside of them, come after which; each region has its place in the list as number."""
+    """The order of regions, numbered by their place in the list, and of the calls outside of them."""
 
     def __init__(self, graph: fx.Graph, regions: Sequence[Region]) -> None:
         self._regions = len(regions)
@@ -141,14 +141,14 @@ class _Order:
             self._after[self._numbers[before]].add(self._numbers[after])
 
     def region(self, value: fx.Node) -> int | None:
-        """The number of the region that a value is a result of, if any; a view is none."""
+        """The number of the region that computes a value, if any; None for a view."""
         if is_view(value):
             return None
         number = self._numbers.get(whole(value), self._regions)
         return number if number < self._regions else None
 
     def put_before(self, nodes: Sequence[fx.Node], region: int) -> bool:
-        """Have calls come before a region; False, and nothing changes, where one of them comes after it."""
+        """Put calls before a region; False, and nothing changes, where one of them depends on it."""
         numbers = {self._numbers[whole(node)] for node in nodes} - {region}
         later = reached(region, self._after.__getitem__)
         if numbers & later:
