@@ -1,10 +1,10 @@
 """Triton kernels for small batches: a folder for each family, and what they share in `nimblec.kernels.core`.
 
-cuDNN's and cuBLAS's kernels for one image or one sentence fill few multiprocessors and walk a long
-sum in each. These split the sum over many blocks, fetch their weights while the kernel before them
+For one image or one sentence, cuDNN's and cuBLAS's kernels occupy few multiprocessors, each with a long
+sum. These kernels split the sum over many blocks, fetch their weights while the kernel before them
 still runs, and have bias, residual and activation in their epilogue. Nothing here imports Triton
 until a kernel is launched or compiled.
 
-A family has a Triton template, torch ops that launch it (with their meaning on the CPU), tilings to
+A family has a Triton template, torch ops that launch it (with a reference for the CPU), tilings to
 choose from, and a rewrite that puts the ops into a graph. `nimblec.kernels.families` lists them.
 """

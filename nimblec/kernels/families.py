@@ -1,4 +1,4 @@
-"""The families of kernels, in the order in which they come into a graph; each says why it stands where it does."""
+"""The families of kernels, in the order in which they are put into a graph; each states the reason for its place."""
 
 from typing import Any
 

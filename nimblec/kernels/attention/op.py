@@ -1,4 +1,4 @@
-"""Attention for short sequences as a torch op: one launch, read and written where the neighbours have it.
+"""Attention for short sequences as a torch op: one launch, which reads and writes its neighbours' layouts.
 
 `nimblec.kernels.core.launch` says what an op is.
 """
@@ -94,7 +94,7 @@ def _attention_on_cpu(
 
 
 def attended(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool, scale: float) -> Tensor:
-    """What the kernel computes, in float32: (batch, heads, queries, value size)."""
+    """The kernel's result in float32: (batch, heads, queries, value size)."""
     added = mask if mask is None or mask.dtype == torch.bool else mask.float()
     return functional.scaled_dot_product_attention(
         query.float(),

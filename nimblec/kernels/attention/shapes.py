@@ -35,7 +35,7 @@ class Attention:
 
     @property
     def spans(self) -> tuple[int, ...]:
-        """How many elements lie between the first and the last of queries, keys, values and results."""
+        """The elements that queries, keys, values, results and mask each span in memory."""
         rows = (self.batch, self.heads, self.queries)
         columns = (self.batch, self.key_heads, self.keys)
         return (
@@ -68,7 +68,7 @@ def attention_shape(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
 
 
 def _strides(x: Tensor) -> Strides:
-    """Strides, zero along axes of length 1, where they say nothing."""
+    """Strides, zero for axes of length 1, where they do not matter."""
     a, b, c, d = (stride if size > 1 else 0 for size, stride in zip(x.shape, x.stride(), strict=True))
     return a, b, c, d
 

@@ -1,4 +1,4 @@
-"""How an attention is cut into blocks, and which cuts are worth a try on a GPU."""
+"""How an attention is divided into blocks, and the candidates for a GPU."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -10,9 +10,9 @@ from nimblec.kernels.core.shapes import ceil_div
 from nimblec.kernels.core.tilings import NumberedTiling, most_promising
 
 _FETCHED_REGISTERS = 128
-"""Of a thread's 255, how many may hold keys and values where one step takes them all."""
+"""The registers of a thread, of 255, that may hold keys and values where one step reads all."""
 _LOADED_PART = 200 / 227
-"""Of the shared memory that a block may have, what may hold queries, keys and values."""
+"""The part of a block's shared memory that may hold queries, keys and values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ def padded(size: int) -> int:
 
 
 def attention_candidates(shape: Attention, gpu: GPU, *, limit: int = 6, itemsize: int = 2) -> list[AttentionTiling]:
-    """At most ``limit`` tilings, the most promising first, no two alike but for warps and stages more than twice.
+    """At most ``limit`` tilings, the most promising first, at most two that differ only in warps and stages.
 
     ``itemsize``: bytes of an element.
     """
@@ -47,7 +47,7 @@ def attention_candidates(shape: Attention, gpu: GPU, *, limit: int = 6, itemsize
 
 
 def estimate(shape: Attention, tiling: AttentionTiling, *, gpu: GPU) -> float:
-    """Microseconds, roughly: each step's latency and products, once more for each turn of the blocks."""
+    """Rough microseconds: latency and products of each step, for each wave of blocks."""
     turns = ceil_div(tiling.blocks(shape), gpu.multiprocessors)
     steps = tiling.steps(shape)
     width = (padded(shape.size) + padded(shape.value_size)) * tiling.block_n
@@ -76,7 +76,7 @@ def _all(shape: Attention, gpu: GPU, itemsize: int) -> Iterator[AttentionTiling]
 
 
 def _staged(shape: Attention, cut: AttentionTiling, gpu: GPU, itemsize: int) -> Iterator[AttentionTiling]:
-    """One step fetches through registers, several through shared memory, some steps ahead."""
+    """Tilings with stages: one step loads through registers, several through shared memory, some steps ahead."""
     width = padded(shape.size) + padded(shape.value_size)
     steps = cut.steps(shape)
     if steps == 1:

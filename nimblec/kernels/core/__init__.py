@@ -1,1 +1,1 @@
-"""What the families share: launches, their compilation and timing, the choice of tilings, facts about GPUs."""
+"""Shared by the families: launches, their compilation and timing, the choice of tilings, facts about GPUs."""

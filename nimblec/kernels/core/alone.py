@@ -1,4 +1,4 @@
-"""Which calls are a launch by themselves, as no generated kernel would compute them together with a neighbour."""
+"""Requests that no generated kernel would compute together with a neighbour."""
 
 import operator
 from collections.abc import Iterator, Sequence
@@ -16,22 +16,22 @@ class HasNeighbours(Protocol):
 
     @property
     def calls(self) -> tuple[fx.Node, ...]:
-        """All that one launch computes."""
+        """The calls that one launch computes."""
 
     @property
     def sources(self) -> tuple[fx.Node, ...]:
-        """What they read."""
+        """The values that they read."""
 
     @property
     def results(self) -> tuple[fx.Node, ...]:
-        """What others read of them."""
+        """The values that others read."""
 
 
 Request = TypeVar("Request", bound=HasNeighbours)
 
 
 def alone(requests: Sequence[Request]) -> list[Request]:
-    """Those between calls that are not fusible, or are of another such request; values must be inferred in one go."""
+    """Requests whose neighbours are not fusible, or belong to another such request; needs values of one `propagate`."""
     inside = {call for request in requests for call in request.calls}
     left = [request for request in requests if not any(_is_generated(n, inside) for n in _neighbours(request))]
     return left if len(left) == len(requests) else alone(left)

@@ -1,4 +1,4 @@
-"""A call of a kernel's op before it is anywhere: it can be put into a graph, be timed, or say what to compile."""
+"""A description of a call of a kernel's op, which can be put into a graph, timed, or compiled."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from nimblec.kernels.core.launch import launch_of
 
 
 class Pool(Protocol):
-    """Where copies of weights come from: `nimblec.kernels.core.timing.WeightPool`."""
+    """A source of copies of weights: `nimblec.kernels.core.timing.WeightPool`."""
 
     def take(self, like: Tensor) -> Tensor:
         """Another tensor of this dtype, shape and strides, with memory of its own."""
@@ -26,8 +26,8 @@ class Pool(Protocol):
 class Made:
     """A constant that is made for one call: ``make(source)``.
 
-    Of ``weights``, timed calls have copies of their own, as cold as a network's are; of ``counters`` too, as calls
-    that run side by side need them; ``factors`` are shared.
+    Each timed call has its own copy of ``weights``, as cold in the cache as a network's, and of ``counters``, which
+    concurrent calls cannot share; ``factors`` are shared.
     """
 
     source: Tensor
@@ -41,7 +41,7 @@ class Made:
 
     @property
     def meta(self) -> Tensor:
-        """Its dtype, shape and strides alone."""
+        """A meta tensor of its dtype, shape and strides."""
         return self.make(self.source.to("meta"))
 
 
@@ -54,7 +54,7 @@ class AsStored:
 
 
 Leaf = fx.Node | Made | AsStored
-"""What stands for a tensor among the arguments of a `Call`."""
+"""A placeholder for a tensor among the arguments of a `Call`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -71,7 +71,7 @@ class Call:
         return args, kwargs
 
     def job(self) -> Job:
-        """What to compile."""
+        """The job that compiles its launch."""
         args, kwargs = self.arguments(_meta)
         return launch_of(self.op, *args, **kwargs).job
 
@@ -89,7 +89,7 @@ class Call:
         return rewriter.call(self.op, *args, at=at, **kwargs)
 
     def timed(self, pool: Pool, length: int) -> Callable[[int], object]:
-        """A function that calls the op on random numbers, the ``n``-th time of ``length`` with the n-th weights."""
+        """A function of n < ``length`` that calls the op on random numbers, with the n-th copy of its weights."""
         known: dict[Leaf, Tensor] = {}
 
         def value(leaf: Leaf) -> Tensor:
@@ -111,7 +111,7 @@ class Call:
 
 
 def example(like: Tensor, device: torch.device) -> Tensor:
-    """Random numbers that lie as ``like`` does; bits and integers are ones."""
+    """Random numbers with the dtype, shape and strides of ``like``; bools and integers are ones."""
     span = 1 + sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True))
     flat = torch.ones(span, dtype=like.dtype, device=device)
     if like.dtype.is_floating_point:
@@ -120,7 +120,7 @@ def example(like: Tensor, device: torch.device) -> Tensor:
 
 
 def evaluate(nodes: Sequence[fx.Node], values: Mapping[fx.Node, Tensor]) -> Tensor:
-    """The value of the last of ``nodes``, called one after the other."""
+    """The value of the last of ``nodes``, which are called in order."""
     known = dict(values)
     for node in nodes:
         args, kwargs = fx.map_arg((tuple(node.args), dict(node.kwargs)), known.__getitem__)

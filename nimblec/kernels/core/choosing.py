@@ -4,17 +4,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 Timer = Callable[[Callable[[int], object]], float]
-"""Microseconds of one call; the call takes the number of a copy of its weights."""
+"""The microseconds of one call; the call takes the number of the copy of its weights."""
 
 FINALISTS = 3
-"""How many calls beside the first are timed well."""
+"""How many calls besides the first are timed thoroughly."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """The fastest of some calls, by name, the one after it (None where there is one alone), and their times.
+    """The fastest of some calls, by name, the second fastest (None where there is only one), and their times.
 
-    Calls that a first, short look found slow have no time.
+    Calls that the screening found slow have no time.
     """
 
     best: str
@@ -25,7 +25,7 @@ class Choice:
 def choose(
     calls: Mapping[str, Callable[[int], object]], timer: Timer, *, screen: Timer | None = None, margin: float = 0.02
 ) -> Choice:
-    """Time the first call and the others, or with ``screen``, a shorter timer, those that look fastest to it."""
+    """Time all calls, or with ``screen``, a shorter timer, the first one and those that are fastest by it."""
     first, *others = calls
     if screen is not None and len(others) > FINALISTS:
         rough = {name: screen(calls[name]) for name in others}
@@ -34,7 +34,7 @@ def choose(
 
 
 def rank(times: Mapping[str, float], *, margin: float = 0.02) -> Choice:
-    """The first one named stands unless another is faster by more than ``margin`` of its time."""
+    """Rank calls by time; the first one named stays the best unless another is faster by more than ``margin``."""
     first = next(iter(times))
     ranked = sorted(times, key=times.__getitem__)
     if times[ranked[0]] > times[first] * (1 - margin):

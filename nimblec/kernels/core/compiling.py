@@ -1,7 +1,7 @@
 """Compile kernels ahead of their first launch, many at once, into Triton's cache on disk.
 
-Each worker is a process of its own that imports Triton and no torch, and needs no GPU: it is told
-the target. A launch then finds what it would have compiled.
+Each worker is a process of its own that imports Triton but not torch, and needs no GPU: the target is an
+argument. A launch then finds its kernel in the cache.
 """
 
 import importlib
@@ -21,10 +21,9 @@ from nimblec.processes import environment, module_command
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A kernel to compile: its template, the dtypes of its pointers (None where there is none), its settings.
+    """A kernel to compile: its template, the dtypes of its pointers (None for an absent one), its settings.
 
-    The template is named as "module:function"; pointers and settings by the names of its parameters, and Triton's
-    options.
+    The template is "module:function"; pointers and settings have the names of its parameters, or of Triton's options.
     """
 
     template: str
@@ -38,7 +37,7 @@ Compile = Callable[[Sequence[Job]], None]
 def compile_all(jobs: Sequence[Job], *, gpu: GPU, processes: int | None = None) -> None:
     """Compile all jobs, a share in each of ``processes`` workers (as many as this process has processors).
 
-    Raises CompileError where Triton does not compile one.
+    Raises CompileError where a worker fails.
     """
     count = max(1, min(processes or len(os.sched_getaffinity(0)), len(jobs)))
     shares = [list(jobs[n::count]) for n in range(count)]
@@ -63,13 +62,13 @@ def compile_job(job: Job, *, architecture: int) -> Any:
 
 
 def load_template(template: str) -> Any:
-    """The Triton function of that name; imports Triton."""
+    """The Triton function that a template names; imports Triton."""
     module, _, name = template.partition(":")
     return getattr(importlib.import_module(module), name)
 
 
 class _NoDevice:
-    """What Triton asks of a driver while it compiles."""
+    """A driver without a device: all that Triton needs of one while it compiles."""
 
     def __init__(self, target: Any) -> None:
         self._target = target
@@ -78,7 +77,7 @@ class _NoDevice:
         return self._target
 
     def get_current_device(self) -> int:
-        return int(self._target.arch)  # Triton keeps the first target that it sees of a device
+        return int(self._target.arch)  # Triton caches the first target of each device
 
     def get_current_stream(self, device: int) -> int:  # noqa: ARG002 - the signature is Triton's
         return 0

@@ -1,10 +1,10 @@
-"""What is known of a GPU: the one record that tilings, launches and timing are told."""
+"""Facts about a GPU: the one record that tilings, launches and timing depend on."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, Self, get_args
 
 Trigger = Literal["none", "late", "early"]
-"""When a launch lets the next one start: at its end, after its own wait, or before all else."""
+"""When a launch lets the next one start: when it ends, after its own wait, or at its beginning."""
 TRIGGERS: tuple[Trigger, ...] = get_args(Trigger)
 
 KIB = 1024
@@ -16,27 +16,27 @@ class Speed:
     """Constants of `nimblec.kernels.gemm.tilings.estimate`, in bytes, operations or parts per microsecond.
 
     Fitted to 590 times of 50 shapes on an H200 (ResNet-50, MobileNetV2, BERT; batch 1, weights not in the L2
-    cache). The fastest of a shape's 12 or so is the third by the estimate on average, and among the 10
-    candidates always. On other GPUs they give an order to try tilings in, and no times.
+    cache). The fastest of the dozen tilings of a shape ranks third by the estimate on average, and is always
+    among the 10 candidates. On other GPUs the estimate gives an order in which to try tilings, not times.
     """
 
     l2_bytes: float = 3.6e6
     block_bytes: float = 78.6e3
     block_bytes_stored: float = 24e3
     flops: float = 2.5e6
-    """Of one multiprocessor."""
+    """Per multiprocessor."""
     step: float = 0.0167
     step_per_64: float = 0.0439
-    """Of block_k."""
+    """Per 64 of block_k."""
     load: float = 0.06
-    """Of a step that waits for its loads, shared by the stages."""
+    """Time that a step waits for its loads, divided by the stages."""
     behind: float = 0.384
-    """What a second block on a multiprocessor adds, as it fills the waits of the first."""
+    """The share of its time that a second block on a multiprocessor adds, as it fills the waits of the first."""
     narrow: float = 2.37
-    """How much slower tiles of less than 64 rows are where wider ones have instructions for groups of warps."""
+    """How much slower tiles of fewer than 64 rows are on GPUs whose wider tiles use instructions of warp groups."""
     split: float = 1.3
     sharpness: float = 3
-    """Of the maximum of what goes on side by side; the lesser parts count a little too."""
+    """The exponent of the smooth maximum of concurrent work, to which the lesser parts add a little."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,14 +50,14 @@ class GPU:
     capability: tuple[int, int]
     multiprocessors: int
     shared_per_block: int
-    """The most that a block may opt in to."""
+    """The most shared memory that a block may opt in to."""
     shared_per_multiprocessor: int
     l2: int
     speed: Speed = Speed()
 
     @classmethod
     def current(cls) -> Self:
-        """The device that CUDA calls of this thread go to."""
+        """The current device of this thread."""
         import torch
 
         found: Any = torch.cuda.get_device_properties(torch.cuda.current_device())  # torch's stubs lack a field
@@ -79,7 +79,7 @@ class GPU:
 
     @property
     def has_programmatic_launch(self) -> bool:
-        """Whether a kernel may start before the one ahead of it ends, and wait by itself; the kernels rest on it."""
+        """Whether a kernel may start before its predecessor ends, and wait by itself; all kernels here need it."""
         return self.capability >= (9, 0)
 
     @property

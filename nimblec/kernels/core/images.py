@@ -1,4 +1,4 @@
-"""Images and matrices as the kernels read and write them: where their elements lie, and what that makes of a shape."""
+"""The memory layout of images and matrices that the kernels read and write, and the shapes that follow from it."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from nimblec.kernels.core.shapes import Convolution, Pair, product
 
 ALIGNMENT_NBYTES = 16
-"""What a thread reads or writes at once."""
+"""Bytes that a thread reads or writes at once."""
 
 
 def convolution_shape(
@@ -36,7 +36,7 @@ def convolution_shape(
 
 
 def product_shape(x: Tensor, out_channels: int) -> Convolution:
-    """The geometry for a matrix ``x`` (rows, depth) whose rows lie without gaps, at any distance."""
+    """The geometry for a matrix ``x`` (rows, depth) whose rows are contiguous, at any distance from one another."""
     rows, depth = x.shape
     return product(rows, depth, out_channels, row_stride=x.stride(0) if rows > 1 else depth)
 
@@ -47,7 +47,7 @@ def _pair(numbers: Sequence[int]) -> Pair:
 
 
 def pixel_stride(x: Tensor) -> int:
-    """How far apart neighbouring pixels lie in images that lie channels last; others are a ValueError."""
+    """The elements from pixel to pixel of images that lie channels last; others raise ValueError."""
     batch, channels, height, width = x.shape
     stride = x.stride(3) if width > 1 else x.stride(2) if height > 1 else x.stride(0) if batch > 1 else channels
     wanted = (height * width * stride, 1, width * stride, stride)
@@ -57,7 +57,7 @@ def pixel_stride(x: Tensor) -> int:
 
 
 def is_read_well(x: Tensor) -> bool:
-    """Whether the kernels read images as fast as dense ones: channels last, also a part of the channels of others."""
+    """Whether the kernels read images at full speed: channels last, possibly part of the channels of larger ones."""
     if x.dim() != 4:
         return False
     if x.is_contiguous(memory_format=torch.channels_last):
@@ -70,7 +70,7 @@ def is_read_well(x: Tensor) -> bool:
 
 
 def is_within_reach(*tensors: Tensor) -> bool:
-    """Whether 32 bits, in which kernels count elements, reach from the first to behind the last of each."""
+    """Whether the offsets of all elements fit into 32 bits, with which the kernels compute them."""
     return all(
         sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) + 1 < 1 << 31
         for x in tensors
@@ -78,16 +78,16 @@ def is_within_reach(*tensors: Tensor) -> bool:
 
 
 def channels_last(x: Tensor) -> Tensor:
-    """Images as the kernels read them.
+    """Images channels last, as the kernels read them.
 
-    A copy only where they lie otherwise than was inferred: torch's calls and their inference differ at
-    times on images that have an axis of length 1, and so on what comes after them.
+    A copy only where their strides differ from the inferred ones: torch's calls and their inference sometimes
+    differ for images with an axis of length 1, and so for what is computed from these.
     """
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous(memory_format=torch.channels_last)
 
 
 def laid_like(tensor: Tensor | None, other: Tensor) -> Tensor | None:
-    """The same numbers, each where ``other`` has its own; a copy only as in `channels_last`."""
+    """The same numbers with the strides of ``other``; a copy only as in `channels_last`."""
     if tensor is None:
         return None
     pairs = zip(tensor.shape, tensor.stride(), other.stride(), strict=True)
@@ -97,6 +97,6 @@ def laid_like(tensor: Tensor | None, other: Tensor) -> Tensor | None:
 
 
 def new_images(x: Tensor, shape: Convolution) -> Tensor:
-    """Memory for the results, channels last."""
+    """Uninitialised memory for the results, channels last."""
     size = (shape.batch, shape.out_channels, shape.out_height, shape.out_width)
     return torch.empty(size, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)

@@ -1,9 +1,9 @@
-"""The one description of a launch, which runs it or says what to compile; ops made of such launches.
+"""The one description of a launch, from which it is run or compiled, and ops that consist of such a launch.
 
 An op of the namespace ``nimblec`` is a call that a graph holds and dispatch modes see. It has a schema,
-a ``prepare`` that takes its arguments and makes memory for its results and the `Launch` that fills it,
-and a ``reference``, its meaning on the CPU. On a GPU the launch is run; on meta tensors it says what
-will be compiled; inference takes the results alone.
+a ``prepare`` that allocates its results and makes the `Launch` that fills them, and a ``reference``, its
+implementation on the CPU. On a GPU the launch is run; on meta tensors it names the kernel to compile;
+inference uses the results alone.
 """
 
 from collections.abc import Callable, Mapping
@@ -41,7 +41,7 @@ class Launch:
 
     @property
     def job(self) -> Job:
-        """What is compiled for it; also of meta tensors."""
+        """The job that compiles it; meta tensors will do."""
         dtypes = {name: None if tensor is None else dtype_name(tensor.dtype) for name, tensor in self.pointers.items()}
         return Job(template=self.template, pointers=dtypes, settings=dict(self.settings))
 
@@ -81,16 +81,16 @@ def define_op(schema: str, *, prepare: Prepare, reference: Callable[..., Any]) -
 
 
 def launch_of(op: OpOverload, *args: Any, **kwargs: Any) -> Launch:
-    """What a call of an op launches, of tensors of any kind; nothing is computed."""
+    """The launch of a call of an op, for tensors of any kind; nothing is computed."""
     launch: Launch = _PREPARES[op](*args, **kwargs).launch
     return launch
 
 
 def ops() -> frozenset[OpOverload]:
-    """All that were defined so far."""
+    """All ops that have been defined."""
     return frozenset(_PREPARES)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As Triton has it: "float16"."""
+    """Triton's name of a dtype, such as "float16"."""
     return str(dtype).removeprefix("torch.")

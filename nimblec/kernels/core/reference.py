@@ -1,4 +1,4 @@
-"""What kernels compute before and after their sums, in torch: the meaning of ops on the CPU, and for tests."""
+"""Prologues and epilogues of the kernels in torch: the reference of the ops, on the CPU and in tests."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,15 +19,15 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
     "tanh": torch.tanh,
 }
-"""By the names that the ops take."""
+"""Activations by the names that the ops take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Prologue:
-    """What is done to images while they are read: ``activation(x * scale + shift) * gate``.
+    """What is applied to images as they are read: ``activation(x * scale + shift) * gate``.
 
     ``scale`` and ``shift`` are (channels,) in float32 and constant; ``gate`` is (images, channels, 1, 1)
-    in the dtype of the images, without gaps. Padding is added to the result, and is zero.
+    in the dtype of the images, contiguous. Padding with zeros comes after the prologue.
     """
 
     scale: Tensor | None = None
@@ -37,11 +37,11 @@ class Prologue:
 
     @property
     def pointers(self) -> dict[str, Tensor | None]:
-        """By the names of the templates' parameters."""
+        """The tensors by the names of the templates' parameters."""
         return {"scale_ptr": self.scale, "shift_ptr": self.shift, "gate_ptr": self.gate}
 
     def __call__(self, x: Tensor) -> Tensor:
-        """In the dtype of ``x`` (images, channels, height, width)."""
+        """Apply it to ``x`` (images, channels, height, width), in the dtype of ``x``."""
         if self.scale is not None:
             x = x * self.scale[:, None, None].to(x.dtype)
         if self.shift is not None:
@@ -54,5 +54,5 @@ NO_PROLOGUE = Prologue()
 
 
 def finish(total: Tensor, residual: Tensor | None, activation: str) -> Tensor:
-    """Residual and activation in the dtype of ``total``."""
+    """Add the residual and apply the activation, in the dtype of ``total``."""
     return ACTIVATIONS[activation](total if residual is None else total + residual.to(total.dtype))

@@ -1,4 +1,4 @@
-"""Choose tilings by timing calls; times are remembered between compilations."""
+"""Choose tilings by timing calls; times are kept between compilations."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from nimblec.kernels.core.tilings import NumberedTiling
 FRAMEWORK = "framework"
 
 Timed = Callable[[int], object]
-"""A call that takes the number of a copy of its weights."""
+"""A call that takes the number of the copy of its weights."""
 
 
 class Times(Protocol):
@@ -40,13 +40,13 @@ class HasSignature(Protocol):
 
     @property
     def signature(self) -> str:
-        """What tells requests apart."""
+        """A text that is equal for equal requests."""
 
 
 Request = TypeVar("Request", bound=HasSignature)
 Tiling = TypeVar("Tiling", bound=NumberedTiling)
 Choose = Callable[[Request], Tiling | None]
-"""How to cut a request's work; None where the framework's calls are to stay."""
+"""Chooses the tiling of a request; None where the framework's calls stay."""
 
 
 def _nothing(_module: fx.GraphModule, _compile_jobs: Compile) -> None:
@@ -55,15 +55,15 @@ def _nothing(_module: fx.GraphModule, _compile_jobs: Compile) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family(Generic[Request, Tiling]):
-    """A kind of kernels, and how it comes into a graph.
+    """A kind of kernels, and how it is put into a graph.
 
-    ``requests`` finds what one launch could compute, ``tilings`` the candidates for it, the most promising first,
-    and ``call`` what is launched. ``framework`` is the call that serves otherwise, of some copies of its weights;
-    None where a generated kernel would, which is not at hand: then candidates are compared with each other alone.
-    ``use`` replaces the requests for which a function has a tiling, after ``prepare`` has made more of them
-    possible. Where ``needs_whole_plan``, only the time of a whole plan tells whether the kernels gain. The
-    ``templates`` are modules whose code the times depend on, and ``reason`` says why the family stands where it does
-    among the others.
+    ``requests`` finds what one launch could compute, ``tilings`` lists the candidates for it, the most promising
+    first, and ``call`` describes the launch. ``framework`` makes the framework's call for comparison, with copies of
+    its weights; it returns None where the alternative is a generated kernel, which cannot be timed here: then
+    candidates are only compared with each other. ``use`` replaces the requests that a function gives a tiling for,
+    after ``prepare`` has rewritten the graph to allow more of them. With ``needs_whole_plan``, only the time of a
+    whole plan shows whether the kernels gain. ``templates`` are the modules whose code the times depend on, and
+    ``reason`` says why the family has its place in the order.
     """
 
     name: str
@@ -78,9 +78,9 @@ class Family(Generic[Request, Tiling]):
     needs_whole_plan: bool = False
 
     def select(self, module: fx.GraphModule, gpu: GPU, times: Times | None = None) -> Mapping[str, Choice]:
-        """Put the kernels in wherever they are faster on this GPU, the current one; what was chosen, by request.
+        """Put the kernels in wherever they are faster on ``gpu``, the current one; the choices by request.
 
-        Times that are known are not measured again.
+        Known times are not measured again. Does nothing on a GPU without programmatic dependent launch.
         """
         if not gpu.has_programmatic_launch:
             return {}
@@ -108,13 +108,13 @@ class Family(Generic[Request, Tiling]):
         return selector.choices
 
     def use_first(self, module: fx.GraphModule, gpu: GPU) -> None:
-        """Put the kernels in wherever they serve, each with its most promising tiling: for tests without a GPU."""
+        """Put the kernels in wherever they apply, each with its most promising tiling: for tests without a GPU."""
         self.prepare(module, lambda _: None)
         self.use(module, lambda request: next(iter(self.tilings(request, gpu)), None), gpu.trigger)
 
 
 class Selector(Generic[Request, Tiling]):
-    """The function that a family's ``use`` asks; equal requests are timed once, and ``choices`` tells what came out."""
+    """Chooses tilings for a family's ``use``; equal requests are timed once, and ``choices`` holds the results."""
 
     def __init__(
         self,
@@ -129,9 +129,9 @@ class Selector(Generic[Request, Tiling]):
         fingerprint: str = "",
         compile_jobs: Compile,
     ) -> None:
-        """``timer`` times calls that take the number of a copy of their weights, from the ``pool``, up to ``length``.
+        """``timer`` times calls that take the number, below ``length``, of a copy of their weights from the ``pool``.
 
-        ``screen`` is a quicker timer to sort candidates out with, ``times`` what is known under the ``fingerprint``.
+        ``screen`` is a quicker timer that narrows the candidates down; ``times`` are those known, by ``fingerprint``.
         """
         self._family = family
         self._gpu = gpu
@@ -145,7 +145,7 @@ class Selector(Generic[Request, Tiling]):
         self.choices: dict[str, Choice] = {}
 
     def prepare(self, requests: Iterable[Request]) -> None:
-        """Compile all that will be launched side by side: what is chosen already, or else all candidates."""
+        """Compile in parallel all kernels that will be launched: those chosen already, else all candidates."""
         jobs = []
         for key, request in {request.signature: request for request in requests}.items():
             named = self._named(request)
@@ -156,7 +156,7 @@ class Selector(Generic[Request, Tiling]):
             self._compile(jobs)
 
     def __call__(self, request: Request) -> Tiling | None:
-        """The fastest tiling; None where the framework's call is as fast."""
+        """The fastest tiling; None where the framework's call stays."""
         key, named = request.signature, self._named(request)
         if key not in self.choices:
             self.choices[key] = self._known(key, named) or self._measured(key, request, named)
@@ -188,7 +188,7 @@ class Selector(Generic[Request, Tiling]):
 
 
 def timing_fingerprint(templates: Iterable[str]) -> str:
-    """What times depend on beside the request: the device, the libraries, the code of the templates' modules."""
+    """What times depend on besides the request: the device, library versions, the code of the templates' modules."""
     from triton import __version__ as triton_version
 
     code = sha256()

@@ -1,4 +1,4 @@
-"""What a kernel computes: the geometry of a convolution or a matrix product."""
+"""The geometry of a convolution or a matrix product."""
 
 from dataclasses import dataclass
 
@@ -7,10 +7,10 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Convolution:
-    """A convolution of images (batch, height, width, channels), the channels next to each other in memory.
+    """A convolution of images (batch, height, width, channels), whose channels are adjacent in memory.
 
-    Neighbouring pixels of the input are ``pixel_stride`` elements apart (0: all are one), those of the result
-    ``out_stride`` (None: as many as there are channels); rows and images follow without a gap. As a
+    Adjacent pixels of the input are ``pixel_stride`` elements apart (0: all are the same), those of the result
+    ``out_stride``; None stands for the number of channels. Rows and images follow without a gap. As a
     matrix product it has ``rows`` x ``out_channels`` results, each a sum of ``depth`` products.
     """
 
@@ -38,12 +38,12 @@ class Convolution:
 
     @property
     def rows(self) -> int:
-        """Pixels of all results."""
+        """Pixels of the whole result."""
         return self.batch * self.out_height * self.out_width
 
     @property
     def depth(self) -> int:
-        """Products in each sum: kernel height, kernel width, channels."""
+        """Products in each sum: kernel height * kernel width * channels."""
         return self.kernel[0] * self.kernel[1] * self.channels
 
     @property

@@ -1,4 +1,4 @@
-"""How tilings are told to ops, and the most promising of many."""
+"""Tilings as lists of integers, which ops take, and the most promising of many."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -12,7 +12,7 @@ class NumberedTiling:
 
     @property
     def numbers(self) -> list[int]:
-        """The fields in their order: what an op takes as its ``tiling``."""
+        """The fields in their order, as an op takes its ``tiling``."""
         return [getattr(self, field.name) for field in fields(self)]
 
     @classmethod
@@ -36,7 +36,7 @@ Cut = TypeVar("Cut", bound=_OfTwoAxes)
 
 
 def most_promising(tilings: Iterable[Cut], estimate: Callable[[Cut], float], *, limit: int, alike: int) -> list[Cut]:
-    """The ``limit`` quickest by an estimate, no more than ``alike`` of the same block_m and block_n."""
+    """The ``limit`` fastest by an estimate, at most ``alike`` of each block_m and block_n."""
     chosen: list[Cut] = []
     seen: Counter[tuple[int, int]] = Counter()
     for tiling in sorted(tilings, key=lambda tiling: (estimate(tiling), tiling.numbers)):

@@ -1,4 +1,4 @@
-"""How long a call takes inside a network: in a CUDA graph, after its like, its weights not in the L2 cache."""
+"""The time of a call as in a network: in a CUDA graph, in a chain of such calls, its weights not in the L2 cache."""
 
 import copy
 import statistics
@@ -13,13 +13,13 @@ from nimblec.gpu_turn import timing_alone
 from nimblec.kernels.core.gpu import GPU
 
 _CACHES = 5
-"""Times the L2 cache is written before each replay."""
+"""How many times the size of the L2 cache is written before each replay."""
 
 
 class WeightPool:
-    """Random numbers to cut copies of weights from; their values do not change a kernel's time.
+    """Memory of random numbers of which copies of weights are slices: their values do not affect a kernel's time.
 
-    The memory is of one dtype at a time.
+    It has one dtype at a time.
     """
 
     def __init__(self, gpu: GPU) -> None:
@@ -28,9 +28,9 @@ class WeightPool:
         self._taken = 0
 
     def take(self, like: Tensor) -> Tensor:
-        """A tensor of this dtype, shape and strides, beside the ones taken before; from the start where the pool ends.
+        """A tensor of the dtype, shape and strides of ``like``, which is dense, after the one taken before.
 
-        Dense tensors alone.
+        Where the pool ends, it begins again at its start.
         """
         size = like.numel()
         if like.dtype is not self._numbers.dtype or size > len(self._numbers):
@@ -45,10 +45,9 @@ class WeightPool:
 
 
 class GraphTimer:
-    """Times calls in chains of ``length``, the programmatic edges between them included.
+    """Times calls in chains of ``length``, including the programmatic edges between them.
 
-    The graphs it makes, one after the other, share their memory: to free it each time takes
-    milliseconds.
+    Its graphs, one after another, share their memory, as freeing it takes milliseconds.
     """
 
     def __init__(self, gpu: GPU, *, length: int = 40, repeats: int = 9) -> None:
@@ -57,22 +56,22 @@ class GraphTimer:
         self._flushed = torch.empty(_CACHES * gpu.l2, dtype=torch.uint8, device="cuda")
         self._stream = torch.cuda.Stream()
         self._pool = torch.cuda.graph_pool_handle()
-        self._first = self._captured([partial(self._flushed[:16].fill_, 1)])  # a pool lives while a graph has it
+        self._first = self._captured([partial(self._flushed[:16].fill_, 1)])  # keeps the pool alive
 
     def screen(self, *, length: int = 12, repeats: int = 3) -> "GraphTimer":
-        """A quicker timer of shorter chains, with this one's memory, to sort candidates out with."""
+        """A quicker timer of shorter chains, on the same memory, that narrows candidates down."""
         other = copy.copy(self)
         other.length, other._repeats = length, repeats
         return other
 
     def __call__(self, call: Callable[[int], object]) -> float:
-        """Median microseconds of ``call(n)``, n from 0 on, which are all calls of the same kernels."""
+        """Median microseconds of ``call(n)``, for n from 0 to ``length`` - 1, all of the same kernels."""
         with self._beside():
             call(0)  # libraries choose and Triton loads on the first call
         return self._chain([partial(call, n) for n in range(self.length)]) / self.length
 
     def chain(self, calls: Sequence[Callable[[], object]], *, flush: bool = True) -> float:
-        """Median microseconds of all ``calls`` in one graph; the cache is emptied before each replay or not."""
+        """Median microseconds of all ``calls`` in one graph; with ``flush`` the cache is emptied before each replay."""
         with self._beside():
             for call in calls:
                 call()
@@ -105,7 +104,7 @@ class GraphTimer:
 
     @contextmanager
     def _beside(self) -> Iterator[None]:
-        """On the stream that graphs are captured from, after the work so far and before what follows."""
+        """Run the block on the stream for captures, ordered after earlier work and before later work."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             yield

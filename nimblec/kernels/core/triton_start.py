@@ -1,4 +1,4 @@
-"""What Triton does once in a process before its first kernel, done beside other work."""
+"""Triton's initialisation, once in a process, in the background."""
 
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -6,11 +6,11 @@ from functools import cache
 
 @cache
 def begin() -> None:
-    """Begin, once; who needs a result before it is there makes it, and meets the errors.
+    """Begin it, once; a caller that needs a result earlier computes it itself, and sees its errors.
 
-    That is the digest of all of Triton, hundreds of megabytes, which every name in its cache and in
-    Inductor's holds, and its driver, which a C compiler makes once on a machine: about a second
-    each, in which Python waits. CUDA must have been initialised.
+    It computes the digest of all of Triton, hundreds of megabytes, which is part of every key of its cache and of
+    Inductor's, and loads its driver, which a C compiler builds once on a machine: about a second each. CUDA must
+    have been initialised.
     """
     try:
         from triton.runtime import driver

@@ -1,7 +1,7 @@
 """Depthwise convolution as a torch op: `nimblec.kernels.core.launch` says what an op is.
 
-Each result reads one channel; bias and activation are in the same launch. Where there are several results
-for each channel, those of one channel lie side by side, as torch has them.
+Each result reads one channel; bias and activation are in the same launch. With several results for each
+channel, those of one channel are adjacent, as in torch.
 """
 
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ def depthwise_launch(
     trigger: str,
     prologue: Prologue = NO_PROLOGUE,
 ) -> Launch:
-    """Writes the convolution of ``x`` to ``out`` (rows, channels as they lie in memory)."""
+    """Writes the convolution of ``x`` to ``out`` (rows, channels in their memory order)."""
     return Launch(
         template="nimblec.kernels.depthwise.template:depthwise",
         blocks=tiling.blocks(shape),

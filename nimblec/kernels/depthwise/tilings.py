@@ -1,4 +1,4 @@
-"""How a depthwise convolution is cut into blocks, and which cuts are worth a try on a GPU."""
+"""How a depthwise convolution is divided into blocks, and the candidates for a GPU."""
 
 from dataclasses import dataclass
 
@@ -24,7 +24,7 @@ class DepthwiseTiling(NumberedTiling):
 
 
 def depthwise_candidates(shape: Convolution, gpu: GPU, *, limit: int = 5) -> list[DepthwiseTiling]:
-    """Tilings with about two blocks for each multiprocessor first, and as little work past the edges as can be."""
+    """At most ``limit`` tilings, those of about two blocks per multiprocessor and little work past the edges first."""
     found = []
     for block_c in (16, 32, 64, 128):
         for block_m in (4, 8, 16, 32, 64):

@@ -1,1 +1,1 @@
-"""Convolutions and products with few rows, as implicit matrix products."""
+"""Convolutions, and products with few rows, as implicit matrix products."""

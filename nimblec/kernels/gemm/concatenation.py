@@ -1,9 +1,9 @@
-"""Concatenated channels: the kernels write each part where it belongs, and nothing copies them.
+"""Concatenated channels: the kernels write each part to its place in the whole, without copies.
 
-A dense block (DenseNet, Huang et al. 2017) concatenates its first parts again and again, each time
-one more. All of these lie in the memory of the last one (Pleiss et al., "Memory-Efficient
+A dense block (DenseNet, Huang et al. 2017) concatenates its parts again and again, each time one more.
+All these concatenations lie in the memory of the last one (Pleiss et al., "Memory-Efficient
 Implementation of DenseNets", 2017). Where one launch computes the first part and siblings of it that
-are not concatenated (`siblings.py`), these lie in front, in the same memory.
+are not concatenated (`siblings.py`), the siblings lie in front, in the same memory.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -25,9 +25,9 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Whole:
-    """Concatenations of the first so many of ``parts``, by their number: the longest one, of all, comes first.
+    """Concatenations of prefixes of ``parts``, by the number of parts: the first is of all parts.
 
-    ``front`` is the call whose last channels are the first part, where it is a part of a result itself.
+    ``front`` is the call whose last channels are the first part, where that is itself a slice of a result.
     """
 
     parts: tuple[fx.Node, ...]
@@ -36,7 +36,7 @@ class _Whole:
 
 
 def begins_concatenations(part: fx.Node) -> bool:
-    """Whether nothing reads the images but concatenations of channels, as their first part."""
+    """Whether only concatenations of channels read the images, as their first part."""
     users = list(part.users)
     return bool(users) and all(
         is_call(user, aten.cat.default)
@@ -48,10 +48,10 @@ def begins_concatenations(part: fx.Node) -> bool:
 
 
 def concatenate_in_place(module: fx.GraphModule) -> None:
-    """Take concatenations apart where that saves copies, before `use_triton_kernels`.
+    """Replace concatenations by parts in one memory, where that saves copies; comes before `use_triton_kernels`.
 
-    The parts that the kernels' convolutions compute have a call that `use_triton_kernels` takes in. What else is a
-    part is copied to its place: done only where fewer are than concatenations were.
+    Each part has a `place` call, which `use_triton_kernels` fuses into the convolution that computes the part. Other
+    parts are copied to their places: concatenations with no fewer such parts than copies of their own stay.
     """
     rewriter = Rewriter(module)
     found = [node for node in rewriter.calls(aten.cat.default) if _is_of_channels(node)]
@@ -62,7 +62,7 @@ def concatenate_in_place(module: fx.GraphModule) -> None:
     strides = output_strides(module)
     replaced: dict[fx.Node, fx.Node] = {}
     for whole in wholes:
-        parts = [replaced.get(part, part) for part in whole.parts]  # one may have been a concatenation itself
+        parts = [replaced.get(part, part) for part in whole.parts]  # a part may be a replaced concatenation
         if whole.front is not None:
             parts[0] = whole.front
         replaced |= _take_apart(rewriter, parts, whole.prefixes)
@@ -72,7 +72,7 @@ def concatenate_in_place(module: fx.GraphModule) -> None:
 
 
 def _wholes(found: Collection[fx.Node], written: Collection[fx.Node]) -> Iterator[_Whole]:
-    """Of the concatenations ``found`` those to take apart; ``written`` are the parts that need no copy."""
+    """The concatenations to replace; ``written`` are the parts that need no copy."""
     parts = {node: _parts(node, found) for node in found}
     left = sorted(found, key=lambda node: len(parts[node]), reverse=True)
     while left:
@@ -88,7 +88,7 @@ def _wholes(found: Collection[fx.Node], written: Collection[fx.Node]) -> Iterato
 
 
 def _front(part: fx.Node, written: Collection[fx.Node]) -> fx.Node | None:
-    """The call, of those ``written``, whose last channels are ``part``, and of which nothing reads all at once."""
+    """The call in ``written`` whose last channels are ``part``, if only slices of it are read."""
     if not is_call(part, aten.slice.Tensor):
         return None
     given = bound(part)
@@ -99,13 +99,13 @@ def _front(part: fx.Node, written: Collection[fx.Node]) -> fx.Node | None:
 
 
 def _is_of_channels(node: fx.Node) -> bool:
-    """Whether images of several pixels each, channels last, are joined by their channels."""
+    """Whether it concatenates channels of images of several pixels, channels last."""
     value = fake(node)
     return bound(node)["dim"] in {1, -3} and is_channels_last(value) and value[0, 0].numel() > 1
 
 
 def _parts(node: fx.Node, joins: Collection[fx.Node]) -> tuple[fx.Node, ...]:
-    """What is concatenated in the end."""
+    """The parts of a concatenation, those of concatenations inside it included."""
     parts: list[fx.Node] = []
     for part in bound(node)["tensors"]:
         parts += _parts(part, joins) if _is_inner(part, node, joins) else (part,)
@@ -133,9 +133,9 @@ def _is_aligned(whole: fx.Node, parts: Sequence[fx.Node]) -> bool:
 def _take_apart(
     rewriter: Rewriter, parts: Sequence[fx.Node], prefixes: Mapping[fx.Node, int]
 ) -> dict[fx.Node, fx.Node]:
-    """What stands for each of ``prefixes``, which are erased.
+    """Replace the concatenations ``prefixes``; the calls that stand for them.
 
-    The first of ``parts`` may have more channels than are concatenated, in front.
+    The first of ``parts`` may begin with channels that are not concatenated.
     """
     longest = next(iter(prefixes))
     order = {node: n for n, node in enumerate(rewriter.graph.nodes)}

@@ -1,4 +1,4 @@
-"""Convolutions and products that one launch could compute, with what comes before and follows."""
+"""Convolutions and products that one launch could compute, with calls before and after them."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -25,9 +25,9 @@ _LINEARS = (*LINEARS, aten._addmm_activation.default)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Request:
-    """Calls that one launch could compute: ``nodes`` in their order, the last one's value is the result.
+    """Calls that one launch could compute: ``nodes`` in their order, of which the last is the result.
 
-    It is written ``into`` part of larger images where there are any. ``constants`` are all that the calls read.
+    The result is written ``into`` part of larger images, if any. ``constants`` are all that the calls read.
     """
 
     kind: Kind
@@ -45,23 +45,23 @@ class Request:
 
     @property
     def head(self) -> fx.Node:
-        """The convolution or product itself, without what its launch computes before and after it."""
+        """The convolution or product itself."""
         return self.nodes[len(self.before.nodes) if self.before else 0]
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of everything that is read and written."""
+        """The dtype of everything that is read and written."""
         return fake(self.nodes[-1]).dtype
 
     @property
     def tensors(self) -> tuple[fx.Node, ...]:
-        """What is read besides weights, and written; larger images, where those are a part of them."""
+        """The values read, other than weights, the result, and the larger images that it is part of."""
         others = (node for node in (self.residual, self.into) if node is not None)
         return (self.x, self.nodes[-1], *others)
 
     @property
     def has(self) -> frozenset[str]:
-        """The names of the optional tensors that there are."""
+        """The names of the optional tensors that are present."""
         named: dict[str, object] = {"bias": self.bias, "residual": self.residual}
         if self.before is not None:
             named |= {"scale": self.before.scale, "shift": self.before.shift, "gate": self.before.gate}
@@ -69,7 +69,7 @@ class Request:
 
     @property
     def signature(self) -> str:
-        """What tells requests apart."""
+        """A text that is equal for equal requests."""
         calls = " ".join(str(node.target) for node in self.nodes)
         before = self.before and (self.before.activation, self.before.sharers)
         parts = (self.dtype, self.arithmetic, sorted(self.has), before, self.activation)
@@ -77,12 +77,12 @@ class Request:
 
 
 def requests(module: fx.GraphModule) -> Iterator[Request]:
-    """All that can be asked for; no choice for one changes what another one is."""
+    """All requests in a graph; none depends on the choice for another."""
     return matches(Rewriter(module))
 
 
 def matches(rewriter: Rewriter) -> Iterator[Request]:
-    """As `requests`; each one is made when it is asked for, from what the graph is by then."""
+    """As `requests`, each made from the graph as it is when the iterator reaches it."""
     shares = _shares(rewriter)
     for head in shares.heads:
         request = _request(rewriter, head, shares)
@@ -92,10 +92,10 @@ def matches(rewriter: Rewriter) -> Iterator[Request]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Shares:
-    """Which calls belong to which launch, so that no choice for one changes what another one is.
+    """Which calls belong to which launch, so that no request depends on the choice for another.
 
-    ``heads`` are the convolutions and products, ``owners`` the ones whose launch computes a call
-    after them, ``before`` what they compute while they read.
+    ``heads`` are the convolutions and products, ``owners`` maps a call after one of them to the head whose
+    launch computes it, and ``before`` maps a head to its prologue.
     """
 
     heads: tuple[fx.Node, ...]
@@ -130,12 +130,12 @@ def _request(rewriter: Rewriter, head: fx.Node, shares: _Shares) -> Request | No
 
 
 def _alone(rewriter: Rewriter, node: fx.Node) -> Request | None:
-    """What a call asks for by itself, its constants left out; None where the kernels could not compute it."""
+    """The request of a call by itself, without constants; None where the kernels cannot compute it."""
     return _convolution(rewriter, node) if is_call(node, *CONVOLUTIONS) else _linear(rewriter, node)
 
 
 def _convolution(rewriter: Rewriter, node: fx.Node) -> Request | None:
-    """What a convolution of images, channels last, asks for."""
+    """The request of a convolution of images, channels last."""
     given = bound(node)
     x, weight = given["input" if "input" in given else "self"], rewriter.value(given["weight"])
     if weight is None or weight.dim() != 4 or given.get("transposed") or not _is_served(rewriter, node, given["bias"]):
@@ -163,7 +163,7 @@ def _convolution(rewriter: Rewriter, node: fx.Node) -> Request | None:
 
 
 def _linear(rewriter: Rewriter, node: fx.Node) -> Request | None:
-    """What a product with constant weights asks for."""
+    """The request of a product with constant weights."""
     given = bound(node)
     x, bias = (given["self"], None) if "mat1" not in given else (given["mat1"], given["self"])
     plain = given.get("alpha", 1) == 1 and given.get("beta", 1) == 1
@@ -189,12 +189,12 @@ def _linear(rewriter: Rewriter, node: fx.Node) -> Request | None:
 
 
 def arithmetic_of(dtype: torch.dtype, library: Any) -> Arithmetic:
-    """How to multiply; ``library`` holds torch's setting for float32."""
+    """The arithmetic for a dtype; ``library`` holds torch's setting for float32."""
     return "tf32" if dtype in HALF or library.fp32_precision == "tf32" else "tf32x3"
 
 
 def _is_served(rewriter: Rewriter, node: fx.Node, bias: fx.Node | None) -> bool:
-    """Numbers that the kernels compute with; the bias, read before the wait, has no gaps, and nothing writes it."""
+    """Whether dtype and bias are supported; the bias is contiguous, and constant, as it is read before the wait."""
     if fake(node).dtype not in DTYPES or not fake(node).numel():
         return False
     if bias is None:
@@ -206,9 +206,9 @@ def _is_served(rewriter: Rewriter, node: fx.Node, bias: fx.Node | None) -> bool:
 
 
 def _with_followers(request: Request, owners: Mapping[fx.Node, fx.Node]) -> Request:
-    """With the calls after it that its launch computes, unless another owns them: a residual, an activation, a copy.
+    """Add the calls after it that its launch computes: a residual, an activation, a `place`; none that others own.
 
-    Views of a linear are passed by: what is added lies in memory as the product does.
+    A linear is followed through views: what is added then has its layout in memory.
     """
     reached = request.nodes
     while request.activation == "none" and (user := only_user(reached[-1])) is not None:
@@ -231,7 +231,7 @@ def _with_followers(request: Request, owners: Mapping[fx.Node, fx.Node]) -> Requ
 
 
 def _with_follower(request: Request, last: fx.Node, user: fx.Node) -> Request | None:
-    """With ``user``, which reads ``last``, as the residual or the activation; None where it is neither."""
+    """Add ``user``, which reads ``last``, as residual or activation; None where it is neither."""
     residual, activation = _other_term(user, last), activation_of(user)
     if residual is not None and request.residual is None:
         return replace(request, residual=residual)
@@ -241,7 +241,7 @@ def _with_follower(request: Request, last: fx.Node, user: fx.Node) -> Request | 
 
 
 def _other_term(node: fx.Node, term: fx.Node) -> fx.Node | None:
-    """What is added to ``term``, if it lies in memory just as that does."""
+    """The other term of a sum, if it has the shape and layout of ``term``."""
     if not is_call(node, aten.add.Tensor) or node.kwargs.get("alpha", 1) != 1:
         return None
     others = [other for other in node.args[:2] if other is not term]
@@ -250,11 +250,11 @@ def _other_term(node: fx.Node, term: fx.Node) -> fx.Node | None:
 
 
 def _is_like(node: fx.Node, other: fx.Node) -> bool:
-    """Whether two values have one dtype and shape, and the same place for the same element."""
+    """Whether two values have the same dtype, shape and strides."""
     a, b = fake(node), fake(other)
     return (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
 
 
 def _strides(images: Tensor) -> tuple[int, ...]:
-    """Where the kernels put the results; torch lays images of one pixel or one channel otherwise at times."""
+    """The strides of the kernels' results; torch sometimes chooses others for images of one pixel or one channel."""
     return torch.empty_like(images, device="meta", memory_format=torch.channels_last).stride()

@@ -1,7 +1,7 @@
 """Convolutions and products as torch ops: `nimblec.kernels.core.launch` says what an op is.
 
-``linear_and_moments`` also returns the `nimblec.kernels.gemm.reference.moments_of` its result, of parts as wide
-as its tiles; a product that is given moments is of the normalised rows of ``x`` (`RowNorm`).
+``linear_and_moments`` also returns the `nimblec.kernels.gemm.reference.moments_of` its result, in parts as wide
+as its tiles; with moments, a product normalises the rows of ``x`` (`RowNorm`).
 
 Results are new memory, but for `convolution_into`, which writes its result to ``out``, part of the
 channels of larger images. ``counters`` is written by the kernel and is zero again when it ends; calls
@@ -34,7 +34,7 @@ from nimblec.kernels.gemm.reference import RowNorm, as_multiplied, moments_of
 from nimblec.kernels.gemm.tilings import Tiling
 
 Arithmetic = Literal["tf32", "tf32x3"]
-"""How tensor cores multiply float32: without its last 13 bits, or with all of them, in three products."""
+"""How tensor cores multiply float32: without its last 13 bits, or with all bits in three products."""
 
 
 def convolution_launch(
@@ -56,8 +56,8 @@ def convolution_launch(
 ) -> Launch:
     """Writes the convolution of ``x`` to ``out``, rows of ``shape.out_stride`` elements in memory.
 
-    For products ``norm`` is of the rows of ``x``; ``out_moments`` takes those of ``out``, of whose rows each
-    tile then has ``block_n`` columns.
+    In a product ``norm`` normalises the rows of ``x``, and ``out_moments`` receives the moments of ``out``, whose
+    columns must be a multiple of ``block_n``.
     """
     down, across = tiling.tiles(shape)
     partials = None
@@ -214,7 +214,7 @@ def _linear(x: Tensor, *given: Any, **how: Any) -> Prepared[Tensor]:
 
 
 def _new_moments(out: Tensor, tiling: Tiling) -> Tensor:
-    """Memory for those of ``out`` (rows, columns), of parts as wide as tiles, of which each row has a whole number."""
+    """Memory for the moments of ``out`` (rows, columns), in parts as wide as a tile, which must divide a row evenly."""
     rows, columns = out.shape
     assert columns % tiling.block_n == 0, f"{columns} columns are no multiple of {tiling.block_n}"
     return out.new_empty((columns // tiling.block_n, 2, rows), dtype=torch.float32)
@@ -223,7 +223,7 @@ def _new_moments(out: Tensor, tiling: Tiling) -> Tensor:
 def _row_norm(
     moments: Tensor | None = None, column_sums: Tensor | None = None, eps: float = 0.0, rms: bool = False
 ) -> RowNorm | None:
-    """The norm of the rows that a product reads, by the arguments of the op; None where there is none."""
+    """The norm of the rows that a product reads, from the arguments of the op; None without one."""
     if moments is None or column_sums is None:
         return None
     return RowNorm(moments=moments, column_sums=column_sums, eps=eps, rms=rms)

@@ -1,4 +1,4 @@
-"""Weights in the order in which the kernels read them: one tile after the other, each in one piece of memory.
+"""Weights in the order in which the kernels read them: tile after tile, each contiguous.
 
 A block's part of the weights is then contiguous: one instruction fetches it into the L2 cache.
 """
@@ -42,14 +42,14 @@ def pack_rows(weight: Tensor, tiling: Tiling) -> Tensor:
 
 
 CUT_OFF = 2**-11 / (2 * log(2))
-"""What TF32 loses of a float32 on average, in relation to it: half of its last bit, leading digits by Benford's law."""
+"""The average relative loss of TF32: half of its last bit, with leading digits distributed by Benford's law."""
 
 
 def for_tensor_cores(weight: Tensor) -> Tensor:
     """Weights (float32) that tensor cores multiply as TF32.
 
     They cut off the last 13 bits of both factors, so that each layer's result comes out smaller by the
-    same part of it, and a deep network's by percents. So weights are rounded here, and larger by what
+    same factor, and a deep network's by percents. So weights are rounded here, and scaled up by what
     the other factor loses on average.
     """
     bits = (weight.double() / (1 - CUT_OFF)).float().view(torch.int32)

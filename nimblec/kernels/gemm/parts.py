@@ -1,7 +1,7 @@
-"""Parts of larger images as torch ops in the namespace ``nimblec``: who writes each, and that all are there.
+"""Parts of larger images as torch ops in the namespace ``nimblec``: `place` writes one, `joined` depends on all.
 
-A concatenation as a graph of its own: memory for the whole, for each part its `place` in it, and the
-whole once its parts are `joined`. Only `place` launches anything.
+A concatenation is memory for the whole, a `place` call for each part of it, and the whole as the result of
+`joined`. Only `place` launches anything.
 """
 
 from collections.abc import Sequence
@@ -30,6 +30,6 @@ for _name, _implementation in (("place", _place), ("joined", _joined)):
     _LIBRARY.impl(_name, _implementation, "CompositeExplicitAutograd")
 
 place: OpOverload = torch.ops.nimblec.place.default
-"""Copy a part to where it belongs."""
+"""Copy a part to its place in the whole."""
 joined: OpOverload = torch.ops.nimblec.joined.default
-"""The first ``channels`` of the whole, in which the parts are there."""
+"""The first ``channels`` of the whole, after all parts have been written."""

@@ -1,8 +1,8 @@
-"""What the kernels can compute while they read: batch norm, activation and gate before a convolution.
+"""Prologues, computed by a kernel as it reads: batch norm, activation and gate before a convolution.
 
-Networks that normalise before they convolve (DenseNet, NASNet, ResNet v2) and those that weigh
-channels (squeeze and excitation) have these as calls of their own, as the convolution before has
-other readers, or the weights depend on all of its result.
+Networks that normalise before they convolve (DenseNet, NASNet, ResNet v2) and those that weight
+channels (squeeze and excitation) have these as calls of their own: the convolution before them has
+other readers, or the channels' weights depend on its whole result.
 """
 
 import operator
@@ -23,11 +23,10 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PrologueMatch:
-    """``activation(x * scale + shift) * gate`` by calls: ``nodes`` in their order, the last one's value is read.
+    """Calls that compute ``activation(x * scale + shift) * gate``: ``nodes`` in their order, the last is the result.
 
-    ``sharers`` requests read that value, and nothing else does. ``scale`` and ``shift`` are
-    (channels,) in float64. The images and the gate are told by where the calls have them, as they
-    may be replaced meanwhile.
+    Only ``sharers`` requests read that result. ``scale`` and ``shift`` are (channels,) in float64. The
+    images and the gate are known by their places among the calls' arguments, as these may be replaced.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -40,7 +39,7 @@ class PrologueMatch:
 
     @property
     def x(self) -> fx.Node:
-        """The images that are read instead."""
+        """The images that the kernel reads instead."""
         return _argument(self.nodes[0], self.x_place)
 
     @property
@@ -52,11 +51,11 @@ class PrologueMatch:
 def prologues(
     rewriter: Rewriter, readers: Iterable[fx.Node], taken: Collection[fx.Node]
 ) -> dict[fx.Node, PrologueMatch]:
-    """What each of ``readers``, convolutions of images channels last, can compute while it reads.
+    """The prologues of ``readers``, convolutions of images channels last, where they have one.
 
-    ``taken`` are calls that other launches compute already. Two kinds of calls are left, as no launch
-    would be saved: those whose value something else needs in memory as well, and those that a
-    generated kernel computes together with what makes their images, like a concatenation.
+    ``taken`` are calls that other launches compute already. Two kinds of calls stay, as fusing them would
+    save no launch: those whose value is also needed in memory, and those that a generated kernel computes
+    together with the call that makes their images, such as a concatenation.
     """
     known = dict.fromkeys(readers)
     found = {}
@@ -70,7 +69,7 @@ def prologues(
 
 
 def _walk(rewriter: Rewriter, last: fx.Node, taken: Collection[fx.Node]) -> PrologueMatch | None:
-    """The calls up to ``last`` that a launch can compute; those in the middle have no other user."""
+    """The calls up to ``last`` that a launch can compute; all but ``last`` have one user."""
     before, node = None, last
     while node not in taken and (node is last or len(node.users) == 1):
         longer = _gated(rewriter, node, before) or _activated(node, before) or _scaled(rewriter, node, before)
@@ -81,7 +80,7 @@ def _walk(rewriter: Rewriter, last: fx.Node, taken: Collection[fx.Node]) -> Prol
 
 
 def _gated(rewriter: Rewriter, node: fx.Node, before: PrologueMatch | None) -> PrologueMatch | None:
-    """``x * gate``, the last that is computed."""
+    """``x * gate``, the last step of a prologue."""
     if before is not None or not is_call(node, aten.mul.Tensor):
         return None
     images, channels = fake(node).shape[:2]
@@ -106,7 +105,7 @@ def _activated(node: fx.Node, before: PrologueMatch | None) -> PrologueMatch | N
 
 
 def _scaled(rewriter: Rewriter, node: fx.Node, before: PrologueMatch | None) -> PrologueMatch | None:
-    """Batch norm, or a product with or a sum of constants for each channel."""
+    """A batch norm, or a product or sum with a constant for each channel."""
     read = read_affine(rewriter, node)
     factors = None if read is None else read.along(1, fake(node))
     if read is None or factors is None:
@@ -133,6 +132,6 @@ def _argument(node: fx.Node, place: int) -> fx.Node:
 
 
 def _is_like(node: fx.Node, other: fx.Node) -> bool:
-    """Whether both are images of one dtype and shape, ``node`` such that the kernels read it as fast as dense ones."""
+    """Whether both are images of one dtype and shape, and the kernels read ``node`` at full speed."""
     a, b = fake(node), fake(other)
     return a.dtype == b.dtype and a.shape == b.shape and is_read_well(a)

@@ -1,4 +1,4 @@
-"""What the kernel of convolutions and products computes besides its sum, in torch."""
+"""Norms and arithmetic of the kernel of convolutions and products, in torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,10 +10,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowNorm:
-    """A norm of the rows (rows, columns) of a product, as its sum is corrected by it.
+    """A norm of the rows (rows, columns) that a product reads, applied as a correction of its sums.
 
     ``moments`` (parts, 2, rows) are sums and sums of squares of parts of each row; ``column_sums``
-    (out channels,) of the weights, which hold the norm's own. Both are in float32.
+    (out channels,) are sums of the weights, into which the norm's own are multiplied. Both are in float32.
     """
 
     moments: Tensor
@@ -27,7 +27,7 @@ class RowNorm:
         return {"NORM": "rms" if self.rms else "layer", "EPS": self.eps, "PARTS": len(self.moments)}
 
     def __call__(self, total: Tensor, columns: int) -> Tensor:
-        """What the product of the normalised rows is, ``total`` being that of the rows as they are, in float32."""
+        """The product of the normalised rows in float32, from ``total``, that of the rows as they are."""
         mean, square = self.moments.sum(0) / columns
         if self.rms:
             mean = torch.zeros_like(mean)
@@ -43,7 +43,7 @@ def moments_of(values: Tensor, width: int) -> Tensor:
 
 
 def as_multiplied(x: Tensor, dtype: torch.dtype, arithmetic: str) -> Tensor:
-    """``x`` as kernels multiply it: of float32, tensor cores ignore the last 13 bits."""
+    """``x`` as the kernels multiply it: as TF32, tensor cores ignore the last 13 bits of float32."""
     if dtype is torch.float32 and arithmetic == "tf32":
         return (x.view(torch.int32) & ~0x1FFF).view(torch.float32)
     return x.float()

@@ -1,4 +1,4 @@
-"""Convolutions that read the same images, side by side in one launch: where a network branches, above all."""
+"""Convolutions that read the same images joined into one launch, mostly where a network branches."""
 
 from collections.abc import Collection
 
@@ -13,11 +13,10 @@ from nimblec.kernels.gemm.match import Request, requests
 
 
 def join_siblings(module: fx.GraphModule) -> None:
-    """Convolutions of one geometry that read the same images become one, before `use_triton_kernels`.
+    """Join convolutions of one geometry that read the same images; comes before `use_triton_kernels`.
 
-    Only where nothing but the kernels' convolutions reads the results, which are parts of the channels of larger
-    images from then on. The last one of them may begin a concatenation instead: `concatenate_in_place` lets that
-    follow in the same memory.
+    Only where nothing but the kernels' convolutions reads the results, which become parts of the channels of larger
+    images. The last one may begin a concatenation instead, which `concatenate_in_place` puts into the same memory.
     """
     rewriter = Rewriter(module)
     asked = [request for request in requests(module) if request.kind != "linear"]
@@ -45,17 +44,17 @@ def _can_join(request: Request) -> bool:
         request.kind == "convolution"
         and request.residual is None
         and fake(request.nodes[-1]).shape[1] * request.dtype.itemsize % ALIGNMENT_NBYTES == 0
-        and only_user(request.weight) is not None  # other users would keep them: twice the memory
+        and only_user(request.weight) is not None  # other users would keep them in memory as well
     )
 
 
 def _is_read_by(readers: Collection[fx.Node], images: fx.Node) -> bool:
-    """Whether nothing else reads the images, and each reads them once: not as a residual too."""
+    """Whether only ``readers`` read the images, and each of them once: not as a residual too."""
     return all(user in readers and times_read(images, user) == 1 for user in images.users)
 
 
 def _shared(request: Request) -> object:
-    """What siblings have in common: the call but for its weights, and the activation after it."""
+    """What siblings have in common: the call except for its weights, and the activation after it."""
     head = request.head
     given = bound(head) | {"weight": request.shape.kernel, "bias": request.bias is None}
     return head.target, request.dtype, request.activation, tuple(map(str, given.values()))

@@ -1,4 +1,4 @@
-"""How a convolution or product is cut into blocks, and which cuts are worth a try on a GPU."""
+"""How a convolution or product is divided into blocks, and the candidates for a GPU."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ BLOCKS_N = (16, 32, 64, 128)
 BLOCKS_K = (32, 64, 128)
 SPLITS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 18)
 WIDE = 64
-"""Rows from which tensor cores may be told to multiply by groups of warps."""
+"""Rows of a tile from which instructions of warp groups can be used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiling(NumberedTiling):
-    """How a kernel cuts its work: a block computes ``block_m`` rows by ``block_n`` columns of a part of the sum.
+    """A block computes ``block_m`` rows by ``block_n`` columns of a part of the sum.
 
     ``split_k`` blocks share the sum of one tile; each walks its part ``block_k`` products at a time.
     """
@@ -31,7 +31,7 @@ class Tiling(NumberedTiling):
     num_stages: int = 3
 
     def tiles(self, shape: Convolution) -> Pair:
-        """How many tiles the result has: down, across."""
+        """The number of tiles of the result: down, across."""
         return ceil_div(shape.rows, self.block_m), ceil_div(shape.out_channels, self.block_n)
 
     def steps(self, shape: Convolution) -> int:
@@ -45,7 +45,7 @@ class Tiling(NumberedTiling):
 
 
 def shared_budget(gpu: GPU) -> int:
-    """Bytes that the loads of one block may take of a multiprocessor, so that the next kernel's fit beside it."""
+    """Bytes of shared memory for the loads of one block, which leave room for a block of the next kernel."""
     return gpu.shared_per_multiprocessor // 2 - 4 * KIB
 
 
@@ -58,19 +58,19 @@ def candidates(
     splits: Sequence[int] = SPLITS,
     alike: int = 5,
 ) -> list[Tiling]:
-    """At most ``limit`` tilings, the most promising first, no more than ``alike`` of the same cut of the result.
+    """At most ``limit`` tilings, the most promising first, at most ``alike`` with the same tiles of the result.
 
-    ``itemsize``: bytes of an element; ``splits``: how many blocks may share a sum.
+    ``itemsize``: bytes of an element; ``splits``: the numbers of blocks that may share a sum.
     """
     cost = partial(estimate, shape, gpu=gpu, itemsize=itemsize)
     return most_promising(_all(shape, gpu, itemsize, splits), cost, limit=limit, alike=alike)
 
 
 def estimate(shape: Convolution, tiling: Tiling, *, gpu: GPU, itemsize: int = 2) -> float:
-    """Microseconds, roughly: what the busiest multiprocessor reads, computes and writes, and what meeting costs.
+    """Rough microseconds: what the busiest multiprocessor reads, computes and writes, and the merging of split sums.
 
-    Without the launch itself. Tensor cores take elements of twice the size half as fast. In three
-    products a float32 takes longer than this says, by 1.3 to 2 times; the order serves as well.
+    The launch itself is not included. Tensor cores multiply elements of twice the size at half the rate. Float32 in
+    three products takes 1.3 to 2 times as long as estimated; the order is still useful.
     """
     speed, size_factor = gpu.speed, itemsize / 2
     steps = ceil_div(tiling.steps(shape), tiling.split_k)
@@ -114,7 +114,7 @@ def _splits(
         return
     taps = shape.kernel[0] * shape.kernel[1]
     if taps > 1 and shape.channels % block_k and block_k > 32:
-        return  # all offsets are computed for each product: keep the tile narrow
+        return  # offsets are computed for each element: keep the tile narrow
     steps = ceil_div(shape.depth, block_k)
     if block_k > 32 and block_k >= 2 * shape.depth:
         return

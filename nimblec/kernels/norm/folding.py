@@ -1,7 +1,7 @@
-"""Norms between Triton products: the first leaves the moments of its rows, the second corrects its sums by them.
+"""Norms between Triton products: the first stores the moments of its rows, the second corrects its sums by them.
 
 So a norm costs no launch, and the normalised rows are never written (`nimblec.kernels.gemm.template`).
-Its own weights are multiplied into those of the products that read it.
+Its weights are multiplied into those of the products that read it.
 """
 
 import operator
@@ -22,12 +22,12 @@ from nimblec.kernels.gemm.tilings import Tiling
 from nimblec.kernels.norm.match import Request, requests
 
 _MOST_MOMENTS = 64
-"""That a thread holds while it multiplies, beside its share of the sum."""
+"""The most moments that a thread may hold while it multiplies, beside its share of the sum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Normed:
-    """A product that reads a norm, of what ``maker`` makes; ``weight`` (out channels, columns) holds the norm's."""
+    """A product ``reader`` of a norm of a product ``maker``; ``weight`` (out channels, columns) includes the norm's."""
 
     request: Request
     maker: fx.Node
@@ -37,9 +37,9 @@ class _Normed:
 
 
 def fold_norms_into_products(module: fx.GraphModule, compile_jobs: Compile) -> None:
-    """Take away the norms in half precision that the kernels' products alone read, of what one of them makes.
+    """Fold norms in half precision that only the kernels' products read, and of which one computes the argument.
 
-    The kernels that are launched instead are compiled side by side, by ``compile_jobs``.
+    The kernels that the graph then launches are compiled by ``compile_jobs``.
     """
     rewriter = Rewriter(module)
     found = [normed for request in requests(module) for normed in _normed(rewriter, request)]
@@ -55,7 +55,7 @@ def fold_norms_into_products(module: fx.GraphModule, compile_jobs: Compile) -> N
 
 
 def _normed(rewriter: Rewriter, request: Request) -> Iterator[_Normed]:
-    """The products that read a norm; none where it has to stay."""
+    """The products that read a norm; none where the norm cannot be folded."""
     x, result, maker = fake(request.x), fake(request.result), _maker(request.x)
     if maker is None or request.residual is not None or x.dtype not in HALF or result.dtype != x.dtype:
         return
@@ -74,14 +74,14 @@ def _normed(rewriter: Rewriter, request: Request) -> Iterator[_Normed]:
 
 
 def _maker(node: fx.Node) -> fx.Node | None:
-    """The product whose result, as it lies in memory, the value without gaps is."""
+    """The product of whose whole result the value is a view; None where it is no product."""
     while is_call(node, *WHOLE_VIEWS) and is_view(node):
         node = argument(node, 0)
     return node if is_call(node, linear) else None
 
 
 def _readers(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Who reads the value or a view of all of it, and which of them."""
+    """The readers of a value and of its whole views, each with the value or view that it reads."""
     for user in node.users:
         if is_call(user, *WHOLE_VIEWS) and is_view(user):
             yield from _readers(user)
@@ -114,14 +114,14 @@ def _with_weights(rewriter: Rewriter, request: Request, maker: fx.Node, reader: 
 
 
 def _leaving_moments(rewriter: Rewriter, maker: fx.Node) -> fx.Node:
-    """The call that takes the place of a product and leaves the moments of its result too."""
+    """Replace a product by a call that also returns the moments of its result."""
     call = rewriter.call(linear_and_moments, *maker.args, at=maker, **maker.kwargs)
     rewriter.replace(maker, rewriter.call(operator.getitem, call, 0, at=maker))
     return call
 
 
 def _correct(rewriter: Rewriter, normed: _Normed, reader: fx.Node, maker: fx.Node) -> None:
-    """Let ``reader`` take the rows that ``maker`` makes as they are."""
+    """Make ``reader`` take the rows of ``maker`` themselves, and normalise them."""
     (rows,) = (user for user in maker.users if user.args[1] == 0)
     tiling = Tiling.of(bound(reader)["tiling"])
     packed = rewriter.constant(pack_rows(normed.weight, tiling), at=reader)

@@ -20,9 +20,9 @@ _NORMS = (aten.native_layer_norm.default, aten._fused_rms_norm.default)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Request:
-    """Calls that one launch could compute; the value of ``result`` is the norm's.
+    """Calls that one launch could compute; ``result`` is the norm.
 
-    ``total`` is the sum of ``x`` and ``residual`` where that is computed too.
+    ``total`` is the sum of ``x`` and ``residual``, where that is computed too.
     """
 
     shape: Norm
@@ -37,23 +37,23 @@ class Request:
 
     @property
     def sources(self) -> tuple[fx.Node, ...]:
-        """What is read, but for the weights."""
+        """The values that are read, other than weights."""
         return (self.x,) if self.residual is None else (self.x, self.residual)
 
     @property
     def results(self) -> tuple[fx.Node, ...]:
-        """What is computed."""
+        """The values that are computed."""
         return (self.result,) if self.total is None else (self.result, self.total)
 
     @property
     def signature(self) -> str:
-        """What tells requests apart."""
+        """A text that is equal for equal requests."""
         dtypes = [None if node is None else fake(node).dtype for node in (self.weight, self.bias, self.result)]
         return f"norm {self.shape} {self.eps} {fake(self.x).dtype} {self.residual is not None} {dtypes}"
 
 
 def requests(module: fx.GraphModule) -> Iterator[Request]:
-    """All that can be asked for, in the order of the graph.
+    """All requests in a graph, in its order.
 
     Those that a generated kernel would compute together with other calls are left to it.
     """
@@ -154,7 +154,7 @@ def _root_mean_square(rewriter: Rewriter, root: fx.Node) -> tuple[fx.Node, float
 
 
 def _weight(rewriter: Rewriter, product: fx.Node | None, normed: fx.Node) -> fx.Node | None:
-    """The constant with which ``product`` multiplies each row of ``normed``."""
+    """The constant by which ``product`` multiplies each row of ``normed``; None where it does not."""
     if product is None or not is_call(product, aten.mul.Tensor):
         return None
     other: fx.Node
@@ -174,7 +174,7 @@ def _squared(rewriter: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def _uncast(node: fx.Node) -> fx.Node:
-    """What was cast up to float32."""
+    """The half-precision value that ``node`` is a float32 cast of; else ``node``."""
     if is_call(node, aten._to_copy.default) and fake(node).dtype == torch.float32:
         source: fx.Node = argument(node, 0)
         if fake(source).dtype in HALF and fake(source).shape == fake(node).shape:
@@ -183,7 +183,7 @@ def _uncast(node: fx.Node) -> fx.Node:
 
 
 def _is_served(rewriter: Rewriter, request: Request) -> bool:
-    """Rows without gaps, not too long, floating-point numbers, constant weights."""
+    """Whether rows are contiguous and not too long, dtypes are supported, and weights are constant."""
     x, result = fake(request.x), fake(request.result)
     return (
         x.dtype in DTYPES
@@ -205,7 +205,7 @@ def _is_constant(rewriter: Rewriter, node: fx.Node | None, columns: int) -> bool
 
 
 def _with_residual(request: Request, taken: Collection[fx.Node | None]) -> Request:
-    """With the sum before it, whoever else reads that, unless another norm has taken it."""
+    """Add the sum before it, even if others read that too, unless another norm has taken it."""
     total = request.x
     if total in taken or not is_call(total, aten.add.Tensor) or total.kwargs.get("alpha", 1) != 1:
         return request
@@ -216,6 +216,6 @@ def _with_residual(request: Request, taken: Collection[fx.Node | None]) -> Reque
 
 
 def _is_like(node: fx.Node, other: fx.Node) -> bool:
-    """Whether two values have one dtype and shape, both without gaps."""
+    """Whether two values have the same dtype and shape, and are contiguous."""
     a, b = fake(node), fake(other)
     return (a.dtype, a.shape) == (b.dtype, b.shape) and a.is_contiguous() and b.is_contiguous()

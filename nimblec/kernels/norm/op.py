@@ -1,7 +1,7 @@
 """Layer norm and RMS norm as torch ops, alone or with a residual added before.
 
 `nimblec.kernels.core.launch` says what an op is. Weight and bias are read before the kernel waits for those
-before it: nothing may write them.
+before it, so no kernel may write them.
 """
 
 from collections.abc import Sequence
@@ -63,7 +63,7 @@ def norm_shape(x: Tensor, *, rms: bool) -> Norm:
 def normalized(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rms: bool, dtype: torch.dtype
 ) -> Tensor:
-    """What the kernel computes, in float32 but for the last rounding."""
+    """The kernel's result, computed in float32 and rounded once."""
     y = x.float()
     if not rms:
         y = y - y.mean(-1, keepdim=True)
@@ -84,7 +84,7 @@ def _add_layer_norm(
     tiling: Sequence[int],
     trigger: str,
 ) -> Prepared[tuple[Tensor, Tensor | None]]:
-    """The norm, and the sum that it is of where there is a residual."""
+    """The norm, and its argument where that is a sum with a residual."""
     if residual is not None:
         assert residual.is_contiguous(), f"a residual of strides {residual.stride()} has gaps between its rows"
     out, total = x.new_empty(x.shape, dtype=dtype), None if residual is None else x.new_empty(x.shape)

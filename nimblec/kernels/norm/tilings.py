@@ -1,4 +1,4 @@
-"""How norms are cut into blocks, and which cuts are worth a try on a GPU."""
+"""How norms are divided into blocks, and the candidates for a GPU."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ WIDEST = 8192
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Norm:
-    """``rows`` rows of ``columns`` numbers, each normalised by itself: by mean and variance, or ``rms`` alone."""
+    """``rows`` rows of ``columns`` numbers, each normalised by mean and variance, or with ``rms`` by mean square."""
 
     rows: int
     columns: int
@@ -20,7 +20,7 @@ class Norm:
 
     @property
     def width(self) -> int:
-        """Of a block: a power of two."""
+        """The width of a block: a power of two."""
         return max(32, 1 << (self.columns - 1).bit_length())
 
 
@@ -33,7 +33,7 @@ class NormTiling(NumberedTiling):
 
 
 def norm_candidates(shape: Norm, gpu: GPU, *, limit: int = 4) -> list[NormTiling]:
-    """At most ``limit`` tilings, the most promising first: eight numbers a thread, some blocks a multiprocessor."""
+    """At most ``limit`` tilings, by a rough cost of the numbers per thread and the warps per multiprocessor."""
     found = []
     for block_r in (1, 2, 4, 8):
         for num_warps in (1, 2, 4, 8):

@@ -24,7 +24,7 @@ ADAPTIVE, MEAN = aten._adaptive_avg_pool2d.default, aten.mean.dim
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Request:
-    """Calls that one launch could compute; the value of ``result`` is the last one's.
+    """Calls that one launch could compute; the last one is the result.
 
     ``kind`` is None for means over all pixels. The result lies ``channels_last`` or contiguous.
     """
@@ -39,33 +39,33 @@ class Request:
 
     @property
     def result(self) -> fx.Node:
-        """What takes the place of the calls."""
+        """The last call, which the launch replaces."""
         return self.calls[-1]
 
     @property
     def sources(self) -> tuple[fx.Node, ...]:
-        """What is read."""
+        """The values that are read."""
         return (self.x,)
 
     @property
     def results(self) -> tuple[fx.Node, ...]:
-        """What others read."""
+        """The values that others read."""
         return (self.result,)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of what is read and written."""
+        """The dtype of what is read and written."""
         return fake(self.x).dtype
 
     @property
     def signature(self) -> str:
-        """What tells requests apart."""
+        """A text that is equal for equal requests."""
         calls = " ".join(str(call.target) for call in self.calls)
         return f"pool {self.shape} {self.kind} {self.divisor} {self.activation} {self.dtype} {calls}"
 
 
 def requests(module: fx.GraphModule) -> Iterator[Request]:
-    """All that can be asked for, in the order of the graph.
+    """All requests in a graph, in its order.
 
     Those that a generated kernel would compute together with other calls are left to it.
     """
@@ -92,7 +92,7 @@ def _request(node: fx.Node) -> Request | None:
 
 
 def _maxima(node: fx.Node, x: fx.Node) -> Request | None:
-    """Where nothing reads the indices."""
+    """The request of a max pooling whose indices nothing reads."""
     given = bound(node)
     result = next(iter(node.users), None)
     if result is None or len(node.users) > 1 or result.target is not operator.getitem or result.args[1] != 0:
@@ -113,7 +113,7 @@ def _averages(node: fx.Node, x: fx.Node) -> Request:
 
 
 def _adaptive(node: fx.Node, x: fx.Node) -> Request | None:
-    """Where all windows are of one size."""
+    """The request of an adaptive pooling whose windows all have the same size."""
     pairs = list(zip(fake(x).shape[2:], bound(node)["output_size"], strict=True))
     if not all(wanted and size % wanted == 0 for size, wanted in pairs):
         return None
@@ -146,14 +146,14 @@ def _windows(
 
 
 def _whole(calls: tuple[fx.Node, ...], x: fx.Node) -> Request:
-    """Means over all pixels, laid as the calls lay them."""
+    """The request of means over all pixels, with the layout of the framework's result."""
     result = fake(calls[-1])
     channels_last = result.dim() == 4 and result.stride() == _strides(result, channels_last=True)
     return Request(calls=calls, x=x, shape=means_of(fake(x)), kind=None, channels_last=channels_last)
 
 
 def _is_laid(request: Request) -> bool:
-    """Whether the kernels put the result where the calls do: torch lays images of one pixel or channel so or so."""
+    """Whether the kernels' result has the calls' strides: torch's vary for images of one pixel or one channel."""
     result = fake(request.result)
     return bool(result.numel()) and result.stride() == _strides(result, channels_last=request.channels_last)
 
@@ -164,7 +164,7 @@ def _strides(like: Tensor, *, channels_last: bool) -> tuple[int, ...]:
 
 
 def _with_activation(request: Request) -> Request:
-    """With the call that alone reads the result, if it is an activation."""
+    """Add the only reader of the result, if it is an activation."""
     user = only_user(request.result)
     activation = None if user is None else activation_of(user)
     if user is None or activation is None:
@@ -176,11 +176,11 @@ def _with_activation(request: Request) -> Request:
 
 
 def _stride(given: Mapping[str, Any]) -> Pair:
-    """None given is the window's size."""
+    """The stride; by default the size of the window."""
     return _pair(given["stride"] or given["kernel_size"])
 
 
 def _pair(numbers: Sequence[int]) -> Pair:
-    """One number is that of both axes."""
+    """A number for each axis; a single one is for both."""
     first, *rest = numbers
     return first, rest[0] if rest else first

@@ -1,6 +1,6 @@
 """Pooling as torch ops: `nimblec.kernels.core.launch` says what an op is.
 
-Images (batch, channels, height, width) lie channels last or contiguous, and results as they do.
+Images (batch, channels, height, width) lie channels last or contiguous, and results in the same layout.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ def pool_launch(
     activation: str,
     trigger: str,
 ) -> Launch:
-    """Writes what windows of ``x`` become to ``out`` (rows, channels as they lie in memory)."""
+    """Writes the maxima or averages of windows of ``x`` to ``out`` (rows, channels in their memory order)."""
     assert kind in KINDS, f"{kind} is none of {KINDS}"
     return Launch(
         template="nimblec.kernels.pool.template:pool",

@@ -10,15 +10,15 @@ from nimblec.kernels.core.images import pixel_stride
 from nimblec.kernels.core.shapes import Pair
 
 Kind = Literal["max", "average", "padded average"]
-"""What a window becomes; a padded average counts padding as pixels, which are zero."""
+"""The result of a window; a padded average counts padding as pixels of value zero."""
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pooling:
-    """Windows of images (images, height, width, channels), the channels next to each other in memory.
+    """Windows of images (images, height, width, channels), whose channels are adjacent in memory.
 
-    Neighbouring pixels are ``pixel_stride`` elements apart; rows and images follow without a gap. Contiguous images
+    Adjacent pixels are ``pixel_stride`` elements apart; rows and images follow without a gap. Contiguous images
     (batch, channels, height, width) are batch * channels images of one channel.
     """
 
@@ -45,7 +45,7 @@ class Pooling:
 
     @property
     def rows(self) -> int:
-        """Pixels of all results."""
+        """Pixels of the whole result."""
         return self.images * self.out_height * self.out_width
 
     @property
@@ -70,7 +70,7 @@ class Pooling:
         }
 
     def _extent(self, size: int, axis: int) -> int:
-        """As torch counts: a last window that begins behind the images and the padding before them is left out.
+        """The number of windows, as torch counts: a last one that begins in the padding at the end is left out.
 
         aten/src/ATen/native/Pool.h, pooling_output_shape.
         """
@@ -93,7 +93,7 @@ class Means:
 
 
 def lies_channels_last(x: Tensor) -> bool:
-    """Whether images (batch, channels, height, width) lie so, maybe as part of the channels of others."""
+    """Whether images (batch, channels, height, width) lie channels last, possibly as part of larger ones' channels."""
     if x.is_contiguous():
         return x.is_contiguous(memory_format=torch.channels_last) and x.shape[1] > 1
     try:
@@ -104,7 +104,7 @@ def lies_channels_last(x: Tensor) -> bool:
 
 
 def means_of(x: Tensor) -> Means:
-    """The geometry for images that lie channels last, or contiguous: there all channels are as those of one image."""
+    """The geometry for images that lie channels last or contiguous; contiguous ones count as channels of one image."""
     batch, channels, height, width = x.shape
     pixels = height * width
     if not lies_channels_last(x):

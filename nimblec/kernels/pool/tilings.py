@@ -1,4 +1,4 @@
-"""How poolings are cut into blocks, and which cuts are worth a try on a GPU."""
+"""How poolings are divided into blocks, and the candidates for a GPU."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ from nimblec.kernels.core.tilings import NumberedTiling
 from nimblec.kernels.pool.shapes import Means, Pooling
 
 _SECTOR_NBYTES = 32
-"""The least that is read of the L2 cache."""
+"""Bytes of the smallest read from the L2 cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolTiling(NumberedTiling):
-    """A block computes ``block_m`` pixels of ``block_c`` channels, or reads so many at once of which it takes means."""
+    """A block computes ``block_m`` pixels of ``block_c`` channels; for means it reads as many at a time."""
 
     block_m: int
     block_c: int
@@ -22,7 +22,7 @@ class PoolTiling(NumberedTiling):
 
 
 def pool_candidates(shape: Pooling, gpu: GPU, *, limit: int = 6) -> list[PoolTiling]:
-    """Tilings with some blocks for each multiprocessor first, and as little work past the edges as can be."""
+    """At most ``limit`` tilings, those of about two blocks per multiprocessor and little work past the edges first."""
 
     def cost(tiling: PoolTiling) -> tuple[float, list[int]]:
         blocks = ceil_div(shape.rows, tiling.block_m) * ceil_div(shape.channels, tiling.block_c)
@@ -37,7 +37,7 @@ def pool_candidates(shape: Pooling, gpu: GPU, *, limit: int = 6) -> list[PoolTil
 
 
 def _tall(block_c: int) -> Iterator[PoolTiling]:
-    """Tiles of two to eight numbers a thread, one to four where channels are apart."""
+    """Tilings of two to eight numbers per thread, or one to four for a single channel."""
     least, most = (2, 8) if block_c > 1 else (1, 4)
     for block_m in (4, 8, 16, 32, 64, 128, 256, 512):
         for num_warps in (1, 2, 4, 8):
@@ -62,7 +62,7 @@ def mean_candidates(shape: Means, gpu: GPU, *, limit: int = 6, itemsize: int = 2
 
 
 def _of_means(shape: Means) -> Iterator[PoolTiling]:
-    """Tiles of 4 to 64 numbers a thread, no more than twice as long or wide as what there is."""
+    """Tilings of 4 to 64 numbers per thread, less than twice as long and wide as the images, and a small one."""
     for block_m in (16, 32, 64, 128, 256, 512, 1024, 2048):
         for block_c in (1, 2, 4, 8, 16, 32, 64, 128):
             is_beyond = block_m >= 2 * max(shape.pixels, 16) or block_c >= 2 * shape.channels

@@ -20,7 +20,7 @@ _WINDOWS = ("KERNEL", "STRIDE", "PADDING", "DILATION")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Cut:
-    """How a product is cut into blocks, computed and started; ``counters`` are of tiles whose sum is split."""
+    """How a product is divided into blocks, computed and started; ``counters`` are of tiles whose sum is split."""
 
     tiling: Tiling
     counters: Tensor | None
@@ -28,12 +28,12 @@ class Cut:
     arithmetic: str
 
     def pointers(self, tiles: int, device: torch.device) -> dict[str, Tensor | None]:
-        """Where blocks that share a tile leave their sums, and count themselves."""
+        """Memory in which blocks that share a tile leave their sums, and its counters."""
         split, size = self.tiling.split_k, self.tiling.block_m * self.tiling.block_n
         return shared_sums(split, tiles, size, self.counters, device)
 
     def settings(self, dtype: torch.dtype) -> dict[str, Any]:
-        """The template's constants, of factors of ``dtype``."""
+        """The template's constants, for factors of ``dtype``."""
         return {
             "SCALE": scale(dtype, self.arithmetic),
             "BLOCK_M": self.tiling.block_m,
@@ -49,14 +49,14 @@ class Cut:
 
 
 def scale(dtype: torch.dtype, arithmetic: str) -> float:
-    """What makes up for the part of both factors that tensor cores cut off."""
+    """The factor that compensates for the bits of both factors that tensor cores cut off."""
     return (1 - CUT_OFF) ** -2 if dtype is torch.float32 and arithmetic == "tf32" else 1.0
 
 
 def shared_sums(
     split: int, tiles: int, size: int, counters: Tensor | None, device: torch.device
 ) -> dict[str, Tensor | None]:
-    """Memory for sums of ``size`` numbers of ``split`` blocks a tile; none where each has its tile to itself."""
+    """Memory for the sums, of ``size`` numbers each, of ``split`` blocks per tile; none where ``split`` is 1."""
     if split == 1:
         return {"partials_ptr": None, "counters_ptr": None}
     partials = torch.empty((tiles * split, size), dtype=torch.float32, device=device)
@@ -73,7 +73,7 @@ def images_launch(
     out: Tensor,
     is_gradient: bool,
 ) -> Launch:
-    """Writes the convolution of ``source`` to ``out``, or where ``source`` is a gradient, that of the images."""
+    """Writes to ``out`` the convolution of ``source``, or where ``source`` is a gradient, the images' gradient."""
     product = image_product(shape) if is_gradient else shape
     tiles = prod(cut.tiling.tiles(product))
     of_channel, of_result = 1, shape.depth
@@ -109,7 +109,7 @@ def images_launch(
 
 
 def weights_launch(shape: Convolution, cut: Cut, *, grad: Tensor, x: Tensor, out: Tensor) -> Launch:
-    """Writes the gradient of the weights to ``out``, of images ``x`` and the gradient of what was made of them."""
+    """Writes the gradient of the weights to ``out``, from images ``x`` and the gradient of their convolution."""
     tiles = prod(cut.tiling.tiles(weight_product(shape)))
     return Launch(
         template=f"{_TEMPLATES}:weights",
@@ -129,7 +129,7 @@ def depthwise_weights_launch(
     counters: Tensor | None,
     trigger: str,
 ) -> Launch:
-    """As `weights_launch`, of weights of which each reads one channel."""
+    """As `weights_launch`, for depthwise weights."""
     tiles, size = prod(tiling.tiles(shape)), tiling.places(shape) * tiling.block_c
     return Launch(
         template=f"{_TEMPLATES}:depthwise_weights",

@@ -19,14 +19,14 @@ from nimblec.kernels.gemm.op import Arithmetic
 Kind = Literal["forward", "images", "weights", "depthwise weights"]
 
 _LONGEST_DEPTHWISE = 32
-"""Weights of a channel whose gradients a thread can sum side by side."""
+"""The most weights of a channel whose gradients a thread can sum at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Request:
-    """A convolution, or the gradient of its ``images`` or ``weights``, of two tensors as its op takes them.
+    """A convolution, or the gradient of its ``images`` or ``weights``, of two tensors in the order its op takes.
 
-    ``nodes`` are the calls as they are, the last one's value is the result.
+    ``nodes`` are the framework's calls, of which the last is the result.
     """
 
     kind: Kind
@@ -39,18 +39,18 @@ class Request:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of everything that is read and written."""
+        """The dtype of everything that is read and written."""
         return fake(self.nodes[-1]).dtype
 
     @property
     def signature(self) -> str:
-        """What tells requests apart."""
+        """A text that is equal for equal requests."""
         bias = "" if self.bias is None else " and bias"
         return f"{self.kind}{bias} {self.shape} of {pixel_stride(fake(self.first))} {self.dtype} {self.arithmetic}"
 
 
 def requests(module: fx.GraphModule) -> Iterator[Request]:
-    """All that can be asked for."""
+    """All requests in a graph."""
     rewriter = Rewriter(module)
     for node in rewriter.calls(CONVOLUTION, CONVOLUTION_BACKWARD):
         given = bound(node)
@@ -64,7 +64,7 @@ def requests(module: fx.GraphModule) -> Iterator[Request]:
 
 
 def _forward(rewriter: Rewriter, node: fx.Node, given: dict[str, Any]) -> Request | None:
-    """A convolution whose weights are no constants; one of groups is the library's."""
+    """The request of a convolution whose weights are not constant; grouped ones are left to the library."""
     x, weight = given["input"], given["weight"]
     if rewriter.value(weight) is not None or given["groups"] != 1:
         return None
@@ -76,7 +76,7 @@ def _forward(rewriter: Rewriter, node: fx.Node, given: dict[str, Any]) -> Reques
 
 
 def _gradient(node: fx.Node, given: dict[str, Any]) -> Request | None:
-    """One of the gradients of a convolution, where it is the only one that the call makes."""
+    """The request of a gradient of a convolution, where the call computes only this one."""
     grad, x, weight, mask = (given[name] for name in ("grad_output", "input", "weight", "output_mask"))
     result = only_user(node)
     if sum(mask) != 1 or mask[2] or result is None or result.target is not operator.getitem:
@@ -111,7 +111,7 @@ def _request(kind: Kind, given: dict[str, Any], result: fx.Node, first: fx.Node,
 
 
 def _is_laid(result: Tensor) -> bool:
-    """Whether its elements lie where the kernels put them, or can be said to: axes of length 1 have any stride."""
+    """Whether it has the kernels' layout, other than in strides of axes of length 1."""
     laid = torch.empty_like(result, device="meta", memory_format=torch.channels_last)
     is_both = result.is_contiguous() and laid.is_contiguous()
     return result.numel() > 0 and (result.stride() == laid.stride() or is_both)

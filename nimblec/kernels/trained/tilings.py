@@ -1,4 +1,4 @@
-"""How a convolution of trained weights and its gradients are cut into blocks."""
+"""How a convolution of trained weights and its gradients are divided into blocks."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ from nimblec.kernels.gemm.tilings import Tiling, candidates
 
 _SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _FEWEST_SUMS, _MOST_SUMS = 4, 64
-"""Float32 numbers that a thread keeps of `DepthwiseSum`."""
+"""Float32 sums that a thread of a `DepthwiseSum` holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,11 +27,11 @@ class DepthwiseSum(NumberedTiling):
 
     @staticmethod
     def places(shape: Convolution) -> int:
-        """How many numbers are kept of a channel: those of its weights, up to a power of two."""
+        """Sums of a channel: one for each of its weights, rounded up to a power of two."""
         return 1 << (shape.kernel[0] * shape.kernel[1] - 1).bit_length()
 
     def tiles(self, shape: Convolution) -> Pair:
-        """How many tiles the result has: one down, across."""
+        """The number of tiles of the result: one down, some across."""
         return 1, ceil_div(shape.out_channels, self.block_c)
 
     def blocks(self, shape: Convolution) -> int:
@@ -39,12 +39,12 @@ class DepthwiseSum(NumberedTiling):
         return prod(self.tiles(shape)) * self.split_k
 
     def sums(self, shape: Convolution) -> int:
-        """How many numbers a thread keeps."""
+        """How many sums a thread holds."""
         return self.places(shape) * self.block_m * self.block_c // (32 * self.num_warps)
 
 
 def image_product(shape: Convolution) -> Convolution:
-    """What the gradient of the images sums: a row for each pixel of them, and for each tap the results' channels."""
+    """The product of the images' gradient: a row for each pixel of the images, over taps and results' channels."""
     return Convolution(
         batch=shape.batch * shape.height * shape.width,
         height=shape.kernel[0],
@@ -56,7 +56,7 @@ def image_product(shape: Convolution) -> Convolution:
 
 
 def weight_product(shape: Convolution) -> Convolution:
-    """What the gradient of the weights sums: the pixels of all results for each of them."""
+    """The product of the weights' gradient: each sums over the pixels of all results."""
     return product_of(shape.out_channels, shape.rows, shape.depth)
 
 
@@ -76,9 +76,9 @@ def weight_candidates(shape: Convolution, gpu: GPU, *, itemsize: int) -> list[Ti
 
 
 def _wide_and_narrow(shape: Convolution, gpu: GPU, itemsize: int) -> list[Tiling]:
-    """The most promising tilings by the time model, and by one to which narrow tiles are as quick as wide ones.
+    """The most promising tilings by the time model, and by one in which narrow tiles are as fast as wide ones.
 
-    Wide tiles take float32 factors in one order only, so a factor that lies in the other one is copied by 4 bytes.
+    Wide tiles take float32 factors in one memory order only: a factor in the other one is copied 4 bytes at a time.
     """
     even = replace(gpu, speed=replace(gpu.speed, narrow=1))
     found = (candidates(shape, each, limit=6, itemsize=itemsize, splits=_SPLITS, alike=2) for each in (gpu, even))
@@ -86,7 +86,7 @@ def _wide_and_narrow(shape: Convolution, gpu: GPU, itemsize: int) -> list[Tiling
 
 
 def depthwise_candidates(shape: Convolution, gpu: GPU, *, limit: int = 8) -> list[DepthwiseSum]:
-    """Tilings for the gradient of depthwise weights: about two blocks for each multiprocessor first."""
+    """Tilings for the gradient of depthwise weights, those of about two blocks per multiprocessor first."""
 
     def cost(tiling: DepthwiseSum) -> tuple[float, list[int]]:
         steps = ceil_div(shape.rows, tiling.block_m * tiling.split_k)
