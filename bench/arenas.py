@@ -28,8 +28,8 @@ from bench import environment
 from bench.compiling import plan_of
 from bench.memory import held
 from bench.peers import FOLDER
-from bench.peers_table import number, row
 from bench.running import short
+from bench.tables import header, mib, number, row
 from nimblec.difference import difference
 from nimblert import golden
 from nimblert.arena import Arena
@@ -170,13 +170,13 @@ def _gpu_nbytes() -> int | None:
 
 def markdown(results: dict[str, Any]) -> str:
     """A line for each plan, in MiB, and what all of them take."""
-    lines = [row(_HEAD), "|---" * len(_HEAD) + "|"]
+    lines = header(_HEAD)
     own, shared = results["own"], results["shared"]
     for name, plan in results["plans"].items():
         ways = own["plans"][name], shared["plans"][name]
         told = (plan[kind] for kind in ("weights", "arena", "arrays", "code"))
-        after = " / ".join(_mib(way["after_runs"]) for way in ways)
-        lines.append(row([name, *map(_mib, told), *(_mib(way["loaded"]) for way in ways), after]))
+        after = " / ".join(mib(way["after_runs"]) for way in ways)
+        lines.append(row([name, *map(mib, told), *(mib(way["loaded"]) for way in ways), after]))
     return "\n".join([*lines, "", _together(results), environment.provenance(results)])
 
 
@@ -184,20 +184,16 @@ def _together(results: Mapping[str, Any]) -> str:
     plans, shared = results["plans"].values(), results["shared"]
     sums = {kind: sum(plan[kind] for plan in plans) for kind in ("weights", "arena", "arrays", "code")}
     arena = max(plan["arena"] for plan in plans)
-    told = {kind: _mib(nbytes) for kind, nbytes in sums.items()}
+    told = {kind: mib(nbytes) for kind, nbytes in sums.items()}
     least = sums["weights"] + arena
     wrong = f"wrong: {', '.join(results['wrong'])}" if results["wrong"] else "all outputs are those of each plan alone"
     return (
-        f"In MiB. On one arena all plans take {_mib(shared['all'])}, {number(shared['all'] / least, 3)} times their "
-        f"weights and the largest arena ({told['weights']} + {_mib(arena)}); besides, inputs and outputs are "
+        f"In MiB. On one arena all plans take {mib(shared['all'])}, {number(shared['all'] / least, 3)} times their "
+        f"weights and the largest arena ({told['weights']} + {mib(arena)}); besides, inputs and outputs are "
         f"{told['arrays']}, code {told['code']}. With arenas of their own, together {told['arena']}, they take "
-        f"{_mib(results['own']['all'])}. CUDA's context takes {_mib(results['context'])} once; closed, plans leave "
-        f"{_mib(shared['left'])}. {wrong[0].upper()}{wrong[1:]}."
+        f"{mib(results['own']['all'])}. CUDA's context takes {mib(results['context'])} once; closed, plans leave "
+        f"{mib(shared['left'])}. {wrong[0].upper()}{wrong[1:]}."
     )
-
-
-def _mib(nbytes: int | None) -> str:
-    return number(nbytes and nbytes / 2**20, 1)
 
 
 def main(arguments: Iterable[str]) -> int:

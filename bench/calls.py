@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from bench import environment, peers
-from bench.peers_table import COMPILED_MODES, Figures, cell, fastest, geometric_mean, levels, microseconds, number, row
+from bench.peers_table import COMPILED_MODES, Figures, cell, fastest, geometric_mean, levels, microseconds
 from bench.running import short
+from bench.tables import header, number, row
 
-HEAD = (
+_HEAD = (
     "model",
     "replay, us",
     "from numpy, us (of the replay; allowed)",
@@ -34,7 +35,7 @@ def allowed_us(figures: Mapping[str, Any]) -> float:
 def markdown(results: dict[str, Any]) -> str:
     """A line for each network, and the geometric mean of a call from numpy over its replay."""
     below = environment.provenance(results)
-    lines = [row(HEAD), "|---" * len(HEAD) + "|"]
+    lines = header(_HEAD)
     ratios = []
     for spec, figures in results["models"].items():
         mode = fastest(figures, levels(figures), "call_us")
@@ -44,18 +45,15 @@ def markdown(results: dict[str, Any]) -> str:
         ratios.append(ratio)
         above = microseconds(figures, mode, "call_us") - microseconds(figures, mode, "kernels_us")
         theirs = fastest(figures, ("graph", *COMPILED_MODES), "launch_us")
-        lines.append(
-            row(
-                [
-                    short(spec),
-                    cell(figures, mode, "replay_us"),
-                    f"{cell(figures, mode, 'numpy_us')} ({number(ratio, 2)}; {number(allowed_us(figures[mode]), 0)})",
-                    cell(figures, mode, "other_order_us"),
-                    f"{cell(figures, mode, 'call_us')} ({number(above, 1)})",
-                    f"{_launch(figures, mode)} / {_launch(figures, theirs)}",
-                ]
-            )
-        )
+        cells = [
+            short(spec),
+            cell(figures, mode, "replay_us"),
+            f"{cell(figures, mode, 'numpy_us')} ({number(ratio, 2)}; {number(allowed_us(figures[mode]), 0)})",
+            cell(figures, mode, "other_order_us"),
+            f"{cell(figures, mode, 'call_us')} ({number(above, 1)})",
+            f"{_launch(figures, mode)} / {_launch(figures, theirs)}",
+        ]
+        lines.append(row(cells))
     lines.append(row(["geometric mean", "", number(geometric_mean(ratios), 2), "", "", ""]))
     return "\n".join([*lines, "", below])
 

@@ -13,8 +13,9 @@ from typing import Any
 
 from bench import environment, running
 from bench.peers import FOLDER
-from bench.peers_table import Figures, cell, row
+from bench.peers_table import Figures, cell
 from bench.running import Table, short
+from bench.tables import MISSING, header, row
 from bench.turns import Job
 
 MODES = ("O2", "O1", "O0", "given", "freeze", "compile", "eager")
@@ -52,7 +53,7 @@ def equal_tokens(figures: Figures, mode: str) -> str:
     """How many tokens a mode generates as -O0 does, of how many, until the first that differs."""
     wanted, found = (figures.get(name, {}).get("tokens") for name in ("O0", mode))
     if not wanted or not found:
-        return "-"
+        return MISSING
     count = next((i for i, pair in enumerate(zip(wanted, found, strict=True)) if len({*pair}) > 1), len(wanted))
     return f"{count} of {len(wanted)}"
 
@@ -61,13 +62,13 @@ def difference(figures: Figures, mode: str) -> str:
     """How far the highest logit of a step is from that of -O0 at most, relative to it."""
     wanted, found = (figures.get(name, {}).get("logits") for name in ("O0", mode))
     if not wanted or not found:
-        return "-"
+        return MISSING
     return f"{max(abs(b - a) / abs(a) for a, b in zip(wanted, found, strict=True)):.1e}"
 
 
 def markdown(results: dict[str, Any]) -> str:
     """A line for each model and mode; microseconds."""
-    lines = [row(_HEAD), "|---" * len(_HEAD) + "|"]
+    lines = header(_HEAD)
     for spec, figures in results["models"].items():
         for mode in (mode for mode in MODES if mode in figures):
             found = figures[mode]
@@ -87,7 +88,7 @@ def markdown(results: dict[str, Any]) -> str:
 
 
 def _counted(counts: dict[str, int] | None) -> str:
-    return ", ".join(f"{count} {name}" for name, count in counts.items()) if counts else "-"
+    return ", ".join(f"{count} {name}" for name, count in counts.items()) if counts else MISSING
 
 
 def main(arguments: list[str]) -> None:

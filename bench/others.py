@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from bench import environment, peers, peers_table, running
-from bench.peers_table import number, row
 from bench.running import Table, short
+from bench.tables import header, number, row
 from bench.turns import Job
 
 PATH = peers.FOLDER / "others.json"
@@ -48,7 +48,7 @@ def markdown(results: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
     """A line for each model and peer: its times, ours, and how many times ours they are."""
     below = environment.provenance(dict(results))
     head = ["model", "peer", "kernels: peer / ours, us", "call / our replay, us", "call from numpy, us", "error"]
-    lines = [row(head), "|---" * len(head) + "|"]
+    lines = header(head)
     for spec, peer in programs():
         found = results["models"].get(spec, {}).get(peer, {"failed": "not tried"})
         if "failed" in found:

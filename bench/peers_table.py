@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 from bench import environment
 from bench.running import short
+from bench.tables import MISSING, header, number, row
 
 Figures: TypeAlias = Mapping[str, Mapping[str, Any]]
 """What was measured of one model, by mode."""
@@ -16,7 +17,6 @@ TORCH_MODES = ("eager", "graph", "compile", "freeze", "autotune", "aoti")
 COMPILED_MODES = ("compile", "freeze", "autotune")
 """torch.compile's time is that of the fastest of these modes."""
 
-_NOT_MEASURED = "-"
 _NOISY = "~"
 _GROUPS = {
     "kernels_us": "kernels",
@@ -98,7 +98,7 @@ def markdown(results: dict[str, Any]) -> str:
     shown = [c for c in (*COMPARISONS, TUNED) if any(ratio(figures, c) for figures in models.values())]
     head = ["model", *(f"{c.title}: torch / ours, us" for c in shown)]
     head += ["launches: torch / ours", "error: eager / torch / ours"]
-    lines = [row(head), "|---" * len(head) + "|"]
+    lines = header(head)
     missing = [short(spec) for spec, figures in models.items() if not any(ratio(figures, c) for c in shown)]
     for spec, figures in models.items():
         if short(spec) in missing:
@@ -125,7 +125,7 @@ def by_batch(results: Mapping[str, Any]) -> dict[str, dict[int, tuple[str, Figur
 def cell(figures: Figures, mode: str | None, clock: str, digits: int = 0) -> str:
     """A median in microseconds, marked where the machine was not quiet."""
     if mode is None or math.isinf(microseconds(figures, mode, clock)):
-        return _NOT_MEASURED
+        return MISSING
     noisy = _NOISY if _GROUPS[clock] in figures[mode].get("noisy", ()) else ""
     return noisy + number(microseconds(figures, mode, clock), digits)
 
@@ -141,21 +141,11 @@ def _pair(figures: Figures, comparison: Comparison) -> str:
 def _launches(figures: Figures) -> str:
     """The kernels of the modes that the first comparison is of."""
     best = fastest(figures, COMPILED_MODES, "kernels_us"), fastest(figures, levels(figures), "kernels_us")
-    return " / ".join(str(figures[mode].get("kernels", _NOT_MEASURED)) if mode else _NOT_MEASURED for mode in best)
+    return " / ".join(str(figures[mode].get("kernels", MISSING)) if mode else MISSING for mode in best)
 
 
 def _errors(figures: Figures) -> str:
     """Of eager, of the fastest of torch.compile's kernels and of our fastest level."""
     best = fastest(figures, COMPILED_MODES, "kernels_us"), fastest(figures, levels(figures), "kernels_us")
     found = [figures.get(mode, {}).get("error") if mode else None for mode in ("eager", *best)]
-    return " / ".join(_NOT_MEASURED if error is None else f"{error:.1e}" for error in found)
-
-
-def row(cells: Iterable[str]) -> str:
-    """A line of a table in Markdown."""
-    return f"| {' | '.join(cells)} |"
-
-
-def number(value: float | None, digits: int) -> str:
-    """A figure, or that there is none."""
-    return _NOT_MEASURED if value is None or math.isinf(value) else f"{value:.{digits}f}"
+    return " / ".join(MISSING if error is None else f"{error:.1e}" for error in found)

@@ -17,8 +17,9 @@ from typing import Any
 
 from bench import environment, running
 from bench.peers import FOLDER
-from bench.peers_table import level_name, levels, number, row
+from bench.peers_table import level_name, levels
 from bench.running import Table, short
+from bench.tables import MISSING, header, mib, number, row
 from bench.turns import Job
 
 MODELS = (
@@ -63,7 +64,7 @@ def table(options: argparse.Namespace) -> Table:
 
 def markdown(results: dict[str, Any]) -> str:
     """A line for each model; in brackets, the refit's time over that of the copy of each array, and of the one copy."""
-    lines = [row(_HEAD), "|---" * len(_HEAD) + "|"]
+    lines = header(_HEAD)
     for spec, modes in results["models"].items():
         lines += [row([f"{short(spec)} {mode}", *_cells(modes[mode])]) for mode in levels(modes)]
     return "\n".join([*lines, "", environment.provenance(results)])
@@ -71,10 +72,10 @@ def markdown(results: dict[str, Any]) -> str:
 
 def _cells(figures: Mapping[str, Any]) -> list[str]:
     if "failed" in figures:
-        return ["-"] * 4 + [f"failed: {figures['failed'][:200]}"]
+        return [MISSING] * 4 + [f"failed: {figures['failed'][:200]}"]
     replays = (_median(figures, clock) for clock in ("kernels_us", "kernels_after_us"))
     return [
-        f"{figures['weights']}, {figures['weights_nbytes'] / 2**20:.1f}",
+        f"{figures['weights']}, {mib(figures['weights_nbytes'])}",
         *(_times(figures, kind) for kind in ("", "_locked")),
         " / ".join(number(us, 1) for us in replays),
         _result(figures),

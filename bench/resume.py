@@ -22,7 +22,7 @@ import numpy as np
 
 from bench import environment
 from bench.models import cifar_training
-from bench.peers_table import row
+from bench.tables import header, row
 from nimblec.compiler import compile_model
 from nimblec.options import Options
 from nimblert.executable import load
@@ -108,7 +108,7 @@ def markdown(results: dict[str, Any]) -> str:
         str(results["torch_modules"]),
         sizes,
     ]
-    return "\n".join((row(head), "|---" * len(head) + "|", row(cells), "", environment.provenance(results)))
+    return "\n".join((*header(head), row(cells), "", environment.provenance(results)))
 
 
 def main(arguments: list[str]) -> None:

@@ -13,8 +13,9 @@ from typing import Any
 
 from bench import environment, running
 from bench.peers import FOLDER
-from bench.peers_table import Figures, cell, geometric_mean, level_name, levels, microseconds, number, row
+from bench.peers_table import Figures, cell, geometric_mean, level_name, levels, microseconds
 from bench.running import Table, short
+from bench.tables import MISSING, header, mib, number, row
 from bench.turns import Job
 
 PAPER = ("inception_v3:{}", "nasnet_a_mobile:{}", "nasnet_a_large:{}", "darts:{}", "amoebanet_a:{}_as_in_nimble")
@@ -86,7 +87,7 @@ def gain(figures: Figures) -> float | None:
 
 def markdown(results: dict[str, Any]) -> str:
     """A line for each model; the degree of logical concurrency is the size of the largest antichain."""
-    lines = [row(_HEAD), "|---" * len(_HEAD) + "|"]
+    lines = header(_HEAD)
     gains = []
     for spec, figures in results["models"].items():
         (level,) = levels(figures) or [""]
@@ -101,14 +102,14 @@ def markdown(results: dict[str, Any]) -> str:
         cells = [
             short(spec),
             number(macs and macs / 1e9, 2),
-            str(ours.get("antichain", "-")),
+            str(ours.get("antichain", MISSING)),
             cell(figures, "graph", "kernels_us"),
             cell(figures, level, "chain_us"),
             cell(figures, level, "kernels_us"),
             number(gains[-1], 2),
-            ours.get("policy", "-"),
-            f"{ours.get('streams', '-')} / {ours.get('syncs', '-')}",
-            " / ".join(number(size and size / 2**20, 1) for size in sizes),
+            ours.get("policy", MISSING),
+            f"{ours.get('streams', MISSING)} / {ours.get('syncs', MISSING)}",
+            " / ".join(map(mib, sizes)),
         ]
         lines.append(row(cells))
     mean = ["geometric mean", *[""] * 5, number(geometric_mean(gains), 2), "", "", ""]

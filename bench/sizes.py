@@ -17,8 +17,9 @@ from typing import Any
 
 from bench import environment, running
 from bench.peers import FOLDER
-from bench.peers_table import level_name, levels, number, row
+from bench.peers_table import level_name, levels
 from bench.running import Table, short
+from bench.tables import MISSING, header, mib, number, row
 from bench.turns import Job
 
 MODELS = ("bench.models.sized:resnet50=1..64", "bench.models.sized:bert_base=32..512")
@@ -72,7 +73,7 @@ def ratio(figures: Mapping[str, Any], clock: str, size: str) -> float | None:
 
 def markdown(results: dict[str, Any]) -> str:
     """A line for each size of a model, and what all sizes of a model take together."""
-    lines = [row(_HEAD), "|---" * len(_HEAD) + "|"]
+    lines = header(_HEAD)
     below = []
     for spec, modes in results["models"].items():
         for mode in levels(modes):
@@ -92,7 +93,7 @@ def _line(name: str, size: str, figures: Mapping[str, Any]) -> str:
 def _pair(figures: Mapping[str, Any], group: str, clock: str, size: str) -> str:
     found = ratio(figures, clock, size)
     if found is None:
-        return number(None, 0)
+        return MISSING
     ours, static = (figures[f"{kind}{clock} {size}"]["median"] for kind in ("", "static_"))
     noisy = "~" if f"{group} {size}" in figures["noisy"] else ""
     return f"{noisy}{number(ours, 0)} / {noisy}{number(static, 0)} ({number(found, 2)})"
@@ -114,9 +115,9 @@ def _together(name: str, figures: Mapping[str, Any]) -> str:
     ratios = {size: found for size in figures["sizes"] if (found := ratio(figures, clock, size)) is not None}
     worst = max(ratios, key=ratios.__getitem__)
     return (
-        f"{name}: the file has {figures['file_nbytes'] / 2**20:.1f} MiB, {figures['file_nbytes'] / files:.2f} times "
-        f"the largest static plan's; the arena {figures['arena_nbytes'] / 2**20:.1f} MiB, of the largest static plan "
-        f"{arenas / 2**20:.1f}; a call takes at most {ratios[worst]:.2f} times the static plan's (size {worst})."
+        f"{name}: the file has {mib(figures['file_nbytes'])} MiB, {figures['file_nbytes'] / files:.2f} times "
+        f"the largest static plan's; the arena {mib(figures['arena_nbytes'])} MiB, of the largest static plan "
+        f"{mib(arenas)}; a call takes at most {ratios[worst]:.2f} times the static plan's (size {worst})."
     )
 
 

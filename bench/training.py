@@ -15,8 +15,9 @@ from typing import Any
 
 from bench import environment, running
 from bench.peers import FOLDER
-from bench.peers_table import Figures, cell, fastest, geometric_mean, microseconds, number, row
+from bench.peers_table import Figures, cell, fastest, geometric_mean, microseconds
 from bench.running import Table
+from bench.tables import header, mib, number, row
 from bench.turns import Job
 
 LEVELS = ("O0", "O1", "O2")
@@ -157,25 +158,21 @@ def _lines(head: list[str], rows: list[list[str]]) -> str:
     """A table, without the columns of what has not been measured."""
     columns = [column for column in zip(head, *rows, strict=True) if set(column[1:]) - {"-", "- / -"}]
     head, *rows = (list(line) for line in zip(*columns, strict=True))
-    return "\n".join((row(head), "|---" * len(head) + "|", *map(row, rows)))
+    return "\n".join((*header(head), *map(row, rows)))
 
 
 def _memory(models: dict[str, Figures]) -> list[list[str]]:
     def cells(figures: Figures) -> Iterator[str]:
         for mode in ("eager", "compile"):
             found = figures.get(mode, {})
-            yield " / ".join(_mib(found.get(f"peak_{how}_nbytes")) for how in ("allocated", "reserved"))
-        yield _mib(figures.get("compile", {}).get("graph_reserved_nbytes"))
+            yield " / ".join(mib(found.get(f"peak_{how}_nbytes")) for how in ("allocated", "reserved"))
+        yield mib(figures.get("compile", {}).get("graph_reserved_nbytes"))
         for level in LEVELS:
             found = figures.get(level, {})
             needed = sum(found[name] for name in _SUM) if "arena_nbytes" in found else None
-            yield f"{_mib(needed)} / {_mib(found.get('driver_nbytes'))}"
+            yield f"{mib(needed)} / {mib(found.get('driver_nbytes'))}"
 
     return [[model, *cells(figures)] for model, figures in models.items()]
-
-
-def _mib(nbytes: int | None) -> str:
-    return number(nbytes and nbytes / 2**20, 1)
 
 
 def main(arguments: list[str]) -> None:

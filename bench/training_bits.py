@@ -14,8 +14,8 @@ from typing import Any
 
 from bench import environment, running
 from bench.peers import FOLDER
-from bench.peers_table import row
 from bench.running import Table
+from bench.tables import MISSING, header, row
 from bench.turns import Job
 
 NETWORKS = ("efficientnet_b0", "resnet50", "mobilenet_v2", "bert", "gpt")
@@ -57,17 +57,17 @@ def table(options: argparse.Namespace) -> Table:
 
 def markdown(results: dict[str, Any]) -> str:
     """A line for each network; "within" says whether the plan is as near to eager as eager to itself."""
-    lines = [row(_HEAD), "|---" * len(_HEAD) + "|"]
+    lines = header(_HEAD)
     for network, modes in results["models"].items():
         exact, usual = (modes.get(mode, {}) for mode in ("deterministic", "default"))
-        drawn = _DRAWN.get({**usual, **exact}.get("draws", ""), "-")
+        drawn = _DRAWN.get({**usual, **exact}.get("draws", ""), MISSING)
         lines.append(row([network, drawn, *_equal(exact), *_near(usual)]))
     return "\n".join([*lines, "", environment.provenance(results)])
 
 
 def _equal(figures: Mapping[str, Any]) -> tuple[str, str]:
     if "equal_losses" not in figures:
-        return "-", "-"
+        return MISSING, MISSING
     unequal = len(figures["unequal_state"])
     return f"{figures['equal_losses']} of {figures['steps']}", f"all but {unequal}" if unequal else "all"
 
@@ -75,7 +75,7 @@ def _equal(figures: Mapping[str, Any]) -> tuple[str, str]:
 def _near(figures: Mapping[str, Any]) -> tuple[str, str, str]:
     found = figures.get("distances")
     if found is None:
-        return "-", "-", "-"
+        return MISSING, MISSING, MISSING
     losses, state = (f"{found[name]['plan']:.1e} / {found[name]['own']:.1e}" for name in ("losses", "state"))
     return losses, state, "yes" if all(each["plan"] <= each["own"] for each in found.values()) else "**no**"
 
