@@ -8,6 +8,8 @@ import numpy as np
 Samples: TypeAlias = Mapping[str, Sequence[float] | np.ndarray]
 """Microseconds by the name of the clock."""
 
+WARM_UPS, REPEATS = 20, 100
+"""Calls before the first sample, and samples of each clock."""
 TRIES = 3
 MOST_SPREAD = 1.15
 """The 95th percentile over the 5th, where nothing disturbed."""

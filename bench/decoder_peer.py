@@ -24,9 +24,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench import clocks, reference
+from bench import clocks, nimblec_peer, reference, torch_peer
 from bench.models.llama_decoder import GivenCache
-from bench.turns import Turn
+from bench.turns import Turn, add_turns
 from nimblec.compiler import compile_model
 from nimblec.inspect.state_uses import state_uses
 from nimblec.options import Options
@@ -66,17 +66,13 @@ class TorchDecoder:
         """Let torch.compile take the step from now on."""
         from torch._inductor import config
 
-        from bench.torch_peer import time_kernels_alone
-
-        time_kernels_alone()
+        torch_peer.time_kernels_alone()
         config.freezing = freezing
         self._function = torch.compile(self._function)
 
     def capture(self) -> int:
         """Replay the step as a CUDA graph from now on; the bytes of its memory pool."""
-        from bench.torch_peer import captured
-
-        graph, pool = captured(self.run)
+        graph, pool = torch_peer.captured(self.run)
         self.step = graph.replay
         return pool
 
@@ -120,16 +116,14 @@ def torch_figures(mode: str, spec: str, device: str, steps: int) -> tuple[Figure
     figures: Figures = {}
     if device == "cpu":
         return figures, {}, partial(generated, decoder.next, steps)
-    from bench.torch_peer import gpu_us, wall_us
-
     begin = time.perf_counter()
     for _ in range(3):
         decoder.run()
     groups: Groups = {}
     if mode != "eager":
         figures["graph_pool_nbytes"] = decoder.capture()
-        groups["kernels"] = lambda: {"kernels_us": gpu_us(decoder.step)}
-    groups["call"] = lambda: {"call_us": wall_us(decoder.step)}
+        groups["kernels"] = lambda: {"kernels_us": torch_peer.gpu_us(decoder.step)}
+    groups["call"] = lambda: {"call_us": torch_peer.wall_us(decoder.step)}
     figures["prepare_s"] = time.perf_counter() - begin
     return figures, groups, partial(generated, decoder.next, steps)
 
@@ -158,13 +152,10 @@ def plan_figures(
     generate = partial(generated, following, steps)
     if device == "cpu":
         return figures, {}, generate
-    from bench.nimblec_peer import gpu_us
-    from bench.torch_peer import wall_us
-
     placed = torch.tensor([_FIRST], device="cuda"), torch.tensor([0], device="cuda")
     groups: Groups = {
-        "kernels": lambda: {"kernels_us": gpu_us(executable)},
-        "call": lambda: {"call_us": wall_us(partial(executable, *placed))},
+        "kernels": lambda: {"kernels_us": nimblec_peer.gpu_us(executable)},
+        "call": lambda: {"call_us": torch_peer.wall_us(partial(executable, *placed))},
     }
     return figures, groups, generate
 
@@ -207,7 +198,7 @@ def main() -> None:
     parser.add_argument("model", metavar="MODEL", help="package.module:callable")
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--steps", type=int, default=STEPS, help="tokens to generate")
-    parser.add_argument("--turns", action="store_true", help="wait to be told when to measure")
+    add_turns(parser)
     options = parser.parse_args()
     turn = Turn(wait=options.turns)
     device = "cpu" if options.cpu else "cuda"

@@ -25,7 +25,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from bench import clocks, environment, peer_calls, reference
-from bench.turns import Turn
+from bench.turns import Turn, add_turns
 
 _OPSET = 17
 _PROGRAM, _INPUTS, _OUTPUTS, _NOTES = "model.vmfb", "inputs.npz", "outputs.npz", "notes.json"
@@ -114,7 +114,7 @@ def main() -> None:
     compiling.add_argument("--target", default="sm_89")
     measuring = commands.add_parser("measure")
     measuring.add_argument("folder", type=Path)
-    measuring.add_argument("--turns", action="store_true")
+    add_turns(measuring)
     options = parser.parse_args()
     if options.command == "compile":
         compile_model(options.model, options.folder, options.target)

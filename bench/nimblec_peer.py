@@ -22,6 +22,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from bench import clocks, reference
+from bench.clocks import REPEATS, WARM_UPS
 from bench.compiling import compiled
 from bench.peer_calls import wall_us
 from bench.turns import Turn, add_arguments
@@ -36,15 +37,13 @@ from nimblert.plan import Launch, Plan, Program, Record, Tensor, Wait
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_WARM_UPS = 20
-_REPEATS = 100
 _COPIED_NBYTES = 64 << 20
 
 
 def gpu_us(loaded: Executable) -> np.ndarray:
     """GPU microseconds of each of many replays."""
     assert isinstance(loaded.backend, CudaBackend)
-    return loaded.backend.time(_WARM_UPS + _REPEATS)[_WARM_UPS:]
+    return loaded.backend.time(WARM_UPS + REPEATS)[WARM_UPS:]
 
 
 def serialised(plan: Plan) -> Plan:
@@ -121,14 +120,14 @@ def launch_us(loaded: Executable, placed: dict[str, torch.Tensor]) -> list[float
         loaded.bind(tensor.name, {**placed, **given}[tensor.name])
     stream = torch.cuda.current_stream().cuda_stream
     times = []
-    for _ in range(_WARM_UPS + _REPEATS):
+    for _ in range(WARM_UPS + REPEATS):
         begin = time.perf_counter()
         loaded.launch(stream)
         times.append((time.perf_counter() - begin) * 1e6)
         torch.cuda.synchronize()
     for tensor in (*program.inputs, *program.outputs):
         loaded.bind(tensor.name, None)
-    return times[_WARM_UPS:]
+    return times[WARM_UPS:]
 
 
 def channels_last(array: np.ndarray) -> np.ndarray:

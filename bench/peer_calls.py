@@ -11,6 +11,7 @@ import torch
 from torch._C._autograd import DeviceType
 
 from bench import clocks
+from bench.clocks import REPEATS, WARM_UPS
 
 Span: TypeAlias = tuple[float, float]
 """Begin and end of a kernel, in microseconds of one clock."""
@@ -19,8 +20,6 @@ Call: TypeAlias = Callable[[], Any]
 
 CALLS = 50
 """That are traced."""
-_WARM_UPS = 20
-_REPEATS = 100
 _PAUSE_S = 0.002
 _LONGEST_GAP_US = 1000.0
 """Between two kernels of a call. Those of two calls are `_PAUSE_S` apart at least."""
@@ -28,10 +27,10 @@ _LONGEST_GAP_US = 1000.0
 
 def wall_us(call: Call) -> list[float]:
     """Microseconds of each of many calls."""
-    for _ in range(_WARM_UPS):
+    for _ in range(WARM_UPS):
         call()
     times = []
-    for _ in range(_REPEATS):
+    for _ in range(REPEATS):
         begin = time.perf_counter()
         call()
         times.append((time.perf_counter() - begin) * 1e6)

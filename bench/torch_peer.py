@@ -23,6 +23,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from bench import clocks, peer_calls, reference
+from bench.clocks import REPEATS, WARM_UPS
 from bench.turns import Turn, add_arguments
 from nimblec.frontend.pytorch.model import set_arithmetic
 from nimblec.gpu_turn import timing_alone
@@ -34,17 +35,15 @@ COMPILED = {
 }
 """torch.compile's modes with CUDA graphs of its own, and without."""
 MODES = ("eager", "graph", *COMPILED, "aoti")
-_WARM_UPS = 20
-_REPEATS = 100
 
 
 def wall_us(call: peer_calls.Call) -> list[float]:
     """Microseconds of each of many synchronised calls."""
-    for _ in range(_WARM_UPS):
+    for _ in range(WARM_UPS):
         call()
     torch.cuda.synchronize()
     times = []
-    for _ in range(_REPEATS):
+    for _ in range(REPEATS):
         begin = time.perf_counter()
         call()
         torch.cuda.synchronize()
@@ -55,25 +54,25 @@ def wall_us(call: peer_calls.Call) -> list[float]:
 def launch_us(replay: peer_calls.Call) -> list[float]:
     """Microseconds of each of many replays that are not waited for, the GPU idle before each."""
     times = []
-    for _ in range(_WARM_UPS + _REPEATS):
+    for _ in range(WARM_UPS + REPEATS):
         begin = time.perf_counter()
         replay()
         times.append((time.perf_counter() - begin) * 1e6)
         torch.cuda.synchronize()
-    return times[_WARM_UPS:]
+    return times[WARM_UPS:]
 
 
 def gpu_us(replay: peer_calls.Call) -> list[float]:
     """GPU microseconds of each of many replays of a CUDA graph, by events around it."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     times = []
-    for _ in range(_WARM_UPS + _REPEATS):
+    for _ in range(WARM_UPS + REPEATS):
         begin.record()
         replay()
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end) * 1e3)
-    return times[_WARM_UPS:]
+    return times[WARM_UPS:]
 
 
 def kernel_count(call: peer_calls.Call) -> int:

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from bench.models import training_bits
-from bench.turns import Turn
+from bench.turns import Turn, add_turns
 from nimblec.compiler import compile_model
 from nimblec.frontend.pytorch.model import set_arithmetic
 from nimblec.frontend.pytorch.training.random import Draws
@@ -168,7 +168,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=RUNS, help="of eager, by default")
     parser.add_argument("--fp32", action="store_true", help="without TF32")
     parser.add_argument("--cpu", action="store_true")
-    parser.add_argument("--turns", action="store_true", help="say figures as bench/turns.py wants them")
+    add_turns(parser)
     options = parser.parse_args()
     turn = Turn(wait=options.turns)
     with tempfile.TemporaryDirectory() as folder:

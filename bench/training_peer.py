@@ -26,10 +26,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from bench import clocks
+from bench import clocks, nimblec_peer, peer_calls, torch_peer
 from bench.memory import held
 from bench.models import cifar_training
-from bench.turns import Turn
+from bench.turns import Turn, add_turns
 from nimblec.compiler import compile_model
 from nimblec.frontend.pytorch.training.state import autocasting
 from nimblec.options import Options
@@ -39,7 +39,7 @@ from nimblert.plan import Plan
 
 LEVELS = ("O0", "O1", "O2")
 MODES = ("eager", "compile", *LEVELS)
-_WARM_UPS, _REPEATS, _LOSSES = 20, 100, 5
+_LOSSES = 5
 
 Step = Callable[[], float]
 
@@ -71,18 +71,6 @@ class TorchStep:
         return float(self.run())
 
 
-def wall_us(step: Callable[[], object]) -> list[float]:
-    """Microseconds of each of many synchronised steps."""
-    times = []
-    for _ in range(_WARM_UPS + _REPEATS):
-        begin = time.perf_counter()
-        step()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        times.append((time.perf_counter() - begin) * 1e6)
-    return times[_WARM_UPS:]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ready:
     """Figures that are known before measuring, what to sample, and what else to measure alone."""
@@ -95,22 +83,23 @@ class Ready:
 def torch_ready(mode: str, model: str, device: str) -> Ready:
     """PyTorch's step."""
     if mode == "compile" and device == "cuda":
-        from bench.torch_peer import time_kernels_alone
-
-        time_kernels_alone()
+        torch_peer.time_kernels_alone()
     step = TorchStep(model, device, compiled=mode == "compile")
     figures: dict[str, Any] = {"losses": [step() for _ in range(_LOSSES)]}
-    groups: dict[str, Callable[[], clocks.Samples]] = {"call": lambda: {"call_us": wall_us(step.run)}}
+    groups: dict[str, Callable[[], clocks.Samples]] = {"call": lambda: {"call_us": _wall_us(device)(step.run)}}
     if device == "cuda":
         figures |= peak(step.run)
     if mode == "compile":
-        from bench.torch_peer import captured, gpu_us
-
-        graph, figures["graph_pool_nbytes"] = captured(step.run)
+        graph, figures["graph_pool_nbytes"] = torch_peer.captured(step.run)
         figures["graph_reserved_nbytes"] = torch.cuda.memory_reserved()
-        groups["kernels"] = lambda: {"kernels_us": gpu_us(graph.replay)}
-        groups["call"] = lambda: {"call_us": wall_us(graph.replay)}
+        groups["kernels"] = lambda: {"kernels_us": torch_peer.gpu_us(graph.replay)}
+        groups["call"] = lambda: {"call_us": torch_peer.wall_us(graph.replay)}
     return Ready(figures=figures, groups=groups)
+
+
+def _wall_us(device: str) -> Callable[[Callable[[], object]], list[float]]:
+    """What times steps on a device, synchronised."""
+    return torch_peer.wall_us if device == "cuda" else peer_calls.wall_us
 
 
 def peak(step: Callable[[], object]) -> dict[str, int]:
@@ -157,7 +146,7 @@ def plan_ready(mode: str, model: str, device: str, folder: Path) -> Ready:
     figures["losses"] = [np.asarray(loaded(*host, entry="train")).item() for _ in range(_LOSSES)]
     given = [tensor.to(device) for tensor in example] if device == "cuda" else host
     groups: dict[str, Callable[[], clocks.Samples]] = {
-        "call": lambda: {"call_us": wall_us(partial(loaded, *given, entry="train"))}
+        "call": lambda: {"call_us": _wall_us(device)(partial(loaded, *given, entry="train"))}
     }
     if device == "cuda":
         groups |= {clock: partial(_sampled, clock, load(plan)) for clock, plan in steps_alone(made.plan).items()}
@@ -176,16 +165,12 @@ def grown(path: Path, batch: Sequence[Any]) -> dict[str, int]:
 
 def steps_alone(plan: Plan) -> dict[str, Plan]:
     """The training step as a plan of its own: its kernels as they are scheduled, and in one chain."""
-    from bench.nimblec_peer import serialised
-
     step = replace(plan, programs=plan.entries["train"])
-    return {"kernels": step, "chain": serialised(step)}
+    return {"kernels": step, "chain": nimblec_peer.serialised(step)}
 
 
 def _sampled(clock: str, step: Executable) -> dict[str, np.ndarray]:
-    from bench.nimblec_peer import gpu_us
-
-    return {f"{clock}_us": gpu_us(step)}
+    return {f"{clock}_us": nimblec_peer.gpu_us(step)}
 
 
 def main() -> None:
@@ -194,7 +179,7 @@ def main() -> None:
     parser.add_argument("mode", choices=MODES)
     parser.add_argument("model", help="NETWORK_batch_N or NETWORK_batch_N_bf16")
     parser.add_argument("--cpu", action="store_true")
-    parser.add_argument("--turns", action="store_true", help="wait to be told when to measure")
+    add_turns(parser)
     options = parser.parse_args()
     turn = Turn(wait=options.turns)
     device = "cpu" if options.cpu else "cuda"

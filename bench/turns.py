@@ -35,10 +35,15 @@ _SETTLE_S = 0.2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What every measuring process takes: MODEL, --fp32 and --turns."""
+    """The arguments of a process that measures a model: MODEL, --fp32 and --turns."""
     parser.add_argument("model", metavar="MODEL", help="package.module:callable")
     parser.add_argument("--fp32", action="store_true", help="without TF32")
-    parser.add_argument("--turns", action="store_true", help="wait to be told when to measure")
+    add_turns(parser)
+
+
+def add_turns(parser: argparse.ArgumentParser) -> None:
+    """The option of a process that `take_turns` runs."""
+    parser.add_argument("--turns", action="store_true", help="take turns with other processes at measuring")
 
 
 class Turn:

@@ -22,8 +22,8 @@ pytest_plugins = ("gpu_memory",)
 @pytest.fixture
 def few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """A refit on the CPU makes sessions anew, which takes long."""
-    monkeypatch.setattr(peer_calls, "_WARM_UPS", 1)
-    monkeypatch.setattr(peer_calls, "_REPEATS", 3)
+    monkeypatch.setattr(peer_calls, "WARM_UPS", 1)
+    monkeypatch.setattr(peer_calls, "REPEATS", 3)
 
 
 @pytest.mark.skipif(find_spec("onnxscript") is None, reason="needs onnxscript")
