@@ -301,6 +301,17 @@ def test_a_weight_that_becomes_an_attribute_keeps_its_value(tmp_path: Path, capl
     assert_refitted(plan, weights, [compiled(with_weights(path, weights))])
 
 
+def test_a_scalar_is_no_weight(tmp_path: Path) -> None:
+    path = write_model(
+        tmp_path / "model.onnx",
+        [node("MatMul", ["x", "w"], ["a"]), node("Add", ["a", "shift"], ["b"]), node("Tanh", ["b"], ["y"])],
+        [floats("x", 2, 32)],
+        [floats("y", 2, 32)],
+        constants={"w": drawn(0, 32, 32), "shift": np.float32(0.5)},
+    )
+    assert set(others(compiled(path, refittable=True))) == {"w"}
+
+
 def test_programs_of_several_sizes_share_their_recipes(tmp_path: Path) -> None:
     path = write_model(
         tmp_path / "model.onnx",

@@ -3,12 +3,16 @@
 import ast
 import re
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from subprocesses import ROOT, python
 
+import nimblec
+import nimblert
 from bench import readme_tables
+from nimblec.cache.plan_cache import LIMIT_NBYTES
 from nimblec.cli import cli
 
 DOCUMENT = ROOT / "docs" / "how-it-works.md"
@@ -55,6 +59,79 @@ def test_every_file_that_a_document_names_is_there(document: str) -> None:
     missing = [name for name in names if not (ROOT / name).exists()]
     missing += [link for link in links if not (ROOT / document).parent.joinpath(link).exists()]
     assert not missing
+
+
+def test_every_module_that_a_document_runs_is_there() -> None:
+    texts = [(ROOT / document).read_text() for document in DOCUMENTS]
+    modules = {name for text in texts for name in re.findall(r"python\s+-m\s+((?:bench|fuzz)\.\w+)", text)}
+    assert len(modules) > 20
+    assert [name for name in modules if find_spec(name) is None] == []
+
+
+def test_every_option_that_a_document_gives_a_command_is_one_of_it() -> None:
+    known = {name: {"--help"} for name in cli.commands}
+    for name, command in cli.commands.items():
+        known[name].update(*(param.opts for param in command.params))
+    shown = {
+        (name, option)
+        for document in DOCUMENTS
+        for name, rest in re.findall(r"\bnimblec\s+(\w+)([^`|\n]*)", (ROOT / document).read_text())
+        if name in known
+        for option in re.findall(r"(?<!\S)(--[a-z-]+|-[a-z]\b)", rest)
+    }
+    assert len(shown) > 8
+    assert sorted((name, option) for name, option in shown if option not in known[name]) == []
+
+
+OF_OTHER_COMMANDS = {
+    "--count",  # bench.soak
+    "--help",
+    "--markdown",  # bench
+    "--no-compile",  # pip
+    "--raw-binary",  # flatc
+    "--strict-json",
+    "--write",  # docs/walkthrough.py
+}
+
+
+def test_every_option_in_the_text_is_one_of_a_command() -> None:
+    params = [param for command in cli.commands.values() for param in command.params]
+    known = {option for param in params for option in (*param.opts, *param.secondary_opts)}
+    names = ("README.md", "docs/guide.md", "docs/how-it-works.md", "docs/troubleshooting.md")
+    texts = [(ROOT / document).read_text() for document in names]
+    shown = {option for text in texts for option in re.findall(r"(?<=[`\s])--[a-z][a-z-]+", text)}
+    assert len(shown) > 30
+    assert shown - known - OF_OTHER_COMMANDS == set()
+
+
+def test_every_name_of_the_interface_in_a_document_is_there() -> None:
+    owners = {
+        "nimblec": nimblec,
+        "nimblert": nimblert,
+        "executable": nimblert.Executable,
+        "exe": nimblert.Executable,
+        "pool": nimblert.ExecutablePool,
+    }
+    texts = [(ROOT / document).read_text() for document in DOCUMENTS]
+    named = {pair for text in texts for pair in re.findall(rf"(?<![\w/.])({'|'.join(owners)})\.(\w+)", text)}
+    named -= {("nimblert", "call")}  # of a metric, nimblert.call.duration
+    missing = [pair for pair in sorted(named) if not hasattr(owners[pair[0]], pair[1]) and not is_module(*pair)]
+    assert len(named) > 25
+    assert missing == []
+
+
+def is_module(package: str, name: str) -> bool:
+    return package in {"nimblec", "nimblert"} and find_spec(f"{package}.{name}") is not None
+
+
+def test_every_error_of_the_readme_is_a_nimble_error() -> None:
+    names = re.findall(r"`(?:nimblec|nimblert)\.(\w+Error)`", readme_tables.README.read_text())
+    assert len(names) == 5
+    assert all(issubclass(getattr(nimblec, name), nimblert.NimbleError) for name in names)
+
+
+def test_the_readme_has_the_size_of_the_plan_cache() -> None:
+    assert f"(up to {LIMIT_NBYTES // 10**9} GB;" in readme_tables.README.read_text()
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
