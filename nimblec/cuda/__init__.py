@@ -1,1 +1,1 @@
-"""The CUDA target: capture the kernels that the framework launches, as a graph of tasks."""
+"""The CUDA target: the kernels that the framework launches, captured as a graph of tasks."""

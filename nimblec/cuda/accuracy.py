@@ -22,7 +22,7 @@ def spread(first: Sequence[np.ndarray], second: Sequence[np.ndarray]) -> float:
 
 
 def report(program: Program, original: Compute, changed: Compute, allowed: float | None) -> Iterator[str]:
-    """A sentence for each output: the largest and the mean of its relative differences.
+    """A sentence for each output with the largest and the mean of its relative differences.
 
     Raises CompileError for one that differs by more than ``allowed``.
     """

@@ -1,4 +1,4 @@
-"""Record what the framework computes, write the plan, and check that it computes the same."""
+"""Record the framework's results, write the plan, and check that it gives the same results."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -32,9 +32,10 @@ def write_checked(
     originals: "Mapping[ProgramKey, TorchModel]",
     code: "CodeRecorder",
 ) -> None:
-    """Write the plan of what was ``recorded`` of these models to the request's file, with golden records.
+    """Write the plan of the ``recorded`` variants to the request's file, with golden records.
 
-    Raises CompileError where the plan computes something else than the framework, or changes it by more than allowed.
+    Raises CompileError if the plan's results are not the framework's, or if the variants differ from the ``originals``
+    by more than the request allows.
     """
     with LeanProcess(Target.CUDA) as lean:
         with reports.stage("run the framework"):
@@ -49,14 +50,14 @@ def write_checked(
         with reports.stage("check"):
             problem = lean.differing_output(request.output, run_s=run_seconds(plan))
             if problem:
-                reports.problem(problem.sentence)  # should the search below not live to tell it
+                reports.problem(problem.sentence)  # in case the search below ends the process
                 raise CompileError(f"{problem.sentence}; {_diagnosis(plan, problem, recorded)}")
 
 
 def _with_golden(
     program: Program, recorded: Recorded, original: "TorchModel", request: CompileRequest, reports: Reports
 ) -> Program:
-    """The program with what the framework computes from seeded inputs, and how far two runs differ."""
+    """The program with the framework's results for seeded inputs, and the difference between two runs."""
     inputs = golden.draw_inputs(program, _SEED)
     first, second = recorded.recorder.compute(inputs), recorded.recorder.compute(inputs)
     tolerance = accuracy.spread(first, second)
@@ -70,7 +71,7 @@ def _with_golden(
 
 
 def _diagnosis(plan: Plan, problem: DifferingOutput, recorded: Mapping[ProgramKey, Recorded]) -> str:
-    """Where the replay of a program departs from what the framework computed."""
+    """The place where the replay of a program departs from the framework."""
     from nimblec.cuda.diagnosis import first_difference
 
     program = next(p for p in plan.programs if p.name == problem.program)

@@ -1,4 +1,4 @@
-"""State that several entries have in common."""
+"""State that several entries share."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def with_common_state(models: "Mapping[ProgramKey, TorchModel]") -> "dict[ProgramKey, TorchModel]":
-    """The models, each told what of its state others write, as it must know to be rewritten."""
+    """The models, each with the storages that other entries write, which its rewrites must not fold."""
     from nimblec.frontend.pytorch.flat import written_storages  # brings in torch
 
     written = frozenset().union(*map(written_storages, models.values()))
@@ -26,10 +26,10 @@ def refuse_folded_state(
     as_they_run: Collection[str],
     kept: Mapping[str, Collection[int]],
 ) -> None:
-    """Raise CompileError where an entry may hold as a constant what another one writes; all by entry.
+    """Raise CompileError if an entry may have folded a tensor that another entry writes; all arguments are by entry.
 
-    A rewritten module computes with what its weights and buffers were when it was rewritten, but for the
-    storages ``kept`` as state; those ``as_they_run`` read the memory itself.
+    A rewritten module computes with the values that its weights and buffers had when it was rewritten, except for the
+    storages ``kept`` as state; entries captured ``as_they_run`` read the memory itself.
     """
     states = {
         entry: {b.storage: b.name for b in graph.buffers if b.kind is BufferKind.STATE and b.storage}
@@ -48,7 +48,7 @@ def refuse_folded_state(
 
 
 def _storages(module: Any) -> set[int]:
-    """The storages of the parameters and buffers of a module; none of a function."""
+    """The storages of the parameters and buffers of a module; none for a function."""
     if not hasattr(module, "named_buffers"):
         return set()
     return {tensor.untyped_storage()._cdata for tensor in (*module.parameters(), *module.buffers())}

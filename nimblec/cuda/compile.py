@@ -65,7 +65,7 @@ def _request(folder: Path, source: Source, options: Options, output: Path) -> Co
 
 
 _STDERR = 2
-"""What the user's model prints goes to standard error, apart from nimblec's own output."""
+"""The output of the user's model goes to standard error, apart from nimblec's own."""
 
 
 def _run_worker(request: Path, observer: Observer) -> list[str]:
@@ -117,7 +117,7 @@ def _started(command: list[str], **options: Any) -> Iterator[subprocess.Popen[by
 
 
 def _failure(stage: str, message: dict[str, str]) -> CompileError:
-    """An unexpected error of the capture process, with that process's traceback as a note."""
+    """An unexpected error of the capture process, with its traceback as a note."""
     error = CompileError(f"the capture process failed in the stage {stage!r}: {message['unforeseen']}")
     error.add_note(message["traceback"])
     return error

@@ -1,8 +1,8 @@
 """Find the first op whose replay differs from the framework's own graph.
 
-Every allocation of a capture has an address of its own, so after a replay of the captured graph all
-intermediate results are still there. The plan's kernels run beside it with a buffer each, and the
-two memories are compared in task order.
+Every allocation of a capture has a unique address, so after a replay of the captured graph all
+intermediate results are still there. The plan's kernels run on separate buffers, and the two memories
+are compared in task order.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,8 +26,8 @@ _COMPARED = (BufferKind.TEMPORARY, BufferKind.OUTPUT)
 def first_difference(recording: Recording, device: Device, inputs: Mapping[str, np.ndarray], expected: Golden) -> str:
     """A sentence that names the first op whose result differs from the captured graph's.
 
-    ``inputs`` are by name, ``expected`` what the framework computes from them uncaptured. The sentence also
-    tells if the captured graph itself differs from that, or if every single kernel agrees.
+    ``inputs`` are by name, ``expected`` are the framework's results for them without capture. The sentence says
+    instead if the captured graph itself gives other results, or if every single kernel agrees.
     """
     graph = recording.graph
     recording.replay(inputs)

@@ -1,7 +1,7 @@
 """Run a command without address space randomisation: ``python fixed_addresses.py PROGRAM ARGUMENT...``.
 
-Kernel parameters hold padding from the host's stack, which is the same in every build if addresses are.
-This is a script, so that nothing else is imported twice. If the system refuses, the command runs anyway.
+Kernel parameters contain padding from the host's stack, which is the same in every build if addresses are.
+It is a script, so that the process imports nothing twice. If the system refuses, the command runs anyway.
 """
 
 import ctypes

@@ -1,4 +1,4 @@
-"""The weights that a captured module reads where they are, as it has them."""
+"""The weights that a captured module reads unchanged from their own memory."""
 
 from collections import defaultdict
 from dataclasses import replace
@@ -12,10 +12,9 @@ from nimblec.ir import BufferKind, Graph
 
 
 def with_weights(graph: Graph, original: TorchModel, *, as_it_runs: bool) -> Graph:
-    """``graph``, captured of a model or of what it was rewritten to, with the names of weights that may be replaced.
+    """``graph``, captured from a model or its rewritten form, with the names of weights that may be replaced.
 
-    A rewritten model may compute with what its weights were when it was rewritten, and so may one that came from
-    ONNX or through torch.compile.
+    A rewritten model may have folded the values of its weights, and so may one from ONNX or torch.compile.
     """
     named = _named(original.module)
     if not as_it_runs or original.is_flat or original.is_compiled:
@@ -41,5 +40,5 @@ def _named(module: Any) -> dict[str, torch.Tensor]:
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has its storage to itself, in C order."""
+    """Whether a tensor spans its storage, in C order."""
     return tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()

@@ -1,4 +1,4 @@
-"""The models that a request is for, on the GPU."""
+"""Load the models of a request onto the GPU."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -44,7 +44,7 @@ def load_models(request: CompileRequest) -> "dict[ProgramKey, TorchModel]":
 
 
 def let_torch_draw(models: "Iterable[TorchModel]") -> None:
-    """Have the models that keep the state of a generator, and run as they are, draw from torch's own."""
+    """Let models that are captured as they run, and have a generator's state, draw from torch's own generator."""
     from nimblec.frontend.pytorch.state import Writing
 
     for model in models:
@@ -53,7 +53,7 @@ def let_torch_draw(models: "Iterable[TorchModel]") -> None:
 
 
 def load_files(request: CompileRequest, weigh: "Weigh | None" = None) -> "dict[ProgramKey, TorchModel]":
-    """An ONNX file in the sizes of each profile, with the weights that ``weigh`` gives it."""
+    """An ONNX file in the sizes of each profile, with the weights from ``weigh``."""
     from nimblec.frontend.onnx.torch_model import load_onnx
 
     options = _options(request)
@@ -72,6 +72,6 @@ def load_files(request: CompileRequest, weigh: "Weigh | None" = None) -> "dict[P
 
 
 def _options(request: CompileRequest) -> Options:
-    """Those of the request that say of which sizes the inputs are."""
+    """The options of the request that determine the sizes of inputs."""
     examples = () if request.examples is None else tuple(np.load(request.examples).items())
     return Options(inputs=request.inputs, dims=request.dims, sizes=request.sizes, examples=examples)

@@ -1,4 +1,4 @@
-"""What the capture process reports as it works: one JSON object a line.
+"""Reports of the capture process: one JSON object per line.
 
 {"stage", "seconds"}, {"note"}, {"problem"}, or as the last {"error", "message"} or {"unforeseen", "traceback"}.
 """
@@ -15,7 +15,7 @@ from nimblert.errors import NimbleError
 
 
 class Reports:
-    """Writes them to a pipe, whose other end `nimblec.cuda.compile` reads."""
+    """Writes reports to a pipe, whose other end `nimblec.cuda.compile` reads."""
 
     def __init__(self, pipe: IO[str]) -> None:
         self._pipe = pipe
@@ -26,18 +26,18 @@ class Reports:
         return stage(lambda stage, seconds: self._send(stage=stage, seconds=seconds), name)
 
     def note(self, notes: Iterable[str]) -> None:
-        """Tell the user what has not been told before: programs of several sizes have notes in common."""
+        """Send each note once: programs of several sizes have notes in common."""
         for note in notes:
             if note not in self._noted:
                 self._noted.add(note)
                 self._send(note=note)
 
     def problem(self, sentence: str) -> None:
-        """Why the compilation will fail, should this process not live to say more."""
+        """Send the reason why the compilation will fail, in case this process dies before it can send the error."""
         self._send(problem=sentence)
 
     def failure(self, exc: Exception) -> None:
-        """What ended the compilation; to be called as it is handled."""
+        """Send the exception that ended the compilation; call this in its handler."""
         error = missing_package(exc) or exc if isinstance(exc, ModuleNotFoundError) else exc
         if isinstance(error, NimbleError):
             self._send(error=type(error).__name__, message=str(error))

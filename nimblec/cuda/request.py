@@ -1,4 +1,4 @@
-"""What the capture process is asked for, as it crosses to it."""
+"""The request to the capture process, and its JSON form."""
 
 import json
 import os
@@ -12,10 +12,10 @@ from nimblec.source import Source
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompileRequest:
-    """A compilation for the CUDA target. Fields are those of `nimblec.options.Options` where nothing else is said.
+    """A compilation for the CUDA target. The other fields are those of `nimblec.options.Options`.
 
-    ``source`` holds no object of the asking process, ``examples`` is an .npz file of the arrays, and
-    ``output`` the plan file to write. ``sys_path`` is where the process looks for modules first.
+    ``source`` holds no object of the requesting process, ``examples`` is an .npz file of the arrays, and ``output`` the
+    plan file to write. ``sys_path`` comes first in the module search path of the capture process.
     """
 
     source: Source
@@ -36,12 +36,12 @@ class CompileRequest:
     sys_path: tuple[str, ...]
 
     def to_json(self) -> str:
-        """The request as JSON text, of which `from_json` makes an equal one."""
+        """The request as JSON text for `from_json`."""
         return json.dumps(asdict(self), default=os.fspath)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """The request in what `to_json` gave."""
+        """The request that `to_json` wrote."""
         found = json.loads(text)
         return cls(
             source=_source(found["source"]),

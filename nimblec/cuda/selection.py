@@ -1,4 +1,4 @@
-"""The choice among the variants of a model: each is recorded and scheduled, and the fastest is kept."""
+"""Selection among the variants of a model: each is recorded and scheduled, and the fastest is kept."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, nullcontext
@@ -38,7 +38,7 @@ class Recorded:
 
 
 class Selector:
-    """Chooses as a request asks for. ``times`` keeps those of kernels and plans."""
+    """Selects variants for a request. ``times`` caches the times of kernels and plans."""
 
     def __init__(
         self, request: CompileRequest, reports: Reports, times: TimingCache, recorders: "Recorders"
@@ -49,14 +49,14 @@ class Selector:
         self._recorders = recorders
 
     def variants(self, model: "TorchModel") -> "Iterator[Variant]":
-        """The variants of a model at the level asked for."""
+        """The variants of a model at the requested level."""
         from nimblec.levels.variants import variants
 
         report = (lambda step: self._reports.note([str(step)])) if self._request.print_passes else None
         return variants(model, self._request.level, half(self._request.precision), self._times, report)
 
     def fastest(self, original: "TorchModel", tried: "Iterable[Variant]") -> Recorded:
-        """Of the variants of a model, the one whose plan takes the least GPU time."""
+        """The variant of a model whose plan takes the least GPU time."""
         from nimblec.levels.variants import as_it_runs
 
         level, dtype = self._request.level, half(self._request.precision)
@@ -113,14 +113,14 @@ class Selector:
 
 
 def half(precision: str) -> "torch.dtype | None":
-    """The half precision to compute in."""
+    """The dtype of a half precision; None for the others."""
     import torch
 
     return {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision)
 
 
 def provenance_of(request: CompileRequest, variants: Mapping[str, str] | None = None) -> Provenance:
-    """What a plan says about this compilation; ``variants`` are the names of those that were kept, by entry."""
+    """The provenance of a plan of this compilation; ``variants`` are the names of the selected ones, by entry."""
     kept = list((variants or {}).values())
     how = kept[0] if len(kept) == 1 else ", ".join(f"{entry}: {name}" for entry, name in (variants or {}).items())
     made_how = (("level", f"-O{request.level}, {how}"), ("precision", request.precision))

@@ -22,7 +22,7 @@ _WARM_UPS = 5
 class CudaTimer:
     """Times plans that share kernels and weights, which are loaded once."""
 
-    max_streams = 1 << 16  # of a CUDA graph: the driver shares its queues out
+    max_streams = 1 << 16  # more than any graph has: the driver maps streams to its queues
 
     def __init__(self) -> None:
         self._context = Context()
@@ -33,9 +33,9 @@ class CudaTimer:
         self._weights: Bases | None = None
 
     def command_durations(self, plan: Plan) -> list[int]:
-        """Nanoseconds of each launch, copy and fill, run one after another as in the captured order.
+        """Nanoseconds of each launch, copy and fill, run one after another in the captured order.
 
-        One graph holds an event between any two commands, so caches are as they are in the network.
+        One graph has an event between any two commands, so caches are as warm as in a run of the network.
         """
         program = plan.programs[0]
         work = [c for c in program.commands if not isinstance(c, Record | Wait)]

@@ -1,6 +1,6 @@
 """The capture process: ``python -m nimblec.cuda.worker REQUEST.json EVENTS_FD``.
 
-CUPTI must be subscribed before CUDA starts, and torch's allocator exchanged, so every capture has a
+CUPTI must be subscribed and torch's allocator replaced before CUDA starts, so every compilation has a
 fresh process. It reads one request, writes the plan file, and reports on a pipe (`nimblec.cuda.reports`).
 """
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from nimblec.frontend.pytorch.model import TorchModel
 
 _NEW_OBJECTS = 100_000
-"""Between two collections of garbage: imports and graphs are a million objects, which live on."""
+"""New objects before a garbage collection: imports and graphs make a million that stay alive."""
 
 
 def main(request_path: str, events_fd: int) -> int:
@@ -57,7 +57,7 @@ class _Worker:
         self._times = TimingCache(request.timing_cache)
 
     def compile(self) -> None:
-        warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")  # --precision says that
+        warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")  # --precision decides that
         recorders = self._start()
         originals = self._load(recorders)
         selector = Selector(self._request, self._reports, self._times, recorders)
@@ -99,7 +99,7 @@ class _Worker:
         return Recorders(code, allocator)
 
     def _load(self, recorders: "Recorders") -> "dict[ProgramKey, TorchModel]":
-        """The models asked for, each of which computes the same twice."""
+        """The requested models, each checked to give the same results twice."""
         with self._reports.stage("load the model"):
             originals = load_models(self._request)
             if len(originals) > 1 and self._request.level > 0:
@@ -117,9 +117,9 @@ class _Worker:
     def _made_refittable(
         self, originals: "Mapping[ProgramKey, TorchModel]", selector: Selector, recorders: "Recorders"
     ) -> "Refittable[ProgramKey] | None":
-        """All variants of the models, made for any weights; None where that is not asked for, or they run as they are.
+        """All variants of the models, made for any weights; None if that is not requested or not needed.
 
-        A module that runs as it is has its weights as they are.
+        A module that is captured as it runs reads its weights themselves.
         """
         request = self._request
         is_onnx = request.source.kind == "onnx"
@@ -145,7 +145,7 @@ class _Worker:
         models: "Iterable[TorchModel]",
         recorders: "Recorders",
     ) -> Plan:
-        """The plan of parts captured of ``models``, and its refits."""
+        """The plan of the parts captured from ``models``, with its refits."""
         from nimblec.cuda.refit.programs import assemble_refittable, recipes
 
         with self._reports.stage("recipes"):
@@ -173,7 +173,7 @@ def _refuse_folded_state(
 
 
 def _parts(originals: "Mapping[ProgramKey, TorchModel]", recorded: Mapping[ProgramKey, Recorded]) -> list[Part]:
-    """What was recorded, as the entries and profiles it is for, with the names of weights that may be replaced."""
+    """The recorded parts with their entries and profiles, and with the names of weights that may be replaced."""
     from nimblec.cuda.given_weights import with_weights
 
     parts = []
@@ -188,5 +188,5 @@ if __name__ == "__main__":
     gc.set_threshold(_NEW_OBJECTS)
     status = main(sys.argv[1], int(sys.argv[2]))
     sys.stdout.flush()
-    # No more: torch would free its memory through callbacks into an interpreter that is gone.
+    # Exit at once: torch would free its memory through callbacks into a finalised interpreter.
     os._exit(status)

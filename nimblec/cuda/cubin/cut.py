@@ -1,7 +1,7 @@
 """Cut a cubin down to the kernels that a plan launches.
 
-Libraries ship modules of hundreds of kernels. ``cut`` drops the entry points that are not needed, what belongs to
-them alone, and debug sections, and renumbers everything that names a section or a symbol. It raises
+Libraries ship modules of hundreds of kernels. ``cut`` drops the entry points that are not needed with all that belongs
+to them alone, and debug sections, and renumbers all references to sections and symbols. It raises
 ``UnfamiliarCubinError`` for anything it has no rule for: the caller then keeps the cubin as captured.
 """
 
@@ -49,13 +49,13 @@ _NOTE_FLAGS = 0x03000000
 
 
 def cut(cubin: bytes | memoryview, keep: Collection[str]) -> bytes:
-    """Return a cubin with the entry points ``keep``, what they need, and as little else as is safe.
+    """Return a cubin with the entry points ``keep``, their dependencies, and as little else as is safe.
 
     Device functions, global variables and the constant banks that all kernels share stay: linked instructions use
     them without a trace outside the code. Equal arguments give equal bytes, whatever the order of ``keep``.
 
-    CompileError: a name of ``keep`` is no kernel of ``cubin``. PlanFormatError: ``cubin`` is none.
-    UnfamiliarCubinError: use ``cubin`` as it is.
+    Raises CompileError if a name of ``keep`` is no kernel of ``cubin``, PlanFormatError if ``cubin`` is no cubin, and
+    UnfamiliarCubinError if it must be used as it is.
     """
     elf = parse(cubin)
     for reason in _unfamiliar(elf):
@@ -76,7 +76,7 @@ def cut(cubin: bytes | memoryview, keep: Collection[str]) -> bytes:
 
 
 def _unfamiliar(elf: Elf) -> Iterator[str]:
-    """Yield what ``cut`` has no rule for."""
+    """Yield a reason for each part of a cubin that ``cut`` has no rule for."""
     if elf.header.type != _ET_EXEC:
         yield f"ELF type {elf.header.type}, expected {_ET_EXEC} (linked)"
     for index, entry in enumerate(elf.symbols):
@@ -91,7 +91,7 @@ def _unfamiliar(elf: Elf) -> Iterator[str]:
 
 
 def _unfamiliar_references(elf: Elf, section: NamedSection) -> Iterator[str]:
-    """Yield why the symbols that ``section`` names cannot be what they are taken for."""
+    """Yield a reason for each symbol of ``section`` that cannot be what it is taken for."""
     for symbol in symbol_references.named_symbols(section):
         if symbol >= len(elf.symbols):
             yield f"names symbol {symbol} of {len(elf.symbols)}"
@@ -100,7 +100,7 @@ def _unfamiliar_references(elf: Elf, section: NamedSection) -> Iterator[str]:
 
 
 def _unfamiliar_header(elf: Elf, index: int) -> Iterator[str]:
-    """Yield what is unknown in the header of section ``index``."""
+    """Yield the unknown parts of the header of section ``index``."""
     header = elf.sections[index].header
     is_text = bool(header.flags & SHF_EXECINSTR)
     allowed = _TEXT_FLAGS if is_text else _NOTE_FLAGS if header.type == _SHT_NOTE else 0
@@ -132,7 +132,7 @@ def _is_debug(section: NamedSection) -> bool:
 
 
 def _root(elf: Elf, index: int) -> int:
-    """Return what section ``index`` belongs to: ``.text.X`` for ``.rela.nv.constant2.X``; if nothing, itself."""
+    """Return the owner of section ``index``, such as ``.text.X`` for ``.rela.nv.constant2.X``, or itself if none."""
     for _ in elf.sections:
         owner = elf.sections[index].owner
         if owner is None:
@@ -142,9 +142,9 @@ def _root(elf: Elf, index: int) -> int:
 
 
 def _reached(elf: Elf, roots: list[int], code: frozenset[int], wanted: set[int]) -> set[int]:
-    """Return the sections that ``wanted`` (code of kernels) and all that is no kernel's own refer to, and these.
+    """Return ``wanted`` (code of kernels), all that belongs to no kernel, and the sections that these refer to.
 
-    ``code`` is the code of all kernels; ``roots[i]`` is what section i belongs to.
+    ``code`` is the code of all kernels; ``roots[i]`` is the section that owns section i.
     """
     uses: dict[int, set[int]] = defaultdict(set)
     for section, root in zip(elf.sections, roots, strict=True):
@@ -166,7 +166,7 @@ def _reached(elf: Elf, roots: list[int], code: frozenset[int], wanted: set[int])
 
 
 def _select(elf: Elf, sections: list[int]) -> Elf:
-    """Return ``elf`` with ``sections`` alone, the symbols in them or in none, and new numbers for both."""
+    """Return ``elf`` with only ``sections`` and the symbols in them or in no section, both renumbered."""
     section_at = {old: new for new, old in enumerate(sections)} | {_SHN_ABS: _SHN_ABS}
     symbols = [index for index, entry in enumerate(elf.symbols) if entry.symbol.shndx in section_at]
     symbol_at = {old: new for new, old in enumerate(symbols)}

@@ -46,12 +46,12 @@ _MAX_NBYTES = 1 << 32
 
 
 class UnfamiliarCubinError(CompileError):
-    """A cubin with a construct whose meaning is not known: use it as it was captured."""
+    """A cubin with a construct whose meaning is unknown: use it as it was captured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedSection:
-    """A section with its name and bytes; ``header.name`` and ``header.offset`` are of the file it came from."""
+    """A section with its name and bytes; ``header.name`` and ``header.offset`` are those in the original file."""
 
     name: str
     header: Section
@@ -66,7 +66,7 @@ class NamedSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedSymbol:
-    """A symbol with its name; ``symbol.name`` is of the file it came from."""
+    """A symbol with its name; ``symbol.name`` is that in the original file."""
 
     name: str
     symbol: Symbol
@@ -74,7 +74,7 @@ class NamedSymbol:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prototype:
-    """The encoded parameters of a function that other modules may have been linked with."""
+    """The encoded parameters of a function, for the linker."""
 
     symbol: int
     text: str
@@ -110,7 +110,7 @@ class Elf:
 def parse(cubin: bytes | memoryview) -> Elf:
     """Return the parts of a cubin.
 
-    PlanFormatError: the bytes are not a cubin. UnfamiliarCubinError: ``write`` could not restore its structure.
+    Raises PlanFormatError if the bytes are no cubin, UnfamiliarCubinError if ``write`` could not restore its structure.
     """
     file = memoryview(cubin).cast("B")
     header = read_header(file)
@@ -176,9 +176,9 @@ def _read_segments(file: memoryview, header: Header, headers: Sequence[Section])
 
 
 def _segment_of(section: Section, segments: Sequence[tuple[int, ...]], phoff: int) -> int:
-    """Return the index of the segment that maps ``section``: writable if it is, and around its bytes.
+    """Return the index of the segment that maps ``section``: it contains the section, and is as writable.
 
-    Sections without bytes in the file lie at the end of theirs.
+    Sections without bytes in the file are at the end of their segment.
     """
     nbytes = 0 if section.type == SHT_NOBITS else section.size
     for index, (kind, flags, offset, _, _, filesz, _, _) in enumerate(segments):
@@ -248,7 +248,7 @@ def _segment_bytes(segments: Sequence[Segment], headers: Sequence[Section], phof
 
 
 def _string_table(names: Iterable[str]) -> tuple[bytes, dict[str, int]]:
-    """Return a string table of ``names`` in order, each once, and where each is."""
+    """Return a string table of ``names`` in order, each once, and the offset of each."""
     table = bytearray(b"\0")
     offsets = {"": 0}
     for name in names:

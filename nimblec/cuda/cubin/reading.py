@@ -1,4 +1,4 @@
-"""Read what a cubin holds, from bytes that nobody vouches for.
+"""Read the structure of a cubin from untrusted bytes.
 
 A cubin is an ELF64 file of machine 190 (EM_CUDA); a kernel's entry point is a symbol of type FUNC with bit
 0x10 (STO_CUDA_ENTRY) in ``st_other``. Every offset is bounded by the file before it is followed, and the work
@@ -75,9 +75,9 @@ class Symbol(NamedTuple):
 
 
 def entry_symbols(cubin: bytes | memoryview) -> frozenset[str]:
-    """Return the (mangled) names of the kernels in ``cubin``.
+    """Return the mangled names of the kernels in ``cubin``.
 
-    PlanFormatError says why if the bytes are not a cubin, or a damaged one.
+    Raises PlanFormatError, with the reason, if the bytes are no cubin or a damaged one.
     """
     file = memoryview(cubin).cast("B")
     sections = read_sections(file)
@@ -109,7 +109,7 @@ def read_header(file: memoryview) -> Header:
 
 
 def read_sections(file: memoryview) -> tuple[Section, ...]:
-    """Return the section headers of a cubin; only their number is checked against the file yet."""
+    """Return the section headers of a cubin; only their number is checked against the file."""
     header = read_header(file)
     count = header.shnum or _extended_count(file, header)
     end = header.shoff + count * SECTION.size
@@ -119,14 +119,14 @@ def read_sections(file: memoryview) -> tuple[Section, ...]:
 
 
 def _extended_count(file: memoryview, header: Header) -> int:
-    """Return the number of sections where it does not fit the header (gABI: ``sh_size`` of section 0)."""
+    """Return the number of sections if it does not fit the header (gABI: ``sh_size`` of section 0)."""
     if header.shoff + SECTION.size > len(file):
         raise PlanFormatError(f"cubin: section headers at {header.shoff} of {len(file)} bytes")
     return Section(*SECTION.unpack_from(file, header.shoff)).size
 
 
 def symbol_table(sections: tuple[Section, ...]) -> Section:
-    """Return the one symbol table among ``sections``, its string table checked to be one."""
+    """Return the only symbol table among ``sections``; its string table is checked to be one."""
     tables = [section for section in sections if section.type == SHT_SYMTAB]
     if len(tables) != 1:
         raise PlanFormatError(f"cubin: {len(tables)} symbol tables, expected 1")
@@ -134,7 +134,7 @@ def symbol_table(sections: tuple[Section, ...]) -> Section:
     if table.entsize != SYMBOL.size or table.size % SYMBOL.size:
         raise PlanFormatError(f"cubin: {table.size} bytes of symbols, expected entries of {SYMBOL.size}")
     if table.link >= len(sections) or sections[table.link].type != SHT_STRTAB:
-        raise PlanFormatError(f"cubin: section {table.link} should hold the symbols' names, is no string table")
+        raise PlanFormatError(f"cubin: section {table.link}, for the symbols' names, is no string table")
     return table
 
 

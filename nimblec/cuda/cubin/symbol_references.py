@@ -1,7 +1,7 @@
 """Where the sections of a cubin hold symbol indices, and how to renumber them.
 
-Nothing public describes these sections; their meaning was read off cubins of CUDA 12.8 to 13.x for sm_80 and sm_90
-with ``cuobjdump -elf``, which names most records.
+These sections have no public documentation; their meaning was derived from cubins of CUDA 12.8 to 13.x for sm_80 and
+sm_90 with ``cuobjdump -elf``, which names most records.
 """
 
 import struct
@@ -66,9 +66,9 @@ _KERNEL_RECORDS = {  # of .nv.info.X: where among the words the symbols are
 
 
 def references(section: NamedSection) -> list[tuple[int | None, int]]:
-    """Return (user, used) symbols of a section; user None is whatever the section belongs to.
+    """Return (user, used) symbols of a section; user None stands for the owner of the section.
 
-    A mere description of a function, as in ``.nv.info``, is no use of it.
+    A description of a function, as in ``.nv.info``, is no use of it.
     """
     if section.header.type == SHT_CUDA_CALLGRAPH:
         return [(caller, callee) for caller, callee in _entries(section, _CALL) if caller and callee >= 0]
@@ -95,7 +95,7 @@ def is_description(section: NamedSection) -> bool:
 def renumber(section: NamedSection, number: Renumber) -> bytes:
     """Return the bytes of a section of a type in ``HOLDERS`` with every symbol index replaced.
 
-    What describes a dropped function, or lists its calls, is left out. Any other use of a dropped symbol raises
+    Descriptions of dropped functions and lists of their calls are left out. Any other use of a dropped symbol raises
     UnfamiliarCubinError.
     """
     if section.header.type == SHT_CUDA_CALLGRAPH:

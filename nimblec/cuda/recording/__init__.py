@@ -1,1 +1,1 @@
-"""Record what a model launches: two captures in different memory become a graph of tasks."""
+"""Record the launches of a model: two captures in different memory become a graph of tasks."""

@@ -1,8 +1,8 @@
-"""A bump allocator under torch: every allocation is a buffer with an address of its own.
+"""A bump allocator under torch: every allocation is a buffer with a unique address.
 
-Nothing is reused inside a zone while it is recorded, so an address identifies its allocation. Two
+No memory is reused inside a zone while it is recorded, so an address identifies its allocation. Two
 captures run in two zones whose i-th allocations are ``shift + i * step`` bytes apart, a different
-distance for each i: so the difference of a word between captures identifies what it points to.
+distance for each i: so the difference of a pointer between captures identifies its target.
 """
 
 import ctypes
@@ -44,8 +44,8 @@ class Target:
 class Zone:
     """A range of addresses that is backed with memory as it is allocated.
 
-    ``addresses`` and ``sizes`` list the allocations in order; ``live`` those not yet freed. Where
-    ``recycles`` is set, large freed allocations serve again: for a zone that is not recorded.
+    ``addresses`` and ``sizes`` list the allocations in order; ``live`` are those not yet freed. With
+    ``recycles``, for a zone that is not recorded, large freed allocations are reused.
     """
 
     def __init__(self, *, first_offset: int = 0, gap_nbytes: int = 0, recycles: bool = False) -> None:
@@ -126,8 +126,8 @@ _Free = ctypes.CFUNCTYPE(None, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, c
 class BumpAllocator:
     """Torch's device allocator for this process, from `install` on.
 
-    ``resident`` serves everything outside a recording. ``error`` holds what a callback from torch
-    could not raise through its C++ frames.
+    ``resident`` serves all allocations outside a recording. ``error`` is an exception that a callback
+    could not raise through torch's C++ frames.
     """
 
     def __init__(self) -> None:
@@ -151,8 +151,8 @@ class BumpAllocator:
     def zone_pair(self) -> tuple[Zone, Zone, int]:
         """Two zones for two captures, and the distance of their first allocations.
 
-        The distance has non-zero low 32 bits: else an int beside a stale half pointer would look
-        like an address that moved.
+        Its low 32 bits are not zero: else an int beside half of a stale pointer would look like an
+        address that moved.
         """
         first = Zone()
         second = Zone(first_offset=0x1234_5600, gap_nbytes=STEP_NBYTES)
@@ -200,7 +200,7 @@ class Shift:
         """(allocation, offset) that a word points to, from its values in two captures.
 
         The offset may be negative or beyond the end: a biased pointer. None for a word that did not
-        move as any allocation does.
+        move like any allocation.
         """
         index, rest = divmod((in_second - in_first) - self._shift, STEP_NBYTES)
         if rest or not 0 <= index < len(self._addresses):

@@ -14,9 +14,9 @@ from nimblec.ir import LIBRARY_MEMORY, Access, Buffer, BufferKind
 class Content:
     """The contents, before a run, of an allocation that outlives it: a weight, an input, a state.
 
-    ``dtype`` and ``shape`` describe ``data``. ``is_input`` marks the memory of a model input,
-    ``mutated`` what a run was seen to change, ``is_state`` what is state even if no run changes it; ``storage`` is
-    that of `nimblec.ir.Buffer`.
+    ``dtype`` and ``shape`` describe ``data``. ``is_input`` marks the memory of a model input, ``mutated`` memory that a
+    run was seen to change, ``is_state`` state that counts as such even if no run changes it; ``storage`` is that of
+    `nimblec.ir.Buffer`.
     """
 
     name: str
@@ -84,7 +84,7 @@ class BufferTable:
         return found
 
     def note_tensor(self, allocation: Allocation) -> None:
-        """Mark an allocation whose contents may outlive the op that wrote them: it is not workspace."""
+        """Mark an allocation whose contents may outlive the op that wrote them, so that it is no workspace."""
         self._tensors.add(allocation)
 
     def number(self, allocation: Allocation) -> int:
@@ -92,7 +92,7 @@ class BufferTable:
         return self._numbers.setdefault(allocation, len(self._numbers))
 
     def has(self, allocation: Allocation) -> bool:
-        """Whether it is one of the buffers so far."""
+        """Whether an allocation is one of the buffers so far."""
         return allocation in self._numbers
 
     def access(self, span: Span) -> Access:
@@ -104,7 +104,7 @@ class BufferTable:
         return Span(allocation=allocation, offset=0, nbytes=self._nbytes(allocation))
 
     def is_temporary(self, allocation: Allocation) -> bool:
-        """Whether its contents are made by the run, and are not a model input."""
+        """Whether it has no contents from before the run: it is no weight, input or state."""
         return allocation not in self._contents
 
     def is_mutated(self, allocation: Allocation) -> bool:
@@ -118,7 +118,7 @@ class BufferTable:
         return tuple(self._buffer(a, written=n in changed) for a, n in self._numbers.items())
 
     def addresses(self) -> tuple[int, ...]:
-        """Where the first capture had each buffer, by number."""
+        """The address of each buffer in the first capture, by number."""
         return tuple(self._places[a.place].addresses[a.index] for a in self._numbers)
 
     def _nbytes(self, allocation: Allocation) -> int:

@@ -1,4 +1,4 @@
-"""Run a model once under stream capture, and record which op launched which nodes on which memory."""
+"""Run a model once under stream capture, and record the nodes that each op launched and the memory it touched."""
 
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -20,14 +20,14 @@ from nimblec.frontend.pytorch.generator import CudaGenerator
 from nimblec.frontend.pytorch.source_tracker import SourceTracker
 from nimblert.cuda.driver import call
 
-# Schemas that do not tell that the running statistics are written: (mean, var, training) positions.
 _WRITES_RUNNING_STATISTICS = {
     "aten.native_batch_norm.default": (3, 4, 5),
     "aten.cudnn_batch_norm.default": (3, 4, 5),
 }
+"""Ops whose schemas do not declare that they write running statistics: positions of (mean, var, training)."""
 
 _MOST_PIECES = 2048
-"""Of a tensor. Part of the channels of 45 x 45 pixels has 2025."""
+"""Pieces of a tensor with gaps. Some of the channels of 45 x 45 pixels are 2025."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class ByteRange:
 class OpRecord:
     """One call of an ATen op that launched the nodes [first_node, end_node).
 
-    The tensors it was given and returned are in ``reads`` and ``writes``.
+    ``reads`` and ``writes`` are the memory of its arguments and results.
     """
 
     name: str
@@ -55,9 +55,9 @@ class OpRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capture:
-    """A captured run: the torch graph that owns the nodes, its ops, and what the model returned.
+    """A captured run: the torch graph that owns the nodes, its ops, and the model's result.
 
-    ``begun`` are the allocations that torch made in the zone to begin it, ``generator`` is the model's own.
+    ``begun`` are the allocations that torch made in the zone when the capture began, ``generator`` is the model's own.
     """
 
     graph: torch.cuda.CUDAGraph
@@ -73,7 +73,7 @@ class Capture:
         return int(self.graph.raw_cuda_graph())
 
     def replay(self) -> None:
-        """Run the graph, whose random numbers are those of a first run."""
+        """Run the graph with the random numbers of a first run."""
         if self.generator is not None:
             self.generator.rewind()
         self.graph.replay()
@@ -89,8 +89,8 @@ def pretend_capturing(capturing: bool) -> Iterator[None]:
     """Have ``torch.cuda.is_current_stream_capturing`` return ``capturing`` inside the block.
 
     Models take another path under capture: transformers then makes attention masks that it otherwise
-    omits. A plan computes what the framework computes, so models see what holds for a plain run, or, if
-    only the other path can be captured, the same answer inside and outside the capture.
+    omits. A plan is compared with a plain run, so models get the answer of a plain run, or, if only the
+    other path can be captured, the same answer inside and outside the capture.
     """
     asked = torch.cuda.is_current_stream_capturing
     torch.cuda.is_current_stream_capturing = lambda: capturing
@@ -182,7 +182,7 @@ def _accesses(
 
 
 def _ranges(value: Any) -> Iterator[ByteRange]:
-    """The memory of all tensors in ``value``: with the gaps, or where there are few, between them."""
+    """The memory of all tensors in ``value``: the pieces between gaps, or one range if these are many."""
     for leaf in tree_leaves(value):
         if isinstance(leaf, torch.Tensor) and leaf.is_cuda and leaf.numel():
             begin, nbytes = leaf.data_ptr(), leaf.element_size()
@@ -191,7 +191,7 @@ def _ranges(value: Any) -> Iterator[ByteRange]:
 
 
 def pieces(shape: Sequence[int], strides: Sequence[int], *, most: int) -> list[tuple[int, int]]:
-    """The runs of elements that a tensor lies in, as (first, end) in order; one with the gaps if more than ``most``."""
+    """The contiguous pieces of a tensor as (first, end) in elements; one with the gaps if more than ``most``."""
     axes = sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1)
     length = 1
     while axes and axes[0][0] <= length:
@@ -206,7 +206,7 @@ def pieces(shape: Sequence[int], strides: Sequence[int], *, most: int) -> list[t
 
 
 def describe_failure(exc: RuntimeError, sources: SourceTracker) -> str:
-    """Where a call outside the dispatcher failed, such as a copy from host memory."""
+    """The message for a failed call outside the dispatcher, such as a copy from host memory."""
     frame = traceback.extract_tb(exc.__traceback__)[-1]
     where = f"{frame.line} ({Path(frame.filename).name}, line {frame.lineno}) in {sources.failed or 'the model'}"
     return (
@@ -225,11 +225,11 @@ def capture(
 ) -> Capture:
     """Capture one call of ``run``, whose allocations come from ``zone``.
 
-    ``compiled`` where the model goes through torch.compile: a dispatch mode around it would make it
-    fall back to eager, hooks on modules would make it compile again. ``generator`` stands in for torch's
-    default one. Raises TraceError where something cannot be captured, naming op and module.
+    ``compiled`` if the model goes through torch.compile: a dispatch mode around it would make it fall
+    back to eager, hooks on modules would make it compile again. ``generator`` stands in for torch's
+    default one. Raises TraceError, naming op and module, for a call that cannot be captured.
     """
-    torch._C._cuda_clearCublasWorkspaces()  # else the sequence depends on what ran before
+    torch._C._cuda_clearCublasWorkspaces()  # else the allocations depend on earlier runs
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     stream = torch.cuda.Stream()
     recorder = _OpRecorder(stream, sources)

@@ -62,8 +62,8 @@ _Callback = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint3
 class CodeRecorder:
     """Every cubin loaded since `start`.
 
-    ``images`` by SHA-256, in loading order; ``of_module`` and ``of_library`` give the digest of the
-    cubin behind a CUmodule or CUlibrary handle, where a callback showed the pair.
+    ``images`` are by SHA-256, in loading order; ``of_module`` and ``of_library`` map the handle of a
+    CUmodule or CUlibrary to the digest of its cubin, if a callback showed the pair.
     """
 
     images: dict[bytes, bytes] = field(default_factory=dict)
@@ -87,7 +87,7 @@ class CodeRecorder:
 
     @contextmanager
     def ignoring(self) -> Iterator[None]:
-        """Ignore what is loaded inside the block: code of plans, which was recorded before."""
+        """Ignore code that is loaded inside the block: that of plans, which is recorded already."""
         self._ignores = True
         try:
             yield
@@ -116,7 +116,7 @@ class CodeRecorder:
         descriptor = _ResourceData.from_address(data).descriptor
         module = _ModuleResourceData.from_address(descriptor)
         if module.cubin and module.cubin_nbytes:
-            # The memory is the driver's and may go after the callback.
+            # The memory is the driver's, valid during the callback only.
             self._inside_load.append(self._keep(ctypes.string_at(module.cubin, module.cubin_nbytes)))
 
     def _keep_elf(self, address: int) -> bytes | None:
@@ -130,7 +130,7 @@ class CodeRecorder:
 
 
 def _pair(images: dict[int, bytes], handle: int, digest: bytes | None) -> None:
-    """Note the image of a handle; a handle may have had another one before."""
+    """Record the image of a handle, which may be reused after another image."""
     if digest is None:
         images.pop(handle, None)
     else:

@@ -1,8 +1,8 @@
-"""The memory in which captured kernels find the seed and the offset of torch's generator, and the state in its place.
+"""The memory of torch's generator in a capture, and the state of a plan in its place.
 
-A kernel that draws random numbers in a capture is given two addresses, of a seed and of an offset, and the number by
-which it adds to the offset itself. Torch allocates the two, of eight bytes each, when a capture with a new generator
-begins, and fills them before each replay. A plan has its state there instead.
+A kernel that draws random numbers in a capture gets the addresses of a seed and of an offset, and a number that it adds
+to the offset. Torch allocates the two, of eight bytes each, when a capture with a new generator begins, and fills them
+before each replay. In a plan, the kernels get the addresses of its state instead.
 """
 
 import struct
@@ -17,12 +17,12 @@ _NBYTES = 8
 
 
 class GeneratorError(TraceError):
-    """Torch's generator is not found in a capture where, or as, it is expected."""
+    """Torch's generator is not found in a capture in its expected place or form."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratorMemory:
-    """Allocations of a capture: those of a generator, and those of the state that a plan has in their place."""
+    """Allocations of a capture: those of a generator, and those of the state that replaces them in a plan."""
 
     seed: int
     offset: int
@@ -30,7 +30,7 @@ class GeneratorMemory:
     state_offset: int
 
     def replaced(self, targets: Sequence[tuple[int, Target]]) -> tuple[tuple[int, Target], ...]:
-        """What the words of a launch's parameters point to, by their place in them, with the state for the generator.
+        """The targets of a launch's parameters, by offset, with the state in place of the generator.
 
         Raises GeneratorError unless the address of the seed comes right before that of the offset.
         """
@@ -50,7 +50,7 @@ class GeneratorMemory:
         )
 
     def holds(self, target: Target) -> bool:
-        """Whether something points to the generator's memory."""
+        """Whether a target is in the generator's memory."""
         return target.place is Place.CAPTURE and target.index in (self.seed, self.offset)
 
     @property
@@ -61,10 +61,10 @@ class GeneratorMemory:
 def find_memory(
     zone: Zone, begun: Sequence[int], state: Sequence[int | None], read: Callable[[int, int], bytes]
 ) -> GeneratorMemory:
-    """The memory of a generator that was marked when a capture began, which made the allocations ``begun`` in a zone.
+    """The memory of a generator with the seed `MARK`, whose capture began with the allocations ``begun`` in ``zone``.
 
-    ``state`` are the allocations of seed and offset in a plan, None for one that is not found; ``read`` gives bytes
-    of the device at an address. Raises GeneratorError for any other allocations, or contents.
+    ``state`` are the allocations of the state's seed and offset, None for one that was not found; ``read`` reads device
+    memory by address and size. Raises GeneratorError for other allocations or contents than expected.
     """
     sizes = [zone.sizes[index] for index in begun]
     if sizes != [_NBYTES, _NBYTES]:

@@ -1,4 +1,4 @@
-"""Find the cubin behind every kernel, and hold each one once."""
+"""Find the cubin of every kernel, and store each cubin once."""
 
 import re
 from collections import defaultdict
@@ -23,7 +23,7 @@ _REPORTING = re.compile(r"cudnn\d+bn_(?:fw_tr|bw)_1C11_singleread")
 
 
 def reports_to_host(symbol: str) -> bool:
-    """Whether a kernel takes the address of a word of host memory, or null, to report what goes wrong.
+    """Whether a kernel takes the address of a word of host memory, or null, for error reports.
 
     cuDNN's batch norms that read their input once store 0x3ef there if a sum overflows (cudnnQueryRuntimeError). Their
     code, in cuDNN 9.19 for sm_90a, compares the address with null before, and loads nothing from it.
@@ -49,10 +49,10 @@ class CodeIndex:
     def digest(self, function: Function) -> bytes:
         """The SHA-256 of the cubin that holds ``function``.
 
-        A module or library handle tells it where a callback showed the pair: cuDNN's and Triton's
-        kernels repeat names with different code. The fat binaries of the frameworks are found by
-        name; where several have it, by the names of their other kernels, or because the code is the same.
-        Raises UnsupportedModelError where nothing matches, or images with different code do.
+        It follows from the module or library handle if a callback showed the pair: cuDNN's and Triton's
+        kernels repeat names with different code. The fat binaries of the frameworks are found by the
+        kernel's name; if several have it, by the names of their other kernels, or because the code is the same.
+        Raises UnsupportedModelError if no image matches, or several with different code do.
         """
         known = self._recorder.of_library.get(function.library) or self._recorder.of_module.get(
             function.module
@@ -69,7 +69,7 @@ class CodeIndex:
         return matches[0]
 
     def _told_apart(self, function: Function, matches: list[bytes]) -> list[bytes]:
-        """Those of the images that may hold ``function``, each with other code of it."""
+        """The images that may hold ``function``, one for each different code of it."""
         names = kernels_of(function.module)
         images = {digest: self._recorder.images[digest] for digest in matches}
         likely = [d for d in matches if entry_symbols(memoryview(images[d])) == names] or matches
@@ -81,7 +81,7 @@ class CodeIndex:
     def shrunk(self, digest: bytes, symbols: list[str]) -> bytes:
         """The cubin with this digest, cut down to the kernels ``symbols``.
 
-        A cubin with unfamiliar parts stays whole; ``kept_whole`` then tells why.
+        A cubin with unfamiliar parts stays whole; ``kept_whole`` then gets the reason.
         """
         image = self._recorder.images[digest]
         if entry_symbols(memoryview(image)) == frozenset(symbols):
@@ -94,7 +94,7 @@ class CodeIndex:
 
 
 def _code(image: bytes, symbol: str) -> bytes:
-    """The code of one kernel: a cubin with that alone, or as it is where that cannot be made."""
+    """The code of one kernel: the cubin cut down to it, or whole if it cannot be cut."""
     try:
         return cut(image, [symbol])
     except UnfamiliarCubinError:
@@ -102,7 +102,7 @@ def _code(image: bytes, symbol: str) -> bytes:
 
 
 def origin(symbols: list[str]) -> str:
-    """The library that kernels with these names come from: a label for people."""
+    """The library that kernels with these names come from: a label for readers."""
     for name, marks in _ORIGINS:
         if any(mark in symbol for symbol in symbols for mark in marks):
             return name

@@ -161,7 +161,7 @@ def kernels_of(module: int) -> frozenset[str]:
 def _read_layout(function: Handle) -> tuple[Parameter, ...]:
     parameters = []
     for index in range(_MAX_PARAMETERS):
-        # The driver has no call for the number of parameters: it refuses the first one too many.
+        # The driver has no call for the number of parameters: it refuses the first index beyond them.
         try:
             offset, nbytes = call("cuFuncGetParamInfo", function, index)
         except CudaError as exc:

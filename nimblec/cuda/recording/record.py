@@ -1,4 +1,4 @@
-"""Record a model on the GPU: two captures become a graph, two plain runs what it should compute."""
+"""Record a model on the GPU: two captures become its graph, plain runs its expected results."""
 
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
@@ -48,8 +48,8 @@ from nimblert.cuda.driver import call
 class Recording:
     """A model's graph and the capture it came from.
 
-    ``addresses`` are those of the graph's buffers in that capture, all different, so that after
-    `replay` every intermediate result is still there.
+    ``addresses`` are those of the graph's buffers in that capture, all different, so that every
+    intermediate result is still there after `replay`.
     """
 
     graph: Graph
@@ -60,7 +60,7 @@ class Recording:
     notes: tuple[str, ...]
 
     def replay(self, inputs: Mapping[str, np.ndarray]) -> None:
-        """Replay the captured graph on these inputs, by name, all else as before any run."""
+        """Replay the captured graph on these inputs, by name, with all else as before any run."""
         given = {name: _like(tensor, inputs[name]) for name, tensor in self.inputs}
         for index, resident in enumerate(self.residents):
             source = given[resident.name] if resident.is_input else resident.pristine
@@ -68,7 +68,7 @@ class Recording:
         self.capture.replay()
 
     def outputs(self) -> list[np.ndarray]:
-        """What the last replay computed, in the model's order."""
+        """The outputs of the last replay, in the model's order."""
         return [as_array(tensor) for _, tensor in name_outputs(self.capture.result)]
 
 
@@ -82,16 +82,16 @@ class Recorders:
         self._models: list[TorchModel] = []
 
     def begin(self, models: Iterable[TorchModel]) -> None:
-        """Know the models that were loaded, before any of them runs: what exists now was not made by a run."""
+        """Register the loaded models, before any of them runs: no tensor that exists now was made by a run."""
         self.loaded = storages()
         self.add(*models)
 
     def add(self, *models: TorchModel) -> None:
-        """Know more models: a recorder takes none of their weights and inputs but those that its own model shares."""
+        """Register more models: recorders of other models leave out their weights and inputs, unless shared."""
         self._models += models
 
     def of(self, model: TorchModel) -> "ModelRecorder":
-        """The recorder of a model. Raises CudaError where there was no memory for what ran before."""
+        """The recorder of a model. Raises CudaError if an earlier run was out of memory."""
         self.allocator.check()
         return ModelRecorder(model, self, self._models)
 
@@ -114,7 +114,7 @@ class ModelRecorder:
     def refuse_hidden_state(self) -> None:
         """Run twice from equal memory: a difference means state that no plan can hold.
 
-        Raises UnsupportedModelError for such state, TraceError if the model cannot be run.
+        Raises UnsupportedModelError for such state, TraceError if the model cannot run.
         """
 
         def run() -> list[tuple[str, torch.Tensor]]:
@@ -152,7 +152,7 @@ class ModelRecorder:
         self._generator_owner = self._capture(self._allocator.resident)
 
     def _note_made(self) -> None:
-        """Add what the model made and kept in its first runs: tables, or constants of torch.compile."""
+        """Add tensors that the model's first runs made and kept: tables, or constants of torch.compile."""
         known = {*self._elsewhere, *(r.storage.data_ptr() for r in self._residents)}
         self._residents += find_residents(self._model.module, self._model.inputs, known)
 
@@ -167,12 +167,12 @@ class ModelRecorder:
     def record(self) -> Recording:
         """Capture twice and compare.
 
-        Where torch's generator is not found as it is known, the model computes its random numbers instead.
+        If torch's generator is not found in its known form, the model computes its random numbers instead.
         """
         try:
             return self._record()
         except GeneratorError as exc:
-            why = str(exc)  # and nothing else of it, which holds on to the captures
+            why = str(exc)  # not the exception, whose traceback keeps the captures alive
         self._compute_random_numbers(why)
         return self._record()
 
@@ -225,9 +225,9 @@ class ModelRecorder:
         )
 
     def compute(self, inputs: Mapping[str, np.ndarray], model: TorchModel | None = None) -> list[np.ndarray]:
-        """What the framework computes from these inputs, uncaptured, state as at the start.
+        """The framework's results for these inputs without capture, from the initial state.
 
-        ``model`` is another one on the same input tensors, to compare with.
+        ``model`` is another model on the same input tensors, for comparison.
         """
         self._restore()
         with torch.no_grad():
@@ -269,7 +269,7 @@ class ModelRecorder:
         return self._capture(zone)
 
     def _generator_memory(self, captured: Capture) -> GeneratorMemory | None:
-        """Where kernels of a capture that was not replayed yet find torch's generator, and what a plan has there."""
+        """The memory of torch's generator in a capture that was not replayed yet, and of the state in its place."""
         if self._generator is None:
             return None
         place = self._generator.find()
@@ -301,7 +301,7 @@ class ModelRecorder:
 
 
 def _elsewhere(model: TorchModel, others: Iterable[TorchModel]) -> frozenset[int]:
-    """The addresses of what other models of this process have, and ``model`` has no share in."""
+    """The addresses of weights and inputs of other models of this process that ``model`` does not share."""
     others = tuple(others)
     given, own = (
         {tensor.untyped_storage().data_ptr() for one in models for _, tensor in one.inputs}
@@ -341,7 +341,7 @@ def _view(
 
 
 def _sample_range(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """The range of an integer input's example, from which later inputs may be drawn."""
+    """The range of an integer input's example, which bounds inputs drawn later."""
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype is torch.bool:
         return None
     values = tensor.to(torch.int64)

@@ -16,7 +16,7 @@ _LOWEST_POINTER = 1 << 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelocatedParams:
-    """A parameter buffer with zeros where addresses were, and what those addresses pointed to."""
+    """A parameter buffer with zeros in place of addresses, and the targets of these."""
 
     params: bytes
     targets: tuple[tuple[int, Target], ...]
@@ -25,12 +25,12 @@ class RelocatedParams:
 class Relocator:
     """Classifies the 8-byte words of parameter buffers.
 
-    A word that moved as an allocation did is a pointer to it. Any other byte that differs is padding
-    with stale stack contents, and becomes zero (the bytes beside it may be a one-byte number). A word that
-    stayed is a number, unless it is the address of a resident allocation, or of memory that CUDA knows
-    and the allocator does not. No kernel of a model reads what ``recorder`` keeps for itself in the resident
-    zone: padding may hold the address of what was there before. Where kernels read the memory of a ``generator``,
-    they are to read the state in its place.
+    A word that moved like an allocation is a pointer to it. Any other byte that differs is padding with stale stack
+    contents, and becomes zero (the bytes beside it may be a one-byte number). A word that did not move is a number,
+    unless it is the address of a resident allocation, or of memory that CUDA knows and the allocator does not.
+
+    ``recorder`` are the recorder's own addresses in the resident zone, which no kernel of a model reads: padding may
+    hold them as stale pointers. Pointers to the memory of a ``generator`` become pointers to the state in its place.
     """
 
     def __init__(
@@ -50,9 +50,9 @@ class Relocator:
     def relocate(self, first: bytes, second: bytes, *, reports: bool = False) -> RelocatedParams:
         """The parameters of one launch, from its buffers in the two captures.
 
-        ``reports``: the kernel takes the address of host memory where it may report, or null. Null it becomes; else
-        UnsupportedModelError is raised for such an address. Raises GeneratorError where it is given the generator
-        otherwise than as a seed and an offset.
+        ``reports``: the kernel takes the address of host memory for reports, or null; the address becomes null. For
+        any other kernel an address of host memory raises UnsupportedModelError. Raises GeneratorError if the kernel
+        gets the generator in another form than a seed followed by an offset.
         """
         words = len(first) // 8
         a = np.frombuffer(first, "<u8", words)
@@ -75,7 +75,7 @@ class Relocator:
         return RelocatedParams(params=kept.tobytes(), targets=pointed)
 
     def locate(self, first: int, second: int) -> Target:
-        """What an address points to, that a copy or a fill has."""
+        """The target of an address in a copy or a fill."""
         target = self._classify(first, second)
         if target is not None and self._generator is not None and self._generator.holds(target):
             raise GeneratorError("a copy or a fill touches the memory of torch's generator")

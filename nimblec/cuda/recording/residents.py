@@ -1,4 +1,4 @@
-"""Find, copy and move between zones the tensors that outlive a run: weights, inputs, state."""
+"""Find, copy and move the tensors that outlive a run: weights, inputs, state."""
 
 import gc
 from collections.abc import Collection, Iterable, Iterator
@@ -17,9 +17,9 @@ from nimblert.cuda.driver import call
 
 @dataclass(slots=True)
 class Resident:
-    """One storage on the device, with a copy of what it held before any run.
+    """One storage on the device, with a copy of its contents before any run.
 
-    ``bytes`` is the storage as a uint8 tensor, which follows it when it moves.
+    ``bytes`` is a view of the storage as uint8, which follows it when it moves.
     """
 
     storage: torch.UntypedStorage
@@ -32,11 +32,11 @@ class Resident:
     mutated: bool = False
 
     def restore(self) -> None:
-        """Restore its contents from before any run."""
+        """Restore the contents from before any run."""
         self.bytes.copy_(self.pristine)
 
     def move(self) -> None:
-        """Allocate it again, with its contents from before any run."""
+        """Allocate the storage again, with the contents from before any run."""
         nbytes = self.storage.nbytes()
         self.storage.resize_(0)
         self.storage.resize_(nbytes)
@@ -46,10 +46,10 @@ class Resident:
 def find_residents(
     root: object, inputs: Iterable[tuple[str, torch.Tensor]], known: Collection[int] = ()
 ) -> list[Resident]:
-    """Every non-empty storage on the device that a tensor in this process holds, by address; not the ``known`` ones.
+    """Every non-empty storage on the device of a tensor in this process, sorted by address, except the ``known`` ones.
 
-    Python's garbage collector knows all tensors, so also those that a module keeps in plain
-    attributes, or torch.compile in its own tables. What recordings keep for themselves is left out.
+    Python's garbage collector knows all tensors, including those that a module keeps in plain
+    attributes, or torch.compile in its own tables. Tensors of recordings are left out.
     """
     gc.collect()
     known = {*known, *kept_by_recordings()}
@@ -86,7 +86,7 @@ def _resident(sharing: list[torch.Tensor], name: str, *, is_input: bool) -> Resi
 
 
 def kept_by_recordings() -> Iterator[int]:
-    """The addresses of copies of residents, and of what captured runs returned."""
+    """The addresses of the copies of residents, and of the results of captured runs."""
     for candidate in gc.get_objects():
         if type(candidate) is Resident:
             yield candidate.pristine.untyped_storage().data_ptr()
@@ -124,7 +124,7 @@ def _names(root: object) -> dict[int, str]:
 
 
 def only_in(others: Iterable[object], root: object) -> set[int]:
-    """The addresses of the weights and buffers of ``others`` that ``root``, a module, has no share in."""
+    """The addresses of the weights and buffers of ``others`` that the module ``root`` does not share."""
     return {address for other in others for address in _names(other)} - _names(root).keys()
 
 
@@ -137,7 +137,7 @@ def move_into(zone: Zone, residents: Iterable[Resident], allocator: BumpAllocato
 
 
 def note_mutations(zone: Zone, residents: Iterable[Resident]) -> None:
-    """Mark the residents whose memory in ``zone`` no longer holds what it held before any run."""
+    """Mark the residents whose contents in ``zone`` are no longer those from before any run."""
     for index, resident in enumerate(residents):
         now = torch.empty_like(resident.pristine)
         call("cuMemcpyDtoD", now.data_ptr(), zone.addresses[index], now.nbytes)
@@ -145,7 +145,7 @@ def note_mutations(zone: Zone, residents: Iterable[Resident]) -> None:
 
 
 def contents(residents: Iterable[Resident], state: Collection[int]) -> dict[Allocation, Content]:
-    """What the first allocations of a zone hold, after `move_into`; the storages ``state`` as that."""
+    """The contents of a zone's first allocations, after `move_into`; the storages ``state`` are state."""
     return {
         Allocation(index): Content(
             name=r.name,

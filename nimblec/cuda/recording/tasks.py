@@ -19,9 +19,9 @@ _MAX_PORTABLE_CLUSTER = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Launched:
-    """The nodes [first, end) that one op launched, and the tensors it was seen with.
+    """The nodes [first, end) that one op launched, and the tensors that it reads and writes.
 
-    ``opaque``: launched past the dispatcher, so that the tensors are not known.
+    ``opaque``: launched past the dispatcher, so that the tensors are unknown.
     """
 
     name: str
@@ -126,23 +126,21 @@ class _TaskReader:
             case KernelNode(), KernelNode() if _same_launch(node, twin):
                 return self._launch(op, launched, node, twin)
             case MemcpyNode(), MemcpyNode() if node.nbytes == twin.nbytes:
-                dst, src = self._locate(node.dst, twin.dst), self._locate(node.src, twin.src)
+                locate = self._relocator.locate
+                dst, src = locate(node.dst, twin.dst), locate(node.src, twin.src)
                 copy = CopyWork(
                     dst=self._buffers.access(_span(dst, node.nbytes)),
                     src=self._buffers.access(_span(src, node.nbytes)),
                 )
                 return Task(op=op, work=copy, reads=(copy.src,), writes=(copy.dst,))
             case MemsetNode(), MemsetNode() if node.count == twin.count:
-                dst = self._locate(node.dst, twin.dst)
+                dst = self._relocator.locate(node.dst, twin.dst)
                 access = self._buffers.access(_span(dst, node.count * node.element_nbytes))
                 fill = FillWork(dst=access, value=node.value, element_nbytes=node.element_nbytes)
                 return Task(op=op, work=fill, reads=(), writes=(access,))
         raise UnsupportedModelError(
             "two captures of it gave different launches: it does not run the same way each time"
         )
-
-    def _locate(self, first: int, second: int) -> Target:
-        return self._relocator.locate(first, second)
 
     def _launch(self, op: int, launched: _Launched, node: KernelNode, twin: KernelNode) -> Task:
         with _naming_kernel(node):
@@ -168,9 +166,9 @@ class _TaskReader:
         return Task(op=op, work=work, reads=tuple(map(access, reads)), writes=tuple(map(access, writes)))
 
     def _accesses(self, op: _Launched, touched: dict[Allocation, None]) -> tuple[list[Span], list[Span]]:
-        """What a kernel reads and writes: of its op's tensors those it has a pointer to.
+        """The reads and writes of a kernel: those tensors of its op that it has a pointer to.
 
-        Memory that is no tensor of the op is the op's own scratch; of an opaque op all is scratch.
+        Any other memory that it points to is the op's own scratch; for an opaque op all memory is.
         """
         writes = [s for s in op.writes if s.allocation in touched]
         reads = [s for s in op.reads if s.allocation in touched and s not in writes]
@@ -187,9 +185,9 @@ class _TaskReader:
         return reads, writes
 
     def _is_hidden_writer(self, op: _Launched, allocation: Allocation) -> bool:
-        """Whether an op may write what lasts though its schema does not say so.
+        """Whether an op may write memory that outlives the run though its schema does not declare it.
 
-        So may any for memory that a run was seen to change, if no op declares to write it.
+        Any op may, if a run was seen to change the memory and no op declares to write it.
         """
         return self._buffers.is_mutated(allocation) and (op.opaque or allocation not in self._declared)
 

@@ -1,1 +1,1 @@
-"""Weights of a CUDA plan that can be replaced, though they were folded or laid out anew."""
+"""Weights of a CUDA plan that can be replaced though they were folded or repacked."""

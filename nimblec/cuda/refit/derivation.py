@@ -1,7 +1,7 @@
-"""How constants are made of weights: the calls that made them, as a dispatch mode sees them.
+"""Derivations: the calls that computed constants from weights, as observed by a dispatch mode.
 
-A memory that a call makes is known by that call, and a tensor is its memory, or a part of it by strides:
-views need not be followed.
+A memory is identified by the call that made it, and a tensor is a strided part of a memory, so views need
+not be followed.
 """
 
 import operator
@@ -35,20 +35,20 @@ _MOVES = frozenset({
     aten.to.device,
     aten.to.dtype,
 })
-"""Calls that move elements and do nothing else, if the dtype stays."""
+"""Calls that only move elements, if the dtype stays the same."""
 
 _MOST_FIXED_NBYTES = 1 << 20
-"""Of a tensor without weights that a recipe may read."""
+"""Recipes read tensors that depend on no weight up to this size."""
 
 _HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Memory:
-    """A storage by the tensor that was the first in it, and so is all of it.
+    """A storage, described by the first tensor in it, which spans it.
 
-    ``node`` is that tensor, None where no call tells what is there by now; ``lies`` its shape, strides and offset.
-    Weights of the names ``sources`` have a part in it.
+    ``node`` is that tensor in the graph, None if no call describes the current contents; ``lies`` are its shape,
+    strides and offset. ``sources`` are the names of the weights that the contents depend on.
     """
 
     storage: StorageWeakRef
@@ -61,7 +61,7 @@ class _Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """``module`` makes memories, each as one axis, of the weights called ``sources``, in their order.
+    """``module`` computes memories, each as one axis, from the weights ``sources``, in this order.
 
     ``parts`` are the sources of each memory.
     """
@@ -78,9 +78,9 @@ class Recipe:
 
 
 class Derivations(TorchDispatchMode):
-    """Sees what is made of weights while it is entered.
+    """Observes all calls on weights while it is entered.
 
-    ``baked`` are those of which a number became one of the program, so that nothing replaces it.
+    ``baked`` are the weights of which a number became part of the program, where it cannot be replaced.
     """
 
     def __init__(self) -> None:
@@ -92,9 +92,9 @@ class Derivations(TorchDispatchMode):
         self._weights: dict[str, fx.Node] = {}
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Take a tensor, dense and all of its memory, for a weight; another one of that name is the same.
+        """Register a tensor, dense and spanning its memory, as a weight; tensors of one name are the same weight.
 
-        Recipes take weights in C order, and lay them as the tensor lies.
+        Recipes take weights in C order, and bring them into the tensor's layout.
         """
         if name not in self._weights:
             self._weights[name] = self._graph.placeholder(f"weight_{len(self._weights)}")
@@ -135,17 +135,17 @@ class Derivations(TorchDispatchMode):
         return result
 
     def sources(self, tensor: Tensor) -> frozenset[str]:
-        """The weights that have a part in the memory of a tensor."""
+        """The weights that the memory of a tensor depends on."""
         memory = self._memory(tensor)
         return frozenset() if memory is None else memory.sources
 
     def is_told(self, tensor: Tensor) -> bool:
-        """Whether calls tell how the memory of a tensor is made of weights."""
+        """Whether the calls that computed the memory of a tensor from weights are known."""
         memory = self._memory(tensor)
         return memory is not None and memory.node is not None
 
     def recipe(self, tensors: Iterable[Tensor], *, on: torch.device | None = None) -> Recipe:
-        """What makes the memories of tensors that are told of; ``on`` one device, or else where each was made."""
+        """The recipe for the memories of tensors with known calls, on a device or where each was made (None)."""
         graph = fx.Graph()
         made: dict[fx.Node, fx.Node] = {}
         memories = [memory for memory in map(self._memory, tensors) if memory is not None]
@@ -191,7 +191,7 @@ class Derivations(TorchDispatchMode):
         )
 
     def _know_results(self, node: fx.Node | None, result: Any, old: set[int], sources: frozenset[str]) -> None:
-        """Know the new memories among what a call returned: a tensor, or several."""
+        """Register the new memories among the results of a call."""
         several = isinstance(result, list | tuple)
         for number, tensor in enumerate(result if several else [result]):
             if isinstance(tensor, Tensor) and _storage(tensor) not in old:
@@ -201,7 +201,7 @@ class Derivations(TorchDispatchMode):
     def _know_written(
         self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], sources: frozenset[str], *, is_told: bool
     ) -> None:
-        """Know the memories that a call wrote into; a recipe makes the call on a copy of one, and goes on with that."""
+        """Register the memories that a call wrote; a recipe makes the call on a copy, which replaces the memory."""
         written = list(_written(func, args, kwargs))
         whole = self._memory(written[0]) if len(written) == 1 and _returns_written(func) else None
         if not is_told or whole is None or not _is_all(whole) or whole.dtype is not written[0].dtype:
@@ -220,11 +220,11 @@ class Derivations(TorchDispatchMode):
         return self._graph.call_function(func, *tree_map_only(Tensor, node_of, (args, kwargs)))
 
     def _is_readable(self, tensor: Tensor) -> bool:
-        """Whether a recipe may read a tensor: one that weights have a part in, or a small one."""
+        """Whether a recipe may read a tensor: one that depends on weights, or a small one."""
         return self._memory(tensor) is not None or tensor.nbytes <= _MOST_FIXED_NBYTES
 
     def _argument(self, tensor: Tensor) -> fx.Node:
-        """A tensor that a call reads, as a node."""
+        """The node for a tensor that a call reads."""
         memory = self._memory(tensor)
         if memory is None:
             name = f"fixed_{len(self._graph.nodes)}"
@@ -248,13 +248,13 @@ def _lies(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _returns_written(func: OpOverload) -> bool:
-    """Whether a call returns the one tensor that it writes into, and nothing else."""
+    """Whether a call returns only the one tensor that it writes."""
     returned = [each.alias_info for each in func._schema.returns]
     return len(returned) == 1 and returned[0] is not None and returned[0].is_write
 
 
 def _is_all(memory: _Memory) -> bool:
-    """Whether the first tensor in a memory has an element at each place of it, so that a copy lies as it does."""
+    """Whether the first tensor in a memory covers it without gaps, so that a copy has the same layout."""
     shape, strides, offset = memory.lies
     return is_dense(shape, strides) and not offset and prod(shape) == memory.count
 
@@ -264,7 +264,7 @@ def _plain(value: Any) -> Any:
 
 
 def _written(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    """The tensors that a call writes into."""
+    """The tensors that a call writes."""
     for place, described in enumerate(func._schema.arguments):
         if described.alias_info is not None and described.alias_info.is_write:
             value = args[place] if place < len(args) else kwargs.get(described.name)
@@ -272,7 +272,7 @@ def _written(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 
 def strides_of_moved(recipe: Recipe, weight: Tensor) -> tuple[int, ...] | None:
-    """How the one memory that a recipe makes of one weight holds it, in elements; None where it is no copy of it."""
+    """The strides, in elements, of the only weight of a recipe in its only memory; None if that is no copy of it."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(recipe.module.graph, {}))
     for node in graph.nodes:
@@ -294,6 +294,6 @@ def strides_of_moved(recipe: Recipe, weight: Tensor) -> tuple[int, ...] | None:
 
 
 def _is_move(node: fx.Node, dtype: torch.dtype) -> bool:
-    """Whether a call moves elements of a dtype, and does nothing else."""
+    """Whether a call only moves elements, and keeps the dtype."""
     leaves = tree_leaves((node.args, node.kwargs))
     return node.target in _MOVES and all(leaf is dtype for leaf in leaves if isinstance(leaf, torch.dtype))

@@ -1,7 +1,7 @@
-"""Recipes as programs of a plan: captured at once, then taken apart into those that have no weight in common.
+"""Recipes as programs of a plan: captured together, then split into programs that share no weight.
 
-They run on the device, like every program: the runtime needs no arithmetic of its own, and what they make is what
-the same calls made when the plan was compiled.
+They run on the device, like every program: the runtime needs no arithmetic of its own, and the calls give the same bits
+as when the plan was compiled.
 """
 
 from collections import defaultdict
@@ -28,7 +28,7 @@ from nimblert.plan import Tensor as PlanTensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Given:
-    """A weight that a constant of the plan holds as it is, its elements laid by these strides."""
+    """A weight that a constant of the plan holds unchanged, with these strides."""
 
     name: str
     dtype: str
@@ -38,10 +38,10 @@ class Given:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipes:
-    """The constants that weights have a part in, by names of their own, of the models of one plan.
+    """The constants of a plan's models that depend on weights, under new names.
 
-    ``names`` are by storage. ``given`` are copies of weights; ``model`` makes the others, called ``made``, in this
-    order, of weights that are its inputs; None where there are none.
+    ``names`` are by storage. ``given`` are copies of weights; ``model`` computes the others, ``made``, in this order,
+    from the weights as inputs (None: there are no others).
     """
 
     names: Mapping[int, str]
@@ -50,7 +50,7 @@ class Recipes:
     model: TorchModel | None
 
     def named(self, graph: Graph) -> Graph:
-        """The graph with the constants that can be replaced under their names."""
+        """The graph with these names for its replaceable constants."""
         buffers = (
             replace(buffer, name=self.names[buffer.storage], is_replaceable=True)
             if buffer.kind is BufferKind.CONSTANT and buffer.storage in self.names
@@ -90,7 +90,7 @@ def recipes(refittable: Refittable[Any], models: Iterable[TorchModel], device: s
 
 
 def _name(recipe: Recipe, tensor: Tensor) -> str:
-    """What tells a constant from others: the first of its weights, and a digest of what is made of them."""
+    """A unique name for a constant: the first of its weights, and a digest of its recipe."""
     digest = sha256(f"{recipe.sources} {tensor.dtype}".encode())
     for node in recipe.module.graph.nodes:
         digest.update(f"{node.op} {node.target} {node.args} {node.kwargs}".encode())
@@ -101,7 +101,7 @@ def _name(recipe: Recipe, tensor: Tensor) -> str:
 
 
 def _given(recipe: Recipe, weights: Mapping[str, Tensor]) -> Given | None:
-    """The weight that a constant is a copy of, if it is."""
+    """The weight that a constant is a copy of, if any."""
     if len(recipe.sources) > 1:
         return None
     (name,) = recipe.sources
@@ -113,7 +113,7 @@ def _given(recipe: Recipe, weights: Mapping[str, Tensor]) -> Given | None:
 
 
 def assemble_refittable(parts: Sequence[Part], provenance: Provenance, found: Recipes, made: Graph | None) -> Plan:
-    """The plan of these parts, in whose graphs constants are `Recipes.named`, with refits.
+    """The plan, with refits, of these parts, whose graphs come from `Recipes.named`.
 
     ``made`` is the captured model of the recipes.
     """
@@ -135,7 +135,7 @@ def assemble_refittable(parts: Sequence[Part], provenance: Provenance, found: Re
 
 
 def _apart(graph: Graph, names: Sequence[str]) -> Iterator[Graph]:
-    """The graphs that a graph consists of, which share constants alone; its outputs get these names."""
+    """The independent parts of a graph, which share only constants; its outputs get these names."""
     outputs = [replace(view, name=name) for view, name in zip(graph.outputs, names, strict=True)]
     shared = {n for n, b in enumerate(graph.buffers) if b.kind in (BufferKind.CONSTANT, BufferKind.WORKSPACE)}
     parent = list(range(len(graph.buffers)))

@@ -1,7 +1,7 @@
-"""Models whose weights can be replaced: rewritten for any weights, with recipes for the constants made of them.
+"""Models whose weights can be replaced: rewritten for any weights, with recipes for their constants.
 
-A model is rewritten with weights other than its own, all different, so that no pass sees anything special in
-them. Its constants are then given what the recipes make of its own.
+A model is rewritten with weights other than its own, all different, so that no pass can use special values. Its
+constants then get the values that the recipes compute from its own weights.
 """
 
 from collections import defaultdict
@@ -32,15 +32,15 @@ K = TypeVar("K")
 Weights: TypeAlias = Mapping[str, Tensor]
 
 Variants: TypeAlias = Callable[[TorchModel], Iterable[Variant]]
-"""The variants of a model to be tried."""
+"""The variants of a model to try."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin(Generic[K]):
-    """Models that have weights in common, by key.
+    """Models that share weights, by key.
 
-    ``weights`` are their own, on the host and in C order. ``given`` has them with other weights for as long as its
-    block runs; the tensors for those are told to `Derivations`.
+    ``weights`` are their own, on the host and in C order. ``given`` is a context in which the models have other
+    weights, whose tensors it registers in the `Derivations`.
     """
 
     weights: Weights
@@ -48,7 +48,7 @@ class Origin(Generic[K]):
 
 
 def of_modules(models: Mapping[K, TorchModel]) -> Origin[K]:
-    """PyTorch modules. Their weights are parameters and buffers in floating-point numbers, in a row or more."""
+    """PyTorch modules. Their weights are floating-point parameters and buffers with at least one axis."""
     found: dict[str, list[Tensor]] = defaultdict(list)
     taken: set[int] = set()
     for model in models.values():
@@ -75,7 +75,7 @@ def of_modules(models: Mapping[K, TorchModel]) -> Origin[K]:
 
 
 def of_files(load: Callable[[Weigh], Mapping[K, TorchModel]]) -> Origin[K]:
-    """Models that are loaded with the weights that a `Weigh` gives them."""
+    """Models from files, loaded with the weights from a `Weigh`."""
     own: dict[str, Tensor] = {}
 
     def keep(name: str, tensor: Tensor) -> Tensor:
@@ -100,14 +100,14 @@ def of_files(load: Callable[[Weigh], Mapping[K, TorchModel]]) -> Origin[K]:
 
 
 def _is_weight(tensor: Tensor) -> bool:
-    """Whether a tensor holds floating-point numbers in a row or more, and has its memory to itself, without holes."""
+    """Whether a tensor is floating-point, has at least one axis, and spans its memory without gaps."""
     is_whole = is_dense(tensor.shape, tensor.stride()) and tensor.nbytes == tensor.untyped_storage().nbytes()
     return bool(tensor.dtype.is_floating_point and tensor.dim() and tensor.numel() and is_whole)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Made:
-    """A variant of a model. ``constants`` are of the memories that weights have a part in, one of each."""
+    """A variant of a model. ``constants`` has one tensor of each memory that depends on weights."""
 
     name: str
     model: TorchModel
@@ -116,9 +116,9 @@ class Made:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refittable(Generic[K]):
-    """The variants of models, by key, whose constants hold what is made of the models' own ``weights``.
+    """The variants of models, by key, with constants computed from the models' own ``weights``.
 
-    ``kept`` are weights that keep their values, as nothing tells what became of them.
+    ``kept`` are weights that keep their values, since their use is unknown.
     """
 
     weights: Weights
@@ -128,7 +128,7 @@ class Refittable(Generic[K]):
     kept: frozenset[str]
 
     def as_variants(self, key: K) -> Iterator[Variant]:
-        """The variants of a model, which are there already."""
+        """The finished variants of a model."""
         for made in self.variants[key]:
             yield replace(as_it_runs(made.model), name=made.name, is_original=False)
 
@@ -139,7 +139,7 @@ class Refittable(Generic[K]):
             yield from every[id(model)].constants
 
     def notes(self, plan: Plan) -> Iterator[str]:
-        """What a plan of some of the variants can replace, and what not."""
+        """Notes on the weights that a plan of some of the variants can replace, and on those it cannot."""
         count = len(replaceable(plan))
         yield f"refittable: {count} weights can be replaced, by {sum(len(r.commands) for r in plan.refits)} commands"
         if self.kept:
@@ -149,7 +149,7 @@ class Refittable(Generic[K]):
 def make_refittable(origin: Origin[K], variants: Variants) -> Refittable[K]:
     """Make all ``variants`` of models so that their weights can be replaced.
 
-    Raises CompileError where a model has none that can, or where what is made of it depends on what its weights are.
+    Raises CompileError if a model has no such variant, or if a variant depends on the values of weights.
     """
     kept: frozenset[str] = frozenset()
     while True:
@@ -173,7 +173,7 @@ def make_refittable(origin: Origin[K], variants: Variants) -> Refittable[K]:
 
 
 class _Trial(Generic[K]):
-    """The variants of models with other weights, those of one seed; what they are must be ``like`` another trial."""
+    """The variants of models with other weights, drawn from a seed; the graphs must be ``like`` another trial's."""
 
     def __init__(
         self, origin: Origin[K], weights: Weights, variants: Variants, seed: int, like: "_Trial[K] | None" = None
@@ -216,7 +216,7 @@ class _Trial(Generic[K]):
         return (tensor for tensor in memories.values() if self.derivations.sources(tensor))
 
     def lost(self) -> frozenset[str]:
-        """The weights that would not all be replaced: in numbers of a program, in state, or where nothing tells."""
+        """The weights that a refit would not replace everywhere: in numbers of a program, in state, in unknown uses."""
         found = self.derivations.baked
         for made in self.every():
             untold = [tensor for tensor in made.constants if not self.derivations.is_told(tensor)]
@@ -226,7 +226,7 @@ class _Trial(Generic[K]):
 
 
 def _refuse_special(one: _Trial[Any], other: _Trial[Any]) -> None:
-    """Raise CompileError where two trials do not make the same graphs, or recipes of one do not hold for the other."""
+    """Raise CompileError if two trials give different graphs, or recipes of one do not hold for the other."""
     if not all(one.made.values()):
         why = "; ".join(one.failures) or "it comes from torch.compile"
         raise CompileError(
@@ -254,7 +254,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def _set(constants: Iterable[Tensor], derivations: Derivations, weights: Weights) -> None:
-    """Let constants hold what is made of these weights on their device, which is where a plan makes them."""
+    """Set constants to the values of their recipes for these weights, computed on the device as by a plan."""
     constants = tuple(constants)
     if constants:
         device = constants[0].device
