@@ -45,7 +45,7 @@ VIEWS_IN_PLACE = {
     aten.squeeze_.dim: aten.squeeze.dim,
     aten.unsqueeze_.default: aten.unsqueeze.default,
 }
-"""Calls that change only how a value's memory is read, and the calls that return such a view."""
+"""Calls that change only the strides of a value, and the calls that return such a view."""
 
 AS_RESHAPE = frozenset({aten.view.default, aten._unsafe_view.default})
 """Written as ``reshape``, which holds for any strides that earlier kernels choose."""
@@ -158,8 +158,8 @@ class Recorder(TorchDispatchMode):
                 raise InPlaceError(f"{func} writes into {self._labels.get(id(args[0]), 'a constant')}")
             return func(*args, **kwargs)
         if func is torch.ops.prim.device.default:
-            return args[0].fake_device  # with its index, by which code of CUDA looks up what it keeps for each device
-        if is_taken_apart(func):
+            return args[0].fake_device  # with its index, the key of what CUDA code keeps for each device
+        if is_decomposed(func):
             with self:
                 return func._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
         if func._schema.is_mutable:
@@ -169,7 +169,7 @@ class Recorder(TorchDispatchMode):
         with self._fake_mode, _without_tracebacks():
             result = FAKES.get(func, func)(*args, **kwargs)
         if result is None:
-            raise RuntimeError(f"{func} returns nothing: it checks values, which no call of a plan can")
+            raise RuntimeError(f"{func} returns nothing: it checks values, which a plan cannot do")
         if func in ALIASES or (func in RESHAPES and result.shape == args[0].shape):
             self._know(result, self._nodes[id(args[0])])
             return result
@@ -183,8 +183,8 @@ class Recorder(TorchDispatchMode):
     def _overwrite(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
         """Write the functional form of ``func``, whose result becomes the value of its first argument."""
         written: Tensor = args[0]
-        if func is aten.as_strided_.default and _lies_so(*args):
-            return written  # how pooling to one pixel says that its result has the channels last
+        if func is aten.as_strided_.default and _has_strides(*args):
+            return written  # pooling to one pixel marks its result as channels-last in this way
         view = VIEWS_IN_PLACE.get(func)
         plain = view or _plain(func)
         if plain is None or not isinstance(written, FakeTensor) or not (view or self._is_alone(written)):
@@ -283,7 +283,7 @@ def _is_dense(tensor: Tensor) -> bool:
     return True
 
 
-def _lies_so(tensor: Tensor, shape: Sequence[int], strides: Sequence[int], offset: int | None = None) -> bool:
+def _has_strides(tensor: Tensor, shape: Sequence[int], strides: Sequence[int], offset: int | None = None) -> bool:
     """Whether ``tensor`` has these strides; those of axes of length 1 do not count."""
     apart = [n for n, length in enumerate(shape) if length != 1]
     return (
@@ -298,7 +298,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 @cache
-def is_taken_apart(func: torch._ops.OpOverload) -> bool:
+def is_decomposed(func: torch._ops.OpOverload) -> bool:
     """Whether a call is decomposed by the dispatcher itself, not by Python, and should be."""
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     return func not in WHOLE and has_kernel(func.name(), "CompositeImplicitAutograd")

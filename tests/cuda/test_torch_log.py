@@ -39,7 +39,7 @@ for name in sys.argv[2:]:
         print(exc)
 """
 
-BRANCHES = "lets the value of a tensor decide what runs next, or a size, and a plan is static: use torch.where"
+BRANCHES = "makes control flow or a size depend on the value of a tensor, and a plan is static: use torch.where"
 MISSHAPEN = "mat1 and mat2 shapes cannot be multiplied (3x4 and 7x7)"
 
 

@@ -160,7 +160,7 @@ def test_a_state_is_handed_over_in_buffers_or_not_at_all(tmp_path: Path) -> None
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
 def test_what_torch_compile_returned_is_not_handed_over(tmp_path: Path) -> None:
-    with pytest.raises(nimblec.UnsupportedModelError, match=r"the module is one of torch\.compile"):
+    with pytest.raises(nimblec.UnsupportedModelError, match=r"the module was returned by torch\.compile"):
         handed(torch.compile(nn.ReLU()), tmp_path, torch.ones(2))
 
 
@@ -191,8 +191,8 @@ def _line(kind: type, text: str) -> int:
 def test_a_decision_by_value_is_told_with_its_line_and_a_way_out(tmp_path: Path) -> None:
     where = f"line {_line(Deciding, 'if x.sum')} of {__file__}"
     sentence = (
-        f"the module: {where} lets the value of a tensor decide what runs next, or a size, and a plan is static: use "
-        "torch.where or torch.cond there, or take it out of the model"
+        f"the module: {where} makes control flow or a size depend on the value of a tensor, and a plan is static: use "
+        "torch.where or torch.cond there, or move it out of the model"
     )
     with pytest.raises(nimblec.TraceError, match=f"^{re.escape(sentence)}$"):
         nimblec.compile(Deciding(), torch.ones(3), target="cpu")
@@ -309,7 +309,7 @@ def test_a_dynamic_file_is_refused_and_takes_sizes(dynamic: torch.export.Exporte
     ("options", "sentence"),
     [
         ({"dims": {"batch": 3}}, r"--dim batch: .* no dynamic dimension of that name; the names are 's\d+' \(axis"),
-        ({"dims": {"batch": 3}}, r" 0 of 'x' and axis 0 of 'more\.y'\), as torch\.export calls them, which keeps no"),
+        ({"dims": {"batch": 3}}, r" 0 of 'x' and axis 0 of 'more\.y'\), since torch\.export does not keep those"),
         ({"inputs": {"x": (65, 3)}}, r"s\d+ is 65, and was exported for 2 to 64"),
         ({"inputs": {"x": (3, 4)}}, r"input 'x': has the shape 3x4, the model was exported for 3x3"),
         ({"inputs": {"x": (3, 3), "more.y": (4, 3)}}, r"input 'more\.y': s\d+ is 4, and input 'x' makes it 3"),

@@ -295,7 +295,7 @@ def test_what_cannot_be_a_step_is_a_sentence() -> None:
     reading = Reading(3, 2)
     with pytest.raises(TraceError, match="training_step: the step cannot be traced"):
         nimblec.training_step(reading, loss, torch.optim.SGD(reading.parameters(), 0.1), (x, y))
-    with pytest.raises(UnsupportedModelError, match="the optimizer updates a parameter that the model has not"):
+    with pytest.raises(UnsupportedModelError, match="the optimizer updates a parameter that the model does not have"):
         nimblec.training_step(nn.Linear(3, 2), loss, sgd, (x, y))
     tied = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     tied[1].weight = tied[0].weight

@@ -20,7 +20,7 @@ MOST_NODES = 20_000
 
 
 class Walk(Protocol):
-    """What evaluates nodes; ``problems`` has a sentence for each node that was refused."""
+    """Evaluates nodes; ``problems`` has a sentence for each node that was refused."""
 
     problems: list[str]
 
@@ -142,4 +142,4 @@ def _per(attributes: Mapping[str, Any], name: str, count: int) -> Ints:
 
 
 CONTROL = {"If": branch, "Loop": loop, "Scan": scan}
-"""What evaluates each operator that has subgraphs."""
+"""The function that evaluates each operator with subgraphs."""

@@ -26,7 +26,7 @@ from nimblec.frontend.onnx_ops.table import Refused
 from nimblec.frontend.recorder import Recorder, on_device
 
 Weigh: TypeAlias = Callable[[str, Tensor], Tensor]
-"""What stands for a weight, of a name and of these numbers, in the graph."""
+"""Gives the tensor that stands for a weight in the graph, from its name and its values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,13 +7,13 @@ from nimblec.frontend.onnx import model_nodes
 _DTYPES = frozenset({TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16})
 
 _SIZING = frozenset({"Resize", "Upsample", "Range", "OneHot", "Dropout", "Clip", "Pad", "Pow"})
-"""Operators whose constants say what is computed, and are no weights."""
+"""Operators whose constant inputs are settings of the computation, not weights."""
 
 
 def weight_names(model: ModelProto) -> frozenset[str]:
-    """The names of the weights: initializers of floating-point numbers in a row or more.
+    """The names of the weights: floating-point initializers of one dimension or more.
 
-    Numbers alone, such as the factor of a GELU, say what is computed: patterns are recognised by them.
+    Scalars, such as the factor of a GELU, belong to the computation: patterns are recognised by them.
     """
     settled = {name for node in model_nodes.nodes(model.graph) if node.op_type in _SIZING for name in node.input[1:]}
     return frozenset(

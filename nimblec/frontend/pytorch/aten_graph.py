@@ -20,14 +20,13 @@ from nimblec.errors import CompileError, TraceError, UnsupportedModelError, firs
 from nimblec.frontend.pytorch.export_errors import exporting
 from nimblec.frontend.pytorch.model import state_written
 from nimblec.frontend.pytorch.source_tracker import source_of
-from nimblec.frontend.recorder import InPlaceError, Recorder, is_taken_apart, on_device
+from nimblec.frontend.recorder import InPlaceError, Recorder, is_decomposed, on_device
 from nimblec.graph.definitions import RECURRENT
 
 aten = torch.ops.aten
 
 CHECKS = frozenset({aten._assert_tensor_metadata.default, aten._assert_async.msg, aten.sym_constrain_range.default})
 """Calls that compute nothing: the graph's shapes are static, and checked once here."""
-
 
 
 class StateWrittenError(UnsupportedModelError):
@@ -44,8 +43,8 @@ class AtenProgram:
 
     ``module`` takes the tensors among the flattened arguments, in their order, and returns a tuple
     of tensors; `nest` makes of it what the original module returns. Its constants are buffers on
-    the device. ``meta["source"]`` of each fx node is what was noted of it, or the path of the innermost module it came
-    from, ``meta["val"]`` a fake tensor of its dtype, shape and strides.
+    the device. ``meta["source"]`` of each fx node is the source noted for it, or the path of its innermost module,
+    ``meta["val"]`` a fake tensor of its dtype, shape and strides.
     """
 
     module: fx.GraphModule
@@ -88,7 +87,7 @@ def trace(
     exported = _pure(module, lambda: torch.export.export(module, tuple(args), dict(kwargs or {}), strict=False))
     program, known = exported, torch.export.default_decompositions()
     if _has_autocast(exported):
-        program = _pure(module, partial(exported.run_decompositions, {}))  # which writes its casts out
+        program = _pure(module, partial(exported.run_decompositions, {}))  # which makes its casts explicit
     apart: dict[OpOverload, Callable[..., Any]] | None = None
     while True:
         try:
@@ -102,7 +101,7 @@ def trace(
 
 
 def _has_autocast(exported: torch.export.ExportedProgram) -> bool:
-    """Whether a block of it runs under autocast that is on."""
+    """Whether a block of it runs under enabled autocast."""
     blocks = (module for module in exported.graph_module.modules() if isinstance(module, fx.GraphModule))
     nodes = (node for block in blocks for node in block.graph.nodes if isinstance(node.target, HigherOrderOperator))
     return any(node.target.name() == "wrap_with_autocast" and node.args[2] for node in nodes)
@@ -190,18 +189,18 @@ class _StridedRecorder(Recorder):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags and not is_certain(func, args, kwargs or {}):
+        if torch.Tag.nondeterministic_seeded in func.tags and not is_deterministic(func, args, kwargs or {}):
             where = self.source or "the model"
             raise UnsupportedModelError(f"{func} in {where} draws random numbers: call .eval() first")
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def is_certain(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call that may draw random numbers does not: attention or a recurrent network without dropout.
+def is_deterministic(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of an operator that can draw random numbers draws none: attention or an RNN without dropout.
 
     Composite calls are decomposed, and their parts checked in turn.
     """
-    if is_taken_apart(func):
+    if is_decomposed(func):
         return True
     names = [argument.name for argument in func._schema.arguments]
     given = dict(zip(names, args, strict=False)) | dict(kwargs)
@@ -233,7 +232,7 @@ class _Tracer(fx.Interpreter):
         except (RuntimeError, TypeError, ValueError, IndexError) as exc:
             where = f"{n.target} in {self._recorder.source or 'the model'}"
             if isinstance(exc, InPlaceError):
-                composite = n.target if isinstance(n.target, OpOverload) and is_taken_apart(n.target) else None
+                composite = n.target if isinstance(n.target, OpOverload) and is_decomposed(n.target) else None
                 raise InPlaceError(f"{where}: {exc}", composite) from exc
             raise TraceError(f"{where}: {first_line(exc)}") from exc
 
@@ -257,7 +256,7 @@ class _Tracer(fx.Interpreter):
         return super().call_function(target, args, kwargs)
 
     def _call_region(self, target: HigherOrderOperator, args: tuple[Any, ...]) -> Any:
-        """A block under no_grad, or with autocast switched off, is nothing but its calls."""
+        """Run a block under no_grad, or with autocast switched off, as its calls alone."""
         name = target.name()
         if name == "wrap_with_set_grad_enabled":
             return _Tracer(args[1], self._recorder).run(*args[2:])

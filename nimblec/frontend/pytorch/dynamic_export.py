@@ -21,7 +21,7 @@ _VIOLATED = re.compile(r"Constraints violated \((.+?)\)")
 
 
 def export_dynamic(live: LiveModel) -> Source:
-    """The ExportedProgram of a live model, whose dynamic dimensions go by the names of their Dims.
+    """The ExportedProgram of a live model, with its dynamic dimensions under the names of their Dims.
 
     Raises TraceError where torch.export refuses the model or the shapes.
     """
@@ -29,7 +29,7 @@ def export_dynamic(live: LiveModel) -> Source:
     args = live.args or ()
     with borrowed(live.model):
         module = as_module(live.model)
-        module.register_forward_hook(results_by_name)  # which is gone with the loan
+        module.register_forward_hook(results_by_name)  # the loan ends with it removed
         try:
             with exporting(name, "torch.export"):
                 program = torch.export.export(
@@ -43,7 +43,7 @@ def export_dynamic(live: LiveModel) -> Source:
 
 
 def _refuse_sized_state(name: str, module: torch.nn.Module, live: LiveModel, said: str) -> None:
-    """Raise UnsupportedModelError where ``said``, what torch.export did, is that a state has a dimension's size."""
+    """Raise UnsupportedModelError if torch.export's message ``said`` is due to a state of a dimension's size."""
     violated = _VIOLATED.search(said)
     if violated is None:
         return
@@ -55,8 +55,8 @@ def _refuse_sized_state(name: str, module: torch.nn.Module, live: LiveModel, sai
         shape = tuple(program.state_dict[state].shape)
         if sizes.intersection(shape):
             raise UnsupportedModelError(
-                f"{name}: the dimension {violated[1]} cannot have several sizes, where a run writes the state "
-                f"{state!r} of shape {shape}, which has one: make it as large as the largest, and write a part of it"
+                f"{name}: the dimension {violated[1]} cannot have several sizes, since a run writes the state "
+                f"{state!r} of fixed shape {shape}: make it as large as the largest size, and write a part of it"
             )
 
 

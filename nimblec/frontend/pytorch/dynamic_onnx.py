@@ -47,7 +47,7 @@ def export(dynamic: DynamicProgram, options: Options, folder: Path) -> ExportedM
 
 
 def _name_dimensions(path: Path, dynamic: DynamicProgram) -> None:
-    """Call the dimensions in a file what the user calls them."""
+    """Give the dimensions in a file the user's names."""
     model = onnx.load(path, load_external_data=False)
     for value in (*model.graph.input, *model.graph.value_info, *model.graph.output):
         for dim in value.type.tensor_type.shape.dim:

@@ -53,7 +53,7 @@ def specialise(
 
     ``given`` are arguments that replace the example inputs of the export. Sizes of dynamic dimensions come
     from the ``profile``, ``inputs``, ``examples``, ``given`` and ``dims``, in this order, the first and the last
-    by symbol, or by what ``labels`` calls it. Arrays given for inputs are repeated or cut to a profile's sizes.
+    by symbol, or by its name in ``labels``. Arrays given for inputs are repeated or cut to a profile's sizes.
     ``module`` is that of the program where it was made before. Raises UnsupportedModelError if a size stays
     open, is out of range, or fits no input.
     """
@@ -127,7 +127,7 @@ def _symbols(
         if dimension not in symbols:
             places = _open(declared, {})
             names = ", ".join(f"{label!r} ({' and '.join(places[s])})" for label, s in symbols.items()) or "none"
-            whose = "" if labels or not symbols else ", as torch.export calls them, which keeps no names of Dims"
+            whose = "" if labels or not symbols else ", since torch.export does not keep those of Dims"
             raise UnsupportedModelError(
                 f"--dim {dimension}: {name} has no dynamic dimension of that name; the names are {names}{whose}"
             )

@@ -27,8 +27,8 @@ def exporting(name: str, exporter: str) -> Iterator[None]:
         line = users_line(first)
         if isinstance(first, GuardOnDataDependentSymNode):
             raise TraceError(
-                f"{name}: {line or 'its code'} lets the value of a tensor decide what runs next, or a size, and a plan "
-                "is static: use torch.where or torch.cond there, or take it out of the model"
+                f"{name}: {line or 'its code'} makes control flow or a size depend on the value of a tensor, and a "
+                "plan is static: use torch.where or torch.cond there, or move it out of the model"
             ) from exc
         where = f"{line} raised {type(first).__name__}: " if line else ""
         raise TraceError(f"{name}: {exporter} refuses it: {where}{_plain(first)}") from exc

@@ -24,9 +24,9 @@ from nimblec.graph.state import StateSlot, set_slot, slots
 def flattened(model: TorchModel) -> TorchModel:
     """The model as a graph of pure ATen calls on its device.
 
-    State that it or another entry writes the graph takes as arguments, after the model's own; it returns
-    what that becomes, after its results (`nimblec.graph.state`). Raises TraceError or
-    UnsupportedModelError where it cannot be such a graph: its code looks at values, it writes into its
+    State that it or another entry writes is passed to the graph after the model's own arguments, and its
+    new value is returned after the model's results (`nimblec.graph.state`). Raises TraceError or
+    UnsupportedModelError where it cannot be such a graph: its code reads values of tensors, writes into its
     inputs, or draws random numbers.
     """
     if model.is_flat:
@@ -46,7 +46,7 @@ def flattened(model: TorchModel) -> TorchModel:
 
 
 def written_storages(model: TorchModel) -> frozenset[int]:
-    """The storages of its own that a model writes, as far as it can be a graph."""
+    """The storages of its own that a model writes; empty if it cannot be a graph."""
     if written := declared_writes(model.module):
         held = storages(model.module)
         return frozenset(held[name] for name in written)

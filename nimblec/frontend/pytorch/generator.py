@@ -1,4 +1,4 @@
-"""torch's generator of a GPU, as the steps of a module draw from it whose seed and offset are tensors of its state."""
+"""torch's generator of a GPU for the steps of a module whose state holds the seed and offset as tensors."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 MARK = 0x6E69_6D62_6C65_6331
-"""The seed while a graph is captured: by it the memory is known in which torch gives kernels the seed of a replay."""
+"""The seed during a capture, which identifies the memory where torch passes the seed of a replay to kernels."""
 
 
 class CudaGenerator:
@@ -22,7 +22,7 @@ class CudaGenerator:
 
     @property
     def used(self) -> int:
-        """How much larger its offset is than at the start. Not to be asked while a graph is captured."""
+        """How far its offset has advanced. torch does not tell while a graph is captured."""
         return int(self._generator.get_offset()) - self._offset
 
     def rewind(self) -> None:
@@ -30,12 +30,12 @@ class CudaGenerator:
         self._seed_with(self._seed)
 
     def mark(self) -> None:
-        """Have `MARK` for a seed until it is wound back."""
+        """Use `MARK` as the seed until `rewind`."""
         self._seed_with(MARK)
 
     @contextmanager
     def standing_in(self) -> Iterator[None]:
-        """Draw what is drawn from torch's default generator inside the block."""
+        """Take the place of torch's default generator inside the block."""
         default: Any = torch.cuda.default_generators[torch.cuda.current_device()]
         before = default.graphsafe_get_state()
         default.graphsafe_set_state(self._generator)
@@ -51,21 +51,21 @@ class CudaGenerator:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratorState:
-    """Where a module keeps a generator: tensors of one int64 each."""
+    """The tensors, of one int64 each, in which a module keeps a generator."""
 
     seed: Tensor
     offset: Tensor
 
     def generator(self) -> CudaGenerator:
-        """One that starts where they say."""
+        """A generator that starts from their values."""
         return CudaGenerator(int(self.seed), int(self.offset))
 
 
 class StepGenerator:
-    """Has torch's kernels draw the random numbers of a step, from the state that ``find`` gives.
+    """Makes torch's kernels draw the random numbers of a step from the state that ``find`` returns.
 
-    A context around what draws; ``used`` is how much larger the offset is after that. In a capture, during which
-    torch does not tell, it is what the last step used that ran.
+    A context manager; ``used`` is how far the block advanced the offset. In a capture, during which torch does not
+    tell, it is the value of the last step that ran.
     """
 
     def __init__(self, find: Callable[[], GeneratorState]) -> None:
@@ -77,7 +77,7 @@ class StepGenerator:
 
     @property
     def used(self) -> int:
-        """Of the step that runs, or else of the last one that did."""
+        """The advance of the offset by the running step, or else by the last one."""
         return self._used if self._running is None else self._running.used
 
     def __enter__(self) -> Self:
@@ -92,9 +92,9 @@ class StepGenerator:
 
     @contextmanager
     def capturing(self) -> Iterator[CudaGenerator]:
-        """Give a new generator to the capture inside the block, of whose replays it is, too.
+        """Use a new generator for the capture inside the block, and for its replays.
 
-        New to torch, it gets memory on the device when the capture begins. Its seed is marked until the block ends.
+        torch gives it memory on the device when the capture begins. Its seed is `MARK` until the block ends.
         """
         generator = self.find().generator()
         generator.mark()

@@ -26,10 +26,10 @@ from nimblec.source import Source
 def hand_over(source: Source, options: Options, folder: Path) -> tuple[Source, Options, tuple[str, ...]]:
     """Write a live model to ``.pt2`` files in ``folder``, one for each entry, its inputs of the sizes asked for.
 
-    The files as a source, with the options that are left to follow, and what the user should know: an
-    ExportedProgram for several sizes is written as it is. Raises TraceError where torch.export refuses
-    the model, with the line of the user's that it stopped at. What entries share and write is told with the
-    files, each of which has its own.
+    Returns the files as a source, the options that remain, and notes for the user. An ExportedProgram for
+    several sizes is written as it is. Raises TraceError where torch.export refuses the model, with the
+    user's line at which it stopped. The source lists tensors that entries share and write, since each file
+    has its own copy.
     """
     if options.sizes:
         path = folder / "model.pt2"
@@ -43,7 +43,7 @@ def hand_over(source: Source, options: Options, folder: Path) -> tuple[Source, O
             "which casts otherwise on the CPU, where it would be exported: name a function that returns the step, "
             "package.module:callable",
         )
-    options = replace(options, inputs=(), dims=(), examples=())  # which the files have
+    options = replace(options, inputs=(), dims=(), examples=())  # the files have them
     held = {entry: storages(call.module) for entry, call in calls.items()}
     paths: dict[str, Path] = {}
     written: set[int] = set()
@@ -71,11 +71,11 @@ def hand_over(source: Source, options: Options, folder: Path) -> tuple[Source, O
 
 
 def _export(call: ModelCall, path: Path) -> tuple[ExportedProgram, tuple[str, ...]]:
-    """Write one call to ``path``: what was exported, and what the user should know."""
+    """Write one call to ``path``; returns what was exported, and notes for the user."""
     if is_compiled(call.module):
         raise UnsupportedModelError(
-            f"{call.name} is one of torch.compile, whose kernels no other process can be given: compile the plain "
-            "module, or name it package.module:callable"
+            f"{call.name} was returned by torch.compile, whose kernels cannot be given to another process: compile "
+            "the plain module, or name it package.module:callable"
         )
 
     with borrowed(call.module):
@@ -84,7 +84,7 @@ def _export(call: ModelCall, path: Path) -> tuple[ExportedProgram, tuple[str, ..
         device = "cpu" if module is call.module else next((t.device.type for _, t in call.inputs), "cpu")
         placed = place_call(call, device=device)
         missing = missing_outputs(run_twice(call.name, placed, HOW_STATE_IS_KEPT, buffers_are_kept=True))
-        module.register_forward_hook(results_by_name)  # which is gone with the loan
+        module.register_forward_hook(results_by_name)  # the loan ends with it removed
         with exporting(call.name, "torch.export"):
             program = torch.export.export(module, placed.args, placed.kwargs, strict=False)
             torch.export.save(program, path)

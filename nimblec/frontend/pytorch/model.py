@@ -45,7 +45,7 @@ class TorchModel:
         return is_compiled(self.module)
 
     def run(self, set_source: SetSource) -> Any:
-        """Run it, passing ``set_source`` the place of each op in the model, as far as its graph tells."""
+        """Run it, passing ``set_source`` the place of each op in the model, if its graph has that."""
         if isinstance(self.module, torch.fx.GraphModule):
             leaves = pytree.tree_leaves((self.args, self.kwargs))
             result = run_nodes(self.module, leaves, set_source)

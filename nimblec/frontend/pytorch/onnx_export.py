@@ -41,14 +41,14 @@ _ANOTHER_MODEL = 0.1
 """Relative to the largest magnitude: more than rounding explains."""
 
 _BEFORE, _AFTER = "state before: ", "state after: "
-"""In the file, a tensor of the state has this before its name: no input or output of the module is called so."""
+"""Prefixes of the names of state tensors in the file, which no input or output of the module has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportedModel:
-    """An ONNX file, what of its inputs and outputs is state, and notes for the user.
+    """An ONNX file, those of its inputs and outputs that are state, and notes for the user.
 
-    ``weights`` are the names of parameters and buffers that it has, and reads, as the module does. A file that
+    ``weights`` are the names of parameters and buffers that it holds and reads as the module does. A file that
     ``is_dynamic`` leaves sizes open.
     """
 
@@ -83,7 +83,7 @@ def export(calls: Mapping[str, ModelCall], folder: Path, *, refittable: bool = F
         known = {held[other][name] for other, names in written.items() for name in names}
         if known.isdisjoint(held[entry].values()):
             exported[entry], written[entry] = _export(call, paths[entry], refittable=refittable)
-        else:  # a file without the state would be of no use
+        else:  # a file without the state would be useless
             written[entry] = _written(call)
     for entry, state in find_state(calls, written).items():
         if state:
@@ -92,7 +92,7 @@ def export(calls: Mapping[str, ModelCall], folder: Path, *, refittable: bool = F
 
 
 def _written(call: ModelCall) -> Sequence[str]:
-    """The parameters and buffers that runs of a model write; they are the same run twice."""
+    """The parameters and buffers that runs of a model write, once two runs were found to agree."""
     with borrowed(call.module):
         model = place_call(call, device="cpu")
         run_twice(call.name, model, HOW_STATE_IS_KEPT, buffers_are_kept=True)
@@ -104,7 +104,7 @@ def _written(call: ModelCall) -> Sequence[str]:
 
 
 def _export(call: ModelCall, path: Path, *, refittable: bool) -> tuple[ExportedModel, Sequence[str]]:
-    """A model as if it had no state, and what its runs write: where they do, the file is not written."""
+    """A model exported without state, and what its runs write; if that is anything, no file is written."""
     with borrowed(call.module):
         model = place_call(call, device="cpu")
         result = run_twice(call.name, model, HOW_STATE_IS_KEPT, buffers_are_kept=True)
@@ -125,7 +125,7 @@ def _export(call: ModelCall, path: Path, *, refittable: bool) -> tuple[ExportedM
 def _export_with_state(
     call: ModelCall, state: Sequence[StateTensor], path: Path, *, refittable: bool
 ) -> ExportedModel:
-    """A model as a function of its state, too."""
+    """A model exported as a function of its state as well."""
     with borrowed(call.module):
         model = place_call(call, device="cpu")
         held = contents(model.module, [tensor.name for tensor in state])
@@ -176,8 +176,8 @@ def _onnx_program(
 ) -> torch.onnx.ONNXProgram:
     """A module in ONNX.
 
-    torch.export may take another kernel for attention than the module ran, whose result lies otherwise, and refuse
-    the view that follows: then all attention is that of the math backend, which lies one way.
+    torch.export may choose another attention kernel than the module ran, whose result has another layout, and refuse
+    the view that follows. Then all attention uses the math backend, which has only one layout.
     """
 
     def exported() -> torch.onnx.ONNXProgram:
@@ -202,7 +202,7 @@ def _onnx_program(
     try:
         return exported()
     except TraceError:
-        FakeTensorMode.cache_clear()  # else attention lies as it did
+        FakeTensorMode.cache_clear()  # which would give attention its former layout
         with suppress(TraceError), sdpa_kernel(SDPBackend.MATH):
             return exported()
         raise
@@ -218,8 +218,8 @@ def accuracy(
 ) -> tuple[str, ...]:
     """A note of how far ONNX Runtime's outputs are from PyTorch's; none where it cannot run the model.
 
-    ``nudged`` are PyTorch's outputs for inputs that differ by rounding. What that changes altogether is nothing but
-    rounding, such as the gradient of a bias before a norm, and is not compared.
+    ``nudged`` are PyTorch's outputs for inputs that differ by rounding. An output that this changes completely is
+    nothing but rounding, such as the gradient of a bias before a norm, and is not compared.
     """
     try:
         program.initialize_inference_session(_session)
@@ -238,12 +238,14 @@ def accuracy(
             )
         if relative > largest:
             largest, where = relative, f" ({output!r})"
+    if not largest:
+        return (f"{name}: ONNX Runtime's outputs equal PyTorch's",)
     differs = f"ONNX Runtime differs from PyTorch by at most {largest:.2g} of the largest magnitude of an output"
     return (f"{name}: {differs}{where}",)
 
 
 def _nudged(tensor: torch.Tensor) -> torch.Tensor:
-    """The same but for what rounding may change."""
+    """The tensor with changes of the size of rounding."""
     if not tensor.is_floating_point():
         return tensor
     signs = torch.arange(tensor.numel()).remainder(2).mul(2).sub(1).reshape(tensor.shape)

@@ -1,4 +1,4 @@
-"""Sums and products that torch.onnx.export leaves out, as they change nothing."""
+"""Sums and products that torch.onnx.export drops because they change nothing."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,9 +9,9 @@ from onnxscript.rewriter.rules.common import _no_op
 
 @contextmanager
 def exact_identities() -> Iterator[None]:
-    """Have onnxscript's optimiser take x + c for x only where c is zero, and x * c only where it is one.
+    """Make onnxscript's optimiser drop x + c only where c is exactly zero, and x * c only where it is exactly one.
 
-    By its tolerances 1e-8 is zero: the eps of a divisor was lost, and where the rest is zero the result was NaN.
+    Within its tolerances 1e-8 counts as zero: the eps of a divisor was dropped, and 0 / 0 gave NaN.
     """
     found = (value for rule in _no_op.rules for node in rule._target_pattern for value in node.inputs)
     constants = [value for value in found if isinstance(value, Constant)]

@@ -1,4 +1,4 @@
-"""The sources that were noted of calls, given to the ONNX nodes that torch.onnx.export made of them."""
+"""Copy the sources noted for calls to the ONNX nodes that torch.onnx.export makes of them."""
 
 import ast
 from typing import Any
@@ -7,7 +7,7 @@ from nimblec.frontend.pytorch.source_tracker import noted
 from nimblec.places import SOURCE_KEY
 
 _SCOPES = "pkg.torch.onnx.name_scopes"
-"""Metadata of a node: the modules around the call that it was made of, and last the call's own name."""
+"""Metadata of a node: the modules around the call that it comes from, and last the name of that call."""
 
 
 def keep_sources(program: Any) -> None:

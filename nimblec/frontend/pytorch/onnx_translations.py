@@ -1,4 +1,4 @@
-"""What torch.onnx exports wrong, slowly or not at all: writes of state, batch norms of training, shifts, attention.
+"""Translations for what torch.onnx exports wrongly, slowly or not at all: state writes, batch norms, shifts, attention.
 
 Writes of a few rows of a tensor become ScatterND, which ONNX Runtime does in place. torch.onnx transposes the tensor
 before and after where the rows are not of its first dimension: two copies of a whole cache. Here every
@@ -149,7 +149,7 @@ COMMON: dict[Any, Any] = {
     aten.bitwise_right_shift.Tensor_Scalar: shift_right,
     aten.bitwise_right_shift.Tensor: shift_right_by,
 }
-"""For torch.onnx.export of any model."""
+"""For any model."""
 
 TRANSLATIONS: dict[Any, Any] = {
     **COMMON,
@@ -159,7 +159,7 @@ TRANSLATIONS: dict[Any, Any] = {
     aten.select_scatter.default: select_scatter,
     aten.slice_scatter.default: slice_scatter,
 }
-"""For that of models with state."""
+"""For models with state."""
 
 
 def _write_rows(self: Any, dim: int, positions: Any, source: Any, count: int | None = None) -> Any:

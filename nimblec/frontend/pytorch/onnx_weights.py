@@ -7,7 +7,7 @@ from nimblec.frontend.pytorch.tensors import as_array
 
 
 def optimize_around_weights(program: Any) -> None:
-    """Optimise an exported program, to which parameters and buffers are inputs meanwhile, so that none is folded."""
+    """Optimise an exported program with its parameters and buffers as inputs, so that none of them is folded."""
     graph, names = program.model.graph, program.exported_program.state_dict
     hidden = [graph.initializers.pop(name) for name in names if name in graph.initializers]
     contents = [value.const_value for value in hidden]
@@ -22,7 +22,7 @@ def optimize_around_weights(program: Any) -> None:
 
 
 def kept_weights(program: Any) -> Iterator[str]:
-    """The parameters and buffers that the exported file reads as often as the module, and has the bytes of."""
+    """The parameters and buffers that the exported file reads as often as the module, with the same bytes."""
     exported, initializers = program.exported_program, program.model.graph.initializers
     signature = exported.graph_signature
     names = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}

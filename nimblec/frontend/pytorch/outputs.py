@@ -1,4 +1,4 @@
-"""What a model returns, as the outputs of a plan: which they are, and their names."""
+"""The outputs of a plan: the tensors that a model returns, and their names."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -39,7 +39,7 @@ def name_outputs(result: Any) -> list[tuple[str, torch.Tensor]]:
 
 
 def results_by_name(_module: torch.nn.Module, _args: object, result: Any) -> dict[str, torch.Tensor]:
-    """A forward hook: the outputs without their classes, of which no other process need know."""
+    """A forward hook: the outputs by name, without classes that another process might not have."""
     return dict(name_outputs(result))
 
 

@@ -1,4 +1,4 @@
-"""Where in a model the code runs that calls ATen: in which module, and in the gradient of which one's calls."""
+"""Find the module that makes each ATen call, or whose calls the gradient is of that makes it."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -16,7 +16,7 @@ from nimblec.places import SOURCE_KEY, Phase, Place
 class SourceTracker:
     """The source of the running call: a module path, what a front end sets, or the gradient of either.
 
-    ``root`` is called ``name``. ``failed`` is the innermost module that an exception passed.
+    The path of ``root`` is ``name``. ``failed`` is the innermost module that raised an exception.
     """
 
     def __init__(self, root: object, name: str = "") -> None:
@@ -32,7 +32,7 @@ class SourceTracker:
         self.current = source
 
     def source(self) -> str:
-        """The source of the call that is being dispatched; to be asked once for each, below autograd."""
+        """The source of the call that is being dispatched; call it once for each, below autograd."""
         gradient: Any = torch._C._current_autograd_node()
         if gradient is not None:
             return str(Place(Phase.BACKWARD, self._forward.get(gradient._sequence_nr(), "")))
@@ -67,7 +67,7 @@ class SourceTracker:
 
 
 class SourceNotes(TorchDispatchMode):
-    """Has a tracer of ATen calls note the source of each: `noted` gives that of a node."""
+    """Makes a tracer of ATen calls note the source of each; `noted` reads it from a node."""
 
     def __init__(self, sources: SourceTracker) -> None:
         TorchDispatchMode.__init__(self)
@@ -85,17 +85,17 @@ class SourceNotes(TorchDispatchMode):
 
 
 def within(source: str) -> AbstractContextManager[None]:
-    """Calls inside the block are of this source, whatever module makes them."""
+    """Give calls inside the block this source, whatever module makes them."""
     return traceback.annotate({SOURCE_KEY: str(source)})
 
 
 def noted(meta: Mapping[str, Any]) -> str | None:
-    """The source that a node was given when it was traced, out of its ``meta``; None for one that was given none."""
+    """The source that the ``meta`` of a node got when it was traced; None if it got none."""
     return (meta.get("custom") or {}).get(SOURCE_KEY)
 
 
 def source_of(node: fx.Node) -> str:
-    """The ONNX node, the source that was noted, or the path of the innermost module, that a node came from."""
+    """The origin of a node: an ONNX node, the source noted for it, or the path of its innermost module."""
     if "source" in node.meta:
         return str(node.meta["source"])
     if (source := noted(node.meta)) is not None:

@@ -44,7 +44,7 @@ def load(source: Source, options: Options, *, device: str = "cpu") -> dict[str, 
 
 @dataclass(frozen=True, slots=True)
 class DynamicProgram:
-    """An ExportedProgram, what refusals call it, and the names that the user has for its symbols."""
+    """An ExportedProgram, its name in error messages, and the user's names for its symbols."""
 
     name: str
     program: ExportedProgram
@@ -95,7 +95,7 @@ def _no_names(options: Options) -> CompileError:
 
 
 def _load_one(source: Source, options: Options, device: str, name: str = "") -> ModelCall:
-    """A file or an object of this process; ``name`` is what refusals call the latter."""
+    """Load a file or an object of this process; ``name`` is that of the latter in error messages."""
     labels = dict(source.labels)
     if source.kind == "exported":
         return dynamic_shapes.specialise(source.model, _load_file(source, device), None, options, labels=labels)
@@ -109,7 +109,7 @@ def _load_one(source: Source, options: Options, device: str, name: str = "") -> 
 
 
 def _refuse_sizes(name: str, options: Options) -> None:
-    """Raise CompileError for sizes and examples that would be of several entries."""
+    """Raise CompileError for sizes and examples, which would apply to several entries."""
     if options.inputs or options.dims or options.sizes or options.examples:
         raise CompileError(f"{name} has several entries, whose example inputs say their sizes: give no others")
 

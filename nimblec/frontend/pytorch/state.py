@@ -23,11 +23,10 @@ class StateTensor:
 
 
 class Writing(torch.nn.Module):
-    """A module that declares the names of the parameters and buffers that its runs write: nobody has to trace that.
+    """A module that declares the names of the parameters and buffers that its runs write, so that none need be traced.
 
-    Those of a module with ``autocast`` compute in that type what torch.autocast of their device does. ``settable`` are
-    those names that are state even in a graph which only reads them. Where runs have ``draws``, these are where their
-    random numbers come from.
+    ``autocast`` is the type of torch.autocast under which its runs compute. ``settable`` are those names that are state
+    even in a graph that only reads them. ``draws`` is the source of its random numbers, if it draws any.
     """
 
     writes: tuple[str, ...]
@@ -45,18 +44,18 @@ def declared_writes(module: Any) -> tuple[str, ...]:
 
 
 def generator_of(module: Any) -> StepGenerator | None:
-    """What a module draws its random numbers from, if that is torch's generator, and the module keeps its state."""
+    """The generator of torch with its state in the module, if the module draws its random numbers from one."""
     return module.draws if isinstance(module, Writing) else None
 
 
 def settable_storages(module: Any) -> frozenset[int]:
-    """What tells the storages apart that are state even in a graph which only reads them."""
+    """Identifiers of the storages that are state even in a graph that only reads them."""
     names = module.settable if isinstance(module, Writing) else ()
     return frozenset(storages(module)[name] for name in names)
 
 
 def refuse_autocast(name: str, module: Any, why: str) -> None:
-    """Raise UnsupportedModelError for a step under torch.autocast, which ``why`` says that it cannot be exported."""
+    """Raise UnsupportedModelError for a step under torch.autocast; ``why`` says why it cannot be exported."""
     if isinstance(module, Writing) and module.autocast is not None:
         raise UnsupportedModelError(f"{name} runs under torch.autocast to {module.autocast}, {why}")
 
@@ -69,7 +68,7 @@ def written_by(name: str, program: torch.export.ExportedProgram) -> list[str]:
 
 
 def storages(module: Any) -> dict[str, int]:
-    """What tells the storages of a module's parameters and buffers apart, by their names; none of a function."""
+    """An identifier of the storage of each parameter and buffer of a module, by name; none for a function."""
     return {name: tensor.untyped_storage()._cdata for name, tensor in named_tensors(module).items()}
 
 
@@ -117,7 +116,7 @@ def named_tensors(module: Any) -> dict[str, torch.Tensor]:
 
 
 def share(modules: Mapping[str, torch.nn.Module], shared: Mapping[str, Sequence[tuple[str, int]]]) -> None:
-    """Let modules have one tensor where they have the same number for it; by entry, the names and their numbers."""
+    """Make modules share tensors: names with the same number, as ``shared`` gives them by entry, become one tensor."""
     first: dict[int, torch.Tensor] = {}
     for entry, names in shared.items():
         for name, number in names:
@@ -130,13 +129,13 @@ def share(modules: Mapping[str, torch.nn.Module], shared: Mapping[str, Sequence[
 
 
 def contents(module: torch.nn.Module, names: Iterable[str]) -> tuple[torch.Tensor, ...]:
-    """Copies of what the tensors of these names hold."""
+    """Copies of the tensors of these names."""
     tensors = named_tensors(module)
     return tuple(tensors[name].detach().clone() for name in names)
 
 
 class WithState(torch.nn.Module):
-    """A module as a function of its state: gives the result, and of the state what a run has written."""
+    """A module as a function of its state: returns the result, and the tensors of the state that a run writes."""
 
     INNER = "module"
     """The path of the module in this one."""

@@ -1,4 +1,4 @@
-"""Tensors of torch as a plan has them: its names for their dtypes, and arrays of the host."""
+"""torch tensors for a plan: the names of their dtypes, and conversions to and from arrays."""
 
 from collections.abc import Sequence
 from typing import TypeVar

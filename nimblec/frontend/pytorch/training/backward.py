@@ -12,9 +12,9 @@ aten = torch.ops.aten
 
 
 def decompositions(*, exported: bool) -> dict[Any, Callable[..., Any]]:
-    """Core ATen's decompositions of what only training has, and, for a graph to be ``exported``, those of this module.
+    """Core ATen's decompositions of operators of training, and, for a graph to be ``exported``, those of this module.
 
-    The framework itself has kernels for those operators, which a plan for a GPU can hold.
+    For the latter operators the framework has kernels, which a plan for a GPU can hold.
     """
     core = {op: made for op, made in core_aten_decompositions().items() if _is_of_training(op)}
     if not exported:
@@ -30,20 +30,20 @@ def decompositions(*, exported: bool) -> dict[Any, Callable[..., Any]]:
 
 
 def add_quotient(into: Tensor, dividend: Tensor, divisor: Tensor, *, value: Any = 1) -> Any:
-    """What an optimizer does, by a factor that torch.onnx takes for no number: a rate that is read from a tensor."""
+    """`addcdiv_` with a factor that torch.onnx does not accept: a learning rate that is a tensor."""
     return NotImplemented if isinstance(value, int | float) else into.add_(dividend * value / divisor)
 
 
 def add_product(into: Tensor, left: Tensor, right: Tensor, *, value: Any = 1) -> Any:
-    """As `add_quotient`."""
+    """`addcmul_`, as `add_quotient`."""
     return NotImplemented if isinstance(value, int | float) else into.add_(left * value * right)
 
 
 def _is_of_training(op: Any) -> bool:
-    """Whether it is a gradient, or what only gradients need all of.
+    """Whether it is a gradient, or an operator of which only gradients need all outputs.
 
-    A norm over the batch writes its statistics unseen; of a loss over classes torch.onnx (2.13) exports a wrong
-    second output, the sum of the weights.
+    Batch norm writes its statistics unseen; of nll_loss torch.onnx (2.13) exports a wrong second output, the sum of
+    the weights.
     """
     return any(part in op.name() for part in ("backward", "batch_norm", "nll_loss"))
 
@@ -70,10 +70,10 @@ def convolution_backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of a convolution: each is a convolution of the other two tensors.
 
-    The gradient of the weight of a convolution is one over the batch, with stride and dilation exchanged; of
-    groups, each image's each channel is a group of its own, and images are summed.
+    The gradient of the weight of a convolution is one over the batch, with stride and dilation exchanged; with
+    groups, each channel of each image is a group of its own, and images are summed.
     """
-    del bias_sizes, output_padding  # what a window adds at the end, nothing comes back from
+    del bias_sizes, output_padding  # no gradient flows back from output padding
     sizes = tuple(weight.shape[2:])
     window = _Window(stride, padding, dilation, groups)
     grad_x = grad_weight = grad_bias = None
@@ -82,7 +82,7 @@ def convolution_backward(
     elif output_mask[0]:
         grad_x = _spread(grad, weight, window, x.shape[2:])
     if output_mask[1]:
-        # Of a transposed convolution, the gradient and the input change places.
+        # In a transposed convolution, the gradient and the input change places.
         near, far = (grad, x) if transposed else (x, grad)
         grad_weight = _weight_gradient(near, far, sizes, window)
     if output_mask[2]:
@@ -111,7 +111,7 @@ def _weight_gradient(x: Tensor, grad: Tensor, sizes: Sequence[int], window: _Win
         batch, channels, *image = x.shape
         groups, outs = window.groups, grad.shape[1] // window.groups
         flat = x.reshape(1, batch * channels, *image)
-        # Of each image and group, each of its channels of ``grad`` meets each of its channels of ``x``.
+        # In each image and group, each channel of ``grad`` is paired with each channel of ``x``.
         shape = (batch, groups, channels // groups, outs, *grad.shape[2:])
         kernels = grad.reshape(batch, groups, 1, outs, *grad.shape[2:]).expand(shape).reshape(-1, 1, *grad.shape[2:])
         found = _convolution(flat, kernels, exchanged._replace(groups=batch * channels))

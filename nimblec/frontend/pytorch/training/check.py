@@ -18,15 +18,15 @@ _CHECKED_STEPS = 3
 _TOLERANCE = 1e-5
 """Relative to the largest magnitude of a tensor: what another order of sums may change in a step."""
 _LEAST = 1e-5
-"""Of the largest magnitude of all that a call changes: below it, a tensor may be what rounding leaves of zero."""
+"""Relative to the largest magnitude that a call changes: a smaller tensor may be zero up to rounding."""
 _FEW = 2
-"""Calls whose gradients are summed for a step here: of more of them the graph has the same calls."""
+"""Calls whose gradients are summed for a step here: more of them give the same graph."""
 
 
 def refuse_another_step(recipe: Recipe, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> Step:
     """The step in float64, where its graph does what the optimizer does; else raise UnsupportedModelError.
 
-    In float64: what rounding leaves of a gradient that is zero is a whole step to an optimizer that divides by it.
+    In float64, since an optimizer that divides by gradients makes a whole step of the rounding error of a zero one.
     Autocast leaves float64 as it is, and needs no scale there.
     """
     model, optimizer = copy.deepcopy((recipe.model, recipe.optimizer))
@@ -83,21 +83,21 @@ def _slots(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
 
 
 def _held(state: TrainingState) -> dict[str, Tensor]:
-    """What a framework's model and optimizer hold of it."""
+    """The part of it that the framework's model and optimizer hold."""
     return {**state.parameters, **state.buffers, **state.slots}
 
 
 def _continued(state: TrainingState, given: Mapping[str, Tensor]) -> list[Tensor]:
-    """What the next call begins with: the framework's own, as a network may amplify how sums were rounded."""
+    """The state for the next call: the framework's own, since a network may amplify rounding errors."""
     begun = {name: given.get(name, value).to(value.dtype, copy=True) for name, value in _held(state).items()}
     parts = {part: {name: begun[name] for name in getattr(state, part)} for part in ("parameters", "buffers", "slots")}
     return replace(state, **parts).tensors()
 
 
 def _differing(before: Mapping[str, Tensor], wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> str | None:
-    """The first tensor that is missing, or another one by more than another order of sums explains.
+    """The first tensor that is missing, or differs by more than another order of sums explains.
 
-    ``before`` is what the call began with: a mask of huge numbers, which stays as it is, allows for nothing.
+    ``before`` is the state before the call: a mask of huge numbers that stays as it is raises no tolerance.
     """
     sizes = {name: max(_size(value), _size(before.get(name, value))) for name, value in wanted.items()}
     kept = {name for name in before.keys() & wanted if torch.equal(_numbers(before[name]), _numbers(wanted[name]))}

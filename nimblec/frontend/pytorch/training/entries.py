@@ -31,15 +31,15 @@ _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Train(Writing):
-    """One step: writes the parameters and buffers of ``model`` and the state of the optimizer, and gives the loss.
+    """One step: writes the parameters and buffers of ``model`` and the state of the optimizer, and returns the loss.
 
-    It runs as PyTorch runs it, and is exported as the graph. ``optimizer`` holds its state and the learning rate
-    ("optimizer.lr") as buffers; what the step keeps besides are buffers, too.
+    It runs as in PyTorch, and is exported as the graph. ``optimizer`` holds its state and the learning rate
+    ("optimizer.lr") as buffers; all else that the step keeps is in buffers, too.
     """
 
     def __init__(self, recipe: Recipe, state: TrainingState, batch: Sequence[Tensor]) -> None:
         super().__init__()
-        self.training = False  # what a mode changes stands in the graph
+        self.training = False  # the effect of the mode is in the graph
         self.model, self.autocast = recipe.model, recipe.autocast
         self.optimizer = nn.Module()
         for name, tensor in {**state.slots, **state.rates}.items():
@@ -74,7 +74,7 @@ class Train(Writing):
             self.draws = StepGenerator(lambda: GeneratorState(seed=_find(self, SEED), offset=_find(self, OFFSET)))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move, and trace anew where there is another device: its graph has its calls and its constants."""
+        """Move, and trace again for a new device, whose graph has calls and constants of its own."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._trace()
         return self
@@ -100,7 +100,7 @@ class Train(Writing):
 
 
 class Evaluate(nn.Module):
-    """The model as it predicts, whatever mode it is in, under torch.autocast to ``autocast`` if that is a type."""
+    """The model in evaluation mode, whatever mode it is in, under torch.autocast to ``autocast`` if that is a type."""
 
     def __init__(self, model: nn.Module, autocast: torch.dtype | None) -> None:
         super().__init__()

@@ -83,10 +83,10 @@ def _refuse_another(values: Named, known: Named) -> None:
 
 
 def _refuse_without_tensors(values: Named, tensors: Named) -> None:
-    """Raise ArgumentError where a state lacks what it had as a plan's.
+    """Raise ArgumentError where a state lacks tensors that the state of a plan has.
 
-    A plan for a GPU holds no tensor of the model in it that no call writes. So it has some of the model's, and each
-    of those of which it has a sum of gradients, or something that the optimizer keeps.
+    A plan for a GPU leaves out tensors of the model that no call writes. So a state has some of the model's, and each
+    of those for which it has a sum of gradients, or state of the optimizer.
     """
     parts = [(part, path) for part, _, path in (name.partition(".") for name in values)]
     kept = {path.rpartition(".")[0] for part, path in parts if part == _OPTIMIZER}
@@ -103,7 +103,7 @@ def _check_shape(name: str, value: Tensor, expected: Tensor) -> None:
 
 
 def _scale(values: Named) -> dict[str, float]:
-    """What a GradScaler keeps."""
+    """The state of a GradScaler."""
     if SCALE not in values:
         raise ArgumentError(
             f"load_state: the state has no {SCALE!r}, as that of a step with autocast=torch.float16 has: "

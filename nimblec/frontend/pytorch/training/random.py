@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nimblec.errors import UnsupportedModelError
-from nimblec.frontend.pytorch.aten_graph import is_certain
+from nimblec.frontend.pytorch.aten_graph import is_deterministic
 
 aten = torch.ops.aten
 
@@ -46,9 +46,9 @@ def philox(seed: Tensor, counter: Tensor) -> list[Tensor]:
 
 
 class Draws(TorchDispatchMode):
-    """Has ATen's calls draw the random numbers of one step from a seed and an offset.
+    """Makes ATen calls draw the random numbers of one step from a seed and an offset.
 
-    ``used`` is how much larger the offset of the next step is.
+    ``used`` is how far they advance the offset.
     """
 
     def __init__(self, seed: Tensor, offset: Tensor) -> None:
@@ -150,9 +150,9 @@ def _refuse_generator(generator: Any) -> None:
 def refuse_other_draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Raise UnsupportedModelError for a call that draws random numbers in a way that `Draws` does not know."""
     draws = isinstance(func, OpOverload) and torch.Tag.nondeterministic_seeded in func.tags
-    if draws and not is_certain(func, args, kwargs):
+    if draws and not is_deterministic(func, args, kwargs):
         raise UnsupportedModelError(
-            f"training_step: {func} draws random numbers inside of its kernel: take dropout, torch.rand or "
-            "torch.bernoulli instead, and of attention the math backend "
+            f"training_step: {func} draws random numbers inside its kernel: use dropout, torch.rand or "
+            "torch.bernoulli instead, and for attention the math backend "
             "(torch.nn.attention.sdpa_kernel(SDPBackend.MATH))"
         )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 SCALE, TRACKER = "scaler.scale", "scaler.growth_tracker"
-"""The names of the scale, and of how many steps in a row have been taken by it."""
+"""The names of the scale, and of the number of steps in a row that were taken with it."""
 
 _FIRST_SCALE = 65536.0
 _GROWTH, _BACKOFF, _INTERVAL = 2.0, 0.5, 2000
@@ -41,7 +41,7 @@ def unscale(gradients: Sequence[Tensor], scale: Tensor, *, itself: bool) -> Tens
 
 
 def update_scale(scale: Tensor, tracker: Tensor, found: Tensor, *, itself: bool) -> None:
-    """Let both follow a step whose gradients ``found`` (1.0) or did not find (0.0) a number that is not finite."""
+    """Update both after a step; ``found`` is 1.0 if one of its gradients was not finite, else 0.0."""
     if itself:
         torch._amp_update_scale_(scale, tracker, found, _GROWTH, _BACKOFF, _INTERVAL)
         return

@@ -1,4 +1,4 @@
-"""Which layer each call of an optimizer's step is for, in the graph of a step."""
+"""Find the layer that each call of an optimizer's step is for, in the graph of a step."""
 
 from torch import fx
 
@@ -8,10 +8,10 @@ from nimblec.places import SOURCE_KEY, Phase, Place, places
 
 
 def name_updates(graph: fx.Graph, state: TrainingState) -> None:
-    """Give calls of the update the layer whose parameters, and what is kept for these, they read.
+    """Give each call of the update the layer whose parameters or optimizer state it reads.
 
-    ``graph`` takes the tensors of ``state`` first. Calls for several layers stay as they are, as the norm of all
-    gradients is.
+    ``graph`` takes the tensors of ``state`` first. Calls for several layers stay as they are, such as the norm of all
+    gradients.
     """
     layers: dict[fx.Node, str] = {}
     arguments = (node for node in graph.nodes if node.op == "placeholder")
@@ -36,7 +36,7 @@ def _layer(node: fx.Node) -> str:
 
 
 def _layers(state: TrainingState) -> list[str]:
-    """The layer of each tensor of a state, "" for what is of none."""
+    """The layer of each tensor of a state, "" for one without a layer."""
     parameters = [_module(name) for name in state.parameters]
     slots = [_module(path.rpartition(".")[0]) for path in state.slots]
     own = [_module(name.removeprefix(f"{SUM}.")) if name.startswith(f"{SUM}.") else "" for name in state.own]

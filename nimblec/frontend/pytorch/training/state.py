@@ -1,4 +1,4 @@
-"""What a training step reads and writes, by name, and what it does with it."""
+"""The definition of a training step, and the state that it reads and writes, by name."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from nimblec.frontend.pytorch.training.scaler import initial_scaler
 Named: TypeAlias = dict[str, Tensor]
 
 MODEL = "model"
-"""What the step calls the model."""
+"""The step's name for the model."""
 RATE = "lr"
 CALLS, SUM = "accumulated_calls", "accumulated"
 SEED, OFFSET = "generator.seed", "generator.offset"
@@ -24,11 +24,11 @@ SEED, OFFSET = "generator.seed", "generator.offset"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """What a step does: ``loss(model(*inputs), *targets)`` is a scalar to be made small.
+    """The definition of a step, which minimises the scalar ``loss(model(*inputs), *targets)``.
 
     The model takes that many ``inputs``; ``groups`` are the names of the parameters in each of the optimizer's. It
-    takes its step in each ``accumulate``-th call, by the mean of their gradients; ``constants`` are what it keeps
-    for each parameter, by name, that is no tensor. Model and loss run under torch.autocast to ``autocast``.
+    steps on every ``accumulate``-th call, with the mean of their gradients; ``constants`` is its state for each
+    parameter, by name, that is not a tensor. Model and loss run under torch.autocast to ``autocast``.
     """
 
     model: nn.Module
@@ -109,7 +109,7 @@ def autocasting(dtype: torch.dtype | None, device: torch.device) -> AbstractCont
 
 
 def rate_names(groups: int) -> list[str]:
-    """What the learning rates of so many groups are called."""
+    """The names of the learning rates of so many groups."""
     return [RATE] if groups == 1 else [f"{RATE}_{i}" for i in range(groups)]
 
 
@@ -122,19 +122,20 @@ def group_names(model: nn.Module, optimizer: Optimizer) -> tuple[tuple[str, ...]
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if names[parameter] != name:
             raise UnsupportedModelError(
-                f"training_step: {names[parameter]!r} and {name!r} are one parameter, with which torch.export takes no "
-                f"step: keep it in one module, and let the other one's forward read it there"
+                f"training_step: {names[parameter]!r} and {name!r} are one parameter, which torch.export cannot "
+                f"handle in a step: keep it in one module, and let the other one's forward read it there"
             )
     for group in optimizer.param_groups:
         if not names.keys() >= {*group["params"]}:
             raise UnsupportedModelError(
-                "training_step: the optimizer updates a parameter that the model has not: give it model.parameters()"
+                "training_step: the optimizer updates a parameter that the model does not have: give it "
+                "model.parameters()"
             )
     return tuple(tuple(names[parameter] for parameter in group["params"]) for group in optimizer.param_groups)
 
 
 def kept_by(optimizer: Optimizer) -> dict[Tensor, dict[str, Any]]:
-    """What the optimizer keeps for each parameter; one that has not taken a step yet keeps zeros."""
+    """The optimizer's state for each parameter; zeros before its first step."""
     if optimizer.state:
         return {parameter: dict(kept) for parameter, kept in optimizer.state.items()}
     trial = copy.deepcopy(optimizer)  # with parameters of its own

@@ -85,7 +85,7 @@ def trace(
 
 @contextmanager
 def _plain_operators() -> Iterator[None]:
-    """Have fused attention and recurrent layers compute with operators that exporters know."""
+    """Make fused attention and recurrent layers compute with operators that exporters know."""
     before = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)  # alone: torch.backends.mkldnn.flags sets others, too, of which one warns
     try:
@@ -103,12 +103,12 @@ def take_step(
     targets: Sequence[Tensor],
     generator: StepGenerator | None = None,
 ) -> tuple[Tensor, bool]:
-    """The loss, and whether random numbers were drawn; what the step leaves is written into ``left``.
+    """The loss, and whether random numbers were drawn; the new state is written into ``left``.
 
-    That has the values of the state that the step ``found``. Where it is the same, the optimizer takes its step by
-    those of its own kernels that a CUDA graph can hold; else as a graph of tensors. Random numbers are drawn from
-    the ``generator``, or where there is none computed from the state. Raises UnsupportedModelError where the backward
-    pass draws some.
+    ``left`` starts with the values of the state ``found``. If both are the same object, the optimizer takes its step
+    with those of its own kernels that a CUDA graph can hold; else as a graph of tensors. Random numbers are drawn from
+    the ``generator``, or, without one, computed from the state. Raises UnsupportedModelError if the backward pass draws
+    any.
     """
     parameters = {name: value.detach().requires_grad_() for name, value in found.parameters.items()}
     draws = generator or (Draws(found.own[SEED], found.own[OFFSET]) if SEED in found.own else None)
@@ -176,7 +176,7 @@ def _update(
 
 
 def _apart(gradients: _Gradients) -> _Gradients:
-    """Each in memory of its own, as ``grad`` is: those of two parameters that are added are one tensor."""
+    """Each in its own memory, as ``grad`` is: two parameters that are added share one gradient tensor."""
     found: dict[str, Tensor | None] = {}
     held: set[int] = set()
     for name, gradient in gradients.items():
@@ -202,7 +202,7 @@ def _step(optimizer: Optimizer, takes: Tensor | None, left: TrainingState, *, it
 
 @contextmanager
 def _only_if(takes: Tensor | None, written: Iterable[Tensor]) -> Iterator[None]:
-    """Give tensors what the block writes into them if ``takes``, or where that is None; else what they were."""
+    """Keep what the block writes into tensors if ``takes`` is true or None; else restore them."""
     if takes is None:
         yield
         return
@@ -244,7 +244,7 @@ def _settings(group: Mapping[str, Any], *, itself: bool) -> dict[str, Any]:
 
 @contextmanager
 def _compiling() -> Iterator[None]:
-    """Have torch's optimizers compute with tensors where they otherwise read numbers of them."""
+    """Make torch's optimizers compute with tensors where they would read numbers from them."""
     before = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = True
     try:
