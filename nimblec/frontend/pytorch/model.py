@@ -85,12 +85,28 @@ def is_compiled(model: Any) -> bool:
 
 
 def as_module(model: Any) -> torch.nn.Module:
-    """Wrap a function as a module: exporters take only modules."""
+    """Wrap a function as a module: exporters take only modules, and of a builtin they want a signature."""
     if isinstance(model, torch.nn.Module):
         return model
     module = torch.nn.Module()
-    module.forward = model
+    module.forward = model if _has_signature(model) else _with_signature(model)
     return module
+
+
+def _with_signature(builtin: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return builtin(*args, **kwargs)
+
+    return call
+
+
+def _has_signature(function: Any) -> bool:
+    """Whether Python knows the parameters of a function, as it does not of most builtins."""
+    try:
+        inspect.signature(function)
+    except ValueError:
+        return False
+    return True
 
 
 def set_arithmetic(precision: Precision) -> None:

@@ -18,6 +18,7 @@ from nimblec.frontend.pytorch.borrowed import borrowed
 from nimblec.frontend.pytorch.export_errors import exporting
 from nimblec.frontend.pytorch.model import ModelCall, TorchModel, as_module, place_call, state_written
 from nimblec.frontend.pytorch.objects import refuse_script
+from nimblec.frontend.pytorch.onnx_angles import exact_angles
 from nimblec.frontend.pytorch.onnx_identities import exact_identities
 from nimblec.frontend.pytorch.onnx_sources import keep_sources
 from nimblec.frontend.pytorch.onnx_translations import COMMON, TRANSLATIONS
@@ -181,7 +182,7 @@ def _onnx_program(
     """
 
     def exported() -> torch.onnx.ONNXProgram:
-        with exporting(name, "torch.onnx.export"), exact_identities():
+        with exporting(name, "torch.onnx.export"), exact_identities(), exact_angles():
             program = torch.onnx.export(
                 module,
                 args,

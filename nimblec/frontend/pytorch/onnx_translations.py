@@ -1,4 +1,4 @@
-"""Translations for what torch.onnx exports wrongly, slowly or not at all: state writes, batch norms, shifts, attention.
+"""Translations for what torch.onnx exports wrongly, slowly or not at all.
 
 Writes of a few rows of a tensor become ScatterND, which ONNX Runtime does in place. torch.onnx transposes the tensor
 before and after where the rows are not of its first dimension: two copies of a whole cache. Here every
@@ -7,9 +7,13 @@ dimension up to theirs is indexed instead, and each row is one contiguous copy.
 Batch norm in training mode is written out: torch.onnx exports it as if it were in evaluation mode. It shifts unsigned
 numbers as if they had signs; a shift to the right, of which random numbers take many, is three nodes for its seven.
 Attention of other than four axes it refuses.
+
+Of values that are scattered as a mean it keeps the last one. An integer to a fractional power becomes an integer.
+Integers are divided in float32, and a quotient is rounded to a number before it is rounded down: 6 // 0.1 is 60, and 59
+in PyTorch. The logarithm of a small sigmoid is that of zero.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -26,6 +30,14 @@ _ATTENTION_AXES = 4
 _UNSIGNED = (onnx_ir.DataType.UINT8, onnx_ir.DataType.UINT16, onnx_ir.DataType.UINT32, onnx_ir.DataType.UINT64)
 _DIVISIBLE = {onnx_ir.DataType.INT32: 31, onnx_ir.DataType.INT64: 63}
 """Of the integers that ONNX Runtime divides, the bits without the sign."""
+_NEUTRAL: dict[str, Callable[[np.dtype[Any]], Any]] = {
+    "sum": lambda _: 0,
+    "mean": lambda _: 0,
+    "prod": lambda _: 1,
+    "amax": lambda dtype: np.iinfo(dtype).min if dtype.kind in "iu" else -np.inf,
+    "amin": lambda dtype: np.iinfo(dtype).max if dtype.kind in "iu" else np.inf,
+}
+"""Of each reduction, the number of a dtype that changes no result."""
 
 
 def index_copy(self: Any, dim: int, index: Any, source: Any) -> Any:
@@ -143,11 +155,116 @@ def shift_right_by(self: Any, other: Any) -> Any:
     return core.aten_bitwise_right_shift(self, other)
 
 
+def shift_left(self: Any, other: int) -> Any:
+    """aten.__lshift__.Scalar."""
+    if self.dtype in _UNSIGNED:
+        return op.BitShift(self, _like(other, self), direction="LEFT")
+    return core.aten_bitwise_left_shift_tensor_scalar(self, other)
+
+
+def shift_left_by(self: Any, other: Any) -> Any:
+    """aten.bitwise_left_shift.Tensor."""
+    if self.dtype in _UNSIGNED and other.dtype == self.dtype:
+        return op.BitShift(self, other, direction="LEFT")
+    return core.aten_bitwise_left_shift(self, other)
+
+
+def log_sigmoid(self: Any) -> Any:
+    """aten.log_sigmoid: min(x, 0) - log(1 + exp(-|x|)), which is finite where the sigmoid is rounded to zero."""
+    near = op.Log(op.Add(op.Exp(op.Neg(op.Abs(self))), _like(1, self)))
+    return op.Sub(op.Min(self, _like(0, self)), near)
+
+
+def power(self: Any, exponent: Any) -> Any:
+    """aten.pow.Tensor_Tensor: of integers to the power of others, in the type of these."""
+    if exponent.dtype.is_floating_point() and not self.dtype.is_floating_point():
+        self = op.Cast(self, to=exponent.dtype)
+    return core.aten_pow(self, exponent)
+
+
+def remainder(self: Any, other: Any) -> Any:
+    """aten.remainder: what is left of the quotient that is rounded down, exactly."""
+    self, other = _tensors(self, other)
+    if self.dtype.is_integer():
+        return core.aten_remainder(self, other)
+    rest, is_below = _rest(self, other)
+    return op.Where(is_below, op.Add(rest, other), rest)
+
+
+def floor_divide(self: Any, other: Any) -> Any:
+    """aten.floor_divide: rounded down from the exact quotient, not from that which was rounded to a number."""
+    self, other = _tensors(self, other)
+    if self.dtype.is_integer():
+        return core.aten_floor_divide(self, other)
+    rest, is_below = _rest(self, other)
+    whole = op.Div(op.Sub(self, rest), other)
+    whole = op.Round(op.Where(is_below, op.Sub(whole, _like(1, self)), whole))
+    return op.Where(op.Equal(other, _like(0, self)), op.Div(self, other), whole)
+
+
+def divide(self: Any, other: Any, rounding_mode: str | None = None) -> Any:
+    """aten.div.Tensor_mode: of integers without a detour by float32."""
+    self, other = _tensors(self, other)
+    if rounding_mode == "floor":
+        return floor_divide(self, other)
+    if rounding_mode == "trunc" and self.dtype.is_integer():
+        return op.Div(self, other)
+    return core.aten_div_mode(self, other, rounding_mode)
+
+
+def _tensors(self: Any, other: Any) -> list[Any]:
+    """Both operands, a number as a tensor of the other's type."""
+    like = other if isinstance(self, int | float) else self
+    return [_described(_like(x, like), [], like) if isinstance(x, int | float) else x for x in (self, other)]
+
+
+def _rest(self: Any, other: Any) -> tuple[Any, Any]:
+    """What is left of the quotient that is rounded towards zero, and whether that is above the one rounded down."""
+    zero = _like(0, self)
+    rest = op.Mod(self, other, fmod=1)
+    differ = op.Not(op.Equal(op.Less(rest, zero), op.Less(other, zero)))
+    return rest, op.And(op.Not(op.Equal(rest, zero)), differ)
+
+
+def scatter_reduce(self: Any, dim: int, index: Any, src: Any, reduce: str, include_self: bool = True) -> Any:
+    """aten.scatter_reduce.two: without its own elements, it begins with what changes no result."""
+    if not len(self.shape):
+        axes = _ints([0])
+        self, index, src = (_described(op.Unsqueeze(each, axes), [1], each) for each in (self, index, src))
+        return op.Squeeze(scatter_reduce(self, 0, index, src, reduce, include_self), axes)
+    rows = op.Shape(index)
+    if not include_self:
+        begin = op.Expand(_like(_NEUTRAL[reduce](self.dtype.numpy()), self), rows)
+        self = _described(op.ScatterElements(self, index, begin, axis=dim), self.shape, self)
+    if reduce != "mean":
+        return core.aten_scatter_reduce(self, dim, index, src, reduce)
+    one = _like(1, self)
+    own = op.Expand(_like(int(include_self), self), op.Shape(self))
+    counts = op.ScatterElements(own, index, op.Expand(one, rows), axis=dim, reduction="add")
+    total = op.ScatterElements(self, index, src, axis=dim, reduction="add")
+    total, counts = (_described(each, self.shape, self) for each in (total, op.Max(counts, one)))
+    return op.Div(total, counts) if self.dtype.is_floating_point() else core.aten_floor_divide(total, counts)
+
+
 COMMON: dict[Any, Any] = {
     aten.scaled_dot_product_attention.default: attention,
     aten.__rshift__.Scalar: shift_right,
     aten.bitwise_right_shift.Tensor_Scalar: shift_right,
     aten.bitwise_right_shift.Tensor: shift_right_by,
+    aten.__rshift__.Tensor: shift_right_by,
+    aten.__lshift__.Scalar: shift_left,
+    aten.__lshift__.Tensor: shift_left_by,
+    aten.bitwise_left_shift.Tensor_Scalar: shift_left,
+    aten.bitwise_left_shift.Tensor: shift_left_by,
+    aten.log_sigmoid.default: log_sigmoid,
+    aten.pow.Tensor_Tensor: power,
+    aten.remainder.Tensor: remainder,
+    aten.remainder.Scalar: remainder,
+    aten.remainder.Scalar_Tensor: remainder,
+    aten.floor_divide.default: floor_divide,
+    aten.div.Tensor_mode: divide,
+    aten.div.Scalar_mode: divide,
+    aten.scatter_reduce.two: scatter_reduce,
 }
 """For any model."""
 
@@ -195,7 +312,7 @@ def _number(value: float, like: Any) -> Any:
     return op.CastLike(constant, like)
 
 
-def _like(value: int, other: Any) -> Any:
+def _like(value: float, other: Any) -> Any:
     return op.Constant(value=numpy_helper.from_array(np.array(value, other.dtype.numpy())))
 
 

@@ -1,0 +1,108 @@
+"""What torch.onnx exports wrong for other values than those of the example, against PyTorch."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import nimblec
+import nimblert
+
+ROWS = torch.tensor([[0.5, -1.0, 2.0], [4.0, 8.0, -16.0], [32.0, 1.0, 3.0]])
+APART = torch.tensor([[0, 1, 2], [1, 2, 3]])
+"""No place twice: what one of them makes of it is a sum, a mean and a product."""
+TOGETHER = torch.tensor([[0, 3, 3], [0, 3, 1]])
+BELOW = torch.tensor([[-torch.inf, -1.0, 2.0], [-torch.inf, 8.0, -16.0]])
+
+
+def _scattered(reduce: str, *, include_self: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    return lambda x, index, source: x.scatter_reduce(0, index, source, reduce, include_self=include_self)
+
+
+def _agree(model: Callable[..., Any], example: tuple[Tensor, ...], *others: tuple[Tensor, ...]) -> None:
+    """A plan made for the example gives for it and others what PyTorch gives."""
+    with nimblert.load(nimblec.compile(model, example, target="cpu", streams=1)) as exe:
+        for inputs in (example, *others):
+            found = torch.from_numpy(exe(*(tensor.numpy() for tensor in inputs)))
+            torch.testing.assert_close(found, model(*inputs), equal_nan=True)
+
+
+@pytest.mark.parametrize("include_self", [True, False])
+@pytest.mark.parametrize("reduce", ["sum", "mean", "prod", "amax", "amin"])
+def test_a_reduction_that_is_scattered(reduce: str, include_self: bool) -> None:
+    """Below zero without a bound, and at places that come twice, unlike those of the example."""
+    x = torch.ones(4, 3)
+    others = [(x, TOGETHER, source) for source in (ROWS[:2], BELOW, -BELOW)]
+    _agree(_scattered(reduce, include_self=include_self), (x, APART, ROWS[:2]), *others)
+
+
+@pytest.mark.parametrize("include_self", [True, False])
+def test_a_mean_of_integers_is_rounded_down(include_self: bool) -> None:
+    x, source = torch.full((4, 3), 3), torch.tensor([[-7, 2, 5], [-8, 4, 6]])
+    _agree(_scattered("mean", include_self=include_self), (x, APART, source.abs()), (x, TOGETHER, source))
+
+
+def test_a_mean_of_one_number() -> None:
+    x, place = torch.tensor(3.0), torch.tensor(0)
+    _agree(lambda x, source: x.scatter_reduce(0, place, source, "mean"), (x, x), (x, -x * 4))
+
+
+def test_an_integer_to_a_power_that_is_none() -> None:
+    integers, ones = torch.tensor([1, 2, 3]), torch.ones(3)
+    _agree(torch.pow, (integers, ones), (integers, ones / 2), (integers, -ones))
+
+
+def test_the_logarithm_of_a_sigmoid_that_is_rounded_to_zero() -> None:
+    x = torch.tensor([0.5, 1.0, 2.0])
+    _agree(functional.logsigmoid, (x,), (x * -100,), (x * 100,))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16])
+@pytest.mark.parametrize("model", [lambda x: x << 3, lambda x: x << (x % 5)], ids=["number", "tensor"])
+def test_a_shift_to_the_left(model: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
+    _agree(model, (torch.tensor([1, 2, 77], dtype=dtype),))
+
+
+@pytest.mark.parametrize("model", [torch.atan2, lambda y, x: torch.complex(x, y).angle()], ids=["real", "complex"])
+def test_an_angle_on_an_axis(model: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Zeros have signs: an angle jumps from pi to -pi where its axis is crossed."""
+    ones, zeros = torch.ones(4), torch.tensor([0.0, -0.0, 0.0, -0.0])
+    signs = torch.tensor([1.0, 1.0, -1.0, -1.0])
+    nan = torch.full((4,), torch.nan)
+    _agree(model, (ones, ones), *[(zeros, signs), (signs, zeros), (signs, signs.flip(0)), (zeros, ones), (nan, ones)])
+
+
+WHOLE = torch.tensor([123_456_789, -123_456_791, 2**62 + 1, -7])
+DIVISIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "floor": lambda x, y: torch.div(x, y, rounding_mode="floor"),
+    "trunc": lambda x, y: torch.div(x, y, rounding_mode="trunc"),
+    "//": lambda x, y: x // y,
+    "%": lambda x, y: x % y,
+}
+
+
+@pytest.mark.parametrize("how", DIVISIONS)
+def test_a_quotient_of_integers_that_float32_does_not_have(how: str) -> None:
+    _agree(lambda x: DIVISIONS[how](x, torch.tensor(10)), (WHOLE % 8,), (WHOLE,))
+
+
+@pytest.mark.parametrize("how", ["floor", "trunc"])
+def test_a_quotient_of_an_integer_and_a_number(how: str) -> None:
+    _agree(lambda x: torch.div(x, -10, rounding_mode=how), (WHOLE % 8,), (WHOLE,))
+
+
+@pytest.mark.parametrize("how", ["floor", "//", "%"])
+def test_a_quotient_that_rounding_takes_to_the_next_integer(how: str) -> None:
+    """6 / 0.1 is 60, and 0.1 is more than a tenth: 59 of them fit in."""
+    x = torch.tensor([6.0, 0.6, -0.3, 1.0, -6.0, 0.0])
+    tenth, inf = torch.full((6,), 0.1), torch.full((6,), torch.inf)
+    others = [(x, tenth), (x, -tenth), (x, inf), (x, -inf), (x, tenth * 0), (-x, tenth * 3)]
+    _agree(DIVISIONS[how], (torch.ones(6), torch.ones(6)), *others)
+
+
+@pytest.mark.parametrize("model", [lambda x: x % 0.1, lambda x: torch.remainder(7.0, x)], ids=["by", "of"])
+def test_the_rest_of_a_number(model: Callable[[Tensor], Tensor]) -> None:
+    _agree(model, (torch.ones(3),), (torch.tensor([6.0, -0.6, 0.1]),))
