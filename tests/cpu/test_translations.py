@@ -106,3 +106,8 @@ def test_a_quotient_that_rounding_takes_to_the_next_integer(how: str) -> None:
 @pytest.mark.parametrize("model", [lambda x: x % 0.1, lambda x: torch.remainder(7.0, x)], ids=["by", "of"])
 def test_the_rest_of_a_number(model: Callable[[Tensor], Tensor]) -> None:
     _agree(model, (torch.ones(3),), (torch.tensor([6.0, -0.6, 0.1]),))
+
+
+@pytest.mark.parametrize("lead", [(), (2,)], ids=["matrix", "matrices"])
+def test_a_transposed_matrix_times_a_vector(lead: tuple[int, ...]) -> None:
+    _agree(lambda x, y: x.mT @ y, (torch.randn(*lead, 3, 6), torch.randn(3)))

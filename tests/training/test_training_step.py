@@ -13,6 +13,7 @@ import training_steps
 from safetensors.numpy import load_file
 from subprocesses import python
 from torch import Tensor, nn
+from torch.nn import functional
 
 import nimblec
 import nimblert
@@ -20,12 +21,13 @@ from nimblec.errors import ArgumentError, TraceError, UnsupportedModelError
 from nimblert import Executable
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
+Loss = Callable[[Tensor, Tensor], Tensor]
 STEPS = 6
 SAMPLE = """
 import runpy, sys
 runpy.run_path("samples/train_lean.py", run_name="__main__")
 """
-loss = nn.functional.cross_entropy
+loss = functional.cross_entropy
 
 
 def network() -> nn.Module:
@@ -306,6 +308,98 @@ def test_what_cannot_be_a_step_is_a_sentence() -> None:
         nimblec.training_step(model, loss, nadam, (x, y))
 
 
+class FromZeros(nn.Module):
+    """A recurrent layer that begins with zeros, and scores of which a tensor that is no buffer masks one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.GRU(3, 4, batch_first=True)
+        self.mask = torch.tensor([1.0, 0.0, 1.0, 1.0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scores of rows of three numbers."""
+        scores: Tensor = self.layer(x[:, None], torch.zeros(1, len(x), 4))[0][:, 0]
+        return scores * self.mask
+
+
+class Encoder(nn.Module):
+    """A layer of a transformer over tokens, whose keys have a bias that changes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.scores = nn.Embedding(7, 8), nn.Linear(8, 7)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Seven scores of each row."""
+        scores: Tensor = self.scores(self.layer(self.tokens(tokens)).mean(1))
+        return scores
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_bias_of_which_a_part_is_rounding_alone(seed: int) -> None:
+    """Adam divides the gradient of the keys' bias by itself: ONNX Runtime's is rounded otherwise."""
+    torch.manual_seed(seed)
+    model = Encoder()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    tokens, y = torch.randint(0, 7, (5, 3)), torch.arange(5)
+    step = nimblec.training_step(model, loss, optimizer, (tokens, y))
+    with nimblert.load(nimblec.compile(step, target="cpu", streams=1)) as exe:
+        wanted = loss(model(tokens), y).item()
+        np.testing.assert_allclose(exe(tokens.numpy(), y.numpy(), entry="train"), wanted, rtol=1e-5)
+
+
+WEIGHT = torch.tensor([0.1, 0.2, 0.3, 0.4])
+LOSSES: dict[str, Loss] = {
+    "a buffer": nn.CrossEntropyLoss(weight=WEIGHT),
+    "cast": lambda scores, y: functional.cross_entropy(scores, y, weight=WEIGHT.to(scores.dtype)),
+    "made": lambda scores, y: functional.cross_entropy(scores, y, weight=torch.tensor([0.1, 0.2, 0.3, 0.4])),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_tensors_that_are_no_part_of_the_model(name: str) -> None:
+    """They are in float32, and the step is checked in float64."""
+    torch.manual_seed(0)
+    model = FromZeros()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    x, y = torch.randn(5, 3), torch.arange(5) % 4
+    step = nimblec.training_step(model, LOSSES[name], optimizer, (x, y))
+    with nimblert.load(nimblec.compile(step, target="cpu", streams=1)) as exe:
+        for _ in range(2):
+            wanted = LOSSES[name](model(x), y)
+            wanted.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            np.testing.assert_allclose(exe(x.numpy(), y.numpy(), entry="train"), wanted.item(), rtol=1e-5)
+
+
+def test_a_tensor_that_meets_no_float64_is_a_sentence() -> None:
+    model = nn.Linear(3, 4)
+    sgd = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(TraceError, match=r"cannot be taken in float64.*make it a buffer of a module: line \d+ of"):
+        nimblec.training_step(
+            model,
+            lambda scores, y: functional.cross_entropy(scores, y, weight=WEIGHT),
+            sgd,
+            (torch.randn(5, 3), torch.arange(5) % 4),
+        )
+
+
+@pytest.mark.parametrize("held", ["weight", "running_mean"])
+def test_a_loss_that_reads_the_model_past_its_result(held: str) -> None:
+    """As a constant, a penalty of weights would be no part of the gradient."""
+    model = nn.BatchNorm1d(3)
+    sgd = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(UnsupportedModelError, match=r"reads a parameter or buffer of shape \(3,\)"):
+        nimblec.training_step(
+            model,
+            lambda scores, y: functional.cross_entropy(scores, y) + getattr(model, held).square().sum(),
+            sgd,
+            (torch.randn(5, 3), torch.arange(5) % 3),
+        )
+
+
 class Attention(nn.Module):
     """Rows of images as tokens, by the fused attention of torch."""
 
@@ -316,7 +410,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Ten scores of each image."""
         q, k, v = self.project(x).chunk(3, dim=-1)
-        scores: Tensor = self.scores(nn.functional.scaled_dot_product_attention(q, k, v).flatten(1))
+        scores: Tensor = self.scores(functional.scaled_dot_product_attention(q, k, v).flatten(1))
         return scores
 
 

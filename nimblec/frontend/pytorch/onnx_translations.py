@@ -10,7 +10,8 @@ Attention of other than four axes it refuses.
 
 Of values that are scattered as a mean it keeps the last one. An integer to a fractional power becomes an integer.
 Integers are divided in float32, and a quotient is rounded to a number before it is rounded down: 6 // 0.1 is 60, and 59
-in PyTorch. The logarithm of a small sigmoid is that of zero.
+in PyTorch. The logarithm of a small sigmoid is that of zero. Of a transposed matrix and a vector, ONNX Runtime 1.32
+computes another product.
 """
 
 from collections.abc import Callable, Sequence
@@ -138,6 +139,14 @@ def attention(query: Any, key: Any, value: Any, attn_mask: Any = None, *given: A
     return op.Reshape(made, _ints([*lead, rows, value.shape[-1]]))
 
 
+def matmul(self: Any, other: Any) -> Any:
+    """aten.matmul and aten.mv: a vector as a column, since ONNX Runtime fuses a transposed matrix with it wrongly."""
+    if len(other.shape) != 1 or len(self.shape) == 1:
+        return core.aten_matmul(self, other)
+    last = _ints([-1])
+    return op.Squeeze(op.MatMul(self, op.Unsqueeze(other, last)), last)
+
+
 def shift_right(self: Any, other: int) -> Any:
     """aten.__rshift__.Scalar: that of numbers with signs, which keeps them, is a division without a rest."""
     if self.dtype in _UNSIGNED:
@@ -248,6 +257,8 @@ def scatter_reduce(self: Any, dim: int, index: Any, src: Any, reduce: str, inclu
 
 COMMON: dict[Any, Any] = {
     aten.scaled_dot_product_attention.default: attention,
+    aten.matmul.default: matmul,
+    aten.mv.default: matmul,
     aten.__rshift__.Scalar: shift_right,
     aten.bitwise_right_shift.Tensor_Scalar: shift_right,
     aten.bitwise_right_shift.Tensor: shift_right_by,

@@ -1,7 +1,8 @@
 """Whether a graph of a step does what the optimizer itself does."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nimblec.errors import UnsupportedModelError
+from nimblec.errors import UnsupportedModelError, user_code
 from nimblec.frontend.pytorch.training.random import Draws
 from nimblec.frontend.pytorch.training.state import OFFSET, SEED, Recipe, TrainingState, initial_state, named_tensors
 from nimblec.frontend.pytorch.training.step import Step, trace
@@ -19,10 +20,26 @@ _TOLERANCE = 1e-5
 """Relative to the largest magnitude of a tensor: what another order of sums may change in a step."""
 _LEAST = 1e-5
 """Relative to the largest magnitude that a call changes: a smaller tensor may be zero up to rounding."""
+_IN_FLOAT64 = (
+    "training_step: the step cannot be taken in float64, in which it is checked: give each tensor of model and loss "
+    "the dtype of what it meets, weight.to(scores.dtype), or make it a buffer of a module"
+)
 _FEW = 2
 """Calls whose gradients are summed for a step here: more of them give the same graph."""
 
 
+@contextmanager
+def _new_tensors_in_float64() -> Iterator[None]:
+    """Have what a model makes without a dtype, as a first hidden state, in that of its weights."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@_new_tensors_in_float64()
 def refuse_another_step(recipe: Recipe, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> Step:
     """The step in float64, where its graph does what the optimizer does; else raise UnsupportedModelError.
 
@@ -31,10 +48,11 @@ def refuse_another_step(recipe: Recipe, inputs: Sequence[Tensor], targets: Seque
     """
     model, optimizer = copy.deepcopy((recipe.model, recipe.optimizer))
     model.double()
+    loss = copy.deepcopy(recipe.loss).double() if isinstance(recipe.loss, nn.Module) else recipe.loss
     for kept in optimizer.state.values():
         kept |= {name: _wide(value) for name, value in kept.items()}
     few = min(recipe.accumulate, _FEW)
-    wide = replace(recipe, model=model, optimizer=optimizer, accumulate=few, autocast=None, constants={})
+    wide = replace(recipe, model=model, loss=loss, optimizer=optimizer, accumulate=few, autocast=None, constants={})
     inputs, targets = tuple(map(_wide, inputs)), tuple(map(_wide, targets))
     state = initial_state(wide, draws=True)
     state = state.with_tensors([_wide(value) for value in state.tensors()])
@@ -43,8 +61,8 @@ def refuse_another_step(recipe: Recipe, inputs: Sequence[Tensor], targets: Seque
     values = [value.detach().clone() for value in state.tensors()]
     offset = state.own[OFFSET].clone()
     for number in range(_CHECKED_STEPS * wide.accumulate):
-        with Draws(state.own[SEED], offset) as draws:
-            value = recipe.loss(model(*inputs), *targets)
+        with user_code(_IN_FLOAT64), Draws(state.own[SEED], offset) as draws:
+            value = loss(model(*inputs), *targets)
             (value / wide.accumulate).backward()
         offset += draws.used
         if (number + 1) % wide.accumulate == 0:
@@ -54,9 +72,9 @@ def refuse_another_step(recipe: Recipe, inputs: Sequence[Tensor], targets: Seque
             optimizer.zero_grad()
         before = _held(state.with_tensors(values))
         with torch.no_grad():
-            loss, *values = traced.graph(*values, *inputs, *targets)
+            lost, *values = traced.graph(*values, *inputs, *targets)
         after = state.with_tensors(values)
-        found = {"loss": loss, **_held(after), OFFSET: after.own[OFFSET]}
+        found = {"loss": lost, **_held(after), OFFSET: after.own[OFFSET]}
         wanted = {"loss": value.detach(), **named_tensors(model), **_slots(model, optimizer), OFFSET: offset}
         if (wrong := _differing(before, wanted, found)) is not None:
             raise UnsupportedModelError(

@@ -73,14 +73,27 @@ def trace(
     table = decompositions(exported=exported)
     plainly = _plain_operators() if exported else nullcontext()
     with user_code("training_step: the step cannot be traced"), plainly, preserve_node_meta():
-        traced = make_fx(step, decomposition_table=table, tracing_mode="fake")(*flat)
+        traced = make_fx(step, decomposition_table=table, tracing_mode="fake", _allow_non_fake_inputs=True)(*flat)
     for node in reversed(traced.graph.nodes):
         if str(node.target).startswith("profiler."):  # of Optimizer.step
             traced.graph.erase_node(node)
         refuse_other_draws(node.target, node.args, node.kwargs)
+    _refuse_held(recipe.model, traced)
     traced.recompile()
     name_updates(traced.graph, state)
     return Step(graph=traced, draws=draws)
+
+
+def _refuse_held(model: nn.Module, traced: Any) -> None:
+    """Raise UnsupportedModelError where a parameter or buffer became a constant, which the step would never change."""
+    held = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
+    read = (getattr(traced, node.target) for node in traced.graph.nodes if node.op == "get_attr")
+    for value in read:
+        if isinstance(value, Tensor) and (value.requires_grad or value.untyped_storage()._cdata in held):
+            raise UnsupportedModelError(
+                f"training_step: model or loss reads a parameter or buffer of shape {tuple(value.shape)} that is not "
+                "the model's own at this place: have the model return what the loss reads of it"
+            )
 
 
 @contextmanager
