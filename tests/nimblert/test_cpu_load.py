@@ -4,7 +4,8 @@ import gc
 import shutil
 import threading
 import tracemalloc
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -233,6 +234,31 @@ def test_loading_and_closing_leaves_no_python_objects_behind(path: Path) -> None
     finally:
         tracemalloc.stop()
     assert lost <= PYTHON_SLACK_NBYTES
+
+
+@pytest.fixture
+def _no_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("_no_collector")
+@pytest.mark.parametrize(("runs", "closes"), [(0, True), (1, True), (1, False)])
+def test_sessions_are_given_back_without_the_garbage_collector(path: Path, runs: int, *, closes: bool) -> None:
+    executable = nimblert.load(path)
+    for _ in range(runs):
+        executable.run({"x": drawn(0)})
+    backend: Any = executable.backend
+    calls = [weakref.ref(step) for steps in backend._issued for _, step in steps]  # of sessions, which take no weakref
+    workers = backend._streams._workers[:]
+    if closes:
+        executable.close()
+    del backend, executable
+    for worker in workers:
+        worker.join()
+    assert [call for call in calls if call()] == []
 
 
 FAILING = """

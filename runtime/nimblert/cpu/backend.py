@@ -273,7 +273,10 @@ class CpuBackend:
 
     def close(self) -> None:
         """End the threads and drop sessions and memory."""
+        alone = self.__dict__.get("_alone", [])
         self._end()
+        for steps in (*self._issued, alone):
+            steps.clear()  # a step that was never run, or takes long, holds its stream
         self.inputs = self.outputs = ()
         del self._streams, self.memory, self._own
 

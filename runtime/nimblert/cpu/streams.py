@@ -76,6 +76,7 @@ class Worker:
         while True:
             self._wake.acquire()
             if self._ending:
+                del self._work  # often a method of the object that holds this worker: neither waits for the collector
                 return
             if not self.idle:
                 self._work()
