@@ -189,7 +189,7 @@ def test_what_the_exporter_refuses_is_said_in_a_sentence() -> None:
     assert not {"\n", "\x1b"} & set(str(refused.value))
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.*deprecated")
+@pytest.mark.filterwarnings("ignore:.torch.jit.* is (deprecated|not supported)")
 def test_torchscript_that_a_callable_returns_is_refused(
     nimblec: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
