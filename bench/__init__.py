@@ -1,1 +1,1 @@
-"""Benchmarks: each prints what it measured and writes the raw figures under bench/results."""
+"""Benchmarks: each prints its table and writes the raw figures under bench/results."""

@@ -1,14 +1,14 @@
 """Run all benchmarks of the H200, the most important first, within a time limit.
 
-Usage: python -m bench.all [--gpus N] [--jobs J] [--stop-after SECONDS] [--only NAME,...]. First the tables of networks
-(peers, schedules, batches, fp32), of a decoder step (decoder), of training steps (training, training_bf16, and bits,
-which compares theirs with eager's), of plans for any size (sizes) and of new weights (refit), in one queue of processes
-that get ready side by side and measure alone (bench/running.py). Then what needs a GPU and its share of the cores to
-itself: max-autotune, which times candidates for minutes (tuned, in peers.json), and the programs that time kernels,
-compilations and starts or look at memory (singles, in singles.json). The figures are in bench/results/h200 as they
-come.
+Usage: python -m bench.all [--gpus N] [--jobs J] [--stop-after SECONDS] [--only NAME,...]. The first part is one queue
+of processes, which prepare side by side and measure alone (bench/running.py): the tables of networks (peers, schedules,
+batches, fp32), of a decoder step (decoder), of training steps (training, training_bf16, and bits, which compares them
+with eager's), of plans for any size (sizes) and of new weights (refit). The second part needs a GPU and its share of
+the cores exclusively: max-autotune, which times candidates for minutes (tuned, in peers.json), and programs that time
+kernels, compilations and starts or measure memory (singles, in singles.json). Figures are written to bench/results/h200
+as they come.
 
-Figures of this commit that the files already hold are kept, so the same command resumes with what is missing. On a
+Figures of this commit that the files already hold are kept, so the same command resumes an interrupted run. On a
 machine without the repository, NIMBLEC_COMMIT names the commit.
 """
 
@@ -59,12 +59,12 @@ def networks() -> dict[str, Table]:
 
 
 def tuned() -> Table:
-    """Max-autotune of the networks for which torch also tunes."""
+    """Max-autotune of the networks that torch also tunes."""
     return peers.table(peers.parser().parse_args(["--tune", "all", "--modes", "", "--levels", "", *peers.TUNED]))
 
 
 def singles() -> Table:
-    """The programs that have a GPU to themselves from beginning to end."""
+    """The programs that need a GPU exclusively from beginning to end."""
     path = peers.FOLDER / "singles.json"
 
     def job(program: tuple[str, ...]) -> Job:
@@ -84,14 +84,14 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str]) -> None:
-    """Measure what is missing, as far as the time goes."""
+    """Measure what is missing, until time is up."""
     options = parser().parse_args(arguments)
     begin = time.monotonic()
     names = options.only.split(",")
     alone = {"tuned": tuned(), "singles": singles()}
     tables = {**networks(), **alone}
     if unknown := set(names) - tables.keys():
-        raise SystemExit(f"--only {min(unknown)}: expected some of {', '.join(tables)}")
+        raise SystemExit(f"--only {min(unknown)}: expected names from {', '.join(tables)}")
     running.measure([tables[name] for name in names if name not in alone], options)
     one_by_one = copy.copy(options)
     one_by_one.jobs = 1

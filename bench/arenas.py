@@ -1,13 +1,13 @@
-"""Ten plans on one arena: the device memory that each takes, beside what it takes with an arena of its own.
+"""Device memory of ten plans that share one arena, compared with an arena for each plan.
 
 Usage: python -m bench.arenas [--markdown] [--level 0] [--workers 10] [MODEL_OR_PLAN ...]: plan files, or models named
-package.module:callable, which are compiled first, side by side, on one stream. Writes arenas.json in
-bench/results/h200, or --output; --markdown prints its table. Nothing else may use the GPU meanwhile. On one H200 it is
-expected to take one to two minutes. With --cpu, models are compiled for the CPU target, to try it.
+package.module:callable, which are first compiled in parallel, for one stream. Writes arenas.json in bench/results/h200,
+or --output; --markdown prints its table. Nothing else may use the GPU meanwhile. On one H200 it is expected to take one
+to two minutes. --cpu compiles the models for the CPU target, to try the program.
 
-Memory is what the driver says is not free (on the CPU target what the process holds besides files), before and after
-each load, and after runs, for which the driver loads code and graphs are built. All plans run in turns, and must give
-with one arena what they give alone. What CUDA takes once for the process, its context, is told by nvidia-smi.
+Memory is what the driver reports as used (on the CPU target, the anonymous memory of the process), before and after
+each load, and after runs, for which the driver loads code and graphs are built. All plans take turns, and their outputs
+on one arena must equal those with their own. The size of CUDA's context, one for the process, comes from nvidia-smi.
 """
 
 import argparse
@@ -44,7 +44,7 @@ NETWORKS = (
 )
 MODELS = tuple(f"bench.models.{name}:fp16" for name in NETWORKS)
 ROUNDS = 1
-"""Of runs, when all are loaded: a third run from the host would make a graph that brings its inputs."""
+"""Runs of each plan once all are loaded: a third run from the host would build a graph that uploads its inputs."""
 _HEAD = (
     "plan",
     "weights",
@@ -64,13 +64,13 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--level", type=int, default=0)
     made.add_argument("--workers", type=int, default=10, help="compilations side by side")
     made.add_argument("--cpu", action="store_true")
-    made.add_argument("--output", type=Path, help="where the figures are")
+    made.add_argument("--output", type=Path, help="path of the results")
     made.add_argument("--markdown", action="store_true")
     return made
 
 
 def plans(asked: Sequence[str], folder: Path, options: argparse.Namespace) -> dict[str, Path]:
-    """The plan files of what was asked for, by name; models are compiled in ``folder``."""
+    """The plan files by name; models are compiled in ``folder``."""
     target, workers = ("cpu", 1) if options.cpu else ("cuda", options.workers)
     compile_one = partial(plan_of, target=target, level=options.level, streams="1")
     paths = [folder / f"{number}.plan" for number in range(len(asked))]
@@ -79,7 +79,7 @@ def plans(asked: Sequence[str], folder: Path, options: argparse.Namespace) -> di
 
 
 def described(plan: Plan) -> dict[str, int]:
-    """The bytes of a plan that it says itself."""
+    """The bytes that a plan declares."""
     return {
         "weights": plan.weights_nbytes,
         "arena": plan.arena_nbytes,
@@ -89,13 +89,13 @@ def described(plan: Plan) -> dict[str, int]:
 
 
 def used(plan: Plan) -> int:
-    """Bytes of the device that are not free, or of the process on the CPU target."""
+    """Bytes of the device in use; on the CPU target, those of the process."""
     found = held(plan)
     return found.get("device", found["anonymous"])
 
 
 class Together:
-    """Plans that are loaded beside each other, on one arena if there is one."""
+    """Plans that are loaded at the same time, each with its own arena or all on one."""
 
     def __init__(self, paths: Mapping[str, Path], *, shared: bool) -> None:
         self._paths = paths
@@ -103,7 +103,7 @@ class Together:
         self._look = partial(used, container.read(next(iter(paths.values()))))
 
     def measured(self) -> tuple[dict[str, Any], dict[str, list[dict[str, np.ndarray]]]]:
-        """The bytes that were taken, in all and by plan, and the outputs of each plan's runs."""
+        """The bytes taken, in total and by plan, and the outputs of each plan's runs."""
         start = self._look()
         rows: dict[str, dict[str, int]] = {}
         figures: dict[str, Any] = {"plans": rows}
@@ -130,7 +130,7 @@ def _run(model: Executable) -> dict[str, np.ndarray]:
 
 
 def measure(paths: Mapping[str, Path]) -> dict[str, Any]:
-    """What all plans take with arenas of their own, and on one."""
+    """The memory of all plans with arenas of their own, and on one."""
     parsed = {name: container.read(path) for name, path in paths.items()}
     with ExitStack() as opened:
         before = _gpu_nbytes()
@@ -150,7 +150,7 @@ def measure(paths: Mapping[str, Path]) -> dict[str, Any]:
 
 
 def _agree(plan: Plan, outputs: Sequence[Mapping[str, np.ndarray]]) -> bool:
-    """Whether runs gave the same, bit for bit unless those of the framework did not."""
+    """Whether all runs agree: bit for bit, or within the tolerance of a framework that is not deterministic."""
     recorded = plan.programs[0].golden
     tolerance = recorded.tolerance if recorded else 0.0
     return all(
@@ -159,7 +159,7 @@ def _agree(plan: Plan, outputs: Sequence[Mapping[str, np.ndarray]]) -> bool:
 
 
 def _gpu_nbytes() -> int | None:
-    """Bytes of the first GPU that are in use, as nvidia-smi says; None where it says nothing."""
+    """Bytes in use on the first GPU, from nvidia-smi; None without it."""
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
     query = ["nvidia-smi", f"--id={first}", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     try:
@@ -169,7 +169,7 @@ def _gpu_nbytes() -> int | None:
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """A line for each plan, in MiB, and what all of them take."""
+    """A line for each plan, in MiB, and a paragraph on all of them."""
     lines = header(_HEAD)
     own, shared = results["own"], results["shared"]
     for name, plan in results["plans"].items():
@@ -197,7 +197,7 @@ def _together(results: Mapping[str, Any]) -> str:
 
 
 def main(arguments: Iterable[str]) -> int:
-    """Measure, or print the table of what was measured; 1 if any output was wrong."""
+    """Measure, or print the table of the results; 1 if any output was wrong."""
     options = parser().parse_args([*arguments])
     path = options.output or FOLDER / "arenas.json"
     if not options.markdown:

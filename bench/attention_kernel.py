@@ -1,9 +1,9 @@
 """Triton attention and norms against torch's, in the shapes of some networks, and in the layers of BERT.
 
-``python -m bench.attention_kernel`` on a Hopper GPU compiles all candidates side by side, checks each
-against torch in float32, and times it in a chain of calls in one graph beside
-scaled_dot_product_attention or native_layer_norm. At the end it times twelve layers of BERT, whose
-products are Triton kernels, with torch's attention and norms and with these.
+``python -m bench.attention_kernel`` on a Hopper GPU compiles all candidates in parallel, checks each against torch in
+float32, and times chains of calls in one graph, of the candidate and of scaled_dot_product_attention or
+native_layer_norm. At the end it times twelve layers of BERT, whose products are Triton kernels, with torch's attention
+and norms and with ours.
 """
 
 import argparse
@@ -37,12 +37,12 @@ from nimblec.kernels.norm.tilings import Norm, NormTiling, norm_candidates
 
 THEIRS = "theirs"
 TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2}
-"""Of the largest result, which a rounding of the weights and one of the results stay within."""
+"""Of the largest result: rounding the attention weights and the results once stays within it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """Attention of one network, batch 1; queries, keys and values lie in the result of one product."""
+    """Attention of one network, batch 1; queries, keys and values are slices of one product."""
 
     heads: int
     queries: int
@@ -108,7 +108,7 @@ def main() -> None:
 
 
 def measure(name: str, each: "Prepared | PreparedNorm", timer: GraphTimer) -> dict[str, Any]:
-    """Print a line for a case; the raw figures."""
+    """Print a line for a case; returns the raw figures."""
     error, choice = each.error(), each.timed(timer)
     print(f"{name:28s} {_line(choice)}  error {error:.4f}", flush=True)
     return {"case": name, "error": error, "us": dict(choice.microseconds)}
@@ -126,7 +126,7 @@ class Prepared:
         self.tilings = {"x".join(map(str, tiling.numbers)): tiling for tiling in candidates}
 
     def jobs(self) -> list[Job]:
-        """What to compile."""
+        """The kernels to compile."""
         return [launch_of(attention, *self._arguments(tiling)).job for tiling in self.tilings.values()]
 
     def _arguments(self, tiling: AttentionTiling, trigger: Trigger = "late") -> tuple[Any, ...]:
@@ -142,7 +142,7 @@ class Prepared:
         return functional.scaled_dot_product_attention(query, key, value, mask, is_causal=self.case.causal)
 
     def error(self) -> float:
-        """The largest error of a candidate as a part of the largest result; says which are wrong."""
+        """The largest error of any candidate, relative to the largest result; prints those that are wrong."""
         expected = attended(*self.tensors, causal=self.case.causal, scale=self.scale).transpose(1, 2)
         largest = 0.0
         for name, tiling in self.tilings.items():
@@ -154,7 +154,7 @@ class Prepared:
         return largest
 
     def timed(self, timer: GraphTimer) -> Choice:
-        """All candidates beside torch's op, in chains."""
+        """The times of all candidates and of torch's op, in chains."""
         sides: dict[str, Callable[[int], object]] = {THEIRS: lambda _: self.theirs()}
         for name, tiling in self.tilings.items():
             sides[name] = partial(_ignoring, self.ours, tiling, "late")
@@ -162,7 +162,7 @@ class Prepared:
         return self.times
 
     def fastest(self) -> AttentionTiling:
-        """Of our candidates, once they are timed."""
+        """The fastest of our candidates; `timed` comes first."""
         return self.tilings[min(self.tilings, key=self.times.microseconds.__getitem__)]
 
 
@@ -173,7 +173,7 @@ NORMS: Mapping[str, tuple[Norm, bool]] = {
     "sum and RMS norm, T5": (Norm(rows=128, columns=768, rms=True), True),
     "norm, Whisper-base": (Norm(rows=500, columns=512), False),
 }
-"""And whether a residual is added before."""
+"""And whether a residual is added first."""
 NORM_TRIGGERS: tuple[Trigger, ...] = ("late", "none")
 
 
@@ -192,7 +192,7 @@ class PreparedNorm:
         }
 
     def jobs(self) -> list[Job]:
-        """What to compile."""
+        """The kernels to compile."""
         op = add_layer_norm if self.adds else layer_norm
         return [
             launch_of(op, *self._arguments(tiling, trigger)).job
@@ -217,7 +217,7 @@ class PreparedNorm:
         return torch.native_layer_norm(x, x.shape[-1:], self.weight, self.bias, 1e-5)[0]
 
     def error(self) -> float:
-        """The largest error of a candidate; says which are wrong."""
+        """The largest error of any candidate, relative to the largest result; prints those that are wrong."""
         x = self.x + self.residual if self.adds else self.x
         expected = normalized(x, self.weight, self.bias, 1e-5, self.shape.rms, torch.float32)
         errors = {name: float((self.ours(t).float() - expected).abs().max()) for name, t in self.tilings.items()}
@@ -228,7 +228,7 @@ class PreparedNorm:
         return max(errors.values()) / largest
 
     def timed(self, timer: GraphTimer) -> Choice:
-        """All candidates, those with plain launches named "none" too, beside torch's ops."""
+        """The times of all candidates, also with plain launches ("none"), and of torch's ops."""
         sides: dict[str, Callable[[int], object]] = {THEIRS: lambda _: self.theirs()}
         for name, tiling in self.tilings.items():
             for trigger in NORM_TRIGGERS:
@@ -238,12 +238,12 @@ class PreparedNorm:
         return self.times
 
     def fastest(self) -> NormTiling:
-        """Of our candidates, once they are timed."""
+        """The fastest of our candidates; `timed` comes first."""
         return self.tilings[min(self.tilings, key=self.times.microseconds.__getitem__)]
 
 
 class Bert:
-    """The layers of BERT-base on 128 tokens: products of ours, each with weights of its own."""
+    """The layers of BERT-base on 128 tokens; their products are our kernels, each with weights of its own."""
 
     LAYERS = 12
     PRODUCTS = (
@@ -259,12 +259,12 @@ class Bert:
         self.tilings: list[Tiling] = [candidates(shape, GPU.current())[0] for shape in self.shapes]
 
     def jobs(self) -> list[Job]:
-        """What to compile."""
+        """The kernels to compile."""
         arguments = (self._arguments(number, self._weight(number), "late") for number in range(len(self.PRODUCTS)))
         return [launch_of(linear, *given).job for given in arguments]
 
     def measure(self, timer: GraphTimer, attended: Prepared, norm: PreparedNorm) -> dict[str, float]:
-        """Microseconds of all layers in one graph, by whose attention and norms they have."""
+        """Microseconds of all layers in one graph, by the origin of attention and norms."""
         mixing, norming = attended.fastest(), norm.fastest()
         sides: dict[str, tuple[Callable[[], object], Callable[[], object], Trigger]] = {
             "torch's attention, torch's norms": (attended.theirs, norm.theirs, "late"),

@@ -1,8 +1,8 @@
-"""What a call of a plan costs beside its replay.
+"""The overhead of a plan's calls over their replay.
 
-Usage: python -m bench.calls --markdown, which prints the table of what `bench.peers` measured.
+Usage: python -m bench.calls --markdown, which prints the table from the results of `bench.peers`.
 
-A call from numpy is allowed its replay, 25 us, and 1.3 times what its bytes take through page-locked memory.
+The limit for a call from numpy is its replay, plus 25 us, plus 1.3 times the copy of its bytes from page-locked memory.
 """
 
 import argparse
@@ -27,7 +27,7 @@ _ALLOWED_COPIES = 1.3
 
 
 def allowed_us(figures: Mapping[str, Any]) -> float:
-    """What a call from numpy may take."""
+    """The limit for a call from numpy."""
     gbps = min(figures["page_locked_gbps"].values())
     return float(figures["replay_us"]["median"] + _ALLOWED_US + _ALLOWED_COPIES * figures["moved_nbytes"] / gbps / 1e3)
 

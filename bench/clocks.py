@@ -1,4 +1,4 @@
-"""Samples of a clock: their spread, and whether the machine was quiet while they were taken."""
+"""Samples of a clock: their spread, and whether the machine was quiet meanwhile."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -12,18 +12,18 @@ WARM_UPS, REPEATS = 20, 100
 """Calls before the first sample, and samples of each clock."""
 TRIES = 3
 MOST_SPREAD = 1.15
-"""The 95th percentile over the 5th, where nothing disturbed."""
+"""Ratio of the 95th percentile to the 5th on a quiet machine."""
 MOST_LAUNCH_US = 30.0
-"""What the wall clock of a replay has beside the GPU's time, where nothing disturbed."""
+"""Wall-clock time of a replay beyond its GPU time on a quiet machine."""
 
 
 def spread(times: Sequence[float] | np.ndarray) -> dict[str, float]:
-    """The 5th percentile, median and 95th percentile of some times."""
+    """The 5th percentile, median and 95th percentile."""
     return dict(zip(("p5", "median", "p95"), np.percentile(times, (5, 50, 95)).round(4).tolist(), strict=True))
 
 
 def unrest(figures: Mapping[str, Mapping[str, float]]) -> float:
-    """How far from quiet spreads by clock are; 1 is just about quiet."""
+    """How far the spreads of a group of clocks are from those of a quiet machine; above 1 is noisy."""
     found = [(clock["p95"] / clock["p5"] - 1) / (MOST_SPREAD - 1) for clock in figures.values()]
     if {"kernels_us", "replay_us"} <= figures.keys():
         launch_us = figures["replay_us"]["median"] - figures["kernels_us"]["median"]
@@ -32,9 +32,9 @@ def unrest(figures: Mapping[str, Mapping[str, float]]) -> float:
 
 
 def quietest(groups: Mapping[str, Callable[[], Samples]]) -> dict[str, Any]:
-    """The spreads of all clocks, and as "noisy" the groups that were not quiet in any of three tries.
+    """The spreads of all clocks, and as "noisy" the groups that were noisy in each of `TRIES` tries.
 
-    The clocks of a group are sampled together: again where they were not quiet. The quietest try stands.
+    The clocks of a group are sampled together, again until they are quiet. The quietest try counts.
     """
     figures: dict[str, Any] = {}
     noisy = []

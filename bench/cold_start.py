@@ -89,7 +89,7 @@ def markdown(results: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str]) -> None:
-    """Measure, or print the table of the committed results."""
+    """Measure, or print the table of the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="bench.models.resnet50:fp32", metavar="MODEL")
     parser.add_argument("--markdown", action="store_true")

@@ -108,7 +108,7 @@ def markdown(results: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str]) -> None:
-    """Measure, or print the table of the committed results."""
+    """Measure, or print the table of the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--markdown", action="store_true")
     if parser.parse_args(arguments).markdown:

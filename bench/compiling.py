@@ -1,4 +1,4 @@
-"""Compile a plan for a benchmark: from nothing but the times in a file of its own, and with what that took."""
+"""Compilation of plans for benchmarks, with a timing cache of their own and no plan cache."""
 
 import time
 from collections import defaultdict
@@ -10,7 +10,7 @@ from nimblec.options import Options, read_options
 
 
 def compiled(model: Any, options: Options, path: Path) -> dict[str, Any]:
-    """Write a model's plan: the seconds that took, and each stage of it, and what the compiler says of the plan."""
+    """Write a model's plan; returns the seconds in total ("prepare_s") and by stage, and the compiler's notes."""
     begin = time.perf_counter()
     made = compile_model(model, options=options, output=path, observer=lambda *_: None)
     stages: defaultdict[str, float] = defaultdict(float)
@@ -20,7 +20,7 @@ def compiled(model: Any, options: Options, path: Path) -> dict[str, Any]:
 
 
 def plan_of(asked: str, path: Path, *, target: str, level: int, streams: str = "auto") -> Path:
-    """The plan file that is asked for, or that of a model, package.module:callable, which is compiled to ``path``.
+    """``asked`` if it is a plan file; else a model, package.module:callable, compiled to ``path``.
 
     The CPU target has no levels.
     """

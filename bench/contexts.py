@@ -1,17 +1,17 @@
-"""Many threads on a few contexts of one plan: outputs, memory, and throughput beside processes and beside two devices.
+"""Many threads on a few contexts of one plan: outputs, memory, and throughput compared with processes and devices.
 
 Usage: ``python -m bench.contexts MODEL_OR_PLAN [--threads 32] [--contexts 8] [--seconds 120] [--devices 0,1] [--json
 FILE]``, for any plan file on its target, or for a model named package.module:callable, which is compiled first.
 
-The threads take turns at the contexts; every output is compared with the bytes that its input gave alone. Memory is
-looked at every second; it may grow by what each run's latency takes. Beside it, for a sixth of the time each: 1, 2, 4
-and 8 processes (``--processes``) that have the machine to themselves and run one thread each, the best of which is what
-the contexts are compared with; and with ``--devices``, threads and contexts on the first device and on all of them,
-whose throughputs make the ratio. The exit status is 1 if any output was wrong, or if memory grew.
+The threads take turns at the contexts; every output must equal, bit for bit, that of its input run alone. Memory is
+sampled every second; it may grow by the recorded latencies. The other measurements take a sixth of the time each: 1, 2,
+4 and 8 processes (``--processes``) of one thread each, alone on the machine, the best of which the contexts are
+compared with; and with ``--devices``, threads and contexts on the first device and on all of them, whose throughputs
+are compared. The exit status is 1 if any output was wrong, or if memory grew.
 
-All of it is expected to take 1.7 times the seconds and a minute (2 times with two devices, and a minute and a half),
-and what the compilation takes: on H200s, ``python -m bench.contexts bench.models.resnet50:fp16 --devices 0,1 --json
-bench/results/h200/contexts.json`` about six minutes.
+The expected total is 1.7 times the seconds plus a minute (with two devices, 2 times plus a minute and a half), and the
+compilation: on H200s, ``python -m bench.contexts bench.models.resnet50:fp16 --devices 0,1 --json
+bench/results/h200/contexts.json`` takes about six minutes.
 """
 
 import argparse
@@ -40,16 +40,16 @@ from nimblert.files import container
 INPUTS = 8
 WARM_UP_S = 1.0
 SHARE = 6
-"""Each of the other measurements takes so small a part of the time."""
+"""Each of the other measurements takes this fraction of the time."""
 LOOK_S = 1.0
 READY_S = 120.0
-"""Until all processes have loaded the plan."""
+"""Limit until all processes have loaded the plan."""
 LATENCY_NBYTES = 16
-"""What a run's latency may take: eight bytes in an array that is copied when it grows."""
+"""Memory for a run's latency: eight bytes in an array that is copied when it grows."""
 
 
 class Checked:
-    """Calls of a plan's main entry on different inputs, each output compared with what it was alone."""
+    """Calls of a plan's main entry on different inputs, each output compared with that of the input run alone."""
 
     def __init__(self, context: Context) -> None:
         self._inputs = [golden.draw_inputs(context.program, seed) for seed in range(INPUTS)]
@@ -87,20 +87,20 @@ class Watch:
         self._thread.join()
 
     def facts(self) -> dict[str, Any]:
-        """How memory was when warm, and how it grew."""
+        """Memory after the warm-up, and its growth."""
         warm = self.looks[len(self.looks) // 10 :]
         return {"begin": warm[0], "grown": grown(warm[0], warm[-1])} if warm else {}
 
 
 def is_flat(run: Mapping[str, Any]) -> bool:
-    """Whether memory did not grow in a run of threads, but for the latencies."""
+    """Whether memory stayed flat in a run of threads, apart from the latencies."""
     found = run["memory"].get("grown", {})
     allowed = {"anonymous": SLACK_NBYTES + LATENCY_NBYTES * run["runs"], "device": SLACK_NBYTES}
     return all(growth <= allowed.get(name, 0) for name, growth in found.items())
 
 
 def threads(plan: Path, count: int, contexts: int, seconds: float, devices: Sequence[int]) -> dict[str, Any]:
-    """So many threads on so many contexts of each device."""
+    """``count`` threads on ``contexts`` contexts of each device."""
     models = [nimblert.load(plan, device=device) for device in devices]
     checks = [Checked(model) for model in models]
     calls = []
@@ -125,7 +125,7 @@ def threads(plan: Path, count: int, contexts: int, seconds: float, devices: Sequ
 
 
 def _process(plan: Path, seconds: float, begin: "threading.Barrier") -> tuple[float, int]:
-    """Run the plan in one thread when all processes are ready: runs a second, wrong outputs."""
+    """Run the plan in one thread once all processes are ready; returns runs per second and wrong outputs."""
     with nimblert.load(plan) as model:
         check = Checked(model)
         check.call(model)
@@ -135,7 +135,7 @@ def _process(plan: Path, seconds: float, begin: "threading.Barrier") -> tuple[fl
 
 
 def processes(plan: Path, count: int, seconds: float) -> dict[str, Any]:
-    """So many processes at the same time."""
+    """``count`` processes at the same time."""
     spawning = multiprocessing.get_context("spawn")
     with spawning.Manager() as manager, ProcessPoolExecutor(count, spawning) as pool:
         begin = manager.Barrier(count)
@@ -148,7 +148,7 @@ def processes(plan: Path, count: int, seconds: float) -> dict[str, Any]:
 
 
 def compared(plan: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """All that was asked for."""
+    """All measurements of the command line."""
     devices = [int(text) for text in options.devices.split(",")]
     part = options.seconds / SHARE
     one = threads(plan, options.threads, options.contexts, options.seconds, devices[:1])
@@ -167,13 +167,13 @@ def compared(plan: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the figures; 1 if any output was wrong, or if memory grew."""
-    parser = argparse.ArgumentParser(description="Many threads on a few contexts of one plan.")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("plan", metavar="MODEL_OR_PLAN")
     parser.add_argument("--level", type=int, default=2, help="of a model")
     parser.add_argument("--threads", type=int, default=32)
     parser.add_argument("--contexts", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=120.0)
-    parser.add_argument("--processes", default="1,2,4,8", help="how many at once, one number after the other; 0: none")
+    parser.add_argument("--processes", default="1,2,4,8", help="numbers of processes to try, in order; 0: none")
     parser.add_argument("--devices", default="0", help="of a CUDA plan")
     parser.add_argument("--json", type=Path, help="also write the result to this file")
     options = parser.parse_args(arguments)

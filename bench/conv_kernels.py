@@ -1,8 +1,8 @@
 """Triton kernels against cuDNN's and cuBLAS's, for the convolutions and products of some networks, batch 1.
 
-``python -m bench.conv_kernels --model resnet50`` on a Hopper GPU compiles all candidates side by
-side, times each shape's in a chain of calls whose weights are not in the L2 cache, checks every
-candidate against torch in float64, and at the end times all calls of the network in one graph.
+``python -m bench.conv_kernels --model resnet50`` on a Hopper GPU compiles all candidates in parallel, times those of
+each shape in a chain of calls whose weights are not in the L2 cache, checks every candidate against torch in float64,
+and at the end times all calls of the network in one graph.
 """
 
 import argparse
@@ -41,19 +41,19 @@ aten = torch.ops.aten
 
 THEIRS = "theirs"
 TOLERANCE = 0.02
-"""Of the results' spread: float16 and bfloat16 round once, the library's and our sums differ in order."""
+"""Of the results' standard deviation: float16 and bfloat16 round once, and sums differ in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numbers:
-    """What is multiplied, and how if it is float32."""
+    """The dtype of factors, and how float32 is multiplied."""
 
     dtype: torch.dtype
     arithmetic: Arithmetic = "tf32"
 
 
 class Tensors:
-    """What all versions of one call read, but for the weights."""
+    """The tensors that all versions of one call read, except the weights."""
 
     def __init__(self, call: Call, numbers: Numbers) -> None:
         self.call, shape, dtype = call, call.shape, numbers.dtype
@@ -77,7 +77,7 @@ class Tensors:
         return Prologue(scale=scale, shift=scale, gate=gate, activation=activation)
 
     def prepared(self) -> Tensor:
-        """What the library's call reads, by the library's calls."""
+        """The input of the library's call, prepared by the library's calls."""
         prologue, x = self.prologue, self.x
         if prologue.scale is not None:
             ones = prologue.scale
@@ -91,7 +91,7 @@ class Tensors:
         return op(*args, **how)
 
     def job(self, tiling: AnyTiling, trigger: str = "late") -> Job:
-        """What our op launches."""
+        """The kernel that our op launches."""
         weight = torch.empty(packed(self.call, tiling), dtype=self.x.dtype, device="meta")
         op, args, how = self._call(weight, tiling, _counters(self.call.shape, tiling), trigger)
         return launch_of(op, *args, **how).job
@@ -115,9 +115,9 @@ class Tensors:
         return {**named, "before": prologue.activation}
 
     def theirs(self, rows: Tensor, x: Tensor | None = None) -> Tensor:
-        """The library's call for weights (out channels, depth), and what it cannot fuse in calls before and after.
+        """The library's call for weights (out channels, depth), with separate calls for what it cannot fuse.
 
-        ``x``: what it reads, where another call has prepared it.
+        ``x``: its input, if another call has prepared it.
         """
         if self.call.kind == "linear":
             return self._linear(rows)
@@ -136,7 +136,7 @@ class Tensors:
 
     @property
     def groups(self) -> int:
-        """As torch counts them."""
+        """The groups of the convolution, as torch counts them."""
         return self.call.shape.channels if self.call.kind == "depthwise" else 1
 
     def images(self, rows: Tensor) -> Tensor:
@@ -163,7 +163,7 @@ class Tensors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """The times of one distinct call, and how often the network has it."""
+    """The times of one distinct call, and its number in the network."""
 
     call: Call
     count: int
@@ -173,7 +173,7 @@ class Measured:
 
     @property
     def theirs(self) -> float:
-        """The library's microseconds."""
+        """Microseconds of the library's call."""
         return self.choice.microseconds[THEIRS]
 
     @property
@@ -188,7 +188,7 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, nargs="+", default=["resnet50"])
     parser.add_argument("--limit", type=int, default=16, help="candidates a shape")
     parser.add_argument("--out", type=Path, help="folder for the raw figures")
-    parser.add_argument("--float32", choices=get_args(Arithmetic), help="instead of half precision, multiplied so")
+    parser.add_argument("--float32", choices=get_args(Arithmetic), help="measure float32 with this arithmetic")
     given = parser.parse_args()
     set_arithmetic("tf32" if given.float32 == "tf32" else "fp32")
     print(describe())
@@ -256,7 +256,7 @@ def measure_call(
 
 
 def _error(tensors: Tensors, rows: Tensor, tiling: AnyTiling, expected: Tensor) -> float:
-    """The largest error of a candidate in units of the results' spread; it must leave its counters at zero."""
+    """The largest error of a candidate, relative to the results' standard deviation; its counters must end at zero."""
     packed, arrived = _pack(tensors, rows, tiling), _counters(tensors.call.shape, tiling)
     results = [tensors.ours(packed, tiling, arrived) for _ in range(3)]
     assert arrived is None or not bool(arrived.any()), f"{tensors.call} {tiling}: counters are left at {arrived}"
@@ -291,7 +291,7 @@ def measure_network(
     timer: GraphTimer,
     numbers: Numbers,
 ) -> dict[str, float]:
-    """All calls of a network in its order in one graph, each with weights of its own; replay after replay."""
+    """Microseconds of all calls of a network in one graph, in order, each with weights of its own."""
     best = {call: m.tilings[m.ours] for call, m in measured.items()}
     tensors = {call: Tensors(call, numbers) for call in measured}
     jobs = [tensors[call].job(tiling, trigger) for call, tiling in best.items() for trigger in TRIGGERS]
@@ -316,7 +316,7 @@ def measure_network(
 
 
 def _depth(call: Call) -> int:
-    """Products in each sum."""
+    """Products in each sum of a result."""
     return call.shape.depth // (call.shape.channels if call.kind == "depthwise" else 1)
 
 

@@ -1,7 +1,6 @@
 """The convolutions and products of some networks, batch 1, for `bench.conv_kernels`.
 
-Each network is a generator of its calls in their order, with what one launch of ours computes
-together with them.
+Each network is a generator of its calls in order, with the operations that our kernel fuses into each launch.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,12 +13,12 @@ from nimblec.kernels.core.shapes import Convolution, product
 
 Kind = Literal["convolution", "linear", "depthwise"]
 Reading = Literal["", "relu", "norm relu", "gate"]
-"""What is computed while a call reads."""
+"""The operations that are fused into a call's reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One call in a network; what ``sharers`` calls read is computed once by the library, for all of them."""
+    """One call in a network; the library prepares the input of ``sharers`` calls once for all of them."""
 
     shape: Convolution
     activation: str
@@ -29,7 +28,7 @@ class Call:
     sharers: int = 1
 
     def __str__(self) -> str:
-        """Kernel, stride, rows by products by columns, and what comes before and after."""
+        """Kernel, stride, rows by products by columns, and the fused operations."""
         s = self.shape
         before = f" after {self.reading}" if self.reading else ""
         kind = "linear" if self.kind == "linear" else f"{s.kernel[0]}x{s.kernel[1]}/{s.stride[0]}"
@@ -40,7 +39,7 @@ class Call:
 
 
 def resnet50() -> Iterator[Call]:
-    """Torchvision's, 224x224; the first block of a stage has a projection beside it."""
+    """Torchvision's, 224x224; the first block of a stage has a projection shortcut."""
     yield _image(224, 3, 64, kernel=7, stride=2, activation="relu")
     size, channels = 56, 64
     for stage, depth in enumerate((3, 4, 6, 3)):
@@ -177,7 +176,7 @@ def _bottleneck(
     activation: str,
     gate: str,
 ) -> Iterator[Call]:
-    """Widen, convolve each channel, weigh them where ``squeezed`` is not 0, narrow."""
+    """Widen, convolve each channel, apply squeeze-and-excitation if ``squeezed`` is not 0, narrow."""
     if wide != channels:
         yield _image(size, channels, wide, activation=activation)
     call = _image(size, wide, wide, kernel=kernel, stride=stride, activation=activation)

@@ -1,15 +1,15 @@
-"""What a call of a CPU plan costs beside a whole-model ONNX Runtime session of default options.
+"""The time of a CPU plan's call, compared with a whole-model ONNX Runtime session of default options.
 
 Usage: ``python -m bench.cpu_overhead [--markdown] [--seconds 6] [--model TEXT] [--setting NAME] [--folder PATH]``.
 Writes bench/results/cpu/overhead.json, or prints its table with --markdown. --model and --setting measure a part and
-keep the rest of the file: on a shared machine, each can wait for a quiet minute. Models and their plans are made in
---folder, where `bench.cpu_service` finds them, too: about two minutes for all, and two to measure them.
+keep the rest of the file: on a shared machine, each part can wait for a quiet minute. Models and plans are written to
+--folder, where `bench.cpu_service` finds them as well: about two minutes for all, and two more to measure them.
 
-The first models come from tests/support/families in their full width, the others from bench/models, which need
-torchvision, transformers and timm; random weights, batch 1. A call of the plan (`nimblert.load(plan).run`) and
-one of the session take turns on the same arrays, so that load on the machine affects both alike; the results must be
-equal bit for bit where the session has one thread. Each setting has a process of its own, without PyTorch: one core, or
-all of them. The goal is met where the whole 95 % interval of the median ratio is at most 1.03.
+The first models come from tests/support/families at full width, the others from bench/models, which need torchvision,
+transformers and timm; random weights, batch 1. Calls of the plan (`nimblert.load(plan).run`) and of the session take
+turns on the same arrays, so that load on the machine affects both alike; the results must be equal bit for bit if the
+session has one thread. Each setting, one core or all of them, has a process of its own, without PyTorch. The goal is
+met if the whole 95 % interval of the median ratio is at most 1.03.
 """
 
 import argparse
@@ -47,16 +47,16 @@ CASES: dict[str, tuple[str, str, tuple[int, ...]]] = {
     "distilbert, 128 tokens": ("bench.models.distilbert", "fp32", ()),
     "mobilevit-s 256 px": ("bench.models.mobilevit_s", "fp32", ()),
 }
-"""Module, what makes the model, and the shape of its input; without one, what is made has the inputs with it."""
+"""Module, factory of the model, and shape of its input; without a shape, the factory returns inputs as well."""
 
 SETTINGS: dict[str, int | None] = {"one core": 1, "all cores": None}
-"""Cores; None: all that there are."""
+"""Number of cores; None: all of them."""
 
 MOST_RATIO = 1.03
-"""Of a call of the plan to one of the session."""
+"""The goal for the time of a plan's call over that of the session's."""
 
 _GROUP_S = 0.05
-"""Calls of one kind that follow each other take about so long."""
+"""Approximate time of consecutive calls of one kind."""
 _LEAST_ROUNDS = 10
 
 
@@ -76,7 +76,7 @@ def export(module: str, maker: str, shape: tuple[int, ...], path: Path) -> None:
 
 
 def prepared(case: str, folder: Path) -> tuple[Path, Path]:
-    """The ONNX file of a case and its plan on one stream, made in the folder if they are not there."""
+    """The ONNX file of a case and its plan on one stream, written to the folder unless they exist."""
     from cpu_plans import plan_file
 
     stem = case.replace(",", "").replace(" ", "-")
@@ -88,10 +88,9 @@ def prepared(case: str, folder: Path) -> tuple[Path, Path]:
 
 
 def take_turns(runs: Sequence[Callable[[], object]], repeats: int) -> np.ndarray:
-    """Milliseconds of each of ``repeats`` calls (rows) of each function (columns), after 20 warm-ups.
+    """Milliseconds of each of ``repeats`` calls (rows) of each function (columns), after warm-ups.
 
-    Ten calls of the one, then ten of the other: switching at each call would make each find the
-    caches and the threads of the other.
+    Functions alternate after ten calls: if they did after each, every call would find caches and threads of the other.
     """
     for run in runs:
         for _ in range(18):
@@ -103,7 +102,7 @@ def take_turns(runs: Sequence[Callable[[], object]], repeats: int) -> np.ndarray
 
 
 def _timed(run: Callable[[], object], count: int) -> list[float]:
-    """Milliseconds of each of some calls that follow each other, after two warm-ups."""
+    """Milliseconds of each of ``count`` consecutive calls, after two warm-ups."""
     times = []
     for call in range(-2, count):
         begin = time.perf_counter()
@@ -114,7 +113,7 @@ def _timed(run: Callable[[], object], count: int) -> list[float]:
 
 
 def compare(ours: Callable[[], object], theirs: Callable[[], object], seconds: float) -> dict[str, Any]:
-    """Two calls in turns: milliseconds of each, and the ratio of neighbouring groups of calls."""
+    """Alternate two calls: milliseconds of each, and the ratios of neighbouring groups of calls."""
     for run in (ours, theirs):
         _timed(run, 3)
     group = max(1, min(10, int(_GROUP_S * 1e3 / np.median(_timed(theirs, 3)))))
@@ -133,14 +132,14 @@ def compare(ours: Callable[[], object], theirs: Callable[[], object], seconds: f
 
 
 def median_interval(values: Sequence[float] | np.ndarray) -> list[float]:
-    """Where the median of what these are drawn from lies with 95 %, by their order alone (the sign test)."""
+    """The 95 % confidence interval of the median, by the sign test."""
     ordered, reach = np.sort(values), 0.98 * len(values) ** 0.5
     first = max(0, int(len(values) / 2 - reach))
     return [round(float(ordered[first]), 4), round(float(ordered[len(values) - 1 - first]), 4)]
 
 
 def measure(model: Path, plan: Path, seconds: float, *, threads: int) -> dict[str, Any]:
-    """One model: the plan's and the session's times, and what the plan is made of."""
+    """One model: the times of plan and session, and the plan's number of launches."""
     from nimblert import golden, load
 
     begin = time.perf_counter()
@@ -174,7 +173,7 @@ def opened_session(model: Path, *, threads: int = 0) -> Any:
 
 
 def measure_setting(name: str, cases: Sequence[str], folder: Path, seconds: float) -> dict[str, Any]:
-    """Some cases under one setting, which holds for the whole process."""
+    """The figures of some cases under one setting, which applies to the whole process from now on."""
     cores = SETTINGS[name]
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
     return {case: measure(*prepared(case, folder), seconds, threads=cores or 0) for case in cases}
@@ -214,13 +213,13 @@ def _cell(row: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    """Measure, or print the table of what was measured."""
+    """Measure, or print the table of the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--markdown", action="store_true")
     parser.add_argument("--seconds", type=float, default=6, help="for each model and setting")
-    parser.add_argument("--model", default="", help="measure those whose names contain it")
-    parser.add_argument("--setting", choices=SETTINGS, action="append", help="measure this one; repeatable")
-    parser.add_argument("--folder", type=Path, help="of models and plans; those that are there are not made again")
+    parser.add_argument("--model", default="", metavar="TEXT", help="measure models whose names contain TEXT")
+    parser.add_argument("--setting", choices=SETTINGS, action="append", help="measure this setting; repeatable")
+    parser.add_argument("--folder", type=Path, help="models and plans; existing ones are used")
     parser.add_argument("--print", metavar="SETTING", help="measure in this process and print JSON")
     options = parser.parse_args()
     cases = [case for case in CASES if options.model in case]

@@ -1,13 +1,13 @@
-"""Four callers of one CPU plan beside four of one ONNX Runtime session, and the memory of four of each.
+"""Throughput of four callers of a CPU plan and of an ONNX Runtime session, and the memory of four loads of each.
 
 Usage: ``python -m bench.cpu_service [--markdown] [--seconds 9] [--model TEXT] [--folder PATH]``. Writes
 bench/results/cpu/service.json, or prints its table with --markdown. Models as in `bench.cpu_overhead`; about four
-minutes where its --folder has them.
+minutes if its --folder has them.
 
-Throughput: four threads call at the same time, for half a second in each way in turns: each thread a context of its
-own, all of them one executable, all of them one session of default options. The goal is met where the whole 95 %
-interval of the median ratio to the session is at least 1. Memory: what a process of its own has
-more of after it loaded four times and ran each once; resident pages, those of the plan's file too.
+Throughput: four threads call at the same time, in half-second windows that alternate between a context for each thread,
+one executable for all, and one session of default options for all. The goal is met if the whole 95 % interval of the
+median ratio to the session is at least 1. Memory: the growth of a process that loads four times and runs each once, in
+resident pages, including those of the plan's file.
 """
 
 import argparse
@@ -37,7 +37,7 @@ LOADS = {"plan": 4, "session": 4, "one plan": 1, "one session": 1}
 
 
 def throughput(calls: Sequence[Callable[[], object]], seconds: float) -> float:
-    """Calls a second of threads that each repeat one of ``calls``."""
+    """Calls per second of threads that each repeat one of ``calls``."""
     end = time.perf_counter() + seconds
     counts = [0] * len(calls)
 
@@ -56,7 +56,7 @@ def throughput(calls: Sequence[Callable[[], object]], seconds: float) -> float:
 
 
 def concurrent(model: Path, plan: Path, seconds: float) -> dict[str, Any]:
-    """Calls a second of four threads in each way."""
+    """Calls per second of four threads in each way, and the ratios to the session."""
     from nimblert import golden, load
 
     session = opened_session(model)
@@ -82,14 +82,14 @@ def concurrent(model: Path, plan: Path, seconds: float) -> dict[str, Any]:
 
 
 def resident_mib(kind: str, count: int, model: Path, plan: Path) -> float:
-    """What this process has more of after it loaded a plan or a session some times, and ran each."""
+    """Growth of this process by ``count`` plans or sessions that are loaded and run once."""
     from nimblert import golden, load
     from nimblert.cpu import backend as cpu
     from nimblert.cpu.onnx_session import onnxruntime
     from nimblert.files import container
 
     assert onnxruntime()
-    assert cpu  # imported, as ONNX Runtime is: code is no part of this
+    assert cpu  # imported before, like ONNX Runtime: their code does not count
     inputs = golden.draw_inputs(container.read(plan).programs[0], 0)
     gc.collect()
     before = _resident_kib()
@@ -158,12 +158,12 @@ def verdict(models: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    """Measure, or print the table of what was measured."""
+    """Measure, or print the table of the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--markdown", action="store_true")
-    parser.add_argument("--seconds", type=float, default=9, help="of calls, for each model")
-    parser.add_argument("--model", default="", help="measure those whose names contain it")
-    parser.add_argument("--folder", type=Path, help="of models and plans; those that are there are not made again")
+    parser.add_argument("--seconds", type=float, default=9, help="of calls for each model")
+    parser.add_argument("--model", default="", metavar="TEXT", help="measure models whose names contain TEXT")
+    parser.add_argument("--folder", type=Path, help="models and plans; existing ones are used")
     parser.add_argument("--child", nargs=3, metavar=("WHAT", "MODEL", "PLAN"), help="measure here and print JSON")
     options = parser.parse_args()
     if options.markdown:

@@ -1,9 +1,9 @@
-"""What streams are worth on the CPU: branching models on one stream, on two, and as `auto` chose.
+"""The gain of streams on the CPU: branching models on one stream, on two, and with `auto`.
 
 Usage: ``python -m bench.cpu_streams [--markdown] [--repeats 300]``. Writes bench/results/cpu/streams.json, or prints
-its table with --markdown. Every plan is compiled here, timings included; the three take turns on the same input, in
-one process in which each session has its own threads. On one stream ONNX Runtime's threads may work together on a
-kernel; on two streams each stream has one core. The outputs must be equal bit for bit.
+its table with --markdown. Every plan is compiled here, including its timings; the three take turns on the same input,
+in one process in which each session has its own threads. On one stream ONNX Runtime's threads may share a kernel; on
+two streams each stream has one core. The outputs must be equal bit for bit.
 """
 
 import argparse
@@ -63,7 +63,7 @@ CASES: dict[str, Callable[[], tuple[Any, tuple[Any, ...]]]] = {
 
 
 def measure(build: Callable[[], tuple[Any, tuple[Any, ...]]], folder: Path, repeats: int) -> dict[str, Any]:
-    """One model under each policy."""
+    """The figures of one model under each policy."""
     import torch
 
     torch.manual_seed(0)
@@ -106,7 +106,7 @@ def markdown(results: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Measure every model, or print the table of what was measured."""
+    """Measure every model, or print the table of the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--markdown", action="store_true")
     parser.add_argument("--repeats", type=int, default=300)

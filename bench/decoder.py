@@ -1,9 +1,8 @@
 """A decoder step with its cache as state: eager, torch.compile, and plans of each level.
 
 Usage: python -m bench.decoder [--markdown] [MODEL ...], a model being package.module:callable. The modes are those of
-bench/decoder_peer.py; the processes get ready side by side and measure alone (bench/running.py). Writes decoder.json in
-bench/results/h200, or --output; --markdown prints its table. With --add only what the file does not hold of this commit
-is measured.
+bench/decoder_peer.py; the processes prepare side by side and measure alone (bench/running.py). Writes decoder.json in
+bench/results/h200, or --output; --markdown prints its table. --add measures only what the file lacks of this commit.
 """
 
 import argparse
@@ -19,7 +18,7 @@ from bench.tables import MISSING, header, row
 from bench.turns import Job
 
 MODES = ("O2", "O1", "O0", "given", "freeze", "compile", "eager")
-"""Of bench.decoder_peer, which is not imported here: it brings in PyTorch. The longest come first."""
+"""Of bench.decoder_peer, which is not imported here: it brings in PyTorch. The slowest come first."""
 MODELS = ("bench.models.llama_decoder:bf16",)
 _CLOCKS = ("kernels_us", "call_us", "token_us")
 _HEAD = ("model", "mode", *_CLOCKS, "launches / ours", "equal tokens", "logits, relative", "state", "written by")
@@ -33,12 +32,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def results_path(options: argparse.Namespace) -> Path:
-    """The file of the figures."""
+    """The path of the results."""
     return options.output or FOLDER / "decoder.json"
 
 
 def table(options: argparse.Namespace) -> Table:
-    """What to run, by model."""
+    """The jobs by model."""
     path = results_path(options)
 
     def job(spec: str, mode: str) -> Job:
@@ -50,7 +49,7 @@ def table(options: argparse.Namespace) -> Table:
 
 
 def equal_tokens(figures: Figures, mode: str) -> str:
-    """How many tokens a mode generates as -O0 does, of how many, until the first that differs."""
+    """The number of tokens before the first that differs from -O0's, and the number of all."""
     wanted, found = (figures.get(name, {}).get("tokens") for name in ("O0", mode))
     if not wanted or not found:
         return MISSING
@@ -59,7 +58,7 @@ def equal_tokens(figures: Figures, mode: str) -> str:
 
 
 def difference(figures: Figures, mode: str) -> str:
-    """How far the highest logit of a step is from that of -O0 at most, relative to it."""
+    """The largest relative difference of a step's highest logit from -O0's."""
     wanted, found = (figures.get(name, {}).get("logits") for name in ("O0", mode))
     if not wanted or not found:
         return MISSING
@@ -92,7 +91,7 @@ def _counted(counts: dict[str, int] | None) -> str:
 
 
 def main(arguments: list[str]) -> None:
-    """Measure, or show what was measured."""
+    """Measure, or show the results."""
     options = parser().parse_args(arguments)
     running.measure_or_show(table(options), options, markdown)
 

@@ -1,15 +1,14 @@
-"""One step of a decoder whose cache is state, in one mode. Prints one JSON object of figures, and nothing else.
+"""One step of a decoder whose cache is state, in one mode; prints one JSON object of figures and nothing else.
 
-Usage: python -m bench.decoder_peer MODE MODEL [--cpu] [--steps N] [--turns]; MODEL is package.module:callable as those
-of bench.models.llama_decoder. MODE is eager, compile (torch.compile, the cache written in place), freeze (the same with
-freezing), given (torch.compile with freezing, the cache an input and its new rows an output), or a level, O0, O1 or O2.
---cpu takes eager or O0 on the CPU, to see that the rest works.
+Usage: python -m bench.decoder_peer MODE MODEL [--cpu] [--steps N] [--turns]; MODEL is package.module:callable, such as
+those of bench.models.llama_decoder. MODE is eager, compile (torch.compile, the cache written in place), freeze (the
+same with freezing), given (torch.compile with freezing, the cache an input and its new rows an output), or a level, O0,
+O1 or O2. --cpu runs eager or O0 on the CPU, to try the program.
 
-tokens: what is generated greedily, each token the next one's input, and logits the highest logit of each step.
-token_us: the wall clock of such a step, the token read by the host. kernels_us: GPU time of a step's CUDA graph, by
-events around each replay. call_us: the wall clock of a call, synchronised, token and position in the GPU's memory.
-torch.compile's step is one CUDA graph for all of these. The state's "uses" are those of `nimblec inspect`; writers and
-readers are the calls that touch it.
+tokens: those generated greedily; logits: the highest logit of each step. token_us: the wall clock of such a step, its
+token read by the host. kernels_us: GPU time of a step's CUDA graph, by events around each replay. call_us: the wall
+clock of a call, synchronised, token and position in the GPU's memory. torch.compile's step is one CUDA graph for all of
+these. The state's "uses" are those of `nimblec inspect`; writers and readers are the calls that access it.
 """
 
 import argparse
@@ -39,7 +38,7 @@ MODES = ("eager", "compile", "freeze", "given", *LEVELS)
 STEPS = 200
 _FIRST = 1
 _COLD = 10
-"""Steps whose time is left out."""
+"""The first steps, whose time is left out."""
 
 Next = Callable[[int, int], tuple[int, float]]
 """The next token, and its logit, after a token at a position."""
@@ -60,10 +59,10 @@ class TorchDecoder:
         self._function: Callable[..., Any] = module.to(device)
         self._result: Any = None
         self.step: Callable[[], object] = self.run
-        """Takes the step of the token and the position that are there."""
+        """Runs the step of the current token and position."""
 
     def compile(self, *, freezing: bool) -> None:
-        """Let torch.compile take the step from now on."""
+        """Run the step by torch.compile from now on."""
         from torch._inductor import config
 
         torch_peer.time_kernels_alone()
@@ -71,17 +70,17 @@ class TorchDecoder:
         self._function = torch.compile(self._function)
 
     def capture(self) -> int:
-        """Replay the step as a CUDA graph from now on; the bytes of its memory pool."""
+        """Replay the step as a CUDA graph from now on; returns the bytes of its memory pool."""
         graph, pool = torch_peer.captured(self.run)
         self.step = graph.replay
         return pool
 
     def run(self) -> None:
-        """Take the step by PyTorch's own calls."""
+        """Run the step by PyTorch's own calls."""
         self._result = self._function(*self._inputs)
 
     def next(self, token: int, position: int) -> tuple[int, float]:
-        """Take a step, new rows of a cache that is an input put in it."""
+        """Run a step; writes its rows into a cache that is an input."""
         self._inputs[0].fill_(token)
         self._inputs[1].fill_(position)
         self.step()
@@ -93,7 +92,7 @@ class TorchDecoder:
 
 
 def generated(step: Next, steps: int) -> dict[str, Any]:
-    """The tokens that follow the first one, their logits, and the time of each but the first steps."""
+    """The tokens after the first, their logits, and the time of a step."""
     token, tokens, logits, times = _FIRST, [], [], []
     for position in range(steps):
         begin = time.perf_counter()
@@ -109,7 +108,7 @@ Groups = dict[str, Callable[[], clocks.Samples]]
 
 
 def torch_figures(mode: str, spec: str, device: str, steps: int) -> tuple[Figures, Groups, Callable[[], Figures]]:
-    """What is known before measuring, what to sample, and what to generate, of PyTorch."""
+    """PyTorch's figures before measuring, the clocks to sample, and the generation of tokens."""
     decoder = TorchDecoder(spec, device, given=mode == "given")
     if mode != "eager":
         decoder.compile(freezing=mode != "compile")
@@ -131,7 +130,7 @@ def torch_figures(mode: str, spec: str, device: str, steps: int) -> tuple[Figure
 def plan_figures(
     mode: str, spec: str, device: str, steps: int, folder: Path
 ) -> tuple[Figures, Groups, Callable[[], Figures]]:
-    """The same of a plan at a level."""
+    """The same for a plan at a level."""
     options = Options(
         target="cpu" if device == "cpu" else "cuda",
         level=None if device == "cpu" else int(mode[1:]),
@@ -161,7 +160,7 @@ def plan_figures(
 
 
 def of_plan(plan: Plan) -> Figures:
-    """What a plan of one step launches and copies, and what touches its state."""
+    """The launches and copies of a plan of one step, and the uses of its state."""
     (program,) = plan.programs
     launches = [program.ops[c.op].name for c in program.commands if isinstance(c, Launch)]
     return {
@@ -209,7 +208,7 @@ def main() -> None:
             found = torch_figures(options.mode, options.model, device, options.steps)
         figures, groups, generate = found
         turn.begin()
-        turn.say(**clocks.quietest(groups), **generate(), **figures)
+        turn.report(**clocks.quietest(groups), **generate(), **figures)
     turn.end()
 
 

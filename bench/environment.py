@@ -1,4 +1,4 @@
-"""What a figure was measured on, and the files where figures are kept."""
+"""Provenance of figures (commit, machine, versions), and the files that hold them."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from typing import Any
 from nimblec.machine import processor
 
 NOT_MEASURED = 3
-"""Exit status of a benchmark that is asked for the table of what nobody has measured yet."""
+"""Exit status of a benchmark whose table is asked for before it was measured."""
 
 _PACKAGES = (
     *("torch", "triton", "cuda-bindings", "numpy", "timm", "torchvision", "transformers"),
@@ -22,7 +22,7 @@ _PACKAGES = (
 
 
 def describe() -> dict[str, Any]:
-    """Commit, GPU, driver and clocks as found (where there is a GPU), and the versions of the packages."""
+    """Commit, processors, and the versions of Python and packages; of a GPU also its driver and current clocks."""
     versions = {}
     for name in _PACKAGES:
         try:
@@ -33,9 +33,9 @@ def describe() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """What is measured: the commit that is checked out, and "dirty" where files beside the results differ from it.
+    """The commit of the checkout, with "dirty" if files other than results differ from it.
 
-    NIMBLEC_COMMIT says it where there is no repository, or "unknown" stands.
+    NIMBLEC_COMMIT takes precedence; "unknown" if there is neither.
     """
     if said := os.environ.get("NIMBLEC_COMMIT"):
         return said
@@ -47,7 +47,7 @@ def commit() -> str:
 
 
 def is_exact(commit: str) -> bool:
-    """Whether it says what was measured: two states that are not committed may differ."""
+    """Whether a commit identifies what was measured: two dirty checkouts may differ."""
     return commit != "unknown" and not commit.endswith("dirty")
 
 

@@ -1,8 +1,8 @@
-"""Grouped convolutions by cuDNN in both orders of the axes: what `nimblec.optimize.layout.groups` goes by.
+"""Grouped convolutions by cuDNN in both memory layouts: the basis of `nimblec.optimize.layout.groups`.
 
 ``python -m bench.grouped_convolutions`` on a GPU prints a line for each case: microseconds of one call in a graph of
 ten, contiguous (nchw), channels last (nhwc), contiguous with copies from and to channels last (copied), and of
-cuDNN's call with bias and ReLU in both orders (-1: not served).
+cuDNN's call with bias and ReLU in both layouts (-1: not supported).
 """
 
 import json
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A convolution of one image of ``size`` pixels each way."""
+    """A convolution of one image of ``size`` x ``size`` pixels."""
 
     channels: int
     results: int
@@ -66,7 +66,7 @@ CASES = (
 
 
 def times(case: Case, dtype: torch.dtype, timer: GraphTimer) -> dict[str, float]:
-    """Microseconds by name."""
+    """Microseconds of each variant."""
     weight = torch.randn(case.results, case.channels // case.groups, case.kernel, case.kernel).to("cuda", dtype)
     x = torch.randn(1, case.channels, case.size, case.size).to("cuda", dtype)
     bias = torch.randn(case.results).to("cuda", dtype)

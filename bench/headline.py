@@ -1,4 +1,4 @@
-"""The three figures of the README, from the committed results of the benchmarks they come from.
+"""The three figures of the README, from the committed results.
 
 Usage: python -m bench.headline --markdown
 """
@@ -12,7 +12,7 @@ from bench.peers_table import COMPARISONS, Figures
 
 
 def speedup(results: Mapping[str, Any]) -> tuple[float, int]:
-    """torch.compile's GPU time over that of ``-O2``: the geometric mean, and of how many networks at batch 1."""
+    """torch.compile's GPU time over that of ``-O2`` at batch 1: the geometric mean, and the number of networks."""
     models: list[Figures] = [curve[1][1] for curve in peers_table.by_batch(results).values() if 1 in curve]
     ratios = [found for figures in models if (found := peers_table.ratio(figures, COMPARISONS[0])) is not None]
     mean = peers_table.geometric_mean(ratios)
@@ -28,7 +28,7 @@ def training_speedup(results: Mapping[str, Any]) -> float:
 
 
 def scheduling(results: Mapping[str, Any]) -> tuple[float, int]:
-    """One stream's GPU time over that of the chosen schedule: the geometric mean, and of how many networks."""
+    """One stream's GPU time over that of the chosen schedule: the geometric mean, and the number of networks."""
     gains = [gain for figures in results["models"].values() if (gain := schedules.gain(figures)) is not None]
     mean = peers_table.geometric_mean(gains)
     assert mean is not None, "no network was measured"
@@ -36,7 +36,7 @@ def scheduling(results: Mapping[str, Any]) -> tuple[float, int]:
 
 
 def coverage(results: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
-    """How many of ONNX's core backend cases pass, and how many there are."""
+    """The numbers of ONNX's core backend cases that pass, and of all."""
     core = [result for result in results if result["core"]]
     return sum(result["status"] == "pass" for result in core), len(core)
 

@@ -1,14 +1,14 @@
-"""One model in IREE. Prints one JSON object of figures, and nothing else.
+"""One model in IREE; prints one JSON object of figures and nothing else.
 
-Usage: python -m bench.iree_peer compile MODEL FOLDER [--target sm_89] and, where the GPU is, python -m bench.iree_peer
-measure FOLDER [--turns]. MODEL is package.module:callable, as for torch, exported by torch.onnx.export; FOLDER holds
-what IREE compiled it to, its inputs, and its outputs in float32. Compiling needs the packages iree-base-compiler and
-onnx, but no GPU; measuring needs iree-base-runtime. IREE 3.13 knows no sm_90: what it writes for sm_89 is PTX, which
-the driver compiles. The target llvm-cpu is for a machine without a GPU.
+Usage: python -m bench.iree_peer compile MODEL FOLDER [--target sm_89] and, on the machine with the GPU, python -m
+bench.iree_peer measure FOLDER [--turns]. MODEL is package.module:callable, as for torch, exported by torch.onnx.export;
+FOLDER holds IREE's compiled module, the inputs, and the outputs in float32. Compiling needs the packages
+iree-base-compiler and onnx, but no GPU; measuring needs iree-base-runtime. IREE 3.13 does not support sm_90: for sm_89
+it writes PTX, which the driver compiles. The target llvm-cpu is for a machine without a GPU.
 
 call_us: the wall clock of a synchronised call, inputs in the GPU's memory. numpy_us: the same from arrays to arrays.
-kernels_us: from the begin of a call's first kernel to the end of its last, in a profiler's trace; busy_us: the time of
-that in which a kernel runs.
+kernels_us: from the start of a call's first kernel to the end of its last, in a profiler's trace; busy_us: the part of
+that time in which a kernel runs.
 """
 
 import argparse
@@ -32,7 +32,7 @@ _PROGRAM, _INPUTS, _OUTPUTS, _NOTES = "model.vmfb", "inputs.npz", "outputs.npz",
 
 
 def compile_model(spec: str, folder: Path, target: str) -> None:
-    """Fill a folder with a model for ``target``, its inputs, and its outputs as torch computes them in float32."""
+    """Write a model compiled for ``target`` to a folder, with its inputs, and torch's outputs in float32."""
     folder.mkdir(parents=True, exist_ok=True)
     module, args, kwargs = reference.seeded(spec)
     begin = time.perf_counter()
@@ -67,7 +67,7 @@ def _tool(name: str, *arguments: object) -> None:
 
 
 def measure(folder: Path, turn: Turn) -> None:
-    """Load a folder's model, have the turn, and say all figures."""
+    """Load a folder's model, wait for the turn, and report all figures."""
     from iree import runtime
 
     notes = json.loads((folder / _NOTES).read_text())
@@ -79,7 +79,7 @@ def measure(folder: Path, turn: Turn) -> None:
     placed = [runtime.asdevicearray(config.device, array) for array in inputs]
 
     def call() -> Any:
-        """IREE comes back when the outputs are computed."""
+        """IREE returns when the outputs are computed."""
         return function(*placed)
 
     def call_from_host() -> list[np.ndarray]:
@@ -96,7 +96,7 @@ def measure(folder: Path, turn: Turn) -> None:
     )
     if on_gpu:
         figures |= peer_calls.figures(peer_calls.by_torch(call))
-    turn.say(**figures, **notes, environment=environment.describe())
+    turn.report(**figures, **notes, environment=environment.describe())
 
 
 def _arrays(path: Path) -> list[np.ndarray]:

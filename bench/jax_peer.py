@@ -1,14 +1,14 @@
-"""One network written in JAX, compiled by XLA. Prints one JSON object of figures, and nothing else.
+"""One network written in JAX, compiled by XLA; prints one JSON object of figures and nothing else.
 
 Usage: python -m bench.jax_peer MODEL [--fp32] [--turns]; MODEL is package.module:callable, which returns (function,
-(weights, input, ...)) as those of bench.models.jax_resnet50 do. --fp32 switches TF32 off; --turns waits to be told
-when to measure.
+(weights, input, ...)) as those of bench.models.jax_resnet50 do. --fp32 switches TF32 off; --turns takes turns with
+other processes at measuring.
 
-The weights are constants of the compiled function: given as arguments, they cost 0.2 ms a call. XLA puts kernels in
+The weights are constants of the compiled function: as arguments they would cost 0.2 ms per call. XLA puts kernels in
 CUDA graphs by itself. call_us: the wall clock of a synchronised call, inputs in the GPU's memory. back_to_back_us: the
-wall clock of a hundred calls with one synchronisation, for each of them. numpy_us: as call_us, from arrays to arrays.
-kernels_us: from the begin of a call's first kernel to the end of its last, in a profiler's trace of synchronised
-calls; busy_us: the time of that in which a kernel runs.
+wall clock of a hundred calls with one synchronisation, divided by a hundred. numpy_us: as call_us, from arrays to
+arrays. kernels_us: from the start of a call's first kernel to the end of its last, in a profiler's trace of
+synchronised calls; busy_us: the part of that time in which a kernel runs.
 """
 
 import argparse
@@ -35,7 +35,7 @@ _IN_A_ROW = 100
 
 
 def back_to_back_us(call: peer_calls.Call) -> list[float]:
-    """Microseconds for each of a hundred calls that only the last is waited for, many times."""
+    """Microseconds per call of a hundred calls with one synchronisation, many times."""
 
     def calls() -> None:
         for _ in range(_IN_A_ROW - 1):
@@ -55,7 +55,7 @@ def kernels(call: peer_calls.Call) -> list[peer_calls.Span]:
 
 
 def kernel_spans(profile: ProfileData) -> Iterator[peer_calls.Span]:
-    """The kernels on the streams of GPUs; copies and fills are none."""
+    """The kernels on the streams of GPUs, without copies and fills."""
     for plane in profile.planes:
         for line in plane.lines if plane.name.startswith("/device:GPU") else ():
             if line.name.startswith("Stream"):
@@ -80,7 +80,7 @@ def exact(function: Callable[..., Any], weights: Any, inputs: Sequence[np.ndarra
 
 
 def measure(function: Callable[..., Any], weights: Any, inputs: Sequence[np.ndarray], turn: Turn) -> None:
-    """Get ready, have the turn, and say all figures."""
+    """Prepare, wait for the turn, and report all figures."""
     expected = exact(function, weights, inputs)
     placed, given = jax.device_put((weights, inputs))
     begin = time.perf_counter()
@@ -105,7 +105,7 @@ def measure(function: Callable[..., Any], weights: Any, inputs: Sequence[np.ndar
     )
     if jax.default_backend() == "gpu":
         figures |= peer_calls.figures(kernels(call))
-    turn.say(**figures, backend=jax.default_backend(), environment=environment.describe())
+    turn.report(**figures, backend=jax.default_backend(), environment=environment.describe())
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""What this process holds now: host memory, threads and files from /proc, device memory as the driver tells."""
+"""Resources of this process: host memory, threads and files from /proc, device memory from the driver."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from nimblert.plan import Plan, Target
 Held = dict[str, int]
 
 SLACK_NBYTES = 4 << 20
-"""What an allocator may take more without a leak."""
+"""Growth that an allocator may show without a leak."""
 
 
 def held(plan: Plan, device: int = 0) -> Held:
@@ -29,5 +29,5 @@ def held(plan: Plan, device: int = 0) -> Held:
 
 
 def grown(before: Held, after: Held) -> Held:
-    """By how much each has grown."""
+    """The growth of each."""
     return {name: after[name] - before[name] for name in before}

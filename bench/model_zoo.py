@@ -2,11 +2,11 @@
 
 Usage: python -m bench.model_zoo [--markdown] [--match TEXT] LIBRARY ...
 
-Each model, with random weights, is traced, rewritten as ``-O1`` does for a GPU, and given Triton kernels wherever they
-serve, by the pipelines of ``-O2``; torch computes their results by their definitions. Both are compared with the model
-itself. From torchvision come all models of images and videos but detectors, from timm one of each architecture, from
-transformers two layers of each of some. What has more than 100 million parameters is left out. Whole runs of a library
-write bench/results/cpu/model_zoo_LIBRARY.json; --markdown prints the table of what is there.
+Each model, with random weights, is traced, rewritten as by ``-O1`` for a GPU, and given Triton kernels wherever they
+apply, by the pipelines of ``-O2``; torch computes the kernels' results by their definitions. Both are compared with the
+model itself. torchvision contributes all models of images and videos except detectors, timm one of each architecture,
+transformers two layers of a selection. Models of more than 100 million parameters are left out. Whole runs of a library
+write bench/results/cpu/model_zoo_LIBRARY.json; --markdown prints the table of the results.
 """
 
 import argparse
@@ -36,9 +36,9 @@ from nimblec.optimize.pipeline import Setting
 RESULTS = Path(__file__).parent / "results" / "cpu"
 STATUSES = ("pass", "refused", "wrong", "error")
 TOLERANCE = 1e-4
-"""Of the norm of an output."""
+"""Limit of the error, relative to the norm of an output."""
 LARGEST = 100e6
-"""Parameters."""
+"""Parameters of the largest model that is run."""
 
 Built = tuple[nn.Module, tuple[Tensor, ...]]
 Builder = Callable[[], Built]
@@ -46,7 +46,7 @@ Builder = Callable[[], Built]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What became of a model; how many calls its graph has as traced, rewritten, and with Triton kernels."""
+    """The outcome of a model, and the calls of its graph as traced, as rewritten, and with Triton kernels."""
 
     name: str
     status: str
@@ -57,7 +57,7 @@ class Result:
 
 
 def torchvision_models() -> Iterator[tuple[str, Builder]]:
-    """All but detectors and quantized ones."""
+    """All except detectors and quantized ones."""
     from torchvision import models
 
     others = {
@@ -84,7 +84,7 @@ def torchvision_models() -> Iterator[tuple[str, Builder]]:
 
 
 def timm_models() -> Iterator[tuple[str, Builder]]:
-    """The one of the shortest name of each architecture."""
+    """The model with the shortest name of each architecture."""
     import timm
 
     def build(name: str) -> Built:
@@ -133,11 +133,11 @@ _SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-"""Of what a configuration has of these."""
+"""Set wherever a configuration has a field of the name."""
 
 
 class _First(nn.Module):
-    """The first thing that a model returns."""
+    """A model, reduced to its first result."""
 
     def __init__(self, model: nn.Module, name: str) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ class _First(nn.Module):
 
 
 def transformers_models() -> Iterator[tuple[str, Builder]]:
-    """Of two layers each."""
+    """A selection, of two layers each."""
     import transformers
 
     def configured(name: str, image: int | None) -> nn.Module:
@@ -187,7 +187,7 @@ LIBRARIES: dict[str, Callable[[], Iterable[tuple[str, Builder]]]] = {
 
 
 def run(name: str, build: Builder) -> Result | None:
-    """What becomes of a model; None where it is too large."""
+    """The outcome of a model; None if it is too large."""
     torch.manual_seed(0)
     module, inputs = build()
     if sum(parameter.numel() for parameter in module.parameters()) > LARGEST:
@@ -247,7 +247,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("libraries", nargs="*", choices=[*LIBRARIES, []], metavar="LIBRARY")
     parser.add_argument("--match", default="", help="run only models whose name contains this")
-    parser.add_argument("--markdown", action="store_true", help="print the table of the results that are there")
+    parser.add_argument("--markdown", action="store_true", help="print the table of the results")
     options = parser.parse_args()
     if options.markdown:
         print(markdown())

@@ -1,12 +1,12 @@
-"""One model in nimblec alone, at one level. Prints one JSON object of figures, and nothing else.
+"""One model in nimblec alone, at one level; prints one JSON object of figures and nothing else.
 
 Usage: python -m bench.nimblec_peer LEVEL MODEL [--fp32] [--chain] [--turns]; --fp32 switches TF32 off; --chain also
-times the same kernels in one chain, and tells of the schedule; --turns waits to be told when to measure.
+times the same kernels in one chain, and describes the schedule; --turns takes turns with other processes at measuring.
 
 kernels_us: GPU time of the plan's graph, by events around each replay. replay_us: the wall clock of the same replay,
 synchronised, inputs in the GPU's memory. numpy_us: the wall clock of a call from arrays in C order to arrays;
 other_order_us: the same with images channels last. call_us: the wall clock of a call from tensors on the GPU to new
-arrays there, synchronised. launch_us: what a launch on bound arrays takes of the caller's time, nothing waited for.
+arrays there, synchronised. launch_us: the caller's time for a launch on bound arrays, without waiting for the GPU.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def serialised(plan: Plan) -> Plan:
 
 
 def schedule(program: Program, loaded: Executable) -> dict[str, Any]:
-    """What the schedule is, and that it changes no bit."""
+    """The schedule, and whether the outputs are bit-exact."""
     record, recorded = program.schedule, program.golden
     assert record is not None
     assert recorded is not None
@@ -78,7 +78,7 @@ def schedule(program: Program, loaded: Executable) -> dict[str, Any]:
 
 
 def work(plan: Plan) -> dict[str, dict[str, float]]:
-    """How often each kernel is launched, how long that takes in all, and the bytes that it reads and writes."""
+    """The number of launches of each kernel, their total time, and the bytes that they read and write."""
     found: dict[str, dict[str, float]] = {}
     program = plan.programs[0]
     for command in program.commands:
@@ -108,7 +108,7 @@ def tensors(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def laid_out(tensor: Tensor, value: torch.Tensor) -> torch.Tensor:
-    """A tensor on the GPU in the memory order of an input or output."""
+    """A tensor on the GPU in the memory layout of an input or output."""
     return torch.empty_strided(tensor.shape, tensor.strides, dtype=value.dtype, device="cuda").copy_(value)
 
 
@@ -131,12 +131,12 @@ def launch_us(loaded: Executable, placed: dict[str, torch.Tensor]) -> list[float
 
 
 def channels_last(array: np.ndarray) -> np.ndarray:
-    """The same images in the other order in memory; anything else as it is."""
+    """Images channels last in memory; other arrays as they are."""
     return np.ascontiguousarray(array.transpose(0, 2, 3, 1)).transpose(0, 3, 1, 2) if array.ndim == 4 else array
 
 
 def page_locked_gbps() -> dict[str, float]:
-    """Gigabytes a second between page-locked memory and the GPU, each way, of 64 MiB."""
+    """Gigabytes per second of 64 MiB between page-locked memory and the GPU, each way."""
     host = torch.empty(_COPIED_NBYTES, dtype=torch.uint8, pin_memory=True)
     device = torch.empty_like(host, device="cuda")
 
@@ -191,8 +191,8 @@ def main() -> None:
             "launch": lambda: {"launch_us": launch_us(loaded, placed)},
         }
         turn.begin()
-        turn.say(**clocks.quietest(groups), page_locked_gbps=page_locked_gbps())
-    turn.say(
+        turn.report(**clocks.quietest(groups), page_locked_gbps=page_locked_gbps())
+    turn.report(
         **figures,
         error=reference.error(outputs, expected),
         kernels=sum(isinstance(c, Launch) for c in program.commands),

@@ -1,4 +1,4 @@
-"""ONNX's backend cases: models of a node or a few with inputs and the outputs that they must give.
+"""ONNX's backend cases: models of one or a few nodes, with inputs and expected outputs.
 
 The onnx package generates the node cases in memory and ships the others; nothing is downloaded.
 """
@@ -40,7 +40,7 @@ RANDOM = {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLik
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSet:
-    """Inputs in the order of the model's, and the outputs expected."""
+    """Inputs in the model's order, and the expected outputs."""
 
     inputs: tuple[np.ndarray, ...]
     outputs: tuple[np.ndarray, ...]
@@ -93,7 +93,7 @@ def _case(kind: str, case: TestCase) -> Case:
 
 
 def _is_core(name: str, model: ModelProto) -> bool:
-    """Whether a case is of the default domain and of tensors of ordinary dtypes, deterministic, inference."""
+    """Whether a case is deterministic inference in the default domain, on tensors of ordinary dtypes."""
     values = (*model.graph.input, *model.graph.output)
     operators = {node.op_type for node in _nodes(model.graph)}
     return (
@@ -120,7 +120,7 @@ def _arrays(values: Sequence[object]) -> tuple[np.ndarray, ...]:
 
 
 def _array(value: object) -> np.ndarray:
-    """Return an array; sequences and other things become arrays of one object."""
+    """Return an array; sequences and None become arrays of one object."""
     if isinstance(value, (list, tuple)) or value is None:
         boxed = np.empty((), dtype=object)
         boxed[()] = value
@@ -140,7 +140,7 @@ def _read_value(path: Path) -> np.ndarray:
 
 
 def static_form(model: ModelProto, inputs: Sequence[np.ndarray]) -> tuple[ModelProto, tuple[np.ndarray, ...]]:
-    """Return the model with the first input's shape fixed and the others as initializers; what to feed."""
+    """Return the model with a static first input and the others as initializers, and the arrays to feed."""
     given = {tensor.name for tensor in model.graph.initializer}
     values = list(model.graph.input)
     if len(inputs) < len(values):
@@ -169,7 +169,7 @@ def static_form(model: ModelProto, inputs: Sequence[np.ndarray]) -> tuple[ModelP
 
 
 def difference(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> str:
-    """Return what is wrong with the outputs, or nothing where they are right."""
+    """Return the first mistake in the outputs; empty if they are right."""
     if len(found) < len(expected):
         return f"{len(found)} outputs; expected {len(expected)}"
     for i, (left, right) in enumerate(zip(found, expected, strict=False)):

@@ -1,14 +1,14 @@
-"""Run ONNX's backend cases through nimblec: the yardstick of the ONNX front end.
+"""Run ONNX's backend cases through nimblec, as a measure of the ONNX front end.
 
     python -m bench.onnx_coverage [--markdown] [--target aten|optimized|fused|cpu] [--match TEXT] [--every N]
                                   [--workers N] [--json PATH]
 
-``aten``: import each case as ATen calls and run these with torch on the CPU. ``optimized``: the same
-calls after the rewrites of ``-O1``. ``fused``: with their regions compiled too, on the GPU where there
-is one. ``cpu``: compile it for the CPU target, save the plan, load it and run it; a plain ONNX Runtime
-session of the same model tells what there is to pass. Worker processes survive crashes and hangs. The
-first input of a case stays an input, the others become initializers. Whole runs write
-bench/results/cpu/onnx_coverage*.json; ``--markdown`` prints the table of what is there.
+``aten``: import each case as ATen calls and run these with torch on the CPU. ``optimized``: the same calls after the
+rewrites of ``-O1``. ``fused``: with their regions compiled as well, on the GPU if there is one. ``cpu``: compile it for
+the CPU target, save the plan, load it and run it; a plain ONNX Runtime session of the same model is the reference.
+Cases run in worker processes, which are replaced after a crash or a hang. The first input of a case stays an input, the
+others become initializers. Whole runs write bench/results/cpu/onnx_coverage*.json; ``--markdown`` prints the table of
+the results.
 """
 
 import argparse
@@ -39,9 +39,9 @@ SECONDS_A_CASE = 120
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What became of a case: pass, refused, wrong, error, crash or hang.
+    """The outcome of a case: pass, refused, wrong, error, crash or hang.
 
-    ``onnxruntime`` is what became of it in a plain session, where the CPU target was run.
+    ``onnxruntime`` is its outcome in a plain session, for the CPU target.
     """
 
     name: str
@@ -158,7 +158,7 @@ def run_case(case: Case, target: str) -> Result:
 
 
 def outcome(case: Case, runner: Runner) -> tuple[str, str]:
-    """What became of a case, and what was said of it."""
+    """The outcome of a case, and its message."""
     try:
         for data in case.data_sets():
             model, inputs = static_form(case.model, data.inputs)
@@ -166,13 +166,13 @@ def outcome(case: Case, runner: Runner) -> tuple[str, str]:
                 return "wrong", message
     except (CompileError, NimbleError) as exc:
         return "refused", str(exc)
-    except Exception as exc:  # noqa: BLE001 - whatever else comes out is what this run looks for
+    except Exception as exc:  # noqa: BLE001 - any other exception is an outcome
         return "error", f"{type(exc).__name__}: {exc}"
     return "pass", ""
 
 
 def _work(connection: Connection, target: str) -> None:
-    """Answer the index of a case with its result until None comes."""
+    """Receive indices of cases and send their results, until None comes."""
     if target != "cpu":
         import torch
 
@@ -203,7 +203,7 @@ class Worker:
         self.connection.send(case)
 
     def take(self) -> Result | None:
-        """Return the result of the case, or what killed its process; None while it runs."""
+        """Return the result of the case, a crash or a hang; None while it runs."""
         assert self.case is not None
         if self.connection.poll():
             try:
@@ -275,7 +275,7 @@ def known_failures(path: Path) -> dict[str, str]:
 
 
 def write_known_failures(path: Path, results: Sequence[Result]) -> None:
-    """Write the cases that do not pass and should, with what was said about each."""
+    """Write the cases that should pass and do not, each with its message."""
     lines = []
     for heading, core in (("# Core cases", True), ("# Other cases", False)):
         lines.append(heading)
@@ -288,7 +288,7 @@ def write_known_failures(path: Path, results: Sequence[Result]) -> None:
 
 
 def report(results: Sequence[Result]) -> None:
-    """Print counts by status and by operator, and the operators that are not supported."""
+    """Print counts by status and by operator, and the unsupported operators."""
     for title, chosen in (("core cases", [r for r in results if r.core]), ("all cases", list(results))):
         counts = Counter(result.status for result in chosen)
         print(f"{title}: {counts['pass']} of {len(chosen)} pass; " + _listed(counts))
@@ -346,7 +346,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--json", type=Path, help="where to write the results (whole runs write them anyway)")
     parser.add_argument("--write-known", type=Path, help="write the cases that do not pass to this file")
-    parser.add_argument("--markdown", action="store_true", help="print the table of the results that are there")
+    parser.add_argument("--markdown", action="store_true", help="print the table of the results")
     options = parser.parse_args()
     if options.markdown:
         print(markdown())

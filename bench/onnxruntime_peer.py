@@ -1,13 +1,13 @@
-"""One model in ONNX Runtime's CUDA provider. Prints one JSON object of figures, and nothing else.
+"""One model in ONNX Runtime's CUDA provider; prints one JSON object of figures and nothing else.
 
 Usage: python -m bench.onnxruntime_peer MODEL [--fp32] [--nchw] [--cpu] [--turns]; MODEL is package.module:callable, as
 for torch, exported by torch.onnx.export. Needs the package onnxruntime-gpu. A run is one CUDA graph, its inputs and
 outputs are bound, and convolutions are NHWC unless --nchw is given. --fp32 switches TF32 off; --cpu takes the CPU
-provider instead; --turns waits to be told when to measure.
+provider instead; --turns takes turns with other processes at measuring.
 
 call_us: the wall clock of a synchronised run, inputs in the GPU's memory. numpy_us: the same from arrays to arrays.
-kernels_us: from the begin of a run's first kernel to the end of its last, in a profiler's trace; busy_us: the time of
-that in which a kernel runs.
+kernels_us: from the start of a run's first kernel to the end of its last, in a profiler's trace; busy_us: the part of
+that time in which a kernel runs.
 """
 
 import argparse
@@ -44,9 +44,9 @@ class Bound:
     def __init__(
         self, path: Path, providers: Providers, inputs: Sequence[np.ndarray], outputs: Sequence[np.ndarray]
     ) -> None:
-        """``outputs`` are of the dtypes and shapes of what the model returns.
+        """``outputs`` have the dtypes and shapes of the model's outputs.
 
-        The process ends where ONNX Runtime falls back from the first of ``providers`` to another.
+        The process ends if ONNX Runtime falls back from the first of ``providers`` to another.
         """
         self._session = onnxruntime.InferenceSession(path, providers=[*providers])
         asked, found = providers[0][0], self._session.get_providers()[0]
@@ -68,7 +68,7 @@ class Bound:
         self._session.run_with_iobinding(self._binding)
 
     def run_on(self, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """The outputs for some arrays of the same dtypes and shapes, on the host."""
+        """The outputs on the host for inputs of the same dtypes and shapes."""
         for value, array in zip(self._inputs, inputs, strict=True):
             value.update_inplace(array)
         self.run()
@@ -76,7 +76,7 @@ class Bound:
 
 
 def measure(spec: str, providers: Providers, turn: Turn) -> None:
-    """Get ready, have the turn, and say all figures."""
+    """Prepare, wait for the turn, and report all figures."""
     on_gpu = providers is not CPU
     module, args, kwargs = reference.seeded(spec)
     with torch.no_grad():
@@ -103,7 +103,7 @@ def measure(spec: str, providers: Providers, turn: Turn) -> None:
     )
     if on_gpu:
         figures |= peer_calls.figures(peer_calls.by_torch(bound.run))
-    turn.say(**figures, provider=providers[0][0], environment=environment.describe())
+    turn.report(**figures, provider=providers[0][0], environment=environment.describe())
 
 
 def main() -> None:

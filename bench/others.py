@@ -1,9 +1,9 @@
-"""Peers beside torch.compile: AOTInductor, XLA through JAX, ONNX Runtime's CUDA provider, IREE.
+"""Peers other than torch.compile: AOTInductor, XLA through JAX, ONNX Runtime's CUDA provider, IREE.
 
-Usage: python -m bench.others [--gpus N] [--jobs J] [--add] | --markdown. Each peer is a process of its own (those of
-bench/*_peer.py), which measures while everything else stands still (bench/turns.py). The figures are in
-bench/results/h200/others.json; ours beside them are those of peers.json. What cannot run stays as a row that says why.
-IREE measures what `bench.iree_peer compile` left in the folder $IREE_RESNET50.
+Usage: python -m bench.others [--gpus N] [--jobs J] [--add] | --markdown. Each peer is a process of its own (one of
+bench/*_peer.py), which measures while everything else is stopped (bench/turns.py). The figures are in
+bench/results/h200/others.json; ours are those of peers.json. A peer that cannot run has a row with the reason. IREE
+measures the result of `bench.iree_peer compile` in the folder $IREE_RESNET50.
 """
 
 import argparse
@@ -23,7 +23,7 @@ _LIMIT_S = 300
 
 
 def programs() -> dict[tuple[str, str], tuple[str, ...]]:
-    """What measures a model with a peer, by both."""
+    """The program of each model and peer."""
     found: dict[tuple[str, str], tuple[str, ...]]
     found = {(spec, "AOTInductor"): ("bench.torch_peer", "aoti", spec) for spec in peers.TUNED}
     found |= {(spec, "ONNX Runtime CUDA"): ("bench.onnxruntime_peer", spec) for spec in (RESNET, BERT)}
@@ -45,7 +45,7 @@ def table() -> Table:
 
 
 def markdown(results: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
-    """A line for each model and peer: its times, ours, and how many times ours they are."""
+    """A line for each model and peer: its times, ours, and their ratio."""
     below = environment.provenance(dict(results))
     head = ["model", "peer", "kernels: peer / ours, us", "call / our replay, us", "call from numpy, us", "error"]
     lines = header(head)
@@ -71,7 +71,7 @@ def _pair(figures: peers_table.Figures, peer: str, theirs: str, own: str) -> str
 
 
 def main(arguments: list[str]) -> None:
-    """Measure, or show what was measured."""
+    """Measure, or show the results."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--markdown", action="store_true")
     running.add_options(made)

@@ -1,6 +1,6 @@
-"""How long calls of a peer take that come back when the GPU is done: by the wall clock, and in a profiler's trace.
+"""Times of a peer's synchronous calls: by the wall clock, and in a profiler's trace.
 
-A peer whose kernels cannot be put in one CUDA graph of ours, nor between two events, is measured so.
+They serve for peers whose kernels can be put neither in a CUDA graph of ours nor between two events.
 """
 
 import time
@@ -14,15 +14,15 @@ from bench import clocks
 from bench.clocks import REPEATS, WARM_UPS
 
 Span: TypeAlias = tuple[float, float]
-"""Begin and end of a kernel, in microseconds of one clock."""
+"""Start and end of a kernel, in microseconds of one clock."""
 
 Call: TypeAlias = Callable[[], Any]
 
 CALLS = 50
-"""That are traced."""
+"""Calls in a trace."""
 _PAUSE_S = 0.002
 _LONGEST_GAP_US = 1000.0
-"""Between two kernels of a call. Those of two calls are `_PAUSE_S` apart at least."""
+"""Between two kernels of one call. Those of two calls are at least `_PAUSE_S` apart."""
 
 
 def wall_us(call: Call) -> list[float]:
@@ -38,17 +38,17 @@ def wall_us(call: Call) -> list[float]:
 
 
 def apart(call: Call) -> None:
-    """Many calls, so far apart that `figures` can tell them from each other."""
+    """Many calls, with pauses by which `figures` tells them apart."""
     for _ in range(CALLS):
         call()
         time.sleep(_PAUSE_S)
 
 
 def figures(spans: Iterable[Span]) -> dict[str, Any]:
-    """Of `CALLS` calls that were made by `apart`: spreads, and the number of kernels of a call.
+    """The spreads of `CALLS` calls made by `apart`, and the number of kernels of a call.
 
-    kernels_us: from the begin of a call's first kernel to the end of its last; busy_us: the time of that in which a
-    kernel runs. Where the trace is not one of so many calls, "untraced" says what it shows instead.
+    kernels_us: from the start of a call's first kernel to the end of its last; busy_us: the part of that time in which
+    a kernel runs. If the trace shows another number of calls, "untraced" says so in place of figures.
     """
     calls: list[list[Span]] = []
     end = -float("inf")
@@ -67,7 +67,7 @@ def figures(spans: Iterable[Span]) -> dict[str, Any]:
 
 
 def _covered(spans: Iterable[Span]) -> float:
-    """How long at least one of some spans lasts; they are in the order of their begins."""
+    """The time that the union of spans takes; they are sorted by their start."""
     total, until = 0.0, -float("inf")
     for begin, end in spans:
         total += max(0.0, end - max(begin, until))
@@ -76,12 +76,12 @@ def _covered(spans: Iterable[Span]) -> float:
 
 
 def by_torch(call: Call) -> list[Span]:
-    """The kernels of `apart` calls of anything in this process."""
+    """The kernels of `apart` calls, by torch's profiler, which sees all libraries of this process."""
     return traced(lambda: apart(call))
 
 
 def traced(work: Call) -> list[Span]:
-    """The kernels that ``work`` runs until it returns, by torch's profiler; copies and fills are none."""
+    """The kernels that ``work`` runs until it returns, by torch's profiler, without copies and fills."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
         work()
     return [

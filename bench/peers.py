@@ -1,10 +1,10 @@
-"""nimblec and torch's modes side by side, each model in each mode in a process of its own.
+"""nimblec compared with torch's modes, each model in each mode in a process of its own.
 
 Usage: python -m bench.peers [--precision fp32 | --batches] [--markdown | --plot FILE.svg] [MODEL ...], a model being
-package.module:callable. What the processes measure (bench/running.py) is written as it comes, to peers.json,
+package.module:callable. Figures of the processes (bench/running.py) are written as they come, to peers.json,
 peers_fp32.json (TF32 off on both sides) or batches.json (four of the networks at batch sizes 1, 4, 16, 64) in
-bench/results/h200, or to --output. With --add what the file holds already stays, and only what it does not hold of this
-commit is measured. --markdown prints the table, --plot draws it.
+bench/results/h200, or to --output. --add keeps the rows of the file, and measures only those that it lacks of this
+commit. --markdown prints the table, --plot draws it.
 """
 
 import argparse
@@ -24,9 +24,9 @@ TUNED = (
     "bench.models.bert_base:fp16",
     "bench.models.gpt2:bf16",
 )
-"""For these torch also tunes, minutes each."""
+"""The networks that torch also tunes, which takes minutes each."""
 _TUNING = ("env", "TORCHINDUCTOR_COMPILE_THREADS=8")
-"""It compiles hundreds of candidates, and is what all wait for in the end."""
+"""Max-autotune compiles hundreds of candidates, and is what everything waits for in the end."""
 
 MODELS = (
     "bench.models.resnet50:fp16",
@@ -47,7 +47,8 @@ MODELS = (
     "bench.models.unet:fp16",
 )
 BATCHED = tuple(f"bench.models.{name}:fp16" for name in ("resnet50", "mobilenet_v2", "inception_v3", "bert_base"))
-BATCH_SIZES = (4, 16, 64)  # beside 1
+BATCH_SIZES = (4, 16, 64)
+"""In addition to 1."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -55,22 +56,22 @@ def parser() -> argparse.ArgumentParser:
     made = running.table_parser(__doc__, "MODEL", limit_s=300)
     made.add_argument("--precision", choices=("keep", "fp32"), default="keep")
     made.add_argument("--batches", action="store_true")
-    made.add_argument("--modes", help=f"of torch, among {','.join(TORCH_MODES)}")
-    made.add_argument("--tune", choices=("some", "all", "none"), default="some", help="for which models torch tunes")
-    made.add_argument("--levels", default="2", help="of nimblec, as 0,1,2")
-    made.add_argument("--tuning-limit", type=float, default=480, help="the same where torch tunes")
+    made.add_argument("--modes", help=f"modes of torch, from {','.join(TORCH_MODES)}")
+    made.add_argument("--tune", choices=("some", "all", "none"), default="some", help="the models that torch tunes")
+    made.add_argument("--levels", default="2", help="levels of nimblec, such as 0,1,2")
+    made.add_argument("--tuning-limit", type=float, default=480, help="seconds that a process may take if torch tunes")
     made.add_argument("--plot", type=Path, metavar="FILE.svg")
     return made
 
 
 def results_path(options: argparse.Namespace) -> Path:
-    """The file of a table's figures."""
+    """The path of a table's results."""
     name = "batches" if options.batches else "peers_fp32" if options.precision == "fp32" else "peers"
     return options.output or FOLDER / f"{name}.json"
 
 
 def models(options: argparse.Namespace) -> tuple[str, ...]:
-    """Those named, or those of the table."""
+    """The models named on the command line, or those of the table."""
     if options.models:
         return tuple(options.models)
     if options.batches:
@@ -81,7 +82,7 @@ def models(options: argparse.Namespace) -> tuple[str, ...]:
 
 
 def table(options: argparse.Namespace) -> Table:
-    """What to run, by model: those that torch tunes first, as they take longest."""
+    """The jobs by model; those that torch tunes come first, as they take longest."""
     default = "compile,freeze" if options.batches else "eager,graph,compile,freeze"
     modes = [mode for mode in (default if options.modes is None else options.modes).split(",") if mode]
     fp32 = ("--fp32",) if options.precision == "fp32" else ()
@@ -104,7 +105,7 @@ def table(options: argparse.Namespace) -> Table:
 
 
 def main(arguments: list[str]) -> None:
-    """Measure, or show what was measured."""
+    """Measure, or show or plot the results."""
     options = parser().parse_args(arguments)
     if options.plot:
         from bench import peers_plot

@@ -1,4 +1,4 @@
-"""The table of what `bench.peers` measured: like with like, by the clocks of torch_peer.py and nimblec_peer.py."""
+"""The table of `bench.peers`, which compares clocks of torch_peer.py with the same of nimblec_peer.py."""
 
 import math
 import re
@@ -11,11 +11,11 @@ from bench.running import short
 from bench.tables import MISSING, header, number, row
 
 Figures: TypeAlias = Mapping[str, Mapping[str, Any]]
-"""What was measured of one model, by mode."""
+"""The figures of one model, by mode."""
 
 TORCH_MODES = ("eager", "graph", "compile", "freeze", "autotune", "aoti")
 COMPILED_MODES = ("compile", "freeze", "autotune")
-"""torch.compile's time is that of the fastest of these modes."""
+"""Modes of torch.compile, whose time is that of the fastest."""
 
 _NOISY = "~"
 _GROUPS = {
@@ -28,7 +28,7 @@ _GROUPS = {
     "chain_us": "chain",
     "token_us": "token",
 }
-"""The clocks that are sampled together (`bench.clocks.quietest`)."""
+"""The group of each clock: its clocks are sampled together (`bench.clocks.quietest`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,12 +52,12 @@ TUNED = Comparison(title="max-autotune: kernels", modes=("autotune",), theirs="k
 
 
 def level_name(level: int) -> str:
-    """The mode that a level of nimblec is."""
+    """The name of nimblec's mode of a level."""
     return f"-O{level}"
 
 
 def microseconds(figures: Figures, mode: str, clock: str) -> float:
-    """The median of a mode; infinite where it was not measured."""
+    """The median of a mode by a clock; infinite if it was not measured."""
     found = figures.get(mode, {}).get(clock)
     return float(found["median"]) if found else math.inf
 
@@ -68,13 +68,13 @@ def levels(figures: Iterable[str]) -> list[str]:
 
 
 def fastest(figures: Figures, modes: Iterable[str], clock: str) -> str | None:
-    """The mode of the lowest time by a clock."""
+    """The fastest mode by a clock; None if none was measured."""
     mode = min(modes, key=lambda m: microseconds(figures, m, clock), default=None)
     return mode if mode is not None and math.isfinite(microseconds(figures, mode, clock)) else None
 
 
 def ratio(figures: Figures, comparison: Comparison) -> float | None:
-    """Torch's time over ours; None where one is missing."""
+    """Torch's time over ours; None if either is missing."""
     theirs = fastest(figures, comparison.modes, comparison.theirs)
     ours = fastest(figures, levels(figures), comparison.ours)
     if theirs is None or ours is None:
@@ -83,15 +83,15 @@ def ratio(figures: Figures, comparison: Comparison) -> float | None:
 
 
 def geometric_mean(values: Iterable[float | None]) -> float | None:
-    """Of those that are there."""
+    """The geometric mean of the values that are not None; None if there are none."""
     logarithms = [math.log(value) for value in values if value is not None]
     return math.exp(sum(logarithms) / len(logarithms)) if logarithms else None
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """A line for each model (those of one network by batch size), the geometric means, and what they are of.
+    """A line for each model, those of one network by batch size, the geometric means, and the provenance.
 
-    A column is there if something in it was measured.
+    Columns without a figure are left out.
     """
     below = environment.provenance(results)
     models = {spec: figures for curve in by_batch(results).values() for spec, figures in curve.values()}
@@ -113,7 +113,7 @@ def markdown(results: dict[str, Any]) -> str:
 
 
 def by_batch(results: Mapping[str, Any]) -> dict[str, dict[int, tuple[str, Figures]]]:
-    """The figures of each network by batch size, with the model's name; its callables end in _batch_N, or it is 1."""
+    """The figures of each network by batch size (_batch_N in the model's name, or 1), with the model's name."""
     found: dict[str, dict[int, tuple[str, Figures]]] = {}
     for spec, figures in results["models"].items():
         size = re.search(r"_batch_(\d+)$", spec)
@@ -139,13 +139,13 @@ def _pair(figures: Figures, comparison: Comparison) -> str:
 
 
 def _launches(figures: Figures) -> str:
-    """The kernels of the modes that the first comparison is of."""
+    """The numbers of kernels of the modes with the fastest kernels."""
     best = fastest(figures, COMPILED_MODES, "kernels_us"), fastest(figures, levels(figures), "kernels_us")
     return " / ".join(str(figures[mode].get("kernels", MISSING)) if mode else MISSING for mode in best)
 
 
 def _errors(figures: Figures) -> str:
-    """Of eager, of the fastest of torch.compile's kernels and of our fastest level."""
+    """The errors of eager, and of the modes with the fastest kernels of torch.compile and of ours."""
     best = fastest(figures, COMPILED_MODES, "kernels_us"), fastest(figures, levels(figures), "kernels_us")
     found = [figures.get(mode, {}).get("error") if mode else None for mode in ("eager", *best)]
     return " / ".join(MISSING if error is None else f"{error:.1e}" for error in found)

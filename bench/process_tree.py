@@ -1,9 +1,9 @@
-"""All processes that a command has started, wherever they went: to sessions of their own, or to another parent.
+"""All processes that a command has started, even in other sessions or reparented. Linux only (/proc).
 
-While it is in `adopting`, all that this process has started stays below it. A process belongs to a tree if its
-environment holds the tree's token (a child inherits it, and keeps it when its parent ends), or if one that belongs to
-it is its parent. Neither holds of one that cleared its environment and whose parent has ended: `stop` finds it, as
-it is below this process, `Tree.end` does not. Linux only: /proc tells.
+Inside `adopting`, all processes that this one has started stay its descendants. A process belongs to a tree if its
+environment holds the tree's token (a child inherits it, and keeps it when its parent ends), or if its parent belongs to
+the tree. Neither is true of a process that cleared its environment and whose parent has ended: `stop` finds it, as a
+descendant of this process, `Tree.end` does not.
 """
 
 import asyncio
@@ -20,9 +20,9 @@ from pathlib import Path
 _VARIABLE = "NIMBLEC_BENCH_TREE"
 _SET_CHILD_SUBREAPER, _GET_CHILD_SUBREAPER = 36, 37  # linux/prctl.h
 _ENDED = "ZX"
-_STANDING_STILL = "tT"
+_STOPPED = "tT"
 _LONGEST_STOP_S = 5.0
-"""A process stops or ends when it comes back from a system call; one of the GPU's driver may take a while."""
+"""A process stops or ends when it returns from a system call; those of the GPU's driver may take a while."""
 _PAUSE_S = 0.002
 
 
@@ -30,12 +30,12 @@ _PAUSE_S = 0.002
 class _Process:
     parent: int
     state: str
-    """As proc_pid_stat(5) names it."""
+    """One letter, see proc_pid_stat(5)."""
 
 
 @contextmanager
 def adopting() -> Iterator[None]:
-    """Be the parent of all processes below this one whose own parent ends meanwhile, in place of init."""
+    """Adopt the descendants of this process whose parent ends, in place of init."""
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     before = ctypes.c_int()
     if prctl(_GET_CHILD_SUBREAPER, ctypes.byref(before)) or prctl(_SET_CHILD_SUBREAPER, 1):
@@ -47,36 +47,36 @@ def adopting() -> Iterator[None]:
 
 
 class Tree:
-    """The processes that are started with this tree's `environment`, and all that those start."""
+    """The processes started with this tree's `environment`, and their descendants."""
 
     def __init__(self) -> None:
         self._token = secrets.token_hex(16)
 
     @property
     def environment(self) -> dict[str, str]:
-        """What the environment of the first process has to hold."""
+        """Variables for the environment of the first process."""
         return {_VARIABLE: self._token}
 
     def members(self) -> set[int]:
-        """Their ids; those that have ended are not among them."""
+        """The ids of the processes that have not ended."""
         found = _processes()
         return self.among(_below(found), found)
 
     def among(self, pids: set[int], found: dict[int, _Process]) -> set[int]:
-        """Those of ``pids`` that belong to this tree."""
+        """The members of ``pids`` that belong to this tree."""
         return _with_children({pid for pid in pids if _has_token(pid, self._token)}, found)
 
     async def end(self) -> None:
-        """Kill all of them, and those that they start meanwhile; back when they have ended."""
+        """Kill all of them, and those that they start meanwhile; returns when they have ended."""
         _signal_all(self.members, signal.SIGKILL)
         with suppress(TimeoutError):
             async with asyncio.timeout(_LONGEST_STOP_S):
-                while self.members():  # noqa: ASYNC110  # nobody tells of a grandchild's end
+                while self.members():  # noqa: ASYNC110  # no event for the end of a grandchild
                     await asyncio.sleep(_PAUSE_S)
 
 
 def stop(spared: Tree) -> set[int]:
-    """Stop all descendants of this process but one tree; returns their ids once they have stopped."""
+    """Stop all descendants of this process except one tree; returns their ids once they have stopped."""
 
     def others() -> set[int]:
         found = _processes()
@@ -88,15 +88,15 @@ def stop(spared: Tree) -> set[int]:
     return stopped
 
 
-def go_on(stopped: set[int]) -> None:
-    """Let stopped processes go on; some may have ended."""
+def resume(stopped: set[int]) -> None:
+    """Resume stopped processes; some may have ended."""
     for pid in stopped:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
 
 
 def _signal_all(members: Callable[[], set[int]], number: signal.Signals) -> set[int]:
-    """Signal all members, until no look finds one that was not there at the look before."""
+    """Signal all members, until there are no new ones."""
     signalled: set[int] = set()
     while new := members() - signalled:
         for pid in new:
@@ -110,13 +110,13 @@ def _wait_until_still(pids: set[int]) -> None:
     end = time.monotonic() + _LONGEST_STOP_S
     while time.monotonic() < end:
         found = _processes()
-        if all(found[pid].state in _STANDING_STILL for pid in pids & found.keys()):
+        if all(found[pid].state in _STOPPED for pid in pids & found.keys()):
             return
         time.sleep(_PAUSE_S)
 
 
 def _processes() -> dict[int, _Process]:
-    """All that have not ended."""
+    """All processes that have not ended, by id."""
     found = {}
     for name in os.listdir("/proc"):  # noqa: PTH208  # no Path for each of a thousand
         if name.isdecimal():
@@ -127,14 +127,14 @@ def _processes() -> dict[int, _Process]:
 
 
 def _below(found: dict[int, _Process]) -> set[int]:
-    """This process's children, theirs, and so on."""
+    """The descendants of this process."""
     return _with_children({os.getpid()}, found) - {os.getpid()}
 
 
 def _has_token(pid: int, token: str) -> bool:
     try:
         return f"{_VARIABLE}={token}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except (FileNotFoundError, ProcessLookupError, PermissionError):  # it has ended, or is another user's
+    except (FileNotFoundError, ProcessLookupError, PermissionError):  # it has ended, or belongs to another user
         return False
 
 

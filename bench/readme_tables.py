@@ -1,8 +1,8 @@
 """Fill the tables of README.md, docs/measured.md and docs/optimizer.md from the committed results and the passes.
 
-Usage: ``python -m bench.readme_tables [--check]``. A table stands between ``<!-- table: COMMAND -->`` and
-``<!-- end of table -->``, and is what COMMAND prints; it stays as it is while its results do not exist.
-With --check nothing is written, and the exit status is 1 if a table is out of date.
+Usage: ``python -m bench.readme_tables [--check]``. A table is the output of COMMAND, between ``<!-- table: COMMAND
+-->`` and ``<!-- end of table -->``; it is left as it is if its results do not exist. With --check nothing is written,
+and the exit status is 1 if a table is out of date.
 """
 
 import re
@@ -22,7 +22,7 @@ _TABLE = re.compile(r"<!-- table: (.*?) -->\n(.*?)<!-- end of table -->", re.DOT
 
 
 def filled(text: str) -> str:
-    """``text`` with every table as its command prints it."""
+    """``text`` with the current output of each table's command."""
 
     def replaced(table: re.Match[str]) -> str:
         return f"<!-- table: {table[1]} -->\n{printed(table[1]) or table[2]}<!-- end of table -->"
@@ -31,7 +31,7 @@ def filled(text: str) -> str:
 
 
 def printed(command: str) -> str:
-    """What ``python -m bench.NAME --markdown`` prints; nothing where its results are not there."""
+    """The output of ``python ARGUMENTS``; empty if its results do not exist."""
     program, *arguments = shlex.split(command)
     assert program == "python", command
     done = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
@@ -44,7 +44,7 @@ def printed(command: str) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the documents, or compare."""
+    """Write the documents, or check them."""
     changed = {}
     for document in DOCUMENTS:
         before = document.read_text()

@@ -1,4 +1,4 @@
-"""The weights and inputs that all measuring processes share, and how far an output is from the exact one."""
+"""The weights and inputs that all measuring processes share, and the error of their outputs."""
 
 import copy
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from nimblec.frontend.pytorch.model import set_arithmetic
 from nimblec.frontend.pytorch.sources import import_callable
 from nimblert.arrays.dtypes import numpy_dtype
 
-_SEED = 0  # of nimblec's capture, so that its plan holds the same weights
+_SEED = 0  # the same as in nimblec's capture, so that its plan holds the same weights
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}
 
 
@@ -24,7 +24,7 @@ def seeded(spec: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
 
 
 def exact(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[np.ndarray]:
-    """The floating-point outputs by eager PyTorch on the GPU, computed wider, with the same weights and inputs.
+    """The floating-point outputs of eager PyTorch on the GPU in a wider dtype, with the same weights and inputs.
 
     A half-precision model is computed in float32 without TF32, a float32 model in float64.
     """
@@ -48,19 +48,19 @@ def exact(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def floats(outputs: Any) -> list[np.ndarray]:
-    """The floating-point tensors of what a module returned, in their order, as arrays on the host."""
+    """The floating-point tensors among a module's outputs, in order, as arrays on the host."""
     tensors = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
     wide = [t if t.dtype == torch.float64 else t.float() for t in tensors if t.is_floating_point()]
     return [t.cpu().numpy() for t in wide]
 
 
 def host_arrays(inputs: Any) -> list[np.ndarray]:
-    """The tensors among inputs, in their order, as arrays in C order."""
+    """The tensors among inputs, in order, as arrays in C order."""
     return [as_array(leaf) for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
 
 
 def as_array(tensor: torch.Tensor) -> np.ndarray:
-    """A tensor in C order with the dtype that nimblert gives it."""
+    """A tensor as an array in C order, with nimblert's dtype."""
     tensor = tensor.contiguous()
     if tensor.dtype == torch.bfloat16:
         return tensor.view(torch.uint16).numpy().view(numpy_dtype("bfloat16"))

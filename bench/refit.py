@@ -1,12 +1,11 @@
-"""Replacing all weights of a loaded plan: its time beside copies of the bytes, its results beside a fresh compile.
+"""Refits of all weights of a plan: their time compared with copies, their results with a fresh compilation.
 
 Usage: python -m bench.refit [--markdown] [--level N] [MODEL=OTHER ...], OTHER being MODEL with other weights, both
-package.module:callable. The processes get ready side by side and measure alone (bench/running.py). Writes refit.json in
-bench/results/h200, or --output; --markdown prints its table. With --add only what the file does not hold of this commit
-is measured.
+package.module:callable. The processes prepare side by side and measure alone (bench/running.py). Writes refit.json in
+bench/results/h200, or --output; --markdown prints its table. --add measures only what the file lacks of this commit.
 
 On one H200, `python -m bench.refit --jobs 2 --stop-after 570` compiles BERT-base and ResNet-50 twice each at -O2, which
-is expected to take four to six minutes, and refits each of them some hundred times.
+is expected to take four to six minutes, and refits each of them about a hundred times.
 """
 
 import argparse
@@ -40,17 +39,17 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = running.table_parser(__doc__, "MODEL=OTHER", limit_s=540)
     made.add_argument("--level", type=int, default=2)
-    made.add_argument("--cpu", action="store_true", help="the CPU target, to try it where there is no GPU")
+    made.add_argument("--cpu", action="store_true", help="use the CPU target, to try the program without a GPU")
     return made
 
 
 def results_path(options: argparse.Namespace) -> Path:
-    """The file of the figures."""
+    """The path of the results."""
     return options.output or FOLDER / "refit.json"
 
 
 def table(options: argparse.Namespace) -> Table:
-    """What to run, by model."""
+    """The jobs by model."""
     path, level = results_path(options), options.level
 
     def job(asked: str) -> Job:
@@ -63,7 +62,7 @@ def table(options: argparse.Namespace) -> Table:
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """A line for each model; in brackets, the refit's time over that of the copy of each array, and of the one copy."""
+    """A line for each model; in brackets, the refit's time over that of a copy for each array, and of one copy."""
     lines = header(_HEAD)
     for spec, modes in results["models"].items():
         lines += [row([f"{short(spec)} {mode}", *_cells(modes[mode])]) for mode in levels(modes)]
@@ -104,7 +103,7 @@ def _result(figures: Mapping[str, Any]) -> str:
 
 
 def main(arguments: list[str]) -> None:
-    """Measure, or show what was measured."""
+    """Measure, or show the results."""
     options = parser().parse_args(arguments)
     running.measure_or_show(table(options), options, markdown)
 

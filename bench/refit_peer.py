@@ -1,13 +1,13 @@
-"""Replace all weights of a plan: beside copies of their bytes, and beside a plan compiled with them. Prints one object.
+"""Refits of a plan, compared with copies and with a fresh plan; prints one JSON object of figures and nothing else.
 
 Usage: python -m bench.refit_peer LEVEL MODEL OTHER [--cpu] [--turns]; OTHER is MODEL with other weights. Both plans are
-compiled with --refittable, on one stream, the second with the times that were measured for the first: where that
-chooses the same kernels ("same_kernels"), results after the refit must be equal to those of the second plan.
+compiled with --refittable, on one stream, the second with the times measured for the first: if both have the same
+kernels ("same_kernels"), results after the refit must equal those of the second plan.
 
 refit_us: the wall clock of a refit from pageable arrays, until it is done. copies_us: that of copying each of these
 arrays to the GPU; copy_us: of copying as many bytes at once. refit_locked_us, copies_locked_us and copy_locked_us are
-from page-locked memory. kernels_us and kernels_after_us: GPU time of a replay without a refit and after. --cpu takes
-the CPU target instead, where LEVEL says nothing, and copy_us is a copy in memory.
+from page-locked memory. kernels_us and kernels_after_us: GPU time of a replay without a refit and after one. --cpu uses
+the CPU target, for which LEVEL has no effect and copy_us is a copy in memory.
 """
 
 import argparse
@@ -41,20 +41,20 @@ Groups: TypeAlias = dict[str, Callable[[], clocks.Samples]]
 
 
 def weights(spec: str) -> dict[str, np.ndarray]:
-    """The weights of a model, in C order as a file holds them."""
+    """The weights of a model as arrays in C order."""
     module, _, _ = reference.seeded(spec)
     tensors = module.state_dict().items()
     return {name: reference.as_array(each) for name, each in tensors if each.is_floating_point() and each.ndim}
 
 
 def launches(plan: Plan) -> list[tuple[object, ...]]:
-    """What a run launches."""
+    """Kernel, grid and block of each launch."""
     commands = (command for command in plan.programs[0].commands if isinstance(command, Launch))
     return [(plan.kernels[each.kernel].symbol, each.grid, each.block) for each in commands]
 
 
 def compared(loaded: Executable, fresh: Path, given: Arrays) -> dict[str, Any]:
-    """Refit, and say how near the results are to those of a plan compiled with these weights."""
+    """Refit, and compare the results with those of a plan compiled with the same weights."""
     inputs = golden.draw_inputs(loaded.program, _SEED)
     before = loaded.run(inputs)
     with load(fresh) as other:
@@ -71,7 +71,7 @@ def compared(loaded: Executable, fresh: Path, given: Arrays) -> dict[str, Any]:
 
 
 class Copies:
-    """Copies of arrays to the GPU, from where they are and from page-locked memory, which goes with the context."""
+    """Copies of arrays to the GPU, from pageable and from page-locked memory, which the context owns."""
 
     def __init__(self, context: Context, arrays: Arrays) -> None:
         self._pageable = arrays
@@ -87,7 +87,7 @@ class Copies:
             np.copyto(self._locked[name], array)
 
     def groups(self, loaded: Executable) -> Groups:
-        """What to sample beside refits of an executable."""
+        """The clocks to sample: refits of an executable, and copies."""
         kinds = (("", self._pageable, self._whole), ("_locked", self._locked, self._whole_locked))
         found: Groups = {}
         for kind, arrays, whole in kinds:
@@ -107,14 +107,14 @@ class Copies:
 
 
 def host_groups(loaded: Executable, given: Arrays) -> Groups:
-    """What to sample on the CPU target."""
+    """The clocks to sample on the CPU target."""
     source = np.concatenate([array.reshape(-1).view(np.uint8) for array in given.values()])
     works = {"refit": partial(loaded.refit, given), "copy": partial(np.copyto, np.empty_like(source), source)}
     return {name: partial(_timed, f"{name}_us", work) for name, work in works.items()}
 
 
 def device_groups(plan: Path, loaded: Executable, given: Arrays, opened: ExitStack) -> Groups:
-    """What to sample on a GPU."""
+    """The clocks to sample on a GPU."""
     untouched = opened.enter_context(load(plan))
     context = Context()
     opened.callback(context.close)
@@ -127,7 +127,7 @@ def _timed(clock: str, work: Callable[[], object]) -> clocks.Samples:
 
 
 def prepared(specs: Sequence[str], folder: Path, **options: Any) -> tuple[list[Path], dict[str, Any]]:
-    """The plans of a model with its weights and with others, and what compiling both took."""
+    """The plans of a model with its weights and with others, and the figures of their compilation."""
     paths = [folder / "model.plan", folder / "other.plan"]
     how = read_options(refittable=True, streams="1", timing_cache=folder / "timings", plan_cache=None, **options)
     first, second = (compiled(spec, how, path) for spec, path in zip(specs, paths, strict=True))
@@ -139,7 +139,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("level", type=int)
     add_arguments(parser)
-    parser.add_argument("other", metavar="OTHER", help="the same with other weights")
+    parser.add_argument("other", metavar="OTHER", help="MODEL with other weights")
     parser.add_argument("--cpu", action="store_true")
     options = parser.parse_args()
     turn = Turn(wait=options.turns)
@@ -152,8 +152,8 @@ def main() -> None:
         figures |= compared(loaded, fresh, given)
         groups = host_groups(loaded, given) if options.cpu else device_groups(path, loaded, given, opened)
         turn.begin()
-        turn.say(**clocks.quietest(groups))
-        turn.say(
+        turn.report(**clocks.quietest(groups))
+        turn.report(
             **figures,
             weights=len(given),
             weights_nbytes=sum(array.nbytes for array in given.values()),

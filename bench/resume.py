@@ -1,11 +1,11 @@
-"""From process start to the first training step of a plan that goes on from a saved state, without PyTorch.
+"""Time from process start to the first training step of a plan that resumes from a saved state, without PyTorch.
 
-Usage: python -m bench.resume [--markdown] [--level N] [--cpu] [--output FILE] [MODEL], a model being NETWORK_batch_N
-of bench.models.cifar_training; writes bench/results/h200/resume.json. Nothing else should run beside it. --cpu takes a
-plan of the CPU target, to see that the rest works.
+Usage: python -m bench.resume [--markdown] [--level N] [--cpu] [--output FILE] [MODEL], a model being NETWORK_batch_N of
+bench.models.cifar_training; writes bench/results/h200/resume.json. Nothing else should run at the same time. --cpu uses
+the CPU target, to try the program.
 
-A plan takes some steps, saves its state as safetensors, and takes one more, whose loss the fresh processes must find.
-seconds: from before a process is started until it has that loss; of them "python" until its first line, "import" of
+A plan takes some steps, saves its state as safetensors, and takes one more, whose loss the fresh processes must repeat.
+seconds: from before a process starts until it has that loss; the stages are "python" until its first line, "import" of
 numpy and nimblert, "load" of the plan, "state" from the file, and "step".
 """
 
@@ -52,7 +52,7 @@ print(json.dumps({"times": times, "loss": loss.tobytes().hex(), "resident_kib": 
 
 
 def resumed(*files: Path) -> dict[str, Any]:
-    """What one fresh process says: the seconds of its stages, its loss, and how many modules of torch it has."""
+    """The figures of one fresh process: seconds of its stages, loss, peak memory, and imported modules of torch."""
     begin = time.time()
     command = [sys.executable, "-c", _LEAN, *map(str, files)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -66,7 +66,7 @@ def resumed(*files: Path) -> dict[str, Any]:
 
 
 def measure(model: str, level: int, folder: Path, *, cpu: bool) -> dict[str, Any]:
-    """Several starts, the first of which (cold files) is told apart."""
+    """Several starts; the first, with cold files, is kept separately."""
     plan, state, batch = (folder / name for name in ("train.plan", "state.safetensors", "batch.npz"))
     options = Options(target="cpu" if cpu else "cuda", level=None if cpu else level, plan_cache=None)
     spec = f"{cifar_training.__name__}:{model}"
@@ -94,7 +94,7 @@ def measure(model: str, level: int, folder: Path, *, cpu: bool) -> dict[str, Any
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """A line: the median run by seconds, and the stages of that run."""
+    """One line: the median run and its stages."""
     runs = results["runs"]
     middle = runs[len(runs) // 2]
     head = ["model", "process start to first step", *_STAGES, "equal losses", "modules of torch", "plan / state, MB"]
@@ -112,12 +112,12 @@ def markdown(results: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str]) -> None:
-    """Measure, or print the table of what was measured."""
+    """Measure, or print the table of the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="resnet50_batch_32", metavar="MODEL")
     parser.add_argument("--level", type=int, default=0)
     parser.add_argument("--cpu", action="store_true")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="where the figures are")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="path of the results")
     parser.add_argument("--markdown", action="store_true")
     options = parser.parse_args(arguments)
     if not options.markdown:

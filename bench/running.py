@@ -1,7 +1,7 @@
-"""Measure what is missing in files of figures: many processes, on the GPUs of one machine.
+"""Measure the missing rows of files of figures, in many processes, on the GPUs of one machine.
 
 A file holds figures by model and mode, each with its commit. Processes prepare concurrently and measure alone
-(bench/turns.py), on each of --gpus with its share of the cores; all modes of a model in a table run on the same GPU.
+(bench/turns.py), on one of --gpus with its share of the cores; all modes of a model in a table run on the same GPU.
 """
 
 import argparse
@@ -21,35 +21,35 @@ from nimblert.files.replacing import replacing
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """A file of figures, and the jobs that make them, model by model in the order in which they start."""
+    """A file of figures, and the jobs that measure them, by model, in the order in which they start."""
 
     path: Path
     jobs: tuple[tuple[Job, ...], ...]
 
 
 def table_parser(description: str | None, models: str, limit_s: float) -> argparse.ArgumentParser:
-    """The command line of a program for one table, of ``models`` if they are given; what it adds is its own."""
+    """The common command line of programs for one table; ``models`` is the metavar of its arguments."""
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("models", nargs="*", metavar=models)
     made.add_argument("--limit", type=float, default=limit_s, help="seconds that a process may take")
-    made.add_argument("--output", type=Path, help="where the figures are")
+    made.add_argument("--output", type=Path, help="path of the results")
     made.add_argument("--markdown", action="store_true")
     add_options(made)
     return made
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """How to measure."""
-    parser.add_argument("--jobs", type=int, default=8, help="processes of a GPU that get ready side by side")
-    parser.add_argument("--gpus", type=int, default=1, help="of those in CUDA_VISIBLE_DEVICES, where it is set")
-    parser.add_argument("--stop-after", type=float, default=3600, help="seconds after which nothing starts or works")
-    parser.add_argument("--add", action="store_true", help="measure only what the files do not hold of this commit")
+    """Add the options of `measure`."""
+    parser.add_argument("--jobs", type=int, default=8, help="processes that prepare side by side on each GPU")
+    parser.add_argument("--gpus", type=int, default=1, help="number of GPUs (CUDA_VISIBLE_DEVICES may name them)")
+    parser.add_argument("--stop-after", type=float, default=3600, help="seconds after which everything ends")
+    parser.add_argument("--add", action="store_true", help="measure only the rows that files lack of this commit")
 
 
 def measure(tables: Sequence[Table], options: argparse.Namespace) -> None:
-    """Run the jobs of all tables in their order, in each those first that took longest the last time.
+    """Run the jobs of all tables in order, in each table those first that took longest to prepare last time.
 
-    The figures are in the files whenever a job has ended.
+    The figures of each job are written when it ends.
     """
     commit = environment.commit()
     files = {str(table.path): _File(table.path, commit, options) for table in tables}
@@ -66,7 +66,7 @@ def measure(tables: Sequence[Table], options: argparse.Namespace) -> None:
 
 
 class _File:
-    """Figures in a file, written whenever some are added."""
+    """A file of figures, written whenever some are added."""
 
     def __init__(self, path: Path, commit: str, options: argparse.Namespace) -> None:
         self._path = path
@@ -81,7 +81,7 @@ class _File:
         path.parent.mkdir(parents=True, exist_ok=True)
 
     def missing(self, models: Iterable[Sequence[Job]]) -> list[list[Job]]:
-        """Those that have no figures of this commit, by model, the model that took longest the last time first."""
+        """Jobs without figures of this commit, by model; the model that took longest last time comes first."""
         left = [[job for job in jobs if not self._has(job)] for jobs in models]
         return sorted(filter(None, left), key=lambda jobs: -sum(self._kept(job).get("prepare_s", 0.0) for job in jobs))
 
@@ -94,7 +94,7 @@ class _File:
         return figures.get("commit") == self._commit and environment.is_exact(self._commit) and "failed" not in figures
 
     def record(self, job: Job, result: Result) -> None:
-        """Add the figures of a job."""
+        """Add the figures of a job, and write the file."""
         row = {**result, "commit": self._commit, "jobs": self._jobs}
         self._content["models"].setdefault(job.model, {})[job.mode] = row
         with replacing(self._path) as file:
@@ -121,14 +121,14 @@ def places(waiting: Iterator[Sequence[Job]], options: argparse.Namespace) -> Ite
 
 
 def surroundings(cores: int) -> dict[str, str]:
-    """The environment of a measuring process: its share of the cores for what it compiles."""
+    """The environment of a measuring process, which compiles with ``cores`` cores."""
     share = str(max(1, cores))
     threads = {"TORCHINDUCTOR_COMPILE_THREADS": share, "OMP_NUM_THREADS": share}
     return {**processes.environment(), **threads, "PYTHONWARNINGS": "ignore", "TOKENIZERS_PARALLELISM": "false"}
 
 
 def summary(table: Table) -> str:
-    """How much of a table is there, and which rows failed or were not quiet."""
+    """The number of rows that a table has, and those that failed or are noisy."""
     rows = json.loads(table.path.read_text())["models"] if table.path.exists() else {}
     asked = [job for jobs in table.jobs for job in jobs]
     found = {f"{short(job.model)} {job.mode}": rows.get(job.model, {}).get(job.mode) for job in asked}
@@ -140,12 +140,12 @@ def summary(table: Table) -> str:
 
 
 def short(spec: str) -> str:
-    """A model's name without what all have."""
+    """A model's name without the package of all models."""
     return spec.removeprefix("bench.models.")
 
 
 def measure_or_show(table: Table, options: argparse.Namespace, printed: Callable[[Any], str]) -> None:
-    """Measure a table, unless --markdown asks for what was measured before, and print it."""
+    """Measure a table, unless --markdown asks for the results of the file, and print it."""
     if not options.markdown:
         measure([table], options)
     print(printed(environment.read(table.path)))

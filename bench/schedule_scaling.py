@@ -127,7 +127,7 @@ def _growth(rows: list[dict[str, Any]], small: int, large: int) -> str:
 
 
 def main() -> None:
-    """Measure each size and policy, or print the table of the committed results."""
+    """Measure each size and policy, or print the table of the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--markdown", action="store_true")
     parser.add_argument("--sizes", default="350,1400,5000,10000")

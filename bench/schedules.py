@@ -1,9 +1,9 @@
-"""What the schedule is worth: the framework's own kernels in one chain, and as `auto` chose.
+"""The gain of the schedule: the framework's own kernels in one chain, and as scheduled by `auto`.
 
 Usage: python -m bench.schedules [--markdown] [--level N] [MODEL ...], a model being package.module:callable. The
-processes get ready side by side and measure alone (bench/running.py): a plan, its kernels in one chain, and eager in
-a CUDA graph of torch's. Writes schedules.json (schedules-ON.json at another level than 0) in bench/results/h200, or
---output; --markdown prints its table. With --add only what the file does not hold of this commit is measured.
+processes prepare side by side and measure alone (bench/running.py): a plan, its kernels in one chain, and eager in a
+CUDA graph of torch's. Writes schedules.json (schedules-ON.json at another level than 0) in bench/results/h200, or
+--output; --markdown prints its table. --add measures only what the file lacks of this commit.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from bench.tables import MISSING, header, mib, number, row
 from bench.turns import Job
 
 PAPER = ("inception_v3:{}", "nasnet_a_mobile:{}", "nasnet_a_large:{}", "darts:{}", "amoebanet_a:{}_as_in_nimble")
-"""The networks whose gain by multiple streams Nimble (Kwon et al., 2020) tells."""
+"""The networks for which Nimble (Kwon et al., 2020) reports the gain of multiple streams."""
 MODELS = (
     *(f"bench.models.{name.format(precision)}" for precision in ("fp32", "fp16") for name in PAPER),
     "bench.models.googlenet:fp16",
@@ -49,12 +49,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def results_path(options: argparse.Namespace) -> Path:
-    """The file of the figures."""
+    """The path of the results."""
     return options.output or FOLDER / (f"schedules-O{options.level}.json" if options.level else "schedules.json")
 
 
 def table(options: argparse.Namespace) -> Table:
-    """What to run, by model."""
+    """The jobs by model."""
     path = results_path(options)
 
     def jobs(spec: str) -> tuple[Job, ...]:
@@ -78,7 +78,7 @@ def table(options: argparse.Namespace) -> Table:
 
 
 def gain(figures: Figures) -> float | None:
-    """The chain's GPU time over that of the chosen schedule; None where it was not measured."""
+    """The chain's GPU time over that of the chosen schedule; None if it was not measured."""
     (level,) = levels(figures) or [""]
     if "kernels_us" not in figures.get(level, {}):
         return None
@@ -117,7 +117,7 @@ def markdown(results: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str]) -> None:
-    """Measure, or show what was measured."""
+    """Measure, or show the results."""
     options = parser().parse_args(arguments)
     running.measure_or_show(table(options), options, markdown)
 

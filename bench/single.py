@@ -1,6 +1,6 @@
-"""Run one program of bench/ and tell what it printed as JSON, for bench.all.
+"""Run one program of bench/ and print its output as JSON, for bench.all.
 
-Usage: python -m bench.single NAME [ARGUMENT ...]. Prints an object of "printed", its lines, and "seconds", its time.
+Usage: python -m bench.single NAME [ARGUMENT ...]. Prints an object of "printed", the lines, and "seconds".
 """
 
 import json
@@ -10,7 +10,7 @@ import time
 
 
 def main(arguments: list[str]) -> int:
-    """Run it; its status."""
+    """Run the program; returns its exit status."""
     name, *rest = arguments
     begin = time.perf_counter()
     command = [sys.executable, "-m", f"bench.{name}", *rest]

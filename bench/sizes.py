@@ -1,9 +1,9 @@
-"""One plan for any size of a network beside static plans: its file, its arena, its results and its calls.
+"""One plan for any size of a network, compared with static plans: file, arena, results and calls.
 
 Usage: python -m bench.sizes [--markdown] [--level N] [MODEL[=SIZES] ...], MODEL a callable of bench.models.sized, SIZES
-those of the profiles ("1..64": powers of two and both ends). The processes get ready side by side and measure alone
+the sizes of the profiles ("1..64": powers of two and both ends). The processes prepare side by side and measure alone
 (bench/running.py), each compiles --workers plans at a time. Writes sizes.json in bench/results/h200, or --output;
---markdown prints its table. With --add only what the file does not hold of this commit is measured.
+--markdown prints its table. --add measures only what the file lacks of this commit.
 
 On one H200, `python -m bench.sizes --jobs 2 --stop-after 570` compiles twelve static plans and two for all sizes at
 -O2, which is expected to take four to six minutes; with bench.models.sized:resnet50=1,8,64 alone about half of it.
@@ -40,18 +40,18 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = running.table_parser(__doc__, "MODEL[=SIZES]", limit_s=540)
     made.add_argument("--level", type=int, default=2)
-    made.add_argument("--cpu", action="store_true", help="the CPU target, to try it where there is no GPU")
+    made.add_argument("--cpu", action="store_true", help="use the CPU target, to try the program without a GPU")
     made.add_argument("--workers", type=int, default=8, help="compilations of a process side by side")
     return made
 
 
 def results_path(options: argparse.Namespace) -> Path:
-    """The file of the figures."""
+    """The path of the results."""
     return options.output or FOLDER / "sizes.json"
 
 
 def table(options: argparse.Namespace) -> Table:
-    """What to run, by model."""
+    """The jobs by model."""
     path, level = results_path(options), options.level
 
     def job(asked: str) -> Job:
@@ -66,13 +66,13 @@ def table(options: argparse.Namespace) -> Table:
 
 
 def ratio(figures: Mapping[str, Any], clock: str, size: str) -> float | None:
-    """The time of one plan at a size over that of the static plan; None where it was not measured."""
+    """The time of one plan at a size over that of the static plan; None if it was not measured."""
     ours, static = figures.get(f"{clock} {size}"), figures.get(f"static_{clock} {size}")
     return float(ours["median"] / static["median"]) if ours and static else None
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """A line for each size of a model, and what all sizes of a model take together."""
+    """A line for each size of a model, and a sentence on all sizes of each."""
     lines = header(_HEAD)
     below = []
     for spec, modes in results["models"].items():
@@ -106,7 +106,7 @@ def _result(found: Mapping[str, Any]) -> str:
 
 
 def _together(name: str, figures: Mapping[str, Any]) -> str:
-    """The sentence on a plan's bytes, and on the size that costs most."""
+    """A sentence on a plan's bytes, and on the size with the largest overhead."""
     if "failed" in figures:
         return f"{name}: failed: {figures['failed'][:200]}."
     static = figures["static"]
@@ -122,7 +122,7 @@ def _together(name: str, figures: Mapping[str, Any]) -> str:
 
 
 def main(arguments: list[str]) -> None:
-    """Measure, or show what was measured."""
+    """Measure, or show the results."""
     options = parser().parse_args(arguments)
     running.measure_or_show(table(options), options, markdown)
 

@@ -1,13 +1,13 @@
-"""One plan for all sizes of a network, beside a static plan of each of its profiles. Prints one JSON object of figures.
+"""One plan for all sizes, compared with static plans; prints one JSON object of figures and nothing else.
 
 Usage: python -m bench.sizes_peer LEVEL MODEL [--sizes 1..64] [--between 3,6] [--workers 8] [--cpu] [--turns]; MODEL is
-a callable of bench.models.sized, --between the sizes that are called besides the profiles', by default the middles of
-what is between them. The static plans are compiled side by side; the plan for all sizes then finds their measured
-times, so that both have the same kernels. --cpu takes the CPU target instead, where LEVEL says nothing.
+a callable of bench.models.sized; --between names sizes to call in addition to the profiles', by default those halfway
+between them. The static plans are compiled in parallel; the plan for all sizes then reuses their measured times, so
+that both have the same kernels. --cpu uses the CPU target, for which LEVEL has no effect.
 
 By size: call_us, the wall clock of a call from tensors on the GPU to new arrays there, synchronised; numpy_us, the same
-from arrays to arrays; kernels_us, of a profile's size alone, the GPU time of its program. static_call_us and so on are
-those of the static plan of the profile that serves the size, on all of its own size.
+from arrays to arrays; kernels_us, only at a profile's size, the GPU time of its program. static_call_us and so on are
+those of the static plan of the profile that serves the size, called with its full size.
 """
 
 import argparse
@@ -41,7 +41,7 @@ from nimblert.plan import Plan, Target
 
 _SEED = 0
 _THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
-"""Each is a process that imports torch, and each compilation has so many."""
+"""The number of processes that each compilation starts, all of which import torch."""
 
 
 def built(spec: str) -> Sized:
@@ -52,7 +52,7 @@ def built(spec: str) -> Sized:
 
 
 class Plans:
-    """Compiles a network, which is exported once, for some sizes."""
+    """Plans of a network, which is exported once, for different sets of sizes."""
 
     def __init__(self, network: Sized, folder: Path, *, target: str, level: int | None) -> None:
         program, self._dimension = network.export()
@@ -60,11 +60,11 @@ class Plans:
         torch.export.save(program, folder / "model.pt2")
 
     def path(self, sizes: Sequence[int]) -> Path:
-        """Where the plan for these sizes is."""
+        """The path of the plan for ``sizes``."""
         return self._folder / f"{'_'.join(map(str, sizes))}.plan"
 
     def compile(self, sizes: Sequence[int]) -> dict[str, Any]:
-        """Write it, with the times that were measured for it in a file beside it."""
+        """Write the plan for ``sizes``, and its measured times to a file next to it."""
         path = self.path(sizes)
         options = read_options(
             target=self._target,
@@ -77,7 +77,7 @@ class Plans:
         return compiled(str(self._folder / "model.pt2"), options, path)
 
     def compile_all(self, sizes: Sequence[int], workers: int) -> dict[str, Any]:
-        """Write the static plan of each size, and then that of all sizes, which takes on what was measured."""
+        """Write a static plan for each size, then the plan for all sizes, which reuses the measured times."""
         share = int(os.environ.get(_THREADS) or os.cpu_count() or 1)
         os.environ[_THREADS] = str(max(1, share // min(workers, len(sizes))))
         with ThreadPoolExecutor(workers) as pool:
@@ -97,7 +97,7 @@ def _times(plan: Path) -> dict[str, int]:
 
 
 def described(path: Path) -> dict[str, int]:
-    """The bytes of a plan's file, of what is in it, and of its arena."""
+    """The bytes of a plan's file, weights, code and arena."""
     plan = container.read(path)
     return {
         "file_nbytes": path.stat().st_size,
@@ -108,18 +108,18 @@ def described(path: Path) -> dict[str, int]:
 
 
 def middles(sizes: Iterable[int]) -> list[int]:
-    """The middle of what is below the first of some sizes, and between any two."""
+    """The sizes halfway between 0 and the first of ``sizes``, and between neighbours."""
     found = [(below + above + 1) // 2 for below, above in pairwise((0, *sizes))]
     return [middle for middle in found if middle not in sizes]
 
 
 class Sizes:
-    """The executable for all sizes, and the static ones, with inputs of any size."""
+    """The executable for all sizes and the static ones, and inputs of any size."""
 
     def __init__(
         self, network: Sized, path: Callable[[Sequence[int]], Path], sizes: Sequence[int], opened: ExitStack
     ) -> None:
-        """``path`` says where the plan for some sizes is; what is loaded is closed by ``opened``."""
+        """``path`` returns the path of the plan for some sizes; ``opened`` closes the executables."""
         self._network = network
         self._sizes = sizes
         self._path = path(sizes)
@@ -133,7 +133,7 @@ class Sizes:
         return min(profile for profile in self._sizes if profile >= size)
 
     def compared(self, size: int) -> dict[str, Any]:
-        """What the plan gives for a size, beside what the static plan that serves it gives for the same, padded."""
+        """Compare the plan's outputs at a size with those of the static plan that serves it, called with padding."""
         profile = self.served_by(size)
         given = self._network.draw(size, _SEED)
         row: dict[str, Any] = {"served_by": profile}
@@ -152,7 +152,7 @@ class Sizes:
         return torch.cat((tensor, rest), axis)
 
     def groups(self, size: int) -> dict[str, Callable[[], clocks.Samples]]:
-        """What to sample of a size."""
+        """The clocks to sample at a size."""
         profile = self.served_by(size)
         static, own, whole = self._static[profile], self._network.draw(profile, _SEED), self._whole
         given = self._network.draw(size, _SEED)
@@ -197,9 +197,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("level", type=int)
     add_arguments(parser)
-    parser.add_argument("--sizes", type=read_sizes, help="of the profiles; by default, powers of two")
+    parser.add_argument("--sizes", type=read_sizes, help="sizes of the profiles; by default powers of two")
     parser.add_argument("--between", type=read_sizes)
-    parser.add_argument("--workers", type=int, default=min(8, os.cpu_count() or 1), help="compilations side by side")
+    parser.add_argument("--workers", type=int, default=min(8, os.cpu_count() or 1), help="compilations in parallel")
     parser.add_argument("--cpu", action="store_true")
     options = parser.parse_args()
     turn = Turn(wait=options.turns)
@@ -217,9 +217,9 @@ def main() -> None:
         served = [size for size in asked if "refused" not in figures["sizes"][str(size)]]
         groups = {name: sample for size in served for name, sample in executables.groups(size).items()}
         turn.begin()
-        turn.say(**clocks.quietest(groups))
+        turn.report(**clocks.quietest(groups))
         fits = {program.profile[0][1]: program.fits[0].name.lower() for program in executables.plan.programs}
-        turn.say(**figures, **described(plans.path(sizes)), fits=fits)
+        turn.report(**figures, **described(plans.path(sizes)), fits=fits)
     turn.end()
 
 

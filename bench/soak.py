@@ -1,10 +1,10 @@
-"""Run a plan a great many times, and say whether its outputs, memory, threads and files stay as they are.
+"""Run a plan very often, and check that its outputs, memory, threads and files stay the same.
 
 Usage: ``python -m bench.soak PLAN [--count 200000] [--replay] [--json FILE]``, for any plan on its target.
 
-Calls take eight different inputs in turn, and each output is compared with the bytes of the first time; ``--replay``
-replays one input instead, and reads the outputs back a thousand times in all. Memory is looked at a hundred times; the
-first tenth is warm-up. The exit status is 1 if any byte changed, or if memory grew.
+Calls take eight different inputs in turn, and every output must equal the first for its input, bit for bit;
+``--replay`` replays one input, and reads the outputs back a thousand times in total. Memory is sampled a hundred times;
+the first tenth is warm-up. The exit status is 1 if any byte changed, or if memory grew.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from nimblert.executable import Executable
 from nimblert.files import container
 
 INPUTS = 8
-LOOKS = 100
+SAMPLES = 100
 READS = 1000
 
 
@@ -33,14 +33,14 @@ def outputs(model: Executable, arrays: dict[str, Any]) -> list[bytes]:
 
 
 def called(model: Executable) -> Callable[[int], bool]:
-    """One call; whether its outputs were as ever."""
+    """A function that makes call number ``index``, and tells whether its outputs were as before."""
     inputs = [golden.draw_inputs(model.program, seed) for seed in range(INPUTS)]
     expected = [outputs(model, arrays) for arrays in inputs]
     return lambda index: outputs(model, inputs[index % INPUTS]) == expected[index % INPUTS]
 
 
 def replayed(model: Executable, count: int) -> Callable[[int], bool]:
-    """One replay; whether its outputs were as ever, where they are read."""
+    """A function that makes replay number ``index``, and tells whether its outputs, if read, were as before."""
     model.run(golden.draw_inputs(model.program, 0))
 
     def read() -> list[bytes]:
@@ -57,7 +57,7 @@ def replayed(model: Executable, count: int) -> Callable[[int], bool]:
 
 
 def soak(plan: Path, count: int, *, replay: bool) -> dict[str, Any]:
-    """Run the main entry so many times: what changed."""
+    """Run the main entry ``count`` times; returns the changes."""
     parsed = container.read(plan)
     looks: list[Held] = []
     wrong = 0
@@ -66,7 +66,7 @@ def soak(plan: Path, count: int, *, replay: bool) -> dict[str, Any]:
         begin = time.perf_counter()
         for index in range(count):
             wrong += not once(index)
-            if index % max(1, count // LOOKS) == 0:
+            if index % max(1, count // SAMPLES) == 0:
                 looks.append(held(parsed))
         seconds = time.perf_counter() - begin
         looks.append(held(parsed))
@@ -85,11 +85,11 @@ def soak(plan: Path, count: int, *, replay: bool) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print what changed; 1 if anything did."""
-    parser = argparse.ArgumentParser(description="Run a plan a great many times.")
+    """Print the changes; 1 if any byte changed or memory grew."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("plan", type=Path)
     parser.add_argument("--count", type=int, default=200_000)
-    parser.add_argument("--replay", action="store_true", help="replay one input, without copies in and out")
+    parser.add_argument("--replay", action="store_true", help="replay one input, without copies of inputs and outputs")
     parser.add_argument("--json", type=Path, help="also write the result to this file")
     given = parser.parse_args(arguments)
     facts = {**soak(given.plan, given.count, replay=given.replay), "environment": environment.describe()}

@@ -1,14 +1,14 @@
-"""One model in torch alone, in one of its modes. Prints one JSON object of figures, and nothing else.
+"""One model in torch alone, in one of its modes; prints one JSON object of figures and nothing else.
 
 Usage: python -m bench.torch_peer MODE MODEL [--fp32] [--turns]; MODE is eager, graph (torch.cuda.CUDAGraph of eager),
 compile (torch.compile), freeze (the same with freezing), autotune (max-autotune with freezing) or aoti (a package of
-AOTInductor, with freezing). --fp32 switches TF32 off; --turns waits to be told when to measure.
+AOTInductor, with freezing). --fp32 switches TF32 off; --turns takes turns with other processes at measuring.
 
 kernels_us: GPU time of the mode's kernels in one CUDA graph, by events around each replay, without Python in between;
 the three modes of torch.compile are compiled a second time for it, without CUDA graphs of torch's own. replay_us: the
-wall clock of the same replay, synchronised. call_us: the wall clock of what a user calls, synchronised, inputs in the
-GPU's memory. numpy_us: the same from arrays in C order to tensors on the host. launch_us: what a replay of the CUDA
-graph takes of the caller's time, nothing waited for.
+wall clock of the same replay, synchronised. call_us: the wall clock of a user's call, synchronised, inputs in the GPU's
+memory. numpy_us: the same from arrays in C order to tensors on the host. launch_us: the caller's time for a replay of
+the CUDA graph, without waiting for the GPU.
 """
 
 import argparse
@@ -33,7 +33,7 @@ COMPILED = {
     "freeze": ("reduce-overhead", "default"),
     "autotune": ("max-autotune", "max-autotune-no-cudagraphs"),
 }
-"""torch.compile's modes with CUDA graphs of its own, and without."""
+"""The modes of torch.compile with its own CUDA graphs, and without."""
 MODES = ("eager", "graph", *COMPILED, "aoti")
 
 
@@ -52,7 +52,7 @@ def wall_us(call: peer_calls.Call) -> list[float]:
 
 
 def launch_us(replay: peer_calls.Call) -> list[float]:
-    """Microseconds of each of many replays that are not waited for, the GPU idle before each."""
+    """Microseconds of the caller in each of many replays, the GPU idle before each."""
     times = []
     for _ in range(WARM_UPS + REPEATS):
         begin = time.perf_counter()
@@ -76,7 +76,7 @@ def gpu_us(replay: peer_calls.Call) -> list[float]:
 
 
 def kernel_count(call: peer_calls.Call) -> int:
-    """How many kernels a call launches; copies and fills are none."""
+    """The number of kernels that a call launches, without copies and fills."""
 
     def until_done() -> None:
         call()
@@ -86,7 +86,7 @@ def kernel_count(call: peer_calls.Call) -> int:
 
 
 class Inputs:
-    """What a model is called with: in the GPU's memory, and as arrays in C order, as a user has them."""
+    """The inputs of a model, in the GPU's memory, and in C order on the host as a user has them."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         leaves, self._structure = pytree.tree_flatten((args, kwargs))
@@ -94,12 +94,12 @@ class Inputs:
         self._host = [leaf.contiguous() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
     def call(self, function: Callable[..., Any], leaves: list[Any] | None = None) -> Any:
-        """A function's result on the inputs in the GPU's memory, or on other leaves in their place."""
+        """A function's result on the inputs in the GPU's memory, or on ``leaves``."""
         args, kwargs = pytree.tree_unflatten(self._placed if leaves is None else leaves, self._structure)
         return function(*args, **kwargs)
 
     def call_from_host(self, function: Callable[..., Any]) -> list[Any]:
-        """The tensors that a function makes of the arrays, on the host; they keep the memory order it is used to."""
+        """A function's results on the host, from the host's inputs; they are uploaded in the layout of the example."""
         moved = [
             _ordered(host.cuda(), placed) if isinstance(host, torch.Tensor) else host
             for host, placed in zip(self._host, self._placed, strict=True)
@@ -114,7 +114,7 @@ def _ordered(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def user_call(mode: str, module: Any, inputs: Inputs) -> Callable[..., Any]:
-    """The model as a user of a mode calls it, ready: compiled, its CUDA graph recorded and replayed once."""
+    """The model as a user of a mode calls it: compiled, its CUDA graph recorded and replayed once."""
     if mode == "aoti":
         function = _package(module, inputs)
     elif mode in COMPILED:
@@ -132,7 +132,7 @@ def user_call(mode: str, module: Any, inputs: Inputs) -> Callable[..., Any]:
 
 
 def time_kernels_alone() -> None:
-    """Let what Inductor times take turns with what other processes time on this GPU, nimblec's among them."""
+    """Have Inductor's timing take turns with that of other processes on this GPU, including nimblec's."""
     from torch._inductor.runtime.benchmarking import benchmarker
 
     timer: Any = benchmarker
@@ -146,7 +146,7 @@ def time_kernels_alone() -> None:
 
 
 def _package(module: Any, inputs: Inputs) -> Callable[..., Any]:
-    """A package of AOTInductor with freezing; its own synchronisation, which no CUDA graph takes, is off."""
+    """A package of AOTInductor with freezing, without its synchronisation, which no CUDA graph can capture."""
     from torch._inductor import aoti_compile_and_package, aoti_load_package
 
     program = inputs.call(lambda *args, **kwargs: torch.export.export(module, args, kwargs))
@@ -159,7 +159,7 @@ def _package(module: Any, inputs: Inputs) -> Callable[..., Any]:
 
 
 def captured(call: peer_calls.Call) -> tuple[torch.cuda.CUDAGraph, int]:
-    """A call in a CUDA graph of torch's, and the bytes of its memory pool."""
+    """A call captured in a CUDA graph of torch's, and the bytes of its memory pool."""
     for _ in range(3):
         call()
     torch.cuda.synchronize()
@@ -172,7 +172,7 @@ def captured(call: peer_calls.Call) -> tuple[torch.cuda.CUDAGraph, int]:
 
 
 def multiply_adds(module: Any, inputs: Inputs) -> int:
-    """Of convolutions and matrix products: half the operations that torch counts."""
+    """Multiply-adds of convolutions and matrix products: half the operations that torch counts."""
     from torch.utils.flop_counter import FlopCounterMode
 
     with FlopCounterMode(display=False) as counter:
@@ -181,7 +181,7 @@ def multiply_adds(module: Any, inputs: Inputs) -> int:
 
 
 def measure(mode: str, module: Any, inputs: Inputs, expected: list[Any], turn: Turn) -> None:
-    """Get ready, have the turn, and say all figures of a mode."""
+    """Prepare a mode, wait for the turn, and report all figures."""
     figures: dict[str, Any] = {}
     groups: dict[str, Callable[[], clocks.Samples]] = {}
     begin = time.perf_counter()
@@ -203,8 +203,8 @@ def measure(mode: str, module: Any, inputs: Inputs, expected: list[Any], turn: T
         if mode != "eager":
             groups["numpy"] = lambda: {"numpy_us": wall_us(lambda: inputs.call_from_host(function))}
     turn.begin()
-    turn.say(**clocks.quietest(groups), **figures)
-    turn.say(kernels=kernel_count(counted))
+    turn.report(**clocks.quietest(groups), **figures)
+    turn.report(kernels=kernel_count(counted))
 
 
 def main() -> None:

@@ -1,9 +1,9 @@
-"""What a training step takes: eager's call, torch.compile's whole step in one CUDA graph, and plans of each level.
+"""Time and memory of a training step: eager, torch.compile's whole step in one CUDA graph, and plans of each level.
 
 Usage: python -m bench.training [--markdown] [--autocast bf16] [MODEL ...], a model being NETWORK_batch_N of
-bench.models.cifar_training, which --autocast measures under torch.autocast alone, by the name NETWORK_batch_N_bf16.
-The processes get ready side by side and measure alone (bench/running.py). Writes training.json in bench/results/h200,
-or --output; --markdown prints its tables. With --add only what the file does not hold of this commit is measured.
+bench.models.cifar_training. --autocast measures them under torch.autocast instead, as NETWORK_batch_N_bf16. The
+processes prepare side by side and measure alone (bench/running.py). Writes training.json in bench/results/h200, or
+--output; --markdown prints its tables. --add measures only what the file lacks of this commit.
 """
 
 import argparse
@@ -22,12 +22,12 @@ from bench.turns import Job
 
 LEVELS = ("O0", "O1", "O2")
 MODES = ("O2", "O1", "O0", "compile", "eager")
-"""Of bench.training_peer, which is not imported here: it brings in PyTorch. Those that take longest come first."""
+"""Of bench.training_peer, which is not imported here: it brings in PyTorch. The slowest come first."""
 NETWORKS = ("efficientnet_b0", "resnet50", "mobilenet_v2")
 BATCHES = (32, 128, 8, 2)
 """The paper's first; batch norms refuse batch 1, of which one pixel is left."""
 WIDEST = "nasnet_a_mobile_batch_32"
-"""Of which the paper tells that most can run side by side: its schedule and its memory are measured."""
+"""The network with the most parallelism in the paper: its schedule and its memory are measured."""
 _OF_WIDEST = ("O0", "compile", "eager")
 MODELS = tuple(f"{network}_batch_{batch}" for batch in BATCHES for network in NETWORKS)
 _CLOCKS = (
@@ -42,24 +42,24 @@ _RATIOS = (
 KERNELS = 2
 """The place of "compile's kernels / ours"."""
 _SUM = ("arena_nbytes", "state_nbytes", "weights_nbytes")
-"""What a plan says that it needs."""
+"""The memory that a plan declares."""
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = running.table_parser(__doc__, "MODEL", limit_s=540)
-    made.add_argument("--autocast", choices=["bf16"], help="what the models compute in, in all modes")
+    made.add_argument("--autocast", choices=["bf16"], help="dtype of autocast, in all modes")
     made.add_argument("--modes", default=",".join(MODES), metavar="MODE,...")
     return made
 
 
 def results_path(options: argparse.Namespace) -> Path:
-    """The file of the figures."""
+    """The path of the results."""
     return options.output or FOLDER / "training.json"
 
 
 def table(options: argparse.Namespace) -> Table:
-    """What to run, by model."""
+    """The jobs by model."""
     path = results_path(options)
 
     def jobs(model: str) -> tuple[Job, ...]:
@@ -81,12 +81,12 @@ def table(options: argparse.Namespace) -> Table:
 
 
 def _models(options: argparse.Namespace) -> tuple[str, ...]:
-    """Under autocast only the networks."""
+    """The default models; under autocast without `WIDEST`."""
     return MODELS if options.autocast else (MODELS[0], WIDEST, *MODELS[1:])
 
 
 def ratios(figures: Figures) -> list[float | None]:
-    """Torch's figures over ours, or what the schedule is worth; memory is that of the level with the fastest call."""
+    """The columns `_RATIOS`; our memory is that of the level with the fastest call."""
     best = fastest(figures, LEVELS, "call_us")
     ours = sum(figures[best].get(name, 0) for name in _SUM) if best else None
     return [
@@ -108,7 +108,7 @@ def _part(ours: float | None, theirs: float | None) -> float | None:
 
 
 def means(models: dict[str, Figures]) -> Iterator[tuple[str, list[float | None]]]:
-    """The geometric means of `ratios` over `NETWORKS`, by batch size and type; only where all of them are there."""
+    """The geometric means of `ratios` over `NETWORKS`, by batch size and dtype, where all of them were measured."""
     ends = dict.fromkeys(found[0] for model in models if (found := re.search(r"_batch_\d+(_bf16)?$", model)))
     for end in ends:
         rows = [ratios(models[network + end]) for network in NETWORKS if network + end in models]
@@ -118,7 +118,7 @@ def means(models: dict[str, Figures]) -> Iterator[tuple[str, list[float | None]]
 
 
 def nothing_won(models: dict[str, Figures]) -> dict[str, int | None]:
-    """The smallest measured batch at which a plan's call is no faster than compile's, by network and type, if any."""
+    """The smallest measured batch at which a plan's call is no faster than compile's, by network and dtype."""
     found: dict[str, int | None] = {}
     for batch, model in sorted((_batch(model), model) for model in models):
         name = re.sub(r"_batch_\d+", "", model)
@@ -155,7 +155,7 @@ def _numbers(values: list[float | None]) -> list[str]:
 
 
 def _lines(head: list[str], rows: list[list[str]]) -> str:
-    """A table, without the columns of what has not been measured."""
+    """A table, without columns that have no figure."""
     columns = [column for column in zip(head, *rows, strict=True) if set(column[1:]) - {"-", "- / -"}]
     head, *rows = (list(line) for line in zip(*columns, strict=True))
     return "\n".join((*header(head), *map(row, rows)))
@@ -176,7 +176,7 @@ def _memory(models: dict[str, Figures]) -> list[list[str]]:
 
 
 def main(arguments: list[str]) -> None:
-    """Measure, or show what was measured."""
+    """Measure, or show the results."""
     options = parser().parse_args(arguments)
     running.measure_or_show(table(options), options, markdown)
 

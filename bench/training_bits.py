@@ -1,9 +1,9 @@
-"""Whether a plan's training steps at -O0 are eager's: their bits, or by default no further off than eager from itself.
+"""Training steps of plans at -O0 compared with eager's: bit for bit, or with the differences between eager's own runs.
 
 Usage: python -m bench.training_bits [--markdown] [--steps N] [--fp32] [NETWORK ...], a network being one of
-bench.models.training_bits. The processes (bench/training_bits_peer.py) run side by side, since nothing is timed. Writes
-training_bits.json (training_bits_fp32.json) in bench/results/h200, or --output; --markdown prints its table. With --add
-only what the file does not hold of this commit is compared.
+bench.models.training_bits. The processes (bench/training_bits_peer.py) run side by side, as nothing is timed. Writes
+training_bits.json (training_bits_fp32.json) in bench/results/h200, or --output; --markdown prints its table. --add
+compares only what the file lacks of this commit.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from bench.tables import MISSING, header, row
 from bench.turns import Job
 
 NETWORKS = ("efficientnet_b0", "resnet50", "mobilenet_v2", "bert", "gpt")
-"""Those that take longest come first."""
+"""The slowest come first."""
 MODES = ("default", "deterministic")
 """Of bench.training_bits_peer, which is not imported here: it brings in PyTorch."""
 _DRAWN = {"plan": "the plan's, for eager too", "torch": "torch's", "none": "none"}
@@ -38,12 +38,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def results_path(options: argparse.Namespace) -> Path:
-    """The file of the figures."""
+    """The path of the results."""
     return options.output or FOLDER / ("training_bits_fp32.json" if options.fp32 else "training_bits.json")
 
 
 def table(options: argparse.Namespace) -> Table:
-    """What to run, by network."""
+    """The jobs by network."""
     path = results_path(options)
     given = ("--steps", str(options.steps), *(["--fp32"] if options.fp32 else []), "--turns")
 
@@ -56,7 +56,7 @@ def table(options: argparse.Namespace) -> Table:
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """A line for each network; "within" says whether the plan is as near to eager as eager to itself."""
+    """A line for each network; "within": whether the plan is as close to eager as eager's runs to each other."""
     lines = header(_HEAD)
     for network, modes in results["models"].items():
         exact, usual = (modes.get(mode, {}) for mode in ("deterministic", "default"))
@@ -81,7 +81,7 @@ def _near(figures: Mapping[str, Any]) -> tuple[str, str, str]:
 
 
 def main(arguments: list[str]) -> None:
-    """Compare, or show what was compared."""
+    """Compare, or show the results."""
     options = parser().parse_args(arguments)
     running.measure_or_show(table(options), options, markdown)
 

@@ -1,17 +1,17 @@
-"""Many training steps of a plan at -O0 beside eager's. Prints one JSON object of figures, and nothing else.
+"""Many training steps of a plan at -O0 compared with eager's; prints one JSON object of figures and nothing else.
 
 Usage: python -m bench.training_bits_peer MODE NETWORK [--steps N] [--runs K] [--fp32] [--cpu] [--turns]; MODE is
-deterministic or default, NETWORK one of bench.models.training_bits. Both begin with one state and take the same
-batches. --fp32 switches TF32 off. --cpu compares a plan of the CPU target, to see that the rest works.
+deterministic or default, NETWORK one of bench.models.training_bits. Both start from the same state and take the same
+batches. --fp32 switches TF32 off. --cpu compares a plan of the CPU target, to try the program.
 
-Under deterministic algorithms: equal_losses are the steps whose loss has eager's bits, first_other the first that has
-not, unequal_state the tensors that differ in the end. By default eager runs K times, and a distance is the root of the
-mean square of the losses' difference, or of the state's in the end as a part of the state: "own" is the largest of two
-of eager's runs, "plan" that of the plan from the nearest run.
+With deterministic algorithms: equal_losses counts the steps whose loss equals eager's bit for bit, first_other is the
+first that does not, unequal_state the tensors that differ in the end. By default eager runs K times, and a distance is
+the root mean square of the losses' differences, or the relative distance of the final states: "own" is the largest
+between two of eager's runs, "plan" that of the plan from the nearest run.
 
-A plan draws its random numbers from Philox with seed and offset in its state: where it holds them, eager draws the same
-by nimblec's dispatch mode, which does nothing else, and "draws" is "plan". Else it is "torch" for a model that drops
-something out, whose numbers are those of torch's generator on both sides, or "none".
+A plan draws its random numbers from Philox with seed and offset in its state. If it holds them, eager draws the same
+numbers by nimblec's dispatch mode, which does nothing else, and "draws" is "plan". Otherwise it is "torch" for a model
+with dropout, which draws from torch's generator on both sides, or "none".
 """
 
 import argparse
@@ -43,14 +43,14 @@ STEPS, RUNS = 1000, 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """The loss of each step, and the parameters and buffers in the end."""
+    """The loss of each step, and the final parameters and buffers."""
 
     losses: np.ndarray
     state: dict[str, np.ndarray]
 
 
 def eager(network: str, steps: int, device: str, seed: int | None) -> Run:
-    """PyTorch's own steps; ``seed`` is that of the plan's random numbers, None where it draws none."""
+    """PyTorch's own steps; ``seed`` is that of the plan's random numbers, None if it draws none."""
     model, batch = training_bits.parts(network)
     model.to(device)
     optimizer = training_bits.optimizer(network, model)
@@ -70,7 +70,7 @@ def eager(network: str, steps: int, device: str, seed: int | None) -> Run:
 
 
 def drawn(network: str, seed: int | None) -> str:
-    """Who draws the random numbers of a network: "plan", "torch" or "none"."""
+    """The source of a network's random numbers: "plan", "torch" or "none"."""
     model, _ = training_bits.parts(network)
     drops = any(getattr(module, "p", 0) for module in model.modules())  # of torch.nn's and torchvision's alike
     return "plan" if seed is not None else "torch" if drops else "none"
@@ -86,7 +86,7 @@ def planned(path: Path, network: str, steps: int) -> Run:
 
 
 def bits(plan: Run, wanted: Run) -> dict[str, Any]:
-    """Where two runs have the same bits."""
+    """The losses and tensors of two runs that are equal bit for bit."""
     differs = plan.losses.view(np.uint32) != wanted.losses.view(np.uint32)
     return {
         "equal_losses": int((~differs).sum()),
@@ -96,7 +96,7 @@ def bits(plan: Run, wanted: Run) -> dict[str, Any]:
 
 
 def distances(plan: Run, runs: Sequence[Run]) -> dict[str, dict[str, float]]:
-    """How far the plan is from the nearest of eager's runs, and those from each other at most."""
+    """The distance of the plan from the nearest of eager's runs, and the largest between those."""
     measures: dict[str, Callable[[Run, Run], float]] = {"losses": _of_losses, "state": _of_state}
     return {
         name: {
@@ -121,7 +121,7 @@ def _of_state(one: Run, other: Run) -> float:
 
 
 def figures(network: str, mode: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Compile, run both, compare."""
+    """Compile, run both, and compare."""
     device = "cpu" if options.cpu else "cuda"
     chosen = Options(
         target="cpu" if options.cpu else "cuda",
@@ -172,7 +172,7 @@ def main() -> None:
     options = parser.parse_args()
     turn = Turn(wait=options.turns)
     with tempfile.TemporaryDirectory() as folder:
-        turn.say(**figures(options.network, options.mode, options, Path(folder)))
+        turn.report(**figures(options.network, options.mode, options, Path(folder)))
     turn.end()
 
 

@@ -1,16 +1,17 @@
-"""One training step, in one mode. Prints one JSON object of figures, and nothing else.
+"""One training step, in one mode; prints one JSON object of figures and nothing else.
 
-Usage: python -m bench.training_peer MODE MODEL [--cpu] [--turns]; MODE is eager, compile (torch.compile's whole step
-in one CUDA graph) or a level, O0, O1 or O2; MODEL is NETWORK_batch_N of bench.models.cifar_training, or
-NETWORK_batch_N_bf16. --cpu takes eager or O0 on the CPU, to see that the rest works; a plan only of the former.
+Usage: python -m bench.training_peer MODE MODEL [--cpu] [--turns]; MODE is eager, compile (torch.compile's whole step in
+one CUDA graph) or a level, O0, O1 or O2; MODEL is NETWORK_batch_N of bench.models.cifar_training, or
+NETWORK_batch_N_bf16. --cpu runs eager or O0 on the CPU, to try the program; a plan takes only the former.
 
 call_us: the wall clock of a step, synchronised, the batch in the memory of the device. kernels_us: GPU time of the
 step's CUDA graph, by events around each replay; chain_us: that of the plan's kernels in one chain. losses: of the first
-steps, all modes from one state and batch. Float32 is multiplied as PyTorch does by default, TF32 in convolutions.
+steps; all modes start from the same state and take the same batch. float32 is multiplied as PyTorch does by default,
+with TF32 in convolutions.
 
-peak_allocated_nbytes and peak_reserved_nbytes: of PyTorch's allocator over a step, weights and the optimizer's state
-included; graph_reserved_nbytes: what it holds for the CUDA graph and them. driver_nbytes: by how much the device's
-memory in use grows while a plan is loaded and takes a step.
+peak_allocated_nbytes and peak_reserved_nbytes: of PyTorch's allocator over a step, including weights and the
+optimizer's state; graph_reserved_nbytes: what it holds for these and the CUDA graph. driver_nbytes: the growth of the
+device's memory in use when a plan is loaded and takes a step.
 """
 
 import argparse
@@ -73,7 +74,7 @@ class TorchStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ready:
-    """Figures that are known before measuring, what to sample, and what else to measure alone."""
+    """Figures that are known before measuring, the clocks to sample, and the memory to measure alone."""
 
     figures: dict[str, Any]
     groups: dict[str, Callable[[], clocks.Samples]]
@@ -98,12 +99,12 @@ def torch_ready(mode: str, model: str, device: str) -> Ready:
 
 
 def _wall_us(device: str) -> Callable[[Callable[[], object]], list[float]]:
-    """What times steps on a device, synchronised."""
+    """The wall clock of synchronised steps on a device."""
     return torch_peer.wall_us if device == "cuda" else peer_calls.wall_us
 
 
 def peak(step: Callable[[], object]) -> dict[str, int]:
-    """The most memory that PyTorch's allocator gives out, and takes from the driver, over a step."""
+    """The peaks of PyTorch's allocator over a step: allocated, and reserved from the driver."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -154,7 +155,7 @@ def plan_ready(mode: str, model: str, device: str, folder: Path) -> Ready:
 
 
 def grown(path: Path, batch: Sequence[Any]) -> dict[str, int]:
-    """What the device holds more once a plan is loaded and has taken a step; nothing of a plan for the CPU."""
+    """The growth of the device's memory by a loaded plan that has taken a step; empty for the CPU target."""
     plan = container.read(path)
     before = held(plan)
     with load(plan) as loaded:
@@ -164,7 +165,7 @@ def grown(path: Path, batch: Sequence[Any]) -> dict[str, int]:
 
 
 def steps_alone(plan: Plan) -> dict[str, Plan]:
-    """The training step as a plan of its own: its kernels as they are scheduled, and in one chain."""
+    """The training step as a plan of its own: its kernels as scheduled, and in one chain."""
     step = replace(plan, programs=plan.entries["train"])
     return {"kernels": step, "chain": nimblec_peer.serialised(step)}
 
@@ -189,7 +190,7 @@ def main() -> None:
         else:
             ready = torch_ready(options.mode, options.model, device)
         turn.begin()
-        turn.say(**ready.memory(), **clocks.quietest(ready.groups), **ready.figures)
+        turn.report(**ready.memory(), **clocks.quietest(ready.groups), **ready.figures)
     turn.end()
 
 

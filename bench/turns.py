@@ -1,14 +1,13 @@
 """Processes that prepare concurrently and then measure one at a time, while the others are stopped.
 
-Getting ready to measure a network is mostly compiling, on a few cores; measuring wants the machine to
-itself. A process writes lines of JSON objects, which are merged into its result; an empty one, as its
-first, asks for the turn. `Turn` is its side of the talk. `take_turns` is the other side: for the time that
-one process measures it stops everything that the others have started (bench/process_tree.py), so neither
-the GPUs nor the cores do anything else then.
+Preparing a measurement is mostly compilation, on a few cores; measuring needs the whole machine. A process writes lines
+of JSON objects, which are merged into its result; an empty object as its first asks for the turn. `Turn` is its side of
+the protocol. `take_turns` is the other: while one process measures, it stops everything that the others have started
+(bench/process_tree.py), so that GPUs and cores do nothing else.
 
-What is not guarded: the GPU time of a stopped process's kernels that are queued already (`_SETTLE_S`), and
-what does not come from here. While jobs get ready, those of a GPU time their kernels one at a time
-(`nimblec.gpu_turn`), but beside what the others run untimed: warm-ups, captures, checks.
+This does not cover kernels that a stopped process has queued before (see `_SETTLE_S`), nor processes from elsewhere.
+While jobs prepare, those on a GPU time their kernels one at a time (`nimblec.gpu_turn`), but at the same time as the
+untimed work of others: warm-ups, captures, checks.
 """
 
 import argparse
@@ -30,8 +29,8 @@ Result: TypeAlias = dict[str, Any]
 
 _LONGEST_LINE = 1 << 20
 _SETTLE_S = 0.2
-"""What stopped processes have launched before is done by then: those that time kernels wait for them at least each
-125 ms (the warm-up and the repeats of Triton's do_bench), those that run models after each run."""
+"""Enough for the kernels that stopped processes have queued: those that time kernels synchronise at least every 125 ms
+(warm-up and repeats of Triton's do_bench), those that run models after each run."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,31 +46,31 @@ def add_turns(parser: argparse.ArgumentParser) -> None:
 
 
 class Turn:
-    """What a measuring process says. All that anything else in it prints goes to standard error."""
+    """The figures that a measuring process prints. Everything else that it prints goes to standard error."""
 
     def __init__(self, *, wait: bool) -> None:
-        """``wait``: for a turn among other processes; else all said is one object, in the end."""
+        """``wait``: take turns with other processes; otherwise all figures are printed as one object in the end."""
         self._wait = wait
-        self._said: Result = {}
+        self._reported: Result = {}
         self._out = os.fdopen(os.dup(sys.stdout.fileno()), "w")
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 
     def begin(self) -> None:
-        """Wait until everything else is stopped, ready to measure."""
+        """Wait until everything else is stopped."""
         if self._wait:
-            self.say()
+            self.report()
             sys.stdin.readline()
 
-    def say(self, **figures: Any) -> None:
-        """Add to the result; the first time after `begin`, this ends the turn."""
-        self._said |= figures
+    def report(self, **figures: Any) -> None:
+        """Add to the result; the first call after `begin` ends the turn."""
+        self._reported |= figures
         if self._wait:
             self._write(figures)
 
     def end(self) -> None:
-        """All was said."""
+        """End the report."""
         if not self._wait:
-            self._write(self._said)
+            self._write(self._reported)
 
     def _write(self, figures: Result) -> None:
         self._out.write(json.dumps(figures) + "\n")
@@ -80,7 +79,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A process to run: what its result is for, its command, and the seconds that it may work."""
+    """A process to run: the row of its result, its command, and its time limit without waiting."""
 
     table: str
     model: str
@@ -91,7 +90,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """A share of the machine: the jobs that run there, their environment, and what their commands begin with."""
+    """A share of the machine: the jobs that run there, their environment, and the prefix of their commands."""
 
     jobs: Iterable[Job]
     environment: Mapping[str, str]
@@ -100,7 +99,7 @@ class Place:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Child:
-    """A process at work; its clock stands still whenever it does, or waits for its turn."""
+    """A running process; its clock is held while it is stopped or waits for its turn."""
 
     process: asyncio.subprocess.Process
     tree: Tree
@@ -110,21 +109,21 @@ class _Child:
     holds: int = 0
 
     def hold(self) -> None:
-        """Stop the clock until as many `go_on` have come; it may be held already, or have run out."""
+        """Stop the clock until there were as many calls of `release`; it may be held already, or expired."""
         self.holds += 1
         when = self.clock.when()
         if when is not None and not self.clock.expired():
             self.left_s = when - asyncio.get_running_loop().time()
             self.clock.reschedule(None)
 
-    def go_on(self) -> None:
-        """Let the clock go on, if nothing else holds it."""
+    def release(self) -> None:
+        """Let the clock run on, unless it is still held."""
         self.holds -= 1
         if not self.holds and not self.clock.expired():
             self.clock.reschedule(asyncio.get_running_loop().time() + self.left_s)
 
     async def listen(self) -> Result | None:
-        """Take in the next line; None where there is none any more."""
+        """Merge the next line into the result; None at the end."""
         assert self.process.stdout is not None
         line = await self.process.stdout.readline()
         if not line:
@@ -136,20 +135,20 @@ class _Child:
         return said
 
 
-class _Table:
-    """The processes at work, and whose turn it is."""
+class _Scheduler:
+    """The running processes, and the turn to measure."""
 
     def __init__(self, folder: Path, end: float) -> None:
-        """``end``: when all processes end, by the clock of the event loop."""
+        """``end``: the time at which all processes are ended, by the clock of the event loop."""
         self._folder = folder
         self._end = end
         self._turn = asyncio.Lock()
         self._running: set[_Child] = set()
         self._working: set[_Child] = set()
-        """Those that neither measure nor wait for it."""
+        """Those that neither measure nor wait for their turn."""
 
     async def run(self, job: Job, place: Place) -> Result:
-        """The result of a job, with "failed" in it where it did not end well."""
+        """The result of a job; "failed" holds the reason if it did not succeed."""
         with tempfile.TemporaryDirectory(dir=self._folder, ignore_cleanup_errors=True) as name:
             return await self._run(job, place, Path(name))
 
@@ -190,13 +189,13 @@ class _Table:
         return {**child.result, "failed": failed} if failed else child.result
 
     async def _follow(self, child: _Child) -> None:
-        """Get ready, have the turn, and go on to the end."""
+        """Follow a child through preparation, its turn, and to the end."""
         self._working.add(child)
         if await child.listen() == {}:
             self._working.discard(child)
             child.hold()
             async with self._turn:
-                child.go_on()
+                child.release()
                 await self._measure(child)
             self._working.add(child)
         while await child.listen() is not None:
@@ -204,7 +203,7 @@ class _Table:
         await child.process.wait()
 
     async def _measure(self, child: _Child) -> None:
-        """Have a child measure alone."""
+        """Let a child measure alone."""
         working = frozenset(self._working)
         begin = asyncio.get_running_loop().time()
         stopped = process_tree.stop(spared=child.tree)
@@ -213,20 +212,20 @@ class _Table:
         try:
             await asyncio.sleep(_SETTLE_S)
             assert child.process.stdin is not None
-            with suppress(ConnectionError):  # it ended: what follows sees that
+            with suppress(ConnectionError):  # it has ended, which is seen below
                 child.process.stdin.write(b"\n")
                 await child.process.stdin.drain()
             await child.listen()
         finally:
             passed = asyncio.get_running_loop().time() - begin
-            process_tree.go_on(stopped)
+            process_tree.resume(stopped)
             for other in working & self._running:
-                other.go_on()
+                other.release()
                 other.result["stopped_s"] += passed
 
 
 def _own_folder(folder: Path) -> dict[str, str]:
-    """Where a process keeps what it compiles and tunes: nobody else's is taken, and what it costs is seen."""
+    """Variables for caches of its own: a process must not profit from those of others."""
     return {
         "TMPDIR": str(folder),
         "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
@@ -246,10 +245,10 @@ def take_turns(
     stop_after_s: float,
     done: Callable[[Job, Result], None],
 ) -> None:
-    """Run the jobs of all places, ``side_by_side`` at a time in each, started in their order.
+    """Run the jobs of all places in order, ``side_by_side`` at a time in each.
 
-    ``done`` is told the result of each that has started. After ``stop_after_s`` seconds nothing starts, and what
-    works or waits then is ended.
+    ``done`` gets the result of each job that has started. After ``stop_after_s`` seconds no job starts, and all that
+    are running are ended.
     """
     asyncio.run(_all(places, side_by_side, stop_after_s, done))
 
@@ -260,11 +259,11 @@ async def _all(
     loop = asyncio.get_running_loop()
     end = loop.time() + stop_after_s
     with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder, process_tree.adopting():
-        table = _Table(Path(folder), end)
+        scheduler = _Scheduler(Path(folder), end)
 
         async def work(place: Place, waiting: Iterator[Job]) -> None:
             while loop.time() < end and (job := next(waiting, None)) is not None:
-                done(job, await table.run(job, place))
+                done(job, await scheduler.run(job, place))
 
         async with asyncio.TaskGroup() as group:
             for place in places:

@@ -156,8 +156,8 @@ turn = Turn(wait={turns})
 print("loading")
 os.system("echo compiling")
 turn.begin()
-turn.say(wall_us=1.5)
-turn.say(kernels=7)
+turn.report(wall_us=1.5)
+turn.report(kernels=7)
 turn.end()
 """
     if turns:
