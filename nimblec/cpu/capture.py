@@ -180,7 +180,7 @@ class _Builder:
         operands = [self._buffer(name) for name in built.values]
         accesses = [Access(buffer=b, offset=0, nbytes=self._buffers[b].nbytes) for b in operands]
         roles = [parameter.kind for parameter in built.parameters]
-        source = self._sources.get(node.output[0], "") if self._sources else model_nodes.node_name(node)
+        source = self._sources.get(model_nodes.first_output(node), "") if self._sources else model_nodes.node_name(node)
         self._ops.append(Op(name=built.symbol, source=source))
         self._tasks.append(
             Task(

@@ -6,6 +6,7 @@ from itertools import chain
 
 from onnx import ModelProto, NodeProto
 
+from nimblec.frontend.onnx.model_nodes import first_output
 from nimblec.places import SOURCE_KEY, Phase, joined
 
 _BLOCKED = "_nchwc"
@@ -18,20 +19,20 @@ def sources_of(model: ModelProto, nodes: Sequence[NodeProto]) -> dict[str, str]:
     A fused node has the sources of all nodes that it alone computes; one that the optimiser inserted, those of its
     readers. Empty if no node of the model has a source.
     """
-    written = {node.output[0]: source for node in model.graph.node if (source := _written(node))}
+    written = {first_output(node): source for node in model.graph.node if (source := _written(node))}
     if not written:
         return {}
-    makers = {name: node for node in model.graph.node for name in node.output}
+    makers = {name: node for node in model.graph.node for name in node.output if name}
     values = {name for node in nodes for name in _values(node)}
-    covered = [[n.output[0] for n in _covered(node, makers, values) if n.output[0] in written] for node in nodes]
+    covered = [[first_output(n) for n in _covered(node, makers, values) if first_output(n) in written] for node in nodes]
     times = Counter(chain.from_iterable(covered))
     found: dict[str, str] = {}
     readers: dict[str, list[str]] = {}
     for node, names in zip(reversed(nodes), reversed(covered), strict=True):
         made = [written[name] for name in reversed(names) if times[name] == 1] or [written[name] for name in names]
         read = (source for name in node.output for source in readers.get(name, ()))
-        found[node.output[0]] = source = joined(made) or joined(read) or Phase.UPDATE.value  # what becomes state
-        for name in node.input:
+        found[first_output(node)] = source = joined(made) or joined(read) or Phase.UPDATE.value  # what becomes state
+        for name in filter(None, node.input):
             readers.setdefault(name, []).append(source)
     return found
 
@@ -48,12 +49,12 @@ def _values(node: NodeProto) -> tuple[str, ...]:
 def _covered(node: NodeProto, makers: Mapping[str, NodeProto], values: set[str]) -> Iterator[NodeProto]:
     """The nodes of the model that ``node`` computes, the last first: those whose values no other node makes."""
     waiting = [makers[name] for name in _values(node) if name in makers]
-    seen = {maker.output[0] for maker in waiting}
+    seen = {first_output(maker) for maker in waiting}
     while waiting:
         maker = waiting.pop(0)
         yield maker
         for name in maker.input:
             before = makers.get(name)
-            if before is not None and before.output[0] not in seen and not values.intersection(before.output):
-                seen.add(before.output[0])
+            if before is not None and first_output(before) not in seen and not values.intersection(before.output):
+                seen.add(first_output(before))
                 waiting.append(before)

@@ -83,6 +83,20 @@ def test_what_two_nodes_do_is_of_neither_that_does_more() -> None:
     assert found == {"Gemm": "fc", "MatMul": "backward of fc"}
 
 
+def test_omitted_inputs_and_outputs_lead_to_no_node() -> None:
+    """A layer of which only the last state is used has no first output, a Clip without a lower bound no second input."""
+    nodes = [
+        noted("LSTM", "x w r", "", "first", hidden_size=4),
+        noted("LSTM", "x w r", "", "second", hidden_size=4),
+        noted("Clip", "a", "y", "head"),
+    ]
+    for node, state in zip(nodes, ("a", "b"), strict=False):
+        node.output[:] = ["", state]
+    nodes[2].input.extend(["", "b"])
+    model = helper.make_model(helper.make_graph(nodes, "graph", [], []))
+    assert sources_of(model, [nodes[0], nodes[2]]) == {"a": "first", "y": "second + head"}
+
+
 @pytest.mark.parametrize("source", ["", "fc"])
 def test_a_model_that_says_nothing_has_none(source: str) -> None:
     found = sources([noted("Exp", "x", "y", source)], (4,), ("y",))

@@ -28,12 +28,17 @@ def read_names(node: NodeProto) -> tuple[str, ...]:
 
 def node_name(node: NodeProto) -> str:
     """The node's name, or its first output's if it has none."""
-    return node.name or next((name for name in node.output if name), "")
+    return node.name or first_output(node)
+
+
+def first_output(node: NodeProto) -> str:
+    """The first output that is not omitted: an LSTM of which only the last state is used has "" before it."""
+    return next((name for name in node.output if name), "")
 
 
 def describe(node: NodeProto) -> str:
     """The operator and name of a node, or its first output if it has no name: "Conv 'stem'"."""
-    name = node.name or next((f"-> {output}" for output in node.output if output), "")
+    name = node.name or f"-> {first_output(node)}"
     return f"{operator_name(node)} '{name}'"
 
 
