@@ -108,8 +108,8 @@ def _refuse_random(graph: GraphProto, constants: Mapping[str, np.ndarray]) -> No
     for node in model_nodes.nodes(graph):
         if _is_random(node, constants, given):
             raise UnsupportedModelError(
-                f"node {model_nodes.node_name(node)!r} ({node.op_type}): draws random numbers, by which no two runs of "
-                f"a plan are the same; export the model for inference, or make them an input of it"
+                f"node {model_nodes.node_name(node)!r} ({node.op_type}): draws random numbers, so that two runs of a "
+                f"plan would differ; export the model for inference, or make them an input"
             )
 
 

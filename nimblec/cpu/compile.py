@@ -53,8 +53,8 @@ def compile_cpu(source: Source, options: Options, output: Path, observer: Observ
     """
     if options.level:
         raise CompileError(
-            f"-O{options.level}: only CUDA plans have levels; a CPU plan is what ONNX Runtime's optimiser makes of the "
-            "model, as -O0 is: leave -O out, or compile for --target cuda"
+            f"-O{options.level}: only CUDA plans have levels; a CPU plan is the model as ONNX Runtime's optimiser "
+            "leaves it: leave -O out, or compile for --target cuda"
         )
     if options.precision not in {"keep", "fp32"}:
         raise CompileError(
@@ -194,8 +194,8 @@ def _refuse_equal_shapes(models: Sequence[ReferenceModel]) -> None:
         other = found.setdefault((model.entry, shapes), model)
         if other is not model:
             raise CompileError(
-                f"--dim: inputs have the same shapes for {_text(other.profile)} and {_text(model.profile)}: where "
-                "--input fixes a dimension, give one size for it"
+                f"--dim: inputs have the same shapes for {_text(other.profile)} and {_text(model.profile)}: give one "
+                "size for a dimension that --input fixes"
             )
 
 

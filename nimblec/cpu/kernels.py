@@ -36,9 +36,9 @@ _POINTER_NBYTES = 8
 _READ_BY_NUMBER = frozenset({"com.microsoft.ExpandDims"})
 """Operators whose constants `onnx_trust` reads as numbers, not as raw bytes."""
 
-_UNROLLED = ": write its steps out, or compile for --target cuda, which does so where their number is known"
+_UNROLLED = ": unroll it, or compile for --target cuda, which unrolls it if the number of steps is known"
 _WITHOUT_BODIES = {
-    "If": ": compute what both branches give before it, and choose by Where; a constant condition needs no If",
+    "If": ": compute both branches before it, and select by Where; a constant condition needs no If",
     "Loop": _UNROLLED,
     "Scan": _UNROLLED,
 }

@@ -93,7 +93,7 @@ def _refusal(exc: Exception, model: ModelProto) -> str:
     """The part of an ONNX Runtime error that concerns the model."""
     said = _PLACE.sub("", _CODE.sub("", str(exc)))
     if newest := _NEWEST_OPSET.search(said):
-        return f"refuses the model: it knows opsets of {newest[1]} up to {newest[2]}: export it for that one"
+        return f"refuses the model: it supports opsets of {newest[1]} up to {newest[2]}: export it for one of these"
     if "Could not find an implementation" not in said:
         return f"refuses the model: {said}"
     node = said.partition("implementation for ")[2] or said

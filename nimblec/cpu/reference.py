@@ -136,6 +136,6 @@ def _steps_by_computed_weights(model: ModelProto) -> bool:
 def refused_inputs(reason: Exception) -> CompileError:
     """The error for a failed run on random inputs."""
     return CompileError(
-        f"ONNX Runtime cannot run the model on random inputs: {reason}; where integers must be in a range, "
+        f"ONNX Runtime cannot run the model on random inputs: {reason}; if integers must be in a range, "
         "give --example NAME=FILE.npy"
     )

@@ -24,7 +24,7 @@ def sources_of(model: ModelProto, nodes: Sequence[NodeProto]) -> dict[str, str]:
         return {}
     makers = {name: node for node in model.graph.node for name in node.output if name}
     values = {name for node in nodes for name in _values(node)}
-    covered = [[first_output(n) for n in _covered(node, makers, values) if first_output(n) in written] for node in nodes]
+    covered = [[name for name in map(first_output, _covered(n, makers, values)) if name in written] for n in nodes]
     times = Counter(chain.from_iterable(covered))
     found: dict[str, str] = {}
     readers: dict[str, list[str]] = {}

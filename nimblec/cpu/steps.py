@@ -35,4 +35,4 @@ def refuse_differing_steps(plan: Plan, references: Sequence[ReferenceModel]) -> 
 def _compare(what: str, expected: Mapping[str, np.ndarray], found: Mapping[str, np.ndarray]) -> None:
     for name, wanted in expected.items():
         if name in found and found[name].tobytes() != wanted.tobytes():
-            raise DifferenceError(f"{what} {name!r}: after several calls it is not what ONNX Runtime leaves")
+            raise DifferenceError(f"{what} {name!r}: after several calls it differs from ONNX Runtime's")

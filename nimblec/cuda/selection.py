@@ -72,7 +72,7 @@ class Selector:
             if level == 0 or dtype is not None:
                 raise failures[0]
             recorded.append(self._record(as_it_runs(original)))
-            self._reports.note([f"-O{level} is not open to this model, which is compiled as it runs, as by -O0"])
+            self._reports.note([f"-O{level} is not possible for this model, which is compiled as by -O0"])
         self._reports.note(str(exc) for exc in failures)
         if len(recorded) > 1:
             times = ", ".join(f"{each.name} {each.duration_ns / 1e3:.0f} us" for each in recorded)

@@ -84,7 +84,7 @@ def test_what_two_nodes_do_is_of_neither_that_does_more() -> None:
 
 
 def test_omitted_inputs_and_outputs_lead_to_no_node() -> None:
-    """A layer of which only the last state is used has no first output, a Clip without a lower bound no second input."""
+    """An LSTM of which only the last state is used has no first output, a Clip without lower bound no second input."""
     nodes = [
         noted("LSTM", "x w r", "", "first", hidden_size=4),
         noted("LSTM", "x w r", "", "second", hidden_size=4),

@@ -234,7 +234,7 @@ class Recorder(record.ModelRecorder):
 def test_where_it_is_not_found_the_numbers_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record, "find_residents", lambda *_: [])
     recorder = Recorder(Drawing())
-    note = "random numbers are computed, and not those that PyTorch draws: it is elsewhere"
+    note = "random numbers are not those that PyTorch draws: it is elsewhere"
     recorder.warm_up()
     assert recorder.record() == [note]  # type: ignore[comparison-overlap]
     assert recorder.calls == [("warm up", True), ("record", True), ("warm up", False), ("record", False)]

@@ -80,7 +80,7 @@ def test_state_that_a_model_writes_goes_on(gpu_compiler: "GpuCompiler", model: s
 def test_a_model_that_no_compiler_takes_is_compiled_as_it_runs(tmp_path: Path) -> None:
     options = Options(target="cuda", level=1)
     made = compile_model("gpu_models:secluded", options=options, output=tmp_path / "m", observer=lambda *_: None)
-    assert "-O1 is not open to this model, which is compiled as it runs, as by -O0" in made.notes
+    assert "-O1 is not possible for this model, which is compiled as by -O0" in made.notes
     assert ("level", "-O1, as it runs") in made.plan.versions
 
 

@@ -210,7 +210,7 @@ def describe_failure(exc: RuntimeError, sources: SourceTracker) -> str:
     frame = traceback.extract_tb(exc.__traceback__)[-1]
     where = f"{frame.line} ({Path(frame.filename).name}, line {frame.lineno}) in {sources.failed or 'the model'}"
     return (
-        f"{where}: {first_line(exc)}; what takes data from the host, or waits for it, cannot be in a plan: "
+        f"{where}: {first_line(exc)}; a plan cannot take data from the host, or wait for it: "
         "make such tensors once, in __init__"
     )
 

@@ -141,7 +141,7 @@ class ModelRecorder:
         except ValueDependentError as exc:
             self._tell_capturing = True
             self._try_out()
-            self._notes.append(f"the plan holds what the model computes while it is captured; else, {exc}")
+            self._notes.append(f"the plan holds the path that the model takes under capture; on its other path, {exc}")
         self._restore()
 
     def _try_out(self) -> None:
@@ -178,7 +178,7 @@ class ModelRecorder:
 
     def _compute_random_numbers(self, why: str) -> None:
         """Leave torch's generator alone, and warm up again."""
-        self._notes.append(f"random numbers are computed, and not those that PyTorch draws: {why}")
+        self._notes.append(f"random numbers are not those that PyTorch draws: {why}")
         self._model.module.draws = self._generator = None
         self._warm_up()
 

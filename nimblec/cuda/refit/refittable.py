@@ -230,7 +230,7 @@ def _refuse_special(one: _Trial[Any], other: _Trial[Any]) -> None:
     if not all(one.made.values()):
         why = "; ".join(one.failures) or "it comes from torch.compile"
         raise CompileError(
-            f"--refittable: the model cannot be a graph whose weights are known ({why}): compile a PyTorch module with "
+            f"--refittable: the model cannot become a graph with known weights ({why}): compile a PyTorch module with "
             "-O0, which keeps its weights as they are"
         )
     for first, second in zip(one.every(), other.every(), strict=True):
@@ -239,8 +239,7 @@ def _refuse_special(one: _Trial[Any], other: _Trial[Any]) -> None:
         made = recipe(other.weights) if same else ()
         if not same or not all(map(torch.equal, made, map(whole, second.constants))):
             raise CompileError(
-                f"--refittable: what {first.name} makes of the model depends on the values of its weights: compile "
-                "without it"
+                f"--refittable: the graph of {first.name} depends on the values of its weights: compile without it"
             )
 
 
