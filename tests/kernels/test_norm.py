@@ -137,6 +137,11 @@ def test_the_sum_is_dropped_where_nobody_reads_it() -> None:
     assert parts == [0, 0]
 
 
+def test_a_number_has_no_rows() -> None:
+    module = record(_rms_wide, torch.tensor(3.0))
+    assert not list(requests(module))
+
+
 def test_nothing_changes_where_nothing_is_chosen() -> None:
     module, _ = _graph("pre-norm")
     assert counts(rewritten(module, lambda m: use_triton_norms(m, lambda _: None))) == counts(module)

@@ -146,8 +146,8 @@ def _root_mean_square(rewriter: Rewriter, root: fx.Node) -> tuple[fx.Node, float
         return None
     given = bound(mean)
     squares: fx.Node = given["self"]
-    last = fake(squares).dim() - 1
-    if [axis % (last + 1) for axis in given["dim"] or ()] != [last] or not given["keepdim"]:
+    rank = fake(squares).dim()
+    if not rank or [axis % rank for axis in given["dim"] or ()] != [rank - 1] or not given["keepdim"]:
         return None
     x = _squared(rewriter, squares)
     return (x, eps, (squares, mean, total)) if x is not None and only_user(squares) is mean else None
