@@ -106,6 +106,7 @@ MODELS: dict[str, tuple[Callable[[Tensor], Tensor], list[str]]] = {
         lambda x: _conv(functional.avg_pool2d(_conv(x), 2, divisor_override=3)),
         ["padded average by 3 none"],
     ),
+    "negative divisor": (lambda x: _conv(functional.avg_pool2d(_conv(x), 2, divisor_override=-3)), []),
     "adaptive": (lambda x: _conv(functional.adaptive_avg_pool2d(_conv(x), (4, 2))), ["average none"]),
     "uneven": (lambda x: _conv(functional.adaptive_avg_pool2d(_conv(x), (3, 3))), []),
     "global": (lambda x: functional.adaptive_avg_pool2d(_conv(x), 1), ["None none"]),

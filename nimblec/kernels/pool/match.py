@@ -101,9 +101,12 @@ def _maxima(node: fx.Node, x: fx.Node) -> Request | None:
     return _windows((node, result), x, "max", _pair(given["kernel_size"]), *geometry, is_ceil=given["ceil_mode"])
 
 
-def _averages(node: fx.Node, x: fx.Node) -> Request:
+def _averages(node: fx.Node, x: fx.Node) -> Request | None:
+    """The request of an average pooling; the kernel takes no negative divisor."""
     given = bound(node)
     kernel, padding, divisor = _pair(given["kernel_size"]), _pair(given["padding"]), given["divisor_override"]
+    if divisor is not None and divisor < 0:
+        return None
     if kernel == fake(x).shape[2:] and fake(node).shape[2:] == (1, 1) and padding == (0, 0) and not divisor:
         return _whole((node,), x)
     kind: Kind = "padded average" if given["count_include_pad"] else "average"
