@@ -195,12 +195,11 @@ def _earlier(state: fx.Node, writers: list[fx.Node]) -> Iterator[tuple[fx.Node, 
 
 def _kept(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
     """(earlier, later) of each call that writes memory and each that touches it, in their present order."""
-    place = {node: n for n, node in enumerate(graph.nodes)}
     for writer in graph.nodes:
         for written in _written(writer):
             for other in readers(owner(written)):
                 if other is not writer:
-                    yield (other, writer) if place[other] < place[writer] else (writer, other)
+                    yield (other, writer) if other < writer else (writer, other)  # by place in the graph
 
 
 def _written(node: fx.Node) -> Iterator[fx.Node]:

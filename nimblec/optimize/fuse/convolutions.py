@@ -44,10 +44,9 @@ def _fuse_residual(rewriter: Rewriter, relu: fx.Node, source: fx.Node) -> fx.Nod
     """Fuse into the later term of a sum that is a convolution: the other term is computed by then."""
     if not is_call(source, aten.add.Tensor):
         return None
-    position = {node: n for n, node in enumerate(rewriter.graph.nodes)}
     terms = [term for term in source.args[:2] if isinstance(term, fx.Node)]
     alpha: Any = source.kwargs.get("alpha", 1)
-    for term in sorted(terms, key=position.__getitem__, reverse=True):
+    for term in sorted(terms, reverse=True):  # nodes compare by their place in the graph
         others = [t for t in terms if t is not term]
         if len(others) != 1 or only_user(term) is None or not _can_fuse(rewriter, term):
             continue

@@ -39,8 +39,8 @@ OPTIONS: Mapping[str, Any] = {
 }
 """Inductor's settings: results have eager's strides; kernels are named after the calls that they fuse."""
 
-REFUSALS = (RuntimeError, NotImplementedError)
-"""The errors of Inductor for a region that it cannot compile; its own classes derive from RuntimeError."""
+_REFUSAL = RuntimeError
+"""What Inductor raises for a region that it cannot compile; its own errors and NotImplementedError derive from it."""
 
 Compiled = Callable[[list[Tensor]], Sequence[Tensor]]
 
@@ -96,12 +96,12 @@ def _define(extracts: Mapping[str, Extract]) -> None:
     """Compile regions side by side and make an op of each, except those that Inductor refuses."""
     begun = {}
     for name, extracted in extracts.items():
-        with suppress(*REFUSALS), _kernels_in_background() as finish:
+        with suppress(_REFUSAL), _kernels_in_background() as finish:
             begun[name] = _compile(extracted), finish
     for name, (compiled, finish) in begun.items():
         try:
             finish()
-        except REFUSALS:
+        except _REFUSAL:
             continue
         _register(name, compiled, extracts[name])
 
