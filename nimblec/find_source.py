@@ -56,7 +56,7 @@ def _entries(model: Any) -> Mapping[Any, Any] | None:
 
 
 def _find_named(name: str | bytes) -> Source:
-    if not isinstance(name, str) or "\0" in name:
+    if not isinstance(name, str) or not name or "\0" in name:
         raise CompileError(f"{name!r}: no such file")
     suffix = Path(name).suffix.lower()
     if suffix in (".onnx", ".pt2"):

@@ -155,6 +155,11 @@ def test_a_dimension_to_run_is_one_of_the_plans(nimblec: CommandLine, rows_plan:
     refused = nimblec.refused("run", plan, "--dim", "batch=2")
     assert refused == "--dim batch: 'main' is for one size: leave --dim out"
     assert "expected a size such as 4" in nimblec.refused("run", rows_plan, "--dim", "batch=1,2")
+    refused = nimblec.refused("run", rows_plan, "--dim", "batch=3", "--dim", "batch=2")
+    assert refused == "--dim batch: given twice, 3 and 2; give it once"
+    np.save(tmp_path / "x.npy", np.zeros((3, 8), np.float32))
+    refused = nimblec.refused("run", rows_plan, "--dim", "batch=2", "--input", f"x={tmp_path / 'x.npy'}")
+    assert refused == "--dim batch: 2, and input 'x' has the size 3"
     assert "'main' has programs for batch=1" in nimblec.refused("run", rows_plan, "--dim", "batch=0")
     assert "the call before was 2 runs" in nimblec.refused("run", rows_plan, "--dim", "batch=9", "--repeat", "2")
 

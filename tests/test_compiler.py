@@ -43,6 +43,7 @@ def test_a_module_of_the_users_own_is_not_ours_to_bring() -> None:
     ("model", "sentence"),
     [
         ("nothing.onnx", "no such file"),
+        ("", "'': no such file"),
         ("nets/mine.py:net", r"a module is given by its import name: use nets\.mine:net$"),
         ("/nets/mine.py:net", r"import name: run in /nets and use mine:net$"),
         ("my-nets/mine.py:net", "import name: rename the file or its folder, which cannot be imported$"),

@@ -66,11 +66,20 @@ def inputs(
     if unknown := [name for name in given if name not in tensors]:
         raise InputError(f"input {unknown[0]!r} is not one of the plan's inputs {list(tensors)}")
     restored = {name: arguments.restore_dtype(array, tensors[name]) for name, array in given.items()}
-    known = [name for name, _ in entry.programs[0].profile]
-    if unknown := [name for name, _ in dims if name not in known]:
-        found = f"has no dimension of that name; the names are {known}" if known else "is for one size: leave --dim out"
-        raise InputError(f"--dim {unknown[0]}: {entry.name!r} {found}")
+    _check_dims(entry, dims)
     return {**golden.draw_inputs(_sized(entry.programs, given, dict(dims)), seed), **restored}
+
+
+def _check_dims(entry: Entry, dims: Sequence[tuple[str, int]]) -> None:
+    """Raise InputError for a name that is not a dimension of the entry, or that is given twice."""
+    known = [name for name, _ in entry.programs[0].profile]
+    sizes: dict[str, int] = {}
+    for name, size in dims:
+        if name not in known:
+            found = f"has no dimension of that name; the names are {known}"
+            raise InputError(f"--dim {name}: {entry.name!r} {found if known else 'is for one size: leave --dim out'}")
+        if sizes.setdefault(name, size) != size:
+            raise InputError(f"--dim {name}: given twice, {sizes[name]} and {size}; give it once")
 
 
 def _sized(programs: Sequence[Program], given: Mapping[str, np.ndarray], dims: Mapping[str, int]) -> Program:
@@ -79,6 +88,10 @@ def _sized(programs: Sequence[Program], given: Mapping[str, np.ndarray], dims: M
     sizes = dict(dims)
     for tensor, of in axes.of_inputs(programs[0]):
         if tensor.name in given and given[tensor.name].ndim == len(of):
-            sizes = {name: n for name, n in zip(of, given[tensor.name].shape, strict=True) if name} | sizes
+            found = {name: n for name, n in zip(of, given[tensor.name].shape, strict=True) if name}
+            for name, size in found.items():
+                if dims.get(name, size) != size:
+                    raise InputError(f"--dim {name}: {dims[name]}, and input {tensor.name!r} has the size {size}")
+            sizes = found | sizes
     nearest = max(programs, key=lambda program: sum(sizes.get(name) == size for name, size in program.profile))
     return replace(nearest, inputs=axes.resized_inputs(nearest, sizes))
