@@ -15,7 +15,7 @@ from nimblec.cli.command import OWN_PROCESS, Command
 from nimblec.cli.console import echo, echo_lines
 from nimblec.cli.progress import StageProgress
 from nimblert.context import Context
-from nimblert.executable import load
+from nimblert.executable import Executable, load
 from nimblert.timing import CommandTime
 
 LONGEST_S = 86_400
@@ -111,35 +111,49 @@ def bench_plan(
         with StageProgress(verbose=False, quiet=False) as progress:
             progress(f"measure for {duration:g} s", None)
             measured = measure.measure(calls, warm_up=warm_up, duration=duration)
-        interrupted = measured.interrupted
-        profiles: list[tuple[CommandTime, ...]] = []
-        try:
-            while as_profile and not interrupted and len(profiles) < PROFILES:
-                profiles.append(executable.profile(inputs, entry=chosen.name))
-        except KeyboardInterrupt:
-            interrupted = True
-        commands = measure.slowest(profiles) if profiles else []
+        interrupted, commands = measured.interrupted, list[CommandTime]()
+        if as_profile and not interrupted:
+            commands, interrupted = _profile(executable, inputs, chosen.name)
         if as_json:
-            facts = {
+            setting = {
                 "entry": chosen.name,
                 "mode": "replay" if replay else "run",
                 "threads": threads,
                 "contexts": contexts,
                 "warm_up": warm_up,
                 "interrupted": interrupted,
-                "runs": measured.latencies.size,
-                "seconds": measured.seconds,
-                "throughput": measured.throughput,
-                "latency": measured.summary(),
-                "commands": [asdict(command) for command in commands],
             }
-            echo_lines(json.dumps(facts, indent=2, ensure_ascii=False))
+            echo_lines(json.dumps({**setting, **_facts(measured, commands)}, indent=2, ensure_ascii=False))
         else:
             _print(measured, commands, interrupted=interrupted)
         if measured.unfinished and click.get_current_context().obj == OWN_PROCESS:
             interrupts.abandon()  # closing would wait for runs that may never end
     if interrupted:
         raise click.Abort
+
+
+def _profile(
+    executable: Executable, inputs: Mapping[str, np.ndarray], entry: str
+) -> tuple[list[CommandTime], bool]:
+    """The commands with their median times, the slowest first, and whether Ctrl-C ended the profile."""
+    profiles: list[tuple[CommandTime, ...]] = []
+    try:
+        while len(profiles) < PROFILES:
+            profiles.append(executable.profile(inputs, entry=entry))
+    except KeyboardInterrupt:
+        return measure.slowest(profiles) if profiles else [], True
+    return measure.slowest(profiles), False
+
+
+def _facts(measured: measure.Measurement, commands: Sequence[CommandTime]) -> dict[str, object]:
+    """What was measured, for --json."""
+    return {
+        "runs": measured.latencies.size,
+        "seconds": measured.seconds,
+        "throughput": measured.throughput,
+        "latency": measured.summary(),
+        "commands": [asdict(command) for command in commands],
+    }
 
 
 def _run(inputs: Mapping[str, np.ndarray], entry: str, context: Context) -> object:
