@@ -109,7 +109,7 @@ def _compile(target: Target, source: Source, options: Options, output: Path, obs
 
 @contextmanager
 def _folder(output: Path | None) -> Iterator[Path]:
-    """Where to build the file: beside its final place, so that renaming it is atomic."""
+    """A folder to build the file in, beside its final place, so that renaming it is atomic."""
     parent = destination(output).parent if output else Path(tempfile.gettempdir())
     with ExitStack() as stack:
         try:

@@ -1,4 +1,4 @@
-"""How far an array is from the one expected."""
+"""The difference of an array from the one expected."""
 
 from dataclasses import dataclass
 

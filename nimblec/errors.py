@@ -1,4 +1,4 @@
-"""Why a model cannot be compiled."""
+"""Errors of the compiler, and messages made from those of others."""
 
 import os
 import sys

@@ -55,7 +55,7 @@ def find_fits(plan: Plan) -> tuple[Plan, tuple[str, ...]]:
 def mark_masks(plan: Plan, masks: Collection[str]) -> Plan:
     """The plan with the inputs called ``masks`` marked as such.
 
-    Raises CompileError for a name that is no input with a dimension of several sizes.
+    Raises CompileError for a name that is not an input with a dimension of several sizes.
     """
     if not masks:
         return plan
@@ -111,12 +111,12 @@ class _Trial:
         self._may_fail = target is Target.CPU  # on a GPU, reading past a table ends the process
 
     def common_fits(self) -> dict[str, Fit]:
-        """Which calls all programs serve, by dimension."""
+        """The calls that all programs serve, by dimension."""
         each = [self._fits(program) for program in self._programs]
         return {name: min(fits[name] for fits in each) for name in each[0]}
 
     def _fits(self, program: Program) -> dict[str, Fit]:
-        """Which calls runs of one program let it serve, by dimension."""
+        """The calls that one program can serve, according to its runs, by dimension."""
         sizes = dict(program.profile)
         if writes_state(program):
             return dict.fromkeys(sizes, Fit.EXACT)
@@ -132,7 +132,7 @@ class _Trial:
         return found
 
     def _fit(self, program: Program, name: str) -> Fit:
-        """Which calls a program serves that have another size of one dimension."""
+        """The calls with another size of one dimension that a program can serve."""
         size, others = dict(program.profile)[name], self._neighbours(program, name)
         is_given = all(name in of for of in self._axes.outputs)
         if not size or not others or name in self._axes.bound or not (is_given or self._is_masked(name)):

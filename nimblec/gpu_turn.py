@@ -42,7 +42,7 @@ def _gpu() -> str:
 
 @contextmanager
 def locked(path: Path, pauses: int = _PAUSES) -> Iterator[None]:
-    """Hold a lock on ``path``, which is created if needed, or go on without it after so many pauses.
+    """Hold a lock on ``path``, which is created if needed, or go on without it after that many ``pauses``.
 
     A waiting process holds a second lock, ``path`` with ".next", which has to be taken first: so a process that times
     kernels continuously lets others in.

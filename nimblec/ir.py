@@ -162,7 +162,7 @@ class Graph:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """Which stream runs each task, in which order tasks are issued, and who waits for whom.
+    """The stream of each task, the order in which tasks are issued, and the waits between streams.
 
     ``order`` lists every task once, ``streams[task]`` its stream. Tasks of one stream run in issue
     order. ``waits`` are the pairs (before, after) of tasks of different streams that an event

@@ -1,6 +1,6 @@
 """``python -m nimblec`` without the current folder on the path; imported before anything else of the package.
 
-``-m`` puts the current folder first, so a ``numpy.py`` that lies beside a model would run. A model
+``-m`` puts the current folder first, so a ``numpy.py`` beside a model would run. A model
 named package.module:callable is imported from the current folder all the same: `compile` adds it then.
 """
 
@@ -15,5 +15,5 @@ def _is_the_program() -> bool:
     return sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)].removeprefix("-m") == "nimblec"
 
 
-if _is_the_program() and not sys.flags.safe_path and sys.path[0] != _ROOT:  # where it lies there, it is needed
+if _is_the_program() and not sys.flags.safe_path and sys.path[0] != _ROOT:  # if nimblec is there, it is needed
     del sys.path[0]

@@ -20,10 +20,10 @@ T = TypeVar("T")
 PERCENTILES = (50, 90, 95, 99, 99.9)
 
 _LAST_RUN_S = 0.5
-"""How long an interrupt waits for runs that have begun."""
+"""The time that an interrupt waits for runs that have begun."""
 
 _LOOK_S = 0.5
-"""How long a Ctrl-C may go unseen that came just before a wait began."""
+"""The longest time that a Ctrl-C just before a wait goes unseen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +137,7 @@ def taking_turns(items: Sequence[T], call: Callable[[T], object]) -> Callable[[]
 
 
 class _Lane:
-    """What one thread repeats, the seconds of each run, and when the last one ended."""
+    """The call that one thread repeats, the seconds of each run, and the end of the last one."""
 
     def __init__(self, call: Callable[[], object]) -> None:
         self.call = call

@@ -27,7 +27,7 @@ DEFAULT_LEVEL = 1
 """The default level of optimisation of a CUDA plan."""
 
 MOST_PROFILES = 128
-"""Each is a program of the plan, compiled and timed by itself."""
+"""Each is a program of the plan, which is compiled and timed separately."""
 
 OWN_TIMING_CACHE = "~/.cache/nimblec/timings.json"
 OWN_PLAN_CACHE = "~/.cache/nimblec/plans"

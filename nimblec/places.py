@@ -1,4 +1,4 @@
-"""Where in a model an op comes from, as its source says: by layer, and in a training step by phase.
+"""The place in a model that an op comes from, as its source says: the layer, and in a training step the phase.
 
 A source is one place or several with " + " between them: an op that was fused of several. A place is the path of a
 module ("model.layer1.0.conv1") or an ONNX node. In a training step that is the forward pass; "loss" is what follows

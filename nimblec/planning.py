@@ -82,7 +82,7 @@ def choose_schedule(
     streams, "auto" the fastest of several as ``timer`` measures them, never slower than "1": policies
     "tied-..." keep launches that were captured with a programmatic edge one after the other. Where
     the arena of what was asked for takes more than ``memory_limit`` bytes, the fastest schedule
-    that fits is taken; if there is none, tasks run again instead of keeping what they gave, by policies
+    that fits is taken; if there is none, tasks are recomputed instead of keeping their results, by policies
     "recompute-..."; CompileError where that does not suffice either.
     """
     graph = close_gaps(rename_workspaces(graph))
@@ -117,7 +117,7 @@ def choose_schedule(
 
 
 def _recomputing(graph: Graph, captured: _Tried, memory_limit: int, most: int) -> tuple[Graph, Dag, list[_Tried]]:
-    """The graph with tasks that run again, their order, and schedules that fit into so many bytes; or CompileError."""
+    """The graph with recomputed tasks, their order, and schedules within the limit; raises CompileError for none."""
     least, goal = captured.memory.arena_nbytes, memory_limit
     for _ in range(_MOST_GOALS):
         smaller = recomputed(graph, goal)

@@ -1,4 +1,4 @@
-"""How the compiler starts its own subprocesses."""
+"""Command and environment of the compiler's own subprocesses."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Where a model comes from: a file, the name of a callable, or an object of the calling process."""
+"""The source of a model: a file, the name of a callable, or an object of the calling process."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ class LiveModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Where a model is; it is not loaded yet.
+    """The source of a model, which is not loaded yet.
 
     ``kind``: "callable" ("package.module:callable"), "exported" (.pt2), "onnx", of which ``model`` is
     the name or path, "live", which is ``live``, or "entries", a source for each entry by its name.

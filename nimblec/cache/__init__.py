@@ -1,1 +1,1 @@
-"""What is kept between compilations: plans of model files, and measured times."""
+"""The caches that outlive a compilation: plans of model files, and measured times."""

@@ -55,7 +55,7 @@ _INSTRUCTION_SETS = ("flags", "Features")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanKey:
-    """``digest`` names the plan; ``files`` shows whether a file of the model has changed meanwhile.
+    """``digest`` names the plan; ``files`` shows whether a file of the model has changed since.
 
     Equal keys before and after a compilation prove what was compiled.
     """
@@ -130,7 +130,7 @@ def _sources() -> dict[str, str]:
 
 
 def _packages() -> list[list[str]]:
-    """Where each installed package lies, and its metadata, which list the digests of its files."""
+    """The path of each installed package, and its metadata, which list the digests of its files."""
     found = []
     for folder in dict.fromkeys(sys.path):  # of two versions, the first on the path is imported
         found += sorted(

@@ -41,7 +41,7 @@ class TimingCache:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is wrong with the file, for the user."""
+        """Problems of the file, for the user."""
         return tuple(self._notes)
 
     def save(self) -> None:
@@ -112,7 +112,7 @@ class CachedTimer:
         return self._cache[key]
 
     def _steps(self, plan: Plan) -> Iterator[tuple[object, ...]]:
-        """What each command does, on which stream and to which bytes, or which event it is about."""
+        """The work, stream and addresses of each command, or its event."""
         keys = iter(self._command_keys(plan))
         for command in plan.programs[0].commands:
             if isinstance(command, Record | Wait):

@@ -130,7 +130,7 @@ def read_arrays(files: Iterable[tuple[str, Path]]) -> dict[str, np.ndarray]:
 
 
 _DAMAGED = (ValueError, EOFError, SyntaxError, TokenError, OverflowError, MemoryError, RecursionError)
-"""What numpy raises for an impossible header."""
+"""Errors of numpy for an impossible header."""
 
 
 def read_array(path: Path) -> np.ndarray:

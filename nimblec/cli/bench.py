@@ -146,7 +146,7 @@ def _profile(
 
 
 def _facts(measured: measure.Measurement, commands: Sequence[CommandTime]) -> dict[str, object]:
-    """What was measured, for --json."""
+    """The measurement, for --json."""
     return {
         "runs": measured.latencies.size,
         "seconds": measured.seconds,

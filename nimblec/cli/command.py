@@ -1,4 +1,4 @@
-"""What all commands share: errors of one sentence, and the order in which help lists the commands."""
+"""The common parts of all commands: errors of one sentence, and the order of commands in the help."""
 
 import traceback
 from collections.abc import Iterator

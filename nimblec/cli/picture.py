@@ -19,7 +19,7 @@ from nimblert.plan import Program
 
 IDLE = "."
 OTHER = "#"
-"""The letter of the kinds of work that have none of their own."""
+"""The letter of all further kinds of work."""
 CRITICAL, RECORDS, WAITS, BOTH = "=><x"
 
 _HUES = ("blue", "green", "yellow", "magenta", "cyan", "red")
@@ -69,7 +69,7 @@ def picture(program: Program, *, width: int) -> list[RenderableType]:
 
 
 def _time(nanoseconds: float, times: Timeline) -> str:
-    """A time, or where none was measured the number of commands that it stands for."""
+    """A time, or a number of commands where no durations were measured."""
     return seconds_text(nanoseconds / 1e9) if times.measured else f"{round(nanoseconds / UNIT_NS, 2):g}"
 
 
@@ -123,8 +123,8 @@ def _axis(canvas: _Canvas, times: Timeline) -> Text:
 
 
 def _row(program: Program, times: Timeline, canvas: _Canvas, letters: Mapping[str, str], stream: int) -> Text:
-    """The blocks of a stream: a capital where each starts. A column shows who has most of it."""
-    owners = [(0, -1)] * canvas.columns  # (how much of the column, whose; -1 for nobody)
+    """The blocks of a stream: a capital where each starts. A column shows the span that has most of it."""
+    owners = [(0, -1)] * canvas.columns  # (share of the column, index of the span; -1 for none)
     busy = 0
     for index, span in enumerate(times.spans):
         if span.work.stream == stream:
@@ -181,7 +181,7 @@ def _signs(times: Timeline, canvas: _Canvas) -> Text:
 
 
 def _legend(program: Program, times: Timeline, letters: Mapping[str, str]) -> Table:
-    """What the letters mean, with the time that each kind of work takes on all streams together."""
+    """The meaning of the letters, with the time of each kind of work on all streams together."""
     count: Counter[str] = Counter()
     spent: Counter[str] = Counter()
     critical: Counter[str] = Counter()
@@ -208,7 +208,7 @@ def _legend(program: Program, times: Timeline, letters: Mapping[str, str]) -> Ta
 
 
 def _events(program: Program, times: Timeline) -> Sequence[Table]:
-    """Who waits for whom across streams, in the order of the waits."""
+    """The waits between streams, in their order."""
     if not times.handovers:
         return ()
     made = table("Events", "event", "after", "ends", "before", "starts", right=("event", "ends", "starts"))

@@ -259,7 +259,7 @@ def _state(facts: Json) -> Table:
 
 
 def _uses(uses: dict[str, str]) -> str:
-    """What a run does with a tensor of the state; by program where they differ."""
+    """The effect of a run on a tensor of the state; by program where they differ."""
     said = {"in place": "writes it in place", "copied": "makes it anew and copies it", "read": "reads it"}
     if len(set(uses.values())) == 1:
         return said[next(iter(uses.values()))]
@@ -276,7 +276,7 @@ def capped(made: Table, rows: Sequence[tuple[str | Text, ...]], *, rest: str = "
 
 
 def outputs(arrays: dict[str, np.ndarray], digests: dict[str, bytes]) -> Table:
-    """What a run gave: types, the first 6 bytes of each digest, and the values of small outputs."""
+    """The outputs of a run: types, the first 6 bytes of each digest, and the values of small ones."""
     made = table("", "output", "type", "sha256", "values")
     for name, array in arrays.items():
         made.add_row(name, shape_text(array.dtype.name, array.shape), digests[name][:6].hex(), _values(array))

@@ -1,1 +1,1 @@
-"""What a plan holds, as facts, a timeline, a trace and a graph."""
+"""The contents of a plan as facts, a timeline, a trace and a graph."""

@@ -187,13 +187,13 @@ def _program(plan: Plan, program: Program) -> Json:
 
 
 def _fits(program: Program) -> dict[str, str]:
-    """Which calls a program serves, by dimension."""
+    """The calls that a program serves, by dimension."""
     fits = program.fits or (Fit.EXACT,) * len(program.profile)
     return {name: fit.name.lower() for (name, _), fit in zip(program.profile, fits, strict=True)}
 
 
 def _schedule(program: Program, record: ScheduleRecord) -> Json:
-    """Why the commands are ordered as they are; a sync is a wait of one stream for another."""
+    """The choice of the schedule; a sync is a wait of one stream for another."""
     return {
         "policy": record.policy,
         "streams": program.stream_count,

@@ -1,4 +1,4 @@
-"""What programs do with the state: whether they write a tensor of it in place, copy it or only read it."""
+"""The use of the state by programs: whether they write a tensor in place, copy it or only read it."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ Span = tuple[int, int]
 
 
 def state_uses(plan: Plan) -> list[dict[str, str]]:
-    """For each tensor of the state what each program that uses it does, by the program's name.
+    """For each tensor of the state its use in each program that uses it, by the program's name.
 
     "in place": commands write it where it lies, a part of it or over what they read; "copied": its next value
     is made elsewhere and copied there; "read".

@@ -21,7 +21,7 @@ class Span:
 
     @property
     def duration_ns(self) -> int:
-        """How long it runs."""
+        """The time that it runs."""
         return self.end_ns - self.start_ns
 
 

@@ -28,7 +28,7 @@ TOLERANCE = 1e-4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Against:
-    """What to compare a plan with, and how; ``entry`` is needed where the plan has several."""
+    """The model to compare a plan with, and the settings; ``entry`` is needed where the plan has several."""
 
     model: Path
     entry: str | None = None

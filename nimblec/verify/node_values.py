@@ -126,7 +126,7 @@ def _sources(target: Target, node: Node) -> tuple[str, ...]:
 
 
 def _last_writes(program: Program) -> dict[tuple[str, int], int]:
-    """The last command that writes so many bytes for a source: an op's result comes after its scratch."""
+    """The last command that writes a number of bytes for a source: an op writes its result after its scratch."""
     works = (command for command in program.commands if not isinstance(command, Record | Wait))
     return {
         (program.ops[work.op].source, access.nbytes): index
@@ -136,7 +136,7 @@ def _last_writes(program: Program) -> dict[tuple[str, int], int]:
 
 
 def _written(plan: Plan, command: Work) -> Iterator[tuple[Access, str]]:
-    """What a command writes, each with its dtype where the plan tells it (on the CPU), else ""."""
+    """The writes of a command, each with its dtype if the plan has it (on the CPU), else ""."""
     accesses = writes(command)
     if isinstance(command, Launch):
         outputs = [p for p in plan.kernels[command.kernel].parameters if p.kind is ParameterKind.OUTPUT]

@@ -21,7 +21,7 @@ CPU_ROUNDING = 1e-4
 
 
 class Result(enum.Enum):
-    """How a check ended; SKIPPED where this machine or this plan gives it nothing to check."""
+    """The outcome of a check; SKIPPED where this machine or this plan gives it nothing to check."""
 
     PASSED = "ok"
     FAILED = "FAILED"
@@ -103,7 +103,7 @@ def _symbols(plan: Plan) -> Check:
 
 
 def missing_symbols(plan: Plan) -> Iterator[str]:
-    """Every kernel whose symbol is not an entry point of its cubin, and every cubin that is none."""
+    """Every kernel whose symbol is not an entry point of its cubin, and every module that is not a cubin."""
     entries: dict[int, frozenset[str]] = {}
     for index, module in enumerate(plan.modules):
         try:

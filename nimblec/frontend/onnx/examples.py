@@ -10,7 +10,7 @@ from nimblec.options import InputSpec
 
 
 def check_examples(model: ModelProto, examples: Iterable[InputSpec]) -> None:
-    """Raise UnsupportedModelError for an array whose name, dtype or shape is none of the model's inputs."""
+    """Raise UnsupportedModelError for an array whose name, dtype or shape fits no input of the model."""
     known = {tensor.name: tensor for tensor in model_file.inputs(model)}
     for example in examples:
         if example.name not in known:

@@ -1,4 +1,4 @@
-"""Where the walk over an ONNX model is, and what it knows there."""
+"""The position of the walk over an ONNX model, and the values known there."""
 
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ Scope = MutableMapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    """Where the walk is: the opsets in force, the attributes of the function, how deep."""
+    """The position of the walk: the opsets in force, the attributes of the function, the depth."""
 
     opsets: Mapping[str, int]
     attributes: Mapping[str, Any] = field(default_factory=dict)

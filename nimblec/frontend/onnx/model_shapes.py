@@ -14,7 +14,7 @@ from nimblec.options import InputSpec
 from nimblert.plan import Profile
 
 _PLACEHOLDER = re.compile(r"\s*(\?+|\*|-\d+|none|null|unk(nown)?(_+\d+)?)?\s*", re.IGNORECASE)
-"""What exporters write where a dimension has no name: Paddle "?", tf2onnx "unk__12", others "None" or "-1"."""
+"""The text of exporters for a dimension without a name: Paddle "?", tf2onnx "unk__12", others "None" or "-1"."""
 
 
 def fix_shapes(model: ModelProto, specs: Sequence[InputSpec], dims: Sequence[tuple[str, int]] = ()) -> ModelProto:

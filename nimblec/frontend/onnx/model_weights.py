@@ -1,4 +1,4 @@
-"""Which initializers of an ONNX model are weights."""
+"""The initializers of an ONNX model that are weights."""
 
 from onnx import ModelProto, TensorProto
 

@@ -1,4 +1,4 @@
-"""What the onnx package's schemas tell about an operator: the types of its inputs, and its function body."""
+"""The schemas of the onnx package: the types of an operator's inputs, and its function body."""
 
 from collections.abc import Sequence
 from functools import lru_cache

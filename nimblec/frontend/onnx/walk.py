@@ -23,7 +23,7 @@ DEEPEST = 32
 """Functions and subgraphs may nest this deep; deeper is a cycle."""
 
 MODEL_ERRORS = (ArithmeticError, IndexError, RuntimeError, TypeError, ValueError, MemoryError)
-"""What torch raises for shapes, dtypes and values that do not fit an operation."""
+"""Errors of torch for shapes, dtypes and values that do not fit an operation."""
 
 
 class _Failed:

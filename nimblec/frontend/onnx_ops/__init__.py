@@ -1,4 +1,4 @@
-"""What each ONNX operator does, by family: one function on tensors for each range of opsets.
+"""The ONNX operators by family: one function on tensors for each range of opsets.
 
 Importing this package fills the table of `nimblec.frontend.onnx_ops.table`.
 """

@@ -10,7 +10,7 @@ from torch.nn import functional
 from nimblec.frontend.onnx_ops.table import MICROSOFT, Declined, Ints, Node, Refused, op
 
 ORT_MASK_VALUE = -10000.0
-"""What ONNX Runtime adds to the score of a masked key, unless ``mask_filter_value`` says otherwise."""
+"""ONNX Runtime adds this to the score of a masked key, unless ``mask_filter_value`` says otherwise."""
 
 
 def split_heads(x: Tensor, heads: int | None) -> Tensor:
@@ -115,7 +115,7 @@ def attention(
 def _known_mask(mask: Tensor | None, queries: int, keys: int, offset: int, *, causal: bool) -> Tensor | None:
     """Compose a mask known at import with causality; decline others, and rows that attend to nothing.
 
-    ONNX gives such rows a result of zero, fused kernels give them what they like.
+    ONNX gives such rows a result of zero; that of fused kernels is undefined.
     """
     if isinstance(mask, FakeTensor) or (mask is not None and mask.shape[-1] != keys):
         raise Declined
@@ -205,7 +205,7 @@ def rotary_embedding_microsoft(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Masking:
-    """How com.microsoft attention hides keys: by adding ``value`` to scores."""
+    """The masking of keys in com.microsoft attention: ``value`` is added to their scores."""
 
     mask: Tensor | None
     bias: Tensor | None

@@ -1,4 +1,4 @@
-"""Opset 6 where it differs from opset 7: broadcasting is asked for by attributes."""
+"""Opset 6 where it differs from opset 7: attributes control broadcasting."""
 
 from collections.abc import Callable
 

@@ -84,7 +84,7 @@ FUSED_ACTIVATIONS: dict[str, tuple[int, Callable[..., Tensor]]] = {
     "Softsign": (0, functional.softsign),
     "ThresholdedRelu": (1, lambda x, alpha: torch.where(x > alpha, x, 0)),
 }
-"""What may be fused into a product, with the number of its parameters."""
+"""Activations that may be fused into a product, with the number of their parameters."""
 
 
 def activated(x: Tensor, activation: str, parameters: Floats) -> Tensor:

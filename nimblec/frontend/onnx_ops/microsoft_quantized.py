@@ -17,7 +17,7 @@ from nimblec.frontend.onnx_ops.table import MICROSOFT, Ints, Known, Refused, op
 
 
 def _real(x: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
-    """Return what quantized values of one scale stand for, in single precision."""
+    """Dequantize values of one scale, in single precision."""
     value = x.to(torch.float32)
     return (value if zero is None else value - zero.reshape(()).to(torch.float32)) * scale.reshape(())
 
@@ -268,7 +268,7 @@ def matmul_of_few_bits(
 
 
 def _unpacked(packed: Tensor, bits: int) -> Tensor:
-    """Return the numbers that lie in the bytes of the last axis, the lowest bits first."""
+    """Return the numbers packed into the bytes of the last axis, the lowest bits first."""
     shifts = torch.arange(0, 8, bits, dtype=torch.int32)
     numbers = (packed.to(torch.int32).unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
     return numbers.reshape(*packed.shape[:-1], -1)

@@ -75,7 +75,7 @@ def _with_both(function: Callable[[Tensor, float, float], Tensor], alpha: float,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """What RNN, GRU and LSTM nodes have in common; tensors as ONNX lays them out.
+    """The common parts of RNN, GRU and LSTM nodes; tensors as ONNX lays them out.
 
     ``x`` is (steps, batch, input size); weights carry the directions first.
     """

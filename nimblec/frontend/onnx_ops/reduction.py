@@ -47,7 +47,7 @@ def _extreme(name: str) -> Reduction:
 
 
 def _extreme_of_nothing(x: Tensor, axes: list[int], keepdim: bool, *, largest: bool) -> Tensor:
-    """Return what leaves any other value alone: the lowest value for a maximum."""
+    """Return the identity of the reduction: the lowest value for a maximum."""
     if x.dtype.is_floating_point:
         value: float = float("-inf") if largest else float("inf")
     else:

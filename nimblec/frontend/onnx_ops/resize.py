@@ -26,13 +26,13 @@ COORDINATE_MODES = (
 
 
 class Axis:
-    """How one axis is resized: from ``length`` to ``wanted`` elements by ``scale``."""
+    """The resizing of one axis: from ``length`` to ``wanted`` elements by ``scale``."""
 
     def __init__(self, length: int, wanted: int, scale: float, roi: tuple[float, float]) -> None:
         self.length, self.wanted, self.scale, self.roi = length, wanted, scale, roi
 
     def positions(self, mode: str) -> np.ndarray:
-        """Return where in the input each element of the output lies (float64)."""
+        """Return the position in the input of each element of the output (float64)."""
         x = np.arange(self.wanted, dtype=np.float64)
         n, m, s = self.length, self.wanted, self.scale
         start, end = self.roi

@@ -41,7 +41,7 @@ class Declined(Exception):  # noqa: N818 - as above
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
-    """What is known about any tensor without its values."""
+    """The properties of a tensor that are known without its values."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]

@@ -265,7 +265,7 @@ class _Tracer(fx.Interpreter):
         raise UnsupportedModelError(f"{name} in {self._recorder.source or 'the model'} is not a plain ATen call")
 
     def _device_of(self, arguments: Any) -> torch.device:
-        """Where a call runs: what is known is computed on the host, the rest on the model's device."""
+        """The device of a call: the host for known values, else the model's device."""
         fakes = (leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch._subclasses.FakeTensor))
         return self._recorder.device if any(True for _ in fakes) else torch.device("cpu")
 

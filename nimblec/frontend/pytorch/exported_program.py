@@ -34,10 +34,10 @@ from nimblec.frontend.pytorch.log import quiet_torch
 from nimblec.frontend.pytorch.size_expression import check_expression
 
 _NAME = "model"
-"""What torch.export.save calls the one program of a file."""
+"""The name that torch.export.save gives the one program of a file."""
 
 _ENFORCED = re.compile(r"\[enforce fail[^]]*\] \. ")
-"""How messages of torch's reader begin."""
+"""The prefix of messages of torch's reader."""
 
 _UNBACKED = re.compile(r"(?:u|zuf)(\d+)")
 _MOST_SYMBOLS = 10**5

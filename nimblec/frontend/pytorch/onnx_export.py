@@ -74,7 +74,7 @@ def export(calls: Mapping[str, ModelCall], folder: Path, *, refittable: bool = F
         refuse_autocast(
             call.name,
             call.module,
-            "whose mix of types ONNX Runtime does not take on the CPU: leave it out, or compile for --target cuda",
+            "whose mix of types ONNX Runtime does not support on the CPU: leave it out, or compile for --target cuda",
         )
     exported: dict[str, ExportedModel] = {}
     paths = {entry: folder / str(number) / "model.onnx" for number, entry in enumerate(calls)}

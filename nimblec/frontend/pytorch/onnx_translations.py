@@ -5,7 +5,7 @@ before and after where the rows are not of its first dimension: two copies of a 
 dimension up to theirs is indexed instead, and each row is one contiguous copy.
 
 Batch norm in training mode is written out: torch.onnx exports it as if it were in evaluation mode. It shifts unsigned
-numbers as if they had signs; a shift to the right, of which random numbers take many, is three nodes for its seven.
+numbers as if they were signed; a right shift, which random numbers need often, is three nodes here and seven there.
 Attention of other than four axes it refuses.
 
 Of values that are scattered as a mean it keeps the last one. An integer to a fractional power becomes an integer.

@@ -26,7 +26,7 @@ _LARGEST_INTEGER = 2**64
 
 _SYMBOL = re.compile(r"[a-z]+\d+|true|false|oo|int_oo", re.ASCII)
 _TEXTS = {"Symbol": re.compile(r"[A-Za-z_]\w{0,63}", re.ASCII), "Float": re.compile(r"[-+]?\d{1,20}(\.\d{0,40})?")}
-"""What the text arguments of functions may be."""
+"""The text arguments that functions may have."""
 
 _OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.Pow, ast.USub, ast.UAdd)
 _COMPARISONS = (ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE)

@@ -125,7 +125,7 @@ ModuleCall: TypeAlias = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
 
 def import_callable(spec: str) -> ModuleCall:
-    """What the callable named "package.module:callable" returns where that is one entry."""
+    """The result of the callable named "package.module:callable", which must be one entry."""
     calls = import_entries(spec)
     if len(calls) > 1:
         raise CompileError(f"{spec}: returned the entries {list(calls)}, expected one")
@@ -134,7 +134,7 @@ def import_callable(spec: str) -> ModuleCall:
 
 
 def import_entries(spec: str) -> dict[str, ModuleCall]:
-    """What the callable named "package.module:callable" returns: module, args, kwargs of each entry.
+    """The result of the callable named "package.module:callable": module, args, kwargs of each entry.
 
     It returns (module, example_inputs) or (module, example_inputs, kwargs), as `nimblec.compile` takes
     them, for an entry "main", or a dict of such by the names of entries.

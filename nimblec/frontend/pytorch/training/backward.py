@@ -182,7 +182,7 @@ def avg_pool_backward(
     window = _Window(steps or kernel, pads, [1, 1], channels)
     if divisor_override is not None or count_include_pad:
         shares = grad / (divisor_override or prod(kernel))
-    else:  # a window at the border counts what of it lies inside
+    else:  # a window at the border counts its elements inside
         counts = _convolution(x.new_ones((1, channels, height, width)), ones, window)
         shares = grad / counts.reshape(grad.shape[-3:])
     images = shares if shares.dim() == 4 else shares.unsqueeze(0)

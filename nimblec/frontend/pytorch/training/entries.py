@@ -109,7 +109,7 @@ class Evaluate(nn.Module):
         self._autocast = autocast
 
     def forward(self, *inputs: Tensor) -> Any:
-        """What the model returns in evaluation mode."""
+        """The result of the model in evaluation mode."""
         was_training = [module for module in self.model.modules() if module.training]
         for module in was_training:
             module.training = False

@@ -14,7 +14,7 @@ SCALE, TRACKER = "scaler.scale", "scaler.growth_tracker"
 
 _FIRST_SCALE = 65536.0
 _GROWTH, _BACKOFF, _INTERVAL = 2.0, 0.5, 2000
-"""GradScaler's defaults: after so many steps the scale is doubled, after an overflow halved."""
+"""GradScaler's defaults: after the interval the scale is doubled, after an overflow halved."""
 
 
 def initial_scaler() -> dict[str, Tensor]:

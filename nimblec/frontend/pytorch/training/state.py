@@ -109,14 +109,14 @@ def autocasting(dtype: torch.dtype | None, device: torch.device) -> AbstractCont
 
 
 def rate_names(groups: int) -> list[str]:
-    """The names of the learning rates of so many groups."""
+    """The names of the learning rates of that many ``groups``."""
     return [RATE] if groups == 1 else [f"{RATE}_{i}" for i in range(groups)]
 
 
 def group_names(model: nn.Module, optimizer: Optimizer) -> tuple[tuple[str, ...], ...]:
     """The names of the parameters in each group of an optimizer.
 
-    Raises UnsupportedModelError where it updates one that is none of the model's, or one of the model's has two names.
+    Raises UnsupportedModelError if it updates one that is not the model's, or if one of the model's has two names.
     """
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     for name, parameter in model.named_parameters(remove_duplicate=False):

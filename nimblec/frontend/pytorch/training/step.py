@@ -203,7 +203,7 @@ def _apart(gradients: _Gradients) -> _Gradients:
 
 
 def _step(optimizer: Optimizer, takes: Tensor | None, left: TrainingState, *, itself: bool) -> None:
-    """Let the optimizer take its step, if the tensor says so or there is none."""
+    """Let the optimizer take its step if ``takes`` is true or None."""
     is_captured = itself and all(value.is_cuda for value in left.parameters.values())
     written = [*left.parameters.values(), *left.slots.values()]
     if takes is not None and all(group.get("fused") for group in optimizer.param_groups):
@@ -245,7 +245,7 @@ def _stand_in(recipe: Recipe, parameters: Named, left: TrainingState, *, itself:
 
 
 def _settings(group: Mapping[str, Any], *, itself: bool) -> dict[str, Any]:
-    """Of an optimizer that reads its rate from the device: its own kernels, or each parameter by itself."""
+    """Settings of an optimizer that reads its rate from the device: its own kernels, or one parameter at a time."""
     if not itself:
         wanted = {"foreach": False, "fused": False, "capturable": True}
     elif "capturable" in group:
