@@ -190,6 +190,42 @@ def test_what_is_no_model_or_no_arguments_is_refused(model: Any, given: dict[str
         nimblec.compile(model, **given, target="cpu")
 
 
+@pytest.mark.parametrize(
+    ("example", "sentence"),
+    [
+        (torch.ones(2, device="meta"), "input 'input': a tensor of the device meta has no values"),
+        (torch.ones(2).to_sparse(), "input 'input': a plan holds dense tensors, and this one is torch.sparse_coo"),
+    ],
+)
+def test_tensors_that_a_plan_cannot_take(example: torch.Tensor, sentence: str) -> None:
+    with pytest.raises(nimblec.UnsupportedModelError, match="^" + re.escape(sentence)):
+        nimblec.compile(torch.nn.Identity(), (example,), target="cpu")
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_a_nested_tensor() -> None:
+    example = torch.nested.nested_tensor([torch.ones(2)])
+    with pytest.raises(nimblec.UnsupportedModelError, match="dense tensors, and this one is nested: give it padded"):
+        nimblec.compile(torch.nn.Identity(), (example,), target="cpu")
+
+
+@pytest.mark.parametrize("module", [torch.nn.LazyLinear(2), torch.nn.Linear(2, 2, device="meta")])
+def test_a_module_whose_weights_have_no_values(module: torch.nn.Module) -> None:
+    with pytest.raises(nimblec.UnsupportedModelError, match=r"'weight' has no values yet: load the weights"):
+        nimblec.compile(module, (torch.ones(2),), target="cpu")
+
+
+def test_an_input_that_no_memory_holds() -> None:
+    with pytest.raises(nimblec.CompileError, match=r"an input of shape \(1125899906842624, 2\) takes more memory than"):
+        nimblec.compile(torch.nn.Identity(), (torch.ones(1, 2),), target="cpu", inputs={"input": (1 << 50, 2)})
+
+
+@pytest.mark.parametrize("given", [b"", onnx.ModelProto()])
+def test_a_model_without_a_graph(given: Any) -> None:
+    with pytest.raises(nimblec.CompileError, match="the model given has no graph: expected an ONNX model"):
+        nimblec.compile(given, target="cpu")
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning")
 def test_torchscript_is_refused_with_a_way_out() -> None:

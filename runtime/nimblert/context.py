@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, Self, TypeAlias
+from typing import Any, Never, Self, TypeAlias
 
 import numpy as np
 
@@ -60,6 +60,9 @@ class Context:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({listed([repr(program) for program in self.plan.programs])})"
+
+    def __reduce__(self) -> Never:
+        raise InputError(f"a copy of this {self._noun} cannot be made, nor a pickle: load the plan where it is to run")
 
     @property
     def entries(self) -> tuple[str, ...]:

@@ -58,8 +58,7 @@ class Executable(Context):
         self._has_spares = plan.target is Target.CPU and not plan.state_nbytes and arena is None
         self._spares_left = 2 * cores() - 1 if cores() > 1 else 0  # no core is idle where one call ends
         self._making_spares = threading.Lock()
-        if arena is not None:
-            arena.check(plan, device)
+        _check_arena(arena, plan, device)
         resident = _resident(plan, device, threads)
         self._given_back = ExitStack()
         self._given_back.callback(resident.close)
@@ -75,8 +74,7 @@ class Executable(Context):
         ``arena`` is one that it shares. Give it back by `Context.close`, or with this executable.
         Raises InputError where this executable is closed or the arena does not serve.
         """
-        if arena is not None:
-            arena.check(self.plan, self.device)
+        _check_arena(arena, self.plan, self.device)
         with self._turn.taken():
             self._turn.check_ready(self._turn.steps)
             made = Context(self.plan, self._resident, arena=arena, poison=self._poison)
@@ -210,8 +208,10 @@ def load(
     With NIMBLERT_NVTX=1 in the environment, every call of the process is an NVTX range (`nimblert.telemetry`).
 
     Raises PlanError for a plan that is damaged or contradicts itself, DeviceMismatchError where this
-    machine cannot run it, and InputError for a ``plan`` or ``program`` that is none.
+    machine cannot run it, and InputError for a ``plan``, ``program``, ``limits`` or ``arena`` that is none.
     """
+    if not isinstance(limits, Limits):
+        raise InputError(f"limits: got {type(limits).__name__}, expected a nimblert.Limits")
     if os.environ.get("NIMBLERT_NVTX") == "1":
         from nimblert import telemetry  # which other processes need not import
 
@@ -232,6 +232,14 @@ def load(
         with closing(_start_device(parsed, device)):
             digest.result()
             return make(parsed)
+
+
+def _check_arena(arena: Arena | None, plan: Plan, device: int) -> None:
+    if arena is None:
+        return
+    if not isinstance(arena, Arena):
+        raise InputError(f"arena: got {type(arena).__name__}, expected a nimblert.Arena")
+    arena.check(plan, device)
 
 
 def _start_device(plan: Plan, device: int) -> "driver.Context":

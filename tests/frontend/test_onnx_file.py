@@ -62,6 +62,18 @@ def test_every_truncation_is_refused_or_says_what_is_missing(path: Path) -> None
             model_file.load(path)
 
 
+def test_a_graph_without_outputs(path: Path) -> None:
+    write_model(path, [node("Relu", ["x"], ["y"])], [floats("x", 2)], [])
+    with pytest.raises(CompileError, match="the graph has no outputs, and a plan computes nothing else"):
+        model_file.load(path)
+
+
+def test_an_output_that_is_listed_twice(path: Path) -> None:
+    write_model(path, [node("Relu", ["x"], ["y"])], [floats("x", 2)], [floats("y", 2), floats("y", 2)])
+    with pytest.raises(UnsupportedModelError, match="output 'y' is listed twice: list it once"):
+        model_file.load(path)
+
+
 def test_unknown_operators_are_listed_all(path: Path) -> None:
     inner = helper.make_graph(
         [node("Lost", [], ["b"], name="third")], "inner", [], [helper.make_empty_tensor_value_info("b")]

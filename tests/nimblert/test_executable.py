@@ -1,10 +1,13 @@
 """What a user may do to a loaded plan: sources, inputs, half-done runs, reads, forks, the end of the process."""
 
 import os
+import pickle
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from copy import copy as shallow
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +23,7 @@ from nimblert import Limits
 from nimblert.errors import InputError, PlanError, PlanFormatError, PlanInvalidError
 from nimblert.executable import Executable
 from nimblert.files import container
-from nimblert.plan import Pointer, Region
+from nimblert.plan import Plan, Pointer, Region
 
 WIDTH = 256
 X = np.random.default_rng(0).standard_normal((4, WIDTH)).astype(np.float32)
@@ -72,6 +75,26 @@ def test_a_plan_comes_by_path_by_bytes_or_as_it_is(path: Path, model: Executable
         for copy in (False, True):
             with nimblert.load(source, copy=copy) as executable:
                 np.testing.assert_array_equal(executable(X), expected)
+
+
+@pytest.mark.parametrize("again", [shallow, deepcopy, lambda plan: pickle.loads(pickle.dumps(plan))])  # noqa: S301 - ours
+def test_a_plan_is_copied_and_pickled_as_its_file(model: Executable, again: Callable[[Plan], Plan]) -> None:
+    with nimblert.load(again(model.plan)) as other:
+        np.testing.assert_array_equal(other(X), model(X))
+
+
+@pytest.mark.parametrize("again", [shallow, deepcopy, pickle.dumps])
+def test_what_is_loaded_has_no_copies(model: Executable, again: Callable[[object], object]) -> None:
+    """A copy would close what the original runs on."""
+    for held, noun in ((model, "executable"), (model.context(), "context")):
+        with pytest.raises(InputError, match=f"a copy of this {noun} cannot be made, nor a pickle: load the plan"):
+            again(held)
+
+
+@pytest.mark.parametrize("name", ["limits", "arena"])
+def test_limits_and_arenas_are_what_they_say(path: Path, name: str) -> None:
+    with pytest.raises(InputError, match=rf"{name}: got int, expected a nimblert\.{name.title()}"):
+        nimblert.load(path, **{name: 3})
 
 
 def test_bytes_that_change_later_do_not_change_the_plan(path: Path, model: Executable) -> None:

@@ -88,8 +88,9 @@ def load(path: str | PathLike[str], *, external_data: bool = True) -> ModelProto
         raise CompileError(f"{path}: cannot be read ({exc.strerror})") from exc
     except DecodeError as exc:
         raise CompileError(f"{path}: not an ONNX file") from exc
-    if not (model.ir_version and model.opset_import and model.HasField("graph") and model.graph.output):
+    if not (model.ir_version and model.opset_import and model.HasField("graph")):
         raise CompileError(f"{path}: not an ONNX file")
+    _check_outputs(model, path)
     if not all(isinstance(text, str) for text in _names(model)):
         raise CompileError(f"{path}: damaged: a name in it is not UTF-8")
     _check_opsets(model)
@@ -122,6 +123,16 @@ def inputs(model: ModelProto) -> tuple[ModelTensor, ...]:
 def outputs(model: ModelProto) -> tuple[ModelTensor, ...]:
     """The outputs, with the dtypes that the file declares."""
     return tuple(_tensor("output", value) for value in model.graph.output)
+
+
+def _check_outputs(model: ModelProto, path: Path) -> None:
+    """Raise CompileError where there are none, UnsupportedModelError where two have one name."""
+    listed = [value.name for value in model.graph.output]
+    if not listed:
+        raise CompileError(f"{path}: the graph has no outputs, and a plan computes nothing else")
+    for name in listed:
+        if listed.count(name) > 1:
+            raise UnsupportedModelError(f"output {name!r} is listed twice: list it once")
 
 
 def _check_opsets(model: ModelProto) -> None:

@@ -137,6 +137,7 @@ def bind(
     ``specs`` and ``examples`` replace example inputs by name. Raises UnsupportedModelError for
     inputs that a plan cannot take, CompileError for names that are not inputs.
     """
+    _refuse_without_values(name, module)
     positional, keywords = tuple(args), dict(kwargs or {})
     flat, structure = pytree.tree_flatten((positional, keywords))
     names = input_names(module, positional, keywords)
@@ -148,6 +149,17 @@ def bind(
     notes = tuple(_fixed(n, leaf) for n, leaf in zip(names, leaves, strict=True) if not isinstance(leaf, torch.Tensor))
     positional, keywords = pytree.tree_unflatten(leaves, structure)
     return ModelCall(name=name, module=module, args=positional, kwargs=keywords, inputs=inputs, notes=notes)
+
+
+def _refuse_without_values(name: str, module: Any) -> None:
+    """Raise UnsupportedModelError for parameters and buffers that a lazy module or the device meta leaves open."""
+    if not isinstance(module, torch.nn.Module):
+        return
+    for held, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.is_meta or torch.nn.parameter.is_lazy(tensor):
+            raise UnsupportedModelError(
+                f"{name}: {held!r} has no values yet: load the weights, or call a module with lazy layers once"
+            )
 
 
 def _fixed(name: str, leaf: Any) -> str:

@@ -6,7 +6,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from nimblec.errors import UnsupportedModelError
+from nimblec.errors import CompileError, UnsupportedModelError
 from nimblert.arrays.dtypes import numpy_dtype
 
 T = TypeVar("T", torch.Tensor, np.ndarray)
@@ -40,6 +40,10 @@ def check_dense(what: str, tensor: torch.Tensor) -> None:
         raise UnsupportedModelError(
             f"{what}: a plan cannot hold the dtype {tensor.dtype}: convert it, .to(torch.float32)"
         )
+    if tensor.is_meta:
+        raise UnsupportedModelError(f"{what}: a tensor of the device meta has no values: give one of the device cpu")
+    if tensor.is_nested:
+        raise UnsupportedModelError(f"{what}: a plan holds dense tensors, and this one is nested: give it padded")
     if tensor.layout is not torch.strided:
         raise UnsupportedModelError(
             f"{what}: a plan holds dense tensors, and this one is {tensor.layout}: give what .to_dense() returns"
@@ -47,9 +51,12 @@ def check_dense(what: str, tensor: torch.Tensor) -> None:
 
 
 def stand_in(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """An example input, given only its shape and dtype."""
+    """An example input, given only its shape and dtype. Raises CompileError where no memory holds it."""
     example = torch.rand if dtype.is_floating_point else torch.zeros  # zeros would hide errors in sums
-    return example(tuple(shape)).to(dtype)
+    try:
+        return example(tuple(shape)).to(dtype)
+    except RuntimeError as exc:
+        raise CompileError(f"an input of shape {tuple(shape)} takes more memory than is here") from exc
 
 
 def resized(array: T, shape: tuple[int, ...]) -> T:

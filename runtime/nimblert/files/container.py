@@ -4,11 +4,13 @@ A file is the FlatBuffer, the segments (code, weights), and a trailer of 64 byte
 FlatBuffer's size, the file's size, 8 zero bytes, and the SHA-256 of all bytes before it.
 """
 
+import copyreg
 import hashlib
 import mmap
 import os
 import stat
 import weakref
+from collections.abc import Callable
 from io import BufferedReader, BytesIO
 from pathlib import Path
 from struct import Struct
@@ -61,6 +63,14 @@ def write(plan: Plan, path: str | os.PathLike[str]) -> None:
 
 
 Plan.save = write
+
+
+def _reduced(plan: Plan) -> tuple[Callable[[bytes], Plan], tuple[bytes]]:
+    """What pickle and copy make a plan of: its file."""
+    return read, (encode_file(plan),)
+
+
+copyreg.pickle(Plan, _reduced)
 
 
 def encode_file(plan: Plan) -> bytes:
