@@ -1,5 +1,5 @@
 # ruff: noqa: T201 (a program that prints)
-"""Run numbered cases in child processes of bounded memory and time, and keep what goes wrong."""
+"""Run numbered cases in child processes of limited memory and time, and keep those that fail."""
 
 import argparse
 import mmap
@@ -19,23 +19,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 MEMORY_NBYTES = 3 << 30
-"""Address space that a child may have beyond what it starts with."""
+"""Address space that a child may add to that of its start."""
 CASE_CPU_S = 20
-"""A case that computes for longer hangs."""
+"""Limit of the CPU time of a case: beyond, it hangs."""
 CASE_S = 120.0
-"""So does one that takes longer, though it computes less; machines may be busy."""
+"""Limit of its wall-clock time, with allowance for a busy machine."""
 CHILD_CASES = 5000
-"""A child is replaced after so many cases, so that leaks do not add up."""
+"""Cases after which a child is replaced, so that leaks do not add up."""
 
 _COUNTER = struct.Struct("<q")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fuzzer:
-    """``build`` makes the file of case ``number`` of a seed; ``judge`` says in a word what became of it.
+    """``build`` makes the file of case ``number`` of a seed; ``judge`` runs it and returns its outcome in a word.
 
-    ``judge`` raises where something else happens than may. A ``build`` that may crash itself hands what
-    it has to its last argument before. ``start`` prepares a child.
+    ``judge`` raises on any outcome that is not allowed. A ``build`` that may crash passes its unfinished file to its
+    last argument first. ``start`` prepares a child.
     """
 
     name: str
@@ -46,31 +46,31 @@ class Fuzzer:
 
 @dataclass(slots=True)
 class _Child:
-    """A running child: it notes the number of the case it is at, and sends outcomes as lines."""
+    """A running child: it writes the number of its current case to ``note``, and its outcomes to ``pipe`` as lines."""
 
     pid: int
     pipe: int
     note: mmap.mmap
     case: Path
-    next_number: int
+    is_done: bool = False
     seen: int = -1
     since: float = field(default_factory=time.monotonic)
     text: bytes = b""
 
     def number(self) -> int:
-        """The case that the child is at."""
+        """The current case of the child."""
         return int(_COUNTER.unpack_from(self.note)[0])
 
 
 def main(fuzzer: Fuzzer, arguments: Sequence[str] | None = None) -> int:
-    """Run a campaign as the command line says; the exit status."""
+    """Run the campaign of a command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog=f"python -m fuzz.{fuzzer.name}")
-    parser.add_argument("--seconds", type=float, default=60.0, help="stop after so long")
-    parser.add_argument("--runs", type=int, default=1 << 62, help="stop after so many cases")
+    parser.add_argument("--seconds", type=float, default=60.0, help="duration of the campaign")
+    parser.add_argument("--runs", type=int, default=1 << 62, help="number of cases")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="children at a time")
-    parser.add_argument("--corpus", type=Path, default=Path("fuzz-found"), help="where what is found is kept")
+    parser.add_argument("--corpus", type=Path, default=Path("fuzz-found"), help="folder for the cases that are found")
     parser.add_argument("--keep-going", action="store_true", help="do not stop at the first finding")
     return _Campaign(fuzzer, parser.parse_args(arguments)).run()
 
@@ -86,11 +86,27 @@ class _Campaign:
         self._scratch = Path(tempfile.mkdtemp(prefix="nimblec-fuzz-"))
 
     def run(self) -> int:
-        """Run until time, cases or patience are spent; 1 where anything was found."""
-        options = self._options
+        """Run until the time or the cases are spent, or something is found; 1 if anything was found."""
         begin = time.monotonic()
-        children = [self._spawn(options.first + job) for job in range(options.jobs)]
-        while children and time.monotonic() - begin < options.seconds:
+        children: list[_Child] = []
+        try:
+            self._follow(children, begin + self._options.seconds)
+        finally:
+            for child in children:
+                os.kill(child.pid, signal.SIGKILL)
+                self._receive(child)
+                os.waitpid(child.pid, 0)
+            shutil.rmtree(self._scratch)
+        seconds = time.monotonic() - begin
+        total = sum(self._outcomes.values())
+        print(f"{self._fuzzer.name}: {total:,} cases in {seconds:.0f} s, {dict(self._outcomes)}, {self._found} found")
+        return 1 if self._found else 0
+
+    def _follow(self, children: list[_Child], end: float) -> None:
+        """Start children and replace those that end, until ``end``; the list holds those that run."""
+        options = self._options
+        children += [self._spawn(options.first + job) for job in range(options.jobs)]
+        while children and time.monotonic() < end:
             ready, _, _ = select.select([child.pipe for child in children], [], [], 0.5)
             for child in list(children):
                 ended = self._receive(child) if child.pipe in ready else False
@@ -100,16 +116,7 @@ class _Campaign:
                     if (following is not None) and (not self._found or options.keep_going):
                         children.append(self._spawn(following))
             if self._found and not options.keep_going:
-                break
-        for child in children:
-            os.kill(child.pid, signal.SIGKILL)
-            self._receive(child)
-            os.waitpid(child.pid, 0)
-        shutil.rmtree(self._scratch)
-        seconds = time.monotonic() - begin
-        total = sum(self._outcomes.values())
-        print(f"{self._fuzzer.name}: {total:,} cases in {seconds:.0f} s, {dict(self._outcomes)}, {self._found} found")
-        return 1 if self._found else 0
+                return
 
     def _spawn(self, number: int) -> _Child:
         note = mmap.mmap(-1, _COUNTER.size)
@@ -127,16 +134,16 @@ class _Campaign:
             finally:
                 os._exit(status)
         os.close(writer)
-        return _Child(pid=pid, pipe=reader, note=note, case=case, next_number=number)
+        return _Child(pid=pid, pipe=reader, note=note, case=case)
 
     def _work(self, number: int, note: mmap.mmap, case: Path, writer: int) -> None:
-        """The child: one case after the other, an outcome each."""
+        """The child's loop: run cases, and send their outcomes."""
         options = self._options
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         used = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
         resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_NBYTES, used + MEMORY_NBYTES))
         _, most = resource.getrlimit(resource.RLIMIT_CPU)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what ONNX Runtime says of bad models
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # messages of ONNX Runtime about bad models
         self._fuzzer.start()
         for _ in range(CHILD_CASES):
             if number >= options.first + options.runs:
@@ -148,7 +155,7 @@ class _Campaign:
                 file = self._fuzzer.build(options.seed, number, case.write_bytes)
                 case.write_bytes(file)
                 outcome = self._fuzzer.judge(file)
-            except Exception:  # noqa: BLE001 - whatever it is, it is what the campaign looks for
+            except Exception:  # noqa: BLE001 - any exception is a finding
                 self._keep(number, traceback.format_exc(), case)
                 outcome = "!escape"
             os.write(writer, outcome.encode(errors="replace") + b"\n")
@@ -156,7 +163,7 @@ class _Campaign:
         _COUNTER.pack_into(note, 0, number)
 
     def _receive(self, child: _Child) -> bool:
-        """Count the outcomes that have come; whether the child has ended."""
+        """Count the outcomes received; returns whether the child has ended."""
         data = os.read(child.pipe, 1 << 16)
         *lines, child.text = (child.text + data).split(b"\n")
         for line in map(bytes.decode, lines):
@@ -165,7 +172,7 @@ class _Campaign:
             elif not line.startswith("!"):
                 self._outcomes[line] += 1
             if line == "!done":
-                child.next_number = -1
+                child.is_done = True
         return not data
 
     def _is_stuck(self, child: _Child) -> bool:
@@ -174,7 +181,7 @@ class _Campaign:
         return time.monotonic() - child.since > CASE_S
 
     def _bury(self, child: _Child, *, hung: bool) -> int | None:
-        """Note how a child ended; the case to go on with, None where there are no more."""
+        """Record how a child ended; returns the case to continue with, None if there are no more."""
         if hung:
             os.kill(child.pid, signal.SIGKILL)
         _, status = os.waitpid(child.pid, 0)
@@ -182,14 +189,14 @@ class _Campaign:
         os.close(child.pipe)
         number = child.number()
         if status == 0:
-            return None if child.next_number < 0 else number
+            return None if child.is_done else number
         self._found += 1
         self._keep(number, "hangs" if hung else f"ends with status {status} (a signal if below 256)", child.case)
         jobs: int = self._options.jobs
         return number + jobs
 
     def _keep(self, number: int, text: str, case: Path) -> None:
-        """Copy the file of a case to the corpus, with what happened beside it."""
+        """Copy the file of a case to the corpus, with its report in a .txt file."""
         folder = self._options.corpus
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{self._fuzzer.name}-{self._options.seed}-{number}.plan"

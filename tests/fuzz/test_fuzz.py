@@ -1,5 +1,6 @@
-"""What the fuzzers found stays refused, and the fuzzers themselves find what there is to find."""
+"""Findings of the fuzzers stay refused, and the fuzzers find crashes, hangs and escapes."""
 
+import signal
 import subprocess
 import sys
 import time
@@ -99,6 +100,24 @@ def judge(file):
 fuzzer = Fuzzer(name="test", build=lambda seed, number, note: bytes([number % 10]), judge=judge)
 sys.exit(main(fuzzer, ["--runs", "10", "--jobs", "2", "--corpus", sys.argv[1]]))
 """
+
+
+def test_an_interrupt_ends_the_children_and_leaves_nothing(tmp_path: Path) -> None:
+    waiting = MADE_UP.replace("WHAT", "os.write(1, b'pid %d\\n' % os.getpid()); __import__('time').sleep(600)")
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-c", waiting, str(tmp_path / "found")],
+        cwd=ROOT,
+        env={"PYTHONPATH": f"{ROOT}:{ROOT / 'runtime'}", "TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    assert process.stdout is not None
+    with process.stdout as out:
+        child = int(out.readline().split()[1])
+        process.send_signal(signal.SIGINT)
+        process.wait(60)
+    assert not Path(f"/proc/{child}").exists()
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
