@@ -1,4 +1,4 @@
-"""Run plan files that were found or kept, each in a child of its own: ``python -m fuzz.corpus FILE ...``."""
+"""Run the plan files of findings or of the corpus: ``python -m fuzz.corpus FILE ...``."""
 
 import signal
 import sys
@@ -19,22 +19,22 @@ from nimblert.files import container
 from nimblert.plan import Program, Target
 
 RUN_CPU_S = 5.0
-"""A plan's own loop may compute for as long as it likes, but an interrupt ends it."""
+"""CPU time after which a run is interrupted: a plan's own loop may be endless, but an interrupt must end it."""
 RUN_S = 60.0
-"""Nor does it wait for longer; on a loaded machine a run takes many times what it computes."""
+"""The same in wall-clock time, with allowance for a busy machine."""
 _LOOK_S = 0.1
 
 
 def judge(file: bytes) -> str:
-    """What becomes of a plan file: read, loaded, each program run twice, and once more with other weights.
+    """The outcome of a plan file, which is loaded, each program run twice, and run again with other weights.
 
-    Raises where it is none of what may.
+    Raises on any outcome that is not allowed.
     """
     image = memoryview(file)
     try:
         container.check_frame(image, "file")
         plan = container.parse(image, "file")
-        threads = 2 if plan.target is Target.CPU else None  # more would spin where the cores are busy
+        threads = 2 if plan.target is Target.CPU else None  # more would spin on busy cores
         executable = load(plan, poison=True, threads=threads)
         try:
             return _run(executable)
@@ -76,13 +76,13 @@ def _run_twice(executable: Executable, program: Program) -> None:
 
 
 def _draws(executable: Executable) -> bool:
-    """Whether a run may draw random numbers, as dropout does that an input puts into training mode."""
+    """Whether a run may draw random numbers: an input may put dropout into training mode."""
     return any(b"Dropout" in module.code.tobytes() for module in executable.plan.modules)
 
 
 @contextmanager
 def _interrupted_after(cpu_seconds: float, seconds: float) -> Iterator[None]:
-    """End the block as Ctrl-C does, when the process has computed for so long, or so much time has gone by."""
+    """Interrupt the block, as Ctrl-C does, after some CPU time of the process or some wall-clock time."""
     cpu_end, end = time.process_time() + cpu_seconds, time.monotonic() + seconds
 
     def look(_number: int, _frame: object) -> None:
@@ -91,7 +91,7 @@ def _interrupted_after(cpu_seconds: float, seconds: float) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, 0)
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGALRM, look)  # SIGPROF would not wake a main thread that waits for another one
+    before = signal.signal(signal.SIGALRM, look)  # SIGPROF would not wake a main thread that waits for another
     signal.setitimer(signal.ITIMER_REAL, _LOOK_S, _LOOK_S)
     try:
         yield
@@ -101,7 +101,7 @@ def _interrupted_after(cpu_seconds: float, seconds: float) -> Iterator[None]:
 
 
 def _is_nan(array: np.ndarray) -> bool:
-    """Whether the array has a NaN, whose bits may differ."""
+    """Whether the array has a NaN: its bits may differ between runs."""
     return array.dtype.kind not in "biu" and bool((array != array).any())  # noqa: PLR0124 - NaN is not itself
 
 

@@ -1,4 +1,4 @@
-"""Damaged bytes of plan files through the decoder, the rules and the proof of order."""
+"""Fuzz the decoder, the rules and the hazard check with damaged bytes of plan files."""
 
 import random
 import struct
@@ -19,13 +19,13 @@ _EDGES = tuple((1 << bits) + delta for bits in (16, 31, 32, 40, 48, 63, 64) for 
 
 @cache
 def _sources() -> tuple[tuple[bytes, int], ...]:
-    """The kept files and the size of the FlatBuffer of each."""
+    """The files of the corpus, each with the size of its FlatBuffer."""
     files = [path.read_bytes() for path in sorted(_CORPUS.glob("*.plan"))]
     return tuple((file[:-64], struct.unpack_from("<Q", file, len(file) - 56)[0]) for file in files)
 
 
 def build(seed: int, number: int, _note: Callable[[bytes], object]) -> bytes:
-    """A kept file with one to four damages, most of them in its FlatBuffer, and a trailer that agrees with it."""
+    """A file of the corpus with one to four damages, mostly in its FlatBuffer, and a trailer to match."""
     rng = random.Random(f"{seed} {number}")  # noqa: S311 - reproducible damage, no secrets
     content, nbytes = rng.choice(_sources())
     damaged = bytearray(content)
@@ -37,7 +37,7 @@ def build(seed: int, number: int, _note: Callable[[bytes], object]) -> bytes:
 
 
 def _damage(data: bytearray, at: int, rng: random.Random) -> None:
-    """Flip a bit, set a byte or a word, cut some bytes out, or put some in."""
+    """Flip a bit, set a byte or a word, or delete or insert bytes."""
     kind = rng.randrange(6)
     if kind == 0 and at < len(data):
         data[at] ^= 1 << rng.randrange(8)
@@ -55,7 +55,7 @@ def _damage(data: bytearray, at: int, rng: random.Random) -> None:
 
 
 def judge(file: bytes) -> str:
-    """Read the plan and judge its order; nothing but PlanError may come of it."""
+    """Read the plan and check its hazards, which may raise nothing but PlanError."""
     try:
         container.check_frame(memoryview(file), "file")
         plan = container.parse(memoryview(file), "file")

@@ -1,4 +1,4 @@
-"""Memory of a plan between pages that nobody may touch: what reads or writes past it dies at once."""
+"""Memory of a plan between guard pages: reading or writing past it is a segmentation fault."""
 
 import ctypes
 import mmap
@@ -12,17 +12,17 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _NO_ACCESS = 0
 
 LARGEST_NBYTES = 1 << 28
-"""Of a region: to draw and fill more takes longer than a case may."""
+"""The largest region: drawing and filling more takes too long for a case."""
 
 
 def install() -> None:
-    """Let every region and every weight of plans loaded from now on end at such a page."""
+    """Put every region and weight of plans that are loaded from now on before a guard page."""
     host_memory.allocate = _allocate
-    host_memory._in_place = _in_place  # noqa: SLF001 - what guards memory replaces it
+    host_memory._in_place = _in_place  # noqa: SLF001 - replaced by guarded memory
 
 
 def _allocate(nbytes: int, *, poison: bool = False) -> np.ndarray:
-    """Bytes that end where a forbidden page begins; kernels see no more alignment than their items have."""
+    """Bytes that end at a guard page, so they are aligned no better than their items."""
     page = mmap.PAGESIZE
     room = -(-max(nbytes, 1) // page) * page
     if room > LARGEST_NBYTES:

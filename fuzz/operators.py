@@ -1,7 +1,7 @@
-"""Hostile single nodes of every operator that a plan may call, wrapped in plans and run.
+"""Fuzz every operator that a plan may call with hostile nodes, each in a plan of its own.
 
-Half of the cases are ONNX's own examples with damage: dtypes, shapes, attributes, absent inputs, values.
-The others are drawn from the table of operators.
+Half of the cases are ONNX's own examples with damaged dtypes, shapes, attributes, inputs or values. The others are
+drawn from the table of operators.
 """
 
 import os
@@ -45,7 +45,7 @@ Rng = random.Random
 
 
 class Case:
-    """A node, the arrays it reads by name, and its opset, to be damaged in place."""
+    """A node, its input arrays by name, and its opset; damaged in place."""
 
     def __init__(self, node: NodeProto, opset: int, arrays: dict[str, np.ndarray]) -> None:
         self.node = node
@@ -55,7 +55,7 @@ class Case:
 
 @cache
 def examples() -> tuple[Case, ...]:
-    """ONNX's backend cases that are one node of tensors, with their inputs."""
+    """ONNX's backend cases of one node on tensors, with their inputs."""
     found = []
     for case in loader.load_model_tests(kind="node"):
         (model, data) = (case.model, case.data_sets)
@@ -74,12 +74,12 @@ def examples() -> tuple[Case, ...]:
 
 @cache
 def _wanted() -> list[str]:
-    """The operators to try: those of the environment's FUZZ_OPERATORS, domain:name each, or all."""
+    """The operators to try, as domain:name: those of the variable FUZZ_OPERATORS, or all."""
     return os.environ.get("FUZZ_OPERATORS", "").split() or list(OPERATORS)
 
 
 def build(seed: int, number: int, note: Callable[[bytes], object]) -> bytes:
-    """The plan file of a case; it gives as many outputs as ONNX Runtime says that the node has."""
+    """The plan file of a case, with the outputs that ONNX Runtime gives for the node."""
     rng = Rng(f"{seed} {number}")
     case = _damaged(rng) if examples() and rng.random() < 0.5 else _drawn(rng)
     names = {name: f"i{i}" for i, name in enumerate(dict.fromkeys(filter(None, case.node.input)))}
@@ -97,7 +97,7 @@ def build(seed: int, number: int, note: Callable[[bytes], object]) -> bytes:
 
 
 def _outputs(case: Case, kinds: dict[str, str], rng: Rng, note: Callable[[bytes], object]) -> list[Tensor]:
-    """The outputs as a run of the node gives them; guesses where it gives none."""
+    """The outputs as a run of the node gives them; guesses if it fails."""
     node, opset, arrays = case.node, case.opset, case.arrays
     made = [name for name in node.output if name]
     guess = [wrapped.output(i, name, "float32", (rng.choice((1, 2, 3)),)) for i, name in enumerate(made)]
@@ -195,7 +195,7 @@ def _dims(rng: Rng, rank: int) -> tuple[int, ...]:
 
 
 def _array(rng: Rng, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Values of a dtype: small ones, or hostile ones among them."""
+    """Small values of a dtype, sometimes with hostile ones among them."""
     stream = np.random.default_rng(rng.getrandbits(32))
     kind = numpy_dtype(dtype)
     if dtype == "bool":
@@ -215,7 +215,7 @@ def _array(rng: Rng, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _value(rng: Rng, name: str, kind: int) -> AttributeProto | None:
-    """An attribute of a type; None for graphs and what is no tensor of numbers."""
+    """An attribute of a type; None for types that are not drawn, such as graphs."""
     size = rng.choice((0, 1, 2, 2, 3, 4, 5, 8))
     integers = rng.choice((_SMALL, _SMALL, _SMALL, range(20), _INTS))
     dtype, dims = rng.choice(list(ELEMENT_TYPES)), _dims(rng, rng.choice((0, 1, 1, 2)))
@@ -242,7 +242,7 @@ def _pick(case: Case, rng: Rng) -> str | None:
 
 
 def _shape(case: Case, rng: Rng) -> None:
-    """Another size of one dimension, or one dimension more or less."""
+    """Change the size of a dimension, or add or drop one."""
     name = _pick(case, rng)
     if name is None:
         return
@@ -298,7 +298,7 @@ def _attribute(case: Case, rng: Rng) -> None:
 
 
 def _input(case: Case, rng: Rng) -> None:
-    """Leave an input out, take one away, or give one twice."""
+    """Leave an input empty, drop one, or pass one twice."""
     inputs = list(case.node.input)
     if not inputs:
         return

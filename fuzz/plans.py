@@ -1,4 +1,4 @@
-"""Valid CPU plans with damage to their meaning, through to a run in guarded memory."""
+"""Fuzz loading and running with CPU plans whose meaning is damaged, in guarded memory."""
 
 import dataclasses
 import random
@@ -36,7 +36,7 @@ def build(seed: int, number: int, _note: Callable[[bytes], object]) -> bytes:
             plan = _changed_commands(plan, rng) if rng.random() < 0.25 else _changed(plan, rng)
         try:
             return container.encode_file(plan)
-        except (PlanFormatError, ValueError):  # does not fit the format: no file could say so
+        except (PlanFormatError, ValueError):  # no file can hold it
             continue
 
 
@@ -44,7 +44,7 @@ def _changed_commands(plan: Plan, rng: random.Random) -> Plan:
     of_refits = bool(plan.refits) and rng.random() < 0.5
     programs = list(plan.refits if of_refits else plan.programs)
     chosen = rng.randrange(len(programs) or 1)
-    if not programs or not programs[chosen].commands:  # an earlier change took them
+    if not programs or not programs[chosen].commands:  # removed by an earlier change
         return plan
     program = programs[chosen]
     commands = list(program.commands)
@@ -66,7 +66,7 @@ def _changed_commands(plan: Plan, rng: random.Random) -> Plan:
 
 
 def _consistent(command: Any, rng: random.Random) -> Any:
-    """A launch with one pointer moved, and the accesses that follow from it moved too."""
+    """A launch with one pointer moved, consistently in relocations and accesses."""
     if not isinstance(command, Launch) or not command.relocations:
         return command
     old, donor = (rng.choice(command.relocations).pointer for _ in range(2))
@@ -84,7 +84,7 @@ def _consistent(command: Any, rng: random.Random) -> Any:
 
 
 def _changed(value: Any, rng: random.Random) -> Any:
-    """The value with one thing in it changed, somewhere."""
+    """The value with one change somewhere in it."""
     match value:
         case tuple():
             changed: Any = _changed_tuple(value, rng)

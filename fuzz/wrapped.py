@@ -1,4 +1,4 @@
-"""One ONNX node with its inputs as a plan that needs nothing else: they are weights of it."""
+"""One ONNX node as a self-contained plan, whose weights are the node's inputs."""
 
 from collections.abc import Mapping, Sequence
 
@@ -29,13 +29,13 @@ from nimblert.plan import (
 )
 
 KINDS = ("input", "external", "embedded")
-"""How the node may get a value: bound at a run, an initializer bound at load, a constant of the model."""
+"""The ways to pass a value to a node: bound at a run, an initializer bound at load, a constant of the model."""
 
 
 def model_of(
     node: NodeProto, opset: int, arrays: Mapping[str, np.ndarray], kinds: Mapping[str, str], outputs: Sequence[Tensor]
 ) -> bytes:
-    """The model of a kernel, as the compiler would write it."""
+    """The ONNX model of a kernel, as the compiler writes it."""
     model = ModelProto(ir_version=10)
     model.opset_import.append(OperatorSetIdProto(domain=node.domain, version=opset))
     graph = model.graph
@@ -74,7 +74,7 @@ def output(index: int, name: str, dtype: str, shape: tuple[int, ...]) -> Tensor:
 def plan_of(
     node: NodeProto, opset: int, arrays: Mapping[str, np.ndarray], kinds: Mapping[str, str], outputs: Sequence[Tensor]
 ) -> Plan:
-    """A plan of the node alone, whose inputs and large constants are its weights."""
+    """A plan of the node alone; its inputs and initializers are the plan's weights."""
     parameters: list[Parameter] = []
     pointers: list[Pointer] = []
     weights: list[Weight] = []
