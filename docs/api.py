@@ -1,7 +1,7 @@
-"""Make the API reference from docstrings, as HTML.
+"""Generate the API reference from docstrings, as HTML.
 
-Usage: python -W error docs/api.py FOLDER, with pdoc (the extra ``docs``). Its warnings, of annotations that it cannot
-read for example, are then errors.
+Usage: python -W error docs/api.py FOLDER, with pdoc (the extra ``docs``). -W turns pdoc's warnings, such as annotations
+that it cannot read, into errors.
 """
 
 import sys
@@ -11,13 +11,13 @@ from pathlib import Path
 import pdoc
 
 MODULES = ("nimblec", "!nimblec[.].*", "nimblert", "!nimblert[.].*", "nimblert.commands", "nimblert.plan")
-"""What users import. The other modules are the project's own, and change without notice."""
+"""The public modules. All others are internal and change without notice."""
 
 
 def main(folder: Path) -> None:
     """Write one page for each of the modules."""
     pdoc.render.configure(docformat="markdown", show_source=False, footer_text="nimblec")
-    with chdir(Path(__file__).parent):  # beside the folder nimblec, pdoc would not know which one is meant
+    with chdir(Path(__file__).parent):  # in the root, pdoc would also find the folder nimblec
         pdoc.pdoc(*MODULES, output_directory=folder)
 
 

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def rows() -> Iterator[str]:
-    """A line for each pass of each phase; what half precision runs twice is there once."""
+    """A line for each pass of each phase; passes that half precision runs twice are listed once."""
     yield "| phase | pass | what it does | why it stands there |"
     yield "|---|---|---|---|"
     shown = set()
@@ -28,7 +28,7 @@ def rows() -> Iterator[str]:
 
 
 def _file(each: Pass) -> str:
-    """The file of the pass in the repository, wherever the package that runs lies."""
+    """The file of the pass in the repository, even if the installed package is running."""
     path = Path(*inspect.unwrap(each.run).__module__.split("."))
     return f"{path}.py" if (ROOT / f"{path}.py").exists() else f"{path}/__init__.py"
 

@@ -37,7 +37,7 @@ def tasks(graph: Graph) -> Lines:
 
 
 def order(graph: Graph) -> Lines:
-    """What each task must come after."""
+    """The dependencies of each task, and their reduction."""
     dag = dependencies(graph)
     reduced = transitive_reduction(dag)
     yield f"dependencies: {' '.join(f'{before}->{after}' for before, after in dag.edges)}"
@@ -47,7 +47,7 @@ def order(graph: Graph) -> Lines:
 
 
 def branching() -> Graph:
-    """Seven tasks as in a block of Inception: three branches that write slices of one concatenation."""
+    """Seven tasks like those of an Inception block: three branches that write slices of one concatenation."""
 
     def task(op: int, reads: Sequence[tuple[int, int, int]], write: tuple[int, int, int]) -> Task:
         accesses = tuple(Access(buffer=b, offset=o, nbytes=n) for b, o, n in reads)
@@ -84,7 +84,7 @@ def branching() -> Graph:
 
 
 def chains(graph: Graph) -> Lines:
-    """Algorithm 1 of Nimble: matching, chains, waits; and the proof that fewer streams would not do."""
+    """Algorithm 1 of Nimble: matching, chains and waits, and the proof that fewer streams are not enough."""
     dag = dependencies(graph)
     reduced = transitive_reduction(dag)
     matched = matching.maximum_matching(reduced)
@@ -102,7 +102,7 @@ def chains(graph: Graph) -> Lines:
 
 
 def issued(commands: Sequence[Command], names: Sequence[str]) -> Lines:
-    """Commands one a line, with the edges that streams and events come to."""
+    """Commands, one per line, with the edges that follow from streams and events."""
     derived = iter(edges.edges(commands))
     place = 0
     for command in commands:
@@ -126,7 +126,7 @@ def commands_of_branches(graph: Graph) -> Lines:
 
 
 def arena(graph: Graph, schedule: Schedule) -> Lines:
-    """Where the temporaries of digits lie."""
+    """The layout of the temporaries of digits."""
     placed, live = memory.layout(graph, schedule), lifetimes(graph, schedule)
     yield from columns(_arena_rows(graph, live, placed.offsets))
     yield f"one after the other: {int(live.sizes.sum()):,} bytes"

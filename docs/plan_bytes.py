@@ -1,4 +1,4 @@
-"""The bytes of a plan file in words: its parts, its head and its trailer."""
+"""A plan file explained byte by byte: its parts, its head and its trailer."""
 
 import json
 import re
@@ -20,7 +20,7 @@ _SIZES = Struct("<QQ")
 
 
 def columns(rows: Iterable[Sequence[object]]) -> Lines:
-    """Rows as aligned columns: numbers to the right, text to the left."""
+    """Rows in aligned columns, numbers to the right and text to the left."""
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     numbers = [all(re.fullmatch(r"[\d,]*", cell) for cell in column) for column in zip(*cells[1:], strict=True)]
@@ -49,7 +49,7 @@ def _flatbuffer_nbytes(image: memoryview) -> int:
 
 
 def _dump(image: memoryview, begin: int, end: int, notes: Sequence[tuple[int, str]], hidden: int = 0) -> Lines:
-    """Bytes in rows that start where ``notes`` say; those from ``hidden`` on as dots."""
+    """A hex dump whose rows start at the offsets of ``notes``; bytes from ``hidden`` on are dots."""
     starts = [start for start, _ in notes]
     for (start, note), stop in zip(notes, (*starts[1:], end), strict=True):
         for row in range(start, stop, 16):
@@ -85,7 +85,7 @@ def _table(name: str) -> str:
 
 
 def _field(image: memoryview, at: int, name: str) -> str:
-    """A field of the root table in words."""
+    """A description of a field of the root table."""
     if name == "schema":
         return "version {}.{}".format(*unpack_from("<HH", image, at))
     if name == "trailer":
@@ -112,7 +112,7 @@ def trailer(image: memoryview) -> Lines:
 
 
 def flatc(path: Path, folder: Path) -> Lines:
-    """What another FlatBuffers tool reads, a few fields of it; it must be installed."""
+    """A few fields as read by another FlatBuffers tool, flatc, which must be installed."""
     command = ["flatc", "--json", "--raw-binary", "--strict-json", "-o", folder, SCHEMA, "--", path]
     subprocess.run(command, check=True)
     facts: dict[str, Any] = json.loads(path.with_suffix(".json").read_text())

@@ -1,4 +1,4 @@
-"""What nimblec and nimblert refuse, each with its sentence."""
+"""Inputs that nimblec and nimblert refuse, each with its message."""
 
 import re
 import tempfile
@@ -21,17 +21,17 @@ MODEL = SAMPLES / "digits.onnx"
 
 
 def refused(path: Path, folder: Path) -> Lines:
-    """What is refused, each with its sentence."""
+    """Refused inputs, each with its message."""
     yield from _refusal("an input of unknown size", lambda: capture.read(_model(folder, "Relu", ("batch", 4))))
     nonzero = capture.read(_model(folder, "NonZero", (4, 4)))
     yield from _refusal("sizes that depend on values", lambda: capture.capture_model(nonzero, folder))
-    yield from _refusal("an operator that nobody knows", lambda: capture.read(_model(folder, "Squareplus", (4,))))
+    yield from _refusal("an unknown operator", lambda: capture.read(_model(folder, "Squareplus", (4,))))
     damaged = folder / "damaged.plan"
     content = bytearray(path.read_bytes())
     content[5000] ^= 1
     damaged.write_bytes(content)
     yield from _refusal("one bit changed", lambda: container.read(damaged))
-    damaged.write_bytes(content[:-100])
+    damaged.write_bytes(path.read_bytes()[:-100])
     yield from _refusal("100 bytes cut off", lambda: container.read(damaged))
     yield from _refusal("an ONNX file for a plan", lambda: container.read(MODEL))
     with load(path) as executable:

@@ -1,8 +1,8 @@
-"""Take samples/digits.onnx through every stage of a compilation for the CPU, and print what is there.
+"""Take samples/digits.onnx through every stage of a compilation for the CPU, and print the results.
 
-Usage: ``python docs/walkthrough.py`` prints all sections, ``--write`` puts them into how-it-works.md, each into
-the block of its name. What is printed is the same on every machine with the same ONNX Runtime and the same
-layout of convolutions: no time, no address, no digest.
+Usage: ``python docs/walkthrough.py`` prints all sections, ``--write`` puts them into how-it-works.md, each into the
+block of its name. The output has no times, addresses or digests: it is the same on every machine with the same ONNX
+Runtime and the same layout of convolutions.
 """
 
 import re
@@ -53,16 +53,16 @@ MODEL = ROOT / "samples" / "digits.onnx"
 
 
 class EqualTimer:
-    """Stands in for `nimblec.cpu.timing.CpuTimer`: every command takes 1 us, so that the text is always the same."""
+    """A substitute for `nimblec.cpu.timing.CpuTimer`: every command takes 1 us, which makes the text reproducible."""
 
     max_streams = 2
 
     def command_durations(self, plan: Plan) -> Sequence[int]:
-        """As many microseconds as there are commands."""
+        """1,000 ns for each command."""
         return [1000] * len(plan.programs[0].commands)
 
     def duration(self, plan: Plan) -> int:
-        """What the commands take together."""
+        """The sum of the commands, in ns."""
         return 1000 * len(plan.programs[0].commands)
 
 
@@ -86,7 +86,7 @@ def _static(tensor: model_file.ModelTensor) -> tuple[int, ...]:
 
 
 def optimise(graph: Graph) -> Lines:
-    """What ONNX Runtime's optimiser leaves: a task of the graph is a node of it."""
+    """The nodes after ONNX Runtime's optimiser, each a task of the graph."""
     names = [b.name for b in graph.buffers]
     rows: list[Sequence[object]] = [("node", "operator", "reads", "gives")]
     for number, task in enumerate(graph.tasks):
@@ -98,7 +98,7 @@ def optimise(graph: Graph) -> Lines:
 
 
 def lowering(plan: Plan) -> Lines:
-    """One launch, with its parameters and where they point."""
+    """One launch, its parameters and their pointers."""
     program = plan.programs[0]
     launch = program.commands[1]
     assert isinstance(launch, Launch)
@@ -116,7 +116,7 @@ def lowering(plan: Plan) -> Lines:
 
 
 def loaded(plan: Plan) -> Lines:
-    """What loading makes of a plan whose file is mapped."""
+    """The memory and sessions of a loaded plan whose file is mapped."""
     program = plan.programs[0]
     regions = HostMemory(plan, program, poison=True)
     in_place = 0
@@ -134,7 +134,7 @@ def loaded(plan: Plan) -> Lines:
 
 
 def runs(plan: Plan, path: Path) -> Lines:
-    """Two images, and the golden record."""
+    """Runs on two images, and the check of the golden record."""
     program = plan.programs[0]
     with load(path, poison=True) as executable:
         for digit in (7, 3):
@@ -151,14 +151,14 @@ def runs(plan: Plan, path: Path) -> Lines:
 
 
 def verified(path: Path) -> Lines:
-    """What `nimblec verify` prints."""
+    """The output of `nimblec verify`."""
     for result in verification.verify(path):
         for sentence in result.sentences:
             yield f"{result.result.value:<8} {result.name}: {sentence}"
 
 
 def sections(folder: Path) -> Iterator[tuple[str, Lines]]:
-    """Every section by name, in order; each stage works on what the one before it made."""
+    """Every section by name, in order; each stage works on the result of the one before."""
     yield "machine", iter([f"ONNX Runtime {onnxruntime().__version__}, blocks of {nchwc_block_size()} channels"])
     model, lines = read()
     yield "read", lines
@@ -192,7 +192,7 @@ def sections(folder: Path) -> Iterator[tuple[str, Lines]]:
 
 
 def with_golden(plan: Plan, model: onnx.ModelProto) -> Plan:
-    """The plan with what a plain ONNX Runtime session computes from seeded inputs."""
+    """The plan with the outputs of a plain ONNX Runtime session on seeded inputs as its golden record."""
     program = plan.programs[0]
     outputs = run_reference(model, MODEL.parent, golden.draw_inputs(program, 0))
     return replace(plan, programs=(replace(program, golden=golden.record(0, outputs, 0.0)),))

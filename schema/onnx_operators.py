@@ -1,10 +1,10 @@
 # ruff: noqa: INP001 (a script)
 """Write the table of operators that a CPU plan may call: runtime/nimblert/_generated/onnx_operators.py.
 
-    python schema/onnx_operators.py --write    # after raising the newest ONNX Runtime that is supported
+    python schema/onnx_operators.py --write    # for a newer ONNX Runtime
 
-An operator is in it if ONNX Runtime has a schema and a CPU kernel of it, and LEFT_OUT does not name it.
-The runtime holds each node of a plan against it and needs neither the onnx package nor a session for that.
+The table has every operator for which ONNX Runtime has a schema and a CPU kernel, except those in LEFT_OUT. The runtime
+checks each node of a plan against it, without the onnx package or a session.
 """
 
 import argparse
@@ -27,9 +27,9 @@ MICROSOFT = """
     QLinearConv QLinearGlobalAveragePool QLinearLeakyRelu QLinearMul QLinearSigmoid QLinearSoftmax QLinearWhere
     QuantizeLinear QuickGelu RotaryEmbedding SkipLayerNormalization SkipSimplifiedLayerNormalization Trilu
 """
-"""Of com.microsoft: what ONNX Runtime's optimiser and its quantizer write, and exporters for it. The rest of the
-domain is experiments and text generation, whose kernels check little. GroupQueryAttention trusts the lengths
-of sequences that it is given."""
+"""Operators of com.microsoft that ONNX Runtime's optimiser and quantizer, and exporters for it, write. The rest of the
+domain is experiments and text generation, whose kernels check little. GroupQueryAttention does not check the sequence
+lengths among its inputs."""
 
 LEFT_OUT = {
     "two runs differ": """
@@ -45,10 +45,10 @@ LEFT_OUT = {
     "a kernel reads what its inputs point to, unchecked": "MaxRoiPool",
     "sizes depend on values, and no body of a loop needs it": "NonMaxSuppression Unique",
 }
-"""Operators by name, and why no plan has them."""
+"""Operators that no plan may have, by reason."""
 
 ELEMENT_TYPES = {name.lower(): number for name, number in TensorProto.DataType.items()}
-"""ONNX's numbers by the names in type constraints, "tensor(float)" without the brackets."""
+"""ONNX's element types by their names in type constraints, the "float" of "tensor(float)"."""
 
 HEADER = '''"""Written by schema/onnx_operators.py: the operators that a CPU plan may call.
 
@@ -76,7 +76,7 @@ def operators() -> dict[str, list[str]]:
 
 
 def opsets() -> dict[str, int]:
-    """The newest version of each domain that the table knows."""
+    """The newest version of each domain."""
     newest: dict[str, int] = dict.fromkeys(DOMAINS, 1)
     for schema in onnxruntime.get_all_operator_schema():
         if schema.domain in newest:
@@ -85,7 +85,7 @@ def opsets() -> dict[str, int]:
 
 
 def line(schema: Any) -> str:
-    """One version of an operator; ``schema`` is ONNX Runtime's or ONNX's."""
+    """The line of one version of an operator; ``schema`` is ONNX Runtime's or ONNX's."""
     attributes = (
         f"{name}={int(attribute.type)}{'!' if attribute.required else ''}"
         for name, attribute in sorted(schema.attributes.items())
