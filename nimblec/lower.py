@@ -8,7 +8,6 @@ from nimblec.schedule.lifetimes import used_buffers
 from nimblert.plan import (
     Access,
     Command,
-    Golden,
     Launch,
     Memcpy,
     Memset,
@@ -22,7 +21,7 @@ from nimblert.plan import (
     Wait,
     Weight,
 )
-from nimblert.plan import Work as Command_Work
+from nimblert.plan import Work as CommandWork
 
 _REGIONS = {
     ir.BufferKind.CONSTANT: Region.WEIGHTS,
@@ -36,15 +35,8 @@ _REGIONS = {
 _Locate = Callable[[int, int], Pointer]
 
 
-def lower(
-    graph: ir.Graph,
-    schedule: ir.Schedule,
-    layout: ir.Layout,
-    *,
-    name: str = "main",
-    golden: Golden | None = None,
-) -> Program:
-    """Return the program that runs ``graph`` in this schedule and this memory.
+def lower(graph: ir.Graph, schedule: ir.Schedule, layout: ir.Layout, *, name: str = "main") -> Program:
+    """Return the program that runs ``graph`` in this schedule and this memory, without a golden record.
 
     The n-th buffer of kind INPUT (or OUTPUT) becomes region INPUT(n) (or OUTPUT(n)). Ops that no
     task comes from are left out. Raises CompileError for a fill of part of an element.
@@ -63,7 +55,6 @@ def lower(
         event_count=len({before for before, _ in schedule.waits}),
         ops=tuple(Op(name=graph.ops[op].name, source=graph.ops[op].source) for op in used_ops),
         commands=tuple(_commands(graph, schedule, locate, new_op)),
-        golden=golden,
     )
 
 
@@ -168,7 +159,7 @@ def _starts_early(graph: ir.Graph, task: int, previous: int) -> bool:
     return before == previous or (is_launch and graph.tasks[before].op != graph.tasks[task].op)
 
 
-def _work(task: ir.Task, stream: int, op: int, locate: _Locate, *, programmatic: bool) -> Command_Work:
+def _work(task: ir.Task, stream: int, op: int, locate: _Locate, *, programmatic: bool) -> CommandWork:
     match task.work:
         case ir.KernelWork() as work:
             return Launch(
