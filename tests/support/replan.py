@@ -60,7 +60,7 @@ def replanned(plan: Plan, schedule: Schedule) -> Plan:
         weights_nbytes=plan.weights_nbytes,
         state_nbytes=plan.state_nbytes,
     )
-    lowered = lower(graph, schedule, memory, name=program.name, golden=program.golden)
+    lowered = replace(lower(graph, schedule, memory, name=program.name), golden=program.golden)
     return replace(plan, programs=(lowered,))
 
 
