@@ -40,7 +40,7 @@ def _reshape(rewriter: Rewriter, node: fx.Node, *, is_fixed: bool) -> None:
     if fake(source).shape == fake(node).shape:
         rewriter.replace(node, source)
     elif source is not node.args[0] or node.target is not aten.reshape.default:
-        # ``reshape`` stays right whatever strides come in; ``view`` does not.
+        # Unlike ``view``, ``reshape`` works whatever the strides of its argument.
         rewriter.replace(node, rewriter.call(aten.reshape.default, source, list(fake(node).shape), at=node))
 
 

@@ -1,1 +1,1 @@
-"""What each level of optimisation does to a model: its pipelines, and its variants."""
+"""The levels of optimisation: the pipelines and the variants of each."""

@@ -12,7 +12,7 @@ from nimblec.frontend.pytorch.model import TorchModel
 _OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {
     "freezing": True,  # weights are constants: batch norms fold, layouts are chosen once
     "triton.cudagraphs": False,  # the plan is the graph
-    "allow_buffer_reuse": False,  # reuse orders kernels that could run side by side; the plan does it
+    "allow_buffer_reuse": False,  # reuse would order concurrent kernels; the plan reuses memory
 }
 
 

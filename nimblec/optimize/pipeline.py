@@ -15,7 +15,7 @@ from nimblec.graph.rewriter import copied, views
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What a graph is rewritten for: the target and its options.
+    """The target of a rewrite and its options.
 
     ``device`` is "cuda" or "cpu". ``dtype`` is the half precision to compute in where the graph is in float32;
     None keeps its own. ``use`` puts a family of kernels into a graph. Without ``at_any_cost``, regions are
@@ -49,7 +49,7 @@ class Pass:
 
     @property
     def summary(self) -> str:
-        """What it does: the first sentence of its docstring."""
+        """The first sentence of the rewrite's docstring."""
         return " ".join((self.run.__doc__ or "").partition("\n\n")[0].split())
 
 

@@ -45,12 +45,12 @@ class Request:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of queries, keys, values and the result."""
+        """The dtype of queries, keys, values and the result."""
         return fake(self.node).dtype
 
     @property
     def mask_dtype(self) -> torch.dtype | None:
-        """None without a mask."""
+        """The dtype of the mask; None without one."""
         return None if self.mask is None else fake(self.mask).dtype
 
     @property

@@ -8,7 +8,7 @@ Synchronization") a block starts while the kernel before it still runs. It fetch
 the L2 cache, as nothing ever writes them, and waits before it touches anything else. All blocks
 wait: the end of a kernel then implies the end of all kernels before it. A block lets the next
 kernel start ``early``, before all else, or ``late``, after its own wait: early hides more of the
-launch, but the blocks that come too soon take the place of those that have work.
+launch, but blocks that start too soon occupy room that blocks with work could use.
 """
 
 import triton

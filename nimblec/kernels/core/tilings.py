@@ -8,7 +8,7 @@ from typing import Protocol, Self, TypeVar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NumberedTiling:
-    """How a kernel cuts its work, in fields that are integers."""
+    """The division of a kernel's work into blocks, in fields that are integers."""
 
     @property
     def numbers(self) -> list[int]:

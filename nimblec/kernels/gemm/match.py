@@ -208,7 +208,7 @@ def _is_served(rewriter: Rewriter, node: fx.Node, bias: fx.Node | None) -> bool:
 def _with_followers(request: Request, owners: Mapping[fx.Node, fx.Node]) -> Request:
     """Add the calls after it that its launch computes: a residual, an activation, a `place`; none that others own.
 
-    A linear is followed through views: what is added then has its layout in memory.
+    A linear is followed through views: the residual then has its order in memory.
     """
     reached = request.nodes
     while request.activation == "none" and (user := only_user(reached[-1])) is not None:

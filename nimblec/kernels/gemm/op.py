@@ -3,9 +3,9 @@
 ``linear_and_moments`` also returns the `nimblec.kernels.gemm.reference.moments_of` its result, in parts as wide
 as its tiles; with moments, a product normalises the rows of ``x`` (`RowNorm`).
 
-Results are new memory, but for `convolution_into`, which writes its result to ``out``, part of the
+Results are new memory, except for `convolution_into`, which writes its result to ``out``, part of the
 channels of larger images. ``counters`` is written by the kernel and is zero again when it ends; calls
-that may run side by side need counters of their own. ``trigger`` is a `nimblec.kernels.core.gpu.Trigger`;
+that may run concurrently need counters of their own. ``trigger`` is a `nimblec.kernels.core.gpu.Trigger`;
 scale, shift, gate and ``before``, an activation, are a `nimblec.kernels.core.reference.Prologue`; ``arithmetic``
 is an `Arithmetic`.
 """

@@ -18,8 +18,8 @@ A prologue, ``activation(x * scale + shift) * gate``, is applied to what is read
 Rows of a product may be normalised, by layer norm or RMS norm, without materialising them: the kernel
 that makes them leaves ``moments`` of each tile's part of a row: its sum and its sum of squares, in float32,
 which loses less by their difference than rows of 11 bits have lost when they were rounded. As
-``((x - mean) / deviation) w`` is ``(x w - mean * sum(w)) / deviation``, only the sum is corrected; weights hold
-the norm's own, the bias what its bias gives.
+``((x - mean) / deviation) w`` is ``(x w - mean * sum(w)) / deviation``, only the sum is corrected; weights include
+the norm's own, the bias the product of its bias.
 
 `nimblec.kernels.core.device` says how it starts early and waits.
 """

@@ -77,7 +77,7 @@ def images(
     image = rows // (HEIGHT * WIDTH)
     top = (rows // WIDTH) % HEIGHT
     left = rows % WIDTH
-    if IS_GRADIENT:  # what read this pixel at a tap began so far before it
+    if IS_GRADIENT:  # a window that reads this pixel at a tap begins that far before it
         SIGN: tl.constexpr = -1
         APART_H: tl.constexpr = STRIDE_H
         APART_W: tl.constexpr = STRIDE_W
@@ -324,7 +324,7 @@ def store_sum(
 ):
     """Store a tile (block_m, block_n) with its bias.
 
-    The last of ``SPLIT_K`` blocks to arrive adds up what each of them has of it, in their fixed order.
+    The last of ``SPLIT_K`` blocks to arrive adds up the sums of all, in their fixed order.
     """
     if SPLIT_K == 1:
         tl.store(out_ptrs, (total + bias).to(out_ptrs.dtype.element_ty), mask=exists)

@@ -41,7 +41,7 @@ def _fuse(rewriter: Rewriter, relu: fx.Node, source: fx.Node) -> fx.Node | None:
 
 
 def _fuse_residual(rewriter: Rewriter, relu: fx.Node, source: fx.Node) -> fx.Node | None:
-    """Fuse into the later term of a sum that is a convolution: the other term is computed by then."""
+    """The fused call for the later convolution of a sum: the other term is computed before it."""
     if not is_call(source, aten.add.Tensor):
         return None
     terms = [term for term in source.args[:2] if isinstance(term, fx.Node)]

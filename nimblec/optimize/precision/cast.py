@@ -63,7 +63,7 @@ def cast(module: fx.GraphModule, dtype: torch.dtype) -> None:
 
 
 class _Mode(Enum):
-    """How a call runs."""
+    """The precision in which a call runs."""
 
     HALF = "half"
     SINGLE = "single"

@@ -34,7 +34,7 @@ def _can_be_called(node: fx.Node) -> bool:
             function(*args, **kwargs)
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError:  # "not implemented for 'Half'" above all
+    except RuntimeError:  # mostly "not implemented for 'Half'"
         return False
     return True
 

@@ -93,7 +93,7 @@ def _op(name: str) -> OpOverload:
 
 
 def _define(extracts: Mapping[str, Extract]) -> None:
-    """Compile regions side by side and make an op of each, except those that Inductor refuses."""
+    """Compile regions in parallel and define an op for each, except for those that Inductor refuses."""
     begun = {}
     for name, extracted in extracts.items():
         with suppress(_REFUSAL), _kernels_in_background() as finish:
