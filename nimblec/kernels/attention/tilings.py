@@ -6,7 +6,7 @@ from functools import partial
 
 from nimblec.kernels.attention.shapes import Attention
 from nimblec.kernels.core.gpu import GPU
-from nimblec.kernels.core.shapes import ceil_div
+from nimblec.kernels.core.shapes import ceil_div, next_power_of_2
 from nimblec.kernels.core.tilings import NumberedTiling, most_promising
 
 _FETCHED_REGISTERS = 128
@@ -35,7 +35,7 @@ class AttentionTiling(NumberedTiling):
 
 def padded(size: int) -> int:
     """The width of a tile that holds a head."""
-    return max(16, 1 << (size - 1).bit_length())
+    return max(16, next_power_of_2(size))
 
 
 def attention_candidates(shape: Attention, gpu: GPU, *, limit: int = 6, itemsize: int = 2) -> list[AttentionTiling]:
@@ -61,7 +61,7 @@ def estimate(shape: Attention, tiling: AttentionTiling, *, gpu: GPU) -> float:
 
 
 def _all(shape: Attention, gpu: GPU, itemsize: int) -> Iterator[AttentionTiling]:
-    longest = max(32, 1 << (shape.read_keys - 1).bit_length())
+    longest = max(32, next_power_of_2(shape.read_keys))
     for block_m in (16, 32, 64, 128):
         if block_m > 16 and block_m >= 2 * shape.queries:
             continue

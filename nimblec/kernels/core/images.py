@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nimblec.kernels.core.shapes import Convolution, Pair, product
+from nimblec.kernels.core.shapes import Convolution, pair, product
 
 ALIGNMENT_NBYTES = 16
 """Bytes that a thread reads or writes at once."""
@@ -27,10 +27,10 @@ def convolution_shape(
         width=width,
         channels=channels,
         out_channels=out_channels,
-        kernel=_pair(kernel),
-        stride=_pair(stride),
-        padding=_pair(padding),
-        dilation=_pair(dilation),
+        kernel=pair(kernel),
+        stride=pair(stride),
+        padding=pair(padding),
+        dilation=pair(dilation),
         pixel_stride=pixel_stride(x),
     )
 
@@ -39,11 +39,6 @@ def product_shape(x: Tensor, out_channels: int) -> Convolution:
     """The geometry for a matrix ``x`` (rows, depth) whose rows are contiguous, at any distance from one another."""
     rows, depth = x.shape
     return product(rows, depth, out_channels, row_stride=x.stride(0) if rows > 1 else depth)
-
-
-def _pair(numbers: Sequence[int]) -> Pair:
-    first, second = numbers
-    return first, second
 
 
 def pixel_stride(x: Tensor) -> int:

@@ -1,5 +1,6 @@
 """The geometry of a convolution or a matrix product."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 Pair = tuple[int, int]
@@ -78,6 +79,17 @@ def product(rows: int, depth: int, columns: int, *, row_stride: int | None = Non
     return Convolution(batch=1, height=1, width=rows, channels=depth, out_channels=columns, pixel_stride=row_stride)
 
 
+def pair(numbers: Sequence[int]) -> Pair:
+    """Two numbers, one for each axis of images."""
+    first, second = numbers
+    return first, second
+
+
 def ceil_div(a: int, b: int) -> int:
     """The quotient, rounded up."""
     return -(-a // b)
+
+
+def next_power_of_2(number: int) -> int:
+    """The least power of two that is not below a positive number."""
+    return 1 << (number - 1).bit_length()

@@ -16,6 +16,7 @@ from nimblec.graph.views import is_view
 from nimblec.graph.vocabulary import HALF, WHOLE_VIEWS
 from nimblec.kernels.core.call import Call
 from nimblec.kernels.core.compiling import Compile
+from nimblec.kernels.core.shapes import next_power_of_2
 from nimblec.kernels.gemm.op import linear, linear_and_moments
 from nimblec.kernels.gemm.packing import pack_rows, unpack_rows
 from nimblec.kernels.gemm.tilings import Tiling
@@ -96,7 +97,7 @@ def _is_product_of(reader: fx.Node, rows: fx.Node) -> bool:
 
 def _moments_of_a_thread(reader: fx.Node, parts: int) -> float:
     tiling = Tiling.of(bound(reader)["tiling"])
-    return 2 * tiling.block_m * (1 << (parts - 1).bit_length()) / (32 * tiling.num_warps)
+    return 2 * tiling.block_m * next_power_of_2(parts) / (32 * tiling.num_warps)
 
 
 def _with_weights(rewriter: Rewriter, request: Request, maker: fx.Node, reader: fx.Node) -> _Normed:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from nimblec.kernels.core.gpu import GPU
-from nimblec.kernels.core.shapes import ceil_div
+from nimblec.kernels.core.shapes import ceil_div, next_power_of_2
 from nimblec.kernels.core.tilings import NumberedTiling
 
 WIDEST = 8192
@@ -21,7 +21,7 @@ class Norm:
     @property
     def width(self) -> int:
         """The width of a block: a power of two."""
-        return max(32, 1 << (self.columns - 1).bit_length())
+        return max(32, next_power_of_2(self.columns))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from torch.nn import functional
 from nimblec.kernels.core.images import pixel_stride
 from nimblec.kernels.core.launch import Launch, Prepared, define_op
 from nimblec.kernels.core.reference import ACTIVATIONS
-from nimblec.kernels.core.shapes import Pair, ceil_div
+from nimblec.kernels.core.shapes import ceil_div, pair
 from nimblec.kernels.pool.shapes import KINDS, Means, Pooling, lies_channels_last, means_of
 from nimblec.kernels.pool.tilings import PoolTiling
 
@@ -90,18 +90,13 @@ def pooling_shape(
         height=height,
         width=width,
         channels=channels if is_last else 1,
-        kernel=_pair(kernel),
-        stride=_pair(stride),
-        padding=_pair(padding),
-        dilation=_pair(dilation),
+        kernel=pair(kernel),
+        stride=pair(stride),
+        padding=pair(padding),
+        dilation=pair(dilation),
         ceil_mode=ceil_mode,
         pixel_stride=pixel_stride(x) if is_last else 1,
     )
-
-
-def _pair(numbers: Sequence[int]) -> Pair:
-    first, second = numbers
-    return first, second
 
 
 def _pool2d(

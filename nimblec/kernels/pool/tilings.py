@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from nimblec.kernels.core.gpu import GPU
-from nimblec.kernels.core.shapes import ceil_div
+from nimblec.kernels.core.shapes import ceil_div, next_power_of_2
 from nimblec.kernels.core.tilings import NumberedTiling
 from nimblec.kernels.pool.shapes import Means, Pooling
 
@@ -30,7 +30,7 @@ def pool_candidates(shape: Pooling, gpu: GPU, *, limit: int = 6) -> list[PoolTil
         load = blocks / (2 * gpu.multiprocessors)
         return done * max(load**0.5, load**-0.5), tiling.numbers
 
-    widest = 1 << (shape.channels - 1).bit_length()
+    widest = next_power_of_2(shape.channels)
     widths = [width for width in (8, 16, 32, 64, 128) if width <= widest] or [widest]
     found = [tiling for width in widths for tiling in _tall(width)]
     return sorted(found, key=cost)[:limit]

@@ -6,7 +6,7 @@ from itertools import chain, product
 from math import prod
 
 from nimblec.kernels.core.gpu import GPU
-from nimblec.kernels.core.shapes import Convolution, Pair, ceil_div
+from nimblec.kernels.core.shapes import Convolution, Pair, ceil_div, next_power_of_2
 from nimblec.kernels.core.shapes import product as product_of
 from nimblec.kernels.core.tilings import NumberedTiling
 from nimblec.kernels.gemm.tilings import Tiling, candidates
@@ -28,7 +28,7 @@ class DepthwiseSum(NumberedTiling):
     @staticmethod
     def places(shape: Convolution) -> int:
         """Sums of a channel: one for each of its weights, rounded up to a power of two."""
-        return 1 << (shape.kernel[0] * shape.kernel[1] - 1).bit_length()
+        return next_power_of_2(prod(shape.kernel))
 
     def tiles(self, shape: Convolution) -> Pair:
         """The number of tiles of the result: one down, some across."""
