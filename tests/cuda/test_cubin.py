@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nimblec.cuda.cubin import elf
-from nimblec.cuda.cubin.cut import UnfamiliarCubinError, cut
+from nimblec.cuda.cubin.cut import cut
+from nimblec.cuda.cubin.elf import UnfamiliarCubinError
 from nimblec.cuda.cubin.reading import SHT_NOBITS, Section, entry_symbols
 from nimblec.errors import CompileError
 from nimblert.errors import PlanFormatError

@@ -18,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from nimblec.cuda.cubin.cut import UnfamiliarCubinError, cut
+from nimblec.cuda.cubin.cut import cut
+from nimblec.cuda.cubin.elf import UnfamiliarCubinError
 from nimblec.cuda.cubin.reading import entry_symbols
 
 pytestmark = pytest.mark.gpu

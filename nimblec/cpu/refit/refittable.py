@@ -15,10 +15,10 @@ from nimblec.cpu.constants import keep_apart
 from nimblec.cpu.optimizer import OptimizedModel, optimize
 from nimblec.cpu.refit.batch_norm import fold_batch_norms
 from nimblec.cpu.refit.explain import explain
-from nimblec.cpu.refit.generic import weights_of, with_weights
+from nimblec.cpu.refit.model_weights import weights_of, with_weights
 from nimblec.cpu.refit.recipe import Recipe, sources
 from nimblec.frontend.onnx import model_nodes
-from nimblec.refit.other_weights import perturbed
+from nimblec.refit.perturbation import perturbed
 from nimblec.refit.recipes import kept_note
 
 

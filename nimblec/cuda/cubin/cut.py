@@ -23,10 +23,8 @@ from nimblec.cuda.cubin.elf import (
     parse,
     write,
 )
-from nimblec.cuda.cubin.reading import SHT_NOBITS, SHT_STRTAB, SHT_SYMTAB, STT_FUNC, entry_symbols
+from nimblec.cuda.cubin.reading import SHT_NOBITS, SHT_STRTAB, SHT_SYMTAB, STT_FUNC
 from nimblec.errors import CompileError
-
-__all__ = ["UnfamiliarCubinError", "cut", "entry_symbols"]
 
 _ET_EXEC = 2
 _SHN_ABS = 0xFFF1

@@ -21,7 +21,7 @@ from nimblec.frontend.pytorch.tensors import as_array, as_tensor
 from nimblec.graph.rewriter import constant_of
 from nimblec.graph.state import slots
 from nimblec.levels.variants import Variant, as_it_runs
-from nimblec.refit.other_weights import perturbed
+from nimblec.refit.perturbation import perturbed
 from nimblec.refit.recipes import kept_note
 from nimblert.arrays.layouts import is_dense
 from nimblert.calls.refitting import replaceable

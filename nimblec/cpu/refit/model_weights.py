@@ -1,4 +1,4 @@
-"""A model with other weights than its own."""
+"""Read the weights of a model, and replace them."""
 
 from collections.abc import Mapping
 from pathlib import Path
