@@ -23,6 +23,7 @@ from nimblec.frontend.onnx.examples import check_examples
 from nimblec.ir import Access, Buffer, BufferKind, CopyWork, Graph, KernelWork, Op, Reference, Task, TensorView
 from nimblec.options import InputSpec
 from nimblec.places import Phase
+from nimblert.arrays.layouts import dense_strides
 from nimblert.plan import Kernel, Module, ParameterKind, Profile
 
 _RANDOM = frozenset(
@@ -234,12 +235,11 @@ class _Builder:
         return type_of(self._constants[name]) if name in self._constants else self._types[name]
 
     def _view(self, name: str, tensor_type: TensorType, sample_range: tuple[int, int] | None = None) -> TensorView:
-        strides = np.cumprod((1, *tensor_type.shape[:0:-1]), dtype=np.int64)[::-1] if tensor_type.shape else ()
         return TensorView(
             name=name,
             dtype=tensor_type.dtype,
             shape=tensor_type.shape,
-            strides=tuple(int(n) for n in strides),
+            strides=dense_strides(tensor_type.shape),
             buffer=self._buffer(name),
             sample_range=sample_range,
         )
