@@ -38,7 +38,9 @@ _NEW_OBJECTS = 100_000
 
 def main(request_path: str, events_fd: int) -> int:
     """Serve one request; 0 where the plan file was written."""
+    os.set_inheritable(events_fd, False)
     with os.fdopen(events_fd, "w", buffering=1) as pipe:
+        os.register_at_fork(after_in_child=pipe.close)  # a fork that outlives this process would keep the pipe open
         reports = Reports(pipe)
         try:
             request = CompileRequest.from_json(Path(request_path).read_text())

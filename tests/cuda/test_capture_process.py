@@ -4,12 +4,15 @@ import json
 import re
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from nimblec.cuda import compile as cuda
 from nimblec.errors import CompileError, TraceError, UnsupportedModelError, unforeseen
+from nimblec.options import Options
+from nimblec.source import Source
 
 STARTS_ANOTHER = """
 import subprocess, sys
@@ -34,6 +37,27 @@ def test_nothing_that_it_started_outlives_it(first: str, tmp_path: Path) -> None
         assert time.monotonic() < begin + 10
         time.sleep(0.01)
     assert process.returncode is not None
+
+
+FORKS_AND_DIES = """
+import os, signal, time
+if os.fork() == 0:
+    time.sleep(60)
+    os._exit(0)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_process_that_it_forked_keeps_nobody_waiting(tmp_path: Path) -> None:
+    """A fork has the other end of the pipe, too."""
+    (tmp_path / "torch.py").write_text(FORKS_AND_DIES)
+    request = tmp_path / "request.json"
+    asked = cuda._request(tmp_path, Source(kind="callable", model="a:b"), Options(), tmp_path / "a.plan")
+    request.write_text(replace(asked, sys_path=(str(tmp_path), *asked.sys_path)).to_json())
+    begin = time.monotonic()
+    with pytest.raises(CompileError, match=r"^the capture process was killed by SIGKILL in the stage "):
+        cuda._run_worker(request, lambda _stage, _seconds: None)
+    assert time.monotonic() < begin + 30
 
 
 def test_whatever_it_dies_of_is_one_sentence(tmp_path: Path) -> None:
