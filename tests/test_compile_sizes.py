@@ -81,7 +81,7 @@ def test_one_plan_runs_every_size_that_was_asked_for(nimblec: CommandLine, tmp_p
 
 def test_an_input_that_fixes_the_dimension_is_refused(tmp_path: Path) -> None:
     model = rows_model(tmp_path / "rows.onnx")
-    with pytest.raises(CompileError, match="inputs have the same shapes for batch=1 and batch=2: where --input fixes"):
+    with pytest.raises(CompileError, match="inputs have the same shapes for batch=1 and batch=2: give one size for"):
         nimblec.compile(model, target="cpu", dims={"batch": (1, 2)}, inputs={"x": (3, 8)})
 
 
@@ -333,5 +333,5 @@ def test_programs_of_all_sizes_share_the_state(target: str, caplog: pytest.LogCa
 
 def test_a_state_of_the_size_of_a_dimension_is_refused() -> None:
     shapes = {"x": {0: torch.export.Dim("batch")}}
-    with pytest.raises(CompileError, match=r"dimension batch cannot .* the state 'previous' of shape \(2, 4\), which"):
+    with pytest.raises(CompileError, match=r"dimension batch cannot .* the state 'previous' of fixed shape \(2, 4\)"):
         nimblec.compile(Previous(), (torch.ones(2, 4),), target="cpu", dims={"batch": (1, 2)}, dynamic_shapes=shapes)
