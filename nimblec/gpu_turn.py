@@ -7,7 +7,7 @@ such as a model's warm-up, takes no lock and still disturbs.
 import fcntl
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import IO
@@ -25,12 +25,17 @@ def timing_alone() -> Iterator[None]:
     Holders keep it for a few milliseconds. After ten seconds, for example because the holder is stopped, the wait
     ends without the lock. Without a writable cache folder there is no lock.
     """
-    with locked(_folder() / f"timing-{_gpu()}.lock"):
+    folder = _folder()
+    with nullcontext() if folder is None else locked(folder / f"timing-{_gpu()}.lock"):
         yield
 
 
-def _folder() -> Path:
-    return Path.home() / ".cache" / "nimblec"
+def _folder() -> Path | None:
+    """The user's cache folder; None where the home folder is not known."""
+    try:
+        return Path.home() / ".cache" / "nimblec"
+    except RuntimeError:
+        return None
 
 
 @cache

@@ -282,7 +282,10 @@ def _read_path(value: Any) -> Path:
     text = os.fspath(value) if isinstance(value, str | os.PathLike) else ""
     if not isinstance(text, str) or not text or "\0" in text:
         raise ArgumentError(f"{shortened(value)}, expected a path")
-    return Path(text).expanduser()
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as exc:
+        raise ArgumentError(f"{text!r}: the home folder is not known: set HOME, or give another path") from exc
 
 
 _READERS: Mapping[str, Callable[[Any], Any]] = {

@@ -66,6 +66,7 @@ def scaled() -> tuple[Scaled, tuple[Any, ...], dict[str, Any]]:
         ({"examples": {"image": np.array(["text"])}}, "examples: 'image' is an array of <U4, expected"),
         ({"examples": {"image": np.ma.array([1.0])}}, "examples: 'image' is a masked array"),
         ({"timing_cache": None}, "timing_cache: None, expected a path"),
+        ({"timing_cache": "~nobody-here/t"}, "timing_cache: '~nobody-here/t': the home folder is not"),
         ({"plan_cache": 3}, "plan_cache: 3, expected a path"),
         ({"plan_cache": "a\0b"}, "plan_cache: 'a\\x00b', expected a path"),
         ({"stream": "max"}, "there is no option 'stream': did you mean 'streams'?"),
@@ -78,6 +79,16 @@ def test_an_option_that_is_none_is_refused_before_anything_is_compiled(options: 
     assert isinstance(refused.value, nimblec.InputError)
     assert isinstance(refused.value, TypeError)
     assert len(str(refused.value)) < 300
+
+
+def test_caches_must_be_named_where_the_home_folder_is_not_known(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    with pytest.raises(nimblec.ArgumentError, match=r"^'~/\.cache/.*: the home folder is not known"):
+        read_options()
+    assert read_options(timing_cache=tmp_path, plan_cache=None).plan_cache is None
 
 
 def test_options_are_read_as_the_command_line_writes_them(tmp_path: Path) -> None:

@@ -104,3 +104,12 @@ def test_who_waits_is_next(tmp_path: Path) -> None:
             order.append("again")
         waiting.join()
     assert order == ["waited", "again"] * 5
+
+
+def test_without_a_home_folder_there_is_no_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown() -> Path:
+        raise RuntimeError
+
+    monkeypatch.setattr(Path, "home", unknown)
+    with gpu_turn.timing_alone():
+        pass
