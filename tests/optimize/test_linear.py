@@ -96,6 +96,17 @@ def test_linears_that_differ_in_kind_stay_apart() -> None:
     assert counts(rewritten(before, join_linears)) == counts(before)
 
 
+def test_linears_whose_strides_a_call_sees_stay_apart() -> None:
+    def model(x: Tensor) -> tuple[Tensor, ...]:
+        first, second = (torch.mm(x, weight.t()) for weight in WEIGHTS[:2])
+        return first, second.as_strided((4, 18), (18, 1))
+
+    before = record(model, X)
+    after = rewritten(before, join_linears)
+    assert counts(after)["mm"] == 2
+    assert_same(before, after, X)
+
+
 def _half_by_erf(x: Tensor) -> Tensor:
     return x * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0)))
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, fx
 
 from nimblec.graph.rewriter import Rewriter, bound, fake, is_call, only_user
-from nimblec.graph.views import replace_by_slices
+from nimblec.graph.views import fixed_strides, replace_by_slices
 from nimblec.graph.vocabulary import LINEARS
 
 aten = torch.ops.aten
@@ -15,9 +15,10 @@ aten = torch.ops.aten
 def join_linears(module: fx.GraphModule) -> None:
     """Join linears with constant weights that read the same matrix into one, and slice its columns."""
     rewriter = Rewriter(module)
+    fixed = fixed_strides(module.graph)  # rows of a slice have gaps
     groups: dict[object, list[fx.Node]] = {}
     for node in rewriter.calls(*LINEARS):
-        if _has_own_weights(rewriter, node):
+        if node not in fixed and _has_own_weights(rewriter, node):
             given = bound(node)
             left = given["mat1"] if "mat1" in given else given["self"]
             groups.setdefault((node.target, left, fake(node).dtype), []).append(node)
