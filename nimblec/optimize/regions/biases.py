@@ -16,8 +16,8 @@ aten = torch.ops.aten
 def free_biases(module: fx.GraphModule) -> None:
     """Take the bias out of a convolution where every call that reads the result can add it.
 
-    Generated kernels add it to what they read. For a convolution without padding, its image of the
-    bias is added to its own bias ahead of time.
+    Generated kernels add it to what they read. A convolution without padding has what it would compute
+    from the bias added to its own bias ahead of time.
     """
     rewriter = Rewriter(module)
     rewriter.propagate()

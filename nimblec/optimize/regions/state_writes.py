@@ -38,7 +38,7 @@ _ARGUMENTS = (aten.copy, aten.clone, aten._to_copy, aten.pow, *_ROUNDED)
 def written_state(module: fx.GraphModule, regions: Sequence[Region]) -> list[dict[fx.Node, fx.Node]]:
     """For each region the state that it may write, with the result that is its next value.
 
-    All other readers of each state can come before its writer, all at once.
+    All other readers of each state can come before the region that writes it, for all states together.
     """
     order, outputs = _Order(module.graph, regions), outputs_of(module)
     found: list[dict[fx.Node, fx.Node]] = [{} for _ in regions]
