@@ -29,3 +29,23 @@ def test_the_readmes_python_runs(tmp_path: Path) -> None:
     printed = python(f"{GIVEN}\n{first}\nprint(y)\n{saved}\n{served}\n{entries}\n{shown}")
     assert printed.count("[[2. 2. 2.]]") == 2
     assert "('prefill', 'decode')" in printed
+
+TRAINED = """
+import numpy, torch
+import nimblec, nimblert
+
+model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, 4))
+optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+images, labels = torch.randn(8, 1, 4, 4), torch.arange(8) % 4
+first = model[1].weight.detach().clone()
+"""
+
+
+def test_the_training_step_of_the_guide_runs(tmp_path: Path) -> None:
+    guide = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8")
+    (block,) = (block for block in re.findall(r"```python\n(.*?)```", guide, re.DOTALL) if "training_step" in block)
+    moved = block.replace('"train.plan"', repr(str(tmp_path / "train.plan")))
+    assert moved.count(str(tmp_path)) == 2
+    shown = "print(loss.shape, scores.shape, torch.equal(model[1].weight, first))"
+    printed = python(f"{TRAINED}\n{moved}\n{shown}")
+    assert printed.splitlines()[-1] == "() (8, 4) False"
