@@ -193,7 +193,7 @@ def _work(task: ir.Task, stream: int, op: int, locate: _Locate, *, programmatic:
             count, rest = divmod(dst.nbytes, element_nbytes)
             if rest:
                 raise CompileError(
-                    f"fill of buffer {dst.buffer}: {dst.nbytes} bytes are no whole number of elements of "
+                    f"fill of buffer {dst.buffer}: {dst.nbytes} bytes are not a whole number of elements of "
                     f"{element_nbytes} bytes"
                 )
             return Memset(

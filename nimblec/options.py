@@ -253,7 +253,7 @@ def _named(value: Any) -> Iterator[tuple[str, Any]]:
         raise ArgumentError(f"{shortened(value)}, expected a dict by name")
     for name, item in value.items() if isinstance(value, Mapping) else value:
         if not isinstance(name, str):
-            raise ArgumentError(f"{shortened(name)} is no name: expected a string")
+            raise ArgumentError(f"{shortened(name)} is not a name: expected a string")
         yield name, item
 
 

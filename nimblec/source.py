@@ -48,7 +48,7 @@ def read_entries(what: str, entries: Mapping[Any, Any]) -> dict[str, tuple[Any, 
     found: dict[str, tuple[Any, Any, Any]] = {}
     for name, call in entries.items():
         if not isinstance(name, str) or not name or not name.isprintable():
-            raise ArgumentError(f"{what}: {shortened(name)} is no name of an entry: expected a string")
+            raise ArgumentError(f"{what}: {shortened(name)} is not a name of an entry: expected a string")
         match call:
             case (module, example_inputs) if callable(module):
                 found[name] = module, example_inputs, None

@@ -61,7 +61,7 @@ def scaled() -> tuple[Scaled, tuple[Any, ...], dict[str, Any]]:
         ({"inputs": {"image": (2**63,)}}, "inputs: 9223372036854775808, expected a size from 0 to"),
         ({"dims": ["batch=4"]}, "dims: ['batch=4'], expected a dict by name"),
         ({"dims": {"batch": 4.0}}, "dims: 4.0, expected a size such as 4"),
-        ({"dims": {3: 4}}, "dims: 3 is no name: expected a string"),
+        ({"dims": {3: 4}}, "dims: 3 is not a name: expected a string"),
         ({"examples": {"image": "photo.npy"}}, "examples: 'image' is 'photo.npy', expected an array of one of"),
         ({"examples": {"image": np.array(["text"])}}, "examples: 'image' is an array of <U4, expected"),
         ({"examples": {"image": np.ma.array([1.0])}}, "examples: 'image' is a masked array"),

@@ -85,7 +85,7 @@ def test_the_command_line_compiles_runs_and_verifies_entries(nimblec: CommandLin
     ("model", "message"),
     [
         (entry_models.none, "the model: has no entries"),
-        (entry_models.unnamed, "1 is no name of an entry: expected a string"),
+        (entry_models.unnamed, "1 is not a name of an entry: expected a string"),
         (entry_models.without_inputs, r"entry 'rows' is Head, expected \(module, example_inputs\) or"),
         (lambda: 1, "example_inputs: a module or a function needs the arguments of one call"),
     ],
@@ -100,7 +100,7 @@ def test_what_are_no_entries_is_refused(model: Callable[[], Any], message: str) 
 
 def test_sizes_are_those_of_the_entries() -> None:
     for model in (entry_models.head, "entry_models:head"):
-        with pytest.raises(CompileError, match="has several entries, whose example inputs say their sizes"):
+        with pytest.raises(CompileError, match="has several entries, which take sizes from their example inputs"):
             nimblec.compile(model, target="cpu", inputs={"rows": (4, 16)})
 
 

@@ -136,7 +136,7 @@ def test_copies_and_fills_become_commands() -> None:
         Memset(stream=0, op=0, dst=first, value=3, element_nbytes=4, count=3, duration_ns=9),
     )
     odd = replace(fill, work=FillWork(dst=access(0, 4, 13), value=3, element_nbytes=4))
-    with pytest.raises(CompileError, match="13 bytes are no whole number of elements of 4 bytes"):
+    with pytest.raises(CompileError, match="13 bytes are not a whole number of elements of 4 bytes"):
         lower(replace(model, tasks=(odd,)), serial(dependencies(model)), planned)
 
 

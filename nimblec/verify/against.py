@@ -47,7 +47,7 @@ def compare(path: Path, against: Against) -> Iterator[Check]:
     model = model_file.load(against.model, external_data=False)
     for program in _of_entry(path, plan, against.entry):
         for problem in _misfits(program, model):
-            raise PlanError(f"{path}: is not of the model {against.model}: {problem}")
+            raise PlanError(f"{path}: was not compiled from {against.model}: {problem}")
         with load(plan, program=program.name) as executable:
             yield from _compare(plan, executable, model, against)
 

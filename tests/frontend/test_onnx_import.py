@@ -337,7 +337,7 @@ REFUSED = {
     "attribute 'strange' is not supported": ("y = Relu <strange = 1> (x)", {}),
     "is torch.int64; expected torch.float32": ("y = Add (x, w)", {"w": np.ones(2, np.int64)}),
     "has 3 inputs; expected at most 2": ("y = Add (x, x, x)", {}),
-    "input 'w' is made by no node before it": ("y = Add (x, w)", {}),
+    "no earlier node makes its input 'w'": ("y = Add (x, w)", {}),
     "axis 5 is out of range for 1 dimensions": ("y = Concat <axis = 5> (x, x)", {}),
     "index 7 is out of range": ("y = Gather (x, w)", {"w": np.array([7])}),
     "expected an integer": ("y = Reshape (x, w)", {"w": np.array([1.5])}),

@@ -41,7 +41,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no count": ({"accumulated.bias": np.zeros(2)}, "the state has no 'accumulated_calls'"),
     "another sum": ({"accumulated.other": np.zeros(2)}, r"'accumulated\.other' is no parameter"),
     "no tracker": ({"scaler.scale": np.float32(1)}, r"the state has no 'scaler\.growth_tracker'"),
-    "text": ({"model.bias": "text"}, r"'model\.bias': got <U4, of which no tensor"),
+    "text": ({"model.bias": "text"}, r"'model\.bias': got <U4, which cannot become a tensor"),
 }
 
 

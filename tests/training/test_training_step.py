@@ -214,7 +214,7 @@ def test_adam_as_it_comes_on_biases_that_start_from_zero() -> None:
 def test_what_another_models_state_is(trained: Executable) -> None:
     with pytest.raises(ArgumentError, match=r"load_state: 'model\.0\.weight': shape \(8, 1, 3, 3\), expected \(4, 3\)"):
         nimblec.load_state(nn.Sequential(nn.Linear(3, 4)), trained.state)
-    with pytest.raises(ArgumentError, match=r"load_state: 'model\.0\.weight' is no parameter or buffer of the model"):
+    with pytest.raises(ArgumentError, match=r"load_state: 'model\.0\.weight' is not a parameter or buffer"):
         nimblec.load_state(nn.ReLU(), trained.state)
 
 

@@ -38,8 +38,8 @@ class _Counter:
             total += self._of_function(key, callers) if key in self._functions else 1
             if total > _MOST_NODES:
                 raise UnsupportedModelError(
-                    f"{_name(callers)} stands for more than {_MOST_NODES:,} nodes with the functions that it calls "
-                    "written out: export the model with fewer or smaller functions"
+                    f"{_name(callers)} expands to more than {_MOST_NODES:,} nodes once the functions that it "
+                    "calls are inlined: export the model with fewer or smaller functions"
                 )
         return total
 

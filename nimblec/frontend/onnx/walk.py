@@ -87,7 +87,7 @@ class Walk:
                 return _call_operator(operator, proto, inputs, attributes, opset)
         schema = schemas.with_body(domain, proto.op_type, opset)
         if schema is None:
-            raise Refused("its function declined, and it has no body")
+            raise Refused("this use of the operator is not supported")
         function = schemas.body(schema, proto, inputs, opset)
         return self._call_function(function, proto, inputs, attributes, frame)
 
@@ -153,7 +153,7 @@ def _lookup(name: str, scope: Scope) -> Any:
     try:
         return scope[name]
     except KeyError:
-        raise Refused(f"input '{name}' is made by no node before it") from None
+        raise Refused(f"no earlier node makes its input '{name}'") from None
 
 
 def _sentence(exc: BaseException) -> str:

@@ -131,7 +131,7 @@ def _pure(module: torch.nn.Module, export: Callable[[], torch.export.ExportedPro
     if inputs:
         raise UnsupportedModelError(f"{name} writes into its input {inputs[0]!r}: give it a copy, or compile it at -O0")
     if written := state_written(signature):
-        raise StateWrittenError(f"{name} writes into {written[0]!r}, which a graph of pure calls cannot", written)
+        raise StateWrittenError(f"{name} writes into {written[0]!r}, which a graph of pure calls cannot do", written)
     return exported
 
 

@@ -29,7 +29,7 @@ def export_dynamic(live: LiveModel) -> Source:
     args = live.args or ()
     with borrowed(live.model):
         module = as_module(live.model)
-        module.register_forward_hook(results_by_name)  # the loan ends with it removed
+        module.register_forward_hook(results_by_name)  # removed at the end of the loan
         try:
             with exporting(name, "torch.export"):
                 program = torch.export.export(

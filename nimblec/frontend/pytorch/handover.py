@@ -43,7 +43,7 @@ def hand_over(source: Source, options: Options, folder: Path) -> tuple[Source, O
             "which casts otherwise on the CPU, where it would be exported: name a function that returns the step, "
             "package.module:callable",
         )
-    options = replace(options, inputs=(), dims=(), examples=())  # the files have them
+    options = replace(options, inputs=(), dims=(), examples=())  # these are in the files
     held = {entry: storages(call.module) for entry, call in calls.items()}
     paths: dict[str, Path] = {}
     written: set[int] = set()
@@ -84,7 +84,7 @@ def _export(call: ModelCall, path: Path) -> tuple[ExportedProgram, tuple[str, ..
         device = "cpu" if module is call.module else next((t.device.type for _, t in call.inputs), "cpu")
         placed = place_call(call, device=device)
         missing = missing_outputs(run_twice(call.name, placed, HOW_STATE_IS_KEPT, buffers_are_kept=True))
-        module.register_forward_hook(results_by_name)  # the loan ends with it removed
+        module.register_forward_hook(results_by_name)  # removed at the end of the loan
         with exporting(call.name, "torch.export"):
             program = torch.export.export(module, placed.args, placed.kwargs, strict=False)
             torch.export.save(program, path)

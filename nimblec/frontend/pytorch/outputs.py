@@ -34,7 +34,7 @@ def name_outputs(result: Any) -> list[tuple[str, torch.Tensor]]:
         check_dense(f"output {join_path('', path) or 0}", leaf)
         outputs.append((_output_name(path, len(leaves)), leaf))
     if not outputs:
-        raise UnsupportedModelError("the model returns no tensor: return what it is to compute")
+        raise UnsupportedModelError("the model returns no tensor: return those that it computes")
     return outputs
 
 

@@ -111,7 +111,7 @@ def _load_one(source: Source, options: Options, device: str, name: str = "") -> 
 def _refuse_sizes(name: str, options: Options) -> None:
     """Raise CompileError for sizes and examples, which would apply to several entries."""
     if options.inputs or options.dims or options.sizes or options.examples:
-        raise CompileError(f"{name} has several entries, whose example inputs say their sizes: give no others")
+        raise CompileError(f"{name} has several entries, which take sizes from their example inputs: give no others")
 
 
 def _call(name: str, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], options: Options) -> ModelCall:

@@ -63,7 +63,7 @@ def refuse_autocast(name: str, module: Any, why: str) -> None:
 def written_by(name: str, program: torch.export.ExportedProgram) -> list[str]:
     """The parameters and buffers that a run of an exported model writes; ``name`` is for the error, a TraceError."""
     with exporting(name, "torch.export"):
-        functional = program.run_decompositions({})  # whose signature tells
+        functional = program.run_decompositions({})  # its signature lists them
     return state_written(functional.graph_signature)
 
 

@@ -51,7 +51,7 @@ class Train(Writing):
         self._batch = [tensor.to("meta") for tensor in batch]
         self.writes = tuple(named_tensors(self))
         self.settable = (*(f"optimizer.{rate}" for rate in state.rates), *(name for name in state.own if name == SEED))
-        self._graphs: dict[str, Any] = {}  # no part of the module: they have the same tensors as inputs
+        self._graphs: dict[str, Any] = {}  # not submodules: they take the same tensors as inputs
         self._trace()
 
     def forward(self, *batch: Tensor) -> dict[str, Tensor]:
@@ -60,7 +60,7 @@ class Train(Writing):
         if not torch.compiler.is_exporting():
             loss, _ = take_step(self._recipe, state, state, batch[:count], batch[count:], self.draws)
             return {"loss": loss}
-        tensors = [tensor.detach() for tensor in state.tensors()]  # a block under no_grad would lose what nodes tell
+        tensors = [tensor.detach() for tensor in state.tensors()]  # no_grad would lose the metadata of nodes
         with preserve_node_meta():
             loss, *after = Interpreter(self._graphs[batch[0].device.type]).run(*tensors, *batch)
             with within(Phase.UPDATE):

@@ -65,7 +65,7 @@ def _tensor(name: str, value: Any) -> Tensor:
     try:
         return as_tensor(array)
     except (TypeError, ValueError) as exc:
-        raise ArgumentError(f"load_state: {name!r}: got {array.dtype}, of which no tensor can be made") from exc
+        raise ArgumentError(f"load_state: {name!r}: got {array.dtype}, which cannot become a tensor") from exc
 
 
 def _refuse_another(values: Named, known: Named) -> None:
@@ -75,7 +75,7 @@ def _refuse_another(values: Named, known: Named) -> None:
             _check_shape(name, value, known[name])
         elif not name.startswith(f"{_OPTIMIZER}.") and name not in _OWN:
             raise ArgumentError(
-                f"load_state: {name!r} is no parameter or buffer of the model: give the model that was compiled"
+                f"load_state: {name!r} is not a parameter or buffer of the model: give the model that was compiled"
             )
     for name, needed in ((f"{SUM}.", CALLS), (SCALE, TRACKER)):
         if needed not in values and any(found.startswith(name) for found in values):
@@ -106,7 +106,7 @@ def _scale(values: Named) -> dict[str, float]:
     """The state of a GradScaler."""
     if SCALE not in values:
         raise ArgumentError(
-            f"load_state: the state has no {SCALE!r}, as that of a step with autocast=torch.float16 has: "
+            f"load_state: the state has no {SCALE!r}, which only a step with autocast=torch.float16 has: "
             "leave scaler out"
         )
     return {"scale": float(values[SCALE]), "_growth_tracker": int(values[TRACKER])}
@@ -143,7 +143,7 @@ def _load_optimizer(values: Named, parameters: Mapping[str, nn.Parameter], optim
         own = expected.get(owner, found)
         _refuse_other_slots(path, found, own)
         kept["state"][numbers[owner]] = {**own, **found}
-    optimizer.load_state_dict(kept)  # which brings them where it wants them
+    optimizer.load_state_dict(kept)  # which moves them to the right device
 
 
 def _tensors(kept: Mapping[str, Any]) -> Named:

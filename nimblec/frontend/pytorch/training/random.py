@@ -142,8 +142,8 @@ def _sized(
 def _refuse_generator(generator: Any) -> None:
     if generator is not None:
         raise UnsupportedModelError(
-            "the model draws from a generator of its own, which a plan cannot hold: draw from torch's default one, in "
-            "whose place a plan has a seed and an offset as state"
+            "the model draws from a generator of its own, which a plan cannot hold: draw from torch's default one, "
+            "which a plan replaces by a seed and an offset in its state"
         )
 
 

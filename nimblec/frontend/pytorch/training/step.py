@@ -100,7 +100,7 @@ def _refuse_held(model: nn.Module, traced: Any) -> None:
 def _plain_operators() -> Iterator[None]:
     """Make fused attention and recurrent layers compute with operators that exporters know."""
     before = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)  # alone: torch.backends.mkldnn.flags sets others, too, of which one warns
+    torch._C._set_mkldnn_enabled(False)  # torch.backends.mkldnn.flags sets other flags as well, and one of them warns
     try:
         with sdpa_kernel(SDPBackend.MATH):
             yield
@@ -135,12 +135,12 @@ def take_step(
         with within(LOSS):
             mean = loss / recipe.accumulate if recipe.accumulate > 1 else loss
             scaled = mean * found.own[SCALE] if SCALE in found.own else mean
-        with within(str(Place(Phase.BACKWARD, LOSS))):  # where it starts; calls of gradients tell where they are
+        with within(str(Place(Phase.BACKWARD, LOSS))):  # the source of its start; calls of gradients have their own
             gradients = torch.autograd.grad(scaled, list(parameters.values()), allow_unused=True)
     if draws and draws.used > used:
         raise UnsupportedModelError(
-            "the backward pass draws random numbers, as activation checkpointing does that runs dropout twice: leave "
-            "dropout out of what is checkpointed"
+            "the backward pass draws random numbers, as activation checkpointing of dropout does: keep "
+            "dropout out of the parts that are checkpointed"
         )
     named = dict(zip(parameters, gradients, strict=True))
     with torch.no_grad(), within(Phase.UPDATE):
@@ -208,7 +208,7 @@ def _step(optimizer: Optimizer, takes: Tensor | None, left: TrainingState, *, it
     written = [*left.parameters.values(), *left.slots.values()]
     if takes is not None and all(group.get("fused") for group in optimizer.param_groups):
         optimizer.found_inf = takes.logical_not().float()  # type: ignore[attr-defined]
-        written = []  # by kernels that look at it, as GradScaler has them do
+        written = []  # its kernels check found_inf, as with GradScaler
     with nullcontext() if is_captured else _compiling(), _only_if(takes, written):
         optimizer.step()
 
@@ -239,7 +239,7 @@ def _stand_in(recipe: Recipe, parameters: Named, left: TrainingState, *, itself:
         for group, names, rate in zip(recipe.optimizer.param_groups, recipe.groups, left.rates.values(), strict=True)
     ]
     for group in made.param_groups:
-        if not itself and "capturable" not in group:  # SGD, which else reads the number
+        if not itself and "capturable" not in group:  # SGD, which would read the number
             group[RATE] = group[RATE].detach().requires_grad_()
     return made
 
