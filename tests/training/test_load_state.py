@@ -39,7 +39,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "one more": ({"optimizer.bias.other": np.zeros(2)}, r"for 'bias' the state has .*'other'.*, the optimizer keeps"),
     "a sum": ({"accumulated.bias": np.zeros(3)}, r"'accumulated\.bias': shape \(3,\), expected \(2,\)"),
     "no count": ({"accumulated.bias": np.zeros(2)}, "the state has no 'accumulated_calls'"),
-    "another sum": ({"accumulated.other": np.zeros(2)}, r"'accumulated\.other' is no parameter"),
+    "another sum": ({"accumulated.other": np.zeros(2)}, r"'accumulated\.other' is not a parameter"),
     "no tracker": ({"scaler.scale": np.float32(1)}, r"the state has no 'scaler\.growth_tracker'"),
     "text": ({"model.bias": "text"}, r"'model\.bias': got <U4, which cannot become a tensor"),
 }
