@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -145,6 +145,12 @@ def run_case(case: Case, target: str) -> Result:
     """Run every data set of a case."""
     start = time.perf_counter()
     status, message = outcome(case, RUNNERS[target])
+    seconds = round(time.perf_counter() - start, 4)
+    result = _result(case, status, message, seconds)
+    return replace(result, onnxruntime=outcome(case, run_onnxruntime)[0]) if target == "cpu" else result
+
+
+def _result(case: Case, status: str, message: str, seconds: float) -> Result:
     return Result(
         name=case.name,
         kind=case.kind,
@@ -152,8 +158,7 @@ def run_case(case: Case, target: str) -> Result:
         operators=case.operators,
         status=status,
         message=message,
-        seconds=round(time.perf_counter() - start, 4),
-        onnxruntime=outcome(case, run_onnxruntime)[0] if target == "cpu" else "",
+        seconds=seconds,
     )
 
 
@@ -223,15 +228,7 @@ class Worker:
         self.process.join()
         message = f"{message} (exit code {self.process.exitcode})"
         self._start()
-        return Result(
-            name=case.name,
-            kind=case.kind,
-            core=case.core,
-            operators=case.operators,
-            status=status,
-            message=message,
-            seconds=time.monotonic() - self.since,
-        )
+        return _result(case, status, message, time.monotonic() - self.since)
 
     def stop(self) -> None:
         """End the process."""

@@ -5,7 +5,7 @@ import shutil
 import threading
 import tracemalloc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import memory_use
 import numpy as np
 import pytest
+from concurrency import at_once
 from cpu_plans import floats, plan_file, write_model
 from onnx import helper
 from subprocesses import python
@@ -64,18 +65,6 @@ def drawn(seed: int) -> np.ndarray:
 def result_of(path: Path, x: np.ndarray) -> bytes:
     with nimblert.load(path) as executable:
         return executable.run({"x": x})["y"].tobytes()
-
-
-def at_once(count: int, work: Callable[[int], Any]) -> list[Any]:
-    """What ``work(i)`` returns in each of ``count`` threads, which start together."""
-    barrier = threading.Barrier(count, timeout=60)
-
-    def begin(index: int) -> Any:
-        barrier.wait()
-        return work(index)
-
-    with ThreadPoolExecutor(count) as pool:
-        return list(pool.map(begin, range(count)))
 
 
 def thread_count() -> int:

@@ -5,15 +5,13 @@ import json
 import os
 import subprocess
 import sys
-import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from concurrency import at_once
 from subprocesses import FRAMEWORKS, ROOT, SOURCES, python
 
 import nimblert
@@ -66,18 +64,6 @@ def logits(plan: Plan | Path, x: np.ndarray) -> bytes:
         result = executable(x)
     assert isinstance(result, np.ndarray)
     return result.tobytes()
-
-
-def at_once(count: int, work: Callable[[int], Any]) -> list[Any]:
-    """What ``work(i)`` returns in each of ``count`` threads, which start together."""
-    barrier = threading.Barrier(count, timeout=60)
-
-    def begin(index: int) -> Any:
-        barrier.wait()
-        return work(index)
-
-    with ThreadPoolExecutor(count) as pool:
-        return list(pool.map(begin, range(count)))
 
 
 def test_threads_that_load_one_file_compute_the_same(path: Path) -> None:

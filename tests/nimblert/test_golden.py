@@ -2,10 +2,12 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
 import pytest
+from programs import planned
 
 from nimblert import golden
 from nimblert.golden import Comparison, Verdict
@@ -23,18 +25,7 @@ def tensor(
 
 
 def program(*inputs: Tensor) -> Program:
-    return Program(
-        name="main",
-        inputs=inputs,
-        outputs=(),
-        input_nbytes=(),
-        output_nbytes=(),
-        arena_nbytes=0,
-        stream_count=1,
-        event_count=0,
-        ops=(),
-        commands=(),
-    )
+    return replace(planned(), inputs=inputs)
 
 
 def test_the_inputs_of_a_seed_never_change() -> None:

@@ -6,6 +6,7 @@ from math import prod
 
 import numpy as np
 import pytest
+from programs import bare
 
 from nimblert.arrays.dtypes import numpy_dtype
 from nimblert.cuda import driver
@@ -43,15 +44,7 @@ def copying(shape: Sequence[int], order: Sequence[int], dtype: str = "float32") 
         return Tensor(name=name, dtype=dtype, shape=tuple(shape), strides=strides(shape, order), pointer=place)
 
     commands = tuple(
-        Memcpy(
-            dst=dst,
-            src=src,
-            nbytes=nbytes,
-            stream=0,
-            op=0,
-        )
-        for src, dst in pairwise(places)
-        if nbytes
+        Memcpy(dst=dst, src=src, nbytes=nbytes, stream=0, op=0) for src, dst in pairwise(places) if nbytes
     )
     program = Program(
         name="main",
@@ -66,19 +59,7 @@ def copying(shape: Sequence[int], order: Sequence[int], dtype: str = "float32") 
         output_nbytes=(nbytes,),
     )
     driver.initialise()
-    return Plan(
-        producer="tests",
-        versions=(),
-        target=Target.CUDA,
-        device=driver.describe(),
-        modules=(),
-        kernels=(),
-        weights_nbytes=0,
-        weights=(),
-        state_nbytes=0,
-        state=(),
-        programs=(program,),
-    )
+    return bare(program, target=Target.CUDA, device=driver.describe())
 
 
 def drawn(seed: int, shape: Sequence[int] = SHAPE, dtype: str = "float32") -> np.ndarray:

@@ -3,8 +3,9 @@
 from functools import partial
 
 import plans
+from programs import bare
 
-from nimblert.plan import Device, Memcpy, Op, Plan, Pointer, Profile, Program, Region, Target, Tensor
+from nimblert.plan import Memcpy, Op, Plan, Pointer, Profile, Program, Region, Tensor
 
 
 def copying(entry: str, count: int, copies: tuple[tuple[Pointer, Pointer], ...], profile: Profile = ()) -> Program:
@@ -34,20 +35,10 @@ KEEP = ((ARENA, INPUT), (STATE, ARENA), (OUTPUT, ARENA))
 
 def keeping() -> Plan:
     """A plan for the CPU with four numbers of state, "kept": "write" takes 4 or 2 of them, "read" gives all."""
-    return Plan(
-        producer="tests",
-        versions=(),
-        target=Target.CPU,
-        device=Device(name="cpu"),
-        modules=(),
-        kernels=(),
-        weights_nbytes=0,
-        weights=(),
+    return bare(
+        copying("write", 4, KEEP, (("count", 4),)),
+        copying("write", 2, KEEP, (("count", 2),)),
+        copying("read", 4, ((OUTPUT, STATE),)),
         state_nbytes=16,
         state=(plans.weight("kept", (1.0, 2.0, 3.0, 4.0), 0),),
-        programs=(
-            copying("write", 4, KEEP, (("count", 4),)),
-            copying("write", 2, KEEP, (("count", 2),)),
-            copying("read", 4, ((OUTPUT, STATE),)),
-        ),
     )

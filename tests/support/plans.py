@@ -8,6 +8,7 @@ from dataclasses import replace
 from math import prod
 
 from onnx import NodeProto, TensorProto, ValueInfoProto, helper
+from programs import bare
 
 from nimblert.plan import (
     Access,
@@ -216,19 +217,7 @@ def several_entries() -> Plan:
 
 def sized(*sizes: int, fit: Fit = Fit.SPLIT, sample_range: tuple[int, int] | None = None) -> Plan:
     """For each size of "rows", a program that copies x (rows x 3, int32) to y, and w (2 x rows) to z."""
-    return Plan(
-        producer="tests",
-        versions=(),
-        target=Target.CPU,
-        device=Device(name="cpu"),
-        modules=(),
-        kernels=(),
-        weights_nbytes=0,
-        weights=(),
-        state_nbytes=0,
-        state=(),
-        programs=tuple(_copying(rows, fit, sample_range) for rows in sizes),
-    )
+    return bare(*(_copying(rows, fit, sample_range) for rows in sizes))
 
 
 def _copying(rows: int, fit: Fit, sample_range: tuple[int, int] | None) -> Program:

@@ -3,14 +3,32 @@
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from nimblert.plan import Access, Command, Launch, Op, Pointer, Program, Record, Region
+from nimblert.plan import Access, Command, Device, Launch, Op, Plan, Pointer, Program, Record, Region, Target
 
 Frozen = TypeVar("Frozen")
+EMPTY = Plan(
+    producer="tests",
+    versions=(),
+    target=Target.CPU,
+    device=Device(name="cpu"),
+    modules=(),
+    kernels=(),
+    weights_nbytes=0,
+    weights=(),
+    state_nbytes=0,
+    state=(),
+    programs=(),
+)
 
 
 def with_program(record: Frozen, **changes: Any) -> Frozen:
     """A plan or program with other fields."""
     return replace(record, **changes)  # type: ignore[type-var]
+
+
+def bare(*programs: Program, **fields: Any) -> Plan:
+    """A plan without code and weights, for the CPU unless ``fields`` tell otherwise."""
+    return replace(EMPTY, programs=programs, **fields)
 
 
 def at(region: Region, offset: int, nbytes: int = 64) -> Access:
