@@ -1,4 +1,4 @@
-"""GPU tests run where there is a GPU and say what is missing where there is none; shared fixtures."""
+"""Shared fixtures and hooks; GPU tests are skipped, with the reason, on machines without a GPU."""
 
 import gc
 import os
@@ -16,21 +16,21 @@ from hypothesis.strategies import none
 if TYPE_CHECKING:
     from command_line import CommandLine
 
-settings.register_profile("quick", deadline=None, derandomize=True, max_examples=20)  # the same on a busy machine
+settings.register_profile("quick", deadline=None, derandomize=True, max_examples=20)  # machines may be busy
 settings.register_profile("long", deadline=None, max_examples=500)
 settings.load_profile("quick")
 
 _MOST_WORKERS = 8
-"""Each of them imports PyTorch and collects all tests: more of them end no sooner."""
+"""More workers are not faster, as each imports PyTorch and collects all tests."""
 _WORKER_NBYTES = 2 << 30
-"""What a process of tests takes at most, with the compilations that it starts."""
+"""Peak memory of a worker and the compilations that it starts."""
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
-    """For ``-n auto``: as many processes as processors and memory allow, and as there are files to run.
+    """The number of workers for ``-n auto``: limited by processors, memory and the number of files.
 
-    A single file is run in the process itself (0).
+    0 runs a single file in this process.
     """
     if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
         return None
@@ -46,21 +46,21 @@ def _available_nbytes() -> int:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """For those who ask whether what saves time here hides something."""
+    """An option to check that shortcuts of the tests hide nothing."""
     parser.addoption(
         "--as-users",
         action="store_true",
-        help="leave threads, code for vectors, torch's tables and the checks of new plans as users have them, which "
-        "takes about half as long again",
+        help="use threads, vector code, torch's tables and the checks of new plans as users do, which takes about 1.5 "
+        "times as long",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Set up the process, and what it starts.
+    """Set up this process and its children.
 
-    Ctrl-C interrupts, as it does at a terminal: a shell starts what it runs in the background without.
-    Computations take one thread, as tests run side by side. Inductor's code for the CPU is scalar:
-    what is tested is which calls it is given, and vector code takes twice as long to compile.
+    Ctrl-C interrupts, as at a terminal: a shell starts processes in the background with it ignored. Computations use
+    one thread, as tests run in parallel. Inductor writes scalar code for the CPU: vector code takes twice as long to
+    compile, and tests depend only on the calls that it is given.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("--as-users"):
@@ -71,7 +71,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Keep the garbage collector from what is being collected, and the modules that it imports: all of it stays."""
+    """Disable the garbage collector while tests and modules are collected, all of which stay."""
     gc.disable()
     found = yield
     gc.enable()
@@ -79,9 +79,9 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests marked gpu where there is none, with the reason; files that take PyTorch come first.
+    """Skip tests marked gpu if there is none, with the reason; run files that import PyTorch first.
 
-    They take the longest, and so processes that run files side by side end at about the same time.
+    These take longest: starting them first balances the workers.
     """
     items.sort(key=lambda item: not hasattr(getattr(item, "module", None), "torch"))
     marked = [item for item in items if item.get_closest_marker("gpu")]
@@ -92,7 +92,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A home folder of its own for every process, empty as a new user's: no cache is found, none is left behind."""
+    """An empty home folder for each process: no cache is found, none is left behind."""
     home = tmp_path_factory.mktemp("home")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOME", str(home))
@@ -102,20 +102,20 @@ def _own_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _known_generators() -> None:
-    """Have Hypothesis find NumPy's generator, which version 6.100 cannot once `_lasting_objects` has it frozen."""
+    """Let Hypothesis find NumPy's generator before `_lasting_objects` freezes it: version 6.100 cannot afterwards."""
     given(none())(lambda _: None)()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _lasting_objects() -> None:
-    """Keep the garbage collector from what earlier files have brought in and left: modules, and what is cached."""
+    """Exempt modules and caches of earlier files from garbage collection."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def _warm(request: pytest.FixtureRequest) -> None:
-    """What every compilation begins with is done once: by the tests after the first that brings these modules in."""
+    """Share the common start of compilations between tests, once the modules are imported."""
     if request.config.getoption("--as-users"):
         return
     if "torch.export" in sys.modules:
@@ -137,6 +137,6 @@ def missing_gpu() -> str | None:
 @pytest.fixture
 def nimblec(capsys: pytest.CaptureFixture[str]) -> "CommandLine":
     """The command line."""
-    from command_line import CommandLine  # so that other tests need none of it
+    from command_line import CommandLine  # needed by its users alone
 
     return CommandLine(capsys)

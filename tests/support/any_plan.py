@@ -1,4 +1,4 @@
-"""Plans with any number in any field, for hypothesis: they fit the file format and mean nothing."""
+"""Arbitrary plans for hypothesis, which fit the file format and mean nothing."""
 
 from collections.abc import Callable
 

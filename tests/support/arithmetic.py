@@ -1,4 +1,4 @@
-"""How torch multiplies float32, for the length of a test."""
+"""Torch's float32 precision for the duration of a test."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from nimblec.options import Precision
 
 @contextmanager
 def arithmetic(precision: Precision) -> Iterator[None]:
-    """As `set_arithmetic` says, and afterwards as before."""
+    """`set_arithmetic` for the block; restores the previous precision."""
     libraries: tuple[Any, ...] = torch.backends.cudnn, torch.backends.cuda.matmul
     before = [library.allow_tf32 for library in libraries]
     set_arithmetic(precision)

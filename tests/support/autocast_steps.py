@@ -1,6 +1,6 @@
-"""Training steps under torch.autocast as a compilation for the GPU takes them, by name, and eager PyTorch's own.
+"""Training steps under torch.autocast: entries for compilations on the GPU, by name, and eager PyTorch's loop.
 
-NAME is OPTIMIZER_TYPE, such as sgd_bf16; "clipped_fp16" has the gradients of two calls for a step of SGD.
+NAME is OPTIMIZER_DTYPE, such as sgd_bf16; "clipped_fp16" accumulates the gradients of two calls for a step of SGD.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -19,14 +19,14 @@ from nimblec.frontend.pytorch.training.scaler import SCALE, TRACKER
 Entries = Mapping[str, tuple[Any, ...]]
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 HUGE = 2.0**60
-"""A scale by which gradients overflow in float16 by far, wherever they are rounded."""
+"""A scale at which gradients overflow in float16, whatever the rounding."""
 INTERVAL = 2000
-"""Steps after which GradScaler makes the scale larger."""
+"""Steps after which GradScaler increases the scale."""
 loss = nn.functional.cross_entropy
 
 
 def network() -> nn.Module:
-    """Of what autocast takes in half precision, in float32, and as it comes."""
+    """Layers that autocast computes in half precision, in float32, and in either."""
     torch.manual_seed(0)
     return nn.Sequential(
         *(nn.Conv2d(3, 16, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()),
@@ -36,7 +36,7 @@ def network() -> nn.Module:
 
 
 def without_norms() -> nn.Module:
-    """Of whose results on the CPU torch's fake tensors, by which passes go, have another type where types are mixed."""
+    """Without norms: where dtypes are mixed, torch's fake tensors have another dtype than their results on the CPU."""
     torch.manual_seed(0)
     return nn.Sequential(
         *(nn.Conv2d(3, 16, 3, stride=2, padding=1), nn.SiLU(), nn.Conv2d(16, 16, 3, padding=1, groups=16), nn.GELU()),
@@ -51,12 +51,12 @@ def batch(seed: int) -> tuple[Tensor, Tensor]:
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """Its kernels are those of a plan, and skip a step by themselves."""
+    """SGD with a plan's kernels, which skip a step by themselves."""
     return torch.optim.SGD(model.parameters(), 1 / 16, momentum=0.9, fused=True)
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
-    """Whose kernels take every step; a GPU's are those of a plan."""
+    """Adam whose kernels take every step; those of a GPU are a plan's."""
     return torch.optim.Adam(model.parameters(), 1 / 128, eps=1e-3, capturable=next(model.parameters()).is_cuda)
 
 
@@ -74,7 +74,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 
 
 def options(name: str) -> dict[str, Any]:
-    """What the step of an optimizer is told besides."""
+    """Further options of an optimizer's step."""
     return {"clip_norm": 0.5, "accumulate": 2} if name == "clipped" else {}
 
 
@@ -101,7 +101,7 @@ def __getattr__(name: str) -> Callable[[], Entries]:
 
 
 class Eager:
-    """PyTorch's own loop as its documentation writes it."""
+    """PyTorch's own loop, as in its documentation."""
 
     def __init__(self, name: str, device: str, make: Callable[[], nn.Module] = network) -> None:
         optimizer, _, kind = name.partition("_")
@@ -130,7 +130,7 @@ class Eager:
         return value.detach().float().cpu().numpy()
 
     def evaluate(self, seed: int) -> Tensor:
-        """What the model predicts."""
+        """The model's prediction."""
         self.model.eval()
         with torch.no_grad(), torch.autocast(self._device, self._type):
             found: Tensor = self.model(batch(seed)[0].to(self._device))
@@ -138,7 +138,7 @@ class Eager:
         return found.cpu()
 
     def set_scaler(self, scale: float, tracker: int) -> None:
-        """As if it had come there."""
+        """Set scale and growth tracker."""
         self.scaler.load_state_dict({**self.scaler.state_dict(), "scale": scale, "_growth_tracker": tracker})
 
     def state(self) -> dict[str, np.ndarray]:
@@ -153,9 +153,9 @@ class Eager:
 def run_events(
     eager: Eager, run: Callable[[int], np.ndarray], assign: Callable[[str, np.ndarray], object]
 ) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """The losses of both, (seed, eager's, that of ``run``): common steps, some that overflow, one after which it grows.
+    """The losses of both, (seed, eager's, that of ``run``), in usual steps, overflows, and growth of the scale.
 
-    ``assign`` gives a tensor of the state of ``run`` another value.
+    ``assign`` sets a tensor in the state of ``run``.
     """
     for seed in range(10):
         if eager.scaler.is_enabled() and seed in (2, 6):

@@ -1,4 +1,4 @@
-"""Small modules with something awkward in each: builders that the capture process can import."""
+"""Small modules, each with an awkward feature; the capture process imports their builders."""
 
 from collections import namedtuple
 from collections.abc import Callable
@@ -27,7 +27,7 @@ class _Of(nn.Module):
             self.add_module(name, layer)
 
     def forward(self, *args: Tensor, **kwargs: Tensor) -> Any:
-        """What the function makes of its arguments."""
+        """The function's result."""
         return self.function(self, *args, **kwargs)
 
 
@@ -352,7 +352,7 @@ def build(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
 
 
 def __getattr__(name: str) -> Callable[[], tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]:
-    """The builder of a model, as the capture process asks for it."""
+    """The builder of a model, as the capture process imports it."""
     if name not in MODELS:
         raise AttributeError(name)
     return partial(build, name)

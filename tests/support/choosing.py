@@ -1,4 +1,4 @@
-"""Selectors of tilings for tests: a clock that is told its times, and no compiler."""
+"""Selectors of tilings for tests, with a fake clock and no compiler."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,7 @@ class Pool:
     """Copies of weights: zeros."""
 
     def take(self, like: Tensor) -> Tensor:
-        """One of them."""
+        """A copy."""
         return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype).zero_()
 
 

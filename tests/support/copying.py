@@ -1,4 +1,4 @@
-"""Plans of the CUDA target that copy what they get, and arrays for them of every layout."""
+"""Plans of the CUDA target that copy their input, and arrays for them in every layout."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -14,14 +14,14 @@ from nimblert.plan import ITEM_NBYTES, Memcpy, Op, Plan, Pointer, Program, Regio
 
 on_gpu = pytest.mark.parametrize("put", [pytest.param("gpu", marks=pytest.mark.gpu)], indirect=True)
 on_host = pytest.mark.parametrize("put", ["host"], indirect=True)
-"""Tests of `gpu_memory` on one of its drivers alone."""
+"""For tests of `gpu_memory`'s fixtures on one driver only."""
 
 SHAPE = (4, 3, 32, 24)
 ORDERS = {"contiguous": (0, 1, 2, 3), "channels last": (0, 2, 3, 1), "odd": (3, 0, 2, 1)}
 
 
 def strides(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
-    """Of a tensor without holes whose axis ``order[-1]`` is the innermost, in elements."""
+    """Strides, in elements, of a dense tensor whose innermost axis is ``order[-1]``."""
     found, step = [0] * len(shape), 1
     for axis in reversed(order):
         found[axis] = step
@@ -30,13 +30,13 @@ def strides(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
 
 
 def laid_out(array: np.ndarray, order: Sequence[int]) -> np.ndarray:
-    """The same array, in memory of another order."""
+    """The same array in another memory layout."""
     inverse = np.argsort(order)
     return np.ascontiguousarray(array.transpose(order)).transpose(inverse)
 
 
 def copying(shape: Sequence[int], order: Sequence[int], dtype: str = "float32") -> Plan:
-    """A plan that copies its input to its output by way of the arena, both laid out in ``order``."""
+    """A plan that copies its input to its output through the arena, both laid out in ``order``."""
     nbytes = prod(shape) * ITEM_NBYTES[dtype]
     places = [Pointer(region=region) for region in (Region.INPUT, Region.ARENA, Region.OUTPUT)]
 

@@ -56,7 +56,7 @@ def floats(name: str, *shape: int | str) -> Value:
 
 
 def plan_file(path: Path, specs: Sequence[InputSpec] = (), *, streams: int | None = 1) -> Plan:
-    """The plan of an ONNX file, on one stream, or on as many as can run side by side (None)."""
+    """The plan of an ONNX file, on one stream, or on as many as it can use (None)."""
     graph = capture(path, specs)
     schedule = (serial if streams == 1 else maximal)(dependencies(graph))
     memory = layout(graph, schedule)
@@ -94,7 +94,7 @@ def run_onnxruntime(path: Path, inputs: Mapping[str, np.ndarray]) -> list[np.nda
 
 
 def assert_same(path: Path, inputs: Mapping[str, np.ndarray], *, plan: Plan | None = None) -> Plan:
-    """The plan of a model gives what ONNX Runtime gives, bit for bit."""
+    """Check that the plan of a model equals ONNX Runtime bit for bit."""
     plan = plan or plan_file(path)
     for actual, expected in zip(run_plan(plan, inputs), run_onnxruntime(path, inputs), strict=True):
         assert actual.dtype == expected.dtype
@@ -103,7 +103,7 @@ def assert_same(path: Path, inputs: Mapping[str, np.ndarray], *, plan: Plan | No
 
 
 def bent_sum(folder: Path) -> Path:
-    """A file with the plan of tanh(x) + tanh(x), x being four numbers; its ops are called "bend" and "sum"."""
+    """A file with the plan of tanh(x) + tanh(x) for four numbers x; its ops are called "bend" and "sum"."""
     node = helper.make_node
     nodes = [node("Tanh", ["x"], ["a"], name="bend"), node("Add", ["a", "a"], ["y"], name="sum")]
     plan_file(write_model(folder / "m.onnx", nodes, [floats("x", 4)], [floats("y", 4)])).save(folder / "m.plan")

@@ -1,6 +1,6 @@
-"""What a cubin says, free of indices and offsets: an obvious reader to check ``nimblec.cuda.cubin.cut`` against.
+"""The contents of a cubin with names in place of indices and offsets: a simple reader to check `cut` against.
 
-It shares no code with the readers it checks.
+It shares no code with ``nimblec.cuda.cubin``.
 """
 
 import struct
@@ -46,7 +46,7 @@ def kernels(cubin: bytes) -> set[str]:
 
 
 def section_meaning(cubin: bytes, row: dict[str, Any]) -> tuple[Any, ...]:
-    """Return all that a section says, with names for indices."""
+    """Return the contents of a section, with names in place of indices."""
     rows, names = sections(cubin), symbols(cubin)
     body: Any = row["content"]
     if row["type"] in {4, 9}:
@@ -87,7 +87,7 @@ def records(content: bytes, names: list[tuple[Any, ...]], *, described: bool) ->
 
 
 def meaning(cubin: bytes, keep: set[str]) -> dict[str, Any]:
-    """Return what ``cubin`` says of the kernels ``keep`` and of what belongs to no kernel in particular."""
+    """Return the contents of ``cubin`` for the kernels ``keep``, and those that belong to no kernel."""
     others = kernels(cubin) - keep
 
     def is_foreign(entry: Any) -> bool:

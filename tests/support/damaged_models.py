@@ -1,4 +1,4 @@
-"""ONNX files damaged in their bytes or in their meaning, from backend cases of many kinds."""
+"""ONNX files with damaged bytes or damaged meaning, from backend cases of many kinds."""
 
 import contextlib
 import importlib
@@ -28,9 +28,9 @@ SEEDS = {
     "test_scatternd_add": "scatternd",
     "test_affine_grid_2d_expanded": "affinegrid",
 }
-"""Backend cases whose models are damaged, and the module of onnx that makes each: those of all take much longer.
+"""Backend cases to damage, each with the module of onnx that makes it: making all of them takes much longer.
 
-Convolution, recurrence, control flow, shape arithmetic, indices.
+They cover convolution, recurrence, control flow, shape arithmetic and indices.
 """
 
 

@@ -1,4 +1,4 @@
-"""Delays between the commands of a plan: what is only by luck in order then shows."""
+"""Delays between the commands of a plan, which expose missing dependencies."""
 
 import random
 import struct
@@ -9,7 +9,7 @@ from pathlib import Path
 from nimblert.plan import Command, Kernel, Launch, Module, Op, Parameter, Plan, Record, Wait
 
 CUBIN = Path(__file__).parents[1] / "data" / "delay.sm_90.cubin"
-"""The delay kernel, made of delay.cu, for compute capability 9.0."""
+"""The delay kernel, compiled from delay.cu for compute capability 9.0."""
 
 _LONGEST_NS = 50_000
 
@@ -17,7 +17,7 @@ _LONGEST_NS = 50_000
 def with_delays(plan: Plan, seed: int, cubin: bytes) -> Plan:
     """The plan with delays of up to 50 us before about half of its commands, on their streams.
 
-    Before records and waits too, so that events are late. Lengths are spread evenly by magnitude.
+    These include records and waits, so that events are late. The logarithms of the lengths are uniform.
     """
     generator = random.Random(seed)  # noqa: S311 - not for secrets
     program = plan.programs[0]
@@ -30,7 +30,7 @@ def with_delays(plan: Plan, seed: int, cubin: bytes) -> Plan:
 
 
 def with_delays_before(plan: Plan, lengths: Mapping[int, int], cubin: bytes) -> Plan:
-    """The plan with a delay of ``lengths[position]`` ns before each of these commands, on its stream."""
+    """The plan with a delay of ``lengths[position]`` ns before each of these commands, on the command's stream."""
     program = plan.programs[0]
     kernel = Kernel(module=len(plan.modules), symbol="delay", parameters=(Parameter(offset=0, nbytes=8),))
     delayed = replace(

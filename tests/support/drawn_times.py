@@ -1,7 +1,7 @@
-"""The capture process where no choice depends on a measured time: two compilations of a model choose alike.
+"""A capture process without measured times, so that two compilations of a model make the same choices.
 
-Times are drawn from their keys, which tell what is timed, and torch's own, of how it tiles its fused kernels, from the
-tiling. -O2 has one variant, that with the most Triton kernels.
+Our times follow from their keys in the timing cache, torch's times of tilings of its fused kernels from the tiling. -O2
+has one variant, the one with the most Triton kernels.
 """
 
 import os
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class DrawnTimes(TimingCache):
-    """A cache that knows every time; the keys are digests."""
+    """A cache with a time for every key; keys are digests."""
 
     def __contains__(self, key: str) -> bool:
         return True
@@ -42,7 +42,7 @@ class DrawnTimes(TimingCache):
 
 
 def begin(patched: "pytest.MonkeyPatch", process: str = "drawn_times") -> None:
-    """Let compilations for a GPU start this process, or another module of this folder."""
+    """Have compilations for a GPU start this process, or that of another module of this folder."""
     paths = str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")
     patched.setenv("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")  # they hold tilings that were measured
     patched.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))

@@ -1,4 +1,4 @@
-"""Small networks with weights of their own: drawn by a seed, and such that values neither vanish nor overflow."""
+"""Small networks with seeded random weights, of a size at which values neither vanish nor overflow."""
 
 import math
 from functools import partial
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 def drawn(name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
-    """A weight: variances around 1, factors around 1, what is added around 0, and matrices that keep a variance."""
+    """A weight: variances and factors around 1, biases around 0, and matrices that preserve the variance."""
     if name.endswith("running_var"):
         return 0.5 + torch.rand(shape, generator=generator)
     numbers = torch.randn(shape, generator=generator)
@@ -19,7 +19,7 @@ def drawn(name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
 
 
 def randomised(module: nn.Module, seed: int) -> nn.Module:
-    """The module, its parameters and statistics drawn."""
+    """The module with random parameters and statistics."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in module.state_dict().items():
@@ -35,4 +35,4 @@ def family(name: str, seed: int) -> tuple[nn.Module, tuple[Tensor, ...]]:
 
 
 resnet_0, resnet_1, bert_0, bert_1 = (partial(family, name, seed) for name in ("resnet", "bert") for seed in (0, 1))
-"""As a compilation names them."""
+"""Under the names for compilations."""

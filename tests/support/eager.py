@@ -1,4 +1,4 @@
-"""Models as torch itself runs them on the GPU: what a plan must compute, bit for bit."""
+"""Models run by torch itself on the GPU, the reference for plans, bit for bit."""
 
 import importlib
 from collections.abc import Mapping, Sequence
@@ -59,7 +59,7 @@ def as_array(tensor: torch.Tensor) -> np.ndarray:
 
 
 def assert_equal(plan: Plan, outputs: Mapping[str, np.ndarray], expected: Sequence[np.ndarray]) -> None:
-    """Outputs are what torch computed: equal in every bit, unless torch's own two runs were not."""
+    """Check that outputs equal torch's, bit for bit unless torch's own two runs differ."""
     program = plan.programs[0]
     assert program.golden is not None
     for (name, actual), wanted in zip(outputs.items(), expected, strict=True):

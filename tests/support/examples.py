@@ -1,10 +1,10 @@
-"""How many examples hypothesis draws: by default few, the same each time; with ``--hypothesis-profile=long``, many."""
+"""The number of hypothesis' examples: few and always the same, or many with ``--hypothesis-profile=long``."""
 
 from hypothesis import settings
 
 
 def examples(count: int) -> settings:
-    """For a test that takes ``count`` examples where others take 50; the profiles are in tests/conftest.py."""
+    """Settings of a test with ``count`` examples where others have 50; the profiles are in tests/conftest.py."""
     chosen = settings.default
     assert chosen is not None
     return settings(max_examples=count * chosen.max_examples // 50)

@@ -1,4 +1,4 @@
-"""Small models of many families in plain torch.nn, for exports to ONNX: what matters is the operators in them."""
+"""Small models of many families in plain torch.nn, for the operators of their exports to ONNX."""
 
 import importlib
 import warnings
@@ -463,7 +463,7 @@ MODELS: dict[str, Callable[[], Example]] = {
 }
 
 FAMILIES = ["resnet", "mobilenet", "inception", "bert", "unet", *MODELS]
-"""Those above, and the larger ones of the folder families."""
+"""`MODELS`, and the larger models in the folder families."""
 
 
 def export(family: str, opset: int | None, path: Path) -> dict[str, np.ndarray]:

@@ -1,13 +1,13 @@
-"""What a machine needs for the tests marked gpu."""
+"""Requirements of the tests marked gpu."""
 
 import ctypes
 from importlib.util import find_spec
 
 
 def missing_gpu_capability() -> str | None:
-    """What this machine lacks to run GPU tests; None if it lacks nothing.
+    """The reason why this machine cannot run GPU tests; None if it can.
 
-    Only what is known to mean "no GPU here" counts: any other failure is a failure of the tests.
+    Only failures that are known to mean "no GPU" count: any other is a failure of the tests.
     """
     if find_spec("cuda") is None or find_spec("cuda.bindings") is None:
         return "needs cuda-bindings: not installed"

@@ -1,7 +1,7 @@
-"""A pytest plugin for tests that need a GPU: models compiled side by side, each once a session.
+"""A pytest plugin for tests that need a GPU: models compiled in parallel, each once per session.
 
-A compilation mostly waits for a new process to import torch. So a test file says at its start what
-it is going to ask for, and the processes run at the same time.
+A compilation mostly waits for a new process to import torch. So a test file starts the compilations that it needs
+first, and their processes run in parallel.
 """
 
 import os
@@ -18,7 +18,7 @@ _MOST_AT_ONCE = 8
 
 
 def at_once() -> int:
-    """How many compilations a process of the tests may have at work: its share of the cores."""
+    """The number of parallel compilations of a test process: its share of the cores."""
     share = len(os.sched_getaffinity(0)) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     return max(1, min(share, _MOST_AT_ONCE))
 
@@ -32,7 +32,7 @@ class _Job:
 class GpuCompiler:
     """Compiles models for the GPU, by name or path, scheduling policy and level of optimisation.
 
-    ``OLD`` is what stands in the output file when a compilation starts.
+    ``OLD`` is the content of the output file before a compilation.
     """
 
     OLD = b"the plan before"
@@ -43,7 +43,7 @@ class GpuCompiler:
         self._jobs: dict[tuple[str, str, int], _Job] = {}
 
     def start(self, *models: str | Path, streams: str = "auto", level: int = 0) -> None:
-        """Begin to compile what is not being compiled yet."""
+        """Start the compilations that have not been started yet."""
         for model in models:
             self._job(model, streams, level)
 
@@ -52,13 +52,13 @@ class GpuCompiler:
         return self._job(model, streams, level).plan.result()
 
     def path(self, model: str | Path, streams: str = "auto", level: int = 0) -> Path:
-        """The file of a model's plan, in a folder of its own, when the compilation has ended."""
+        """The file of a model's plan, in a folder of its own, after the compilation has ended."""
         job = self._job(model, streams, level)
         job.plan.exception()
         return job.output
 
     def wait(self) -> None:
-        """Until nothing is being compiled: what uses the GPU then is the test alone."""
+        """Wait until nothing is being compiled, so that the test has the GPU to itself."""
         wait([job.plan for job in self._jobs.values()])
 
     def _job(self, model: str | Path, streams: str, level: int) -> _Job:
@@ -81,7 +81,7 @@ def _compile(model: str, streams: str, level: int, output: Path) -> Plan:
 
 @pytest.fixture(scope="session")
 def gpu_context() -> Iterator[None]:
-    """The GPU's primary context, held so that no plan that closes ends it under torch's feet."""
+    """The GPU's primary context, retained so that closing a plan does not destroy it while torch uses it."""
     from nimblert.cuda import driver
 
     driver.initialise()

@@ -1,4 +1,4 @@
-"""Fixtures for tests of arrays on a GPU that also run on a driver of host memory (`host_driver`)."""
+"""Fixtures for tests of arrays on a GPU that also run with a driver of host memory (`host_driver`)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,12 +12,12 @@ from nimblert.arrays import dlpack
 from nimblert.cuda import driver
 
 _HOST = 1
-"""DLPack's kind of device of host memory."""
+"""DLPack's device type of host memory."""
 
 
 @pytest.fixture(params=["host", pytest.param("gpu", marks=pytest.mark.gpu)])
 def put(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[np.ndarray], Any]:
-    """What makes a tensor on the GPU, or one of the CPU that is said to be there."""
+    """A function that makes a tensor on the GPU, or on the CPU as a stand-in."""
     if request.param == "gpu":
         return lambda array: torch.from_numpy(array).cuda()
     host = HostDriver(devices=2)

@@ -111,7 +111,7 @@ def stateful() -> Built:
 
 
 class Secluded(Stateful):
-    """Writes into its input, too, and lets no compiler in."""
+    """Writes into its input as well, and disables torch.compile."""
 
     @torch.compiler.disable
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -125,7 +125,7 @@ def secluded() -> Built:
 
 
 class Aliases(nn.Module):
-    """Works in place on its input, and returns memory that is not only its own."""
+    """Works in place on its input, and returns aliases."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ def past_the_dispatcher() -> Built:
 
 
 class Refused(nn.Module):
-    """A linear layer, then a head that does what no plan can hold."""
+    """A linear layer, then a head that no plan can hold."""
 
     def __init__(self, head: nn.Module) -> None:
         super().__init__()
@@ -202,7 +202,7 @@ class Refused(nn.Module):
         self.head = head
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(3, 4) to whatever the head makes of it."""
+        """(3, 4) to the head's result."""
         return self.head(self.body(x))
 
 
@@ -216,7 +216,7 @@ class _Item(nn.Module):
 
 
 def item() -> Built:
-    """A number of the device decides what the host does."""
+    """A number on the device that the host reads."""
     return _refused(_Item())
 
 
@@ -236,7 +236,7 @@ class _Mask(nn.Module):
 
 
 def mask() -> Built:
-    """So does this one's."""
+    """The size of the result depends on the data here, too."""
     return _refused(_Mask())
 
 
@@ -269,7 +269,7 @@ class _LazyCounter(nn.Module):
 
 
 def lazy_counter() -> Built:
-    """State that no run starts with."""
+    """State that the first run creates."""
     return _refused(_LazyCounter())
 
 
@@ -289,7 +289,7 @@ def assigning() -> Built:
 
 
 def breaking() -> Built:
-    """A model on which the optimiser fails: here by the builder's doing."""
+    """A model on which the optimiser fails, which the builder makes sure of."""
     from nimblec.optimize.pipeline import Pipeline
 
     def optimized(*_: object) -> None:
@@ -302,8 +302,8 @@ def breaking() -> Built:
 class AsksForCapture(nn.Module):
     """Takes a shortcut unless it is being captured, as transformers do with attention masks.
 
-    The results are as good, but not the same bits. With ``looks``, whether the shortcut will do hangs
-    on a value: it can be captured on the other path alone.
+    The results are as good, but differ in bits. With ``looks``, the shortcut depends on a value: only the other path
+    can be captured.
     """
 
     def __init__(self, *, looks: bool) -> None:
@@ -396,5 +396,5 @@ class _Killed(nn.Module):
 
 
 def killed() -> Built:
-    """The process that runs it dies half way, as for want of memory."""
+    """The process that runs it is killed half way, as when memory runs out."""
     return _refused(_Killed())

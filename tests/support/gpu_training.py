@@ -10,14 +10,14 @@ from arithmetic import arithmetic
 
 @pytest.fixture(scope="module")
 def without_tf32() -> Iterator[None]:
-    """Which the library takes or not as it pleases."""
+    """Without TF32, which the library may or may not choose."""
     with arithmetic("fp32"):
         yield
 
 
 @pytest.fixture
 def deterministic() -> Iterator[None]:
-    """Equal steps of eager give equal bits."""
+    """Eager's steps are deterministic."""
     training_steps.deterministic()
     yield
     torch.use_deterministic_algorithms(mode=False)

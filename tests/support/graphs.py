@@ -11,7 +11,7 @@ from nimblec.schedule.streams import critical_path, limited, maximal, serial
 
 
 def access(buffer: int, offset: int = 0, nbytes: int = 64) -> Access:
-    """``nbytes`` bytes of a buffer, in the order in which tests like to say it."""
+    """``nbytes`` bytes of a buffer, with positional arguments."""
     return Access(buffer=buffer, offset=offset, nbytes=nbytes)
 
 
@@ -65,7 +65,7 @@ def dataflow(*sources: tuple[int, ...], sizes: tuple[int, ...] = ()) -> Graph:
 
 
 def random_graph(random: Random, task_count: int, *, chained: bool = True) -> Graph:
-    """A graph with buffers of all kinds; what a task reads of the arena has been written.
+    """A graph with buffers of all kinds; tasks read only bytes of the arena that have been written.
 
     ``chained``: some ops are opaque, some edges programmatic.
     """

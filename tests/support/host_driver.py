@@ -1,7 +1,7 @@
-"""A CUDA driver on host memory: streams, events, graphs of copies and fills, and the kernels of layout.cu.
+"""A fake CUDA driver on host memory: streams, events, graphs of copies and fills, and the kernels of layout.cu.
 
-What is given to a stream is done at once. Kernels of plans do not run. Memory that is freed cannot be read
-by mistake: its bytes are 0xDD until its address serves again.
+Work on a stream is done immediately. Kernels of plans do not run. Freed memory is filled with 0xDD until its address is
+used again, so that reading it by mistake shows.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ _SUCCESS = real.CUresult.CUDA_SUCCESS
 _INVALID = real.CUresult.CUDA_ERROR_INVALID_VALUE
 _ATTRIBUTES = {"COMPUTE_CAPABILITY_MAJOR": 9, "COMPUTE_CAPABILITY_MINOR": 0, "MULTIPROCESSOR_COUNT": 132}
 _FIRST_CONTEXT = 0x100
-"""That of device 0; the others follow."""
+"""The context of device 0; those of other devices follow."""
 _ALWAYS = frozenset({
     "cuCtxGetCurrent",
     "cuCtxSetCurrent",
@@ -32,7 +32,7 @@ _ALWAYS = frozenset({
     "cuDevicePrimaryCtxRelease",
     "cuDevicePrimaryCtxRetain",
 })
-"""Functions that are not refused after a kernel has failed."""
+"""Functions that still work after a kernel has failed."""
 _GATHER = struct.Struct(f"<QQII{MOST_AXES}I{MOST_AXES}q")
 
 
@@ -52,10 +52,10 @@ class _Handle:
 
 
 class HostDriver:
-    """Stands in for the module ``cuda.bindings.driver``, whose types and enumerations it hands on.
+    """A substitute for the module ``cuda.bindings.driver``, with its types and enumerations.
 
-    ``calls`` counts the functions called, by name. ``allocated`` are the bytes at each address in use.
-    ``waits`` are the pairs of streams of which one was told to wait for the other.
+    ``calls`` counts the functions called, by name. ``allocated`` are the bytes at each address in use. ``waits`` are
+    pairs of streams of which the first waits for the second.
     """
 
     def __init__(self, devices: int = 1) -> None:
@@ -99,7 +99,7 @@ class HostDriver:
 
     @property
     def current_device(self) -> int:
-        """That of the calling thread's context."""
+        """The device of the calling thread's context."""
         return self._cuCtxGetCurrent() - _FIRST_CONTEXT
 
     def _handle(self) -> _Handle:
@@ -315,7 +315,7 @@ class HostDriver:
 
     @staticmethod
     def _gather(itemsize: int, parameters: int) -> Callable[[], None]:
-        """Gather elements of so many bytes, as layout.cu does."""
+        """Gather elements of ``itemsize`` bytes, as layout.cu does."""
         extra = (ctypes.c_uint64 * 5).from_address(parameters)
         nbytes = ctypes.c_size_t.from_address(extra[3]).value
         to, source, count, rank, *axes = _GATHER.unpack(ctypes.string_at(extra[1], nbytes))

@@ -1,4 +1,4 @@
-"""Environments that hold this repository's distributions, built from a copy of it and without a network."""
+"""Environments with this repository's distributions, built from a copy of it without a network."""
 
 import shutil
 import subprocess
@@ -16,7 +16,7 @@ OURS = {"nimblec", "nimblert"}
 
 
 def checkout(folder: Path) -> Path:
-    """A copy of what the distributions are built from, so that the build leaves nothing in the tree."""
+    """A copy of the distributions' sources, so that a build leaves nothing in the tree."""
     copy = folder / "checkout"
     for name in ("docs", "nimblec", "runtime"):
         shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=_not_built_from)
@@ -45,12 +45,12 @@ class Environment:
         return Environment(folder)
 
     def install(self, *paths: str | Path) -> None:
-        """Install as pip does from these folders, with their extras; only what is linked here can be required."""
-        _link(_with_requirements(["setuptools>=77"]), self.packages)  # which builds the wheels
+        """Install folders and extras with pip; all requirements must be linked first."""
+        _link(_with_requirements(["setuptools>=77"]), self.packages)  # builds the wheels
         self.pip("install", "--no-index", "--no-build-isolation", *paths)
 
     def link(self, *requirements: str) -> None:
-        """Link what ``requirements`` bring without extras, requirements of requirements too."""
+        """Link the packages of ``requirements``, and their own requirements, without extras."""
         _link(_with_requirements(list(requirements)), self.packages)
 
     def pip(self, *args: str | Path) -> None:
@@ -60,7 +60,7 @@ class Environment:
         assert done.returncode == 0, done.stdout + done.stderr
 
     def run(self, *args: object) -> subprocess.CompletedProcess[str]:
-        """Run its Python, which sees nothing else."""
+        """Run its Python, isolated from other environments."""
         command = [str(self.python), "-I", *map(str, args)]
         return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, cwd=self.python.parent)
 

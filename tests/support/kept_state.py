@@ -1,4 +1,4 @@
-"""A plan that keeps its input of 4 or 2 numbers in the state, and gives the state back."""
+"""A plan that keeps its input of 4 or 2 numbers in the state, and returns the state."""
 
 from functools import partial
 

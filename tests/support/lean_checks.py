@@ -1,7 +1,7 @@
-"""The process that replays a new plan, forked from one that has imported what it needs and no framework.
+"""Processes that replay new plans, forked from one that has imported its modules and no framework.
 
-What `nimblec.lean.LeanProcess` starts imports NumPy and ONNX Runtime first, which takes longer than to compile
-most of the models of the tests.
+A process of `nimblec.lean.LeanProcess` first imports NumPy and ONNX Runtime, which takes longer than compiling most
+models of the tests.
 """
 
 import atexit
@@ -57,14 +57,14 @@ _turn = Lock()
 
 
 class _Forked:
-    """What is asked of a process whose work is done in one call."""
+    """The part of Popen's interface that `LeanProcess` uses; all work is done in one call."""
 
     def __init__(self, target: Target, threads: int | None) -> None:
         self._target, self._threads = target, threads
         self.returncode: int | None = None
 
     def communicate(self, given: bytes = b"", timeout: float = 0) -> tuple[bytes, bytes]:
-        """What it prints; a replay that does not end is ended by the timeout of the test, not by ``timeout``."""
+        """The child's output; the timeout of the test applies, not ``timeout``."""
         del timeout
         if not given:
             return b"", b""
@@ -78,16 +78,16 @@ class _Forked:
             return (Path(folder) / "out").read_bytes(), (Path(folder) / "err").read_bytes()
 
     def kill(self) -> None:
-        """It has ended."""
+        """Nothing to do: it has ended."""
 
 
 class _ForkedLeanProcess(LeanProcess):
-    """As `LeanProcess`."""
+    """A `LeanProcess` that is forked."""
 
     def __init__(self, target: Target, *, threads: int | None = None) -> None:
-        self._process = _Forked(target, threads)  # type: ignore[assignment]  # all that is asked of it
+        self._process = _Forked(target, threads)  # type: ignore[assignment]  # the interface in use
 
 
 def fork_lean_processes() -> None:
-    """Have this process check the plans that it compiles for the CPU in processes that are forked."""
+    """Check plans that this process compiles for the CPU in forked processes from now on."""
     compiler.LeanProcess = _ForkedLeanProcess  # type: ignore[attr-defined]

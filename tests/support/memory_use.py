@@ -1,4 +1,4 @@
-"""How much memory a process and its children take at most, sampled from /proc."""
+"""Peak memory of a process and its children, sampled from /proc."""
 
 import os
 import subprocess
@@ -12,9 +12,9 @@ _PERIOD_S = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:
-    """Bytes: ``resident`` counts mapped pages of files too, ``anonymous`` only what no file backs.
+    """Bytes: ``resident`` includes mapped pages of files, ``anonymous`` only pages that no file backs.
 
-    Both are sums over the process and its children, which count a page they share twice.
+    Both are sums over the process and its children; shared pages count several times.
     """
 
     resident: int
@@ -22,7 +22,7 @@ class Peak:
 
 
 def run(command: Sequence[str], *, environment: dict[str, str], timeout_s: float) -> tuple[Peak, str]:
-    """Run a command that must succeed: its peak, and what it printed."""
+    """Run a command that must succeed; returns its peak and its output."""
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
     resident = anonymous = 0
     deadline = time.monotonic() + timeout_s
@@ -40,7 +40,7 @@ def run(command: Sequence[str], *, environment: dict[str, str], timeout_s: float
 
 
 def current() -> Peak:
-    """What this process takes now."""
+    """The current memory of this process."""
     use = _use(os.getpid())
     assert use is not None
     return use
@@ -58,7 +58,7 @@ def _family(pid: int) -> Iterator[int]:
 
 
 def _use(pid: int) -> Peak | None:
-    """What a process takes now; None where it has ended."""
+    """The current memory of a process; None if it has ended."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:

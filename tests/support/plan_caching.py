@@ -1,4 +1,4 @@
-"""What the tests of the plan cache share: small models, and a compiler that counts."""
+"""Helpers for tests of the plan cache: small models, and a compiler that counts its calls."""
 
 import os
 from collections.abc import Callable
@@ -18,7 +18,7 @@ KEY = "0123456789abcdef" * 4
 
 
 def unobserved(stage: str, seconds: float | None) -> None:
-    """Nobody looks at the stages."""
+    """An observer that ignores the stages."""
 
 
 def write_model(path: Path, *, seed: int = 0, external: bool = False) -> Path:
@@ -33,7 +33,7 @@ def write_model(path: Path, *, seed: int = 0, external: bool = False) -> Path:
 
 
 class Compiler:
-    """Writes a plan of its own each time, and counts."""
+    """Writes a different plan in each call, and counts the calls."""
 
     def __init__(self, during: Callable[[], object] = bool) -> None:
         self.calls = 0
@@ -53,14 +53,14 @@ def onnx_source(path: Path) -> Source:
 
 
 def compiled(compiler: Compiler, model: Path, options: Options) -> tuple[bytes, tuple[str, ...]]:
-    """What `compile_once` writes, and what it says."""
+    """The file and the notes of `compile_once`."""
     output = model.parent / "written"
     notes = compile_once(compiler, onnx_source(model), Target.CPU, options, output, unobserved)
     return output.read_bytes(), notes
 
 
 def change_byte(path: Path, offset: int = -1) -> None:
-    """Flip a byte, and leave size and time of the file as they were."""
+    """Flip a bit, and preserve size and time of the file."""
     status, content = path.stat(), bytearray(path.read_bytes())
     content[offset] ^= 1
     path.write_bytes(content)

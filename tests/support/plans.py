@@ -1,6 +1,6 @@
-"""Small valid plans for tests: one of each target, and one of any size to measure with.
+"""Small valid plans for tests, one for each target, and one of any size for measurements.
 
-The code of the CUDA plans is not runnable: their modules hold a few made-up bytes.
+The CUDA plans cannot run: their modules hold a few made-up bytes.
 """
 
 import struct
@@ -44,7 +44,7 @@ VERSIONS = (("nimblec", "0.1.0"), ("torch", "2.13.0"))
 
 
 def pointer(region: Region, offset: int = 0, index: int = 0) -> Pointer:
-    """A pointer in the order in which tests like to say it."""
+    """A pointer, with positional arguments."""
     return Pointer(region=region, index=index, offset=offset)
 
 
@@ -367,7 +367,7 @@ def cpu_plan() -> Plan:
 
 
 def large_plan(launch_count: int, *, relocation_count: int = 6, access_count: int = 4, stream_count: int = 4) -> Plan:
-    """A CUDA plan of ``launch_count`` launches that go round the streams, each with its own op.
+    """A CUDA plan of ``launch_count`` launches in turn on all streams, each with its own op.
 
     Half the accesses of a launch are reads, half writes.
     """

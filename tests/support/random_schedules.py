@@ -1,4 +1,4 @@
-"""Schedules with nothing to be said for them but that they are valid: for tests of concurrency."""
+"""Random valid schedules, for tests of concurrency."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Training steps that draw random numbers as a compilation for the GPU takes them, and eager PyTorch's own.
+"""Training steps that draw random numbers: entries for compilations on the GPU, and eager PyTorch's loop.
 
 NAME is MODEL_OPTIMIZER, such as dropouts_sgd.
 """
@@ -23,7 +23,7 @@ loss = nn.functional.cross_entropy
 
 
 class Dropouts(nn.Module):
-    """Dropouts of several sizes and kinds: of channels, of many elements, of few."""
+    """Dropouts of several sizes and kinds: of channels, of many and of few elements."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Dropouts(nn.Module):
 
 
 class Depth(nn.Module):
-    """Stochastic depth as torchvision has it, of rows and of the batch, and a dropout."""
+    """Stochastic depth as in torchvision, by row and by batch, and a dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ _MODELS: dict[str, Callable[[], nn.Module]] = {"dropouts": Dropouts, "depth": De
 
 
 def made(name: str) -> nn.Module:
-    """The model of a step, whose weights come from `SEED`, as the first numbers of its steps do."""
+    """The model of a step; `SEED` determines its weights and the random numbers of its steps."""
     torch.manual_seed(SEED)
     return _MODELS[name.partition("_")[0]]()
 
@@ -88,7 +88,7 @@ def __getattr__(name: str) -> Callable[[], Entries]:
 
 
 class Eager:
-    """PyTorch's own loop on the GPU, which draws from its default generator there."""
+    """PyTorch's own loop on the GPU, which draws from the GPU's default generator."""
 
     def __init__(self, name: str) -> None:
         self._slots = _SLOTS[name.partition("_")[2]]
@@ -105,7 +105,7 @@ class Eager:
         return value.detach().cpu().numpy()
 
     def state(self) -> Iterator[tuple[str, np.ndarray]]:
-        """All that a plan's state has but the rate, by its names."""
+        """All of a plan's state except the rate, by its names."""
         for name, tensor in self.model.state_dict().items():
             yield f"model.{name}", tensor.cpu().numpy()
         for name, parameter in self.model.named_parameters():

@@ -1,4 +1,4 @@
-"""Another schedule for a plan that is already made: its commands as a graph, scheduled and lowered again."""
+"""Reschedule an existing plan: its commands as a graph, scheduled and lowered again."""
 
 from dataclasses import replace
 
@@ -34,8 +34,8 @@ _KINDS = {
 def graph_of(plan: Plan) -> Graph:
     """The commands of a plan of one program as tasks, in issue order.
 
-    Each region is one buffer, so tensors that took turns in the same bytes of the arena are ordered
-    as if one were made of the other: that graph is what the plan's memory permits. No op is opaque.
+    Each region is one buffer, so tensors that share bytes of the arena are ordered as if one depended on the other: the
+    graph is what the plan's memory layout permits. No op is opaque.
     """
     program = plan.programs[0]
     reader = _Reader(plan, program)
@@ -51,7 +51,7 @@ def graph_of(plan: Plan) -> Graph:
 
 
 def replanned(plan: Plan, schedule: Schedule) -> Plan:
-    """The plan with its commands in another schedule of `graph_of`, its memory as it was."""
+    """The plan with another schedule of `graph_of`, and the same memory."""
     program = plan.programs[0]
     graph = graph_of(plan)
     memory = Layout(
@@ -88,7 +88,7 @@ def producer(commands: tuple[Command, ...], wait: int) -> int:
 
 
 class _Reader:
-    """Turns places in regions into places in buffers."""
+    """Translates pointers into regions to offsets in buffers."""
 
     def __init__(self, plan: Plan, program: Program) -> None:
         sizes = {

@@ -1,4 +1,4 @@
-"""The capture process where Inductor tiles equal kernels otherwise each time it chooses: it draws their times."""
+"""A capture process in which Inductor tiles equal kernels differently each time, by random times."""
 
 import os
 import random
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def begin(patched: "pytest.MonkeyPatch") -> None:
-    """Let compilations for a GPU start this process, in which Inductor compiles without others' help."""
+    """Have compilations for a GPU start this process, in which Inductor compiles without workers."""
     patched.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
     drawn_times.begin(patched, "restless_times")
 

@@ -1,4 +1,4 @@
-"""Graphs for the tests of rewrites, and what a rewrite must keep."""
+"""Graphs for the tests of rewrites, and checks of a rewrite's invariants."""
 
 import importlib
 from collections import Counter
@@ -40,7 +40,7 @@ def rewritten(module: fx.GraphModule, *passes: Callable[[fx.GraphModule], None])
 
 
 def check(module: fx.GraphModule) -> None:
-    """Every value has the dtype and shape that it says it has, and the strides once they are inferred anew."""
+    """Check that every value has its declared dtype and shape, and its strides once they are inferred again."""
     module.graph.lint()
     values = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
     inputs = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype).zero_() for v in values]
@@ -72,14 +72,14 @@ def run(module: fx.GraphModule, *inputs: Tensor) -> tuple[Tensor, ...]:
 
 
 def with_triton_kernels(module: fx.GraphModule) -> fx.GraphModule:
-    """A copy of an optimised graph with Triton kernels wherever they serve, by the pipelines of -O2."""
+    """A copy of an optimised graph with Triton kernels wherever they apply, by the pipelines of -O2."""
     for pipeline in (KERNELS, NORMS):
         module = pipeline(module, Setting(use=first(SM_90)))
     return module
 
 
 def assert_same(before: fx.GraphModule, after: fx.GraphModule, *inputs: Tensor, rtol: float | None = None) -> None:
-    """Equal results up to rounding, relative to the largest value of each output."""
+    """Check that results are equal up to rounding, relative to the largest value of each output."""
     expected, actual = run(before, *inputs), run(after, *inputs)
     assert len(expected) == len(actual) > 0
     for wanted, got in zip(expected, actual, strict=True):
@@ -93,7 +93,7 @@ def assert_same(before: fx.GraphModule, after: fx.GraphModule, *inputs: Tensor, 
 
 
 def _order(tensor: Tensor) -> list[int]:
-    """The strides that say something."""
+    """The strides of axes with more than one element."""
     return [stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True) if length != 1]
 
 
@@ -107,7 +107,7 @@ def counts(module: fx.GraphModule) -> Counter[str]:
 
 
 def randomize(module: nn.Module) -> nn.Module:
-    """Running statistics and affine parameters that change something."""
+    """Set running statistics and affine parameters to random values."""
     for part in module.modules():
         if isinstance(part, nn.modules.batchnorm._BatchNorm):
             assert part.running_mean is not None
@@ -126,7 +126,7 @@ def family(name: str, dtype: torch.dtype, seed: int = 0) -> tuple[fx.GraphModule
 
 
 def eager(name: str, dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
-    """What PyTorch computes of the same inputs."""
+    """PyTorch's results for the same inputs."""
     module, inputs = _built(name, dtype, seed)
     with torch.no_grad():
         return tree_leaves(module(*inputs))

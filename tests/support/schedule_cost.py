@@ -1,4 +1,4 @@
-"""What a schedule costs, by a model that knows no device."""
+"""A device-independent cost model of schedules."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ def simulate(schedule: Schedule, durations: Sequence[int], *, cross_edge_ns: int
 
     A task starts ``launch_ns`` after the task before it on its stream has ended, and
     ``cross_edge_ns`` after every task that it waits for has. Tasks of different streams do not slow
-    each other down: true of small kernels, an underestimate for those that fill the machine.
+    each other down: right for small kernels, an underestimate for those that fill the device.
     """
     waits: dict[int, list[int]] = {}
     for before, after in schedule.waits:

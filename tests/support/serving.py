@@ -1,4 +1,4 @@
-"""The servers of docs/serving.md, started by the commands that stand there."""
+"""The servers of docs/serving.md, started by the commands of that document."""
 
 import json
 import os
@@ -32,15 +32,15 @@ def command(words: str, language: str = "sh") -> str:
 
 
 def environment(name: str) -> Path:
-    """The environment that the document makes as .NAME; skips the test where there is none."""
+    """The folder .NAME, an environment that the document creates; skips the test if it does not exist."""
     folder = ROOT / f".{name}"
     if not folder.is_dir():
-        pytest.skip(f"docs/serving.md has the command that makes .{name}, which is not here")
+        pytest.skip(f"docs/serving.md has the command that creates .{name}, which does not exist")
     return folder
 
 
 class Shop:
-    """A folder in which the commands of the document run as in the repository's root."""
+    """A folder in which the document's commands run as in the repository's root."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -53,11 +53,11 @@ class Shop:
         self.variables = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(map(str, SOURCES)),
-            "RAY_metrics_report_interval_ms": "500",  # and not ten seconds
+            "RAY_metrics_report_interval_ms": "500",  # instead of ten seconds
         }
 
     def run(self, command: str, *, timeout: float = 120) -> str:
-        """What a command prints, which must succeed."""
+        """The output of a command, which must succeed."""
         done = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", command],
             cwd=self.folder, env=self.variables, capture_output=True, text=True, check=False, timeout=timeout,
@@ -67,7 +67,7 @@ class Shop:
 
     @contextmanager
     def serving(self, command: str, log: Path, is_ready: Callable[[], bool]) -> Iterator[subprocess.Popen[bytes]]:
-        """A server while it is ready; its output goes to ``log``."""
+        """Run a server for the block, once it is ready; its output goes to ``log``."""
         with log.open("wb") as out:
             server = subprocess.Popen(
                 shlex.split(command), cwd=self.folder, env=self.variables, stdout=out, stderr=subprocess.STDOUT
@@ -88,7 +88,7 @@ class Shop:
 
 
 def stocked(folder: Path, name: str) -> Shop:
-    """A shop with the document's plan, for servers of the environment .NAME; skips where that is not here."""
+    """A shop with the document's plan, for servers of the environment .NAME; skips the test if it does not exist."""
     environment(name)
     shop = Shop(folder)
     shop.run(command("nimblec compile"))
@@ -96,13 +96,13 @@ def stocked(folder: Path, name: str) -> Shop:
 
 
 def infer(url: str, rows: int, **changes: object) -> tuple[int, str]:
-    """The status and body of one call of the digits model, with changes to the tensor that is sent."""
+    """Status and body of a call of the digits model, with changes to the tensor that is sent."""
     tensor = {"name": "image", "shape": [rows, 1, 8, 8], "datatype": "FP32", "data": [0.5] * (64 * rows), **changes}
     return answered(f"{url}/infer", json.dumps({"inputs": [tensor]}).encode(), Content_Type="application/json")
 
 
 def answered(url: str, body: bytes | None = None, **headers: str) -> tuple[int, str]:
-    """The status and body of an HTTP request; status 0 where nobody answers."""
+    """Status and body of an HTTP request; status 0 without an answer."""
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     try:
         with urlopen(Request(url, body, named), timeout=60) as response:  # noqa: S310 — loopback

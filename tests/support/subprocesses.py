@@ -25,7 +25,7 @@ sys.meta_path[:] = map(Hiding, sys.meta_path)
 
 
 def python(code: str, *args: object, without: Iterable[str] = (), timeout: float = 120) -> str:
-    """Run ``code`` from the root of the repository, as if the packages ``without`` were not installed; its output."""
+    """Run ``code`` in the root of the repository, hiding the packages ``without``; returns its output."""
     command = [sys.executable, "-c", _HIDE.format(hidden=tuple(without)) + code, *map(str, args)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, SOURCES)), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Tables that torch makes anew for every export, which takes longer than to export most of the models of the tests."""
+"""A cache of tables that torch rebuilds for every export, which takes longer than exporting most test models."""
 
 import copy
 import sys
@@ -11,7 +11,7 @@ from torch._export import utils
 
 
 def make_once() -> None:
-    """Have torch, as far as it is imported, make each of them once."""
+    """Make the imported parts of torch build each table once."""
     _find_operators_once()
     registration = sys.modules.get("torch.onnx._internal.exporter._registration")
     if registration:
@@ -20,9 +20,9 @@ def make_once() -> None:
 
 @cache
 def _find_operators_once() -> None:
-    """Have torch.export load the composite operators again only where there are others than before.
+    """Make torch.export reload the composite operators only if there are new ones.
 
-    Nor does it then make the annotations of every kernel that it replaces, which Python 3.14 does not either.
+    It also skips the annotations of the kernels that it replaces, as on Python 3.14.
     """
     load = utils._materialize_cpp_cia_ops
     loaded: list[str] = []
@@ -34,14 +34,14 @@ def _find_operators_once() -> None:
             loaded[:] = found
 
     utils._materialize_cpp_cia_ops = load_others
-    torch._ops.Callable = typing.Callable  # type: ignore[attr-defined]  # that of typing is cached
+    torch._ops.Callable = typing.Callable  # type: ignore[attr-defined]  # typing's is cached
 
 
 @cache
 def _translate_operators_once(registry: Any) -> None:
-    """Have torch.onnx.export's ``ONNXRegistry`` hand out copies of one table for each opset.
+    """Make torch.onnx.export's ``ONNXRegistry`` return copies of one table for each opset.
 
-    Translations of ours are registered in the copy.
+    Our translations are registered in the copy.
     """
     make = cache(registry.from_torchlib)
 

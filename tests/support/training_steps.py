@@ -1,4 +1,4 @@
-"""Training steps as a compilation for the GPU takes them, by name; all numbers that a rate has are exact in float32."""
+"""Training steps as entries for compilations on the GPU, by name; learning rates are exact in float32."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ COUNT = 30
 
 
 def deterministic() -> None:
-    """Have equal steps give equal bits in this process."""
+    """Make steps deterministic in this process."""
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     torch.use_deterministic_algorithms(mode=True)
     torch.backends.cudnn.deterministic = True
@@ -24,7 +24,7 @@ def deterministic() -> None:
 
 
 def images(dropout: float = 0.0) -> nn.Module:
-    """Convolutions, one of them of groups, and norms."""
+    """Convolutions, one of them grouped, and norms."""
     torch.manual_seed(0)
     return nn.Sequential(
         *(nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()),
@@ -44,7 +44,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "sgd": lambda model: torch.optim.SGD(model.parameters(), 1 / 16, momentum=0.9, fused=True),
     "adam": lambda model: torch.optim.Adam(model.parameters(), 1 / 128, capturable=next(model.parameters()).is_cuda),
 }
-"""As a plan takes them: eager's default kernels round otherwise."""
+"""With a plan's kernels: eager's default kernels round differently."""
 
 
 def _step(name: str, dropout: float = 0.0, accumulate: int = 1) -> Entries:
@@ -66,7 +66,7 @@ def adam() -> Entries:
 
 
 def dropping() -> Entries:
-    """With dropout, and the gradients of two calls for a step."""
+    """With dropout, and the accumulated gradients of two calls."""
     return _step("sgd", dropout=0.5, accumulate=2)
 
 
@@ -104,7 +104,7 @@ class Networks(nn.Module):
 
 
 class Deep(nn.Module):
-    """Layers whose gradients need what they gave, and no scratch memory."""
+    """Layers whose gradients need their outputs, and no scratch memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class Deep(nn.Module):
 
 
 def deep_batch() -> tuple[Tensor, Tensor]:
-    """Numbers, and what shall become of them."""
+    """Inputs and targets."""
     return torch.linspace(-1, 1, 128 * 256).reshape(128, 256), torch.linspace(1, -1, 128 * 256).reshape(128, 256)
 
 
@@ -134,7 +134,7 @@ def all_losses(scores: Tensor, labels: Tensor) -> Tensor:
 
 
 def networks() -> Entries:
-    """A step of rate 1, whose change is the gradient."""
+    """A step with learning rate 1, which changes parameters by the gradient."""
     set_arithmetic("fp32")
     model = Networks()
     return nimblec.training_step(model, all_losses, torch.optim.SGD(model.parameters(), 1.0), batch(0))

@@ -1,4 +1,4 @@
-"""Code that imports Triton, run in a process of its own: interpreted, or compiled for Hopper without a GPU."""
+"""Runs code that imports Triton in a process of its own: interpreted, or compiled for Hopper without a GPU."""
 
 import os
 import subprocess
@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton: not installed")
-"""The CPU builds of torch come without."""
+"""CPU builds of torch do not include it."""
 
 ROOT = Path(__file__).parents[2]
 
 
 def run(code: str, cache: Path, **variables: str) -> str:
-    """What ``code`` prints, with an empty cache of compiled kernels and these environment variables."""
+    """The output of ``code``, with an empty cache of compiled kernels and these environment variables."""
     paths = [str(ROOT), str(ROOT / "runtime"), *(path for path in sys.path if path)]
     given = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "TRITON_CACHE_DIR": str(cache)}
     environment = {**os.environ, **given, **variables}

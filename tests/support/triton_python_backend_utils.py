@@ -1,4 +1,4 @@
-"""What Triton's Python backend gives its models, as its README describes it, and no more than the sample needs."""
+"""A fake of Triton's Python backend, after its README, as far as the sample needs it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ class TritonModelException(Exception):  # noqa: N818 — Triton's name
 
 @dataclass(frozen=True)
 class TritonError:
-    """What a response says in place of outputs."""
+    """The error of a response without outputs."""
 
     INTERNAL = 1
     INVALID_ARG = 3
@@ -33,7 +33,7 @@ class Tensor:
         self._array = array
 
     def name(self) -> str:
-        """As the model calls it."""
+        """Its name in the model."""
         return self._name
 
     def as_numpy(self) -> np.ndarray:
@@ -49,7 +49,7 @@ class InferenceRequest:
         self._names = list(requested_output_names)
 
     def requested_output_names(self) -> list[str]:
-        """What the client wants back."""
+        """The outputs that the client asks for."""
         return self._names
 
 
@@ -61,11 +61,11 @@ class InferenceResponse:
         self._error = error
 
     def output_tensors(self) -> list[Tensor]:
-        """What the client gets."""
+        """The outputs."""
         return self._outputs
 
     def error(self) -> TritonError | None:
-        """In place of them, or none."""
+        """The error, or None."""
         return self._error
 
 

@@ -1,4 +1,4 @@
-"""How a plan compares with its golden record."""
+"""Comparisons of plans with their golden records."""
 
 import nimblert
 from nimblert import golden
@@ -8,12 +8,12 @@ from nimblert.plan import Plan
 
 
 def verdicts(plan: Plan) -> set[Verdict]:
-    """How a plan's outputs in poisoned memory compare with its golden record."""
+    """The verdicts of the golden record on a plan's outputs in poisoned memory."""
     return _verdicts(plan, nimblert.load(plan, poison=True))
 
 
 def unchecked_verdicts(plan: Plan) -> set[Verdict]:
-    """The same for a plan that `load` refuses, as its commands race."""
+    """The same for a plan that `load` refuses because its commands race."""
     return _verdicts(plan, Executable(plan, poison=True))
 
 
