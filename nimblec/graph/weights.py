@@ -46,7 +46,7 @@ def rounded_weights(old: Tensor, weight: Tensor, bias: Tensor, *, axis: int) -> 
 def _keeps(weight: Tensor, dtype: torch.dtype, *, axis: int) -> bool:
     """Whether in ``dtype`` no channel along ``axis`` loses more than the rounding of the largest one.
 
-    Weights of a channel that is nearly off may fall below the normal range.
+    Weights of a channel whose scale is almost zero may fall below the normal range.
     """
     others = [n for n in range(weight.dim()) if n != axis]
     lost = torch.linalg.vector_norm(weight.to(dtype).double() - weight, dim=others)

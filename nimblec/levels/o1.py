@@ -1,4 +1,4 @@
-"""-O1: fewer kernels, and generated ones for what lies between the calls of libraries."""
+"""-O1: fewer kernels, and generated ones between the calls of libraries."""
 
 from nimblec.levels.recipe import Recipe
 from nimblec.optimize.rewrites import REGIONS, REWRITES

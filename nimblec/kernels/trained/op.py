@@ -1,6 +1,6 @@
 """Convolutions of trained weights and their gradients as torch ops: `nimblec.kernels.core.launch` says what an op is.
 
-Images lie channels last, and so do weights (out channels, channels, height, width), results too. ``counters``,
+Images, weights (out channels, channels, height, width) and results lie channels last. ``counters``,
 ``trigger`` and ``arithmetic`` are as in `nimblec.kernels.gemm.op`; ``window`` is a stride, a padding and a dilation,
 each a pair, as ``aten.convolution`` takes them.
 """

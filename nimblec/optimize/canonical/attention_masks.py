@@ -13,7 +13,7 @@ aten = torch.ops.aten
 
 
 ALIGNMENT = 16
-"""Elements that each row of a mask must begin at a multiple of, or CUDA copies the mask at every call."""
+"""Rows of a mask must begin at multiples of so many elements, or CUDA copies the mask at every call."""
 
 
 def canonicalize_masks(module: fx.GraphModule) -> None:

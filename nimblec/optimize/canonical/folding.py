@@ -56,7 +56,7 @@ def fold_constants(module: fx.GraphModule) -> None:
 
 def _is_small(result: Any, inputs: list[Any]) -> bool:
     results = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
-    # An expanded view holds more elements than bytes: it stays the call that makes it, at no cost.
+    # An expanded view has more elements than memory: it stays a call, which costs nothing.
     if any(torch._debug_has_internal_overlap(t) == 1 for t in results):
         return False
     return _nbytes(results) <= _nbytes(tree_leaves(inputs)) + GROWTH

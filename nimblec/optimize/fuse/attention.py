@@ -97,7 +97,7 @@ def _masked(found: _Scores, node: fx.Node) -> _Scores | None:
     terms = [term for term in node.args[:2] if isinstance(term, fx.Node)]
     for scores, mask in (terms, terms[::-1]) if len(terms) == 2 else ():
         full = is_like(scores, node) and tuple(fake(node).shape) == found.shape and found.hidden is None
-        # A scale between the softmax and the mask would be one of the mask too.
+        # A scale between the softmax and the mask would apply to the mask too.
         if full and found.scale == 1 and fake(mask).dtype == fake(node).dtype and _leads_to_product(scores):
             return replace(found, product=scores, masks=(*found.masks, mask))
     return None

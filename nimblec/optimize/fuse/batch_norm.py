@@ -197,7 +197,7 @@ def _apply(rewriter: Rewriter, change: _Change) -> None:
     given = bound(call)
     bias = rewriter.constant(new.bias, at=call)
     weight = given["weight" if is_call(call, CONVOLUTION) else "mat2"]
-    if new.weight is not rewriter.value(weight):  # a shift alone keeps them, and what they are shared with
+    if new.weight is not rewriter.value(weight):  # a shift alone keeps the weights, which may be shared
         weight = rewriter.constant(new.weight, at=call)
     if is_call(call, CONVOLUTION):
         call.args = (argument(call, 0), weight, bias, *call.args[3:])

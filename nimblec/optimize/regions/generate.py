@@ -1,4 +1,4 @@
-"""Generated kernels for what lies between library calls: each region of the graph becomes one op."""
+"""Generated kernels for the calls between those of libraries: each region of the graph becomes one op."""
 
 from torch import fx
 
