@@ -24,7 +24,7 @@ Adapter = Mapping[str, tuple[np.ndarray, np.ndarray]]
 
 
 def adapter(base: Weights, seed: int) -> Adapter:
-    """What training would have found, here random."""
+    """A random adapter in place of a trained one."""
     random = np.random.default_rng(seed)
 
     def factor(*shape: int) -> np.ndarray:
@@ -34,7 +34,7 @@ def adapter(base: Weights, seed: int) -> Adapter:
 
 
 def merged(base: Weights, adapter: Adapter) -> Weights:
-    """The weights that an adapter changes, all others stay in the plan as they are."""
+    """The weights that an adapter changes; all others stay as they are in the plan."""
     return {name: base[name] + b @ a for name, (b, a) in adapter.items()}
 
 

@@ -2,7 +2,7 @@
 
 Run from the root of the repository: ``python samples/train_digits.py [DIRECTORY]``. Prints the
 accuracy on the test split and writes, beside the model, the first test image of each digit that
-digits.onnx reads right as digit_N.npy (float32, 1x1x8x8), N being its true digit.
+digits.onnx classifies correctly as digit_N.npy (float32, 1x1x8x8), N being its digit.
 """
 
 import sys

@@ -29,13 +29,13 @@ def split() -> list[np.ndarray]:
 
 
 def batches(count: int, size: int, epoch: int) -> Iterator[np.ndarray]:
-    """Indices of each batch of an epoch; what is left over waits for another one."""
+    """Indices of each batch of an epoch; an incomplete last batch is dropped."""
     order = np.random.default_rng([SEED, epoch]).permutation(count)
     yield from order[: count // size * size].reshape(-1, size)
 
 
 def accuracy(model: nimblert.Executable, images: np.ndarray, labels: np.ndarray, size: int) -> float:
-    """The share of images that are read right, in batches that the last images fill up."""
+    """The share of images that are classified correctly; the last batch is padded with copies of the last image."""
     padded = np.concatenate((images, np.repeat(images[-1:], -len(images) % size, axis=0)))
     scores = [model(part, entry="evaluate") for part in padded.reshape(-1, size, *images.shape[1:])]
     return float((np.concatenate(scores).argmax(axis=1)[: len(labels)] == labels).mean())

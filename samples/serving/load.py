@@ -1,11 +1,11 @@
-"""Call a server of the Open Inference Protocol from many clients at once, and account for every request.
+"""Load test of a server of the Open Inference Protocol: many clients at once, every request accounted for.
 
 Usage: ``python samples/serving/load.py MODEL [--url 127.0.0.1:8000] [--clients 16] [--seconds 10]``. ``--kill PID``, of
 a ray_serve.py on this machine, kills one of its replicas half way (SIGKILL).
 
-Inputs are drawn from what the server says of the model, and outputs compared with those of a call made alone. Prints
-JSON: requests sent, answered right, ended by an error, wrong, and lost (no end within the time limit); latencies and
-throughput. The exit status is 1 if any were wrong or lost.
+Random inputs follow the server's model metadata; outputs are compared with those of a call made alone. Prints JSON:
+requests sent, answered correctly, failed, answered wrongly, and lost (no answer within the time limit); latencies and
+throughput. The exit status is 1 if any answer was wrong or lost.
 """
 
 import argparse
@@ -37,7 +37,7 @@ Arrays = dict[str, np.ndarray]
 
 @dataclass(kw_only=True)
 class Account:
-    """What became of the requests of one client or all."""
+    """The outcomes of the requests of one client, or of all."""
 
     seconds: list[float] = field(default_factory=list)
     errors: Counter[str] = field(default_factory=Counter)
@@ -48,7 +48,7 @@ class Account:
 
 
 class Client:
-    """What calls the model, from any number of tasks."""
+    """Calls the model, from any number of tasks."""
 
     def __init__(
         self, client: triton.InferenceServerClient, model: str, metadata: dict[str, Any], *, binary: bool
@@ -86,7 +86,7 @@ class Client:
 
 
 def _same(found: Arrays, expected: Arrays) -> bool:
-    """A larger batch may sum in another order."""
+    """Whether outputs agree; a larger batch may sum in another order."""
     return all(
         found[name].shape == array.shape and np.allclose(found[name], array, rtol=1e-3, atol=1e-5)
         for name, array in expected.items()
@@ -119,7 +119,7 @@ def _described(error: Exception) -> str:
 
 
 def replicas(server: int) -> list[int]:
-    """The processes of replicas below a process, as their titles say."""
+    """The replicas among the descendants of a process, known by their titles."""
     return sorted(pid for pid in _below(server) if _read(f"/proc/{pid}/cmdline").startswith(REPLICA))
 
 
@@ -131,28 +131,28 @@ def _below(pid: int) -> Iterator[int]:
 
 
 def _read(file: str | Path) -> bytes:
-    """What a file of /proc says; nothing once the process has ended."""
+    """The content of a file of /proc; empty once the process has ended."""
     with suppress(OSError):
         return Path(file).read_bytes()
     return b""
 
 
 async def _replace(server: int, seconds: float) -> dict[str, Any]:
-    """Kill a replica in so many seconds: its process, and those of all when another one is in its place."""
+    """Kill a replica after so many seconds: its process, and the processes of all once it is replaced."""
     before = replicas(server)
     await asyncio.sleep(seconds)
     os.kill(before[0], signal.SIGKILL)
     begin = time.monotonic()
     end = begin + LIMIT_S
     while len(now := set(replicas(server)) - {before[0]}) < len(before) and time.monotonic() < end:  # noqa: ASYNC110
-        await asyncio.sleep(0.1)  # nobody tells when a process is there
+        await asyncio.sleep(0.1)  # nothing announces a new process
     return {"killed": before[0], "replicas": sorted(now), "replaced_after_s": round(time.monotonic() - begin, 2)}
 
 
 async def load(
     url: str, model: str, *, clients: int, seconds: float, binary: bool, server: int | None
 ) -> dict[str, Any]:
-    """Call for so long; with ``server`` kill a replica of it half way. What became of the requests."""
+    """Call for so long, and return the outcomes; with ``server``, kill one of its replicas half way."""
     async with triton.InferenceServerClient(url, conn_limit=clients) as connection:
         client = Client(connection, model, await connection.get_model_metadata(model), binary=binary)
         samples = [(inputs, await client.call(inputs)) for inputs in map(client.drawn, range(SAMPLES))]
@@ -181,7 +181,7 @@ async def load(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print what became of the requests; 0 if every one was answered right or ended in an error."""
+    """Print the outcomes; 0 if every request was answered correctly or failed with an error."""
     parser = argparse.ArgumentParser(description="Call a model of a server and account for every request.")
     parser.add_argument("model")
     parser.add_argument("--url", default="127.0.0.1:8000")

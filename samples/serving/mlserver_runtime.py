@@ -1,8 +1,8 @@
 """Serve plans with MLServer, which speaks the Open Inference Protocol, version 2, over HTTP and gRPC.
 
 Usage: ``mlserver start samples/serving``. The file mlserver/model-settings.json names the model and its plan, and says
-for how many seconds a batch waits for requests to join it. MLServer's own batches stay off: they put the values of
-requests together before anybody has looked at the shapes.
+for how many seconds a batch waits for requests to join it. MLServer's own batching stays off: it joins the values of
+requests before their shapes are checked.
 """
 
 import mlserver
@@ -38,7 +38,7 @@ class PlanModel(mlserver.MLModel):
         try:
             arrays = {given.name: NumpyCodec.decode_input(given) for given in payload.inputs}
             outputs = await self._batches.run(arrays)
-        except ValueError as exc:  # of numpy for values that have not the shape, an InputError too
+        except (ValueError, OverflowError) as exc:  # an InputError, or numpy's: values do not fit the shape or dtype
             raise InferenceError(str(exc)) from exc
         wanted = [output.name for output in payload.outputs or ()]
         if unknown := [name for name in wanted if name not in outputs]:
@@ -54,7 +54,7 @@ class PlanModel(mlserver.MLModel):
 
 
 def _encoded(name: str, array: np.ndarray) -> ResponseOutput:
-    """An output in its own shape, to which MLServer's codec would add a dimension where it has one alone."""
+    """An output in its own shape: MLServer's codec would add a dimension to one that has a single dimension."""
     return ResponseOutput(
         name=name, datatype=DATATYPES[str(array.dtype)], shape=list(array.shape), data=array.ravel().tolist()
     )

@@ -24,12 +24,12 @@ DATATYPES = {dtype: datatype for datatype, dtype in DTYPES.items()}
 
 
 class ProtocolError(ValueError):
-    """A request that is none: the client's fault, in one sentence."""
+    """A request that does not follow the protocol: what is wrong with it, in one sentence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What a client wants: ``arrays`` by input name; whether each output that it names is to be binary, or the rest."""
+    """An infer call: ``arrays`` by input name, and whether the outputs that it names, or all others, are binary."""
 
     id: str
     arrays: dict[str, np.ndarray]
@@ -57,7 +57,7 @@ def read_request(body: bytes, header_length: str | None) -> Request:
         raise
     except KeyError as exc:
         raise ProtocolError(f"the request has no {exc}") from exc
-    except (ValueError, TypeError, AttributeError) as exc:
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as exc:
         raise ProtocolError(f"the request is not one of the Open Inference Protocol: {exc}") from exc
 
 
@@ -67,7 +67,7 @@ def _parameters(tensor: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _array(tensor: Mapping[str, Any], binary: memoryview) -> tuple[np.ndarray, memoryview]:
-    """The array of an input, and the bytes behind its own."""
+    """The array of an input, and the bytes that follow its own."""
     name, datatype, shape = tensor["name"], tensor["datatype"], tuple(map(int, tensor["shape"]))
     if datatype not in DTYPES:
         raise ProtocolError(f"input {name!r}: datatype {datatype!r}, expected one of {sorted(DTYPES)}")
@@ -88,7 +88,7 @@ def _array(tensor: Mapping[str, Any], binary: memoryview) -> tuple[np.ndarray, m
 
 
 def write_response(model: str, request: Request, arrays: Mapping[str, np.ndarray]) -> tuple[bytes, dict[str, str]]:
-    """The body of an answer, and the HTTP headers it needs. Raises ProtocolError for an output that there is not."""
+    """The body of an answer, and the HTTP headers it needs. Raises ProtocolError for an unknown output."""
     names = list(request.binary or arrays)
     if unknown := [name for name in names if name not in arrays]:
         raise ProtocolError(f"output {unknown[0]!r}: not found, the model has {list(arrays)}")
@@ -110,7 +110,7 @@ def write_response(model: str, request: Request, arrays: Mapping[str, np.ndarray
 
 
 def metadata(model: str, inputs: Iterable[Tensor], outputs: Iterable[Tensor]) -> dict[str, Any]:
-    """What the protocol calls a model's metadata; the first dimension, the batch, may have any size."""
+    """The protocol's model metadata; the first dimension, the batch, may have any size."""
 
     def described(tensors: Iterable[Tensor]) -> Sequence[dict[str, Any]]:
         return [

@@ -1,7 +1,7 @@
-"""Serve a plan with Ray Serve: replicas, batches made of concurrent requests, health, metrics, drain.
+"""Serve a plan with Ray Serve: replicas, batches of concurrent requests, health, metrics, drain.
 
 Usage: ``python samples/serving/ray_serve.py PLAN [--replicas 2]``; ``--help`` lists the rest. It speaks the Open
-Inference Protocol, version 2, so Triton's clients can call it. Ctrl-C or SIGTERM ends it when what was accepted is
+Inference Protocol, version 2, so Triton's clients can call it. Ctrl-C or SIGTERM ends it once all accepted requests are
 answered.
 """
 
@@ -28,7 +28,7 @@ from nimblert.files import container
 from nimblert.plan import Target
 
 MOST_ONGOING = 256
-"""Requests that a replica takes before further ones wait in the proxy."""
+"""Requests in a replica at once; further ones wait in the proxy."""
 api = FastAPI()
 
 Arrays = dict[str, np.ndarray]
@@ -59,7 +59,7 @@ class PlanServer:
         )
 
     async def check_health(self) -> None:
-        """Raise where the plan does not give what it gave at load; Ray then puts a new replica in this one's place."""
+        """Raise RuntimeError where outputs are not those at load, bit for bit; Ray then replaces this replica."""
         found = await self._plan.arun(self._probe)
         for name, array in found.items():
             if array.tobytes() != self._expected[name].tobytes():
@@ -104,7 +104,7 @@ class PlanServer:
         self._check_name(name)
         try:
             asked = oip.read_request(await request.body(), request.headers.get(oip.HEADER_LENGTH))
-            count = self._plan.check(asked.arrays)  # before it meets the rows of others
+            count = self._plan.check(asked.arrays)  # before it is joined with other calls
             fits = count <= self._plan.batch
             outputs = await (self._batch(asked.arrays) if fits else self._run(asked.arrays))
             body, headers = oip.write_response(name, asked, outputs)
@@ -118,7 +118,7 @@ class PlanServer:
 
 
 def application(plan: Path, *, name: str, replicas: int, wait_s: float) -> serve.Application:
-    """Replicas of a plan: each on a GPU of its own where the plan runs on one, else on one CPU."""
+    """Replicas of a plan, each with a GPU of its own, or one CPU for a CPU plan."""
     needs = {"num_gpus": 1} if container.read(plan).target is Target.CUDA else {"num_cpus": 1}
     deployment = serve.deployment(
         num_replicas=replicas,
@@ -133,7 +133,7 @@ def application(plan: Path, *, name: str, replicas: int, wait_s: float) -> serve
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Serve until a signal comes."""
+    """Serve until SIGINT or SIGTERM."""
     parser = argparse.ArgumentParser(description="Serve a plan with Ray Serve.")
     parser.add_argument("plan", type=Path)
     parser.add_argument("--name", help="of the model, in URLs; by default that of the file")
@@ -146,14 +146,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ray.init(include_dashboard=False, log_to_driver=False, _metrics_export_port=given.metrics_port)
     ended = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: ended.set())  # in the place of Ray's handlers
+        signal.signal(number, lambda *_: ended.set())  # instead of Ray's handlers
     serve.start(http_options=HTTPOptions(host=given.host, port=given.port))
     name = given.name or given.plan.stem
     serve.run(application(given.plan, name=name, replicas=given.replicas, wait_s=given.wait_ms / 1000), name=name)
     where = f"http://{given.host}:{given.port}, metrics on port {given.metrics_port}"
     print(f"serving {name!r} on {where}, process {os.getpid()}", flush=True)
     ended.wait()
-    serve.delete(name)  # waits for what the replicas have accepted
+    serve.delete(name)  # waits until the replicas have answered what they accepted
     serve.shutdown()
     ray.shutdown()
 

@@ -1,4 +1,4 @@
-"""Calls of any number of rows through a plan, together where that is possible."""
+"""Calls of any number of rows through a plan, joined in batches where the plan allows it."""
 
 import asyncio
 from collections import deque
@@ -10,12 +10,15 @@ import nimblert
 
 Arrays = dict[str, np.ndarray]
 
+_Call = tuple[Arrays, int, asyncio.Future[Arrays]]
+"""Inputs, their number of rows, and the outputs to come."""
+
 
 class Rows:
     """The main entry of a plan whose inputs and outputs all have the rows, the batch, as their first dimension.
 
-    ``batch`` is the number of rows up to which calls may be joined: that of the largest program, where the plan takes
-    every number up to it; else 0.
+    ``batch`` is the most rows that joined calls may have: those of the largest program if the plan takes every smaller
+    number too, else 0.
     """
 
     def __init__(self, model: nimblert.Executable) -> None:
@@ -67,13 +70,13 @@ class Rows:
 
 
 class Batches:
-    """Calls that come at the same time as one: for servers whose own batches would mix sound requests with others."""
+    """Joins concurrent calls: for servers whose own batches would mix invalid requests with valid ones."""
 
     def __init__(self, rows: Rows, wait_s: float) -> None:
         """A batch waits ``wait_s`` seconds for calls to join it."""
         self._rows = rows
         self._wait_s = wait_s
-        self._waiting: deque[tuple[Arrays, int, asyncio.Future[Arrays]]] = deque()
+        self._waiting: deque[_Call] = deque()
         self._working: asyncio.Task[None] | None = None
 
     async def run(self, arrays: Arrays) -> Arrays:
@@ -90,18 +93,21 @@ class Batches:
             if sum(count for _, count, _ in self._waiting) < self._rows.batch:
                 await asyncio.sleep(self._wait_s)
             taken = self._next()
-            batch = self._rows.arun(joined([arrays for arrays, _, _ in taken]))
-            (outcome,) = await asyncio.gather(batch, return_exceptions=True)
+            (outcome,) = await asyncio.gather(self._outputs(taken), return_exceptions=True)
             for place, (_, _, result) in enumerate(taken):
                 if result.cancelled():
                     continue
                 if isinstance(outcome, BaseException):
                     result.set_exception(outcome)
                 else:
-                    result.set_result(split(outcome, [count for _, count, _ in taken])[place])
+                    result.set_result(outcome[place])
 
-    def _next(self) -> list[tuple[Arrays, int, asyncio.Future[Arrays]]]:
-        """The calls that may run together, and the first in any case."""
+    async def _outputs(self, taken: Sequence[_Call]) -> list[Arrays]:
+        outputs = await self._rows.arun(joined([arrays for arrays, _, _ in taken]))
+        return split(outputs, [count for _, count, _ in taken])
+
+    def _next(self) -> list[_Call]:
+        """The calls of the next batch: the first, and those after it that fit."""
         taken = [self._waiting.popleft()]
         room = self._rows.batch - taken[0][1]
         while self._waiting and self._waiting[0][1] <= room:
@@ -111,14 +117,14 @@ class Batches:
 
 
 def joined(items: Sequence[Arrays]) -> Arrays:
-    """Dicts of arrays, one below the other."""
+    """The arrays of several dicts, concatenated by rows."""
     if len(items) == 1:
         return dict(items[0])
     return {name: np.concatenate([item[name] for item in items]) for name in items[0]}
 
 
 def split(arrays: Arrays, counts: Sequence[int]) -> list[Arrays]:
-    """What `joined` put together, in dicts of so many rows."""
+    """Undo `joined`: one dict for each number of rows in ``counts``."""
     ends = np.cumsum(counts)
     return [
         {name: array[end - count : end] for name, array in arrays.items()}

@@ -100,16 +100,16 @@ def test_calls_of_one_time_run_together(rows: Rows, monkeypatch: pytest.MonkeyPa
     assert sizes == [4, 3, 8]
 
 
+@pytest.mark.parametrize("failing", ["rows.Rows.run", "rows.joined"])
 def test_a_failure_of_a_batch_reaches_every_call_of_it_and_the_next_one_runs(
-    rows: Rows, monkeypatch: pytest.MonkeyPatch
+    rows: Rows, monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
     async def calls() -> list[object]:
         batches = Batches(rows, 0.01)
         with monkeypatch.context() as patch:
-            patch.setattr(rows, "run", lambda _: 1 / 0)
-            failed = await asyncio.gather(
-                *(batches.run({"image": IMAGES[:1]}) for _ in range(3)), return_exceptions=True
-            )
+            patch.setattr(failing, lambda *_: 1 / 0)
+            calls = (batches.run({"image": IMAGES[:1]}) for _ in range(3))
+            failed = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 30)
         return [*map(type, failed), (await batches.run({"image": IMAGES}))["digit"].tolist()]
 
     assert asyncio.run(calls()) == [ZeroDivisionError] * 3 + [list(DIGITS)]
@@ -183,6 +183,8 @@ def test_tensors_behind_the_json() -> None:
         (body(BINARY), None, "16 of 0 bytes, expected 16 bytes"),
         (body({**BINARY, "parameters": {"binary_data_size": 12}}) + bytes(12), "x", "not one of the Open"),
         (body(TENSOR), "-3", "not one of the Open Inference Protocol"),
+        (body({**TENSOR, "datatype": "UINT8", "data": [1, 2, 3, 300]}), None, "not one of the Open Inference Protocol"),
+        (b"[" * 100_000, None, "not one of the Open Inference Protocol"),
     ],
 )
 def test_what_is_no_request(content: bytes, length: str | None, sentence: str) -> None:

@@ -11,7 +11,7 @@ import nimblert
 
 
 class TritonPythonModel:
-    """What the backend makes one of for each instance of the model."""
+    """One instance of the model."""
 
     def initialize(self, args: dict[str, str]) -> None:
         """Load the plan, on the GPU of this instance where it has one."""
@@ -22,7 +22,7 @@ class TritonPythonModel:
             raise triton.TritonModelException("the plan does not take every number of rows: requests cannot be joined")
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
-        """A response to each of these requests, which run together; what is wrong with one concerns no other."""
+        """A response to each of these requests, which run as one batch; an invalid one fails alone."""
         responses: list[Any] = [None] * len(requests)
         arrays, counts, places = [], [], []
         for place, request in enumerate(requests):
