@@ -1,9 +1,8 @@
-"""Arena: scratch memory that contexts of several plans take turns in."""
+"""Arena: scratch memory that contexts of several plans use in turn."""
 
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any, Self
 
 from nimblert.errors import InputError
@@ -14,9 +13,8 @@ from nimblert.plan import Plan, Target
 class Arena:
     """Scratch memory for plans of one target that run one after the other, as large as the largest of them needs.
 
-    A run leaves nothing in it that another one would need: inputs, outputs, weights and state have memory
-    of their own. `nimblert.load` and `Executable.context` take it. It must be closed after the contexts
-    that use it.
+    Nothing in it outlives a run: inputs, outputs, weights and state have memory of their own. `nimblert.load` and
+    `Executable.context` take it. Close it after the contexts that use it.
     """
 
     def __init__(self, nbytes: int, *, target: str = "cuda", device: int = 0) -> None:
@@ -28,7 +26,7 @@ class Arena:
         self.target = targets[target]
         self.device = device
         self.owner: object = None
-        """A run by steps that is half done."""
+        """The run by steps that is half done, if any."""
         self._busy = threading.Lock()
         self.memory: Any = None
         """An array of bytes, or a `nimblert.cuda.working.DeviceArena`."""
@@ -43,7 +41,7 @@ class Arena:
 
     @classmethod
     def for_plans(cls, *plans: Plan | container.Source, device: int = 0) -> Self:
-        """One that is as large as the largest of these plans needs. Raises InputError, PlanError."""
+        """An arena as large as the largest of these plans needs. Raises InputError, PlanError."""
         parsed = [plan if isinstance(plan, Plan) else container.read(plan) for plan in plans]
         targets = {plan.target for plan in parsed}
         if len(targets) != 1:
@@ -51,7 +49,7 @@ class Arena:
         return cls(max(plan.arena_nbytes for plan in parsed), target=targets.pop().name.lower(), device=device)
 
     def check(self, plan: Plan, device: int) -> None:
-        """Raise InputError where a plan cannot use it there."""
+        """Raise InputError where a plan on this device cannot use it."""
         if self.memory is None:
             raise InputError("the arena is closed")
         if (self.target, self.device) != (plan.target, device):
@@ -66,9 +64,9 @@ class Arena:
 
     @contextmanager
     def turn(self, steps: object = None) -> Iterator[None]:
-        """A run in it, or the begin of ``steps``, which keep it until `owner` is none again.
+        """A run in the arena, or the start of ``steps``, which keep it until `owner` is reset to None.
 
-        Raises InputError while another one runs.
+        Raises InputError while another run has it.
         """
         if self._busy.locked() or self.owner is not None:
             raise InputError("the arena is in use by another context: run one after the other")
@@ -77,7 +75,7 @@ class Arena:
             yield
 
     def close(self) -> None:
-        """Give the memory back; calling it twice is harmless."""
+        """Free the memory; calling it twice is harmless."""
         if self.memory is not None and self.target is not Target.CPU:
             self.memory.close()
         self.memory = None
@@ -85,7 +83,5 @@ class Arena:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -1,10 +1,10 @@
 """Replay a plan's golden record in a process of its own: ``python -m nimblert.check TARGET [THREADS]``.
 
-TARGET is "cpu" or "cuda", THREADS how many a plan for the CPU computes with.
+TARGET is "cpu" or "cuda", THREADS the number of threads that a CPU plan computes with.
 
-The path of the plan is read from standard input, so that the process can be begun before there is one.
-Importing torch, onnx or triton raises in that process, and memory is poisoned first. Prints one
-JSON object: the verdict and difference of every output of every program, and the seconds that each part took.
+The path of the plan is read from standard input, so that the process can start before the plan exists. In that process
+torch, onnx, triton and nimblec cannot be imported, and memory is poisoned first. Prints one JSON object: the verdict
+and difference of every output of every program, and the seconds that each part took.
 """
 
 import json
@@ -16,7 +16,7 @@ _FRAMEWORKS = ("torch", "onnx", "triton", "nimblec")
 
 
 def main(target: str, threads: int | None = None) -> int:
-    """Check every program of the plan whose path is read, which is for ``target``."""
+    """Check every program of the plan, which is for ``target``; the exit status."""
     for name in _FRAMEWORKS:
         sys.modules[name] = None  # type: ignore[assignment]  # makes an import of it raise
     seconds: dict[str, float] = {}
@@ -41,7 +41,7 @@ def main(target: str, threads: int | None = None) -> int:
     verdicts = []
     for program in plan.programs:
         now = time.perf_counter()
-        # each from the first state
+        # each from the initial state
         with executable.load(plan, program=program.name, threads=threads, poison=True) as loaded:
             now = lap("load", now)
             record = program.golden

@@ -1,4 +1,4 @@
-"""Commands: what a program does, in issue order, and the places in memory that it does it to."""
+"""Commands, the steps of a program, and the places in memory that they access."""
 
 import enum
 from dataclasses import dataclass
@@ -6,10 +6,10 @@ from typing import TypeAlias
 
 
 class Region(enum.IntEnum):
-    """The memory that a pointer counts from.
+    """The memory that a pointer is relative to.
 
-    ARENA holds what lives during one run, WEIGHTS what no run changes, STATE what a run leaves for
-    the next one. INPUT and OUTPUT are one region for each index.
+    ARENA holds values of one run, WEIGHTS constants, STATE values that are kept from run to run. INPUT and OUTPUT are
+    one region for each index.
     """
 
     ARENA = 0
@@ -24,7 +24,7 @@ class Pointer:
     """A byte address: ``offset`` bytes from the start of a region.
 
     ``index`` is the number of the input or output region, 0 elsewhere. The offset of a relocation
-    may lie outside its region: some kernels are handed the base minus a padding.
+    may lie outside its region: some kernels take the base address minus a padding.
     """
 
     region: Region
@@ -55,12 +55,11 @@ Dim3: TypeAlias = tuple[int, int, int]
 class Launch:
     """Run a kernel.
 
-    ``params`` is the parameter buffer, zero where a relocation goes. On the CPU target it is an
-    array of pointers, one relocation each, in the order of the kernel's parameters. ``cluster`` is
-    (0, 0, 0) where the launch names none. ``programmatic``: the edge from the command before it on
-    its stream is a programmatic one (the kernel may start before that launch has ended, and waits
-    for it itself). ``op`` indexes `Program.ops`; ``duration_ns`` is the time measured when the plan
-    was made, 0 if it was not.
+    ``params`` is the parameter buffer, zero where a relocation goes. On the CPU target it is an array of pointers, one
+    relocation each, in the order of the kernel's parameters. ``cluster`` is (0, 0, 0) for a launch without clusters.
+    ``programmatic``: the edge from the previous launch on its stream is a programmatic one (the kernel may start before
+    that launch has ended, and waits for it itself). ``op`` indexes `Program.ops`; ``duration_ns`` is the time measured
+    at compilation, 0 if it was not.
     """
 
     stream: int
@@ -110,7 +109,7 @@ class Memset:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """Mark the work issued so far on ``stream``; each event is recorded once."""
+    """Record ``event`` after the work issued so far on ``stream``; each event is recorded once."""
 
     stream: int
     event: int
@@ -118,7 +117,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wait:
-    """What follows on ``stream`` starts after what ``event`` marked has ended."""
+    """Have later commands on ``stream`` wait for the work that ``event`` was recorded after."""
 
     stream: int
     event: int

@@ -30,14 +30,14 @@ Arrays: TypeAlias = Mapping[str, Any]
 class Context:
     """The programs of a plan with an arena, state, inputs and outputs of their own, for one thread at a time.
 
-    Made by `Executable.context`; weights and code are the executable's. Each program is loaded when it
-    is first asked for. Ctrl-C ends a run between two commands, and the context stays usable. What two
-    threads ask of one context at the same time raises InputError in the second.
+    Made by `Executable.context`; it shares weights and code with the executable. Each program is loaded on first use.
+    Ctrl-C ends a run between two commands, and the context stays usable. Of two threads that use a context at the
+    same time, the second gets an InputError.
     """
 
     _noun = "context"
     _waits = False
-    """Whether a thread waits for the run of another, or is refused."""
+    """Whether a thread waits for the run of another, rather than being refused."""
     _again = "make another one"
 
     def __init__(self, plan: Plan, resident: Resident, *, arena: Arena | None = None, poison: bool = False) -> None:
@@ -66,22 +66,22 @@ class Context:
 
     @property
     def entries(self) -> tuple[str, ...]:
-        """The names of the plan's entries, each of which `entry` gives."""
+        """The names of the plan's entries, for `entry`."""
         return self._signatures.names
 
     def entry(self, name: str | None = None) -> Entry:
-        """The entry called ``name``: without one, the only one there is, or "main". Raises InputError."""
+        """The entry called ``name``; by default the only one, or else "main". Raises InputError."""
         signature = self._signatures[name]
         return Entry(signature, partial(self._call, signature), partial(self.run, entry=signature.name))
 
     @property
     def program(self) -> Program:
-        """The first program of the entry that is meant where none is named."""
+        """The first program of the default entry: the only one, or else "main"."""
         return self._signatures[None].programs[0]
 
     @property
     def backend(self) -> Backend:
-        """What runs `program`."""
+        """The backend of `program`."""
         with self._turn.taken():
             self._turn.check_ready(self._turn.steps)
             return self._backends[self.program.name]
@@ -97,7 +97,7 @@ class Context:
         return self.program.outputs
 
     def warm(self) -> None:
-        """Load every program now, rather than when it is first called."""
+        """Load every program now instead of on its first call."""
         with self._turn.taken():
             self._turn.check_ready(self._turn.steps)
             for program in self.plan.programs:
@@ -115,16 +115,16 @@ class Context:
 
     @contextmanager
     def between_runs(self) -> Iterator[Working]:
-        """The memory that holds the state, with no run before the block has ended. Raises InputError as a run would."""
+        """The memory that holds the state; no run begins before the block ends. Raises InputError as a run would."""
         with self._turn.taken():
             self._turn.check_ready()
             yield self._working
 
     def __call__(self, *args: Any, entry: str | None = None, **kwargs: Any) -> np.ndarray | tuple[np.ndarray, ...]:
-        """Run an entry on arrays given in the plan's order, by name, or both; their shapes choose its program.
+        """Run an entry on arrays given in the plan's order, by name, or both; their shapes choose the program.
 
-        One output comes back as an array, several as a tuple in the plan's order. An input whose name
-        is "entry" is given by position, or to what `entry` returns.
+        Returns a single output as an array, several as a tuple in the plan's order. An input named "entry" is given
+        by position, or by name in a call of what `entry` returns.
         """
         return self._call(self._signatures[entry], args, kwargs)
 
@@ -137,13 +137,13 @@ class Context:
         reuse_outputs: bool = False,
         stream: Any = None,
     ) -> dict[str, np.ndarray]:
-        """Run an entry on arrays by input name: the outputs by name, in the plan's order.
+        """Run an entry on arrays by input name, and return the outputs by name, in the plan's order.
 
-        An output that ``out`` names is written into that array. Others are new arrays; with
-        ``reuse_outputs`` they are views of memory that the next run writes again, and cost no copy.
+        Outputs in ``out`` are written into the arrays given there. The others are new arrays, or with
+        ``reuse_outputs`` views of memory that the next run overwrites, which saves a copy.
 
-        On a GPU ``stream`` is one of the caller, by its handle or ``__cuda_stream__``: the run is enqueued
-        there and not waited for. Outputs are on the device, written when the stream comes to them.
+        On a GPU ``stream`` is a stream of the caller, given by its handle or ``__cuda_stream__``: the run is enqueued
+        on it, and this returns without waiting. Outputs are on the device, and written in the order of the stream.
         Raises InputError.
         """
         signature = self._signatures[entry]
@@ -152,7 +152,7 @@ class Context:
         return self._run(signature, arrays, out or {}, reuse_outputs=reuse_outputs, stream=stream)
 
     async def arun(self, arrays: Mapping[str, Any], *, entry: str | None = None) -> dict[str, np.ndarray]:
-        """As `run`, while the event loop goes on; the run itself goes to its end even if its task is cancelled."""
+        """As `run`, without blocking the event loop; a run is completed even if its task is cancelled."""
         return await asyncio.to_thread(self.run, arrays, entry=entry)
 
     def steps(self, arrays: Mapping[str, Any], *, entry: str | None = None) -> Steps:
@@ -188,21 +188,21 @@ class Context:
                 arena.owner = None
 
     def profile(self, arrays: Mapping[str, Any], *, entry: str | None = None) -> tuple[CommandTime, ...]:
-        """Run an entry on arrays by input name, one command after the other: how long each took, in issue order.
+        """Run an entry on arrays by input name, one command after the other, and return their times in issue order.
 
-        Commands run alone here: those that otherwise share the machine, or one session of ONNX Runtime,
-        may take less time together than the sum says. Raises InputError.
+        Each command runs alone: commands that otherwise run concurrently, or in one session of ONNX Runtime, may take
+        less time together than the sum. Raises InputError.
         """
         program, checked = self._choose(self._signatures[entry], arrays)
         with self._running():
             self._turn.check_ready()
-            self._turn.parts = 1
             backend = self._backend(program)
+            self._turn.parts = 1
             backend.place(checked)
             return command_times(program, backend.profile())
 
     def read(self, pointer: Pointer, nbytes: int) -> np.ndarray:
-        """A copy of ``nbytes`` bytes of the memory of the program run last, between two `steps`, as uint8.
+        """A copy of ``nbytes`` bytes of the memory of the program that ran last, as uint8; also between two `steps`.
 
         Raises InputError where the region does not hold them.
         """
@@ -215,18 +215,17 @@ class Context:
             return self._backends[self._turn.program.name].read(pointer, nbytes)
 
     def replay(self) -> None:
-        """Run again on the inputs of the run before; nothing is copied to or from the caller."""
+        """Repeat the last run on its inputs; nothing is copied from or to the caller."""
         with self._running():
             self._replayed().replay()
 
     def launch(self, stream: Any = None) -> None:
-        """As `replay`, enqueued on a ``stream`` of the caller or on our own, and not waited for.
+        """As `replay`, but enqueued on a ``stream`` of the caller, or else the context's, without waiting.
 
-        What is enqueued in a context runs one after the other, on whatever streams; `synchronize`
-        waits for it. On the CPU it is done when this returns, and there is no stream to choose.
-        Raises InputError.
+        Launches of a context run one after the other, whatever their streams; `synchronize` waits for them. On the
+        CPU the run is complete when this returns, and ``stream`` must be None. Raises InputError.
         """
-        relaunch = self._turn.relaunch  # which another thread may take away
+        relaunch = self._turn.relaunch  # read once: another thread may set it to None
         if relaunch is not None and relaunch(stream):
             return
         handle = self._working.stream_handle(stream)
@@ -238,18 +237,18 @@ class Context:
                 self._turn.relaunch = Relaunch(self._turn, bindings.check_in_place, backend.launch)
 
     def synchronize(self) -> None:
-        """Wait for what was enqueued by `launch` and by `run` on a stream."""
+        """Wait for the runs that `launch`, or `run` with a stream, has enqueued."""
         with self._turn.taken():
             self._turn.check_ready(self._turn.steps)
             self._backends[self._turn.program.name].synchronize()
 
     def bind(self, name: str, array: Any, *, entry: str | None = None) -> None:
-        """Have the kernels read an input, or write an output, where an array of the caller is: nothing is copied.
+        """Have the kernels read an input from, or write an output to, an array of the caller, without a copy.
 
-        The array is on the plan's device, with the layout that `inputs` and `outputs` tell, and is kept.
-        A run then leaves a bound input out and gives a bound output as its array; `launch` and `replay` use what
-        stands there. Other profiles of the entry cannot run. None gives the plan's own memory back.
-        Takes as long as the program's graph takes to build. Raises InputError.
+        The array is on the plan's device, has the strides that `inputs` or `outputs` list, and is kept alive. Runs then
+        omit a bound input and return a bound output as its array; `launch` and `replay` use what the arrays hold.
+        Other profiles of the entry cannot run. None restores the plan's own memory. The program's graph is rebuilt,
+        which takes its time. Raises InputError.
         """
         bindings = self._bindings[self._signatures[entry].name]
         changes = bindings.changes
@@ -277,7 +276,7 @@ class Context:
     def _run_any(
         self, signature: Signature, arrays: Arrays, out: Arrays, *, reuse_outputs: bool, stream: Any
     ) -> dict[str, np.ndarray]:
-        """As `_run`, whatever the call is."""
+        """As `_run`, for any call: direct calls take the usual ones."""
         working, bindings = self._working, self._bindings[signature.name]
         changes = bindings.changes
         usual = not out and stream is None and self._arena is None and bindings.program is None
@@ -312,25 +311,25 @@ class Context:
         return {tensor.name: results[tensor.name] for tensor in chosen.outputs}
 
     def _call_directly(self, signature: Signature, backend: Backend) -> None:
-        """Have calls of an entry that are like the last one take the short way."""
+        """Let later calls of an entry be direct calls where they are usual ones."""
         direct = backend.direct(self._turn)
         if direct is not None:
             self._direct[signature.name] = direct
 
     def _choose(self, signature: Signature, arrays: Arrays) -> tuple[Program, list[np.ndarray | DeviceArray]]:
-        """The program that takes these arrays and those that are bound in one run, and all of them in its order."""
+        """The program that takes these arrays and the bound ones in one run, and all its inputs in order."""
         bindings = self._bindings[signature.name]
         program, checked = signature.choose(bindings.complete(arrays), self._working.take)
         bindings.check_program(program)
         return program, checked
 
     def _backend(self, program: Program) -> Backend:
-        """What runs ``program``, which `replay` and `read` are about from now on."""
+        """The backend of ``program``, which from now on is the one that ran last."""
         self._turn.program = program
         return self._backends[program.name]
 
     def _running(self) -> AbstractContextManager[object]:
-        """The turn of a run, and of the arena that it takes place in."""
+        """The turn of a run, in this context and in its shared arena."""
         return self._turn.taken() if self._arena is None else self._sharing(self._arena)
 
     @contextmanager
@@ -339,9 +338,9 @@ class Context:
             yield
 
     def _replayed(self) -> Backend:
-        """What runs the program of the call before.
+        """The backend of the program that ran last.
 
-        Raises InputError where that call was split, or what is bound is elsewhere by now or of another program.
+        Raises InputError where its call was split, or a bound array has moved or belongs to another program.
         """
         turn = self._turn
         turn.check_ready()
@@ -355,12 +354,12 @@ class Context:
     def close(self) -> None:
         """Give back memory, streams and graphs; calling it twice is harmless.
 
-        Waits for the run of another thread. In a forked process, and when the interpreter shuts down, it does nothing.
+        Waits for the run of another thread. Does nothing in a forked process, and while the interpreter shuts down.
         """
         turn = self._turn
         if not turn.can_end:
             return
-        turn.waits = True  # who calls meanwhile waits, and reads that it is closed
+        turn.waits = True  # threads that call meanwhile wait, and are told that it is closed
         with turn.lock:
             if not turn.closed:
                 turn.closed = True
@@ -371,9 +370,9 @@ class Context:
 
     @contextmanager
     def _idle(self) -> Iterator[dict[str, Backend]]:
-        """The programs that were loaded, by name, none of which runs until the block ends: callers wait.
+        """The backends of the loaded programs by name, which the block may replace; callers wait until it ends.
 
-        The block may put others in their place. Raises InputError where a run by steps is half done.
+        Raises InputError where a run by steps is half done.
         """
         turn = self._turn
         waits, turn.waits = turn.waits, True
@@ -389,12 +388,12 @@ class Context:
             turn.waits = waits
 
     def hold(self, timeout_s: float) -> None:
-        """Let the run of another thread end, and none begin any more: the interpreter shuts down."""
+        """Wait for the run of another thread, and let no more begin: the interpreter is shutting down."""
         if self._turn.can_end:
             self._turn.hold(timeout_s)
 
     def holdings(self) -> tuple[object, ...]:
-        """What has threads and sessions."""
+        """The objects that own threads and sessions."""
         return self._backends, self._resident
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""The named dimensions of an entry, in whose sizes alone its programs differ."""
+"""The named dimensions of an entry, whose programs differ in the sizes of these alone."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -11,9 +11,9 @@ Shapes: TypeAlias = tuple[Shape, ...]
 
 
 class Axes:
-    """The dimension of each axis of an entry's ``inputs`` and ``outputs``; None for one of no dimension.
+    """The named dimension of each axis of an entry's ``inputs`` and ``outputs``; None for an axis without one.
 
-    ``bound`` are the dimensions on which an axis depends in another way, such as twice the size.
+    ``bound`` holds the dimensions on which the size of some axis depends in another way, such as twice theirs.
     """
 
     def __init__(self, programs: Sequence[Program]) -> None:
@@ -23,7 +23,7 @@ class Axes:
         self.outputs = self._sides([program.outputs for program in programs])
 
     def sizes(self, shapes: Sequence[Shape]) -> dict[str, int] | None:
-        """The sizes of the dimensions that inputs of these shapes have; None where they contradict each other."""
+        """The sizes of the dimensions, given the shapes of the inputs; None where these contradict each other."""
         sizes: dict[str, int] = {}
         for shape, axes in zip(shapes, self.inputs, strict=True):
             if len(shape) != len(axes):
@@ -34,7 +34,7 @@ class Axes:
         return sizes
 
     def resized_inputs(self, program: Program, sizes: Mapping[str, int]) -> tuple[Tensor, ...]:
-        """The inputs of a program with other sizes of the dimensions."""
+        """The inputs of a program, resized to these sizes of the dimensions."""
         return tuple(replace(t, shape=resized(t, axes, sizes)) for t, axes in self.of_inputs(program))
 
     def of_inputs(self, program: Program) -> "zip[tuple[Tensor, tuple[str | None, ...]]]":
@@ -61,7 +61,7 @@ class Axes:
         return None
 
     def _causes(self, sizes: Shape) -> set[str]:
-        """The dimensions in which alone two programs differ that have another size there."""
+        """The dimensions whose change alone changes the size of this axis."""
         causes = set()
         for name in self._profiles[0]:
             seen: dict[frozenset[tuple[str, int]], int] = {}
@@ -73,7 +73,7 @@ class Axes:
 
 
 def resized(tensor: Tensor, axes: Sequence[str | None], sizes: Mapping[str, int]) -> Shape:
-    """The shape of a tensor whose axes have these dimensions, with other sizes of some of them."""
+    """The shape of a tensor whose axes have these dimensions, with new sizes for some of them."""
     return tuple(
         size if name is None else sizes.get(name, size) for size, name in zip(tensor.shape, axes, strict=True)
     )
@@ -85,5 +85,5 @@ def shapes_of(tensors: Iterable[Tensor]) -> Shapes:
 
 
 def profile_text(profile: Profile) -> str:
-    """The sizes of a profile, as messages name them."""
+    """The sizes of a profile, as shown in messages."""
     return ", ".join(f"{name}={size}" for name, size in profile) or "none"

@@ -1,4 +1,4 @@
-"""Everything that nimblert raises on purpose.
+"""The errors that nimblert raises.
 
 A message reads ``path: what was found, what was expected; what to do next``, in lower case.
 """
@@ -36,13 +36,13 @@ class DeviceMismatchError(NimbleError):
 
 
 class InputError(NimbleError, ValueError):
-    """A tensor given to an executable has the wrong name, dtype or shape."""
+    """What a caller asked for or gave cannot be used: a name, dtype, shape, array or option, or a closed executable."""
 
 
 class CudaError(NimbleError):
     """A CUDA driver call failed. ``api`` is the function, ``result`` the CUresult's name.
 
-    After some, as when a kernel has failed, CUDA refuses every call of the process: the message then says so.
+    After some errors, such as a failed kernel, CUDA refuses every later call of the process; the message then says so.
     """
 
     def __init__(self, api: str, result: str) -> None:
@@ -72,4 +72,4 @@ _FATAL = frozenset({
     "CUDA_ERROR_MPS_CLIENT_TERMINATED",
     "CUDA_ERROR_TENSOR_MEMORY_LEAK",
 })
-"""Results of which CUDA's documentation says that the process "must be terminated and relaunched"."""
+"""The results after which, by CUDA's documentation, the process "must be terminated and relaunched"."""

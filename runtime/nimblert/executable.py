@@ -1,4 +1,4 @@
-"""Executable: a loaded plan, its code and weights on one device; the way into the runtime."""
+"""Executable: a loaded plan, with its code and weights on one device; and `load`, which makes one."""
 
 import os
 import threading
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 
 class Executable(Context):
-    """A plan, ready to run: a context, and what makes others over the same weights and code.
+    """A loaded plan: a context, and the weights and code that further contexts share.
 
-    Threads may share it. On the CPU two calls for each of several cores run beside each other, if the plan has no
-    state; other calls take turns, and those that should run beside each other have a `context` each. A process
-    that was forked after the load has to load again: threads and GPU stay with the process that loaded.
+    Threads may share it. On a CPU with several cores, up to two calls per core run concurrently if the plan has no
+    state; other calls take turns, and callers that want concurrency use a `context` each. A process that was forked
+    after the load has to load again: threads and the GPU stay with the process that loaded.
     """
 
     _noun = "executable"
@@ -51,12 +51,12 @@ class Executable(Context):
         threads: Threads | None = None,
         poison: bool = False,
     ) -> None:
-        """Of a plan that was checked; see `load`."""
+        """``plan`` must be valid; see `load`, which checks it and documents the arguments."""
         self.device = device
         self._contexts: weakref.WeakSet[Context] = weakref.WeakSet()
         self._idle_spares: list[Context] = []
         self._has_spares = plan.target is Target.CPU and not plan.state_nbytes and arena is None
-        self._spares_left = 2 * cores() - 1 if cores() > 1 else 0  # no core is idle where one call ends
+        self._spares_left = 2 * cores() - 1 if cores() > 1 else 0  # two calls per core leave none idle between calls
         self._making_spares = threading.Lock()
         _check_arena(arena, plan, device)
         resident = _resident(plan, device, threads)
@@ -71,8 +71,8 @@ class Executable(Context):
     def context(self, *, arena: Arena | None = None) -> Context:
         """Another context over the same weights and code, with an arena, state, inputs and outputs of its own.
 
-        ``arena`` is one that it shares. Give it back by `Context.close`, or with this executable.
-        Raises InputError where this executable is closed or the arena does not serve.
+        With ``arena`` it uses that one, which other contexts may share. `Context.close` frees it, as does closing this
+        executable. Raises InputError where this executable is closed, or the arena is too small or on another device.
         """
         _check_arena(arena, self.plan, self.device)
         with self._turn.taken():
@@ -84,7 +84,7 @@ class Executable(Context):
     def _run_any(
         self, signature: Signature, arrays: Arrays, out: Arrays, *, reuse_outputs: bool, stream: Any
     ) -> dict[str, np.ndarray]:
-        """As `Context._run_any`; a call that finds another one at work may go on in a context that is kept for that."""
+        """As `Context._run_any`; a call during another one may run in a spare context instead."""
         if self._turn.lock.locked() and self._has_spares:
             here = reuse_outputs or stream is not None or self._bindings[signature.name].program is not None
             spare = None if here else self._spare()
@@ -98,7 +98,7 @@ class Executable(Context):
         return super()._run_any(signature, arrays, out, reuse_outputs=reuse_outputs, stream=stream)
 
     def _spare(self) -> Context | None:
-        """A context that nobody calls: one that is idle, or a new one if there may be more."""
+        """An idle spare context, or a new one while fewer than the most exist; else None."""
         try:
             return self._idle_spares.pop()
         except IndexError:
@@ -119,17 +119,17 @@ class Executable(Context):
         return refitting.replaceable(self.plan)
 
     def refit(self, weights: refitting.NewWeights) -> None:
-        """Replace weights: ``{name: array}``, or the path of a safetensors file; all of them or, where it raises, none.
+        """Replace weights: ``{name: array}``, or the path of a safetensors file; all of them, or none where it raises.
 
-        The next runs are those of a plan compiled with these weights, at the cost that they had. The arrays
-        are copied. Runs of other threads and contexts end before, or begin after. ``plan`` stays what was loaded.
-        `weights` lists what can be replaced: without ``--refittable`` those weights that the plan holds as the
-        model has them; weights that it holds folded into one constant are given together. Raises InputError.
+        Later runs compute what a plan compiled with these weights would, as fast as before. The arrays are copied.
+        Runs of other threads and contexts end before the change, or begin after it. ``plan`` is not changed.
+        `weights` lists the replaceable ones: without ``--refittable``, those that the plan holds as the model has
+        them. Weights that were folded into one constant must be given together. Raises InputError.
         """
         self._refit(refitting.checked(self.plan, weights, self._working.take))
 
     def _refit(self, refits: Sequence[refitting.Refit], ready: Callable[[], None] = lambda: None) -> None:
-        """Do refits that were checked; ``ready`` is called when all else that may raise is done."""
+        """Do checked refits; ``ready`` is called once nothing else can fail."""
         with self._turn.taken():
             self._turn.check_ready()
         with self._making_spares, ExitStack() as stack:
@@ -143,21 +143,21 @@ class Executable(Context):
             backend.close()
 
     def close(self) -> None:
-        """Give back everything, the contexts made of it too; calling it twice is harmless.
+        """Free everything, the contexts made of it too; calling it twice is harmless.
 
-        Waits for the runs of other threads. In a forked process, and when the interpreter shuts down, it does nothing.
+        Waits for the runs of other threads. Does nothing in a forked process, and while the interpreter shuts down.
         """
         if not self._turn.can_end:
             return
         with self._making_spares:
             self._spares_left = 0
-        super().close()  # from here on nobody makes a context
+        super().close()  # from here on no context is made
         for context in tuple(self._contexts):
             context.close()
         self._given_back.close()
 
     def hold(self, timeout_s: float) -> None:
-        """As `Context.hold`; no more contexts are made for calls either."""
+        """As `Context.hold`; no more spare contexts are made either."""
         if self._turn.can_end:
             self._making_spares.acquire(timeout=timeout_s)
             self._spares_left = 0
@@ -165,10 +165,10 @@ class Executable(Context):
 
 
 class _Spare(Context):
-    """A context for calls of an executable."""
+    """A context for concurrent calls of an executable."""
 
-    _noun, _waits, _again = Executable._noun, Executable._waits, Executable._again  # noqa: SLF001 - what users see
-    _run = Context._run  # noqa: SLF001 - who observes calls has seen the executable's
+    _noun, _waits, _again = Executable._noun, Executable._waits, Executable._again  # noqa: SLF001 - users see an executable
+    _run = Context._run  # noqa: SLF001 - observers have seen the executable's call
 
 
 def _select(plan: Plan, name: str | None) -> Plan:
@@ -195,20 +195,24 @@ def load(
 ) -> Executable:
     """Load a plan on this machine: a `Plan`, the path of a plan file, or the bytes of one.
 
-    A file is mapped, and weights of the CPU target are used where it lies: it may be replaced while
-    the executable lives, but not be overwritten in place or cut short. ``copy`` reads it into memory
-    first, and what becomes of the file does not matter. ``limits`` is what the plan may ask of this
-    machine; a plan beyond them is refused before anything is allocated. ``poison`` fills memory that
-    nothing should read with 0xFF bytes. ``device`` is the ordinal of the GPU, ``arena`` scratch memory
-    that plans share which run one after the other. ``threads`` is how many a plan for the CPU computes with,
-    the caller's among them: without it, one for each core that the process may use, and the caller's alone while
-    as many runs as there are cores are at work. A list of processors also says where they run; the first is the
-    caller's, which stays where it is. ``warm`` loads every program at once, else each is loaded when it is
-    first called (`Context.warm`). ``program`` is the name of the one to load where the others will not be called.
+    The file is mapped, and a CPU plan uses its weights from there: it may be replaced while the executable lives, but
+    not overwritten in place or truncated.
+
+    - ``program``: the name of the only one to load, where the others will not be called.
+    - ``device``: the ordinal of the GPU.
+    - ``arena``: scratch memory that plans share which run one after the other.
+    - ``threads``: the number of threads that a CPU plan computes with, the caller's included. By default one for each
+      core that the process may use, and the caller's alone while as many runs as cores are at work. A list of
+      processors also pins the threads; the first is the caller's, which is not moved.
+    - ``poison``: fill memory that nothing should read with 0xFF bytes.
+    - ``copy``: read the file into memory first, so that later changes to it do not matter.
+    - ``warm``: load every program now, instead of each on its first call (`Context.warm`).
+    - ``limits``: what the plan may ask of this machine; one beyond them is refused before anything is allocated.
+
     With NIMBLERT_NVTX=1 in the environment, every call of the process is an NVTX range (`nimblert.telemetry`).
 
     Raises PlanError for a plan that is damaged or contradicts itself, DeviceMismatchError where this
-    machine cannot run it, and InputError for a ``plan``, ``program``, ``limits`` or ``arena`` that is none.
+    machine cannot run it, and InputError for an invalid ``plan``, ``program``, ``limits`` or ``arena``.
     """
     if not isinstance(limits, Limits):
         raise InputError(f"limits: got {type(limits).__name__}, expected a nimblert.Limits")
@@ -227,7 +231,7 @@ def load(
         container.verify_digest(image, path)
         return make(parsed)
     with ThreadPoolExecutor(1) as pool:
-        # Hashing takes as long as starting the GPU; no code is handed over before both are done.
+        # Hashing takes as long as starting the GPU; no code is loaded before both are done.
         digest = pool.submit(container.verify_digest, image, path)
         with closing(_start_device(parsed, device)):
             digest.result()
@@ -243,7 +247,7 @@ def _check_arena(arena: Arena | None, plan: Plan, device: int) -> None:
 
 
 def _start_device(plan: Plan, device: int) -> "driver.Context":
-    """Start the GPU that a plan needs: the context keeps it started."""
+    """Start the GPU that a plan needs; the context keeps it running."""
     from nimblert.cuda import driver  # each target imports only what it runs on
 
     driver.initialise()

@@ -1,4 +1,4 @@
-"""One executable for each GPU of a machine; a call goes to the one with the fewest calls in flight."""
+"""Executable pools: one executable on each GPU; a call goes to the one with the fewest calls in flight."""
 
 import asyncio
 import threading
@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial, reduce
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -24,7 +23,7 @@ from nimblert.rules.state_rules import writes_state
 
 @dataclass(slots=True, eq=False)
 class _Member:
-    """An executable, its calls in flight, and how many it was given in all."""
+    """An executable, the number of its calls in flight, and that of all its calls so far."""
 
     executable: Executable
     in_flight: int = 0
@@ -32,19 +31,19 @@ class _Member:
 
     @property
     def contexts(self) -> tuple[Context, ...]:
-        """Those made of the executable that live."""
+        """The live contexts of the executable."""
         return tuple(self.executable._contexts)  # noqa: SLF001 - of the same package
 
 
 class ExecutablePool:
     """A plan on several devices. Threads and tasks may share it.
 
-    A kernel that fails ends all of it, as it ends the use of CUDA in this process: every later call, on any GPU,
-    raises CudaError. What must outlive that is a process for each GPU.
+    A kernel that fails ends the use of CUDA in this process: every later call, on any GPU, raises CudaError. For
+    GPUs that fail independently, use a process for each.
     """
 
     def __init__(self, executables: Sequence[Executable]) -> None:
-        """Of executables of one plan, which it closes; see `load_pool`."""
+        """``executables`` are of one plan, and closed with the pool; see `load_pool`."""
         self.plan: Plan = executables[0].plan
         self._members = [_Member(executable) for executable in executables]
         self._state = threading.Condition()
@@ -98,13 +97,13 @@ class ExecutablePool:
             return executable.run(arrays, entry=entry, out=out)
 
     async def arun(self, arrays: Mapping[str, Any], *, entry: str | None = None) -> dict[str, np.ndarray]:
-        """As `run`, while the event loop goes on; the run itself goes to its end even if its task is cancelled."""
+        """As `run`, without blocking the event loop; a run is completed even if its task is cancelled."""
         return await asyncio.to_thread(self.run, arrays, entry=entry)
 
     def context(self) -> Context:
-        """A context of the caller's own on the device that has the fewest calls and contexts, with a state of its own.
+        """A new context, with a state of its own, on the device with the fewest calls in flight and contexts.
 
-        Give it back by `Context.close`, or with the pool.
+        `Context.close` frees it, as does closing the pool.
         """
         with self._state:
             self._wait_until_open()
@@ -113,15 +112,15 @@ class ExecutablePool:
     def refit(self, weights: NewWeights) -> None:
         """Replace weights on all devices, as `Executable.refit` does on one.
 
-        Calls that are in flight end before, others begin after. The arrays are the host's. Every device is ready
-        before the first one changes; where one cannot be, none does.
-        Raises InputError, CudaError.
+        Calls in flight end before the change, and others begin after it. The arrays are on the host. No device
+        changes before all are prepared; where one cannot be, none changes. Raises InputError, CudaError.
         """
         with self._alone():
             refits = [
                 partial(one._refit, refitting.checked(self.plan, weights, one._working.take))  # noqa: SLF001
                 for one in (member.executable for member in self._members)
             ]
+            # Each prepares, has those before it prepare and change, then changes itself.
             reduce(lambda ready, refit: partial(refit, ready=ready), refits)()
 
     def reset(self) -> None:
@@ -132,7 +131,7 @@ class ExecutablePool:
                     context.reset()
 
     def close(self) -> None:
-        """Give back every device, when the calls in flight have ended; calling it twice is harmless."""
+        """Free every device once the calls in flight have ended; calling it twice is harmless."""
         with self._state:
             self._closed = True
             self._state.notify_all()
@@ -143,14 +142,12 @@ class ExecutablePool:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @contextmanager
     def _turn(self) -> Iterator[Executable]:
-        """The executable for a call, which is in flight until the block ends."""
+        """The executable for a call, which counts as in flight until the block ends."""
         if self._keeps:
             raise InputError("the plan has state, which is each device's own: call a context of yours, pool.context()")
         with self._state:
@@ -167,7 +164,7 @@ class ExecutablePool:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """No call is in flight until the block ends."""
+        """Wait for the calls in flight, and let no more begin until the block ends."""
         with self._state:
             self._wait_until_open()
             self._exclusive = True
@@ -181,7 +178,7 @@ class ExecutablePool:
                 self._state.notify_all()
 
     def _wait_until_open(self) -> None:
-        """Wait for a refit to end. Raises InputError once it is closed."""
+        """Wait while a block of `_alone` runs. Raises InputError once the pool is closed."""
         self._state.wait_for(lambda: self._closed or not self._exclusive)
         if self._closed:
             raise InputError("this pool is closed: load the plan again")
@@ -197,10 +194,10 @@ def load_pool(
     warm: bool = False,
     limits: Limits = DEFAULT_LIMITS,
 ) -> ExecutablePool:
-    """Load a plan on several GPUs: those of the ordinals ``devices``, or all of this machine that can run it.
+    """Load a plan on several GPUs: those with the ordinals ``devices``, or all of this machine that can run it.
 
     The other arguments are those of `load`. A plan for the CPU, which uses all cores by itself, is loaded once.
-    Raises what `load` does, where none of the devices, or one of those that were named, cannot run the plan.
+    Raises what `load` raises if one of the given ``devices`` cannot run the plan, or no device at all can.
     """
     if devices is not None and (not devices or len(set(devices)) < len(devices)):
         raise InputError(f"devices: got {list(devices)}, expected ordinals of GPUs, each once")
@@ -225,7 +222,7 @@ def load_pool(
 
 
 def _ordinals(devices: Sequence[int] | None) -> Iterator[int]:
-    """The devices to try: those that are named, or the first and, once CUDA is there, all others."""
+    """The devices to try: those given, or else the first and, once CUDA is initialised, all others."""
     if devices is not None:
         yield from devices
         return

@@ -1,4 +1,4 @@
-"""Rules of tensors and of where they lie, shared by those of plans and of launches on the CPU."""
+"""The extents of regions and tensors, and the rules that bound them."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
@@ -7,7 +7,7 @@ from typing import TypeAlias
 from nimblert.plan import ITEM_NBYTES, Plan, Pointer, Program, Region
 
 MAX_NBYTES = 1 << 48
-"""No region is as large as this: it is the address space of a process."""
+"""Every region is smaller than this: the address space of a process."""
 MAX_RANK = 64
 
 Sizes: TypeAlias = Mapping[tuple[Region, int], int]
@@ -15,7 +15,7 @@ Sizes: TypeAlias = Mapping[tuple[Region, int], int]
 
 
 def region_sizes(plan: Plan, program: Program) -> Sizes:
-    """The regions that a program may name."""
+    """The bytes of each region that a program may name."""
     return {
         (Region.ARENA, 0): program.arena_nbytes,
         (Region.WEIGHTS, 0): plan.weights_nbytes,
@@ -26,14 +26,14 @@ def region_sizes(plan: Plan, program: Program) -> Sizes:
 
 
 def under(path: str, sentences: Iterable[str]) -> Iterator[str]:
-    """The sentences with the path of the record that they are about."""
+    """The sentences, each preceded by the path of the record that it is about."""
     return (f"{path}.{sentence}" for sentence in sentences)
 
 
 def array_problems(dtype: str, shape: Sequence[int], limit: int) -> Iterator[str]:
-    """Rules that let a tensor's size be computed; ``limit`` is the most bytes that it may have.
+    """Yield a sentence for each rule that dtype and shape break; the tensor may have ``limit`` bytes.
 
-    An empty tensor obeys the limit in its other dimensions: numpy counts these too.
+    The limit holds for the other dimensions of an empty tensor too, as it does in numpy.
     """
     if dtype not in ITEM_NBYTES:
         yield f"dtype: {dtype!r} is not one that a plan may name"
@@ -46,12 +46,12 @@ def array_problems(dtype: str, shape: Sequence[int], limit: int) -> Iterator[str
 
 
 def dense_nbytes(dtype: str, shape: Sequence[int]) -> int:
-    """Size of a tensor whose elements lie side by side, 0 where `array_problems` objects."""
+    """Bytes of a contiguous tensor; 0 for an unknown dtype or too many dimensions."""
     return prod(shape) * ITEM_NBYTES.get(dtype, 0) if len(shape) <= MAX_RANK else 0
 
 
 def extent_problems(path: str, pointer: Pointer, nbytes: int, sizes: Sizes) -> Iterator[str]:
-    """``nbytes`` bytes from ``pointer`` lie in its region."""
+    """Yield a sentence unless ``nbytes`` bytes from ``pointer`` lie in its region."""
     region_nbytes = sizes.get((pointer.region, pointer.index))
     if region_nbytes is None:
         yield f"{path}: the program has no region {pointer.region.name}({pointer.index})"

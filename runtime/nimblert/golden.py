@@ -1,7 +1,7 @@
-"""The golden record: a seeded run whose outputs are kept, so that any machine can repeat it.
+"""The golden record: a seeded run and digests of its outputs, so that any machine can repeat and check it.
 
-Inputs come from numpy's legacy generator, whose stream is frozen by NEP 19 (Mersenne Twister,
-polar Gaussian), so that the same seed gives the same inputs under every numpy.
+Inputs come from numpy's legacy generator (Mersenne Twister, polar Gaussian), whose stream NEP 19 freezes: the same seed
+gives the same inputs under every numpy.
 """
 
 import enum
@@ -15,7 +15,7 @@ from nimblert.arrays.dtypes import numpy_dtype
 from nimblert.plan import Golden, GoldenOutput, Program, Tensor
 
 SAMPLE_COUNT = 64
-"""At most so many values of an output are kept."""
+"""The most values of an output that are kept."""
 
 
 class Verdict(enum.StrEnum):
@@ -30,8 +30,8 @@ class Verdict(enum.StrEnum):
 class Comparison:
     """One output against its golden record.
 
-    ``difference`` is the largest one among the sampled values, relative to the largest magnitude of
-    the output (infinite where shapes, NaNs or infinities differ); ``allowed`` what was permitted.
+    ``difference`` is the largest difference of a sampled value, relative to the largest magnitude of the output
+    (infinite where shapes, NaNs or infinities differ); ``allowed`` is the largest permitted.
     """
 
     verdict: Verdict
@@ -51,9 +51,9 @@ class Comparison:
 def draw_inputs(program: Program, seed: int) -> dict[str, np.ndarray]:
     """One array for each input of ``program``, in C order; ``seed`` is 0 to 2**64 - 1.
 
-    Every input has a stream of its own, so adding an input leaves the others as they were. Floats
-    are standard normal values rounded to the dtype, complex parts likewise; integers and bools come
-    uniformly from the tensor's ``sample_range``, else from {0, 1}.
+    Every input has a random stream of its own, so that adding an input does not change the others. Floats and parts of
+    complex numbers are standard normal values rounded to the dtype; integers and bools are uniform in the tensor's
+    ``sample_range``, by default {0, 1}.
     """
     return {tensor.name: _draw(tensor, seed, position) for position, tensor in enumerate(program.inputs)}
 
@@ -88,7 +88,7 @@ def samples(array: np.ndarray) -> tuple[float, ...]:
 
 
 def record(seed: int, outputs: Sequence[np.ndarray], tolerance: float) -> Golden:
-    """The golden record of a run on ``draw_inputs(program, seed)``; ``outputs`` in program order."""
+    """The golden record of a run on ``draw_inputs(program, seed)``; ``outputs`` are in program order."""
     kept = tuple(GoldenOutput(sha256=digest(output), samples=samples(output)) for output in outputs)
     return Golden(seed=seed, tolerance=tolerance, outputs=kept)
 
@@ -96,8 +96,8 @@ def record(seed: int, outputs: Sequence[np.ndarray], tolerance: float) -> Golden
 def check(golden: Golden, outputs: Sequence[np.ndarray], *, rounding: float = 0.0) -> tuple[Comparison, ...]:
     """Compare ``outputs``, in program order, with the golden record, one by one.
 
-    ``rounding`` is the relative difference to permit where this machine may round differently from
-    the one that made the plan; the record's own tolerance is permitted always.
+    ``rounding`` is a relative difference to permit where this machine may round differently from the one that made the
+    plan; the record's own tolerance is always permitted.
     """
     allowed = max(golden.tolerance, rounding)
     return tuple(_compare(expected, actual, allowed) for expected, actual in zip(golden.outputs, outputs, strict=True))
@@ -121,7 +121,7 @@ def _difference(expected: tuple[float, ...], actual: np.ndarray) -> float:
         return 0.0
     parts = _parts(actual).astype(np.float64)
     scale = np.abs(parts[np.isfinite(parts)]).max(initial=0.0)
-    with np.errstate(over="ignore"):  # a record may name any number; infinite is a difference, too
+    with np.errstate(over="ignore"):  # a record may hold any number, and an infinite difference is one
         gap = np.abs(before[differ] - after[differ]).max()
     return float(gap / scale) if scale > 0 and np.isfinite(gap) else float("inf")
 

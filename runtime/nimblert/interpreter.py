@@ -1,4 +1,4 @@
-"""What the end of the interpreter, and a fork, do to what is loaded."""
+"""Loaded plans at the end of the interpreter, and in forked processes."""
 
 import atexit
 import ctypes
@@ -7,38 +7,38 @@ import weakref
 from typing import Protocol
 
 _LAST_RUN_S = 10.0
-"""How long the end of the interpreter waits for a run of a daemon thread."""
+"""How long the interpreter, shutting down, waits for the run of a daemon thread."""
 
 
 class Loaded(Protocol):
-    """A context, as far as this goes."""
+    """A context."""
 
     def hold(self, timeout_s: float) -> None:
-        """Let the run of another thread end, and no other begin any more."""
+        """Wait for the run of another thread, and let no more begin."""
 
     def holdings(self) -> tuple[object, ...]:
-        """What has threads and sessions."""
+        """The objects that own threads and sessions."""
 
 
 live: weakref.WeakSet[Loaded] = weakref.WeakSet()
-"""All that is loaded."""
+"""All contexts."""
 
 
 @atexit.register
 def _wait_for_runs() -> None:
-    """Let the runs of daemon threads end, and none begin.
+    """Wait for the runs of daemon threads, and let no more begin.
 
-    A thread that came back from ONNX Runtime when the interpreter is gone would abort the process.
+    A thread that returned from ONNX Runtime after the interpreter has ended would abort the process.
     """
     held: list[Loaded] = []
     while found := [loaded for loaded in tuple(live) if loaded not in held]:
-        for loaded in found:  # until it is held, an executable may make contexts for calls beside its own
+        for loaded in found:  # an executable may make spare contexts until it is held
             loaded.hold(_LAST_RUN_S)
         held += found
 
 
 def _keep_for_ever() -> None:
-    """In a forked child, let nothing be given back: a session's end waits for threads that no child has."""
+    """Free nothing in a forked child: the destructor of a session waits for threads that only the parent has."""
     for loaded in tuple(live):
         for kept in loaded.holdings():
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))

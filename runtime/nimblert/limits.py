@@ -5,17 +5,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """The most of each thing that a plan may have; nothing is allocated before it is held against them.
+    """Upper limits for a plan, checked before anything is allocated.
 
-    - ``memory_nbytes``: the arena, the state, inputs and outputs of all programs together, which is what
-      an executable allocates beside the weights. ``tensor_nbytes``: one input, output, parameter or weight,
-      its elements side by side.
-    - Of the ONNX models of a CPU plan: ``model_nbytes``, one of them; ``model_fields``, the protobuf
-      fields of all of them together, each of which is a Python object while it is checked.
-    - ``modules``, ``kernels``, ``programs``; and of one program ``streams``, ``events``, ``commands``.
-    - ``refits``, the groups of weights that are replaced together.
-    - What the proof of order may take for one program: ``pieces``, the byte ranges that commands
-      access, cut where others begin or end; ``clocks``, waits times streams.
+    - ``memory_nbytes``: arena, state, inputs and outputs of all programs together, which is what an executable
+      allocates besides the weights. ``tensor_nbytes``: one contiguous input, output, parameter or weight.
+    - ONNX models of a CPU plan: ``model_nbytes`` of each; ``model_fields``, the protobuf fields of all together, each
+      of which is a Python object while it is checked.
+    - Numbers of ``modules``, ``kernels`` and ``programs``; of ``streams``, ``events`` and ``commands`` of one program;
+      of ``refits``, the groups of weights that are replaced together.
+    - The cost of proving that one program is ordered: ``pieces``, the byte ranges that commands access, cut where
+      others begin or end; ``clocks``, waits times streams.
     """
 
     memory_nbytes: int = 64 << 30
@@ -34,4 +33,4 @@ class Limits:
 
 
 DEFAULT_LIMITS = Limits()
-"""What a plan may have unless the caller says otherwise: far more than any model that nimblec is tested with."""
+"""The default limits: far above every model that nimblec is tested with."""

@@ -1,7 +1,7 @@
-"""The plan: what a compiled model is, as frozen records of integers, strings and bytes.
+"""The plan: a compiled model as frozen records of integers, strings and bytes.
 
-A plan holds no handle, no callable and no address. Every place in memory is a `Pointer`, a byte
-offset in a region; loading turns pointers into addresses.
+A plan holds no handles, callables or addresses. Every place in memory is a `Pointer`, a byte offset in a region;
+loading turns pointers into addresses.
 """
 
 import enum
@@ -35,7 +35,7 @@ __all__ = [
 
 
 class Target(enum.IntEnum):
-    """What runs the kernels of a plan."""
+    """Where the kernels of a plan run."""
 
     CUDA = 0
     CPU = 1
@@ -65,9 +65,8 @@ ITEM_NBYTES = {
 class Tensor:
     """An input or output of a program. ``strides`` are in elements.
 
-    ``sample_range`` bounds the random integers (both ends included) that may stand in for this
-    input; None where any value of the dtype will do. ``mask`` marks an input that is 0 where the others
-    are padded, and so masks what they hold there.
+    ``sample_range`` bounds the integers (both ends included) that may be drawn for this input; None where any value of
+    the dtype will do. ``mask`` marks an input that is 0 where the others are padded, and so masks the padding.
     """
 
     name: str
@@ -83,7 +82,7 @@ class Tensor:
 
     @property
     def span_nbytes(self) -> int:
-        """Bytes from the first element to the end of the last one; 0 for an empty tensor."""
+        """Bytes from the start of the first element to the end of the last; 0 for an empty tensor."""
         if prod(self.shape) == 0:
             return 0
         last = sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
@@ -94,7 +93,7 @@ class Tensor:
 class Module:
     """Code: one cubin (CUDA target) or one ONNX model of a few nodes (CPU target).
 
-    ``origin`` names the library that the code came from ("aten", "cudnn", "cublas", "triton" ...).
+    ``origin`` names the library that the code is from ("aten", "cudnn", "cublas", "triton" ...).
     """
 
     origin: str
@@ -167,7 +166,7 @@ class Weight:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
-    """The operator that commands came from.
+    """The operator that commands were made of.
 
     ``name``: "aten.convolution.default" or "Conv". ``source``: the module path or ONNX node name,
     and of a training step the phase ("backward of model.conv"); schema/README.md says how.
@@ -179,7 +178,7 @@ class Op:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoldenOutput:
-    """What one output was when the plan was made.
+    """One output of the golden run.
 
     ``sha256`` is over the bytes in C order; ``samples`` are values at evenly spaced positions (see
     `nimblert.golden`), for machines that round differently.
@@ -191,10 +190,10 @@ class GoldenOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Golden:
-    """A run to repeat: inputs drawn from ``seed``, and the outputs they gave.
+    """A run to repeat: inputs drawn from ``seed``, and the outputs of the framework.
 
-    ``tolerance`` is 0 where the outputs must be equal bit for bit, else the largest difference
-    between two runs of the framework, relative to the largest magnitude of the output.
+    ``tolerance`` is 0 where outputs must be equal bit for bit, else the largest difference between two runs of the
+    framework, relative to the largest magnitude of the output.
     """
 
     seed: int
@@ -204,10 +203,10 @@ class Golden:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A schedule that the compiler tried; ``sync_count`` are the waits of a stream for another.
+    """A schedule that the compiler tried; ``sync_count`` is its number of waits of one stream for another.
 
-    ``policy``: "1", "max", a number of streams, "critical-path-4" ...; ``duration_ns`` is the GPU
-    time of one run, 0 where it was not measured.
+    ``policy`` is "1", "max", a number of streams, "critical-path-4" ...; ``duration_ns`` is the GPU time of one run, 0
+    where it was not measured.
     """
 
     policy: str
@@ -219,13 +218,12 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleRecord:
-    """Why the commands are ordered as they are.
+    """How the schedule was chosen, and the bounds that it is compared with.
 
-    ``antichain`` are positions among the work commands (launches, copies, fills) none of which
-    depends on another: no schedule needs more streams than the largest one has members.
-    ``arena_lower_bound_nbytes`` is what the buffers that live together need under this schedule.
-    ``fewest_sync_count`` are the waits that keep all concurrency cost at least: the edges of the
-    minimum equivalent graph less those of a maximum matching (Nimble, theorem 2).
+    ``antichain`` holds positions of work commands (launches, copies, fills) none of which depends on another: no
+    schedule needs more streams than the largest antichain has members. ``arena_lower_bound_nbytes`` is the most bytes
+    of buffers that live at the same time under this schedule. ``fewest_sync_count`` is the fewest waits that keep all
+    concurrency: the edges of the minimum equivalent graph less those of a maximum matching (Nimble, theorem 2).
     """
 
     policy: str
@@ -240,7 +238,7 @@ Profile: TypeAlias = tuple[tuple[str, int], ...]
 
 
 class Role(enum.IntEnum):
-    """Who runs a program: an ENTRY its caller, a BODY a command of another program, a REFIT a refit of weights."""
+    """Who runs a program: a caller an ENTRY, a command of another program a BODY, a refit of weights a REFIT."""
 
     ENTRY = 0
     BODY = 1
@@ -248,10 +246,10 @@ class Role(enum.IntEnum):
 
 
 class Fit(enum.IntEnum):
-    """Which calls a program serves, by one dimension of its profile.
+    """The sizes that a program serves, in one dimension of its profile.
 
-    EXACT: those of its size. PADDED: also those of fewer elements, filled up at the end. SPLIT: also
-    parts of those of more, since what is computed of one element depends on no other.
+    EXACT: its own size. PADDED: smaller sizes too, padded at the end. SPLIT: larger sizes too, in parts, since results
+    for one element depend on no other.
     """
 
     EXACT = 0
@@ -261,13 +259,12 @@ class Fit(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """Commands for inputs of one shape: those of one profile of one entry.
+    """Commands for inputs of one shape: one profile of one entry.
 
-    ``input_nbytes[i]`` and ``output_nbytes[i]`` are the sizes of the regions INPUT(i), OUTPUT(i);
-    an input or output tensor lies in any region its pointer names. ``commands`` are in issue order.
-    ``name`` is no other program's. ``entry`` is what a caller names, the program's name where it is
-    not given; ``profile`` the sizes of named dimensions that tell the programs of an entry apart, and
-    ``fits`` says for each of them which other sizes it serves; empty where none.
+    ``input_nbytes[i]`` and ``output_nbytes[i]`` are the sizes of the regions INPUT(i), OUTPUT(i); an input or output
+    tensor may lie in any region. ``commands`` are in issue order. ``name`` is unique in the plan. ``entry`` is the name
+    that callers use, by default ``name``. ``profile`` holds the sizes of named dimensions that distinguish the programs
+    of an entry, and ``fits``, for each of them, the other sizes that the program serves; empty: none.
     """
 
     name: str
@@ -305,7 +302,7 @@ class Program:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """The machine a plan was made on, and so what it needs.
+    """The machine that a plan was made on, and so the one that it needs.
 
     CUDA: the GPU's name, its compute capability, multiprocessors, and the driver's CUDA version
     (13000 for 13.0), below which a plan is refused. CPU: name "cpu", the rest 0.
@@ -319,13 +316,13 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A compiled model. ``producer`` and ``versions`` say what made it.
+    """A compiled model, made by ``producer`` and the libraries in ``versions``.
 
-    ``weights_nbytes`` and ``state_nbytes`` are the sizes of the two regions; ``weights`` and
-    ``state`` are in ascending order of offset. All programs share them, and an arena.
+    ``weights_nbytes`` and ``state_nbytes`` are the sizes of the two regions; ``weights`` and ``state`` are in ascending
+    order of offset. All programs share them, and an arena.
 
-    ``refits`` say how weights are replaced. The inputs of each are weights as the model has them: one
-    whose pointer is in WEIGHTS lies there as it is, of the others its commands make weights of the plan.
+    ``refits`` replace weights. Their inputs are weights as the model has them: one with its pointer in WEIGHTS is
+    stored there unchanged, and from the others the commands compute weights of the plan.
     """
 
     producer: str
@@ -343,7 +340,7 @@ class Plan:
 
     @property
     def entries(self) -> dict[str, tuple[Program, ...]]:
-        """The programs of each entry, one for each of its profiles; both in the plan's order."""
+        """The programs of each entry, one for each profile, in the plan's order."""
         found: dict[str, tuple[Program, ...]] = {}
         for program in self.programs:
             if program.role is Role.ENTRY:
@@ -352,11 +349,11 @@ class Plan:
 
     @property
     def arena_nbytes(self) -> int:
-        """Size of the arena: that of the program which needs most."""
+        """Size of the arena: the largest that a program needs."""
         return max((program.arena_nbytes for program in self.programs), default=0)
 
     save: ClassVar[Callable[["Plan", str | PathLike[str]], None]]
-    """``plan.save(path)`` writes the plan to a file: `nimblert.files.container.write`, far above this."""
+    """``plan.save(path)`` writes the plan to a file; set by `nimblert.files.container`, which imports this module."""
 
     def __repr__(self) -> str:
         names = listed([repr(program.name) for program in self.programs])

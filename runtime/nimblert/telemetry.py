@@ -1,7 +1,7 @@
 """Spans and metrics of calls, for NVTX and OpenTelemetry.
 
-Nothing of this runs unless an observer is there: `observe` puts methods in the place of those of `Context`, and the
-function it returns puts those back. Neither package is needed or imported before.
+Without an observer there is no overhead: `observe` replaces methods of `Context`, and the function that it returns
+restores them. Neither package is needed or imported before that.
 """
 
 import time
@@ -18,17 +18,17 @@ from nimblert.errors import InputError, NimbleError
 from nimblert.plan import Op, Work
 
 NVTX_VARIABLE = "NIMBLERT_NVTX"
-"""The environment variable that, at "1", has `nimblert.load` observe every call with `NvtxRanges`."""
+"""The environment variable that makes `nimblert.load` observe every call with `NvtxRanges` if it is "1"."""
 
 
 class Observer(Protocol):
-    """What is told of calls, in the thread that makes them, while they run."""
+    """Is notified of calls, in the thread that makes them, while they run."""
 
     def call(self, kind: str, context: Context, entry: str) -> AbstractContextManager[object]:
         """Around a "run", "replay", "launch" or "profile" of an entry."""
 
     def command(self, op: Op) -> AbstractContextManager[object]:
-        """Around a command of `Context.steps`, which comes from this op."""
+        """Around a command of `Context.steps` that was made of this op."""
 
 
 class NvtxRanges:
@@ -61,9 +61,9 @@ class NvtxRanges:
 class OpenTelemetry:
     """A span for each call, and the histogram ``nimblert.call.duration`` in seconds.
 
-    Both name ``nimblert.entry``, ``nimblert.program`` (the last that ran) and ``nimblert.target``; a call that raises
-    also has ``error.type``. Providers are the global ones unless given. Needs the package opentelemetry-api: InputError
-    where it is not installed.
+    The attributes of both are ``nimblert.entry``, ``nimblert.program`` (the one that ran last) and ``nimblert.target``,
+    and ``error.type`` where a call raises a NimbleError. Providers are the global ones by default. Needs the package
+    opentelemetry-api: InputError where it is not installed.
     """
 
     def __init__(self, tracer_provider: Any = None, meter_provider: Any = None) -> None:
@@ -92,7 +92,7 @@ class OpenTelemetry:
                 self._seconds.record(time.perf_counter() - begin, attributes)
 
     def command(self, op: Op) -> AbstractContextManager[object]:
-        """Nothing: commands are shorter than what a span costs."""
+        """No span: it would take longer than most commands."""
         del op
         return nullcontext()
 
@@ -101,7 +101,7 @@ _observers: list[Observer] = []
 
 
 def observe(observer: Observer) -> Callable[[], None]:
-    """Tell ``observer`` of the calls of every plan of this process from now on, until what is returned is called."""
+    """Notify ``observer`` of the calls of every plan of this process, until the returned function is called."""
     if not _observers:
         for name, method in _OBSERVED.items():
             setattr(Context, name, method)
@@ -118,7 +118,7 @@ def observe(observer: Observer) -> Callable[[], None]:
 
 
 def observe_by_environment() -> None:
-    """`NvtxRanges`, once, for what `NVTX_VARIABLE` asks."""
+    """Observe calls with `NvtxRanges`, unless that is done already."""
     if not any(isinstance(observer, NvtxRanges) for observer in _observers):
         observe(NvtxRanges())
 

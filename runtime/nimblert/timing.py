@@ -1,4 +1,4 @@
-"""The time of each command of a program, with the operator that it came from."""
+"""The time of each command of a program, and the operator that it was made of."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from nimblert.plan import Program
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandTime:
-    """One launch, copy or fill, and how long it took by itself.
+    """One launch, copy or fill, and how long it takes alone.
 
     ``command`` indexes `Program.commands`; ``kind`` is "launch", "memcpy" or "memset"; ``op`` and
     ``source`` are those of its `Op`.

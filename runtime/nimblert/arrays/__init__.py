@@ -1,1 +1,1 @@
-"""Arrays of callers: their dtypes, layouts and memory, taken in and given out."""
+"""Arrays of the caller: dtypes, layouts, padding, and the protocols by which libraries exchange them."""

@@ -1,7 +1,7 @@
-"""Arrays on a GPU that others own: taken in and given out by DLPack and the CUDA array interface.
+"""Arrays on a GPU, exchanged with other libraries by DLPack and the CUDA array interface.
 
-DLPack: https://dmlc.github.io/dlpack/latest/python_spec.html. The interface:
-https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html, version 3, which has no bfloat16.
+DLPack: https://dmlc.github.io/dlpack/latest/python_spec.html. CUDA array interface, version 3, which lacks bfloat16:
+https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html.
 """
 
 import re
@@ -19,20 +19,20 @@ from nimblert.errors import InputError
 from nimblert.plan import ITEM_NBYTES
 
 _CPU, _PAGE_LOCKED = 1, 3
-"""DLPack's kinds of device that are the host."""
+"""DLPack's kinds of device for host memory."""
 
 _TYPESTR = re.compile(r"[<>|=]?[A-Za-z][1-9][0-9]*")
-"""Order of the bytes, kind, bytes."""
+"""Byte order, kind, bytes."""
 
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceArray:
-    """Memory of a GPU that its owner keeps as long as this lives; ``strides`` in elements.
+    """An array in memory of a GPU, which ``owner`` keeps alive; ``strides`` are in elements.
 
-    ``stream`` is one that has yet to write the array: 1 and 2 are the legacy and the thread's default
-    stream. None where it is written, or the stream that it was asked for has been told to wait.
+    ``stream`` is a stream that may still write it: 1 and 2 are the legacy default stream and the thread's. None where
+    it is written, or where the stream that is to read it waits already.
     """
 
     address: int
@@ -46,7 +46,7 @@ class DeviceArray:
 
     @property
     def span_nbytes(self) -> int:
-        """Bytes from the first element to the end of the last one."""
+        """Bytes from the start of the first element to the end of the last."""
         if 0 in self.shape:
             return 0
         last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
@@ -54,7 +54,7 @@ class DeviceArray:
 
 
 def place(value: Any) -> tuple[str, int] | None:
-    """Where an array is: ("cuda", ordinal) or ("cpu", 0); None for what is no array, or on another kind of device."""
+    """The device of an array: ("cuda", ordinal) or ("cpu", 0); None for other devices, and for what is no array."""
     if isinstance(value, DeviceArray):
         return "cuda", value.device
     asked = getattr(value, "__dlpack_device__", None)
@@ -65,15 +65,15 @@ def place(value: Any) -> tuple[str, int] | None:
 
 
 def is_negated(value: Any) -> bool:
-    """Whether it is a view of torch whose memory holds the opposite of its numbers, of which DLPack tells nothing."""
+    """Whether it is a negated view of PyTorch: its memory holds the opposite numbers, and DLPack does not tell."""
     asked = getattr(value, "is_neg", None)
     return asked is not None and bool(asked())
 
 
 def at_once(value: Any) -> "DeviceArray | None":
-    """An array on a GPU of a library that tells in no time where it is; else None, and `place` and `take` find out.
+    """An array on a GPU of a library with fast exchange functions; else None, and `place` and `take` read it.
 
-    Raises InputError where it is not given.
+    Raises InputError where the library refuses.
     """
     exchange = dlpack.exchange(value)
     if exchange is None:
@@ -95,7 +95,7 @@ def _first_line(exc: Exception) -> str:
 
 
 def from_host(value: Any) -> np.ndarray:
-    """The numpy array over what another library has in host memory. Raises InputError where numpy has no such dtype."""
+    """A numpy array over another library's array in host memory. Raises InputError where numpy cannot read it."""
     try:
         return np.from_dlpack(value)
     except (BufferError, RuntimeError, TypeError, ValueError) as exc:
@@ -103,7 +103,7 @@ def from_host(value: Any) -> np.ndarray:
 
 
 def take(value: Any, stream: int) -> DeviceArray:
-    """An array on a GPU, ready for what comes next on ``stream``. Raises InputError where it is not given."""
+    """An array on a GPU, ready for later work on ``stream``. Raises InputError where its library refuses."""
     if isinstance(value, DeviceArray):
         return value
     if not hasattr(value, "__dlpack__"):
@@ -145,7 +145,7 @@ def _of_interface(interface: Any, owner: Any) -> DeviceArray:
 
 
 def _entry(interface: Mapping[str, Any], name: str, read: Callable[[Any], _T]) -> _T:
-    """What the interface says by this name. Raises InputError where it says nothing, or nothing that can be read."""
+    """An entry of the interface, read by ``read``. Raises InputError where it is missing or invalid."""
     if name not in interface:
         raise InputError(f"its __cuda_array_interface__ has no {name!r}, which version 3 asks for")
     try:
@@ -175,9 +175,10 @@ def _numbers(given: Any) -> tuple[int, ...]:
 
 
 class DeviceOutput:
-    """An output in memory of a GPU: `torch.from_dlpack`, `cupy.from_dlpack` or `jax.dlpack.from_dlpack` takes it.
+    """An output in memory of a GPU, for `torch.from_dlpack`, `cupy.from_dlpack` or `jax.dlpack.from_dlpack`.
 
-    It is written when it is handed out. `Context.run` has outputs on the host where ``out`` gives it numpy arrays.
+    It is complete when it is returned, unless the run was given a stream. For an output on the host, give `Context.run`
+    a numpy array in ``out``.
     """
 
     def __init__(self, array: DeviceArray) -> None:
@@ -195,8 +196,8 @@ class DeviceOutput:
         return dlpack.CUDA, self.device
 
     def __dlpack__(self, *, stream: int | None = None, **_: Any) -> Any:
-        """A capsule over the memory, which stays as long as the capsule or what consumed it."""
-        del stream  # all is written
+        """A capsule over the memory, which lives as long as the capsule or its consumer."""
+        del stream  # complete, or written in the order of the caller's stream
         array = self._array
         found = dlpack.Found(array.address, array.dtype, array.shape, array.strides, array.device)
         return dlpack.capsule(found, ITEM_NBYTES[array.dtype], array)

@@ -1,8 +1,7 @@
 """DLPack's structs in Python: https://dmlc.github.io/dlpack/latest.
 
-Arrays of others are read from a capsule, before version 1 of the structs, or from the table of functions
-that a library may offer (DLPackExchangeAPI, version 1), which takes a tenth of the time. What is given out
-is a capsule.
+Arrays of other libraries are read from capsules (unversioned structs), or with the functions that a library may offer
+(DLPackExchangeAPI, version 1), which takes a tenth of the time. Our arrays are exported as capsules.
 """
 
 import ctypes
@@ -15,13 +14,13 @@ from nimblert.arrays.layouts import dense_strides
 from nimblert.plan import ITEM_NBYTES
 
 CUDA = 2
-"""Its kind of device."""
+"""DLPack's kind of device for CUDA."""
 
 _KINDS = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 5: "complex", 6: "bool"}
 _CODES = {kind: code for code, kind in _KINDS.items()}
 
 _NAME = b"dltensor"
-_KEPT_NAME = ctypes.create_string_buffer(_NAME)  # a capsule holds the address of its name, no copy
+_KEPT_NAME = ctypes.create_string_buffer(_NAME)  # a capsule refers to its name without a copy
 _TABLE_NAME = b"dlpack_exchange_api"
 _TABLE_MAJOR = 1
 
@@ -41,20 +40,20 @@ _TENSOR = struct.Struct("<QiiiBBHQQQ")
 """DLTensor: data, kind and ordinal of the device, ndim, code, bits, lanes, shape, strides, byte offset."""
 
 _RAW_TENSOR = struct.Struct("<Q16sQQQ")
-"""The same: data, all that is said of device and elements, shape, strides, byte offset."""
+"""DLTensor again: data, everything about device and elements as one field, shape, strides, byte offset."""
 _RANK_AT = 8
-"""Where in its second field the rank is; of none that is read raw it has more than a byte."""
+"""The byte of that field that holds the rank, which fits a byte for every array that is read raw."""
 
 _MANAGED = struct.Struct("<48s8xQ")
-"""DLManagedTensor: the tensor, the manager's context (none of ours), the deleter."""
+"""DLManagedTensor: the tensor, the manager's context (none here), the deleter."""
 
 _TABLE = struct.Struct("<IIQ5Q")
-"""DLPackExchangeAPI: version, the table of another version, and functions: an allocator, from an object to
-a managed tensor and back, from an object to a tensor, and the current stream."""
+"""DLPackExchangeAPI: version, the table of another version, and functions: an allocator, object to managed tensor and
+back, object to tensor, and the current stream."""
 
 
 class Found(NamedTuple):
-    """Where an array is; ``strides`` in elements, ``device`` the ordinal."""
+    """An array's place and layout; ``strides`` are in elements, ``device`` is the ordinal."""
 
     address: int
     dtype: str
@@ -64,7 +63,7 @@ class Found(NamedTuple):
 
 
 def _found(tensor: bytes) -> tuple[int, Found]:
-    """The kind of device, and what a DLTensor says. BufferError where its numbers lie nowhere."""
+    """The kind of device and the array of a DLTensor. Raises BufferError where it has no memory."""
     data, kind, device, rank, code, bits, lanes, shape_at, strides_at, offset = _TENSOR.unpack(tensor)
     shape = _numbers(shape_at, rank)
     strides = _numbers(strides_at, rank) if strides_at else dense_strides(shape)
@@ -85,52 +84,52 @@ def _dtype_name(code: int, bits: int, lanes: int) -> str:
 
 
 def from_capsule(capsule: Any) -> Found:
-    """What a capsule holds, which keeps it: nobody else may have consumed it."""
+    """The array of a capsule, which nobody may have consumed, and which keeps the memory alive."""
     return _found(_text(_pointer(capsule, _NAME), _TENSOR.size))[1]
 
 
 Raw: TypeAlias = tuple[int, bytes, bytes, bytes]
-"""How an array lies: its address, and its header, shape and strides as `raw_header` and `raw_numbers` write them."""
+"""An array's address, and its header, shape and strides as `raw_header` and `raw_numbers` write them."""
 
 
 def raw_header(dtype: str, rank: int, device: int) -> bytes:
-    """The header of arrays of this kind on a GPU."""
+    """The header of arrays of this dtype and rank on a GPU."""
     code = _CODES[dtype.rstrip("0123456789")]
     return struct.pack("<iiiBBH", CUDA, device, rank, code, 8 * ITEM_NBYTES[dtype], 1)
 
 
 def raw_numbers(numbers: Sequence[int]) -> bytes:
-    """A shape, or strides in elements."""
+    """A shape, or strides in elements, as DLPack stores them."""
     return struct.pack(f"<{len(numbers)}q", *numbers)
 
 
 class Exchange:
-    """The functions that a type of arrays offers. Thread-safe."""
+    """The exchange functions of a type of arrays. Thread-safe."""
 
     def __init__(self, tensor_from_object: int, current_stream: int) -> None:
         self._read = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_void_p)(tensor_from_object)
         self._stream = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_int32, ctypes.c_int32, ctypes.c_void_p)(current_stream)
 
     def read(self, value: Any) -> tuple[Found, int] | None:
-        """An array on a GPU and the stream that its library works on there; None where `__dlpack__` has to say.
+        """An array on a GPU and the stream that its library uses there; None where `__dlpack__` must be asked.
 
-        It is not kept: ``value`` must be.
+        ``value`` must be kept alive.
         """
-        if getattr(value, "requires_grad", False):  # torch refuses it there, and says why
+        if getattr(value, "requires_grad", False):  # PyTorch's __dlpack__ refuses it with a reason
             return None
         tensor = ctypes.create_string_buffer(_TENSOR.size)
         self._read(value, ctypes.addressof(tensor))
         kind, found = _found(tensor.raw)
-        if kind != CUDA or found.dtype.startswith("complex"):  # torch leaves the conjugate bit out here
+        if kind != CUDA or found.dtype.startswith("complex"):  # PyTorch omits the conjugate bit here
             return None
         return found, self.stream(found.device)
 
     def stream(self, device: int) -> int:
-        """The stream that the library works on, on a GPU."""
+        """The stream that the library uses on a GPU."""
         return self.stream_reader(device)()
 
     def stream_reader(self, device: int) -> Callable[[], int]:
-        """What tells the same as `stream`, to one thread at a time, in half the time."""
+        """A function that does what `stream` does in half the time, for one thread at a time."""
         stream = ctypes.c_void_p()
         address, ask = ctypes.addressof(stream), self._stream
 
@@ -141,9 +140,9 @@ class Exchange:
         return current
 
     def reader(self) -> Callable[[Any], Raw]:
-        """What tells how an array lies, to one thread at a time, in less than half the time of `read`.
+        """A function that reads an array in less than half the time of `read`, for one thread at a time.
 
-        It raises what the library does.
+        It raises what the library raises.
         """
         buffer = ctypes.create_string_buffer(_TENSOR.size)
         address, read, unpack = ctypes.addressof(buffer), self._read, _RAW_TENSOR.unpack_from
@@ -154,7 +153,7 @@ class Exchange:
             read(value, address)
             data, header, shape_at, strides_at, offset = unpack(buffer)
             place = shape_at, strides_at, header[_RANK_AT]
-            if place != known:  # numbers where they were are read from there again
+            if place != known:  # else the views are still over shape and strides
                 views = _view(shape_at, header[_RANK_AT]), _view(strides_at, header[_RANK_AT])
                 known = place
             return data + offset, header, bytes(views[0]), bytes(views[1])
@@ -162,19 +161,19 @@ class Exchange:
         return raw
 
     def watch(self, value: Any) -> Callable[[], bool]:
-        """What tells one thread at a time whether an array lies as it does now. It raises what the library does."""
+        """A function that tells one thread whether an array is still as it is now; raises what the library raises."""
         read = self.reader()
         place = read(value)
         return lambda: read(value) == place
 
 
 def _view(address: int, count: int) -> memoryview:
-    """So many numbers there; none at no address."""
+    """``count`` numbers at an address; none at address 0."""
     return memoryview((ctypes.c_int64 * count).from_address(address) if address and count else b"").cast("B")
 
 
 def exchange(value: Any) -> Exchange | None:
-    """The functions that the type of an array offers, or None."""
+    """The exchange functions of an array's type, or None."""
     kind = type(value)
     if kind not in _exchanges:
         _exchanges[kind] = _exchange(kind)
@@ -197,7 +196,7 @@ def _exchange(kind: type) -> Exchange | None:
 
 
 _exported: dict[int, tuple[Any, ...]] = {}
-"""What consumers of capsules hold, by the address of its struct."""
+"""The memory that consumers of capsules use, by the address of its struct."""
 
 
 def _forget(address: int) -> None:
@@ -205,19 +204,19 @@ def _forget(address: int) -> None:
 
 
 def _forget_unused(capsule: int) -> None:
-    """The end of a capsule: that of one which nobody consumed is the end of its memory, too."""
+    """Free the memory of a capsule that ends without having been consumed."""
     if _ending_is_valid(capsule, _NAME):
         _forget(_ending_pointer(capsule, _NAME))
 
 
-_deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_forget)  # consumers may call it without the lock of Python
+_deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_forget)  # consumers may call it without the GIL
 _destructor = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(_forget_unused)
 _DELETER = ctypes.cast(_deleter, ctypes.c_void_p).value
 _DESTRUCTOR = ctypes.cast(_destructor, ctypes.c_void_p).value
 
 
 def capsule(found: Found, itemsize: int, owner: object) -> Any:
-    """A capsule over an array on a GPU. ``owner`` stays as long as it, or as what consumed it."""
+    """A capsule over an array on a GPU. ``owner`` lives as long as the capsule or its consumer."""
     rank = len(found.shape)
     buffer = ctypes.create_string_buffer(_MANAGED.size + 16 * rank)
     address = ctypes.addressof(buffer)

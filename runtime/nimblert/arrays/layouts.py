@@ -1,4 +1,4 @@
-"""How the elements of one array lie for those of another: what a copy between layouts has to do."""
+"""Layouts of arrays, and the gathers that copy from one layout to another."""
 
 import struct
 from collections.abc import Sequence
@@ -10,17 +10,17 @@ from operator import mul
 import numpy as np
 
 MOST_AXES = 8
-"""That a gather may have (layout.cu) when neighbours that lie side by side are joined."""
+"""The most axes of a gather (layout.cu), after contiguous ones are merged."""
 
 _MOST_ELEMENTS = 1 << 32
 
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """The elements of a dense destination, in the order of its memory, from where strides say.
+    """A copy into a dense destination, in the order of its memory, from a strided source.
 
-    ``sizes`` and ``strides`` (in elements of the source) are of its axes, the outermost first, with
-    axes joined that lie side by side in both.
+    ``sizes`` and ``strides`` (of the source, in elements) are those of the destination's axes, the outermost first;
+    axes that are contiguous in both are merged.
     """
 
     sizes: tuple[int, ...]
@@ -28,16 +28,16 @@ class Gather:
 
     @property
     def count(self) -> int:
-        """Elements."""
+        """The number of elements."""
         return prod(self.sizes)
 
     @property
     def is_copy(self) -> bool:
-        """Whether the source lies as the destination does: bytes are copied as they are."""
+        """Whether source and destination have the same layout."""
         return len(self.sizes) == 1 and self.strides == (1,)
 
     def parameters(self, to: int, source: int) -> bytes:
-        """What the kernels of layout.cu take, for arrays at these addresses."""
+        """The parameters of the kernels of layout.cu, for arrays at these addresses."""
         room = (0,) * (MOST_AXES - len(self.sizes))
         return struct.pack(
             "<QQII8I8q", to, source, self.count, len(self.sizes), *self.sizes, *room, *self.strides, *room
@@ -45,9 +45,9 @@ class Gather:
 
 
 def gather(shape: Sequence[int], to: Sequence[int], source: Sequence[int]) -> Gather | None:
-    """What fills a tensor of strides ``to`` from one of strides ``source``, all in elements.
+    """The gather that fills a tensor of strides ``to`` from one of strides ``source``, all in elements.
 
-    None where the destination has holes or overlaps, or the copy has more axes than a kernel takes.
+    None where the destination has gaps or overlaps, or the copy has more axes than a kernel takes.
     """
     if not is_dense(shape, to) or prod(shape) >= _MOST_ELEMENTS:
         return None
@@ -66,9 +66,9 @@ def gather(shape: Sequence[int], to: Sequence[int], source: Sequence[int]) -> Ga
 
 
 def is_dense(shape: Sequence[int], strides: Sequence[int], step: int = 1) -> bool:
-    """Whether the elements fill their memory once each, in whatever order of axes.
+    """Whether the elements have neither gaps nor overlaps, in any order of axes.
 
-    ``step`` is the stride of neighbours, 1 for strides in elements.
+    ``step`` is the stride of adjacent elements, 1 for strides in elements.
     """
     for stride, size in sorted((stride, size) for size, stride in zip(shape, strides, strict=True) if size != 1):
         if stride != step:
@@ -78,7 +78,7 @@ def is_dense(shape: Sequence[int], strides: Sequence[int], step: int = 1) -> boo
 
 
 def overlaps(shape: Sequence[int], strides: Sequence[int], step: int = 1) -> bool:
-    """Whether two elements may share a place. ``step`` is the stride of neighbours, as in `is_dense`."""
+    """Whether two elements may share memory. ``step`` is the stride of adjacent elements, as in `is_dense`."""
     if 0 in shape:
         return False
     end = step
@@ -95,7 +95,7 @@ def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def dense_like(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
-    """Strides of the same order of axes in which a shape has no holes."""
+    """Dense strides for a shape, with the axes in the order of ``strides``."""
     dense = [0] * len(shape)
     end = 1
     for axis in sorted(range(len(shape)), key=lambda axis: (strides[axis], -axis)):
@@ -105,7 +105,7 @@ def dense_like(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
 
 
 def in_memory_order(array: np.ndarray) -> np.ndarray:
-    """The elements of a dense array as one axis, in the order of its memory; a view."""
+    """A one-dimensional view of a dense array, in the order of its memory."""
     order = sorted(range(array.ndim), key=lambda axis: -array.strides[axis])
     return array.transpose(order).reshape(-1)
 

@@ -1,4 +1,4 @@
-"""Arrays in the head of a larger tensor: what lies beyond them, and the tensor that is the head."""
+"""Padding: arrays at the start of a larger tensor."""
 
 from dataclasses import replace
 
@@ -8,18 +8,18 @@ from nimblert.plan import Tensor
 
 
 def filling(tensor: Tensor) -> int:
-    """What stands where a caller gives nothing: 0, or the least value of an input that 0 is no value of."""
+    """The padding value of an input: 0, or its least value where 0 is outside its range."""
     low, high = tensor.sample_range or (0, 0)
     return 0 if tensor.mask or low <= 0 <= high else low
 
 
 def head(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The first elements of a tensor along each axis, as many as ``shape`` says."""
+    """The tensor cropped to ``shape``."""
     return tensor if shape == tensor.shape else replace(tensor, shape=shape)
 
 
 def place(view: np.ndarray, array: np.ndarray, fill: int) -> None:
-    """Copy an array into the head of a view of its dtype and rank, and ``fill`` the rest."""
+    """Copy an array to the start of a view of its dtype and rank, and write ``fill`` to the rest."""
     index = tuple(map(slice, array.shape))
     np.copyto(view[index], array)
     for axis, (given, size) in enumerate(zip(array.shape, view.shape, strict=True)):

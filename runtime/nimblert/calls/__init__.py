@@ -1,1 +1,1 @@
-"""What a call is given and what it gives, whatever the target."""
+"""Calls, independent of the target: entries, sizes, inputs and outputs, bindings, state, turns."""

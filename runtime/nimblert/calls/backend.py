@@ -1,4 +1,4 @@
-"""What a target gives to a context: code and weights, memory, and programs that run in it."""
+"""The interface of a target: code and weights on a device, and programs in the memory of a context."""
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Protocol
@@ -11,13 +11,13 @@ from nimblert.plan import Plan, Pointer, Program, Tensor, Work
 
 
 class Backend(Protocol):
-    """A program in memory. `inputs` and `outputs` are strided views of host memory."""
+    """A loaded program. `inputs` and `outputs` are strided views of host memory."""
 
     inputs: tuple[np.ndarray, ...]
     outputs: tuple[np.ndarray, ...]
 
     def place(self, arrays: Sequence[Any]) -> None:
-        """Take these inputs, each of its dtype and rank; what is beyond a smaller shape is padded."""
+        """Copy these inputs in, each of its dtype and rank; smaller shapes are padded."""
 
     def call(
         self,
@@ -28,13 +28,13 @@ class Backend(Protocol):
         shapes: Sequence[tuple[int, ...]] | None = None,
         stream: int | None,
     ) -> dict[str, Any]:
-        """Run on these inputs: the outputs by name, but for those in ``out``, which the caller's arrays take.
+        """Run on these inputs, and return the outputs by name, except those written into arrays of ``out``.
 
-        ``shapes`` of the outputs are those of their heads that are asked for.
+        ``shapes`` crops the outputs.
         """
 
     def direct(self, turn: Turn) -> DirectCall | None:
-        """The usual call in one piece, in the turn of a context; None where this target or program has none."""
+        """The usual call as one function, in the turn of a context; None where this target or program has none."""
 
     def empty(self, tensor: Tensor, *, on_device: bool) -> Any:
         """A new array for an output."""
@@ -46,35 +46,35 @@ class Backend(Protocol):
         """Wait for what was enqueued."""
 
     def bind(self, tensor: Tensor, array: Any) -> None:
-        """Have commands use an array of the caller in place of an input or output; None: the program's own again."""
+        """Use an array of the caller in place of an input or output; None restores the program's own memory."""
 
     def own_address(self, tensor: Tensor) -> int:
-        """Where the program's own memory of an input or output begins."""
+        """The address of the program's own memory for an input or output."""
 
     def run(self) -> None:
-        """Compute the ``outputs`` of the ``inputs``."""
+        """Compute ``outputs`` from ``inputs``."""
 
     def replay(self) -> None:
-        """Compute again on the inputs of the run before, without moving them or the outputs."""
+        """Repeat the last run without copying inputs or outputs."""
 
     def steps(self) -> Generator[Work, None, None]:
-        """Compute the outputs of the inputs command by command: each launch, copy or fill when it is done."""
+        """Compute command by command, and yield each launch, copy or fill when it is done."""
 
     def profile(self) -> list[int]:
-        """As all of `steps`: nanoseconds of each launch, copy or fill."""
+        """Run all `steps`, and return the nanoseconds of each launch, copy or fill."""
 
     def read(self, pointer: Pointer, nbytes: int) -> np.ndarray:
         """A copy of bytes of the program's memory, as uint8."""
 
     def close(self) -> None:
-        """Give everything back."""
+        """Free everything."""
 
 
 class Resident(Protocol):
-    """What the contexts of a plan share on a device: code and weights."""
+    """Code and weights of a plan on a device, which its contexts share."""
 
     def working(self, arena: Any, *, poison: bool) -> Any:
-        """The memory that the programs of one context share, over an arena if one is given."""
+        """The memory that the programs of one context share, in ``arena`` if one is given."""
 
     def backend(self, program: Program, working: Any, *, poison: bool) -> Backend:
         """A program in the memory of a context."""
@@ -82,17 +82,17 @@ class Resident(Protocol):
     def refit(
         self, refits: Sequence[Refit], backends: Sequence[Any], ready: Callable[[], None]
     ) -> Sequence[Backend]:
-        """Replace weights, none where it raises: what takes the place of each backend that is over them.
+        """Replace weights, none where it raises, and return the successor of each backend.
 
-        ``ready`` is called when all else that may raise is done.
+        ``ready`` is called once nothing else can fail.
         """
 
     def close(self) -> None:
-        """Give back code and weights; every context must be closed."""
+        """Free code and weights; every context must be closed."""
 
 
 class Backends(dict[str, Backend]):
-    """The programs of a context by name, each loaded when it is first asked for."""
+    """The loaded programs of a context by name; a lookup loads a program that is not."""
 
     def __init__(self, plan: Plan, resident: Resident, working: Any, *, poison: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Arrays of the caller that a program reads and writes where they are."""
+"""Bindings: arrays of the caller that a program reads and writes in place."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -14,7 +14,7 @@ from nimblert.errors import InputError
 from nimblert.plan import Program, Region, Tensor
 
 VECTOR_NBYTES = 16
-"""Bytes: what vector loads of kernels may rely on, which were chosen for memory of an allocator."""
+"""The alignment, in bytes, that kernels with vector loads rely on: they were chosen for memory of an allocator."""
 
 Array: TypeAlias = np.ndarray | DeviceArray
 
@@ -33,19 +33,19 @@ class Binding(NamedTuple):
 class _Bound(NamedTuple):
     tensor: Tensor
     value: Any
-    """As the caller gave it."""
+    """The caller's object."""
     array: Array
     is_there: Callable[[], bool]
-    """Whether the caller's array is where it was, as far as its library tells."""
+    """Whether the array has not moved, as far as its library tells."""
 
 
 class Bindings:
-    """What is bound of one entry. All of it belongs to one program, ``program``, or None where nothing is bound."""
+    """The bindings of one entry, all for one ``program``; None where nothing is bound."""
 
     def __init__(self, signature: Signature) -> None:
         self.program: Program | None = None
         self.changes = 0
-        """How often an array was bound or given back."""
+        """The number of times that a binding was made or ended."""
         self._signature = signature
         self._bound: dict[str, _Bound] = {}
 
@@ -101,9 +101,9 @@ class Bindings:
         self.program = program if self._bound else None
 
     def complete(self, arrays: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The arrays of a run, with the inputs that are bound.
+        """The arrays of a run, bound inputs included.
 
-        Raises InputError where one of them is given, too, or something that is bound is elsewhere by now.
+        Raises InputError where a bound input is also given, or a bound array has moved.
         """
         self.check_in_place()
         if not self._bound or not isinstance(arrays, Mapping):
@@ -113,19 +113,19 @@ class Bindings:
         return {**arrays, **self._side(Region.INPUT)}
 
     def outputs(self) -> dict[str, Any]:
-        """The outputs that are bound, and their arrays as the caller gave them."""
+        """The bound outputs by name, as the caller's objects."""
         return self._side(Region.OUTPUT)
 
     def _side(self, region: Region) -> dict[str, Any]:
         return {name: bound.value for name, bound in self._bound.items() if bound.tensor.pointer.region is region}
 
     def check_program(self, program: Program | None) -> None:
-        """Raise InputError where something is bound of another program."""
+        """Raise InputError where the bindings are another program's."""
         if self.program is not None and self.program is not program:
             raise InputError(f"inputs have other sizes than the program for which {list(self._bound)} are bound")
 
     def check_in_place(self) -> None:
-        """Raise InputError where an array is elsewhere by now."""
+        """Raise InputError where a bound array has moved."""
         for name, bound in self._bound.items():
             try:
                 is_there = bound.is_there()
@@ -135,20 +135,20 @@ class Bindings:
                 raise InputError(f"{name!r}: its array was moved or resized since it was bound: bind it again")
 
     def check_unchanged(self, changes: int) -> None:
-        """Raise InputError where something was bound or given back since there were so many ``changes``."""
+        """Raise InputError where there have been further ``changes``."""
         if self.changes != changes:
             raise InputError("an array was bound or given back while this call began: call again")
 
 
 def owned(where: str, value: Any, array: Array) -> Array:
-    """The array over the caller's value. Raises InputError where that is a number, of which numpy makes a copy."""
+    """The array over the caller's value. Raises InputError for a number, which numpy copies."""
     if isinstance(value, np.generic):
         raise InputError(f"{where}: got {value.dtype}, a number without memory of its own, expected an array")
     return array
 
 
 def _watch(value: Any, array: Array) -> Callable[[], bool]:
-    """What tells whether the caller's array is where it is now."""
+    """A function that tells whether the caller's array is still where it is now."""
     if isinstance(array, DeviceArray):
         exchange = dlpack.exchange(value)
         return _stays(partial(_place, array)) if exchange is None else exchange.watch(value)
@@ -167,19 +167,19 @@ def _place(array: Array) -> _Place:
 
 
 def _overlap(tensor: Tensor, array: Array, other: Tensor, other_start: int) -> bool:
-    """Whether the array for one tensor shares memory with that of another, which begins at ``other_start``."""
+    """Whether the array for a tensor shares memory with another tensor's at ``other_start``."""
     start = _address(array)
     return start < other_start + other.span_nbytes and other_start < start + tensor.span_nbytes
 
 
 def fills_memory(program: Program, tensor: Tensor) -> bool:
-    """Whether the memory of an input or output that lies in a region of its own holds the tensor and nothing more."""
+    """Whether the INPUT or OUTPUT region of a tensor holds that tensor and nothing more."""
     sizes = program.input_nbytes if tensor.pointer.region is Region.INPUT else program.output_nbytes
     return not tensor.pointer.offset and sizes[tensor.pointer.index] <= tensor.span_nbytes
 
 
 def _check_layout(program: Program, tensor: Tensor, array: Array) -> None:
-    """Raise InputError where kernels cannot use the array in place of the program's own memory."""
+    """Raise InputError where kernels cannot use the array instead of the program's own memory."""
     where = f"bind {tensor.name!r}"
     if tensor.pointer.region not in {Region.INPUT, Region.OUTPUT}:
         raise InputError(f"{where}: it lies in {tensor.pointer.region.name}, which other tensors share")

@@ -18,14 +18,14 @@ from nimblert.errors import InputError
 from nimblert.plan import ITEM_NBYTES, Plan, Program, Tensor
 
 Take: TypeAlias = Callable[[Any, int], DeviceArray]
-"""Reads an array on the GPU of that ordinal."""
+"""Takes an array of the caller on the GPU of this ordinal, -1 where it is not known."""
 
 _SHOWN = 8
-"""Of what may be many, a sentence lists so many."""
+"""The most items that a message lists."""
 
 
 class Signature:
-    """What an entry takes. ``programs`` are those of its profiles."""
+    """The inputs of an entry; ``programs`` are those of its profiles."""
 
     def __init__(self, name: str, programs: Sequence[Program]) -> None:
         self.name = name
@@ -34,7 +34,7 @@ class Signature:
         self._by_shapes = {shapes_of(program.inputs): program for program in self.programs}
 
     def by_name(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Arrays given in the plan's order and by name, all by name. InputError where they are too many."""
+        """All arrays by name, given those in the plan's order and those by name. InputError where they are too many."""
         names = list(self._inputs)
         if len(args) > len(names):
             raise InputError(f"inputs: {len(args)} arrays were given, the plan takes {len(names)}: {names}")
@@ -44,9 +44,9 @@ class Signature:
         return {**given, **kwargs}
 
     def check(self, arrays: Mapping[str, Any], take: Take) -> list[np.ndarray | DeviceArray]:
-        """The arrays of a call in the entry's order, given by input name; ``take`` reads those on a GPU.
+        """The arrays of a call in the entry's order, given by input name; ``take`` is for those on a GPU.
 
-        Raises InputError for names and types that are not the entry's.
+        Raises InputError for names and dtypes that are not the entry's.
         """
         if not isinstance(arrays, Mapping):
             raise InputError(f"inputs: got {type(arrays).__name__}, expected a dict of arrays by input name")
@@ -56,9 +56,9 @@ class Signature:
         return [checked_array("input", tensor, arrays[name], take) for name, tensor in expected.items()]
 
     def plain(self, arrays: Mapping[str, Any]) -> list[np.ndarray] | None:
-        """As `check`, but only arrays of numpy that fit the entry's one program; None for all else.
+        """As `check`, but for numpy arrays that fit the entry's only program; None for anything else.
 
-        Where ONNX Runtime takes 200 us, what Python does after that finds nothing in the caches: each line counts.
+        After 200 us of ONNX Runtime the caches hold nothing of Python's: each line counts.
         """
         plain = self._plain
         if type(arrays) is not dict or len(arrays) != len(plain):
@@ -73,7 +73,7 @@ class Signature:
 
     @cached_property
     def _plain(self) -> tuple[tuple[str | None, np.dtype, tuple[int, ...]], ...]:
-        """Name, dtype and shape of each input; one that no call has where the entry has several programs."""
+        """Name, dtype and shape of each input; one that matches no call where the entry has several programs."""
         if len(self.programs) > 1 or any(tensor.dtype == "bfloat16" for tensor in self._inputs.values()):
             return ((None, np.dtype(np.void), ()),)
         return tuple((t.name, numpy_dtype(t.dtype), t.shape) for t in self._inputs.values())
@@ -83,16 +83,16 @@ class Signature:
         return self._by_shapes.get(tuple(array.shape for array in arrays))
 
     def serve(self, arrays: Sequence[np.ndarray | DeviceArray]) -> Served:
-        """How arrays are served that no program is for. Raises InputError where they are not."""
+        """The runs that serve arrays of sizes without a program. Raises InputError where there are none."""
         served = self._sizes.serve(tuple(tuple(array.shape) for array in arrays))
         if served is None:
             raise InputError(self._no_program(arrays))
         return served
 
     def choose(self, arrays: Mapping[str, Any], take: Take) -> tuple[Program, list[np.ndarray | DeviceArray]]:
-        """The program that takes these arrays in one run, and they in its order; see `check`.
+        """The program that takes these arrays in one run, and the arrays in its order; see `check`.
 
-        Raises InputError for shapes that the entry has no program for.
+        Raises InputError for shapes without such a program.
         """
         checked = self.check(arrays, take)
         program = self.exact(checked)
@@ -108,7 +108,7 @@ class Signature:
         return Sizes(self.programs)
 
     def _no_program(self, arrays: Sequence[np.ndarray | DeviceArray]) -> str:
-        """Why the shapes of ``arrays`` choose no program."""
+        """Why no program takes the shapes of ``arrays``."""
         if len(self.programs) == 1:
             given = zip(self._inputs.values(), arrays, strict=True)
             tensor, array = next((t, a) for t, a in given if t.shape != a.shape)
@@ -117,16 +117,16 @@ class Signature:
         return f"inputs of the shapes {found}: {self.name!r} has programs for {self._listed()}"
 
     def _listed(self) -> str:
-        """The profiles of the entry, as the end of a sentence."""
+        """The profiles of the entry, for the end of a message."""
         texts = [_described(program) for program in self.programs[:_SHOWN]]
         more = len(self.programs) - len(texts)
         return "; ".join(texts) + (f"; and {more} more" if more else "")
 
 
 class Entries(dict[str | None, Signature]):
-    """The signatures of a plan's entries by name. None is the only one there is, or else "main".
+    """The signatures of a plan's entries by name; None is the only one, or else "main".
 
-    A name that is none raises InputError.
+    Looking up an unknown name raises InputError.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -142,7 +142,7 @@ class Entries(dict[str | None, Signature]):
 
 
 class Entry:
-    """One entry of a context. ``name``; ``programs`` are those of its profiles."""
+    """One entry of a context; ``programs`` are those of its profiles."""
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class Entry:
         return f"Entry({self.name!r}, {len(self.programs)} programs)"
 
     def __call__(self, *args: Any, **kwargs: Any) -> np.ndarray | tuple[np.ndarray, ...]:
-        """As a call of the context that names this entry."""
+        """As a call of the context with this entry's name."""
         return self._call(args, kwargs)
 
     def run(self, arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -180,9 +180,9 @@ def _wrong_names(expected: list[str], given: list[str]) -> str:
 
 
 def checked_array(side: str, tensor: Tensor, value: Any, take: Take) -> np.ndarray | DeviceArray:
-    """What the caller gives for a tensor, of its dtype; InputError where it is no such array.
+    """The caller's array for a tensor, of the tensor's dtype; ``take`` is for arrays on a GPU.
 
-    ``take`` reads what is on a GPU, given its ordinal or -1 where that is not known.
+    Raises InputError for any other dtype, and for what is no array.
     """
     array: np.ndarray | DeviceArray
     if type(value) is np.ndarray:
@@ -201,7 +201,7 @@ def checked_array(side: str, tensor: Tensor, value: Any, take: Take) -> np.ndarr
             f"{side} {tensor.name!r}: dtype {array.dtype}, expected {tensor.dtype}: use .astype({tensor.dtype!r})"
         )
     nbytes = ITEM_NBYTES[tensor.dtype]
-    if isinstance(array, DeviceArray) and array.address % nbytes:  # a kernel that reads there ends the use of CUDA
+    if isinstance(array, DeviceArray) and array.address % nbytes:  # a kernel that read there would end the use of CUDA
         raise InputError(
             f"{side} {tensor.name!r}: address {array.address:#x}, expected a multiple of {nbytes}, the bytes of an "
             "element: give a copy"

@@ -1,4 +1,4 @@
-"""What `Executable.refit` is given: arrays for weights by name, checked before one byte is written."""
+"""The arguments of `Executable.refit`: arrays for weights by name, checked before anything is written."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,21 +19,22 @@ NewWeights: TypeAlias = Mapping[str, Any] | str | PathLike[str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refit:
-    """A refit to be done. ``arrays`` are for its inputs, in their order; None: a weight that stays as it is."""
+    """A refit to do. ``arrays`` are for its inputs, in order; None keeps a weight as it is."""
 
     program: Program
     arrays: tuple[np.ndarray | DeviceArray | None, ...]
 
 
 def replaceable(plan: Plan) -> dict[str, Tensor]:
-    """The weights that can be replaced, by name."""
+    """The replaceable weights by name."""
     return {tensor.name: tensor for refit in plan.refits for tensor in refit.inputs}
 
 
 def checked(plan: Plan, weights: NewWeights, take: Take) -> list[Refit]:
-    """The refits that replace these weights. ``take`` reads arrays that are on a GPU.
+    """The refits that replace these weights; ``take`` is for arrays on a GPU.
 
-    Raises InputError where an array is not what its weight is, or lacks another one that one constant is made of both.
+    Raises InputError where an array differs from its weight in dtype or shape, or where a constant is made of several
+    weights and one of them is missing.
     """
     given = safetensors.read(weights) if isinstance(weights, str | PathLike) else weights
     if not isinstance(given, Mapping):
@@ -57,7 +58,7 @@ def _checked(weight: Tensor, value: Any, take: Take) -> np.ndarray | DeviceArray
 
 
 def _of(refit: Program, arrays: Mapping[str, np.ndarray | DeviceArray]) -> tuple[np.ndarray | DeviceArray | None, ...]:
-    """The arrays for the inputs of a refit; those that do not lie in the plan must all be there."""
+    """The arrays for the inputs of a refit. Raises InputError where one is missing that the plan does not hold."""
     missing = [t.name for t in refit.inputs if t.pointer.region is not Region.WEIGHTS and t.name not in arrays]
     if missing:
         found = next(tensor.name for tensor in refit.inputs if tensor.name in arrays)
@@ -68,7 +69,7 @@ def _of(refit: Program, arrays: Mapping[str, np.ndarray | DeviceArray]) -> tuple
 
 
 def _is_counter(name: object) -> bool:
-    """Whether a name is that of the batches that a norm of PyTorch has seen: in every state_dict, read in training."""
+    """Whether it is PyTorch's count of batches in a batch norm: in every state_dict, but used in training alone."""
     return str(name).rpartition(".")[2] == "num_batches_tracked"
 
 

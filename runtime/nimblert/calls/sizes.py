@@ -1,7 +1,7 @@
-"""Calls of sizes that no program is for: padded to the smallest program that covers them, or run part after part.
+"""Calls of sizes that no program is for: padded to the smallest program that covers them, or split into several runs.
 
-What the compiler found out about a dimension stands in `Program.fits`; which axes have that dimension
-follows from the shapes: an axis whose size is the dimension's in every program of the entry.
+`Program.fits` holds what the compiler found out about each dimension. An axis has a dimension if its size is the
+dimension's in every program of the entry.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,14 +16,14 @@ from nimblert.plan import Fit, Program, Tensor
 Index: TypeAlias = tuple[slice, ...]
 
 _KEPT = 256
-"""How many combinations of shapes an entry remembers the programs for."""
+"""The most combinations of shapes whose runs an entry remembers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One run of a program within a call: on those elements of the inputs, for these of the outputs.
+    """One run of a program within a call: the elements of the inputs that it takes, and of the outputs that it gives.
 
-    ``shapes`` are those of the outputs; what lies beyond is of no meaning.
+    ``shapes`` are those of the valid outputs; elements beyond them are padding.
     """
 
     program: Program
@@ -34,20 +34,20 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """The runs of a call, and the outputs of all of them together."""
+    """The runs of a call, and the outputs of all together."""
 
     parts: tuple[Part, ...]
     outputs: tuple[Tensor, ...]
 
 
 class Sizes:
-    """The sizes that the programs of an entry serve; of a plan that keeps to the rules."""
+    """The sizes that the programs of an entry serve; the plan must be valid."""
 
     def __init__(self, programs: Sequence[Program]) -> None:
         self._programs = sorted(programs, key=_volume)
         self._axes = Axes(programs)
         self.serve = lru_cache(_KEPT)(self._serve)
-        """The runs of a call with inputs of these shapes; None where no programs serve it."""
+        """The runs of a call with inputs of these shapes; None where there are none."""
 
     def _serve(self, shapes: tuple[Shape, ...]) -> Served | None:
         sizes = self._axes.sizes(shapes)
@@ -62,7 +62,7 @@ class Sizes:
         return None
 
     def _split(self, shapes: tuple[Shape, ...], sizes: Mapping[str, int], name: str) -> "list[_Run]":
-        """Runs for one part of a dimension after the other; none where they would not serve all of it."""
+        """Runs for consecutive parts of a dimension; none where they would not cover it."""
         runs: list[_Run] = []
         start = 0
         while start < sizes[name]:
@@ -78,7 +78,7 @@ class Sizes:
         return runs
 
     def _largest(self, shapes: tuple[Shape, ...], sizes: Mapping[str, int], name: str) -> Program | None:
-        """The program that serves the largest part of a dimension."""
+        """The program for the largest part of a dimension."""
         for program in sorted(self._programs, key=lambda program: -dict(program.profile)[name]):
             size = dict(program.profile)[name]
             if size <= sizes[name] and self._covers(program, shapes, {**sizes, name: size}, split=name):
@@ -86,13 +86,13 @@ class Sizes:
         return None
 
     def _cover(self, shapes: tuple[Shape, ...], sizes: Mapping[str, int], split: str | None = None) -> Program | None:
-        """The smallest program that serves these sizes."""
+        """The smallest program for these sizes."""
         return next((p for p in self._programs if self._covers(p, shapes, sizes, split)), None)
 
     def _covers(
         self, program: Program, shapes: tuple[Shape, ...], sizes: Mapping[str, int], split: str | None
     ) -> bool:
-        """Whether a program serves these sizes and the rest of the shapes; of ``split``, these are parts."""
+        """Whether a program serves these sizes and the other axes; of dimension ``split`` it is a part."""
         fits = dict(zip((name for name, _ in program.profile), program.fits, strict=False))
         for name, size in program.profile:
             given = sizes.get(name, size)
@@ -123,7 +123,7 @@ class Sizes:
 
 
 _Run: TypeAlias = tuple[Program, Mapping[str, int], Mapping[str, int]]
-"""A program, how much it is given of each dimension, and from where on."""
+"""A program, the size of its part in each dimension, and where the part starts."""
 
 
 def _index(

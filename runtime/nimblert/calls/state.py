@@ -26,33 +26,33 @@ class Kept(Protocol):
         """A copy of ``nbytes`` bytes, as uint8."""
 
     def copy(self, tensor: Tensor) -> "DeviceOutput":
-        """A copy of a tensor in device memory. Raises InputError where that is not where it lies."""
+        """A copy of a tensor in device memory. Raises InputError where the state is on the host."""
 
     def write(self, tensor: Tensor, array: Any) -> None:
-        """Copy an array of the tensor's dtype and shape to where the tensor lies."""
+        """Copy an array of the tensor's dtype and shape into the tensor."""
 
     def reset(self) -> None:
-        """Give every tensor what it was when the plan was made."""
+        """Restore the initial values."""
 
 
 class Working(Protocol):
-    """What a context works in."""
+    """The memory of a context."""
 
     @property
     def kept(self) -> Kept:
-        """Its state, which nothing uses now."""
+        """Its state; no run uses it now."""
 
     def take(self, value: Any, ordinal: int) -> "DeviceArray":
-        """An array on the GPU of that ordinal, to be written next. Raises InputError where it cannot be."""
+        """An array of the caller on the GPU of this ordinal, ready to be read. Raises InputError where it cannot be."""
 
 
 class Owner(Protocol):
-    """The context whose state it is."""
+    """The context that has the state."""
 
     plan: Plan
 
     def between_runs(self) -> AbstractContextManager[Working]:
-        """What it works in, which no run uses in the block. Raises InputError where it is closed or runs."""
+        """Its memory, which no run uses in the block. Raises InputError where it is closed or runs."""
 
 
 class State(Mapping[str, np.ndarray]):
@@ -61,10 +61,9 @@ class State(Mapping[str, np.ndarray]):
     >>> cache = exe.state["cache"]
     >>> exe.state["cache"] = np.zeros_like(cache)
 
-    An assigned array has the tensor's dtype and shape; whatever an input may be, it may be, too: an array of
-    another library by DLPack, and on the CUDA target one on the GPU. All raises InputError: for a name that
-    is none, another dtype or shape, a context that is closed, and one that another thread runs where a call
-    of it would be refused.
+    An assigned array has the tensor's dtype and shape, and may be anything that an input may be: an array of another
+    library by DLPack, and on the CUDA target one on the GPU. Raises InputError for an unknown name, another dtype or
+    shape, a closed context, and where another thread's run would have a call refused.
     """
 
     def __init__(self, context: Owner) -> None:
@@ -93,7 +92,7 @@ class State(Mapping[str, np.ndarray]):
         self.update({name: value})
 
     def update(self, values: Mapping[str, Any]) -> None:
-        """Write several tensors; none is written where one of them does not fit."""
+        """Write several tensors, or none where an array does not fit."""
         if not isinstance(values, Mapping):
             raise InputError(f"state: got {type(values).__name__}, expected a dict of arrays by name")
         with self._context.between_runs() as working:
@@ -102,20 +101,20 @@ class State(Mapping[str, np.ndarray]):
                 working.kept.write(tensor, array)
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write all of it to a safetensors file. Raises InputError without that package, NimbleError for the file."""
+        """Write it to a safetensors file. Raises InputError without that package, NimbleError for the file."""
         with self._context.between_runs() as working:
             content = {name: _content(working, tensor) for name, tensor in self._tensors.items()}
         safetensors.write(path, content)
 
     def load(self, path: str | PathLike[str]) -> None:
-        """Take all of it from a file that `save` wrote, of a plan with the same state. Raises InputError."""
+        """Read it from a file that `save` wrote, for a plan with the same state. Raises InputError."""
         found = safetensors.read(path)
         if missing := [name for name in self._tensors if name not in found]:
             raise InputError(f"{os.fspath(path)}: lacks the state {missing[0]!r}")
         self.update(found)
 
     def on_device(self, name: str) -> "DeviceOutput":
-        """A copy on the plan's GPU, which others take by DLPack or the CUDA array interface. Raises InputError."""
+        """A copy on the plan's GPU, for DLPack or the CUDA array interface. Raises InputError."""
         tensor = self._tensor(name)
         with self._context.between_runs() as working:
             return working.kept.copy(tensor)

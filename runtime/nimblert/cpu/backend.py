@@ -1,12 +1,11 @@
 """The CPU backend: every launch is a small ONNX model that ONNX Runtime runs on memory of the plan.
 
-One session for launches that follow each other on a stream (`nimblert.cpu.onnx_join`), one IO binding for
-each, made once at load; a run only walks over them. Streams are threads that run side by side, events
-are locks (see `streams`).
+Consecutive launches of a stream share a session (`nimblert.cpu.onnx_join`), with one IO binding, made at load; a run
+only walks over them. Streams are concurrent threads, and events are locks (`nimblert.cpu.streams`).
 
-What is trusted: `verify` has bounded the plan, this file bounds every address that it hands over
-and compares the dtypes of parameters with the model's. The models themselves are parsed by ONNX
-Runtime, which finds no file (see `sessions`) and knows no operators but its own.
+Trust: `verify` has bounded the plan; `nimblert.cpu.host_memory` bounds every address that is handed over, and
+`nimblert.cpu.onnx_session` compares the dtypes of parameters with the model's. ONNX Runtime parses the models; it finds
+no files of theirs, and knows no operators but its own.
 """
 
 import re
@@ -35,11 +34,11 @@ from nimblert.ordering.pieces import writes
 from nimblert.plan import Command, Launch, Memcpy, Memset, Plan, Pointer, Program, Record, Region, Tensor, Wait, Work
 
 _NAMED = re.compile(rf"Name:'{LABEL}(\d{{1,9}})'")
-"""How a failure names a node of several, by the index of its command."""
+"""How the message of a failure names a node of a joined model: by the index of its command."""
 
 
 class CpuResident:
-    """What all contexts of a CPU plan share: the weights, and the sessions over them."""
+    """The weights of a CPU plan, and the sessions over them, which all contexts share."""
 
     def __init__(
         self,
@@ -64,10 +63,10 @@ class CpuResident:
     def refit(
         self, refits: Sequence[Refit], backends: Sequence["CpuBackend"], ready: Callable[[], None]
     ) -> list["CpuBackend"]:
-        """Replace weights: what takes the place of each backend. Where it raises, nothing has changed.
+        """Replace weights, none where it raises, and return the successor of each backend.
 
-        Sessions over the new weights are opened anew: ONNX Runtime keeps packed copies of some, and may have
-        computed with others when it opened one.
+        Sessions over replaced weights are opened again: ONNX Runtime keeps packed copies of some weights, and may have
+        computed with others when it opened the session.
         """
         weights = self.remade(refits)
         renewed = CpuResident(self._plan, weights, self.sessions.over(weights))
@@ -83,7 +82,7 @@ class CpuResident:
         return made
 
     def remade(self, refits: Sequence[Refit]) -> HostWeights:
-        """The weights as ``refits`` leave them. Raises InputError where an op fails."""
+        """The weights after these ``refits``. Raises InputError where an op fails."""
         with self.weights.rewritten(_replaced(refits)) as weights:
             scratch = CpuResident(replace(self._plan, state=(), state_nbytes=0), weights)
             with scratch.sessions:
@@ -92,7 +91,7 @@ class CpuResident:
         return weights
 
     def _make(self, refit: Refit) -> None:
-        """Write the weights that a refit replaces, all of which can be written here."""
+        """Write the weights that a refit replaces, all of which are writable here."""
         program = refit.program
         alone = HostWorking(replace(self._plan, programs=(program,)))
         backend = CpuBackend(self._plan, program, resident=self, working=alone)
@@ -105,7 +104,7 @@ class CpuResident:
             backend.close()
 
     def close(self) -> None:
-        """Sessions and weights go with the last who has them."""
+        """Do nothing: sessions and weights are freed with their last user."""
 
 
 class CpuBackend:
@@ -146,9 +145,9 @@ class CpuBackend:
         self._issued = [steps for steps in streams if steps] or [[]]
         failures = (*runtime_errors(), MemoryError)
         self._streams = Streams(self._issued, self._gates, self._options, failures, partial(_origin, self._program))
-        # The threads know the streams, not this object: they end when nobody has it any more.
+        # The threads refer to the streams, not to this object: they end when it is collected.
         self._dropped = weakref.finalize(self, self._streams.end)
-        self._dropped.atexit = False  # a daemon thread may run on to the very end
+        self._dropped.atexit = False  # a daemon thread may run until the process ends
 
     def renewed(self, resident: CpuResident) -> "CpuBackend":
         """The program in the same memory, over the weights and sessions of another resident."""
@@ -159,7 +158,7 @@ class CpuBackend:
         return made
 
     def bind(self, tensor: Tensor, array: np.ndarray | None) -> None:
-        """Have launches read or write an array of the caller in place of an input or output; None: ours again."""
+        """Use an array of the caller in place of an input or output; None restores the program's own memory."""
         pointer = tensor.pointer
         place = pointer.region, pointer.index
         given = self._own.regions[place] if array is None else in_memory_order(array).view(np.uint8)
@@ -169,11 +168,11 @@ class CpuBackend:
         self._bound = self._bound - {tensor.name} if array is None else self._bound | {tensor.name}
 
     def own_address(self, tensor: Tensor) -> int:
-        """Where the program's own memory of an input or output begins."""
+        """The address of the program's own memory for an input or output."""
         return int(self._own.tensor(tensor).ctypes.data)
 
     def place(self, arrays: Sequence[np.ndarray]) -> None:
-        """Have ``inputs`` hold these arrays, each of its input's shape or a smaller one."""
+        """Copy these arrays into ``inputs``, each of its input's shape or a smaller one."""
         for index, (view, array) in enumerate(zip(self.inputs, arrays, strict=True)):
             if self._bound and self._program.inputs[index].name in self._bound:
                 continue
@@ -191,9 +190,9 @@ class CpuBackend:
         shapes: Sequence[tuple[int, ...]] | None = None,
         stream: int | None = None,
     ) -> dict[str, np.ndarray]:
-        """Run on these inputs: the outputs by name but for those in ``out`` and the bound ones.
+        """Run on these inputs, and return the outputs by name, except bound ones and those written into ``out``.
 
-        Those of smaller ``shapes`` are cut to them. Raises InputError where an op fails.
+        ``shapes`` crops the outputs. Raises InputError where an op fails.
         """
         del stream  # a plan for the CPU takes none
         self.place(arrays)
@@ -213,7 +212,7 @@ class CpuBackend:
         return results
 
     def direct(self, turn: Turn) -> Direct | None:
-        """Calls in one piece, in the turn of a context; None where a run is more than one short step."""
+        """The usual call as one function, in the turn of a context; None where a run is more than one short step."""
         step = _only(self._issued[0]) if len(self._issued) == 1 else None
         alone = _only(self.__dict__.get("_alone", []))  # bound by now if it was needed
         if self._bound or (step is None and alone is None):
@@ -226,7 +225,7 @@ class CpuBackend:
         return np.empty(tensor.shape, numpy_dtype(tensor.dtype))
 
     def run(self) -> None:
-        """Compute the outputs of what stands in ``inputs``. Raises InputError where an op fails."""
+        """Compute ``outputs`` from ``inputs``. Raises InputError where an op fails."""
         try:
             at_work.add(self)
             crowded = self._crowd is not None and at_work.are_crowd(self._crowd)
@@ -235,19 +234,19 @@ class CpuBackend:
             at_work.discard(self)
 
     def replay(self) -> None:
-        """Compute again on the same inputs; in host memory nothing needs moving."""
+        """Repeat the last run: in host memory there is nothing to copy."""
         self.run()
 
     def launch(self, stream: int | None = None) -> None:
-        """As `replay`: it is done when this returns."""
+        """As `replay`, which is complete when this returns."""
         del stream
         self.run()
 
     def synchronize(self) -> None:
-        """Nothing is on its way."""
+        """Do nothing: every run is complete when its call returns."""
 
     def steps(self) -> Generator[Work, None, None]:
-        """Compute in issue order on the calling thread: each launch, copy or fill when it is done.
+        """Compute in issue order on the calling thread, and yield each launch, copy or fill when it is done.
 
         Raises InputError as `run` does.
         """
@@ -266,7 +265,7 @@ class CpuBackend:
             raise InputError(f"read: {exc}") from exc
 
     def profile(self) -> list[int]:
-        """Compute as `steps` does: nanoseconds of each launch, copy or fill."""
+        """Compute as `steps` does, and return the nanoseconds of each launch, copy or fill."""
         durations: list[int] = []
         self._streams.run([(command, partial(_time, step, durations)) for command, step in self._singly])
         return durations
@@ -281,32 +280,32 @@ class CpuBackend:
         del self._streams, self.memory, self._own
 
     def _end(self) -> None:
-        """End the threads, and let nothing be bound."""
+        """End the threads, and drop the steps that were bound on demand."""
         self._streams.close()
         self._dropped.detach()
         self._forget()
 
     def _forget(self) -> None:
-        """Bind anew what is bound when it is first needed."""
+        """Drop the steps that are bound on demand."""
         for steps in ("_singly", "_alone"):
             self.__dict__.pop(steps, None)
 
     @cached_property
     def _singly(self) -> list[tuple[Work, Step]]:
-        """The step of each launch, copy or fill by itself, in issue order: to measure and to look at."""
+        """A step for each launch, copy or fill, in issue order, for `steps` and `profile`."""
         with self._sessions:
             return [(command, self._step(command, index)) for index, command in self._program.work]
 
     @cached_property
     def _alone(self) -> list[Bound]:
-        """All steps in issue order on the calling thread alone, for when other runs have the other cores."""
+        """All steps in issue order for the calling thread alone, used when other runs have the other cores."""
         with self._sessions:
             return self._bind_streams(range(self._program.stream_count), alone=True)
 
     def _bind_streams(self, streams: Sequence[int], *, alone: bool = False) -> list[Bound]:
-        """The steps of streams in issue order; launches that one session runs are one of them.
+        """The steps of these streams in issue order; the launches of one session are one step.
 
-        A session may compute them before others that were issued earlier: none of those is on its stream.
+        They may then run before commands of other streams that were issued earlier.
         """
         stretches = self._sessions.stretches(self._program)
         steps: list[Bound] = []
@@ -343,7 +342,7 @@ class CpuBackend:
 
 
 def _replaced(refits: Iterable[Refit]) -> set[int]:
-    """The offsets of the weights that are given or made."""
+    """The offsets of the weights that refits are given or compute."""
     given = {
         tensor.pointer.offset
         for refit in refits
@@ -355,7 +354,7 @@ def _replaced(refits: Iterable[Refit]) -> set[int]:
 
 
 def _only(steps: Sequence[Bound]) -> Bound | None:
-    """The one step that there is, if it is a short one."""
+    """The only step, if there is one alone and it is short."""
     return steps[0] if len(steps) == 1 and not isinstance(steps[0][1], Patient) else None
 
 
@@ -369,12 +368,12 @@ def _check_events(program: Program) -> None:
 
 
 def _may_loop(plan: Plan, launch: Launch) -> bool:
-    """Whether the launch's model holds a Loop, which data may keep from ending, at any depth."""
+    """Whether the launch's model holds a Loop at any depth: its inputs decide when it ends."""
     return b"Loop" in bytes(plan.modules[plan.kernels[launch.kernel].module].code)
 
 
 def _origin(program: Program, command: Command, failure: Exception) -> str:
-    """The op that failed; of several in one model the one that ONNX Runtime names."""
+    """The op that failed; in a model of several, the one that ONNX Runtime names."""
     if isinstance(command, Record | Wait):
         return f"event {command.event}"
     named = _NAMED.search(str(failure))

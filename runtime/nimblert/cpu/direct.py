@@ -1,6 +1,6 @@
-"""The usual call of a CPU plan in one piece: arrays of numpy in, one step, new arrays out.
+"""The usual call of a CPU plan as one function: numpy arrays in, one step, new arrays out.
 
-After a run of ONNX Runtime, Python finds the caches cold: each function on the way takes 2 to 5 us.
+After a run of ONNX Runtime the caches are cold for Python: each function call takes 2 to 5 us.
 """
 
 import os
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
     from nimblert.cpu.streams import Bound, Streams
 
 _CALM = 16
-"""Runs that begin without a crowd, one after the other, until a run divides its work again: threads that it
-wakes look for more work for up to 60 ms after it."""
+"""Consecutive runs that must begin without a crowd before a run uses several threads again: the threads that it wakes
+spin for up to 60 ms after it."""
 
 
 class AtWork(set[object]):
-    """Who computes on the CPU at this moment, of all plans of this process."""
+    """The runs on the CPU at this moment, of all plans of this process."""
 
     def __init__(self) -> None:
         super().__init__()
         self._calm = _CALM
 
     def are_crowd(self, size: int) -> bool:
-        """Whether so many are at work, or were a short while ago, asked by each when it begins."""
+        """Whether so many runs are at work, or were a short while ago; each run asks when it begins."""
         self._calm = 0 if len(self) >= size else self._calm + 1
         return self._calm <= _CALM
 
@@ -41,10 +41,10 @@ if hasattr(os, "register_at_fork"):
 
 
 class Direct:
-    """Calls of a program that is one step, as long as the context has nothing else to look at.
+    """Calls of a program that is one step, until something changes in the context.
 
-    ``steps`` are that one, and the same on the calling thread alone, for when a ``crowd`` of so many is at work;
-    None where that takes another way.
+    ``steps`` are that step, and the one for the calling thread alone, used when a ``crowd`` of so many runs is at work;
+    None where a call cannot be direct.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Direct:
         self._crowd = crowd
 
     def __call__(self, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray] | None:
-        """The outputs by name; None, and nothing was done, where this is no such call. InputError where an op fails."""
+        """The outputs by name; None, having done nothing, for any other call. Raises InputError where an op fails."""
         turn = self._turn
         if type(arrays) is not dict or len(arrays) != len(self._inputs) or turn.lock.locked():
             return None
@@ -101,5 +101,5 @@ class Direct:
 
 
 def no_memory(exc: MemoryError) -> InputError:
-    """What to raise where an output cannot be copied."""
+    """The error to raise where an output cannot be copied."""
     return InputError(f"outputs: a new array needs more memory than there is: {exc}: give one as out=")

@@ -1,4 +1,4 @@
-"""Host memory of a program: one aligned allocation for each region, weights where the file lies."""
+"""Host memory of a program: one aligned allocation for each region; weights stay in the mapped file."""
 
 import mmap
 from bisect import bisect_right
@@ -19,11 +19,11 @@ ALIGNMENT = 256
 """Bytes; a plan aligns its tensors no further."""
 
 _READ_ALIGNMENT = 64
-"""What vector instructions want: weights of a mapped file are used in place where it holds."""
+"""The alignment for vector instructions: weights with it are used in the mapped file, others are copied."""
 
 
 class HostWeights:
-    """The weights of a plan, which no run writes: used where the file lies."""
+    """The weights of a plan, read-only, in the mapped file."""
 
     def __init__(self, plan: Plan) -> None:
         self._offsets = [weight.offset for weight in plan.weights]
@@ -32,7 +32,7 @@ class HostWeights:
 
     @contextmanager
     def rewritten(self, offsets: Iterable[int]) -> Iterator["HostWeights"]:
-        """These weights, with new memory for those at ``offsets``, which can be written until the block ends."""
+        """These weights, with new memory for those at ``offsets``, which is writable until the block ends."""
         made = copy(self)
         made._weights = list(self._weights)  # noqa: SLF001 - of its own class
         rewritten = [bisect_right(self._offsets, offset) - 1 for offset in offsets]
@@ -43,16 +43,16 @@ class HostWeights:
             made._weights[index].flags.writeable = False  # noqa: SLF001
 
     def let_go(self) -> None:
-        """Give back the pages of the file that were read: those that runs read come again, from the system's cache."""
+        """Drop the pages of the file that were read; runs get those that they need back from the page cache."""
         for mapped in self._mapped:
             mapped.madvise(mmap.MADV_DONTNEED)
 
     def same(self, other: "HostWeights", offset: int) -> bool:
-        """Whether both have one memory for the byte at ``offset``."""
+        """Whether both have the byte at ``offset`` in the same memory."""
         return self.find(offset)[0] is other.find(offset)[0]
 
     def find(self, offset: int) -> tuple[np.ndarray, int]:
-        """The weight that holds byte ``offset`` of the region, and where in it that is. Raises PlanInvalidError."""
+        """The weight that holds byte ``offset`` of the region, and the offset within it. Raises PlanInvalidError."""
         index = bisect_right(self._offsets, offset) - 1
         if index < 0:
             raise PlanInvalidError([f"weights: no weight holds byte {offset}"])
@@ -67,7 +67,7 @@ class HostState:
         self._memory = memory
 
     def reset(self) -> None:
-        """Give every tensor what it was when the plan was made."""
+        """Restore the initial values."""
         for part in self._plan.state:
             self._memory[part.offset : part.offset + part.data.nbytes] = np.frombuffer(part.data, np.uint8)
 
@@ -76,18 +76,18 @@ class HostState:
         return self._memory[offset : offset + nbytes].copy()
 
     def copy(self, tensor: Tensor) -> NoReturn:
-        """Raise InputError: it is in no GPU's memory."""
+        """Raise InputError: the state is not on a GPU."""
         raise InputError(f"state {tensor.name!r} is on the host, where the plan runs: read it as an array")
 
     def write(self, tensor: Tensor, array: np.ndarray) -> None:
-        """Copy an array of the tensor's dtype and shape to where it lies."""
+        """Copy an array of the tensor's dtype and shape into the tensor."""
         start = tensor.pointer.offset
         memory = self._memory[start : start + tensor.span_nbytes].view(numpy_dtype(tensor.dtype))
         np.copyto(memory.reshape(tensor.shape), array)
 
 
 class HostWorking:
-    """What the programs of a context share: the arena, which may be the caller's, and the state."""
+    """The memory that the programs of a context share: the arena, which may be the caller's, and the state."""
 
     def __init__(self, plan: Plan, arena: np.ndarray | None = None, *, poison: bool = False) -> None:
         self.arena = allocate(plan.arena_nbytes, poison=poison) if arena is None else arena[: plan.arena_nbytes]
@@ -96,7 +96,7 @@ class HostWorking:
         self.kept.reset()
 
     def take(self, value: object, ordinal: int) -> NoReturn:
-        """Raise InputError: what is on a GPU is not taken."""
+        """Raise InputError: arrays on a GPU are not taken."""
         del value
         where = "a GPU" if ordinal < 0 else f"GPU {ordinal}"
         raise InputError(f"is on {where}, the plan runs on the CPU: give a copy on the host, .cpu() or .get()")
@@ -107,7 +107,7 @@ class HostWorking:
             raise InputError("stream: a plan for the CPU takes none: leave it out")
 
     def close(self) -> None:
-        """The memory goes with the last who has it."""
+        """Do nothing: the memory is freed with its last user."""
 
 
 class HostMemory:
@@ -154,7 +154,7 @@ class HostMemory:
         return base[start : start + nbytes]
 
     def rebased(self, place: tuple[Region, int], memory: np.ndarray) -> "HostMemory":
-        """This memory, but one region at other bytes."""
+        """This memory with one region elsewhere."""
         moved = copy(self)
         moved.regions = {**self.regions, place: memory}
         return moved
@@ -172,7 +172,7 @@ class HostMemory:
         return np.ndarray(tensor.shape, dtype, buffer=memory, strides=strides)
 
     def _region(self, pointer: Pointer) -> tuple[np.ndarray, int]:
-        """The array that ``pointer`` lies in, and where."""
+        """The array that ``pointer`` lies in, and the offset there."""
         if pointer.region is not Region.WEIGHTS:
             if (pointer.region, pointer.index) not in self.regions:
                 raise PlanInvalidError([f"{pointer.region.name.lower()}({pointer.index}): there is no such region"])
@@ -181,7 +181,7 @@ class HostMemory:
 
 
 def allocate(nbytes: int, *, poison: bool = False) -> np.ndarray:
-    """Aligned bytes, zero or 0xFF; there is memory behind no bytes too, so that they have an address."""
+    """Aligned bytes, all zero or 0xFF; an empty array has an address too."""
     try:
         memory = np.full(nbytes + ALIGNMENT, 0xFF, np.uint8) if poison else np.zeros(nbytes + ALIGNMENT, np.uint8)
     except (MemoryError, ValueError) as exc:  # ValueError: more than an address can count
@@ -191,7 +191,7 @@ def allocate(nbytes: int, *, poison: bool = False) -> np.ndarray:
 
 
 def _in_place(weight: Weight) -> np.ndarray:
-    """The bytes of a weight, read only; a copy only where the file's address does not serve."""
+    """The bytes of a weight, read-only; a copy only where they are not aligned in the file."""
     data = np.frombuffer(weight.data, np.uint8)
     data.flags.writeable = False
     if data.nbytes == 0 or data.ctypes.data % _READ_ALIGNMENT == 0:

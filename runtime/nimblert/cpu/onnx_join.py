@@ -1,15 +1,15 @@
-"""Launches of a CPU plan that follow each other, as one ONNX model: a session costs as much for all as for one.
+"""Consecutive launches of a CPU plan as one ONNX model: calling a session takes as long for many launches as for one.
 
-Values that only launches of the model read are ONNX Runtime's own, as in a session of the whole model. The
-others are its inputs and outputs, bound to the memory that the plan gives them. What ONNX Runtime is free to
-choose is the order of nodes that no value orders; so launches are in one model only where whatever
-shares memory with a bound value is ordered before it by values.
+Values that only launches of the model read are in ONNX Runtime's memory, as in a session of the whole model. The others
+are inputs and outputs of the model, bound to their memory in the plan. ONNX Runtime may run nodes in any order that
+data dependencies allow. So launches are in one model only if dependencies order every access to the memory of a bound
+value before the launch that overwrites it.
 
-A view (`in_place.is_view`) has no memory of its own in ONNX Runtime unless it is an output: who reads it reads what it
-is a view of. Its readers come before whatever lies there next, though in the plan it is a copy.
+A view (`in_place.is_view`) has no memory of its own in ONNX Runtime unless it is an output: its readers read the
+operand's memory, and must run before that is overwritten, although in the plan the view is a copy.
 
-The checks of a plan are about the shapes that it declares. ONNX Runtime compares those of bound values with
-their memory; so a value is its own only where that shape follows from the inputs', before a run.
+The rules of a plan are about the shapes that it declares. ONNX Runtime compares the shapes of bound values with those;
+so a value is left to ONNX Runtime only where its shape can be inferred from the inputs, before a run.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -24,18 +24,18 @@ from nimblert.ordering.dataflow import Dataflow
 from nimblert.plan import ITEM_NBYTES, Access, Kernel, Launch, Parameter, ParameterKind, Pointer, Region
 
 _MOST_LAUNCHES = 2048
-"""Of a model: the order among them takes a bit for each two."""
+"""The most launches of a model: their order takes a bit for each pair."""
 
 _MOST_CUTS = 32
-"""After so many, each launch of what was to be one model runs by itself."""
+"""After so many cuts of a model, each of its launches runs by itself."""
 
 Shapes = Mapping[str, Sequence[object]]
-"""By the name of a value. A size that is not known is None or the name of one."""
+"""Shapes by the name of a value. An unknown size is None, or the name of a dimension."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """An input, output or initializer of a model: its name there, what it is, and where it lies."""
+    """An input, output or initializer of a model: its name there, its parameter, and its place in memory."""
 
     name: str
     parameter: Parameter
@@ -49,13 +49,13 @@ class Bound:
 
     @property
     def value(self) -> tuple[Pointer, str, tuple[int, ...]]:
-        """What two names of one value have in common."""
+        """The identity of the value, which several names may share."""
         return self.pointer, self.parameter.dtype, self.parameter.shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A launch, the index of its command, and the name that its node gets."""
+    """A launch, the index of its command, and the name for its node."""
 
     index: int
     launch: Launch
@@ -64,7 +64,7 @@ class Part:
     label: str
 
     def bound(self, kind: ParameterKind) -> tuple[Bound, ...]:
-        """Its parameters of a kind, under names that no other launch has."""
+        """Its parameters of a kind, under names unique to this launch."""
         pointers = {relocation.param_offset: relocation.pointer for relocation in self.launch.relocations}
         return tuple(
             Bound(name=f"{self.label}_{p.name}", parameter=p, pointer=pointers[p.offset])
@@ -75,7 +75,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joined:
-    """One model for launches. ``symbol`` is what messages call it."""
+    """The model of one launch or several. ``symbol`` is its name in messages."""
 
     symbol: str
     code: bytes
@@ -85,15 +85,15 @@ class Joined:
 
 
 class Chain:
-    """Launches that one model can hold, as far as they were added, of a program with this flow of data."""
+    """Launches that are being joined into one model, of a program with this flow of data."""
 
     def __init__(self, flow: Dataflow) -> None:
         self.parts: list[Part] = []
         self._flow = flow
         self._position: dict[int, int] = {}
-        """By the index of a command."""
+        """The positions of launches by the index of their command."""
         self._before: list[int] = []
-        """For each launch the set of those that values order before it, as bits."""
+        """For each launch the set of those that dependencies order before it, as bits."""
         self._opsets: dict[str, int] = {}
         self._ir_version = 0
         self._nodes: list[Node] = []
@@ -110,7 +110,7 @@ class Chain:
         """What a view is of, and the view, by name."""
 
     def add(self, part: Part) -> bool:
-        """Add a launch; False, and nothing is changed, where it cannot join."""
+        """Add a launch; False, and nothing has changed, where it cannot join."""
         graph = part.model.graph
         if graph is None or not (_is_whole(graph, part) and self._fits(part.model)):
             return False
@@ -141,17 +141,17 @@ class Chain:
         return True
 
     def exposed(self) -> Joined:
-        """The model with all that it makes as outputs of no declared shape."""
+        """The model with everything that it computes as outputs, without declared shapes."""
         outputs = tuple(self._made.values())
         return self._joined(outputs, [_of_any_shape(self._declared[bound.name]) for bound in outputs])
 
     def joined(self, derived: Shapes) -> Joined:
-        """The model. ``derived`` are the shapes that ONNX Runtime derives for what it makes."""
+        """The model. ``derived`` are the shapes that ONNX Runtime infers for the values that it computes."""
         outputs = tuple(bound for _, bound in self._in_memory(derived))
         return self._joined(outputs, [self._declared[bound.name] for bound in outputs])
 
     def conflict(self, derived: Shapes) -> int | None:
-        """The position of a launch whose result lies where another value lay that nothing orders before it."""
+        """The position of a launch that overwrites memory before all accesses to it are sure to be done, or None."""
         made = self._in_memory(derived)
         through = self._readers_of_views({bound.name for _, bound in made})
         written = [(bound.access, 1 << position, position) for position, bound in made]
@@ -175,7 +175,7 @@ class Chain:
         return None
 
     def _readers_of_views(self, in_memory: Collection[str]) -> dict[str, int]:
-        """By the name of a value the set of launches that read views of it which lie where it does, as bits."""
+        """By the name of a value the set of launches that read views of it in its memory, as bits."""
         found: dict[str, int] = {}
         for given, view in reversed(self._views):
             if view not in in_memory:
@@ -183,7 +183,7 @@ class Chain:
         return found
 
     def _in_memory(self, derived: Shapes) -> list[tuple[int, Bound]]:
-        """The values that are in memory of the plan after a run, each with the position of its launch."""
+        """The values that are kept in memory of the plan, each with the position of its launch."""
         made = [(self._position[command], bound) for (command, _), bound in self._made.items()]
         kept = [(position, bound) for position, bound in made if self._is_in_memory(position, bound, derived)]
         return kept or made[-1:]  # a model has an output
@@ -191,14 +191,14 @@ class Chain:
     def _is_in_memory(self, position: int, bound: Bound, derived: Shapes) -> bool:
         if bound.pointer.region is not Region.ARENA:
             return True
-        # Of a scalar and of a value of unknown rank ONNX Runtime says the same: [].
+        # ONNX Runtime gives [] for a scalar and for an unknown rank alike.
         if not bound.parameter.shape or tuple(derived.get(bound.name, ())) != bound.parameter.shape:
             return True
         readers = self._flow.readers(self.parts[position].index, bound.access)
         return any(reader not in self._position for reader in readers)
 
     def _fits(self, model: Model) -> bool:
-        """Whether the model has nothing that names values of its own, and sets of operators that the others have."""
+        """Whether the model has no subgraphs, and the opset versions of the others."""
         assert model.graph is not None
         if any(attribute.g is not None for node in model.graph.node for attribute in node.attribute):
             return False
@@ -208,7 +208,7 @@ class Chain:
         return len(self.parts) < _MOST_LAUNCHES
 
     def _take(self, part: Part, graph: Graph, names: dict[str, str]) -> None:
-        """Take over node, constants and declarations of a launch, whose inputs have these names here."""
+        """Add node, constants and declarations of a launch, whose inputs have these names in the joined model."""
         self._opsets |= {opset.domain or "": opset.version or 0 for opset in part.model.opset_import}
         self._ir_version = max(self._ir_version, part.model.ir_version or 0)
         self._initializers += part.bound(ParameterKind.INITIALIZER)
@@ -250,9 +250,9 @@ class Chain:
 def join(
     parts: Iterable[Part], flow: Dataflow, derive: Callable[[Joined], Shapes]
 ) -> Iterator[tuple[list[Part], Joined | None]]:
-    """Consecutive launches of a stream in few models: those of each, and the model; None where it is one launch.
+    """Join consecutive launches of a stream: the launches of each model, and the model, None for a single launch.
 
-    ``derive`` gives the shapes of a model's outputs that follow from those of its inputs.
+    ``derive`` infers the shapes of a model's outputs from those of its inputs.
     """
     for longest in _chains(parts, flow):
         derived = derive(longest.exposed()) if len(longest.parts) > 1 else {}
@@ -273,7 +273,7 @@ def join(
 
 
 def _chains(parts: Iterable[Part], flow: Dataflow) -> Iterator[Chain]:
-    """The launches in chains, each as long as it can be as far as the models tell."""
+    """The launches in chains, each as long as the models and the flow of data allow."""
     chain = Chain(flow)
     for part in parts:
         if not chain.add(part):
@@ -289,7 +289,7 @@ def _chains(parts: Iterable[Part], flow: Dataflow) -> Iterator[Chain]:
 
 
 def _is_whole(graph: Graph, part: Part) -> bool:
-    """Whether the model is one call, of values that parameters and constants name, as `verify` wants it."""
+    """Whether the model is one node whose values are all parameters or constants, as `verify` requires."""
     offsets = {parameter.offset for parameter in part.kernel.parameters}
     named = {"", *(p.name for p in part.kernel.parameters), *(tensor.name for tensor in graph.initializer)}
     used = {name for node in graph.node for name in (*node.input, *node.output)}

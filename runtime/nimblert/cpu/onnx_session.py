@@ -33,10 +33,10 @@ from nimblert.ordering.dataflow import dataflow
 from nimblert.plan import ITEM_NBYTES, Launch, Parameter, ParameterKind, Plan, Pointer, Program, Region
 
 NO_PACKED_COPIES = ("session.disable_prepacking", "1")
-"""For a session that will not compute: kernels make no copy of weights in the order they like best."""
+"""For a session that will not compute: kernels make no packed copies of weights."""
 
 LABEL = "command_"
-"""Begins the names of nodes in a model of several launches: the index of the command follows."""
+"""The start of the names of nodes in a joined model; the index of the command follows."""
 
 _TYPE_NAMES = {dtype: f"tensor({dtype})" for dtype in ELEMENT_TYPES} | {
     "float32": "tensor(float)",
@@ -49,14 +49,14 @@ _REORDER_MODEL = bytes.fromhex(
     "01675a1b0a017812160a14080112100a0208010a0208040a0208010a02080162090a017912040a02080142040a001011"
     "42170a13636f6d2e6d6963726f736f66742e6e636877631001"
 )
-"""ReorderInput of a (1, 4, 1, 1) float32 tensor x into y: its channels come out rounded up to a block.
+"""ReorderInput of a (1, 4, 1, 1) float32 tensor x into y, whose channels are rounded up to a block.
 Serialized with the onnx package, which the runtime does not import."""
 
 
 @cache
 def onnxruntime() -> ModuleType:
-    """The onnxruntime package, which reports on the models that it opens only where the user asked for that."""
-    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # read when it is imported, by versions from 1.29 on
+    """The onnxruntime package, with telemetry off unless the user has set ORT_DISABLE_TELEMETRY."""
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # read at import, since version 1.29
     try:
         return import_module("onnxruntime")
     except ImportError as exc:
@@ -64,7 +64,7 @@ def onnxruntime() -> ModuleType:
 
 
 def session_options(pool: Pool | None = None) -> Any:
-    """SessionOptions for a session with these threads, or the caller's alone, silent on stderr."""
+    """SessionOptions for these threads, by default the caller's alone, with nothing logged."""
     pool = pool or Pool()
     options = onnxruntime().SessionOptions()
     options.intra_op_num_threads = pool.count
@@ -76,13 +76,13 @@ def session_options(pool: Pool | None = None) -> Any:
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     elif pool.waiting is Waiting.SPINNING_IN_RUNS:
         options.add_session_config_entry("session.force_spinning_stop", "1")
-    options.log_severity_level = 4  # failures come as exceptions
+    options.log_severity_level = 4  # failures are exceptions
     return options
 
 
 @cache
 def runtime_errors() -> tuple[type[Exception], ...]:
-    """What ONNX Runtime raises: its status codes have no common class but Exception."""
+    """The exceptions of ONNX Runtime, which have no common class but Exception."""
     state = onnxruntime().capi.onnxruntime_pybind11_state
     names = (
         "Fail",
@@ -110,18 +110,18 @@ def nchwc_block_size() -> int:
 
 
 def run_options() -> Any:
-    """RunOptions for the launches of one program in one context, so that `nimblert.cpu.streams` can end them all."""
+    """RunOptions for the launches of one program in one context, by which `nimblert.cpu.streams` can end them all."""
     return onnxruntime().RunOptions()
 
 
 def open_session(
     code: bytes, initializers: dict[str, Any] | None = None, folder: str = "/nonexistent", options: Any = None
 ) -> Any:
-    """An InferenceSession that runs the model as it is written.
+    """An InferenceSession that runs the model without optimizing it.
 
-    ``initializers`` are OrtValues by name, used where they lie; but of some weights (MatMul, Gemm,
-    LSTM ...) kernels keep a packed copy, which is faster and rounds differently, unless
-    ``options``, of `session_options`, forbid it. Files that the model names are looked for in ``folder`` only.
+    ``initializers`` are OrtValues by name, used in place; but kernels keep packed copies of some weights (MatMul, Gemm,
+    LSTM ...), which are faster and round differently, unless ``options``, from `session_options`, forbid that.
+    External data of the model is looked for in ``folder`` only.
     """
     ort = onnxruntime()
     options = options or session_options()
@@ -133,20 +133,20 @@ def open_session(
 
 
 def ort_value(array: np.ndarray, dtype: str) -> Any:
-    """An OrtValue over the memory of ``array``, which it does not copy."""
+    """An OrtValue over the memory of ``array``, without a copy."""
     return onnxruntime().OrtValue.ortvalue_from_numpy_with_onnx_type(array, ELEMENT_TYPES[dtype])
 
 
 @contextlib.contextmanager
 def initializer_folder() -> Iterator[str]:
-    """A folder that holds nothing but the empty file that initializers name."""
+    """A folder with only the empty file that initializers name."""
     with scratch_folder() as folder:
         (folder / EXTERNAL_FILE).touch()
         yield str(folder)
 
 
 class _Opened:
-    """A session, and the weights that it was opened over: it does not keep them itself."""
+    """A session, and the weights that it was opened over, to which it has no references of its own."""
 
     def __init__(self, session: Any, weights: Mapping[str, np.ndarray]) -> None:
         self.session = session
@@ -154,14 +154,14 @@ class _Opened:
 
 
 _opened: weakref.WeakValueDictionary[tuple[object, ...], _Opened] = weakref.WeakValueDictionary()
-"""The sessions of this process, by all that they depend on: plans that are loaded several times share them."""
+"""The sessions of this process by everything that they depend on: a plan that is loaded twice shares them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stretch:
     """Launches of a stream that one session runs: the indices of their commands.
 
-    ``model`` is that of several launches.
+    ``model`` is their joined model; None for a single launch.
     """
 
     launches: tuple[int, ...]
@@ -170,10 +170,10 @@ class Stretch:
 
 
 class SessionCache:
-    """The sessions of a plan, one for each model and its initializers, whatever launches it and in which memory.
+    """The sessions of a plan: one for each model and its initializers, shared by all launches and contexts.
 
-    Launches are bound in a ``with`` block, which may stand in another one, by one thread at a time: sessions and
-    bindings outlive it, the placeholder file of initializers does not.
+    Launches are bound in a ``with`` block, which may be nested, by one thread at a time. Sessions and bindings outlive
+    it; the placeholder file of initializers does not.
     """
 
     def __init__(self, plan: Plan, weights: HostWeights, threads: Threads | None = None) -> None:
@@ -183,7 +183,7 @@ class SessionCache:
         self._crowd = onnx_threads.cores() if threads is None else None
         self._models: dict[int, Model] = {}
         self._stretches: dict[int, tuple[Program, Mapping[int, Stretch]]] = {}
-        """By the identity of a program: that of its value would take long."""
+        """By the id of a program: hashing its value would take long."""
         self._sessions: dict[tuple[object, ...], _Opened] = {}
         self._lock = threading.RLock()
         self._entered = 0
@@ -192,7 +192,7 @@ class SessionCache:
             _check_origin(origin)
 
     def over(self, weights: HostWeights) -> "SessionCache":
-        """The sessions over other weights: those that read none of the changed ones are the same."""
+        """A cache over other weights, with the sessions that read none of the changed ones."""
         made = SessionCache(self._plan, weights)
         made._threads, made._crowd = self._threads, self._crowd
         made._models, made._stretches = self._models, self._stretches
@@ -204,7 +204,7 @@ class SessionCache:
         return made
 
     def __len__(self) -> int:
-        """The sessions that were opened."""
+        """The number of sessions."""
         return len(self._sessions)
 
     def __enter__(self) -> Self:
@@ -230,7 +230,7 @@ class SessionCache:
             self._lock.release()
 
     def stretches(self, program: Program) -> Mapping[int, Stretch]:
-        """The launches of a program in few sessions, by the index of the first of each."""
+        """The stretches of a program by the index of their first launch."""
         if id(program) not in self._stretches:
             joined = list(self._joined(program))
             kernels = [[part.kernel for part in parts] for parts, _ in joined]
@@ -245,7 +245,7 @@ class SessionCache:
         return self._stretches[id(program)][1]
 
     def crowd(self, program: Program) -> int | None:
-        """With so many runs at work, each has one core: it computes on its caller's thread alone. None: never."""
+        """The number of concurrent runs from which on each computes on its caller's thread alone; None: never."""
         divides = program.stream_count > 1 or any(s.pool.count > 1 for s in self.stretches(program).values())
         return self._crowd if divides else None
 
@@ -280,7 +280,7 @@ class SessionCache:
         return Part(index=index, launch=launch, kernel=kernel, model=model, label=f"{LABEL}{index}")
 
     def _model(self, module: int) -> Model:
-        """The model of a module, or an empty one where the bytes are none."""
+        """The model of a module; an empty one where its bytes are not a model."""
         if module not in self._models:
             try:
                 code = bytes(self._plan.modules[module].code)
@@ -290,14 +290,14 @@ class SessionCache:
         return self._models[module]
 
     def _derived(self, model: Joined) -> Shapes:
-        """The shapes of a model's outputs, as far as ONNX Runtime knows them before a run."""
+        """The shapes of a model's outputs, as far as ONNX Runtime infers them without a run."""
         options = session_options()
         options.add_session_config_entry(*NO_PACKED_COPIES)
         weights = {bound.name: self._weight(bound) for bound in model.initializers}
         return {value.name: value.shape for value in self._open(model, weights, options).get_outputs()}
 
     def _whole(self, launch: Launch, where: str) -> Joined:
-        """The model of a launch as it is."""
+        """The unchanged model of a launch."""
         kernel = self._plan.kernels[launch.kernel]
         pointers = {relocation.param_offset: relocation.pointer for relocation in launch.relocations}
         if sorted(pointers) != sorted(p.offset for p in kernel.parameters):
@@ -315,7 +315,7 @@ class SessionCache:
     def _bind(
         self, model: Joined, memory: HostMemory, options: Any, pool: Pool, *, keeps_memory: bool
     ) -> "partial[object]":
-        """A call that runs a model on what its values are bound to."""
+        """A call that runs a model on the memory that its values are bound to."""
         key = (model.code, *(bound.pointer for bound in model.initializers), pool, keeps_memory)
         if key not in self._sessions:
             self._sessions[key] = self._opened(model, pool, keeps_memory=keeps_memory)
@@ -327,12 +327,12 @@ class SessionCache:
                 parameter = value.parameter
                 array = memory.array(value.pointer, parameter.dtype, parameter.shape, written=written)
                 bind(value.name, "cpu", 0, _element_type(parameter, array), parameter.shape, array.ctypes.data)
-        # The method of the extension itself: 1.6 us a call where the Python wrapper around it takes 5
-        # (30 with RunOptions), most of it to look for a WebGPU graph.
+        # The extension's own method: 1.6 us a call, where its Python wrapper takes 5 (30 with RunOptions), most of that
+        # to look for a WebGPU graph.
         return partial(session._sess.run_with_iobinding, binding._iobinding, options)  # noqa: SLF001
 
     def _opened(self, model: Joined, pool: Pool, *, keeps_memory: bool) -> _Opened:
-        """A session of a model that has what is bound to it, or the one that this process has of it."""
+        """The session of a model: one of this process with the same weights, or a new one."""
         weights = {bound.name: self._weight(bound) for bound in model.initializers}
         places = tuple(array.ctypes.data for array in weights.values())
         key = os.getpid(), model.code, places, pool, keeps_memory  # a child has none of the threads of its parent
@@ -350,7 +350,7 @@ class SessionCache:
         return _opened.setdefault(key, opened) if final else opened
 
     def _weight(self, bound: Bound) -> np.ndarray:
-        """An initializer, where it lies among the weights; all of it must lie in one of them."""
+        """The memory of an initializer, which must lie within one weight."""
         parameter, pointer = bound.parameter, bound.pointer
         if pointer.region is not Region.WEIGHTS:
             raise PlanInvalidError([f"initializer {parameter.name!r}: in {pointer.region.name}, expected WEIGHTS"])
@@ -371,12 +371,12 @@ class SessionCache:
 
 
 def _element_type(parameter: Parameter, array: np.ndarray) -> Any:
-    """What IOBinding wants: numpy's type, or ONNX's number where numpy has none of its own."""
+    """The element type for IOBinding: numpy's type, or ONNX's number for a dtype that numpy lacks."""
     return array.dtype.type if array.dtype.isbuiltin == 1 else ELEMENT_TYPES[parameter.dtype]
 
 
 def _check_origin(origin: str) -> None:
-    """Raise DeviceMismatchError where weights are in blocks of another size than this CPU's."""
+    """Raise DeviceMismatchError where the plan's blocks of channels have another size than this CPU's."""
     name, _, layout = origin.partition(" ")
     if name != ORIGIN:
         raise PlanInvalidError([f"module of origin {origin!r}: a CPU plan has modules of {ORIGIN} only"])

@@ -1,4 +1,4 @@
-"""How many threads a session of a CPU plan has, and what they do while they have no work."""
+"""The threads of the sessions of a CPU plan: how many, and what they do while they have no work."""
 
 import enum
 import os
@@ -14,33 +14,35 @@ from nimblert.errors import InputError
 from nimblert.plan import ITEM_NBYTES, Kernel
 
 Threads: TypeAlias = int | Sequence[int]
-"""How many, the caller's included; or the processor for each: the caller's is the first, and stays where it is."""
+"""The number of threads, the caller's included; or a processor for each, of which the first is the caller's, whose
+thread is not moved."""
 
 _LARGE_NBYTES = 128 << 10
-"""A kernel that touches less than this runs on its stream's thread alone: waking others takes longer."""
+"""A kernel that touches fewer bytes runs on its stream's thread alone: waking others takes longer."""
 
 STEPPED = frozenset({"RNN", "GRU", "LSTM", "com.microsoft.DynamicQuantizeLSTM"})
-"""So do these: they would wake the others at every step of time (a GRU of 64 steps: 0.9 ms alone, 32 with two)."""
+"""Kernels that run alone too: they would wake other threads at each time step (a GRU of 64 steps: 0.9 ms on one
+thread, 32 ms on two)."""
 
 _BUDGET = 256
-"""At most about so many threads in the pools of one program's sessions together."""
+"""About the most threads in the pools of all sessions of a program."""
 
 _MOST_THREADS = 1024
 
 
 class Waiting(enum.Enum):
-    """What the threads of a session, its own, do while they have no work."""
+    """What the threads of a session do while they have no work."""
 
     SPINNING = enum.auto()
-    """Look for work for a while after each run, then sleep: ONNX Runtime's custom, fastest for one session."""
+    """Spin for a while after each run, then sleep: ONNX Runtime's default, fastest for one session."""
     SPINNING_IN_RUNS = enum.auto()
-    """Look for work until the run ends: others go on then, who need the cores."""
+    """Spin until the run ends: other sessions need the cores then."""
     SLEEPING = enum.auto()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pool:
-    """The threads of a session. ``processors``: of all, none where the system chooses."""
+    """The threads of a session, and their ``processors``, empty where the system chooses."""
 
     count: int = 1
     processors: tuple[int, ...] = ()
@@ -48,7 +50,7 @@ class Pool:
 
 
 def checked(threads: Threads | None) -> tuple[int, tuple[int, ...]]:
-    """How many threads the user wants, or there are cores, and on which processors. Raises InputError."""
+    """The number of threads, by default that of cores, and their processors. Raises InputError."""
     if threads is None:
         return cores(), ()
     try:
@@ -64,7 +66,7 @@ def checked(threads: Threads | None) -> tuple[int, tuple[int, ...]]:
 
 
 def pools(kernels: Iterable[Sequence[Kernel]], streams: int, wanted: tuple[int, tuple[int, ...]]) -> tuple[Pool, ...]:
-    """A pool for each session of a program, given the kernels that it runs."""
+    """A pool for each session of a program, given the kernels of each."""
     large = [any(map(_is_large, of_one)) for of_one in kernels]
     count, processors = wanted
     each = max(1, min(count // max(streams, 1), _BUDGET // max(sum(large), 1)))
@@ -80,13 +82,13 @@ def pool_of_one(kernel: Kernel, sessions: int) -> Pool:
 
 
 def _is_large(kernel: Kernel) -> bool:
-    """Whether several threads are worth their waking."""
+    """Whether several threads are faster despite the time to wake them."""
     touched_nbytes = sum(prod(p.shape) * ITEM_NBYTES[p.dtype] for p in kernel.parameters)
     return touched_nbytes >= _LARGE_NBYTES and kernel.symbol not in STEPPED
 
 
 def cores() -> int:
-    """The cores that this process may use: processors that share one count once."""
+    """The number of cores that this process may use; processors that share a core count once."""
     return len({_core(processor) for processor in _processors()})
 
 

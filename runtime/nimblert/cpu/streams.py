@@ -1,7 +1,7 @@
-"""The streams of a CPU program: the caller walks one of them, a thread of its own each other one.
+"""The streams of a CPU program: the caller runs the first, and a thread of its own each other one.
 
-A run can be ended anywhere: Ctrl-C raises KeyboardInterrupt at any bytecode of the main thread. So
-nothing here relies on two statements being run both: a wait can be begun again, a signal given twice.
+A run can be interrupted anywhere: Ctrl-C raises KeyboardInterrupt at any bytecode of the main thread. So nothing here
+relies on two statements both being executed: a wait can be repeated, and a signal sent twice.
 """
 
 import threading
@@ -17,11 +17,11 @@ Step = Callable[[], object]
 Bound = tuple[Command, Step]
 
 _LONG_S = 0.2
-"""How long Ctrl-C may take to have an effect."""
+"""How long Ctrl-C may take to take effect."""
 
 
 class RunOptions(Protocol):
-    """ONNX Runtime's: while ``terminate`` is set, whatever runs with them ends at its next node."""
+    """ONNX Runtime's RunOptions: while ``terminate`` is set, runs with them end at the next node."""
 
     terminate: bool
 
@@ -29,7 +29,7 @@ class RunOptions(Protocol):
 class Worker:
     """A thread that does its work once for each `start`. ``work`` must not raise.
 
-    A daemon: an idle one does not keep the interpreter from ending.
+    It is a daemon: idle, it does not keep the interpreter from ending.
     """
 
     def __init__(self, work: Callable[[], None]) -> None:
@@ -48,7 +48,7 @@ class Worker:
         return self._finished == self._wanted
 
     def start(self) -> None:
-        """Have the work done once more; the worker must be idle."""
+        """Do the work once more; the worker must be idle."""
         self._wanted += 1
         unlock(self._wake)
 
@@ -64,7 +64,7 @@ class Worker:
         self.wait()
 
     def end(self) -> None:
-        """Let the thread of an idle worker end."""
+        """Tell the thread of an idle worker to end."""
         self._ending = True
         unlock(self._wake)
 
@@ -87,9 +87,9 @@ class Worker:
 class Streams:
     """Bound commands by stream, ready to run, one run at a time.
 
-    ``gates`` are the events: one that nobody has recorded yet is locked. ``options`` are those of
-    every launch. ``failures`` are what an op may raise, ``origin`` says in the message which command failed.
-    ``dirty``: a run was begun that has not come to its end.
+    ``gates`` are the events: each is locked until it is recorded. ``options`` are those of every launch. ``failures``
+    are the exceptions of an op that fails, and ``origin`` names the command for the message. ``dirty``: the last run
+    was not completed.
     Raises DeviceMismatchError where a thread cannot be started.
     """
 
@@ -139,19 +139,19 @@ class Streams:
         self.dirty = False
 
     def refusal(self, command: Command, failure: Exception) -> InputError:
-        """What to raise where a command failed."""
+        """The error to raise where a command failed."""
         said = str(failure).rstrip()
         no_memory = isinstance(failure, MemoryError) or "bad_alloc" in said or "to allocate memory" in said
         what = "needs more memory than there is" if no_memory else "failed on these inputs"
         return InputError(f"{self._origin(command, failure)}: {what}: {said}")
 
     def end(self) -> None:
-        """Let the threads end."""
+        """Tell the threads to end."""
         for worker in self._workers:
             worker.end()
 
     def close(self) -> None:
-        """Stop what an interrupt may have left running, end the threads and wait for that."""
+        """Stop what an interrupt may have left running, and wait for the threads to end."""
         insist(self._stop)
         self.end()
         for worker in self._workers:
@@ -169,14 +169,14 @@ class Streams:
             raise
 
     def _recover(self) -> None:
-        """Put all in order after a run that did not come to its end."""
+        """Reset everything after a run that was not completed."""
         insist(self._stop)
         self._halted = False
         self._options.terminate = False
         self._failed = []
 
     def _raise(self) -> NoReturn:
-        """Raise what a stream has left for the caller."""
+        """Raise the first error of a stream."""
         error = self._failed[0]
         self._failed = []
         try:
@@ -185,7 +185,7 @@ class Streams:
             del error  # its traceback holds this frame
 
     def _halt(self) -> None:
-        """Let every stream stop at its next command, and a loop inside a command at its next node."""
+        """Have every stream stop at its next command, and loops within commands at their next node."""
         self._halted = self.dirty = True
         self._options.terminate = True
         for gate in self._gates:
@@ -215,14 +215,14 @@ class Streams:
             self._fail(exc)
 
     def _fail(self, error: BaseException) -> None:
-        """End the run; what fails after that fails because of it."""
+        """End the run; later failures are consequences of the first."""
         if not self._halted:
             self._failed.append(error)
             self._halt()
 
 
 def interruptible(step: Step, options: RunOptions) -> None:
-    """Run a step that may never end by itself on another thread, so that Ctrl-C can end it."""
+    """Run a step that might never end on another thread, so that Ctrl-C can end it."""
     failed: list[BaseException] = []
 
     def work() -> None:
@@ -247,11 +247,11 @@ def interruptible(step: Step, options: RunOptions) -> None:
 
 
 class Patient:
-    """A step of ``stream`` that Ctrl-C can end, at the price of another thread only where it takes long.
+    """A step of ``stream`` that Ctrl-C can end; only a long one needs another thread for that.
 
-    Python looks for Ctrl-C on the main thread, and not while that is in a step. How long a step takes,
-    its first run tells, on another thread: its work is the same on any inputs, unless it ``loops``. A short one
-    takes its own place in the stream.
+    Python handles Ctrl-C on the main thread, but not during a step. The first run, on another thread, measures the
+    step, whose work does not depend on the inputs unless it ``loops``. A short step then replaces this object in the
+    stream.
     """
 
     def __init__(self, step: Step, options: RunOptions, stream: list[Bound], *, loops: bool) -> None:
@@ -272,7 +272,7 @@ class Patient:
 
 
 def insist(action: Callable[[], None]) -> None:
-    """Do it to the end: a Ctrl-C meanwhile begins it again."""
+    """Complete an action: a Ctrl-C meanwhile starts it again."""
     while True:
         try:
             action()
@@ -282,13 +282,13 @@ def insist(action: Callable[[], None]) -> None:
 
 
 def pass_gate(gate: threading.Lock) -> None:
-    """Wait until the gate is open and leave it open for the others who wait."""
+    """Wait until the gate is open, and leave it open for other waiters."""
     gate.acquire()
     unlock(gate)
 
 
 def unlock(lock: threading.Lock) -> None:
-    """Release a lock, whoever holds it; nothing happens where it is open."""
+    """Release a lock, whoever holds it; do nothing where it is open."""
     try:
         lock.release()
     except RuntimeError:  # not `suppress`, which takes a command's time

@@ -1,1 +1,1 @@
-"""The CUDA target: programs as CUDA graphs."""
+"""The CUDA target: programs replayed as CUDA graphs."""

@@ -1,4 +1,4 @@
-"""The CUDA backend: a program as an instantiated CUDA graph over its own device memory."""
+"""The CUDA backend: a program as an instantiated CUDA graph over device memory."""
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -23,7 +23,7 @@ from nimblert.plan import Plan, Pointer, Program, Tensor, Work
 
 
 class CudaResident:
-    """What all contexts of a plan on one GPU share: code and weights."""
+    """Code and weights of a plan on one GPU, which its contexts share."""
 
     def __init__(self, plan: Plan, device: int = 0) -> None:
         driver.initialise()
@@ -51,12 +51,12 @@ class CudaResident:
     def refit(
         self, refits: Sequence[Refit], backends: Sequence["CudaBackend"], ready: Callable[[], None]
     ) -> Sequence["CudaBackend"]:
-        """Replace weights where they lie: the same backends go on."""
+        """Replace weights in place: the backends stay the same."""
         refit.refit(self._device, refits, self.weights, self.functions, self.gathers, ready)
         return backends
 
     def close(self) -> None:
-        """Give back code and weights; every context must be closed."""
+        """Free code and weights; every context must be closed."""
         self.pools.close()
         self._context.close()
 
@@ -64,9 +64,8 @@ class CudaResident:
 class CudaBackend:
     """A program loaded on a GPU.
 
-    ``inputs`` and ``outputs`` are numpy views of page-locked memory; `run` uploads the one, replays
-    and downloads the other. `replay` runs on what the device already holds. Programs of one
-    ``working`` memory run one at a time.
+    ``inputs`` and ``outputs`` are numpy views of page-locked memory; `run` uploads the inputs, replays the graph and
+    downloads the outputs. `replay` uses the inputs on the device. Programs of one ``working`` memory run one at a time.
     """
 
     def __init__(
@@ -114,7 +113,7 @@ class CudaBackend:
         self._build(self.memory)
 
     def _build(self, memory: DeviceMemory) -> None:
-        """Make the graph anew, over ``memory``."""
+        """Build the graph over ``memory``, in place of the one before."""
         with ExitStack() as scope:
             context = Context(self._device)
             scope.callback(context.close)
@@ -129,13 +128,13 @@ class CudaBackend:
             self._scope, self.graph, self._executable = scope.pop_all(), built, executable
 
     def direct(self, turn: Turn) -> DeviceDirect:
-        """Calls in one piece, in the turn of a context."""
+        """The usual call as one function, in the turn of a context."""
         if self._direct is None or not self._direct.is_for(turn):
             self._direct = DeviceDirect(turn, self._program, self, self._device)
         return self._direct
 
     def bind(self, tensor: Tensor, array: DeviceArray | None) -> None:
-        """Have the kernels read or write an array of the caller in place of an input or output; None: ours again."""
+        """Use an array of the caller in place of an input or output; None restores the program's own memory."""
         self._context.make_current()
         self._in_flight.wait()
         address = self._own.address(tensor.pointer) if array is None else array.address
@@ -147,11 +146,11 @@ class CudaBackend:
         (self._bound.discard if array is None else self._bound.add)(tensor.name)
 
     def own_address(self, tensor: Tensor) -> int:
-        """Where the program's own memory of an input or output begins, on the device."""
+        """The device address of the program's own memory for an input or output."""
         return self._own.address(tensor.pointer)
 
     def place(self, arrays: Sequence[np.ndarray | DeviceArray]) -> None:
-        """Have the device hold these inputs before whatever comes next, and wait for that."""
+        """Copy these inputs to the device, and wait."""
         self._begin(self._stream)
         self._in_flight.wait()
         try:
@@ -161,11 +160,11 @@ class CudaBackend:
 
     @property
     def movers(self) -> Sequence[Mapping[bytes, Mover]]:
-        """What lays out arrays of the device as each input, by their `dlpack.raw_numbers` of strides, if known."""
+        """For each input its movers of device arrays, by `dlpack.raw_numbers` of their strides, as far as known."""
         return self._inlet.movers
 
     def call_from_host(self, arrays: Sequence[np.ndarray]) -> dict[str, np.ndarray | DeviceOutput]:
-        """Run on inputs of the host, one for each: new outputs there, by name."""
+        """Run on inputs on the host, and return new outputs there, by name."""
         stream = self._stream
         self._context.make_current()
         self._in_flight.wait()  # page-locked memory may still be read by the run before
@@ -186,11 +185,11 @@ class CudaBackend:
             finally:
                 self._end(stream)
         except BaseException:
-            lent.clear()  # now: a traceback may live long
+            lent.clear()  # now: the traceback may keep it for long
             raise
 
     def call_from_device(self, arrays: Given, stream: int) -> dict[str, np.ndarray | DeviceOutput]:
-        """Run on inputs of the device: new outputs there, by name."""
+        """Run on inputs on the device, and return new outputs there, by name."""
         self._begin(stream)
         lent = self._outlet.lend_device(stream)
         try:
@@ -217,7 +216,7 @@ class CudaBackend:
         self._in_flight.precede(stream)
 
     def _put(self, arrays: Sequence[np.ndarray | DeviceArray], stream: int) -> bool:
-        """Enqueue the inputs; whether any comes from the device."""
+        """Enqueue the copies of the inputs; whether any is on the device."""
         on_device = False
         for index, (tensor, array) in enumerate(zip(self._program.inputs, arrays, strict=True)):
             if isinstance(array, DeviceArray):
@@ -238,10 +237,10 @@ class CudaBackend:
         shapes: Sequence[tuple[int, ...]] | None = None,
         stream: int | None = None,
     ) -> dict[str, np.ndarray | DeviceOutput]:
-        """Run on these inputs: the outputs by name but for those in ``out`` and the bound ones.
+        """Run on these inputs, and return the outputs by name, except bound ones and those written into ``out``.
 
-        Inputs of smaller shapes are padded, outputs of smaller ``shapes`` cut to them. Outputs are on the device
-        if any input was there, and all is waited for; with ``stream``, nothing is, and they are on the device.
+        Inputs of smaller shapes are padded, and ``shapes`` crops the outputs. Without ``stream`` this waits, and
+        outputs are on the device if any input is. With ``stream`` it does not wait, and outputs are on the device.
         Raises InputError.
         """
         if stream is not None and any(isinstance(mine, np.ndarray) for mine in out.values()):
@@ -265,7 +264,7 @@ class CudaBackend:
                     results[tensor.name] = self._outlet.to_device(index, used, reuse=reuse_outputs, shape=shape)
                 else:
                     results[tensor.name] = self._outlet.to_host(index, used, reuse=reuse_outputs, shape=shape)
-        finally:  # the arrays are the caller's again, whatever happened
+        finally:  # whatever happened, the arrays are the caller's again
             if stream is None:
                 self._end(used)
             else:
@@ -282,7 +281,7 @@ class CudaBackend:
         return self._outlet.empty(tensor, self._stream)
 
     def run(self) -> None:
-        """Upload the inputs, replay the graph, download the outputs, and wait."""
+        """Upload `inputs`, replay the graph, download `outputs`, and wait."""
         self._begin(self._stream)
         self._staged_inputs.to_device(self._stream)
         call("cuGraphLaunch", self._executable, self._stream)
@@ -290,25 +289,25 @@ class CudaBackend:
         self._end(self._stream)
 
     def replay(self) -> None:
-        """Replay the graph on the inputs that the device holds, and wait."""
+        """Replay the graph on the inputs on the device, and wait."""
         self._begin(self._stream)
         call("cuGraphLaunch", self._executable, self._stream)
         self._end(self._stream)
 
     def launch(self, stream: int | None) -> None:
-        """Replay the graph on the inputs that the device holds, on ``stream`` or our own, without waiting."""
+        """Replay the graph on the inputs on the device, on ``stream`` or the context's, without waiting."""
         used = self._stream if stream is None else stream
         self._begin(used)
         call("cuGraphLaunch", self._executable, used)
         self._in_flight.enqueued(used)
 
     def synchronize(self) -> None:
-        """Wait for what was launched."""
+        """Wait for all launches."""
         self._context.make_current()
         self._in_flight.wait()
 
     def steps(self) -> Generator[Work, None, None]:
-        """Compute on the inputs that the device holds, in issue order: each launch, copy or fill when it is done.
+        """Compute on the inputs on the device in issue order, and yield each launch, copy or fill when it is done.
 
         Each is a graph of one node, so that it runs as it does in the whole graph.
         """
@@ -319,9 +318,9 @@ class CudaBackend:
             yield command
 
     def profile(self) -> list[int]:
-        """Compute as `steps` does: GPU nanoseconds of each launch, copy or fill.
+        """Compute as `steps` does, and return the GPU nanoseconds of each launch, copy or fill.
 
-        Taken by an event before and one after the node, in the same graph: what the events cost is included.
+        They are taken by events before and after the node, in the same graph, and include the time of the events.
         """
         self._begin(self._stream)
         begin, end = (call("cuEventCreate", 0) for _ in range(2))
@@ -345,7 +344,7 @@ class CudaBackend:
 
     @contextmanager
     def _run_once(self) -> Iterator[Handle]:
-        """A graph that runs, and is waited for, when the block has filled it."""
+        """A graph for the block to fill, which then runs to its end."""
         single = call("cuGraphCreate", 0)
         try:
             yield single
@@ -367,7 +366,7 @@ class CudaBackend:
         return host
 
     def time(self, count: int) -> np.ndarray:
-        """GPU time in microseconds of each of ``count`` replays, taken by events around it."""
+        """GPU time in microseconds of each of ``count`` replays, between two events."""
         self._begin(self._stream)
         begin, end = (call("cuEventCreate", 0) for _ in range(2))
         times = np.empty(count)
@@ -384,7 +383,7 @@ class CudaBackend:
         return times
 
     def close(self) -> None:
-        """Wait for what was launched, and give back the graph, its memory, and what was made for it alone."""
+        """Wait for all launches, and free the graph, its memory, and everything that was made for it alone."""
         self._context.make_current()
         self._in_flight.close()
         self._scope.close()

@@ -1,8 +1,7 @@
-"""Graphs of whole calls: one launch brings the inputs, runs the program and takes its outputs away.
+"""Graphs of whole calls: one launch transfers the inputs, runs the program and transfers the outputs.
 
-Copies and kernels that are enqueued one by one around the program's graph take the host longer than the GPU,
-which waits for them. Callers mostly come again with inputs that lie as the last ones did, and let outputs go,
-whose memory then serves again.
+To enqueue copies and kernels one by one around the program's graph takes the host longer than the GPU, which waits.
+Most callers repeat calls with inputs of the same layout, and release outputs, whose memory is then reused.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -25,16 +24,16 @@ Step: TypeAlias = Callable[[Handle], Handle]
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """How an input comes in: by ``steps``, one after the other.
+    """The transfer of an input: ``steps``, one after the other.
 
-    What comes from the host is copied to ``staged`` before, an array over page-locked memory.
+    An array on the host is first copied to ``staged``, an array in page-locked memory.
     """
 
     steps: Sequence[Step]
     staged: np.ndarray | None = None
 
     def add(self, built: Handle) -> Handle:
-        """Add it to a graph: its last node."""
+        """Add it to a graph, and return its last node."""
         nodes = [step(built) for step in self.steps]
         for before, after in pairwise(nodes):
             graph.add_edge(built, before, after)
@@ -43,9 +42,9 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What a graph of a call is made of: ``program`` is a graph, before which the ``arrivals`` are there.
+    """The parts of the graph of a call: ``arrivals``, then ``program``, itself a graph, then ``departures``.
 
-    ``departures`` come after it; nothing waits for what is done ``beside`` it but the end of the call.
+    Steps ``beside`` run concurrently, and only the end of the call waits for them.
     """
 
     program: Handle
@@ -72,14 +71,14 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class CallGraph:
-    """A graph, ready to be launched when each of ``staged`` is what its input shall be."""
+    """A graph, to be launched once each of ``staged`` holds its input."""
 
     executable: Handle
     staged: Sequence[np.ndarray] = field(default=())
 
 
 class CallGraphs:
-    """Graphs of calls that have come several times."""
+    """Graphs of calls that were made several times."""
 
     def __init__(self) -> None:
         self._made: dict[Hashable, CallGraph] = {}
@@ -87,10 +86,9 @@ class CallGraphs:
         self._patience = 1
 
     def find(self, key: Hashable, enough: int, make: Callable[[], CallGraph]) -> CallGraph | None:
-        """That for calls of this ``key``; None as long as they have not come ``enough`` times.
+        """The graph for calls with this ``key``; None until they were made ``enough`` times.
 
-        Where callers have more kinds than are kept, or the driver refuses one, the next must come ever more
-        often.
+        Where callers use more keys than are kept, or the driver refuses a graph, later graphs take ever more calls.
         """
         found = self._made.get(key)
         if found is not None:
@@ -107,13 +105,13 @@ class CallGraphs:
             _destroy(self._made.pop(next(iter(self._made))))
         try:
             made = self._made[key] = make()
-        except CudaError:  # without memory for it the call runs as the ones before; any other error ends that, too
+        except CudaError:  # without memory for it the call runs as before; after any other error it fails
             self._patience *= 4
             return None
         return made
 
     def close(self) -> None:
-        """Give all of them back."""
+        """Free all graphs."""
         while self._made:
             _destroy(self._made.popitem()[1])
 

@@ -1,4 +1,4 @@
-"""Large copies in the host's memory by several threads, of which each part can be used as soon as it is there."""
+"""Large copies in host memory by several threads, in parts that can be used as they are completed."""
 
 import os
 from collections.abc import Generator
@@ -7,15 +7,15 @@ from concurrent.futures import ThreadPoolExecutor, wait
 import numpy as np
 
 PART_NBYTES = 1 << 20
-"""What a thread copies at once."""
+"""The size of a part, which one thread copies."""
 
 _COPIERS = 4
 
 
 def copied(to: np.ndarray, source: np.ndarray) -> Generator[int, None, None]:
-    """Copy bytes to others: where each part begins when it is there, in order.
+    """Copy bytes, and yield the offset of each part in order once it is copied.
 
-    When the generator has ended, or is closed before that, no thread reads or writes any of them.
+    No thread touches the bytes any more when the generator has ended or was closed.
     """
 
     def copy(start: int) -> int:
@@ -34,10 +34,10 @@ def copied(to: np.ndarray, source: np.ndarray) -> Generator[int, None, None]:
 
 
 def _threads() -> ThreadPoolExecutor:
-    """Made in each process when they are first needed."""
+    """The threads of this process, started on first use."""
     process = os.getpid()
     if process not in _pools:
-        _pools.clear()  # those of the process that forked this one are not here
+        _pools.clear()  # threads of the parent process are not in this one
         _pools[process] = ThreadPoolExecutor(min(_COPIERS, os.cpu_count() or 1), "nimblert-copy")
     return _pools[process]
 

@@ -1,6 +1,6 @@
-"""The usual call of a CUDA plan in one piece: all inputs of numpy, or all of one library on the GPU; new outputs.
+"""The usual call of a CUDA plan as one function: inputs all from numpy, or all from one GPU library.
 
-What Python does before the launch is what a call costs more than its replay.
+The time of Python before the launch is the overhead of a call over a replay.
 """
 
 import os
@@ -21,23 +21,23 @@ if TYPE_CHECKING:
 
 
 class Loaded(Protocol):
-    """A program on a GPU."""
+    """The backend of a program on a GPU."""
 
     @property
     def movers(self) -> "Sequence[Mapping[bytes, Mover]]":
-        """What lays out arrays of the device as each input, by their `dlpack.raw_numbers` of strides, if known."""
+        """For each input its movers of device arrays, by `dlpack.raw_numbers` of their strides, as far as known."""
 
     def call_from_host(self, arrays: Sequence[np.ndarray]) -> "dict[str, np.ndarray | DeviceOutput]":
-        """Run on inputs of the host, one for each: new outputs there, by name."""
+        """Run on inputs on the host, and return new outputs there, by name."""
 
     def call_from_device(
         self, arrays: "Sequence[tuple[Mover, int]]", stream: int
     ) -> "dict[str, np.ndarray | DeviceOutput]":
-        """Run on inputs of the device, for each one of `movers` and an address: new outputs there, by name."""
+        """Run on inputs on the device, each one of `movers` and an address, and return new outputs there, by name."""
 
 
 class DeviceDirect:
-    """Calls of a program, as long as the context has nothing else to look at."""
+    """Calls of a program, until something changes in the context."""
 
     def __init__(self, turn: Turn, program: Program, backend: Loaded, device: int) -> None:
         self._turn, self._state, self._program, self._backend, self._device = turn, turn.state, program, backend, device
@@ -49,7 +49,7 @@ class DeviceDirect:
         self._libraries: dict[type, tuple[Callable[[Any], dlpack.Raw], Callable[[], int]] | None] = {}
 
     def __call__(self, arrays: Mapping[str, Any]) -> "dict[str, np.ndarray | DeviceOutput] | None":
-        """The outputs by name; None, and nothing was done, where this is no such call. Raises CudaError."""
+        """The outputs by name; None, having done nothing, for any other call. Raises CudaError."""
         turn = self._turn
         if type(arrays) is not dict or len(arrays) != self._count or not arrays or turn.lock.locked():
             return None
@@ -60,7 +60,7 @@ class DeviceDirect:
             return self._from_host(arrays) if type(first) is np.ndarray else self._from_device(arrays, first)
 
     def is_for(self, turn: Turn) -> bool:
-        """Whether nothing about the context has changed since this was made."""
+        """Whether nothing has changed in the context since this was made."""
         return turn is self._turn and turn.state is self._state
 
     def _from_host(self, arrays: dict[str, Any]) -> "dict[str, np.ndarray | DeviceOutput] | None":
@@ -90,7 +90,7 @@ class DeviceDirect:
             try:
                 address, lying, sizes, strides = read(array)
             except (BufferError, RuntimeError, TypeError, ValueError):
-                return None  # who looks more closely says why
+                return None  # the full check says why
             mover = movers.get(strides)
             if mover is None or lying != header or sizes != shape:
                 return None
@@ -102,11 +102,11 @@ class DeviceDirect:
 
 
 def _numpy_dtype(tensor: Tensor) -> np.dtype | None:
-    """None for bfloat16, of which numpy itself has none."""
+    """None for bfloat16, which numpy lacks."""
     return None if tensor.dtype == "bfloat16" else numpy_dtype(tensor.dtype)
 
 
 def _lying(tensor: Tensor, device: int) -> tuple[str, int, bytes, bytes]:
-    """Its name, the bytes of an element, and how arrays of a GPU for it come by DLPack: header and shape."""
+    """The name, the bytes of an element, and the DLPack header and shape of device arrays for a tensor."""
     header = dlpack.raw_header(tensor.dtype, len(tensor.shape), device)
     return tensor.name, ITEM_NBYTES[tensor.dtype], header, dlpack.raw_numbers(tensor.shape)

@@ -1,4 +1,4 @@
-"""The CUDA driver boundary: the only place where a driver call is made and its result checked."""
+"""The CUDA driver: the one module that imports its bindings, and the checks of its results."""
 
 import ctypes
 from contextlib import ExitStack
@@ -14,7 +14,7 @@ _PARAM_BUFFER_SIZE = 2  # CU_LAUNCH_PARAM_BUFFER_SIZE
 NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 
 Handle: TypeAlias = Any
-"""A CUDA object of cuda.bindings (CUmodule, CUgraphNode ...); those are not typed."""
+"""A CUDA object of cuda.bindings (CUmodule, CUgraphNode ...), which has no types."""
 
 
 @cache
@@ -30,7 +30,7 @@ def bindings() -> Any:
 
 
 def call(api: str, *args: object) -> Any:
-    """Call a driver function: its results without the status, or CudaError naming it."""
+    """Call a driver function, and return its results without the status. Raises CudaError."""
     results = getattr(bindings(), api)(*args)
     if results[0] != 0:
         raise CudaError(api, results[0].name)
@@ -38,7 +38,7 @@ def call(api: str, *args: object) -> Any:
 
 
 def initialise() -> None:
-    """Initialise the driver; DeviceMismatchError where there is no driver or no GPU, and in a forked process."""
+    """Initialise the driver. Raises DeviceMismatchError without a driver or GPU, and in a forked process."""
     driver = bindings()
     try:
         (status,) = driver.cuInit(0)
@@ -54,12 +54,12 @@ def initialise() -> None:
 
 
 def count() -> int:
-    """How many GPUs CUDA shows."""
+    """The number of GPUs that CUDA shows."""
     return int(call("cuDeviceGetCount"))
 
 
 def describe(ordinal: int = 0) -> Device:
-    """The GPU with this ordinal, and the CUDA version of its driver. DeviceMismatchError where there is none."""
+    """The GPU with this ordinal, and the CUDA version of its driver. Raises DeviceMismatchError without one."""
     if not 0 <= ordinal < (shown := count()):
         raise DeviceMismatchError(f"device {ordinal}: CUDA shows {shown} here, from 0 (CUDA_VISIBLE_DEVICES)")
     attribute = bindings().CUdevice_attribute
@@ -77,10 +77,9 @@ def describe(ordinal: int = 0) -> Device:
 
 
 def check_device(needed: Device, found: Device) -> None:
-    """DeviceMismatchError unless the cubins of a plan made for ``needed`` run on ``found``.
+    """Raise DeviceMismatchError unless the cubins of a plan made for ``needed`` run on ``found``.
 
-    Library cubins are built for one compute capability (sm_90a runs on nothing else), so it must
-    be equal.
+    The compute capability must be equal: library cubins are built for one (sm_90a runs on no other).
     """
     if needed.compute_capability != found.compute_capability:
         want, have = (".".join(map(str, d.compute_capability)) for d in (needed, found))
@@ -96,7 +95,7 @@ def check_device(needed: Device, found: Device) -> None:
 
 
 class PackedParameters:
-    """Parameters of a launch, packed into a buffer, which the driver copies in the call that takes them."""
+    """The parameters of a launch in a buffer, which the driver copies during the call that takes it."""
 
     def __init__(self, params: bytes) -> None:
         self._buffer = ctypes.create_string_buffer(params, max(len(params), 1))
@@ -105,15 +104,15 @@ class PackedParameters:
             _PARAM_BUFFER_POINTER, ctypes.addressof(self._buffer), _PARAM_BUFFER_SIZE, ctypes.addressof(self._size), 0
         )
         self.extra = ctypes.addressof(self._extra)
-        """The address of the ``extra`` of a launch with them, good as long as this object."""
+        """The address for the ``extra`` of a launch, valid as long as this object lives."""
 
     def replace(self, params: bytes) -> None:
-        """Have the first bytes be others."""
+        """Overwrite the first bytes."""
         ctypes.memmove(self._buffer, params, len(params))
 
 
 class Context:
-    """The primary context of a GPU; what is acquired in it is released in reverse order."""
+    """The primary context of a GPU; resources acquired in it are released in reverse order."""
 
     def __init__(self, ordinal: int = 0) -> None:
         self._stack = ExitStack()
@@ -132,7 +131,7 @@ class Context:
         call("cuCtxSetCurrent", self._handle)
 
     def acquire(self, handle: Handle, release: str) -> Handle:
-        """Have the driver function ``release`` called with ``handle`` when the context closes."""
+        """Own a ``handle``: the driver function ``release`` is called with it when the context closes."""
         self._stack.callback(_release, release, handle)
         return handle
 
@@ -143,9 +142,9 @@ class Context:
 
 
 def _release(api: str, handle: Handle) -> None:
-    """Release a handle, whatever the driver says.
+    """Release a handle, and ignore the result.
 
-    After a kernel has failed, CUDA refuses every call and the memory goes with the process: that
-    kernel's error is the one to tell.
+    After a kernel has failed, CUDA refuses every call, and the process frees the memory at its end: the error to report
+    is the kernel's.
     """
     getattr(bindings(), api)(handle)

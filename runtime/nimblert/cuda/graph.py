@@ -15,9 +15,9 @@ _PROGRAMMATIC_PORT = 1  # CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC
 
 
 def load_functions(context: Context, modules: Sequence[Module], kernels: Sequence[Kernel]) -> list[Handle]:
-    """Load the cubins and set the attributes of their kernels: a CUfunction for each kernel.
+    """Load the cubins, set the attributes of their kernels, and return a CUfunction for each kernel.
 
-    The driver loads lazily: the modules' code must stay where it is as long as the context.
+    The driver loads lazily: the code of the modules must stay in place as long as the context.
     """
     attribute = bindings().CUfunction_attribute
     images = [np.frombuffer(m.code, np.uint8).ctypes.data for m in modules]
@@ -56,7 +56,7 @@ def build(context: Context, program: Program, functions: Sequence[Handle], memor
 
 
 def add_node(graph: Handle, command: Work, functions: Sequence[Handle], memory: DeviceMemory) -> Handle:
-    """Add one command to a graph, without edges: its node."""
+    """Add one command to a graph, without edges, and return its node."""
     match command:
         case Launch():
             return _add_launch(graph, command, functions[command.kernel], relocate(command, memory))
@@ -69,7 +69,7 @@ def add_node(graph: Handle, command: Work, functions: Sequence[Handle], memory: 
 def add_kernel(
     graph: Handle, function: Handle, grid: Dim3, block: Dim3, params: PackedParameters, smem_nbytes: int = 0
 ) -> Handle:
-    """Add a kernel's launch to a graph, without edges: its node."""
+    """Add a kernel's launch to a graph, without edges, and return its node."""
     node_params = bindings().CUDA_KERNEL_NODE_PARAMS()
     node_params.func = function
     node_params.gridDimX, node_params.gridDimY, node_params.gridDimZ = grid
@@ -97,7 +97,7 @@ def _add_launch(graph: Handle, launch: Launch, function: Handle, params: bytearr
 
 
 def add_copy(graph: Handle, dst: int, src: int, nbytes: int) -> Handle:
-    """Add a copy on the device to a graph, without edges: its node."""
+    """Add a copy on the device to a graph, without edges, and return its node."""
     params = _to_device(dst)
     params.srcMemoryType = bindings().CUmemorytype.CU_MEMORYTYPE_DEVICE
     params.srcDevice = src
@@ -105,7 +105,7 @@ def add_copy(graph: Handle, dst: int, src: int, nbytes: int) -> Handle:
 
 
 def add_upload(graph: Handle, dst: int, src: int, nbytes: int) -> Handle:
-    """Add a copy from page-locked memory to a graph, without edges: its node."""
+    """Add a copy from page-locked memory to a graph, without edges, and return its node."""
     params = _to_device(dst)
     params.srcMemoryType = bindings().CUmemorytype.CU_MEMORYTYPE_HOST
     params.srcHost = src
@@ -113,7 +113,7 @@ def add_upload(graph: Handle, dst: int, src: int, nbytes: int) -> Handle:
 
 
 def add_download(graph: Handle, dst: int, src: int, nbytes: int) -> Handle:
-    """Add a copy to page-locked memory to a graph, without edges: its node."""
+    """Add a copy to page-locked memory to a graph, without edges, and return its node."""
     params = bindings().CUDA_MEMCPY3D()
     params.srcMemoryType = bindings().CUmemorytype.CU_MEMORYTYPE_DEVICE
     params.srcDevice = src
@@ -143,7 +143,7 @@ def _add_memset(graph: Handle, dst: int, memset: Memset) -> Handle:
 
 
 def _add_edges(graph: Handle, nodes: Sequence[Handle], node: Handle, before: Sequence[Edge]) -> None:
-    # A call gives the data of its first edge to all of them (driver 580), so one call for each kind.
+    # The driver (580) applies the data of a call's first edge to all its edges, so each kind has a call of its own.
     for programmatic in (False, True):
         sources = [nodes[e.source] for e in before if e.programmatic is programmatic]
         if not sources:
@@ -153,7 +153,7 @@ def _add_edges(graph: Handle, nodes: Sequence[Handle], node: Handle, before: Seq
 
 
 def add_edge(graph: Handle, before: Handle, after: Handle) -> None:
-    """Have ``after`` start when ``before`` has ended."""
+    """Make ``after`` start once ``before`` has ended."""
     call("cuGraphAddDependencies", graph, [before], [after], [_edge_data(programmatic=False)], 1)
 
 

@@ -15,7 +15,7 @@ _ALIGNMENT = 512
 _POISON = 0xFF
 
 Bases: TypeAlias = Mapping[tuple[Region, int], int]
-"""Device addresses of the parts of regions."""
+"""Device addresses of regions."""
 
 
 def _round_up(nbytes: int) -> int:
@@ -23,7 +23,7 @@ def _round_up(nbytes: int) -> int:
 
 
 def allocate(context: Context, nbytes: int, *, poison: bool = False) -> int:
-    """The address of so many bytes of device memory, which go with the context."""
+    """The address of ``nbytes`` of device memory, which is freed with the context."""
     base = int(context.acquire(call("cuMemAlloc", _round_up(nbytes)), "cuMemFree"))
     if poison:
         call("cuMemsetD8", base, _POISON, _round_up(nbytes))
@@ -36,10 +36,9 @@ def place_weights(context: Context, plan: Plan) -> Bases:
 
 
 def place_working(context: Context, plan: Plan, arena: int | None = None, *, poison: bool = False) -> Bases:
-    """What the programs of a context share: the arena, which may be the caller's, and the state.
+    """The memory that the programs of a context share: the arena, which may be the caller's, and the state.
 
-    ``poison`` fills the arena with 0xFF bytes, so that a kernel that reads what nobody wrote does not
-    find zeros by luck.
+    ``poison`` fills the arena with 0xFF bytes, so that a kernel that reads unwritten memory does not find zeros there.
     """
     if arena is None:
         arena = allocate(context, plan.arena_nbytes, poison=poison)
@@ -61,7 +60,7 @@ def upload(base: int, contents: Iterable[Weight]) -> None:
 
 
 class DeviceMemory:
-    """The regions of one program in device memory: inputs and outputs of its own, and those ``given``.
+    """The regions of one program in device memory: its own inputs and outputs, and the regions ``given``.
 
     ``poison`` fills inputs and outputs with 0xFF bytes.
     """
@@ -80,7 +79,7 @@ class DeviceMemory:
         return self.bases[pointer.region, pointer.index] + pointer.offset
 
     def rebased(self, bases: Bases) -> "DeviceMemory":
-        """This memory, but some of the regions elsewhere."""
+        """This memory with some regions at other addresses."""
         moved = copy(self)
         moved.bases = {**self.bases, **bases}
         return moved
@@ -126,14 +125,14 @@ class Staging:
 
 
 def host_bytes(address: int, nbytes: int) -> np.ndarray:
-    """The array over bytes of the host."""
+    """An array over host memory."""
     import ctypes
 
     return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
 
 
 def strided(span: np.ndarray, tensor: Tensor) -> np.ndarray:
-    """The tensor that lies in these bytes, as a view with its strides."""
+    """The tensor in these bytes, as a view with its strides."""
     dtype = numpy_dtype(tensor.dtype)
     strides = tuple(s * dtype.itemsize for s in tensor.strides)
     return np.lib.stride_tricks.as_strided(span.view(dtype), tensor.shape, strides)

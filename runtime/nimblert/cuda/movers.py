@@ -1,4 +1,4 @@
-"""What lays out one array on a GPU as another: kernels of ours (layout.cu), and copies where both lie alike."""
+"""Copies between layouts on a GPU: by the kernels of layout.cu, or by a plain copy where both layouts are the same."""
 
 import struct
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ _ADDRESSES = struct.Struct("<QQ")
 
 
 class GatherKernels:
-    """The kernels of layout.cu, compiled by the driver when the first is needed."""
+    """The kernels of layout.cu, compiled by the driver on first use."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -33,13 +33,13 @@ class GatherKernels:
         return {n: call("cuModuleGetFunction", module, f"gather_{n}".encode()) for n in (1, 2, 4, 8, 16)}
 
     def mover(self, gather: Gather, itemsize: int) -> "Mover":
-        """What fills a destination from a source, of elements of so many bytes."""
+        """A mover for this gather, of elements of ``itemsize`` bytes."""
         return Mover(None if gather.is_copy else self._functions[itemsize], gather, itemsize)
 
     def mover_to(self, side: str, tensor: Tensor, strides: tuple[int, ...]) -> "Mover":
-        """What fills a tensor from an array of its shape with these ``strides``, in elements.
+        """A mover from an array of the tensor's shape with these ``strides``, in elements, to the tensor.
 
-        Raises InputError where none does; ``side`` is what the sentence calls the tensor.
+        Raises InputError where no kernel can do it; ``side`` is the kind of tensor, for the message.
         """
         gather = layouts.gather(tensor.shape, tensor.strides, strides)
         if gather is None:
@@ -48,7 +48,7 @@ class GatherKernels:
 
 
 class Mover:
-    """Lays out one array as another on the device: by a kernel, or by a copy where both lie alike."""
+    """Copies arrays of one layout to another on the device, by a kernel, or by a plain copy if both are the same."""
 
     def __init__(self, function: Handle | None, gather: Gather, itemsize: int) -> None:
         self._function = function
@@ -58,11 +58,11 @@ class Mover:
 
     @property
     def is_copy(self) -> bool:
-        """Whether both lie alike."""
+        """Whether both layouts are the same."""
         return self._function is None
 
     def move(self, to: int, source: int, stream: Handle) -> None:
-        """Fill the destination at ``to`` from ``source``, both device addresses, for what comes next on ``stream``."""
+        """Enqueue the copy from ``source`` to ``to``, both device addresses."""
         if self._function is None:
             call("cuMemcpyDtoDAsync", to, source, self._nbytes, stream)
             return
@@ -71,7 +71,7 @@ class Mover:
         call("cuLaunchKernel", self._function, self._blocks, 1, 1, _BLOCK, 1, 1, 0, stream, 0, extra)
 
     def add(self, built: Handle, to: int, source: int) -> Handle:
-        """Add what `move` does to a graph, without edges: its node."""
+        """Add what `move` does to a graph, without edges, and return its node."""
         if self._function is None:
             return graph.add_copy(built, to, source, self._nbytes)
         self._parameters.replace(_ADDRESSES.pack(to, source))
@@ -85,7 +85,7 @@ def copy_rows(
     itemsize: int,
     stream: Handle,
 ) -> None:
-    """Copy elements on the device; addresses with strides in elements. Rows that lie alike are one copy."""
+    """Copy elements on the device; both sides are an address and strides in elements. Few 2D copies do it."""
     axes = sorted(zip(to[1], source[1], shape, strict=True), reverse=True)
     width = 1
     while axes and axes[-1][:2] == (width, width):

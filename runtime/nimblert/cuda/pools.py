@@ -1,4 +1,4 @@
-"""Memory for outputs that callers keep: it comes back for the next one when they let it go."""
+"""Memory for outputs that callers keep; it is reused when they release it."""
 
 import sys
 import threading
@@ -16,7 +16,7 @@ from nimblert.plan import Tensor
 
 
 class _Pool:
-    """Blocks by size. ``context`` is the pool's own: it closes with the last block, which may outlive the pool."""
+    """Blocks by size. The pool owns ``context``, and closes it with the last block, which may outlive the pool."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -26,7 +26,7 @@ class _Pool:
         self._closed = False
 
     def _take(self, nbytes: int) -> Any:
-        """A block that was given back, which is out from now on; None where there is none: `_made` makes it."""
+        """A free block of this size, which is in use from now on; None where there is none, and `_made` makes one."""
         with self._lock:
             self._out += 1
             free = self._free.get(nbytes)
@@ -40,7 +40,7 @@ class _Pool:
             raise
 
     def give_back(self, block: Any, nbytes: int) -> None:
-        """Have a block back, for the next one who takes so many bytes."""
+        """Return a block, for reuse."""
         with self._lock:
             if not self._closed and self._is_idle_after(block):
                 self._free.setdefault(nbytes, []).append(block)
@@ -58,7 +58,7 @@ class _Pool:
             self._context.close()
 
     def close(self) -> None:
-        """Free what nobody has; the rest is freed as it comes back."""
+        """Free the blocks that are not in use; the others are freed when they are returned."""
         with self._lock:
             self._closed = True
             free, self._free = self._free, {}
@@ -71,7 +71,7 @@ class _Pool:
             self._context.close()
 
     def _is_idle_after(self, block: Any) -> bool:
-        """Whether the block may be used again, by work that waits for what was given to the GPU until now."""
+        """Whether the block may be reused, by work that waits for everything enqueued on the GPU so far."""
         raise NotImplementedError
 
     def _new(self, nbytes: int) -> Any:
@@ -82,7 +82,7 @@ class _Pool:
 
 
 class Lent:
-    """Memory of a pool that is out: ``address``. It comes back when nobody has this any more."""
+    """A block in use, at ``address``; it returns to its pool when this object is collected."""
 
     __slots__ = ("__array_interface__", "__weakref__", "_block", "_nbytes", "_pool", "address")
     __array_interface__: dict[str, Any]
@@ -91,13 +91,13 @@ class Lent:
         self._pool, self._block, self._nbytes, self.address = pool, block, nbytes, address
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not is_finalizing():  # else it goes with the process
+        if not is_finalizing():  # else the process frees it
             self._pool.give_back(self._block, self._nbytes)
 
 
 @dataclass(frozen=True, slots=True)
 class HostLayout:
-    """A numpy array but for where it is: its dtype, and its interface without the data."""
+    """The layout of a numpy array: its dtype, and its array interface without the address."""
 
     dtype: np.dtype
     interface: Mapping[str, Any]
@@ -110,8 +110,8 @@ class HostLayout:
         return cls(dtype, {"version": 3, "typestr": dtype.str, "shape": tensor.shape, "strides": strides})
 
     def at(self, lent: Lent) -> np.ndarray:
-        """The array over that memory, which keeps it."""
-        # By the interface and no buffer: an array of ctypes costs ten times as much.
+        """An array over that memory, which it keeps alive."""
+        # By the array interface: a buffer made by ctypes takes ten times as long.
         lent.__array_interface__ = {**self.interface, "data": (lent.address, False)}
         array = np.asarray(lent)
         return array if array.dtype == self.dtype else array.view(self.dtype)
@@ -121,7 +121,7 @@ class PageLockedPool(_Pool):
     """Page-locked host memory: a download needs no second copy."""
 
     def take(self, nbytes: int) -> Lent:
-        """So many bytes."""
+        """A block of ``nbytes``."""
         address = self._take(nbytes) or self._made(nbytes)
         return Lent(self, address, nbytes, address)
 
@@ -137,10 +137,10 @@ class PageLockedPool(_Pool):
 
 
 class DevicePool(_Pool):
-    """Device memory. What a caller lets go may still be read by work of its own, which the next use waits for."""
+    """Device memory. A released block may still be used by work of the caller, which its next use waits for."""
 
     def take(self, nbytes: int, stream: Handle) -> Lent:
-        """So many bytes, for work on ``stream``."""
+        """A block of ``nbytes``, for work on ``stream``."""
         used = self._take(nbytes)
         block = used or self._made(nbytes)
         address, event = block
@@ -168,7 +168,7 @@ class DevicePool(_Pool):
 
 
 class Pools:
-    """Memory on a GPU and beside it for the outputs that callers keep."""
+    """The pools for the outputs of one GPU: page-locked host memory, and device memory."""
 
     def __init__(self, ordinal: int) -> None:
         self.ordinal = ordinal
@@ -176,6 +176,6 @@ class Pools:
         self.device = DevicePool(Context(ordinal))
 
     def close(self) -> None:
-        """Free what nobody has."""
+        """Close both pools."""
         self.host.close()
         self.device.close()

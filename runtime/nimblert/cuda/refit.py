@@ -1,4 +1,4 @@
-"""Replace weights in device memory, where programs read them: copies, and the commands of refits."""
+"""Refits on a GPU: weights are replaced in place, by copies and by the commands of refits."""
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -23,9 +23,9 @@ def refit(
     kernels: GatherKernels,
     ready: Callable[[], None],
 ) -> None:
-    """Do ``refits`` over these ``weights``, when all that the device does has ended, and wait.
+    """Do ``refits`` on these ``weights`` once the device is idle, and wait.
 
-    What can fail is done first: memory is allocated, graphs are built, ``ready`` is called. Raises InputError,
+    Everything that can fail comes first: memory is allocated, graphs are built, ``ready`` is called. Raises InputError,
     CudaError.
     """
     with closing(Context(device)) as context:
@@ -41,9 +41,9 @@ def refit(
                 executable = context.acquire(call("cuGraphInstantiate", built, 0), "cuGraphExecDestroy")
                 call("cuGraphUpload", executable, 0)
                 todo.append(partial(call, "cuGraphLaunch", executable, 0))
-        call("cuCtxSynchronize")  # a run may have been launched without waiting for it
+        call("cuCtxSynchronize")  # launches may still be running
         ready()
-        context.make_current()  # where that was about another device
+        context.make_current()  # ready() may have changed it
         for step in todo:
             step()
         call("cuCtxSynchronize")
@@ -52,7 +52,7 @@ def refit(
 def _copy(
     tensor: Tensor, array: np.ndarray | DeviceArray, memory: DeviceMemory, kernels: GatherKernels
 ) -> Callable[[], None]:
-    """The copy of an array to where the tensor lies, laid out as it is there."""
+    """A function that copies an array into the tensor, in the tensor's layout."""
     target = memory.address(tensor.pointer)
     if isinstance(array, DeviceArray):
         mover = kernels.mover_to("weight", tensor, array.strides)

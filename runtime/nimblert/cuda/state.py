@@ -1,4 +1,4 @@
-"""The state of a context in device memory: read to the host or the device, written from either, reset."""
+"""The state of a context in device memory."""
 
 from contextlib import closing
 
@@ -13,12 +13,10 @@ from nimblert.plan import Plan, Tensor
 
 
 class DeviceState:
-    """The STATE region of a plan at an address of one GPU. Each call waits until it is done.
+    """The STATE region of a plan, at an address on one GPU. Each call waits until it is done.
 
-    ``stream`` is what waits for arrays that are taken in.
-
-    What runs in the region must have ended; `close` gives back what was handed out of device memory, when its
-    last user lets go of it.
+    ``stream`` is the one that waits for arrays of the caller. No run may use the region meanwhile. Device memory that
+    `copy` has handed out is freed by its last user, also after `close`.
     """
 
     def __init__(self, plan: Plan, device: int, base: int, stream: int) -> None:
@@ -29,7 +27,7 @@ class DeviceState:
         self._pool = DevicePool(Context(device))
 
     def reset(self) -> None:
-        """Give every tensor what it was when the plan was made."""
+        """Restore the initial values."""
         with closing(Context(self._device)):
             upload(self._base, self._plan.state)
 
@@ -60,7 +58,7 @@ class DeviceState:
         )
 
     def write(self, tensor: Tensor, array: np.ndarray | DeviceArray) -> None:
-        """Copy an array of the tensor's dtype and shape to where it lies."""
+        """Copy an array of the tensor's dtype and shape into the tensor."""
         if not tensor.span_nbytes:
             return
         target = self._base + tensor.pointer.offset
@@ -74,5 +72,5 @@ class DeviceState:
                 call("cuMemcpyHtoD", target, dense.ctypes.data, dense.nbytes)
 
     def close(self) -> None:
-        """Give back what nobody has."""
+        """Free the memory that nobody uses."""
         self._pool.close()

@@ -1,8 +1,8 @@
-"""The ways into and out of a program on a GPU: from and to arrays of the host, and of the GPU itself.
+"""The inputs and outputs of a program on a GPU: transfers from and to arrays on the host and on the GPU.
 
-An array of the host is copied to page-locked memory as it lies, in parallel where it is large, and
-uploaded; where its axes lie in another order than the program reads, a kernel of ours lays them out on
-the device. An array of the GPU is copied or laid out there.
+An array on the host is copied to page-locked memory in its own layout, in parallel where it is large, and uploaded; if
+its axes are in another order than the program's, a kernel permutes them on the device. An array on the GPU is copied or
+permuted there.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,10 +28,10 @@ from nimblert.errors import InputError
 from nimblert.plan import ITEM_NBYTES, Tensor
 
 _SMALL_NBYTES = 2 * PART_NBYTES
-"""Arrays of more are copied by several threads, each part uploaded as it is there."""
+"""Larger arrays are copied by several threads, and each part is uploaded when it is complete."""
 
 _MOST_LAYOUTS = 16
-"""Of an input's arrays, so many are remembered."""
+"""The most layouts that are remembered for an input."""
 
 _K = TypeVar("_K")
 _T = TypeVar("_T")
@@ -39,10 +39,10 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """How an array of the host comes in that lies as one did before.
+    """How arrays of one layout get from the host into an input.
 
-    It is copied to ``staged``, page-locked memory of its own layout at address ``host``, uploaded to
-    ``device``, and laid out by ``mover`` if that is not None.
+    An array is copied to ``staged``, page-locked memory in that layout at address ``host``, uploaded to ``device``, and
+    permuted by ``mover`` unless that is None.
     """
 
     staged: np.ndarray
@@ -53,7 +53,7 @@ class _Way:
 
 
 class Inlet:
-    """Where the inputs of a program come in. ``staging`` is page-locked memory that mirrors them."""
+    """The transfers into the inputs of a program. ``staging`` is page-locked memory that mirrors them."""
 
     def __init__(
         self,
@@ -68,23 +68,23 @@ class Inlet:
         self._addresses = [memory.address(tensor.pointer) for tensor in tensors]
         self._nbytes = [tensor.span_nbytes for tensor in tensors]
         self.is_small = max(self._nbytes, default=0) <= _SMALL_NBYTES
-        """Whether no input is worth several threads."""
+        """Whether every input is too small to be copied by several threads."""
         self._staging = staging
         self._kernels = kernels
         self._landing: dict[int, int] = {}
         self._ways: list[dict[tuple[int, ...], _Way]] = [{} for _ in tensors]
         self.movers: list[dict[bytes, Mover]] = [{} for _ in tensors]
-        """What lays out arrays of the device, by their `dlpack.raw_numbers` of strides."""
+        """For each input its movers of device arrays, by `dlpack.raw_numbers` of their strides."""
 
     def moved(self, memory: DeviceMemory) -> None:
-        """Bring them where they are now."""
+        """Transfer to the inputs in this memory from now on."""
         self._addresses = [memory.address(tensor.pointer) for tensor in self._tensors]
         self._ways = [{} for _ in self._tensors]
 
     def put(self, index: int, array: np.ndarray | DeviceArray, stream: Handle) -> None:
-        """Have input ``index`` hold an array of its dtype and shape, for what comes next on ``stream``.
+        """Enqueue the transfer of an array into input ``index``, whose dtype it has.
 
-        An array of a smaller shape fills the head of the input, and the rest is padded.
+        An array of a smaller shape fills the start of the input along each axis, and the rest is padded.
         """
         if not self._nbytes[index]:
             return
@@ -100,7 +100,7 @@ class Inlet:
             way.mover.move(self._addresses[index], way.device, stream)
 
     def uploads(self, arrays: Sequence[np.ndarray]) -> list[Arrival]:
-        """How arrays of the host that lie as these do come in as nodes of a graph."""
+        """The transfers of host arrays with the layouts of these, as nodes of a graph."""
         found = []
         for index, array in enumerate(arrays):
             way = self._way_of(index, array)
@@ -111,14 +111,14 @@ class Inlet:
         return found
 
     def moves(self, arrays: Sequence[tuple[Mover, int]]) -> list[Step]:
-        """How arrays of the device, each given as one of its `movers` and an address, come in as nodes of a graph."""
+        """The transfers of device arrays, each given as one of its `movers` and an address, as nodes of a graph."""
         return [
             partial(mover.add, to=to, source=address)
             for (mover, address), to in zip(arrays, self._addresses, strict=True)
         ]
 
     def move(self, arrays: Sequence[tuple[Mover, int]], stream: Handle) -> None:
-        """Have every input hold an array of the device, given as one of its `movers` and an address."""
+        """Enqueue the transfer of a device array into every input, given as one of its `movers` and an address."""
         for (mover, address), to in zip(arrays, self._addresses, strict=True):
             mover.move(to, address, stream)
 
@@ -163,7 +163,7 @@ class Inlet:
         tensor, address = self._tensors[index], self._addresses[index]
         memory, host = self._staging.bytes_of(index)
         gather = layouts.gather(tensor.shape, tensor.strides, layouts.element_strides(array))
-        if gather is None:  # the program reads it with holes, as only views of views lie
+        if gather is None:  # the program reads it with gaps
             return _Way(self._staging.views[index], host, address, self._nbytes[index], None)
         staged = np.ndarray(array.shape, array.dtype, memory, strides=array.strides)
         if gather.is_copy:
@@ -172,7 +172,7 @@ class Inlet:
         return _Way(staged, host, self._landing_of(index, array.nbytes), array.nbytes, mover)
 
     def _landing_of(self, index: int, nbytes: int) -> int:
-        """Device memory for an input as it came."""
+        """Device memory for an array before it is permuted into an input."""
         if index not in self._landing:
             self._landing[index] = allocate(self._context, nbytes)
         return self._landing[index]
@@ -190,7 +190,7 @@ class Inlet:
 
 
 class Outlet:
-    """Where the outputs of a program go. ``staging`` is page-locked memory that mirrors them."""
+    """The transfers of the outputs of a program. ``staging`` is page-locked memory that mirrors them."""
 
     def __init__(
         self,
@@ -209,14 +209,13 @@ class Outlet:
         self._pools = pools
 
     def moved(self, memory: DeviceMemory) -> None:
-        """Fetch them from where they are now."""
+        """Transfer from the outputs in this memory from now on."""
         self._addresses = [memory.address(tensor.pointer) for tensor in self._tensors]
 
     def to_host(self, index: int, stream: Handle, *, reuse: bool, shape: tuple[int, ...] | None = None) -> np.ndarray:
-        """Enqueue the download of an output to an array that holds it when the stream is done.
+        """Enqueue the download of an output, and return the array that then holds it.
 
-        It is a new one, or with ``reuse`` one over memory that the next run writes. ``shape`` is that of the
-        output's head, where no more is asked for.
+        It is new, or with ``reuse`` a view of memory that the next run overwrites. ``shape`` crops the output.
         """
         if reuse or not self._nbytes[index]:
             self._staging.download(index, stream)
@@ -231,7 +230,7 @@ class Outlet:
         return layout.at(lent)
 
     def to_array(self, index: int, out: DeviceArray, stream: Handle) -> None:
-        """Enqueue the copy of an output, or of its head of that shape, to a caller's array on the device."""
+        """Enqueue the copy of an output, cropped to the array's shape, to a caller's array on the device."""
         tensor, address = self._tensors[index], self._addresses[index]
         itemsize = ITEM_NBYTES[tensor.dtype]
         gather = layouts.gather(out.shape, out.strides, tensor.strides)
@@ -243,7 +242,7 @@ class Outlet:
     def to_device(
         self, index: int, stream: Handle, *, reuse: bool, shape: tuple[int, ...] | None = None
     ) -> DeviceOutput:
-        """As `to_host`, on the device: a new array, or with ``reuse`` one over the program's own memory."""
+        """As `to_host`, on the device: a new array, or with ``reuse`` a view of the program's own memory."""
         tensor, nbytes = self._tensors[index], self._nbytes[index]
         if shape is not None:
             tensor = padding.head(tensor, shape)
@@ -255,11 +254,11 @@ class Outlet:
         return self._output(index, tensor, lent)
 
     def lend_host(self) -> list[Lent | None]:
-        """New page-locked memory for each output that has bytes."""
+        """New page-locked memory for each output; None for an empty one."""
         return [self._pools.host.take(nbytes) if nbytes else None for nbytes in self._nbytes]
 
     def lend_device(self, stream: Handle) -> list[Lent | None]:
-        """New memory of the device for each output that has bytes, for work on ``stream``."""
+        """New device memory for each output, for work on ``stream``; None for an empty one."""
         return [self._pools.device.take(nbytes, stream) if nbytes else None for nbytes in self._nbytes]
 
     def download(self, lent: Sequence[Lent | None], stream: Handle) -> None:
@@ -276,11 +275,11 @@ class Outlet:
                 call(api, to.address, source, nbytes, stream)
 
     def downloads(self, lent: Sequence[Lent | None]) -> list[Step]:
-        """What `download` does as nodes of a graph."""
+        """`download` as nodes of a graph."""
         return self._steps(graph.add_download, lent)
 
     def copies(self, lent: Sequence[Lent | None]) -> list[Step]:
-        """What `copy` does as nodes of a graph."""
+        """`copy` as nodes of a graph."""
         return self._steps(graph.add_copy, lent)
 
     def _steps(self, add: Callable[..., Handle], lent: Sequence[Lent | None]) -> list[Step]:
@@ -326,7 +325,7 @@ class Outlet:
 
 
 def _fill(address: int, tensor: Tensor, stream: Handle) -> None:
-    """Have all of an input hold what stands where a caller gives nothing."""
+    """Fill all of an input with its padding value."""
     value, nbytes = padding.filling(tensor), tensor.span_nbytes
     if not value:
         call("cuMemsetD8Async", address, 0, nbytes, stream)
@@ -339,7 +338,7 @@ def _fill(address: int, tensor: Tensor, stream: Handle) -> None:
 
 
 def _remembered(known: dict[_K, _T], strides: _K, found: _T) -> _T:
-    """Keep what was found for these strides: of as many as callers have, not of every one there may be."""
+    """Remember what was found for these strides; forget all others once there are too many."""
     if len(known) >= _MOST_LAYOUTS:
         known.clear()
     known[strides] = found

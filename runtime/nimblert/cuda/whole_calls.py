@@ -1,4 +1,4 @@
-"""Calls whose inputs lie as they did before: the graphs that take them in one launch."""
+"""Repeated calls with inputs of the same layout: the graphs that run each in one launch."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -21,11 +21,12 @@ from nimblert.plan import Program, Region, Tensor
 
 _ENOUGH_ON_HOST = 3
 _ENOUGH_ON_DEVICE = 16
-"""Calls alike until they have a graph of their own: with inputs that lie alike, on the device at the same addresses;
-and then with outputs at the same addresses, too. Making it takes longer than one of them gains."""
+"""The number of equal calls before they get a graph: calls with inputs of the same layouts, on the device at the same
+addresses, and for a whole call with outputs at the same addresses too. Making the graph takes longer than it saves in
+one call."""
 
 Given: TypeAlias = Sequence[tuple[Mover, int]]
-"""Inputs of the device, for each one of `Inlet.movers` and an address."""
+"""Inputs on the device: for each one of `Inlet.movers` and an address."""
 
 
 class WholeCalls:
@@ -48,7 +49,7 @@ class WholeCalls:
     def from_host(
         self, arrays: Sequence[np.ndarray], lent: Sequence[Lent | None]
     ) -> tuple[CallGraph | None, bool]:
-        """What brings arrays of the host and runs the program, if anything does; whether it fetches the outputs."""
+        """The graph that transfers host arrays and runs the program, or None; whether it transfers the outputs too."""
         if not self._inlet.is_small:
             return None, False
         lying = tuple([array.strides for array in arrays])
@@ -64,7 +65,7 @@ class WholeCalls:
         return CallGraph(made, [arrival.staged for arrival in arrivals if arrival.staged is not None])
 
     def from_device(self, arrays: Given, lent: Sequence[Lent | None]) -> tuple[CallGraph | None, bool]:
-        """As `from_host`, of arrays of the device."""
+        """As `from_host`, for device arrays."""
         given = tuple(arrays)
         key = given, tuple([memory and memory.address for memory in lent])
         found = self._whole.find(key, _ENOUGH_ON_DEVICE, partial(self._made_in_place, arrays, lent))
@@ -76,9 +77,9 @@ class WholeCalls:
         return CallGraph(Recipe(self._built, [Arrival([step]) for step in self._inlet.moves(arrays)]).instantiated())
 
     def _made_in_place(self, arrays: Given, lent: Sequence[Lent | None]) -> CallGraph:
-        """The program over these arrays, where its kernels may use them, and over the memory for its outputs.
+        """The program over these arrays, where its kernels may use them, and over the new memory for its outputs.
 
-        Its own memory gets the inputs as well, for `replay`.
+        The inputs are also copied to its own memory, for `replay`.
         """
         elsewhere: dict[tuple[Region, int], int] = {}
         arrivals, beside = [], []
@@ -104,15 +105,15 @@ class WholeCalls:
         return _movable(self._program)
 
     def close(self) -> None:
-        """Give the graphs back."""
+        """Free the graphs."""
         self._arriving.close()
         self._whole.close()
 
 
 def _movable(program: Program) -> tuple[list[bool], list[bool]]:
-    """Of each input and output, whether the program's kernels may read or write an array of a caller instead.
+    """For each input and output, whether the program's kernels may use an array of a caller instead.
 
-    Those of an input only where no kernel writes it, too: the array is the caller's.
+    An input that a kernel also writes may not be replaced: the array is the caller's.
     """
     accesses = (access for _, command in program.work for access in pieces.writes(command))
     written = {(access.pointer.region, access.pointer.index) for access in accesses}

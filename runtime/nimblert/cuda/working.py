@@ -1,4 +1,4 @@
-"""The memory of a GPU that the programs of a context work in, and the work that is on its way there."""
+"""The device memory that the programs of a context share, and the work in flight there."""
 
 import threading
 from typing import Any
@@ -13,13 +13,13 @@ from nimblert.errors import InputError
 from nimblert.plan import Plan, Region
 
 _MOST_KEPT = 64
-"""Launches whose arrays are kept before those that ended are let go."""
+"""The most launches whose arrays are kept alive before waiting for them."""
 
 
 class InFlight:
-    """The last work that was enqueued in a memory and not waited for: what uses the memory next waits for it.
+    """The work in a memory that was enqueued without waiting; the next user of the memory waits for it.
 
-    Its event goes with ``context``.
+    Its event is destroyed with ``context``.
     """
 
     def __init__(self, context: Context) -> None:
@@ -28,15 +28,12 @@ class InFlight:
         self._kept: list[object] = []
 
     def precede(self, stream: int) -> None:
-        """Have what comes next on ``stream`` wait for it."""
+        """Make later work on ``stream`` wait for it."""
         if self._stream is not None and self._stream != stream:
             call("cuStreamWaitEvent", stream, self._event, 0)
 
     def enqueued(self, stream: int, arrays: object = None) -> None:
-        """Be what was enqueued on ``stream`` until now, and what `precede` made that wait for.
-
-        ``arrays`` live until it has ended.
-        """
+        """Track the work enqueued on ``stream`` so far; ``arrays`` are kept alive until it has ended."""
         if len(self._kept) >= _MOST_KEPT:
             call("cuEventSynchronize", self._event)
             self._kept.clear()
@@ -46,25 +43,25 @@ class InFlight:
             self._kept.append(arrays)
 
     def wait(self) -> None:
-        """Wait for it to end."""
+        """Wait until it has ended."""
         if self._stream is not None:
             call("cuEventSynchronize", self._event)
             self.ended()
 
     def ended(self) -> None:
-        """Be nothing: it was waited for."""
+        """Note that it has ended."""
         self._stream = None
         self._kept.clear()
 
     def close(self) -> None:
-        """Wait for it, whatever the driver says: after a kernel has failed, it refuses every call."""
+        """Wait for it, ignoring errors: after a kernel has failed, the driver refuses every call."""
         if self._stream is not None:
             driver.bindings().cuEventSynchronize(self._event)
             self.ended()
 
 
 class DeviceArena:
-    """An arena that contexts share, and what is on its way in it."""
+    """An arena that contexts share, and the work in flight there."""
 
     def __init__(self, nbytes: int, device: int) -> None:
         driver.initialise()
@@ -73,12 +70,12 @@ class DeviceArena:
         self.in_flight = InFlight(self._context)
 
     def close(self) -> None:
-        """Give it back; the contexts that use it must be closed."""
+        """Free it; the contexts that use it must be closed."""
         self._context.close()
 
 
 class CudaWorking:
-    """The device memory that the programs of a context share, and the stream on which one of them runs."""
+    """The device memory that the programs of a context share, and the stream that they run on."""
 
     def __init__(self, plan: Plan, device: int, arena: DeviceArena | None, *, poison: bool) -> None:
         self._context = Context(device)
@@ -99,13 +96,13 @@ class CudaWorking:
             raise
 
     def take(self, value: Any, ordinal: int, stream: int | None = None) -> DeviceArray:
-        """An array on a GPU, for what comes next on ``stream`` or our own.
+        """An array of the caller on this GPU, ready for later work on ``stream``, by default the context's.
 
-        Raises InputError where it is on another GPU, and where this was given back.
+        Raises InputError where it is on another GPU, and once this is closed.
         """
         if ordinal not in {self._device, -1}:
             raise InputError(f"is on GPU {ordinal}, the plan runs on GPU {self._device}: copy it there")
-        with self._taking:  # nobody else records the event in between, or gives it back
+        with self._taking:  # no other thread may record the event in between, or close this
             if self._closed:
                 raise InputError("what would read it is closed")
             self._context.make_current()
@@ -131,13 +128,13 @@ class CudaWorking:
 
     @property
     def kept(self) -> DeviceState:
-        """What the context keeps from run to run, when all that was launched in this memory has ended."""
+        """The state, after all work in this memory has ended."""
         self._context.make_current()
         self.in_flight.wait()
         return self._kept
 
     def close(self) -> None:
-        """Give it back; the programs that use it must be closed."""
+        """Free it; the programs that use it must be closed."""
         with self._taking:
             self._closed = True
             self._kept.close()

@@ -1,1 +1,1 @@
-"""The ONNX models that a plan for the CPU holds as its kernels, and what they must keep to."""
+"""The ONNX models that CPU plans hold as kernels: reading them, and the rules that they must keep."""

@@ -1,1 +1,1 @@
-"""Plan files: their bytes, and how files are written."""
+"""The plan file format, and files that are written whole or not at all."""

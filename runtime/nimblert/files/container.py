@@ -1,7 +1,7 @@
-"""Plan files: the bytes around the FlatBuffer, how they are written, mapped and checked.
+"""Plan files: written, mapped and checked, around the FlatBuffer.
 
-A file is the FlatBuffer, the segments (code, weights), and a trailer of 64 bytes: a magic word, the
-FlatBuffer's size, the file's size, 8 zero bytes, and the SHA-256 of all bytes before it.
+A file is the FlatBuffer, the segments (code, weights), and a trailer of 64 bytes: a magic word, the FlatBuffer's size,
+the file's size, 8 zero bytes, and the SHA-256 of all bytes before the digest.
 """
 
 import copyreg
@@ -45,15 +45,15 @@ _SIGNATURES = (
     (b"\x08", "an ONNX model: compile it first, `nimblec compile MODEL -o PLAN`"),
     (b"{", "JSON text"),
 )
-"""First bytes of files that are taken for plans. An ONNX model starts with its ir_version, field 1."""
+"""The first bytes of files that users may mistake for plans. An ONNX model starts with its ir_version, field 1."""
 
 
 def write(plan: Plan, path: str | os.PathLike[str]) -> None:
     """Write the plan to ``path``, whole or not at all.
 
-    The bytes go to a temporary file in the same directory, which is renamed when they are on disk.
-    Code and weights are streamed. Raises PlanInvalidError where the plan contradicts itself, and
-    NimbleError where the file cannot be written; a file of that name is then as it was before.
+    The bytes go to a temporary file beside it, which is renamed once they are on disk. Code and weights are streamed.
+    Raises PlanInvalidError where the plan contradicts itself, and NimbleError where the file cannot be written; an
+    existing file is unchanged then.
     """
     problems = tuple(verify.problems(plan))
     if problems:
@@ -81,11 +81,11 @@ def encode_file(plan: Plan) -> bytes:
 
 
 def read(source: Source, *, check_digest: bool = True, copy: bool = False, limits: Limits = DEFAULT_LIMITS) -> Plan:
-    """The plan in a file, or in the bytes of one, held against ``limits``; see `open_image` for ``copy``.
+    """The plan in a file, or in the bytes of one, checked against ``limits``; see `open_image` for ``copy``.
 
-    Raises PlanError where there is no such file, PlanFormatError where it is not a plan, cut short,
-    altered (seen only with ``check_digest``) or damaged, PlanInvalidError where the plan contradicts
-    itself, and InputError where ``source`` is neither a path nor bytes.
+    Raises PlanError where there is no such file; PlanFormatError where it is not a plan, truncated, altered (noticed
+    only with ``check_digest``) or damaged; PlanInvalidError where the plan contradicts itself; and InputError where
+    ``source`` is neither a path nor bytes.
     """
     image = open_image(source, copy=copy)
     if check_digest:
@@ -94,17 +94,17 @@ def read(source: Source, *, check_digest: bool = True, copy: bool = False, limit
 
 
 def name(source: Source) -> str:
-    """What messages call a plan file, or the bytes of one."""
+    """The name of a plan file, or of the bytes of one, in messages."""
     return "plan" if isinstance(source, bytes | bytearray | memoryview) else os.fsdecode(source)
 
 
 def open_image(source: Source, *, copy: bool = False) -> memoryview:
-    """The bytes of a plan file, read only, after a look at its identifier and length.
+    """The bytes of a plan file, read-only, after a check of its identifier and length.
 
-    A file is mapped: code and weights are slices of the map. Overwriting the file in place then
-    changes the plan, and cutting it off ends the process (SIGBUS) when the bytes are next read;
-    replacing it by a rename, as `write` does, is safe. ``copy`` reads the file into memory instead,
-    once, and what becomes of it later does not matter. Bytes that can change are copied always.
+    A file is mapped: code and weights are slices of the map. Overwriting the file in place then changes the plan, and
+    truncating it ends the process (SIGBUS) when the bytes are next read; replacing it by a rename, as `write` does, is
+    safe. ``copy`` reads the file into memory instead, so that later changes do not matter. Mutable bytes are always
+    copied.
     """
     if isinstance(source, bytes | bytearray | memoryview):
         view = memoryview(source)
@@ -127,17 +127,17 @@ def _is_constant(view: memoryview) -> bool:
 def _copied(view: memoryview) -> memoryview:
     if not view.nbytes:
         return memoryview(b"")
-    pages = mmap.mmap(-1, view.nbytes)  # bytes objects start where weights could not be used in place
+    pages = mmap.mmap(-1, view.nbytes)  # aligned, so that weights can be used in place
     pages.write(view.cast("B") if view.c_contiguous else view.tobytes())
     return memoryview(pages).toreadonly()
 
 
 class Mapped(mmap.mmap):
-    """A plan file in memory, read only: its pages may be given back, and come again when they are read."""
+    """A mapped plan file, read-only: its pages can be dropped, and are read again on access."""
 
 
 _mapped_files: weakref.WeakValueDictionary[tuple[int, ...], Mapped] = weakref.WeakValueDictionary()
-"""By what tells a file and its state: it is mapped once, however often it is loaded."""
+"""Maps by device, inode, times and size: a file is mapped once, however often it is loaded."""
 
 
 def _mapped(file: BinaryIO, nbytes: int) -> Mapped:
@@ -168,7 +168,7 @@ def _open_file(path: str | os.PathLike[str], *, copy: bool) -> memoryview:
 
 
 def _without_waiting(path: str, flags: int) -> int:
-    """Open a pipe, too, at once, instead of waiting for somebody to write into it."""
+    """Open without blocking: a pipe would otherwise wait for a writer."""
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
@@ -182,7 +182,7 @@ def _file_nbytes(file: BufferedReader, path: str | os.PathLike[str]) -> int:
 
 
 def _fill(target: memoryview, file: BufferedReader) -> int:
-    """Read the file into ``target``: bytes that it had."""
+    """Read the file into ``target``; the number of bytes read."""
     position = 0
     while position < len(target) and (count := file.readinto(target[position : position + _CHUNK_NBYTES])):
         position += count
@@ -192,7 +192,7 @@ def _fill(target: memoryview, file: BufferedReader) -> int:
 def digest(image: memoryview) -> bytes:
     """SHA-256 of all of a plan file's bytes but the digest itself.
 
-    hashlib releases the GIL, so a thread can do this while another decodes the plan.
+    hashlib releases the GIL, so this can run in a thread while another decodes the plan.
     """
     sha256 = hashlib.sha256()
     content = image[:-_DIGEST_NBYTES]
@@ -202,7 +202,7 @@ def digest(image: memoryview) -> bytes:
 
 
 def verify_digest(image: memoryview, path: str) -> None:
-    """Raise PlanFormatError where the bytes are not those that were written; ``path`` is for the message."""
+    """Raise PlanFormatError where the digest does not match the bytes; ``path`` is for the message."""
     if digest(image) != image[-_DIGEST_NBYTES:]:
         raise PlanFormatError(f"{path}: was altered after it was written (SHA-256 differs); copy or compile it again")
 
@@ -221,7 +221,7 @@ def parse(image: memoryview, path: str, limits: Limits = DEFAULT_LIMITS) -> Plan
 
 
 def check_frame(image: memoryview, path: str) -> None:
-    """Raise PlanFormatError unless the file starts and ends as a plan does, with the lengths it names."""
+    """Raise PlanFormatError unless identifier, trailer and the lengths in it are those of a plan file."""
     if image[4:8] != schema.IDENTIFIER:
         raise PlanFormatError(f"{path}: is not a plan file{_resemblance(image)}")
     actual = len(image)
@@ -237,7 +237,7 @@ def check_frame(image: memoryview, path: str) -> None:
 
 
 def _resemblance(image: memoryview) -> str:
-    """What a file that is no plan looks like, as the end of a sentence."""
+    """The kind of file that it looks like, for the end of a message."""
     start = bytes(image[:32])
     for signature, what in _SIGNATURES:
         if start.startswith(signature):
@@ -246,8 +246,8 @@ def _resemblance(image: memoryview) -> str:
 
 
 def _stream(plan: Plan, file: BinaryIO) -> None:
-    """Write the file's bytes in order, each of them once."""
-    from nimblert.files.encoder import encode  # with the generated code, which readers need not import
+    """Write the bytes of the file in order."""
+    from nimblert.files.encoder import encode  # it imports the generated code, which reading does not need
 
     encoded = encode(plan)
     sha256 = hashlib.sha256()

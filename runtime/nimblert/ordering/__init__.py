@@ -1,1 +1,1 @@
-"""Which bytes the commands of a program touch, and which commands are ordered."""
+"""Which bytes each command reads and writes, and which commands are ordered."""

@@ -1,1 +1,1 @@
-"""What a plan must keep to, checked without a device."""
+"""The rules of a valid plan, checked without a device."""

@@ -1,4 +1,4 @@
-"""The rules of limits: no plan goes beyond what the caller allows it."""
+"""The rules of limits: a plan asks for no more than the caller allows."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ from nimblert.plan import Plan, Program, Target, Wait
 
 
 def problems(plan: Plan, limits: Limits) -> Iterator[str]:
-    """Yield a sentence for each ceiling that ``plan`` goes beyond; `verify` judges single tensors."""
+    """Yield a sentence for each limit that ``plan`` exceeds; `verify` checks single tensors."""
     yield from _beyond("modules", len(plan.modules), limits.modules)
     yield from _beyond("kernels", len(plan.kernels), limits.kernels)
     yield from _beyond("programs", len(plan.programs), limits.programs)
