@@ -17,7 +17,7 @@ from nimblert.calls.entries import Entries, Entry, Signature
 from nimblert.calls.outputs import checked_out
 from nimblert.calls.parts import serve
 from nimblert.calls.state import State, Working
-from nimblert.calls.turn import Relaunch, Steps, Turn
+from nimblert.calls.turn import DirectCall, Relaunch, Steps, Turn
 from nimblert.errors import InputError
 from nimblert.extents import region_sizes
 from nimblert.plan import Plan, Pointer, Program, Target, Tensor, listed
@@ -48,7 +48,8 @@ class Context:
         self._signatures = Entries(plan)
         self._bindings = {name: Bindings(self._signatures[name]) for name in self._signatures.names}
         self._turn = Turn(plan.programs[0], self._noun, self._again, waits=self._waits)
-        self._direct = self._turn.direct
+        self._direct: dict[str, DirectCall] = {}
+        self._relaunch: Relaunch | None = None
         self._working = resident.working(None if arena is None else arena.memory, poison=poison)
         self._backends = Backends(plan, resident, self._working, poison=poison)
         try:
@@ -171,7 +172,7 @@ class Context:
                 steps = backend.steps()
                 with nullcontext() if arena is None else arena.turn(steps):
                     turn.steps = steps
-                    turn.changed()
+                    self._changed()
                     turn.program, turn.parts = program, 1
                     backend.place(checked)
             while True:
@@ -225,7 +226,7 @@ class Context:
         Launches of a context run one after the other, whatever their streams; `synchronize` waits for them. On the
         CPU the run is complete when this returns, and ``stream`` must be None. Raises InputError.
         """
-        relaunch = self._turn.relaunch  # read once: another thread may set it to None
+        relaunch = self._relaunch  # read once: another thread may set it to None
         if relaunch is not None and relaunch(stream):
             return
         handle = self._working.stream_handle(stream)
@@ -234,7 +235,7 @@ class Context:
             backend.launch(handle)
             if self._arena is None and self.plan.target is Target.CUDA:
                 bindings = self._bindings[self._turn.program.entry]
-                self._turn.relaunch = Relaunch(self._turn, bindings.check_in_place, backend.launch)
+                self._relaunch = Relaunch(self._turn, bindings.check_in_place, backend.launch)
 
     def synchronize(self) -> None:
         """Wait for the runs that `launch`, or `run` with a stream, has enqueued."""
@@ -256,7 +257,7 @@ class Context:
         with self._turn.taken():
             self._turn.check_ready()
             bindings.check_unchanged(changes)
-            self._turn.changed()
+            self._changed()
             bindings.bind(binding, array, self._backends[binding.program.name])
             self._turn.program, self._turn.parts = binding.program, 1
 
@@ -330,12 +331,13 @@ class Context:
 
     def _running(self) -> AbstractContextManager[object]:
         """The turn of a run, in this context and in its shared arena."""
-        return self._turn.taken() if self._arena is None else self._sharing(self._arena)
+        return self._turn.taken() if self._arena is None else self._arena.shared(self._turn)
 
-    @contextmanager
-    def _sharing(self, arena: Arena) -> Iterator[None]:
-        with self._turn.taken(), arena.turn():
-            yield
+    def _changed(self) -> None:
+        """End direct calls and relaunches: the next call looks at everything again."""
+        self._turn.state = object()
+        self._direct.clear()
+        self._relaunch = None
 
     def _replayed(self) -> Backend:
         """The backend of the program that ran last.
@@ -363,7 +365,7 @@ class Context:
         with turn.lock:
             if not turn.closed:
                 turn.closed = True
-                turn.changed()
+                self._changed()
                 for backend in self._backends.values():
                     backend.close()
                 self._working.close()
@@ -383,7 +385,7 @@ class Context:
                     return
                 turn.check_ready()
                 yield self._backends
-                turn.changed()
+                self._changed()
         finally:
             turn.waits = waits
 

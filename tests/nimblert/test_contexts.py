@@ -223,14 +223,13 @@ def test_no_context_is_made_while_an_executable_closes(small: Path) -> None:
 def test_a_launch_may_meet_a_change_of_another_thread(model: Executable, monkeypatch: pytest.MonkeyPatch) -> None:
     launched = []
 
-    class Changing(type(model._turn)):  # type: ignore[misc] (a class that is read at run time)
-        """The next relaunch is taken away once it was looked at."""
+    class Changing(Executable):
+        """The next relaunch is taken away once it was read."""
 
-        __slots__ = ()
-        looked = iter((lambda stream: launched.append(stream) is None, None))
-        relaunch = property(lambda self: next(self.looked))
+        read = iter((lambda stream: launched.append(stream) is None, None))
+        _relaunch = property(lambda self: next(self.read), lambda *_: None)  # type: ignore[assignment]
 
-    monkeypatch.setattr(model._turn, "__class__", Changing)
+    monkeypatch.setattr(model, "__class__", Changing)
     model.launch()
     assert launched == [None]
 

@@ -18,15 +18,13 @@ class Turn:
     """The lock of a context, and what it guards.
 
     ``program`` is the program of the last run, ``parts`` the number of runs of the call that it was part of.
-    ``steps`` is a run by steps that is half done. ``direct`` holds direct calls by entry, and ``relaunch`` repeats the
-    last launch; both are good only while ``state`` is the same object. Where the lock is another thread's, callers
-    wait if ``waits``, and are refused otherwise. ``noun`` and ``again`` are for messages: "executable", "load the plan
-    again".
+    ``steps`` is a run by steps that is half done. Direct calls and relaunches are good only while ``state`` is the
+    same object. Where the lock is another thread's, callers wait if ``waits``, and are refused otherwise. ``noun`` and
+    ``again`` are for messages: "executable", "load the plan again".
     """
 
     __slots__ = (
-        "_again", "_holder", "_noun", "closed", "direct", "lock", "parts", "process", "program", "relaunch", "state",
-        "steps", "waits",
+        "_again", "_holder", "_noun", "closed", "lock", "parts", "process", "program", "state", "steps", "waits",
     )  # fmt: skip
 
     def __init__(self, program: Program, noun: str, again: str, *, waits: bool) -> None:
@@ -35,8 +33,6 @@ class Turn:
         self.program = program
         self.parts = 1
         self.state = object()
-        self.direct: dict[str, DirectCall] = {}
-        self.relaunch: Relaunch | None = None
         self.steps: Steps | None = None
         self.closed = False
         self.waits = waits
@@ -69,12 +65,6 @@ class Turn:
             raise InputError(f"this {self._noun} is closed: {self._again}")
         if self.steps is not steps:
             raise InputError("a run by steps() is half done: exhaust it or close it first")
-
-    def changed(self) -> None:
-        """End direct calls and relaunches: the next call looks at everything again."""
-        self.state = object()
-        self.direct.clear()
-        self.relaunch = None
 
     def hold(self, timeout_s: float) -> None:
         """Take the lock for ever, at the end of the interpreter: other threads wait, and this one is refused."""
