@@ -19,7 +19,7 @@ from nimblert.calls.parts import serve
 from nimblert.calls.state import State, Working
 from nimblert.calls.turn import DirectCall, Relaunch, Steps, Turn
 from nimblert.errors import InputError
-from nimblert.extents import region_sizes
+from nimblert.extents import extent_problems, region_sizes
 from nimblert.plan import Plan, Pointer, Program, Target, Tensor, listed
 from nimblert.timing import CommandTime, command_times
 
@@ -36,8 +36,7 @@ class Context:
     """
 
     _noun = "context"
-    _waits = False
-    """Whether a thread waits for the run of another, rather than being refused."""
+    _waits = False  # a thread does not wait for the run of another, but is refused
     _again = "make another one"
 
     def __init__(self, plan: Plan, resident: Resident, *, arena: Arena | None = None, poison: bool = False) -> None:
@@ -207,10 +206,8 @@ class Context:
 
         Raises InputError where the region does not hold them.
         """
-        held = region_sizes(self.plan, self._turn.program).get((pointer.region, pointer.index), 0)
-        if not 0 <= pointer.offset <= pointer.offset + nbytes <= held:
-            region = f"{pointer.region.name}({pointer.index})"
-            raise InputError(f"read: {nbytes} bytes at {pointer.offset} lie outside {region} ({held} bytes)")
+        for sentence in extent_problems("read", pointer, nbytes, region_sizes(self.plan, self._turn.program)):
+            raise InputError(sentence)
         with self._turn.taken():
             self._turn.check_ready(self._turn.steps)
             return self._backends[self._turn.program.name].read(pointer, nbytes)
@@ -380,11 +377,9 @@ class Context:
         waits, turn.waits = turn.waits, True
         try:
             with turn.lock:
-                if turn.closed:
-                    yield {}
-                    return
-                turn.check_ready()
-                yield self._backends
+                if not turn.closed:
+                    turn.check_ready()
+                yield {} if turn.closed else self._backends
                 self._changed()
         finally:
             turn.waits = waits

@@ -244,13 +244,14 @@ def test_closing_ends_a_half_done_run(path: Path) -> None:
         (Pointer(region=Region.INPUT), X.nbytes + 1),
         (Pointer(region=Region.INPUT, offset=-1), 1),
         (Pointer(region=Region.INPUT, offset=8), -1),
-        (Pointer(region=Region.INPUT, index=1), 1),
         (Pointer(region=Region.WEIGHTS), 1 << 60),
     ],
 )
 def test_only_what_a_region_holds_can_be_read(model: Executable, pointer: Pointer, nbytes: int) -> None:
     with pytest.raises(InputError, match=rf"read: {nbytes} bytes at {pointer.offset} lie outside"):
         model.read(pointer, nbytes)
+    with pytest.raises(InputError, match=r"read: the program has no region INPUT\(1\)"):
+        model.read(Pointer(region=Region.INPUT, index=1), 1)
     assert model.read(Pointer(region=Region.INPUT, offset=X.nbytes), 0).size == 0
 
 
