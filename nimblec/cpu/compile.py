@@ -16,7 +16,7 @@ from nimblec.cpu.reference import ReferenceModel, refused_inputs
 from nimblec.cpu.refit.programs import assemble_refittable
 from nimblec.cpu.refit.refittable import Model, Refittable, make_refittable
 from nimblec.cpu.sources import sources_of
-from nimblec.cpu.steps import DifferenceError, refuse_differing_steps
+from nimblec.cpu.state_check import DifferenceError, refuse_differing_steps
 from nimblec.cpu.timing import CpuTimer
 from nimblec.errors import CompileError
 from nimblec.fits import find_fits, mark_masks

@@ -103,45 +103,37 @@ def build(
     model.graph.name = "kernel"
     model.graph.node.append(_canonical_node(node, names))
 
-    parameters: list[Parameter] = []
-    values: list[str] = []
-
-    def add(kind: ParameterKind, value: str, tensor_type: TensorType) -> None:
-        offset = _POINTER_NBYTES * len(parameters)
-        parameters.append(
-            Parameter(
-                offset=offset,
-                nbytes=_POINTER_NBYTES,
-                kind=kind,
-                name=names[value],
-                dtype=tensor_type.dtype,
-                shape=tensor_type.shape,
-            )
-        )
-        values.append(value)
-
+    operands: list[tuple[ParameterKind, str, TensorType]] = []
     for name in reads:
         if name not in constants:
-            add(ParameterKind.INPUT, name, types[name])
+            operands.append((ParameterKind.INPUT, name, types[name]))
             model.graph.input.append(_value_info(names[name], types[name]))
         elif is_embedded(constants[name]):
             constant = _renamed(constants[name], names[name])
             model.graph.initializer.append(_by_number(constant) if symbol(node) in _READ_BY_NUMBER else constant)
         else:
-            tensor_type = type_of(constants[name])
-            add(ParameterKind.INITIALIZER, name, tensor_type)
-            model.graph.initializer.append(external(names[name], tensor_type))
+            operands.append((ParameterKind.INITIALIZER, name, type_of(constants[name])))
+            model.graph.initializer.append(external(names[name], type_of(constants[name])))
     for name in writes:
-        add(ParameterKind.OUTPUT, name, types[name])
+        operands.append((ParameterKind.OUTPUT, name, types[name]))
         model.graph.output.append(_value_info(names[name], types[name]))
     built = NodeKernel(
         module=Module(origin=_origin(node), code=memoryview(model.SerializeToString(deterministic=True))),
         symbol=symbol(node),
-        parameters=tuple(parameters),
-        values=tuple(values),
+        parameters=tuple(
+            _parameter(position, kind, names[value], tensor_type)
+            for position, (kind, value, tensor_type) in enumerate(operands)
+        ),
+        values=tuple(value for _, value, _ in operands),
     )
     built.check(node)
     return built
+
+
+def _parameter(position: int, kind: ParameterKind, name: str, tensor_type: TensorType) -> Parameter:
+    offset = _POINTER_NBYTES * position
+    dtype, shape = tensor_type.dtype, tensor_type.shape
+    return Parameter(offset=offset, nbytes=_POINTER_NBYTES, kind=kind, name=name, dtype=dtype, shape=shape)
 
 
 def _origin(node: NodeProto) -> str:
