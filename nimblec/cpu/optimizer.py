@@ -63,7 +63,7 @@ _NEWEST_OPSET = re.compile(r"official support for domain (\S+) is till opset (\d
 
 
 def _optimize(model: ModelProto, folder: Path, path: Path, level: Any) -> ModelProto:
-    """What a session of ``model`` saves at ``path``; large data are in a file beside it."""
+    """The optimised model that a session of ``model`` saves at ``path``, its large data in a file beside it."""
     ort = onnxruntime()
     options = session_options()
     options.graph_optimization_level = level

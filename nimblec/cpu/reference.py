@@ -50,9 +50,9 @@ class ReferenceModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """A node of the main graph: what plans of the two targets call it, and the values it reads and makes.
+    """A node of the main graph: its names in plans, and the values it reads and makes.
 
-    ``name`` is the source of commands on the CPU, ``description`` on CUDA.
+    ``name`` is the source of its commands in CPU plans, ``description`` in CUDA plans.
     """
 
     name: str

@@ -39,7 +39,7 @@ def _bytes(array: np.ndarray) -> np.ndarray:
 
 
 def _uses(graph: GraphProto) -> Counter[str]:
-    """How often nodes, and the bodies in them, read or return each value."""
+    """The number of uses of each value: reads by nodes, and returns by the graph and by bodies of nodes."""
     found: Counter[str] = Counter(value.name for value in graph.output)
     for node in model_nodes.nodes(graph):
         found.update(node.input)

@@ -1,1 +1,1 @@
-"""New weights for a loaded plan: what the refits of both targets have in common."""
+"""New weights for a loaded plan: the parts that both targets share."""

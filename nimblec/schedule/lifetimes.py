@@ -1,4 +1,4 @@
-"""Which buffers must be in memory together under a schedule.
+"""Lifetimes: which buffers must be in memory together under a schedule.
 
 A buffer's uses are the tasks that read it, write it or get its address. One buffer *precedes* another
 if all its uses end before any use of the other starts; then, and only then, may they share bytes. If

@@ -1,4 +1,4 @@
-"""Where the sections of a cubin hold symbol indices, and how to renumber them.
+"""The symbol indices in the sections of a cubin, and how to renumber them.
 
 These sections have no public documentation; their meaning was derived from cubins of CUDA 12.8 to 13.x for sm_80 and
 sm_90 with ``cuobjdump -elf``, which names most records.

@@ -187,7 +187,7 @@ class BumpAllocator:
 
 
 class Shift:
-    """How far the allocations of two zones lie apart.
+    """The distances between the allocations of two zones.
 
     ``shift`` bytes for the first, `STEP_NBYTES` more for each one after it.
     """
