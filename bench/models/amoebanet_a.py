@@ -1,8 +1,8 @@
 """AmoebaNet-A (Real et al., AAAI 2019, arXiv 1802.01548) for ImageNet, random weights, batch 1, in two arrangements.
 
-`fp32` and `fp16` are the paper's mobile network: N = 4 normal cells a stack, F = 50 channels in the first.
-`fp32_as_in_nimble` and `fp16_as_in_nimble` are what Nimble (Kwon et al., NeurIPS 2020) measured under the name
-AmoebaNet: the cells of the paper's first version as the authors of DARTS wrote them down, in the arrangement of DARTS.
+`fp32` and `fp16` are the paper's mobile network: N = 4 normal cells per stack, F = 50 channels in the first.
+`fp32_as_in_nimble` and `fp16_as_in_nimble` are the AmoebaNet of Nimble (Kwon et al., NeurIPS 2020): the cells of the
+paper's first version as published by the authors of DARTS, in the arrangement of DARTS.
 """
 
 import torch
@@ -10,7 +10,7 @@ from torch import nn
 
 from bench.models.darts import DartsNetwork, settled_on_others
 from bench.models.half import channels_last
-from bench.models.searched_cells import Cell, Genotype
+from bench.models.searched_cells import Cells, Genotype
 
 NORMAL = Genotype(
     edges=(
@@ -67,27 +67,19 @@ class AmoebaNetA(nn.Module):
             nn.Conv2d(3, _STEM_CHANNELS, 3, 2, bias=False),
             nn.BatchNorm2d(_STEM_CHANNELS),
         )
-        made = []
-        before = now = _STEM_CHANNELS
-        shrinks_first = False
-        for reduces, width in (
-            *((True, channels // 4), (True, channels // 2)),
-            *[(False, channels)] * stack,
-            *((True, 2 * channels), *[(False, 2 * channels)] * stack),
-            *((True, 4 * channels), *[(False, 4 * channels)] * stack),
-        ):
-            genotype = REDUCTION if reduces else NORMAL
-            made.append(Cell(genotype, (before, now), width, reduces=reduces, shrinks_first=shrinks_first))
-            before, now, shrinks_first = now, made[-1].out_channels, reduces
-        self.cells = nn.ModuleList(made)
-        self.classifier = nn.Linear(now, 1000)
+        made_of = (
+            *((REDUCTION, channels // 4, True), (REDUCTION, channels // 2, True)),
+            *[(NORMAL, channels, False)] * stack,
+            *((REDUCTION, 2 * channels, True), *[(NORMAL, 2 * channels, False)] * stack),
+            *((REDUCTION, 4 * channels, True), *[(NORMAL, 4 * channels, False)] * stack),
+        )
+        self.cells = Cells(made_of, (_STEM_CHANNELS, _STEM_CHANNELS), shrinks_first=False)
+        self.classifier = nn.Linear(self.cells.out_channels, 1000)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(batch, 3, 224, 224) to (batch, 1000)."""
-        before = now = self.stem(x)
-        for cell in self.cells:
-            before, now = now, cell(before, now)
-        return self.classifier(now.relu().mean((2, 3)))
+        x = self.stem(x)
+        return self.classifier(self.cells(x, x).relu().mean((2, 3)))
 
 
 def fp32() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:

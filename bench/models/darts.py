@@ -5,7 +5,7 @@ from torch import nn
 
 from bench.models.batch_statistics import settled
 from bench.models.half import channels_last
-from bench.models.searched_cells import Cell, Genotype
+from bench.models.searched_cells import Cells, Genotype
 
 NORMAL = Genotype(
     edges=(
@@ -43,24 +43,19 @@ class DartsNetwork(nn.Module):
         self.second_stem = nn.Sequential(
             nn.ReLU(), nn.Conv2d(channels, channels, 3, 2, 1, bias=False), nn.BatchNorm2d(channels)
         )
-        made = []
-        before, now, shrinks_first = channels, channels, True
+        reductions = {cells // 3, 2 * cells // 3}
+        made_of = []
         for index in range(cells):
-            reduces = index in {cells // 3, 2 * cells // 3}
-            channels *= 2 if reduces else 1
-            genotype = reduction if reduces else normal
-            made.append(Cell(genotype, (before, now), channels, reduces=reduces, shrinks_first=shrinks_first))
-            before, now, shrinks_first = now, made[-1].out_channels, reduces
-        self.cells = nn.ModuleList(made)
-        self.classifier = nn.Linear(now, 1000)
+            reduces = index in reductions
+            width = channels << sum(place <= index for place in reductions)
+            made_of.append((reduction if reduces else normal, width, reduces))
+        self.cells = Cells(made_of, (channels, channels), shrinks_first=True)
+        self.classifier = nn.Linear(self.cells.out_channels, 1000)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(batch, 3, 224, 224) to (batch, 1000)."""
-        before = self.stem(x)
-        now = self.second_stem(before)
-        for cell in self.cells:
-            before, now = now, cell(before, now)
-        return self.classifier(now.mean((2, 3)))
+        x = self.stem(x)
+        return self.classifier(self.cells(x, self.second_stem(x)).mean((2, 3)))
 
 
 def fp32() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
@@ -69,10 +64,10 @@ def fp32() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
 
 
 def settled_on_others(module: nn.Module) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    """`settled` on other images than the example that comes with it.
+    """`settled` on images other than the returned example.
 
-    Batch norms come last in these cells. On the image of their statistics, what they return has the mean 0, and so
-    the features that reach the classifier would be rounding errors.
+    Cells end with batch norms, whose outputs have mean 0 on the images of their statistics: the classifier would read
+    rounding errors.
     """
     return settled(module, torch.randn(2, 3, 224, 224)), (torch.randn(1, 3, 224, 224),)
 

@@ -1,6 +1,6 @@
-"""Cells found by architecture search, built from their published descriptions: DARTS and AmoebaNet are made of them."""
+"""Cells found by architecture search, from their published descriptions, for DARTS and AmoebaNet."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -8,12 +8,12 @@ from torch import nn
 from torch.nn import functional
 
 Edge = tuple[str, int]
-"""An operation of `OPERATIONS`, and the state that it reads."""
+"""A name in `OPERATIONS`, and the state that it reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Genotype:
-    """What a search has found: two edges for each new state, and the states that the cell returns.
+    """The result of a search: two edges for each new state, and the states that the cell returns.
 
     State 0 and state 1 are the cell's inputs; the sum of edges 2i and 2i + 1 is state i + 2.
     """
@@ -38,7 +38,7 @@ def _pointwise(channels: int, out_channels: int) -> nn.Conv2d:
 
 
 def _separable(size: int) -> Callable[[int, int], nn.Module]:
-    """Depthwise and pointwise, twice: as in NASNet, only the first has the stride."""
+    """Depthwise and pointwise, twice; as in NASNet, only the first has the stride."""
     return lambda channels, stride: nn.Sequential(
         _rectified(_depthwise(channels, size, stride), _pointwise(channels, channels)),
         _rectified(_depthwise(channels, size, 1), _pointwise(channels, channels)),
@@ -70,7 +70,7 @@ OPERATIONS: dict[str, Callable[[int, int], nn.Module]] = {
     ),
     "conv_1x7_then_7x1": lambda channels, stride: _rectified(_flat(channels, stride), _tall(channels, stride)),
 }
-"""Each takes channels and a stride, and returns a module that keeps the channels.
+"""Each takes channels and a stride, and returns a module with as many output channels.
 
 ``conv_1x7_then_7x1`` has no norm between its convolutions: DARTS' form of NASNet's ``conv_1x7_7x1``.
 """
@@ -123,3 +123,25 @@ class Cell(nn.Module):
         for (left, of_left), (right, of_right) in zip(edges, edges, strict=True):
             states.append(left(states[of_left]) + right(states[of_right]))
         return torch.cat([states[index] for index in self._outputs], dim=1)
+
+
+class Cells(nn.ModuleList):
+    """Cells in a row; each reads the outputs of the two before it."""
+
+    def __init__(
+        self, made_of: Iterable[tuple[Genotype, int, bool]], in_channels: tuple[int, int], *, shrinks_first: bool
+    ) -> None:
+        """``made_of``: genotype, channels, and whether it is a reduction cell; the rest is as of the first `Cell`."""
+        super().__init__()
+        before, now = in_channels
+        for genotype, channels, reduces in made_of:
+            cell = Cell(genotype, (before, now), channels, reduces=reduces, shrinks_first=shrinks_first)
+            self.append(cell)
+            before, now, shrinks_first = now, cell.out_channels, reduces
+        self.out_channels = now
+
+    def forward(self, before: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
+        """The output of the last cell."""
+        for cell in self:
+            before, now = now, cell(before, now)
+        return now
