@@ -1,1 +1,1 @@
-"""The models that the benchmarks run: each callable returns (module, example_inputs)."""
+"""The models of the benchmarks; each callable returns (module, example_inputs)."""

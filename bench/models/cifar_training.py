@@ -1,9 +1,7 @@
 """Training steps of the paper's networks (torchvision and timm, random weights) on images of 32 x 32, by batch size.
 
-NETWORK_batch_N is one in float32, NETWORK_batch_N_bf16 one under torch.autocast.
-
-"small" is a network to try things with, which needs no torchvision.
-At batch 1 their last features are one pixel, of which no batch norm of training has a variance: PyTorch refuses it.
+NETWORK_batch_N is a step in float32, NETWORK_batch_N_bf16 one under torch.autocast. "small" is a network for tests,
+without torchvision. At batch 1 the last features are one pixel, which has no variance: PyTorch's batch norms refuse it.
 """
 
 from collections.abc import Callable
@@ -40,20 +38,20 @@ def parts(network: str, batch: int) -> tuple[nn.Module, torch.optim.Optimizer, t
 
 
 def split(name: str) -> tuple[str, int, str | None]:
-    """The network, the batch size and the type of autocast in a name; ValueError where it is none."""
+    """The network, the batch size and the dtype of autocast in a name; ValueError if it has another form."""
     plain, autocast = (name.removesuffix("_bf16"), "bf16") if name.endswith("_bf16") else (name, None)
     network, _, batch = plain.rpartition("_batch_")
     return network, int(batch), autocast
 
 
 def step(network: str, batch: int, autocast: str | None) -> Any:
-    """The entries of a plan."""
+    """The entries of a plan for a training step."""
     model, optimizer, example = parts(network, batch)
     return nimblec.training_step(model, nn.functional.cross_entropy, optimizer, example, autocast=autocast)
 
 
 def __getattr__(name: str) -> Callable[[], Any]:
-    """The step of a name, as a callable without arguments."""
+    """The step of this name, as a callable without arguments."""
     try:
         return partial(step, *split(name))
     except ValueError as exc:

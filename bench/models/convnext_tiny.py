@@ -1,4 +1,4 @@
-"""ConvNeXt-tiny (torchvision), random weights, batch 1; layers scaled as after training, not by the initial 1e-6."""
+"""ConvNeXt-tiny (torchvision), random weights, batch 1; layer scales as after training instead of 1e-6."""
 
 import torch
 import torchvision

@@ -1,4 +1,4 @@
-"""Networks in half precision, channels last: the form in which tensor cores take convolutions."""
+"""Networks in half precision, channels last, as tensor cores need for convolutions."""
 
 from typing import Any
 

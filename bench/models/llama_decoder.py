@@ -1,8 +1,8 @@
 """One step of a decoder with the shape of Llama 3.2 1B, its cache of keys and values as state; seeded weights.
 
-Root mean square norms, rotary positions, grouped queries, gated products (Touvron et al., 2023); a step reads 1.24
-billion weights. The matrix of the next token is the embedding, its rows in another order: so the first of the logits
-is first by far, as in a trained model, where random ones would be as near to each other as bfloat16 rounds.
+Root mean square norms, rotary embeddings, grouped queries, gated products (Touvron et al., 2023); a step reads 1.24
+billion weights. The output matrix is the embedding with permuted rows, so that the highest logit is highest by far, as
+in a trained model: random logits would be closer to each other than bfloat16 can tell.
 """
 
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ SMALL = Shape(layers=2, width=64, wide=128, heads=4, key_heads=2, vocabulary=97,
 
 
 class Norm(nn.Module):
-    """By the root of the mean square, computed in float32."""
+    """Root mean square norm, computed in float32."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Norm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Of one new token to those before it, whose keys and values are kept."""
+    """Attention of one new token to earlier ones, whose keys and values are kept."""
 
     keys: Tensor
     values: Tensor
@@ -80,21 +80,21 @@ class Attention(nn.Module):
         return _turned(query, turns), _turned(key, turns), value
 
     def forward(self, x: Tensor, position: Tensor, turns: tuple[Tensor, Tensor], seen: Tensor) -> Tensor:
-        """(1, 1, width) to the same; its key and its value are written at ``position``."""
+        """(1, 1, width) to the same; writes key and value of the token at ``position``."""
         query, key, value = self.rows(x, turns)
         self.keys.index_copy_(2, position, key)
         self.values.index_copy_(2, position, value)
         return self.attended(query, self.keys, self.values, seen)
 
     def attended(self, query: Tensor, keys: Tensor, values: Tensor, seen: Tensor) -> Tensor:
-        """What the query finds in the values of the keys that are ``seen``."""
+        """Attention of the query to the keys that are ``seen``, projected."""
         found = scaled_dot_product_attention(query, keys, values, attn_mask=seen, enable_gqa=True)
         result: Tensor = self.outside(found.transpose(1, 2).reshape(1, 1, self.shape.width))
         return result
 
 
 def _turned(x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
-    """Pairs of a head's halves, turned by the position's angles."""
+    """Rotary embedding: pairs from both halves of a head, rotated by the position's angles."""
     cos, sin = turns
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat((-second, first), -1) * sin
@@ -115,7 +115,7 @@ class Layer(nn.Module):
         return self.product(x + self.attention(self.before(x), position, turns, seen))
 
     def product(self, x: Tensor) -> Tensor:
-        """What comes after attention."""
+        """The gated product after attention."""
         y = self.between(x)
         result: Tensor = x + self.down(silu(self.gate(y)) * self.up(y))
         return result
@@ -174,9 +174,9 @@ class Decoder(nn.Module):
 
 
 class GivenCache(nn.Module):
-    """The same step of a cache that is an input, (2 * layers, key heads, length, head), and stays as it is.
+    """The same step with the cache as an input, (2 * layers, key heads, length, head), which it does not write.
 
-    Returns the logits, and the new rows (2 * layers, key heads, 1, head), which the caller puts in it.
+    Returns the logits, and the new rows (2 * layers, key heads, 1, head), which the caller writes into it.
     """
 
     def __init__(self, decoder: Decoder) -> None:

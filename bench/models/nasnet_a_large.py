@@ -1,4 +1,4 @@
-"""NASNet-A large, random weights, batch 1: timm's, where the installed release has it."""
+"""NASNet-A large, random weights, batch 1: timm's, if the installed release has it."""
 
 import timm
 import torch

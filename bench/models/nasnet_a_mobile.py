@@ -1,4 +1,4 @@
-"""NASNet-A mobile (4 @ 1056), random weights, batch 1, of the cells of timm's NASNet-A large."""
+"""NASNet-A mobile (4 @ 1056), random weights, batch 1, from the cells of timm's NASNet-A large."""
 
 import torch
 from timm.models.nasnet import NASNetALarge
@@ -10,7 +10,7 @@ _LEFT_OUT = ("cell_4", "cell_5", "cell_10", "cell_11", "cell_16", "cell_17")
 
 
 class NASNetAMobile(NASNetALarge):
-    """Four normal cells where the large one has six, 44 channels where it has 168 (Zoph et al., 2018)."""
+    """Four normal cells per stack instead of six, 44 channels instead of 168 (Zoph et al., 2018)."""
 
     def __init__(self) -> None:
         super().__init__(stem_size=32, num_features=1056)

@@ -1,4 +1,4 @@
-"""Networks of bench.models with all weights drawn anew, such that values neither vanish nor overflow."""
+"""Networks of bench.models with all weights changed, by so little that values neither vanish nor overflow."""
 
 from functools import partial
 from typing import Any
@@ -12,7 +12,7 @@ _SPREAD = 0.1
 
 
 def redrawn(spec: str) -> tuple[torch.nn.Module, tuple[Any, ...]]:
-    """The network named ``package.module:callable``; its norms, too, are no longer those of a new one."""
+    """The network named ``package.module:callable`` with other weights, including those of its norms."""
     torch.manual_seed(_SEED)
     module, args, _ = import_callable(spec)
     with torch.no_grad():

@@ -1,6 +1,6 @@
-"""Networks of one dimension that has any size, random weights: each callable returns a `Sized`.
+"""Networks with one dynamic dimension, random weights; each callable returns a `Sized`.
 
-"rows" and "tokens" are small ones in float32, to try things with, which need no other library.
+"rows" and "tokens" are small networks in float32 for tests, without other libraries.
 """
 
 from collections.abc import Mapping
@@ -15,9 +15,9 @@ from bench.models.half import channels_last
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sized:
-    """A module, its arguments, and the ``axis`` of each that is the dimension, from 1 to ``largest``.
+    """A module, its arguments, and the dynamic ``axis`` of each, of sizes from 1 to ``largest``.
 
-    ``bounds`` are those of the integers in an argument, by position; ``pad_masks`` the names of what masks the others.
+    ``bounds`` limit the integers of arguments, by position; ``pad_masks`` are the names of masks of the others.
     """
 
     module: nn.Module
@@ -28,7 +28,7 @@ class Sized:
     pad_masks: tuple[str, ...] = ()
 
     def export(self) -> tuple[torch.export.ExportedProgram, str]:
-        """The module for any size, and the name that torch gives to the dimension."""
+        """The exported module, and torch's name of its dimension."""
         dim = torch.export.Dim("size", min=1, max=self.largest)
         shapes = tuple({self.axis: dim} for _ in self.args)
         with torch.no_grad():
@@ -37,7 +37,7 @@ class Sized:
         return program, str(name)
 
     def draw(self, size: int, seed: int) -> list[Tensor]:
-        """Arguments of another size: images lie channels last, masks leave everything."""
+        """Arguments of another size: images are channels last, masks keep everything."""
         generator = torch.Generator().manual_seed(seed)
 
         def one(position: int, like: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ def resnet50() -> Sized:
 
 
 class _Masked(nn.Module):
-    """The last hidden state and the pooled one, of tokens under a mask."""
+    """The last hidden state and the pooled one of masked tokens."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ def rows() -> Sized:
 
 
 class _Tokens(nn.Module):
-    """Of each token its features with the mean of those that the mask leaves, and that mean itself."""
+    """The features of each token plus their mean under the mask, and that mean."""
 
     def __init__(self, vocabulary: int, width: int) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class _Tokens(nn.Module):
 
 
 def tokens() -> Sized:
-    """An encoder of tokens under a mask: any length up to 32."""
+    """An encoder of masked tokens: any length up to 32."""
     return _of_tokens(_Tokens(100, 16).eval(), 100, 32)
 
 

@@ -1,4 +1,4 @@
-"""One step of a small T5's decoder (transformers), random weights: a token after 16 of the encoder."""
+"""One step of a small T5's decoder (transformers), random weights: one token, and 16 of the encoder."""
 
 import torch
 from transformers import T5Config, T5ForConditionalGeneration

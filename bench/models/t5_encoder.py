@@ -22,6 +22,6 @@ def fp32() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
 
 
 def bf16() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
-    """bfloat16: T5's activations leave the range of half precision."""
+    """bfloat16, as T5's activations exceed the range of half precision."""
     module, inputs = fp32()
     return module.bfloat16(), inputs

@@ -1,8 +1,9 @@
-"""Training steps whose bits are compared with eager's; NAME_deterministic has PyTorch's deterministic algorithms on.
+"""Training steps whose bits are compared with eager's.
 
-NAME_default leaves them off. The names are those of `NETWORKS`: the paper's networks on batches of 32 (by SGD with
-momentum), and by AdamW on 8 texts of 64 tokens a small GPT (4 layers of 256, no dropout) and BERT-small (4 layers of
-512, with dropout), and two small layers to try things with. Weights are random, and so is what they learn.
+NAME_deterministic uses PyTorch's deterministic algorithms, NAME_default does not. The names are those of `NETWORKS`:
+the paper's networks on batches of 32 (SGD with momentum), a small GPT (4 layers of 256, no dropout) and BERT-small (4
+layers of 512, with dropout) on 8 texts of 64 tokens (AdamW), and two small layers for tests. Weights and data are
+random.
 """
 
 import os
@@ -19,13 +20,13 @@ from bench.models import cifar_training
 
 _DETERMINISTIC, _DEFAULT = "_deterministic", "_default"
 _RATES = {torch.optim.SGD: 2.0**-6, torch.optim.AdamW: 2.0**-11}
-"""Exact in float32, as the plan keeps them."""
+"""Learning rates, exact in float32, the dtype in a plan."""
 
 Batch = tuple[Tensor, Tensor]
 
 
 class Block(nn.Module):
-    """Attention and two products: norms before them, fused and causal, as in GPT-2, or after them, as in BERT."""
+    """Attention and a feed-forward network: pre-norm, fused and causal as in GPT-2, or post-norm as in BERT."""
 
     def __init__(self, width: int, heads: int, dropout: float, *, causal: bool) -> None:
         super().__init__()
@@ -59,7 +60,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Scores of each token (n, tokens, classes) where ``causal``, else of the whole (n, classes), by its first one."""
+    """Scores of each token (n, tokens, classes) if ``causal``, else of the text (n, classes), from its first token."""
 
     def __init__(
         self, *, vocabulary: int, tokens: int, width: int, heads: int, dropout: float, classes: int, causal: bool
@@ -73,7 +74,7 @@ class Transformer(nn.Module):
         self.norm, self.scores = nn.LayerNorm(width), nn.Linear(width, classes)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Of (n, tokens) numbers of words."""
+        """Scores of (n, tokens) token ids."""
         x = self.norm(self.blocks(self.dropout(self.words(tokens) + self.positions)))
         result: Tensor = self.scores(x if self.causal else x[:, 0])
         return result
@@ -127,21 +128,21 @@ NETWORKS: dict[str, tuple[Callable[[], tuple[nn.Module, Callable[[torch.Generato
 
 
 def make_deterministic() -> None:
-    """Have equal steps give equal bits in this process."""
+    """Make steps deterministic in this process."""
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     torch.use_deterministic_algorithms(mode=True)
     torch.backends.cudnn.deterministic = True
 
 
 def parts(network: str) -> tuple[nn.Module, Callable[[int], Batch]]:
-    """The model on the CPU, the same at each call, and its batches by their number."""
+    """The model on the CPU, the same at each call, and a function from numbers to batches."""
     torch.manual_seed(0)
     model, batch = NETWORKS[network][0]()
     return model.train(), lambda number: batch(torch.Generator().manual_seed(number))
 
 
 def optimizer(network: str, model: nn.Module) -> torch.optim.Optimizer:
-    """With the kernels that a plan holds: others of SGD round otherwise, and others of AdamW read from the host."""
+    """An optimizer with a plan's kernels: others of SGD round differently, others of AdamW read from the host."""
     made = NETWORKS[network][1]
     parameters, rate = list(model.parameters()), _RATES[made]
     if made is torch.optim.SGD:
@@ -150,7 +151,7 @@ def optimizer(network: str, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def step(network: str, *, deterministic: bool) -> Any:
-    """The entries of a plan."""
+    """The entries of a plan for a training step."""
     if deterministic:
         make_deterministic()
     model, batch = parts(network)
@@ -158,7 +159,7 @@ def step(network: str, *, deterministic: bool) -> Any:
 
 
 def __getattr__(name: str) -> Callable[[], Any]:
-    """The step of a name, as a callable without arguments."""
+    """The step of this name, as a callable without arguments."""
     for suffix in (_DETERMINISTIC, _DEFAULT):
         if name.endswith(suffix) and name.removesuffix(suffix) in NETWORKS:
             return partial(step, name.removesuffix(suffix), deterministic=suffix == _DETERMINISTIC)

@@ -1,6 +1,6 @@
-"""A transformer's feed-forward block made of Triton kernels of our own, and of nothing else.
+"""A transformer's feed-forward block made only of our own Triton kernels.
 
-Its plan holds no code of any library, so it may be committed (tests/data/triton_block.plan).
+Its plan has no code of other libraries, so it may be committed (tests/data/triton_block.plan).
 """
 # ruff: noqa: ANN001, ANN201 - Triton gives a kernel's parameters their types at each launch
 

@@ -1,4 +1,4 @@
-"""A two-tower model: an image encoder and a text encoder that meet in a dot product, batch 1."""
+"""A two-tower model: the dot product of an image encoder and a text encoder, batch 1."""
 
 import torch
 import torchvision
@@ -6,7 +6,7 @@ from torch import nn
 
 
 class TwoTowers(nn.Module):
-    """ResNet-18 beside four transformer layers over 64 tokens; the towers share nothing."""
+    """ResNet-18, and four transformer layers over 64 tokens; the towers share nothing."""
 
     def __init__(self, width: int = 512, vocabulary: int = 8192) -> None:
         super().__init__()

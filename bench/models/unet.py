@@ -17,7 +17,7 @@ def _block(channels: int, width: int) -> nn.Sequential:
 
 
 class UNet(nn.Module):
-    """Four halvings of the image and four doublings, each level joined to its like by concatenation."""
+    """Four levels of downsampling and four of upsampling; skip connections by concatenation."""
 
     def __init__(self, classes: int = 21) -> None:
         super().__init__()
