@@ -113,11 +113,14 @@ def _together(name: str, figures: Mapping[str, Any]) -> str:
     files, arenas = (max(each[kind] for each in static.values()) for kind in ("file_nbytes", "arena_nbytes"))
     clock = "call_us" if f"call_us {next(iter(static))}" in figures else "numpy_us"
     ratios = {size: found for size in figures["sizes"] if (found := ratio(figures, clock, size)) is not None}
-    worst = max(ratios, key=ratios.__getitem__)
+    calls = "no size was called"
+    if ratios:
+        worst = max(ratios, key=ratios.__getitem__)
+        calls = f"a call takes at most {ratios[worst]:.2f} times the static plan's (size {worst})"
     return (
         f"{name}: the file has {mib(figures['file_nbytes'])} MiB, {figures['file_nbytes'] / files:.2f} times "
         f"the largest static plan's; the arena {mib(figures['arena_nbytes'])} MiB, of the largest static plan "
-        f"{mib(arenas)}; a call takes at most {ratios[worst]:.2f} times the static plan's (size {worst})."
+        f"{mib(arenas)}; {calls}."
     )
 
 

@@ -168,6 +168,12 @@ def test_the_table_has_a_line_for_each_size_and_a_sentence_for_each_plan() -> No
     assert below == "Commit abc; x."
 
 
+def test_a_plan_that_refuses_all_sizes_has_a_table() -> None:
+    figures = {**FIGURES, "sizes": {"12": {"served_by": 16, "refused": "'main' has programs for 8, 16"}}}
+    results = {"environment": {"gpu": "none", "cpu": "x"}, "models": {"a:b": {"-O2": figures}}}
+    assert "of the largest static plan 6.0; no size was called." in sizes.markdown(results)
+
+
 def test_the_profiles_may_be_chosen() -> None:
     (jobs,) = sizes.table(sizes.parser().parse_args(["--cpu", "--level", "1", "a:b=1,8"])).jobs
     assert [(job.model, job.mode) for job in jobs] == [("a:b", "-O1")]
