@@ -1,4 +1,4 @@
-"""Plans on one arena: what they take of a driver of host memory, and of this process on the CPU target."""
+"""Memory of plans on one arena: with a driver of host memory, and in this process on the CPU target."""
 
 import json
 from dataclasses import replace

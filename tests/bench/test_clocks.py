@@ -1,4 +1,4 @@
-"""When samples count as quiet, and what happens when they do not."""
+"""Quiet and noisy samples: how they are told apart, and that noisy ones are repeated."""
 
 from collections.abc import Iterator, Sequence
 

@@ -1,4 +1,4 @@
-"""The table of what running node by node costs on the CPU, from made-up figures and from a small model."""
+"""The benchmarks of the CPU target: tables from made-up figures, and measurements of small models."""
 
 import argparse
 import json

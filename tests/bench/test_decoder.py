@@ -1,4 +1,4 @@
-"""The benchmark of a decoder step: what -O2 makes of it, that all modes take the same step, and the table."""
+"""The benchmark of a decoder step: its graph at -O2, the same tokens in all modes, and the table."""
 
 import copy
 from typing import Any

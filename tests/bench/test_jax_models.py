@@ -1,4 +1,4 @@
-"""The networks written in JAX compute what the torch models do whose weights they have."""
+"""Networks in JAX agree with the torch models whose weights they have."""
 
 from collections.abc import Iterator
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""The measuring process of XLA, on the CPU, and how it reads the traces of JAX's profiler."""
+"""The measuring process of XLA, on the CPU, and its reading of traces of JAX's profiler."""
 
 import json
 from importlib.util import find_spec

@@ -1,4 +1,4 @@
-"""The walk through other libraries' models: what counts as a pass, and the table."""
+"""The benchmark of other libraries' models: outcomes, and the table."""
 
 from collections.abc import Iterator
 from functools import partial

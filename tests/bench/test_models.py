@@ -1,4 +1,4 @@
-"""The models of the benchmark are built as they are named."""
+"""The models of the benchmarks have the dtypes and sizes that their names tell."""
 
 from importlib.util import find_spec
 

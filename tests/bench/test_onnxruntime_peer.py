@@ -1,4 +1,4 @@
-"""A bound session of ONNX Runtime computes what a plain one does, or ends the process."""
+"""A bound session of ONNX Runtime equals a plain one, and another provider ends the process."""
 
 from pathlib import Path
 

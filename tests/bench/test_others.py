@@ -1,4 +1,4 @@
-"""The table of peers beside torch.compile, from made-up figures."""
+"""The table of peers other than torch.compile, from made-up figures."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""From a profiler's trace of separate calls to the GPU time of each."""
+"""The GPU time of calls from a profiler's trace."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What all measuring processes share: the same weights and inputs, and how an error is counted."""
+"""The common part of measuring processes: weights, inputs and errors."""
 
 from pathlib import Path
 

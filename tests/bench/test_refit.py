@@ -1,4 +1,4 @@
-"""Refits beside copies and beside a fresh compile: a small network on the CPU, copies on a driver of host memory."""
+"""The benchmark of refits: a small network on the CPU, copies with a driver of host memory, and the table."""
 
 import sys
 from contextlib import ExitStack

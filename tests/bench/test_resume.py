@@ -1,4 +1,4 @@
-"""The benchmark of going on from a saved state: a fresh process without torch finds the next loss."""
+"""The benchmark of resuming from a saved state: a fresh process without torch repeats the next loss."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The benchmark of scheduling on small graphs: each policy is measured, and one size makes a table, too."""
+"""The benchmark of scheduling, on small graphs."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""DARTS and AmoebaNet-A: their sizes are the published ones, and what they compute survives the rewrites."""
+"""DARTS and AmoebaNet-A have the published sizes, and rewrites keep their results."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace

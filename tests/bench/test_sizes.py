@@ -1,4 +1,4 @@
-"""One plan for all sizes beside static plans: a small network on the CPU, and the table from made-up figures."""
+"""The benchmark of one plan for all sizes: a small network on the CPU, and the table from made-up figures."""
 
 import json
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The benchmarks that repeat a plan for long, for a short while."""
+"""The benchmarks that run a plan for a long time, run briefly."""
 
 import json
 import time

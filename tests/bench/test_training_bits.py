@@ -1,4 +1,4 @@
-"""The comparison of a plan's training steps with eager's: what is run, what differs, and the table."""
+"""The comparison of a plan's training steps with eager's: the runs, their differences, and the table."""
 
 import argparse
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Measuring processes take turns, and one that fails leaves the others alone."""
+"""Measuring processes take turns, and a failure affects only its own process."""
 
 import os
 import sys
