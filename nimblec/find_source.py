@@ -61,7 +61,7 @@ def _find_named(name: str | bytes) -> Source:
     suffix = Path(name).suffix.lower()
     if suffix in (".onnx", ".pt2"):
         if not Path(name).is_file():
-            raise CompileError(f"{name}: no such file")
+            raise CompileError(f"{name}: {'is not a regular file' if Path(name).exists() else 'no such file'}")
         return Source(kind="onnx" if suffix == ".onnx" else "exported", model=str(Path(name).resolve()))
     module, colon, attribute = name.partition(":")
     if colon and not module.endswith(".py") and all(part.isidentifier() for part in (*module.split("."), attribute)):
@@ -69,7 +69,9 @@ def _find_named(name: str | bytes) -> Source:
     if colon and module.endswith(".py"):
         raise CompileError(f"{name}: a module is given by its import name: {_importable(module, attribute)}")
     if Path(name).exists():
-        raise UnsupportedModelError(f"{name}: expected an .onnx or .pt2 file, or package.module:callable")
+        raise UnsupportedModelError(
+            f"{name}: expected an .onnx file, a .pt2 file of torch.export.save, or package.module:callable"
+        )
     raise CompileError(f"{name}: no such file, and not of the form package.module:callable")
 
 

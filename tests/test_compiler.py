@@ -55,6 +55,12 @@ def test_a_name_of_nothing_is_refused(model: str, sentence: str) -> None:
         nimblec.compile(model, target="cpu")
 
 
+def test_a_folder_named_like_a_model_is_refused_as_what_it_is(tmp_path: Path) -> None:
+    (tmp_path / "model.onnx").mkdir()
+    with pytest.raises(nimblec.CompileError, match=r"model\.onnx: is not a regular file$"):
+        nimblec.compile(tmp_path / "model.onnx", target="cpu")
+
+
 def test_cuda_is_refused_where_it_is_not_here(missing_gpu: str | None) -> None:
     if missing_gpu is None:
         pytest.skip("needs a machine without a GPU")
