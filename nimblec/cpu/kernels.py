@@ -198,14 +198,14 @@ def _without_text(attribute: AttributeProto) -> AttributeProto:
 
 
 def _drop_text(attribute: AttributeProto) -> None:
-    """Drop doc strings and inferred types at any depth: a plan has no place for them."""
+    """Drop doc strings, metadata and inferred types at any depth: a plan has no place for them."""
     attribute.ClearField("doc_string")
     if attribute.HasField("g"):
         graph = attribute.g
-        graph.ClearField("doc_string")
         graph.ClearField("value_info")
-        for part in (*graph.node, *graph.input, *graph.output, *graph.initializer):
+        for part in (graph, *graph.node, *graph.input, *graph.output, *graph.initializer):
             part.ClearField("doc_string")
+            part.ClearField("metadata_props")
         for node in graph.node:
             for inner in node.attribute:
                 _drop_text(inner)

@@ -188,3 +188,28 @@ def test_a_saved_plan_has_its_state(statistics: Plan, tmp_path: Path) -> None:
     with nimblert.load(tmp_path / "statistics.plan") as executable:
         executable(np.ones(4, np.float32))
         assert executable.state["count"] == 1
+
+
+class Counted(torch.nn.Module):
+    """Rows of a table, filled one by one: it has no more than it is called for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("rows", torch.zeros(4, 3))
+        self.register_buffer("count", torch.zeros(1, dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Of x (1, 3), the mean of the rows."""
+        self.rows: torch.Tensor
+        self.rows.index_copy_(0, self.count, x)
+        self.count += 1
+        return self.rows.mean(0)
+
+
+def test_timing_begins_with_the_first_state_each_time() -> None:
+    """A counter that went on would leave the table."""
+    model = Counted()
+    with nimblert.load(compiled(model, torch.ones(1, 3))) as executable:
+        for i in range(4):
+            x = torch.full((1, 3), float(i))
+            close(executable(x.numpy()), model(x))

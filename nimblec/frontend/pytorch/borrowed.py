@@ -14,7 +14,21 @@ def borrowed(model: Any) -> Iterator[None]:
 
     Afterwards every attribute of every submodule is restored: runs and exports write running statistics,
     count calls, keep tables and register hooks. A plain function is left alone.
+
+    torch's fused encoder layers stay off meanwhile: for a mask of padding they take nested tensors, which no exporter
+    does, and give zeros where the layers themselves compute something.
     """
+    fused = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with _restored(model):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fused)
+
+
+@contextmanager
+def _restored(model: Any) -> Iterator[None]:
     if not isinstance(model, torch.nn.Module):
         yield
         return

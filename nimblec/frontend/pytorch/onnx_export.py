@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
-from nimblec.errors import CompileError, TraceError
+from nimblec.errors import CompileError, TraceError, UnsupportedModelError
 from nimblec.frontend.model_state import ModelState
 from nimblec.frontend.pytorch.borrowed import borrowed
 from nimblec.frontend.pytorch.export_errors import exporting
@@ -112,7 +112,8 @@ def _export(call: ModelCall, path: Path, *, refittable: bool) -> tuple[ExportedM
         model = place_call(call, device="cpu")
         result = run_twice(call.name, model, HOW_STATE_IS_KEPT, buffers_are_kept=True)
         outputs = name_outputs(result)
-        notes = (*model.notes, *missing_outputs(result))
+        _refuse_shared_names(call, outputs)
+        notes = (*model.notes, *missing_outputs(result), *_complex(model.inputs, outputs))
         args = model.args if model.kwargs else (*model.args, {})  # else it takes a trailing dict for kwargs
         program = _onnx_program(
             call.name, as_module(model.module), args, model.kwargs, _names(model), outputs, refittable=refittable
@@ -123,6 +124,16 @@ def _export(call: ModelCall, path: Path, *, refittable: bool) -> tuple[ExportedM
             program.save(path, external_data=True)
             notes += accuracy(call.name, program, model.args, model.kwargs, outputs)
     return ExportedModel(path=path, state=(), weights=frozenset(kept_weights(program)), notes=notes), written
+
+
+def _refuse_shared_names(call: ModelCall, outputs: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Raise UnsupportedModelError for an output that is called as an input: a value of an ONNX file has one name."""
+    inputs = {name for name, _ in call.inputs}
+    for name, _ in outputs:
+        if name in inputs:
+            raise UnsupportedModelError(
+                f"{call.name}: output {name!r} is called as an input is: return it by another name"
+            )
 
 
 def _export_with_state(
@@ -148,13 +159,14 @@ def _export_with_state(
         for initializer in tuple(program.model.graph.initializers.values()):
             initializer.name = (initializer.name or "").removeprefix("module.")  # as the user's module has it
         program.save(path, external_data=True)
-        notes = (*model.notes, *missing_outputs(result), *accuracy(call.name, program, args, {}, outputs, nudged))
+        notes = (*model.notes, *missing_outputs(result), *_complex(model.inputs, name_outputs(result)))
+        notes += accuracy(call.name, program, args, {}, outputs, nudged)
     described = tuple(
         ModelState(
             name=tensor.name,
             input=_BEFORE + tensor.name,
             output=_AFTER + tensor.name if tensor.is_written else "",
-            data=as_array(value),
+            data=as_array(_parts(value) if value.is_complex() else value),
             storage=tensor.storage,
         )
         for tensor, value in zip(state, held, strict=True)
@@ -221,10 +233,16 @@ def accuracy(
 ) -> tuple[str, ...]:
     """A note of how far ONNX Runtime's outputs are from PyTorch's; none where it cannot run the model.
 
+    Nor is one of a model with an empty tensor, on which kernels of ONNX Runtime may end the process before the rules of
+    a plan refuse them.
+
     ``nudged`` are PyTorch's outputs for inputs that differ by rounding. An output that this changes visibly is in part
     nothing but rounding, such as the gradient of a bias before a norm or of the keys' bias in attention, and is not
     compared.
     """
+    made = (value for node in program.model.graph for value in node.outputs)
+    if any(value.shape is not None and 0 in value.shape for value in (*program.model.graph.inputs, *made)):
+        return ()
     try:
         program.initialize_inference_session(_session)
         found = program(*args, **kwargs)
@@ -234,8 +252,9 @@ def accuracy(
     for (output, wanted), got, close in zip_longest(outputs, found, nudged):
         if close is not None and compared(wanted, close).relative > _MAGNIFIED:
             continue
-        relative = compared(wanted, got).relative
-        if wanted.is_floating_point() and relative > _ANOTHER_MODEL:
+        numbers = _parts(wanted) if wanted.is_complex() else wanted
+        relative = compared(numbers, got).relative
+        if numbers.is_floating_point() and relative > _ANOTHER_MODEL:
             raise CompileError(
                 f"{name}: output {output!r} of the ONNX file that torch.onnx.export made differs from what PyTorch "
                 f"computes by {relative:.2g} of its largest magnitude"
@@ -246,6 +265,23 @@ def accuracy(
         return (f"{name}: ONNX Runtime's outputs equal PyTorch's",)
     differs = f"ONNX Runtime differs from PyTorch by at most {largest:.2g} of the largest magnitude of an output"
     return (f"{name}: {differs}{where}",)
+
+
+def _parts(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor.resolve_conj())
+
+
+def _complex(
+    inputs: Sequence[tuple[str, torch.Tensor]], outputs: Sequence[tuple[str, torch.Tensor]]
+) -> tuple[str, ...]:
+    """A note for each complex tensor, of which ONNX Runtime has none."""
+    listed = [("input", *each) for each in inputs] + [("output", *each) for each in outputs]
+    return tuple(
+        f"{kind} {name!r} is complex: in the plan a last axis of 2 has its real and imaginary parts, as "
+        "torch.view_as_real gives them"
+        for kind, name, tensor in listed
+        if tensor.is_complex()
+    )
 
 
 def _nudged(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,106 @@
+"""Modules of PyTorch on the CPU target whose export has a form of its own: control flow, complex numbers, padding."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from subprocesses import python
+from torch import Tensor, nn
+from torch._higher_order_ops import scan, while_loop
+
+import nimblec
+import nimblert
+from nimblec.errors import UnsupportedModelError
+from nimblert.executable import Executable
+
+X = torch.tensor([[0.5, -1.0, 2.0], [4.0, 0.25, -3.0]])
+EMPTY = """
+import torch, nimblec
+try:
+    nimblec.compile(torch.nn.LSTM(3, 4).eval(), (torch.zeros(5, 0, 3),), target="cpu")
+except nimblec.UnsupportedModelError as exc:
+    print(exc)
+"""
+
+
+def loaded(model: Callable[..., Any], *inputs: Tensor, **kwargs: Tensor) -> Executable:
+    return nimblert.load(nimblec.compile(model, inputs, kwargs=kwargs, target="cpu", streams=1))
+
+
+BODIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "cond": lambda x: torch.cond(x.sum() > 0, lambda y: y + 1, lambda y: y.relu(), (x,)),
+    "while": lambda x: while_loop(lambda y: y.sum() < 100, lambda y: (y.abs() * 2,), (x,))[0],
+    "scan": lambda x: scan(lambda c, row: (c + row, c * row), torch.ones(3), x)[1],
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_the_bodies_of_control_flow(name: str) -> None:
+    with loaded(BODIES[name], X) as exe:
+        for x in (X, -X, X.abs()):
+            np.testing.assert_allclose(exe(x.numpy()), BODIES[name](x).numpy(), rtol=1e-6)
+
+
+def test_a_complex_tensor_is_its_two_parts(caplog: pytest.LogCaptureFixture) -> None:
+    turned = torch.complex(X, X.flip(1))
+    with loaded(lambda z: z * 1j, turned) as exe:
+        np.testing.assert_allclose(exe(torch.view_as_real(turned).numpy()), torch.view_as_real(turned * 1j).numpy())
+    for tensor in ("input 'z'", "output 'output'"):
+        assert f"{tensor} is complex: in the plan a last axis of 2 has its real and imaginary parts" in caplog.text
+
+
+class Turning(nn.Module):
+    """A sum of complex numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(3, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of x (3,), its magnitude."""
+        self.total: Tensor
+        self.total.add_(torch.complex(x, 2 * x))
+        return self.total.abs()
+
+
+def test_a_complex_state_is_its_two_parts() -> None:
+    model = Turning()
+    with loaded(model, X[0]) as exe:
+        for _ in range(3):
+            np.testing.assert_allclose(exe(X[0].numpy()), model(X[0]).numpy(), rtol=1e-6)
+        np.testing.assert_allclose(exe.state["total"], torch.view_as_real(model.total).numpy(), rtol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_an_encoder_under_a_mask_of_padding(norm_first: bool) -> None:
+    """In evaluation, torch may take nested tensors for it, and give zeros for what is padded."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=norm_first)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=not norm_first).eval()
+    x, padded = torch.randn(2, 5, 8), torch.arange(5) >= torch.tensor([[3], [4]])
+    with loaded(model, x, src_key_padding_mask=padded) as exe:
+        found = exe(x.numpy(), padded.numpy())
+    assert torch.backends.mha.get_fastpath_enabled()
+    with torch.no_grad():
+        wanted = model(x, src_key_padding_mask=padded)
+    np.testing.assert_allclose(found[~padded.numpy()], wanted[~padded].numpy(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_batch_of_nothing_does_not_end_the_process() -> None:
+    """ONNX Runtime's LSTM does, so that no model is run there before a plan has refused it."""
+    assert "LSTM: input 0 is empty" in python(EMPTY)
+
+
+@pytest.mark.parametrize(
+    ("model", "sentence"),
+    [
+        (lambda x: {"x": x + 1}, "output 'x' is called as an input is: return it by another name"),
+        (lambda x: {"a.b": x + 1, "a": {"b": x}}, "two outputs are called 'a.b': return them under different names"),
+    ],
+)
+def test_names_that_are_taken(model: Callable[[Tensor], Any], sentence: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=sentence):
+        nimblec.compile(model, (X,), target="cpu")
