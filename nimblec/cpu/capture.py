@@ -60,6 +60,7 @@ def read(
     model = model_shapes.fix_shapes(loaded, specs, (*dims, *profile))
     model_file.outputs(model)  # refuses outputs that are not tensors, by name
     model_nodes.clear_repeated_names(model)
+    model_nodes.shorten_domains(model)
     return model
 
 

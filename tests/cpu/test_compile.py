@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 import torch
 from command_line import CommandLine
@@ -14,7 +15,7 @@ from onnx import TensorProto, helper
 from onnxruntime import InferenceSession
 
 import nimblec
-from nimblec.cpu import timing
+from nimblec.cpu import capture, timing
 from nimblec.cpu.compile import compile_cpu
 from nimblec.errors import CompileError
 from nimblec.options import Options
@@ -33,6 +34,17 @@ def compile_file(path: Path, output: Path, **options: object) -> list[str]:
     source = Source(kind="onnx", model=str(path))
     compile_cpu(source, Options(**options), output, lambda stage, seconds: seconds is not None and stages.append(stage))
     return stages
+
+
+def test_a_model_may_spell_out_the_domain_of_onnx(tmp_path: Path) -> None:
+    nodes = [node("Relu", ["x"], ["a"]), node("Exp", ["a"], ["y"])]
+    plain = write_model(tmp_path / "plain.onnx", nodes, [floats("x", 2, 3)], [floats("y", 2, 3)])
+    model = onnx.load(plain)
+    for part in (*model.opset_import, *model.graph.node):
+        part.domain = part.domain or "ai.onnx"
+    onnx.save(model, tmp_path / "spelled.onnx")
+    graphs = [capture.capture(tmp_path / name) for name in ("plain.onnx", "spelled.onnx")]
+    assert graphs[0] == graphs[1]
 
 
 @pytest.fixture

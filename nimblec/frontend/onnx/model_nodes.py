@@ -57,6 +57,18 @@ def clear_repeated_names(model: ModelProto) -> None:
         seen.add(node.name)
 
 
+def shorten_domains(model: ModelProto) -> None:
+    """Write ONNX's own domain as "" wherever the model spells it out."""
+    for part in (model, *model.functions):
+        for opset in part.opset_import:
+            opset.domain = plain_domain(opset.domain)
+    for function in model.functions:
+        function.domain = plain_domain(function.domain)
+    for graph in (model.graph, *model.functions):
+        for node in nodes(graph):
+            node.domain = plain_domain(node.domain)
+
+
 def plain_domain(name: str) -> str:
     """A domain as schemas name it: ONNX's own is "", not "ai.onnx"."""
     return "" if name == "ai.onnx" else name
