@@ -1,7 +1,7 @@
-"""The ONNX models of a CPU plan as frozen records: what of `onnx.ModelProto` a plan may use.
+"""The ONNX models of a CPU plan as frozen records: the part of `onnx.ModelProto` that plans may use.
 
-Field numbers are those of https://github.com/onnx/onnx/blob/main/onnx/onnx.proto. A field that is not
-listed is refused: functions, sparse tensors, training, metadata, names of devices.
+Field numbers are those of https://github.com/onnx/onnx/blob/main/onnx/onnx.proto. All other fields are refused:
+functions, sparse tensors, training, metadata, names of devices.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ ELEMENT_TYPES = {
     "complex64": 14,
     "complex128": 15,
 }
-"""The number that ONNX gives each dtype of a plan (TensorProto.DataType)."""
+"""ONNX's number (TensorProto.DataType) of each dtype of a plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class TensorValue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dimension:
-    """A size, or the name of one; neither where it is not known."""
+    """A size, or the name of a dimension; neither where it is unknown."""
 
     dim_value: int | None = None
     dim_param: str | None = None
@@ -72,7 +72,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorType:
-    """Element type (ONNX's number) and shape; None where it is not said."""
+    """Element type (ONNX's number) and shape; None where not declared."""
 
     elem_type: int | None = None
     shape: Shape | None = None
@@ -104,7 +104,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attribute:
-    """An attribute; ``type`` is ONNX's number, and says which of the others holds the value."""
+    """An attribute; ``type`` is ONNX's number, and tells which other field holds the value."""
 
     name: str | None = None
     f: float | None = None
@@ -120,7 +120,7 @@ class Attribute:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """One call of an operator; the name "" stands for an input or output that is left out."""
+    """One call of an operator; the name "" stands for an omitted input or output."""
 
     input: tuple[str, ...] = ()
     output: tuple[str, ...] = ()
@@ -133,7 +133,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Graph:
-    """Nodes in topological order, the constants they read, and the values that come in and go out."""
+    """Nodes in topological order, constants, inputs and outputs."""
 
     node: tuple[Node, ...] = ()
     name: str | None = None
@@ -228,9 +228,9 @@ _FIELDS = by_tag(_NUMBERED)
 
 
 def read_model(code: bytes, budget: Budget) -> Model:
-    """The model that ``code`` is, its fields taken from ``budget``.
+    """Read the model in ``code``; its fields count against ``budget``.
 
-    Raises PlanFormatError where it is none that a plan may hold.
+    Raises PlanFormatError where a plan may not hold it.
     """
     model = read(code, Model, _FIELDS, budget)
     assert isinstance(model, Model)
@@ -238,5 +238,5 @@ def read_model(code: bytes, budget: Budget) -> Model:
 
 
 def write_model(model: Model) -> bytes:
-    """The code of a model, as `read_model` reads it."""
+    """The code of a model, which `read_model` reads."""
     return write(model, _FIELDS)

@@ -1,4 +1,4 @@
-"""The operators that a node of a CPU plan may call, with what they take and give."""
+"""The operators that a node of a CPU plan may call, with their inputs, outputs and attributes."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -14,7 +14,7 @@ NEWEST_OPSETS = MappingProxyType(OPSETS)
 class Formal:
     """An input or output of an operator; bit n of ``types`` is ONNX's element type n.
 
-    ``optional``: it may be left out. ``variadic``: it is the last one, and may be there any number of times.
+    ``optional``: it may be omitted. ``variadic``: it is the last one, and may be repeated.
     """
 
     optional: bool
@@ -39,7 +39,7 @@ class Operator:
 
 @cache
 def find(domain: str, name: str, opset: int) -> Operator | None:
-    """The operator as version ``opset`` of its domain has it; None where no plan may call it."""
+    """The operator in version ``opset`` of its domain; None where plans may not call it."""
     found = None
     for line in OPERATORS.get(f"{domain}:{name}", "").splitlines():
         since, rest = line.split("/", 1)

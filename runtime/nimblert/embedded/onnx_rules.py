@@ -1,9 +1,8 @@
-"""Whether the ONNX model of a CPU kernel is data that ONNX Runtime can be handed.
+"""The rules of the ONNX model of a CPU kernel, so that it is safe to load in ONNX Runtime.
 
-ONNX Runtime trusts much of a model: that an initializer has the type and shape it is given memory of,
-that inputs which an operator needs are there. So a kernel's model is one node, of an operator that
-`onnx_operators` lists, called as it may be; and names, dtypes and shapes of what it reads and writes are
-those of the kernel's parameters. Each rule yields a sentence.
+ONNX Runtime trusts much of a model: that the memory given for an initializer has its type and shape, that required
+inputs are present. So a kernel's model is one node, a valid call of an operator that `onnx_operators` lists; and the
+names, dtypes and shapes of its values are those of the kernel's parameters. A broken rule yields a sentence.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,14 +18,14 @@ from nimblert.extents import MAX_RANK
 from nimblert.plan import ITEM_NBYTES, Kernel, Module, Parameter, ParameterKind
 
 EXTERNAL_FILE = "weights"
-"""The file that an initializer bound by a parameter names. It never holds anything: ONNX Runtime takes
-the memory that it is given for the initializer, but insists that the file exists."""
+"""The file named by an initializer that a parameter binds. It is always empty: ONNX Runtime uses the memory given for
+the initializer, but requires that the file exists."""
 
 ORIGIN = "onnxruntime"
-"""Origin of a module. With blocked convolutions (NCHWc) the block follows: "onnxruntime nchwc16"."""
+"""The origin of a module. With blocked convolutions (NCHWc) the block size follows: "onnxruntime nchwc16"."""
 
 IN_A_BODY = "is in the body of a loop or branch, where its sizes are not known before a run"
-"""What is wrong with most operators there."""
+"""Why most operators are refused there."""
 
 NCHWC_DOMAIN = "com.microsoft.nchwc"
 
@@ -45,9 +44,9 @@ _FIELDS_OF_DTYPES = {
     "uint32": "uint64_data",
     "uint64": "uint64_data",
 }
-"""Where the data of a constant are that are not raw bytes; those of other dtypes are in int32_data."""
+"""The field for the data of a constant unless they are raw bytes; int32_data for all other dtypes."""
 _NARROW_BITS = {17: 8, 18: 8, 19: 8, 20: 8, 21: 4, 22: 4, 23: 4, 24: 8, 25: 2, 26: 2}
-"""Bits of an element of the types that only constants have: float8, int4, float4, int2 and their kin."""
+"""Bits per element of types for constants alone: float8, int4, float4, int2 and the like."""
 _STRING = 8  # TensorProto.STRING
 
 
@@ -96,7 +95,7 @@ def _domains(node: Node) -> set[str]:
 
 
 def _signature_problems(graph: Graph, parameters: Sequence[Parameter]) -> Iterator[str]:
-    """What the model reads and gives is what the parameters say, in their order."""
+    """Inputs, outputs and initializers of the model are the parameters, in order."""
     external = [tensor for tensor in graph.initializer if tensor.data_location == _EXTERNAL]
     for kind, what, found in (
         (ParameterKind.INPUT, "inputs", [_declared(value) for value in graph.input]),
@@ -122,7 +121,7 @@ def _external(tensor: TensorValue) -> tuple[str | None, str | None, tuple[int, .
 
 
 def _declared(value: Value) -> tuple[str | None, str | None, tuple[int, ...] | None]:
-    """Name, dtype and shape of an input or output; None for what is not said."""
+    """Name, dtype and shape of an input or output; None for what is not declared."""
     tensor = value.type.tensor_type if value.type is not None else None
     if tensor is None:
         return value.name, None, None
@@ -132,13 +131,13 @@ def _declared(value: Value) -> tuple[str | None, str | None, tuple[int, ...] | N
 
 
 def _types(graph: Graph, parameters: Sequence[Parameter]) -> dict[str, int]:
-    """ONNX's element type of each value that the node of the model may read or give."""
+    """ONNX's element type of each value that the node of the model may read or write."""
     constants = {tensor.name or "": tensor.data_type or 0 for tensor in graph.initializer}
     return constants | {parameter.name: ELEMENT_TYPES.get(parameter.dtype, 0) for parameter in parameters}
 
 
 def _call(graph: Graph, parameters: Sequence[Parameter]) -> Call:
-    """The node of the model with the shapes of what it reads and gives."""
+    """The node of the model with the shapes of its inputs and outputs."""
     (node,) = graph.node
     shapes = {tensor.name: tensor.dims for tensor in graph.initializer} | {p.name: p.shape for p in parameters}
     embedded = {tensor.name: tensor for tensor in graph.initializer if tensor.data_location != _EXTERNAL}
@@ -162,7 +161,7 @@ def _type_problems(node: Node, types: Mapping[str, int], opsets: Mapping[str, in
 
 
 def _graph_problems(graph: Graph, opsets: Mapping[str, int], outer: frozenset[str]) -> Iterator[str]:
-    """Rules of a graph whose nodes may also read ``outer``, the values around it."""
+    """The rules of a graph whose nodes may also read ``outer``, the values of the graphs around it."""
     known = set(outer)
     for name in (*(value.name for value in graph.input), *(tensor.name for tensor in graph.initializer)):
         yield from _definition_problems(name, known)
@@ -225,7 +224,7 @@ def _arity_problems(
 
 
 def _attribute_problems(attribute: Attribute, opsets: Mapping[str, int], known: frozenset[str]) -> Iterator[str]:
-    """An attribute has the value of its type, and no other."""
+    """An attribute has a value of its type, and no other."""
     held = _ATTRIBUTE_FIELDS.get(attribute.type or 0, "")
     given = [name for name in _ATTRIBUTE_FIELDS.values() if getattr(attribute, name) not in (None, ())]
     if given not in ([held], []) or (held in ("f", "i", "s", "t", "g") and not given):
@@ -240,7 +239,7 @@ def _attribute_problems(attribute: Attribute, opsets: Mapping[str, int], known: 
 
 
 def _constant_problems(tensor: TensorValue) -> Iterator[str]:
-    """A constant with its data: as many as its shape says, in the field where its type belongs."""
+    """The data of a constant are as many as its shape has elements, in a field for its type."""
     if tensor.external_data or tensor.data_location or min(tensor.dims, default=0) < 0 or len(tensor.dims) > MAX_RANK:
         yield f"model: constant {tensor.name!r} of shape {tensor.dims} is not within the model"
         return
@@ -251,7 +250,7 @@ def _constant_problems(tensor: TensorValue) -> Iterator[str]:
 
 
 def _stored(element_type: int, count: int) -> tuple[dict[str, int], ...]:
-    """The fields that the data of ``count`` elements may be in, with their numbers of items."""
+    """The fields that may hold the data of ``count`` elements, each with its number of items."""
     if element_type == _STRING:
         return ({"string_data": count},)
     if element_type in _NARROW_BITS:

@@ -1,8 +1,8 @@
-"""What ONNX Runtime's CPU kernels take for granted about shapes and attributes, and so a plan must keep.
+"""Assumptions of ONNX Runtime's CPU kernels about shapes and attributes, as rules for plans.
 
-ONNX Runtime checks most of what it is given. Where it does not, a kernel reads or writes past a tensor,
-divides by zero or never ends; such cases were found by ``fuzz/operators.py`` (versions 1.24 to 1.32), whose
-corpus replays them. A rule here is stricter than the fault needs where that makes it simpler.
+ONNX Runtime validates most of its inputs. Where it does not, a kernel accesses memory outside a tensor, divides by zero
+or never ends. ``fuzz/operators.py`` found these cases (versions 1.24 to 1.32), and its corpus replays them. Some rules
+are stricter than necessary, where that makes them simpler.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -41,7 +41,6 @@ class Call:
         """An attribute that is a list of integers, empty where it is not there."""
         return self.attributes[name].ints if name in self.attributes else ()
 
-
     def number(self, index: int) -> int | None:
         """The value of an input that is one integer and part of the model; else None."""
         tensor = self.constant.get(index)
@@ -70,21 +69,21 @@ com.microsoft.FusedGemm com.microsoft.QuickGelu
 """
 
 ANY_SHAPE = frozenset(_ANY_SHAPE.split())
-"""Operators that take empty tensors. Only these may be in the bodies of loops and branches, where shapes are
-not known before a run."""
+"""Operators that accept empty tensors. Only these may be in bodies of loops and branches, whose shapes are not known
+before a run."""
 
 _EMPTY_INPUTS = {"Resize": frozenset({1, 2}), "Upsample": frozenset({1})}
-"""Inputs that exporters leave empty instead of out."""
+"""Inputs that exporters give as empty tensors instead of omitting them."""
 
 
 _SIZES = dict.fromkeys(("kernel_shape", "strides", "dilations"), 1 << 20)
 _SIZES |= dict.fromkeys(("blocksize", "group", "hidden_size", "output_shape"), 1 << 24)
 _HEADS = dict.fromkeys(("num_heads", "q_num_heads", "kv_num_heads"), 1 << 24)
-"""Attributes that kernels divide by, or multiply without looking, and more than any network has."""
+"""Attributes that kernels divide by or multiply unchecked, with a bound above the values of any network."""
 
 
 def problems(operator: str, call: Call) -> Iterator[str]:
-    """Yield a sentence for each thing about ``call`` that a kernel of ``operator`` would take for granted."""
+    """Yield a sentence for each assumption of the kernels of ``operator`` that ``call`` does not meet."""
     if operator not in ANY_SHAPE:
         may_be_empty: frozenset[int] = _EMPTY_INPUTS.get(operator, frozenset())
         for what, shapes in (("input", call.inputs), ("output", call.outputs)):
@@ -102,16 +101,16 @@ def problems(operator: str, call: Call) -> Iterator[str]:
 
 
 def is_for_bodies(operator: str) -> bool:
-    """Whether an operator is safe whatever shapes its inputs have.
+    """Whether an operator may be in the body of a loop or branch: it is safe for inputs of any shape.
 
-    Loops build their results with Concat. That tensors of several ranks are refused by itself, unless the
-    first is empty: then the process ends, which in a body nobody can see coming.
+    Concat is allowed, since loops build their results with it: it refuses tensors of different ranks itself, but ends
+    the process where the first is empty, which cannot be foreseen in a body.
     """
     return operator in ANY_SHAPE and (operator not in _RULES or operator == "Concat")
 
 
 def _bias(weights: int, bias: int) -> Rule:
-    """A bias has one number for each filter; ``weights`` and ``bias`` are places of inputs."""
+    """A bias has one number for each filter; ``weights`` and ``bias`` are positions of inputs."""
 
     def rule(call: Call) -> Iterator[str]:
         filters, given = call.input(weights), call.input(bias)
@@ -130,7 +129,7 @@ def _transposed_bias(call: Call) -> Iterator[str]:
 
 
 def _summand(index: int) -> Rule:
-    """What a convolution adds to its output is as large as that."""
+    """The tensor that a convolution adds to its output has the output's shape."""
 
     def rule(call: Call) -> Iterator[str]:
         given = call.input(index)
@@ -146,7 +145,7 @@ def _batch_norm(call: Call) -> Iterator[str]:
 
 
 def _ranks(*allowed: str) -> Rule:
-    """How many dimensions each input may have, one digit for each number that will do."""
+    """The allowed numbers of dimensions of each input, one digit each."""
 
     def rule(call: Call) -> Iterator[str]:
         for place, (shape, digits) in enumerate(zip(call.inputs, allowed, strict=False)):
@@ -157,7 +156,7 @@ def _ranks(*allowed: str) -> Rule:
 
 
 def _scales(*places: int) -> Rule:
-    """Scales and zero points are single numbers and part of the model: tables are made of them at load."""
+    """Scales and zero points are single numbers and part of the model: kernels make tables of them at load."""
 
     def rule(call: Call) -> Iterator[str]:
         for place in places:
@@ -219,18 +218,18 @@ def _switches(*names: str) -> Rule:
 
 
 def _new_axis(call: Call) -> Iterator[str]:
-    """Versions from 1.24 read the axis, where it is part of the model, from one of the fields that it may be in."""
+    """Versions from 1.24 read a constant axis from the field int32_data alone."""
     axis = call.constant.get(1)
     if axis is None or axis.raw_data is not None or len(axis.int32_data) != 1:
         yield "its axis is not one number in the field int32_data of the model"
 
 
 _LONGEST_SIGNAL = 1 << 24
-"""Samples that are counted in float32."""
+"""The most samples, since they are counted in float32."""
 
 
 def _spectra(call: Call) -> Iterator[str]:
-    """STFT: frames within the signal, and a window of real numbers as long as they are."""
+    """STFT: a frame length and step from 1, and a window of one dimension for real signals."""
     signal, window = call.input(0), call.input(2)
     if signal is None or len(signal) < 2 or signal[1] > _LONGEST_SIGNAL:
         yield f"signal of shape {signal}, expected at most {_LONGEST_SIGNAL} samples"

@@ -1,9 +1,9 @@
-"""Strict reading of protobuf messages, what has one meaning only or nothing, and writing in that form.
+"""Strict reading of protobuf messages, and writing in the same canonical form.
 
-Parsers differ in what they make of unknown fields, of a field that comes twice, of groups, of numbers
-in more bytes than they need. Here all of these are refused, and fields must stand in ascending order:
-a message that is read is, byte for byte, the one way to write it down (deterministic serialization),
-so every parser sees the same. See https://protobuf.dev/programming-guides/encoding/.
+Parsers differ in how they treat unknown fields, repeated occurrences of a field, groups, and overlong varints. All of
+these are refused here, and fields must be in ascending order. So an accepted message is byte for byte the only way to
+write it (deterministic serialization), and every parser reads the same. See
+https://protobuf.dev/programming-guides/encoding/.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from typing import Any
 from nimblert.errors import PlanFormatError
 
 MAX_DEPTH = 24
-"""Messages in messages: six for a model's tensors, five more for each level of control flow."""
+"""The deepest nesting of messages: six for a model's tensors, five more for each level of control flow."""
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _F32, _F64 = Struct("<f"), Struct("<d")
@@ -23,10 +23,10 @@ _WIRE_TYPES = {"int32": _VARINT, "int64": _VARINT, "uint64": _VARINT, "float": _
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Field:
-    """One field of a message: the attribute of the record that it becomes, and how it is written.
+    """One field of a message: the name of its attribute in the record, and its encoding.
 
-    ``kind`` is "int32" (enums too), "int64", "uint64", "float", "double", "text", "bytes", or the
-    record class of a message. What is ``repeated`` becomes a tuple; ``packed``: written as one block.
+    ``kind`` is "int32" (enums too), "int64", "uint64", "float", "double", "text", "bytes", or the record class of a
+    message. A ``repeated`` field becomes a tuple; ``packed``: encoded as one block.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Field:
 
 
 Fields = Mapping[type, Mapping[int, Field]]
-"""For each record class its fields by tag: the number and the wire type as they stand before a value."""
+"""For each record class its fields by tag: number and wire type as encoded before a value."""
 
 
 def by_tag(numbered: Mapping[type, Mapping[int, Field]]) -> Fields:
@@ -52,7 +52,7 @@ def _wire_type(field: Field) -> int:
 
 
 class Budget:
-    """How many more fields may be read; each becomes a Python object, so a small file could ask for much."""
+    """The number of fields that may still be read: each becomes an object, so a small file could need much memory."""
 
     __slots__ = ("left",)
 
@@ -61,17 +61,16 @@ class Budget:
 
 
 def read(data: bytes, record: type, fields: Fields, budget: Budget) -> Any:
-    """The message of the class ``record`` that ``data`` is, all of it.
+    """Read ``data`` as one message of the class ``record``.
 
-    Its fields and those of messages within it are taken from ``budget``. Absent fields take the
-    defaults of the record. Raises PlanFormatError where the bytes are not a message in the one form
-    described above, or have fields that ``fields`` does not know.
+    Its fields and those of nested messages count against ``budget``. Absent fields have the defaults of the record.
+    Raises PlanFormatError where the bytes are not a message in canonical form, or have fields not in ``fields``.
     """
     return _Reader(data, fields, budget).message(record, 0, len(data), 0)
 
 
 def write(record: Any, fields: Fields) -> bytes:
-    """The one form of a message that `read` reads: `read(write(x))` is x, `write(read(data))` is data."""
+    """The canonical form of a message: `read(write(x))` is x, `write(read(data))` is data."""
     written = bytearray()
     for tag, field in sorted(fields[type(record)].items()):
         value = getattr(record, field.name)
@@ -115,7 +114,7 @@ def _varint_bytes(value: int) -> bytes:
 
 
 class _Reader:
-    """The bytes, what their fields mean, and how many fields may still come."""
+    """The bytes, the known fields, and the budget."""
 
     def __init__(self, data: bytes, fields: Fields, budget: Budget) -> None:
         self._data = data
@@ -123,7 +122,7 @@ class _Reader:
         self._budget = budget
 
     def message(self, record: type, at: int, end: int, depth: int) -> Any:
-        """The record that the bytes from ``at`` to ``end`` are."""
+        """Read the bytes from ``at`` to ``end`` as a record."""
         if depth > MAX_DEPTH:
             raise PlanFormatError(f"protobuf: messages within messages at byte {at}, deeper than {MAX_DEPTH}")
         data, known = self._data, self._fields[record]

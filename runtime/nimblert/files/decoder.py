@@ -1,6 +1,6 @@
-"""From the bytes of a plan file to a `Plan`: the one place that reads a plan's FlatBuffer.
+"""Decode the bytes of a plan file into a `Plan`: the only reader of its FlatBuffer.
 
-The numbers handed to a `Table` are positions of fields in schema/plan.fbs.
+The numbers passed to a `Table` are positions of fields in schema/plan.fbs.
 """
 
 from struct import Struct
@@ -51,8 +51,8 @@ _F64 = Struct("<d")
 def decode(image: memoryview, flatbuffer_nbytes: int) -> Plan:
     """The plan in a file's bytes; its code and weights are slices of ``image``, not copies.
 
-    Raises PlanFormatError where the bytes are not a plan or a newer major version of the schema.
-    What the plan says is not judged: that is `nimblert.rules.verify`.
+    Raises PlanFormatError where the bytes are not a plan, or of an unsupported major version of the schema. Whether the
+    plan is valid is for `nimblert.rules.verify` to check.
     """
     try:
         root = FlatBuffer(image[:flatbuffer_nbytes]).root()
@@ -69,7 +69,7 @@ def decode(image: memoryview, flatbuffer_nbytes: int) -> Plan:
 
 
 def file_nbytes(image: memoryview) -> int | None:
-    """How long the file that ``image`` is the start of should be; None if that part is missing too."""
+    """The full length of the file that ``image`` is the start of; None where it is too short to tell."""
     try:
         trailer = Segment(*FlatBuffer(image).root().record(1, schema.SEGMENT))
     except (struct_error, PlanFormatError):
@@ -86,7 +86,7 @@ def _check_version(major: int, minor: int) -> None:
 
 
 def _hint(major: int, minor: int) -> str:
-    """What may be behind a plan that cannot be decoded, as the end of a sentence."""
+    """A possible reason why a plan cannot be decoded, for the end of a message."""
     if (major, minor) <= (schema.MAJOR, schema.MINOR):
         return ""
     return (
@@ -96,7 +96,7 @@ def _hint(major: int, minor: int) -> str:
 
 
 class _Pointers(dict[tuple[int, int, int], Pointer]):
-    """Pointers by (offset, index, region): a plan repeats most of them."""
+    """Pointers by (offset, index, region), made once each: a plan repeats most of them."""
 
     def __missing__(self, key: tuple[int, int, int]) -> Pointer:
         offset, index, region = key
@@ -144,9 +144,9 @@ class _Decoder:
         )
 
     def _bytes(self, table: Table, slot: int) -> memoryview:
-        """The part of the file that a Segment names, empty where it leaves the file; its compression follows it.
+        """The bytes of a Segment, fewer where it leaves the file; the field after it is its compression.
 
-        Whether segments are where they should be is checked when all of them are known.
+        The places of segments are checked once all are known.
         """
         if compression := table.u8(slot + 1):
             raise PlanFormatError(f"segment of compression {compression}: this nimblert knows none")

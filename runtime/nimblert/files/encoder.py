@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-call"
 # (flatc writes no types, and every line here calls what it wrote)
-"""From a `Plan` to the FlatBuffer of a plan file: the one place that uses the generated writers.
+"""Encode a `Plan` as the FlatBuffer of a plan file: the only user of the generated writers.
 
-FlatBuffers grow from back to front: what a table points to is written before the table.
+FlatBuffers grow from back to front: the children of a table are written before it.
 """
 
 import struct
@@ -42,7 +42,7 @@ from nimblert.plan import (
 
 
 class Encoded(NamedTuple):
-    """A FlatBuffer, where each of `segments.contents` goes in the file, and where the trailer goes."""
+    """A FlatBuffer, and the places in the file of `segments.contents` and of the trailer."""
 
     flatbuffer: bytes
     segments: tuple[Segment, ...]
@@ -50,7 +50,7 @@ class Encoded(NamedTuple):
 
 
 def encode(plan: Plan) -> Encoded:
-    """Encode everything but code and weights, which are placed and not touched.
+    """Encode everything but code and weights, which are only given places.
 
     Equal plans give equal bytes. Raises PlanFormatError where a number does not fit its field or the
     FlatBuffer would pass 2 GiB.
@@ -76,10 +76,10 @@ def encode(plan: Plan) -> Encoded:
 
 
 class _Encoder(Writer):
-    """One method for each table of the schema; each gives the table's offset in the builder.
+    """One method for each table of the schema, which returns the table's offset in the builder.
 
-    Where the segments go depends on the size of the FlatBuffer, so they are written as zeros;
-    ``segments`` keeps the places to fill in: of `segments.contents` in order, then of the trailer.
+    The places of segments depend on the size of the FlatBuffer, so they are written as zeros; ``segments`` holds where
+    to fill them in: those of `segments.contents` in order, then that of the trailer.
     """
 
     def __init__(self) -> None:

@@ -1,10 +1,9 @@
 """Checked reading of FlatBuffers.
 
-The accessors that flatc generates for Python trust their buffer: a damaged offset reads other
-bytes, a damaged length walks for minutes. Here every offset, string and vector is bounded before it
-is touched, and all of them together may not exceed the buffer: in a sound one no two share bytes,
-so a small file cannot make a large plan. See "FlatBuffers internals" at
-https://flatbuffers.dev/internals/ for the encoding.
+The accessors that flatc generates for Python trust their buffer: a damaged offset reads other bytes, and a damaged
+length loops for minutes. Here every offset, string and vector is bounded before it is read, and all together may not
+exceed the buffer: in a valid one no two share bytes, so a small file cannot become a large plan. The encoding:
+"FlatBuffers internals", https://flatbuffers.dev/internals/.
 """
 
 from collections.abc import Iterator
@@ -21,11 +20,11 @@ _U64 = Struct("<Q")
 _F64 = Struct("<d")
 
 _NO_FIELDS = (0,) * 32
-"""More slots than any table of the schema has; 0 stands for an absent field."""
+"""At least as many slots as any table of the schema has; 0 is an absent field."""
 
 
 class FlatBuffer:
-    """A buffer, what of it may still be read, and the tables' field offsets by vtable.
+    """A buffer, the number of bytes that may still be read, and the field offsets of tables by vtable.
 
     Reading raises PlanFormatError, or struct.error where a fixed-size field leaves the buffer.
     """
@@ -52,7 +51,7 @@ class FlatBuffer:
         return Table(self, position, fields)
 
     def claim(self, position: int, nbytes: int) -> None:
-        """Raise unless ``nbytes`` bytes at ``position`` are in the buffer and not used up."""
+        """Count ``nbytes`` bytes at ``position`` as read. Raises PlanFormatError where they are not in the buffer."""
         self._unread -= nbytes
         if position + nbytes > len(self.view) or self._unread < 0:
             raise PlanFormatError(

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-call"
 # (flatbuffers.Builder has no types)
-"""Strings and vectors of a FlatBuffer; what is empty is not written, and is an absent field."""
+"""Strings and vectors of a FlatBuffer; empty ones are absent fields."""
 
 import struct
 from collections.abc import Iterable, Sequence
@@ -9,7 +9,7 @@ import flatbuffers
 
 
 class Writer:
-    """A builder. Each method gives what it wrote as an offset for a table's field, 0 for nothing."""
+    """A builder. Each method returns the offset of what it wrote, for a field of a table; 0 for nothing."""
 
     def __init__(self) -> None:
         self._builder = flatbuffers.Builder(1 << 16)

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and never over what is not a file."""
+"""Files that are written whole or not at all, and never replace anything but a regular file."""
 
 import os
 import stat
@@ -21,9 +21,9 @@ _KINDS = {
 
 
 def destination(path: Path) -> Path:
-    """Where a file of this name is to be written: what symbolic links lead to, as for ``cp`` and ``>``.
+    """The place to write a file of this name: symbolic links are followed, as ``cp`` and ``>`` do.
 
-    Raises NimbleError where something other than a regular file is there, which is never replaced.
+    Raises NimbleError where anything but a regular file is there.
     """
     if "\0" in os.fspath(path):
         raise NimbleError(f"{os.fspath(path)!r}: holds a zero byte, which no name of a file does")
@@ -39,11 +39,11 @@ def destination(path: Path) -> Path:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Give a file to write; when the block ends without an error it takes the place of ``path``.
+    """A file to write, which replaces ``path`` if the block ends without an error.
 
-    A symbolic link stays, and what it leads to is replaced. Until then the file is in a folder beside
-    it, which the next one to write there removes if this process is killed. Raises NimbleError where
-    that cannot be; a file of that name is then as it was before.
+    A symbolic link is kept, and its target replaced. Until then the file is in a folder beside the target, which the
+    next writer there removes if this process is killed. Raises NimbleError where it cannot be written; an existing file
+    is unchanged then.
     """
     try:
         with scratch_folder(destination(path).parent) as folder:

@@ -1,7 +1,7 @@
-"""What the encoder and the decoder must know of schema/plan.fbs beside the generated code.
+"""Constants and struct layouts of schema/plan.fbs, for encoder and decoder.
 
-The structs are read and written many at a time, so their layouts stand here. The decoder does without
-the generated code, whose import takes 20 ms of a process start; tests compare both.
+Structs are read and written many at a time. The decoder does not import the generated code, which would take 20 ms of a
+process start; tests compare both.
 """
 
 import enum
@@ -11,11 +11,11 @@ IDENTIFIER = b"NPLN"
 """Bytes 4 to 8 of the file, schema/plan.fbs: file_identifier."""
 
 MAJOR = 2
-"""The major version that is written. Version 1 is read, too, of which 2 is an extension; see schema/README.md."""
+"""The major version that is written. Version 1, which 2 extends, is read too; see schema/README.md."""
 MINOR = 1
-"""Fields of a newer minor version are ignored."""
+"""The minor version that is written; fields of newer ones are ignored."""
 OLDEST_MAJOR = 1
-"""Plans of an older major version than this, or of a newer one than `MAJOR`, are refused."""
+"""The oldest major version that is read."""
 
 
 class Action(enum.IntEnum):

@@ -1,7 +1,7 @@
-"""Folders for files that are not finished; those that a killed process left are removed by the next one.
+"""Folders for unfinished files; those of a killed process are removed by the next one that makes one there.
 
-The owner of a folder holds a lock (flock) on a file in it. The kernel gives the lock back when the
-process ends, however it ends, so a folder whose lock can be had is nobody's any more.
+The owner of a folder holds a lock (flock) on a file in it. The kernel releases the lock when the process ends, however
+it ends; so a folder whose lock is free is abandoned.
 """
 
 import fcntl
@@ -19,14 +19,11 @@ _LOCK = "lock"
 
 @contextmanager
 def scratch_folder(parent: Path | None = None) -> Iterator[Path]:
-    """A new folder in ``parent`` (or where the system keeps temporary files), removed at the end.
-
-    Raises OSError where none can be made there.
-    """
+    """A new folder in ``parent``, by default that of temporary files, removed at the end. Raises OSError."""
     parent = parent or Path(tempfile.gettempdir())
     _remove_abandoned(parent)
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-    # A TemporaryDirectory would be removed at the interpreter's end, while a daemon thread may still use it.
+    # A TemporaryDirectory would be removed as the interpreter shuts down, while a daemon thread may still use it.
     try:
         with _locked(folder):
             yield folder
@@ -36,7 +33,7 @@ def scratch_folder(parent: Path | None = None) -> Iterator[Path]:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder, which has a lock at no time that is not held."""
+    """Hold the lock of a folder; the file gets its name only once it is locked."""
     unnamed = folder / f"{_LOCK}.new"
     with unnamed.open("wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -1,6 +1,6 @@
-"""Where the bulk bytes of a plan file stand: code and weights, behind the FlatBuffer.
+"""The segments of a plan file: code and weights, behind the FlatBuffer.
 
-Both sides of the file format share this: the writer places, the reader checks.
+The writer places them, and the reader checks their places.
 """
 
 from collections.abc import Iterable, Iterator
@@ -13,7 +13,7 @@ ALIGNMENT = 4096
 """A page: segments can be mapped, and read with O_DIRECT, one by one."""
 
 _MODEL_ALIGNMENT = 64
-"""ONNX models are small and many: each on a page of its own, they would be mostly padding."""
+"""For ONNX models, which are small and many: with a page each, most of the file would be padding."""
 
 TRAILER_NBYTES = 64
 """The trailer ends the file; see `nimblert.files.container`."""
@@ -35,11 +35,10 @@ def contents(plan: Plan) -> Iterator[memoryview]:
 
 
 def place(plan: Plan, start: int) -> tuple[Segment, ...]:
-    """The segments of `contents`, the first of them not before byte ``start``.
+    """The places of `contents`, from byte ``start`` on.
 
-    Cubins start on pages, ONNX models close together. A weight stands where its offset in the file and
-    in its region agree modulo the page size, so neighbours in the region are as far apart in the file
-    and one copy can upload them all.
+    Cubins start on pages, ONNX models close together. The offset of a weight in the file equals that in its region
+    modulo the page size, so that adjacent weights keep their distance and one copy can upload them all.
     """
     of_code = (0, _MODEL_ALIGNMENT if plan.target is Target.CPU else ALIGNMENT)
     places = [of_code] * len(plan.modules) + [(w.offset, ALIGNMENT) for w in (*plan.weights, *plan.state)]
@@ -54,8 +53,8 @@ def place(plan: Plan, start: int) -> tuple[Segment, ...]:
 def check(segments: Iterable[Segment], image: memoryview, start: int) -> None:
     """Raise PlanFormatError unless ``segments`` fill ``image`` from ``start`` to its end.
 
-    They ascend without overlap, and between them is less than a page of zeros. The last segment
-    given is what ends the image (the trailer).
+    They ascend without overlap, with less than a page of zeros between them. The last one ends the image: it is the
+    trailer.
     """
     for segment in segments:
         if not start <= segment.offset < start + ALIGNMENT:

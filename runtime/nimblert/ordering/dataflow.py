@@ -1,4 +1,4 @@
-"""Whose bytes a command reads, and who reads what it wrote."""
+"""The flow of data: which commands write the bytes that a command reads, and which read what it writes."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,26 +10,25 @@ from nimblert.ordering.pieces import Ints
 from nimblert.plan import Access, Program, Region
 
 BEFORE = -1
-"""Stands for whoever wrote a byte before the first command."""
+"""The writer of bytes that no command has written."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dataflow:
-    """Of a program without hazards: there, bytes are those of the last command issued before that writes them.
+    """The flow of data of a program without hazards: a read gets the bytes of the last write issued before it.
 
-    Commands are named by their indices. What is read when the last command has ended, the program's outputs,
-    counts as read by the command after it.
+    Commands are given by their indices. The program's outputs count as read by a command after the last.
     """
 
     _writers: Mapping[tuple[int, Access], frozenset[int]]
     _readers: Mapping[int, Sequence[tuple[int, Access]]]
 
     def writers(self, command: int, access: Access) -> frozenset[int]:
-        """The commands that wrote the bytes which ``command`` reads; `BEFORE` where none of them did."""
+        """The commands whose bytes ``command`` reads; `BEFORE` for bytes that no command wrote."""
         return self._writers.get((command, access), frozenset((BEFORE,)))
 
     def readers(self, command: int, access: Access) -> Iterator[int]:
-        """The commands that read bytes which ``command`` wrote in ``access``."""
+        """The commands that read bytes of this write ``access`` of ``command``."""
         for reader, read in self._readers.get(command, ()):
             if _overlap(access, read):
                 yield reader
@@ -68,7 +67,7 @@ def dataflow(program: Program) -> Dataflow:
 
 
 class _Memory:
-    """Who wrote each piece of a region last."""
+    """The last writer of each piece of a region."""
 
     def __init__(self, borders: Ints) -> None:
         self._borders = borders
@@ -86,7 +85,7 @@ class _Memory:
 
 
 def _ends(accesses: list[Access], region: tuple[Region, int]) -> Ints:
-    """Where the accesses to a region begin and end."""
+    """The offsets at which accesses to a region begin and end."""
     within = [a for a in accesses if (a.pointer.region, a.pointer.index) == region]
     return np.array([n for a in within for n in (a.pointer.offset, a.pointer.offset + a.nbytes)], np.int64)
 

@@ -1,9 +1,8 @@
 """The proof that a program is safe under concurrency: commands that conflict are ordered.
 
-Two commands conflict if they touch a common byte of a region and one of them writes it. That covers
-data handed from one to the other as well as arena bytes that serve one buffer after another. It
-does not tell which of two ordered writes a later read means: that is the compiler's to prove
-(`nimblec.schedule.memory.overlaps`).
+Two commands conflict if they access a common byte of a region and one of them writes it. That covers data passed from
+one to the other, and arena bytes that buffers use one after another. It does not tell which of two ordered writes a
+later read is meant to see: the compiler proves that (`nimblec.schedule.memory.overlaps`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,17 +17,16 @@ from nimblert.ordering.pieces import Touches
 from nimblert.plan import Program, Region, Work
 
 _MOST_SENTENCES = 100
-"""Where one wait is missing, thousands of pairs may be unordered; nobody reads more."""
+"""One missing wait may leave thousands of pairs unordered."""
 
 
 def hazards(program: Program, limits: Limits = DEFAULT_LIMITS) -> Iterator[str]:
-    """Yield sentences where commands conflict and nothing orders them; none where all is ordered.
+    """Yield a sentence for each pair of unordered conflicting commands, and each read of unwritten arena bytes.
 
-    A sentence names two neighbours of the accesses to a byte, so others may conflict too. And for
-    each read of arena bytes that no earlier command, no input and not the command itself writes. At
-    most a hundred. The program must be verified otherwise: its indices, bounds and events in order.
-    Near-linear in its accesses; one whose accesses fall into more pieces than ``limits`` has is not judged
-    but named.
+    Only adjacent accesses to a byte are named, so further pairs may conflict. Bytes are unwritten if no earlier
+    command, no input and not the command itself writes them. Yields at most a hundred sentences. All other rules must
+    hold: indices, bounds, events. Near-linear in the accesses; for a program with more pieces than ``limits`` allows,
+    the only sentence says so.
     """
     works = list(program.work)
     touched = pieces.touches([work for _, work in works])
@@ -67,9 +65,9 @@ def _unordered(accesses: Touches, ordered: Order) -> Iterator[tuple[int, int, in
 
 
 def _unwritten(program: Program, works: Sequence[tuple[int, Work]], accesses: Touches) -> Iterator[str]:
-    """Yield a sentence for each read of arena bytes that nothing has written by then.
+    """Yield a sentence for each read of arena bytes that nothing has written before.
 
-    Bytes that the same command also writes are left out: it may fill them before it reads them.
+    Bytes that the same command writes are exempt: it may write them before it reads them.
     """
     inputs = [tensor for tensor in program.inputs if tensor.pointer.region is Region.ARENA]
     starts = [tensor.pointer.offset for tensor in inputs]
@@ -91,7 +89,7 @@ def _unwritten(program: Program, works: Sequence[tuple[int, Work]], accesses: To
 
 
 class _Growing:
-    """A growing set of numbers below ``count``: each is looked at about once, however often it is added."""
+    """A growing set of numbers below ``count``; each costs constant time on average, however often it is added."""
 
     def __init__(self, count: int) -> None:
         self._missing = list(range(count + 1))  # a missing number leads to itself, others towards the next missing

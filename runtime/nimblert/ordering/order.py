@@ -1,8 +1,8 @@
-"""Which work has ended when other work starts, by vector clocks over the streams.
+"""The order of work commands, by vector clocks over the streams.
 
-A work command (launch, copy, fill) has a place: its stream, and its number there. What has ended before
-it is, of each stream, all work up to some number; a row of these numbers changes only where a stream
-waits. See Fidge, "Timestamps in message-passing systems that preserve the partial ordering" (1988).
+A work command (launch, copy, fill) is known by its stream and its number there. The work that has ended before it is,
+for each stream, all work up to some number. These numbers form a row, which changes only where a stream waits. See
+Fidge, "Timestamps in message-passing systems that preserve the partial ordering" (1988).
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from nimblert.plan import Command, Record, Wait
 class Order:
     """For each work command, in issue order: its stream, its number there (from 1), and its row.
 
-    ``rows[row, stream]`` is the number of the last work of another stream that has ended by then.
+    ``rows[row, stream]`` is the number of the last work of another stream that has ended before.
     """
 
     stream: NDArray[np.int32]
@@ -27,7 +27,7 @@ class Order:
     rows: NDArray[np.int32]
 
     def before(self, early: NDArray[np.int64], late: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Whether ``early`` has ended when ``late`` starts, of works issued in this order, pair by pair."""
+        """Whether ``early`` has ended when ``late`` starts, for each pair; ``early`` must have been issued first."""
         streams = self.stream[early]
         ordered: NDArray[np.bool_] = self.rows[self.row[late], streams] >= self.number[early]
         ordered |= streams == self.stream[late]
@@ -35,9 +35,9 @@ class Order:
 
 
 def order(commands: Sequence[Command]) -> Order:
-    """The order that streams and events give to ``commands``, those of a verified program.
+    """The order that streams and events impose on the ``commands`` of a verified program.
 
-    Programmatic edges count as others do: a kernel that starts early waits before it reads or writes.
+    Programmatic edges count like others: a kernel that starts early waits before it reads or writes.
     """
     stream_count = max((command.stream for command in commands), default=0) + 1
     rows = [np.zeros(stream_count, np.int32)]
@@ -47,7 +47,7 @@ def order(commands: Sequence[Command]) -> Order:
     streams: list[int] = []
     numbers: list[int] = []
     places: list[int] = []
-    fresh: set[int] = set()  # streams whose row nobody else has: it may be changed in place
+    fresh: set[int] = set()  # streams whose row is not shared, and may be changed in place
     for command in commands:
         stream = command.stream
         match command:

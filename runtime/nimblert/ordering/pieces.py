@@ -1,8 +1,8 @@
-"""The accesses of a program cut into pieces: bytes between which no access begins or ends.
+"""The accesses of a program, cut into pieces: ranges of bytes within which no access begins or ends.
 
-Within a piece accesses either touch all bytes or none, so it is enough to look at each piece's accesses
-in issue order: if each is ordered against the write before it, and each read against the write after
-it, then all that conflict are ordered. That is linear in the accesses of pieces, where pairs are quadratic.
+An access covers all bytes of a piece or none. So it is enough to look at the accesses to each piece in issue order: if
+each is ordered after the write before it, and each read before the write after it, then all conflicting pairs are
+ordered. That is linear in the accesses to pieces, where comparing all pairs is quadratic.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from nimblert.plan import Access, Launch, Memcpy, Memset, Region, Work
 
-_TOGETHER = 1 << 20  # accesses of pieces looked at together: bounds the memory
+_TOGETHER = 1 << 20  # accesses to pieces that are processed at once: bounds the memory
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -31,9 +31,9 @@ class Touches:
 
 @dataclass(frozen=True, slots=True)
 class Conflicts:
-    """Pairs of works that conflict in a piece, from ``start`` to ``end``: ``early`` was issued first.
+    """Pairs of works that conflict in a piece, from ``start`` to ``end``; ``early`` was issued before ``late``.
 
-    ``late_writes``: whether the later one does.
+    ``late_writes``: whether ``late`` writes the piece.
     """
 
     early: Ints
@@ -88,16 +88,16 @@ def cuts(touched: Touches) -> Ints:
 
 
 def count(touched: Touches) -> int:
-    """How many pieces all accesses have together."""
+    """The number of pieces of all accesses together."""
     borders = cuts(touched)
     first, last = (np.searchsorted(borders, ends) for ends in (touched.start, touched.end))
     return int((last - first).sum())
 
 
 def conflicts(touched: Touches) -> Iterator[Conflicts]:
-    """Yield the pairs that must be ordered for all to be: a write with what comes next, a read with the next write.
+    """Yield the pairs whose order implies all others: each write with the next access, each read with the next write.
 
-    The pairs of some pieces at a time, in ascending order of pieces.
+    They come for some pieces at a time, in ascending order of pieces.
     """
     borders = cuts(touched)
     first, last = (np.searchsorted(borders, ends) for ends in (touched.start, touched.end))
@@ -114,7 +114,7 @@ def conflicts(touched: Touches) -> Iterator[Conflicts]:
 
 
 def _neighbours(touched: Touches, within: Ints, starts: Ints, counts: Ints, borders: Ints) -> Conflicts:
-    """The pairs of the accesses ``within``, of which each has ``counts`` pieces from ``starts``."""
+    """The pairs among the accesses ``within``, each of which has ``counts`` pieces from ``starts``."""
     access = np.repeat(within, counts)
     piece = np.repeat(starts - np.cumsum(counts) + counts, counts) + np.arange(len(access))
     work, write = touched.work[access], touched.write[access]

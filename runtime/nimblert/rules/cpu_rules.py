@@ -1,7 +1,7 @@
-"""The rules of a plan for the CPU target: what ONNX Runtime may be handed, and which bytes it touches.
+"""The rules of a CPU plan: the models that ONNX Runtime may be given, and the bytes that it accesses.
 
-On this target a kernel's parameters are whole tensors, so what a launch reads and writes follows from
-where its relocations point. What the plan says of it besides must be the same.
+On this target a kernel's parameters are whole tensors, so the relocations of a launch determine the bytes that it reads
+and writes. The accesses that the plan declares must be the same.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -42,7 +42,7 @@ def _parameters_problems(parameters: Sequence[Parameter], limits: Limits) -> Ite
 
 
 def _parameter_problems(position: int, parameter: Parameter, limits: Limits) -> Iterator[str]:
-    """Parameters are an array of pointers."""
+    """Parameters are pointers, side by side."""
     if parameter.kind == ParameterKind.VALUE:
         yield "kind: VALUE, expected a pointer on the CPU target"
     if (parameter.offset, parameter.nbytes) != (8 * position, 8):
@@ -55,9 +55,9 @@ def _parameter_problems(position: int, parameter: Parameter, limits: Limits) -> 
 def launch_problems(
     launch: Launch, kernel: Kernel, modules: Sequence[Module], sizes: Sizes, *, refits: bool = False
 ) -> Iterator[str]:
-    """Yield a sentence for each rule that a launch breaks: each relocation is one parameter, a whole tensor.
+    """Yield a sentence for each rule that a launch breaks: each relocation is for one parameter, a whole tensor.
 
-    ``modules`` are those of the plan; ``refits``: whether it may write weights.
+    ``modules`` are those of the plan; ``refits``: whether the launch may write weights.
     """
     constant = (Region.INPUT,) if refits else (Region.WEIGHTS, Region.INPUT)
     parameters = kernel.parameters
@@ -86,7 +86,7 @@ def launch_problems(
 
 
 def _overwritten(launch: Launch, kernel: Kernel, modules: Sequence[Module]) -> set[Place]:
-    """What a launch reads and may write over: operands whose bytes, dtype and shape its output has (`in_place`)."""
+    """The operands that a launch may overwrite: their bytes, dtype and shape are its output's (see `in_place`)."""
     if kernel.symbol not in in_place.OPERATORS or not 0 <= kernel.module < len(modules):
         return set()
     bound = [
@@ -104,7 +104,7 @@ def _overwritten(launch: Launch, kernel: Kernel, modules: Sequence[Module]) -> s
 
 
 def _may_overlap(module: Module, operands: Collection[str]) -> bool:
-    """Whether the one node of a kernel's model may write over these operands."""
+    """Whether the only node of a kernel's model may overwrite these operands."""
     try:
         graph = read_model(bytes(module.code), Budget(DEFAULT_LIMITS.model_fields)).graph
     except PlanFormatError:
@@ -119,8 +119,8 @@ def _places(accesses: Sequence[Access]) -> set[Place]:
 
 
 def _overlap_problems(reads: Collection[Place], writes: Collection[Place]) -> Iterator[str]:
-    """What a launch writes overlaps nothing else that it touches: kernels read on while they write."""
-    ends: dict[bool, tuple[Region, int, int]] = {}  # by written or not: where the last bytes so far end
+    """A write of a launch overlaps none of its other accesses: kernels read while they write."""
+    ends: dict[bool, tuple[Region, int, int]] = {}  # by written or not: the end of the last bytes so far
     for (region, index, start, nbytes), written in sorted([(p, False) for p in reads] + [(p, True) for p in writes]):
         for other, (*place, end) in ends.items():
             if (other or written) and place == [region, index] and start < end:

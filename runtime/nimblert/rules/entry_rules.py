@@ -1,4 +1,4 @@
-"""The rules of entries: their programs differ in sizes alone, and the sizes they say they serve they can serve."""
+"""The rules of entries: their programs differ in sizes alone, and can serve the sizes that their fits declare."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -10,7 +10,7 @@ from nimblert.rules.state_rules import writes_state
 
 
 def problems(plan: Plan) -> Iterator[str]:
-    """Yield a sentence for each program that a caller could not tell from another one of its entry."""
+    """Yield a sentence for each program that is not distinct within its entry, or whose fits are wrong."""
     first: dict[str, int] = {}
     taken: dict[tuple[str, Shapes], int] = {}
     profiles: dict[tuple[str, frozenset[tuple[str, int]]], int] = {}
@@ -48,15 +48,15 @@ def _profile_problems(path: str, profile: Profile) -> Iterator[str]:
 
 
 def _signature(program: Program) -> tuple[object, ...]:
-    """What the programs of an entry have in common."""
+    """The properties that all programs of an entry share."""
     sides = (tuple((t.name, t.dtype, len(t.shape)) for t in side) for side in (program.inputs, program.outputs))
     return (*sides, frozenset(name for name, _ in program.profile))
 
 
 def _fit_problems(programs: Mapping[int, Program]) -> Iterator[str]:
-    """Yield a sentence for each fit that the shapes of an entry contradict; its programs are by index of the plan.
+    """Yield a sentence for each fit that the shapes of an entry contradict; ``programs`` are by index in the plan.
 
-    They agree in their tensors and in the names of their profiles.
+    They must agree in their tensors and in the names of their profiles.
     """
     if not any(program.fits for program in programs.values()):
         return

@@ -1,7 +1,7 @@
-"""What the CUDA driver accepts of a launch, as rules.
+"""The rules of launches on the CUDA target: the limits of the driver.
 
-Source: CUDA C++ Programming Guide, "Compute Capabilities", table of technical specifications; the
-figures of compute capability 9.0, which no generation up to 12.x exceeds.
+Source: CUDA C++ Programming Guide, "Compute Capabilities", technical specifications; the values of compute capability
+9.0, which no capability up to 12.x exceeds.
 """
 
 from collections.abc import Iterator

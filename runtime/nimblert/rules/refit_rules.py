@@ -1,8 +1,8 @@
-"""The rules of refits: which weights each replaces, and from what.
+"""The rules of refits: the weights that each replaces, and those that it may read.
 
-A weight is replaced by one refit alone: given, as an input that lies there, or made, by a command that
-writes all of it. A refit reads no weight but those given to it and those that none replaces, so none
-depends on another, and their order does not matter.
+A weight is replaced by one refit at most: given, as an input that lies there, or made, by a command that writes all of
+it. Of the weights, a refit reads only those given to it and those that none replaces. So no refit depends on another,
+and their order does not matter.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,7 +16,7 @@ from nimblert.plan import ITEM_NBYTES, Access, Plan, Program, Region, Role, Tens
 
 @dataclass(slots=True)
 class _Owners:
-    """The refit of each weight that is replaced, and of each input, by name."""
+    """The refits by the weight that they are given or make, and by the name of an input."""
 
     at: Mapping[int, int]
     """The index of each weight that has bytes, by its offset."""
@@ -26,7 +26,7 @@ class _Owners:
 
 
 def problems(plan: Plan) -> Iterator[str]:
-    """Yield a sentence for each rule that the refits of ``plan`` break, beside those of any program."""
+    """Yield a sentence for each rule of refits, besides those of all programs, that ``plan`` breaks."""
     owners = _Owners(at={weight.offset: i for i, weight in enumerate(plan.weights) if weight.data.nbytes})
     for i, refit in enumerate(plan.refits):
         yield from under(f"refits[{i}]", _record_problems(refit))
@@ -58,7 +58,7 @@ def _input_problems(index: int, tensor: Tensor, plan: Plan, owners: _Owners) -> 
     if other != index:
         yield f"name: {tensor.name!r} is an input of refits[{other}] too"
     if tensor.dtype not in ITEM_NBYTES or len(tensor.strides) != len(tensor.shape) or not tensor.span_nbytes:
-        return  # the rules of any tensor say so; an empty one lies nowhere
+        return  # other rules report it; an empty tensor is nowhere
     if not layouts.is_dense(tensor.shape, tensor.strides):
         yield f"strides: {tensor.strides}, expected those of {tensor.shape} in some order of its axes, without holes"
     pointer = tensor.pointer
@@ -80,7 +80,7 @@ _NOT_WHOLE = "{} bytes at {} of WEIGHTS are no whole weight"
 
 
 def _whole(access: Access, plan: Plan, owners: _Owners) -> int | None:
-    """The weight whose bytes these are, all of them."""
+    """The index of the weight that has exactly these bytes, or None."""
     weight = owners.at.get(access.pointer.offset)
     return weight if weight is not None and plan.weights[weight].data.nbytes == access.nbytes else None
 
@@ -116,7 +116,7 @@ def _read_problems(index: int, access: Access, plan: Plan, owners: _Owners) -> I
 
 
 def _accesses(refit: Program, *, written: bool) -> Iterator[tuple[str, Access]]:
-    """What the commands write, or read, each with its place in the plan."""
+    """The writes or reads of the commands, each with its path in the plan."""
     of = writes if written else reads
     for i, command in refit.work:
         for access in of(command):

@@ -1,4 +1,4 @@
-"""The rules of a plan's state: tensors that a user can ask for by name, and that a reset gives back whole."""
+"""The rules of a plan's state: its tensors have distinct names, and every access is within one of them."""
 
 from bisect import bisect_right
 from collections.abc import Iterator

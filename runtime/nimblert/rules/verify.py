@@ -1,7 +1,7 @@
-"""Whether a plan agrees with itself: every rule that needs no device.
+"""Verification of a plan: every rule that needs no device.
 
-Each rule yields a sentence, `path: actual, expected`. The rules hold for whatever a plan file may
-decode to, so nothing here raises. Which commands may run side by side is judged elsewhere.
+A broken rule yields a sentence, `path: actual, expected`. Whatever a plan file decodes to, nothing here raises. Whether
+conflicting commands are ordered is checked by `nimblert.ordering.hazards`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -39,16 +39,16 @@ MAX_BIAS = 1 << 40
 MAX_POLICY_LENGTH = 64
 
 _MOST_SENTENCES = 1 << 16
-"""Nobody reads more, and a plan may break each rule a million times."""
+"""A plan may break each rule a million times."""
 
 
 def problems(plan: Plan, limits: Limits = DEFAULT_LIMITS) -> Iterator[str]:
-    """Yield a sentence for each rule that the plan breaks, ``limits`` included; none for a plan that can be loaded.
+    """Yield a sentence for each rule that the plan breaks, and each of ``limits`` that it exceeds; none if it is valid.
 
-    Whether conflicting accesses are ordered is `hazards` to say. Ends after some thousands of sentences.
+    Whether conflicting accesses are ordered is checked by `hazards`. Ends after some thousands of sentences.
     """
     beyond = tuple(limit_rules.problems(plan, limits))
-    # What is beyond a limit is not looked at any closer.
+    # A plan beyond a limit is not examined further.
     return iter(beyond) if beyond else islice(_problems(plan, limits), _MOST_SENTENCES)
 
 
@@ -139,7 +139,7 @@ def _program_problems(scope: _Scope) -> Iterator[str]:
             yield f"{region.name}({index}): {nbytes} bytes, expected less than {MAX_NBYTES}"
     yield from _tensors_problems("inputs", program.inputs, scope)
     yield from _tensors_problems("outputs", program.outputs, scope)
-    # More would cost a reader threads or handles for nothing.
+    # Unused streams would cost threads or handles.
     if program.stream_count > max(1, len(program.commands)):
         yield f"stream_count: {program.stream_count}, more than the {len(program.commands)} commands"
     for i, tensor in enumerate(program.inputs):
@@ -215,7 +215,7 @@ def _launch_problems(launch: Launch, scope: _Scope) -> Iterator[str]:
 
 
 def _relocation_problems(launch: Launch) -> Iterator[str]:
-    """Relocations are 8 zero bytes of the parameters each, apart from one another."""
+    """Each relocation is of 8 zero bytes of the parameters, and none overlap."""
     for i, relocation in enumerate(launch.relocations):
         at = relocation.param_offset
         if launch.params[at : at + 8] != bytes(8):
@@ -294,7 +294,7 @@ def _golden_problems(golden: Golden, output_count: int) -> Iterator[str]:
 
 
 def _schedule_problems(record: ScheduleRecord, program: Program) -> Iterator[str]:
-    """Whether the record can be about this program; what it claims is judged by `nimblec verify`."""
+    """Whether the record can be of this program; `nimblec verify` checks its claims."""
     work_count = sum(1 for _ in program.work)
     yield from _policy_problems(record.policy)
     if any(before >= after for before, after in pairwise(record.antichain)):
@@ -323,6 +323,6 @@ def _candidate_problems(candidate: Candidate, work_count: int) -> Iterator[str]:
 
 
 def _policy_problems(policy: str) -> Iterator[str]:
-    """A policy is shown as it is, in a table."""
+    """A policy is shown unchanged in tables."""
     if not 0 < len(policy) <= MAX_POLICY_LENGTH or not policy.isprintable():
         yield f"policy: {policy!r}, expected 1 to {MAX_POLICY_LENGTH} printable characters"
