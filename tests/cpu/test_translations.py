@@ -75,6 +75,16 @@ def test_an_angle_on_an_axis(model: Callable[[Tensor, Tensor], Tensor]) -> None:
     _agree(model, (ones, ones), *[(zeros, signs), (signs, zeros), (signs, signs.flip(0)), (zeros, ones), (nan, ones)])
 
 
+@pytest.mark.parametrize("align_corners", [False, True])
+@pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
+@pytest.mark.parametrize("to", [{"size": (7, 31)}, {"scale_factor": 0.4}, {"scale_factor": (1.7, 0.5)}], ids=str)
+def test_an_image_that_is_resized_with_antialiasing(to: dict[str, Any], mode: str, align_corners: bool) -> None:
+    """A smooth one, on which the difference was too small to be taken for another model."""
+    smooth = functional.interpolate(torch.rand(1, 2, 4, 5), size=(16, 20), mode="bicubic")
+    how: dict[str, Any] = {"mode": mode, "antialias": True, "align_corners": align_corners, **to}
+    _agree(lambda x: functional.interpolate(x, **how), (smooth,), (torch.rand(1, 2, 16, 20),))
+
+
 WHOLE = torch.tensor([123_456_789, -123_456_791, 2**62 + 1, -7])
 DIVISIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "floor": lambda x, y: torch.div(x, y, rounding_mode="floor"),

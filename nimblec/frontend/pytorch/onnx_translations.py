@@ -25,6 +25,8 @@ from onnx import numpy_helper
 from onnxscript import opset18 as op
 from onnxscript.function_libs.torch_lib.ops import core, nn
 
+from nimblec.frontend.pytorch.onnx_resizing import RESIZING
+
 aten = torch.ops.aten
 
 _ATTENTION_AXES = 4
@@ -256,6 +258,7 @@ def scatter_reduce(self: Any, dim: int, index: Any, src: Any, reduce: str, inclu
 
 
 COMMON: dict[Any, Any] = {
+    **RESIZING,
     aten.scaled_dot_product_attention.default: attention,
     aten.matmul.default: matmul,
     aten.mv.default: matmul,
