@@ -46,7 +46,7 @@ class Arena:
         parsed = [plan if isinstance(plan, Plan) else container.read(plan) for plan in plans]
         targets = {plan.target for plan in parsed}
         if len(targets) != 1:
-            raise InputError("an arena is for plans of one target, and for one plan at least")
+            raise InputError("an arena takes one plan or several, all of one target")
         return cls(max(plan.arena_nbytes for plan in parsed), target=targets.pop().name.lower(), device=device)
 
     def check(self, plan: Plan, device: int) -> None:

@@ -278,7 +278,7 @@ def test_an_arena_that_does_not_serve_is_refused(small: Path, large: Path) -> No
         nimblert.load(small, arena=arena)
     with pytest.raises(InputError, match="target 'tpu': expected one of"):
         Arena(16, target="tpu")
-    with pytest.raises(InputError, match="for plans of one target"):
+    with pytest.raises(InputError, match="one plan or several, all of one target"):
         Arena.for_plans()
 
 

@@ -78,14 +78,14 @@ def test_an_array_comes_by_the_interface() -> None:
     del interface["strides"], interface["stream"]
     assert device_arrays.take(value, 5).strides == (3, 1)
     interface["strides"] = (3, 1)
-    with pytest.raises(InputError, match="its strides are no whole numbers of elements"):
+    with pytest.raises(InputError, match="its strides are not multiples of the element size"):
         device_arrays.take(value, 5)
     interface |= {"strides": None, "data": (0, False)}
     with pytest.raises(InputError, match="it has no memory"):
         device_arrays.take(value, 5)
     interface["shape"] = (0, 3)
     assert device_arrays.take(value, 5).span_nbytes == 0
-    for entry, sentence in (({"typestr": ">f2"}, "dtype >f2, expected <f2"), ({"mask": value}, "knows no masks")):
+    for entry, sentence in (({"typestr": ">f2"}, "dtype >f2, expected <f2"), ({"mask": value}, "plans have no masks")):
         other = SimpleNamespace(__cuda_array_interface__={**interface, **entry})
         with pytest.raises(InputError, match=sentence):
             device_arrays.take(other, 5)

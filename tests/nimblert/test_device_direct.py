@@ -313,7 +313,7 @@ def test_what_is_wrong_is_refused_as_in_a_first_call(model: Executable, put: Put
         (put(drawn(0).astype(np.int32)), "dtype int32, expected float32"),
         (put(drawn(0)[:, :2]), r"shape \(4, 2, 32, 24\), expected"),
         (put(drawn(0)).requires_grad_(), "does not come by DLPack: .*requires? grad"),
-        (torch._neg_view(put(drawn(0))), r"negated when they are read: give what .resolve_neg\(\) returns"),
+        (torch._neg_view(put(drawn(0))), r"it is a negated view: give what .resolve_neg\(\) returns"),
         ([1.0], "got list, expected a numpy array"),
     ):
         with pytest.raises(InputError, match=rf"^input 'x': .*{sentence}"):

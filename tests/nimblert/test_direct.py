@@ -107,7 +107,7 @@ def test_outputs_are_the_callers(model: Executable) -> None:
     [
         ({**arrays(0), "x": np.zeros((SIZE, SIZE))}, "input 'x': dtype float64, expected float32"),
         ({**arrays(0), "x": np.zeros((1, SIZE), np.float32)}, r"input 'x': shape \(1, 256\), expected"),
-        ({**arrays(0), "x": np.ma.MaskedArray(np.zeros((SIZE, SIZE), np.float32))}, "a plan knows no masks"),
+        ({**arrays(0), "x": np.ma.MaskedArray(np.zeros((SIZE, SIZE), np.float32))}, "plans have no masks"),
         ({"x": arrays(0)["x"]}, "input 'i' is missing"),
         ({**arrays(0), "z": np.zeros(1)}, "input 'z' is not one of the plan's inputs"),
         ([1], "inputs: got list, expected a dict"),

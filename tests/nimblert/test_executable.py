@@ -192,7 +192,7 @@ def test_weights_of_a_copy_are_used_where_they_were_read(path: Path) -> None:
 
 
 def test_a_masked_array_is_refused(model: Executable) -> None:
-    with pytest.raises(InputError, match=r"input 'x': a plan knows no masks: .*\.filled\(0\)"):
+    with pytest.raises(InputError, match=r"input 'x': plans have no masks: .*\.filled\(0\)"):
         model(np.ma.masked_invalid(X))
 
 

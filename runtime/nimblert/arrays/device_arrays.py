@@ -125,13 +125,13 @@ def _of_interface(interface: Any, owner: Any) -> DeviceArray:
     if len(nbytes) != len(shape):
         raise InputError(f"its __cuda_array_interface__ has {len(nbytes)} strides for {len(shape)} axes")
     if any(stride % dtype.itemsize for stride in nbytes):
-        raise InputError("its strides are no whole numbers of elements")
+        raise InputError("its strides are not multiples of the element size")
     if not address and 0 not in shape:
         raise InputError("it has no memory")
     if not dtype.isnative:
         raise InputError(f"its bytes are in another order: dtype {dtype.str}, expected {dtype.newbyteorder('=').str}")
     if interface.get("mask") is not None:
-        raise InputError("a plan knows no masks: give what masked values stand for")
+        raise InputError("plans have no masks: fill in the masked values")
     return DeviceArray(
         address=address,
         dtype=dtype.name,
@@ -147,12 +147,12 @@ def _of_interface(interface: Any, owner: Any) -> DeviceArray:
 def _entry(interface: Mapping[str, Any], name: str, read: Callable[[Any], _T]) -> _T:
     """An entry of the interface, read by ``read``. Raises InputError where it is missing or invalid."""
     if name not in interface:
-        raise InputError(f"its __cuda_array_interface__ has no {name!r}, which version 3 asks for")
+        raise InputError(f"its __cuda_array_interface__ has no {name!r}, which version 3 requires")
     try:
         return read(interface[name])
     except (TypeError, ValueError) as exc:
         raise InputError(
-            f"its __cuda_array_interface__ has {name!r} {interface[name]!r:.80}, which version 3 knows not"
+            f"its __cuda_array_interface__ has {name!r} {interface[name]!r:.80}, which version 3 does not allow"
         ) from exc
 
 

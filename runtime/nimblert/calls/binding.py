@@ -70,8 +70,8 @@ class Bindings:
         program, tensor = next((pair for pair in fitting if pair[0] is self.program), fitting[0])
         if program is not self.program and (self.program is not None or len(fitting) > 1):
             raise InputError(
-                f"bind {name!r}: the plan has several programs, and this shape does not tell which of them is meant: "
-                f"bind an array whose shape does first, and None in place of those of another program"
+                f"bind {name!r}: the shape fits several programs, or another one than is bound: first bind an array "
+                f"whose shape fits one program alone, and unbind (None) those of the other"
             )
         _check_layout(program, tensor, array)
         for other in self._bound.values():
@@ -130,7 +130,7 @@ class Bindings:
             try:
                 is_there = bound.is_there()
             except (BufferError, RuntimeError, TypeError, ValueError) as exc:
-                raise InputError(f"{name!r}: its array cannot be used where it was bound any more: {exc}") from exc
+                raise InputError(f"{name!r}: its array can no longer be used: {exc}") from exc
             if not is_there:
                 raise InputError(f"{name!r}: its array was moved or resized since it was bound: bind it again")
 
@@ -184,7 +184,7 @@ def _check_layout(program: Program, tensor: Tensor, array: Array) -> None:
     if tensor.pointer.region not in {Region.INPUT, Region.OUTPUT}:
         raise InputError(f"{where}: it lies in {tensor.pointer.region.name}, which other tensors share")
     if not fills_memory(program, tensor):
-        raise InputError(f"{where}: the plan keeps more in its memory than the tensor")
+        raise InputError(f"{where}: its region holds more than the tensor")
     strides = array.strides if isinstance(array, DeviceArray) else tuple(s // array.itemsize for s in array.strides)
     different = [axis for axis, size in enumerate(tensor.shape) if size > 1 and strides[axis] != tensor.strides[axis]]
     if different and tensor.span_nbytes:

@@ -189,7 +189,7 @@ def checked_array(side: str, tensor: Tensor, value: Any, take: Take) -> np.ndarr
         array = value
     elif isinstance(value, np.ma.MaskedArray):
         raise InputError(
-            f"{side} {tensor.name!r}: a plan knows no masks: give what masked values stand for, .filled(0)"
+            f"{side} {tensor.name!r}: plans have no masks: fill in the masked values, .filled(0)"
         )
     elif isinstance(value, np.ndarray | np.generic):
         array = np.asarray(value)
@@ -211,7 +211,7 @@ def checked_array(side: str, tensor: Tensor, value: Any, take: Take) -> np.ndarr
 
 def _taken(where: str, tensor: Tensor, value: Any, take: Take) -> np.ndarray | DeviceArray:
     if device_arrays.is_negated(value):
-        raise InputError(f"{where}: its numbers are negated when they are read: give what .resolve_neg() returns")
+        raise InputError(f"{where}: it is a negated view: give what .resolve_neg() returns")
     try:
         found = device_arrays.at_once(value)
         place = device_arrays.place(value if found is None else found)

@@ -104,7 +104,7 @@ class CudaWorking:
             raise InputError(f"is on GPU {ordinal}, the plan runs on GPU {self._device}: copy it there")
         with self._taking:  # no other thread may record the event in between, or close this
             if self._closed:
-                raise InputError("what would read it is closed")
+                raise InputError("the context that would read it is closed")
             self._context.make_current()
             reader = self.stream if stream is None else stream
             array = device_arrays.take(value, reader)

@@ -50,7 +50,7 @@ def _record_problems(refit: Program) -> Iterator[str]:
     if not refit.inputs:
         yield "inputs: none, expected the weights that are given"
     if refit.golden or refit.schedule or refit.profile:
-        yield "profile: it, a golden record and a schedule are of what callers run"
+        yield "profile: a refit has no profile, golden record or schedule"
 
 
 def _input_problems(index: int, tensor: Tensor, plan: Plan, owners: _Owners) -> Iterator[str]:
@@ -104,7 +104,7 @@ def _read_problems(index: int, access: Access, plan: Plan, owners: _Owners) -> I
     pointer = access.pointer
     if pointer.region is not Region.WEIGHTS:
         if pointer.region is Region.STATE:
-            yield "is in STATE, which a refit has nothing to do with"
+            yield "is in STATE, which a refit may not access"
         return
     weight = _whole(access, plan, owners)
     if weight is None:
