@@ -65,7 +65,7 @@ def _gpu() -> str:
 
 
 def provenance(results: dict[str, Any]) -> str:
-    """The sentence under a table: of which commit it is, and on what it was measured.
+    """The sentence under a table, with its commit and its machine.
 
     Ends the process where the rows are of several commits.
     """

@@ -25,7 +25,7 @@ MODES = ("O2", "O1", "O0", "compile", "eager")
 """Of bench.training_peer, which is not imported here: it brings in PyTorch. The slowest come first."""
 NETWORKS = ("efficientnet_b0", "resnet50", "mobilenet_v2")
 BATCHES = (32, 128, 8, 2)
-"""The paper's first; batch norms refuse batch 1, of which one pixel is left."""
+"""The paper's comes first; there is no batch of 1, whose single pixel batch norms refuse."""
 WIDEST = "nasnet_a_mobile_batch_32"
 """The network with the most parallelism in the paper: its schedule and its memory are measured."""
 _OF_WIDEST = ("O0", "compile", "eager")

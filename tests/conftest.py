@@ -130,7 +130,7 @@ def _warm(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture(scope="session")
 def missing_gpu() -> str | None:
-    """What this machine lacks to run GPU tests; None if it lacks nothing."""
+    """The reason why this machine cannot run GPU tests; None if it can."""
     return missing_gpu_capability()
 
 

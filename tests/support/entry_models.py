@@ -20,7 +20,7 @@ class Head(torch.nn.Module):
 
 
 class Probabilities(torch.nn.Module):
-    """The probabilities that `Head`, whose weights it shares, gives."""
+    """The probabilities from a `Head`, which it shares."""
 
     def __init__(self, head: Head) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Probabilities(torch.nn.Module):
 
 
 class Counter(torch.nn.Module):
-    """Adds what it is given to a sum that outlives the call."""
+    """Adds its input to a sum that outlives the call."""
 
     total: torch.Tensor
 
@@ -69,7 +69,7 @@ def head() -> dict[str, Any]:
 
 
 def counting() -> dict[str, Any]:
-    """A state that one entry writes and another one reads."""
+    """State that one entry writes and another reads."""
     counter = Counter().eval()
     return {"add": (counter, torch.ones(4)), "total": (Total(counter).eval(), torch.tensor(1.0))}
 
@@ -80,7 +80,7 @@ def none() -> dict[str, Any]:
 
 
 def unnamed() -> dict[Any, Any]:
-    """An entry whose name is none."""
+    """An entry whose name is no string."""
     return {1: (Head(), torch.zeros(1, 16))}
 
 

@@ -483,7 +483,7 @@ def export(family: str, opset: int | None, path: Path) -> dict[str, np.ndarray]:
 
 
 def optimized(path: Path, level: str) -> Path:
-    """The file that ONNX Runtime makes of a file at an optimisation level (BASIC, EXTENDED or ALL), beside it."""
+    """The file that ONNX Runtime's optimiser writes for a file at a level (BASIC, EXTENDED or ALL)."""
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4  # a warning that the file suits this machine only
     options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, f"ORT_ENABLE_{level}")

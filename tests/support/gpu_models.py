@@ -328,7 +328,7 @@ def shortcut_by_value() -> Built:
 
 
 class _Concatenating(nn.Module):
-    """A dense block of two layers, and three branches, whose first layers read the same, that are concatenated."""
+    """A dense block of two layers, then three concatenated branches, whose first layers have the same input."""
 
     def __init__(self) -> None:
         super().__init__()

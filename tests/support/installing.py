@@ -40,7 +40,7 @@ class Environment:
         (self.packages,) = (folder / "lib").glob("python*/site-packages")
 
     def copied(self, folder: Path) -> "Environment":
-        """A copy, whose scripts still begin with the Python of this one."""
+        """A copy; its scripts still use the Python of this one."""
         shutil.copytree(self.folder, folder, symlinks=True)
         return Environment(folder)
 

@@ -22,7 +22,7 @@ def unobserved(stage: str, seconds: float | None) -> None:
 
 
 def write_model(path: Path, *, seed: int = 0, external: bool = False) -> Path:
-    """Relu of ``x @ w``, the weights in the file or in weights.bin beside it."""
+    """Relu of ``x @ w``, the weights in the file or in weights.bin next to it."""
     w = np.random.default_rng(seed).standard_normal((8, 8), np.float32)
     nodes = [helper.make_node("MatMul", ["x", "w"], ["h"]), helper.make_node("Relu", ["h"], ["y"])]
     x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", 8]) for name in "xy")

@@ -288,7 +288,7 @@ def _model(node: NodeProto, inputs: dict[str, tuple[int, ...]], external: dict[s
 
 
 def cpu_plan() -> Plan:
-    """Two kernels on two streams: y = relu(x + bias), and the index of a sample as int64 beside it."""
+    """Two kernels on two streams: y = relu(x + bias), and an unused int64 input."""
     add, relu = helper.make_node("Add", ["x", "bias"], ["sum"]), helper.make_node("Relu", ["sum"], ["y"])
     kernels = (
         _cpu_kernel(

@@ -1,4 +1,4 @@
-"""Models of sizes that are not fixed, as ONNX files."""
+"""Models with dynamic sizes, as ONNX files."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ node = helper.make_node
 
 
 def rows_model(path: Path) -> Path:
-    """Of each row of x (batch x 8) its product with a matrix, through a ReLU: y (batch x 4)."""
+    """The ReLU of x (batch x 8) times a matrix, y (batch x 4)."""
     matrix = np.random.default_rng(0).standard_normal((8, 4)).astype(np.float32)
     nodes = [node("MatMul", ["x", "matrix"], ["product"]), node("Relu", ["product"], ["y"])]
     return write_model(
@@ -46,7 +46,7 @@ UNLIKE_ROWS: dict[str, tuple[list[NodeProto], str]] = {
     ),
     "alone": ([node("Softmax", ["x"], ["y"], axis=1)], "split"),
 }
-"""What y (batch x 4) is of x (batch x 4), and how the dimension may be used."""
+"""Nodes from x (batch x 4) to y (batch x 4), and how sizes of the dimension may be served."""
 
 
 def unlike_rows(path: Path, what: str) -> Path:
@@ -64,7 +64,7 @@ def unlike_rows(path: Path, what: str) -> Path:
 
 
 def largest_under_a_mask(path: Path, operator: str) -> Path:
-    """Of scores (1 x length), what ``operator`` makes of their products with the mask: y. Padded, it is 0 or more."""
+    """The ``operator``, such as ReduceMax, of scores (1 x length) times a mask: y, at least 0 with padding."""
     nodes = [
         node("Cast", ["mask"], ["weights"], to=TensorProto.FLOAT),
         node("Mul", ["scores", "weights"], ["left"]),
@@ -75,7 +75,7 @@ def largest_under_a_mask(path: Path, operator: str) -> Path:
 
 
 def integers_less_the_largest(path: Path, dtype: TensorProto.DataType) -> Path:
-    """Of integers x (batch x 4) as floats, each over the largest of all, or 100: y."""
+    """Integers x (batch x 4) as floats, divided by the largest of all or by 100: y."""
     nodes = [
         node("Cast", ["x"], ["numbers"], to=TensorProto.FLOAT),
         node("ReduceMax", ["numbers"], ["largest"], keepdims=1),
@@ -87,9 +87,9 @@ def integers_less_the_largest(path: Path, dtype: TensorProto.DataType) -> Path:
 
 
 def attention(path: Path, *, is_masked: bool = True) -> Path:
-    """Of tokens (batch x length) the embedding of each with a mean over those that the mask leaves: y.
+    """y: the embedding of each token (batch x length) plus the mean over unmasked tokens.
 
-    pooled (batch x 8) is that mean itself. Without a mask, it is over all.
+    pooled (batch x 8) is that mean. Without a mask, it is over all tokens.
     """
     table = np.random.default_rng(0).standard_normal((32, 8)).astype(np.float32)
     nodes = [node("Gather", ["table", "tokens"], ["embedded"])]

@@ -1,4 +1,4 @@
-"""PyTorch modules of sizes that are not fixed, with the dynamic shapes that torch.export takes."""
+"""PyTorch modules with dynamic sizes, and the dynamic shapes for torch.export."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ class Layer(nn.Module):
         self.norm, self.last_norm = nn.LayerNorm(width), nn.LayerNorm(width)
 
     def forward(self, x: Tensor, bias: Tensor) -> Tensor:
-        """Compute, with a bias of the attention's scores."""
+        """(batch, length, width) to the same; ``bias`` is added to the attention scores."""
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         weights = torch.softmax(q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5 + bias, -1)
         x = self.norm(x + self.out((weights @ v).transpose(1, 2).flatten(2)))
@@ -56,7 +56,7 @@ def encoder() -> tuple[nn.Module, tuple[Tensor, Tensor], Any]:
 
 
 def images() -> tuple[nn.Module, tuple[Tensor], Any]:
-    """A convolutional network with batch norms, which take constant statistics."""
+    """A convolutional network with batch norms in inference mode."""
     torch.manual_seed(0)
     norms = [nn.BatchNorm2d(8), nn.BatchNorm2d(16)]
     for norm in norms:
@@ -71,7 +71,7 @@ def images() -> tuple[nn.Module, tuple[Tensor], Any]:
 
 
 class Averaging(nn.Module):
-    """A linear less the running mean of all rows it has given."""
+    """A linear layer minus the running mean of its rows."""
 
     mean: Tensor
     count: Tensor
@@ -83,7 +83,7 @@ class Averaging(nn.Module):
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute, and go on with the mean."""
+        """Compute, and update the mean."""
         self.count += 1
         y: Tensor = self.linear(x)
         self.mean.mul_(0.5).add_(y.mean(0), alpha=0.5)
@@ -91,7 +91,7 @@ class Averaging(nn.Module):
 
 
 class Previous(nn.Module):
-    """What it is given, and what it was given before: as many rows."""
+    """The sum of its input and that of the call before, which has as many rows."""
 
     previous: Tensor
 

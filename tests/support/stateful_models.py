@@ -22,7 +22,7 @@ class Statistics(torch.nn.Module):
         self.register_buffer("last", torch.zeros(4))
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The change since the last of these 4 values, and all that is kept in one number."""
+        """The change of these 4 values since the last call, and one number from all that is kept."""
         self.count += 1
         self.mean.mul_(0.9).add_(x, alpha=0.1)
         self.history[1:] = self.history[:-1].clone()
@@ -33,7 +33,7 @@ class Statistics(torch.nn.Module):
 
 
 class Exchange(torch.nn.Module):
-    """Two tensors that change places, and one whose old value is returned."""
+    """Two tensors that are swapped, and one whose old value is returned."""
 
     left: torch.Tensor
     right: torch.Tensor
@@ -45,7 +45,7 @@ class Exchange(torch.nn.Module):
             self.register_buffer(name, torch.full((4,), float(number)))
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """These 4 values of the call before, and those of this one with what is on the right now."""
+        """The 4 values of the call before, and those of this one plus the new right tensor."""
         before, left = self.kept.clone(), self.left.clone()
         self.kept.copy_(x)
         self.left.copy_(self.right)
@@ -66,7 +66,7 @@ class Normalised(torch.nn.Module):
 
 
 class Assigning(torch.nn.Module):
-    """Has a new tensor for its buffer after each call."""
+    """Assigns a new tensor to its buffer in each call."""
 
     kept: torch.Tensor
 
@@ -75,7 +75,7 @@ class Assigning(torch.nn.Module):
         self.register_buffer("kept", torch.ones(4))
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
-        """What is kept, and these 4 values."""
+        """Half of the kept values plus these 4."""
         self.kept = self.kept / 2 + x
         return (self.kept * 1,)
 
@@ -92,7 +92,7 @@ class Returning(torch.nn.Module):
         self.register_buffer("rows", torch.zeros(2, 4))
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The sum with these 4 values, twice, and the rows of which they are the second one."""
+        """The sum including these 4 values, twice, and the rows, the second of which they are."""
         self.total.add_(x)
         self.rows[1] = x
         return self.total, self.total, self.rows
