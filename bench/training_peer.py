@@ -42,8 +42,6 @@ LEVELS = ("O0", "O1", "O2")
 MODES = ("eager", "compile", *LEVELS)
 _LOSSES = 5
 
-Step = Callable[[], float]
-
 
 class TorchStep:
     """PyTorch's own step, eager or compiled, on a device."""
@@ -51,17 +49,17 @@ class TorchStep:
     def __init__(self, model: str, device: str, *, compiled: bool) -> None:
         network, count, autocast = cifar_training.split(model)
         module, optimizer, (images, labels) = cifar_training.parts(network, count)
-        self.type, self.device = (torch.bfloat16 if autocast else None), torch.device(device)
+        self.dtype, self.device = (torch.bfloat16 if autocast else None), torch.device(device)
         self.module, self.batch = module.to(device).train(), (images.to(device), labels.to(device))
-        settings = optimizer.param_groups[0] | {"params": list(self.module.parameters())}
-        self.optimizer = torch.optim.SGD(settings["params"], settings["lr"], momentum=settings["momentum"])
+        settings = optimizer.param_groups[0]
+        self.optimizer = torch.optim.SGD(self.module.parameters(), settings["lr"], momentum=settings["momentum"])
         self.run: Callable[[], torch.Tensor] = torch.compile(self.step, fullgraph=False) if compiled else self.step
 
     def step(self) -> torch.Tensor:
         """One step on the device; the loss stays there."""
         self.optimizer.zero_grad()
         images, labels = self.batch
-        with autocasting(self.type, self.device):
+        with autocasting(self.dtype, self.device):
             value = nn.functional.cross_entropy(self.module(images), labels)
         value.backward()
         self.optimizer.step()

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import plans
 import pytest
+from sized_plans import sized
 
 from nimblert.errors import PlanError
 from nimblert.files import container
@@ -22,7 +23,7 @@ from nimblert.plan import Plan
 FILES = {
     "cuda": container.encode_file(plans.cuda_plan()),
     "cpu": container.encode_file(plans.cpu_plan()),
-    "sizes": container.encode_file(plans.sized(2, 4)),
+    "sizes": container.encode_file(sized(2, 4)),
 }
 MEMORY_LIMIT_NBYTES = 64 << 20
 INTERESTING = (0, 1, 2, 3, 7, 8, 127, 128, 255, 256, 4095, 4096, 65535, 65536)

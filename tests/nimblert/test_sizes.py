@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import plans
 import pytest
+from sized_plans import sized
 
 import nimblert
 from nimblert.arrays import padding
@@ -23,7 +24,7 @@ SIZES = (2, 4, 8)
 
 @pytest.fixture
 def executable() -> Iterator[Executable]:
-    with nimblert.load(plans.sized(*SIZES)) as executable:
+    with nimblert.load(sized(*SIZES)) as executable:
         yield executable
 
 
@@ -35,7 +36,7 @@ def drawn(rows: int) -> dict[str, np.ndarray]:
 
 def runs(rows: int, fit: Fit = Fit.SPLIT) -> list[int] | None:
     """The sizes of the programs that a call of so many rows takes."""
-    served = Sizes(plans.sized(*SIZES, fit=fit).programs).serve(((rows, 3), (2, rows)))
+    served = Sizes(sized(*SIZES, fit=fit).programs).serve(((rows, 3), (2, rows)))
     return None if served is None else [dict(part.program.profile)["rows"] for part in served.parts]
 
 
@@ -92,7 +93,7 @@ def test_outputs_may_be_views_of_the_memory_of_the_program(executable: Executabl
 
 @pytest.mark.parametrize(("sample_range", "fill"), [(None, 0), ((-1, 1), 0), ((5, 9), 5), ((-9, -5), -9)])
 def test_what_lies_beyond_a_call_is_filled(sample_range: tuple[int, int] | None, fill: int) -> None:
-    with nimblert.load(plans.sized(4, 8, sample_range=sample_range), poison=True) as executable:
+    with nimblert.load(sized(4, 8, sample_range=sample_range), poison=True) as executable:
         for rows in (8, 3):  # what an earlier call left there goes, too
             executable.run(drawn(rows))
         (x, w) = (
@@ -159,7 +160,7 @@ def test_what_no_program_serves_is_a_sentence(executable: Executable) -> None:
 
 
 def test_one_program_alone_serves_its_size_alone() -> None:
-    with nimblert.load(plans.sized(*SIZES), program="main[rows=4]") as executable:
+    with nimblert.load(sized(*SIZES), program="main[rows=4]") as executable:
         executable.run(drawn(4))
         with pytest.raises(InputError, match=r"input 'x': shape \(3, 3\), expected \(4, 3\)"):
             executable.run(drawn(3))
@@ -174,18 +175,18 @@ def test_programs_are_loaded_when_they_are_called_or_all_at_once(monkeypatch: py
         return backend(self, program, working, poison=poison)
 
     monkeypatch.setattr(CpuResident, "backend", noted)
-    with nimblert.load(plans.sized(*SIZES)) as executable:
+    with nimblert.load(sized(*SIZES)) as executable:
         executable.run(drawn(7))
         assert loaded == [2, 8]
     loaded.clear()
-    with nimblert.load(plans.sized(*SIZES), warm=True) as executable:
+    with nimblert.load(sized(*SIZES), warm=True) as executable:
         assert loaded == [2, 4, 8]
         executable.run(drawn(7))
         assert loaded == [2, 4, 8]
 
 
 def test_fits_are_kept_in_the_file() -> None:
-    plan = plans.sized(*SIZES, fit=Fit.PADDED)
+    plan = sized(*SIZES, fit=Fit.PADDED)
     assert container.read(container.encode_file(plan)) == plan
 
 
@@ -200,7 +201,7 @@ def of_programs(plan: Plan, **changes: object) -> Plan:
 
 
 def test_fits_that_the_shapes_contradict_are_refused() -> None:
-    plan = plans.sized(*SIZES)
+    plan = sized(*SIZES)
     state = Memset(stream=0, op=0, dst=plans.pointer(Region.STATE), value=0, element_nbytes=1, count=1)
     twice = of_programs(
         plan,
@@ -230,19 +231,19 @@ def test_fits_that_the_shapes_contradict_are_refused() -> None:
 
 
 def test_only_inputs_are_masks() -> None:
-    plan = of_programs(plans.sized(2, fit=Fit.EXACT), outputs=lambda p: tuple(replace(t, mask=True) for t in p.outputs))
+    plan = of_programs(sized(2, fit=Fit.EXACT), outputs=lambda p: tuple(replace(t, mask=True) for t in p.outputs))
     assert list(verify.problems(plan)) == [f"programs[0].outputs[{i}].mask: only inputs are masks" for i in range(2)]
 
 
 def test_a_mask_is_padded_with_0_whatever_numbers_it_was_seen_to_have() -> None:
-    tensor = plans.sized(2, sample_range=(5, 9)).programs[0].inputs[0]
+    tensor = sized(2, sample_range=(5, 9)).programs[0].inputs[0]
     assert padding.filling(tensor) == 5
     assert padding.filling(replace(tensor, mask=True)) == 0
 
 
 def test_a_size_of_nothing_serves_nothing_else() -> None:
-    assert any("rows=0 is SPLIT" in problem for problem in verify.problems(plans.sized(0, 2)))
-    served = Sizes(plans.sized(0, 2, fit=Fit.EXACT).programs).serve(((5, 3), (2, 5)))
+    assert any("rows=0 is SPLIT" in problem for problem in verify.problems(sized(0, 2)))
+    served = Sizes(sized(0, 2, fit=Fit.EXACT).programs).serve(((5, 3), (2, 5)))
     assert served is None
 
 
@@ -251,5 +252,5 @@ def test_dimensions_that_only_vary_together_are_told_by_their_sizes() -> None:
         rows = dict(p.profile)["rows"]  # type: ignore[attr-defined]
         return (("rows", rows), ("same", rows))
 
-    plan = of_programs(plans.sized(2, 4), profile=along, fits=lambda _: (Fit.SPLIT, Fit.SPLIT))
+    plan = of_programs(sized(2, 4), profile=along, fits=lambda _: (Fit.SPLIT, Fit.SPLIT))
     assert any("'rows' in all programs alike" in problem for problem in verify.problems(plan))

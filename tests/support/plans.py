@@ -8,14 +8,12 @@ from dataclasses import replace
 from math import prod
 
 from onnx import NodeProto, TensorProto, ValueInfoProto, helper
-from programs import bare
 
 from nimblert.plan import (
     Access,
     Candidate,
     Command,
     Device,
-    Fit,
     Golden,
     GoldenOutput,
     Kernel,
@@ -213,48 +211,6 @@ def several_entries() -> Plan:
         replace(main, name="tail", entry="tail"),
     )
     return replace(plan, programs=programs)
-
-
-def sized(*sizes: int, fit: Fit = Fit.SPLIT, sample_range: tuple[int, int] | None = None) -> Plan:
-    """For each size of "rows", a program that copies x (rows x 3, int32) to y, and w (2 x rows) to z."""
-    return bare(*(_copying(rows, fit, sample_range) for rows in sizes))
-
-
-def _copying(rows: int, fit: Fit, sample_range: tuple[int, int] | None) -> Program:
-    def tensor(name: str, region: Region, index: int, shape: tuple[int, ...]) -> Tensor:
-        return Tensor(
-            name=name,
-            dtype="int32",
-            shape=shape,
-            strides=(shape[1], 1),
-            pointer=Pointer(region=region, index=index, offset=0),
-            sample_range=sample_range if region is Region.INPUT else None,
-        )
-
-    shapes = ((rows, 3), (2, rows))
-    sizes = tuple(4 * a * b for a, b in shapes)
-    inputs, outputs = (
-        tuple(tensor(name, region, i, shape) for i, (name, shape) in enumerate(zip(names, shapes, strict=True)))
-        for names, region in (("xw", Region.INPUT), ("yz", Region.OUTPUT))
-    )
-    return Program(
-        name=f"main[rows={rows}]",
-        entry="main",
-        inputs=inputs,
-        outputs=outputs,
-        input_nbytes=sizes,
-        output_nbytes=sizes,
-        arena_nbytes=0,
-        stream_count=1,
-        event_count=0,
-        ops=(Op(name="copy", source="test"),),
-        commands=tuple(
-            Memcpy(stream=0, op=0, dst=given.pointer, src=taken.pointer, nbytes=nbytes)
-            for taken, given, nbytes in zip(inputs, outputs, sizes, strict=True)
-        ),
-        profile=(("rows", rows),),
-        fits=(fit,),
-    )
 
 
 def _cpu_parameter(position: int, kind: ParameterKind, name: str, shape: tuple[int, ...]) -> Parameter:
