@@ -55,6 +55,12 @@ def test_an_integer_to_a_power_that_is_none() -> None:
     _agree(torch.pow, (integers, ones), (integers, ones / 2), (integers, -ones))
 
 
+def test_a_power_has_the_wider_type() -> None:
+    narrow, wide = torch.tensor([1, 2, 3], dtype=torch.int32), torch.tensor([40, 40, 2])
+    _agree(lambda x, y: x**y, (narrow, wide % 3), (narrow, wide))
+    _agree(lambda x: x ** torch.tensor(2), (narrow,), (-narrow,))
+
+
 def test_the_logarithm_of_a_sigmoid_that_is_rounded_to_zero() -> None:
     x = torch.tensor([0.5, 1.0, 2.0])
     _agree(functional.logsigmoid, (x,), (x * -100,), (x * 100,))

@@ -187,10 +187,18 @@ def log_sigmoid(self: Any) -> Any:
 
 
 def power(self: Any, exponent: Any) -> Any:
-    """aten.pow.Tensor_Tensor: of integers to the power of others, in the type of these."""
-    if exponent.dtype.is_floating_point() and not self.dtype.is_floating_point():
+    """aten.pow.Tensor_Tensor: in the type that PyTorch promotes both to, where torch.onnx takes that of the base."""
+    if _outranks(exponent, self):
         self = op.Cast(self, to=exponent.dtype)
     return core.aten_pow(self, exponent)
+
+
+def _outranks(first: Any, second: Any) -> bool:
+    """Whether the type of the first is that of both together; a number's width does not count beside a tensor."""
+    kinds = [bool(each.dtype.is_floating_point()) for each in (first, second)]
+    if kinds[0] != kinds[1]:
+        return kinds[0]
+    return bool(first.dtype.bitwidth > second.dtype.bitwidth) and (len(first.shape) > 0 or len(second.shape) == 0)
 
 
 def remainder(self: Any, other: Any) -> Any:
