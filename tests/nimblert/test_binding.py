@@ -71,10 +71,10 @@ def test_a_numpy_array_that_changes_under_a_binding_is_a_sentence(
 
 def test_a_tensor_of_torch_that_moves_under_a_binding_is_a_sentence(model: Executable) -> None:
     torch = pytest.importorskip("torch")
-    tensor = torch.zeros(SHAPE)
+    tensor, other = torch.zeros(SHAPE), torch.zeros(SHAPE)  # both now: a later one may lie where the first has lain
     model.bind("y", tensor)
     assert model.run({"x": drawn(0)})["y"] is tensor
-    for move in (lambda: tensor.resize_(1000, 1000), lambda: tensor.set_(torch.zeros(SHAPE))):
+    for move in (lambda: tensor.resize_(1000, 1000), lambda: tensor.set_(other)):
         move()
         with pytest.raises(InputError, match="'y': its array was moved or resized since"):
             model.run({"x": drawn(0)})
