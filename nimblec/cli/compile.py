@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import get_args
 
@@ -12,6 +13,7 @@ from nimblec.cli.command import Command, refuse_both
 from nimblec.cli.console import echo
 from nimblec.cli.progress import StageProgress
 from nimblec.options import DEFAULT_LEVEL, InputSpec, Precision, TargetChoice, read_options
+from nimblert.files import schema
 
 
 @click.command("compile", cls=Command)
@@ -162,8 +164,8 @@ def compile_model(
     The last stage runs the plan and compares its outputs with the framework's; a difference is an
     error. PLAN is written to a temporary folder beside it (.nimblec-*) and renamed, so an old file
     stays whole until the new one is complete. The next compilation that writes to that folder removes
-    what a killed one left there. A symbolic link is kept and its target replaced; a device, a pipe or
-    a folder is refused.
+    what a killed one left there. A symbolic link is kept and its target replaced; a device, a pipe, a
+    folder, or a file that is not a plan is refused.
 
     \b
     Examples:
@@ -222,3 +224,11 @@ def _refuse_overwriting(output: Path, read: Iterable[Path]) -> None:
         if output.exists() and path.exists() and output.samefile(path):
             what = "is read by this compilation, and would be overwritten"
             raise click.UsageError(f"{output}: {what}: name another PLAN.")
+    if output.is_file() and output.stat().st_size and not _is_plan(output):
+        raise click.UsageError(f"{output}: exists and is not a plan: remove it, or name another PLAN.")
+
+
+def _is_plan(path: Path) -> bool:
+    with suppress(OSError), path.open("rb") as file:
+        return file.read(8)[4:] == schema.IDENTIFIER
+    return False

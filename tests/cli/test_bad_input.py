@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from command_line import CommandLine
+from command_line import OLD_PLAN, CommandLine
 from cpu_plans import floats, write_model
 from onnx import TensorProto, helper
 from plans import H200, cuda_plan
@@ -28,20 +28,19 @@ from nimblert.plan import Device
 
 node = helper.make_node
 DIGITS = ROOT / "samples" / "digits.onnx"
-OLD = b"old"
 
 
 @pytest.fixture
 def output(tmp_path: Path) -> Path:
-    """An older file in the place of the plan."""
+    """An older plan in the place of the new one."""
     path = tmp_path / "out" / "model.plan"
     path.parent.mkdir()
-    path.write_bytes(OLD)
+    path.write_bytes(OLD_PLAN)
     return path
 
 
 def assert_untouched(output: Path) -> None:
-    assert output.read_bytes() == OLD
+    assert output.read_bytes() == OLD_PLAN
     assert [path.name for path in output.parent.iterdir()] == [output.name]
 
 
@@ -264,6 +263,22 @@ def test_a_plan_may_not_replace_what_it_is_made_of(nimblec: CommandLine, tmp_pat
         sentence = nimblec.refused("compile", model, "-o", output, "--target", "cpu", "--example", f"image={array}")
         assert f"{output}: is read by this compilation, and would be overwritten" in sentence
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_plan_may_not_replace_the_data_file_of_its_model_nor_what_else_is_no_plan(
+    nimblec: CommandLine, tmp_path: Path
+) -> None:
+    model, data, empty = tmp_path / "m.onnx", tmp_path / "m.data", tmp_path / "empty"
+    whole = onnx.load(DIGITS)
+    onnx.save(whole, model, save_as_external_data=True, location=data.name, size_threshold=256)
+    empty.touch()
+    before = data.read_bytes()
+    for output in (data, Path(os.path.relpath(data))):
+        sentence = nimblec.refused("compile", model, "-o", output, "--target", "cpu")
+        assert f"{output}: exists and is not a plan: remove it, or name another PLAN" in sentence
+    assert data.read_bytes() == before
+    for _ in range(2):  # over nothing, and over a plan
+        assert nimblec("compile", model, "-o", empty, "--target", "cpu", "-q").status == 0
 
 
 def test_a_plan_replaces_files_only(nimblec: CommandLine, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 import ml_dtypes
 import numpy as np
 import pytest
-from command_line import CommandLine
+from command_line import OLD_PLAN, CommandLine
 from plans import cpu_plan, pointer
 
 from nimblec.cli import arguments
@@ -275,9 +275,9 @@ def test_a_refused_model_is_one_sentence_and_touches_nothing(
 ) -> None:
     compiler.error = UnsupportedModelError("node 'n' (Frob):\n no such operator")
     output = tmp_path / "m.plan"
-    output.write_bytes(b"old")
+    output.write_bytes(OLD_PLAN)
     assert nimblec.refused("compile", "m.onnx", "-o", output, "-q") == "node 'n' (Frob): no such operator"
-    assert output.read_bytes() == b"old"
+    assert output.read_bytes() == OLD_PLAN
     traced = nimblec("compile", "m.onnx", "-o", output, "-q", "--debug")
     assert traced.status == 2
     assert "Traceback" in traced.err

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from command_line import CommandLine
+from command_line import OLD_PLAN, CommandLine
 from plans import cpu_plan, cuda_plan
 
 from nimblec.inspect.inspection import describe
@@ -60,9 +60,9 @@ def test_an_output_that_cannot_be_written_is_refused(nimblec: CommandLine, tmp_p
 @pytest.mark.parametrize("model", ["none.onnx", "none.pt2", "none", "none:", "README.md"])
 def test_what_is_no_model_is_refused_by_name(nimblec: CommandLine, tmp_path: Path, model: str) -> None:
     output = tmp_path / "m.plan"
-    output.write_bytes(b"old")
+    output.write_bytes(OLD_PLAN)
     assert model in nimblec.refused("compile", model, "-o", output, "--target", "cpu")
-    assert output.read_bytes() == b"old"
+    assert output.read_bytes() == OLD_PLAN
 
 
 def test_a_file_that_is_no_onnx_model_is_refused(nimblec: CommandLine, tmp_path: Path) -> None:

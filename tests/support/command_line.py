@@ -6,6 +6,9 @@ import pytest
 
 from nimblec import cli
 
+OLD_PLAN = b"\0\0\0\0NPLN and the rest"
+"""What the command line takes for a plan that it may replace."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Done:
