@@ -14,7 +14,7 @@ from onnx import helper
 import nimblert
 from nimblert import Executable
 from nimblert.calls.turn import Turn
-from nimblert.errors import InputError
+from nimblert.errors import DeviceMismatchError, InputError
 
 SHAPE = (4, 8)
 node = helper.make_node
@@ -163,3 +163,30 @@ def test_a_binding_that_meets_a_new_one_is_refused(model: Executable) -> None:
             bindings.bind(bindings.check("x", room[:4], model._working.take), room[:4], model._backends["main"])
         with pytest.raises(InputError, match="an array was bound or given back while this call began: call again"):
             waiting.result(30)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), KeyboardInterrupt()])
+def test_a_binding_that_fails_leaves_the_streams_at_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    """The thread of the second stream cannot be started, or Ctrl-C comes meanwhile."""
+    nodes = [node("Relu", ["x"], ["r"]), node("Neg", ["x"], ["n"]), node("Add", ["r", "n"], ["y"])]
+    path = write_model(tmp_path / "two.onnx", nodes, [floats("x", *SHAPE)], [floats("y", *SHAPE)])
+    plan = plan_file(path, streams=None)
+    assert plan.programs[0].stream_count == 2
+    x, array = drawn(0), drawn(1)
+
+    def fail(*_: object) -> None:
+        raise error
+
+    with nimblert.load(plan) as model:
+        before = threading.active_count()
+        with monkeypatch.context() as broken:
+            broken.setattr("nimblert.cpu.streams.Worker", fail)
+            with pytest.raises((DeviceMismatchError, KeyboardInterrupt)):
+                model.bind("x", array)
+        assert np.array_equal(model(x), np.maximum(x, 0) - x)
+        assert threading.active_count() == before
+        model.bind("x", array)
+        assert np.array_equal(model(), np.maximum(array, 0) - array)
+        assert threading.active_count() == before

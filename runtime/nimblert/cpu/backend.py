@@ -131,6 +131,7 @@ class CpuBackend:
         _check_events(program)
         self._own = HostMemory(plan, program, poison=poison, weights=resident.weights, working=working)
         self._build(self._own)
+        self._end_threads_with(self)
 
     def _build(self, memory: HostMemory) -> None:
         """Bind the launches to ``memory``."""
@@ -145,16 +146,25 @@ class CpuBackend:
         self._issued = [steps for steps in streams if steps] or [[]]
         failures = (*runtime_errors(), MemoryError)
         self._streams = Streams(self._issued, self._gates, self._options, failures, partial(_origin, self._program))
-        # The threads refer to the streams, not to this object: they end when it is collected.
-        self._dropped = weakref.finalize(self, self._streams.end)
+
+    def _end_threads_with(self, owner: "CpuBackend") -> None:
+        """End the threads when ``owner`` is collected: they refer to the streams, not to it."""
+        self._dropped = weakref.finalize(owner, self._streams.end)
         self._dropped.atexit = False  # a daemon thread may run until the process ends
 
     def renewed(self, resident: CpuResident) -> "CpuBackend":
         """The program in the same memory, over the weights and sessions of another resident."""
-        made = copy(self)
-        made._forget()  # noqa: SLF001 - of its own class
-        made._sessions, made._own = resident.sessions, self._own.over(resident.weights)  # noqa: SLF001
+        made = self._copied()
+        made._sessions, made._own = resident.sessions, self._own.over(resident.weights)  # noqa: SLF001 - its own class
         made._build(self.memory.over(resident.weights))  # noqa: SLF001
+        made._end_threads_with(made)  # noqa: SLF001
+        return made
+
+    def _copied(self) -> "CpuBackend":
+        """The same, without the steps that are bound on demand: to be built over other memory."""
+        made = copy(self)
+        for steps in ("_singly", "_alone"):
+            vars(made).pop(steps, None)
         return made
 
     def bind(self, tensor: Tensor, array: np.ndarray | None) -> None:
@@ -162,10 +172,13 @@ class CpuBackend:
         pointer = tensor.pointer
         place = pointer.region, pointer.index
         given = self._own.regions[place] if array is None else in_memory_order(array).view(np.uint8)
-        memory = self.memory.rebased(place, given)
-        self._end()
-        self._build(memory)
-        self._bound = self._bound - {tensor.name} if array is None else self._bound | {tensor.name}
+        made = self._copied()
+        made._build(self.memory.rebased(place, given))  # noqa: SLF001 - its own class
+        made._bound = self._bound - {tensor.name} if array is None else self._bound | {tensor.name}  # noqa: SLF001
+        made._end_threads_with(self)  # noqa: SLF001
+        old = copy(self)
+        self.__dict__ = vars(made)  # all at once: an error or Ctrl-C before this changes nothing
+        old._end()  # noqa: SLF001
 
     def own_address(self, tensor: Tensor) -> int:
         """The address of the program's own memory for an input or output."""
@@ -272,23 +285,17 @@ class CpuBackend:
 
     def close(self) -> None:
         """End the threads and drop sessions and memory."""
-        alone = self.__dict__.get("_alone", [])
         self._end()
-        for steps in (*self._issued, alone):
-            steps.clear()  # a step that was never run, or takes long, holds its stream
         self.inputs = self.outputs = ()
         del self._streams, self.memory, self._own
 
     def _end(self) -> None:
-        """End the threads, and drop the steps that were bound on demand."""
+        """End the threads and drop the steps."""
         self._streams.close()
         self._dropped.detach()
-        self._forget()
-
-    def _forget(self) -> None:
-        """Drop the steps that are bound on demand."""
-        for steps in ("_singly", "_alone"):
-            self.__dict__.pop(steps, None)
+        for steps in (*self._issued, vars(self).pop("_alone", [])):
+            steps.clear()  # a step that was never run, or takes long, holds its stream
+        vars(self).pop("_singly", None)
 
     @cached_property
     def _singly(self) -> list[tuple[Work, Step]]:
