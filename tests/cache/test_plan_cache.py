@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from command_line import CommandLine
+from command_line import OLD_PLAN, CommandLine
 from plan_caching import Compiler, change_byte, compiled, unobserved, write_model
 from plans import H200
 from subprocesses import python
@@ -31,7 +31,7 @@ def test_a_second_compilation_gives_the_same_file_and_compiles_nothing(
     assert first.status == 0, first.err
     assert "taken from the plan cache" not in first.out
     written = output.read_bytes()
-    output.write_bytes(b"another file of that name")
+    output.write_bytes(OLD_PLAN)
     monkeypatch.setattr(compiler, "_compile", pytest.fail)
     second = nimblec(*command)
     assert second.status == 0, second.err

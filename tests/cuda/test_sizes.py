@@ -97,7 +97,7 @@ def test_what_is_bound_is_for_one_size(put: Callable[[np.ndarray], Any]) -> None
         assert torch.equal(y, x)
         with pytest.raises(InputError, match=r"inputs have other sizes than the program for which \['y'\] are bound"):
             model.run({"x": x[:4]})
-        with pytest.raises(InputError, match="bind 'x': the plan has several programs"):
+        with pytest.raises(InputError, match="bind 'x': the shape fits several programs"):
             model.bind("x", x[:2])
         model.bind("y", None)
         assert torch.equal(torch.from_dlpack(model(x[:4])), x[:4])
