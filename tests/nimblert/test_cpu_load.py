@@ -13,7 +13,7 @@ from typing import Any
 import memory_use
 import numpy as np
 import pytest
-from concurrency import at_once
+from concurrency import at_once, thread_count, threads_beyond
 from cpu_plans import floats, plan_file, write_model
 from onnx import helper
 from subprocesses import python
@@ -65,12 +65,6 @@ def drawn(seed: int) -> np.ndarray:
 def result_of(path: Path, x: np.ndarray) -> bytes:
     with nimblert.load(path) as executable:
         return executable.run({"x": x})["y"].tobytes()
-
-
-def thread_count() -> int:
-    """Threads of the process, ONNX Runtime's too."""
-    gc.collect()
-    return len(list(Path("/proc/self/task").iterdir()))
 
 
 def open_file_count() -> int:
@@ -184,7 +178,7 @@ def leave(path: Path) -> tuple[int, int, int, int]:
     for _ in range(LOADS):
         result_of(path, x)
     lost = memory_use.current().resident - resident
-    return thread_count() - threads, open_file_count() - files, lost, loaded
+    return threads_beyond(threads), open_file_count() - files, lost, loaded
 
 
 LEAVE = """
@@ -251,31 +245,28 @@ def test_sessions_are_given_back_without_the_garbage_collector(path: Path, runs:
 
 
 FAILING = """
-import gc, os, sys
-from pathlib import Path
+import os, sys
+sys.path[:0] = ["tests/support"]
 import numpy as np
 import nimblert, nimblert.cpu.backend
+from concurrency import thread_count, threads_beyond
 from nimblert.errors import InputError
 
 os.sched_getaffinity = lambda _: set(range(8))
-
-def threads():
-    gc.collect()
-    return len(list(Path("/proc/self/task").iterdir()))
 
 def refuse(*_):
     raise InputError("no")
 
 with nimblert.load(sys.argv[1]) as executable:
     executable(np.zeros((4, 512), np.float32))
-before, failed = threads(), 0
+before, failed = thread_count(), 0
 nimblert.cpu.backend.partial = refuse
 for _ in range(5):
     try:
         nimblert.load(sys.argv[1])
     except InputError as exc:
         failed += str(exc) == "no"
-print(failed, threads() - before)
+print(failed, threads_beyond(before))
 """
 
 

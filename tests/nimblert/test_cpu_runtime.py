@@ -1,6 +1,5 @@
 """The CPU backend: errors, poison, streams, copies and fills, and plans that do not fit their models."""
 
-import gc
 import time
 from dataclasses import replace
 from functools import partial
@@ -9,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from concurrency import thread_count, threads_beyond
 from cpu_plans import assert_same, floats, plan_file, run_plan, write_model
 from onnx import TensorProto, helper
 from subprocesses import python
@@ -123,20 +123,15 @@ def test_two_streams_meet_and_a_failure_on_either_ends_the_run(tmp_path: Path) -
     backend.close()
 
 
-def _thread_count() -> int:
-    return len(list(Path("/proc/self/task").iterdir()))
-
-
 def test_threads_of_streams_end_with_the_backend(tmp_path: Path) -> None:
     plan = plan_file(_wide(tmp_path), streams=None)
-    before = _thread_count()
+    before = thread_count()
     backend = CpuBackend(plan, plan.programs[0])
     backend.run()
-    assert _thread_count() > before
+    assert thread_count() > before
     backend.close()
     del backend
-    gc.collect()
-    assert _thread_count() == before
+    assert threads_beyond(before) == 0
 
 
 def test_only_kernels_that_gain_by_it_have_threads_of_their_own(
@@ -160,13 +155,12 @@ def test_only_kernels_that_gain_by_it_have_threads_of_their_own(
 
 def _threads_opened(plan: Plan) -> int:
     """How many threads a backend starts."""
-    before = _thread_count()
+    before = thread_count()
     backend = CpuBackend(plan, plan.programs[0])
-    started = _thread_count() - before
+    started = thread_count() - before
     backend.close()
     del backend
-    gc.collect()
-    assert _thread_count() == before
+    assert threads_beyond(before) == 0
     return started
 
 

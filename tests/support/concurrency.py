@@ -1,8 +1,11 @@
-"""Threads that start together."""
+"""Threads that start together, and how many there are."""
 
+import gc
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 
@@ -16,3 +19,17 @@ def at_once(count: int, work: Callable[[int], Any]) -> list[Any]:
 
     with ThreadPoolExecutor(count) as pool:
         return list(pool.map(begin, range(count)))
+
+
+def thread_count() -> int:
+    """Threads of this process, those of libraries too, after a garbage collection."""
+    gc.collect()
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def threads_beyond(before: int, *, patience_s: float = 10.0) -> int:
+    """How many threads more than ``before`` there are; the system takes a moment to end one that was joined."""
+    deadline = time.monotonic() + patience_s
+    while (more := thread_count() - before) > 0 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return max(0, more)
