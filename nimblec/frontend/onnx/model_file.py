@@ -4,6 +4,7 @@ Both targets start here: the CPU target, and the translation of ONNX to ATen. Ev
 sentence that names the input, node or file at fault.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from os import PathLike
@@ -127,11 +128,11 @@ def outputs(model: ModelProto) -> tuple[ModelTensor, ...]:
 
 def _check_outputs(model: ModelProto, path: Path) -> None:
     """Raise CompileError where there are none, UnsupportedModelError where two have one name."""
-    listed = [value.name for value in model.graph.output]
-    if not listed:
+    counts = Counter(value.name for value in model.graph.output)
+    if not counts:
         raise CompileError(f"{path}: the graph has no outputs, and a plan computes nothing else")
-    for name in listed:
-        if listed.count(name) > 1:
+    for name, count in counts.items():
+        if count > 1:
             raise UnsupportedModelError(f"output {name!r} is listed twice: list it once")
 
 

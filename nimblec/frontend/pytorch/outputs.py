@@ -1,5 +1,6 @@
 """The outputs of a plan: the tensors that a model returns, and their names."""
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,8 +34,8 @@ def name_outputs(result: Any) -> list[tuple[str, torch.Tensor]]:
             )
         check_dense(f"output {join_path('', path) or 0}", leaf)
         outputs.append((_output_name(path, len(leaves)), leaf))
-    names = [name for name, _ in outputs]
-    if repeated := next((name for name in names if names.count(name) > 1), None):
+    counts = Counter(name for name, _ in outputs)
+    if repeated := next((name for name, count in counts.items() if count > 1), None):
         raise UnsupportedModelError(f"two outputs are called {repeated!r}: return them under different names")
     if not outputs:
         raise UnsupportedModelError("the model returns no tensor: return those that it computes")
