@@ -21,6 +21,8 @@ from nimblec.kernels.core.shapes import Convolution
 from nimblec.kernels.gemm.packing import CUT_OFF
 from nimblec.kernels.trained.match import Request, requests
 from nimblec.kernels.trained.op import (
+    depthwise_convolution,
+    depthwise_image_gradient,
     depthwise_weight_gradient,
     image_gradient,
     trained_convolution,
@@ -29,8 +31,10 @@ from nimblec.kernels.trained.op import (
 from nimblec.kernels.trained.rewrite import TRAINED, AnyTiling, tilings, use_trained_kernels
 from nimblec.kernels.trained.tilings import (
     depthwise_candidates,
+    depthwise_sum_candidates,
     forward_candidates,
     image_candidates,
+    image_product,
     weight_candidates,
 )
 from nimblec.optimize.layout.channels_last import lay_float32_channels_last
@@ -66,18 +70,25 @@ def test_ops_on_the_cpu_and_without_memory(dtype: torch.dtype) -> None:
     x, weight = _last(_random(2, 8, 7, 9).to(dtype)), _last(_random(6, 8, 3, 2, seed=1).to(dtype))
     grad = _last(_random(2, 6, 4, 7, seed=2).to(dtype))
     bias = _random(6, seed=4).to(dtype)
-    channels, alone = _last(_random(2, 8, 4, 7, seed=3).to(dtype)), torch.empty(8, 1, 3, 2)
-    exact = _exact(grad, x, weight, WINDOW)
-    end = (WINDOW, TILING, "none")
+    channels, alone = _last(_random(2, 8, 4, 7, seed=3).to(dtype)), _random(8, 1, 3, 2, seed=5).to(dtype)
+    exact, exact_alone = _exact(grad, x, weight, WINDOW), _exact(channels, x, alone, WINDOW)
+    end, shared = (WINDOW, TILING, "none"), _random(8, seed=6).to(dtype)
     calls: list[tuple[Callable[..., Tensor], tuple[object, ...], Tensor]] = [
         (trained_convolution, (x, weight, None, None, *end), exact[0]),
         (trained_convolution, (x, weight, bias, None, *end), exact[0] + bias.double()[:, None, None]),
         (image_gradient, (grad, weight, None, [7, 9], *end), exact[1]),
         (weight_gradient, (grad, x, None, [3, 2], *end), exact[2]),
+        (depthwise_convolution, (x, alone, None, WINDOW, [4, 16, 4], "none"), exact_alone[0]),
+        (
+            depthwise_convolution,
+            (x, alone, shared, WINDOW, [4, 16, 4], "none"),
+            exact_alone[0] + shared.double()[:, None, None],
+        ),
+        (depthwise_image_gradient, (channels, alone, [7, 9], WINDOW, [4, 16, 4], "none"), exact_alone[1]),
         (
             depthwise_weight_gradient,
             (channels, x, None, [3, 2], WINDOW, [4, 16, 1, 4], "none"),
-            _exact(channels, x, alone, WINDOW)[2],
+            exact_alone[2],
         ),
     ]
     for op, args, wanted in calls:
@@ -122,7 +133,16 @@ CASES: dict[str, tuple[Step, tuple[Tensor, ...], list[str]]] = {
         ["forward", "images", "weights"],
     ),
     "with a bias": (_step(bias=_random(6)), (X, GRAD, _random(6, 6, 3, 3)), ["forward", "images", "weights"]),
-    "depthwise": (_step(groups=6), (X, GRAD, _random(6, 1, 3, 3)), ["depthwise weights"]),
+    "depthwise": (
+        _step(groups=6),
+        (X, GRAD, _random(6, 1, 3, 3)),
+        ["depthwise", "depthwise images", "depthwise weights"],
+    ),
+    "depthwise with a bias": (
+        _step(groups=6, bias=_random(6)),
+        (X, GRAD, _random(6, 1, 3, 3)),
+        ["depthwise", "depthwise images", "depthwise weights"],
+    ),
     "groups": (_step(groups=2), (X, GRAD, _random(6, 3, 3, 3)), []),
     "double": (_step(), (X.double(), GRAD.double(), _random(6, 6, 3, 3).double()), []),
     "images are not trained": (
@@ -149,8 +169,9 @@ def test_what_is_taken_and_its_values(name: str) -> None:
     assert [request.kind for request in requests(split)] == expected
     after = rewritten(split, partial(use_trained_kernels, choose=_first))
     found = counts(after)
-    ops = ("trained_convolution", "image_gradient", "weight_gradient", "depthwise_weight_gradient")
-    assert sum(found[op] for op in ops) == len(expected)
+    whole = ("trained_convolution", "image_gradient", "weight_gradient")
+    depthwise = ("depthwise_convolution", "depthwise_image_gradient", "depthwise_weight_gradient")
+    assert sum(found[op] for op in (*whole, *depthwise)) == len(expected)
     assert_same(module, after, *inputs, rtol=3e-3)
 
 
@@ -179,6 +200,14 @@ def test_what_32_bits_do_not_reach_is_the_librarys(width: int) -> None:
     lay_float32_channels_last(module)
     kinds = [request.kind for request in requests(module)]
     assert kinds == (["forward", "images", "weights"] if width < 8192 else [])
+
+
+def test_several_results_of_a_channel_are_the_librarys() -> None:
+    like = (torch.empty(shape, device="meta") for shape in ((2, 6, 6, 5), (2, 12, 6, 5), (12, 1, 3, 3)))
+    module = record(_step(groups=6), *like)
+    split_gradients(module)  # not by `rewritten`: the CPU's library refuses some of its gradients
+    lay_float32_channels_last(module)
+    assert not [*requests(module)]
 
 
 def test_nothing_changes_where_the_framework_is_chosen() -> None:
@@ -227,17 +256,25 @@ def test_tilings_fit_a_gpu(itemsize: int, gpu: GPU) -> None:
                 nbytes = tiling.block_k * (tiling.block_m + tiling.block_n) * itemsize * tiling.num_stages
                 assert nbytes <= gpu.shared_per_block
     for shape in DEPTHWISE:
-        found_sums = depthwise_candidates(shape, gpu)
+        found_sums = depthwise_sum_candidates(shape, gpu)
         assert found_sums
         assert all(tiling.sums(shape) <= 64 for tiling in found_sums), "what the registers of a thread hold"
+        for product in (shape, image_product(shape)):
+            found_tiles = depthwise_candidates(product, gpu, itemsize=itemsize)
+            assert len(found_tiles) == len(set(found_tiles)) == 8
+            each = {t.block_m * t.block_c * itemsize // (16 * 32 * t.num_warps) for t in found_tiles}
+            assert each <= {1, 2, 4}, "pixels of a thread, that reads 16 bytes at once"
 
 
 INTERPRET = """
 import random
 import torch
 from nimblec.kernels.core.images import convolution_shape
+from nimblec.kernels.depthwise.tilings import DepthwiseTiling
 from nimblec.kernels.gemm.tilings import Tiling
-from nimblec.kernels.trained.launches import Cut, depthwise_weights_launch, images_launch, weights_launch
+from nimblec.kernels.trained.launches import (
+    Cut, depthwise_images_launch, depthwise_weights_launch, images_launch, weights_launch
+)
 from nimblec.kernels.trained.tilings import DepthwiseSum
 
 aten = torch.ops.aten
@@ -292,6 +329,10 @@ def at_random(seed):
     if is_depthwise:
         tiling = DepthwiseSum(block_m=r.choice([1, 2, 4]), block_c=r.choice([16, 32]), split_k=split)
         check(depthwise_weights_launch, of_weight, tiling=tiling, grad=grad, x=x, counters=counters, trigger="none")
+        tile = DepthwiseTiling(block_m=r.choice([1, 4, 16]), block_c=r.choice([16, 32]), num_warps=r.choice([1, 4]))
+        how = {"tiling": tile, "weight": weight, "trigger": "none"}
+        check(depthwise_images_launch, y, source=x, bias=bias, is_gradient=False, **how)
+        check(depthwise_images_launch, of_x, source=grad, bias=None, is_gradient=True, **how)
     else:
         check(images_launch, y, cut=cut(), source=x, weight=weight, bias=bias, is_gradient=False)
         check(images_launch, of_x, cut=cut(), source=grad, weight=weight, bias=None, is_gradient=True)
@@ -317,7 +358,7 @@ for gpu in KNOWN:
     for dtype in (torch.float32, torch.bfloat16):
         x, grad = images(64, dtype), images(128, dtype)
         weight = torch.empty(128, 64, 3, 3, dtype=dtype, device="meta").contiguous(memory_format=torch.channels_last)
-        bias = torch.empty(128, dtype=dtype, device="meta")
+        bias, few = (torch.empty(size, dtype=dtype, device="meta") for size in ((128,), (64, 1, 3, 3)))
         shape = convolution_shape(x, 128, (3, 3), (1, 1), (1, 1), (1, 1))
         alone = convolution_shape(x, 64, (3, 3), (1, 1), (1, 1), (1, 1))
         size = {"itemsize": dtype.itemsize}
@@ -329,7 +370,11 @@ for gpu in KNOWN:
             *((weight_gradient, (grad, x, counters, [3, 3], window, tiling.numbers, gpu.trigger))
               for tiling in weight_candidates(shape, gpu, **size)[:2]),
             *((depthwise_weight_gradient, (x, x, counters, [3, 3], window, tiling.numbers, gpu.trigger))
-              for tiling in depthwise_candidates(alone, gpu)[:2]),
+              for tiling in depthwise_sum_candidates(alone, gpu)[:2]),
+            *((depthwise_convolution, (x, few, few[:, 0, 0, 0].contiguous(), window, tiling.numbers, gpu.trigger))
+              for tiling in depthwise_candidates(alone, gpu, **size)[:2]),
+            *((depthwise_image_gradient, (x, few, [4, 4], window, tiling.numbers, gpu.trigger))
+              for tiling in depthwise_candidates(image_product(alone), gpu, **size)[:2]),
         ]
         for op, args in launches:
             kernel = compile_job(launch_of(op, *args).job, architecture=gpu.architecture)
@@ -390,11 +435,20 @@ def test_depthwise_values_on_a_gpu(number: int, dtype: torch.dtype) -> None:
     window = [*shape.stride, *shape.padding, *shape.dilation]
     x = _last(_random(shape.batch, shape.channels, shape.height, shape.width, device="cuda").to(dtype))
     grad = _random(shape.batch, shape.channels, shape.out_height, shape.out_width, seed=2, device="cuda").to(dtype)
-    exact = _exact(_last(grad), x, torch.empty(shape.channels, 1, *shape.kernel, device="cuda"), window)[2]
-    calls = []
-    for tiling in depthwise_candidates(shape, gpu):
-        end = (_counters(), list(shape.kernel), window, tiling.numbers, gpu.trigger)
-        calls.append((depthwise_weight_gradient, (_last(grad), x, *end), exact))
+    weight = _random(shape.channels, 1, *shape.kernel, seed=1, device="cuda").to(dtype)
+    bias = _random(shape.channels, seed=3, device="cuda").to(dtype)
+    y, of_x, of_weight = _exact(_last(grad), x, weight, window)
+    calls: list[tuple[Any, tuple[Any, ...], Tensor]] = []
+    for tiling in depthwise_candidates(shape, gpu, itemsize=dtype.itemsize):
+        end = (window, tiling.numbers, gpu.trigger)
+        calls.append((depthwise_convolution, (x, weight, None, *end), y))
+        calls.append((depthwise_convolution, (x, weight, bias, *end), y + bias.double()[:, None, None]))
+    for tiling in depthwise_candidates(image_product(shape), gpu, itemsize=dtype.itemsize):
+        end = ([shape.height, shape.width], window, tiling.numbers, gpu.trigger)
+        calls.append((depthwise_image_gradient, (_last(grad), weight, *end), of_x))
+    for sums in depthwise_sum_candidates(shape, gpu):
+        size = (_counters(), list(shape.kernel), window, sums.numbers, gpu.trigger)
+        calls.append((depthwise_weight_gradient, (_last(grad), x, *size), of_weight))
     _check(calls, gpu)
 
 

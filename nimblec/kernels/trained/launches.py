@@ -10,6 +10,7 @@ from torch import Tensor
 from nimblec.kernels.core.images import pixel_stride
 from nimblec.kernels.core.launch import Launch
 from nimblec.kernels.core.shapes import Convolution
+from nimblec.kernels.depthwise.tilings import DepthwiseTiling
 from nimblec.kernels.gemm.packing import CUT_OFF
 from nimblec.kernels.gemm.tilings import Tiling
 from nimblec.kernels.trained.tilings import DepthwiseSum, image_product, weight_product
@@ -90,22 +91,56 @@ def images_launch(
             **cut.pointers(tiles, out.device),
         },
         settings={
-            **{name: value for name, value in shape.settings.items() if name.startswith(_WINDOWS)},
-            "ROWS": product.rows,
-            "HEIGHT": out.shape[2],
-            "WIDTH": out.shape[3],
+            **_images_settings(shape, source, out, is_gradient=is_gradient),
             "OUT_CHANNELS": product.out_channels,
-            "SOURCE_HEIGHT": source.shape[2],
-            "SOURCE_WIDTH": source.shape[3],
-            "CHANNELS": source.shape[1],
-            "PIXEL_STRIDE": pixel_stride(source),
             "TAP_STRIDE": shape.channels,
             "CHANNEL_STRIDE": of_channel,
             "COLUMN_STRIDE": of_result,
-            "IS_GRADIENT": is_gradient,
             **cut.settings(source.dtype),
         },
     )
+
+
+def depthwise_images_launch(
+    shape: Convolution,
+    tiling: DepthwiseTiling,
+    *,
+    source: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    trigger: str,
+    is_gradient: bool,
+) -> Launch:
+    """As `images_launch`, where each channel is made of one, with weights (channels, 1, height, width)."""
+    return Launch(
+        template=f"{_TEMPLATES}:depthwise_images",
+        blocks=tiling.blocks(image_product(shape) if is_gradient else shape),
+        pointers={"source_ptr": source, "weight_ptr": weight, "bias_ptr": bias, "out_ptr": out},
+        settings={
+            **_images_settings(shape, source, out, is_gradient=is_gradient),
+            "BLOCK_M": tiling.block_m,
+            "BLOCK_C": tiling.block_c,
+            "TRIGGER": trigger,
+            "num_warps": tiling.num_warps,
+            "launch_pdl": trigger != "none",
+        },
+    )
+
+
+def _images_settings(shape: Convolution, source: Tensor, out: Tensor, *, is_gradient: bool) -> dict[str, Any]:
+    """The constants of a template that makes images ``out`` of ``source``."""
+    return {
+        **{name: value for name, value in shape.settings.items() if name.startswith(_WINDOWS)},
+        "ROWS": out.shape[0] * out.shape[2] * out.shape[3],
+        "HEIGHT": out.shape[2],
+        "WIDTH": out.shape[3],
+        "SOURCE_HEIGHT": source.shape[2],
+        "SOURCE_WIDTH": source.shape[3],
+        "CHANNELS": source.shape[1],
+        "PIXEL_STRIDE": pixel_stride(source),
+        "IS_GRADIENT": is_gradient,
+    }
 
 
 def weights_launch(shape: Convolution, cut: Cut, *, grad: Tensor, x: Tensor, out: Tensor) -> Launch:

@@ -16,7 +16,7 @@ from nimblec.kernels.core.shapes import Convolution
 from nimblec.kernels.gemm.match import arithmetic_of
 from nimblec.kernels.gemm.op import Arithmetic
 
-Kind = Literal["forward", "images", "weights", "depthwise weights"]
+Kind = Literal["forward", "images", "weights", "depthwise", "depthwise images", "depthwise weights"]
 
 _LONGEST_DEPTHWISE = 32
 """The most weights of a channel whose gradients a thread can sum at once."""
@@ -64,15 +64,22 @@ def requests(module: fx.GraphModule) -> Iterator[Request]:
 
 
 def _forward(rewriter: Rewriter, node: fx.Node, given: dict[str, Any]) -> Request | None:
-    """The request of a convolution whose weights are not constant; grouped ones are left to the library."""
+    """The request of a convolution whose weights are not constant."""
     x, weight = given["input"], given["weight"]
-    if rewriter.value(weight) is not None or given["groups"] != 1:
-        return None
-    if not is_read_well(fake(x)) or not is_channels_last(fake(weight)):
+    if rewriter.value(weight) is not None or not is_read_well(fake(x)):
         return None
     if given["bias"] is not None and not fake(given["bias"]).is_contiguous():
         return None
-    return _request("forward", given, node, x, weight)
+    return _of_images("forward", "depthwise", given, node, x)
+
+
+def _of_images(whole: Kind, depthwise: Kind, given: dict[str, Any], result: fx.Node, first: fx.Node) -> Request | None:
+    """The request of new images, made of ``first`` and the weights; other groups are left to the library."""
+    weight, channels = given["weight"], fake(given["input"]).shape[1]
+    if given["groups"] == 1 and is_channels_last(fake(weight)):
+        return _request(whole, given, result, first, weight)
+    is_depthwise = given["groups"] == channels == fake(weight).shape[0]
+    return _request(depthwise, given, result, first, weight) if is_depthwise and fake(weight).is_contiguous() else None
 
 
 def _gradient(node: fx.Node, given: dict[str, Any]) -> Request | None:
@@ -82,11 +89,11 @@ def _gradient(node: fx.Node, given: dict[str, Any]) -> Request | None:
     if sum(mask) != 1 or mask[2] or result is None or result.target is not operator.getitem:
         return None
     assert mask[argument(result, 1)], f"{result.format_node()} reads a gradient that is not made"
+    if not is_read_well(fake(grad)):
+        return None
     if mask[0]:
-        if given["groups"] != 1 or not is_read_well(fake(grad)) or not is_channels_last(fake(weight)):
-            return None
-        return _request("images", given, result, grad, weight)
-    if not is_read_well(fake(grad)) or not is_read_well(fake(x)):
+        return _of_images("images", "depthwise images", given, result, grad)
+    if not is_read_well(fake(x)):
         return None
     channels, taps = fake(x).shape[1], fake(weight)[0, 0].numel()
     if given["groups"] == channels == fake(grad).shape[1] and taps <= _LONGEST_DEPTHWISE:
@@ -95,8 +102,11 @@ def _gradient(node: fx.Node, given: dict[str, Any]) -> Request | None:
 
 
 def _request(kind: Kind, given: dict[str, Any], result: fx.Node, first: fx.Node, second: fx.Node) -> Request:
-    images, weight = fake(given["input"]), fake(given["weight"])
-    laid = torch.empty_like(images, device="meta", memory_format=torch.channels_last) if kind == "images" else images
+    weight, images = fake(given["weight"]), fake(given["input"])
+    laid: Tensor = images
+    if kind in ("images", "depthwise images"):  # they are made, channels last
+        laid = torch.empty_like(images, device="meta", memory_format=torch.channels_last)
+    is_forward = is_call(result, CONVOLUTION)
     return Request(
         kind=kind,
         arithmetic=arithmetic_of(images.dtype, torch.backends.cudnn.conv),  # type: ignore[attr-defined]
@@ -105,8 +115,8 @@ def _request(kind: Kind, given: dict[str, Any], result: fx.Node, first: fx.Node,
         ),
         first=first,
         second=second,
-        bias=given["bias"] if kind == "forward" else None,
-        nodes=(result,) if kind == "forward" else (argument(result, 0), result),
+        bias=given["bias"] if is_forward else None,
+        nodes=(result,) if is_forward else (argument(result, 0), result),
     )
 
 

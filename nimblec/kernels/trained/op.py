@@ -13,9 +13,17 @@ from torch import Tensor
 
 from nimblec.kernels.core.images import channels_last, convolution_shape, new_images
 from nimblec.kernels.core.launch import Prepared, define_op
+from nimblec.kernels.depthwise.tilings import DepthwiseTiling
 from nimblec.kernels.gemm.reference import as_multiplied
 from nimblec.kernels.gemm.tilings import Tiling
-from nimblec.kernels.trained.launches import Cut, depthwise_weights_launch, images_launch, scale, weights_launch
+from nimblec.kernels.trained.launches import (
+    Cut,
+    depthwise_images_launch,
+    depthwise_weights_launch,
+    images_launch,
+    scale,
+    weights_launch,
+)
 from nimblec.kernels.trained.tilings import DepthwiseSum
 
 aten = torch.ops.aten
@@ -72,6 +80,30 @@ def _weight_gradient(
     shape = convolution_shape(x, grad.shape[1], kernel, *_pairs(window))
     out, cut = _new(x, shape.out_channels, shape.channels, *kernel), _cut(counters, tiling, trigger, arithmetic)
     return Prepared(out, weights_launch(shape, cut, grad=grad, x=x, out=out))
+
+
+def _depthwise_convolution(
+    x: Tensor, weight: Tensor, bias: Tensor | None, window: Sequence[int], tiling: Sequence[int], trigger: str
+) -> Prepared[Tensor]:
+    x, weight = channels_last(x), weight.contiguous()
+    shape = convolution_shape(x, weight.shape[0], weight.shape[2:], *_pairs(window))
+    out, cut = new_images(x, shape), DepthwiseTiling.of(tiling)
+    launch = depthwise_images_launch(
+        shape, cut, source=x, weight=weight, bias=bias, out=out, trigger=trigger, is_gradient=False
+    )
+    return Prepared(out, launch)
+
+
+def _depthwise_image_gradient(
+    grad: Tensor, weight: Tensor, size: Sequence[int], window: Sequence[int], tiling: Sequence[int], trigger: str
+) -> Prepared[Tensor]:
+    grad, weight = channels_last(grad), weight.contiguous()
+    out, cut = _new(grad, *grad.shape[:2], *size), DepthwiseTiling.of(tiling)
+    shape = convolution_shape(out, weight.shape[0], weight.shape[2:], *_pairs(window))
+    launch = depthwise_images_launch(
+        shape, cut, source=grad, weight=weight, bias=None, out=out, trigger=trigger, is_gradient=True
+    )
+    return Prepared(out, launch)
 
 
 def _depthwise_weight_gradient(
@@ -135,9 +167,7 @@ def _image_gradient_on_cpu(
 ) -> Tensor:
     factor, filters = (as_multiplied(each, grad.dtype, arithmetic) for each in (grad, weight))
     images = factor.new_empty((grad.shape[0], weight.shape[1], *size))
-    total, *_ = aten.convolution_backward(
-        factor, images, filters, None, *_pairs(window), False, [0, 0], 1, [True, False, False]
-    )
+    total = _gradient_of_images(factor, images, filters, window)
     return _new(grad, *total.shape).copy_(total * scale(grad.dtype, arithmetic))
 
 
@@ -155,11 +185,35 @@ def _weight_gradient_on_cpu(
     return _new(grad, *total.shape).copy_(total * scale(grad.dtype, arithmetic))
 
 
+def _depthwise_convolution_on_cpu(
+    x: Tensor, weight: Tensor, bias: Tensor | None, window: Sequence[int], *_how: Any
+) -> Tensor:
+    vector = None if bias is None else bias.float()
+    total = aten.convolution(x.float(), weight.float(), vector, *_pairs(window), False, [0, 0], x.shape[1])
+    return _new(x, *total.shape).copy_(total)
+
+
+def _depthwise_image_gradient_on_cpu(
+    grad: Tensor, weight: Tensor, size: Sequence[int], window: Sequence[int], *_how: Any
+) -> Tensor:
+    images = grad.new_empty((*grad.shape[:2], *size), dtype=torch.float32)
+    total = _gradient_of_images(grad.float(), images, weight.float(), window)
+    return _new(grad, *total.shape).copy_(total)
+
+
 def _depthwise_weight_gradient_on_cpu(
     grad: Tensor, x: Tensor, _counters: Tensor | None, kernel: Sequence[int], window: Sequence[int], *_how: Any
 ) -> Tensor:
     total = _gradient_of_weights(grad.float(), x.float(), (grad.shape[1], 1, *kernel), window)
     return _new(grad, *total.shape).copy_(total)
+
+
+def _gradient_of_images(grad: Tensor, images: Tensor, weight: Tensor, window: Sequence[int]) -> Tensor:
+    groups = images.shape[1] // weight.shape[1]
+    total, *_ = aten.convolution_backward(
+        grad, images, weight, None, *_pairs(window), False, [0, 0], groups, [True, False, False]
+    )
+    return total  # type: ignore[no-any-return]
 
 
 def _gradient_of_weights(grad: Tensor, x: Tensor, size: tuple[int, ...], window: Sequence[int]) -> Tensor:
@@ -187,6 +241,17 @@ weight_gradient = define_op(
     "str trigger, *, str arithmetic='tf32') -> Tensor",
     prepare=_weight_gradient,
     reference=_weight_gradient_on_cpu,
+)
+depthwise_convolution = define_op(
+    "depthwise_convolution(Tensor x, Tensor weight, Tensor? bias, int[] window, int[] tiling, str trigger) -> Tensor",
+    prepare=_depthwise_convolution,
+    reference=_depthwise_convolution_on_cpu,
+)
+depthwise_image_gradient = define_op(
+    "depthwise_image_gradient(Tensor grad, Tensor weight, int[] size, int[] window, int[] tiling, str trigger) -> "
+    "Tensor",
+    prepare=_depthwise_image_gradient,
+    reference=_depthwise_image_gradient_on_cpu,
 )
 depthwise_weight_gradient = define_op(
     "depthwise_weight_gradient(Tensor grad, Tensor x, Tensor(a!)? counters, int[] kernel, int[] window, "

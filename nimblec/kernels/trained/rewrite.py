@@ -9,13 +9,22 @@ from nimblec.graph.rewriter import Rewriter, fake
 from nimblec.kernels.core.call import Call, Made, Pool, evaluate, example
 from nimblec.kernels.core.gpu import GPU, Trigger
 from nimblec.kernels.core.selector import Choose, Family, Timed
+from nimblec.kernels.depthwise.tilings import DepthwiseTiling
 from nimblec.kernels.gemm.packing import counters_of
 from nimblec.kernels.gemm.tilings import Tiling
 from nimblec.kernels.trained.match import Request, requests
-from nimblec.kernels.trained.op import depthwise_weight_gradient, image_gradient, trained_convolution, weight_gradient
+from nimblec.kernels.trained.op import (
+    depthwise_convolution,
+    depthwise_image_gradient,
+    depthwise_weight_gradient,
+    image_gradient,
+    trained_convolution,
+    weight_gradient,
+)
 from nimblec.kernels.trained.tilings import (
     DepthwiseSum,
     depthwise_candidates,
+    depthwise_sum_candidates,
     forward_candidates,
     image_candidates,
     image_product,
@@ -25,7 +34,7 @@ from nimblec.kernels.trained.tilings import (
 
 aten = torch.ops.aten
 
-AnyTiling = Tiling | DepthwiseSum
+AnyTiling = Tiling | DepthwiseSum | DepthwiseTiling
 
 
 def use_trained_kernels(module: fx.GraphModule, choose: Choose[Request, AnyTiling], trigger: Trigger = "late") -> None:
@@ -52,27 +61,37 @@ def use_trained_kernels(module: fx.GraphModule, choose: Choose[Request, AnyTilin
 def tilings(request: Request, gpu: GPU) -> Sequence[AnyTiling]:
     """The candidates of a request."""
     if request.kind == "depthwise weights":
-        return depthwise_candidates(request.shape, gpu)
+        return depthwise_sum_candidates(request.shape, gpu)
+    size = {"itemsize": request.dtype.itemsize}
+    if request.kind == "depthwise":
+        return depthwise_candidates(request.shape, gpu, **size)
+    if request.kind == "depthwise images":
+        return depthwise_candidates(image_product(request.shape), gpu, **size)
     find = {"forward": forward_candidates, "images": image_candidates, "weights": weight_candidates}[request.kind]
-    return find(request.shape, gpu, itemsize=request.dtype.itemsize)
+    return find(request.shape, gpu, **size)
 
 
 def call(request: Request, tiling: AnyTiling, trigger: Trigger) -> Call:
     """The call that computes a request."""
     shape = request.shape
     end = ([*shape.stride, *shape.padding, *shape.dilation], tiling.numbers, trigger)
-    read, counted = (request.first, request.second), _counters(request, tiling)
+    size, read = [shape.height, shape.width], (request.first, request.second)
+    if isinstance(tiling, DepthwiseTiling):
+        if request.kind == "depthwise":
+            return Call(op=depthwise_convolution, args=(*read, request.bias, *end))
+        return Call(op=depthwise_image_gradient, args=(*read, size, *end))
+    counted = _counters(request, tiling)
     if request.kind == "depthwise weights":
         return Call(op=depthwise_weight_gradient, args=(*read, counted, list(shape.kernel), *end))
     how = {"arithmetic": request.arithmetic}
     if request.kind == "forward":
         return Call(op=trained_convolution, args=(*read, request.bias, counted, *end), kwargs=how)
     if request.kind == "images":
-        return Call(op=image_gradient, args=(*read, counted, [shape.height, shape.width], *end), kwargs=how)
+        return Call(op=image_gradient, args=(*read, counted, size, *end), kwargs=how)
     return Call(op=weight_gradient, args=(*read, counted, list(shape.kernel), *end), kwargs=how)
 
 
-def _counters(request: Request, tiling: AnyTiling) -> Made | None:
+def _counters(request: Request, tiling: Tiling | DepthwiseSum) -> Made | None:
     products = {"images": image_product, "weights": weight_product}
     shape = products[request.kind](request.shape) if request.kind in products else request.shape
     return counters_of(tiling, shape, fake(request.first).device)

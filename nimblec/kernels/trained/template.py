@@ -74,21 +74,12 @@ def images(
     rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     deep = tl.arange(0, BLOCK_K)
+    SIGN: tl.constexpr = -1 if IS_GRADIENT else 1
+    APART_H: tl.constexpr = STRIDE_H if IS_GRADIENT else 1
+    APART_W: tl.constexpr = STRIDE_W if IS_GRADIENT else 1
     image = rows // (HEIGHT * WIDTH)
-    top = (rows // WIDTH) % HEIGHT
-    left = rows % WIDTH
-    if IS_GRADIENT:  # a window that reads this pixel at a tap begins that far before it
-        SIGN: tl.constexpr = -1
-        APART_H: tl.constexpr = STRIDE_H
-        APART_W: tl.constexpr = STRIDE_W
-        top += PADDING_H
-        left += PADDING_W
-    else:
-        SIGN: tl.constexpr = 1
-        APART_H: tl.constexpr = 1
-        APART_W: tl.constexpr = 1
-        top = top * STRIDE_H - PADDING_H
-        left = left * STRIDE_W - PADDING_W
+    top = first_tap((rows // WIDTH) % HEIGHT, STRIDE_H, PADDING_H, IS_GRADIENT)
+    left = first_tap(rows % WIDTH, STRIDE_W, PADDING_W, IS_GRADIENT)
     is_row, is_column = rows < ROWS, columns < OUT_CHANNELS
 
     if TRIGGER != "none":
@@ -222,6 +213,74 @@ def weights(
 
 
 @triton.jit
+def depthwise_images(
+    source_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    ROWS: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    SOURCE_HEIGHT: tl.constexpr,
+    SOURCE_WIDTH: tl.constexpr,
+    PIXEL_STRIDE: tl.constexpr,
+    KERNEL_H: tl.constexpr,
+    KERNEL_W: tl.constexpr,
+    STRIDE_H: tl.constexpr,
+    STRIDE_W: tl.constexpr,
+    PADDING_H: tl.constexpr,
+    PADDING_W: tl.constexpr,
+    DILATION_H: tl.constexpr,
+    DILATION_W: tl.constexpr,
+    IS_GRADIENT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    TRIGGER: tl.constexpr,
+):
+    """Images (rows, channels), of which each channel is made of the same channel of source (pixels, channels).
+
+    Weights are (channels, kernel height, kernel width); otherwise as `images`, without tensor cores.
+    """
+    if TRIGGER == "early":
+        gdc_launch_dependents()
+    SIGN: tl.constexpr = -1 if IS_GRADIENT else 1
+    APART_H: tl.constexpr = STRIDE_H if IS_GRADIENT else 1
+    APART_W: tl.constexpr = STRIDE_W if IS_GRADIENT else 1
+    TILES: tl.constexpr = (CHANNELS + BLOCK_C - 1) // BLOCK_C
+    TAPS: tl.constexpr = KERNEL_H * KERNEL_W
+    UNROLLED: tl.constexpr = TAPS if TAPS <= 64 else KERNEL_W
+    channel = tl.program_id(0) % TILES * BLOCK_C + tl.arange(0, BLOCK_C)
+    rows = tl.program_id(0) // TILES * BLOCK_M + tl.arange(0, BLOCK_M)
+    image = rows // (HEIGHT * WIDTH)
+    top = first_tap((rows // WIDTH) % HEIGHT, STRIDE_H, PADDING_H, IS_GRADIENT)
+    left = first_tap(rows % WIDTH, STRIDE_W, PADDING_W, IS_GRADIENT)
+    is_channel = channel < CHANNELS
+    exists = (rows < ROWS)[:, None] & is_channel[None, :]
+
+    if TRIGGER != "none":
+        gdc_wait()
+    if TRIGGER == "late":
+        gdc_launch_dependents()
+
+    total = tl.zeros((BLOCK_M, BLOCK_C), tl.float32)
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + channel, mask=is_channel, other=0.0).to(tl.float32)[None, :]
+    for begin in tl.range(0, TAPS, UNROLLED):
+        for step in tl.static_range(UNROLLED):
+            tap = begin + step
+            y, x = top + SIGN * (tap // KERNEL_W * DILATION_H), left + SIGN * (tap % KERNEL_W * DILATION_W)
+            at, is_inside = pixel(image, y, x, SOURCE_HEIGHT, SOURCE_WIDTH, APART_H, APART_W)
+            sources = (at * PIXEL_STRIDE)[:, None] + channel[None, :]
+            pixels = tl.load(source_ptr + sources, mask=exists & is_inside[:, None], other=0.0)
+            weight = tl.load(weight_ptr + channel * TAPS + tap, mask=is_channel, other=0.0)
+            total += pixels.to(tl.float32) * weight.to(tl.float32)[None, :]
+
+    out_ptrs = out_ptr + rows[:, None] * CHANNELS + channel[None, :]
+    tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=exists)
+
+
+@triton.jit
 def depthwise_weights(
     grad_ptr,
     x_ptr,
@@ -293,6 +352,12 @@ def depthwise_weights(
     exists = is_tap[:, None] & is_channel[None, :]
     total = tl.sum(sums, 1)
     store_sum(total, 0.0, out_ptrs, exists, partials_ptr, counters_ptr, tile, part, PLACES, BLOCK_C, SPLIT_K)
+
+
+@triton.jit
+def first_tap(place, STRIDE: tl.constexpr, PADDING: tl.constexpr, IS_GRADIENT: tl.constexpr):
+    """Where a result's window has its first tap; for a gradient, where a window begins that has it at this place."""
+    return place + PADDING if IS_GRADIENT else place * STRIDE - PADDING
 
 
 @triton.jit

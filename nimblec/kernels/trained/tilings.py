@@ -9,6 +9,7 @@ from nimblec.kernels.core.gpu import GPU
 from nimblec.kernels.core.shapes import Convolution, Pair, ceil_div, next_power_of_2
 from nimblec.kernels.core.shapes import product as product_of
 from nimblec.kernels.core.tilings import NumberedTiling
+from nimblec.kernels.depthwise.tilings import DepthwiseTiling
 from nimblec.kernels.gemm.tilings import Tiling, candidates
 
 _SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -85,7 +86,29 @@ def _wide_and_narrow(shape: Convolution, gpu: GPU, itemsize: int) -> list[Tiling
     return list(dict.fromkeys(chain.from_iterable(found)))
 
 
-def depthwise_candidates(shape: Convolution, gpu: GPU, *, limit: int = 8) -> list[DepthwiseSum]:
+def depthwise_candidates(shape: Convolution, gpu: GPU, *, itemsize: int, limit: int = 8) -> list[DepthwiseTiling]:
+    """Tilings for a depthwise convolution, or for `image_product` of one.
+
+    A thread computes some channels of one, two or four pixels: it reads their weights, which lie apart, only once.
+    """
+    vector, taps = 16 // itemsize, prod(shape.kernel)
+
+    def pixels(tiling: DepthwiseTiling) -> float:
+        return tiling.block_m * tiling.block_c / (32 * tiling.num_warps * vector)
+
+    def cost(tiling: DepthwiseTiling) -> tuple[float, list[int]]:
+        turns = max(1.0, tiling.blocks(shape) * tiling.num_warps / (16 * gpu.multiprocessors))
+        past_the_edge = tiling.blocks(shape) * tiling.block_m * tiling.block_c / (shape.rows * shape.out_channels)
+        return turns * (taps * (vector + 3 * pixels(tiling)) + 64) * past_the_edge, tiling.numbers
+
+    found = (
+        DepthwiseTiling(block_m=block_m, block_c=block_c, num_warps=num_warps)
+        for block_m, block_c, num_warps in product((2, 4, 8, 16, 32, 64, 128), (16, 32, 64, 128), (1, 2, 4, 8))
+    )
+    return sorted((tiling for tiling in found if pixels(tiling) in (1, 2, 4)), key=cost)[:limit]
+
+
+def depthwise_sum_candidates(shape: Convolution, gpu: GPU, *, limit: int = 8) -> list[DepthwiseSum]:
     """Tilings for the gradient of depthwise weights, those of about two blocks per multiprocessor first."""
 
     def cost(tiling: DepthwiseSum) -> tuple[float, list[int]]:
