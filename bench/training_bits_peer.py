@@ -9,9 +9,9 @@ first that does not, unequal_state the tensors that differ in the end. By defaul
 the root mean square of the losses' differences, or the relative distance of the final states: "own" is the largest
 between two of eager's runs, "plan" that of the plan from the nearest run.
 
-A plan draws its random numbers from Philox with seed and offset in its state. If it holds them, eager draws the same
-numbers by nimblec's dispatch mode, which does nothing else, and "draws" is "plan". Otherwise it is "torch" for a model
-with dropout, which draws from torch's generator on both sides, or "none".
+"draws" is the source of a step's random numbers: "none"; "torch" where the plan holds torch's own kernels, and eager's
+generator starts from the seed in the plan's state; or "plan" where the plan computes Philox, as on the CPU, and eager
+draws the same numbers by nimblec's dispatch mode, which does nothing else.
 """
 
 import argparse
@@ -33,9 +33,10 @@ from bench.turns import Turn, add_turns
 from nimblec.compiler import compile_model
 from nimblec.frontend.pytorch.model import set_arithmetic
 from nimblec.frontend.pytorch.training.random import Draws
-from nimblec.frontend.pytorch.training.state import OFFSET, SEED
+from nimblec.frontend.pytorch.training.state import SEED
 from nimblec.options import Options
 from nimblert.executable import load
+from nimblert.plan import Plan, Target
 
 MODES = ("deterministic", "default")
 STEPS, RUNS = 1000, 3
@@ -49,13 +50,15 @@ class Run:
     state: dict[str, np.ndarray]
 
 
-def eager(network: str, steps: int, device: str, seed: int | None) -> Run:
-    """PyTorch's own steps; ``seed`` is that of the plan's random numbers, None if it draws none."""
+def eager(network: str, steps: int, device: str, source: str, seed: int) -> Run:
+    """PyTorch's own steps; its random numbers begin with ``seed``, from the plan's ``source`` (see "draws")."""
     model, batch = training_bits.parts(network)
     model.to(device)
     optimizer = training_bits.optimizer(network, model)
     losses, offset = [], torch.tensor(0, device=device)
-    draws = None if seed is None else partial(Draws, torch.tensor(seed, device=device))
+    draws = partial(Draws, torch.tensor(seed, device=device)) if source == "plan" else None
+    if source == "torch":
+        torch.cuda.manual_seed(seed % (1 << 64))
     for number in range(steps):
         inputs, labels = (tensor.to(device) for tensor in batch(number))
         optimizer.zero_grad()
@@ -69,11 +72,13 @@ def eager(network: str, steps: int, device: str, seed: int | None) -> Run:
     return Run(losses=torch.stack(losses).cpu().numpy(), state=state)
 
 
-def drawn(network: str, seed: int | None) -> str:
-    """The source of a network's random numbers: "plan", "torch" or "none"."""
-    model, _ = training_bits.parts(network)
-    drops = any(getattr(module, "p", 0) for module in model.modules())  # of torch.nn's and torchvision's alike
-    return "plan" if seed is not None else "torch" if drops else "none"
+def drawn(plan: Plan) -> str:
+    """The source of the random numbers of a plan's training step: "plan", "torch" or "none"."""
+    if SEED not in {tensor.name for tensor in plan.state}:
+        return "none"
+    (program,) = plan.entries["train"]
+    computes_philox = any("bitwise" in op.name for op in program.ops)
+    return "plan" if plan.target is Target.CPU or computes_philox else "torch"
 
 
 def planned(path: Path, network: str, steps: int) -> Run:
@@ -138,18 +143,18 @@ def figures(network: str, mode: str, options: argparse.Namespace, folder: Path) 
     spec = f"{training_bits.__name__}:{network}_{mode}"
     made = compile_model(spec, options=chosen, output=path, observer=lambda *_: None)
     compiled = time.perf_counter()
+    source = drawn(made.plan)
     with load(path) as exe:
-        seed = int(exe.state[SEED]) if OFFSET in exe.state else None
+        seed = 0 if source == "none" else int(exe.state[SEED])
     plan = planned(path, network, options.steps)
     ended = time.perf_counter()
-    runs = [
-        eager(network, options.steps, device, seed) for _ in range(1 if mode == "deterministic" else options.runs)
-    ]
+    count = 1 if mode == "deterministic" else options.runs
+    runs = [eager(network, options.steps, device, source, seed) for _ in range(count)]
     return {
         "steps": options.steps,
         "fp32": options.fp32,
         "notes": made.notes,
-        "draws": drawn(network, seed),
+        "draws": source,
         "losses": plan.losses.tolist(),
         "eager_losses": [run.losses.tolist() for run in runs],
         "prepare_s": compiled - begin,

@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,8 @@ import torch
 from bench import training_bits
 from bench.models import training_bits as models
 from bench.training_bits_peer import MODES, Run, bits, distances, drawn, eager, figures
+from nimblec.frontend.pytorch.training.state import OFFSET, SEED
+from nimblert.plan import Target
 
 STEPS = 3
 
@@ -53,9 +56,9 @@ def test_eager_is_the_same_each_time_and_learns(network: str, monkeypatch: pytes
     if network != "small":
         monkeypatch.setitem(models.NETWORKS, network, (tiny, torch.optim.AdamW))
     before = models.parts(network)[0].state_dict()
-    first, again = (eager(network, STEPS, "cpu", seed=1) for _ in range(2))
+    first, again = (eager(network, STEPS, "cpu", "plan", seed=1) for _ in range(2))
     assert bits(first, again)["equal_losses"] == STEPS
-    other = eager(network, STEPS, "cpu", seed=2)
+    other = eager(network, STEPS, "cpu", "plan", seed=2)
     assert other.losses[0] != first.losses[0]
     assert any((before[name].numpy() != first.state[f"model.{name}"]).any() for name in before)
 
@@ -81,9 +84,17 @@ def test_a_plan_of_the_cpu_target_takes_eagers_steps(mode: str, tmp_path: Path) 
         assert found["first_other"] == (None if all(equal) else equal.index(False))
 
 
-def test_who_draws_is_told_by_the_plan_and_the_model() -> None:
-    assert [drawn("small", seed) for seed in (0, None)] == ["plan", "torch"]
-    assert drawn("gpt", None) == "none"
+def test_who_draws_is_told_by_the_plans_state_and_ops() -> None:
+    def plan(state: tuple[str, ...], *ops: str, target: Target = Target.CUDA) -> Any:
+        program = SimpleNamespace(ops=[SimpleNamespace(name=name) for name in ops])
+        tensors = [SimpleNamespace(name=name) for name in state]
+        return SimpleNamespace(state=tensors, entries={"train": (program,)}, target=target)
+
+    draws = ("model.weight", SEED, OFFSET)
+    assert drawn(plan(("model.weight",), "aten.bitwise_xor.Tensor")) == "none"
+    assert drawn(plan(draws, "aten.native_dropout.default")) == "torch"
+    assert drawn(plan(draws, "aten.bitwise_xor.Tensor")) == "plan"
+    assert drawn(plan(draws, "Mul", target=Target.CPU)) == "plan"
 
 
 RESULTS: dict[str, Any] = {

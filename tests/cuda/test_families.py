@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import onnxruntime
 import pytest
+from concurrency import compilations
 from exported_models import FAMILIES, export
-from gpu_compile import at_once
 
 from nimblec.compiler import compile_model
 from nimblec.options import Options
@@ -40,7 +40,7 @@ class _Family:
 def families(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, _Family]]:
     """Every family, exported one after another and compiled several at a time."""
     folder = tmp_path_factory.mktemp("families")
-    with ThreadPoolExecutor(at_once()) as pool:
+    with ThreadPoolExecutor(compilations()) as pool:
         made = {}
         for name in FAMILIES:
             file = folder / f"{name}.onnx"

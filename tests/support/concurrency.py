@@ -1,6 +1,7 @@
 """Threads that start together, and how many there are."""
 
 import gc
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +20,12 @@ def at_once(count: int, work: Callable[[int], Any]) -> list[Any]:
 
     with ThreadPoolExecutor(count) as pool:
         return list(pool.map(begin, range(count)))
+
+
+def compilations() -> int:
+    """The number of parallel compilations of a test process: its share of the cores, at most eight."""
+    share = len(os.sched_getaffinity(0)) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    return max(1, min(share, 8))
 
 
 def thread_count() -> int:

@@ -4,23 +4,15 @@ A compilation mostly waits for a new process to import torch. So a test file sta
 first, and their processes run in parallel.
 """
 
-import os
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from concurrency import compilations
 
 from nimblert.plan import Plan
-
-_MOST_AT_ONCE = 8
-
-
-def at_once() -> int:
-    """The number of parallel compilations of a test process: its share of the cores."""
-    share = len(os.sched_getaffinity(0)) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    return max(1, min(share, _MOST_AT_ONCE))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +86,6 @@ def gpu_context() -> Iterator[None]:
 def gpu_compiler(gpu_context: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GpuCompiler]:
     """Compiles models for the GPU."""
     del gpu_context
-    pool = ThreadPoolExecutor(at_once())
+    pool = ThreadPoolExecutor(compilations())
     yield GpuCompiler(tmp_path_factory.mktemp("gpu"), pool)
     pool.shutdown(cancel_futures=True)
