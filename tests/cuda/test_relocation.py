@@ -1,33 +1,46 @@
 """Pointers told from numbers by their words in two captures; no GPU is needed for that."""
 
 import struct
+from collections.abc import Collection
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
-from nimblec.cuda.recording import foreign
+from nimblec.cuda.recording import foreign, tasks
 from nimblec.cuda.recording.allocator import STEP_NBYTES, Place, Shift
+from nimblec.cuda.recording.buffers import BufferTable
+from nimblec.cuda.recording.capture import ByteRange, OpRecord
+from nimblec.cuda.recording.earlier import EarlierMemory
 from nimblec.cuda.recording.inductor import _accesses
-from nimblec.cuda.recording.relocation import Relocator, Target
+from nimblec.cuda.recording.nodes import Function, KernelNode
+from nimblec.cuda.recording.relocation import RelocatedParams, Relocator, Target
 from nimblec.errors import UnsupportedModelError
+from nimblec.ir import BufferKind
 from nimblert.errors import CudaError
 
 FIRST = [0x7F00_0000_0000, 0x7F00_0000_0400, 0x7F00_0000_2000]
 SHIFT = (600 << 30) + 0x1234_5600
 SECOND = [address + SHIFT + i * STEP_NBYTES for i, address in enumerate(FIRST)]
 RESIDENT = 0x7E00_0000_0000
-DEVICE, HOST = 0x7D00_0000_0000, 0x7C00_0000_0000  # known to the driver, not to the allocator
+DEVICE, HOST = 0x7D00_0000_0000, 0x7C00_0000_0000  # known to the driver
 
 
-class _Resident:
+class _Zone:
     """One live and one freed allocation of 512 bytes."""
 
-    base, end = RESIDENT, RESIDENT + (1 << 30)
-    addresses = (RESIDENT, RESIDENT + 512)
-    live = frozenset({RESIDENT})
+    def __init__(self, base: int) -> None:
+        self.base, self.end = base, base + (1 << 30)
+        self.addresses, self.sizes = (base, base + 512), (512, 512)
+        self.live = frozenset({base})
 
     def find(self, address: int) -> int | None:
-        return (address - RESIDENT) // 512 if RESIDENT <= address < RESIDENT + 1024 else None
+        return (address - self.base) // 512 if self.base <= address < self.base + 1024 else None
+
+
+def _earlier(**known: Collection[int]) -> EarlierMemory:
+    """The resident zone, and that of another recording, which the driver knows too."""
+    return EarlierMemory([_Zone(RESIDENT), _Zone(DEVICE)], **known)  # type: ignore[list-item]
 
 
 @pytest.fixture
@@ -55,7 +68,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.fixture
 def relocator(asked: list[int]) -> Relocator:
     assert not asked
-    return Relocator(Shift(FIRST, SHIFT), _Resident(), foreign.ForeignMemory())  # type: ignore[arg-type]
+    resident = EarlierMemory([_Zone(RESIDENT)])  # type: ignore[list-item]
+    return Relocator(Shift(FIRST, SHIFT), resident, foreign.ForeignMemory())
 
 
 def _pack(*words: int) -> bytes:
@@ -96,13 +110,64 @@ def test_the_tail_of_odd_parameters_is_kept(relocator: Relocator) -> None:
 
 def test_a_word_that_stayed_may_be_resident(relocator: Relocator) -> None:
     found = relocator.relocate(_pack(RESIDENT + 8, RESIDENT + 520, 5), _pack(RESIDENT + 8, RESIDENT + 520, 5))
-    assert found.targets == ((0, Target(index=0, offset=8, place=Place.RESIDENT)),)
+    assert found.targets == ((0, Target(index=0, offset=8, place=Place.EARLIER)),)
     assert found.params == _pack(0, RESIDENT + 520, 5)  # the second one was freed: a number, or padding
 
 
+def test_a_stale_pointer_to_another_recordings_zone_is_no_librarys_memory(asked: list[int]) -> None:
+    relocator = Relocator(Shift(FIRST, SHIFT), _earlier(), foreign.ForeignMemory())
+    words = _pack(DEVICE + 520, DEVICE + (1 << 20))  # freed, and never allocated
+    assert relocator.relocate(words, words) == RelocatedParams(params=words, targets=())
+    assert not asked
+
+
+def test_a_stale_pointer_to_another_models_weight_is_none_of_an_op_that_does_not_read_it(asked: list[int]) -> None:
+    relocator = Relocator(Shift(FIRST, SHIFT), _earlier(others={DEVICE}), foreign.ForeignMemory())
+    words = _pack(DEVICE + 8)
+    assert relocator.relocate(words, words, declared=()) == RelocatedParams(params=words, targets=())
+    for declared in ({0}, None):
+        found = relocator.relocate(words, words, declared=declared)
+        assert found.targets == ((0, Target(index=0, offset=8, place=Place.EARLIER)),)
+    assert not asked
+
+
+@pytest.mark.parametrize("read", [(), (DEVICE,)])
+def test_memory_of_an_earlier_recording_is_refused_where_an_op_reads_it_and_is_no_state_elsewhere(
+    asked: list[int], monkeypatch: pytest.MonkeyPatch, read: tuple[int, ...]
+) -> None:
+    """The kernel has the address twice, as stale padding may; the op reads a tensor there, or none."""
+    params = [_pack(address, DEVICE, DEVICE + 520) for address in (FIRST[0], SECOND[0])]
+    monkeypatch.setattr(tasks, "node_handles", lambda graph: [graph])
+    monkeypatch.setattr(tasks, "read_node", lambda node: _kernel(params[node]))
+    monkeypatch.setattr(tasks, "read_edges", lambda *_: ())
+    reads, writes = (tuple(ByteRange(begin=a, end=a + 8) for a in found) for found in (read, FIRST[:1]))
+    op = OpRecord(name="aten.le", source="head", first_node=0, end_node=1, reads=reads, writes=writes)
+    first, second = (SimpleNamespace(handle=n, ops=(op,)) for n in range(2))
+    earlier, memory = _earlier(others={DEVICE}), foreign.ForeignMemory()
+    code = SimpleNamespace(digest=lambda _: b"", shrunk=lambda *_: b"")
+    building = partial(
+        tasks.build_graph, first, second, code=code, relocator=Relocator(Shift(FIRST, SHIFT), earlier, memory),
+        buffers=BufferTable(_Zone(FIRST[0]), earlier, memory, {}), inputs=(), outputs=(),
+    )  # fmt: skip
+    if read:
+        with pytest.raises(UnsupportedModelError, match=r"^aten\.le in head: 512 bytes that were allocated before"):
+            building()
+    else:
+        (buffer,) = building().buffers
+        assert (buffer.kind, buffer.nbytes) == (BufferKind.TEMPORARY, 512)
+    assert not asked
+
+
+def _kernel(params: bytes) -> KernelNode:
+    function = Function(symbol="le", parameters=(), module=0, library=0)
+    one = (1, 1, 1)
+    return KernelNode(
+        function=function, grid=one, block=one, cluster=one, dynamic_smem_nbytes=0, cooperative=False, params=params
+    )
+
+
 def test_no_kernel_reads_what_the_recorder_keeps(asked: list[int]) -> None:
-    shift, resident = Shift(FIRST, SHIFT), _Resident()
-    relocator = Relocator(shift, resident, foreign.ForeignMemory(), {RESIDENT})  # type: ignore[arg-type]
+    relocator = Relocator(Shift(FIRST, SHIFT), _earlier(moved={RESIDENT}), foreign.ForeignMemory())
     found = relocator.relocate(_pack(RESIDENT + 24, FIRST[0]), _pack(RESIDENT + 24, SECOND[0]))
     assert found.targets == ((8, Target(index=0, offset=0)),)
     assert found.params == _pack(RESIDENT + 24, 0)

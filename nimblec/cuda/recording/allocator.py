@@ -25,10 +25,10 @@ STEP_NBYTES = 3 * _ALIGNMENT
 
 
 class Place(enum.Enum):
-    """Where an allocation is: in a capture's zone, in the resident zone, or outside torch's allocator."""
+    """Where an allocation is: in a capture's zone, in an earlier zone, or outside torch's allocator."""
 
     CAPTURE = "capture"
-    RESIDENT = "resident"
+    EARLIER = "earlier"
     FOREIGN = "foreign"
 
 
@@ -158,6 +158,11 @@ class BumpAllocator:
         second = Zone(first_offset=0x1234_5600, gap_nbytes=STEP_NBYTES)
         self._zones += (first, second)
         return first, second, second.base - first.base
+
+    @property
+    def zones(self) -> tuple[Zone, ...]:
+        """All zones so far."""
+        return tuple(self._zones)
 
     @contextmanager
     def allocating_in(self, zone: Zone) -> Iterator[None]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from nimblec.cuda.recording.allocator import Place, Target, Zone
 from nimblec.cuda.recording.capture import ByteRange
+from nimblec.cuda.recording.earlier import EarlierMemory
 from nimblec.cuda.recording.foreign import ForeignMemory
 from nimblec.errors import UnsupportedModelError
 from nimblec.ir import LIBRARY_MEMORY, Access, Buffer, BufferKind
@@ -50,14 +51,14 @@ class BufferTable:
     """Buffers of the IR, numbered in order of first use."""
 
     def __init__(
-        self, zone: Zone, resident: Zone, foreign: ForeignMemory, contents: Mapping[Allocation, Content]
+        self, zone: Zone, earlier: EarlierMemory, foreign: ForeignMemory, contents: Mapping[Allocation, Content]
     ) -> None:
         self._zone = zone
-        self._resident = resident
+        self._earlier = earlier
         self._foreign = foreign
-        self._places: dict[Place, Zone | ForeignMemory] = {
+        self._places: dict[Place, Zone | EarlierMemory | ForeignMemory] = {
             Place.CAPTURE: zone,
-            Place.RESIDENT: resident,
+            Place.EARLIER: earlier,
             Place.FOREIGN: foreign,
         }
         self._contents = contents
@@ -67,12 +68,12 @@ class BufferTable:
 
     def span(self, where: ByteRange) -> Span | None:
         """The allocation under absolute addresses of the first capture; None for foreign memory."""
-        for zone, place in ((self._zone, Place.CAPTURE), (self._resident, Place.RESIDENT)):
-            index = zone.find(where.begin)
-            if index is not None and (place is Place.CAPTURE or zone.addresses[index] in zone.live):
+        for memory, place in ((self._zone, Place.CAPTURE), (self._earlier, Place.EARLIER)):
+            index = memory.find(where.begin)
+            if index is not None:
                 allocation = Allocation(index, place)
                 self.note_tensor(allocation)
-                offset = where.begin - zone.addresses[index]
+                offset = where.begin - memory.addresses[index]
                 return Span(allocation=allocation, offset=offset, nbytes=where.end - where.begin)
         return None
 
@@ -88,7 +89,12 @@ class BufferTable:
         self._tensors.add(allocation)
 
     def number(self, allocation: Allocation) -> int:
-        """The buffer's number."""
+        """The buffer's number. Raises UnsupportedModelError for memory from before the captures."""
+        if allocation.place is Place.EARLIER:
+            raise UnsupportedModelError(
+                f"{self._nbytes(allocation)} bytes that were allocated before the run are used in it, and no tensor "
+                "that Python can see owns them: keep such tensors as parameters, buffers or attributes of the module"
+            )
         return self._numbers.setdefault(allocation, len(self._numbers))
 
     def has(self, allocation: Allocation) -> bool:
@@ -130,11 +136,6 @@ class BufferTable:
         if content is None:
             if allocation.place is Place.FOREIGN:
                 return self._foreign_buffer(allocation)
-            if allocation.place is Place.RESIDENT:
-                raise UnsupportedModelError(
-                    f"{nbytes} bytes that were allocated before the run are used in it, and no tensor that Python "
-                    "can see owns them: keep such tensors as parameters, buffers or attributes of the module"
-                )
             return Buffer(kind=self._temporary_kind(allocation), nbytes=nbytes)
         if content.is_input:
             return Buffer(kind=BufferKind.INPUT, nbytes=nbytes, name=content.name)

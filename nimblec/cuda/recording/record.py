@@ -18,6 +18,7 @@ from nimblec.cuda.recording.capture import (
     pretend_capturing,
 )
 from nimblec.cuda.recording.cupti import CodeRecorder
+from nimblec.cuda.recording.earlier import EarlierMemory
 from nimblec.cuda.recording.foreign import ForeignMemory
 from nimblec.cuda.recording.generator import GeneratorError, GeneratorMemory, find_memory
 from nimblec.cuda.recording.modules import CodeIndex
@@ -198,17 +199,16 @@ class ModelRecorder:
             )
         if memory != self._generator_memory(second):
             raise GeneratorError("two captures have torch's generator in different allocations")
-        resident, foreign = self._allocator.resident, ForeignMemory()
+        moved = {*kept_by_recordings(), *(r.storage.data_ptr() for r in self._residents)}
+        earlier, foreign = EarlierMemory(self._allocator.zones, moved, self._elsewhere), ForeignMemory()
         state = settable_storages(self._model.module)
-        buffers = BufferTable(first_zone, resident, foreign, contents(self._residents, state))
+        buffers = BufferTable(first_zone, earlier, foreign, contents(self._residents, state))
         code = CodeIndex(self._code)
         graph = build_graph(
             first,
             second,
             code=code,
-            relocator=Relocator(
-                Shift(first_zone.addresses, shift), resident, foreign, frozenset(kept_by_recordings()), memory
-            ),
+            relocator=Relocator(Shift(first_zone.addresses, shift), earlier, foreign, memory),
             buffers=buffers,
             inputs=self._input_views(first_zone, buffers),
             outputs=_output_views(outputs, buffers),

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from nimblec.cuda.recording.allocator import Target
+from nimblec.cuda.recording.allocator import Place, Target
 from nimblec.cuda.recording.buffers import Allocation, BufferTable, Span, allocation_of
 from nimblec.cuda.recording.capture import ByteRange, Capture, OpRecord
 from nimblec.cuda.recording.modules import CodeIndex, origin, reports_to_host
@@ -145,7 +145,9 @@ class _TaskReader:
     def _launch(self, op: int, launched: _Launched, node: KernelNode, twin: KernelNode) -> Task:
         with _naming_kernel(node):
             reports = reports_to_host(node.function.symbol)
-            relocated = self._relocator.relocate(node.params, twin.params, reports=reports)
+            relocated = self._relocator.relocate(
+                node.params, twin.params, reports=reports, declared=_declared_earlier(launched)
+            )
             kernel = self._kernels.add(node)
         touched = dict.fromkeys(allocation_of(t) for _, t in relocated.targets)
         reads, writes = self._accesses(launched, touched)
@@ -190,6 +192,12 @@ class _TaskReader:
         Any op may, if a run was seen to change the memory and no op declares to write it.
         """
         return self._buffers.is_mutated(allocation) and (op.opaque or allocation not in self._declared)
+
+
+def _declared_earlier(op: _Launched) -> frozenset[int] | None:
+    """The earlier allocations that hold tensors of an op; None if it is opaque."""
+    found = (span.allocation for span in (*op.reads, *op.writes))
+    return None if op.opaque else frozenset(each.index for each in found if each.place is Place.EARLIER)
 
 
 def _span(target: Target, nbytes: int) -> Span:
