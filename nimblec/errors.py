@@ -71,14 +71,14 @@ _PYTHON = f"{Path(os.__file__).parent}{os.sep}"
 
 
 @contextmanager
-def unforeseen(what: str) -> Iterator[None]:
+def unforeseen() -> Iterator[None]:
     """Turn errors that a model provokes in nimblec's own code into a TraceError."""
     try:
         yield
     except NimbleError:
         raise
     except Exception as exc:
-        raise TraceError(f"{what}: {described(exc)}") from exc
+        raise TraceError(described(exc)) from exc
 
 
 def described(exc: BaseException) -> str:

@@ -61,19 +61,19 @@ class Selector:
 
         level, dtype = self._request.level, half(self._request.precision)
         recorded: list[Recorded] = []
-        failures: list[NimbleError] = []
+        failures: dict[str, NimbleError] = {}
         for variant in tried:
             try:
-                with nullcontext() if variant.is_original else unforeseen(variant.name):
+                with nullcontext() if variant.is_original else unforeseen():
                     recorded.append(self._record(variant))
             except (TraceError, UnsupportedModelError) as exc:
-                failures.append(exc)
+                failures[variant.name] = exc
         if not recorded:
             if level == 0 or dtype is not None:
-                raise failures[0]
+                raise next(iter(failures.values()))
             recorded.append(self._record(as_it_runs(original)))
             self._reports.note([f"-O{level} is not possible for this model, which is compiled as by -O0"])
-        self._reports.note(str(exc) for exc in failures)
+        self._reports.note(f"not possible for this model: {name}: {exc}" for name, exc in failures.items())
         if len(recorded) > 1:
             times = ", ".join(f"{each.name} {each.duration_ns / 1e3:.0f} us" for each in recorded)
             self._reports.note([f"tried {times}: kept the fastest"])

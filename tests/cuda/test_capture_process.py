@@ -72,10 +72,10 @@ def test_whatever_it_dies_of_is_one_sentence(tmp_path: Path) -> None:
 
 
 def test_what_a_rewrite_does_not_foresee_closes_that_way_alone() -> None:
-    sentence = r"^own kernels: IndexError: pop from empty list \(test_capture_process\.py, line \d+\)$"
-    with pytest.raises(TraceError, match=sentence), unforeseen("own kernels"):
+    sentence = r"^IndexError: pop from empty list \(test_capture_process\.py, line \d+\)$"
+    with pytest.raises(TraceError, match=sentence), unforeseen():
         [].pop()
-    with pytest.raises(UnsupportedModelError, match=r"^told already$"), unforeseen("own kernels"):
+    with pytest.raises(UnsupportedModelError, match=r"^told already$"), unforeseen():
         raise UnsupportedModelError("told already")
 
 

@@ -18,7 +18,7 @@ from nimblec.cuda import check, selection, worker
 from nimblec.cuda.recording import allocator, cupti, record
 from nimblec.cuda.reports import Reports
 from nimblec.cuda.request import CompileRequest
-from nimblec.errors import MissingPackageError
+from nimblec.errors import MissingPackageError, UnsupportedModelError
 from nimblec.frontend.pytorch.model import TorchModel, place
 from nimblec.ir import Access, Buffer, BufferKind, CopyWork, Graph, Op, ProgramKey, Task, TensorView
 from nimblec.lean import DifferingOutput
@@ -209,6 +209,28 @@ def test_a_rewritten_model_is_held_against_the_original(monkeypatch: pytest.Monk
     told, status = compiled(monkeypatch, tmp_path, "main", level=1, max_error=0.1)
     assert (told[-1]["error"], status) == ("CompileError", 2)
     assert told[-1]["message"].endswith("; --max-error allows 0.1: use -O0 and --precision keep")
+
+
+@pytest.mark.usefixtures("lean")
+def test_a_variant_that_is_not_possible_is_told_by_name_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    recorded: list[object] = []
+
+    def record_second(_: Recorder) -> SimpleNamespace:
+        recorded.append(None)
+        if len(recorded) == 1:
+            raise UnsupportedModelError("aten.mm in head: it is odd")
+        return SimpleNamespace(graph=captured(), notes=())
+
+    monkeypatch.setattr(Recorder, "record", record_second)
+    told, status = compiled(monkeypatch, tmp_path, "main", level=1)
+    notes = [
+        "-O1 is not possible for this model, which is compiled as by -O0",
+        "not possible for this model: fused regions: aten.mm in head: it is odd",
+    ]
+    assert (told, status) == ([{"note": note} for note in notes], 0)
+    assert dict(container.read(tmp_path / "plan").versions)["level"] == "-O1, as it runs"
 
 
 def test_a_replay_that_differs_is_told_before_it_is_looked_into(
