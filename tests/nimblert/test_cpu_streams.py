@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -212,6 +213,7 @@ print(interrupted)
 """
 
 
+@pytest.mark.skipif(sys.version_info[:2] == (3, 14), reason="with can skip __exit__: python/cpython#148874")
 def test_interrupts_at_any_moment_leave_a_model_that_computes_the_same(tmp_path: Path) -> None:
     branches(tmp_path, 3).save(tmp_path / "model.plan")
     assert int(python(HAMMER, tmp_path / "model.plan")) == 400
