@@ -2,8 +2,8 @@
 
 Usage: python -m bench.training [--markdown] [--autocast bf16] [MODEL ...], a model being NETWORK_batch_N of
 bench.models.cifar_training. --autocast measures them under torch.autocast instead, as NETWORK_batch_N_bf16. The
-processes prepare side by side and measure alone (bench/running.py). Writes training.json in bench/results/h200, or
---output; --markdown prints its tables. --add measures only what the file lacks of this commit.
+processes prepare side by side and measure alone (bench/running.py). Writes training.json (training_bf16.json) in
+bench/results/h200, or --output; --markdown prints its tables. --add measures only what the file lacks of this commit.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
 
 def results_path(options: argparse.Namespace) -> Path:
     """The path of the results."""
-    return options.output or FOLDER / "training.json"
+    return options.output or FOLDER / ("training_bf16.json" if options.autocast else "training.json")
 
 
 def table(options: argparse.Namespace) -> Table:

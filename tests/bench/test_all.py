@@ -85,8 +85,9 @@ def test_all_tables_are_one_queue_and_what_needs_a_gpu_to_itself_comes_after(
 ) -> None:
     bench.all.main(["--gpus", "2", "--jobs", "6"])
     names = list(dict.fromkeys(Path(job.table).stem for _, job in started))
-    networks = ["peers", "schedules", "batches", "peers_fp32", "decoder", "training", "training_bits"]
-    assert names == [*networks, "sizes", "refit", "singles"]
+    networks = ["peers", "schedules", "batches", "peers_fp32"]
+    steps = ["decoder", "training", "training_bf16", "training_bits"]
+    assert names == [*networks, *steps, "sizes", "refit", "singles"]
     assert {beside for beside, job in started if job.mode in {"single", "autotune"}} == {1}
     assert {beside for beside, job in started if job.mode not in {"single", "autotune"}} == {6}
     assert len({(job.table, job.model, job.mode) for _, job in started}) == len(started)
