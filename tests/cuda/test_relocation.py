@@ -131,6 +131,13 @@ def test_a_stale_pointer_to_another_models_weight_is_none_of_an_op_that_does_not
     assert not asked
 
 
+def test_memory_without_a_known_owner_counts_for_an_op_that_has_no_tensor_there(asked: list[int]) -> None:
+    relocator = Relocator(Shift(FIRST, SHIFT), _earlier(others={DEVICE}), foreign.ForeignMemory())
+    found = relocator.relocate(_pack(RESIDENT + 8), _pack(RESIDENT + 8), declared=())
+    assert found.targets == ((0, Target(index=0, offset=8, place=Place.EARLIER)),)
+    assert not asked
+
+
 @pytest.mark.parametrize("read", [(), (DEVICE,)])
 def test_memory_of_an_earlier_recording_is_refused_where_an_op_reads_it_and_is_no_state_elsewhere(
     asked: list[int], monkeypatch: pytest.MonkeyPatch, read: tuple[int, ...]
