@@ -29,6 +29,8 @@ from nimblec.kernels.gemm.op import convolution, convolution_into, linear, linea
 from nimblec.kernels.norm.op import add_layer_norm, layer_norm
 from nimblec.kernels.pool.op import mean2d, pool2d
 from nimblec.kernels.trained.op import (
+    depthwise_convolution,
+    depthwise_image_gradient,
     depthwise_weight_gradient,
     image_gradient,
     trained_convolution,
@@ -54,6 +56,7 @@ ROWS = _half(5, 16)
 MOMENTS = {"moments": _half(2, 2, 5, dtype=torch.float32), "column_sums": _half(16, dtype=torch.float32), "rms": True}
 HEADS = _half(1, 9, 2, 16).transpose(1, 2)
 FILTERS, TRAINED = _images(16, 16, 3, 3), ([1, 1, 1, 1, 1, 1], [16, 16, 16, 2, 4, 2], "late")
+DEPTHWISE = _half(16, 1, 3, 3)
 
 CALLS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
     "convolution": (convolution, (X, WEIGHT, VECTOR, X, COUNTERS, *GEOMETRY, [16, 16, 16, 2, 4, 2], "late"), FACTORS),
@@ -77,6 +80,12 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
     "trained convolution": (trained_convolution, (X, FILTERS, VECTOR, COUNTERS, *TRAINED), {"arithmetic": "tf32"}),
     "image gradient": (image_gradient, (X, FILTERS, COUNTERS, [8, 8], *TRAINED), {}),
     "weight gradient": (weight_gradient, (X, X, COUNTERS, [3, 3], *TRAINED), {}),
+    "depthwise convolution": (depthwise_convolution, (X, DEPTHWISE, VECTOR, TRAINED[0], [4, 16, 2], "late"), {}),
+    "depthwise image gradient": (
+        depthwise_image_gradient,
+        (X, DEPTHWISE, [8, 8], TRAINED[0], [4, 16, 2], "late"),
+        {},
+    ),
     "depthwise weight gradient": (
         depthwise_weight_gradient,
         (X, X, COUNTERS, [3, 3], TRAINED[0], [4, 16, 2, 4], "late"),
