@@ -146,7 +146,8 @@ def markdown(results: dict[str, Any]) -> str:
         _lines(["model", "eager: allocated / reserved", "compile", "compile: graph", *LEVELS], _memory(models)),
     )
     lost = ", ".join(f"{name} {batch or 'never'}" for name, batch in nothing_won(models).items())
-    below = f"Memory of a plan: arena + state + weights / by the driver. From this batch nothing is won: {lost}."
+    below = "Memory of a plan: arena + state + weights / by the driver."
+    below += f" From this batch nothing is won: {lost}." if lost else ""
     return "\n\n".join((*tables, below, environment.provenance(results)))
 
 

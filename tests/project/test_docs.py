@@ -49,6 +49,8 @@ def test_the_blocks_are_what_the_walkthrough_prints(printed: dict[str, str]) -> 
 DOCUMENTS = sorted(
     str(path.relative_to(ROOT)) for folder in (".", "docs", "schema") for path in (ROOT / folder).glob("*.md")
 )
+GENERATED = re.compile("<!-- table: .*?<!-- end of table -->", re.DOTALL)
+"""Tables, whose ops are no names of the interface."""
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
@@ -112,7 +114,7 @@ def test_every_name_of_the_interface_in_a_document_is_there() -> None:
         "exe": nimblert.Executable,
         "pool": nimblert.ExecutablePool,
     }
-    texts = [(ROOT / document).read_text() for document in DOCUMENTS]
+    texts = [GENERATED.sub("", (ROOT / document).read_text()) for document in DOCUMENTS]
     named = {pair for text in texts for pair in re.findall(rf"(?<![\w/.])({'|'.join(owners)})\.(\w+)", text)}
     named -= {("nimblert", "call")}  # of a metric, nimblert.call.duration
     missing = [pair for pair in sorted(named) if not hasattr(owners[pair[0]], pair[1]) and not is_module(*pair)]
