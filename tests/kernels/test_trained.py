@@ -329,7 +329,7 @@ def at_random(seed):
     if is_depthwise:
         tiling = DepthwiseSum(block_m=r.choice([1, 2, 4]), block_c=r.choice([16, 32]), split_k=split)
         check(depthwise_weights_launch, of_weight, tiling=tiling, grad=grad, x=x, counters=counters, trigger="none")
-        tile = DepthwiseTiling(block_m=r.choice([1, 4, 16]), block_c=r.choice([16, 32]), num_warps=r.choice([1, 4]))
+        tile = DepthwiseTiling(block_m=r.choice([16, 64]), block_c=r.choice([16, 32]), num_warps=r.choice([1, 4]))
         how = {"tiling": tile, "weight": weight, "trigger": "none"}
         check(depthwise_images_launch, y, source=x, bias=bias, is_gradient=False, **how)
         check(depthwise_images_launch, of_x, source=grad, bias=None, is_gradient=True, **how)
@@ -372,9 +372,9 @@ for gpu in KNOWN:
             *((depthwise_weight_gradient, (x, x, counters, [3, 3], window, tiling.numbers, gpu.trigger))
               for tiling in depthwise_sum_candidates(alone, gpu)[:2]),
             *((depthwise_convolution, (x, few, few[:, 0, 0, 0].contiguous(), window, tiling.numbers, gpu.trigger))
-              for tiling in depthwise_candidates(alone, gpu, **size)[:2]),
+              for tiling in depthwise_candidates(alone, gpu, **size)[:1]),
             *((depthwise_image_gradient, (x, few, [4, 4], window, tiling.numbers, gpu.trigger))
-              for tiling in depthwise_candidates(image_product(alone), gpu, **size)[:2]),
+              for tiling in depthwise_candidates(image_product(alone), gpu, **size)[:1]),
         ]
         for op, args in launches:
             kernel = compile_job(launch_of(op, *args).job, architecture=gpu.architecture)
