@@ -30,11 +30,11 @@ from nimblec.kernels.trained.op import (
 )
 from nimblec.kernels.trained.rewrite import TRAINED, AnyTiling, tilings, use_trained_kernels
 from nimblec.kernels.trained.tilings import (
-    depthwise_candidates,
-    depthwise_sum_candidates,
+    depthwise_forward_candidates,
+    depthwise_image_candidates,
+    depthwise_weight_candidates,
     forward_candidates,
     image_candidates,
-    image_product,
     weight_candidates,
 )
 from nimblec.optimize.layout.channels_last import lay_float32_channels_last
@@ -256,11 +256,11 @@ def test_tilings_fit_a_gpu(itemsize: int, gpu: GPU) -> None:
                 nbytes = tiling.block_k * (tiling.block_m + tiling.block_n) * itemsize * tiling.num_stages
                 assert nbytes <= gpu.shared_per_block
     for shape in DEPTHWISE:
-        found_sums = depthwise_sum_candidates(shape, gpu)
+        found_sums = depthwise_weight_candidates(shape, gpu)
         assert found_sums
         assert all(tiling.sums(shape) <= 64 for tiling in found_sums), "what the registers of a thread hold"
-        for product in (shape, image_product(shape)):
-            found_tiles = depthwise_candidates(product, gpu, itemsize=itemsize)
+        for find_tiles in (depthwise_forward_candidates, depthwise_image_candidates):
+            found_tiles = find_tiles(shape, gpu, itemsize=itemsize)
             assert len(found_tiles) == len(set(found_tiles)) == 8
             each = {t.block_m * t.block_c * itemsize // (16 * 32 * t.num_warps) for t in found_tiles}
             assert each <= {1, 2, 4}, "pixels of a thread, that reads 16 bytes at once"
@@ -370,11 +370,11 @@ for gpu in KNOWN:
             *((weight_gradient, (grad, x, counters, [3, 3], window, tiling.numbers, gpu.trigger))
               for tiling in weight_candidates(shape, gpu, **size)[:2]),
             *((depthwise_weight_gradient, (x, x, counters, [3, 3], window, tiling.numbers, gpu.trigger))
-              for tiling in depthwise_sum_candidates(alone, gpu)[:2]),
+              for tiling in depthwise_weight_candidates(alone, gpu)[:2]),
             *((depthwise_convolution, (x, few, few[:, 0, 0, 0].contiguous(), window, tiling.numbers, gpu.trigger))
-              for tiling in depthwise_candidates(alone, gpu, **size)[:1]),
+              for tiling in depthwise_forward_candidates(alone, gpu, **size)[:1]),
             *((depthwise_image_gradient, (x, few, [4, 4], window, tiling.numbers, gpu.trigger))
-              for tiling in depthwise_candidates(image_product(alone), gpu, **size)[:1]),
+              for tiling in depthwise_image_candidates(alone, gpu, **size)[:1]),
         ]
         for op, args in launches:
             kernel = compile_job(launch_of(op, *args).job, architecture=gpu.architecture)
@@ -439,14 +439,14 @@ def test_depthwise_values_on_a_gpu(number: int, dtype: torch.dtype) -> None:
     bias = _random(shape.channels, seed=3, device="cuda").to(dtype)
     y, of_x, of_weight = _exact(_last(grad), x, weight, window)
     calls: list[tuple[Any, tuple[Any, ...], Tensor]] = []
-    for tiling in depthwise_candidates(shape, gpu, itemsize=dtype.itemsize):
+    for tiling in depthwise_forward_candidates(shape, gpu, itemsize=dtype.itemsize):
         end = (window, tiling.numbers, gpu.trigger)
         calls.append((depthwise_convolution, (x, weight, None, *end), y))
         calls.append((depthwise_convolution, (x, weight, bias, *end), y + bias.double()[:, None, None]))
-    for tiling in depthwise_candidates(image_product(shape), gpu, itemsize=dtype.itemsize):
+    for tiling in depthwise_image_candidates(shape, gpu, itemsize=dtype.itemsize):
         end = ([shape.height, shape.width], window, tiling.numbers, gpu.trigger)
         calls.append((depthwise_image_gradient, (_last(grad), weight, *end), of_x))
-    for sums in depthwise_sum_candidates(shape, gpu):
+    for sums in depthwise_weight_candidates(shape, gpu):
         size = (_counters(), list(shape.kernel), window, sums.numbers, gpu.trigger)
         calls.append((depthwise_weight_gradient, (_last(grad), x, *size), of_weight))
     _check(calls, gpu)

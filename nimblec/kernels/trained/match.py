@@ -103,9 +103,8 @@ def _gradient(node: fx.Node, given: dict[str, Any]) -> Request | None:
 
 def _request(kind: Kind, given: dict[str, Any], result: fx.Node, first: fx.Node, second: fx.Node) -> Request:
     weight, images = fake(given["weight"]), fake(given["input"])
-    laid: Tensor = images
-    if kind in ("images", "depthwise images"):  # they are made, channels last
-        laid = torch.empty_like(images, device="meta", memory_format=torch.channels_last)
+    is_made = kind in ("images", "depthwise images")
+    laid = torch.empty_like(images, device="meta", memory_format=torch.channels_last) if is_made else images
     is_forward = is_call(result, CONVOLUTION)
     return Request(
         kind=kind,

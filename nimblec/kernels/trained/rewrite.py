@@ -1,6 +1,6 @@
 """Convolutions of trained weights, and gradients of convolutions, as Triton kernels."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import fx
@@ -23,8 +23,9 @@ from nimblec.kernels.trained.op import (
 )
 from nimblec.kernels.trained.tilings import (
     DepthwiseSum,
-    depthwise_candidates,
-    depthwise_sum_candidates,
+    depthwise_forward_candidates,
+    depthwise_image_candidates,
+    depthwise_weight_candidates,
     forward_candidates,
     image_candidates,
     image_product,
@@ -61,14 +62,15 @@ def use_trained_kernels(module: fx.GraphModule, choose: Choose[Request, AnyTilin
 def tilings(request: Request, gpu: GPU) -> Sequence[AnyTiling]:
     """The candidates of a request."""
     if request.kind == "depthwise weights":
-        return depthwise_sum_candidates(request.shape, gpu)
-    size = {"itemsize": request.dtype.itemsize}
-    if request.kind == "depthwise":
-        return depthwise_candidates(request.shape, gpu, **size)
-    if request.kind == "depthwise images":
-        return depthwise_candidates(image_product(request.shape), gpu, **size)
-    find = {"forward": forward_candidates, "images": image_candidates, "weights": weight_candidates}[request.kind]
-    return find(request.shape, gpu, **size)
+        return depthwise_weight_candidates(request.shape, gpu)
+    finders: dict[str, Callable[..., Sequence[AnyTiling]]] = {
+        "forward": forward_candidates,
+        "images": image_candidates,
+        "weights": weight_candidates,
+        "depthwise": depthwise_forward_candidates,
+        "depthwise images": depthwise_image_candidates,
+    }
+    return finders[request.kind](request.shape, gpu, itemsize=request.dtype.itemsize)
 
 
 def call(request: Request, tiling: AnyTiling, trigger: Trigger) -> Call:

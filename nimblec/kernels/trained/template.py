@@ -3,7 +3,7 @@
 # ruff: noqa: PLR0915 - branches are taken while they are compiled
 """Triton kernels of convolutions whose weights change from step to step, and of their gradients.
 
-All are implicit matrix products with a split sum, of images that lie channels last: as in
+Images lie channels last. All but depthwise ones are implicit matrix products with a split sum: as in
 `nimblec.kernels.gemm.template`, but weights lie as torch has them and are read after the wait, as the kernel
 before may write them. At small images a library's kernels fill few multiprocessors, above all those of
 the gradient of weights, whose sum runs over all pixels of a batch: it is split until they are full.

@@ -86,8 +86,10 @@ def _wide_and_narrow(shape: Convolution, gpu: GPU, itemsize: int) -> list[Tiling
     return list(dict.fromkeys(chain.from_iterable(found)))
 
 
-def depthwise_candidates(shape: Convolution, gpu: GPU, *, itemsize: int, limit: int = 8) -> list[DepthwiseTiling]:
-    """Tilings for a depthwise convolution, or for `image_product` of one.
+def depthwise_forward_candidates(
+    shape: Convolution, gpu: GPU, *, itemsize: int, limit: int = 8
+) -> list[DepthwiseTiling]:
+    """Tilings for a depthwise convolution itself.
 
     A thread computes some channels of one, two or four pixels: it reads their weights, which lie apart, only once.
     """
@@ -108,7 +110,12 @@ def depthwise_candidates(shape: Convolution, gpu: GPU, *, itemsize: int, limit: 
     return sorted((tiling for tiling in found if pixels(tiling) in (1, 2, 4)), key=cost)[:limit]
 
 
-def depthwise_sum_candidates(shape: Convolution, gpu: GPU, *, limit: int = 8) -> list[DepthwiseSum]:
+def depthwise_image_candidates(shape: Convolution, gpu: GPU, *, itemsize: int) -> list[DepthwiseTiling]:
+    """Tilings for the gradient of its images."""
+    return depthwise_forward_candidates(image_product(shape), gpu, itemsize=itemsize)
+
+
+def depthwise_weight_candidates(shape: Convolution, gpu: GPU, *, limit: int = 8) -> list[DepthwiseSum]:
     """Tilings for the gradient of depthwise weights, those of about two blocks per multiprocessor first."""
 
     def cost(tiling: DepthwiseSum) -> tuple[float, list[int]]:
