@@ -23,7 +23,7 @@ from nimblert.errors import InputError, PlanInvalidError
 from nimblert.files import container
 from nimblert.limits import DEFAULT_LIMITS, Limits
 from nimblert.ordering.hazards import hazards
-from nimblert.plan import Plan, Target, Tensor
+from nimblert.plan import Device, Plan, Target, Tensor
 from nimblert.rules import verify
 
 if TYPE_CHECKING:
@@ -220,22 +220,35 @@ def load(
         from nimblert import telemetry  # which other processes need not import
 
         telemetry.observe_by_environment()
-    make = partial(_loaded, program, limits, device, arena, threads, poison=poison, warm=warm)
+    make = partial(_loaded, device=device, arena=arena, threads=threads, poison=poison, warm=warm)
     if isinstance(plan, Plan):
-        if problems := list(verify.problems(plan, limits)):
-            raise PlanInvalidError(problems)
-        return make(plan)
+        return make(_checked(plan, program, limits))
     image, path = container.open_image(plan, copy=copy), container.name(plan)
-    parsed = container.parse(image, path, limits)
-    if parsed.target is Target.CPU:
+    decoded = container.decoded(image, path)
+    if decoded.target is Target.CPU:
         container.verify_digest(image, path)
-        return make(parsed)
-    with ThreadPoolExecutor(1) as pool:
-        # Hashing takes as long as starting the GPU; no code is loaded before both are done.
+        return make(_checked(decoded, program, limits))
+    with ThreadPoolExecutor(2) as pool, ExitStack() as started:
+        # Starting the GPU takes longer than all checks; no code is loaded before they are done.
         digest = pool.submit(container.verify_digest, image, path)
-        with closing(_start_device(parsed, device)):
+        checked = pool.submit(_checked, decoded, program, limits)
+        try:
+            started.enter_context(closing(_start_device(decoded.device, device)))
+        finally:  # a fault of the plan is reported before one of the machine
             digest.result()
-            return make(parsed)
+            selected = checked.result()
+        return make(selected)
+
+
+def _checked(plan: Plan, program: str | None, limits: Limits) -> Plan:
+    """The plan with the program to load, or all; raises PlanInvalidError unless it is valid."""
+    if problems := tuple(verify.problems(plan, limits)):
+        raise PlanInvalidError(problems)
+    selected = _select(plan, program)
+    for loaded in (*selected.programs, *selected.refits):
+        if unordered := tuple(hazards(loaded, limits)):
+            raise PlanInvalidError(unordered)
+    return selected
 
 
 def _check_arena(arena: Arena | None, plan: Plan, device: int) -> None:
@@ -246,31 +259,25 @@ def _check_arena(arena: Arena | None, plan: Plan, device: int) -> None:
     arena.check(plan, device)
 
 
-def _start_device(plan: Plan, device: int) -> "driver.Context":
-    """Start the GPU that a plan needs; the context keeps it running."""
+def _start_device(needed: Device, ordinal: int) -> "driver.Context":
+    """Start the GPU; the context keeps it running. Raises DeviceMismatchError unless plans for ``needed`` run there."""
     from nimblert.cuda import driver  # each target imports only what it runs on
 
     driver.initialise()
-    driver.check_device(plan.device, driver.describe(device))
-    return driver.Context(device)
+    driver.check_device(needed, driver.describe(ordinal))
+    return driver.Context(ordinal)
 
 
 def _loaded(
-    name: str | None,
-    limits: Limits,
+    plan: Plan,
+    *,
     device: int,
     arena: Arena | None,
     threads: Threads | None,
-    plan: Plan,
-    *,
     poison: bool,
     warm: bool,
 ) -> Executable:
-    selected = _select(plan, name)
-    for program in (*selected.programs, *selected.refits):
-        if unordered := tuple(hazards(program, limits)):
-            raise PlanInvalidError(unordered)
-    executable = Executable(selected, device=device, arena=arena, threads=threads, poison=poison)
+    executable = Executable(plan, device=device, arena=arena, threads=threads, poison=poison)
     if warm:
         try:
             executable.warm()

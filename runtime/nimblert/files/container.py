@@ -209,15 +209,19 @@ def verify_digest(image: memoryview, path: str) -> None:
 
 def parse(image: memoryview, path: str, limits: Limits = DEFAULT_LIMITS) -> Plan:
     """The plan in a file's bytes, checked by `verify.problems`; ``path`` is for messages."""
-    _, flatbuffer_nbytes, _, _ = _TRAILER.unpack(image[-_TRAILER.size :])
-    try:
-        plan = decode(image, flatbuffer_nbytes)
-    except PlanFormatError as exc:
-        raise PlanFormatError(f"{path}: {exc}") from exc
-    problems = tuple(verify.problems(plan, limits))
-    if problems:
+    plan = decoded(image, path)
+    if problems := tuple(verify.problems(plan, limits)):
         raise PlanInvalidError(problems)
     return plan
+
+
+def decoded(image: memoryview, path: str) -> Plan:
+    """The plan in a file's bytes, which may contradict itself; ``path`` is for messages."""
+    _, flatbuffer_nbytes, _, _ = _TRAILER.unpack(image[-_TRAILER.size :])
+    try:
+        return decode(image, flatbuffer_nbytes)
+    except PlanFormatError as exc:
+        raise PlanFormatError(f"{path}: {exc}") from exc
 
 
 def check_frame(image: memoryview, path: str) -> None:
