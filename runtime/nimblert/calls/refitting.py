@@ -36,16 +36,18 @@ def checked(plan: Plan, weights: NewWeights, take: Take) -> list[Refit]:
     Raises InputError where an array differs from its weight in dtype or shape, or where a constant is made of several
     weights and one of them is missing.
     """
-    given = safetensors.read(weights) if isinstance(weights, str | PathLike) else weights
-    if not isinstance(given, Mapping):
+    if isinstance(weights, str | PathLike):
+        with safetensors.opened(weights) as found:
+            return checked(plan, found, take)
+    if not isinstance(weights, Mapping):
         raise InputError(
-            f"refit: got {type(given).__name__}, expected a dict of arrays by name, or the path of a safetensors file"
+            f"refit: got {type(weights).__name__}, expected a dict of arrays by name, or the path of a safetensors file"
         )
     known = replaceable(plan)
-    for name in given:
+    for name in weights:
         if name not in known and not _is_counter(name):
             raise InputError(_unknown(name, list(known)))
-    arrays = {name: _checked(known[name], value, take) for name, value in given.items() if name in known}
+    arrays = {name: _checked(known[name], value, take) for name, value in weights.items() if name in known}
     chosen = [refit for refit in plan.refits if any(tensor.name in arrays for tensor in refit.inputs)]
     return [Refit(program=refit, arrays=_of(refit, arrays)) for refit in chosen]
 

@@ -108,10 +108,13 @@ class State(Mapping[str, np.ndarray]):
 
     def load(self, path: str | PathLike[str]) -> None:
         """Read it from a file that `save` wrote, for a plan with the same state. Raises InputError."""
-        found = safetensors.read(path)
-        if missing := [name for name in self._tensors if name not in found]:
-            raise InputError(f"{os.fspath(path)}: lacks the state {missing[0]!r}")
-        self.update(found)
+        with safetensors.opened(path) as found, self._context.between_runs() as working:
+            if missing := [name for name in self._tensors if name not in found]:
+                raise InputError(f"{os.fspath(path)}: lacks the state {missing[0]!r}")
+            for name, array in found.items():  # all before any is written; to read twice is faster than to hold them
+                self._checked(name, array, working)
+            for name, array in found.items():
+                working.kept.write(*self._checked(name, array, working))
 
     def on_device(self, name: str) -> "DeviceOutput":
         """A copy on the plan's GPU, for DLPack or the CUDA array interface. Raises InputError."""

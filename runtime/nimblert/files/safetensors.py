@@ -1,9 +1,11 @@
 """Files of weights and of state: safetensors, read and written by the package of that name."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -21,8 +23,36 @@ _DTYPES = {
 """The dtypes that both safetensors files and plans have, by their names in the files."""
 
 
-def read(path: str | PathLike[str]) -> dict[str, np.ndarray]:
-    """The arrays in a safetensors file, by name. Raises InputError where it cannot be read."""
+class Arrays(Mapping[str, np.ndarray]):
+    """The arrays in an open safetensors file by name; each is read, into new memory, when it is asked for."""
+
+    def __init__(self, file: Any, name: str) -> None:
+        self._file, self._name = file, name
+        self._keys = frozenset(file.keys())
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file.keys())
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._keys
+
+    def __getitem__(self, key: str) -> np.ndarray:
+        if key not in self._keys:
+            raise KeyError(key)
+        dtype = self._file.get_slice(key).get_dtype()
+        if dtype not in _DTYPES:
+            raise InputError(f"{self._name}: {key!r} has dtype {dtype}, which no plan has: convert it")
+        numpy_dtype(_DTYPES[dtype])  # which numpy may not know yet
+        found: np.ndarray = self._file.get_tensor(key)
+        return found
+
+
+@contextmanager
+def opened(path: str | PathLike[str]) -> Iterator[Arrays]:
+    """Open a safetensors file. Raises InputError where it cannot be read."""
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError as exc:
@@ -30,19 +60,11 @@ def read(path: str | PathLike[str]) -> dict[str, np.ndarray]:
     name = os.fspath(path)
     if Path(name).exists() and not Path(name).is_file():  # opening a pipe may never end
         raise InputError(f"{name}: is no regular file, expected a safetensors file")
-    found: dict[str, np.ndarray] = {}
     try:
         with safe_open(name, framework="numpy") as file:
-            keys = file.keys()
-            for key in keys:
-                dtype = file.get_slice(key).get_dtype()
-                if dtype not in _DTYPES:
-                    raise InputError(f"{name}: {key!r} has dtype {dtype}, which no plan has: convert it")
-                numpy_dtype(_DTYPES[dtype])  # which numpy may not know yet
-                found[key] = file.get_tensor(key)
+            yield Arrays(file, name)
     except (OSError, SafetensorError) as exc:
         raise InputError(f"{name}: is no safetensors file that can be read: {exc}") from exc
-    return found
 
 
 def write(path: str | PathLike[str], arrays: Mapping[str, np.ndarray]) -> None:
