@@ -1,6 +1,5 @@
 """Context: the programs of a plan in memory of their own, ready to be called."""
 
-import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -153,6 +152,8 @@ class Context:
 
     async def arun(self, arrays: Mapping[str, Any], *, entry: str | None = None) -> dict[str, np.ndarray]:
         """As `run`, without blocking the event loop; a run is completed even if its task is cancelled."""
+        import asyncio  # the caller's event loop has imported it
+
         return await asyncio.to_thread(self.run, arrays, entry=entry)
 
     def steps(self, arrays: Mapping[str, Any], *, entry: str | None = None) -> Steps:

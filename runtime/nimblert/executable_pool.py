@@ -1,6 +1,5 @@
 """Executable pools: one executable on each GPU; a call goes to the one with the fewest calls in flight."""
 
-import asyncio
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -98,6 +97,8 @@ class ExecutablePool:
 
     async def arun(self, arrays: Mapping[str, Any], *, entry: str | None = None) -> dict[str, np.ndarray]:
         """As `run`, without blocking the event loop; a run is completed even if its task is cancelled."""
+        import asyncio  # the caller's event loop has imported it
+
         return await asyncio.to_thread(self.run, arrays, entry=entry)
 
     def context(self) -> Context:

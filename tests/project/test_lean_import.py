@@ -35,6 +35,13 @@ def test_the_runtime_imports_neither_compiler_nor_command_line(cuda: Path) -> No
     assert not set(imported) & {*COMPILERS, "nimblec", "click", "rich"}
 
 
+def test_a_process_that_runs_cuda_plans_imports_nothing_of_the_cpu_target_and_no_event_loop(cuda: Path) -> None:
+    code = "import sys; from nimblert.files import container; container.read(sys.argv[1]); print(*sys.modules)"
+    imported = set(python(code, cuda).split())
+    assert "nimblert.rules.verify" in imported
+    assert not imported & {"asyncio", "nimblert.rules.cpu_rules", "nimblert.embedded.onnx_model"}
+
+
 def test_plans_are_inspected_where_no_framework_can_be_imported(cuda: Path) -> None:
     code = "import sys; from nimblec.cli import main; main(['inspect', sys.argv[1], '--json'])"
     assert json.loads(python(code, cuda, without=COMPILERS))["target"] == "cuda"

@@ -32,7 +32,7 @@ from nimblert.plan import (
     Weight,
     Work,
 )
-from nimblert.rules import cpu_rules, entry_rules, launch_limits, limit_rules, refit_rules, state_rules
+from nimblert.rules import entry_rules, launch_limits, limit_rules, refit_rules, state_rules
 
 MAX_BIAS = 1 << 40
 """How far from its region a relocation may point; see `Pointer`."""
@@ -63,6 +63,8 @@ def _problems(plan: Plan, limits: Limits) -> Iterator[str]:
     for i, kernel in enumerate(plan.kernels):
         yield from under(f"kernels[{i}]", _kernel_problems(kernel, plan))
     if plan.target == Target.CPU:
+        from nimblert.rules import cpu_rules  # which reads ONNX models
+
         yield from cpu_rules.kernels_problems(plan, limits)
     yield from _weights_problems("weights", plan.weights, plan.weights_nbytes, limits)
     yield from _weights_problems("state", plan.state, plan.state_nbytes, limits)
@@ -211,6 +213,8 @@ def _launch_problems(launch: Launch, scope: _Scope) -> Iterator[str]:
         for i, relocation in enumerate(launch.relocations):
             yield from _biased_problems(f"relocations[{i}].pointer", relocation.pointer, sizes)
     else:
+        from nimblert.rules import cpu_rules
+
         yield from cpu_rules.launch_problems(launch, kernel, plan.modules, sizes, refits=scope.refits)
 
 
