@@ -24,6 +24,7 @@ from nimblec.cuda.cubin.elf import (
     write,
 )
 from nimblec.cuda.cubin.reading import SHT_NOBITS, SHT_STRTAB, SHT_SYMTAB, STT_FUNC
+from nimblec.cuda.cubin.symbol_links import with_symbol_links
 from nimblec.errors import CompileError
 
 _ET_EXEC = 2
@@ -55,7 +56,7 @@ def cut(cubin: bytes | memoryview, keep: Collection[str]) -> bytes:
     Raises CompileError if a name of ``keep`` is no kernel of ``cubin``, PlanFormatError if ``cubin`` is no cubin, and
     UnfamiliarCubinError if it must be used as it is.
     """
-    elf = parse(cubin)
+    elf = with_symbol_links(parse(cubin))
     for reason in _unfamiliar(elf):
         raise UnfamiliarCubinError(f"cubin: {reason}; keep it as captured")
     kernels = {entry.name: entry.symbol.shndx for entry in elf.symbols if entry.symbol.is_entry}
@@ -68,7 +69,7 @@ def cut(cubin: bytes | memoryview, keep: Collection[str]) -> bytes:
     return write(
         _select(
             elf,
-            [index for index, root in enumerate(roots) if root not in dropped and not _is_debug(elf.sections[root])],
+            [index for index, root in enumerate(roots) if root not in dropped and not elf.sections[root].is_debug],
         )
     )
 
@@ -125,10 +126,6 @@ def _is_function(entry: NamedSymbol) -> bool:
     return entry.symbol.info & 0xF == STT_FUNC
 
 
-def _is_debug(section: NamedSection) -> bool:
-    return section.name.startswith((".debug_", ".nv_debug_"))
-
-
 def _root(elf: Elf, index: int) -> int:
     """Return the owner of section ``index``, such as ``.text.X`` for ``.rela.nv.constant2.X``, or itself if none."""
     for _ in elf.sections:
@@ -146,7 +143,7 @@ def _reached(elf: Elf, roots: list[int], code: frozenset[int], wanted: set[int])
     """
     uses: dict[int, set[int]] = defaultdict(set)
     for section, root in zip(elf.sections, roots, strict=True):
-        if section.header.type not in symbol_references.HOLDERS or _is_debug(elf.sections[root]):
+        if section.header.type not in symbol_references.HOLDERS or elf.sections[root].is_debug:
             continue
         for user, used in symbol_references.references(section):
             source = root if user is None else elf.symbols[user].symbol.shndx

@@ -63,6 +63,11 @@ class NamedSection:
         names_symbol = self.header.flags & SHF_EXECINSTR or self.header.type == SHT_SYMTAB
         return None if names_symbol else self.header.info or None
 
+    @property
+    def is_debug(self) -> bool:
+        """Whether only debuggers read the section."""
+        return self.name.startswith((".debug_", ".nv_debug_"))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedSymbol:

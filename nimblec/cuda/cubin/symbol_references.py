@@ -25,12 +25,14 @@ _RECORD = struct.Struct("<BBH")  # format, attribute, value
 _WORD = struct.Struct("<I")
 _FORMAT_SIZED = 4  # EIFMT_SVAL: the value counts the bytes that follow
 
+FRAME_SIZE = 0x11
+REGCOUNT = 0x2F
 _FUNCTION_RECORDS = {  # of .nv.info: a function's symbol, then a value
-    0x11,  # FRAME_SIZE
+    FRAME_SIZE,
     0x12,  # MIN_STACK_SIZE
     0x1B,
     0x23,  # MAX_STACK_SIZE
-    0x2F,  # REGCOUNT
+    REGCOUNT,
     0x52,
     0x54,
     0x55,
@@ -85,6 +87,15 @@ def named_symbols(section: NamedSection) -> list[int]:
 
     renumber(section, record)
     return seen
+
+
+def described_symbols(info: NamedSection, attribute: int) -> list[int]:
+    """Return the symbols of the records ``attribute`` of ``.nv.info``, in order."""
+    return [
+        _WORD.unpack_from(payload)[0]
+        for kind, name, _, payload in _records(info)
+        if kind == _FORMAT_SIZED and name == attribute and len(payload) >= _WORD.size
+    ]
 
 
 def is_description(section: NamedSection) -> bool:
