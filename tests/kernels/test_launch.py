@@ -21,7 +21,7 @@ from nimblec.kernels.attention.op import attention
 from nimblec.kernels.core import compiling
 from nimblec.kernels.core.call import Call, Made
 from nimblec.kernels.core.compiling import Job
-from nimblec.kernels.core.gpu import SM_90
+from nimblec.kernels.core.gpu import SM_90, TRIGGERS, Trigger
 from nimblec.kernels.core.launch import Launch, launch_of, ops
 from nimblec.kernels.depthwise.op import depthwise
 from nimblec.kernels.families import FAMILIES
@@ -121,8 +121,16 @@ def test_a_launch_has_all_that_its_template_takes(name: str) -> None:
     launch = _launch(name)
     pointers, constants = _parameters(launch.template)
     assert list(launch.pointers) == pointers
-    assert sorted(launch.settings.keys() - OPTIONS) == sorted(constants)
+    assert sorted(launch.job.settings.keys() - OPTIONS) == sorted(constants)
     assert launch.blocks > 0
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("trigger", TRIGGERS)
+def test_a_launch_starts_early_only_if_its_kernel_waits(name: str, trigger: Trigger) -> None:
+    op, (*args, _trigger), kwargs = CALLS[name]
+    settings = launch_of(op, *args, trigger, **kwargs).job.settings
+    assert (settings["TRIGGER"], settings["launch_pdl"]) == (trigger, trigger != "none")
 
 
 def test_every_op_and_every_template_is_among_them() -> None:

@@ -49,11 +49,10 @@ def attention_launch(
             "BLOCK_D": padded(shape.size),
             "BLOCK_V": padded(shape.value_size),
             "STAGES": tiling.num_stages,
-            "TRIGGER": trigger,
             "num_warps": tiling.num_warps,
             "num_stages": tiling.num_stages,
-            "launch_pdl": trigger != "none",
         },
+        trigger=trigger,
     )
 
 

@@ -27,23 +27,29 @@ class Launch:
     """One launch of ``template`` ("module:function") in ``blocks`` blocks.
 
     ``pointers`` are tensors and ``settings`` constants, by the names of the template's parameters; settings
-    hold Triton's options too (num_warps, num_stages, launch_pdl).
+    hold Triton's options too (num_warps, num_stages). ``trigger`` is a `nimblec.kernels.core.gpu.Trigger`: the
+    template's TRIGGER, and Triton's launch_pdl follows from it.
     """
 
     template: str
     blocks: int
     pointers: Mapping[str, Tensor | None]
     settings: Mapping[str, Any]
+    trigger: str
 
     def __call__(self) -> None:
         """Launch on the current stream; imports Triton."""
-        load_template(self.template)[self.blocks,](**self.pointers, **self.settings)
+        load_template(self.template)[self.blocks,](**self.pointers, **self._all_settings())
 
     @property
     def job(self) -> Job:
         """The job that compiles it; meta tensors will do."""
         dtypes = {name: None if tensor is None else dtype_name(tensor.dtype) for name, tensor in self.pointers.items()}
-        return Job(template=self.template, pointers=dtypes, settings=dict(self.settings))
+        return Job(template=self.template, pointers=dtypes, settings=self._all_settings())
+
+    def _all_settings(self) -> dict[str, Any]:
+        """``settings`` and those of the trigger: only a template with a TRIGGER waits for the kernel before it."""
+        return {**self.settings, "TRIGGER": self.trigger, "launch_pdl": self.trigger != "none"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)

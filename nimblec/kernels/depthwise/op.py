@@ -55,10 +55,9 @@ def depthwise_launch(
             "ACTIVATION": activation,
             "BLOCK_M": tiling.block_m,
             "BLOCK_C": tiling.block_c,
-            "TRIGGER": trigger,
             "num_warps": tiling.num_warps,
-            "launch_pdl": trigger != "none",
         },
+        trigger=trigger,
     )
 
 

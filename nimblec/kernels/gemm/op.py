@@ -94,11 +94,10 @@ def convolution_launch(
             "BLOCK_K": tiling.block_k,
             "SPLIT_K": tiling.split_k,
             "PRECISION": arithmetic,
-            "TRIGGER": trigger,
             "num_warps": tiling.num_warps,
             "num_stages": tiling.num_stages,
-            "launch_pdl": trigger != "none",
         },
+        trigger=trigger,
     )
 
 

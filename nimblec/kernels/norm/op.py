@@ -47,10 +47,9 @@ def norm_launch(
             "RMS": shape.rms,
             "BLOCK_R": tiling.block_r,
             "BLOCK_C": shape.width,
-            "TRIGGER": trigger,
             "num_warps": tiling.num_warps,
-            "launch_pdl": trigger != "none",
         },
+        trigger=trigger,
     )
 
 

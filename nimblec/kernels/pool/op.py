@@ -44,10 +44,9 @@ def pool_launch(
             "ACTIVATION": activation,
             "BLOCK_M": tiling.block_m,
             "BLOCK_C": tiling.block_c,
-            "TRIGGER": trigger,
             "num_warps": tiling.num_warps,
-            "launch_pdl": trigger != "none",
         },
+        trigger=trigger,
     )
 
 
@@ -66,10 +65,9 @@ def mean_launch(shape: Means, tiling: PoolTiling, *, x: Tensor, out: Tensor, act
             "ACTIVATION": activation,
             "BLOCK_P": tiling.block_m,
             "BLOCK_C": tiling.block_c,
-            "TRIGGER": trigger,
             "num_warps": tiling.num_warps,
-            "launch_pdl": trigger != "none",
         },
+        trigger=trigger,
     )
 
 

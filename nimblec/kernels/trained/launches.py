@@ -42,10 +42,8 @@ class Cut:
             "BLOCK_K": self.tiling.block_k,
             "SPLIT_K": self.tiling.split_k,
             "PRECISION": self.arithmetic,
-            "TRIGGER": self.trigger,
             "num_warps": self.tiling.num_warps,
             "num_stages": self.tiling.num_stages,
-            "launch_pdl": self.trigger != "none",
         }
 
 
@@ -98,6 +96,7 @@ def images_launch(
             "COLUMN_STRIDE": of_result,
             **cut.settings(source.dtype),
         },
+        trigger=cut.trigger,
     )
 
 
@@ -121,10 +120,9 @@ def depthwise_images_launch(
             **_images_settings(shape, source, out, is_gradient=is_gradient),
             "BLOCK_M": tiling.block_m,
             "BLOCK_C": tiling.block_c,
-            "TRIGGER": trigger,
             "num_warps": tiling.num_warps,
-            "launch_pdl": trigger != "none",
         },
+        trigger=trigger,
     )
 
 
@@ -151,6 +149,7 @@ def weights_launch(shape: Convolution, cut: Cut, *, grad: Tensor, x: Tensor, out
         blocks=tiles * cut.tiling.split_k,
         pointers={"grad_ptr": grad, "x_ptr": x, "out_ptr": out, **cut.pointers(tiles, out.device)},
         settings={**shape.settings, "OUT_STRIDE": pixel_stride(grad), **cut.settings(x.dtype)},
+        trigger=cut.trigger,
     )
 
 
@@ -181,8 +180,7 @@ def depthwise_weights_launch(
             "BLOCK_M": tiling.block_m,
             "BLOCK_C": tiling.block_c,
             "SPLIT_K": tiling.split_k,
-            "TRIGGER": trigger,
             "num_warps": tiling.num_warps,
-            "launch_pdl": trigger != "none",
         },
+        trigger=trigger,
     )
