@@ -32,8 +32,9 @@ def build(seed: int, number: int, _note: Callable[[bytes], object]) -> bytes:
     for _ in range(rng.choice((1, 1, 1, 2, 3, 4))):
         within = nbytes if rng.random() < 0.8 else len(damaged)
         _damage(damaged, rng.randrange(max(1, min(within, len(damaged)))), rng)
-    head = struct.pack("<8sQQ8x", container.MAGIC, min(nbytes, len(damaged)), len(damaged) + 64)
-    return bytes(damaged) + head + bytes(32)
+    damaged += struct.pack("<8sQQ40x", container.MAGIC, min(nbytes, len(damaged)), len(damaged) + 64)
+    damaged[-32:] = container.digest(memoryview(damaged))
+    return bytes(damaged)
 
 
 def _damage(data: bytearray, at: int, rng: random.Random) -> None:

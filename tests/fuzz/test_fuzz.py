@@ -20,7 +20,12 @@ CORPUS = sorted((ROOT / "fuzz" / "corpus").glob("*.plan"))
 @pytest.mark.parametrize("path", [p for p in CORPUS if p.name.startswith("crash-")], ids=lambda path: path.stem)
 def test_what_crashed_onnx_runtime_is_refused(path: Path) -> None:
     with pytest.raises(PlanInvalidError):
-        container.parse(memoryview(path.read_bytes()), str(path))
+        container.read(path)
+
+
+@pytest.mark.parametrize("path", CORPUS, ids=lambda path: path.stem)
+def test_kept_files_get_past_the_digest(path: Path) -> None:
+    container.verify_digest(memoryview(path.read_bytes()), str(path))
 
 
 def run(*arguments: str) -> tuple[int, str]:
@@ -57,6 +62,11 @@ def test_cases_follow_from_seed_and_number() -> None:
     for fuzzer in (decoder, plans):
         first, again, other = (fuzzer.build(seed, 7, len) for seed in (1, 1, 2))
         assert first == again != other
+
+
+def test_damaged_bytes_get_past_the_digest() -> None:
+    for number in range(20):
+        container.verify_digest(memoryview(decoder.build(0, number, len)), f"case {number}")
 
 
 def test_damaged_plans_are_refused_or_read() -> None:
