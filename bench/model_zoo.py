@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from bench import environment
+from bench.tables import header, row
 from nimblec.errors import CompileError
 from nimblec.frontend.pytorch.model import place, set_arithmetic
 from nimblec.graph.definitions import Interpreter
@@ -230,15 +231,14 @@ def _error(expected: Tensor, found: Tensor) -> float:
 
 def markdown() -> str:
     """A line for each library: models by status, and how many calls their graphs have, all together."""
-    lines = [f"| | {' | '.join(STATUSES)} | calls as traced | rewritten | with our kernels |", "|---" * 8 + "|"]
+    lines = header(["", *STATUSES, "calls as traced", "rewritten", "with our kernels"])
     files = {library: environment.read(RESULTS / f"model_zoo_{library}.json") for library in LIBRARIES}
     for library, file in files.items():
         results = file["results"]
         counts = Counter(result["status"] for result in results)
         passed = [result["calls"] for result in results if result["status"] == "pass"]
         totals = [f"{sum(column):,}" for column in zip(*passed, strict=True)]
-        cells = [f"{len(results)} of {library}", *(str(counts[status]) for status in STATUSES), *totals]
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(row([f"{len(results)} of {library}", *(str(counts[status]) for status in STATUSES), *totals]))
     return "\n".join([*lines, "", environment.shared_provenance(files)])
 
 

@@ -27,6 +27,7 @@ from onnx import ModelProto
 
 from bench import environment
 from bench.onnx_cases import Case, cases, difference, static_form
+from bench.tables import header, row
 from nimblec.errors import CompileError
 from nimblert.errors import NimbleError
 
@@ -310,7 +311,7 @@ def markdown() -> str:
     """The table of docs/measured.md, out of the results of each target: counts by status."""
     files = {target: environment.read(RESULTS / name) for target, name in RESULT_NAMES.items()}
     aten, optimized, fused, cpu = (file["results"] for file in files.values())
-    lines = [f"| | {' | '.join(STATUSES)} |", "|---|" + "---|" * len(STATUSES)]
+    lines = header(["", *STATUSES])
     for title, results, field in (
         ("ATen (CUDA target)", aten, "status"),
         ("ATen, rewritten as by `-O1`", optimized, "status"),
@@ -320,8 +321,8 @@ def markdown() -> str:
     ):
         for kind, chosen in (("core", [r for r in results if r["core"]]), ("all", results)):
             counts = Counter(r[field] for r in chosen)
-            numbers = " | ".join(f"{counts[name]:,}" for name in STATUSES)
-            lines.append(f"| {title}, {kind} {len(chosen):,} cases | {numbers} |")
+            numbers = [f"{counts[name]:,}" for name in STATUSES]
+            lines.append(row([f"{title}, {kind} {len(chosen):,} cases", *numbers]))
     runnable = [r for r in cpu if r["core"] and r["onnxruntime"] == "pass"]
     passed = sum(r["status"] == "pass" for r in runnable)
     wrong = [r["onnxruntime"] for r in cpu if r["status"] == "wrong"]

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import environment
+from bench.tables import header, number, row
 from nimblec.ir import Access, Buffer, BufferKind, Graph, KernelWork, Op, Schedule, Task
 from nimblec.lower import lower
 from nimblec.schedule.bound import arena_lower_bound
@@ -29,6 +30,7 @@ from nimblert.ordering.hazards import hazards
 RESULTS = Path(__file__).parent / "results" / "cpu" / "schedule_scaling.json"
 PLANNING = ("dependencies", "streams", "memory")
 Policy = Callable[[Dag, list[int]], Schedule]
+_HEAD = ("tasks", "policy", *(f"{name}, s" for name in (*PLANNING, "sum")), "streams / syncs", "arena / bound")
 POLICIES: dict[str, Policy] = {
     "1": lambda dag, _: serial(dag),
     "max": lambda dag, _: maximal(dag),
@@ -91,35 +93,36 @@ def measure(graph: Graph, policy: Policy) -> dict[str, Any]:
     }
 
 
-def planning_seconds(row: dict[str, Any]) -> float:
+def planning_seconds(measured: dict[str, Any]) -> float:
     """The seconds of scheduling and memory planning together."""
-    return sum(row["seconds"][name] for name in PLANNING)
+    return sum(measured["seconds"][name] for name in PLANNING)
 
 
 def markdown(results: dict[str, Any]) -> str:
     """The table of docs/measured.md, and the growth of the sum between the two largest sizes, if there are two."""
-    lines = [
-        "| tasks | policy | dependencies, s | streams, s | memory, s | sum, s | streams / syncs | arena / bound |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for row in results["rows"]:
-        seconds = " | ".join(f"{row['seconds'][name]:.2f}" for name in PLANNING)
-        ratio = row["arena_nbytes"] / row["arena_lower_bound_nbytes"]
-        lines.append(
-            f"| {row['tasks']:,} | {row['policy']} | {seconds} | {planning_seconds(row):.2f} "
-            f"| {row['streams']} / {row['waits']} | {ratio:.3f} |"
-        )
-    sizes = sorted({row["tasks"] for row in results["rows"]})
+    lines = [*header(_HEAD), *(row(_cells(measured)) for measured in results["rows"])]
+    sizes = sorted({measured["tasks"] for measured in results["rows"]})
     growth = f"Growth between the two largest sizes: {_growth(results['rows'], *sizes[-2:])}. " if sizes[1:] else ""
     return "\n".join([*lines, "", growth + environment.provenance(results)])
+
+
+def _cells(measured: dict[str, Any]) -> list[str]:
+    seconds = [*(measured["seconds"][name] for name in PLANNING), planning_seconds(measured)]
+    return [
+        f"{measured['tasks']:,}",
+        measured["policy"],
+        *(number(value, 2) for value in seconds),
+        f"{measured['streams']} / {measured['waits']}",
+        number(measured["arena_nbytes"] / measured["arena_lower_bound_nbytes"], 3),
+    ]
 
 
 def _growth(rows: list[dict[str, Any]], small: int, large: int) -> str:
     """Exponents x of n^x, by policy."""
     found = []
-    for name in dict.fromkeys(row["policy"] for row in rows):
+    for name in dict.fromkeys(each["policy"] for each in rows):
         before, after = (
-            next(planning_seconds(row) for row in rows if (row["policy"], row["tasks"]) == (name, size))
+            next(planning_seconds(each) for each in rows if (each["policy"], each["tasks"]) == (name, size))
             for size in (small, large)
         )
         found.append(f"n^{math.log(after / before) / math.log(large / small):.1f} ({name})")

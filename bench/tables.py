@@ -8,8 +8,8 @@ MISSING = "-"
 
 
 def header(names: Sequence[str]) -> list[str]:
-    """The first two lines of a table."""
-    return [row(names), "|---" * len(names) + "|"]
+    """The first two lines of a table; a column may have an empty name."""
+    return [row(names).replace("|  |", "| |"), "|---" * len(names) + "|"]
 
 
 def row(cells: Iterable[str]) -> str:
