@@ -81,6 +81,11 @@ def drawn(plan: Plan) -> str:
     return "plan" if plan.target is Target.CPU or computes_philox else "torch"
 
 
+def seed_of(plan: Plan) -> int:
+    """The seed in the initial state of a plan; 0 where it draws no random numbers."""
+    return next((int.from_bytes(t.data, "little", signed=True) for t in plan.state if t.name == SEED), 0)
+
+
 def planned(path: Path, network: str, steps: int) -> Run:
     """The steps of a plan."""
     _, batch = training_bits.parts(network)
@@ -144,8 +149,7 @@ def figures(network: str, mode: str, options: argparse.Namespace, folder: Path) 
     made = compile_model(spec, options=chosen, output=path, observer=lambda *_: None)
     compiled = time.perf_counter()
     source = drawn(made.plan)
-    with load(path) as exe:
-        seed = 0 if source == "none" else int(exe.state[SEED])
+    seed = seed_of(made.plan)
     plan = planned(path, network, options.steps)
     ended = time.perf_counter()
     count = 1 if mode == "deterministic" else options.runs
