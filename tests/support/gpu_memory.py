@@ -1,13 +1,16 @@
 """Fixtures for tests of arrays on a GPU that also run with a driver of host memory (`host_driver`)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from copying import ORDERS, SHAPE, copying
 from host_driver import HostDriver
 
+import nimblert
+from nimblert import Executable
 from nimblert.arrays import dlpack
 from nimblert.cuda import driver
 
@@ -33,3 +36,17 @@ def host(put: object) -> HostDriver:
     found = driver.bindings()
     assert isinstance(found, HostDriver)
     return found
+
+
+@pytest.fixture(params=ORDERS)
+def order(request: pytest.FixtureRequest) -> tuple[int, ...]:
+    """The order in memory of the axes of `model`'s input and output."""
+    return ORDERS[request.param]
+
+
+@pytest.fixture
+def model(put: object, order: tuple[int, ...]) -> Iterator[Executable]:
+    """A program that copies its input."""
+    del put
+    with nimblert.load(copying(SHAPE, order), poison=True) as executable:
+        yield executable

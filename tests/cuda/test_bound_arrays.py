@@ -1,0 +1,94 @@
+"""Arrays that are bound to a program on a GPU, which reads and writes them where they are.
+
+Most tests run on a driver of host memory, too, where tensors of the CPU are said to be on the GPU.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from copying import ORDERS, SHAPE, copying, drawn, on_gpu
+
+import nimblert
+from nimblert import Executable, InputError
+
+pytest_plugins = ("gpu_memory",)
+torch = pytest.importorskip("torch")
+
+
+def laid_out_for(model: Executable, tensor: Any) -> Any:
+    """The same tensor with the strides that the plan reads."""
+    made = torch.empty_strided(SHAPE, model.inputs[0].strides, dtype=tensor.dtype, device=tensor.device)
+    return made.copy_(tensor)
+
+
+def test_what_is_bound_is_read_and_written_where_it_is(put: Callable[[np.ndarray], Any], model: Executable) -> None:
+    x, y = (laid_out_for(model, put(drawn(seed))) for seed in (0, 1))
+    model.bind("x", x)
+    assert torch.equal(torch.from_dlpack(model.run({})["y"]), x)
+    model.bind("y", y)
+    for seed in (2, 3):
+        x.copy_(put(drawn(seed)))
+        assert model.run({})["y"] is y
+        assert torch.equal(y, x)
+    x.copy_(put(drawn(4)))
+    torch_synchronize(x)
+    model.launch()
+    model.synchronize()
+    assert torch.equal(y, x)
+    model.bind("x", None)
+    assert model(drawn(5)) is y
+    assert np.array_equal(y.cpu().numpy(), drawn(5))
+    model.bind("y", None)
+    assert np.array_equal(model(drawn(6)), drawn(6))
+    assert np.array_equal(y.cpu().numpy(), drawn(5))
+
+
+def torch_synchronize(tensor: Any) -> None:
+    if tensor.is_cuda:
+        torch.cuda.synchronize()
+
+
+def test_what_cannot_be_bound_is_a_sentence(put: Callable[[np.ndarray], Any], model: Executable) -> None:
+    x = laid_out_for(model, put(drawn(0)))
+    wide = torch.zeros(x.numel() + 8, dtype=x.dtype, device=x.device)
+    odd = wide[1 : x.numel() + 1].as_strided(SHAPE, model.inputs[0].strides)
+    for name, array, sentence in (
+        ("z", x, r"bind: 'z' is not one of the plan's inputs and outputs \['x', 'y'\]"),
+        ("x", x[:2], r"bind 'x': shape \(2, 3, 32, 24\), expected \(4, 3, 32, 24\)"),
+        ("x", x.double(), "bind 'x': dtype float64, expected float32"),
+        ("x", x.flip(0)[:, :, :, :1].expand(SHAPE), "bind 'x': strides .* in elements, expected"),
+        ("y", odd, "bind 'y': address .*, expected a multiple of 16"),
+        ("y", None, "bind: nothing is bound to 'y'"),
+    ):
+        with pytest.raises(InputError, match=sentence):
+            model.bind(name, array)
+    model.bind("x", x)
+    with pytest.raises(InputError, match="bind 'y': shares memory with what 'x' is bound to"):
+        model.bind("y", x)
+    with pytest.raises(InputError, match="input 'x' is bound: write into its array, or bind it to None first"):
+        model(drawn(1))
+    assert torch.equal(torch.from_dlpack(model.run({})["y"]), x)
+
+
+def test_memory_of_an_output_cannot_be_bound_to_an_input(put: Callable[[np.ndarray], Any], model: Executable) -> None:
+    kept = model.run({"x": put(drawn(0))}, reuse_outputs=True)["y"]
+    with pytest.raises(InputError, match="bind 'x': shares memory with the plan's own for 'y': bind a copy"):
+        model.bind("x", kept)
+    model.bind("y", kept)  # its own place
+    x = put(drawn(1))
+    assert torch.equal(torch.from_dlpack(model.run({"x": x})["y"]), x)
+
+
+@on_gpu
+def test_an_array_that_moves_under_a_binding_is_a_sentence(put: Callable[[np.ndarray], Any]) -> None:
+    with nimblert.load(copying(SHAPE, ORDERS["contiguous"])) as model:
+        x = put(drawn(0))
+        model.bind("x", x)
+        x.data = put(drawn(1))
+        for run in (model.launch, lambda: model.run({})):
+            with pytest.raises(InputError, match="'x': its array was moved or resized since"):
+                run()
+        model.bind("x", x)
+        assert torch.equal(torch.from_dlpack(model.run({})["y"]), x)
