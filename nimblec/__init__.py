@@ -124,7 +124,8 @@ def compile(  # noqa: A001  # the word that users look for; nimblec.compile shad
     - ``precision``: "keep", "fp32", "tf32" (how float32 convolutions and matrix products are computed),
       "fp16" or "bf16" (a float32 model in half precision). CUDA target.
     - ``max_error``: the largest difference from level 0 to accept, relative to an output's largest magnitude.
-    - ``print_passes``: note each rewrite, with the calls of the graph before and after it. CUDA target.
+    - ``print_passes``: note each rewrite, with the calls of the graph before and after it; on the CPU target the
+      nodes before and after ONNX Runtime's optimiser.
     - ``refittable``: keep in the plan how weights are folded and repacked, so that `nimblert.Executable.refit` can
       replace them; a note says what it costs.
     - ``streams``: "auto" (the fastest of several schedules, timed on this machine), "max", or a number of streams.

@@ -59,7 +59,8 @@ class Options:
     and "tf32" say how float32 convolutions and matrix products are computed, "fp16" and "bf16" compute
     a float32 model in half precision (CUDA target). ``max_error`` is the largest difference to accept
     from level 0 at the model's own precision, relative to an output's largest magnitude. ``print_passes`` notes
-    each rewrite that runs (CUDA target). ``refittable`` keeps weights replaceable that are folded or repacked.
+    each rewrite that runs (CPU target: ONNX Runtime's optimiser, as one). ``refittable`` keeps weights
+    replaceable that are folded or repacked.
     """
 
     target: TargetChoice = "auto"

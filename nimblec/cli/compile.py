@@ -92,7 +92,8 @@ from nimblert.files import schema
 @click.option(
     "--print-passes",
     is_flag=True,
-    help="Note each rewrite of -O1 and -O2, with the calls of the graph before and after it (CUDA target).",
+    help="Note each rewrite of -O1 and -O2, with the calls of the graph before and after it; on the CPU target the "
+    "nodes before and after ONNX Runtime's optimiser.",
 )
 @click.option(
     "--refittable",

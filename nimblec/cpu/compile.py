@@ -1,7 +1,7 @@
 """Compile for the CPU target: a model file in, a checked plan file out."""
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -22,7 +22,7 @@ from nimblec.errors import CompileError
 from nimblec.fits import find_fits, mark_masks
 from nimblec.frontend.onnx import model_file
 from nimblec.installation import VERSION
-from nimblec.ir import Graph, Part, ProgramKey, program_name
+from nimblec.ir import Graph, KernelWork, Part, ProgramKey, program_name
 from nimblec.lean import LeanProcess, run_seconds
 from nimblec.machine import processor
 from nimblec.options import InputSpec, Options
@@ -105,6 +105,7 @@ def _write_plan(
         with stage(observer, "optimise"):
             weights = [exported[m.entry, m.profile].weights if exported else None for m in models]
             graphs, refittable = _optimised(models, weights, options, Path(scratch))
+            notes += tuple(_pass_notes(models, graphs)) if options.print_passes else ()
         with stage(observer, "schedule"):
             cache = TimingCache(options.timing_cache)
             parts = _scheduled(models, graphs, options, cache)
@@ -177,6 +178,14 @@ def _optimised(
         for m, one in zip(models, made, strict=True)
     ]
     return graphs, made
+
+
+def _pass_notes(models: Sequence[ReferenceModel], graphs: Sequence[Graph]) -> Iterator[str]:
+    """The nodes of each program before and after ONNX Runtime's optimiser, the only pass of this target."""
+    for model, graph in zip(models, graphs, strict=True):
+        program = f" of {program_name(model.entry, model.profile)}" if models[1:] else ""
+        after = sum(isinstance(task.work, KernelWork) for task in graph.tasks)
+        yield f"optimise: ONNX Runtime{program}: {len(model.proto.graph.node)} nodes -> {after}"
 
 
 def _assembled(parts: Sequence[Part], refittable: Sequence[Refittable]) -> tuple[Plan, tuple[str, ...]]:

@@ -18,7 +18,7 @@ import nimblec
 from nimblec.cpu import capture, timing
 from nimblec.cpu.compile import compile_cpu
 from nimblec.errors import CompileError
-from nimblec.options import Options
+from nimblec.options import Options, read_options
 from nimblec.source import Source
 from nimblert import executable, golden
 from nimblert.cpu.onnx_session import session_options
@@ -45,6 +45,29 @@ def test_a_model_may_spell_out_the_domain_of_onnx(tmp_path: Path) -> None:
     onnx.save(model, tmp_path / "spelled.onnx")
     graphs = [capture.capture(tmp_path / name) for name in ("plain.onnx", "spelled.onnx")]
     assert graphs[0] == graphs[1]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "notes"),
+    [
+        ((2,), ["optimise: ONNX Runtime: 2 nodes -> 1"]),
+        ((2, 3), [f"optimise: ONNX Runtime of main[batch={size}]: 2 nodes -> 1" for size in (2, 3)]),
+    ],
+    ids=["one program", "two sizes"],
+)
+@pytest.mark.parametrize("refittable", [False, True])
+def test_the_optimiser_is_noted_as_a_pass(
+    sizes: tuple[int, ...], notes: list[str], refittable: bool, tmp_path: Path
+) -> None:
+    nodes = [node("Identity", ["x"], ["a"]), node("Exp", ["a"], ["y"])]
+    write_model(tmp_path / "m.onnx", nodes, [floats("x", "batch", 3)], [floats("y", "batch", 3)])
+    for print_passes in (False, True):
+        options = read_options(
+            target="cpu", dims={"batch": sizes}, print_passes=print_passes, refittable=refittable, plan_cache=None
+        )
+        source = Source(kind="onnx", model=str(tmp_path / "m.onnx"))
+        given = compile_cpu(source, options, tmp_path / "m.plan", lambda *_: None)
+        assert [note for note in given if note.startswith("optimise")] == (notes if print_passes else [])
 
 
 @pytest.fixture
