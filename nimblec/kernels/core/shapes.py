@@ -1,13 +1,65 @@
-"""The geometry of a convolution or a matrix product."""
+"""The geometry of windows over images, of a convolution or of a matrix product."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 Pair = tuple[int, int]
 
 
+class Windows(ABC):
+    """Windows that slide over images; a pair has one number for each axis of the images."""
+
+    __slots__ = ()
+
+    height: int
+    width: int
+    channels: int
+    kernel: Pair
+    stride: Pair
+    padding: Pair
+    dilation: Pair
+
+    @property
+    def out_height(self) -> int:
+        """Rows of pixels of the result."""
+        return self._extent(self.height, 0)
+
+    @property
+    def out_width(self) -> int:
+        """Pixels of a row of the result."""
+        return self._extent(self.width, 1)
+
+    @property
+    @abstractmethod
+    def rows(self) -> int:
+        """Pixels of the whole result."""
+
+    @property
+    def window_settings(self) -> dict[str, int]:
+        """The constants of a template that describe one window."""
+        pairs = {"KERNEL": self.kernel, "STRIDE": self.stride, "PADDING": self.padding, "DILATION": self.dilation}
+        return {f"{name}_{axis}": size for name, sizes in pairs.items() for axis, size in zip("HW", sizes, strict=True)}
+
+    @property
+    def _settings(self) -> dict[str, int]:
+        return {
+            "ROWS": self.rows,
+            "HEIGHT": self.height,
+            "WIDTH": self.width,
+            "CHANNELS": self.channels,
+            "OUT_HEIGHT": self.out_height,
+            "OUT_WIDTH": self.out_width,
+            **self.window_settings,
+        }
+
+    @abstractmethod
+    def _extent(self, size: int, axis: int) -> int:
+        """The number of windows along an axis of ``size`` pixels."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Convolution:
+class Convolution(Windows):
     """A convolution of images (batch, height, width, channels), whose channels are adjacent in memory.
 
     Adjacent pixels of the input are ``pixel_stride`` elements apart (0: all are the same), those of the result
@@ -28,16 +80,6 @@ class Convolution:
     out_stride: int | None = None
 
     @property
-    def out_height(self) -> int:
-        """Rows of pixels of the result."""
-        return self._extent(self.height, 0)
-
-    @property
-    def out_width(self) -> int:
-        """Pixels of a row of the result."""
-        return self._extent(self.width, 1)
-
-    @property
     def rows(self) -> int:
         """Pixels of the whole result."""
         return self.batch * self.out_height * self.out_width
@@ -51,22 +93,9 @@ class Convolution:
     def settings(self) -> dict[str, int]:
         """The constants of templates that read images."""
         return {
-            "ROWS": self.rows,
-            "HEIGHT": self.height,
-            "WIDTH": self.width,
-            "CHANNELS": self.channels,
+            **self._settings,
             "PIXEL_STRIDE": self.channels if self.pixel_stride is None else self.pixel_stride,
-            "OUT_HEIGHT": self.out_height,
-            "OUT_WIDTH": self.out_width,
             "OUT_CHANNELS": self.out_channels,
-            "KERNEL_H": self.kernel[0],
-            "KERNEL_W": self.kernel[1],
-            "STRIDE_H": self.stride[0],
-            "STRIDE_W": self.stride[1],
-            "PADDING_H": self.padding[0],
-            "PADDING_W": self.padding[1],
-            "DILATION_H": self.dilation[0],
-            "DILATION_W": self.dilation[1],
         }
 
     def _extent(self, size: int, axis: int) -> int:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from nimblec.kernels.core.images import pixel_stride
-from nimblec.kernels.core.shapes import Pair
+from nimblec.kernels.core.shapes import Pair, Windows
 
 Kind = Literal["max", "average", "padded average"]
 """The result of a window; a padded average counts padding as pixels of value zero."""
@@ -15,7 +15,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pooling:
+class Pooling(Windows):
     """Windows of images (images, height, width, channels), whose channels are adjacent in memory.
 
     Adjacent pixels are ``pixel_stride`` elements apart; rows and images follow without a gap. Contiguous images
@@ -34,16 +34,6 @@ class Pooling:
     pixel_stride: int
 
     @property
-    def out_height(self) -> int:
-        """Rows of pixels of the result."""
-        return self._extent(self.height, 0)
-
-    @property
-    def out_width(self) -> int:
-        """Pixels of a row of the result."""
-        return self._extent(self.width, 1)
-
-    @property
     def rows(self) -> int:
         """Pixels of the whole result."""
         return self.images * self.out_height * self.out_width
@@ -51,23 +41,7 @@ class Pooling:
     @property
     def settings(self) -> dict[str, int]:
         """The template's constants."""
-        return {
-            "ROWS": self.rows,
-            "HEIGHT": self.height,
-            "WIDTH": self.width,
-            "CHANNELS": self.channels,
-            "PIXEL_STRIDE": self.pixel_stride,
-            "OUT_HEIGHT": self.out_height,
-            "OUT_WIDTH": self.out_width,
-            "KERNEL_H": self.kernel[0],
-            "KERNEL_W": self.kernel[1],
-            "STRIDE_H": self.stride[0],
-            "STRIDE_W": self.stride[1],
-            "PADDING_H": self.padding[0],
-            "PADDING_W": self.padding[1],
-            "DILATION_H": self.dilation[0],
-            "DILATION_W": self.dilation[1],
-        }
+        return {**self._settings, "PIXEL_STRIDE": self.pixel_stride}
 
     def _extent(self, size: int, axis: int) -> int:
         """The number of windows, as torch counts: a last one that begins in the padding at the end is left out.

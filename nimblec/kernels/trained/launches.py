@@ -16,7 +16,6 @@ from nimblec.kernels.gemm.tilings import Tiling
 from nimblec.kernels.trained.tilings import DepthwiseSum, image_product, weight_product
 
 _TEMPLATES = "nimblec.kernels.trained.template"
-_WINDOWS = ("KERNEL", "STRIDE", "PADDING", "DILATION")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -129,7 +128,7 @@ def depthwise_images_launch(
 def _images_settings(shape: Convolution, source: Tensor, out: Tensor, *, is_gradient: bool) -> dict[str, Any]:
     """The constants of a template that makes images ``out`` of ``source``."""
     return {
-        **{name: value for name, value in shape.settings.items() if name.startswith(_WINDOWS)},
+        **shape.window_settings,
         "ROWS": out.shape[0] * out.shape[2] * out.shape[3],
         "HEIGHT": out.shape[2],
         "WIDTH": out.shape[3],
