@@ -5,6 +5,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Protocol, Self, TypeVar
 
+from nimblec.kernels.core.gpu import GPU
+from nimblec.kernels.core.shapes import ceil_div
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NumberedTiling:
@@ -19,6 +22,34 @@ class NumberedTiling:
     def of(cls, numbers: Sequence[int]) -> Self:
         """The inverse of `numbers`."""
         return cls(**dict(zip((field.name for field in fields(cls)), numbers, strict=True)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PixelTiling(NumberedTiling):
+    """A block computes ``block_m`` pixels of ``block_c`` channels."""
+
+    block_m: int
+    block_c: int
+    num_warps: int = 4
+
+    def blocks_over(self, pixels: int, channels: int) -> int:
+        """How many blocks images take."""
+        return ceil_div(pixels, self.block_m) * ceil_div(channels, self.block_c)
+
+
+OfPixels = TypeVar("OfPixels", bound=PixelTiling)
+
+
+def by_load(tilings: Iterable[OfPixels], pixels: int, channels: int, gpu: GPU) -> list[OfPixels]:
+    """Sorted: those of about two blocks per multiprocessor and little work past the edges first."""
+
+    def cost(tiling: OfPixels) -> tuple[float, list[int]]:
+        blocks = tiling.blocks_over(pixels, channels)
+        done = blocks * tiling.block_m * tiling.block_c / (pixels * channels)
+        load = blocks / (2 * gpu.multiprocessors)
+        return done * max(load**0.5, load**-0.5), tiling.numbers
+
+    return sorted(tilings, key=cost)
 
 
 class _OfTwoAxes(Protocol):

@@ -35,7 +35,7 @@ def pool_launch(
     assert kind in KINDS, f"{kind} is none of {KINDS}"
     return Launch(
         template="nimblec.kernels.pool.template:pool",
-        blocks=ceil_div(shape.rows, tiling.block_m) * ceil_div(shape.channels, tiling.block_c),
+        blocks=tiling.blocks_over(shape.rows, shape.channels),
         pointers={"x_ptr": x, "out_ptr": out},
         settings={
             **shape.settings,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from nimblec.kernels.core.gpu import GPU
 from nimblec.kernels.core.shapes import ceil_div, next_power_of_2
-from nimblec.kernels.core.tilings import NumberedTiling
+from nimblec.kernels.core.tilings import PixelTiling, by_load
 from nimblec.kernels.pool.shapes import Means, Pooling
 
 _SECTOR_NBYTES = 32
@@ -13,27 +13,16 @@ _SECTOR_NBYTES = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PoolTiling(NumberedTiling):
-    """A block computes ``block_m`` pixels of ``block_c`` channels; for means it reads as many at a time."""
-
-    block_m: int
-    block_c: int
-    num_warps: int = 4
+class PoolTiling(PixelTiling):
+    """The division of a pooling; for means a block reads ``block_m`` pixels at a time."""
 
 
 def pool_candidates(shape: Pooling, gpu: GPU, *, limit: int = 6) -> list[PoolTiling]:
     """At most ``limit`` tilings, those of about two blocks per multiprocessor and little work past the edges first."""
-
-    def cost(tiling: PoolTiling) -> tuple[float, list[int]]:
-        blocks = ceil_div(shape.rows, tiling.block_m) * ceil_div(shape.channels, tiling.block_c)
-        done = blocks * tiling.block_m * tiling.block_c / (shape.rows * shape.channels)
-        load = blocks / (2 * gpu.multiprocessors)
-        return done * max(load**0.5, load**-0.5), tiling.numbers
-
     widest = next_power_of_2(shape.channels)
     widths = [width for width in (8, 16, 32, 64, 128) if width <= widest] or [widest]
-    found = [tiling for width in widths for tiling in _tall(width)]
-    return sorted(found, key=cost)[:limit]
+    found = (tiling for width in widths for tiling in _tall(width))
+    return by_load(found, shape.rows, shape.channels, gpu)[:limit]
 
 
 def _tall(block_c: int) -> Iterator[PoolTiling]:
