@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -228,10 +229,11 @@ def load(
     if decoded.target is Target.CPU:
         container.verify_digest(image, path)
         return make(_checked(decoded, program, limits))
-    with ThreadPoolExecutor(2) as pool, ExitStack() as started:
+    with ThreadPoolExecutor(3) as pool, ExitStack() as started:
         # Starting the GPU takes longer than all checks; no code is loaded before they are done.
         digest = pool.submit(container.verify_digest, image, path)
         checked = pool.submit(_checked, decoded, program, limits)
+        pool.submit(import_module, "nimblert.cuda.backend")  # `_resident` needs it next
         try:
             started.enter_context(closing(_start_device(decoded.device, device)))
         finally:  # a fault of the plan is reported before one of the machine
