@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from itertools import chain
+from operator import call
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from nimblert.calls.backend import Resident
 from nimblert.calls.entries import Signature
 from nimblert.context import Arrays, Context
 from nimblert.cpu.onnx_threads import Threads, cores
-from nimblert.errors import InputError, PlanInvalidError
+from nimblert.errors import InputError, NimbleError, PlanInvalidError
 from nimblert.files import container
 from nimblert.limits import DEFAULT_LIMITS, Limits
 from nimblert.ordering.hazards import hazards
@@ -231,15 +232,15 @@ def load(
         return make(_checked(decoded, program, limits))
     with ThreadPoolExecutor(3) as pool, ExitStack() as started:
         # Starting the GPU takes longer than all checks; no code is loaded before they are done.
-        digest = pool.submit(container.verify_digest, image, path)
-        checked = pool.submit(_checked, decoded, program, limits)
+        digest, check = partial(container.verify_digest, image, path), partial(_checked, decoded, program, limits)
+        checked = filter(None, pool.map(call, (digest, check)))  # a future would keep an error, and that this frame
         pool.submit(import_module, "nimblert.cuda.backend")  # `_resident` needs it next
         try:
             started.enter_context(closing(_start_device(decoded.device, device)))
-        finally:  # a fault of the plan is reported before one of the machine
-            digest.result()
-            selected = checked.result()
-        return make(selected)
+        except NimbleError:  # a fault of the plan is reported before one of the machine
+            next(checked)
+            raise
+        return make(next(checked))
 
 
 def _checked(plan: Plan, program: str | None, limits: Limits) -> Plan:
