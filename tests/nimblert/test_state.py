@@ -63,6 +63,14 @@ def test_what_does_not_fit_is_refused(loaded: Executable, name: str, value: Any,
     assert loaded.state["kept"].tolist() == [1, 2, 3, 4]
 
 
+def test_the_state_of_another_context_is_taken_or_its_own(loaded: Executable) -> None:
+    with loaded.context() as context:
+        context.state["kept"] = floats(9, 9, 9, 9)
+        for state in (context.state, loaded.state):
+            state.update(context.state)
+            assert state["kept"].tolist() == [9, 9, 9, 9]
+
+
 def test_a_plan_without_state_says_so() -> None:
     with (
         nimblert.load(plans.cpu_plan()) as loaded,
@@ -74,6 +82,7 @@ def test_a_plan_without_state_says_so() -> None:
 ASKING: list[Callable[[Any], object]] = [
     lambda context: context.state["kept"],
     lambda context: context.state.update({"kept": floats(0, 0, 0, 0)}),
+    lambda context: context.state.load("missing.safetensors"),
     lambda context: context.reset(),
 ]
 
@@ -184,3 +193,9 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path, name: str) -> None:
     refused = pytest.raises(InputError, match=r"(pipe|/dev/zero): is no regular file, expected a safetensors file")
     with refused, safetensors.opened(tmp_path / name):
         pass
+
+
+def test_a_name_too_long_for_a_file(loaded: Executable) -> None:
+    pytest.importorskip("safetensors", reason="needs safetensors: not installed")
+    with pytest.raises(InputError, match=r"is no safetensors file that can be read: .* File name too long"):
+        loaded.state.load("a" * 300)

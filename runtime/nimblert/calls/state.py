@@ -95,8 +95,9 @@ class State(Mapping[str, np.ndarray]):
         """Write several tensors, or none where an array does not fit."""
         if not isinstance(values, Mapping):
             raise InputError(f"state: got {type(values).__name__}, expected a dict of arrays by name")
+        given = list(values.items())  # values may be another state, even this one
         with self._context.between_runs() as working:
-            checked = [self._checked(name, value, working) for name, value in values.items()]
+            checked = [self._checked(name, value, working) for name, value in given]
             for tensor, array in checked:
                 working.kept.write(tensor, array)
 
@@ -108,7 +109,7 @@ class State(Mapping[str, np.ndarray]):
 
     def load(self, path: str | PathLike[str]) -> None:
         """Read it from a file that `save` wrote, for a plan with the same state. Raises InputError."""
-        with safetensors.opened(path) as found, self._context.between_runs() as working:
+        with self._context.between_runs() as working, safetensors.opened(path) as found:
             if missing := [name for name in self._tensors if name not in found]:
                 raise InputError(f"{os.fspath(path)}: lacks the state {missing[0]!r}")
             for name, array in found.items():  # all before any is written; to read twice is faster than to hold them

@@ -58,9 +58,9 @@ def opened(path: str | PathLike[str]) -> Iterator[Arrays]:
     except ImportError as exc:
         raise InputError("a safetensors file needs a package to read it: pip install 'nimblert[safetensors]'") from exc
     name = os.fspath(path)
-    if Path(name).exists() and not Path(name).is_file():  # opening a pipe may never end
-        raise InputError(f"{name}: is no regular file, expected a safetensors file")
     try:
+        if Path(name).exists() and not Path(name).is_file():  # opening a pipe may never end
+            raise InputError(f"{name}: is no regular file, expected a safetensors file")
         with safe_open(name, framework="numpy") as file:
             yield Arrays(file, name)
     except (OSError, SafetensorError) as exc:
