@@ -4,6 +4,7 @@ from hashlib import sha256
 from pathlib import Path
 
 import pytest
+from cubin_patching import header_of, patched
 
 from nimblec.cuda.cubin.cut import cut
 from nimblec.cuda.cubin.elf import UnfamiliarCubinError
@@ -95,6 +96,14 @@ def test_code_that_is_not_understood_stays_whole_and_is_told(monkeypatch: pytest
     (note,) = index.kept_whole
     assert SYMBOL in note
     assert "type 99" in note
+
+
+def test_a_damaged_part_that_no_kernel_needs_leaves_the_code_whole() -> None:
+    damaged = patched(IMAGE, header_of(IMAGE, ".nv.callgraph") + 24, "<Q", len(IMAGE))  # lies past the end
+    index = _index(damaged)
+    assert index.shrunk(index.digest(_function(SYMBOL)), [SYMBOL]) == damaged
+    (note,) = index.kept_whole
+    assert "section ends at" in note
 
 
 def test_the_origin_is_a_label() -> None:

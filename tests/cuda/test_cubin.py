@@ -176,6 +176,18 @@ def test_an_unknown_record_is_not_cut(section: str, record: bytes) -> None:
         cut(cubin[:at] + record + cubin[at + 2 :], {"scale"})
 
 
+def test_what_would_lose_its_names_or_symbols_is_not_cut() -> None:
+    cubin = (Path(__file__).parents[1] / "data" / "delay.sm_90.cubin").read_bytes()
+    rows = sections(cubin)
+    (code,) = (index for index, row in enumerate(rows) if row["name"] == ".text.delay")
+    (debug,) = struct.unpack_from("<I", cubin, header_of(cubin, ".debug_frame"))
+    owned = [patched(cubin, header_of(cubin, name) + 44, "<I", code) for name in (".shstrtab", ".strtab")]
+    named = [patched(cubin, header_of(cubin, name), "<I", debug) for name in (".shstrtab", ".strtab", ".symtab")]
+    for damaged in owned + named:
+        with pytest.raises(UnfamiliarCubinError, match="names or symbols belong to a section that is dropped"):
+            cut(damaged, set())
+
+
 @any_cubin
 def test_sections_belong_together_without_the_flag_that_says_so(cubin: bytes) -> None:
     old = cubin

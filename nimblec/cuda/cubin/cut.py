@@ -163,6 +163,8 @@ def _reached(elf: Elf, roots: list[int], code: frozenset[int], wanted: set[int])
 def _select(elf: Elf, sections: list[int]) -> Elf:
     """Return ``elf`` with only ``sections`` and the symbols in them or in no section, both renumbered."""
     section_at = {old: new for new, old in enumerate(sections)} | {_SHN_ABS: _SHN_ABS}
+    if not {elf.header.shstrndx, elf.symtab, elf.strtab} <= section_at.keys():
+        raise UnfamiliarCubinError("cubin: names or symbols belong to a section that is dropped; keep it as captured")
     symbols = [index for index, entry in enumerate(elf.symbols) if entry.symbol.shndx in section_at]
     symbol_at = {old: new for new, old in enumerate(symbols)}
     entries = tuple(

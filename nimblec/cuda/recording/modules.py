@@ -10,6 +10,7 @@ from nimblec.cuda.cubin.reading import entry_symbols
 from nimblec.cuda.recording.cupti import CodeRecorder
 from nimblec.cuda.recording.nodes import Function, kernels_of
 from nimblec.errors import UnsupportedModelError
+from nimblert.errors import PlanFormatError
 
 _ORIGINS = (
     ("triton", ("triton_",)),
@@ -18,6 +19,8 @@ _ORIGINS = (
     ("aten", ("at6native", "at_cuda", "2at4cuda")),
 )
 
+_CANNOT_BE_CUT = (UnfamiliarCubinError, PlanFormatError)
+"""What `cut` raises for a cubin that must be used as it is; `entry_symbols` could read it."""
 
 _REPORTING = re.compile(r"cudnn\d+bn_(?:fw_tr|bw)_1C11_singleread")
 
@@ -81,14 +84,14 @@ class CodeIndex:
     def shrunk(self, digest: bytes, symbols: list[str]) -> bytes:
         """The cubin with this digest, cut down to the kernels ``symbols``.
 
-        A cubin with unfamiliar parts stays whole; ``kept_whole`` then gets the reason.
+        A cubin with unfamiliar or damaged parts stays whole; ``kept_whole`` then gets the reason.
         """
         image = self._recorder.images[digest]
         if entry_symbols(memoryview(image)) == frozenset(symbols):
             return image
         try:
             return cut(image, symbols)
-        except UnfamiliarCubinError as exc:
+        except _CANNOT_BE_CUT as exc:
             self.kept_whole.append(f"{len(image)} bytes of code of {symbols[0]} could not be cut down: {exc}")
             return image
 
@@ -97,7 +100,7 @@ def _code(image: bytes, symbol: str) -> bytes:
     """The code of one kernel: the cubin cut down to it, or whole if it cannot be cut."""
     try:
         return cut(image, [symbol])
-    except UnfamiliarCubinError:
+    except _CANNOT_BE_CUT:
         return image
 
 
