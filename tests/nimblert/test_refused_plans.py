@@ -5,12 +5,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Never
 
 import pytest
 from plans import cuda_plan
 
 import nimblert
+from nimblert.cuda import driver
 from nimblert.errors import PlanError
 from nimblert.files import container
 from nimblert.plan import Plan, Record, Wait
@@ -49,14 +51,29 @@ DAMAGED = [
 ]
 
 
+def _interrupted(*_: object) -> Never:
+    raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize("image", DAMAGED)
 def test_a_fault_of_a_plan_does_not_hide_an_interrupt(image: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted() -> Never:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("nimblert.cuda.driver.initialise", interrupted)
+    monkeypatch.setattr(driver, "initialise", _interrupted)
     with pytest.raises(KeyboardInterrupt):
         nimblert.load(image)
+
+
+def test_a_gpu_is_released_if_its_context_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    released: list[int] = []
+    bindings = SimpleNamespace(
+        cuDeviceGet=lambda _: (0, 7),
+        cuDevicePrimaryCtxRetain=lambda _: (0, 8),
+        cuDevicePrimaryCtxRelease=released.append,
+        cuCtxSetCurrent=_interrupted,
+    )
+    monkeypatch.setattr(driver, "bindings", lambda: bindings)
+    with pytest.raises(KeyboardInterrupt):
+        driver.Context()
+    assert released == [7]
 
 
 @pytest.mark.parametrize("image", DAMAGED)

@@ -115,11 +115,12 @@ class Context:
     """The primary context of a GPU; resources acquired in it are released in reverse order."""
 
     def __init__(self, ordinal: int = 0) -> None:
-        self._stack = ExitStack()
         device = call("cuDeviceGet", ordinal)
         self._handle = call("cuDevicePrimaryCtxRetain", device)
-        self._stack.callback(_release, "cuDevicePrimaryCtxRelease", device)
-        self.make_current()
+        with ExitStack() as stack:
+            stack.callback(_release, "cuDevicePrimaryCtxRelease", device)
+            self.make_current()
+            self._stack = stack.pop_all()
 
     @property
     def handle(self) -> Handle:
