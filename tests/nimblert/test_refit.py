@@ -279,6 +279,16 @@ def test_a_file_of_other_dtypes(model: Executable, tmp_path: Path, dtype: str, s
         model.refit(path)
 
 
+def test_counters_in_a_file_are_not_read(model: Executable, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    torch_files = pytest.importorskip("safetensors.torch", reason="needs safetensors: not installed")
+    path = tmp_path / "weights.safetensors"
+    torch_files.save_file({"norm.num_batches_tracked": torch.ones(1).to(torch.float8_e4m3fn)}, path)
+    before = model.run(INPUTS)["y"]
+    model.refit(path)
+    assert np.array_equal(model.run(INPUTS)["y"], before)
+
+
 def test_without_the_package_a_sentence_says_what_to_install(
     model: Executable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -47,7 +47,7 @@ def checked(plan: Plan, weights: NewWeights, take: Take) -> list[Refit]:
     for name in weights:
         if name not in known and not _is_counter(name):
             raise InputError(_unknown(name, list(known)))
-    arrays = {name: _checked(known[name], value, take) for name, value in weights.items() if name in known}
+    arrays = {name: _checked(known[name], weights[name], take) for name in weights if name in known}
     chosen = [refit for refit in plan.refits if any(tensor.name in arrays for tensor in refit.inputs)]
     return [Refit(program=refit, arrays=_of(refit, arrays)) for refit in chosen]
 
