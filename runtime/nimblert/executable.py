@@ -209,7 +209,8 @@ def load(
     - ``poison``: fill memory that nothing should read with 0xFF bytes.
     - ``copy``: read the file into memory first, so that later changes to it do not matter.
     - ``warm``: load every program now, instead of each on its first call (`Context.warm`).
-    - ``limits``: what the plan may ask of this machine; one beyond them is refused before anything is allocated.
+    - ``limits``: what the plan may ask of this machine; one beyond them is refused before anything is allocated
+      for it.
 
     With NIMBLERT_NVTX=1 in the environment, every call of the process is an NVTX range (`nimblert.telemetry`).
 

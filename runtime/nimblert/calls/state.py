@@ -108,7 +108,11 @@ class State(Mapping[str, np.ndarray]):
         safetensors.write(path, content)
 
     def load(self, path: str | PathLike[str]) -> None:
-        """Read it from a file that `save` wrote, for a plan with the same state. Raises InputError."""
+        """Read it from a file that `save` wrote, for a plan with the same state. Raises InputError.
+
+        Nothing is written where a tensor does not fit. The file may be replaced meanwhile, but not overwritten in place
+        or truncated.
+        """
         with self._context.between_runs() as working, safetensors.opened(path) as found:
             if missing := [name for name in self._tensors if name not in found]:
                 raise InputError(f"{os.fspath(path)}: lacks the state {missing[0]!r}")
