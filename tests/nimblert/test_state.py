@@ -197,5 +197,5 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path, name: str) -> None:
 
 def test_a_name_too_long_for_a_file(loaded: Executable) -> None:
     pytest.importorskip("safetensors", reason="needs safetensors: not installed")
-    with pytest.raises(InputError, match=r"is no safetensors file that can be read: .* File name too long"):
+    with pytest.raises(InputError, match="is no safetensors file that can be read: "):
         loaded.state.load("a" * 300)
