@@ -232,16 +232,19 @@ def load(
         container.verify_digest(image, path)
         return make(_checked(decoded, program, limits))
     with ThreadPoolExecutor(3) as pool, ExitStack() as started:
-        # Starting the GPU takes longer than all checks; no code is loaded before they are done.
-        digest, check = partial(container.verify_digest, image, path), partial(_checked, decoded, program, limits)
-        checked = filter(None, pool.map(call, (digest, check)))  # a future would keep an error, and that this frame
+        # Starting the GPU takes longer than all checks, which begin here; no code is loaded before both are done.
+        # A future in a variable would form a cycle with its error, and keep a refused file mapped.
+        checks = pool.map(
+            call, (partial(container.verify_digest, image, path), partial(_checked, decoded, program, limits))
+        )
         pool.submit(import_module, "nimblert.cuda.backend")  # `_resident` needs it next
         try:
             started.enter_context(closing(_start_device(decoded.device, device)))
-        except NimbleError:  # a fault of the plan is reported before one of the machine
-            next(checked)
+        except NimbleError:
+            tuple(checks)  # a fault of the plan is reported before one of the machine
             raise
-        return make(next(checked))
+        _, selected = checks
+        return make(selected)
 
 
 def _checked(plan: Plan, program: str | None, limits: Limits) -> Plan:
