@@ -425,7 +425,7 @@ def test_an_output_that_cannot_be_had_leaves_nothing_behind(put: Put, host: Host
     with nimblert.load(copying(SHAPE, ORDERS["contiguous"])) as model:
         tensor = put(drawn(1))
         for _ in range(2):
-            model(tensor)
+            on_the_host(model(tensor))
         held = [] if refused == "cuStreamWaitEvent" else [model(tensor)]
         allocated, events = len(host.allocated), host.calls["cuEventCreate"] - host.calls.get("cuEventDestroy", 0)
         for _ in range(3):
@@ -439,6 +439,34 @@ def test_an_output_that_cannot_be_had_leaves_nothing_behind(put: Put, host: Host
         assert np.array_equal(on_the_host(model(tensor)), drawn(1))
         held.clear()
     assert not host.allocated
+
+
+@on_host
+def test_only_memory_that_others_may_use_is_waited_for(put: Put, host: HostDriver) -> None:
+    with nimblert.load(copying(SHAPE, ORDERS["contiguous"])) as model:
+        tensor = put(drawn(1))
+        for _ in range(2):
+            model(tensor)
+
+        def waits() -> int:
+            host.calls.clear()
+            model(tensor)
+            return host.calls.get("cuStreamWaitEvent", 0)
+
+        assert waits() == 0
+        torch.from_dlpack(model(tensor))
+        assert (waits(), waits()) == (1, 0)
+        assert model(tensor).__cuda_array_interface__
+        assert (waits(), waits()) == (1, 0)
+        model.run({"x": tensor}, stream=0x77)  # which nobody has waited for
+        model.synchronize()
+        assert (waits(), waits()) == (1, 0)
+        torch.from_dlpack(model(tensor))
+        host.failing["cuStreamWaitEvent"] = host.CUresult.CUDA_ERROR_OUT_OF_MEMORY
+        with pytest.raises(CudaError, match="cuStreamWaitEvent"):
+            model(tensor)
+        host.failing.clear()
+        assert (waits(), waits()) == (1, 0)
 
 
 @on_host
@@ -456,7 +484,12 @@ def test_an_output_is_not_lent_again_before_its_download_has_ended(
         kept = [model(drawn(0))[1] for _ in range(2)]
         events: list[str] = []
         give_back, wait = PageLockedPool.give_back, host.cuStreamSynchronize
-        monkeypatch.setattr(PageLockedPool, "give_back", lambda *a: (events.append("given back"), give_back(*a)))
+
+        def noting(*args: Any, **kwargs: Any) -> None:
+            events.append("given back")
+            give_back(*args, **kwargs)
+
+        monkeypatch.setattr(PageLockedPool, "give_back", noting)
         monkeypatch.setattr(host, "cuStreamSynchronize", lambda stream: (events.append("waited"), wait(stream))[1])
         download = host.cuMemcpyDtoHAsync
 

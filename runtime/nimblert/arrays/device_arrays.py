@@ -182,6 +182,7 @@ class DeviceOutput:
     """
 
     def __init__(self, array: DeviceArray) -> None:
+        """``array.owner`` is a `nimblert.cuda.pools.Lent`, or None for memory of the program's own."""
         self.shape = array.shape
         self.dtype = array.dtype
         self.strides = array.strides
@@ -198,7 +199,7 @@ class DeviceOutput:
     def __dlpack__(self, *, stream: int | None = None, **_: Any) -> Any:
         """A capsule over the memory, which lives as long as the capsule or its consumer."""
         del stream  # complete, or written in the order of the caller's stream
-        array = self._array
+        array = self._given()
         found = dlpack.Found(array.address, array.dtype, array.shape, array.strides, array.device)
         return dlpack.capsule(found, ITEM_NBYTES[array.dtype], array)
 
@@ -212,7 +213,13 @@ class DeviceOutput:
             "version": 3,
             "shape": self.shape,
             "typestr": numpy_dtype(self.dtype).str,
-            "data": (self._array.address, False),
+            "data": (self._given().address, False),
             "strides": tuple(stride * itemsize for stride in self.strides),
             "stream": None,
         }
+
+    def _given(self) -> DeviceArray:
+        """The array, for another library, whose work on it nobody waits for."""
+        if (lent := self._array.owner) is not None:
+            lent.is_shared = True
+        return self._array

@@ -20,17 +20,18 @@ class _Pool:
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._free: dict[int, list[Any]] = {}
+        self._free: dict[int, list[tuple[Any, bool]]] = {}
         self._out = 0
         self._lock = threading.RLock()  # a finalizer may run while this thread holds it
         self._closed = False
 
-    def _take(self, nbytes: int) -> Any:
-        """A free block of this size, which is in use from now on; None where there is none, and `_made` makes one."""
+    def _take(self, nbytes: int) -> tuple[Any, bool]:
+        """A free block of this size, which is in use from now on, and whether it was shared; else a new one."""
         with self._lock:
             self._out += 1
-            free = self._free.get(nbytes)
-            return free.pop() if free else None
+            if free := self._free.get(nbytes):
+                return free.pop()
+        return self._made(nbytes), False
 
     def _made(self, nbytes: int) -> Any:
         try:
@@ -39,11 +40,11 @@ class _Pool:
             self._returned()
             raise
 
-    def give_back(self, block: Any, nbytes: int) -> None:
-        """Return a block, for reuse."""
+    def give_back(self, block: Any, nbytes: int, *, is_shared: bool) -> None:
+        """Return a block, for reuse; see `Lent` for ``is_shared``."""
         with self._lock:
-            if not self._closed and self._is_idle_after(block):
-                self._free.setdefault(nbytes, []).append(block)
+            if not self._closed and (not is_shared or self._is_idle_after(block)):
+                self._free.setdefault(nbytes, []).append((block, is_shared))
                 self._out -= 1
                 return
         self._context.make_current()
@@ -65,7 +66,7 @@ class _Pool:
             last = not self._out
         self._context.make_current()
         for blocks in free.values():
-            for block in blocks:
+            for block, _ in blocks:
                 self._release(block)
         if last:
             self._context.close()
@@ -82,17 +83,21 @@ class _Pool:
 
 
 class Lent:
-    """A block in use, at ``address``; it returns to its pool when this object is collected."""
+    """A block in use, at ``address``; it returns to its pool when this object is collected.
 
-    __slots__ = ("__array_interface__", "__weakref__", "_block", "_nbytes", "_pool", "address")
+    ``is_shared``: work on the GPU may use it that nobody has waited for, such as that of a library which was given it.
+    """
+
+    __slots__ = ("__array_interface__", "__weakref__", "_block", "_nbytes", "_pool", "address", "is_shared")
     __array_interface__: dict[str, Any]
 
-    def __init__(self, pool: _Pool, block: Any, nbytes: int, address: int) -> None:
+    def __init__(self, pool: _Pool, block: Any, nbytes: int, address: int, *, is_shared: bool) -> None:
         self._pool, self._block, self._nbytes, self.address = pool, block, nbytes, address
+        self.is_shared = is_shared
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if not is_finalizing():  # else the process frees it
-            self._pool.give_back(self._block, self._nbytes)
+            self._pool.give_back(self._block, self._nbytes, is_shared=self.is_shared)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,13 +126,12 @@ class PageLockedPool(_Pool):
     """Page-locked host memory: a download needs no second copy."""
 
     def take(self, nbytes: int) -> Lent:
-        """A block of ``nbytes``."""
-        address = self._take(nbytes) or self._made(nbytes)
-        return Lent(self, address, nbytes, address)
+        """A block of ``nbytes``; every download is waited for."""
+        address, _ = self._take(nbytes)
+        return Lent(self, address, nbytes, address, is_shared=False)
 
     def _is_idle_after(self, block: Any) -> bool:
-        del block  # every download was waited for
-        return True
+        raise AssertionError(f"page-locked memory is never shared: {block:#x}")
 
     def _new(self, nbytes: int) -> int:
         return int(call("cuMemHostAlloc", max(nbytes, 1), 0))
@@ -139,14 +143,14 @@ class PageLockedPool(_Pool):
 class DevicePool(_Pool):
     """Device memory. A released block may still be used by work of the caller, which its next use waits for."""
 
-    def take(self, nbytes: int, stream: Handle) -> Lent:
-        """A block of ``nbytes``, for work on ``stream``."""
-        used = self._take(nbytes)
-        block = used or self._made(nbytes)
+    def take(self, nbytes: int, stream: Handle, *, is_shared: bool = True) -> Lent:
+        """A block of ``nbytes``, for work on ``stream``; not ``is_shared`` where that is waited for."""
+        block, was_shared = self._take(nbytes)
         address, event = block
-        lent = Lent(self, block, nbytes, address)
-        if used:
+        lent = Lent(self, block, nbytes, address, is_shared=True)
+        if was_shared:
             call("cuStreamWaitEvent", stream, event, 0)
+        lent.is_shared = is_shared
         return lent
 
     def _is_idle_after(self, block: Any) -> bool:

@@ -258,8 +258,8 @@ class Outlet:
         return [self._pools.host.take(nbytes) if nbytes else None for nbytes in self._nbytes]
 
     def lend_device(self, stream: Handle) -> list[Lent | None]:
-        """New device memory for each output, for work on ``stream``; None for an empty one."""
-        return [self._pools.device.take(nbytes, stream) if nbytes else None for nbytes in self._nbytes]
+        """New device memory for each output, for work on ``stream`` that is waited for; None for an empty one."""
+        return [self._pools.device.take(nbytes, stream, is_shared=False) if nbytes else None for nbytes in self._nbytes]
 
     def download(self, lent: Sequence[Lent | None], stream: Handle) -> None:
         """Enqueue the copy of each output to memory of `lend_host`."""
