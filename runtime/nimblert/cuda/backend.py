@@ -261,7 +261,9 @@ class CudaBackend:
                 elif tensor.name in self._bound:
                     continue
                 elif on_device or stream is not None:
-                    results[tensor.name] = self._outlet.to_device(index, used, reuse=reuse_outputs, shape=shape)
+                    results[tensor.name] = self._outlet.to_device(
+                        index, used, reuse=reuse_outputs, is_waited_for=stream is None, shape=shape
+                    )
                 else:
                     results[tensor.name] = self._outlet.to_host(index, used, reuse=reuse_outputs, shape=shape)
         finally:  # whatever happened, the arrays are the caller's again

@@ -240,16 +240,25 @@ class Outlet:
             copy_rows((out.address, out.strides), (address, tensor.strides), out.shape, itemsize, stream)
 
     def to_device(
-        self, index: int, stream: Handle, *, reuse: bool, shape: tuple[int, ...] | None = None
+        self,
+        index: int,
+        stream: Handle,
+        *,
+        reuse: bool,
+        is_waited_for: bool,
+        shape: tuple[int, ...] | None = None,
     ) -> DeviceOutput:
-        """As `to_host`, on the device: a new array, or with ``reuse`` a view of the program's own memory."""
+        """As `to_host`, on the device: a new array, or with ``reuse`` a view of the program's own memory.
+
+        ``is_waited_for``: whether the caller gets the output once ``stream`` has ended.
+        """
         tensor, nbytes = self._tensors[index], self._nbytes[index]
         if shape is not None:
             tensor = padding.head(tensor, shape)
             nbytes = tensor.span_nbytes
         lent = None
         if not reuse and nbytes:
-            lent = self._pools.device.take(nbytes, stream)
+            lent = self._pools.device.take(nbytes, stream, is_shared=not is_waited_for)
             call("cuMemcpyDtoDAsync", lent.address, self._addresses[index], nbytes, stream)
         return self._output(index, tensor, lent)
 
