@@ -85,19 +85,19 @@ def trace(
     inputs, StateWrittenError where it writes into its buffers.
     """
     exported = _pure(module, lambda: torch.export.export(module, tuple(args), dict(kwargs or {}), strict=False))
-    program, known = exported, torch.export.default_decompositions()
+    pure, known = exported, torch.export.default_decompositions()
     if _has_autocast(exported):
-        program = _pure(module, partial(exported.run_decompositions, {}))  # which makes its casts explicit
+        pure = _pure(module, partial(exported.run_decompositions, {}))  # which makes its casts explicit
     apart: dict[OpOverload, Callable[..., Any]] | None = None
     while True:
         try:
-            return _recorded(program, torch.device(device))
+            return _recorded(pure, torch.device(device))
         except InPlaceError as exc:
             inside = {exc.composite: known[exc.composite]} if exc.composite and exc.composite in known else {}
             if apart is not None and not inside.keys() - apart.keys():
                 raise TraceError(str(exc)) from exc
             apart = {**(apart or {}), **inside}
-        program = _pure(module, partial(exported.run_decompositions, apart))  # two runs of the model on fake tensors
+        pure = _pure(module, partial(exported.run_decompositions, apart))  # two runs of the model on fake tensors
 
 
 def _has_autocast(exported: torch.export.ExportedProgram) -> bool:
@@ -108,16 +108,21 @@ def _has_autocast(exported: torch.export.ExportedProgram) -> bool:
 
 
 def _recorded(exported: torch.export.ExportedProgram, device: torch.device) -> AtenProgram:
-    recorder = _StridedRecorder(device)
+    recorder = StridedRecorder(device)
     with recorder, torch.no_grad():
         values = _Tracer(exported.graph_module, recorder).run(*_inputs(exported, recorder))
-        leaves = pytree.tree_leaves(values)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    return program(recorder, pytree.tree_leaves(values), exported.call_spec.out_spec)
+
+
+def program(recorder: Recorder, leaves: Sequence[Any], spec: pytree.TreeSpec) -> AtenProgram:
+    """What was recorded, with these flattened results of this structure."""
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    with recorder, torch.no_grad():
         recorder.output(tensors)
     order = iter(range(len(tensors)))
     return AtenProgram(
         module=_module(recorder),
-        output_spec=exported.call_spec.out_spec,
+        output_spec=spec,
         output_leaves=tuple(_Output(next(order)) if isinstance(leaf, Tensor) else leaf for leaf in leaves),
     )
 
@@ -135,7 +140,7 @@ def _pure(module: torch.nn.Module, export: Callable[[], torch.export.ExportedPro
     return exported
 
 
-def _inputs(exported: torch.export.ExportedProgram, recorder: "_StridedRecorder") -> list[Any]:
+def _inputs(exported: torch.export.ExportedProgram, recorder: "StridedRecorder") -> list[Any]:
     """A value for each placeholder: real tensors for parameters, fake ones for the arguments."""
     on_host: dict[tuple[Any, ...], Tensor] = {}
     fakes = {node.name: node.meta.get("val") for node in exported.graph.nodes if node.op == "placeholder"}
@@ -172,7 +177,7 @@ def _state(
     return on_host[key]
 
 
-class _StridedRecorder(Recorder):
+class StridedRecorder(Recorder):
     """A recorder that takes inputs of any strides, and refuses to fold random numbers into constants."""
 
     def placeholder_like(self, name: str, example: Tensor) -> Tensor:

@@ -9,9 +9,11 @@ from torch.utils import _pytree as pytree
 from nimblec.errors import TraceError, UnsupportedModelError
 from nimblec.frontend.pytorch.aten_graph import StateWrittenError, trace
 from nimblec.frontend.pytorch.model import TorchModel
+from nimblec.frontend.pytorch.recording import record
 from nimblec.frontend.pytorch.state import (
     StateTensor,
     WithState,
+    Writing,
     declared_writes,
     named_tensors,
     state_of,
@@ -61,7 +63,8 @@ def written_storages(model: TorchModel) -> frozenset[int]:
 def _with_state(model: TorchModel, given: tuple[torch.Tensor, ...], state: tuple[StateTensor, ...]) -> TorchModel:
     tensors = named_tensors(model.module)
     kept = tuple(tensors[each.name] for each in state)
-    program = trace(WithState(model.module, state), ((model.args, model.kwargs), kept), device=device_of(model))
+    traced = record if isinstance(model.module, Writing) else trace
+    program = traced(WithState(model.module, state), ((model.args, model.kwargs), kept), device=device_of(model))
     arguments = [node for node in program.module.graph.nodes if node.op == "placeholder"][-len(kept) :]
     outputs = count(len(output_strides(program.module)) - sum(each.is_written for each in state))
     for argument, each, tensor in zip(arguments, state, kept, strict=True):
