@@ -23,7 +23,7 @@ import numpy as np
 
 from bench import clocks, reference
 from bench.compiling import compiled
-from bench.nimblec_peer import gpu_us
+from bench.nimblec_peer import gpu_us, placed
 from bench.peer_calls import wall_us
 from bench.turns import Turn, add_arguments
 from nimblec.options import read_options
@@ -115,7 +115,7 @@ def host_groups(loaded: Executable, given: Arrays) -> Groups:
 
 def device_groups(plan: Path, loaded: Executable, given: Arrays, opened: ExitStack) -> Groups:
     """The clocks to sample on a GPU."""
-    untouched = opened.enter_context(load(plan))
+    untouched = opened.enter_context(placed(plan))
     context = Context()
     opened.callback(context.close)
     groups: Groups = {"kernels": lambda: {"kernels_us": gpu_us(untouched), "kernels_after_us": gpu_us(loaded)}}

@@ -30,7 +30,7 @@ from torch import Tensor
 from bench import clocks, reference
 from bench.compiling import compiled
 from bench.models.sized import Sized
-from bench.nimblec_peer import gpu_us
+from bench.nimblec_peer import gpu_us, placed
 from bench.peer_calls import wall_us
 from bench.turns import Turn, add_arguments
 from nimblec.options import read_options, read_sizes
@@ -162,7 +162,7 @@ class Sizes:
             placed = [tensor.cuda() for tensor in given], [tensor.cuda() for tensor in own]
             found["call"] = partial(_both, "call_us", size, (whole, placed[0]), (static, placed[1]))
             if size == profile:
-                alone = self._opened.enter_context(load(self._path, program=self._named(size)))
+                alone = self._opened.enter_context(placed(self._path, program=self._named(size)))
                 found["kernels"] = lambda: {
                     f"kernels_us {size}": gpu_us(alone),
                     f"static_kernels_us {size}": gpu_us(static),

@@ -1,7 +1,7 @@
 """The CUDA backend: a program as an instantiated CUDA graph over device memory."""
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 
 import numpy as np
 
@@ -9,12 +9,13 @@ from nimblert.arrays.device_arrays import DeviceArray, DeviceOutput
 from nimblert.arrays.dtypes import numpy_dtype
 from nimblert.calls.refitting import Refit
 from nimblert.calls.turn import Turn
-from nimblert.cuda import driver, graph, refit
+from nimblert.cuda import driver, graph
 from nimblert.cuda.direct import DeviceDirect
 from nimblert.cuda.driver import Context, Handle, call
 from nimblert.cuda.memory import Bases, DeviceMemory, Staging, place_weights
 from nimblert.cuda.movers import GatherKernels, Mover
 from nimblert.cuda.pools import Pools
+from nimblert.cuda.refit import Refitter
 from nimblert.cuda.transfers import Inlet, Outlet
 from nimblert.cuda.whole_calls import Given, WholeCalls
 from nimblert.cuda.working import CudaWorking, DeviceArena
@@ -35,6 +36,7 @@ class CudaResident:
             self.gathers = GatherKernels(self._context)
             self.weights: Bases = place_weights(self._context, plan)
             self.functions: Sequence[Handle] = graph.load_functions(self._context, plan.modules, plan.kernels)
+            self._refitter = Refitter(device, self.weights, self.functions, self.gathers)
             self.pools = Pools(device)
         except BaseException:
             self._context.close()
@@ -52,12 +54,13 @@ class CudaResident:
         self, refits: Sequence[Refit], backends: Sequence["CudaBackend"], ready: Callable[[], None]
     ) -> Sequence["CudaBackend"]:
         """Replace weights in place: the backends stay the same."""
-        refit.refit(self._device, refits, self.weights, self.functions, self.gathers, ready)
+        self._refitter.refit(refits, ready)
         return backends
 
     def close(self) -> None:
         """Free code and weights; every context must be closed."""
         self.pools.close()
+        self._refitter.close()
         self._context.close()
 
 
@@ -325,12 +328,9 @@ class CudaBackend:
         They are taken by events before and after the node, in the same graph, and include the time of the events.
         """
         self._begin(self._stream)
-        begin, end = (call("cuEventCreate", 0) for _ in range(2))
-        try:
+        with closing(Context(self._device)) as context:
+            begin, end = (context.acquire(call("cuEventCreate", 0), "cuEventDestroy") for _ in range(2))
             return [self._time_alone(command, begin, end) for command in self._work()]
-        finally:
-            call("cuEventDestroy", begin)
-            call("cuEventDestroy", end)
 
     def _time_alone(self, command: Work, begin: Handle, end: Handle) -> int:
         with self._run_once() as single:
@@ -370,18 +370,15 @@ class CudaBackend:
     def time(self, count: int) -> np.ndarray:
         """GPU time in microseconds of each of ``count`` replays, between two events."""
         self._begin(self._stream)
-        begin, end = (call("cuEventCreate", 0) for _ in range(2))
         times = np.empty(count)
-        try:
+        with closing(Context(self._device)) as context:
+            begin, end = (context.acquire(call("cuEventCreate", 0), "cuEventDestroy") for _ in range(2))
             for i in range(count):
                 call("cuEventRecord", begin, self._stream)
                 call("cuGraphLaunch", self._executable, self._stream)
                 call("cuEventRecord", end, self._stream)
                 call("cuEventSynchronize", end)
                 times[i] = call("cuEventElapsedTime", begin, end) * 1e3
-        finally:
-            call("cuEventDestroy", begin)
-            call("cuEventDestroy", end)
         return times
 
     def close(self) -> None:

@@ -1,62 +1,146 @@
 """Refits on a GPU: weights are replaced in place, by copies and by the commands of refits."""
 
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import ExitStack
 from functools import partial
+from typing import TypeAlias
 
 import numpy as np
 
+from nimblert.arrays import layouts
 from nimblert.arrays.device_arrays import DeviceArray
 from nimblert.calls.refitting import Refit
 from nimblert.cuda import graph
 from nimblert.cuda.driver import Context, Handle, call
 from nimblert.cuda.memory import Bases, DeviceMemory, allocate
 from nimblert.cuda.movers import GatherKernels
-from nimblert.plan import Region, Tensor
+from nimblert.plan import Program, Region, Tensor
+
+_STREAM = 0
+
+_Step: TypeAlias = Callable[[], object]
 
 
-def refit(
-    device: int,
-    refits: Sequence[Refit],
-    weights: Bases,
-    functions: Sequence[Handle],
-    kernels: GatherKernels,
-    ready: Callable[[], None],
-) -> None:
-    """Do ``refits`` on these ``weights`` once the device is idle, and wait.
+class Refitter:
+    """Replaces the weights of a plan on one GPU.
 
-    Everything that can fail comes first: memory is allocated, graphs are built, ``ready`` is called. Raises InputError,
-    CudaError.
+    The first refit of a set of weights builds a graph of the commands that compute constants from them. It is kept
+    until another set is given, with the memory of these weights and of what the commands compute between.
     """
-    with closing(Context(device)) as context:
-        todo: list[Callable[[], None]] = []
-        for given in refits:
-            arena = allocate(context, given.program.arena_nbytes)
-            memory = DeviceMemory(context, given.program, {**weights, (Region.ARENA, 0): arena})
-            for tensor, array in zip(given.program.inputs, given.arrays, strict=True):
-                if array is not None and tensor.span_nbytes:
-                    todo.append(_copy(tensor, array, memory, kernels))
-            if given.program.commands:
-                built = graph.build(context, given.program, functions, memory)
-                executable = context.acquire(call("cuGraphInstantiate", built, 0), "cuGraphExecDestroy")
-                call("cuGraphUpload", executable, 0)
-                todo.append(partial(call, "cuGraphLaunch", executable, 0))
-        call("cuCtxSynchronize")  # launches may still be running
-        ready()
-        context.make_current()  # ready() may have changed it
-        for step in todo:
-            step()
-        call("cuCtxSynchronize")
+
+    def __init__(self, device: int, weights: Bases, functions: Sequence[Handle], kernels: GatherKernels) -> None:
+        self._device = device
+        self._weights = weights
+        self._functions = functions
+        self._kernels = kernels
+        self._prepared: _Prepared | None = None
+
+    def refit(self, refits: Sequence[Refit], ready: Callable[[], None]) -> None:
+        """Do ``refits`` once the device is idle, and wait.
+
+        Everything that can fail comes first: memory is allocated, the graph is built, ``ready`` is called. Raises
+        InputError, CudaError.
+        """
+        with ExitStack() as owned:
+            context = Context(self._device)
+            owned.callback(context.close)
+            prepared = self._prepare([given.program for given in refits])
+            steps = self._copies(context, refits, prepared)
+            call("cuCtxSynchronize")  # launches may still be running
+            ready()
+            context.make_current()  # ready() may have changed it
+            for step in steps:
+                step()
+            if prepared.executable is not None:
+                call("cuGraphLaunch", prepared.executable, _STREAM)
+            call("cuCtxSynchronize")
+
+    def _prepare(self, programs: Sequence[Program]) -> "_Prepared":
+        """Memory and graph for these refits, those of the last time where it was the same ones."""
+        if self._prepared is None or [*map(id, self._prepared.programs)] != [*map(id, programs)]:
+            self.close()
+            self._prepared = _Prepared(self._device, programs, self._weights, self._functions)
+        return self._prepared
+
+    def _copies(self, context: Context, refits: Sequence[Refit], prepared: "_Prepared") -> list[_Step]:
+        """Functions that enqueue the copies of the arrays to their places, in the layouts that the plan has there."""
+        todo = [
+            (tensor, array, memory.address(tensor.pointer))
+            for given, memory in zip(refits, prepared.memories, strict=True)
+            for tensor, array in zip(given.program.inputs, given.arrays, strict=True)
+            if array is not None and tensor.span_nbytes
+        ]
+        landing = allocate(context, max((tensor.span_nbytes for tensor, _, _ in todo), default=0))
+        return [
+            self._from_device(tensor, array, target)
+            if isinstance(array, DeviceArray)
+            else self._from_host(tensor, array, target, landing)
+            for tensor, array, target in todo
+        ]
+
+    def _from_device(self, tensor: Tensor, array: DeviceArray, target: int) -> _Step:
+        return partial(self._kernels.mover_to("weight", tensor, array.strides).move, target, array.address, _STREAM)
+
+    def _from_host(self, tensor: Tensor, array: np.ndarray, target: int, landing: int) -> _Step:
+        """A dense array is uploaded as it lies, to memory that all share in turn, and permuted on the GPU."""
+        if not layouts.is_dense(array.shape, array.strides, array.itemsize):
+            array = np.ascontiguousarray(array)
+        gather = layouts.gather(tensor.shape, tensor.strides, layouts.element_strides(array))
+        if gather is None or gather.is_copy:
+            order = sorted(range(array.ndim), key=lambda axis: -tensor.strides[axis])
+            return _upload(target, np.ascontiguousarray(array.transpose(order)))
+        upload = _upload(landing, layouts.in_memory_order(array))
+        mover = self._kernels.mover(gather, array.itemsize)
+
+        def step() -> None:
+            upload()
+            mover.move(target, landing, _STREAM)
+
+        return step
+
+    def close(self) -> None:
+        """Free the graph and its memory."""
+        if self._prepared is not None:
+            self._prepared.close()
+            self._prepared = None
 
 
-def _copy(
-    tensor: Tensor, array: np.ndarray | DeviceArray, memory: DeviceMemory, kernels: GatherKernels
-) -> Callable[[], None]:
-    """A function that copies an array into the tensor, in the tensor's layout."""
-    target = memory.address(tensor.pointer)
-    if isinstance(array, DeviceArray):
-        mover = kernels.mover_to("weight", tensor, array.strides)
-        return lambda: mover.move(target, array.address, 0)
-    order = sorted(range(array.ndim), key=lambda axis: -tensor.strides[axis])
-    laid = np.ascontiguousarray(array.transpose(order))
-    return lambda: call("cuMemcpyHtoD", target, laid.ctypes.data, laid.nbytes)
+def _upload(target: int, array: np.ndarray) -> _Step:
+    return lambda: call("cuMemcpyHtoDAsync", target, array.ctypes.data, array.nbytes, _STREAM)
+
+
+class _Prepared:
+    """Memory of refits, and the graph of their commands; ``executable`` is None where they have none."""
+
+    def __init__(self, device: int, programs: Sequence[Program], weights: Bases, functions: Sequence[Handle]) -> None:
+        self.programs = programs
+        self.executable: Handle | None = None
+        with ExitStack() as owned:
+            context = Context(device)
+            owned.callback(context.close)
+            self.memories = [_memory(context, program, weights) for program in programs]
+            built = [
+                graph.build(context, program, functions, memory)
+                for program, memory in zip(programs, self.memories, strict=True)
+                if program.commands
+            ]
+            if built:
+                self.executable = context.acquire(_beside_each_other(built), "cuGraphExecDestroy")
+                call("cuGraphUpload", self.executable, _STREAM)
+            self.close = owned.pop_all().close
+
+
+def _memory(context: Context, program: Program, weights: Bases) -> DeviceMemory:
+    arena = allocate(context, program.arena_nbytes)
+    return DeviceMemory(context, program, {**weights, (Region.ARENA, 0): arena})
+
+
+def _beside_each_other(graphs: Sequence[Handle]) -> Handle:
+    """An executable graph of independent graphs: no refit needs what another makes."""
+    built = call("cuGraphCreate", 0)
+    try:
+        for each in graphs:
+            call("cuGraphAddChildGraphNode", built, None, 0, each)
+        return call("cuGraphInstantiate", built, 0)
+    finally:
+        call("cuGraphDestroy", built)
