@@ -41,7 +41,7 @@ _COPIED_NBYTES = 64 << 20
 
 
 def placed(plan: Plan | Path, **options: Any) -> Executable:
-    """A loaded plan that has run once, on drawn inputs: kernels that index by an input must not meet arbitrary bytes."""
+    """A loaded plan that has run once, on drawn inputs: a kernel must not take arbitrary bytes for indices."""
     loaded = load(plan, **options)
     loaded.run(golden.draw_inputs(loaded.program, 0))
     return loaded

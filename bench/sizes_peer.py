@@ -159,8 +159,8 @@ class Sizes:
         found: dict[str, Callable[[], clocks.Samples]] = {}
         found["numpy"] = partial(_both, "numpy_us", size, (whole, _hosts(given)), (static, _hosts(own)))
         if self.plan.target is Target.CUDA:
-            placed = [tensor.cuda() for tensor in given], [tensor.cuda() for tensor in own]
-            found["call"] = partial(_both, "call_us", size, (whole, placed[0]), (static, placed[1]))
+            ours, theirs = [tensor.cuda() for tensor in given], [tensor.cuda() for tensor in own]
+            found["call"] = partial(_both, "call_us", size, (whole, ours), (static, theirs))
             if size == profile:
                 alone = self._opened.enter_context(placed(self._path, program=self._named(size)))
                 found["kernels"] = lambda: {

@@ -148,7 +148,8 @@ def plan_ready(mode: str, model: str, device: str, folder: Path) -> Ready:
         "call": lambda: {"call_us": _wall_us(device)(partial(loaded, *given, entry="train"))}
     }
     if device == "cuda":
-        groups |= {clock: partial(_sampled, clock, nimblec_peer.placed(plan)) for clock, plan in steps_alone(made.plan).items()}
+        alone = steps_alone(made.plan).items()
+        groups |= {clock: partial(_sampled, clock, nimblec_peer.placed(plan)) for clock, plan in alone}
     return Ready(figures=figures, groups=groups, memory=partial(grown, path, given))
 
 

@@ -249,8 +249,7 @@ def load(
 
 def _checked(plan: Plan, program: str | None, limits: Limits) -> Plan:
     """The plan with the program to load, or all; raises PlanInvalidError unless it is valid."""
-    if problems := tuple(verify.problems(plan, limits)):
-        raise PlanInvalidError(problems)
+    verify.check(plan, limits)
     selected = _select(plan, program)
     for loaded in (*selected.programs, *selected.refits):
         if unordered := tuple(hazards(loaded, limits)):

@@ -16,7 +16,7 @@ from pathlib import Path
 from struct import Struct
 from typing import BinaryIO, TypeAlias
 
-from nimblert.errors import InputError, PlanError, PlanFormatError, PlanInvalidError
+from nimblert.errors import InputError, PlanError, PlanFormatError
 from nimblert.files import schema, segments
 from nimblert.files.decoder import decode, file_nbytes
 from nimblert.files.replacing import replacing
@@ -55,9 +55,7 @@ def write(plan: Plan, path: str | os.PathLike[str]) -> None:
     Raises PlanInvalidError where the plan contradicts itself, and NimbleError where the file cannot be written; an
     existing file is unchanged then.
     """
-    problems = tuple(verify.problems(plan))
-    if problems:
-        raise PlanInvalidError(problems)
+    verify.check(plan)
     with replacing(Path(path)) as file:
         _stream(plan, file)
 
@@ -208,10 +206,9 @@ def verify_digest(image: memoryview, path: str) -> None:
 
 
 def parse(image: memoryview, path: str, limits: Limits = DEFAULT_LIMITS) -> Plan:
-    """The plan in a file's bytes, checked by `verify.problems`; ``path`` is for messages."""
+    """The plan in a file's bytes, checked by `verify.check`; ``path`` is for messages."""
     plan = decoded(image, path)
-    if problems := tuple(verify.problems(plan, limits)):
-        raise PlanInvalidError(problems)
+    verify.check(plan, limits)
     return plan
 
 

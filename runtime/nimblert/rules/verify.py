@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import islice, pairwise
 from math import inf
 
+from nimblert.errors import PlanInvalidError
 from nimblert.extents import MAX_NBYTES, Sizes, array_problems, dense_nbytes, extent_problems, region_sizes, under
 from nimblert.limits import DEFAULT_LIMITS, Limits
 from nimblert.plan import (
@@ -50,6 +51,12 @@ def problems(plan: Plan, limits: Limits = DEFAULT_LIMITS) -> Iterator[str]:
     beyond = tuple(limit_rules.problems(plan, limits))
     # A plan beyond a limit is not examined further.
     return iter(beyond) if beyond else islice(_problems(plan, limits), _MOST_SENTENCES)
+
+
+def check(plan: Plan, limits: Limits = DEFAULT_LIMITS) -> None:
+    """Raise PlanInvalidError if there are `problems`."""
+    if found := tuple(problems(plan, limits)):
+        raise PlanInvalidError(found)
 
 
 def _problems(plan: Plan, limits: Limits) -> Iterator[str]:
