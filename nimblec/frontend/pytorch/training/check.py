@@ -12,7 +12,15 @@ from torch.optim import Optimizer
 
 from nimblec.errors import UnsupportedModelError, user_code
 from nimblec.frontend.pytorch.training.random import Draws
-from nimblec.frontend.pytorch.training.state import OFFSET, SEED, Recipe, TrainingState, initial_state, named_tensors
+from nimblec.frontend.pytorch.training.state import (
+    OFFSET,
+    SEED,
+    Named,
+    Recipe,
+    TrainingState,
+    initial_state,
+    named_tensors,
+)
 from nimblec.frontend.pytorch.training.step import Step, trace
 
 _CHECKED_STEPS = 3
@@ -44,50 +52,66 @@ def refuse_another_step(recipe: Recipe, inputs: Sequence[Tensor], targets: Seque
     """The step in float64, where its graph does what the optimizer does; else raise UnsupportedModelError.
 
     In float64, since an optimizer that divides by gradients makes a whole step of the rounding error of a zero one.
-    Autocast leaves float64 as it is, and needs no scale there.
     """
+    wide = _widened(recipe)
+    batch = [_wide(value) for value in (*inputs, *targets)]
+    state = initial_state(wide, draws=True)
+    state = state.with_tensors([_wide(value) for value in state.tensors()])
+    # With the framework's gradients: in float64, those of grouped convolutions take many times as long written out.
+    step = trace(wide, state, batch[: wide.inputs], batch[wide.inputs :], exported=False)
+    state = state.with_tensors([value.detach().clone() for value in state.tensors()])
+    for number in range(1, _CHECKED_STEPS * wide.accumulate + 1):
+        wanted = _framework_call(wide, state, batch, is_due=number % wide.accumulate == 0)
+        found, after = _graph_call(step, state, batch)
+        if (wrong := _differing(_held(state), wanted, found)) is not None:
+            raise UnsupportedModelError(
+                f"training_step: {wrong!r} after call {number} is not what the optimizer makes of it: "
+                f"{type(wide.optimizer).__name__} keeps something that is not zero before the first step (give one "
+                "that has taken a step), or the model computes something else in each call"
+            )
+        state = _continued(after, wanted)
+    return step
+
+
+def _widened(recipe: Recipe) -> Recipe:
+    """A copy in float64, without autocast, which would leave float64 as it is and needs no scale there."""
     model, optimizer = copy.deepcopy((recipe.model, recipe.optimizer))
     model.double()
     loss = copy.deepcopy(recipe.loss).double() if isinstance(recipe.loss, nn.Module) else recipe.loss
     for kept in optimizer.state.values():
         kept |= {name: _wide(value) for name, value in kept.items()}
     few = min(recipe.accumulate, _FEW)
-    wide = replace(recipe, model=model, loss=loss, optimizer=optimizer, accumulate=few, autocast=None, constants={})
-    inputs, targets = tuple(map(_wide, inputs)), tuple(map(_wide, targets))
-    state = initial_state(wide, draws=True)
-    state = state.with_tensors([_wide(value) for value in state.tensors()])
-    # With the framework's gradients: in float64, those of grouped convolutions take many times as long written out.
-    traced = trace(wide, state, inputs, targets, exported=False)
-    values = [value.detach().clone() for value in state.tensors()]
-    offset = state.own[OFFSET].clone()
-    for number in range(_CHECKED_STEPS * wide.accumulate):
-        with user_code(_IN_FLOAT64), Draws(state.own[SEED], offset) as draws:
-            value = loss(model(*inputs), *targets)
-            (value / wide.accumulate).backward()
-        offset += draws.used
-        if (number + 1) % wide.accumulate == 0:
-            if recipe.clip_norm is not None:
-                nn.utils.clip_grad_norm_(model.parameters(), recipe.clip_norm)
-            optimizer.step()
-            optimizer.zero_grad()
-        before = _held(state.with_tensors(values))
-        with torch.no_grad():
-            lost, *values = traced.graph(*values, *inputs, *targets)
-        after = state.with_tensors(values)
-        found = {"loss": lost, **_held(after), OFFSET: after.own[OFFSET]}
-        wanted = {"loss": value.detach(), **named_tensors(model), **_slots(model, optimizer), OFFSET: offset}
-        if (wrong := _differing(before, wanted, found)) is not None:
-            raise UnsupportedModelError(
-                f"training_step: {wrong!r} after call {number + 1} is not what the optimizer makes of it: "
-                f"{type(optimizer).__name__} keeps something that is not zero before the first step (give one that "
-                "has taken a step), or the model computes something else in each call"
-            )
-        values = _continued(after, wanted)
-    return traced
+    return replace(recipe, model=model, loss=loss, optimizer=optimizer, accumulate=few, autocast=None, constants={})
 
 
 def _wide(value: Any) -> Any:
     return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _framework_call(recipe: Recipe, state: TrainingState, batch: Sequence[Tensor], *, is_due: bool) -> Named:
+    """The loss, and what the framework's model and optimizer then hold; the optimizer takes its step if it ``is_due``.
+
+    Random numbers are those of the ``state``; all else of the state is the model's and the optimizer's own.
+    """
+    model, optimizer = recipe.model, recipe.optimizer
+    with user_code(_IN_FLOAT64), Draws(state.own[SEED], state.own[OFFSET]) as draws:
+        loss = recipe.loss(model(*batch[: recipe.inputs]), *batch[recipe.inputs :])
+        (loss / recipe.accumulate).backward()
+    if is_due:
+        if recipe.clip_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), recipe.clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+    held = {**named_tensors(model), **_slots(model, optimizer)}
+    return {"loss": loss.detach(), **held, OFFSET: state.own[OFFSET] + draws.used}
+
+
+def _graph_call(step: Step, state: TrainingState, batch: Sequence[Tensor]) -> tuple[Named, TrainingState]:
+    """What `_framework_call` returns, of the graph; and the whole state after it."""
+    with torch.no_grad():
+        loss, *values = step.graph(*state.tensors(), *batch)
+    after = state.with_tensors(values)
+    return {"loss": loss, **_held(after), OFFSET: after.own[OFFSET]}, after
 
 
 def _slots(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
@@ -105,11 +129,11 @@ def _held(state: TrainingState) -> dict[str, Tensor]:
     return {**state.parameters, **state.buffers, **state.slots}
 
 
-def _continued(state: TrainingState, given: Mapping[str, Tensor]) -> list[Tensor]:
+def _continued(state: TrainingState, given: Mapping[str, Tensor]) -> TrainingState:
     """The state for the next call: the framework's own, since a network may amplify rounding errors."""
     begun = {name: given.get(name, value).to(value.dtype, copy=True) for name, value in _held(state).items()}
     parts = {part: {name: begun[name] for name in getattr(state, part)} for part in ("parameters", "buffers", "slots")}
-    return replace(state, **parts).tensors()
+    return replace(state, **parts)
 
 
 def _differing(before: Mapping[str, Tensor], wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> str | None:
