@@ -98,3 +98,91 @@ def test_an_optimizer_that_knows_some_parameters_alone_is_refused() -> None:
     optimizer.zero_grad()
     with pytest.raises(UnsupportedModelError, match=r"'0\.weight\.momentum_buffer' after call 1 is not what"):
         _masked_step(optimizer, model)
+
+
+class _Shift(nn.Module):
+    """Before a batch norm, its gradient is zero but for rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.bias
+
+
+def _amplifying_step() -> None:
+    """Of tiny features that a batch norm makes 1e10 times larger, and with them the rounding errors of gradients.
+
+    The graph rounds the gradients of a batch norm otherwise than the framework's kernel, which amounts to 1e-7 here.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(_Shift(), nn.BatchNorm1d(16, eps=1e-24), nn.Linear(16, 3))
+    batch = 1e-10 * torch.randn(8, 16), torch.randint(0, 3, (8,))
+    optimizer = torch.optim.SGD(model.parameters(), 2**-4, momentum=0.9)
+    nimblec.training_step(model, nn.functional.cross_entropy, optimizer, batch)
+
+
+def test_amplified_rounding_is_no_other_step() -> None:
+    _amplifying_step()
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "mistake"),
+    [(r"0\.bias", 1, 1e-4), (r"1\.bias", 3, 1e-6), (r"2\.weight", 4, 1e-5), (r"0\.bias\.momentum_buffer", 9, 1e-3)],
+)
+def test_amplified_rounding_hides_no_mistake(
+    monkeypatch: pytest.MonkeyPatch, name: str, place: int, mistake: float
+) -> None:
+    _changed(lambda n, value: value + mistake if n == place else value, monkeypatch)
+    with pytest.raises(UnsupportedModelError, match=f"'{name}' after call 1 is not what"):
+        _amplifying_step()
+
+
+class _Counting(nn.Module):
+    """Computes something else in each call, beyond a batch norm that amplifies rounding errors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(_Shift(), nn.BatchNorm1d(16, eps=1e-24))
+        self.head = nn.Linear(16, 3)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.head(self.body(x)) * (1 + 0.001 * self.calls)
+
+
+def test_amplified_rounding_hides_no_other_computation() -> None:
+    model = _Counting()
+    batch = 1e-10 * torch.randn(8, 16), torch.randint(0, 3, (8,))
+    with pytest.raises(UnsupportedModelError, match="'loss' after call 1 is not what"):
+        nimblec.training_step(model, nn.functional.cross_entropy, torch.optim.SGD(model.parameters(), 2**-4), batch)
+
+
+class _Compared(_Masked):
+    """Which computes something else if its mask is not exactly of ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shown", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.masked_fill(self.get_buffer("shown") != 1, 0))
+
+
+def test_noise_leaves_masks_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    _changed(lambda n, value: value * 1.001 if n == 1 else value, monkeypatch)
+    model = _Compared()
+    with pytest.raises(UnsupportedModelError, match=r"'linear\.weight' after call 1 is not what"):
+        _masked_step(torch.optim.SGD(model.parameters(), 0.1), model)
+
+
+def test_complex_numbers_are_rounded_otherwise_too() -> None:
+    turns = torch.tensor([0.3 + 0.4j, 1 + 2j, 0.1 + 1j], dtype=torch.complex128)
+    found = torch.view_as_real(check._rounded_otherwise(turns.conj(), torch.Generator().manual_seed(0)))
+    changed = found != torch.view_as_real(turns.conj().resolve_conj())
+    assert not changed[1].any()
+    assert not changed[2, 1]
+    assert changed.any()
+    torch.testing.assert_close(found, torch.view_as_real(turns.conj().resolve_conj()), rtol=1e-15, atol=0)

@@ -4,6 +4,7 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -28,6 +29,10 @@ _TOLERANCE = 1e-5
 """Relative to the largest magnitude of a tensor: what another order of sums may change in a step."""
 _LEAST = 1e-5
 """Relative to the largest magnitude that a call changes: a smaller tensor may be zero up to rounding."""
+_ROUNDED = 4 * torch.finfo(torch.float64).eps
+"""The largest relative change of a number that stands for other rounding."""
+_MARGIN = 100
+"""Times the measured noise, which is one sample of rounding errors; other kernels' may be larger."""
 _IN_FLOAT64 = (
     "training_step: the step cannot be taken in float64, in which it is checked: give each tensor of model and loss "
     "the dtype of what it meets, weight.to(scores.dtype), or make it a buffer of a module"
@@ -63,7 +68,10 @@ def refuse_another_step(recipe: Recipe, inputs: Sequence[Tensor], targets: Seque
     for number in range(1, _CHECKED_STEPS * wide.accumulate + 1):
         wanted = _framework_call(wide, state, batch, is_due=number % wide.accumulate == 0)
         found, after = _graph_call(step, state, batch)
-        if (wrong := _differing(_held(state), wanted, found)) is not None:
+        wrong = _differing(_held(state), wanted, found)
+        if wrong is not None:
+            wrong = _differing(_held(state), wanted, found, _rounding_noise(step, state, batch, found))
+        if wrong is not None:
             raise UnsupportedModelError(
                 f"training_step: {wrong!r} after call {number} is not what the optimizer makes of it: "
                 f"{type(wide.optimizer).__name__} keeps something that is not zero before the first step (give one "
@@ -114,6 +122,33 @@ def _graph_call(step: Step, state: TrainingState, batch: Sequence[Tensor]) -> tu
     return {"loss": loss, **_held(after), OFFSET: after.own[OFFSET]}, after
 
 
+def _rounding_noise(step: Step, state: TrainingState, batch: Sequence[Tensor], found: Named) -> dict[str, float]:
+    """The largest difference of each result from the one ``found``, when state and batch are rounded otherwise.
+
+    It is what the step makes of rounding errors of its inputs and, as other numbers round otherwise, of its own.
+    """
+    generator = torch.Generator().manual_seed(0)
+    other, _ = _graph_call(
+        step,
+        state.with_tensors([_rounded_otherwise(value, generator) for value in state.tensors()]),
+        [_rounded_otherwise(value, generator) for value in batch],
+    )
+    return {name: _size(_numbers(value) - _numbers(other[name])) for name, value in found.items()}
+
+
+def _rounded_otherwise(value: Tensor, generator: torch.Generator) -> Tensor:
+    """Float64 numbers, real or complex, changed by a few units in the last place; others, and whole ones, stay.
+
+    Whole numbers are exact: counters, masks and indices, which a model may compare.
+    """
+    if value.is_complex():
+        return torch.view_as_complex(_rounded_otherwise(torch.view_as_real(value.resolve_conj()), generator))
+    if value.dtype is not torch.float64:
+        return value
+    shares = 2 * torch.rand(value.shape, generator=generator, dtype=value.dtype).to(value.device) - 1
+    return torch.where(value == value.round(), value, value * (1 + _ROUNDED * shares))
+
+
 def _slots(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     """The tensors that the optimizer keeps for parameters, as `TrainingState` names them."""
     return {
@@ -136,16 +171,24 @@ def _continued(state: TrainingState, given: Mapping[str, Tensor]) -> TrainingSta
     return replace(state, **parts)
 
 
-def _differing(before: Mapping[str, Tensor], wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> str | None:
+def _differing(
+    before: Mapping[str, Tensor],
+    wanted: Mapping[str, Tensor],
+    found: Mapping[str, Tensor],
+    noise: Mapping[str, float] = MappingProxyType({}),
+) -> str | None:
     """The first tensor that is missing, or differs by more than another order of sums explains.
 
     ``before`` is the state before the call: a mask of huge numbers that stays as it is raises no tolerance.
+    ``noise`` is what `_rounding_noise` found, where it was measured.
     """
     sizes = {name: max(_size(value), _size(before.get(name, value))) for name, value in wanted.items()}
     kept = {name for name in before.keys() & wanted if torch.equal(_numbers(before[name]), _numbers(wanted[name]))}
     least = _LEAST * max(1.0, *(size for name, size in sizes.items() if name not in kept))
     for name, value in wanted.items():
-        tolerance = _TOLERANCE * max(sizes[name], least) if value.is_floating_point() else 0
+        tolerance = _TOLERANCE * max(sizes[name], least) if value.is_floating_point() else 0.0
+        if value.is_floating_point() or value.is_complex():
+            tolerance = max(tolerance, _MARGIN * noise.get(name, 0.0))
         if name not in found or not torch.allclose(_numbers(value), _numbers(found[name]), rtol=0, atol=tolerance):
             return name
     return None
