@@ -17,6 +17,7 @@ from nimblert.calls.outputs import checked_out
 from nimblert.calls.parts import serve
 from nimblert.calls.state import State, Working
 from nimblert.calls.turn import DirectCall, Relaunch, Steps, Turn
+from nimblert.dimensions import Shapes
 from nimblert.errors import InputError
 from nimblert.extents import extent_problems, region_sizes
 from nimblert.plan import Plan, Pointer, Program, Target, Tensor, listed
@@ -286,7 +287,7 @@ class Context:
                 self._turn.parts = 1
                 backend = self._backend(signature.programs[0])
                 results = backend.call(plain, out, reuse_outputs=reuse_outputs, stream=None)
-                self._call_directly(signature, backend)
+                self._call_directly(signature)
                 return results
         handle = None if stream is None else working.stream_handle(stream)
         take = working.take if handle is None else partial(working.take, stream=handle)
@@ -300,18 +301,18 @@ class Context:
             bindings.check_unchanged(changes)
             self._turn.parts = 1 if isinstance(chosen, Program) else len(chosen.parts)
             if isinstance(chosen, Program):
-                backend = self._backend(chosen)
-                results = backend.call(checked, taken, reuse_outputs=reuse_outputs, stream=handle)
-                if usual and self.plan.target is Target.CUDA:
-                    self._call_directly(signature, backend)
+                results = self._backend(chosen).call(checked, taken, reuse_outputs=reuse_outputs, stream=handle)
             else:
                 results = serve(chosen, checked, taken, self._backend, reuse_outputs=reuse_outputs, stream=handle)
+                shapes = tuple(array.shape for array in checked), chosen.parts[0].shapes
+            if usual and self.plan.target is Target.CUDA and self._turn.parts == 1:
+                self._call_directly(signature, shapes if program is None else None)
         results |= {**bindings.outputs(), **out}
         return {tensor.name: results[tensor.name] for tensor in chosen.outputs}
 
-    def _call_directly(self, signature: Signature, backend: Backend) -> None:
-        """Let later calls of an entry be direct calls where they are usual ones."""
-        direct = backend.direct(self._turn)
+    def _call_directly(self, signature: Signature, shapes: tuple[Shapes, Shapes] | None = None) -> None:
+        """Let later calls of an entry like the last one be direct calls; see `Backend.direct` for ``shapes``."""
+        direct = self._backends[self._turn.program.name].direct(self._turn, shapes)
         if direct is not None:
             self._direct[signature.name] = direct
 

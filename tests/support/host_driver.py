@@ -9,6 +9,7 @@ import struct
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -187,8 +188,8 @@ class HostDriver:
 
     def _fill_rows(self, to: int, pitch: int, value: int, width: int, height: int, itemsize: int) -> None:
         row = np.full(width, value, f"u{itemsize}").tobytes()
-        for start in range(to, to + pitch * height, pitch):
-            ctypes.memmove(start, row, len(row))
+        for index in range(height):
+            ctypes.memmove(to + index * pitch, row, len(row))
 
     def _cuMemsetD2D8Async(self, to: int, pitch: int, value: int, width: int, height: int, stream: Any) -> None:
         del stream
@@ -256,8 +257,10 @@ class HostDriver:
         of_host = real.CUmemorytype.CU_MEMORYTYPE_HOST
         source = int(params.srcHost if params.srcMemoryType == of_host else params.srcDevice)
         to = int(params.dstHost if params.dstMemoryType == of_host else params.dstDevice)
-        nbytes = params.WidthInBytes
-        graph.work.append(lambda: ctypes.memmove(to, source, nbytes))
+        nbytes, to_pitch, source_pitch = params.WidthInBytes, params.dstPitch, params.srcPitch
+        assert params.Depth == 1
+        rows = [(to + row * to_pitch, source + row * source_pitch) for row in range(params.Height)]
+        graph.work.extend(partial(ctypes.memmove, *row, nbytes) for row in rows)
         return self._handle()
 
     def _cuGraphAddKernelNode(self, graph: _Graph, before: Any, count: int, params: Any) -> _Handle:
@@ -273,9 +276,8 @@ class HostDriver:
 
     def _cuGraphAddMemsetNode(self, graph: _Graph, before: Any, count: int, params: Any, context: Any) -> _Handle:
         del before, count, context
-        to, nbytes = int(params.dst), params.width * params.elementSize
-        value = np.full(params.width, params.value, f"u{params.elementSize}").tobytes()
-        graph.work.append(lambda: ctypes.memmove(to, value, nbytes))
+        pattern = params.value, params.width, params.height, params.elementSize
+        graph.work.append(partial(self._fill_rows, int(params.dst), params.pitch, *pattern))
         return self._handle()
 
     def _cuGraphAddEventRecordNode(self, graph: _Graph, before: Any, count: int, event: _Handle) -> _Handle:

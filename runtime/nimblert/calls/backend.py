@@ -7,6 +7,7 @@ import numpy as np
 
 from nimblert.calls.refitting import Refit
 from nimblert.calls.turn import DirectCall, Turn
+from nimblert.dimensions import Shapes
 from nimblert.plan import Plan, Pointer, Program, Tensor, Work
 
 
@@ -25,7 +26,7 @@ class Backend(Protocol):
         out: Mapping[str, Any],
         *,
         reuse_outputs: bool,
-        shapes: Sequence[tuple[int, ...]] | None = None,
+        shapes: Shapes | None = None,
         stream: int | None,
     ) -> dict[str, Any]:
         """Run on these inputs, and return the outputs by name, except those written into arrays of ``out``.
@@ -33,8 +34,11 @@ class Backend(Protocol):
         ``shapes`` crops the outputs.
         """
 
-    def direct(self, turn: Turn) -> DirectCall | None:
-        """The usual call as one function, in the turn of a context; None where this target or program has none."""
+    def direct(self, turn: Turn, shapes: tuple[Shapes, Shapes] | None) -> DirectCall | None:
+        """The usual call as one function, in the turn of a context; None where this target or program has none.
+
+        ``shapes`` are those of its inputs and outputs where they are smaller than the program's.
+        """
 
     def empty(self, tensor: Tensor, *, on_device: bool) -> Any:
         """A new array for an output."""

@@ -29,6 +29,7 @@ from nimblert.cpu.host_memory import HostMemory, HostWeights, HostWorking
 from nimblert.cpu.onnx_session import LABEL, SessionCache, run_options, runtime_errors
 from nimblert.cpu.onnx_threads import Pool, Threads
 from nimblert.cpu.streams import Bound, Patient, Step, Streams, interruptible, pass_gate, unlock
+from nimblert.dimensions import Shapes
 from nimblert.errors import InputError, PlanInvalidError
 from nimblert.ordering.pieces import writes
 from nimblert.plan import Command, Launch, Memcpy, Memset, Plan, Pointer, Program, Record, Region, Tensor, Wait, Work
@@ -224,11 +225,11 @@ class CpuBackend:
                     raise no_memory(exc) from exc
         return results
 
-    def direct(self, turn: Turn) -> Direct | None:
+    def direct(self, turn: Turn, shapes: tuple[Shapes, Shapes] | None) -> Direct | None:
         """The usual call as one function, in the turn of a context; None where a run is more than one short step."""
         step = _only(self._issued[0]) if len(self._issued) == 1 else None
         alone = _only(self.__dict__.get("_alone", []))  # bound by now if it was needed
-        if self._bound or (step is None and alone is None):
+        if shapes is not None or self._bound or (step is None and alone is None):
             return None
         return Direct(turn, self._program, self._streams, self.inputs, self.outputs, (step, alone), self._crowd)
 

@@ -16,9 +16,10 @@ from nimblert.cuda.memory import Bases, DeviceMemory, Staging, place_weights
 from nimblert.cuda.movers import GatherKernels, Mover
 from nimblert.cuda.pools import Pools
 from nimblert.cuda.refit import Refitter
-from nimblert.cuda.transfers import Inlet, Outlet
-from nimblert.cuda.whole_calls import Given, WholeCalls
+from nimblert.cuda.transfers import Given, Inlet, Outlet, remembered
+from nimblert.cuda.whole_calls import WholeCalls
 from nimblert.cuda.working import CudaWorking, DeviceArena
+from nimblert.dimensions import Shapes
 from nimblert.errors import InputError
 from nimblert.plan import Plan, Pointer, Program, Tensor, Work
 
@@ -112,7 +113,7 @@ class CudaBackend:
         self._program = program
         self.functions: Sequence[Handle] = resident.functions
         self._bound: set[str] = set()
-        self._direct: DeviceDirect | None = None
+        self._direct: dict[tuple[Shapes, Shapes] | None, DeviceDirect] = {}
         self._build(self.memory)
 
     def _build(self, memory: DeviceMemory) -> None:
@@ -130,11 +131,17 @@ class CudaBackend:
             self._scope.close()
             self._scope, self.graph, self._executable = scope.pop_all(), built, executable
 
-    def direct(self, turn: Turn) -> DeviceDirect:
-        """The usual call as one function, in the turn of a context."""
-        if self._direct is None or not self._direct.is_for(turn):
-            self._direct = DeviceDirect(turn, self._program, self, self._device)
-        return self._direct
+    def direct(self, turn: Turn, shapes: tuple[Shapes, Shapes] | None) -> DeviceDirect:
+        """The usual call as one function, in the turn of a context; see `nimblert.calls.backend.Backend`."""
+        found = self._direct.get(shapes)
+        if found is None or not found.is_for(turn):
+            inputs, outputs = shapes or (None, None)
+            made = DeviceDirect(turn, self._program, self, self._device, inputs, self._outlet_for(outputs))
+            found = remembered(self._direct, shapes, made)
+        return found
+
+    def _outlet_for(self, shapes: Shapes | None) -> Outlet:
+        return self._outlet if shapes is None else self._outlet.cropped(shapes)
 
     def bind(self, tensor: Tensor, array: DeviceArray | None) -> None:
         """Use an array of the caller in place of an input or output; None restores the program's own memory."""
@@ -163,7 +170,7 @@ class CudaBackend:
 
     @property
     def movers(self) -> Sequence[Mapping[bytes, Mover]]:
-        """For each input its movers of device arrays, by `dlpack.raw_numbers` of their strides, as far as known."""
+        """For each input its movers of device arrays, by `dlpack.raw_numbers` of shape and strides, as far as known."""
         return self._inlet.movers
 
     def call_from_host(self, arrays: Sequence[np.ndarray]) -> dict[str, np.ndarray | DeviceOutput]:
@@ -191,19 +198,19 @@ class CudaBackend:
             lent.clear()  # now: the traceback may keep it for long
             raise
 
-    def call_from_device(self, arrays: Given, stream: int) -> dict[str, np.ndarray | DeviceOutput]:
-        """Run on inputs on the device, and return new outputs there, by name."""
+    def call_from_device(self, arrays: Given, stream: int, outlet: Outlet) -> dict[str, np.ndarray | DeviceOutput]:
+        """Run on inputs on the device, and return new outputs there, by name; ``outlet`` crops where movers pad."""
         self._begin(stream)
-        lent = self._outlet.lend_device(stream)
+        lent = outlet.lend_device(stream)
         try:
             try:
-                found, whole = self._calls.from_device(arrays, lent)
+                found, whole = self._calls.from_device(arrays, lent, outlet)
                 if found is None:
                     self._inlet.move(arrays, stream)
                 call("cuGraphLaunch", self._executable if found is None else found.executable, stream)
                 if not whole:
-                    self._outlet.copy(lent, stream)
-                return self._outlet.on_device(lent)
+                    outlet.copy(lent, stream)
+                return outlet.on_device(lent)
             finally:
                 self._end(stream)
         except BaseException:
@@ -237,7 +244,7 @@ class CudaBackend:
         out: Mapping[str, np.ndarray | DeviceArray],
         *,
         reuse_outputs: bool,
-        shapes: Sequence[tuple[int, ...]] | None = None,
+        shapes: Shapes | None = None,
         stream: int | None = None,
     ) -> dict[str, np.ndarray | DeviceOutput]:
         """Run on these inputs, and return the outputs by name, except bound ones and those written into ``out``.
@@ -249,6 +256,7 @@ class CudaBackend:
         if stream is not None and any(isinstance(mine, np.ndarray) for mine in out.values()):
             raise InputError("out: an array of the host is written when the run has ended: leave the stream out")
         used = self._stream if stream is None else stream
+        outlet = self._outlet_for(shapes)
         self._begin(used)
         copies: list[tuple[np.ndarray, np.ndarray]] = []
         try:
@@ -256,19 +264,19 @@ class CudaBackend:
             call("cuGraphLaunch", self._executable, used)
             results: dict[str, np.ndarray | DeviceOutput] = {}
             for index, tensor in enumerate(self._program.outputs):
-                mine, shape = out.get(tensor.name), None if shapes is None else shapes[index]
+                mine = out.get(tensor.name)
                 if isinstance(mine, DeviceArray):
-                    self._outlet.to_array(index, mine, used)
+                    outlet.to_array(index, mine, used)
                 elif mine is not None:
-                    copies.append((mine, self._outlet.to_host(index, used, reuse=True, shape=shape)))
+                    copies.append((mine, outlet.to_host(index, used, reuse=True)))
                 elif tensor.name in self._bound:
                     continue
                 elif on_device or stream is not None:
-                    results[tensor.name] = self._outlet.to_device(
-                        index, used, reuse=reuse_outputs, is_waited_for=stream is None, shape=shape
+                    results[tensor.name] = outlet.to_device(
+                        index, used, reuse=reuse_outputs, is_waited_for=stream is None
                     )
                 else:
-                    results[tensor.name] = self._outlet.to_host(index, used, reuse=reuse_outputs, shape=shape)
+                    results[tensor.name] = outlet.to_host(index, used, reuse=reuse_outputs)
         finally:  # whatever happened, the arrays are the caller's again
             if stream is None:
                 self._end(used)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from nimblert.arrays import dlpack
+from nimblert.arrays import dlpack, padding
 from nimblert.arrays.device_arrays import is_negated
 from nimblert.arrays.dtypes import numpy_dtype
 from nimblert.calls.turn import Turn
@@ -18,6 +18,8 @@ from nimblert.plan import ITEM_NBYTES, Program, Tensor
 if TYPE_CHECKING:
     from nimblert.arrays.device_arrays import DeviceOutput
     from nimblert.cuda.movers import Mover
+    from nimblert.cuda.transfers import Outlet
+    from nimblert.dimensions import Shapes
 
 
 class Loaded(Protocol):
@@ -25,23 +27,40 @@ class Loaded(Protocol):
 
     @property
     def movers(self) -> "Sequence[Mapping[bytes, Mover]]":
-        """For each input its movers of device arrays, by `dlpack.raw_numbers` of their strides, as far as known."""
+        """For each input its movers of device arrays, by `dlpack.raw_numbers` of shape and strides, as far as known."""
 
     def call_from_host(self, arrays: Sequence[np.ndarray]) -> "dict[str, np.ndarray | DeviceOutput]":
         """Run on inputs on the host, and return new outputs there, by name."""
 
     def call_from_device(
-        self, arrays: "Sequence[tuple[Mover, int]]", stream: int
+        self, arrays: "Sequence[tuple[Mover, int]]", stream: int, outlet: "Outlet"
     ) -> "dict[str, np.ndarray | DeviceOutput]":
-        """Run on inputs on the device, each one of `movers` and an address, and return new outputs there, by name."""
+        """Run on inputs on the device, each one of `movers` and an address, and return new outputs there, by name.
+
+        ``outlet`` crops the outputs where movers pad.
+        """
 
 
 class DeviceDirect:
-    """Calls of a program, until something changes in the context."""
+    """Calls of a program, until something changes in the context.
 
-    def __init__(self, turn: Turn, program: Program, backend: Loaded, device: int) -> None:
+    With ``shapes``, smaller ones of its inputs, calls from the device alone; ``outlet`` then crops the outputs.
+    """
+
+    def __init__(
+        self,
+        turn: Turn,
+        program: Program,
+        backend: Loaded,
+        device: int,
+        shapes: "Shapes | None",
+        outlet: "Outlet",
+    ) -> None:
         self._turn, self._state, self._program, self._backend, self._device = turn, turn.state, program, backend, device
-        tensors = program.inputs
+        self._outlet = outlet
+        self._is_padded = shapes is not None
+        given = [tensor.shape for tensor in program.inputs] if shapes is None else shapes
+        tensors = [padding.head(tensor, shape) for tensor, shape in zip(program.inputs, given, strict=True)]
         usual = all(t.span_nbytes and not t.dtype.startswith("complex") for t in tensors)  # see `dlpack.Exchange.read`
         self._count = len(tensors) if usual else -1
         self._host = [(t.name, _numpy_dtype(t), t.shape) for t in tensors]
@@ -64,6 +83,8 @@ class DeviceDirect:
         return turn is self._turn and turn.state is self._state
 
     def _from_host(self, arrays: dict[str, Any]) -> "dict[str, np.ndarray | DeviceOutput] | None":
+        if self._is_padded:
+            return None
         given = []
         for name, dtype, shape in self._host:
             array = arrays.get(name)
@@ -91,14 +112,14 @@ class DeviceDirect:
                 address, lying, sizes, strides = read(array)
             except (BufferError, RuntimeError, TypeError, ValueError):
                 return None  # the full check says why
-            mover = movers.get(strides)
+            mover = movers.get(sizes + strides)
             if mover is None or lying != header or sizes != shape:
                 return None
             if not address or address % itemsize:
                 return None
             given.append((mover, address))
         self._turn.program, self._turn.parts = self._program, 1
-        return self._backend.call_from_device(given, stream())
+        return self._backend.call_from_device(given, stream(), self._outlet)
 
 
 def _numpy_dtype(tensor: Tensor) -> np.dtype | None:

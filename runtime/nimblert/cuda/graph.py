@@ -2,7 +2,7 @@
 
 import struct
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,6 +12,25 @@ from nimblert.cuda.memory import DeviceMemory
 from nimblert.plan import Dim3, Kernel, Launch, Memcpy, Memset, Module, Program, Work
 
 _PROGRAMMATIC_PORT = 1  # CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC
+
+
+class Rows(NamedTuple):
+    """The rows of a 2D copy, in bytes but for ``height``, their number."""
+
+    width: int
+    height: int
+    to_pitch: int
+    source_pitch: int
+
+
+class Filling(NamedTuple):
+    """Rows of elements of ``itemsize`` bytes, at most 4, that hold ``value``; ``pitch`` is in bytes."""
+
+    value: int
+    itemsize: int
+    width: int
+    height: int = 1
+    pitch: int = 0
 
 
 def load_functions(context: Context, modules: Sequence[Module], kernels: Sequence[Kernel]) -> list[Handle]:
@@ -63,7 +82,8 @@ def add_node(graph: Handle, command: Work, functions: Sequence[Handle], memory: 
         case Memcpy():
             return add_copy(graph, memory.address(command.dst), memory.address(command.src), command.nbytes)
         case Memset():
-            return _add_memset(graph, memory.address(command.dst), command)
+            filling = Filling(command.value, command.element_nbytes, command.count)
+            return add_fill(graph, memory.address(command.dst), filling)
 
 
 def add_kernel(
@@ -98,10 +118,15 @@ def _add_launch(graph: Handle, launch: Launch, function: Handle, params: bytearr
 
 def add_copy(graph: Handle, dst: int, src: int, nbytes: int) -> Handle:
     """Add a copy on the device to a graph, without edges, and return its node."""
-    params = _to_device(dst)
-    params.srcMemoryType = bindings().CUmemorytype.CU_MEMORYTYPE_DEVICE
-    params.srcDevice = src
-    return _add_memcpy(graph, params, nbytes)
+    return _add_memcpy(graph, _on_device(dst, src), nbytes)
+
+
+def add_rows(graph: Handle, dst: int, src: int, rows: Rows) -> Handle:
+    """Add a 2D copy on the device to a graph, without edges, and return its node."""
+    params = _on_device(dst, src)
+    params.dstPitch, params.srcPitch = rows.to_pitch, rows.source_pitch
+    params.dstHeight = params.srcHeight = rows.height
+    return _add_memcpy(graph, params, rows.width, rows.height)
 
 
 def add_upload(graph: Handle, dst: int, src: int, nbytes: int) -> Handle:
@@ -122,6 +147,13 @@ def add_download(graph: Handle, dst: int, src: int, nbytes: int) -> Handle:
     return _add_memcpy(graph, params, nbytes)
 
 
+def _on_device(dst: int, src: int) -> Any:
+    params = _to_device(dst)
+    params.srcMemoryType = bindings().CUmemorytype.CU_MEMORYTYPE_DEVICE
+    params.srcDevice = src
+    return params
+
+
 def _to_device(dst: int) -> Any:
     params = bindings().CUDA_MEMCPY3D()
     params.dstMemoryType = bindings().CUmemorytype.CU_MEMORYTYPE_DEVICE
@@ -129,16 +161,16 @@ def _to_device(dst: int) -> Any:
     return params
 
 
-def _add_memcpy(graph: Handle, params: Any, nbytes: int) -> Handle:
-    params.WidthInBytes, params.Height, params.Depth = nbytes, 1, 1
+def _add_memcpy(graph: Handle, params: Any, width: int, height: int = 1) -> Handle:
+    params.WidthInBytes, params.Height, params.Depth = width, height, 1
     return call("cuGraphAddMemcpyNode", graph, None, 0, params, call("cuCtxGetCurrent"))
 
 
-def _add_memset(graph: Handle, dst: int, memset: Memset) -> Handle:
+def add_fill(graph: Handle, dst: int, filling: Filling) -> Handle:
+    """Add a fill to a graph, without edges, and return its node."""
     params = bindings().CUDA_MEMSET_NODE_PARAMS()
     params.dst = dst
-    params.value, params.elementSize = memset.value, memset.element_nbytes
-    params.width, params.height, params.pitch = memset.count, 1, 0
+    params.value, params.elementSize, params.width, params.height, params.pitch = filling
     return call("cuGraphAddMemsetNode", graph, None, 0, params, call("cuCtxGetCurrent"))
 
 

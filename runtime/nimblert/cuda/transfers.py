@@ -10,28 +10,28 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 
 from nimblert.arrays import dlpack, layouts, padding
 from nimblert.arrays.device_arrays import DeviceArray, DeviceOutput
-from nimblert.arrays.dtypes import numpy_dtype
 from nimblert.cuda import graph
 from nimblert.cuda.call_graphs import Arrival, Step
 from nimblert.cuda.copiers import PART_NBYTES, copied
 from nimblert.cuda.driver import Context, Handle, call
 from nimblert.cuda.memory import DeviceMemory, Staging, allocate
-from nimblert.cuda.movers import GatherKernels, Mover, copy_rows
+from nimblert.cuda.movers import GatherKernels, Mover, RowMover
+from nimblert.cuda.padded import PaddingMover
 from nimblert.cuda.pools import HostLayout, Lent, Pools
-from nimblert.errors import InputError
+from nimblert.dimensions import Shapes
 from nimblert.plan import ITEM_NBYTES, Tensor
 
 _SMALL_NBYTES = 2 * PART_NBYTES
 """Larger arrays are copied by several threads, and each part is uploaded when it is complete."""
 
-_MOST_LAYOUTS = 16
-"""The most layouts that are remembered for an input."""
+_MOST_KEPT = 256
+"""The most layouts that are remembered for an input, and the most shapes for all outputs."""
 
 _K = TypeVar("_K")
 _T = TypeVar("_T")
@@ -50,6 +50,10 @@ class _Way:
     device: int
     nbytes: int
     mover: Mover | None
+
+
+Given: TypeAlias = Sequence[tuple[Mover, int]]
+"""Arrays on the device, one for each input: one of `Inlet.movers` and an address."""
 
 
 class Inlet:
@@ -74,7 +78,7 @@ class Inlet:
         self._landing: dict[int, int] = {}
         self._ways: list[dict[tuple[int, ...], _Way]] = [{} for _ in tensors]
         self.movers: list[dict[bytes, Mover]] = [{} for _ in tensors]
-        """For each input its movers of device arrays, by `dlpack.raw_numbers` of their strides."""
+        """For each input its movers of device arrays, by `dlpack.raw_numbers` of their shape and strides."""
 
     def moved(self, memory: DeviceMemory) -> None:
         """Transfer to the inputs in this memory from now on."""
@@ -88,11 +92,12 @@ class Inlet:
         """
         if not self._nbytes[index]:
             return
-        if array.shape != self._tensors[index].shape:
-            self._pad(index, array, stream)
-            return
         if isinstance(array, DeviceArray):
-            self._from_device(index, array, stream)
+            self._mover_of(index, array).move(self._addresses[index], array.address, stream)
+            return
+        if array.shape != self._tensors[index].shape:
+            padding.place(self._staging.views[index], array, padding.filling(self._tensors[index]))
+            self._staging.upload(index, stream)
             return
         way = self._way_of(index, array)
         self._upload(way, array, stream)
@@ -104,51 +109,34 @@ class Inlet:
         found = []
         for index, array in enumerate(arrays):
             way = self._way_of(index, array)
-            steps = [partial(graph.add_upload, dst=way.device, src=way.host, nbytes=way.nbytes)]
+            steps: list[Step] = [partial(graph.add_upload, dst=way.device, src=way.host, nbytes=way.nbytes)]
             if way.mover is not None:
-                steps.append(partial(way.mover.add, to=self._addresses[index], source=way.device))
+                steps += way.mover.steps(self._addresses[index], way.device)
             found.append(Arrival(steps, way.staged))
         return found
 
-    def moves(self, arrays: Sequence[tuple[Mover, int]]) -> list[Step]:
-        """The transfers of device arrays, each given as one of its `movers` and an address, as nodes of a graph."""
+    def moves(self, arrays: Given) -> list[Arrival]:
+        """The transfers of device arrays as nodes of a graph."""
         return [
-            partial(mover.add, to=to, source=address)
-            for (mover, address), to in zip(arrays, self._addresses, strict=True)
+            Arrival(mover.steps(to, address)) for (mover, address), to in zip(arrays, self._addresses, strict=True)
         ]
 
-    def move(self, arrays: Sequence[tuple[Mover, int]], stream: Handle) -> None:
-        """Enqueue the transfer of a device array into every input, given as one of its `movers` and an address."""
+    def move(self, arrays: Given, stream: Handle) -> None:
+        """Enqueue the transfer of a device array into every input."""
         for (mover, address), to in zip(arrays, self._addresses, strict=True):
             mover.move(to, address, stream)
 
-    def _pad(self, index: int, array: np.ndarray | DeviceArray, stream: Handle) -> None:
-        tensor = self._tensors[index]
-        if not isinstance(array, DeviceArray):
-            padding.place(self._staging.views[index], array, padding.filling(tensor))
-            self._staging.upload(index, stream)
-            return
-        address, itemsize = self._addresses[index], ITEM_NBYTES[tensor.dtype]
-        _fill(address, tensor, stream)
-        gather = layouts.gather(array.shape, tensor.strides, array.strides)
-        if gather is not None:
-            self._kernels.mover(gather, itemsize).move(address, array.address, stream)
-            return
-        dense = layouts.dense_like(array.shape, tensor.strides)
-        gather = layouts.gather(array.shape, dense, array.strides)
-        if gather is None:
-            raise InputError(f"input {tensor.name!r}: strides {array.strides} cannot be laid out on the device")
-        landing = self._landing_of(index, prod(tensor.shape) * itemsize)
-        self._kernels.mover(gather, itemsize).move(landing, array.address, stream)
-        copy_rows((address, tensor.strides), (landing, dense), array.shape, itemsize, stream)
+    def _mover_of(self, index: int, array: DeviceArray) -> Mover:
+        layout = dlpack.raw_numbers((*array.shape, *array.strides))
+        mover = self.movers[index].get(layout)
+        return mover or remembered(self.movers[index], layout, self._mover(index, array))
 
-    def _from_device(self, index: int, array: DeviceArray, stream: Handle) -> None:
-        strides = dlpack.raw_numbers(array.strides)
-        mover = self.movers[index].get(strides)
-        if mover is None:
-            made = self._kernels.mover_to("input", self._tensors[index], array.strides)
-            mover = _remembered(self.movers[index], strides, made)
-        mover.move(self._addresses[index], array.address, stream)
+    def _mover(self, index: int, array: DeviceArray) -> Mover:
+        tensor = self._tensors[index]
+        if array.shape == tensor.shape:
+            return self._kernels.mover_to("input", tensor, array.strides)
+        landing = partial(self._landing_of, index, prod(tensor.shape) * ITEM_NBYTES[tensor.dtype])
+        return PaddingMover(self._kernels, tensor, array.shape, array.strides, landing)
 
     def _way_of(self, index: int, array: np.ndarray) -> _Way:
         way = self._ways[index].get(array.strides)
@@ -156,7 +144,7 @@ class Inlet:
             return way
         if not layouts.is_dense(array.shape, array.strides, array.itemsize):
             array = np.ascontiguousarray(array)
-        return _remembered(self._ways[index], array.strides, self._way(index, array))
+        return remembered(self._ways[index], array.strides, self._way(index, array))
 
     def _way(self, index: int, array: np.ndarray) -> _Way:
         """Of a dense array."""
@@ -204,63 +192,65 @@ class Outlet:
         self._addresses = [memory.address(tensor.pointer) for tensor in tensors]
         self._nbytes = [tensor.span_nbytes for tensor in tensors]
         self._layouts = [HostLayout.of(tensor) for tensor in tensors]
+        self._views = [_cropped(view, t.shape) for view, t in zip(staging.views, tensors, strict=True)]
+        self._memory = memory
         self._staging = staging
         self._kernels = kernels
         self._pools = pools
+        self._heads: dict[Shapes, Outlet] = {}
+
+    @property
+    def shapes(self) -> Shapes:
+        """The shapes of the outputs."""
+        return tuple(tensor.shape for tensor in self._tensors)
+
+    def cropped(self, shapes: Shapes) -> "Outlet":
+        """The transfers of the outputs cropped to these shapes."""
+        found = self._heads.get(shapes)
+        if found is not None:
+            return found
+        heads = [padding.head(tensor, shape) for tensor, shape in zip(self._tensors, shapes, strict=True)]
+        made = Outlet(heads, self._memory, self._staging, self._kernels, self._pools)
+        return remembered(self._heads, shapes, made)
 
     def moved(self, memory: DeviceMemory) -> None:
         """Transfer from the outputs in this memory from now on."""
+        self._memory = memory
         self._addresses = [memory.address(tensor.pointer) for tensor in self._tensors]
+        self._heads.clear()
 
-    def to_host(self, index: int, stream: Handle, *, reuse: bool, shape: tuple[int, ...] | None = None) -> np.ndarray:
+    def to_host(self, index: int, stream: Handle, *, reuse: bool) -> np.ndarray:
         """Enqueue the download of an output, and return the array that then holds it.
 
-        It is new, or with ``reuse`` a view of memory that the next run overwrites. ``shape`` crops the output.
+        It is new, or with ``reuse`` a view of memory that the next run overwrites.
         """
         if reuse or not self._nbytes[index]:
             self._staging.download(index, stream)
-            view = self._staging.views[index]
-            return view if shape is None else view[tuple(map(slice, shape))]
-        nbytes, layout = self._nbytes[index], self._layouts[index]
-        if shape is not None:
-            head = padding.head(self._tensors[index], shape)
-            nbytes, layout = head.span_nbytes, HostLayout.of(head)
-        lent = self._pools.host.take(nbytes)
-        call("cuMemcpyDtoHAsync", lent.address, self._addresses[index], nbytes, stream)
-        return layout.at(lent)
+            return self._views[index]
+        lent = self._pools.host.take(self._nbytes[index])
+        call("cuMemcpyDtoHAsync", lent.address, self._addresses[index], self._nbytes[index], stream)
+        return self._layouts[index].at(lent)
 
     def to_array(self, index: int, out: DeviceArray, stream: Handle) -> None:
-        """Enqueue the copy of an output, cropped to the array's shape, to a caller's array on the device."""
+        """Enqueue the copy of an output to a caller's array on the device."""
         tensor, address = self._tensors[index], self._addresses[index]
         itemsize = ITEM_NBYTES[tensor.dtype]
         gather = layouts.gather(out.shape, out.strides, tensor.strides)
         if gather is not None:
             self._kernels.mover(gather, itemsize).move(out.address, address, stream)
         else:
-            copy_rows((out.address, out.strides), (address, tensor.strides), out.shape, itemsize, stream)
+            RowMover(out.shape, out.strides, tensor.strides, itemsize).move(out.address, address, stream)
 
-    def to_device(
-        self,
-        index: int,
-        stream: Handle,
-        *,
-        reuse: bool,
-        is_waited_for: bool,
-        shape: tuple[int, ...] | None = None,
-    ) -> DeviceOutput:
+    def to_device(self, index: int, stream: Handle, *, reuse: bool, is_waited_for: bool) -> DeviceOutput:
         """As `to_host`, on the device: a new array, or with ``reuse`` a view of the program's own memory.
 
         ``is_waited_for``: whether the caller gets the output once ``stream`` has ended.
         """
-        tensor, nbytes = self._tensors[index], self._nbytes[index]
-        if shape is not None:
-            tensor = padding.head(tensor, shape)
-            nbytes = tensor.span_nbytes
-        lent = None
+        lent, nbytes = None, self._nbytes[index]
         if not reuse and nbytes:
             lent = self._pools.device.take(nbytes, stream, is_shared=not is_waited_for)
             call("cuMemcpyDtoDAsync", lent.address, self._addresses[index], nbytes, stream)
-        return self._output(index, tensor, lent)
+        return self._output(index, self._tensors[index], lent)
 
     def lend_host(self) -> list[Lent | None]:
         """New page-locked memory for each output; None for an empty one."""
@@ -302,7 +292,7 @@ class Outlet:
         """The outputs by name, as arrays over memory of `lend_host`."""
         results: dict[str, np.ndarray | DeviceOutput] = {}
         for index, (tensor, memory) in enumerate(zip(self._tensors, lent, strict=True)):
-            results[tensor.name] = self._staging.views[index] if memory is None else self._layouts[index].at(memory)
+            results[tensor.name] = self._views[index] if memory is None else self._layouts[index].at(memory)
         return results
 
     def on_device(self, lent: Sequence[Lent | None]) -> dict[str, np.ndarray | DeviceOutput]:
@@ -333,22 +323,13 @@ class Outlet:
         )
 
 
-def _fill(address: int, tensor: Tensor, stream: Handle) -> None:
-    """Fill all of an input with its padding value."""
-    value, nbytes = padding.filling(tensor), tensor.span_nbytes
-    if not value:
-        call("cuMemsetD8Async", address, 0, nbytes, stream)
-        return
-    words = np.array(value, numpy_dtype(tensor.dtype)).reshape(1).view(f"u{min(ITEM_NBYTES[tensor.dtype], 4)}")
-    pitch = ITEM_NBYTES[tensor.dtype]
-    for position, word in enumerate(words.tolist()):
-        bits = 8 * words.itemsize
-        call(f"cuMemsetD2D{bits}Async", address + position * 4, pitch, word, 1, nbytes // pitch, stream)
+def _cropped(view: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    return view if view.shape == shape else view[tuple(map(slice, shape))]
 
 
-def _remembered(known: dict[_K, _T], strides: _K, found: _T) -> _T:
-    """Remember what was found for these strides; forget all others once there are too many."""
-    if len(known) >= _MOST_LAYOUTS:
+def remembered(known: dict[_K, _T], key: _K, found: _T) -> _T:
+    """Remember what was found for this key; forget all others once there are too many."""
+    if len(known) >= _MOST_KEPT:
         known.clear()
-    known[strides] = found
+    known[key] = found
     return found

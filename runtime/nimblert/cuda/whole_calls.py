@@ -4,18 +4,16 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
 from functools import cached_property, partial
-from typing import TypeAlias
 
 import numpy as np
 
 from nimblert.calls.binding import VECTOR_NBYTES, fills_memory
 from nimblert.cuda import graph
-from nimblert.cuda.call_graphs import Arrival, CallGraph, CallGraphs, Recipe
+from nimblert.cuda.call_graphs import Arrival, CallGraph, CallGraphs, Recipe, Step
 from nimblert.cuda.driver import Context, Handle
 from nimblert.cuda.memory import DeviceMemory
-from nimblert.cuda.movers import Mover
 from nimblert.cuda.pools import Lent
-from nimblert.cuda.transfers import Inlet, Outlet
+from nimblert.cuda.transfers import Given, Inlet, Outlet
 from nimblert.ordering import pieces
 from nimblert.plan import Program, Region, Tensor
 
@@ -24,9 +22,6 @@ _ENOUGH_ON_DEVICE = 16
 """The number of equal calls before they get a graph: calls with inputs of the same layouts, on the device at the same
 addresses, and for a whole call with outputs at the same addresses too. Making the graph takes longer than it saves in
 one call."""
-
-Given: TypeAlias = Sequence[tuple[Mover, int]]
-"""Inputs on the device: for each one of `Inlet.movers` and an address."""
 
 
 class WholeCalls:
@@ -64,38 +59,45 @@ class WholeCalls:
         made = Recipe(self._built, arrivals, self._outlet.downloads(lent) if lent else ()).instantiated()
         return CallGraph(made, [arrival.staged for arrival in arrivals if arrival.staged is not None])
 
-    def from_device(self, arrays: Given, lent: Sequence[Lent | None]) -> tuple[CallGraph | None, bool]:
-        """As `from_host`, for device arrays."""
+    def from_device(
+        self, arrays: Given, lent: Sequence[Lent | None], outlet: Outlet
+    ) -> tuple[CallGraph | None, bool]:
+        """As `from_host`, for device arrays; ``outlet`` is cropped where their movers pad."""
         given = tuple(arrays)
         key = given, tuple([memory and memory.address for memory in lent])
-        found = self._whole.find(key, _ENOUGH_ON_DEVICE, partial(self._made_in_place, arrays, lent))
+        found = self._whole.find(key, _ENOUGH_ON_DEVICE, partial(self._made_in_place, arrays, lent, outlet))
         if found is not None:
             return found, True
         return self._arriving.find(given, _ENOUGH_ON_DEVICE, partial(self._made_for_device, arrays)), False
 
     def _made_for_device(self, arrays: Given) -> CallGraph:
-        return CallGraph(Recipe(self._built, [Arrival([step]) for step in self._inlet.moves(arrays)]).instantiated())
+        return CallGraph(Recipe(self._built, self._inlet.moves(arrays)).instantiated())
 
-    def _made_in_place(self, arrays: Given, lent: Sequence[Lent | None]) -> CallGraph:
+    def _made_in_place(self, arrays: Given, lent: Sequence[Lent | None], outlet: Outlet) -> CallGraph:
         """The program over these arrays, where its kernels may use them, and over the new memory for its outputs.
 
         The inputs are also copied to its own memory, for `replay`.
         """
         elsewhere: dict[tuple[Region, int], int] = {}
-        arrivals, beside = [], []
+        arrivals: list[Arrival] = []
+        beside: list[Step] = []
         inputs, outputs = self._movable
-        steps = self._inlet.moves(arrays)
-        for tensor, may_move, (mover, address), step in zip(self._program.inputs, inputs, arrays, steps, strict=True):
+        moves = self._inlet.moves(arrays)
+        outputs = [
+            may_move and shape == tensor.shape
+            for may_move, shape, tensor in zip(outputs, outlet.shapes, self._program.outputs, strict=True)
+        ]
+        for tensor, may_move, (mover, address), move in zip(self._program.inputs, inputs, arrays, moves, strict=True):
             if may_move and mover.is_copy and address % VECTOR_NBYTES == 0:
                 elsewhere[Region.INPUT, tensor.pointer.index] = address
-                beside.append(step)
+                beside += move.steps
             else:
-                arrivals.append(Arrival([step]))
+                arrivals.append(move)
         for tensor, may_move, memory in zip(self._program.outputs, outputs, lent, strict=True):
             if may_move and memory is not None:
                 elsewhere[Region.OUTPUT, tensor.pointer.index] = memory.address
         copied = [None if may_move else memory for may_move, memory in zip(outputs, lent, strict=True)]
-        departures = self._outlet.copies(copied)
+        departures = outlet.copies(copied)
         with closing(Context(self._device)) as context:
             built = graph.build(context, self._program, self._functions, self._memory.rebased(elsewhere))
             return CallGraph(Recipe(built, arrivals, departures, beside).instantiated())
