@@ -12,11 +12,12 @@ from nimblert.arena import Arena
 from nimblert.arrays.device_arrays import DeviceArray
 from nimblert.calls.backend import Backend, Backends, Resident
 from nimblert.calls.binding import Bindings
+from nimblert.calls.direct_calls import DirectCalls
 from nimblert.calls.entries import Entries, Entry, Signature
 from nimblert.calls.outputs import checked_out
 from nimblert.calls.parts import serve
 from nimblert.calls.state import State, Working
-from nimblert.calls.turn import DirectCall, Relaunch, Steps, Turn
+from nimblert.calls.turn import Relaunch, Steps, Turn
 from nimblert.dimensions import Shapes
 from nimblert.errors import InputError
 from nimblert.extents import extent_problems, region_sizes
@@ -47,7 +48,7 @@ class Context:
         self._signatures = Entries(plan)
         self._bindings = {name: Bindings(self._signatures[name]) for name in self._signatures.names}
         self._turn = Turn(plan.programs[0], self._noun, self._again, waits=self._waits)
-        self._direct: dict[str, DirectCall] = {}
+        self._direct = DirectCalls()
         self._relaunch: Relaunch | None = None
         self._working = resident.working(None if arena is None else arena.memory, poison=poison)
         self._backends = Backends(plan, resident, self._working, poison=poison)
@@ -285,9 +286,8 @@ class Context:
                 self._turn.check_ready()
                 bindings.check_unchanged(changes)
                 self._turn.parts = 1
-                backend = self._backend(signature.programs[0])
-                results = backend.call(plain, out, reuse_outputs=reuse_outputs, stream=None)
-                self._call_directly(signature)
+                results = self._backend(signature.programs[0]).call(plain, {}, reuse_outputs=reuse_outputs, stream=None)
+                self._call_directly(signature, arrays)
                 return results
         handle = None if stream is None else working.stream_handle(stream)
         take = working.take if handle is None else partial(working.take, stream=handle)
@@ -306,15 +306,15 @@ class Context:
                 results = serve(chosen, checked, taken, self._backend, reuse_outputs=reuse_outputs, stream=handle)
                 shapes = tuple(array.shape for array in checked), chosen.parts[0].shapes
             if usual and self.plan.target is Target.CUDA and self._turn.parts == 1:
-                self._call_directly(signature, shapes if program is None else None)
+                self._call_directly(signature, arrays, shapes if program is None else None)
         results |= {**bindings.outputs(), **out}
         return {tensor.name: results[tensor.name] for tensor in chosen.outputs}
 
-    def _call_directly(self, signature: Signature, shapes: tuple[Shapes, Shapes] | None = None) -> None:
-        """Let later calls of an entry like the last one be direct calls; see `Backend.direct` for ``shapes``."""
+    def _call_directly(self, signature: Signature, arrays: Arrays, shapes: tuple[Shapes, Shapes] | None = None) -> None:
+        """Let later calls like the last one be direct calls where they are usual ones; see `Backend.direct`."""
         direct = self._backends[self._turn.program.name].direct(self._turn, shapes)
         if direct is not None:
-            self._direct[signature.name] = direct
+            self._direct.add(signature, arrays, direct)
 
     def _choose(self, signature: Signature, arrays: Arrays) -> tuple[Program, list[np.ndarray | DeviceArray]]:
         """The program that takes these arrays and the bound ones in one run, and all its inputs in order."""

@@ -16,7 +16,7 @@ from copying import copying, drawn, laid_out, on_host, strides
 from host_driver import HostDriver
 
 import nimblert
-from nimblert import CudaError, Executable
+from nimblert import CudaError, Executable, InputError
 from nimblert.arrays import padding
 from nimblert.arrays.dtypes import numpy_dtype
 from nimblert.arrays.layouts import element_strides
@@ -138,6 +138,33 @@ def test_calls_that_come_again_are_one_launch(model: Executable, put: Put, host:
     assert torch.equal(torch.from_dlpack(model(tensor)), tensor)
     assert host.calls.keys() <= {"cuCtxSetCurrent", "cuGraphLaunch", "cuStreamSynchronize", "cuCtxRecordEvent"}
     assert host.calls["cuGraphLaunch"] == 1
+
+
+@on_host
+def test_calls_of_many_sizes_are_one_launch_each(model: Executable, put: Put, host: HostDriver) -> None:
+    tensors = [put(drawn(rows, (rows, *REST), "int64") + 7) for rows in (5, 2, 7, 8)]
+    for _ in range(80):
+        for tensor in tensors:
+            model(tensor)
+    host.calls.clear()
+    for tensor in tensors:
+        assert torch.equal(torch.from_dlpack(model(tensor)), tensor)
+    assert host.calls["cuGraphLaunch"] == len(tensors)
+    assert host.calls.keys() <= {"cuCtxSetCurrent", "cuGraphLaunch", "cuStreamSynchronize", "cuCtxRecordEvent"}
+
+
+@on_host
+def test_arrays_of_symbolic_sizes_are_refused_after_direct_calls_too(model: Executable, put: Put) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    tensor = put(drawn(1, (5, *REST), "int64") + 7)
+    model(tensor)
+    with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True) as mode:
+        fake = mode.from_tensor(tensor, static_shapes=False)
+    with pytest.raises(InputError, match="input 'x': "):
+        model(fake)
+    assert torch.equal(torch.from_dlpack(model(tensor)), tensor)
 
 
 @on_host
