@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from copying import copying, drawn
+from copying import copying, drawn, on_host
 from host_driver import HostDriver
 
 import nimblert
@@ -111,6 +111,7 @@ def test_what_does_not_fit_changes_nothing(put: Callable[[np.ndarray], Any]) -> 
         assert all(np.array_equal(array, drawn(0, SHAPE)) for array in model(drawn(1, SHAPE)))
 
 
+@on_host
 def test_a_graph_is_kept_for_the_next_refit_of_the_same_weights(host: HostDriver) -> None:
     with nimblert.load(weighted()) as model:
         model.refit({"w": drawn(1, SHAPE)})
@@ -124,6 +125,7 @@ def test_a_graph_is_kept_for_the_next_refit_of_the_same_weights(host: HostDriver
     assert not host.allocated
 
 
+@on_host
 def test_arrays_are_permuted_on_the_device(host: HostDriver) -> None:
     with nimblert.load(weighted()) as model:
         w = drawn(1, SHAPE)
@@ -134,6 +136,7 @@ def test_arrays_are_permuted_on_the_device(host: HostDriver) -> None:
             assert host.calls.get("cuLaunchKernel", 0) - launched == (given.flags.f_contiguous)
 
 
+@on_host
 def test_the_graph_of_other_weights_replaces_the_one_before(host: HostDriver) -> None:
     plan = twice_weighted()
     with nimblert.load(plan) as model:
