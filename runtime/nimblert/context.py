@@ -299,14 +299,15 @@ class Context:
         with self._running():
             self._turn.check_ready()
             bindings.check_unchanged(changes)
-            self._turn.parts = 1 if isinstance(chosen, Program) else len(chosen.parts)
             if isinstance(chosen, Program):
+                self._turn.parts, shapes = 1, None
                 results = self._backend(chosen).call(checked, taken, reuse_outputs=reuse_outputs, stream=handle)
             else:
-                results = serve(chosen, checked, taken, self._backend, reuse_outputs=reuse_outputs, stream=handle)
+                self._turn.parts = len(chosen.parts)
                 shapes = tuple(array.shape for array in checked), chosen.parts[0].shapes
+                results = serve(chosen, checked, taken, self._backend, reuse_outputs=reuse_outputs, stream=handle)
             if usual and self.plan.target is Target.CUDA and self._turn.parts == 1:
-                self._call_directly(signature, arrays, shapes if program is None else None)
+                self._call_directly(signature, arrays, shapes)
         results |= {**bindings.outputs(), **out}
         return {tensor.name: results[tensor.name] for tensor in chosen.outputs}
 

@@ -13,6 +13,7 @@ from copying import ORDERS, copying, drawn, laid_out
 
 import nimblert
 from nimblert import InputError
+from nimblert.cuda import transfers
 from nimblert.plan import Fit, Plan, Program
 
 pytest_plugins = ("gpu_memory",)
@@ -41,6 +42,14 @@ def sized(order: tuple[int, ...], fit: Fit, dtype: str = "float32", first: int =
     return replace(plans[0], programs=tuple(map(program, plans, SIZES)))
 
 
+@pytest.fixture(params=["small", "large"])
+def _size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large arrays of the host are padded on the device, small ones before they are uploaded."""
+    if request.param == "large":
+        monkeypatch.setattr(transfers, "_SMALL_NBYTES", 0)
+
+
+@pytest.mark.usefixtures("_size")
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
 def test_any_number_of_rows(put: Callable[[np.ndarray], Any], order: tuple[int, ...]) -> None:
     with nimblert.load(sized(order, Fit.SPLIT), poison=True) as model:
@@ -48,6 +57,7 @@ def test_any_number_of_rows(put: Callable[[np.ndarray], Any], order: tuple[int, 
             x = drawn(rows, (rows, *REST))
             for layout in ORDERS.values():
                 assert np.array_equal(model(laid_out(x, layout)), x)
+            assert np.array_equal(model(np.repeat(x, 2, axis=2)[:, :, ::2]), x)
             tensor = put(x)
             for given in (tensor, tensor.to(memory_format=torch.channels_last), tensor.flip(0).flip(0)):
                 assert torch.equal(torch.from_dlpack(model(given)), tensor)
@@ -77,6 +87,7 @@ def test_what_is_padded_is_not_split(put: Callable[[np.ndarray], Any]) -> None:
             model(put(drawn(1, (6, *REST))))
 
 
+@pytest.mark.usefixtures("_size")
 @pytest.mark.parametrize("first", [0, 7])
 def test_the_rest_holds_values_of_the_input(put: Callable[[np.ndarray], Any], first: int) -> None:
     with nimblert.load(sized(ORDERS["contiguous"], Fit.SPLIT, "int64", first), poison=True) as model:

@@ -75,8 +75,8 @@ class Inlet:
         """Whether every input is too small to be copied by several threads."""
         self._staging = staging
         self._kernels = kernels
-        self._landing: dict[int, int] = {}
-        self._ways: list[dict[tuple[int, ...], _Way]] = [{} for _ in tensors]
+        self._landing: dict[tuple[int, str], int] = {}
+        self._ways: list[dict[Shapes, _Way]] = [{} for _ in tensors]
         self.movers: list[dict[bytes, Mover]] = [{} for _ in tensors]
         """For each input its movers of device arrays, by `dlpack.raw_numbers` of their shape and strides."""
 
@@ -95,7 +95,7 @@ class Inlet:
         if isinstance(array, DeviceArray):
             self._mover_of(index, array).move(self._addresses[index], array.address, stream)
             return
-        if array.shape != self._tensors[index].shape:
+        if array.shape != self._tensors[index].shape and array.nbytes <= _SMALL_NBYTES:
             padding.place(self._staging.views[index], array, padding.filling(self._tensors[index]))
             self._staging.upload(index, stream)
             return
@@ -135,16 +135,20 @@ class Inlet:
         tensor = self._tensors[index]
         if array.shape == tensor.shape:
             return self._kernels.mover_to("input", tensor, array.strides)
-        landing = partial(self._landing_of, index, prod(tensor.shape) * ITEM_NBYTES[tensor.dtype])
-        return PaddingMover(self._kernels, tensor, array.shape, array.strides, landing)
+        return self._padding_mover(index, array.shape, array.strides)
+
+    def _padding_mover(self, index: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Mover:
+        landing = partial(self._landing_of, index, "permuted")
+        return PaddingMover(self._kernels, self._tensors[index], shape, strides, landing)
 
     def _way_of(self, index: int, array: np.ndarray) -> _Way:
-        way = self._ways[index].get(array.strides)
+        way = self._ways[index].get((array.shape, array.strides))
         if way is not None:
             return way
         if not layouts.is_dense(array.shape, array.strides, array.itemsize):
             array = np.ascontiguousarray(array)
-        return remembered(self._ways[index], array.strides, self._way(index, array))
+        made = self._way(index, array) if array.shape == self._tensors[index].shape else self._padded_way(index, array)
+        return remembered(self._ways[index], (array.shape, array.strides), made)
 
     def _way(self, index: int, array: np.ndarray) -> _Way:
         """Of a dense array."""
@@ -157,13 +161,25 @@ class Inlet:
         if gather.is_copy:
             return _Way(staged, host, address, array.nbytes, None)
         mover = self._kernels.mover(gather, array.itemsize)
-        return _Way(staged, host, self._landing_of(index, array.nbytes), array.nbytes, mover)
+        return _Way(staged, host, self._landing_of(index, "uploaded"), array.nbytes, mover)
 
-    def _landing_of(self, index: int, nbytes: int) -> int:
-        """Device memory for an array before it is permuted into an input."""
-        if index not in self._landing:
-            self._landing[index] = allocate(self._context, nbytes)
-        return self._landing[index]
+    def _padded_way(self, index: int, array: np.ndarray) -> _Way:
+        """Of a dense array of a smaller shape."""
+        memory, host = self._staging.bytes_of(index)
+        dense = layouts.dense_like(array.shape, self._tensors[index].strides)
+        strides = layouts.element_strides(array)
+        if layouts.gather(array.shape, dense, strides) is None:  # then it is permuted on the host
+            strides = dense
+        staged = np.ndarray(array.shape, array.dtype, memory, strides=[stride * array.itemsize for stride in strides])
+        mover = self._padding_mover(index, array.shape, strides)
+        return _Way(staged, host, self._landing_of(index, "uploaded"), array.nbytes, mover)
+
+    def _landing_of(self, index: int, state: str) -> int:
+        """Device memory for an array before it is permuted or padded into an input; each ``state`` has its own."""
+        if (index, state) not in self._landing:
+            tensor = self._tensors[index]
+            self._landing[index, state] = allocate(self._context, prod(tensor.shape) * ITEM_NBYTES[tensor.dtype])
+        return self._landing[index, state]
 
     def _upload(self, way: _Way, array: np.ndarray, stream: Handle) -> None:
         if way.nbytes <= _SMALL_NBYTES or way.staged.strides != array.strides:
