@@ -336,9 +336,15 @@ class CudaBackend:
         They are taken by events before and after the node, in the same graph, and include the time of the events.
         """
         self._begin(self._stream)
+        with self._two_events() as (begin, end):
+            return [self._time_alone(command, begin, end) for command in self._work()]
+
+    @contextmanager
+    def _two_events(self) -> Iterator[tuple[Handle, Handle]]:
+        """Two events that tell the time between them, for the block."""
         with closing(Context(self._device)) as context:
             begin, end = (context.acquire(call("cuEventCreate", 0), "cuEventDestroy") for _ in range(2))
-            return [self._time_alone(command, begin, end) for command in self._work()]
+            yield begin, end
 
     def _time_alone(self, command: Work, begin: Handle, end: Handle) -> int:
         with self._run_once() as single:
@@ -379,8 +385,7 @@ class CudaBackend:
         """GPU time in microseconds of each of ``count`` replays, between two events."""
         self._begin(self._stream)
         times = np.empty(count)
-        with closing(Context(self._device)) as context:
-            begin, end = (context.acquire(call("cuEventCreate", 0), "cuEventDestroy") for _ in range(2))
+        with self._two_events() as (begin, end):
             for i in range(count):
                 call("cuEventRecord", begin, self._stream)
                 call("cuGraphLaunch", self._executable, self._stream)

@@ -72,7 +72,7 @@ class _Pool:
             self._context.close()
 
     def _is_idle_after(self, block: Any) -> bool:
-        """Whether the block may be reused, by work that waits for everything enqueued on the GPU so far."""
+        """Whether a shared block may be reused, by work that waits for everything enqueued on the GPU so far."""
         raise NotImplementedError
 
     def _new(self, nbytes: int) -> Any:
@@ -130,9 +130,6 @@ class PageLockedPool(_Pool):
         address, _ = self._take(nbytes)
         return Lent(self, address, nbytes, address, is_shared=False)
 
-    def _is_idle_after(self, block: Any) -> bool:
-        raise AssertionError(f"page-locked memory is never shared: {block:#x}")
-
     def _new(self, nbytes: int) -> int:
         return int(call("cuMemHostAlloc", max(nbytes, 1), 0))
 
@@ -147,7 +144,7 @@ class DevicePool(_Pool):
         """A block of ``nbytes``, for work on ``stream``; not ``is_shared`` where that is waited for."""
         block, was_shared = self._take(nbytes)
         address, event = block
-        lent = Lent(self, block, nbytes, address, is_shared=True)
+        lent = Lent(self, block, nbytes, address, is_shared=True)  # until the wait below is enqueued
         if was_shared:
             call("cuStreamWaitEvent", stream, event, 0)
         lent.is_shared = is_shared

@@ -1,7 +1,7 @@
 """Refits on a GPU: weights are replaced in place, by copies and by the commands of refits."""
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial
 from typing import TypeAlias
 
@@ -41,9 +41,7 @@ class Refitter:
         Everything that can fail comes first: memory is allocated, the graph is built, ``ready`` is called. Raises
         InputError, CudaError.
         """
-        with ExitStack() as owned:
-            context = Context(self._device)
-            owned.callback(context.close)
+        with closing(Context(self._device)) as context:
             prepared = self._prepare([given.program for given in refits])
             steps = self._copies(context, refits, prepared)
             call("cuCtxSynchronize")  # launches may still be running
