@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from calling import Calling
 from families import FAMILIES
 from rewriting import DenseNet
 from torch import Tensor, fx, nn
@@ -260,15 +261,6 @@ def test_in_place_calls_on_memory_of_one_value_are_plain_calls() -> None:
     assert names == ["convolution", "relu", "convolution", "add", "relu", "hardtanh"]
 
 
-class _Calls(nn.Module):
-    def __init__(self, function: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self._function = function
-
-    def forward(self, x: Tensor) -> Any:
-        return self._function(x)
-
-
 @pytest.mark.usefixtures("_exported_once")
 @pytest.mark.parametrize(
     "function",
@@ -284,7 +276,7 @@ class _Calls(nn.Module):
     ids=["again", "itself", "later view", "another shape", "inside a call", "shape inside a call", "nothing written"],
 )
 def test_the_value_of_a_name_is_what_was_written_last(function: Callable[[Tensor], Tensor]) -> None:
-    module = _compare(_Calls(function), torch.randn(3, 4))
+    module = _compare(Calling(function), torch.randn(3, 4))
     assert not any(n.op == "call_function" and n.target._schema.is_mutable for n in module.graph.nodes)
 
 
@@ -302,13 +294,13 @@ def test_the_value_of_a_name_is_what_was_written_last(function: Callable[[Tensor
     ids=["view is read", "through a view", "another dtype", "constant", "view", "read before", "view read before"],
 )
 def test_in_place_calls_that_something_sees(function: Callable[[Tensor], Tensor]) -> None:
-    module = _compare(_Calls(function), torch.randn(3, 4))
+    module = _compare(Calling(function), torch.randn(3, 4))
     assert not any(n.op == "call_function" and n.target._schema.is_mutable for n in module.graph.nodes)
 
 
 def test_statistics_that_a_call_writes_are_refused() -> None:
     mean, variance = torch.zeros(4), torch.ones(4)
-    model = _Calls(lambda x: nn.functional.batch_norm(x, mean, variance, training=True))
+    model = Calling(lambda x: nn.functional.batch_norm(x, mean, variance, training=True))
     with pytest.raises((TraceError, UnsupportedModelError)):
         trace(model, (torch.randn(3, 4),))
 
@@ -335,4 +327,4 @@ def test_instance_norms_are_group_norms_of_one_channel() -> None:
 
 def test_a_call_that_only_checks_values_is_refused() -> None:
     with pytest.raises(TraceError, match="returns nothing: it checks values"):
-        trace(_Calls(torch.linalg.inv), (torch.randn(4, 4),))
+        trace(Calling(torch.linalg.inv), (torch.randn(4, 4),))

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from calling import Calling
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
@@ -66,18 +67,6 @@ def test_a_training_step_is_recorded_as_its_export_is(
     assert recorded.nest is not None
     assert exported.nest is not None
     assert recorded.nest(results) == exported.nest(results) == {"loss": results[0]}
-
-
-class Calling(nn.Module):
-    """A function as a module."""
-
-    def __init__(self, function: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Any:
-        """What the function returns."""
-        return self.function(x)
 
 
 def test_writes_in_place_become_values() -> None:
