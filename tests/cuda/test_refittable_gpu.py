@@ -83,7 +83,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[s
 def plans(weights: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Case], list[Plan]]]:
     """The plans of a case with some weights and with others; all are compiled side by side."""
     import drawn_times
-    from gpu_compile import at_once
+    from concurrency import compilations
 
     from nimblec.compiler import compile_model
 
@@ -95,7 +95,7 @@ def plans(weights: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ca
         return compile_model(model, options=options, output=output, observer=lambda *_: None).plan
 
     folder = tmp_path_factory.mktemp("plans")
-    with pytest.MonkeyPatch.context() as patched, ThreadPoolExecutor(at_once()) as pool:
+    with pytest.MonkeyPatch.context() as patched, ThreadPoolExecutor(compilations()) as pool:
         patched.setenv("TORCHINDUCTOR_COMPILE_THREADS", "4")
         drawn_times.begin(patched)
         jobs: dict[Case, list[Future[Plan]]] = {

@@ -171,6 +171,11 @@ class HostDriver:
 
     _cuMemFree = _cuMemFreeHost = _free
 
+    def _cuPointerGetAttribute(self, attribute: Any, address: int) -> Any:
+        del attribute
+        known = any(start <= address < start + memory.size for start, memory in self.allocated.items())
+        return (_SUCCESS, real.CUmemorytype.CU_MEMORYTYPE_HOST) if known else (_INVALID, None)
+
     def _copy(self, to: Any, source: Any, nbytes: int, stream: Any = None) -> None:
         if stream is not None:
             self.copies.append(int(stream))
@@ -333,3 +338,33 @@ class HostDriver:
 def _array(address: int, shape: Sequence[int], strides: Sequence[int], itemsize: int) -> np.ndarray:
     interface = {"version": 3, "typestr": f"|V{itemsize}", "shape": tuple(shape), "strides": tuple(strides)}
     return np.asarray(SimpleNamespace(__array_interface__={**interface, "data": (address, False)}))
+
+
+class LateDriver(HostDriver):
+    """A driver whose uploads wait until something waits for them, or for an event that was recorded after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._enqueued: list[tuple[Any, ...]] = []
+        self._before: dict[int, int] = {}
+        """How many copies had been enqueued when an event was recorded."""
+        self._done = 0
+
+    def _cuMemcpyHtoDAsync(self, to: Any, source: Any, nbytes: int, stream: Any = None) -> None:
+        del stream
+        self._enqueued.append((to, source, nbytes))
+
+    def _cuEventRecord(self, event: Any, stream: Any) -> None:
+        del stream
+        self._before[int(event)] = len(self._enqueued)
+
+    def _cuEventSynchronize(self, event: Any) -> None:
+        self._run(self._before.get(int(event), 0))
+
+    def _cuCtxSynchronize(self) -> None:
+        self._run(len(self._enqueued))
+
+    def _run(self, until: int) -> None:
+        for copy in self._enqueued[self._done : until]:
+            self._copy(*copy)
+        self._done = max(self._done, until)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
-from functools import partial
+from functools import cached_property, partial
 from typing import TypeAlias
 
 import numpy as np
@@ -14,6 +14,7 @@ from nimblert.cuda import graph
 from nimblert.cuda.driver import Context, Handle, call
 from nimblert.cuda.memory import Bases, DeviceMemory, allocate
 from nimblert.cuda.movers import GatherKernels
+from nimblert.cuda.uploads import Upload, Uploader
 from nimblert.plan import Program, Region, Tensor
 
 _STREAM = 0
@@ -43,12 +44,15 @@ class Refitter:
         """
         with closing(Context(self._device)) as context:
             prepared = self._prepare([given.program for given in refits])
-            steps = self._copies(context, refits, prepared)
+            moves, uploads = self._copies(context, refits, prepared)
+            uploader = prepared.uploader if uploads else None
             call("cuCtxSynchronize")  # launches may still be running
             ready()
             context.make_current()  # ready() may have changed it
-            for step in steps:
-                step()
+            for move in moves:
+                move()
+            if uploader is not None:
+                uploader.enqueue(uploads, _STREAM)
             if prepared.executable is not None:
                 call("cuGraphLaunch", prepared.executable, _STREAM)
             call("cuCtxSynchronize")
@@ -60,8 +64,10 @@ class Refitter:
             self._prepared = _Prepared(self._device, programs, self._weights, self._functions)
         return self._prepared
 
-    def _copies(self, context: Context, refits: Sequence[Refit], prepared: "_Prepared") -> list[_Step]:
-        """Functions that enqueue the copies of the arrays to their places, in the layouts that the plan has there."""
+    def _copies(
+        self, context: Context, refits: Sequence[Refit], prepared: "_Prepared"
+    ) -> tuple[list[_Step], list[Upload]]:
+        """The copies of the arrays on the device and on the host to their places, in the layouts of the plan."""
         todo = [
             (tensor, array, memory.address(tensor.pointer))
             for given, memory in zip(refits, prepared.memories, strict=True)
@@ -69,32 +75,28 @@ class Refitter:
             if array is not None and tensor.span_nbytes
         ]
         landing = allocate(context, max((tensor.span_nbytes for tensor, _, _ in todo), default=0))
-        return [
-            self._from_device(tensor, array, target)
-            if isinstance(array, DeviceArray)
-            else self._from_host(tensor, array, target, landing)
-            for tensor, array, target in todo
-        ]
+        moves: list[_Step] = []
+        uploads: list[Upload] = []
+        for tensor, array, target in todo:
+            if isinstance(array, DeviceArray):
+                moves.append(self._move(tensor, array, target))
+            else:
+                uploads.append(self._upload(tensor, array, target, landing))
+        return moves, uploads
 
-    def _from_device(self, tensor: Tensor, array: DeviceArray, target: int) -> _Step:
+    def _move(self, tensor: Tensor, array: DeviceArray, target: int) -> _Step:
         return partial(self._kernels.mover_to("weight", tensor, array.strides).move, target, array.address, _STREAM)
 
-    def _from_host(self, tensor: Tensor, array: np.ndarray, target: int, landing: int) -> _Step:
+    def _upload(self, tensor: Tensor, array: np.ndarray, target: int, landing: int) -> Upload:
         """A dense array is uploaded as it lies, to memory that all share in turn, and permuted on the GPU."""
         if not layouts.is_dense(array.shape, array.strides, array.itemsize):
             array = np.ascontiguousarray(array)
         gather = layouts.gather(tensor.shape, tensor.strides, layouts.element_strides(array))
         if gather is None or gather.is_copy:
             order = sorted(range(array.ndim), key=lambda axis: -tensor.strides[axis])
-            return _upload(target, np.ascontiguousarray(array.transpose(order)))
-        upload = _upload(landing, layouts.in_memory_order(array))
-        mover = self._kernels.mover(gather, array.itemsize)
-
-        def step() -> None:
-            upload()
-            mover.move(target, landing, _STREAM)
-
-        return step
+            return Upload(target, _bytes_of(np.ascontiguousarray(array.transpose(order))))
+        permute = partial(self._kernels.mover(gather, array.itemsize).move, target, landing, _STREAM)
+        return Upload(landing, _bytes_of(layouts.in_memory_order(array)), permute)
 
     def close(self) -> None:
         """Free the graph and its memory."""
@@ -103,8 +105,8 @@ class Refitter:
             self._prepared = None
 
 
-def _upload(target: int, array: np.ndarray) -> _Step:
-    return lambda: call("cuMemcpyHtoDAsync", target, array.ctypes.data, array.nbytes, _STREAM)
+def _bytes_of(array: np.ndarray) -> np.ndarray:
+    return array.reshape(-1).view(np.uint8)
 
 
 class _Prepared:
@@ -114,7 +116,7 @@ class _Prepared:
         self.programs = programs
         self.executable: Handle | None = None
         with ExitStack() as owned:
-            context = Context(device)
+            self._context = context = Context(device)
             owned.callback(context.close)
             self.memories = [_memory(context, program, weights) for program in programs]
             built = [
@@ -126,6 +128,11 @@ class _Prepared:
                 self.executable = context.acquire(_beside_each_other(built), "cuGraphExecDestroy")
                 call("cuGraphUpload", self.executable, _STREAM)
             self.close = owned.pop_all().close
+
+    @cached_property
+    def uploader(self) -> Uploader:
+        """For arrays on the host."""
+        return Uploader(self._context)
 
 
 def _memory(context: Context, program: Program, weights: Bases) -> DeviceMemory:

@@ -1,0 +1,105 @@
+"""Uploads of many arrays of any size, through page-locked memory that several threads fill."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from itertools import accumulate, chain
+
+import numpy as np
+
+from nimblert.cuda import driver
+from nimblert.cuda.copiers import PART_NBYTES, each_copied
+from nimblert.cuda.driver import NO_TIMING, Context, Handle, call
+from nimblert.cuda.memory import host_bytes
+
+_HALF_NBYTES = 8 * PART_NBYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """Bytes for the device memory at ``target``; ``then`` enqueues what follows them on the stream."""
+
+    target: int
+    source: np.ndarray
+    then: Callable[[], object] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Part(Upload):
+    """A part of an upload; ``staged_nbytes`` is 0 where CUDA reads the source directly."""
+
+    staged_nbytes: int = field(kw_only=True)
+
+
+class Uploader:
+    """Page-locked memory of two halves: while one is uploaded, the other is filled.
+
+    The driver would copy pageable memory through memory of its own, too, but with one thread that waits for the stream.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._address = int(context.acquire(call("cuMemHostAlloc", 2 * _HALF_NBYTES, 0), "cuMemFreeHost"))
+        self._bytes = host_bytes(self._address, 2 * _HALF_NBYTES)
+        self._read = [context.acquire(call("cuEventCreate", NO_TIMING), "cuEventDestroy") for _ in range(2)]
+
+    def enqueue(self, uploads: Iterable[Upload], stream: Handle) -> None:
+        """Enqueue ``uploads`` in their order; their sources are read by the time ``stream`` has done them."""
+        for number, parts in enumerate(_halves(uploads)):
+            half = number % 2
+            call("cuEventSynchronize", self._read[half])
+            self._enqueue(parts, half * _HALF_NBYTES, stream)
+            call("cuEventRecord", self._read[half], stream)
+
+    def _enqueue(self, parts: Sequence[_Part], begin: int, stream: Handle) -> None:
+        """Enqueue what one half holds, which begins at this offset."""
+        ends = list(accumulate((part.staged_nbytes for part in parts), initial=begin))
+        staged = [
+            (self._bytes[start:end], part.source)
+            for part, start, end in zip(parts, ends, ends[1:], strict=False)
+            if part.staged_nbytes
+        ]
+        with closing(each_copied(staged)) as copies:
+            for part, start in zip(parts, ends, strict=False):
+                address = self._address + start
+                if part.staged_nbytes:
+                    next(copies)
+                else:
+                    address = part.source.ctypes.data
+                call("cuMemcpyHtoDAsync", part.target, address, part.source.nbytes, stream)
+                if part.then is not None:
+                    part.then()
+
+
+def _halves(uploads: Iterable[Upload]) -> Iterator[list[_Part]]:
+    """The parts of the uploads, as many at a time as fit into one half."""
+    parts: list[_Part] = []
+    room = _HALF_NBYTES
+    for part in chain.from_iterable(map(_parts, uploads)):
+        if part.staged_nbytes > room:
+            yield parts
+            parts, room = [], _HALF_NBYTES
+        parts.append(part)
+        room -= part.staged_nbytes
+    if parts:
+        yield parts
+
+
+def _parts(upload: Upload) -> Iterator[_Part]:
+    """An upload in parts of `PART_NBYTES`; in one where CUDA reads its bytes directly."""
+    end = upload.source.nbytes
+    if _is_page_locked(upload.source):
+        yield _Part(upload.target, upload.source, upload.then, staged_nbytes=0)
+        return
+    for start in range(0, end, PART_NBYTES):
+        stop = min(start + PART_NBYTES, end)
+        then = upload.then if stop == end else None
+        yield _Part(upload.target + start, upload.source[start:stop], then, staged_nbytes=stop - start)
+
+
+def _is_page_locked(array: np.ndarray) -> bool:
+    """Whether CUDA knows this memory, and so reads it directly."""
+    attribute = driver.bindings().CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
+    return all(
+        driver.bindings().cuPointerGetAttribute(attribute, address)[0] == 0
+        for address in (array.ctypes.data, array.ctypes.data + array.nbytes - 1)
+    )
