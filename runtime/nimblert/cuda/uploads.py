@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
 from itertools import accumulate, chain
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,20 +15,21 @@ from nimblert.cuda.memory import host_bytes
 _HALF_NBYTES = 8 * PART_NBYTES
 
 
-@dataclass(frozen=True, slots=True)
-class Upload:
-    """Bytes for the device memory at ``target``; ``then`` enqueues what follows them on the stream."""
+class Upload(NamedTuple):
+    """Bytes for the device memory at ``target``; ``then`` enqueues what follows them on the stream.
+
+    ``is_staged``: not read in place, but by way of page-locked memory.
+    """
 
     target: int
     source: np.ndarray
     then: Callable[[], object] | None = None
+    is_staged: bool = True
 
-
-@dataclass(frozen=True, slots=True)
-class _Part(Upload):
-    """A part of an upload; ``staged_nbytes`` is 0 where CUDA reads the source directly."""
-
-    staged_nbytes: int = field(kw_only=True)
+    @property
+    def staged_nbytes(self) -> int:
+        """The page-locked memory that it takes."""
+        return self.source.nbytes if self.is_staged else 0
 
 
 class Uploader:
@@ -50,18 +51,18 @@ class Uploader:
             self._enqueue(parts, half * _HALF_NBYTES, stream)
             call("cuEventRecord", self._read[half], stream)
 
-    def _enqueue(self, parts: Sequence[_Part], begin: int, stream: Handle) -> None:
+    def _enqueue(self, parts: Sequence[Upload], begin: int, stream: Handle) -> None:
         """Enqueue what one half holds, which begins at this offset."""
         ends = list(accumulate((part.staged_nbytes for part in parts), initial=begin))
         staged = [
             (self._bytes[start:end], part.source)
             for part, start, end in zip(parts, ends, ends[1:], strict=False)
-            if part.staged_nbytes
+            if part.is_staged
         ]
         with closing(each_copied(staged)) as copies:
             for part, start in zip(parts, ends, strict=False):
                 address = self._address + start
-                if part.staged_nbytes:
+                if part.is_staged:
                     next(copies)
                 else:
                     address = part.source.ctypes.data
@@ -70,9 +71,9 @@ class Uploader:
                     part.then()
 
 
-def _halves(uploads: Iterable[Upload]) -> Iterator[list[_Part]]:
+def _halves(uploads: Iterable[Upload]) -> Iterator[list[Upload]]:
     """The parts of the uploads, as many at a time as fit into one half."""
-    parts: list[_Part] = []
+    parts: list[Upload] = []
     room = _HALF_NBYTES
     for part in chain.from_iterable(map(_parts, uploads)):
         if part.staged_nbytes > room:
@@ -84,20 +85,22 @@ def _halves(uploads: Iterable[Upload]) -> Iterator[list[_Part]]:
         yield parts
 
 
-def _parts(upload: Upload) -> Iterator[_Part]:
-    """An upload in parts of `PART_NBYTES`; in one where CUDA reads its bytes directly."""
-    end = upload.source.nbytes
-    if _is_page_locked(upload.source):
-        yield _Part(upload.target, upload.source, upload.then, staged_nbytes=0)
-        return
-    for start in range(0, end, PART_NBYTES):
-        stop = min(start + PART_NBYTES, end)
-        then = upload.then if stop == end else None
-        yield _Part(upload.target + start, upload.source[start:stop], then, staged_nbytes=stop - start)
+def _parts(upload: Upload) -> Iterator[Upload]:
+    """An upload in parts of `PART_NBYTES`; in one where CUDA reads its bytes in place."""
+    target, source, then, _ = upload
+    if source.nbytes <= PART_NBYTES // 16:  # copied sooner than it is known where they are
+        yield upload
+    elif _is_page_locked(source):
+        yield upload._replace(is_staged=False)
+    else:
+        starts = range(0, source.nbytes, PART_NBYTES)
+        for start in starts:
+            part = source[start : start + PART_NBYTES]
+            yield Upload(target + start, part, then if start == starts[-1] else None)
 
 
 def _is_page_locked(array: np.ndarray) -> bool:
-    """Whether CUDA knows this memory, and so reads it directly."""
+    """Whether CUDA knows this memory, and so reads it in place."""
     attribute = driver.bindings().CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
     return all(
         driver.bindings().cuPointerGetAttribute(attribute, address)[0] == 0
