@@ -32,7 +32,7 @@ _OF_WIDEST = ("O0", "compile", "eager")
 MODELS = tuple(f"{network}_batch_{batch}" for batch in BATCHES for network in NETWORKS)
 _CLOCKS = (
     *(("eager", "call_us"), ("compile", "call_us"), ("compile", "kernels_us")),
-    *((level, clock) for level in LEVELS for clock in ("call_us", "kernels_us", "chain_us")),
+    *((level, clock) for level in LEVELS for clock in ("call_us", "replay_us", "kernels_us", "chain_us")),
 )
 _RATIOS = (
     *("eager's call / ours", "compile's call / ours", "compile's kernels / ours"),

@@ -5,9 +5,9 @@ one CUDA graph) or a level, O0, O1 or O2; MODEL is NETWORK_batch_N of bench.mode
 NETWORK_batch_N_bf16. --cpu runs eager or O0 on the CPU, to try the program; a plan takes only the former.
 
 call_us: the wall clock of a step, synchronised, the batch in the memory of the device. kernels_us: GPU time of the
-step's CUDA graph, by events around each replay; chain_us: that of the plan's kernels in one chain. losses: of the first
-steps; all modes start from the same state and take the same batch. float32 is multiplied as PyTorch does by default,
-with TF32 in convolutions.
+step's CUDA graph, by events around each replay; replay_us: the wall clock of the same replay of a plan, synchronised;
+chain_us: the GPU time of the plan's kernels in one chain. losses: of the first steps; all modes start from the same
+state and take the same batch. float32 is multiplied as PyTorch does by default, with TF32 in convolutions.
 
 peak_allocated_nbytes and peak_reserved_nbytes: of PyTorch's allocator over a step, including weights and the
 optimizer's state; graph_reserved_nbytes: what it holds for these and the CUDA graph. driver_nbytes: the growth of the
@@ -34,7 +34,7 @@ from bench.turns import Turn, add_turns
 from nimblec.compiler import compile_model
 from nimblec.frontend.pytorch.training.state import autocasting
 from nimblec.options import Options
-from nimblert.executable import Executable, load
+from nimblert.executable import load
 from nimblert.files import container
 from nimblert.plan import Plan
 
@@ -148,8 +148,12 @@ def plan_ready(mode: str, model: str, device: str, folder: Path) -> Ready:
         "call": lambda: {"call_us": _wall_us(device)(partial(loaded, *given, entry="train"))}
     }
     if device == "cuda":
-        alone = steps_alone(made.plan).items()
-        groups |= {clock: partial(_sampled, clock, nimblec_peer.placed(plan)) for clock, plan in alone}
+        scheduled, chain = map(nimblec_peer.placed, steps_alone(made.plan))
+        groups["kernels"] = lambda: {
+            "kernels_us": nimblec_peer.gpu_us(scheduled),
+            "replay_us": peer_calls.wall_us(scheduled.replay),
+        }
+        groups["chain"] = lambda: {"chain_us": nimblec_peer.gpu_us(chain)}
     return Ready(figures=figures, groups=groups, memory=partial(grown, path, given))
 
 
@@ -163,14 +167,10 @@ def grown(path: Path, batch: Sequence[Any]) -> dict[str, int]:
     return {"driver_nbytes": after["device"] - before["device"]} if "device" in after else {}
 
 
-def steps_alone(plan: Plan) -> dict[str, Plan]:
+def steps_alone(plan: Plan) -> tuple[Plan, Plan]:
     """The training step as a plan of its own: its kernels as scheduled, and in one chain."""
     step = replace(plan, programs=plan.entries["train"])
-    return {"kernels": step, "chain": nimblec_peer.serialised(step)}
-
-
-def _sampled(clock: str, step: Executable) -> dict[str, np.ndarray]:
-    return {f"{clock}_us": nimblec_peer.gpu_us(step)}
+    return step, nimblec_peer.serialised(step)
 
 
 def main() -> None:

@@ -47,9 +47,7 @@ def test_the_gpu_time_is_that_of_the_training_step(put: object) -> None:
     made = [copying((size,), (0,)) for size in (4, 8)]
     named = [replace(p.programs[0], name=n, entry=n) for p, n in zip(made, ("evaluate", "train"), strict=True)]
     plan = replace(made[0], programs=tuple(named))
-    steps = steps_alone(plan)
-    assert list(steps) == ["kernels", "chain"]
-    for step in steps.values():
+    for step in steps_alone(plan):
         assert step.programs[0].inputs[0].shape == (8,)
         with nimblert.load(step) as loaded:
             assert gpu_us(loaded).min() > 0
