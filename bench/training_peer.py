@@ -17,6 +17,7 @@ device's memory in use when a plan is loaded and takes a step.
 import argparse
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -135,6 +136,7 @@ def plan_ready(mode: str, model: str, device: str, folder: Path) -> Ready:
         "state_nbytes": made.plan.state_nbytes,
         "weights_nbytes": made.plan.weights_nbytes,
         "commands": len(program.commands),
+        "work": Counter(type(command).__name__ for _, command in program.work),
         "streams": program.stream_count,
         "policy": program.schedule.policy if program.schedule else None,
     }

@@ -123,7 +123,8 @@ class Executable(Context):
     def refit(self, weights: refitting.NewWeights) -> None:
         """Replace weights: ``{name: array}``, or the path of a safetensors file; all of them, or none where it raises.
 
-        Later runs compute what a plan compiled with these weights would, as fast as before. The arrays are copied.
+        Later runs compute what a plan compiled with these weights would, as fast as before. The arrays are copied; a
+        file is mapped into memory meanwhile, and must not be truncated.
         Runs of other threads and contexts end before the change, or begin after it. ``plan`` is not changed.
         `weights` lists the replaceable ones: without ``--refittable``, those that the plan holds as the model has
         them. Weights that were folded into one constant must be given together. Raises InputError.
