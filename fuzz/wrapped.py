@@ -7,6 +7,7 @@ from onnx import ModelProto, NodeProto, OperatorSetIdProto, TensorProto, ValueIn
 
 from nimblec.cpu.constants import TensorType, external
 from nimblec.frontend.onnx import model_file
+from nimblert.arrays import layouts
 from nimblert.cpu.onnx_session import nchwc_block_size
 from nimblert.embedded.onnx_rules import NCHWC_DOMAIN, ORIGIN
 from nimblert.plan import (
@@ -66,7 +67,7 @@ def _declare(value: ValueInfoProto, name: str, tensor_type: TensorType) -> None:
 
 def output(index: int, name: str, dtype: str, shape: tuple[int, ...]) -> Tensor:
     """Output ``index`` of the plan, in C order."""
-    strides = tuple(int(np.prod(shape[axis + 1 :], dtype=object)) for axis in range(len(shape)))
+    strides = layouts.dense_strides([*map(int, shape)])
     pointer = Pointer(region=Region.OUTPUT, index=index)
     return Tensor(name=name, dtype=dtype, shape=shape, strides=strides, pointer=pointer)
 
