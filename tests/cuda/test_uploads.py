@@ -1,5 +1,6 @@
 """Uploads of many arrays through page-locked memory, on a driver of host memory whose copies take their time."""
 
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -10,6 +11,7 @@ from nimblert.cuda import driver
 from nimblert.cuda.copiers import PART_NBYTES
 from nimblert.cuda.memory import allocate, host_bytes
 from nimblert.cuda.uploads import Upload, Uploader
+from nimblert.errors import CudaError
 
 _STREAM = 0
 
@@ -83,3 +85,27 @@ def test_page_locked_arrays_are_read_in_place(context: driver.Context, late: Lat
     assert late.calls["cuMemcpyHtoDAsync"] == 1
     driver.call("cuCtxSynchronize")
     np.testing.assert_array_equal(host_bytes(target, array.nbytes), array)
+
+
+def test_no_thread_copies_on_when_an_upload_has_failed(
+    context: driver.Context, late: LateDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The caller may change its arrays then, and the next upload takes the same page-locked memory."""
+    arrays = drawn(*(PART_NBYTES,) * 40)
+    targets = placed(context, arrays)
+    uploader = Uploader(context)
+    begun: list[int] = []
+    ended: list[int] = []
+    copy = np.copyto
+
+    def slow(*given: np.ndarray) -> None:
+        begun.append(0)
+        time.sleep(0 if len(begun) == 1 else 0.05)
+        copy(*given)
+        ended.append(0)
+
+    monkeypatch.setattr(np, "copyto", slow)
+    late.failing["cuMemcpyHtoDAsync"] = late.CUresult.CUDA_ERROR_UNKNOWN
+    with pytest.raises(CudaError, match="CUDA_ERROR_UNKNOWN"):
+        uploader.enqueue(map(Upload, targets, arrays), _STREAM)
+    assert 0 < len(begun) == len(ended) < 16

@@ -106,8 +106,12 @@ def dense_like(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
 
 def in_memory_order(array: np.ndarray) -> np.ndarray:
     """A one-dimensional view of a dense array, in the order of its memory."""
-    order = sorted(range(array.ndim), key=lambda axis: -array.strides[axis])
-    return array.transpose(order).reshape(-1)
+    return array.transpose(memory_order(array.strides)).reshape(-1)
+
+
+def memory_order(strides: Sequence[int]) -> tuple[int, ...]:
+    """The axes from the outermost to the innermost."""
+    return tuple(sorted(range(len(strides)), key=lambda axis: -strides[axis]))
 
 
 def element_strides(array: np.ndarray) -> tuple[int, ...]:

@@ -1,8 +1,8 @@
 """Large copies in host memory by several threads, in parts that can be used as they are completed."""
 
 import os
-from collections.abc import Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing
 
 import numpy as np
@@ -22,25 +22,39 @@ def copied(to: np.ndarray, source: np.ndarray) -> Generator[int, None, None]:
     """
     starts = range(0, to.nbytes, PART_NBYTES)
     pairs = [(to[start : start + PART_NBYTES], source[start : start + PART_NBYTES]) for start in starts]
-    with closing(each_copied(pairs)) as done:
-        for index in done:
+    with closing(Copying(pairs)) as copying:
+        for index in copying:
             yield starts[index]
 
 
-def each_copied(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> Generator[int, None, None]:
-    """As `copied`, for bytes of several arrays, each of them with the place that it is copied to: yield the index."""
-    parts = [None if to.nbytes < _SMALL_NBYTES else _threads().submit(np.copyto, to, source) for to, source in pairs]
-    try:
-        for index, part in enumerate(parts):
+class Copying:
+    """Copies of bytes, each of a pair to its first array, that are begun at once.
+
+    No thread touches the bytes any more once it was closed.
+    """
+
+    def __init__(self, pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+        self._pairs = pairs
+        self._parts: list[Future[None] | None] = []
+        try:
+            for to, source in pairs:
+                self._parts.append(None if to.nbytes < _SMALL_NBYTES else _threads().submit(np.copyto, to, source))
+        except BaseException:
+            self.close()
+            raise
+
+    def __iter__(self) -> Iterator[int]:
+        """The index of each pair in order, once it is copied."""
+        for index, part in enumerate(self._parts):
             if part is None:
-                np.copyto(*pairs[index])
+                np.copyto(*self._pairs[index])
             else:
                 part.result()
             yield index
-    except BaseException:
-        begun = [part for part in parts if part is not None and not part.cancel()]
-        wait(begun)
-        raise
+
+    def close(self) -> None:
+        """Cancel what was not begun, and wait for the rest."""
+        wait([part for part in self._parts if part is not None and not part.cancel()])
 
 
 def _threads() -> ThreadPoolExecutor:

@@ -65,7 +65,7 @@ class DeviceDirect:
         self._count = len(tensors) if usual else -1
         self._host = [(t.name, _numpy_dtype(t), t.shape) for t in tensors]
         self._lying = [_lying(t, device) for t in tensors]
-        self._libraries: dict[type, tuple[Callable[[Any], dlpack.Raw], Callable[[], int]] | None] = {}
+        self._libraries: dict[type, tuple[list[Callable[[Any], dlpack.Raw]], Callable[[], int]] | None] = {}
 
     def __call__(self, arrays: Mapping[str, Any]) -> "dict[str, np.ndarray | DeviceOutput] | None":
         """The outputs by name; None, having done nothing, for any other call. Raises CudaError."""
@@ -97,14 +97,15 @@ class DeviceDirect:
     def _from_device(self, arrays: dict[str, Any], first: Any) -> "dict[str, np.ndarray | DeviceOutput] | None":
         kind = type(first)
         if kind not in self._libraries:
-            found = dlpack.exchange(first)
-            self._libraries[kind] = None if found is None else (found.reader(), found.stream_reader(self._device))
+            self._libraries[kind] = self._readers(first)
         library = self._libraries[kind]
         if library is None:
             return None
-        read, stream = library
+        readers, stream = library
         given = []
-        for (name, itemsize, header, shape), movers in zip(self._lying, self._backend.movers, strict=True):
+        for (name, itemsize, header, shape), read, movers in zip(
+            self._lying, readers, self._backend.movers, strict=True
+        ):
             array = arrays.get(name)
             if type(array) is not kind or getattr(array, "requires_grad", False) or is_negated(array):
                 return None
@@ -120,6 +121,11 @@ class DeviceDirect:
             given.append((mover, address))
         self._turn.program, self._turn.parts = self._program, 1
         return self._backend.call_from_device(given, stream(), self._outlet)
+
+    def _readers(self, array: Any) -> "tuple[list[Callable[[Any], dlpack.Raw]], Callable[[], int]] | None":
+        """For an array's library: a reader for each input, as each is fastest on one layout, and one of its stream."""
+        found = dlpack.exchange(array)
+        return None if found is None else ([found.reader() for _ in self._lying], found.stream_reader(self._device))
 
 
 def _numpy_dtype(tensor: Tensor) -> np.dtype | None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from functools import cached_property, partial
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -13,7 +13,8 @@ from nimblert.calls.refitting import Refit
 from nimblert.cuda import graph
 from nimblert.cuda.driver import Context, Handle, call
 from nimblert.cuda.memory import Bases, DeviceMemory, allocate
-from nimblert.cuda.movers import GatherKernels
+from nimblert.cuda.movers import GatherKernels, Mover
+from nimblert.cuda.transfers import remembered
 from nimblert.cuda.uploads import Upload, Uploader
 from nimblert.plan import Program, Region, Tensor
 
@@ -68,35 +69,38 @@ class Refitter:
         self, context: Context, refits: Sequence[Refit], prepared: "_Prepared"
     ) -> tuple[list[_Step], list[Upload]]:
         """The copies of the arrays on the device and on the host to their places, in the layouts of the plan."""
-        todo = [
-            (tensor, array, memory.address(tensor.pointer))
-            for given, memory in zip(refits, prepared.memories, strict=True)
-            for tensor, array in zip(given.program.inputs, given.arrays, strict=True)
-            if array is not None and tensor.span_nbytes
-        ]
-        landing = allocate(context, max((tensor.span_nbytes for tensor, _, _ in todo), default=0))
         moves: list[_Step] = []
-        uploads: list[Upload] = []
-        for tensor, array, target in todo:
-            if isinstance(array, DeviceArray):
-                moves.append(self._move(tensor, array, target))
-            else:
-                uploads.append(self._upload(tensor, array, target, landing))
-        return moves, uploads
+        given: list[tuple[_Place, np.ndarray, _Way]] = []
+        for refit, places in zip(refits, prepared.places, strict=True):
+            for place, array in zip(places, refit.arrays, strict=True):
+                if array is None or not place.nbytes:
+                    continue
+                if isinstance(array, DeviceArray):
+                    moves.append(self._move(place, array))
+                else:
+                    given.append((place, *self._laid(place, array)))
+        landing = allocate(context, max((place.nbytes for place, _, way in given if way.permute), default=0))
+        return moves, [_upload(place.address, array, way, landing) for place, array, way in given]
 
-    def _move(self, tensor: Tensor, array: DeviceArray, target: int) -> _Step:
-        return partial(self._kernels.mover_to("weight", tensor, array.strides).move, target, array.address, _STREAM)
+    def _move(self, place: "_Place", array: DeviceArray) -> _Step:
+        mover = self._kernels.mover_to("weight", place.tensor, array.strides)
+        return partial(mover.move, place.address, array.address, _STREAM)
 
-    def _upload(self, tensor: Tensor, array: np.ndarray, target: int, landing: int) -> Upload:
-        """A dense array is uploaded as it lies, to memory that all share in turn, and permuted on the GPU."""
+    def _laid(self, place: "_Place", array: np.ndarray) -> "tuple[np.ndarray, _Way]":
+        """An array on the host, made dense if it is not, and its way to a place."""
+        way = place.ways.get(array.strides)
+        if way is not None:
+            return array, way
         if not layouts.is_dense(array.shape, array.strides, array.itemsize):
             array = np.ascontiguousarray(array)
+        return array, remembered(place.ways, array.strides, self._way(place.tensor, array))
+
+    def _way(self, tensor: Tensor, array: np.ndarray) -> "_Way":
+        """Of a dense array."""
         gather = layouts.gather(tensor.shape, tensor.strides, layouts.element_strides(array))
         if gather is None or gather.is_copy:
-            order = sorted(range(array.ndim), key=lambda axis: -tensor.strides[axis])
-            return Upload(target, _bytes_of(np.ascontiguousarray(array.transpose(order))))
-        permute = partial(self._kernels.mover(gather, array.itemsize).move, target, landing, _STREAM)
-        return Upload(landing, _bytes_of(layouts.in_memory_order(array)), permute)
+            return _Way(layouts.memory_order(tensor.strides))
+        return _Way(layouts.memory_order(array.strides), self._kernels.mover(gather, array.itemsize))
 
     def close(self) -> None:
         """Free the graph and its memory."""
@@ -105,12 +109,35 @@ class Refitter:
             self._prepared = None
 
 
-def _bytes_of(array: np.ndarray) -> np.ndarray:
-    return array.reshape(-1).view(np.uint8)
+class _Way(NamedTuple):
+    """How arrays of one layout get from the host to a place: their bytes in this order of axes.
+
+    With ``permute`` they are uploaded to memory that all such arrays share in turn, and permuted from there.
+    """
+
+    axes: tuple[int, ...]
+    permute: Mover | None = None
+
+
+def _upload(address: int, array: np.ndarray, way: _Way, landing: int) -> Upload:
+    source = np.ascontiguousarray(array.transpose(way.axes)).reshape(-1).view(np.uint8)
+    if way.permute is None:
+        return Upload(address, source)
+    return Upload(landing, source, partial(way.permute.move, address, landing, _STREAM))
+
+
+class _Place:
+    """The memory of a weight; ``ways`` are those of arrays on the host, by their strides."""
+
+    def __init__(self, tensor: Tensor, memory: DeviceMemory) -> None:
+        self.tensor = tensor
+        self.address = memory.address(tensor.pointer)
+        self.nbytes = tensor.span_nbytes
+        self.ways: dict[tuple[int, ...], _Way] = {}
 
 
 class _Prepared:
-    """Memory of refits, and the graph of their commands; ``executable`` is None where they have none."""
+    """Memory of refits, ``places`` of their inputs, and the graph of their commands, None where they have none."""
 
     def __init__(self, device: int, programs: Sequence[Program], weights: Bases, functions: Sequence[Handle]) -> None:
         self.programs = programs
@@ -118,10 +145,14 @@ class _Prepared:
         with ExitStack() as owned:
             self._context = context = Context(device)
             owned.callback(context.close)
-            self.memories = [_memory(context, program, weights) for program in programs]
+            memories = [_memory(context, program, weights) for program in programs]
+            self.places = [
+                [_Place(tensor, memory) for tensor in program.inputs]
+                for program, memory in zip(programs, memories, strict=True)
+            ]
             built = [
                 graph.build(context, program, functions, memory)
-                for program, memory in zip(programs, self.memories, strict=True)
+                for program, memory in zip(programs, memories, strict=True)
                 if program.commands
             ]
             if built:

@@ -1,14 +1,14 @@
 """Uploads of many arrays of any size, through page-locked memory that several threads fill."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import ExitStack
 from itertools import accumulate, chain
 from typing import NamedTuple
 
 import numpy as np
 
 from nimblert.cuda import driver
-from nimblert.cuda.copiers import PART_NBYTES, each_copied
+from nimblert.cuda.copiers import PART_NBYTES, Copying
 from nimblert.cuda.driver import NO_TIMING, Context, Handle, call
 from nimblert.cuda.memory import host_bytes
 
@@ -33,7 +33,7 @@ class Upload(NamedTuple):
 
 
 class Uploader:
-    """Page-locked memory of two halves: while one is uploaded, the other is filled.
+    """Page-locked memory of two halves: the threads fill one while the other is enqueued and uploaded.
 
     The driver would copy pageable memory through memory of its own, too, but with one thread that waits for the stream.
     """
@@ -45,30 +45,54 @@ class Uploader:
 
     def enqueue(self, uploads: Iterable[Upload], stream: Handle) -> None:
         """Enqueue ``uploads`` in their order; their sources are read by the time ``stream`` has done them."""
-        for number, parts in enumerate(_halves(uploads)):
-            half = number % 2
-            call("cuEventSynchronize", self._read[half])
-            self._enqueue(parts, half * _HALF_NBYTES, stream)
-            call("cuEventRecord", self._read[half], stream)
+        before: _Half | None = None
+        with ExitStack() as begun:
+            for number, parts in enumerate(_halves(uploads)):
+                half = self._filling(parts, number % 2)
+                begun.callback(half.copying.close)
+                if before is not None:
+                    before.enqueue(stream)
+                before = half
+            if before is not None:
+                before.enqueue(stream)
 
-    def _enqueue(self, parts: Sequence[Upload], begin: int, stream: Handle) -> None:
-        """Enqueue what one half holds, which begins at this offset."""
-        ends = list(accumulate((part.staged_nbytes for part in parts), initial=begin))
-        staged = [
-            (self._bytes[start:end], part.source)
-            for part, start, end in zip(parts, ends, ends[1:], strict=False)
-            if part.is_staged
+    def _filling(self, parts: Sequence[Upload], number: int) -> "_Half":
+        """A half that threads begin to fill once what it held before is uploaded."""
+        call("cuEventSynchronize", self._read[number])
+        begin = number * _HALF_NBYTES
+        starts = list(accumulate((part.staged_nbytes for part in parts), initial=begin))
+        copying = Copying(
+            [
+                (self._bytes[start : start + part.source.nbytes], part.source)
+                for part, start in zip(parts, starts, strict=False)
+                if part.is_staged
+            ]
+        )
+        addresses = [
+            self._address + start if part.is_staged else part.source.ctypes.data
+            for part, start in zip(parts, starts, strict=False)
         ]
-        with closing(each_copied(staged)) as copies:
-            for part, start in zip(parts, ends, strict=False):
-                address = self._address + start
-                if part.is_staged:
-                    next(copies)
-                else:
-                    address = part.source.ctypes.data
-                call("cuMemcpyHtoDAsync", part.target, address, part.source.nbytes, stream)
-                if part.then is not None:
-                    part.then()
+        return _Half(parts, addresses, copying, self._read[number])
+
+
+class _Half(NamedTuple):
+    """Uploads of one half; ``addresses`` are those of their bytes, and ``read`` is the event of their end."""
+
+    parts: Sequence[Upload]
+    addresses: Sequence[int]
+    copying: Copying
+    read: Handle
+
+    def enqueue(self, stream: Handle) -> None:
+        """Enqueue each upload once its bytes are there."""
+        copied = iter(self.copying)
+        for part, address in zip(self.parts, self.addresses, strict=True):
+            if part.is_staged:
+                next(copied)
+            call("cuMemcpyHtoDAsync", part.target, address, part.source.nbytes, stream)
+            if part.then is not None:
+                part.then()
+        call("cuEventRecord", self.read, stream)
 
 
 def _halves(uploads: Iterable[Upload]) -> Iterator[list[Upload]]:
