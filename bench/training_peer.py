@@ -150,7 +150,9 @@ def plan_ready(mode: str, model: str, device: str, folder: Path) -> Ready:
         "call": lambda: {"call_us": _wall_us(device)(partial(loaded, *given, entry="train"))}
     }
     if device == "cuda":
-        scheduled, chain = map(nimblec_peer.placed, steps_alone(made.plan))
+        scheduled, chain = map(load, steps_alone(made.plan))
+        for alone in (scheduled, chain):  # replays are steps on this batch, as calls are
+            alone(*given)
         groups["kernels"] = lambda: {
             "kernels_us": nimblec_peer.gpu_us(scheduled),
             "replay_us": peer_calls.wall_us(scheduled.replay),
