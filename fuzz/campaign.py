@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-MEMORY_NBYTES = 3 << 30
+MEMORY_NBYTES = 1 << 30
 """Address space that a child may add to that of its start."""
 CASE_CPU_S = 20
 """Limit of the CPU time of a case: beyond, it hangs."""
