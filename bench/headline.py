@@ -21,8 +21,8 @@ def speedup(results: Mapping[str, Any]) -> tuple[float, int]:
 
 
 def training_speedup(results: Mapping[str, Any]) -> float:
-    """torch.compile's GPU time of a training step over a plan's: the geometric mean over its networks at batch 32."""
-    mean = dict(training.means(results["models"]))["batch_32"][training.KERNELS]
+    """torch.compile's call of a training step over a plan's: the geometric mean over its networks at batch 32."""
+    mean = dict(training.means(results["models"]))["batch_32"][training.CALLS]
     assert mean is not None, "no network was measured on both sides"
     return mean
 
@@ -49,8 +49,8 @@ def markdown() -> str:
     passed, cases = coverage(environment.read(onnx_coverage.RESULTS / onnx_coverage.RESULT_NAMES["aten"])["results"])
     return (
         f"- **{faster:.2f}x** the speed of torch.compile: GPU time of all kernels at `-O2` and batch 1 on an H200,\n"
-        f"  geometric mean over {networks} networks; {trained:.2f}x for training steps of {len(training.NETWORKS)} at "
-        "batch 32.\n"
+        f"  geometric mean over {networks} networks; {trained:.2f}x for calls of training steps of "
+        f"{len(training.NETWORKS)} at batch 32.\n"
         f"- **{gain:.2f}x** from scheduling alone: the framework's own kernels on several streams instead of one,\n"
         f"  geometric mean over {scheduled} networks.\n"
         f"- **{passed:,} of {cases:,}** core cases of ONNX's backend tests pass on the CUDA target's import."

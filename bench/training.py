@@ -39,8 +39,8 @@ _RATIOS = (
     *(f"-{level}: chain / kernels" for level in LEVELS),
     *("memory: ours / eager's", "ours / compile's"),
 )
-KERNELS = 2
-"""The place of "compile's kernels / ours"."""
+CALLS = 1
+"""The place of "compile's call / ours"."""
 _SUM = ("arena_nbytes", "state_nbytes", "weights_nbytes")
 """The memory that a plan declares."""
 
