@@ -1,12 +1,13 @@
-"""A lock that lets one process at a time measure kernels on a GPU.
+"""Timing on a GPU that concurrent compilations share: one at a time, by a lock, and again where it was disturbed.
 
-Concurrent compilations would otherwise disturb each other's timings and choose kernels by them. Work that is not timed,
-such as a model's warm-up, takes no lock and still disturbs.
+They would otherwise choose kernels by each other's work. Work that is not timed, such as a model's warm-up, takes no
+lock and still disturbs.
 """
 
 import fcntl
+import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
@@ -16,6 +17,25 @@ from nimblert.cuda.driver import call
 
 _PAUSE_S = 0.002
 _PAUSES = 5000  # ten seconds, not counting time in which this process is stopped itself
+_TRIES = 4
+_QUIET = 1.03
+"""Ratio of the median to the minimum of times of one CUDA graph on a GPU that does nothing else."""
+
+
+def undisturbed(sample: Callable[[], Sequence[float]]) -> float:
+    """The median of the times that ``sample`` returns, which is called while the lock is held.
+
+    Other work on the GPU only adds to times: where it spreads them, sampling is repeated, up to four times in all, and
+    the lowest median counts.
+    """
+    medians = []
+    for _ in range(_TRIES):
+        with timing_alone():
+            times = sample()
+        medians.append(statistics.median(times))
+        if medians[-1] <= _QUIET * min(times):
+            break
+    return min(medians)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from nimblec.gpu_turn import timing_alone
+from nimblec.gpu_turn import timing_alone, undisturbed
 from nimblert import golden
 from nimblert.cuda import graph
 from nimblert.cuda.driver import Context, Handle, bindings, call
@@ -66,16 +66,19 @@ class CudaTimer:
         return [call("cuEventElapsedTime", a, b) for a, b in pairwise(events)]
 
     def duration(self, plan: Plan) -> int:
-        """Nanoseconds of one run: the median of GPU times by events around a graph launch."""
+        """Nanoseconds of one run: the median of GPU times by events around a graph launch (`undisturbed`)."""
         program = plan.programs[0]
         with self._loaded(plan, program) as (scope, memory):
             built = graph.build(scope, program, self._functions, memory)
             executable = scope.acquire(call("cuGraphInstantiate", built, 0), "cuGraphExecDestroy")
             events = [scope.acquire(call("cuEventCreate", 0), "cuEventDestroy") for _ in range(2)]
-            with timing_alone():
+
+            def runs() -> list[float]:
                 first = [self._time_once(executable, events) for _ in range(_WARM_UPS)]
                 count = int(np.clip(_TARGET_US / max(first[-1], 1.0), 10, 200))
-                return round(float(np.median([self._time_once(executable, events) for _ in range(count)])) * 1e3)
+                return [self._time_once(executable, events) for _ in range(count)]
+
+            return round(undisturbed(runs) * 1e3)
 
     def _time_once(self, executable: Handle, events: list[Handle]) -> float:
         call("cuEventRecord", events[0], self._stream)

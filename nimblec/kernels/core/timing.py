@@ -1,7 +1,6 @@
 """The time of a call as in a network: in a CUDA graph, in a chain of such calls, its weights not in the L2 cache."""
 
 import copy
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -9,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from nimblec.gpu_turn import timing_alone
+from nimblec.gpu_turn import undisturbed
 from nimblec.kernels.core.gpu import GPU
 
 _CACHES = 5
@@ -78,19 +77,21 @@ class GraphTimer:
         return self._chain(calls, flush=flush)
 
     def _chain(self, calls: Sequence[Callable[[], object]], *, flush: bool = True) -> float:
-        graph = self._captured(calls)
+        return 1000 * undisturbed(partial(self._replays, self._captured(calls), flush))
+
+    def _replays(self, graph: torch.cuda.CUDAGraph, flush: bool) -> list[float]:
+        """Milliseconds of each of some replays."""
         times = []
-        with timing_alone():
-            for _ in range(self._repeats + 2):
-                if flush:
-                    self._flushed.fill_(1)
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                begin.record()
-                graph.replay()
-                end.record()
-                times.append((begin, end))
-            torch.cuda.synchronize()
-        return 1000 * statistics.median(float(begin.elapsed_time(end)) for begin, end in times[2:])
+        for _ in range(self._repeats + 2):
+            if flush:
+                self._flushed.fill_(1)
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            graph.replay()
+            end.record()
+            times.append((begin, end))
+        torch.cuda.synchronize()
+        return [float(begin.elapsed_time(end)) for begin, end in times[2:]]
 
     def _captured(self, calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
         """The calls as a graph; without `torch.cuda.graph`, which frees all cached memory before."""
