@@ -16,6 +16,7 @@ from nimblert.plan import Plan, Program, Record, Wait
 _REPEATS = 15
 _EMPTY_INTERVALS = 16
 _TARGET_US = 50_000.0
+_MOST_RUNS = 200
 _WARM_UPS = 5
 
 
@@ -66,26 +67,32 @@ class CudaTimer:
         return [call("cuEventElapsedTime", a, b) for a, b in pairwise(events)]
 
     def duration(self, plan: Plan) -> int:
-        """Nanoseconds of one run: the median of GPU times by events around a graph launch (`undisturbed`)."""
+        """Nanoseconds of one run: the median of GPU times between events around graph launches (`undisturbed`)."""
         program = plan.programs[0]
         with self._loaded(plan, program) as (scope, memory):
             built = graph.build(scope, program, self._functions, memory)
             executable = scope.acquire(call("cuGraphInstantiate", built, 0), "cuGraphExecDestroy")
-            events = [scope.acquire(call("cuEventCreate", 0), "cuEventDestroy") for _ in range(2)]
+            events = [scope.acquire(call("cuEventCreate", 0), "cuEventDestroy") for _ in range(_MOST_RUNS + 1)]
 
             def runs() -> list[float]:
-                first = [self._time_once(executable, events) for _ in range(_WARM_UPS)]
-                count = int(np.clip(_TARGET_US / max(first[-1], 1.0), 10, 200))
-                return [self._time_once(executable, events) for _ in range(count)]
+                warm = self._runs(executable, events[: _WARM_UPS + 1])
+                count = int(np.clip(_TARGET_US / max(warm[-1], 1.0), 10, _MOST_RUNS))
+                return self._runs(executable, events[: count + 1])
 
             return round(undisturbed(runs) * 1e3)
 
-    def _time_once(self, executable: Handle, events: list[Handle]) -> float:
-        call("cuEventRecord", events[0], self._stream)
+    def _runs(self, executable: Handle, events: list[Handle]) -> list[float]:
+        """Microseconds between each event and the next, with a run between them.
+
+        All are enqueued behind one more run, so the GPU does not wait for the CPU, which may be slow to launch.
+        """
         call("cuGraphLaunch", executable, self._stream)
-        call("cuEventRecord", events[1], self._stream)
-        call("cuEventSynchronize", events[1])
-        return float(call("cuEventElapsedTime", *events)) * 1e3
+        call("cuEventRecord", events[0], self._stream)
+        for event in events[1:]:
+            call("cuGraphLaunch", executable, self._stream)
+            call("cuEventRecord", event, self._stream)
+        call("cuEventSynchronize", events[-1])
+        return [call("cuEventElapsedTime", a, b) * 1e3 for a, b in pairwise(events)]
 
     @contextmanager
     def _loaded(self, plan: Plan, program: Program) -> Iterator[tuple[Context, DeviceMemory]]:

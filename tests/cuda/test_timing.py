@@ -1,0 +1,65 @@
+"""How long a plan takes on the GPU, measured by a driver whose clocks move as told."""
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from copying import copying
+from host_driver import HostDriver
+
+from nimblec import gpu_turn
+from nimblec.cuda.timing import CudaTimer
+from nimblert.cuda import driver
+
+RUN_US = 100.0
+
+
+class ClockedDriver(HostDriver):
+    """A graph keeps the CPU busy for ``launch_us`` and then the GPU, once it is idle, for `RUN_US`."""
+
+    def __init__(self, launch_us: float) -> None:
+        super().__init__()
+        self._launch_us = launch_us
+        self._cpu = self._gpu = 0.0
+        self._at: dict[int, float] = {}
+
+    def _cuDeviceGetPCIBusId(self, length: int, device: int) -> bytes:
+        return f"0000:{device:02}:00.0".encode()[:length]
+
+    def _cuGraphLaunch(self, graph: Any, stream: Any) -> None:
+        del graph, stream
+        self._cpu += self._launch_us
+        self._gpu = max(self._gpu, self._cpu) + RUN_US
+
+    def _cuEventRecord(self, event: Any, stream: Any) -> None:
+        del stream
+        self._gpu = max(self._gpu, self._cpu)
+        self._at[int(event)] = self._gpu
+
+    def _cuEventSynchronize(self, event: Any) -> None:
+        self._cpu = max(self._cpu, self._at[int(event)])
+
+    def _cuEventElapsedTime(self, begin: Any, end: Any) -> float:
+        return (self._at[int(end)] - self._at[int(begin)]) / 1000
+
+
+@pytest.fixture(autouse=True)
+def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(gpu_turn, "_folder", lambda: tmp_path)
+    gpu_turn._gpu.cache_clear()
+    yield
+    gpu_turn._gpu.cache_clear()
+
+
+@pytest.mark.parametrize("launch_us", [5.0, 90.0])
+def test_the_time_of_a_plan_does_not_depend_on_how_fast_the_cpu_launches_it(
+    launch_us: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = ClockedDriver(launch_us)
+    monkeypatch.setattr(driver, "bindings", lambda: host)
+    monkeypatch.setattr("nimblec.cuda.timing.bindings", lambda: host)
+    monkeypatch.setattr(driver, "initialise", lambda: None)
+    with closing(CudaTimer()) as timer:
+        assert timer.duration(copying((6, 8), (0, 1))) == pytest.approx(1000 * RUN_US)
