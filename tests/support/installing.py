@@ -1,5 +1,6 @@
 """Environments with this repository's distributions, built from a copy of it without a network."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -54,9 +55,10 @@ class Environment:
         _link(_with_requirements(list(requirements)), self.packages)
 
     def pip(self, *args: str | Path) -> None:
-        """Run pip on this environment."""
+        """Run pip on this environment; not on PYTHONPATH, where a checkout that was built from seems installed."""
         command = [sys.executable, "-m", "pip", "--python", str(self.python), *map(str, args)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+        alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240, env=alone)
         assert done.returncode == 0, done.stdout + done.stderr
 
     def run(self, *args: object) -> subprocess.CompletedProcess[str]:
