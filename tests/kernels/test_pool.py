@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rewriting import counts, record, rewritten, run
 from torch import Tensor
 from torch.nn import functional
-from triton_process import interpret, needs_triton
+from triton_process import interpret, interpreted, needs_triton
 from triton_process import run as run_process
 
 from nimblec.kernels.core.gpu import GPU, KNOWN, SM_90
@@ -309,7 +309,7 @@ def test_values_in_the_interpreter(tmp_path: Path) -> None:
 @pytest.mark.timeout(900)
 def test_random_windows_in_the_interpreter(tmp_path: Path) -> None:
     """Maxima bit for bit as torch has them, with NaNs, infinities and zeros of both signs."""
-    told = run_process(INTERPRET + f"for seed in range({SEEDS}): at_random(seed)\n", tmp_path, TRITON_INTERPRET="1")
+    told = interpreted(INTERPRET + f"for seed in range({SEEDS}): at_random(seed)\n", tmp_path)
     assert told.split() == [str(seed) for seed in range(SEEDS)]
 
 
