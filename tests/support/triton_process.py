@@ -94,4 +94,4 @@ def interpret(setup: str, cases: Mapping[str, str], cache: Path) -> None:
 
 def interpreted(code: str, cache: Path) -> str:
     """The output of ``code`` in Triton's interpreter."""
-    return run(code, cache, TRITON_INTERPRET="1")
+    return run(f"import quick_interpreter\nquick_interpreter.install()\n{code}", cache, TRITON_INTERPRET="1")
