@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drawn_weights import drawn, family, randomised
+from drawn_weights import drawn, randomised
+from families import bert, inception, mobilenet, resnet
 from rewriting import counts, run
 from torch import Tensor, nn
 
@@ -80,6 +81,21 @@ def assert_remade(found: Refittable[str], weights: Any, fresh: TorchModel, args:
 
 
 LEVELS = {"-O1": level_1, "-O2": level_2(None), "-O2 fp16": level_2(torch.float16)}
+
+
+NETWORKS: dict[str, Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]] = {
+    "resnet": lambda: (resnet.ResNet(width=8, classes=10, stages=(1, 2)), (torch.randn(1, 3, 32, 32),)),
+    "mobilenet": lambda: (mobilenet.MobileNet(classes=10, depth=(1, 2, 0, 0, 0, 0, 0)), (torch.randn(1, 3, 32, 32),)),
+    "inception": lambda: (inception.Inception(width=16, blocks=2, classes=10), (torch.randn(1, 3, 32, 32),)),
+    "bert": lambda: (bert.Bert(vocabulary=100, width=64, heads=4, layers=1), bert.small()[1]),
+}
+"""Smaller than those of `families`, of the same kinds of blocks: each level makes the same kinds of calls of them."""
+
+
+def family(name: str, seed: int) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """A network with weights of this seed, and its inputs."""
+    module, args = NETWORKS[name]()
+    return randomised(module, seed), args
 
 
 @pytest.mark.parametrize(
