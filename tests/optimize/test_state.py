@@ -154,10 +154,20 @@ def test_state_is_written_after_it_was_read_in_any_order(turn: Callable[[Tensor]
     check(Turned(turn), drawn(4))
 
 
+def images() -> nn.Module:
+    """The start of `training_steps.images`: a norm after a convolution without a bias, and one after one with it."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU()),
+        *(nn.Conv2d(4, 4, 3, stride=2, padding=1, groups=4), nn.BatchNorm2d(4), nn.SiLU()),
+        *(nn.AvgPool2d(4), nn.Flatten(), nn.Linear(16, 10)),
+    )
+
+
 @pytest.mark.parametrize("optimizer", [{"momentum": 0.9}, {"nesterov": True, "momentum": 0.9, "weight_decay": 0.1}, {}])
 def test_a_training_step_copies_no_state(monkeypatch: pytest.MonkeyPatch, optimizer: dict[str, Any]) -> None:
     monkeypatch.setattr(entries, "trace", lambda *args, exported: trace(*args, exported=not exported))
-    model, cross_entropy = training_steps.images(), nn.functional.cross_entropy
+    model, cross_entropy = images(), nn.functional.cross_entropy
     made = torch.optim.SGD(model.parameters(), 0.1, **optimizer)
     module, *_ = nimblec.training_step(model, cross_entropy, made, training_steps.batch(0))["train"]
     calls = counts(check(module, training_steps.batch, steps=3))
