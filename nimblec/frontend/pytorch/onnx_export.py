@@ -20,6 +20,7 @@ from nimblec.frontend.pytorch.model import ModelCall, TorchModel, as_module, pla
 from nimblec.frontend.pytorch.objects import refuse_script
 from nimblec.frontend.pytorch.onnx_angles import exact_angles
 from nimblec.frontend.pytorch.onnx_identities import exact_identities
+from nimblec.frontend.pytorch.onnx_rules import rules_by_operator
 from nimblec.frontend.pytorch.onnx_sources import keep_sources
 from nimblec.frontend.pytorch.onnx_translations import COMMON, TRANSLATIONS
 from nimblec.frontend.pytorch.onnx_weights import kept_weights, optimize_around_weights
@@ -196,7 +197,7 @@ def _onnx_program(
     """
 
     def exported() -> torch.onnx.ONNXProgram:
-        with exporting(name, "torch.onnx.export"), exact_identities(), exact_angles():
+        with exporting(name, "torch.onnx.export"), exact_identities(), exact_angles(), rules_by_operator():
             program = torch.onnx.export(
                 module,
                 args,
