@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,13 @@ def small() -> nn.Linear:
     return nn.Linear(3, 2)
 
 
+@cache
+def kept_by_adam() -> dict[str, Any]:
+    """The state of a step of a small model by Adam."""
+    model = small()
+    return state_of(adam(model), model)
+
+
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no parameter's": ({"optimizer.other.exp_avg": np.zeros(2)}, r"'optimizer\.other\.exp_avg': .* no such parameter"),
     "another group": ({"optimizer.lr_1": np.float32(1)}, r"'optimizer\.lr_1': the optimizer has no such group"),
@@ -49,7 +57,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 def test_a_state_that_is_refused_changes_nothing(case: str) -> None:
     values, sentence = WRONG[case]
     model = small()
-    state = {**state_of(adam(model), model), **values}
+    state = {**kept_by_adam(), **values}
     state["optimizer.weight.exp_avg"] = np.ones((2, 3), np.float32)
     optimizer = adam(model)
     loss(model(torch.ones(2, 3)), torch.tensor([0, 1])).backward()
@@ -70,8 +78,7 @@ def test_a_state_that_is_refused_changes_nothing(case: str) -> None:
 )
 def test_a_state_that_lacks_tensors_is_refused(lacking: list[str], first: str) -> None:
     model = small()
-    state = state_of(adam(model), model)
-    left = {name: value for name, value in state.items() if name not in lacking}
+    left = {name: value for name, value in kept_by_adam().items() if name not in lacking}
     with pytest.raises(ArgumentError, match=rf"load_state: the state has no '{first}': give all that a plan"):
         nimblec.load_state(model, left, adam(model))
 
@@ -90,17 +97,18 @@ def test_what_the_state_tells_of_is_there(keeping: str) -> None:
 def test_a_state_of_another_kind_of_optimizer_is_refused() -> None:
     model = small()
     plain, momentum = torch.optim.SGD(model.parameters(), 0.1), torch.optim.SGD(model.parameters(), 0.1, momentum=0.5)
-    for of, other, found, kept in (
-        (adam(model), momentum, r"'exp_avg', .*", "'momentum_buffer'"),
-        (momentum, adam(model), "'momentum_buffer'", r"'exp_avg', .*"),
-        (adam(model), plain, r"'exp_avg', .*", ""),
-        (adam(model), adam(model, amsgrad=True), r"'exp_avg', .*", r".*'max_exp_avg_sq', .*"),
+    of_plain = state_of(plain, model)
+    for state, other, found, kept in (
+        (kept_by_adam(), momentum, r"'exp_avg', .*", "'momentum_buffer'"),
+        (state_of(momentum, model), adam(model), "'momentum_buffer'", r"'exp_avg', .*"),
+        (kept_by_adam(), plain, r"'exp_avg', .*", ""),
+        (kept_by_adam(), adam(model, amsgrad=True), r"'exp_avg', .*", r".*'max_exp_avg_sq', .*"),
     ):
         with pytest.raises(ArgumentError, match=rf"the state has \[{found}\], the optimizer keeps \[{kept}\]"):
-            nimblec.load_state(model, state_of(of, model), other)
+            nimblec.load_state(model, state, other)
     with pytest.raises(ArgumentError, match="the state has nothing that Adam keeps"):
-        nimblec.load_state(model, state_of(plain, model), adam(model))
-    nimblec.load_state(model, state_of(plain, model), plain)
+        nimblec.load_state(model, of_plain, adam(model))
+    nimblec.load_state(model, of_plain, plain)
 
 
 class Noting(torch.optim.Optimizer):
