@@ -1,6 +1,8 @@
 """Random numbers of a step from torch's generator, with a stand-in for that of a GPU: no GPU is needed for that."""
 
+import copy
 from collections.abc import Iterator
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -113,9 +115,24 @@ def step_of(model: nn.Module) -> Writing:
     return module
 
 
-def test_steps_draw_what_torch_draws_and_leave_the_offset(default: GpuGenerator) -> None:
+@cache
+def deep_entries() -> dict[str, Any]:
+    """The entries of the deep model, which tests copy."""
     model = Deep().double()
-    module, eager = step_of(model), GpuGenerator()
+    torch.manual_seed(SEED)
+    return nimblec.training_step(model, loss, optimizer(model), batch(0))
+
+
+def deep_step() -> Writing:
+    """A step of the deep model that lets torch draw."""
+    module = copy.deepcopy(deep_entries()["train"][0])
+    assert isinstance(module, Writing)
+    module.let_torch_draw()
+    return module
+
+
+def test_steps_draw_what_torch_draws_and_leave_the_offset(default: GpuGenerator) -> None:
+    module, eager = deep_step(), GpuGenerator()
     eager.manual_seed(SEED)
     other, steps = Deep().double(), []
     updates = optimizer(other)
@@ -137,7 +154,7 @@ def test_steps_draw_what_torch_draws_and_leave_the_offset(default: GpuGenerator)
 
 
 def test_a_step_goes_on_from_any_state(default: GpuGenerator) -> None:
-    module = step_of(Deep().double())
+    module = deep_step()
 
     def run(seed: int) -> float:
         with Kernels(default), torch.no_grad():
@@ -156,7 +173,7 @@ def test_a_step_goes_on_from_any_state(default: GpuGenerator) -> None:
 
 def test_a_capture_has_a_generator_of_its_own_that_is_marked(default: GpuGenerator) -> None:
     """And adds to the offset of the state what a run used, since torch does not tell the number meanwhile."""
-    module = step_of(Deep().double())
+    module = deep_step()
     generator = generator_of(module)
     assert generator is not None
     with Kernels(default), torch.no_grad():
@@ -178,7 +195,7 @@ def test_a_capture_has_a_generator_of_its_own_that_is_marked(default: GpuGenerat
 
 
 def test_after_an_error_all_is_as_before(default: GpuGenerator) -> None:
-    module = step_of(Deep().double())
+    module = deep_step()
     generator = generator_of(module)
     assert generator is not None
     for entered in (generator, generator.capturing()):
@@ -200,16 +217,14 @@ def test_steps_without_chance_need_no_generator() -> None:
 
 
 def test_seed_and_rate_are_state_though_no_run_writes_them() -> None:
-    module = step_of(Deep().double())
+    module = deep_step()
     names = ("optimizer.lr", "generator.seed")
     assert settable_storages(module) == {module.get_buffer(name).untyped_storage()._cdata for name in names}
     assert {*module.settable} < {*module.writes}
 
 
 def test_of_the_models_that_are_loaded_those_with_a_state_draw_from_it() -> None:
-    torch.manual_seed(SEED)
-    model = Deep().double()
-    entries = nimblec.training_step(model, loss, optimizer(model), batch(0))
+    entries = copy.deepcopy(deep_entries())
     modules = [entries["train"][0], entries["evaluate"][0], torch.relu]
     let_torch_draw([TorchModel(module=module, args=(), kwargs={}, inputs=()) for module in modules])
     assert [generator_of(module) is None for module in modules] == [False, True, True]
@@ -217,7 +232,7 @@ def test_of_the_models_that_are_loaded_those_with_a_state_draw_from_it() -> None
 
 def test_an_exported_step_computes_its_numbers() -> None:
     """Which is the graph of the levels above, and of the CPU target."""
-    module = step_of(Deep().double())
+    module = deep_step()
     exported = torch.export.export(module, batch(0), strict=False).module()
     with Kernels(GpuGenerator()) as kernels, torch.no_grad():
         exported(*batch(0))
