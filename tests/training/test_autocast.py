@@ -1,6 +1,8 @@
 """Training steps under torch.autocast on the CPU, without a plan: eager's with its GradScaler, whatever overflows."""
 
+import copy
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +28,26 @@ from nimblec.options import Options
 KINDS = ("bf16", "fp16")
 
 
+entries = cache(autocast_steps.step)
+"""The entries of NAME, whose state tests change and set back."""
+
+
+@cache
+def train(name: str, *, exported: bool) -> tuple[nn.Module, dict[str, Any]]:
+    """The step of NAME, and its first state."""
+    module, given = entries(name)["train"]
+    if exported:
+        module.load_state_dict(train(name, exported=False)[1])
+        module = torch.export.export(module, given, strict=False).module()
+    return module, copy.deepcopy(module.state_dict())
+
+
 class Direct:
     """The step as PyTorch runs it, which -O0 captures; or ``exported``, as a graph of plain operators."""
 
     def __init__(self, name: str, *, exported: bool) -> None:
-        module, given = autocast_steps.step(name)["train"]
-        self.module = torch.export.export(module, given, strict=False).module() if exported else module
+        self.module, first = train(name, exported=exported)
+        self.module.load_state_dict(first)
 
     def __call__(self, seed: int) -> np.ndarray:
         """The loss of a batch, before the step."""
@@ -122,7 +138,8 @@ def test_the_scaler_is_gradscalers(*, itself: bool) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_evaluation_is_under_autocast_too(kind: str) -> None:
-    module, given = autocast_steps.step(f"sgd_{kind}")["evaluate"]
+    Direct(f"sgd_{kind}", exported=False)  # the first state, which the entries share
+    module, given = entries(f"sgd_{kind}")["evaluate"]
     wanted = Eager(f"sgd_{kind}", "cpu").evaluate(0)
     assert wanted.dtype == autocast_steps.TYPES[kind]
     with torch.no_grad():
