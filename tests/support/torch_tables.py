@@ -52,7 +52,8 @@ def _find_operators_once() -> None:
             is_collecting = False
 
     utils._materialize_cpp_cia_ops = load_others
-    for module in (utils, exported_program, decomp_utils):
+    users: tuple[Any, ...] = (utils, exported_program, decomp_utils)
+    for module in users:
         module._collect_all_valid_cia_ops = collect_all
     torch._ops.Callable = typing.Callable  # type: ignore[attr-defined]  # typing's is cached
 
@@ -88,7 +89,7 @@ def _override_operators_once() -> None:
                     _set_kernels(op, before[op])
                     fake_impls._deregister_op_impl(op)
 
-    exported_program._override_composite_implicit_decomp = override_again
+    exported_program._override_composite_implicit_decomp = override_again  # type: ignore[assignment]
 
 
 class _Overridden(NamedTuple):
@@ -101,8 +102,9 @@ class _Overridden(NamedTuple):
 
 def _identity(how: Callable[..., Any]) -> object:
     """What two equal ways to decompose an operator have in common: torch makes some anew for each table."""
-    is_partial = isinstance(how, partial) and not how.args and how.keywords.keys() == {"kernel"}
-    return (how.func.__code__, how.keywords["kernel"]) if is_partial else how
+    if isinstance(how, partial) and not how.args and how.keywords.keys() == {"kernel"}:
+        return how.func.__code__, how.keywords["kernel"]
+    return how
 
 
 def _set_kernels(op: OpOverload, kernels: Mapping[Any, Any]) -> None:
