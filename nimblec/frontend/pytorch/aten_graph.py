@@ -85,7 +85,7 @@ def trace(
     inputs, StateWrittenError where it writes into its buffers.
     """
     exported = _pure(module, lambda: torch.export.export(module, tuple(args), dict(kwargs or {}), strict=False))
-    pure, known = exported, torch.export.default_decompositions()
+    pure = exported
     if _has_autocast(exported):
         pure = _pure(module, partial(exported.run_decompositions, {}))  # which makes its casts explicit
     apart: dict[OpOverload, Callable[..., Any]] | None = None
@@ -93,6 +93,7 @@ def trace(
         try:
             return _recorded(pure, torch.device(device))
         except InPlaceError as exc:
+            known = torch.export.default_decompositions()
             inside = {exc.composite: known[exc.composite]} if exc.composite and exc.composite in known else {}
             if apart is not None and not inside.keys() - apart.keys():
                 raise TraceError(str(exc)) from exc
