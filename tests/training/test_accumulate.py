@@ -22,7 +22,9 @@ loss = nn.functional.cross_entropy
 
 def network() -> nn.Module:
     torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.25), nn.Linear(16, 4))
+    return nn.Sequential(
+        nn.Linear(6, 16, bias=False), nn.BatchNorm1d(16, affine=False), nn.ReLU(), nn.Dropout(0.25), nn.Linear(16, 4)
+    )
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
