@@ -37,9 +37,9 @@ class Tokens(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(9, 8)
-        self.first, self.second = nn.LayerNorm(8), nn.LayerNorm(8)
+        self.first, self.second = nn.LayerNorm(8), nn.LayerNorm(8, elementwise_affine=False)
         self.mixed, self.read = nn.Linear(8, 24), nn.Linear(8, 5)
-        self.wide, self.narrow = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.wide, self.narrow = nn.Linear(8, 16, bias=False), nn.Linear(16, 8, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Scores of each sequence."""
