@@ -1,6 +1,7 @@
 """Every call of a training step says its layer and its phase, whichever way the step goes into a plan."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,10 @@ PARTS = {f"model.{n}" for n in (0, 1, 3)}
 
 def network() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(1, 4, 3, bias=False), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 10))
+    return nn.Sequential(nn.Conv2d(1, 4, 3, bias=False), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 10, bias=False))
 
 
+@cache
 def step(**how: Any) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     model = network()
     batch = torch.rand(6, 1, 8, 8), torch.randint(0, 10, (6,))
@@ -149,7 +151,7 @@ def test_fused_kernels_are_of_all_that_they_compute() -> None:
 
 def test_a_plan_of_the_cpu_is_shown_by_layer_and_phase(tmp_path: Path) -> None:
     path = tmp_path / "train.plan"
-    nimblec.compile(digits(), target="cpu").save(path)
+    nimblec.compile({"train": digits()["train"]}, target="cpu", streams=2).save(path)
     plan = container.read(path)
     program = next(program for program in plan.programs if program.name == "train")
     shares = by_layer(plan, program)
