@@ -20,7 +20,7 @@ def rules_by_operator() -> Iterator[None]:
             return None
         return before(rule, model, graph, node, **options)
 
-    RewriteRule.try_rewrite = try_rewrite  # type: ignore[method-assign]
+    RewriteRule.try_rewrite = try_rewrite  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
