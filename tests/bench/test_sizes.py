@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from copying import ORDERS, copying, on_host
-from subprocesses import python
+from forked import python
 
 from bench import sizes
 from bench.models import sized

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from subprocesses import python
+from forked import python
 from torch import Tensor, nn
 from torch._higher_order_ops import scan, while_loop
 

@@ -1,10 +1,8 @@
 """What torch says while it exports a model that it refuses: one sentence of ours, and nothing beside it."""
 
-import subprocess
-import sys
 from pathlib import Path
 
-from subprocesses import ROOT
+import forked
 
 from nimblec.processes import environment
 
@@ -44,11 +42,8 @@ MISSHAPEN = "mat1 and mat2 shapes cannot be multiplied (3x4 and 7x7)"
 
 
 def test_modules_that_torch_refuses() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE, MODELS, "branching", "misshapen"],
-        capture_output=True, text=True, check=True, cwd=ROOT, env=environment(), timeout=120,
-    )  # fmt: skip
-    assert done.stderr == ""
+    done = forked.run(COMPILE, MODELS, "branching", "misshapen", environment=environment(), modules=forked.COMPILER)
+    assert (done.returncode, done.stderr) == (0, "")
     branching, misshapen = done.stdout.splitlines()
     assert BRANCHES in branching
     assert MISSHAPEN in misshapen
@@ -57,10 +52,9 @@ def test_modules_that_torch_refuses() -> None:
 
 def test_a_callable_that_torch_refuses(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MODELS)
-    command = [sys.executable, "-m", "nimblec", "compile", "mine:branching", "-o", "m.plan", "--target", "cpu", "-q"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment(), timeout=120
-    )
+    command = ["compile", "mine:branching", "-o", "m.plan", "--target", "cpu", "-q"]
+    code = "import sys; from nimblec.cli import main; main(sys.argv[1:])"
+    done = forked.run(code, *command, environment=environment(), folder=tmp_path, modules=forked.COMPILER)
     assert (done.returncode, done.stdout) == (2, "")
     (sentence,) = done.stderr.splitlines()
     assert BRANCHES in sentence

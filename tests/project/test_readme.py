@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from subprocesses import ROOT, python
+from forked import ROOT, python
 
 GIVEN = """
 import torch
