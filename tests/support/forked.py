@@ -124,6 +124,7 @@ def _server() -> "tuple[subprocess.Popen[str], IO[str]]":
         [sys.executable, "-c", _SERVER, KERNELS], env=environment(), text=True, start_new_session=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
     )  # fmt: skip
+    atexit.register(errors.close)
     atexit.register(process.communicate)
     return process, errors
 
