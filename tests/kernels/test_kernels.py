@@ -1,5 +1,6 @@
 """The kernels' shapes, packed weights, candidates and ops: what needs neither Triton nor a GPU."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -7,10 +8,10 @@ import torch
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from subprocesses import python
 from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton_process import run
 
 from nimblec.kernels.core.choosing import Choice, choose
 from nimblec.kernels.core.gpu import SM_90
@@ -187,8 +188,10 @@ def test_depthwise_candidates_fill_the_device() -> None:
     assert all(tiling.num_warps * 32 * 8 <= tiling.block_m * tiling.block_c for tiling in found)
 
 
-def test_fake_results_need_no_triton() -> None:
+def test_fake_results_need_no_triton(tmp_path: Path) -> None:
     code = """
+import sys
+sys.modules["triton"] = None  # cannot be imported
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from nimblec.kernels.gemm import op as ops
@@ -201,7 +204,7 @@ with FakeTensorMode():
     z = ops.linear(x[0, :, 0].t(), weight, None, None, None, 7, "none", [16, 32, 16, 1, 2, 2], "late")
 print(tuple(y.shape), y.stride(), y.dtype, tuple(z.shape), z.dtype)
 """
-    told = python(code, without=["triton"]).strip()
+    told = run(code, tmp_path).strip()
     assert told == "(2, 10, 5, 4) (200, 1, 40, 10) torch.bfloat16 (8, 7) torch.bfloat16"
 
 
