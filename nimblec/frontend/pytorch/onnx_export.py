@@ -16,12 +16,13 @@ from nimblec.errors import CompileError, TraceError, UnsupportedModelError
 from nimblec.frontend.model_state import ModelState
 from nimblec.frontend.pytorch.borrowed import borrowed
 from nimblec.frontend.pytorch.export_errors import exporting
-from nimblec.frontend.pytorch.model import ModelCall, TorchModel, as_module, place_call, state_written
+from nimblec.frontend.pytorch.model import ModelCall, TorchModel, as_module, place_call
 from nimblec.frontend.pytorch.objects import refuse_script
 from nimblec.frontend.pytorch.onnx_angles import exact_angles
 from nimblec.frontend.pytorch.onnx_identities import exact_identities
 from nimblec.frontend.pytorch.onnx_rules import rules_by_operator
 from nimblec.frontend.pytorch.onnx_sources import keep_sources
+from nimblec.frontend.pytorch.onnx_stateless import StateWrittenError, stateless
 from nimblec.frontend.pytorch.onnx_translations import COMMON, TRANSLATIONS
 from nimblec.frontend.pytorch.onnx_weights import kept_weights, optimize_around_weights
 from nimblec.frontend.pytorch.outputs import missing_outputs, name_outputs
@@ -86,7 +87,10 @@ def export(calls: Mapping[str, ModelCall], folder: Path, *, refittable: bool = F
         paths[entry].parent.mkdir()
         known = {held[other][name] for other, names in written.items() for name in names}
         if known.isdisjoint(held[entry].values()):
-            exported[entry], written[entry] = _export(call, paths[entry], refittable=refittable)
+            try:
+                exported[entry], written[entry] = _export(call, paths[entry], refittable=refittable), ()
+            except StateWrittenError as exc:
+                written[entry] = exc.names
         else:  # a file without the state would be useless
             written[entry] = _written(call)
     for entry, state in find_state(calls, written).items():
@@ -107,8 +111,8 @@ def _written(call: ModelCall) -> Sequence[str]:
         return written_by(call.name, program)
 
 
-def _export(call: ModelCall, path: Path, *, refittable: bool) -> tuple[ExportedModel, Sequence[str]]:
-    """A model exported without state, and what its runs write; if that is anything, no file is written."""
+def _export(call: ModelCall, path: Path, *, refittable: bool) -> ExportedModel:
+    """A model exported without state; raises StateWrittenError, before ONNX is made, if its runs write any."""
     with borrowed(call.module):
         model = place_call(call, device="cpu")
         result = run_twice(call.name, model, HOW_STATE_IS_KEPT, buffers_are_kept=True)
@@ -116,15 +120,13 @@ def _export(call: ModelCall, path: Path, *, refittable: bool) -> tuple[ExportedM
         _refuse_shared_names(call, outputs)
         notes = (*model.notes, *missing_outputs(result), *_complex(model.inputs, outputs))
         args = model.args if model.kwargs else (*model.args, {})  # else it takes a trailing dict for kwargs
-        program = _onnx_program(
-            call.name, as_module(model.module), args, model.kwargs, _names(model), outputs, refittable=refittable
-        )
-        assert program.exported_program is not None
-        written = state_written(program.exported_program.graph_signature)
-        if not written:
-            program.save(path, external_data=True)
-            notes += accuracy(call.name, program, model.args, model.kwargs, outputs)
-    return ExportedModel(path=path, state=(), weights=frozenset(kept_weights(program)), notes=notes), written
+        with stateless():
+            program = _onnx_program(
+                call.name, as_module(model.module), args, model.kwargs, _names(model), outputs, refittable=refittable
+            )
+        program.save(path, external_data=True)
+        notes += accuracy(call.name, program, model.args, model.kwargs, outputs)
+    return ExportedModel(path=path, state=(), weights=frozenset(kept_weights(program)), notes=notes)
 
 
 def _refuse_shared_names(call: ModelCall, outputs: Sequence[tuple[str, torch.Tensor]]) -> None:
