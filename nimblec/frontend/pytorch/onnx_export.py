@@ -19,6 +19,7 @@ from nimblec.frontend.pytorch.export_errors import exporting
 from nimblec.frontend.pytorch.model import ModelCall, TorchModel, as_module, place_call
 from nimblec.frontend.pytorch.objects import refuse_script
 from nimblec.frontend.pytorch.onnx_angles import exact_angles
+from nimblec.frontend.pytorch.onnx_history import short_histories
 from nimblec.frontend.pytorch.onnx_identities import exact_identities
 from nimblec.frontend.pytorch.onnx_rules import rules_by_operator
 from nimblec.frontend.pytorch.onnx_sources import keep_sources
@@ -199,7 +200,13 @@ def _onnx_program(
     """
 
     def exported() -> torch.onnx.ONNXProgram:
-        with exporting(name, "torch.onnx.export"), exact_identities(), exact_angles(), rules_by_operator():
+        with (
+            exporting(name, "torch.onnx.export"),
+            exact_identities(),
+            exact_angles(),
+            rules_by_operator(),
+            short_histories(),
+        ):
             program = torch.onnx.export(
                 module,
                 args,
