@@ -1,7 +1,7 @@
 """What torch.export notes for each call of a graph about where it comes from, and no ONNX file needs."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from torch.fx import config
@@ -20,7 +20,8 @@ def short_histories() -> Iterator[None]:
     try:
         yield
     finally:
-        del NodeSource.__deepcopy__  # type: ignore[attr-defined]
+        with suppress(AttributeError):  # another thread's export has ended in the meantime
+            del NodeSource.__deepcopy__  # type: ignore[attr-defined]
         config.do_not_emit_stack_traces = before
 
 
