@@ -14,15 +14,17 @@ def short_histories() -> Iterator[None]:
 
     Each pass over a graph copies all earlier notes of a call.
     """
-    before = getattr(config, "do_not_emit_stack_traces", False)  # torch 2.11 has no such setting
-    config.do_not_emit_stack_traces = True
+    before = getattr(config, "do_not_emit_stack_traces", None)
+    if before is not None:  # torch 2.11 has no such setting
+        config.do_not_emit_stack_traces = True
     NodeSource.__deepcopy__ = _itself  # type: ignore[attr-defined]
     try:
         yield
     finally:
         with suppress(AttributeError):  # another thread's export has ended in the meantime
             del NodeSource.__deepcopy__  # type: ignore[attr-defined]
-        config.do_not_emit_stack_traces = before
+        if before is not None:
+            config.do_not_emit_stack_traces = before
 
 
 def _itself(source: Any, _copied: dict[int, Any]) -> Any:
