@@ -23,7 +23,7 @@ from nimblec.frontend.pytorch.onnx_history import short_histories
 from nimblec.frontend.pytorch.onnx_identities import exact_identities
 from nimblec.frontend.pytorch.onnx_rules import rules_by_operator
 from nimblec.frontend.pytorch.onnx_sources import keep_sources
-from nimblec.frontend.pytorch.onnx_stateless import StateWrittenError, stateless
+from nimblec.frontend.pytorch.onnx_stateless import StateFoundError, stateless
 from nimblec.frontend.pytorch.onnx_translations import COMMON, TRANSLATIONS
 from nimblec.frontend.pytorch.onnx_weights import kept_weights, optimize_around_weights
 from nimblec.frontend.pytorch.outputs import missing_outputs, name_outputs
@@ -90,7 +90,7 @@ def export(calls: Mapping[str, ModelCall], folder: Path, *, refittable: bool = F
         if known.isdisjoint(held[entry].values()):
             try:
                 exported[entry], written[entry] = _export(call, paths[entry], refittable=refittable), ()
-            except StateWrittenError as exc:
+            except StateFoundError as exc:
                 written[entry] = exc.names
         else:  # a file without the state would be useless
             written[entry] = _written(call)
@@ -113,7 +113,7 @@ def _written(call: ModelCall) -> Sequence[str]:
 
 
 def _export(call: ModelCall, path: Path, *, refittable: bool) -> ExportedModel:
-    """A model exported without state; raises StateWrittenError, before ONNX is made, if its runs write any."""
+    """A model exported without state; raises StateFoundError, before ONNX is made, if its runs write any."""
     with borrowed(call.module):
         model = place_call(call, device="cpu")
         result = run_twice(call.name, model, HOW_STATE_IS_KEPT, buffers_are_kept=True)

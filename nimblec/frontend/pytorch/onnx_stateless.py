@@ -9,7 +9,7 @@ from torch.onnx._internal.exporter import _core
 from nimblec.frontend.pytorch.model import state_written
 
 
-class StateWrittenError(BaseException):
+class StateFoundError(BaseException):
     """Runs write the parameters and buffers ``names``. An Exception would become the exporter's own error."""
 
     def __init__(self, names: list[str]) -> None:
@@ -19,12 +19,12 @@ class StateWrittenError(BaseException):
 
 @contextmanager
 def stateless() -> Iterator[None]:
-    """Make torch.onnx.export raise StateWrittenError for a model whose runs write any, before it converts a call."""
+    """Make torch.onnx.export raise StateFoundError for a model whose runs write any, before it converts a call."""
     before = _core._exported_program_to_onnx_program
 
     def convert(program: Any, **options: Any) -> Any:
         if names := state_written(program.graph_signature):
-            raise StateWrittenError(names)
+            raise StateFoundError(names)
         return before(program, **options)
 
     _core._exported_program_to_onnx_program = convert  # type: ignore[assignment]
