@@ -1,7 +1,9 @@
 """The comparison of a plan's training steps with eager's: the runs, their differences, and the table."""
 
 import argparse
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,10 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from bench import training_bits
+from bench import training_bits, training_bits_peer
 from bench.models import training_bits as models
 from bench.training_bits_peer import MODES, Run, bits, distances, drawn, eager, figures
+from nimblec.compiler import Compiled
 from nimblec.frontend.pytorch.training.state import OFFSET, SEED
+from nimblec.options import Options
+from nimblec.stages import Observer
 from nimblert.plan import Target
 
 STEPS = 3
@@ -63,6 +68,27 @@ def test_eager_is_the_same_each_time_and_learns(network: str, monkeypatch: pytes
     assert any((before[name].numpy() != first.state[f"model.{name}"]).any() for name in before)
 
 
+@pytest.fixture(scope="module")
+def _compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The step of "small" in either mode, without its prediction, is one plan of one stream."""
+    kept: list[Compiled] = []
+    path = tmp_path_factory.mktemp("plan") / "train.plan"
+    step, compile_model = models.step, training_bits_peer.compile_model
+
+    def compiled(spec: str, *, options: Options, output: Path, observer: Observer) -> Compiled:
+        assert spec in {f"{models.__name__}:small_{mode}" for mode in MODES}
+        if not kept:
+            kept.append(compile_model(spec, options=replace(options, streams="1"), output=path, observer=observer))
+        shutil.copy(path, output)
+        return kept[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(models, "step", lambda *args, **given: {"train": step(*args, **given)["train"]})
+        patch.setattr(training_bits_peer, "compile_model", compiled)
+        yield
+
+
+@pytest.mark.usefixtures("_compiled_once")
 @pytest.mark.parametrize("mode", MODES)
 def test_a_plan_of_the_cpu_target_takes_eagers_steps(mode: str, tmp_path: Path) -> None:
     options = argparse.Namespace(cpu=True, fp32=False, steps=STEPS, runs=2)
