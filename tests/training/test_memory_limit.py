@@ -45,9 +45,10 @@ def check(plain: Plan, small: Plan, limit: int) -> None:
 
 
 def test_two_thirds_of_the_memory_gives_the_same_bits() -> None:
-    plain = nimblec.compile(training_steps.deep(), target="cpu", streams="1")
+    step = {"train": training_steps.deep()["train"]}
+    plain = nimblec.compile(step, target="cpu", streams="1")
     limit = train_program(plain).arena_nbytes * 2 // 3
-    check(plain, nimblec.compile(training_steps.deep(), target="cpu", memory_limit=limit), limit)
+    check(plain, nimblec.compile(step, target="cpu", memory_limit=limit), limit)
 
 
 @pytest.mark.gpu
