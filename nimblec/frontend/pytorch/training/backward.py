@@ -1,6 +1,7 @@
 """Backward operators of ATen in terms of forward ones, which exporters and kernels know."""
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -16,17 +17,22 @@ def decompositions(*, exported: bool) -> dict[Any, Callable[..., Any]]:
 
     For the latter operators the framework has kernels, which a plan for a GPU can hold.
     """
-    core = {op: made for op, made in core_aten_decompositions().items() if _is_of_training(op)}
     if not exported:
-        return core
+        return _core()
     return {
-        **core,
+        **_core(),
         aten.convolution_backward.default: convolution_backward,
         aten.max_pool2d_with_indices_backward.default: max_pool_backward,
         aten.avg_pool2d_backward.default: avg_pool_backward,
         aten.addcdiv_.default: add_quotient,
         aten.addcmul_.default: add_product,
     }
+
+
+@cache
+def _core() -> dict[Any, Callable[..., Any]]:
+    """Core ATen's decompositions of operators of training, which torch would look for in all operators each time."""
+    return {op: made for op, made in core_aten_decompositions().items() if _is_of_training(op)}
 
 
 def add_quotient(into: Tensor, dividend: Tensor, divisor: Tensor, *, value: Any = 1) -> Any:
