@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from bench import peers, schedules
+from bench.models.amoebanet_a import AmoebaNetA
 from bench.models.batch_statistics import settled
+from bench.models.darts import DartsNetwork
 from bench.models.unet import UNet
 from nimblec.frontend.pytorch.sources import import_callable
 
@@ -26,7 +28,9 @@ READS_VALUES = ("gpt2",)  # as its attention mask depends on them, it cannot run
 
 
 @pytest.mark.parametrize("spec", specs())
-def test_a_model_is_what_its_name_says(spec: str) -> None:
+def test_a_model_is_what_its_name_says(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(DartsNetwork.__init__.__kwdefaults__, "cells", 4)  # all of them take long
+    monkeypatch.setitem(AmoebaNetA.__init__.__kwdefaults__, "stack", 1)
     name, _, callable_name = spec.removeprefix("bench.models.").partition(":")
     package = PACKAGES.get(name, "torchvision")
     if find_spec(package) is None:

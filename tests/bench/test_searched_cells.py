@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -23,6 +24,18 @@ def nimbles_amoebanet() -> nn.Module:
     return darts.DartsNetwork(amoebanet_a.NIMBLE_NORMAL, amoebanet_a.NIMBLE_REDUCTION)
 
 
+@cache
+def run(build: Callable[[], nn.Module]) -> tuple[nn.Module, int, list[tuple[int, ...]]]:
+    """A whole network, the operations for an image, and channels and height of each cell's output."""
+    network, sizes = build().eval(), []
+    for module in network.modules():
+        if isinstance(module, Cell):
+            module.register_forward_hook(lambda _, __, output: sizes.append(tuple(output.shape[1:3])))
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        assert network(torch.randn(1, 3, 224, 224)).shape == (1, 1000)
+    return network, counter.get_total_flops(), sizes
+
+
 @pytest.mark.parametrize(
     ("build", "parameters", "multiply_adds", "cells"),
     [
@@ -37,28 +50,15 @@ def nimbles_amoebanet() -> nn.Module:
 def test_a_network_has_its_parameters_multiply_adds_and_cells(
     build: Callable[[], nn.Module], parameters: int, multiply_adds: int, cells: int
 ) -> None:
-    with torch.device("meta"), torch.no_grad(), FlopCounterMode(display=False) as counter:
-        network = build().eval()
-        assert network(torch.randn(2, 3, 224, 224)).shape == (2, 1000)
+    network, operations, sizes = run(build)
     assert sum(p.numel() for p in network.parameters()) == parameters
-    assert counter.get_total_flops() // (2 * 2) == multiply_adds  # two images, two operations each
-    assert sum(isinstance(module, Cell) for module in network.modules()) == cells
-
-
-def feature_sizes(build: Callable[[], nn.Module]) -> list[tuple[int, ...]]:
-    sizes = []
-    with torch.device("meta"), torch.no_grad():
-        network = build().eval()
-        for module in network.modules():
-            if isinstance(module, Cell):
-                module.register_forward_hook(lambda _, __, output: sizes.append(tuple(output.shape[1:3])))
-        network(torch.randn(1, 3, 224, 224))
-    return sizes
+    assert operations // 2 == multiply_adds  # two operations each
+    assert len(sizes) == cells
 
 
 def test_cells_double_the_channels_wherever_they_halve_the_size() -> None:
-    assert feature_sizes(darts_network) == [(192, 28)] * 4 + [(384, 14)] * 5 + [(768, 7)] * 5
-    assert feature_sizes(amoebanet_a.AmoebaNetA) == [
+    assert run(darts_network)[2] == [(192, 28)] * 4 + [(384, 14)] * 5 + [(768, 7)] * 5
+    assert run(amoebanet_a.AmoebaNetA)[2] == [
         *((36, 56), (75, 28)),
         *[(150, 28)] * 4,
         *[(300, 14)] * 5,
@@ -147,7 +147,9 @@ def test_the_features_of_a_settled_network_are_more_than_rounding_errors() -> No
 
 
 @pytest.mark.parametrize("model", ["darts:fp16", "amoebanet_a:fp32"])
-def test_a_callable_returns_an_inference_network(model: str) -> None:
+def test_a_callable_returns_an_inference_network(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(darts.DartsNetwork.__init__.__kwdefaults__, "cells", 4)
+    monkeypatch.setitem(amoebanet_a.AmoebaNetA.__init__.__kwdefaults__, "stack", 1)
     with torch.device("meta"), torch.no_grad():
         module, (image,), _ = import_callable(f"bench.models.{model}")
         found = module(image)
