@@ -12,7 +12,7 @@ from onnx import ModelProto
 from onnx.backend.test.case import node
 from onnx.backend.test.case.test_case import TestCase
 
-from bench.onnx_cases import static_form
+from bench.onnx_cases import made_quickly, static_form
 from nimblec import cli
 
 SEEDS = {
@@ -35,8 +35,9 @@ They cover convolution, recurrence, control flow, shape arithmetic and indices.
 
 
 def models() -> list[ModelProto]:
-    for module in SEEDS.values():
-        importlib.import_module(f"{node.__name__}.{module}")
+    with made_quickly():
+        for module in SEEDS.values():
+            importlib.import_module(f"{node.__name__}.{module}")
     made = {case.name: case for case in node._NodeTestCases}
     return [_model(made[name]) for name in SEEDS]
 
