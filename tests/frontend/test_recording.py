@@ -39,21 +39,25 @@ def described(graph: fx.Graph) -> list[tuple[Any, ...]]:
     return found
 
 
-def network() -> nn.Module:
+def network(*, drops: bool) -> nn.Module:
     return nn.Sequential(
         *(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.MaxPool2d(2)),
-        *(nn.Flatten(), nn.Dropout(), nn.Linear(36, 5)),
+        *(nn.Flatten(), *[nn.Dropout()] * drops, nn.Linear(36, 5)),
     )
 
 
 @pytest.mark.parametrize(
-    "make", [lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=0.1), lambda p: torch.optim.AdamW(p, 0.1)]
+    ("make", "drops"),
+    [
+        (lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=0.1), True),
+        (lambda p: torch.optim.AdamW(p, 0.1), False),  # random numbers are hundreds of calls
+    ],
 )
 def test_a_training_step_is_recorded_as_its_export_is(
-    make: Callable[[Any], torch.optim.Optimizer], monkeypatch: pytest.MonkeyPatch
+    make: Callable[[Any], torch.optim.Optimizer], drops: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
-    model = network()
+    model = network(drops=drops)
     batch = torch.randn(2, 3, 8, 8), torch.randint(0, 5, (2,))
     step = nimblec.training_step(model, functional.cross_entropy, make(model.parameters()), batch, clip_norm=1.0)
     call = place(*step["train"], device="cpu")
