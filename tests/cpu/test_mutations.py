@@ -13,7 +13,9 @@ ANSWER_S = 60
 
 def check(count: int, seed: int, folder: Path) -> None:
     """A process that crashes gives no answer, as one that hangs."""
-    with multiprocessing.get_context("spawn").Pool(WORKERS, fork_lean_processes) as pool:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["onnx", "onnxruntime"])  # once for all workers
+    with context.Pool(WORKERS, fork_lean_processes) as pool:
         files = enumerate(mutations(count, seed))
         jobs = [pool.apply_async(compile_for_cpu, (data, folder / f"{index}.onnx")) for index, data in files]
         outcomes = [job.get(timeout=ANSWER_S) for job in jobs]
