@@ -32,14 +32,14 @@ def images() -> nn.Module:
 
 
 class Tokens(nn.Module):
-    """Attention, norms and a GELU."""
+    """Attention, norms and a GELU; most parameters have equal shapes, whose updates are one kernel."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(9, 8)
+        self.embedding = nn.Embedding(8, 8)
         self.first, self.second = nn.LayerNorm(8), nn.LayerNorm(8, elementwise_affine=False)
-        self.mixed, self.read = nn.Linear(8, 24), nn.Linear(8, 5)
-        self.wide, self.narrow = nn.Linear(8, 16, bias=False), nn.Linear(16, 8, bias=False)
+        self.mixed, self.read = nn.Linear(8, 24, bias=False), nn.Linear(8, 8)
+        self.wide, self.narrow = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Scores of each sequence."""
@@ -57,7 +57,7 @@ def image_batch(seed: int) -> tuple[Tensor, Tensor]:
 
 def token_batch(seed: int) -> tuple[Tensor, Tensor]:
     drawn = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 9, (6, 7), generator=drawn), torch.randint(0, 5, (6,), generator=drawn)
+    return torch.randint(0, 8, (6, 7), generator=drawn), torch.randint(0, 5, (6,), generator=drawn)
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
