@@ -1,6 +1,8 @@
 """The benchmark of a decoder step: its graph at -O2, the same tokens in all modes, and the table."""
 
 import copy
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -54,11 +56,13 @@ def test_a_cache_that_is_an_input_generates_the_same() -> None:
     assert found[0]["logits"] == pytest.approx(found[1]["logits"], rel=1e-3)
 
 
-def test_a_plan_says_what_touches_its_state() -> None:
-    options = Options(target="cpu", plan_cache=None)
+def test_a_plan_says_what_touches_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = replace(llama_decoder.SMALL, layers=1)  # exporting another takes as long
+    monkeypatch.setattr(llama_decoder, "small", partial(llama_decoder.step, shape, torch.float32))
+    options = Options(target="cpu", streams="1", plan_cache=None)
     figures = of_plan(compile_model(SMALL, options=options, observer=lambda *_: None).plan)
-    assert figures["uses"] == {"in place": 2 * llama_decoder.SMALL.layers}
-    assert sum(figures["writers"].values()) >= 2 * llama_decoder.SMALL.layers
+    assert figures["uses"] == {"in place": 2}
+    assert sum(figures["writers"].values()) >= 2
     assert figures["launches"] > figures["own_launches"] == 0
 
 
