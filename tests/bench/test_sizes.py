@@ -1,20 +1,21 @@
 """The benchmark of one plan for all sizes: a small network on the CPU, and the table from made-up figures."""
 
 import json
+import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from copying import ORDERS, copying, on_host
-from forked import python
 
-from bench import sizes
+from bench import sizes, sizes_peer
 from bench.models import sized
 from bench.models.sized import Sized
 from bench.sizes_peer import Sizes, middles
@@ -22,17 +23,16 @@ from nimblert.plan import Fit, Plan
 
 pytest_plugins = ("gpu_memory",)
 
-PEER = """
-import sys
-from bench.sizes_peer import main
-sys.argv[1:] = ["2", "bench.models.sized:tokens", "--sizes", "2,5", "--cpu"]
-main()
-"""
-
 
 @pytest.mark.skipif(find_spec("onnxscript") is None, reason="needs onnxscript")
-def test_any_size_is_what_the_static_plan_of_its_profile_gives() -> None:
-    found = json.loads(python(PEER))
+def test_any_size_is_what_the_static_plan_of_its_profile_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    reported: dict[str, Any] = {}
+    turn = SimpleNamespace(begin=bool, report=reported.update, end=bool)
+    monkeypatch.setattr(sizes_peer, "Turn", lambda **_: turn)
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")  # which it changes
+    monkeypatch.setattr(sys, "argv", ["", "2", "bench.models.sized:tokens", "--sizes", "2,5", "--cpu"])
+    sizes_peer.main()
+    found = json.loads(json.dumps(reported))
     assert {size: row["served_by"] for size, row in found["sizes"].items()} == {"1": 2, "2": 2, "4": 5, "5": 5}
     assert all(row["equal"] and row["difference"] == 0 for row in found["sizes"].values())
     assert found["fits"] == {"2": "padded", "5": "padded"}
