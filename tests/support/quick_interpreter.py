@@ -2,9 +2,11 @@
 
 from dataclasses import replace
 from functools import cache
+from operator import index
 from typing import Any
 
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 
@@ -12,6 +14,9 @@ def install() -> None:
     """Make the interpreter of this process quicker; nothing else may use Triton in it."""
     _check_no_overflow()
     _look_types_up_once()
+    _make_types_once()
+    _describe_tensors_once()
+    _broadcast_equal_shapes_at_once()
     _keep_functions_patched()
 
 
@@ -32,6 +37,55 @@ def _look_types_up_once() -> None:
         return pointer if scalar.is_ptr() else found(scalar)
 
     interpreter._get_np_dtype = np_dtype
+
+
+def _make_types_once() -> None:
+    """Of blocks, which are otherwise made for each value; ``sizes`` is the shape of one as Python's tuple."""
+    block: Any = tl.block_type
+    init = block.__init__
+    made: dict[object, Any] = {}
+
+    def new(cls: Any, element_ty: Any, shape: Any) -> Any:
+        sizes = tuple(map(index, shape))
+        key = (type(element_ty), element_ty.name, sizes)
+        if key not in made:
+            made[key] = object.__new__(cls)
+            made[key].sizes = sizes
+        return made[key]
+
+    def init_once(self: Any, element_ty: Any, shape: Any) -> None:
+        if not hasattr(self, "name"):
+            init(self, element_ty, shape)
+
+    block.__new__, block.__init__ = new, init_once
+
+
+def _describe_tensors_once() -> None:
+    """Tensors of one type share what describes them, but for their values."""
+    tensor: Any = tl.tensor
+    init = tensor.__init__
+
+    def init_quickly(self: Any, handle: Any, kind: Any) -> None:
+        if "of_tensors" in kind.__dict__:
+            self.__dict__.update(kind.of_tensors)
+        else:
+            init(self, None, kind)
+            kind.of_tensors = {**self.__dict__}
+        self.handle = handle
+
+    tensor.__init__ = init_quickly
+
+
+def _broadcast_equal_shapes_at_once() -> None:
+    """Tensors of equal shapes stay as they are."""
+    semantic: Any = TritonSemantic
+    broadcast = semantic.broadcast_impl_value
+
+    def broadcast_quickly(self: Any, lhs: Any, rhs: Any) -> Any:
+        equal = getattr(lhs.type, "sizes", ()) == getattr(rhs.type, "sizes", ())
+        return (lhs, rhs) if equal else broadcast(self, lhs, rhs)
+
+    semantic.broadcast_impl_value = broadcast_quickly
 
 
 def _keep_functions_patched() -> None:
