@@ -1,11 +1,14 @@
 """The benchmark of resuming from a saved state: a fresh process without torch repeats the next loss."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from bench import resume
+from bench.models import cifar_training
+from nimblec.options import Options
 
 STAGES = ("python", "import", "load", "state", "step")
 
@@ -13,6 +16,9 @@ STAGES = ("python", "import", "load", "state", "step")
 def test_a_fresh_process_goes_on_without_torch(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    step = cifar_training.step
+    monkeypatch.setattr(cifar_training, "step", lambda *asked: {"train": step(*asked)["train"]})  # no prediction is run
+    monkeypatch.setattr(resume, "Options", partial(Options, streams="1"))
     monkeypatch.setattr(resume, "_REPEATS", 1)
     output = tmp_path / "resume.json"
     resume.main(["small_batch_4", "--cpu", "--output", str(output)])
