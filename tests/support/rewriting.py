@@ -1,12 +1,12 @@
 """Graphs for the tests of rewrites, and checks of a rewrite's invariants."""
 
-import importlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
 import torch
+from families import bert, inception, mobilenet, resnet, unet
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
@@ -140,8 +140,8 @@ def _traced(name: str, dtype: torch.dtype, seed: int) -> tuple[fx.GraphModule, t
 
 def _built(name: str, dtype: torch.dtype, seed: int) -> tuple[nn.Module, tuple[Tensor, ...]]:
     torch.manual_seed(seed)
-    module, args = DenseNet.small() if name == "densenet" else importlib.import_module(f"families.{name}").small()
-    return randomize(module).to(dtype), tuple(t.to(dtype) if t.is_floating_point() else t for t in args)
+    module, args = NETWORKS[name]()
+    return randomize(module.eval()).to(dtype), tuple(t.to(dtype) if t.is_floating_point() else t for t in args)
 
 
 class DenseNet(nn.Module):
@@ -177,3 +177,14 @@ class DenseNet(nn.Module):
     def small() -> tuple[nn.Module, Sequence[Tensor]]:
         """Four narrow layers and an image of 16 pixels."""
         return DenseNet(growth=8, layers=4).eval(), (torch.randn(1, 3, 16, 16),)
+
+
+NETWORKS: dict[str, Callable[[], tuple[nn.Module, Sequence[Tensor]]]] = {
+    "resnet": lambda: (resnet.ResNet(width=16, classes=10, stages=(1, 2)), (torch.randn(1, 3, 32, 32),)),
+    "mobilenet": lambda: (mobilenet.MobileNet(classes=10, depth=(1, 2, 0, 0, 0, 0, 0)), (torch.randn(1, 3, 32, 32),)),
+    "inception": lambda: (inception.Inception(width=16, blocks=2, classes=10), (torch.randn(1, 3, 32, 32),)),
+    "bert": bert.small,
+    "unet": unet.small,
+    "densenet": DenseNet.small,
+}
+"""The families with fewer blocks of the same kinds, of which rewrites make the same kinds of calls."""
