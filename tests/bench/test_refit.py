@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from copying import copying, on_host
+from families import bert
 from host_driver import HostDriver
 
 import nimblert
@@ -28,7 +29,9 @@ def few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(find_spec("onnxscript") is None, reason="needs onnxscript")
 @pytest.mark.usefixtures("few_calls")
-def test_a_refit_is_compared_with_a_fresh_compile(tmp_path: Path) -> None:
+def test_a_refit_is_compared_with_a_fresh_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, args = bert.small()
+    monkeypatch.setattr(bert, "small", lambda: (bert.Bert(vocabulary=100, width=64, heads=4, layers=1).eval(), args))
     specs = ("drawn_weights:bert_0", "drawn_weights:bert_1")
     (path, fresh), figures = refit_peer.prepared(specs, tmp_path, target="cpu")
     assert min(figures["prepare_s"], figures["fresh_s"]) > 0
