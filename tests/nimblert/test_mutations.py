@@ -10,6 +10,7 @@ import resource
 import struct
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
+from functools import cache
 from pathlib import Path
 
 import plans
@@ -84,13 +85,18 @@ def read_or_refused(file: bytes) -> bool:
 
 def content(value: object) -> object:
     """All that a record holds, as something to compare: damage can make a NaN of a number."""
-    if is_dataclass(value):
-        return tuple(content(getattr(value, field.name)) for field in fields(value))
     if isinstance(value, tuple):
         return tuple(map(content, value))
     if isinstance(value, memoryview):
         return bytes(value)
-    return repr(value)
+    names = field_names(type(value))
+    return repr(value) if names is None else tuple(content(getattr(value, name)) for name in names)
+
+
+@cache
+def field_names(kind: type) -> tuple[str, ...] | None:
+    """Of a record; None of anything else."""
+    return tuple(field.name for field in fields(kind)) if is_dataclass(kind) else None
 
 
 @pytest.fixture
