@@ -2,6 +2,7 @@
 
 import re
 import runpy
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,8 @@ def test_rules_are_about_operators_that_there_are() -> None:
     assert set(onnx_trust._RULES) <= known
 
 
-_SHAPES = st.lists(st.none() | st.lists(st.integers(0, 3), max_size=5).map(tuple), max_size=10).map(tuple)
+_OF_RANK = [st.sampled_from([*product(range(4), repeat=rank)]) for rank in range(6)]
+_SHAPES = st.lists(st.one_of(st.none(), *_OF_RANK), max_size=10).map(tuple)
 _NAMES = re.findall(r'"([a-z][a-zA-Z0-9_]+)"', Path(onnx_trust.__file__).read_text(encoding="utf-8"))
 _ATTRIBUTES = st.builds(
     onnx_model.Attribute,
