@@ -1,6 +1,7 @@
 """Shared fixtures and hooks; GPU tests are skipped, with the reason, on machines without a GPU."""
 
 import gc
+import logging
 import os
 import signal
 import sys
@@ -71,10 +72,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Disable the garbage collector while tests and modules are collected, all of which stay."""
+    """Disable the garbage collector while tests and modules are collected, all of which stay.
+
+    Then keep pytest, which listens to loggers that do not propagate, from the one of PyTorch's traces: to a listener,
+    of which users have none, PyTorch describes every graph.
+    """
     gc.disable()
     found = yield
     gc.enable()
+    logging.getLogger("torch.__trace").propagate = True
     return found
 
 
