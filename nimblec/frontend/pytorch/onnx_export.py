@@ -202,6 +202,7 @@ def _onnx_program(
     def exported() -> torch.onnx.ONNXProgram:
         with (
             exporting(name, "torch.onnx.export"),
+            torch.no_grad(),  # with gradients torch 2.11 refuses a parameter times a number
             exact_identities(),
             exact_angles(),
             rules_by_operator(),
