@@ -20,6 +20,7 @@ from sized_models import (
     unlike_rows,
 )
 from sized_modules import TOKENS, Averaging, Previous, encoder, images
+from torch import Tensor, nn
 
 import nimblec
 import nimblert
@@ -294,6 +295,25 @@ def test_an_exported_program_names_its_dimensions_by_symbols(nimblec: CommandLin
     assert f"note: {symbol}: calls of sizes between are padded, larger ones split" in done.out
     with torch.no_grad(), nimblert.load(tmp_path / "m.plan") as executable:
         np.testing.assert_allclose(executable(inputs[0].numpy()), module(*inputs).numpy(), rtol=1e-4, atol=1e-5)
+
+
+def test_plans_of_several_sizes_compute_what_those_of_one_do() -> None:
+    """Angles have PyTorch's signs, and torch 2.11 exports a parameter times a number."""
+
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.turn = nn.Parameter(torch.ones(4))
+
+        def forward(self, y: Tensor, x: Tensor) -> Tensor:
+            return torch.atan2(y, x) + self.turn * 2
+
+    module, inputs = Turned().eval(), (torch.ones(2, 4), torch.ones(2, 4))
+    shapes = ({0: torch.export.Dim("batch", max=8)},) * 2
+    plan = nimblec.compile(module, inputs, target="cpu", dynamic_shapes=shapes, dims={"batch": (2, 4)})
+    y, x = torch.tensor([[0.0, -0.0, 0.0, -0.0]] * 2), torch.tensor([[1.0, 1.0, -1.0, -1.0]] * 2)
+    with torch.no_grad(), nimblert.load(plan) as executable:
+        np.testing.assert_allclose(executable(y.numpy(), x.numpy()), module(y, x).numpy(), rtol=1e-6)
 
 
 def test_what_has_no_names_for_several_sizes_is_refused() -> None:

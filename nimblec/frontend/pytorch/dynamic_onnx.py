@@ -5,11 +5,9 @@ from pathlib import Path
 import onnx
 import torch
 
-from nimblec.frontend.pytorch.export_errors import exporting
 from nimblec.frontend.pytorch.model import place_call
 from nimblec.frontend.pytorch.onnx_export import ExportedModel, accuracy
-from nimblec.frontend.pytorch.onnx_identities import exact_identities
-from nimblec.frontend.pytorch.onnx_rules import rules_by_operator
+from nimblec.frontend.pytorch.onnx_exporting import exporting_onnx
 from nimblec.frontend.pytorch.onnx_translations import COMMON
 from nimblec.frontend.pytorch.onnx_weights import kept_weights, optimize_around_weights
 from nimblec.frontend.pytorch.outputs import name_outputs
@@ -27,7 +25,7 @@ def export(dynamic: DynamicProgram, options: Options, folder: Path) -> ExportedM
     model = place_call(call, device="cpu")
     outputs = name_outputs(run_twice(dynamic.name, model, HOW_STATE_IS_KEPT, buffers_are_kept=False))
     path = folder / "model.onnx"
-    with exporting(dynamic.name, "torch.onnx.export"), exact_identities(), rules_by_operator():
+    with exporting_onnx(dynamic.name):
         program = torch.onnx.export(
             dynamic.program,
             input_names=[name for name, _ in model.inputs],

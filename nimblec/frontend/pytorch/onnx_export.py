@@ -18,10 +18,7 @@ from nimblec.frontend.pytorch.borrowed import borrowed
 from nimblec.frontend.pytorch.export_errors import exporting
 from nimblec.frontend.pytorch.model import ModelCall, TorchModel, as_module, place_call
 from nimblec.frontend.pytorch.objects import refuse_script
-from nimblec.frontend.pytorch.onnx_angles import exact_angles
-from nimblec.frontend.pytorch.onnx_history import short_histories
-from nimblec.frontend.pytorch.onnx_identities import exact_identities
-from nimblec.frontend.pytorch.onnx_rules import rules_by_operator
+from nimblec.frontend.pytorch.onnx_exporting import exporting_onnx
 from nimblec.frontend.pytorch.onnx_sources import keep_sources
 from nimblec.frontend.pytorch.onnx_stateless import StateFoundError, stateless
 from nimblec.frontend.pytorch.onnx_translations import COMMON, TRANSLATIONS
@@ -200,14 +197,7 @@ def _onnx_program(
     """
 
     def exported() -> torch.onnx.ONNXProgram:
-        with (
-            exporting(name, "torch.onnx.export"),
-            torch.no_grad(),  # with gradients torch 2.11 refuses a parameter times a number
-            exact_identities(),
-            exact_angles(),
-            rules_by_operator(),
-            short_histories(),
-        ):
+        with exporting_onnx(name):
             program = torch.onnx.export(
                 module,
                 args,
