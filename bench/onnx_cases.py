@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -90,7 +89,7 @@ def made_quickly() -> Iterator[None]:
     """Have onnx make the same node cases in a fraction of the time: most of it went into a few of pooling."""
     with (
         patch.object(base, "process_snippet", lambda *_: ("", "")),  # the source of each case, for onnx's own pages
-        patch.object(op_pool_common, "pool", partial(_pool, op_pool_common.pool)),
+        patch.object(op_pool_common, "pool", functools.partial(_pool, op_pool_common.pool)),
     ):
         yield
 

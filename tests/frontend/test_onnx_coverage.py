@@ -8,9 +8,11 @@ not. ``python -m bench.onnx_coverage --target aten|cpu --write-known FILE`` writ
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
+from onnx.reference.ops import op_pool_common
 
-from bench.onnx_cases import cases
+from bench.onnx_cases import cases, made_quickly
 from bench.onnx_coverage import Result, is_excused, known_failures, run, run_case
 
 KNOWN = known_failures(Path(__file__).parents[1] / "onnx_known_failures.txt")
@@ -39,6 +41,18 @@ def surprises(results: Sequence[Result], known: Mapping[str, str]) -> list[str]:
         elif listed is None or not listed.startswith(f"{result.status}: "):
             found.append(f"{result.name}: {result.status}: {result.message}")
     return found
+
+
+@pytest.mark.parametrize("kind", ["AVG", "MAX", "LPPOOL"])
+@pytest.mark.parametrize("kernel", [(2,), (3, 2), (2, 1, 3)], ids=str)
+def test_pooling_at_once_is_onnxs_window_after_window(kind: str, kernel: tuple[int, ...]) -> None:
+    shape = (2, 3, *(5 for _ in kernel))
+    x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    given = x, shape, kernel, [1] * len(kernel), [6 - length for length in kernel], kind
+    options = {"p": 3} if kind == "LPPOOL" else {}
+    wanted = op_pool_common.pool(*given, **options)
+    with made_quickly():
+        assert np.array_equal(op_pool_common.pool(*given, **options), wanted)
 
 
 @BY_LIST
