@@ -17,16 +17,16 @@ def decompositions(*, exported: bool) -> dict[Any, Callable[..., Any]]:
 
     For the latter operators the framework has kernels, which a plan for a GPU can hold.
     """
-    if not exported:
-        return _core()
-    return {
-        **_core(),
-        aten.convolution_backward.default: convolution_backward,
-        aten.max_pool2d_with_indices_backward.default: max_pool_backward,
-        aten.avg_pool2d_backward.default: avg_pool_backward,
-        aten.addcdiv_.default: add_quotient,
-        aten.addcmul_.default: add_product,
-    }
+    found = dict(_core())
+    if exported:
+        found |= {
+            aten.convolution_backward.default: convolution_backward,
+            aten.max_pool2d_with_indices_backward.default: max_pool_backward,
+            aten.avg_pool2d_backward.default: avg_pool_backward,
+            aten.addcdiv_.default: add_quotient,
+            aten.addcmul_.default: add_product,
+        }
+    return found
 
 
 @cache
