@@ -39,7 +39,7 @@ from nimblert.executable import load
 from nimblert.plan import Plan, Target
 
 MODES = ("deterministic", "default")
-STEPS, RUNS = 1000, 3
+STEPS, RUNS = 1000, 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
