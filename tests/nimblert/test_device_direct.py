@@ -26,6 +26,7 @@ if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
     pytest.skip("this torch offers no table of functions", allow_module_level=True)
 
 TESTS = str(Path(__file__).parents[1])
+NODES = ("cuGraphAddKernelNode", "cuGraphAddMemcpyNode")
 Put = Callable[[np.ndarray], Any]
 
 
@@ -243,7 +244,7 @@ def test_outputs_in_the_same_memory_or_an_inputs_are_each_an_array_of_its_own(pu
 
 
 @on_host
-@pytest.mark.parametrize("refused", ["cuGraphInstantiate", "cuGraphAddChildGraphNode", "cuGraphAddMemcpyNode"])
+@pytest.mark.parametrize("refused", ["cuGraphInstantiate", "cuGraphAddChildGraphNode", "cuGraphAddKernelNode"])
 def test_calls_go_on_where_no_memory_is_left_for_a_graph_of_their_own(
     model: Executable, put: Put, host: HostDriver, refused: str
 ) -> None:
@@ -260,6 +261,33 @@ def test_calls_go_on_where_no_memory_is_left_for_a_graph_of_their_own(
     for seed in range(400):
         assert np.array_equal(model(drawn(seed)), drawn(seed))
     assert host.calls["cuMemcpyHtoDAsync"] - launched < 400
+
+
+@on_host
+@pytest.mark.parametrize(
+    ("shape", "dtype", "node"),
+    [
+        ((33,), "uint8", "cuGraphAddKernelNode"),
+        ((3, 5), "float16", "cuGraphAddKernelNode"),
+        ((1, 3, 16, 24), "float32", "cuGraphAddKernelNode"),
+        ((1 << 19,), "uint8", "cuGraphAddKernelNode"),
+        (((1 << 19) + 1,), "uint8", "cuGraphAddMemcpyNode"),
+    ],
+)
+def test_little_is_copied_by_kernels_and_more_by_the_copy_engine(
+    put: Put, host: HostDriver, shape: tuple[int, ...], dtype: str, node: str
+) -> None:
+    del put
+    with nimblert.load(copying(shape, range(len(shape)), dtype)) as model:
+        before = dict(host.calls)
+        for seed in range(12):
+            x = np.random.default_rng(seed).integers(0, 99, shape).astype(dtype)
+            found = model(x)
+            assert np.array_equal(found, x)
+        made = {name: host.calls.get(name, 0) - before.get(name, 0) for name in NODES}
+    graphs = host.calls["cuGraphInstantiate"] - before["cuGraphInstantiate"]
+    assert graphs >= 2
+    assert made == {name: 2 * graphs - 1 if name == node else 0 for name in NODES}  # the first brings inputs alone
 
 
 @on_host

@@ -30,6 +30,10 @@ from nimblert.plan import ITEM_NBYTES, Tensor
 _SMALL_NBYTES = 2 * PART_NBYTES
 """Larger arrays are copied by several threads, and each part is uploaded when it is complete."""
 
+_BY_KERNEL_NBYTES = 1 << 19
+"""No more is copied between the host and the GPU by kernels of a graph. With a program of 205 us on an H200 that saves
+10 of the 22 us that the copy engine adds, for 301 KB to the GPU and 2 KB from there."""
+
 _MOST_KEPT = 256
 """The most layouts that are remembered for an input, and the most shapes for all outputs."""
 
@@ -109,7 +113,8 @@ class Inlet:
         found = []
         for index, array in enumerate(arrays):
             way = self._way_of(index, array)
-            steps: list[Step] = [partial(graph.add_upload, dst=way.device, src=way.host, nbytes=way.nbytes)]
+            add = self._kernels.add_copy if way.nbytes <= _BY_KERNEL_NBYTES else graph.add_upload
+            steps: list[Step] = [partial(add, dst=way.device, src=way.host, nbytes=way.nbytes)]
             if way.mover is not None:
                 steps += way.mover.steps(self._addresses[index], way.device)
             found.append(Arrival(steps, way.staged))
@@ -291,7 +296,11 @@ class Outlet:
 
     def downloads(self, lent: Sequence[Lent | None]) -> list[Step]:
         """`download` as nodes of a graph."""
-        return self._steps(graph.add_download, lent)
+        return self._steps(self._add_download, lent)
+
+    def _add_download(self, built: Handle, dst: int, src: int, nbytes: int) -> Handle:
+        add = self._kernels.add_copy if nbytes <= _BY_KERNEL_NBYTES else graph.add_download
+        return add(built, dst, src, nbytes)
 
     def copies(self, lent: Sequence[Lent | None]) -> list[Step]:
         """`copy` as nodes of a graph."""
