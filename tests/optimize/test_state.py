@@ -120,7 +120,7 @@ class Shuffled(nn.Module):
 NAMES = ["first", "second", "third", "fourth"]
 
 
-@pytest.mark.parametrize("seed", [*range(20), 40, 156])
+@pytest.mark.parametrize("seed", [*range(8), 40, 156])
 def test_state_in_any_order(seed: int) -> None:
     check(Shuffled(seed), drawn(4), steps=3)
 

@@ -10,6 +10,12 @@ import pytest
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton: not installed")
 """CPU builds of torch do not include it."""
 
+BY_ARCHITECTURE = [
+    pytest.param((90,), id="90"),
+    pytest.param((80, 100, 120), id="80, 100, 120", marks=pytest.mark.slow),
+]
+"""Compute capabilities of the known GPUs, in tests that compile for each."""
+
 
 def run(code: str, cache: Path, **variables: str) -> str:
     """The output of ``code``, with an empty cache of compiled kernels and these environment variables."""
