@@ -24,6 +24,7 @@ STEPS = 20
 SMALL = f"{llama_decoder.__name__}:small"
 
 
+@pytest.mark.slow
 def test_our_kernels_serve_the_step_and_write_the_cache_in_place() -> None:
     model, args = llama_decoder.step(llama_decoder.SMALL, torch.bfloat16)
     eager = copy.deepcopy(model)

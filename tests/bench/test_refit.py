@@ -27,6 +27,7 @@ def few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_calls, "REPEATS", 3)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("onnxscript") is None, reason="needs onnxscript")
 @pytest.mark.usefixtures("few_calls")
 def test_a_refit_is_compared_with_a_fresh_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

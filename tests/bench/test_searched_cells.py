@@ -127,6 +127,7 @@ SMALL: dict[str, Callable[[], nn.Module]] = {
 """Each has every cell of the whole network, at a lesser width and once or twice."""
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_exact")
 @pytest.mark.parametrize("name", SMALL)
 def test_rewriting_the_cells_keeps_what_they_compute(name: str) -> None:

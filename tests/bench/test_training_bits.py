@@ -88,6 +88,7 @@ def _compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_compiled_once")
 @pytest.mark.parametrize("mode", MODES)
 def test_a_plan_of_the_cpu_target_takes_eagers_steps(mode: str, tmp_path: Path) -> None:

@@ -219,6 +219,7 @@ def test_values_in_the_interpreter(tmp_path: Path) -> None:
     interpret(INTERPRET, CASES, tmp_path)
 
 
+@pytest.mark.slow
 def test_code_for_hopper(tmp_path: Path) -> None:
     warpgroups, prologue, warps, channels = run(COMPILE, tmp_path).splitlines()
     assert warpgroups == prologue == "True False True True True"
