@@ -58,7 +58,7 @@ def test_a_plan_that_is_kept_needs_no_framework(tmp_path: Path, model: Path) -> 
     assert python(HIT, model, tmp_path / "plans").splitlines() == [first[0], "[]"]
 
 
-@pytest.mark.parametrize("kind", ["onnx", "pt2"])
+@pytest.mark.parametrize("kind", ["onnx", pytest.param("pt2", marks=pytest.mark.slow)])
 def test_a_users_second_compilation_is_a_hit(tmp_path: Path, model: Path, kind: str) -> None:
     """With nothing in the environment that only the tests set, and the cache where a user has it."""
     if kind == "pt2":

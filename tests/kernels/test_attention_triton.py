@@ -5,6 +5,7 @@ Both in processes of their own, as in test_kernels_triton.
 
 from pathlib import Path
 
+import pytest
 from triton_process import interpret, needs_triton, run
 
 pytestmark = needs_triton
@@ -105,6 +106,7 @@ def test_values_in_the_interpreter(tmp_path: Path) -> None:
     interpret(INTERPRET, CASES, tmp_path)
 
 
+@pytest.mark.slow
 def test_code_for_hopper(tmp_path: Path) -> None:
     found = run(COMPILE + "\n".join(COMPILED), tmp_path).splitlines()
     assert dict(zip(COMPILED, found, strict=True)) == COMPILED

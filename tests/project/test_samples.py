@@ -88,6 +88,7 @@ def test_the_lean_server_notices_a_framework(digits: Path) -> None:
         python(code, SAMPLES / "serve_lean.py", digits, SAMPLES / "digit_7.npy")
 
 
+@pytest.mark.slow
 def test_resnet18_compiles_from_its_name_and_agrees_with_torch(nimblec: CommandLine, tmp_path: Path) -> None:
     import torch
 

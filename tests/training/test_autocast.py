@@ -177,7 +177,7 @@ def test_what_autocast_cannot_be_is_a_sentence(tmp_path: Path) -> None:
         hand_over(find_source(step, None, None, tmp_path), Options(), tmp_path)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
 def test_the_passes_of_fusion_hold_under_autocast(kind: str) -> None:
     """Of -O1; here on tensors of the CPU."""
     name = f"clipped_{kind}"
