@@ -27,6 +27,8 @@ if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
 
 TESTS = str(Path(__file__).parents[1])
 NODES = ("cuGraphAddKernelNode", "cuGraphAddMemcpyNode")
+LARGER = (4, 3, 128, 96)
+"""Of an input that the copy engine brings."""
 Put = Callable[[np.ndarray], Any]
 
 
@@ -244,23 +246,31 @@ def test_outputs_in_the_same_memory_or_an_inputs_are_each_an_array_of_its_own(pu
 
 
 @on_host
-@pytest.mark.parametrize("refused", ["cuGraphInstantiate", "cuGraphAddChildGraphNode", "cuGraphAddKernelNode"])
+@pytest.mark.parametrize(
+    ("refused", "shape"),
+    [
+        *((name, SHAPE) for name in ("cuGraphInstantiate", "cuGraphAddChildGraphNode", "cuGraphAddKernelNode")),
+        ("cuGraphAddMemcpyNode", LARGER),
+    ],
+)
 def test_calls_go_on_where_no_memory_is_left_for_a_graph_of_their_own(
-    model: Executable, put: Put, host: HostDriver, refused: str
+    put: Put, host: HostDriver, refused: str, shape: tuple[int, ...]
 ) -> None:
-    place = put(laid_out(drawn(0), ORDERS["channels last"]))
-    host.failing[refused] = host.CUresult.CUDA_ERROR_OUT_OF_MEMORY
-    before, created = host.calls.get(refused, 0), host.calls.get("cuGraphCreate", 0)
-    for seed in range(70):
-        for value in (drawn(seed), place.copy_(torch.from_numpy(drawn(seed)))):
-            assert np.array_equal(on_the_host(model(value)), drawn(seed))
-    assert 2 <= host.calls[refused] - before <= 6
-    assert host.calls["cuGraphDestroy"] == host.calls["cuGraphCreate"] - created
-    host.failing.clear()
-    launched = host.calls.get("cuMemcpyHtoDAsync", 0)
-    for seed in range(400):
-        assert np.array_equal(model(drawn(seed)), drawn(seed))
-    assert host.calls["cuMemcpyHtoDAsync"] - launched < 400
+    place = put(laid_out(drawn(0, shape), ORDERS["channels last"]))
+    with nimblert.load(copying(shape, ORDERS["channels last"]), poison=True) as model:
+        model(put(drawn(0, shape)))  # calls in one piece are made by one that is not
+        host.failing[refused] = host.CUresult.CUDA_ERROR_OUT_OF_MEMORY
+        before, created = host.calls.get(refused, 0), host.calls.get("cuGraphCreate", 0)
+        for seed in range(70):
+            for value in (drawn(seed, shape), place.copy_(torch.from_numpy(drawn(seed, shape)))):
+                assert np.array_equal(on_the_host(model(value)), drawn(seed, shape))
+        assert 2 <= host.calls[refused] - before <= 6
+        assert host.calls["cuGraphDestroy"] == host.calls["cuGraphCreate"] - created
+        host.failing.clear()
+        launched = host.calls.get("cuMemcpyHtoDAsync", 0)
+        for seed in range(400):
+            assert np.array_equal(model(drawn(seed, shape)), drawn(seed, shape))
+        assert host.calls["cuMemcpyHtoDAsync"] - launched < 400
 
 
 @on_host

@@ -113,7 +113,7 @@ class Inlet:
         found = []
         for index, array in enumerate(arrays):
             way = self._way_of(index, array)
-            add = self._kernels.add_copy if way.nbytes <= _BY_KERNEL_NBYTES else graph.add_upload
+            add = _crossing(self._kernels, graph.add_upload)
             steps: list[Step] = [partial(add, dst=way.device, src=way.host, nbytes=way.nbytes)]
             if way.mover is not None:
                 steps += way.mover.steps(self._addresses[index], way.device)
@@ -296,11 +296,7 @@ class Outlet:
 
     def downloads(self, lent: Sequence[Lent | None]) -> list[Step]:
         """`download` as nodes of a graph."""
-        return self._steps(self._add_download, lent)
-
-    def _add_download(self, built: Handle, dst: int, src: int, nbytes: int) -> Handle:
-        add = self._kernels.add_copy if nbytes <= _BY_KERNEL_NBYTES else graph.add_download
-        return add(built, dst, src, nbytes)
+        return self._steps(_crossing(self._kernels, graph.add_download), lent)
 
     def copies(self, lent: Sequence[Lent | None]) -> list[Step]:
         """`copy` as nodes of a graph."""
@@ -346,6 +342,16 @@ class Outlet:
             device=self._pools.ordinal,
             owner=owner,
         )
+
+
+def _crossing(kernels: GatherKernels, engine: Callable[..., Handle]) -> Callable[..., Handle]:
+    """Adds a copy between the host and the GPU to a graph: a little by a kernel, more by the copy ``engine``."""
+
+    def add(built: Handle, dst: int, src: int, nbytes: int) -> Handle:
+        chosen = kernels.add_copy if nbytes <= _BY_KERNEL_NBYTES else engine
+        return chosen(built, dst, src, nbytes)
+
+    return add
 
 
 def _cropped(view: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
