@@ -101,9 +101,11 @@ def family(name: str, seed: int) -> tuple[nn.Module, tuple[Tensor, ...]]:
 @pytest.mark.parametrize(
     ("name", "how"),
     [
-        *((name, "-O1") for name in ("resnet", "bert")),
+        ("bert", "-O1"),
+        pytest.param("resnet", "-O1", marks=pytest.mark.slow),
         *((name, "-O2") for name in ("resnet", "mobilenet", "inception", "bert")),
-        *((name, "-O2 fp16") for name in ("resnet", "bert")),
+        ("bert", "-O2 fp16"),
+        pytest.param("resnet", "-O2 fp16", marks=pytest.mark.slow),
     ],
 )
 def test_recipes_make_what_a_fresh_compile_does(name: str, how: str) -> None:

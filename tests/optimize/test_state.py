@@ -164,7 +164,14 @@ def images() -> nn.Module:
     )
 
 
-@pytest.mark.parametrize("optimizer", [{"momentum": 0.9}, {"nesterov": True, "momentum": 0.9, "weight_decay": 0.1}, {}])
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        {"nesterov": True, "momentum": 0.9, "weight_decay": 0.1},
+        pytest.param({"momentum": 0.9}, marks=pytest.mark.slow),
+        pytest.param({}, marks=pytest.mark.slow),
+    ],
+)
 def test_a_training_step_copies_no_state(monkeypatch: pytest.MonkeyPatch, optimizer: dict[str, Any]) -> None:
     monkeypatch.setattr(entries, "trace", lambda *args, exported: trace(*args, exported=not exported))
     model, cross_entropy = images(), nn.functional.cross_entropy

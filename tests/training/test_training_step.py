@@ -357,7 +357,14 @@ LOSSES: dict[str, Loss] = {
 }
 
 
-@pytest.mark.parametrize(("name", "layer"), [("a buffer", nn.GRU), ("cast", nn.RNN), ("made", nn.RNN)])
+@pytest.mark.parametrize(
+    ("name", "layer"),
+    [
+        ("made", nn.RNN),
+        pytest.param("cast", nn.RNN, marks=pytest.mark.slow),
+        pytest.param("a buffer", nn.GRU, marks=pytest.mark.slow),
+    ],
+)
 def test_tensors_that_are_no_part_of_the_model(name: str, layer: type[nn.RNNBase]) -> None:
     """They are in float32, and the step is checked in float64."""
     torch.manual_seed(0)
