@@ -6,11 +6,13 @@ the CPU target, to try the program.
 
 A plan takes some steps, saves its state as safetensors, and takes one more, whose loss the fresh processes must repeat.
 seconds: from before a process starts until it has that loss; the stages are "python" until its first line, "import" of
-numpy and nimblert, "load" of the plan, "state" from the file, and "step".
+numpy and nimblert, "load" of the plan, "state" from the file, and "step". The processes find bytecode, as those of an
+installation do: the first one, which is not among the runs, writes what is missing.
 """
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -53,9 +55,10 @@ print(json.dumps({"times": times, "loss": loss.tobytes().hex(), "resident_kib": 
 
 def resumed(*files: Path) -> dict[str, Any]:
     """The figures of one fresh process: seconds of its stages, loss, peak memory, and imported modules of torch."""
+    environment_of_users = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     begin = time.time()
     command = [sys.executable, "-c", _LEAN, *map(str, files)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment_of_users)
     said: dict[str, Any] = json.loads(done.stdout)
     times = [begin, *said.pop("times")]
     return {

@@ -137,6 +137,7 @@ def test_a_file_keeps_the_state(loaded: Executable, tmp_path: Path) -> None:
     assert loaded(entry="read").tolist() == [5, 6, 7, 8]
     for content, sentence in (
         ({}, "lacks the state 'kept'$"),
+        ({"kept": np.zeros(4)}, "^state 'kept': dtype float64, expected float32"),
         ({"kept": floats(1)}, r"^state 'kept': shape \(1,\), expected \(4,\)$"),
         ({"kept": floats(1, 1, 1, 1), "more": floats(1)}, "^state 'more': not found"),
     ):

@@ -116,8 +116,8 @@ class State(Mapping[str, np.ndarray]):
         with self._context.between_runs() as working, safetensors.opened(path) as found:
             if missing := [name for name in self._tensors if name not in found]:
                 raise InputError(f"{os.fspath(path)}: lacks the state {missing[0]!r}")
-            for name, array in found.items():  # all before any is written; to read twice is faster than to hold them
-                self._checked(name, array, working)
+            for name in found:  # all before any is written
+                self._checked(name, found.outline(name), working)
             for name, array in found.items():
                 working.kept.write(*self._checked(name, array, working))
 

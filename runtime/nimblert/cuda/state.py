@@ -15,8 +15,9 @@ from nimblert.plan import Plan, Tensor
 class DeviceState:
     """The STATE region of a plan, at an address on one GPU. Each call waits until it is done.
 
-    ``stream`` is the one that waits for arrays of the caller. No run may use the region meanwhile. Device memory that
-    `copy` has handed out is freed by its last user, also after `close`.
+    ``stream`` is the one that waits for arrays of the caller. The GPU's context is current in the calling thread, and
+    no run uses the region meanwhile. Device memory that `copy` has handed out is freed by its last user, also after
+    `close`.
     """
 
     def __init__(self, plan: Plan, device: int, base: int, stream: int) -> None:
@@ -28,24 +29,21 @@ class DeviceState:
 
     def reset(self) -> None:
         """Restore the initial values."""
-        with closing(Context(self._device)):
-            upload(self._base, self._plan.state)
+        upload(self._base, self._plan.state)
 
     def read(self, offset: int, nbytes: int) -> np.ndarray:
         """A copy of ``nbytes`` bytes, as uint8."""
         host = np.empty(nbytes, np.uint8)
         if nbytes:
-            with closing(Context(self._device)):
-                call("cuMemcpyDtoH", host.ctypes.data, self._base + offset, nbytes)
+            call("cuMemcpyDtoH", host.ctypes.data, self._base + offset, nbytes)
         return host
 
     def copy(self, tensor: Tensor) -> DeviceOutput:
         """A copy of a tensor in device memory."""
-        with closing(Context(self._device)):
-            lent = self._pool.take(tensor.span_nbytes, 0)
-            if tensor.span_nbytes:
-                call("cuMemcpyDtoD", lent.address, self._base + tensor.pointer.offset, tensor.span_nbytes)
-                call("cuStreamSynchronize", 0)
+        lent = self._pool.take(tensor.span_nbytes, 0)
+        if tensor.span_nbytes:
+            call("cuMemcpyDtoD", lent.address, self._base + tensor.pointer.offset, tensor.span_nbytes)
+            call("cuStreamSynchronize", 0)
         return DeviceOutput(
             DeviceArray(
                 address=lent.address,
@@ -62,14 +60,14 @@ class DeviceState:
         if not tensor.span_nbytes:
             return
         target = self._base + tensor.pointer.offset
-        with closing(Context(self._device)) as context:
-            if isinstance(array, DeviceArray):
+        if isinstance(array, DeviceArray):
+            with closing(Context(self._device)) as context:
                 mover = GatherKernels(context).mover_to("state", tensor, array.strides)
                 mover.move(target, array.address, self._stream)
                 call("cuStreamSynchronize", self._stream)
-            else:
-                dense = np.ascontiguousarray(array)
-                call("cuMemcpyHtoD", target, dense.ctypes.data, dense.nbytes)
+        else:
+            dense = np.ascontiguousarray(array)
+            call("cuMemcpyHtoD", target, dense.ctypes.data, dense.nbytes)
 
     def close(self) -> None:
         """Free the memory that nobody uses."""

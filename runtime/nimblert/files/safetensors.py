@@ -40,14 +40,19 @@ class Arrays(Mapping[str, np.ndarray]):
         return key in self._keys
 
     def __getitem__(self, key: str) -> np.ndarray:
-        if key not in self._keys:
-            raise KeyError(key)
-        dtype = self._file.get_slice(key).get_dtype()
-        if dtype not in _DTYPES:
-            raise InputError(f"{self._name}: {key!r} has dtype {dtype}, which no plan has: convert it")
-        numpy_dtype(_DTYPES[dtype])  # which numpy may not know yet
+        self.outline(key)
         found: np.ndarray = self._file.get_tensor(key)
         return found
+
+    def outline(self, key: str) -> np.ndarray:
+        """An array of the same dtype and shape, for checks: its contents are not read. Raises InputError, KeyError."""
+        if key not in self._keys:
+            raise KeyError(key)
+        described = self._file.get_slice(key)
+        dtype = described.get_dtype()
+        if dtype not in _DTYPES:
+            raise InputError(f"{self._name}: {key!r} has dtype {dtype}, which no plan has: convert it")
+        return np.broadcast_to(np.zeros((), numpy_dtype(_DTYPES[dtype])), described.get_shape())
 
 
 @contextmanager
