@@ -7,11 +7,12 @@ The threads take turns at the contexts; every output must equal, bit for bit, th
 sampled every second; it may grow by the recorded latencies. The other measurements take a sixth of the time each: 1, 2,
 4 and 8 processes (``--processes``) of one thread each, alone on the machine, the best of which the contexts are
 compared with; and with ``--devices``, threads and contexts on the first device and on all of them, whose throughputs
-are compared. The exit status is 1 if any output was wrong, or if memory grew.
+are compared: all in one process, and in a process for each device. The exit status is 1 if any output was wrong, or if
+memory grew.
 
-The expected total is 1.7 times the seconds plus a minute (with two devices, 2 times plus a minute and a half), and the
+The expected total is 1.7 times the seconds plus a minute (with two devices, 2.4 times plus two minutes), and the
 compilation: on H200s, ``python -m bench.contexts bench.models.resnet50:fp16 --devices 0,1 --json
-bench/results/h200/contexts.json`` takes about six minutes.
+bench/results/h200/contexts.json`` takes about seven minutes.
 """
 
 import argparse
@@ -20,7 +21,7 @@ import multiprocessing
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -124,24 +125,33 @@ def threads(plan: Path, count: int, contexts: int, seconds: float, devices: Sequ
     }
 
 
-def _process(plan: Path, seconds: float, begin: "threading.Barrier") -> tuple[float, int]:
-    """Run the plan in one thread once all processes are ready; returns runs per second and wrong outputs."""
-    with nimblert.load(plan) as model:
+def _process(
+    plan: Path, device: int, count: int, contexts: int, seconds: float, begin: "threading.Barrier"
+) -> tuple[float, int]:
+    """Run the plan in threads once all processes are ready; returns runs per second and wrong outputs."""
+    with nimblert.load(plan, device=device) as model:
         check = Checked(model)
-        check.call(model)
+        once = taking_turns([model, *(model.context() for _ in range(contexts - 1))], check.call)
+        once()
         begin.wait(READY_S)
-        measured = measure([lambda: check.call(model)], warm_up=WARM_UP_S, duration=seconds)
+        measured = measure([once] * count, warm_up=WARM_UP_S, duration=seconds)
     return measured.throughput, check.wrong
 
 
-def processes(plan: Path, count: int, seconds: float) -> dict[str, Any]:
-    """``count`` processes at the same time."""
+def processes(
+    plan: Path, devices: Sequence[int], seconds: float, *, count: int = 1, contexts: int = 1
+) -> dict[str, Any]:
+    """A process for each of the ``devices``, which may repeat, at the same time; in each, threads on contexts."""
     spawning = multiprocessing.get_context("spawn")
-    with spawning.Manager() as manager, ProcessPoolExecutor(count, spawning) as pool:
-        begin = manager.Barrier(count)
-        found = [future.result() for future in [pool.submit(_process, plan, seconds, begin) for _ in range(count)]]
+    with spawning.Manager() as manager, ProcessPoolExecutor(len(devices), spawning) as pool:
+        begin = manager.Barrier(len(devices))
+        running = [pool.submit(_process, plan, device, count, contexts, seconds, begin) for device in devices]
+        found = [future.result() for future in running]
     return {
-        "processes": count,
+        "processes": len(devices),
+        "devices": list(devices),
+        "threads": count,
+        "contexts": contexts,
         "throughput": round(sum(throughput for throughput, _ in found), 1),
         "wrong": sum(wrong for _, wrong in found),
     }
@@ -153,16 +163,27 @@ def compared(plan: Path, options: argparse.Namespace) -> dict[str, Any]:
     part = options.seconds / SHARE
     one = threads(plan, options.threads, options.contexts, options.seconds, devices[:1])
     facts: dict[str, Any] = {"contexts": one}
-    facts["processes"] = [processes(plan, int(text), part) for text in options.processes.split(",") if int(text)]
+    counts = [int(text) for text in options.processes.split(",") if int(text)]
+    facts["processes"] = [processes(plan, devices[:1] * number, part) for number in counts]
     if facts["processes"]:
         best = max(other["throughput"] for other in facts["processes"])
         facts["of_the_best_processes"] = round(one["throughput"] / best, 3)
     if len(devices) > 1:
-        pair = [threads(plan, options.threads, options.contexts, part, some) for some in (devices[:1], devices)]
-        facts["devices"] = pair
-        facts["of_one_device"] = round(pair[1]["throughput"] / pair[0]["throughput"], 3)
-    runs = [one, *facts["processes"], *facts.get("devices", [])]
+        together = partial(threads, plan, options.threads, options.contexts, part)
+        apart = partial(processes, plan, seconds=part, count=options.threads, contexts=options.contexts)
+        facts["devices"] = {
+            "one_process": _beside_one(together, devices),
+            "a_process_for_each": _beside_one(apart, devices),
+        }
+    pairs = [run for way in facts.get("devices", {}).values() for run in way["runs"]]
+    runs = [one, *facts["processes"], *pairs]
     return {**facts, "flat": is_flat(one), "wrong": sum(run["wrong"] for run in runs)}
+
+
+def _beside_one(measured: Callable[[Sequence[int]], dict[str, Any]], devices: Sequence[int]) -> dict[str, Any]:
+    """The first device alone and all of them, and the ratio of their throughputs."""
+    runs = [measured(some) for some in (devices[:1], devices)]
+    return {"runs": runs, "of_one_device": round(runs[1]["throughput"] / runs[0]["throughput"], 3)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -76,6 +76,7 @@ def test_threads_on_contexts_beside_processes(path: Path, tmp_path: Path) -> Non
     assert one["runs"] > 100
     assert one["memory"]["grown"]["threads"] == 0
     assert [other["processes"] for other in facts["processes"]] == [1, 2]
+    assert [other["devices"] for other in facts["processes"]] == [[0], [0, 0]]
     best = max(other["throughput"] for other in facts["processes"])
     assert facts["of_the_best_processes"] == pytest.approx(one["throughput"] / best, abs=1e-3)
     assert facts["flat"]
@@ -118,7 +119,19 @@ def test_memory_that_grows_is_told(path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_process_that_cannot_load_the_plan_keeps_nobody_waiting(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="no such file"):
-        contexts.processes(tmp_path / "none.plan", 2, 0.1)
+        contexts.processes(tmp_path / "none.plan", [0, 0], 0.1)
+
+
+@pytest.mark.slow
+def test_devices_in_one_process_and_in_one_each(path: Path, tmp_path: Path) -> None:
+    file = tmp_path / "contexts.json"
+    arguments = ["--threads", "3", "--contexts", "2", "--seconds", "0.6", "--processes", "0", "--devices", "0,0"]
+    assert contexts.main([str(path), *arguments, "--json", str(file)]) == 0
+    for way in json.loads(file.read_text())["devices"].values():
+        one, both = way["runs"]
+        assert [one["devices"], both["devices"]] == [[0], [0, 0]]
+        assert (both["threads"], both["contexts"], both["wrong"]) == (3, 2, 0)
+        assert way["of_one_device"] == pytest.approx(both["throughput"] / one["throughput"], abs=1e-3)
 
 
 def test_a_wrong_output_of_any_thread_is_seen(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
