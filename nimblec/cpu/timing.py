@@ -26,7 +26,7 @@ class CpuTimer:
 
     def command_durations(self, plan: Plan) -> list[int]:
         """Nanoseconds of each command of a plan of one stream, the median of several runs."""
-        with _loaded(plan) as loaded:
+        with _loaded(plan, singly=True) as loaded:
             rows = [loaded.profile() for _ in range(_WARM_UPS)]
             rows = [loaded.profile() for _ in range(_count(sum(rows[-1]) / 1e9))]
         return [max(1, int(d)) for d in np.median(np.array(rows), axis=0)]
@@ -66,10 +66,10 @@ class _Loaded:
 
 
 @contextmanager
-def _loaded(plan: Plan) -> Iterator[_Loaded]:
+def _loaded(plan: Plan, *, singly: bool = False) -> Iterator[_Loaded]:
     program = plan.programs[0]
     working = HostWorking(plan)
-    backend = CpuBackend(plan, program, working=working)
+    backend = CpuBackend(plan, program, working=working, singly=singly)
     try:
         drawn = golden.draw_inputs(program, 0)
         for tensor, view in zip(program.inputs, backend.inputs, strict=True):

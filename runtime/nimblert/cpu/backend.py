@@ -112,7 +112,8 @@ class CpuBackend:
     """A program in host memory. ``inputs`` and ``outputs`` are strided views of it, in program order.
 
     ``poison`` fills the arena and the outputs with 0xFF bytes first. Programs of one ``working`` memory
-    run one at a time.
+    run one at a time. With ``singly``, every run is one launch after the other, each in a session of its own: `profile`
+    then needs no further sessions, nor the packed weights that they keep.
     """
 
     def __init__(
@@ -123,12 +124,14 @@ class CpuBackend:
         poison: bool = False,
         resident: CpuResident | None = None,
         working: HostWorking | None = None,
+        singly: bool = False,
     ) -> None:
         resident = resident or CpuResident(plan)
         self._program = program
         self._plan = plan
         self._sessions = resident.sessions
         self._bound: set[str] = set()
+        self._runs_singly = singly
         _check_events(program)
         self._own = HostMemory(plan, program, poison=poison, weights=resident.weights, working=working)
         self._build(self._own)
@@ -142,8 +145,12 @@ class CpuBackend:
         self.inputs: tuple[np.ndarray, ...] = tuple(map(memory.tensor, self._program.inputs))
         self.outputs: tuple[np.ndarray, ...] = tuple(map(memory.tensor, self._program.outputs))
         with self._sessions:
-            self._crowd = self._sessions.crowd(self._program)
-            streams = [self._bind_streams((stream,)) for stream in range(self._program.stream_count)]
+            streams: list[list[Bound]]
+            if self._runs_singly:
+                self._crowd, streams = None, [[*self._singly]]
+            else:
+                self._crowd = self._sessions.crowd(self._program)
+                streams = [self._bind_streams((stream,)) for stream in range(self._program.stream_count)]
         self._issued = [steps for steps in streams if steps] or [[]]
         failures = (*runtime_errors(), MemoryError)
         self._streams = Streams(self._issued, self._gates, self._options, failures, partial(_origin, self._program))
