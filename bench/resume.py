@@ -36,7 +36,7 @@ _STAGES = ("python", "import", "load", "state", "step")
 _LEAN = """
 import time
 times = [time.time()]
-import json, resource, sys
+import json, sys
 import numpy as np
 import nimblert
 times.append(time.time())
@@ -47,14 +47,13 @@ with nimblert.load(sys.argv[1]) as model:
     batch = np.load(sys.argv[3])
     loss = np.asarray(model(*batch.values(), entry="train"))
     times.append(time.time())
-resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 torch = [name for name in sys.modules if name.partition(".")[0] == "torch"]
-print(json.dumps({"times": times, "loss": loss.tobytes().hex(), "resident_kib": resident, "torch": len(torch)}))
+print(json.dumps({"times": times, "loss": loss.tobytes().hex(), "torch": len(torch)}))
 """
 
 
 def resumed(*files: Path) -> dict[str, Any]:
-    """The figures of one fresh process: seconds of its stages, loss, peak memory, and imported modules of torch."""
+    """The figures of one fresh process: seconds of its stages, loss, and imported modules of torch."""
     environment_of_users = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     begin = time.time()
     command = [sys.executable, "-c", _LEAN, *map(str, files)]
