@@ -1,6 +1,6 @@
 """The attention kernel in Triton's interpreter against torch in float32, and compiled for Hopper without a GPU.
 
-Both in processes of their own, as in test_kernels_triton.
+Both in processes of their own, as in test_triton.
 """
 
 from pathlib import Path
