@@ -134,9 +134,14 @@ def _outputs(case: Case, kinds: dict[str, str], rng: Rng, note: Callable[[bytes]
         types = [(_dtype(value.element_type()), tuple(value.shape())) for value in values]
     except failures:
         return guess
-    if any(dtype is None or prod(shape) > _MOST_NBYTES for dtype, shape in types):
+    if any(dtype is None or _is_too_large(shape) for dtype, shape in types):
         return guess
     return [wrapped.output(i, name, str(t[0]), t[1]) for i, (name, t) in enumerate(zip(made, types, strict=True))]
+
+
+def _is_too_large(shape: tuple[int, ...]) -> bool:
+    """Whether it has too many elements; or none, but strides that no file can hold."""
+    return prod(shape) > _MOST_NBYTES or prod(size or 1 for size in shape) >= 1 << 63
 
 
 def _dtype(element_type: int) -> str | None:
