@@ -115,6 +115,17 @@ def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path: Path) -> No
     assert sorted(left.name for left in tmp_path.iterdir()) == [".theirs.tmp", "file", "other"]
 
 
+def test_of_empty_folders_old_ones_are_removed(tmp_path: Path) -> None:
+    old, new, full = (tmp_path / f".nimblec-{name}" for name in ("old", "new", "full"))
+    for folder in (old, new, full):
+        folder.mkdir()
+    (full / "file").touch()
+    for folder in (old, full):
+        os.utime(folder, (0, 0))
+    with scratch_folder(tmp_path) as mine:
+        assert set(tmp_path.iterdir()) == {new, full, mine}
+
+
 ENDS_BESIDE_A_THREAD = """
 import atexit, sys, threading
 from pathlib import Path

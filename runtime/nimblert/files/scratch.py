@@ -8,6 +8,7 @@ import fcntl
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,8 @@ from typing import IO
 
 _PREFIX = ".nimblec-"
 _LOCK = "lock"
+_LOCKED_AFTER_S = 3600.0
+"""An empty folder of this age has no owner, who was killed before it locked the folder, or while it removed it."""
 
 
 @contextmanager
@@ -46,6 +49,9 @@ def _remove_abandoned(parent: Path) -> None:
     for folder in parent.glob(f"{_PREFIX}*"):
         try:
             if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+                continue
+            if time.time() - folder.stat().st_mtime > _LOCKED_AFTER_S and not any(folder.iterdir()):
+                folder.rmdir()
                 continue
             with (folder / _LOCK).open("rb") as file:
                 if _is_free(file):
