@@ -22,12 +22,16 @@ _LONGEST_NS = 24 * 3600 * 10**9
 
 
 class TimingCache:
-    """The times in one file. A damaged file only costs new measurements, and is reported in ``notes``."""
+    """The times in one file. A damaged file only costs new measurements, and is reported in ``notes``.
+
+    A file that never was one of JSON is somebody's, and left alone.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._new: dict[str, int] = {}
         self._notes: dict[str, None] = {}  # in order, each once
+        self._is_foreign = False
         self._known = self._read()
 
     def __getitem__(self, key: str) -> int:
@@ -46,7 +50,7 @@ class TimingCache:
 
     def save(self) -> None:
         """Add new times to the file, which another process may have written meanwhile."""
-        if not self._new:
+        if not self._new or self._is_foreign:
             return
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -62,7 +66,12 @@ class TimingCache:
             if self._path.exists() and not self._path.is_file():
                 self._note("is not a regular file, and is left alone")
                 return {}
-            found = json.loads(self._path.read_text() or "{}")
+            content = self._path.read_bytes().lstrip()
+            self._is_foreign = not content.startswith((b"{", b"[")) and bool(content)
+            if self._is_foreign:
+                self._note("is no timing cache, and is left alone: name another file")
+                return {}
+            found = json.loads(content.decode() or "{}")
         except FileNotFoundError:
             return {}
         except OSError as exc:

@@ -124,6 +124,17 @@ def test_saving_keeps_what_another_process_wrote(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["t.json"]
 
 
+@pytest.mark.parametrize("content", [b"important text", b"\x08\x08\x12", b"\xff"])
+def test_a_file_of_somebody_is_left_alone(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_bytes(content)
+    cache = TimingCache(path)
+    cache["a"] = 1
+    cache.save()
+    assert path.read_bytes() == content
+    assert cache.notes == (f"timing cache {path}: is no timing cache, and is left alone: name another file",)
+
+
 DAMAGED = {
     "{": "is damaged, and is replaced",
     "[1]": "is damaged, and is replaced",

@@ -135,6 +135,25 @@ def test_random_integers_out_of_range_point_to_the_example_flag(embedding: Path,
     assert not (tmp_path / "model.plan").exists()
 
 
+def test_a_loss_that_the_exporter_changes_is_refused() -> None:
+    """torch.onnx leaves out the smoothing of labels, which changes this loss by 2 %."""
+    scores, labels = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2, 2])
+
+    def loss(x: torch.Tensor, y: torch.Tensor, smoothing: float) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(x, y, label_smoothing=smoothing)
+
+    nimblec.compile(lambda x, y: loss(x, y, 0.0), (scores, labels), target="cpu")
+    with pytest.raises(CompileError, match=r"differs from what PyTorch computes by 0\.0\d+ of its largest magnitude"):
+        nimblec.compile(lambda x, y: loss(x, y, 0.1), (scores, labels), target="cpu")
+
+
+def test_other_types_and_integers_than_pytorchs_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    nimblec.compile(torch.signbit, (torch.tensor([-0.0, 1.0]),), target="cpu")
+    assert "output 'output' holds integers or bools that differ from PyTorch's" in caplog.text
+    nimblec.compile(lambda x: x.sum(-1), (torch.randn(2, 4).half(),), target="cpu")
+    assert "output 'output' is float32, PyTorch's is float16" in caplog.text
+
+
 def test_a_pytorch_module_through_onnx(caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     module, (x,) = mobilenet.small()

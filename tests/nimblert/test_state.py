@@ -34,6 +34,8 @@ def floats(*values: float) -> np.ndarray:
 def test_state_is_a_mapping_of_arrays(loaded: Executable) -> None:
     assert isinstance(loaded.state, Mapping)
     assert list(loaded.state) == ["kept"]
+    assert loaded.state.get("kept").shape == (4,)
+    assert loaded.state.get("lost", 5) == 5
     assert repr(loaded.state) == "State('kept': float32 (4,))"
     kept = loaded.state["kept"]
     np.testing.assert_array_equal(kept, floats(1, 2, 3, 4), strict=True)

@@ -38,8 +38,8 @@ from nimblec.frontend.pytorch.state import (
 from nimblec.frontend.pytorch.tensors import as_array
 from nimblert.cpu.onnx_session import onnxruntime, runtime_errors, session_options
 
-_ANOTHER_MODEL = 0.1
-"""Relative to the largest magnitude: more than rounding explains."""
+_ANOTHER_MODEL, _ANOTHER_HALF_MODEL = 0.01, 0.1
+"""Relative to the largest magnitude: more than rounding explains, in a model without half precision and in one with."""
 _MAGNIFIED = 0.01
 """The same, of what rounding of the inputs changes: an output that magnifies rounding so much is not compared."""
 
@@ -241,31 +241,40 @@ def accuracy(
     nothing but rounding, such as the gradient of a bias before a norm or of the keys' bias in attention, and is not
     compared.
     """
-    made = (value for node in program.model.graph for value in node.outputs)
+    made = [value for node in program.model.graph for value in node.outputs]
     if any(value.shape is not None and 0 in value.shape for value in (*program.model.graph.inputs, *made)):
         return ()
+    is_half = any(value.dtype is not None and value.dtype.name in {"FLOAT16", "BFLOAT16"} for value in made)
+    bound = _ANOTHER_HALF_MODEL if is_half else _ANOTHER_MODEL
     try:
         program.initialize_inference_session(_session)
         found = program(*args, **kwargs)
     except runtime_errors():  # reported later, with the node that it cannot run
         return ()
     largest, where = 0.0, ""
+    notes: list[str] = []
     for (output, wanted), got, close in zip_longest(outputs, found, nudged):
         if close is not None and compared(wanted, close).relative > _MAGNIFIED:
             continue
         numbers = _parts(wanted) if wanted.is_complex() else wanted
-        relative = compared(numbers, got).relative
-        if numbers.is_floating_point() and relative > _ANOTHER_MODEL:
+        differs = compared(numbers, got)
+        relative = differs.relative
+        if got.dtype != numbers.dtype:
+            here, there = (str(tensor.dtype).removeprefix("torch.") for tensor in (got, numbers))
+            notes.append(f"{name}: output {output!r} is {here}, PyTorch's is {there}")
+        if differs.exact and differs.absolute:
+            notes.append(f"{name}: output {output!r} holds integers or bools that differ from PyTorch's")
+        if numbers.is_floating_point() and relative > bound:
             raise CompileError(
                 f"{name}: output {output!r} of the ONNX file that torch.onnx.export made differs from what PyTorch "
-                f"computes by {relative:.2g} of its largest magnitude"
+                f"computes by {relative:.2g} of its largest magnitude: compute it by other operators"
             )
         if relative > largest:
             largest, where = relative, f" ({output!r})"
     if not largest:
-        return (f"{name}: ONNX Runtime's outputs equal PyTorch's",)
-    differs = f"ONNX Runtime differs from PyTorch by at most {largest:.2g} of the largest magnitude of an output"
-    return (f"{name}: {differs}{where}",)
+        return (f"{name}: ONNX Runtime's outputs equal PyTorch's", *notes)
+    most = f"ONNX Runtime differs from PyTorch by at most {largest:.2g} of the largest magnitude of an output"
+    return (f"{name}: {most}{where}", *notes)
 
 
 def _parts(tensor: torch.Tensor) -> torch.Tensor:

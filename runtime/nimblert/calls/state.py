@@ -88,6 +88,12 @@ class State(Mapping[str, np.ndarray]):
         with self._context.between_runs() as working:
             return _content(working, tensor)
 
+    def get(self, name: str, default: Any = None) -> Any:
+        """The tensor of this name, or else ``default``."""
+        if name not in self:
+            return default
+        return self[name]
+
     def __setitem__(self, name: str, value: Any) -> None:
         self.update({name: value})
 
