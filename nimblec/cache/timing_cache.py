@@ -31,8 +31,7 @@ class TimingCache:
         self._path = path
         self._new: dict[str, int] = {}
         self._notes: dict[str, None] = {}  # in order, each once
-        self._is_foreign = False
-        self._known = self._read()
+        self._known = self._read() or {}
 
     def __getitem__(self, key: str) -> int:
         return self._known[key]
@@ -50,27 +49,29 @@ class TimingCache:
 
     def save(self) -> None:
         """Add new times to the file, which another process may have written meanwhile."""
-        if not self._new or self._is_foreign:
+        if not self._new:
+            return
+        known = self._read()
+        if known is None:
             return
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with replacing(self._path) as file:
-                file.write(json.dumps(self._read() | self._new, sort_keys=True).encode())
+                file.write(json.dumps(known | self._new, sort_keys=True).encode())
         except (NimbleError, OSError) as exc:
             reason = getattr(exc, "strerror", None) or str(exc).removeprefix(f"{self._path}: ")
             self._note(f"not kept, and will be measured again: {reason}")
 
-    def _read(self) -> dict[str, int]:
-        """The plausible times in the file."""
+    def _read(self) -> dict[str, int] | None:
+        """The plausible times in the file; None where it is somebody's."""
         try:
             if self._path.exists() and not self._path.is_file():
                 self._note("is not a regular file, and is left alone")
                 return {}
             content = self._path.read_bytes().lstrip()
-            self._is_foreign = not content.startswith((b"{", b"[")) and bool(content)
-            if self._is_foreign:
+            if content and not content.startswith((b"{", b"[")):
                 self._note("is no timing cache, and is left alone: name another file")
-                return {}
+                return None
             found = json.loads(content.decode() or "{}")
         except FileNotFoundError:
             return {}
