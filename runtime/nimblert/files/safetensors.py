@@ -40,7 +40,7 @@ class Arrays(Mapping[str, np.ndarray]):
         return key in self._keys
 
     def __getitem__(self, key: str) -> np.ndarray:
-        self.outline(key)
+        self.outline(key)  # refuses what no plan has
         found: np.ndarray = self._file.get_tensor(key)
         return found
 

@@ -7,6 +7,7 @@ it ends; so a folder whose lock is free is abandoned.
 import fcntl
 import os
 import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Iterator
@@ -48,9 +49,10 @@ def _remove_abandoned(parent: Path) -> None:
     """Remove the folders of processes that have ended, of this user only."""
     for folder in parent.glob(f"{_PREFIX}*"):
         try:
-            if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+            status = folder.lstat()
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
                 continue
-            if time.time() - folder.stat().st_mtime > _LOCKED_AFTER_S and not any(folder.iterdir()):
+            if time.time() - status.st_mtime > _LOCKED_AFTER_S and not any(folder.iterdir()):
                 folder.rmdir()
                 continue
             with (folder / _LOCK).open("rb") as file:
