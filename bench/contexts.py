@@ -66,6 +66,11 @@ class Checked:
             self.wrong += 1
 
 
+def shared(model: nimblert.Executable, contexts: int, check: Checked) -> Callable[[], object]:
+    """A checked call for threads that take turns at so many contexts, the executable's own among them."""
+    return taking_turns([model, *(model.context() for _ in range(contexts - 1))], check.call)
+
+
 class Watch:
     """Samples memory every second while the block runs."""
 
@@ -106,8 +111,7 @@ def threads(plan: Path, count: int, contexts: int, seconds: float, devices: Sequ
     checks = [Checked(model) for model in models]
     calls = []
     for model, check in zip(models, checks, strict=True):
-        once = taking_turns([model, *(model.context() for _ in range(contexts - 1))], check.call)
-        calls += [once] * count
+        calls += [shared(model, contexts, check)] * count
     with Watch(plan, devices[0]) as watch:
         measured = measure(calls, warm_up=WARM_UP_S, duration=seconds)
     for model in models:
@@ -131,7 +135,7 @@ def _process(
     """Run the plan in threads once all processes are ready; returns runs per second and wrong outputs."""
     with nimblert.load(plan, device=device) as model:
         check = Checked(model)
-        once = taking_turns([model, *(model.context() for _ in range(contexts - 1))], check.call)
+        once = shared(model, contexts, check)
         once()
         begin.wait(READY_S)
         measured = measure([once] * count, warm_up=WARM_UP_S, duration=seconds)
