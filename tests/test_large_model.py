@@ -122,8 +122,9 @@ def run(code: str, *args: Path | str) -> tuple[Peak, str]:
     return memory_use.run([sys.executable, "-c", code, *map(str, args)], environment=environment, timeout_s=900)
 
 
-@pytest.mark.parametrize("layers", [1, 4], ids=["768 MiB", "3 GiB"])
-def test_memory_and_results(tmp_path: Path, layers: int) -> None:
+@pytest.mark.parametrize(("layers", "beside"), [(1, LITTLE), (4, 0)], ids=["768 MiB", "3 GiB"])
+def test_memory_and_results(tmp_path: Path, layers: int, beside: int) -> None:
+    """``beside`` is what Python and the libraries take, which counts beside a small model."""
     packed_nbytes, nbytes = layers * MATRICES_NBYTES, layers * (TABLE_NBYTES + MATRICES_NBYTES)
     needed, free = 4 * nbytes, shutil.disk_usage(tmp_path).free  # model, optimised weights, plan, and some room
     if free < needed:
@@ -132,7 +133,7 @@ def test_memory_and_results(tmp_path: Path, layers: int) -> None:
     write_large_model(model, layers)
 
     compiling, _ = run(COMPILE, model, "-o", plan)
-    assert compiling.resident < 2 * nbytes + LITTLE  # pages of mapped files too, this process and the checking one
+    assert compiling.resident < 2 * nbytes + beside  # pages of mapped files too, this process and the checking one
     assert compiling.anonymous < packed_nbytes + LITTLE
     assert sorted(path.name for path in tmp_path.iterdir()) == ["large.data", "large.onnx", "large.plan"]
     assert nbytes < plan.stat().st_size < nbytes + LITTLE
