@@ -2,11 +2,11 @@
 
 Usage: python -m bench.all [--gpus N] [--jobs J] [--stop-after SECONDS] [--only NAME,...]. The first part is one queue
 of processes, which prepare side by side and measure alone (bench/running.py): the tables of networks (peers, schedules,
-batches, fp32), of a decoder step (decoder), of training steps (training, training_bf16, and bits, which compares them
-with eager's), of plans for any size (sizes) and of new weights (refit). The second part needs a GPU and its share of
-the cores exclusively: max-autotune, which times candidates for minutes (tuned, in peers.json), and programs that time
-kernels, compilations and starts or measure memory (singles, in singles.json). Figures are written to bench/results/h200
-as they come.
+batches, fp32), of a decoder step (decoder), of training steps (training and its namesakes, and bits, which compares
+them with eager's), of plans for any size (sizes) and of new weights (refit). The second part needs a GPU and its share
+of the cores exclusively: max-autotune, which times candidates for minutes (tuned, in peers.json), and programs that
+time kernels, compilations and starts or measure memory (singles, in singles.json). Figures are written to
+bench/results/h200 as they come.
 
 Figures of this commit that the files already hold are kept, so the same command resumes an interrupted run. On a
 machine without the repository, NIMBLEC_COMMIT names the commit.
@@ -36,8 +36,9 @@ SINGLES = (
 )
 _SINGLE_LIMIT_S = 400
 NAMES = (
-    *("peers", "schedules", "batches", "fp32", "decoder", "training", "training_bf16", "bits", "sizes", "refit"),
-    *("tuned", "singles"),
+    *("peers", "schedules", "batches", "fp32", "decoder"),
+    *("training", "training_bf16", "training_nasnet", "training_batches", "training_bf16_batches"),
+    *("bits", "sizes", "refit", "tuned", "singles"),
 )
 
 
@@ -50,12 +51,27 @@ def networks() -> dict[str, Table]:
         "batches": peers.table(peers.parser().parse_args(["--batches"])),
         "fp32": peers.table(peers.parser().parse_args(["--precision", "fp32", "--modes", "eager,freeze"])),
         "decoder": decoder.table(decoder.parser().parse_args([])),
-        "training": training.table(training.parser().parse_args([])),
-        "training_bf16": training.table(training.parser().parse_args(["--autocast", "bf16"])),
+        **_training(),
         "bits": training_bits.table(training_bits.parser().parse_args([])),
         "sizes": sizes.table(sizes.parser().parse_args([])),
         "refit": refit.table(refit.parser().parse_args([])),
     }
+
+
+def _training() -> dict[str, Table]:
+    """The tables of training steps, each a file of its own name."""
+    beside = ("--modes", "O2,compile,eager")
+    largest = ("--limit", "900")  # seconds that EfficientNet-B0 may take beside others
+    asked = {
+        "training": (*beside, *training.models(32)),
+        "training_bf16": ("--autocast", "bf16", *beside, *training.models(32)),
+        "training_nasnet": ("--modes", "O0,eager", training.WIDEST),
+        "training_batches": ("--modes", "O2,compile", *training.models(128, 8, 2)),
+        "training_bf16_batches": ("--autocast", "bf16", "--modes", "O2,compile", *training.models(128, 8)),
+    }
+    paths = {name: ("--output", str(peers.FOLDER / f"{name}.json")) for name in asked}
+    parser = training.parser()
+    return {name: training.table(parser.parse_args([*asked[name], *paths[name], *largest])) for name in asked}
 
 
 def tuned() -> Table:

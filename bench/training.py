@@ -29,7 +29,6 @@ BATCHES = (32, 128, 8, 2)
 WIDEST = "nasnet_a_mobile_batch_32"
 """The network with the most parallelism in the paper: its schedule and its memory are measured."""
 _OF_WIDEST = ("O0", "compile", "eager")
-MODELS = tuple(f"{network}_batch_{batch}" for batch in BATCHES for network in NETWORKS)
 _CLOCKS = (
     *(("eager", "call_us"), ("compile", "call_us"), ("compile", "kernels_us")),
     *((level, clock) for level in LEVELS for clock in ("call_us", "replay_us", "kernels_us", "chain_us")),
@@ -43,6 +42,11 @@ CALLS = 1
 """The place of "compile's call / ours"."""
 _SUM = ("arena_nbytes", "state_nbytes", "weights_nbytes")
 """The memory that a plan declares."""
+
+
+def models(*batches: int) -> tuple[str, ...]:
+    """The names of `NETWORKS` at these batch sizes."""
+    return tuple(f"{network}_batch_{batch}" for batch in batches for network in NETWORKS)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -82,7 +86,7 @@ def table(options: argparse.Namespace) -> Table:
 
 def _models(options: argparse.Namespace) -> tuple[str, ...]:
     """The default models; under autocast without `WIDEST`."""
-    return MODELS if options.autocast else (MODELS[0], WIDEST, *MODELS[1:])
+    return models(*BATCHES) if options.autocast else (*models(BATCHES[0]), WIDEST, *models(*BATCHES[1:]))
 
 
 def ratios(figures: Figures) -> list[float | None]:

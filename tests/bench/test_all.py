@@ -86,8 +86,8 @@ def test_all_tables_are_one_queue_and_what_needs_a_gpu_to_itself_comes_after(
     bench.all.main(["--gpus", "2", "--jobs", "6"])
     names = list(dict.fromkeys(Path(job.table).stem for _, job in started))
     networks = ["peers", "schedules", "batches", "peers_fp32"]
-    steps = ["decoder", "training", "training_bf16", "training_bits"]
-    assert names == [*networks, *steps, "sizes", "refit", "singles"]
+    steps = ["training", "training_bf16", "training_nasnet", "training_batches", "training_bf16_batches"]
+    assert names == [*networks, "decoder", *steps, "training_bits", "sizes", "refit", "singles"]
     assert {beside for beside, job in started if job.mode in {"single", "autotune"}} == {1}
     assert {beside for beside, job in started if job.mode not in {"single", "autotune"}} == {6}
     assert len({(job.table, job.model, job.mode) for _, job in started}) == len(started)

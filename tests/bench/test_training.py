@@ -36,7 +36,7 @@ def test_of_the_widest_network_the_schedule_is_measured_alone() -> None:
     groups = training.table(training.parser().parse_args([])).jobs
     jobs = {group[0].model: {job.mode for job in group} for group in groups}
     assert jobs.pop(training.WIDEST) == {"O0", "compile", "eager"}
-    assert {*jobs} == {*training.MODELS}
+    assert {*jobs} == {*training.models(*training.BATCHES)}
     (only,) = training.table(training.parser().parse_args(["--modes", "O2,eager", "small_batch_4"])).jobs
     assert [job.mode for job in only] == ["O2", "eager"]
 
