@@ -30,6 +30,7 @@ from nimblec.planning import choose_schedule
 from nimblec.source import Source
 from nimblec.stages import Observer, stage
 from nimblert import golden
+from nimblert.arrays.dtypes import numpy_dtype
 from nimblert.cpu.onnx_session import onnxruntime
 from nimblert.errors import InputError
 from nimblert.files import container
@@ -155,7 +156,8 @@ def _read(
     else:
         proto = capture.read(path)
     state = () if exported is None else exported.state
-    return ReferenceModel(entry=entry, profile=profile, folder=path.parent, proto=proto, state=state)
+    ranges = {**({} if exported is None else exported.ranges), **_sample_ranges(options)}
+    return ReferenceModel(entry=entry, profile=profile, folder=path.parent, proto=proto, state=state, ranges=ranges)
 
 
 def _optimised(
@@ -165,16 +167,15 @@ def _optimised(
 
     ``weights`` are the names of the weights of each that a module holds under the same name; None if no module.
     """
-    ranges = _sample_ranges(options)
     if not options.refittable:
         return [
-            capture.capture_model(m.proto, m.folder, ranges, scratch, m.state, names)
+            capture.capture_model(m.proto, m.folder, m.ranges, scratch, m.state, names)
             for m, names in zip(models, weights, strict=True)
         ], []
     given = [Model(proto=m.proto, folder=m.folder, names=names) for m, names in zip(models, weights, strict=True)]
     made = make_refittable(given, scratch)
     graphs = [
-        capture.graph_of(one.optimized, ranges, m.state, sources=sources_of(m.proto, one.optimized.proto.graph.node))
+        capture.graph_of(one.optimized, m.ranges, m.state, sources=sources_of(m.proto, one.optimized.proto.graph.node))
         for m, one in zip(models, made, strict=True)
     ]
     return graphs, made
@@ -229,7 +230,7 @@ def _scheduled(
                 graph, provenance, timer, streams=options.streams, memory_limit=options.memory_limit
             )
         except InputError as exc:
-            raise refused_inputs(exc) from exc
+            raise refused_inputs(exc, (numpy_dtype(view.dtype) for view in graph.inputs)) from exc
         parts.append(replace(part, entry=model.entry, profile=model.profile))
     return parts
 

@@ -1,7 +1,7 @@
 """Run a model in a plain ONNX Runtime session: the reference for every plan made from ONNX."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -25,7 +25,8 @@ State: TypeAlias = dict[int, np.ndarray]
 class ReferenceModel:
     """The model of a program, which a plain ONNX Runtime session runs.
 
-    ``folder`` has its external data; the session has ``threads``, or as many as it likes (None).
+    ``folder`` has its external data; the session has ``threads``, or as many as it likes (None). ``ranges`` bound the
+    random integers drawn for inputs, by name.
     """
 
     entry: str
@@ -33,6 +34,7 @@ class ReferenceModel:
     folder: Path
     proto: ModelProto
     state: tuple[ModelState, ...]
+    ranges: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     threads: int | None = None
 
     def first_state(self) -> State:
@@ -115,7 +117,7 @@ def _run(
         session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
         results: list[Any] = session.run(None, dict(inputs))
     except runtime_errors() as exc:
-        raise refused_inputs(exc) from exc
+        raise refused_inputs(exc, (array.dtype for array in inputs.values())) from exc
     return results
 
 
@@ -133,9 +135,8 @@ def _steps_by_computed_weights(model: ModelProto) -> bool:
     return False
 
 
-def refused_inputs(reason: Exception) -> CompileError:
-    """The error for a failed run on random inputs."""
-    return CompileError(
-        f"ONNX Runtime cannot run the model on random inputs: {reason}; if integers must be in a range, "
-        "give --example NAME=FILE.npy"
-    )
+def refused_inputs(reason: Exception, dtypes: Iterable[np.dtype[Any]]) -> CompileError:
+    """The error for a failed run on random inputs of these dtypes."""
+    bounded = "; if integers must be in a range, give --example NAME=FILE.npy (in Python examples={NAME: array})"
+    advice = bounded if any(dtype.kind in "iu" for dtype in dtypes) else ""
+    return CompileError(f"ONNX Runtime cannot run the model on random inputs: {reason}{advice}")

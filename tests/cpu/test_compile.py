@@ -135,6 +135,15 @@ def test_random_integers_out_of_range_point_to_the_example_flag(embedding: Path,
     assert not (tmp_path / "model.plan").exists()
 
 
+def test_examples_of_a_module_bound_the_integers_drawn_later() -> None:
+    """A division by zero would end the compilation."""
+    x, y = torch.tensor([7, 9, 0]), torch.tensor([2, 5, 3])
+    plan = nimblec.compile(lambda x, y: x % y, (x, y), target="cpu")
+    assert [tensor.sample_range for tensor in plan.programs[0].inputs] == [(0, 9), (2, 5)]
+    with executable.load(plan) as model:
+        assert np.array_equal(model(x.numpy(), y.numpy()), (x % y).numpy())
+
+
 def test_a_loss_that_the_exporter_changes_is_refused() -> None:
     """torch.onnx leaves out the smoothing of labels, which changes this loss by 2 %."""
     scores, labels = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2, 2])
@@ -238,9 +247,16 @@ def test_a_function_is_a_model(nimblec: CommandLine, tmp_path: Path, monkeypatch
 
 
 def test_what_the_exporter_refuses_is_said_in_a_sentence() -> None:
-    with pytest.raises(CompileError, match=r"^the module: torch\.onnx\.export refuses it: No ONNX.*inv") as refused:
+    with pytest.raises(CompileError, match=r"has no translation of aten\.linalg_inv.*or compile for --ta") as refused:
         nimblec.compile(_Calls(torch.linalg.inv), torch.eye(3), target="cpu")
     assert not {"\n", "\x1b"} & set(str(refused.value))
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
+def test_an_lstm_with_a_projection_is_refused() -> None:
+    """torch.onnx exports one without, which ONNX Runtime cannot run."""
+    with pytest.raises(CompileError, match=r"^the module: ONNX's LSTM has no projection \(proj_size\): compile for"):
+        nimblec.compile(torch.nn.LSTM(4, 8, proj_size=3), torch.ones(2, 1, 4), target="cpu")
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.* is (deprecated|not supported)")

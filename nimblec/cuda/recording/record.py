@@ -40,7 +40,7 @@ from nimblec.frontend.pytorch.outputs import name_outputs
 from nimblec.frontend.pytorch.repeatable import HOW_STATE_IS_KEPT, refuse_differing
 from nimblec.frontend.pytorch.source_tracker import SourceTracker
 from nimblec.frontend.pytorch.state import generator_of, settable_storages
-from nimblec.frontend.pytorch.tensors import DTYPE_NAMES, as_array, as_tensor
+from nimblec.frontend.pytorch.tensors import DTYPE_NAMES, as_array, as_tensor, sample_range
 from nimblec.ir import Graph, TensorView
 from nimblert.cuda.driver import call
 
@@ -296,7 +296,7 @@ class ModelRecorder:
         views = []
         for name, tensor in self._model.inputs:
             span = buffers.span(_first_element(tensor, addresses.get(tensor.untyped_storage().data_ptr(), 0)))
-            views.append(_view(name, tensor, span, buffers, _sample_range(tensor)))
+            views.append(_view(name, tensor, span, buffers, sample_range(tensor)))
         return tuple(views)
 
 
@@ -338,14 +338,6 @@ def _view(
         offset=span.offset,
         sample_range=sample_range,
     )
-
-
-def _sample_range(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """The range of an integer input's example, which bounds inputs drawn later."""
-    if tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype is torch.bool:
-        return None
-    values = tensor.to(torch.int64)
-    return int(values.min()), int(values.max())
 
 
 def _like(tensor: torch.Tensor, array: np.ndarray) -> torch.Tensor:

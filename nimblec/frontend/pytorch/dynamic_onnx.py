@@ -6,7 +6,7 @@ import onnx
 import torch
 
 from nimblec.frontend.pytorch.model import place_call
-from nimblec.frontend.pytorch.onnx_export import ExportedModel, accuracy
+from nimblec.frontend.pytorch.onnx_export import ExportedModel, accuracy, ranges_of
 from nimblec.frontend.pytorch.onnx_exporting import exporting_onnx
 from nimblec.frontend.pytorch.onnx_translations import COMMON
 from nimblec.frontend.pytorch.onnx_weights import kept_weights, optimize_around_weights
@@ -42,7 +42,14 @@ def export(dynamic: DynamicProgram, options: Options, folder: Path) -> ExportedM
     _name_dimensions(path, dynamic)
     notes = accuracy(dynamic.name, program, model.args, model.kwargs, outputs)
     weights = frozenset(kept_weights(program))
-    return ExportedModel(path=path, state=(), weights=weights, notes=(*call.notes, *notes), is_dynamic=True)
+    return ExportedModel(
+        path=path,
+        state=(),
+        weights=weights,
+        ranges=ranges_of(model.inputs),
+        notes=(*call.notes, *notes),
+        is_dynamic=True,
+    )
 
 
 def _name_dimensions(path: Path, dynamic: DynamicProgram) -> None:

@@ -30,6 +30,13 @@ def exporting(name: str, exporter: str) -> Iterator[None]:
                 f"{name}: {line or 'its code'} makes control flow or a size depend on the value of a tensor, and a "
                 "plan is static: use torch.where or torch.cond there, or move it out of the model"
             ) from exc
+        if isinstance(first, NimbleError):  # of a translation
+            raise TraceError(f"{name}: {first}") from exc
+        if untranslated := re.search(r"No ONNX function found for <OpOverload\(op='([\w.]+)'", str(first)):
+            raise TraceError(
+                f"{name}: torch.onnx.export has no translation of {untranslated[1]}: compute it by other operators, or "
+                "compile for --target cuda"
+            ) from exc
         where = f"{line} raised {type(first).__name__}: " if line else ""
         raise TraceError(f"{name}: {exporter} refuses it: {where}{_plain(first)}") from exc
 

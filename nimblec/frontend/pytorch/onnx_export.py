@@ -35,7 +35,7 @@ from nimblec.frontend.pytorch.state import (
     storages,
     written_by,
 )
-from nimblec.frontend.pytorch.tensors import as_array
+from nimblec.frontend.pytorch.tensors import as_array, sample_range
 from nimblert.cpu.onnx_session import onnxruntime, runtime_errors, session_options
 
 _ANOTHER_MODEL, _ANOTHER_HALF_MODEL = 0.01, 0.1
@@ -51,13 +51,14 @@ _BEFORE, _AFTER = "state before: ", "state after: "
 class ExportedModel:
     """An ONNX file, those of its inputs and outputs that are state, and notes for the user.
 
-    ``weights`` are the names of parameters and buffers that it holds and reads as the module does. A file that
-    ``is_dynamic`` leaves sizes open.
+    ``weights`` are the names of parameters and buffers that it holds and reads as the module does. ``ranges`` are
+    those of the examples of its integer inputs, by name. A file that ``is_dynamic`` leaves sizes open.
     """
 
     path: Path
     state: tuple[ModelState, ...]
     weights: frozenset[str]
+    ranges: Mapping[str, tuple[int, int]]
     notes: tuple[str, ...]
     is_dynamic: bool = False
 
@@ -124,7 +125,8 @@ def _export(call: ModelCall, path: Path, *, refittable: bool) -> ExportedModel:
             )
         program.save(path, external_data=True)
         notes += accuracy(call.name, program, model.args, model.kwargs, outputs)
-    return ExportedModel(path=path, state=(), weights=frozenset(kept_weights(program)), notes=notes)
+    weights = frozenset(kept_weights(program))
+    return ExportedModel(path=path, state=(), weights=weights, ranges=ranges_of(model.inputs), notes=notes)
 
 
 def _refuse_shared_names(call: ModelCall, outputs: Sequence[tuple[str, torch.Tensor]]) -> None:
@@ -172,7 +174,7 @@ def _export_with_state(
         )
         for tensor, value in zip(state, held, strict=True)
     )
-    return ExportedModel(path=path, state=described, weights=weights, notes=notes)
+    return ExportedModel(path=path, state=described, weights=weights, ranges=ranges_of(model.inputs), notes=notes)
 
 
 def _names(model: TorchModel) -> list[str]:
@@ -222,6 +224,11 @@ def _onnx_program(
         with suppress(TraceError), sdpa_kernel(SDPBackend.MATH):
             return exported()
         raise
+
+
+def ranges_of(inputs: Sequence[tuple[str, torch.Tensor]]) -> dict[str, tuple[int, int]]:
+    """The range of each integer input's example, by name."""
+    return {name: found for name, tensor in inputs if (found := sample_range(tensor)) is not None}
 
 
 def accuracy(

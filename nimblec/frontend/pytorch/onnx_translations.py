@@ -25,6 +25,7 @@ from onnx import numpy_helper
 from onnxscript import opset18 as op
 from onnxscript.function_libs.torch_lib.ops import core, nn
 
+from nimblec.errors import UnsupportedModelError
 from nimblec.frontend.pytorch.onnx_resizing import RESIZING
 
 aten = torch.ops.aten
@@ -265,11 +266,29 @@ def scatter_reduce(self: Any, dim: int, index: Any, src: Any, reduce: str, inclu
     return op.Div(total, counts) if self.dtype.is_floating_point() else core.aten_floor_divide(total, counts)
 
 
+def lstm(
+    x: Any,
+    hx: Sequence[Any],
+    params: Sequence[Any],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> Any:
+    """aten.lstm.input without projections of its hidden state, which ONNX's LSTM lacks."""
+    if len(params) != num_layers * (1 + bidirectional) * (4 if has_biases else 2):
+        raise UnsupportedModelError("ONNX's LSTM has no projection (proj_size): compile for --target cuda")
+    return core.aten_lstm(x, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first)
+
+
 COMMON: dict[Any, Any] = {
     **RESIZING,
     aten.scaled_dot_product_attention.default: attention,
     aten.matmul.default: matmul,
     aten.mv.default: matmul,
+    aten.lstm.input: lstm,
     aten.__rshift__.Scalar: shift_right,
     aten.bitwise_right_shift.Tensor_Scalar: shift_right,
     aten.bitwise_right_shift.Tensor: shift_right_by,
