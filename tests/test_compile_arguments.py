@@ -231,9 +231,16 @@ def test_an_input_that_no_memory_holds() -> None:
         nimblec.compile(torch.nn.Identity(), (torch.ones(1, 2),), target="cpu", inputs={"input": (1 << 50, 2)})
 
 
-@pytest.mark.parametrize("given", [b"", onnx.ModelProto()])
-def test_a_model_without_a_graph(given: Any) -> None:
-    with pytest.raises(nimblec.CompileError, match="the model given has no graph: expected an ONNX model"):
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        (b"", "ir_version"),
+        (onnx.ModelProto(ir_version=10, graph=onnx.GraphProto()), "opset_import"),
+        (onnx.ModelProto(ir_version=10, opset_import=[onnx.OperatorSetIdProto(version=18)]), "graph"),
+    ],
+)
+def test_a_model_in_memory_that_lacks_a_field(given: Any, field: str) -> None:
+    with pytest.raises(nimblec.CompileError, match=f"^the model given has no {field}: expected an ONNX model"):
         nimblec.compile(given, target="cpu")
 
 

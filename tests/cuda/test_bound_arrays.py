@@ -59,7 +59,7 @@ def test_what_cannot_be_bound_is_a_sentence(put: Callable[[np.ndarray], Any], mo
         ("x", x[:2], r"bind 'x': shape \(2, 3, 32, 24\), expected \(4, 3, 32, 24\)"),
         ("x", x.double(), "bind 'x': dtype float64, expected float32"),
         ("x", x.flip(0)[:, :, :, :1].expand(SHAPE), "bind 'x': strides .* in elements, expected"),
-        ("y", odd, "bind 'y': address .*, expected a multiple of 16"),
+        ("y", odd, "bind 'y': address .*, expected a multiple of 16: give an array with memory of its own"),
         ("y", None, "bind: nothing is bound to 'y'"),
     ):
         with pytest.raises(InputError, match=sentence):

@@ -292,8 +292,11 @@ def test_what_cannot_be_a_step_is_a_sentence() -> None:
     ):
         with pytest.raises(ArgumentError, match=sentence):
             nimblec.training_step(*given, (x, y))  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match="clip_norm: 'a', expected a number or None"):
-        nimblec.training_step(model, loss, sgd, (x, y), clip_norm="a")  # type: ignore[arg-type]
+    for clip_norm in ("a", 0, -1.0, float("nan")):
+        with pytest.raises(ArgumentError, match=f"clip_norm: {clip_norm!r}, expected a number above 0, or None"):
+            nimblec.training_step(model, loss, sgd, (x, y), clip_norm=clip_norm)  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedModelError, match="the loss of call 1 on the example batch is nan, which tells"):
+        nimblec.training_step(model, loss, sgd, (torch.full_like(x, torch.nan), y))
     reading = Reading(3, 2)
     with pytest.raises(TraceError, match="training_step: the step cannot be traced"):
         nimblec.training_step(reading, loss, torch.optim.SGD(reading.parameters(), 0.1), (x, y))

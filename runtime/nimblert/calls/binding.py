@@ -190,7 +190,10 @@ def _check_layout(program: Program, tensor: Tensor, array: Array) -> None:
     if different and tensor.span_nbytes:
         raise InputError(f"{where}: strides {strides} in elements, expected {tensor.strides}")
     if _address(array) % VECTOR_NBYTES:
-        raise InputError(f"{where}: address {_address(array):#x}, expected a multiple of {VECTOR_NBYTES}")
+        raise InputError(
+            f"{where}: address {_address(array):#x}, expected a multiple of {VECTOR_NBYTES}: give an array with memory "
+            "of its own, not a part of another"
+        )
     read_only = array.read_only if isinstance(array, DeviceArray) else not array.flags.writeable
     if read_only and tensor.pointer.region is Region.OUTPUT:
         raise InputError(f"{where}: the array is read-only")

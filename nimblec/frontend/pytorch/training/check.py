@@ -67,6 +67,11 @@ def refuse_another_step(recipe: Recipe, inputs: Sequence[Tensor], targets: Seque
     state = state.with_tensors([value.detach().clone() for value in state.tensors()])
     for number in range(1, _CHECKED_STEPS * wide.accumulate + 1):
         wanted = _framework_call(wide, state, batch, is_due=number % wide.accumulate == 0)
+        if not torch.isfinite(wanted["loss"]).all():
+            raise UnsupportedModelError(
+                f"training_step: the loss of call {number} on the example batch is {wanted['loss'].tolist()}, which "
+                "tells nothing: give a batch, and a learning rate, that keep it finite"
+            )
         found, after = _graph_call(step, state, batch)
         wrong = _differing(_held(state), wanted, found)
         if wrong is not None:

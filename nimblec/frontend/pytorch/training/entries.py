@@ -139,8 +139,8 @@ def entries(
     inputs, targets = _batch(example_batch)
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise ArgumentError(f"training_step: accumulate: {accumulate!r}, expected a whole number from 1")
-    if clip_norm is not None and not _is_number(clip_norm):
-        raise ArgumentError(f"training_step: clip_norm: {clip_norm!r}, expected a number or None")
+    if clip_norm is not None and not (_is_number(clip_norm) and clip_norm > 0):
+        raise ArgumentError(f"training_step: clip_norm: {clip_norm!r}, expected a number above 0, or None")
     recipe = Recipe(
         model=model,
         loss=loss,
