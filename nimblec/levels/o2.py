@@ -1,14 +1,17 @@
 """-O2: the passes of -O1, and between them Triton kernels wherever they are faster on this GPU."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
+from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 from torch import fx
 
+from nimblec.kernels.core.context import in_context
 from nimblec.kernels.core.gpu import GPU
 from nimblec.kernels.core.launch import ops
-from nimblec.kernels.core.selector import Family, Times
+from nimblec.kernels.core.selector import Family, Selector, Times
 from nimblec.kernels.families import FAMILIES
 from nimblec.levels.recipe import Recipe
 from nimblec.optimize.layout.channels_last import lay_float32_channels_last
@@ -62,9 +65,32 @@ TRITON = Recipe("Triton kernels", REWRITES, KERNELS, REGIONS)
 TRITON_NORMS = Recipe("Triton kernels and norms", REWRITES, KERNELS, NORMS, REGIONS)
 
 
-def timed(times: Times) -> Use:
-    """Put kernels in wherever they are faster on the current GPU; ``times`` keeps what was measured."""
-    return lambda family, module: family.select(module, GPU.current(), times)
+class Timed:
+    """Puts kernels in wherever they are faster on the current GPU; ``times`` keeps what was measured.
+
+    ``preferred`` are tilings to use instead of the fastest, as `in_context` returns them.
+    """
+
+    def __init__(self, times: Times, preferred: Mapping[str, str] = MappingProxyType({})) -> None:
+        self._times = times
+        self._preferred = preferred
+        self._selectors: list[Selector[Any, Any]] = []
+
+    def __call__(self, family: Family[Any, Any], module: fx.GraphModule) -> None:
+        """Put in the kernels of a family."""
+        selector = family.select(module, GPU.current(), self._times, self._preferred)
+        if selector is not None:
+            self._selectors.append(selector)
+
+    def in_context(self, module: fx.GraphModule) -> dict[str, str]:
+        """The tilings that differ from those chosen, by which all kernels of a graph in their order take less time."""
+        from nimblec.kernels.core.timing import GraphTimer, WeightPool
+
+        contests = list(chain.from_iterable(selector.contests for selector in self._selectors))
+        if not contests:
+            return {}
+        gpu = GPU.current()
+        return in_context(module, contests, GraphTimer(gpu), WeightPool(gpu), l2=gpu.l2)
 
 
 def first(gpu: GPU) -> Use:

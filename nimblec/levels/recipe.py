@@ -37,6 +37,12 @@ class Runs:
             self._made[pipelines] = self._run(pipelines)
         return self._made[pipelines]
 
+    def with_setting(self, setting: Setting, *, kept: tuple[Pipeline, ...]) -> "Runs":
+        """Runs with another setting, of which those of ``kept`` are as they are here. They report nothing."""
+        other = Runs(self._model, setting)
+        other._made = {kept[:count]: self(*kept[:count]) for count in range(len(kept) + 1)}
+        return other
+
     def has_run(self, *pipelines: Pipeline) -> bool:
         """Whether these pipelines have run without an error."""
         return pipelines in self._made

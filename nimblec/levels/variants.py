@@ -64,11 +64,19 @@ def _of_level_2(
 ) -> Iterator[Variant]:
     from nimblec.levels import o2  # brings in the kernels
 
-    runs = Runs(model, Setting(device=device_of(model), dtype=dtype, use=o2.timed(times)), report)
+    timed = o2.Timed(times)
+    setting = Setting(device=device_of(model), dtype=dtype, use=timed)
+    runs = Runs(model, setting, report)
     products = o2.TRITON.pipelines[:-1]
-    yield _variant(o2.TRITON, partial(runs, *o2.TRITON.pipelines))
+    most = o2.TRITON
+    yield _variant(most, partial(runs, *most.pipelines))
     if runs.has_run(*products) and o2.has_norms(runs(*products).module):
-        yield _variant(o2.TRITON_NORMS, partial(runs, *o2.TRITON_NORMS.pipelines))
+        most = o2.TRITON_NORMS
+        yield _variant(most, partial(runs, *most.pipelines))
+    kernels = most.pipelines[:-1]
+    if runs.has_run(*kernels) and (preferred := timed.in_context(runs(*kernels).module)):
+        again = runs.with_setting(replace(setting, use=o2.Timed(times, preferred)), kept=o2.TRITON.pipelines[:1])
+        yield Variant(name=f"{most.name}, chosen in context", make=partial(again, *most.pipelines))
     yield _variant(FUSED_REGIONS, partial(runs, *FUSED_REGIONS.pipelines))
     if dtype is not None or model.written_elsewhere:
         return

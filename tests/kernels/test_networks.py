@@ -5,21 +5,24 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from choosing import Pool
+from choosing import Pool, selector
 from rewriting import DenseNet, assert_same, counts, randomize, rewritten
 from torch import Tensor, fx, nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nimblec.frontend.pytorch.aten_graph import trace
 from nimblec.graph.definitions import DEFINITIONS
+from nimblec.kernels.core.context import in_context
 from nimblec.kernels.core.gpu import SM_80, SM_90
+from nimblec.kernels.core.launch import ops
 from nimblec.kernels.core.selector import FRAMEWORK, Selector
 from nimblec.kernels.gemm.match import Request, requests
 from nimblec.kernels.gemm.rewrite import GEMM, tilings, use_triton_kernels
 from nimblec.optimize import optimize
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from nimblec.kernels.core.call import Pool as PoolOfWeights
     from nimblec.kernels.core.compiling import Job
@@ -198,7 +201,7 @@ def test_networks_with_all_kernels_ours(name: str) -> None:
     assert_same(module, own, x, rtol=5e-3)
 
 
-def test_a_second_choice_measures_nothing_and_compiles_what_was_chosen() -> None:
+def test_a_second_choice_measures_nothing_and_compiles_what_may_be_chosen() -> None:
     module, _ = _network("EfficientNet")
     times: dict[str, int] = {}
     first, jobs, timer = _selector(times)
@@ -206,7 +209,7 @@ def test_a_second_choice_measures_nothing_and_compiles_what_was_chosen() -> None
     again, later, silent = _selector(times)
     assert counts(_chosen(module, again)) == counts(chosen)
     assert timer.count > silent.count == 0
-    assert len(later) == len(again.choices) < len(jobs)
+    assert len(later) == sum(len(contest.calls) for contest in again.contests) == len(jobs)
     assert again.choices == first.choices
     assert all(isinstance(time, int) for time in times.values())
 
@@ -242,3 +245,75 @@ def test_a_short_look_sorts_the_candidates_out() -> None:
     (choice,) = choose.choices.values()
     assert len(short) == len(tilings(request, SM_90)) > len(long) == len(choice.microseconds) == 4
     assert FRAMEWORK in choice.microseconds
+
+
+def test_tilings_nearly_as_fast_as_the_chosen_one_stay_in_the_contest() -> None:
+    request = max(requests(_network("EfficientNet")[0]), key=lambda r: (r.kind != "depthwise", len(tilings(r, SM_90))))
+    names = ["x".join(map(str, tiling.numbers)) for tiling in tilings(request, SM_90)]
+    times = {FRAMEWORK: 3.0, **dict.fromkeys(names, 2.0), names[0]: 1.2, names[1]: 1.0}
+    choose, _ = selector(GEMM, lambda n: [*times.values()][n])
+    assert choose(request) == tilings(request, SM_90)[1]
+    (contest,) = choose.contests
+    assert (list(contest.calls), contest.microseconds) == ([names[1], names[0]], 1.0)
+    kept, _ = selector(GEMM, lambda n: 1.0 + n)
+    assert kept(request) is None
+    assert not kept.contests
+
+
+class _Launches(TorchDispatchMode):
+    """Times calls by their tilings: those of ``slow`` take twice as long as any other, whatever their order."""
+
+    def __init__(self, slow: str) -> None:
+        super().__init__()
+        self.slow = slow
+        self.found: list[list[str]] = []
+        self.flushes: set[bool] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in ops():
+            tiling = next(given for given in args if isinstance(given, list) and len(given) > 2)
+            self.found[-1].append("x".join(map(str, tiling)))
+        return func(*args, **(kwargs or {}))
+
+    def chain(self, calls: "Sequence[Callable[[], object]]", *, flush: bool) -> float:
+        """The time of all."""
+        self.flushes.add(flush)
+        self.found.append([])
+        with self:
+            for call in calls:
+                call()
+        return float(sum(2 if tiling == self.slow else 1 for tiling in self.found[-1]))
+
+
+@pytest.mark.parametrize("name", ["ConvNeXt", "EfficientNet"])
+def test_a_tiling_that_slows_its_neighbours_is_not_kept(name: str) -> None:
+    """Alone all take the same time: the first one is chosen, and here it takes the longest among others."""
+    module, x = _network(name)
+    times: dict[str, int] = {}
+    first, _, _ = _selector(times)
+    chosen = _chosen(module, first)
+    placed = [node for node in chosen.graph.nodes if node.target in ops()]
+    slow = next(iter(first.contests[-1].calls))
+    clock = _Launches(slow)
+    preferred = in_context(chosen, first.contests, clock, Pool(), l2=SM_90.l2)
+    assert {len(found) for found in clock.found} == {len(placed)}
+    assert slow in clock.found[0]
+    assert slow not in clock.found[-1]
+    assert preferred
+    again, _, silent = _selector(times, preferred=preferred)
+    other = _chosen(module, again)
+    assert not silent.count
+    assert_same(chosen, other, x, rtol=5e-3)
+    later = _Launches(slow)
+    assert in_context(other, again.contests, later, Pool(), l2=1) == {}
+    assert slow not in later.found[0]
+    assert (clock.flushes, later.flushes) == ({False}, {True})
+
+
+def test_tilings_among_others_are_kept_where_none_is_faster() -> None:
+    module, _ = _network("ConvNeXt")
+    first, _, _ = _selector({})
+    chosen = _chosen(module, first)
+    clock = _Launches("")
+    assert in_context(chosen, first.contests, clock, Pool(), l2=SM_90.l2) == {}
+    assert len(clock.found) > 1

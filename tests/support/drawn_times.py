@@ -54,7 +54,7 @@ def _most_kernels(
 ) -> Iterator[Variant]:
     from nimblec.levels import o2  # brings in the kernels
 
-    runs = Runs(model, Setting(device=device_of(model), dtype=dtype, use=o2.timed(times)), report)
+    runs = Runs(model, Setting(device=device_of(model), dtype=dtype, use=o2.Timed(times)), report)
     yield Variant(name=o2.TRITON_NORMS.name, make=partial(runs, *o2.TRITON_NORMS.pipelines))
 
 

@@ -72,7 +72,7 @@ class Call:
 
     def job(self) -> Job:
         """The job that compiles its launch."""
-        args, kwargs = self.arguments(_meta)
+        args, kwargs = self.arguments(as_meta)
         return launch_of(self.op, *args, **kwargs).job
 
     def put(self, rewriter: Rewriter, *, at: fx.Node) -> fx.Node:
@@ -88,6 +88,19 @@ class Call:
         args, kwargs = self.arguments(value)
         return rewriter.call(self.op, *args, at=at, **kwargs)
 
+    @property
+    def weights_nbytes(self) -> int:
+        """Bytes of its copies of weights."""
+        sizes: list[int] = []
+
+        def value(leaf: Leaf) -> Leaf:
+            if isinstance(leaf, Made) and leaf.role == "weights":
+                sizes.append(leaf.meta.nbytes)
+            return leaf
+
+        self.arguments(value)
+        return sum(sizes)
+
     def timed(self, pool: Pool, length: int) -> Callable[[int], object]:
         """A function of n < ``length`` that calls the op on random numbers, with the n-th copy of its weights."""
         known: dict[Leaf, Tensor] = {}
@@ -98,7 +111,7 @@ class Call:
             if isinstance(leaf, Made) and leaf.role == "counters":
                 return leaf.value
             if leaf not in known:
-                known[leaf] = leaf.value if isinstance(leaf, Made) else example(_meta(leaf), _device(leaf))
+                known[leaf] = leaf.value if isinstance(leaf, Made) else example(as_meta(leaf), _device(leaf))
             return known[leaf]
 
         chain = [self.arguments(value) for _ in range(length)]
@@ -129,7 +142,8 @@ def evaluate(nodes: Sequence[fx.Node], values: Mapping[fx.Node, Tensor]) -> Tens
     return known[nodes[-1]]
 
 
-def _meta(leaf: Leaf) -> Tensor:
+def as_meta(leaf: Leaf) -> Tensor:
+    """A meta tensor of its dtype, shape and strides."""
     if isinstance(leaf, Made):
         return leaf.meta
     like = fake(leaf.node if isinstance(leaf, AsStored) else leaf)

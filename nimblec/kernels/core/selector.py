@@ -1,10 +1,11 @@
 """Choose tilings by timing calls; times are kept between compilations."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from importlib.resources import files
+from types import MappingProxyType
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -13,10 +14,13 @@ from torch import fx
 from nimblec.kernels.core.call import Call, Pool
 from nimblec.kernels.core.choosing import Choice, Timer, choose, rank
 from nimblec.kernels.core.compiling import Compile, compile_all
+from nimblec.kernels.core.context import Contest
 from nimblec.kernels.core.gpu import GPU, Trigger
 from nimblec.kernels.core.tilings import NumberedTiling
 
 FRAMEWORK = "framework"
+_NEARLY = 1.25
+"""The most times as long as the fastest that a tiling takes which is tried among other kernels."""
 
 Timed = Callable[[int], object]
 """A call that takes the number of the copy of its weights."""
@@ -77,18 +81,25 @@ class Family(Generic[Request, Tiling]):
     prepare: Callable[[fx.GraphModule, Compile], None] = _nothing
     needs_whole_plan: bool = False
 
-    def select(self, module: fx.GraphModule, gpu: GPU, times: Times | None = None) -> Mapping[str, Choice]:
-        """Put the kernels in wherever they are faster on ``gpu``, the current one; the choices by request.
+    def select(
+        self,
+        module: fx.GraphModule,
+        gpu: GPU,
+        times: Times | None = None,
+        preferred: Mapping[str, str] = MappingProxyType({}),
+    ) -> "Selector[Request, Tiling] | None":
+        """Put the kernels in wherever they are faster on ``gpu``, the current one; what was chosen.
 
-        Known times are not measured again. Does nothing on a GPU without programmatic dependent launch.
+        Known times are not measured again. ``preferred`` names tilings by the key of a `Contest`. Does nothing on a GPU
+        without programmatic dependent launch.
         """
         if not gpu.has_programmatic_launch:
-            return {}
+            return None
         compile_jobs = partial(compile_all, gpu=gpu)
         self.prepare(module, compile_jobs)
         found = list(self.requests(module))
         if not found:
-            return {}
+            return None
         from nimblec.kernels.core.timing import GraphTimer, WeightPool
 
         timer = GraphTimer(gpu)
@@ -102,10 +113,11 @@ class Family(Generic[Request, Tiling]):
             times=times,
             fingerprint=timing_fingerprint(self.templates),
             compile_jobs=compile_jobs,
+            preferred=preferred,
         )
         selector.prepare(found)
         self.use(module, selector, gpu.trigger)
-        return selector.choices
+        return selector
 
     def use_first(self, module: fx.GraphModule, gpu: GPU) -> None:
         """Put the kernels in wherever they apply, each with its most promising tiling: for tests without a GPU."""
@@ -114,7 +126,10 @@ class Family(Generic[Request, Tiling]):
 
 
 class Selector(Generic[Request, Tiling]):
-    """Chooses tilings for a family's ``use``; equal requests are timed once, and ``choices`` holds the results."""
+    """Chooses tilings for a family's ``use``; equal requests are timed once.
+
+    ``choices`` holds the results, and ``contests`` the chosen tilings with those that are nearly as fast.
+    """
 
     def __init__(
         self,
@@ -128,10 +143,12 @@ class Selector(Generic[Request, Tiling]):
         times: Times | None = None,
         fingerprint: str = "",
         compile_jobs: Compile,
+        preferred: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """``timer`` times calls that take the number, below ``length``, of a copy of their weights from the ``pool``.
 
         ``screen`` is a quicker timer that narrows the candidates down; ``times`` are those known, by ``fingerprint``.
+        ``preferred`` are tilings that are used instead of the fastest, by the key of a `Contest`.
         """
         self._family = family
         self._gpu = gpu
@@ -142,7 +159,9 @@ class Selector(Generic[Request, Tiling]):
         self._times: Times = {} if times is None else times
         self._fingerprint = fingerprint
         self._compile = compile_jobs
+        self._preferred = preferred
         self.choices: dict[str, Choice] = {}
+        self.contests: list[Contest] = []
 
     def prepare(self, requests: Iterable[Request]) -> None:
         """Compile in parallel all kernels that will be launched: those chosen already, else all candidates."""
@@ -150,8 +169,8 @@ class Selector(Generic[Request, Tiling]):
         for key, request in {request.signature: request for request in requests}.items():
             named = self._named(request)
             known = self._known(key, named)
-            chosen = [tiling for name, tiling in named.items() if known is None or name == known.best]
-            jobs += [self._call(request, tiling).job() for tiling in chosen]
+            wanted = named if known is None else _contenders(known, named)
+            jobs += [self._call(request, named[name]).job() for name in wanted]
         if jobs:
             self._compile(jobs)
 
@@ -160,7 +179,17 @@ class Selector(Generic[Request, Tiling]):
         key, named = request.signature, self._named(request)
         if key not in self.choices:
             self.choices[key] = self._known(key, named) or self._measured(key, request, named)
-        return named.get(self.choices[key].best)
+            self._enter(request, named, self.choices[key])
+        return named.get(self._preferred.get(self._contest(request), self.choices[key].best))
+
+    def _enter(self, request: Request, named: Mapping[str, Tiling], choice: Choice) -> None:
+        calls = {name: self._call(request, named[name]) for name in _contenders(choice, named)}
+        if calls:
+            time = choice.microseconds[choice.best]
+            self.contests.append(Contest(key=self._contest(request), calls=calls, microseconds=time))
+
+    def _contest(self, request: Request) -> str:
+        return f"{self._family.name} {request.signature}"
 
     def _call(self, request: Request, tiling: Tiling) -> Call:
         return self._family.call(request, tiling, self._gpu.trigger)
@@ -185,6 +214,15 @@ class Selector(Generic[Request, Tiling]):
 
     def _side(self, key: str, side: str) -> str:
         return sha256(repr((self._fingerprint, self._gpu.trigger, key, side)).encode()).hexdigest()
+
+
+def _contenders(choice: Choice, named: Container[str]) -> list[str]:
+    """The chosen tiling and those nearly as fast, the fastest first; none where the framework's calls were chosen."""
+    if choice.best not in named:
+        return []
+    times = choice.microseconds
+    close = [name for name in times if name in named and times[name] <= _NEARLY * times[choice.best]]
+    return sorted(close, key=lambda name: (name != choice.best, times[name]))
 
 
 def timing_fingerprint(templates: Iterable[str]) -> str:
