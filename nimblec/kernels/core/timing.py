@@ -1,6 +1,7 @@
 """The time of a call as in a network: in a CUDA graph, in a chain of such calls, its weights not in the L2 cache."""
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -16,30 +17,27 @@ _CACHES = 5
 
 
 class WeightPool:
-    """Memory of random numbers of which copies of weights are slices: their values do not affect a kernel's time.
-
-    It has one dtype at a time.
-    """
+    """Memory of random numbers of which copies of weights are slices: their values do not affect a kernel's time."""
 
     def __init__(self, gpu: GPU) -> None:
         self._nbytes = 2 * _CACHES * gpu.l2
-        self._numbers = torch.empty(0, device="cuda")
-        self._taken = 0
+        self._numbers: dict[torch.dtype, Tensor] = {}
+        self._taken: Counter[torch.dtype] = Counter()
 
     def take(self, like: Tensor) -> Tensor:
-        """A tensor of the dtype, shape and strides of ``like``, which is dense, after the one taken before.
+        """A tensor of the dtype, shape and strides of ``like``, which is dense, after the one of its dtype before.
 
-        Where the pool ends, it begins again at its start.
+        Where the numbers of a dtype end, it begins again at their start.
         """
-        size = like.numel()
-        if like.dtype is not self._numbers.dtype or size > len(self._numbers):
-            length = max(self._nbytes // like.dtype.itemsize, size)
-            self._numbers = torch.empty(length, dtype=like.dtype, device="cuda").normal_(0, 0.02)
-            self._taken = 0
-        if self._taken + size > len(self._numbers):
-            self._taken = 0
-        cut = self._numbers[self._taken : self._taken + size]
-        self._taken += -(-size // 128) * 128
+        size, dtype = like.numel(), like.dtype
+        if dtype not in self._numbers or size > len(self._numbers[dtype]):
+            length = max(self._nbytes // dtype.itemsize, size)
+            self._numbers[dtype] = torch.empty(length, dtype=dtype, device="cuda").normal_(0, 0.02)
+            self._taken[dtype] = 0
+        if self._taken[dtype] + size > len(self._numbers[dtype]):
+            self._taken[dtype] = 0
+        cut = self._numbers[dtype][self._taken[dtype] : self._taken[dtype] + size]
+        self._taken[dtype] += -(-size // 128) * 128
         return cut.as_strided(like.shape, like.stride())
 
 
