@@ -6,6 +6,7 @@ from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import fx
 
 from nimblec.kernels.core.context import in_context
@@ -83,14 +84,20 @@ class Timed:
             self._selectors.append(selector)
 
     def in_context(self, module: fx.GraphModule) -> dict[str, str]:
-        """The tilings that differ from those chosen, by which all kernels of a graph in their order take less time."""
+        """The tilings that differ from those chosen, by which all kernels of a graph in their order take less time.
+
+        None where the memory that is left does not hold what all of them read.
+        """
         from nimblec.kernels.core.timing import GraphTimer, WeightPool
 
         contests = list(chain.from_iterable(selector.contests for selector in self._selectors))
         if not contests:
             return {}
         gpu = GPU.current()
-        return in_context(module, contests, GraphTimer(gpu), WeightPool(gpu), l2=gpu.l2)
+        try:
+            return in_context(module, contests, GraphTimer(gpu), WeightPool(gpu), l2=gpu.l2)
+        except torch.OutOfMemoryError:
+            return {}
 
 
 def first(gpu: GPU) -> Use:

@@ -1,8 +1,11 @@
 """The ways of each level, as far as they can be listed without a GPU."""
 
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -12,7 +15,10 @@ from bench import model_zoo
 from nimblec.cache.timing_cache import TimingCache
 from nimblec.errors import CompileError, TraceError
 from nimblec.frontend.pytorch.model import TorchModel, place
-from nimblec.kernels.core.gpu import SM_90
+from nimblec.kernels.core import timing
+from nimblec.kernels.core.gpu import GPU, SM_90
+from nimblec.kernels.core.selector import Family
+from nimblec.kernels.gemm.rewrite import GEMM
 from nimblec.levels import o2
 from nimblec.levels.o1 import FUSED_REGIONS
 from nimblec.levels.recipe import Recipe
@@ -123,19 +129,61 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[Pipeline]:
     return found
 
 
+class Untimed:
+    """In place of `o2.Timed`: the first tilings, and others in context."""
+
+    given: ClassVar[list[Mapping[str, str]]] = []
+
+    def __init__(self, _times: object, preferred: Mapping[str, str] = MappingProxyType({})) -> None:
+        self.given.append(preferred)
+
+    def __call__(self, family: Family[Any, Any], module: fx.GraphModule) -> None:
+        """Put in the kernels."""
+        o2.first(SM_90)(family, module)
+
+    def in_context(self, module: fx.GraphModule) -> dict[str, str]:
+        """Another tiling, for a graph that has all kernels."""
+        assert o2.has_triton_kernels(module)
+        assert not o2.has_norms(module)
+        return {"a": "1x2"}
+
+
 def test_the_compiler_and_the_model_zoo_call_the_same_pipelines(
     called: list[Pipeline], times: TimingCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(o2, "timed", lambda _: o2.first(SM_90))
+    monkeypatch.setattr(o2, "Timed", Untimed)
+    monkeypatch.setattr(Untimed, "given", [])
+    names = []
     module, x = Small().eval(), torch.randn(1, 8, 6, 6)
     for variant in variants(place(module, (x,), device="cpu"), 2, None, times):
+        names.append(variant.name)
         if variant.name != "torch.compile":
             variant.make()
     by_compiler = called.copy()
     called.clear()
     model_zoo.compared(module, (x,))
     assert called == [REWRITES, o2.KERNELS, o2.NORMS]
-    assert by_compiler == [REWRITES, o2.KERNELS, REGIONS, o2.NORMS, REGIONS, REGIONS]  # what is shared is run once
+    again = [o2.KERNELS, o2.NORMS, REGIONS]
+    assert by_compiler == [REWRITES, o2.KERNELS, REGIONS, o2.NORMS, REGIONS, *again, REGIONS]  # rewritten once
+    in_context = f"{o2.TRITON_NORMS.name}, chosen in context"
+    assert names == [o2.TRITON.name, o2.TRITON_NORMS.name, in_context, FUSED_REGIONS.name]
+    assert Untimed.given == [{}, {"a": "1x2"}]
+
+
+def test_without_memory_for_all_kernels_at_once_the_tilings_stay(
+    times: TimingCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    timed = o2.Timed(times)
+    assert timed.in_context(fx.symbolic_trace(nn.ReLU())) == {}  # nothing was chosen
+    monkeypatch.setattr(o2, "in_context", full)
+    monkeypatch.setattr(timing, "GraphTimer", lambda _: None)
+    monkeypatch.setattr(GPU, "current", lambda: SM_90)
+    monkeypatch.setattr(Family, "select", lambda *_: SimpleNamespace(contests=["one"]))
+    timed(GEMM, fx.symbolic_trace(nn.ReLU()))
+    assert timed.in_context(fx.symbolic_trace(nn.ReLU())) == {}
 
 
 def test_each_recipe_is_checked_as_a_whole() -> None:

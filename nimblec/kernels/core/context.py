@@ -20,6 +20,8 @@ from nimblec.kernels.core.launch import ops
 
 _MARGIN = 0.004
 """The share of the time of all kernels that another tiling must win; medians of equal graphs differ by less."""
+_WORTH = 0.01
+"""The share that all of them together must win."""
 _LEAST = 0.01
 """The share of all kernels' time that the launches of a request take from which others than its fastest are tried."""
 
@@ -54,16 +56,17 @@ def in_context(
 
     The kernels run on random numbers, one after another. Contests are decided one by one, the one with the most time
     first, and equal requests have the same tiling. Weights are in the cache, of ``l2`` bytes, if all have room there.
+    None where they win less than a hundredth: not worth another recording.
     """
     chain = _Chain(module, contests, timer, pool, l2)
     chosen: dict[str, str] = {}
-    least = chain.time(chosen)
+    before = least = chain.time(chosen)
     for contest in chain.contests(least):
         for name in list(contest.calls)[1:]:
             time = chain.time({**chosen, contest.key: name})
             if time < least * (1 - _MARGIN):
                 chosen[contest.key], least = name, time
-    return chosen
+    return chosen if least < before * (1 - _WORTH) else {}
 
 
 class _Chain:
