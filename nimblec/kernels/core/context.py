@@ -24,8 +24,6 @@ _WORTH = 0.01
 """The share that all of them together must win."""
 _LEAST = 0.01
 """The share of all kernels' time that the launches of a request take from which others than its fastest are tried."""
-
-
 _STAY = 0.5
 """The share of the L2 cache that weights may take to stay there from run to run, beside activations."""
 
