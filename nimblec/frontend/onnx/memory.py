@@ -23,8 +23,9 @@ def write(model: ModelProto | bytes | bytearray | memoryview, folder: Path) -> P
         raise CompileError(
             f"the onnx.ModelProto cannot be written ({exc}): save it with external data and give the file's path"
         ) from exc
+    given = {descriptor.name for descriptor, _ in proto.ListFields()}
     for field in ("ir_version", "opset_import", "graph"):
-        if field not in {descriptor.name for descriptor, _ in proto.ListFields()}:
+        if field not in given:
             raise CompileError(f"the model given has no {field}: expected an ONNX model")
     for tensor in external_tensors(proto):
         raise CompileError(

@@ -197,7 +197,7 @@ def checked_array(side: str, tensor: Tensor, value: Any, take: Take) -> np.ndarr
         array = _taken(f"{side} {tensor.name!r}", tensor, value, take)
     expected = tensor.dtype if isinstance(array, DeviceArray) else numpy_dtype(tensor.dtype)
     if array.dtype != expected:
-        mended = "give an array of that" if side in {"out", "bind"} else f"use .astype({tensor.dtype!r})"
+        mended = "give an array of that dtype" if side in {"out", "bind"} else f"use .astype({tensor.dtype!r})"
         raise InputError(f"{side} {tensor.name!r}: dtype {array.dtype}, expected {tensor.dtype}: {mended}")
     nbytes = ITEM_NBYTES[tensor.dtype]
     if isinstance(array, DeviceArray) and array.address % nbytes:  # a kernel that read there would end the use of CUDA
