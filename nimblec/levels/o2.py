@@ -2,17 +2,16 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
-from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import fx
 
-from nimblec.kernels.core.context import in_context
+from nimblec.kernels.core.context import Contest, in_context
 from nimblec.kernels.core.gpu import GPU
 from nimblec.kernels.core.launch import ops
-from nimblec.kernels.core.selector import Family, Selector, Times
+from nimblec.kernels.core.selector import Family, Times
 from nimblec.kernels.families import FAMILIES
 from nimblec.levels.recipe import Recipe
 from nimblec.optimize.layout.channels_last import lay_float32_channels_last
@@ -75,27 +74,24 @@ class Timed:
     def __init__(self, times: Times, preferred: Mapping[str, str] = MappingProxyType({})) -> None:
         self._times = times
         self._preferred = preferred
-        self._selectors: list[Selector[Any, Any]] = []
+        self._contests: list[Contest] = []
 
     def __call__(self, family: Family[Any, Any], module: fx.GraphModule) -> None:
         """Put in the kernels of a family."""
-        selector = family.select(module, GPU.current(), self._times, self._preferred)
-        if selector is not None:
-            self._selectors.append(selector)
+        self._contests += family.select(module, GPU.current(), self._times, self._preferred)
 
     def in_context(self, module: fx.GraphModule) -> dict[str, str]:
         """The tilings that differ from those chosen, by which all kernels of a graph in their order take less time.
 
-        None where the memory that is left does not hold what all of them read.
+        Empty where the memory that is left does not hold what all of them read.
         """
         from nimblec.kernels.core.timing import GraphTimer, WeightPool
 
-        contests = list(chain.from_iterable(selector.contests for selector in self._selectors))
-        if not contests:
+        if not self._contests:
             return {}
         gpu = GPU.current()
         try:
-            return in_context(module, contests, GraphTimer(gpu), WeightPool(gpu), l2=gpu.l2)
+            return in_context(module, self._contests, GraphTimer(gpu), WeightPool(gpu), l2=gpu.l2)
         except torch.OutOfMemoryError:
             return {}
 

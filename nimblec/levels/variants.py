@@ -15,6 +15,7 @@ from nimblec.levels.o1 import FUSED_REGIONS
 from nimblec.levels.recipe import Recipe, Runs
 from nimblec.levels.torch_compile import compiled
 from nimblec.optimize.pipeline import Report, Setting
+from nimblec.optimize.rewrites import REWRITES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +76,7 @@ def _of_level_2(
         yield _variant(most, partial(runs, *most.pipelines))
     kernels = most.pipelines[:-1]
     if runs.has_run(*kernels) and (preferred := timed.in_context(runs(*kernels).module)):
-        again = runs.with_setting(replace(setting, use=o2.Timed(times, preferred)), kept=o2.TRITON.pipelines[:1])
+        again = runs.with_setting(replace(setting, use=o2.Timed(times, preferred)), kept=(REWRITES,))
         yield Variant(name=f"{most.name}, chosen in context", make=partial(again, *most.pipelines))
     yield _variant(FUSED_REGIONS, partial(runs, *FUSED_REGIONS.pipelines))
     if dtype is not None or model.written_elsewhere:

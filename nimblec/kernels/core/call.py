@@ -91,15 +91,8 @@ class Call:
     @property
     def weights_nbytes(self) -> int:
         """Bytes of its copies of weights."""
-        sizes: list[int] = []
-
-        def value(leaf: Leaf) -> Leaf:
-            if isinstance(leaf, Made) and leaf.role == "weights":
-                sizes.append(leaf.meta.nbytes)
-            return leaf
-
-        self.arguments(value)
-        return sum(sizes)
+        leaves = pytree.tree_leaves((self.args, dict(self.kwargs)))
+        return sum(leaf.meta.nbytes for leaf in leaves if isinstance(leaf, Made) and leaf.role == "weights")
 
     def timed(self, pool: Pool, length: int) -> Callable[[int], object]:
         """A function of n < ``length`` that calls the op on random numbers, with the n-th copy of its weights."""

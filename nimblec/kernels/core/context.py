@@ -54,7 +54,7 @@ def in_context(
 
     The kernels run on random numbers, one after another. Contests are decided one by one, the one with the most time
     first, and equal requests have the same tiling. Weights are in the cache, of ``l2`` bytes, if all have room there.
-    None where they win less than a hundredth: not worth another recording.
+    Empty where they win less than a hundredth: not worth another recording.
     """
     chain = _Chain(module, contests, timer, pool, l2)
     chosen: dict[str, str] = {}
@@ -79,15 +79,17 @@ class _Chain:
         nodes = [node for node in module.graph.nodes if node.op == "call_function" and node.target in ops()]
         self._places = [of_launch.get(_launch_at(node)) for node in nodes]
         self._fixed = [None if place else _call(module, node) for place, node in zip(self._places, nodes, strict=True)]
+        self._placed = {place.key: place for place in self._places if place}
         self._counts = Counter(place.key for place in self._places if place)
         self._timed = cache(self._made)
-        self._flush = sum(_first(place).weights_nbytes for place in self._places if place) > _STAY * l2
+        nbytes = sum(self._counts[key] * _first(contest).weights_nbytes for key, contest in self._placed.items())
+        self._flush = nbytes > _STAY * l2
 
     def contests(self, microseconds: float) -> list[Contest]:
         """Those whose launches take a visible share of the ``microseconds`` of all, the most first."""
-        found = {place.key: place for place in self._places if place}
-        times = {key: self._counts[key] * contest.microseconds for key, contest in found.items()}
-        return [found[key] for key in sorted(times, key=lambda key: -times[key]) if times[key] > _LEAST * microseconds]
+        times = {key: self._counts[key] * contest.microseconds for key, contest in self._placed.items()}
+        ranked = sorted(times, key=times.__getitem__, reverse=True)
+        return [self._placed[key] for key in ranked if times[key] > _LEAST * microseconds]
 
     def time(self, chosen: Mapping[str, str]) -> float:
         """Microseconds of all kernels, with the ``chosen`` tilings by key."""

@@ -87,19 +87,19 @@ class Family(Generic[Request, Tiling]):
         gpu: GPU,
         times: Times | None = None,
         preferred: Mapping[str, str] = MappingProxyType({}),
-    ) -> "Selector[Request, Tiling] | None":
-        """Put the kernels in wherever they are faster on ``gpu``, the current one; what was chosen.
+    ) -> Sequence[Contest]:
+        """Put the kernels in wherever they are faster on ``gpu``, the current one; the chosen ones and their rivals.
 
         Known times are not measured again. ``preferred`` names tilings by the key of a `Contest`. Does nothing on a GPU
         without programmatic dependent launch.
         """
         if not gpu.has_programmatic_launch:
-            return None
+            return ()
         compile_jobs = partial(compile_all, gpu=gpu)
         self.prepare(module, compile_jobs)
         found = list(self.requests(module))
         if not found:
-            return None
+            return ()
         from nimblec.kernels.core.timing import GraphTimer, WeightPool
 
         timer = GraphTimer(gpu)
@@ -117,7 +117,7 @@ class Family(Generic[Request, Tiling]):
         )
         selector.prepare(found)
         self.use(module, selector, gpu.trigger)
-        return selector
+        return selector.contests
 
     def use_first(self, module: fx.GraphModule, gpu: GPU) -> None:
         """Put the kernels in wherever they apply, each with its most promising tiling: for tests without a GPU."""
