@@ -137,3 +137,32 @@ def test_the_rest_of_a_number() -> None:
 @pytest.mark.parametrize("lead", [(), (2,)], ids=["matrix", "matrices"])
 def test_a_transposed_matrix_times_a_vector(lead: tuple[int, ...]) -> None:
     _agree(lambda x, y: x.mT @ y, (torch.randn(*lead, 3, 6), torch.randn(3)))
+
+
+CLASS_WEIGHT = torch.tensor([1.0, 2.0, 0.5])
+LABELS = torch.tensor([0, 2, 1, 2])
+REDUCTIONS = ("none", "mean", "sum")
+
+
+def _entropies(**settings: Any) -> Callable[[Tensor, Tensor], tuple[Tensor, ...]]:
+    return _each([partial(functional.cross_entropy, reduction=how, **settings) for how in REDUCTIONS])
+
+
+@pytest.mark.parametrize("weight", [None, CLASS_WEIGHT], ids=["plain", "weighted"])
+def test_a_cross_entropy_of_smoothed_labels(weight: Tensor | None) -> None:
+    """It was exported as one of plain labels, and differed by less than an export may."""
+    scores = torch.randn(4, 3)
+    smoothed = _entropies(label_smoothing=0.1, weight=weight, ignore_index=1)
+    _agree(smoothed, (scores, LABELS), (scores * 20, LABELS.flip(0)))
+    _agree(smoothed, (torch.randn(2, 3, 2), LABELS.reshape(2, 2)))
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_a_cross_entropy_of_probabilities(smoothing: float) -> None:
+    loss = _entropies(label_smoothing=smoothing, weight=CLASS_WEIGHT)
+    for shape in ((4, 3), (2, 3, 2, 2), (3,)):
+        _agree(loss, (torch.randn(shape), torch.rand(shape)))
+
+
+def test_a_cross_entropy_of_one_row() -> None:
+    _agree(_entropies(), (torch.randn(3), torch.tensor(2)), (torch.randn(3), torch.tensor(0)))

@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
-from onnx import numpy_helper
 from onnxscript import opset18 as op
 from onnxscript.function_libs.torch_lib.ops import nn
+
+from nimblec.frontend.pytorch.onnx_constants import like
 
 
 def _resized(kernel: Any, plainly: Callable[..., Any]) -> Callable[..., Any]:
@@ -24,14 +24,9 @@ def _resized(kernel: Any, plainly: Callable[..., Any]) -> Callable[..., Any]:
             kernel(torch.eye(size, dtype=torch.float64)[None, None], [made, size], align_corners, scale, None)[0, 0]
             for size, made, scale in axes
         )
-        return op.MatMul(op.MatMul(_constant(rows, self), self), _constant(columns.T, self))
+        return op.MatMul(op.MatMul(like(rows, self), self), like(columns.T, self))
 
     return translated
-
-
-def _constant(matrix: torch.Tensor, like: Any) -> Any:
-    array = np.ascontiguousarray(matrix.numpy()).astype(like.dtype.numpy())
-    return op.Constant(value=numpy_helper.from_array(array))
 
 
 RESIZING: dict[Any, Any] = {

@@ -26,6 +26,8 @@ from onnxscript import opset18 as op
 from onnxscript.function_libs.torch_lib.ops import core, nn
 
 from nimblec.errors import UnsupportedModelError
+from nimblec.frontend.pytorch.onnx_constants import described, ints, like
+from nimblec.frontend.pytorch.onnx_losses import LOSSES
 from nimblec.frontend.pytorch.onnx_resizing import RESIZING
 
 aten = torch.ops.aten
@@ -58,16 +60,16 @@ def index_put(self: Any, indices: Sequence[Any], values: Any, accumulate: bool =
     ((dim, index),) = given
     shape = _shape(self)
     rows = _shape(index)
-    source = op.Expand(values, _ints([*shape[:dim], *rows, *shape[dim + 1 :]]))
+    source = op.Expand(values, ints([*shape[:dim], *rows, *shape[dim + 1 :]]))
     if not rows:
-        source = op.Unsqueeze(source, _ints([dim]))
+        source = op.Unsqueeze(source, ints([dim]))
     return _write_rows(self, dim, index, source, count=prod(rows))
 
 
 def select_scatter(self: Any, src: Any, dim: int, index: int) -> Any:
     """aten.select_scatter: one row at a known position."""
     dim %= len(self.shape)
-    return _write_rows(self, dim, _ints([index]), op.Unsqueeze(src, _ints([dim])), count=1)
+    return _write_rows(self, dim, ints([index]), op.Unsqueeze(src, ints([dim])), count=1)
 
 
 def slice_scatter(
@@ -77,13 +79,13 @@ def slice_scatter(
     shape = _shape(self)
     dim %= len(shape)
     positions = range(shape[dim])[slice(start, end, step)]
-    src = op.Expand(src, _ints([*shape[:dim], len(positions), *shape[dim + 1 :]]))
+    src = op.Expand(src, ints([*shape[:dim], len(positions), *shape[dim + 1 :]]))
     if not positions:
         return op.Identity(self)
     if step != 1 or 2 * len(positions) < shape[dim]:
-        return _write_rows(self, dim, _ints(positions), src, count=len(positions))
+        return _write_rows(self, dim, ints(positions), src, count=len(positions))
     parts = [(0, positions[0]), (positions[-1] + 1, shape[dim])]
-    before, after = ([op.Slice(self, _ints([a]), _ints([b]), _ints([dim]))] if a < b else [] for a, b in parts)
+    before, after = ([op.Slice(self, ints([a]), ints([b]), ints([dim]))] if a < b else [] for a, b in parts)
     return op.Concat(*before, src, *after, axis=dim)
 
 
@@ -104,17 +106,17 @@ def batch_norm(
         )
     shape = _shape(x)
     others = [axis for axis in range(len(shape)) if axis != 1]
-    along = _ints([1, shape[1], *[1] * (len(shape) - 2)])
-    mean = op.ReduceMean(x, _ints(others))
+    along = ints([1, shape[1], *[1] * (len(shape) - 2)])
+    mean = op.ReduceMean(x, ints(others))
     centred = op.Sub(x, mean)
-    var = op.ReduceMean(op.Mul(centred, centred), _ints(others))
+    var = op.ReduceMean(op.Mul(centred, centred), ints(others))
     scale = op.Reciprocal(op.Sqrt(op.Add(var, _number(eps, var))))
     y = op.Mul(centred, scale)
     if weight is not None:
         y = op.Mul(y, op.Reshape(weight, along))
     if bias is not None:
         y = op.Add(y, op.Reshape(bias, along))
-    flat = _ints([shape[1]])
+    flat = ints([shape[1]])
     mean, var, scale = (op.Reshape(value, flat) for value in (mean, var, scale))
     count = prod(shape[axis] for axis in others)
     unbiased = op.Mul(var, _number(count / max(count - 1, 1), var))
@@ -129,35 +131,35 @@ def attention(query: Any, key: Any, value: Any, attn_mask: Any = None, *given: A
     """aten.scaled_dot_product_attention of any number of axes, of which torch.onnx takes four."""
     read, missing = (query, key, value), _ATTENTION_AXES - len(query.shape)
     if missing > 0:
-        axes, lead = _ints(range(missing)), [1] * missing
-        read = tuple(_described(op.Unsqueeze(each, axes), [*lead, *each.shape], each) for each in read)
+        axes, lead = ints(range(missing)), [1] * missing
+        read = tuple(described(op.Unsqueeze(each, axes), [*lead, *each.shape], each) for each in read)
         return op.Squeeze(nn.aten_scaled_dot_product_attention(*read, attn_mask, *given, **named), axes)
     *lead, rows, _ = query.shape
     if missing == 0 or any(list(each.shape)[:-2] != lead for each in read):
         return nn.aten_scaled_dot_product_attention(*read, attn_mask, *given, **named)
     if attn_mask is not None:
         span = [*lead, rows, key.shape[-2]]
-        attn_mask = _folded(_described(op.Expand(attn_mask, _ints(span)), span, attn_mask))
+        attn_mask = _folded(described(op.Expand(attn_mask, ints(span)), span, attn_mask))
     made = nn.aten_scaled_dot_product_attention(*map(_folded, read), attn_mask, *given, **named)
-    return op.Reshape(made, _ints([*lead, rows, value.shape[-1]]))
+    return op.Reshape(made, ints([*lead, rows, value.shape[-1]]))
 
 
 def matmul(self: Any, other: Any) -> Any:
     """aten.matmul and aten.mv: a vector as a column, since ONNX Runtime fuses a transposed matrix with it wrongly."""
     if len(other.shape) != 1 or len(self.shape) == 1:
         return core.aten_matmul(self, other)
-    last = _ints([-1])
+    last = ints([-1])
     return op.Squeeze(op.MatMul(self, op.Unsqueeze(other, last)), last)
 
 
 def shift_right(self: Any, other: int) -> Any:
     """aten.__rshift__.Scalar: that of numbers with signs, which keeps them, is a division without a rest."""
     if self.dtype in _UNSIGNED:
-        return op.BitShift(self, _like(other, self), direction="RIGHT")
+        return op.BitShift(self, like(other, self), direction="RIGHT")
     if self.dtype not in _DIVISIBLE or not 0 <= other < _DIVISIBLE[self.dtype]:
         return core.aten_bitwise_right_shift_tensor_scalar(self, other)
-    rest = op.BitwiseAnd(self, _like((1 << other) - 1, self))
-    return op.Div(op.Sub(self, rest), _like(1 << other, self))
+    rest = op.BitwiseAnd(self, like((1 << other) - 1, self))
+    return op.Div(op.Sub(self, rest), like(1 << other, self))
 
 
 def shift_right_by(self: Any, other: Any) -> Any:
@@ -170,7 +172,7 @@ def shift_right_by(self: Any, other: Any) -> Any:
 def shift_left(self: Any, other: int) -> Any:
     """aten.__lshift__.Scalar."""
     if self.dtype in _UNSIGNED:
-        return op.BitShift(self, _like(other, self), direction="LEFT")
+        return op.BitShift(self, like(other, self), direction="LEFT")
     return core.aten_bitwise_left_shift_tensor_scalar(self, other)
 
 
@@ -183,8 +185,8 @@ def shift_left_by(self: Any, other: Any) -> Any:
 
 def log_sigmoid(self: Any) -> Any:
     """aten.log_sigmoid: min(x, 0) - log(1 + exp(-|x|)), which is finite where the sigmoid is rounded to zero."""
-    near = op.Log(op.Add(op.Exp(op.Neg(op.Abs(self))), _like(1, self)))
-    return op.Sub(op.Min(self, _like(0, self)), near)
+    near = op.Log(op.Add(op.Exp(op.Neg(op.Abs(self))), like(1, self)))
+    return op.Sub(op.Min(self, like(0, self)), near)
 
 
 def power(self: Any, exponent: Any) -> Any:
@@ -218,8 +220,8 @@ def floor_divide(self: Any, other: Any) -> Any:
         return core.aten_floor_divide(self, other)
     rest, is_below = _rest(self, other)
     whole = op.Div(op.Sub(self, rest), other)
-    whole = op.Round(op.Where(is_below, op.Sub(whole, _like(1, self)), whole))
-    return op.Where(op.Equal(other, _like(0, self)), op.Div(self, other), whole)
+    whole = op.Round(op.Where(is_below, op.Sub(whole, like(1, self)), whole))
+    return op.Where(op.Equal(other, like(0, self)), op.Div(self, other), whole)
 
 
 def divide(self: Any, other: Any, rounding_mode: str | None = None) -> Any:
@@ -234,13 +236,13 @@ def divide(self: Any, other: Any, rounding_mode: str | None = None) -> Any:
 
 def _tensors(self: Any, other: Any) -> list[Any]:
     """Both operands, a number as a tensor of the other's type."""
-    like = other if isinstance(self, int | float) else self
-    return [_described(_like(x, like), [], like) if isinstance(x, int | float) else x for x in (self, other)]
+    typed = other if isinstance(self, int | float) else self
+    return [described(like(x, typed), [], typed) if isinstance(x, int | float) else x for x in (self, other)]
 
 
 def _rest(self: Any, other: Any) -> tuple[Any, Any]:
     """What is left of the quotient that is rounded towards zero, and whether that is above the one rounded down."""
-    zero = _like(0, self)
+    zero = like(0, self)
     rest = op.Mod(self, other, fmod=1)
     differ = op.Not(op.Equal(op.Less(rest, zero), op.Less(other, zero)))
     return rest, op.And(op.Not(op.Equal(rest, zero)), differ)
@@ -249,20 +251,20 @@ def _rest(self: Any, other: Any) -> tuple[Any, Any]:
 def scatter_reduce(self: Any, dim: int, index: Any, src: Any, reduce: str, include_self: bool = True) -> Any:
     """aten.scatter_reduce.two: without its own elements, it begins with what changes no result."""
     if not len(self.shape):
-        axes = _ints([0])
-        self, index, src = (_described(op.Unsqueeze(each, axes), [1], each) for each in (self, index, src))
+        axes = ints([0])
+        self, index, src = (described(op.Unsqueeze(each, axes), [1], each) for each in (self, index, src))
         return op.Squeeze(scatter_reduce(self, 0, index, src, reduce, include_self), axes)
     rows = op.Shape(index)
     if not include_self:
-        begin = op.Expand(_like(_NEUTRAL[reduce](self.dtype.numpy()), self), rows)
-        self = _described(op.ScatterElements(self, index, begin, axis=dim), self.shape, self)
+        begin = op.Expand(like(_NEUTRAL[reduce](self.dtype.numpy()), self), rows)
+        self = described(op.ScatterElements(self, index, begin, axis=dim), self.shape, self)
     if reduce != "mean":
         return core.aten_scatter_reduce(self, dim, index, src, reduce)
-    one = _like(1, self)
-    own = op.Expand(_like(int(include_self), self), op.Shape(self))
+    one = like(1, self)
+    own = op.Expand(like(int(include_self), self), op.Shape(self))
     counts = op.ScatterElements(own, index, op.Expand(one, rows), axis=dim, reduction="add")
     total = op.ScatterElements(self, index, src, axis=dim, reduction="add")
-    total, counts = (_described(each, self.shape, self) for each in (total, op.Max(counts, one)))
+    total, counts = (described(each, self.shape, self) for each in (total, op.Max(counts, one)))
     return op.Div(total, counts) if self.dtype.is_floating_point() else core.aten_floor_divide(total, counts)
 
 
@@ -284,6 +286,7 @@ def lstm(
 
 
 COMMON: dict[Any, Any] = {
+    **LOSSES,
     **RESIZING,
     aten.scaled_dot_product_attention.default: attention,
     aten.matmul.default: matmul,
@@ -324,7 +327,7 @@ def _write_rows(self: Any, dim: int, positions: Any, source: Any, count: int | N
     """``source``, a row for each of the positions, written into a dimension of a tensor."""
     count = _shape(source)[dim] if count is None else count
     lead = (*_shape(self)[:dim], count)
-    places = op.Expand(op.Reshape(positions, _ints([*[1] * dim, count, 1])), _ints([*lead, 1]))
+    places = op.Expand(op.Reshape(positions, ints([*[1] * dim, count, 1])), ints([*lead, 1]))
     if dim:
         grid = np.moveaxis(np.indices(lead)[:dim], 0, -1).astype(np.int64)
         places = op.Concat(op.Constant(value=numpy_helper.from_array(grid)), places, axis=-1)
@@ -335,27 +338,13 @@ def _folded(value: Any) -> Any:
     """All axes but the last three as one."""
     shape = _shape(value)
     folded = [prod(shape[:-3]), *shape[-3:]]
-    return _described(op.Reshape(value, _ints(folded)), folded, value)
-
-
-def _described(value: Any, shape: Sequence[Any], like: Any) -> Any:
-    """A result with its shape and dtype, which torch.onnx does not infer."""
-    value.shape, value.dtype = onnx_ir.Shape(shape), like.dtype
-    return value
+    return described(op.Reshape(value, ints(folded)), folded, value)
 
 
 def _shape(value: Any) -> list[int]:
     return [int(size) for size in value.shape]
 
 
-def _number(value: float, like: Any) -> Any:
+def _number(value: float, other: Any) -> Any:
     constant: Any = op.Constant(value_float=value)
-    return op.CastLike(constant, like)
-
-
-def _like(value: float, other: Any) -> Any:
-    return op.Constant(value=numpy_helper.from_array(np.array(value, other.dtype.numpy())))
-
-
-def _ints(values: Sequence[int]) -> Any:
-    return op.Constant(value_ints=list(values))
+    return op.CastLike(constant, other)

@@ -96,9 +96,11 @@ class GraphTimer:
         graph = torch.cuda.CUDAGraph()
         with self._beside():
             graph.capture_begin(pool=self._pool)
-            for call in calls:
-                call()
-            graph.capture_end()
+            try:
+                for call in calls:
+                    call()
+            finally:
+                graph.capture_end()  # where memory runs out, too: what follows is not captured
         return graph
 
     @contextmanager

@@ -1,0 +1,26 @@
+"""Constants and descriptions of values, for translations of ATen to ONNX."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir
+from numpy.typing import ArrayLike
+from onnx import numpy_helper
+from onnxscript import opset18 as op
+
+
+def like(value: ArrayLike, other: Any) -> Any:
+    """A constant of another value's dtype."""
+    return op.Constant(value=numpy_helper.from_array(np.array(value, other.dtype.numpy())))
+
+
+def ints(values: Sequence[int]) -> Any:
+    """Axes or sizes."""
+    return op.Constant(value_ints=list(values))
+
+
+def described(value: Any, shape: Sequence[Any], other: Any) -> Any:
+    """A value with its shape and another's dtype, which torch.onnx does not infer."""
+    value.shape, value.dtype = onnx_ir.Shape(shape), other.dtype
+    return value
