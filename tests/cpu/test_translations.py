@@ -166,3 +166,48 @@ def test_a_cross_entropy_of_probabilities(smoothing: float) -> None:
 
 def test_a_cross_entropy_of_one_row() -> None:
     _agree(_entropies(), (torch.randn(3), torch.tensor(2)), (torch.randn(3), torch.tensor(0)))
+
+
+TABLE = torch.tensor([[0.5, -1.0], [2.0, 4.0], [-8.0, 0.25], [3.0, -6.0]])
+
+
+def _bags(**settings: Any) -> list[Callable[..., Tensor]]:
+    return [
+        partial(functional.embedding_bag, weight=TABLE, mode=mode, padding_idx=index, **settings)
+        for mode in ("sum", "mean", "max")
+        for index in (None, 1)
+    ]
+
+
+def test_bags_of_embeddings() -> None:
+    """Paddings are left out, which may be all of a bag."""
+    _agree(_each(_bags()), (torch.tensor([[0, 2, 3], [1, 1, 1]]),), (torch.tensor([[1, 0, 1], [3, 3, 2]]),))
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_bags_of_embeddings_by_their_offsets(last: bool) -> None:
+    """One of the bags is empty."""
+    ragged = _each([lambda x, offsets, bag=bag: bag(x, offsets=offsets) for bag in _bags(include_last_offset=last)])
+    indices, offsets, others = torch.tensor([0, 2, 1, 1, 3]), torch.tensor([0, 2, 2, 5]), torch.tensor([0, 0, 1, 5])
+    count = 3 + last
+    _agree(ragged, (indices, offsets[:count]), (indices.flip(0), others[:count]))
+
+
+def test_bags_of_weighted_embeddings() -> None:
+    bags = partial(functional.embedding_bag, weight=TABLE, mode="sum")
+    _agree(lambda x, y: bags(x, per_sample_weights=y), (torch.tensor([[0, 2], [1, 1]]), torch.rand(2, 2)))
+
+
+def test_an_average_pool_with_a_divisor_of_its_own() -> None:
+    pools = [
+        lambda x: functional.avg_pool2d(x, (3, 2), padding=1, divisor_override=5),
+        lambda x: functional.avg_pool3d(x, 2, stride=1, divisor_override=7),
+    ]
+    _agree(_each(pools), (torch.rand(2, 3, 6, 7),))
+
+
+def test_a_stable_sort() -> None:
+    """In both directions equal values keep their order."""
+    x = torch.tensor([[1.0, 2.0, 1.0, 0.0, 2.0], [0.0, 0.0, 1.0, 1.0, 0.0]])
+    sorts = [partial(torch.sort, stable=True, dim=dim, descending=down) for dim in (0, 1) for down in (False, True)]
+    _agree(lambda x: tuple(part for sort in sorts for part in sort(x)), (x,), (x.flip(1),))

@@ -28,6 +28,7 @@ from onnxscript.function_libs.torch_lib.ops import core, nn
 from nimblec.errors import UnsupportedModelError
 from nimblec.frontend.pytorch.onnx_constants import described, ints, like
 from nimblec.frontend.pytorch.onnx_losses import LOSSES
+from nimblec.frontend.pytorch.onnx_pooling import POOLING
 from nimblec.frontend.pytorch.onnx_resizing import RESIZING
 
 aten = torch.ops.aten
@@ -287,6 +288,7 @@ def lstm(
 
 COMMON: dict[Any, Any] = {
     **LOSSES,
+    **POOLING,
     **RESIZING,
     aten.scaled_dot_product_attention.default: attention,
     aten.matmul.default: matmul,
