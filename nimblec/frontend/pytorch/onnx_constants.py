@@ -24,3 +24,8 @@ def described(value: Any, shape: Sequence[Any], other: Any) -> Any:
     """A value with its shape and another's dtype, which torch.onnx does not infer."""
     value.shape, value.dtype = onnx_ir.Shape(shape), other.dtype
     return value
+
+
+def sizes(value: Any) -> list[int]:
+    """Of a value whose shape is known."""
+    return [int(size) for size in value.shape]

@@ -1,7 +1,7 @@
-"""Pooling and sorting that torch.onnx exports wrongly, into what a plan cannot hold, or not at all.
+"""Pooling that torch.onnx exports wrongly, or into what a plan cannot hold.
 
 It ignores the divisor of an average pool. Bags of embeddings become a loop over a sequence of tensors; here their rows
-are scattered into sums, means or maxima. A stable sort it does not know, though ONNX's is one.
+are scattered into sums, means or maxima.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ import numpy as np
 import onnx_ir
 import torch
 from onnxscript import opset18 as op
-from onnxscript.function_libs.torch_lib.ops import core, nn
+from onnxscript.function_libs.torch_lib.ops import nn
 
 from nimblec.errors import UnsupportedModelError
 from nimblec.frontend.pytorch.onnx_constants import ints, like
@@ -91,11 +91,6 @@ def _average(plain: Callable[..., Any]) -> Callable[..., Any]:
     return translated
 
 
-def stable_sort(self: Any, dim: int = -1, descending: bool = False, **_stable: Any) -> Any:
-    """aten.sort.stable: ONNX's TopK keeps the order of equal values."""
-    return core.aten_sort(self, dim, descending)
-
-
 POOLING: dict[Any, Any] = {
     aten._embedding_bag.default: embedding_bag,
     aten._embedding_bag_forward_only.default: embedding_bag,
@@ -103,6 +98,5 @@ POOLING: dict[Any, Any] = {
     aten.embedding_bag.padding_idx: embedding_bag,
     aten.avg_pool2d.default: _average(nn.aten_avg_pool2d),
     aten.avg_pool3d.default: _average(nn.aten_avg_pool3d),
-    aten.sort.stable: stable_sort,
 }
 """Translations for torch.onnx.export of any model."""

@@ -1,0 +1,172 @@
+"""Arithmetic that torch.onnx exports wrongly, slowly or not at all.
+
+It shifts unsigned numbers as if they were signed; a right shift, which random numbers need often, is three nodes here
+and seven there. An integer to a fractional power becomes an integer. Integers are divided in float32, and a quotient is
+rounded to a number before it is rounded down: 6 // 0.1 is 60, and 59 in PyTorch. The logarithm of a small sigmoid is
+that of zero, and -0 has no sign.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import onnx_ir
+import torch
+from onnxscript import opset18 as op
+from onnxscript.function_libs.torch_lib.ops import core
+
+from nimblec.frontend.pytorch.onnx_constants import described, like
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+_UNSIGNED = (onnx_ir.DataType.UINT8, onnx_ir.DataType.UINT16, onnx_ir.DataType.UINT32, onnx_ir.DataType.UINT64)
+_DIVISIBLE = {onnx_ir.DataType.INT32: 31, onnx_ir.DataType.INT64: 63}
+"""Of the integers that ONNX Runtime divides, the bits without the sign."""
+
+
+def shift_right(self: Any, other: int) -> Any:
+    """aten.__rshift__.Scalar: that of numbers with signs, which keeps them, is a division without a rest."""
+    if self.dtype in _UNSIGNED:
+        return op.BitShift(self, like(other, self), direction="RIGHT")
+    if self.dtype not in _DIVISIBLE or not 0 <= other < _DIVISIBLE[self.dtype]:
+        return core.aten_bitwise_right_shift_tensor_scalar(self, other)
+    rest = op.BitwiseAnd(self, like((1 << other) - 1, self))
+    return op.Div(op.Sub(self, rest), like(1 << other, self))
+
+
+def shift_right_by(self: Any, other: Any) -> Any:
+    """aten.bitwise_right_shift.Tensor."""
+    if self.dtype in _UNSIGNED and other.dtype == self.dtype:
+        return op.BitShift(self, other, direction="RIGHT")
+    return core.aten_bitwise_right_shift(self, other)
+
+
+def shift_left(self: Any, other: int) -> Any:
+    """aten.__lshift__.Scalar."""
+    if self.dtype in _UNSIGNED:
+        return op.BitShift(self, like(other, self), direction="LEFT")
+    return core.aten_bitwise_left_shift_tensor_scalar(self, other)
+
+
+def shift_left_by(self: Any, other: Any) -> Any:
+    """aten.bitwise_left_shift.Tensor."""
+    if self.dtype in _UNSIGNED and other.dtype == self.dtype:
+        return op.BitShift(self, other, direction="LEFT")
+    return core.aten_bitwise_left_shift(self, other)
+
+
+def log_sigmoid(self: Any) -> Any:
+    """aten.log_sigmoid: min(x, 0) - log(1 + exp(-|x|)), which is finite where the sigmoid is rounded to zero."""
+    near = op.Log(op.Add(op.Exp(op.Neg(op.Abs(self))), like(1, self)))
+    return op.Sub(op.Min(self, like(0, self)), near)
+
+
+def power(self: Any, exponent: Any) -> Any:
+    """aten.pow.Tensor_Tensor: in the type that PyTorch promotes both to, where torch.onnx takes that of the base."""
+    if _outranks(exponent, self):
+        self = op.Cast(self, to=exponent.dtype)
+    return core.aten_pow(self, exponent)
+
+
+def _outranks(first: Any, second: Any) -> bool:
+    """Whether the type of the first is that of both together; a number's width does not count beside a tensor."""
+    kinds = [bool(each.dtype.is_floating_point()) for each in (first, second)]
+    if kinds[0] != kinds[1]:
+        return kinds[0]
+    return bool(first.dtype.bitwidth > second.dtype.bitwidth) and (len(first.shape) > 0 or len(second.shape) == 0)
+
+
+def remainder(self: Any, other: Any) -> Any:
+    """aten.remainder: what is left of the quotient that is rounded down, exactly."""
+    self, other = _tensors(self, other)
+    if self.dtype.is_integer():
+        return core.aten_remainder(self, other)
+    rest, is_below = _rest(self, other)
+    return op.Where(is_below, op.Add(rest, other), rest)
+
+
+def floor_divide(self: Any, other: Any) -> Any:
+    """aten.floor_divide: rounded down from the exact quotient, not from that which was rounded to a number."""
+    self, other = _tensors(self, other)
+    if self.dtype.is_integer():
+        return core.aten_floor_divide(self, other)
+    rest, is_below = _rest(self, other)
+    whole = op.Div(op.Sub(self, rest), other)
+    whole = op.Round(op.Where(is_below, op.Sub(whole, like(1, self)), whole))
+    return op.Where(op.Equal(other, like(0, self)), op.Div(self, other), whole)
+
+
+def divide(self: Any, other: Any, rounding_mode: str | None = None) -> Any:
+    """aten.div.Tensor_mode: of integers without a detour by float32."""
+    self, other = _tensors(self, other)
+    if rounding_mode == "floor":
+        return floor_divide(self, other)
+    if rounding_mode == "trunc" and self.dtype.is_integer():
+        return op.Div(self, other)
+    return core.aten_div_mode(self, other, rounding_mode)
+
+
+def signbit(self: Any) -> Any:
+    """aten.signbit: whether it is below zero, as -0 is."""
+    zero = like(0, self)
+    below = op.Less(self, zero)
+    return below if self.dtype.is_integer() else op.Or(below, op.Less(op.Reciprocal(self), zero))
+
+
+def hypot(self: Any, other: Any) -> Any:
+    """prims.hypot: the longer side times a root, as its square may be infinite."""
+    longer, shorter = (choose(op.Abs(self), op.Abs(other)) for choose in (op.Max, op.Min))
+    ratio = op.Div(shorter, longer)
+    length = op.Mul(longer, op.Sqrt(op.Add(op.Mul(ratio, ratio), like(1, self))))
+    has_no_ratio = op.Or(op.Equal(longer, like(0, self)), op.IsInf(longer))
+    return op.Where(has_no_ratio, longer, length)
+
+
+def _but_nan(better: Callable[..., Any]) -> Callable[..., Any]:
+    """prims.fmax or fmin: the better of two numbers, or the one that is a number."""
+
+    def translated(self: Any, other: Any) -> Any:
+        if self.dtype.is_integer():
+            return better(self, other)
+        return op.Where(op.IsNaN(self), other, op.Where(op.IsNaN(other), self, better(self, other)))
+
+    return translated
+
+
+def _tensors(self: Any, other: Any) -> list[Any]:
+    """Both operands, a number as a tensor of the other's type."""
+    typed = other if isinstance(self, int | float) else self
+    return [described(like(x, typed), [], typed) if isinstance(x, int | float) else x for x in (self, other)]
+
+
+def _rest(self: Any, other: Any) -> tuple[Any, Any]:
+    """What is left of the quotient that is rounded towards zero, and whether that is above the one rounded down."""
+    zero = like(0, self)
+    rest = op.Mod(self, other, fmod=1)
+    differ = op.Not(op.Equal(op.Less(rest, zero), op.Less(other, zero)))
+    return rest, op.And(op.Not(op.Equal(rest, zero)), differ)
+
+
+ARITHMETIC: dict[Any, Any] = {
+    aten.__rshift__.Scalar: shift_right,
+    aten.bitwise_right_shift.Tensor_Scalar: shift_right,
+    aten.bitwise_right_shift.Tensor: shift_right_by,
+    aten.__rshift__.Tensor: shift_right_by,
+    aten.__lshift__.Scalar: shift_left,
+    aten.__lshift__.Tensor: shift_left_by,
+    aten.bitwise_left_shift.Tensor_Scalar: shift_left,
+    aten.bitwise_left_shift.Tensor: shift_left_by,
+    aten.log_sigmoid.default: log_sigmoid,
+    aten.pow.Tensor_Tensor: power,
+    aten.remainder.Tensor: remainder,
+    aten.remainder.Scalar: remainder,
+    aten.remainder.Scalar_Tensor: remainder,
+    aten.floor_divide.default: floor_divide,
+    aten.div.Tensor_mode: divide,
+    aten.div.Scalar_mode: divide,
+    aten.signbit.default: signbit,
+    prims.signbit.default: signbit,
+    prims.hypot.default: hypot,
+    prims.fmax.default: _but_nan(op.Max),
+    prims.fmin.default: _but_nan(op.Min),
+}
+"""Translations for torch.onnx.export of any model."""
