@@ -9,13 +9,14 @@ from functools import partial
 from math import inf, prod
 from typing import Any
 
+import numpy as np
 import onnx_ir
 import torch
 from onnx import numpy_helper
 from onnxscript import opset18 as op
 from onnxscript.function_libs.torch_lib.ops import core
 
-from nimblec.frontend.pytorch.onnx_constants import described, ints, like, sizes
+from nimblec.frontend.pytorch.onnx_constants import described, ints, like, size
 
 aten = torch.ops.aten
 
@@ -52,7 +53,7 @@ def kth_value(self: Any, k: int, dim: int = -1, keepdim: bool = False) -> Any:
 
 def median_along(self: Any, dim: int, keepdim: bool = False) -> Any:
     """aten.median.dim: the lower of two in the middle; NaN, and its place, where there is one."""
-    count = sizes(self)[dim] if len(self.shape) else 1
+    count = size(self, dim) if len(self.shape) else 1
     value, place = kth_value(self, (count + 1) // 2, dim, keepdim)
     if self.dtype.is_integer() or not len(self.shape):
         return value, place
@@ -66,7 +67,8 @@ def median(self: Any) -> Any:
     """aten.median of all elements."""
     if not len(self.shape):
         return op.Identity(self)
-    return median_along(described(op.Reshape(self, ints([-1])), [prod(sizes(self))], self), 0)[0]
+    count = prod(size(self, axis) for axis in range(len(self.shape)))
+    return median_along(described(op.Reshape(self, ints([-1])), [count], self), 0)[0]
 
 
 def running_product(self: Any, dim: int, dtype: int = -1) -> Any:
@@ -81,9 +83,9 @@ def running_extreme(leads: Callable[[Any, Any], Any], self: Any, dim: int) -> An
     """aten.cummax or aten.cummin, with the last place of the value that ``leads`` all before it, or is NaN."""
     if not len(self.shape):
         return op.Identity(self), op.Constant(value_int=0)
-    shape = sizes(self)
-    along = torch.arange(shape[dim]).reshape([-1 if axis == dim % len(shape) else 1 for axis in range(len(shape))])
-    places: Any = op.Constant(value=numpy_helper.from_array(along.expand(shape).numpy()))
+    along = np.arange(size(self, dim)).reshape([-1, *[1] * (len(self.shape) - 1 - dim % len(self.shape))])
+    places: Any = op.Constant(value=numpy_helper.from_array(along))
+    places = op.Expand(places, op.Shape(self))
 
     def combine(before: Sequence[Any], own: Sequence[Any]) -> Sequence[Any]:
         is_own = leads(own[0], before[0])
@@ -96,12 +98,12 @@ def running_extreme(leads: Callable[[Any, Any], Any], self: Any, dim: int) -> An
 
 def _scan(values: Sequence[Any], self: Any, dim: int, combine: Combine) -> Sequence[Any]:
     """Running results along an axis of ``self``: each round combines those of twice as many (Hillis and Steele)."""
-    size = sizes(self)[dim] if len(self.shape) else 1
+    length = size(self, dim) if len(self.shape) else 1
     reach = 1
-    while reach < size:
+    while reach < length:
         head, before, own = (
             [op.Slice(each, ints([begin]), ints([end]), ints([dim])) for each in values]
-            for begin, end in ((0, reach), (0, size - reach), (reach, size))
+            for begin, end in ((0, reach), (0, length - reach), (reach, length))
         )
         values = [op.Concat(*parts, axis=dim) for parts in zip(head, combine(before, own), strict=True)]
         reach *= 2
@@ -133,7 +135,7 @@ def place_among(
 
 def distances(x1: Any, x2: Any, p: float, compute_mode: int | None) -> Any:
     """aten._cdist_forward: p-norms of the differences of all rows of (..., P, M) and (..., R, M)."""
-    is_long = max(sizes(x1)[-2], sizes(x2)[-2]) > _FEW
+    is_long = max(size(x1, -2), size(x2, -2)) > _FEW
     if p == _EUCLIDEAN and (compute_mode == _ALWAYS or (is_long and compute_mode != _NEVER)):
         squares, others = (op.ReduceSum(op.Mul(x, x), ints([-1]), keepdims=1) for x in (x1, x2))
         products = op.MatMul(x1, _transposed(x2))

@@ -9,6 +9,8 @@ from numpy.typing import ArrayLike
 from onnx import numpy_helper
 from onnxscript import opset18 as op
 
+from nimblec.errors import UnsupportedModelError
+
 
 def like(value: ArrayLike, other: Any) -> Any:
     """A constant of another value's dtype."""
@@ -29,3 +31,11 @@ def described(value: Any, shape: Sequence[Any], other: Any) -> Any:
 def sizes(value: Any) -> list[int]:
     """Of a value whose shape is known."""
     return [int(size) for size in value.shape]
+
+
+def size(value: Any, axis: int) -> int:
+    """Of one axis; raises UnsupportedModelError where it is dynamic."""
+    found = value.shape[axis]
+    if not isinstance(found, int):
+        raise UnsupportedModelError(f"an operator works along an axis of dynamic size ({found}): compile for one size")
+    return found
