@@ -1,4 +1,4 @@
-"""Run all benchmarks of the H200, the most important first, within a time limit.
+"""Run all benchmarks of the GPU target, the most important first, within a time limit.
 
 Usage: python -m bench.all [--gpus N] [--jobs J] [--stop-after SECONDS] [--only NAME,...]. The first part is one queue
 of processes, which prepare side by side and measure alone (bench/running.py): the tables of networks (peers, schedules,
@@ -6,10 +6,10 @@ batches, fp32), of a decoder step (decoder), of training steps (training and its
 them with eager's), of plans for any size (sizes) and of new weights (refit). The second part needs a GPU and its share
 of the cores exclusively: max-autotune, which times candidates for minutes (tuned, in peers.json), and programs that
 time kernels, compilations and starts or measure memory (singles, in singles.json). Figures are written to
-bench/results/h200 as they come.
+bench/results/gpu as they come.
 
-Figures of this commit that the files already hold are kept, so the same command resumes an interrupted run. On a
-machine without the repository, NIMBLEC_COMMIT names the commit.
+Figures of this commit and kind of GPU that the files already hold are kept, so the same command resumes an interrupted
+run. On a machine without the repository, NIMBLEC_COMMIT names the commit.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Device memory of ten plans that share one arena, compared with an arena for each plan.
 
 Usage: python -m bench.arenas [--markdown] [--level 0] [--workers 10] [MODEL_OR_PLAN ...]: plan files, or models named
-package.module:callable, which are first compiled in parallel, for one stream. Writes arenas.json in bench/results/h200,
+package.module:callable, which are first compiled in parallel, for one stream. Writes arenas.json in bench/results/gpu,
 or --output; --markdown prints its table. Nothing else may use the GPU meanwhile. On one H200 it is expected to take one
 to two minutes. --cpu compiles the models for the CPU target, to try the program.
 

@@ -1,6 +1,6 @@
 """Time from process start to the first output: a plan in nimblert, and the same model in torch.
 
-Usage: python -m bench.cold_start [--markdown] [MODEL]; writes bench/results/h200/cold_start.json. Nothing else should
+Usage: python -m bench.cold_start [--markdown] [MODEL]; writes bench/results/gpu/cold_start.json. Nothing else should
 run at the same time.
 """
 
@@ -19,7 +19,7 @@ from nimblec.compiler import compile_model
 from nimblec.options import Options
 from nimblert.files import container
 
-RESULTS = Path(__file__).parent / "results" / "h200" / "cold_start.json"
+RESULTS = Path(__file__).parent / "results" / "gpu" / "cold_start.json"
 _REPEATS = 7
 
 _LEAN = """

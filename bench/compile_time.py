@@ -1,6 +1,6 @@
 """Wall-clock seconds of `nimblec compile` on an idle machine: cold, and again with the caches of the first run.
 
-Usage: python -m bench.compile_time [--markdown]; writes bench/results/h200/compile_time.json. Cold: no timing cache, no
+Usage: python -m bench.compile_time [--markdown]; writes bench/results/gpu/compile_time.json. Cold: no timing cache, no
 plan cache, no cache of Inductor's or Triton's. The ONNX file is exported from the module first, which brings torch's
 files into the page cache.
 """
@@ -19,7 +19,7 @@ from typing import Any
 from bench import environment
 from nimblec import processes
 
-RESULTS = Path(__file__).parent / "results" / "h200" / "compile_time.json"
+RESULTS = Path(__file__).parent / "results" / "gpu" / "compile_time.json"
 
 _EXPORT = """
 import sys, torch

@@ -12,7 +12,7 @@ memory grew.
 
 The expected total is 1.7 times the seconds plus a minute (with two devices, 2.4 times plus two minutes), and the
 compilation: on H200s, ``python -m bench.contexts bench.models.resnet50:fp16 --devices 0,1 --json
-bench/results/h200/contexts.json`` takes about seven minutes.
+bench/results/gpu/contexts.json`` takes about seven minutes.
 """
 
 import argparse

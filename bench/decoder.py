@@ -2,7 +2,7 @@
 
 Usage: python -m bench.decoder [--markdown] [MODEL ...], a model being package.module:callable. The modes are those of
 bench/decoder_peer.py; the processes prepare side by side and measure alone (bench/running.py). Writes decoder.json in
-bench/results/h200, or --output; --markdown prints its table. --add measures only what the file lacks of this commit.
+bench/results/gpu, or --output; --markdown prints its table. --add measures only what the file lacks of this commit.
 """
 
 import argparse

@@ -56,6 +56,12 @@ def _git(*arguments: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
+def gpu(described: Mapping[str, Any]) -> str:
+    """The GPU of an environment, such as NVIDIA H200; none where it has none."""
+    name: str = described["gpu"]
+    return name.split(",", maxsplit=1)[0]
+
+
 def _gpu() -> str:
     query = ["nvidia-smi", "--query-gpu=name,driver_version,clocks.sm,clocks.mem", "--format=csv,noheader"]
     try:
@@ -67,21 +73,23 @@ def _gpu() -> str:
 def provenance(results: dict[str, Any]) -> str:
     """The sentence under a table, with its commit and its machine.
 
-    Ends the process where the rows are of several commits.
+    Ends the process where the rows are of several commits or kinds of GPUs.
     """
     found = results["environment"]
-    commits = sorted(_commits(results) or {found.get("commit", "unknown")})
-    if len(commits) > 1:
-        raise SystemExit(f"rows of several commits: {', '.join(commits)}: measure all of them on one (--add)")
+    rows = _rows(results)
+    listed = set(results.get("commits", {}).values())
+    commits = {row["commit"] for row in rows if "commit" in row} | listed or {found.get("commit", "unknown")}
+    for kind, values in (("commits", commits), ("GPUs", {row["gpu"] for row in rows if "gpu" in row})):
+        if len(values) > 1:
+            raise SystemExit(f"rows of several {kind}: {', '.join(sorted(values))}: measure all of them on one (--add)")
     machine = found["cpu"] if found["gpu"] == "none" else found["gpu"].splitlines()[0]
     versions = (f"{name} {found[name]}" for name in ("torch", "onnx", "onnxruntime") if name in found)
-    return f"Commit {commits[0][:12]}; {', '.join((machine, *versions))}."
+    return f"Commit {min(commits)[:12]}; {', '.join((machine, *versions))}."
 
 
-def _commits(results: dict[str, Any]) -> set[str]:
-    """Those of the rows by model and mode (bench/running.py), or those that a file lists itself."""
-    rows = [row for modes in results.get("models", {}).values() for row in modes.values() if isinstance(row, dict)]
-    return {row["commit"] for row in rows if "commit" in row} | set(results.get("commits", {}).values())
+def _rows(results: dict[str, Any]) -> list[Mapping[str, Any]]:
+    """Those by model and mode (bench/running.py)."""
+    return [row for modes in results.get("models", {}).values() for row in modes.values() if isinstance(row, dict)]
 
 
 def write(path: Path, figures: dict[str, Any]) -> None:

@@ -35,6 +35,11 @@ def scheduling(results: Mapping[str, Any]) -> tuple[float, int]:
     return mean, len(gains)
 
 
+def gpu(results: Mapping[str, Any]) -> str:
+    """The GPU that figures were taken on, such as H200."""
+    return environment.gpu(results["environment"]).removeprefix("NVIDIA ").split()[0]
+
+
 def coverage(results: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
     """The numbers of ONNX's core backend cases that pass, and of all."""
     core = [result for result in results if result["core"]]
@@ -43,14 +48,16 @@ def coverage(results: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
 
 def markdown() -> str:
     """Three list items."""
-    faster, networks = speedup(environment.read(peers.FOLDER / "peers.json"))
-    trained = training_speedup(environment.read(peers.FOLDER / "training.json"))
+    inference, steps = (environment.read(peers.FOLDER / name) for name in ("peers.json", "training.json"))
+    faster, networks = speedup(inference)
+    trained = training_speedup(steps)
+    elsewhere = "" if gpu(steps) == gpu(inference) else f" on an {gpu(steps)}"
     gain, scheduled = scheduling(environment.read(peers.FOLDER / "schedules.json"))
     passed, cases = coverage(environment.read(onnx_coverage.RESULTS / onnx_coverage.RESULT_NAMES["aten"])["results"])
     return (
         f"- **{faster:.2f}x** the speed of torch.compile: GPU time of all kernels at `-O2` and batch 1 on an H200,\n"
         f"  geometric mean over {networks} networks; {trained:.2f}x for calls of training steps of "
-        f"{len(training.NETWORKS)} at batch 32.\n"
+        f"{len(training.NETWORKS)} at batch 32{elsewhere}.\n"
         f"- **{gain:.2f}x** from scheduling alone: the framework's own kernels on several streams instead of one,\n"
         f"  geometric mean over {scheduled} networks.\n"
         f"- **{passed:,} of {cases:,}** core cases of ONNX's backend tests pass on the CUDA target's import."

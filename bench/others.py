@@ -2,7 +2,7 @@
 
 Usage: python -m bench.others [--gpus N] [--jobs J] [--add] | --markdown. Each peer is a process of its own (one of
 bench/*_peer.py), which measures while everything else is stopped (bench/turns.py). The figures are in
-bench/results/h200/others.json; ours are those of peers.json. A peer that cannot run has a row with the reason. IREE
+bench/results/gpu/others.json; ours are those of peers.json. A peer that cannot run has a row with the reason. IREE
 measures the result of `bench.iree_peer compile` in the folder $IREE_RESNET50.
 """
 

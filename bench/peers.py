@@ -3,7 +3,7 @@
 Usage: python -m bench.peers [--precision fp32 | --batches] [--markdown | --plot FILE.svg] [MODEL ...], a model being
 package.module:callable. Figures of the processes (bench/running.py) are written as they come, to peers.json,
 peers_fp32.json (TF32 off on both sides) or batches.json (four of the networks at batch sizes 1, 4, 16, 64) in
-bench/results/h200, or to --output. --add keeps the rows of the file, and measures only those that it lacks of this
+bench/results/gpu, or to --output. --add keeps the rows of the file, and measures only those that it lacks of this
 commit. --markdown prints the table, --plot draws it.
 """
 
@@ -16,7 +16,7 @@ from bench.peers_table import TORCH_MODES, level_name
 from bench.running import Table
 from bench.turns import Job
 
-FOLDER = Path(__file__).parent / "results" / "h200"
+FOLDER = Path(__file__).parent / "results" / "gpu"
 TUNED = (
     "bench.models.resnet50:fp16",
     "bench.models.mobilenet_v2:fp16",

@@ -2,7 +2,7 @@
 
 Usage: python -m bench.refit [--markdown] [--level N] [MODEL=OTHER ...], OTHER being MODEL with other weights, both
 package.module:callable. The processes prepare side by side and measure alone (bench/running.py). Writes refit.json in
-bench/results/h200, or --output; --markdown prints its table. --add measures only what the file lacks of this commit.
+bench/results/gpu, or --output; --markdown prints its table. --add measures only what the file lacks of this commit.
 
 On one H200, `python -m bench.refit --jobs 2 --stop-after 570` compiles BERT-base and ResNet-50 twice each at -O2, which
 is expected to take four to six minutes, and refits each of them about a hundred times.

@@ -1,7 +1,7 @@
 """Time from process start to the first training step of a plan that resumes from a saved state, without PyTorch.
 
 Usage: python -m bench.resume [--markdown] [--level N] [--cpu] [--output FILE] [MODEL], a model being NETWORK_batch_N of
-bench.models.cifar_training; writes bench/results/h200/resume.json. Nothing else should run at the same time. --cpu uses
+bench.models.cifar_training; writes bench/results/gpu/resume.json. Nothing else should run at the same time. --cpu uses
 the CPU target, to try the program.
 
 A plan takes some steps, saves its state as safetensors, and takes one more, whose loss the fresh processes must repeat.
@@ -29,7 +29,7 @@ from nimblec.compiler import compile_model
 from nimblec.options import Options
 from nimblert.executable import load
 
-RESULTS = Path(__file__).parent / "results" / "h200" / "resume.json"
+RESULTS = Path(__file__).parent / "results" / "gpu" / "resume.json"
 _REPEATS, _STEPS = 7, 3
 _STAGES = ("python", "import", "load", "state", "step")
 

@@ -73,15 +73,17 @@ class _File:
         self._commit = commit
         self._jobs = options.jobs
         kept = json.loads(path.read_text())["models"] if options.add and path.exists() else {}
+        described = environment.describe()
+        self._gpu = environment.gpu(described)
         self._content = {
-            "environment": environment.describe(),
+            "environment": described,
             "settings": {"gpus": options.gpus, "jobs": options.jobs},
             "models": kept,
         }
         path.parent.mkdir(parents=True, exist_ok=True)
 
     def missing(self, models: Iterable[Sequence[Job]]) -> list[list[Job]]:
-        """Jobs without figures of this commit, by model; the model that took longest last time comes first."""
+        """Jobs without figures of this commit and kind of GPU; the model that took longest last time comes first."""
         left = [[job for job in jobs if not self._has(job)] for jobs in models]
         return sorted(filter(None, left), key=lambda jobs: -sum(self._kept(job).get("prepare_s", 0.0) for job in jobs))
 
@@ -91,11 +93,12 @@ class _File:
 
     def _has(self, job: Job) -> bool:
         figures = self._kept(job)
-        return figures.get("commit") == self._commit and environment.is_exact(self._commit) and "failed" not in figures
+        origin = figures.get("commit"), figures.get("gpu")
+        return origin == (self._commit, self._gpu) and environment.is_exact(self._commit) and "failed" not in figures
 
     def record(self, job: Job, result: Result) -> None:
         """Add the figures of a job, and write the file."""
-        row = {**result, "commit": self._commit, "jobs": self._jobs}
+        row = {**result, "commit": self._commit, "gpu": self._gpu, "jobs": self._jobs}
         self._content["models"].setdefault(job.model, {})[job.mode] = row
         with replacing(self._path) as file:
             file.write((json.dumps(self._content, indent=1, sort_keys=True) + "\n").encode())

@@ -2,7 +2,7 @@
 
 Usage: python -m bench.schedules [--markdown] [--level N] [MODEL ...], a model being package.module:callable. The
 processes prepare side by side and measure alone (bench/running.py): a plan, its kernels in one chain, and eager in a
-CUDA graph of torch's. Writes schedules.json (schedules-ON.json at another level than 0) in bench/results/h200, or
+CUDA graph of torch's. Writes schedules.json (schedules-ON.json at another level than 0) in bench/results/gpu, or
 --output; --markdown prints its table. --add measures only what the file lacks of this commit.
 """
 

@@ -2,7 +2,7 @@
 
 Usage: python -m bench.sizes [--markdown] [--level N] [MODEL[=SIZES] ...], MODEL a callable of bench.models.sized, SIZES
 the sizes of the profiles ("1..64": powers of two and both ends). The processes prepare side by side and measure alone
-(bench/running.py), each compiles --workers plans at a time. Writes sizes.json in bench/results/h200, or --output;
+(bench/running.py), each compiles --workers plans at a time. Writes sizes.json in bench/results/gpu, or --output;
 --markdown prints its table. --add measures only what the file lacks of this commit.
 
 On one H200, `python -m bench.sizes --jobs 2 --stop-after 570` compiles twelve static plans and two for all sizes at

@@ -3,7 +3,7 @@
 Usage: python -m bench.training [--markdown] [--autocast bf16] [MODEL ...], a model being NETWORK_batch_N of
 bench.models.cifar_training. --autocast measures them under torch.autocast instead, as NETWORK_batch_N_bf16. The
 processes prepare side by side and measure alone (bench/running.py). Writes training.json (training_bf16.json) in
-bench/results/h200, or --output; --markdown prints its tables. --add measures only what the file lacks of this commit.
+bench/results/gpu, or --output; --markdown prints its tables. --add measures only what the file lacks of this commit.
 """
 
 import argparse

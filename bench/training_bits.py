@@ -2,7 +2,7 @@
 
 Usage: python -m bench.training_bits [--markdown] [--steps N] [--fp32] [NETWORK ...], a network being one of
 bench.models.training_bits. The processes (bench/training_bits_peer.py) run side by side, as nothing is timed. Writes
-training_bits.json (training_bits_fp32.json) in bench/results/h200, or --output; --markdown prints its table. --add
+training_bits.json (training_bits_fp32.json) in bench/results/gpu, or --output; --markdown prints its table. --add
 compares only what the file lacks of this commit.
 """
 

@@ -41,3 +41,7 @@ def test_scheduling_is_the_chain_over_the_schedule() -> None:
 def test_the_coverage_is_of_core_cases() -> None:
     cases = [{"core": True, "status": "pass"}, {"core": True, "status": "refused"}, {"core": False, "status": "pass"}]
     assert headline.coverage(cases) == (1, 2)
+
+
+def test_figures_name_their_gpu() -> None:
+    assert headline.gpu({"environment": {"gpu": "NVIDIA H100 80GB HBM3, 580.1\nNVIDIA H100 80GB"}}) == "H100"

@@ -218,6 +218,12 @@ def test_measured_figures_are_written_with_what_they_were_measured_on(
     peers.main(["--modes", "compile,freeze", "--add", *command])
     assert started == [("a:b", "freeze")]
     assert set(json.loads(path.read_text())["models"]["a:b"]) == {"compile", "freeze", "-O2"}
+    started.clear()
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(environment, "_gpu", lambda: "NVIDIA H100, 580.1")
+        with pytest.raises(SystemExit, match="rows of several GPUs: NVIDIA H100, none"):
+            peers.main(["--modes", "compile", "--add", *command])
+    assert started == [("a:b", "compile"), ("a:b", "-O2")]
     monkeypatch.setenv("NIMBLEC_COMMIT", "def")
     with pytest.raises(SystemExit, match="rows of several commits"):
         peers.main(["--modes", "compile", "--add", *command])
