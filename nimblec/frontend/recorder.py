@@ -192,12 +192,25 @@ class Recorder(TorchDispatchMode):
         with self:
             result = plain(*args, **kwargs)
         if view:
+            self._keep_value(written)
             with self._fake_mode:
                 func(*args, **kwargs)
         if _described(result) != _described(written):
             raise InPlaceError(f"{func} keeps another dtype or layout than {plain} returns")
         self._nodes[id(written)] = self._nodes[id(result)]
         return written
+
+    def _keep_value(self, fake: FakeTensor) -> None:
+        """Have the call whose value it is keep its shape and strides of now."""
+        node = self._nodes[id(fake)]
+        with self._fake_mode:
+            now = aten.alias.default(fake)
+        for holder in (node, *node.all_input_nodes):
+            value = holder.meta["val"]
+            if value is fake:
+                holder.meta["val"] = now
+            elif isinstance(value, (list, tuple)):
+                holder.meta["val"] = type(value)(now if part is fake else part for part in value)
 
     def _is_alone(self, fake: FakeTensor) -> bool:
         """Whether it shares memory with no other value and with no argument of the graph."""

@@ -8,12 +8,15 @@ import pytest
 import torch
 from calling import Calling
 from families import FAMILIES
-from rewriting import DenseNet
+from rewriting import DenseNet, check
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from nimblec.errors import TraceError, UnsupportedModelError
 from nimblec.frontend.pytorch.aten_graph import trace
+from nimblec.optimize import optimize
+
+aten = torch.ops.aten
 
 
 def _compare(module: nn.Module, *args: Any, **kwargs: Any) -> fx.GraphModule:
@@ -296,6 +299,17 @@ def test_the_value_of_a_name_is_what_was_written_last(function: Callable[[Tensor
 def test_in_place_calls_that_something_sees(function: Callable[[Tensor], Tensor]) -> None:
     module = _compare(Calling(function), torch.randn(3, 4))
     assert not any(n.op == "call_function" and n.target._schema.is_mutable for n in module.graph.nodes)
+
+
+def test_a_transpose_in_place_leaves_the_shape_of_what_it_transposes() -> None:
+    """As in torch.stft, whose code also squeezes in place."""
+    window = torch.hann_window(8)
+    graph = trace(Calling(lambda x: torch.stft(x, 8, window=window, return_complex=True).abs()), (torch.rand(40),))
+    check(graph.module)
+    values = {node.target: node.meta["val"] for node in graph.module.graph.nodes if "val" in node.meta}
+    assert values[aten._fft_r2c.default].shape == (1, 21, 5)
+    assert values[aten.transpose.int].shape == (1, 5, 21)
+    check(optimize(graph.module, device="cuda"))
 
 
 def test_statistics_that_a_call_writes_are_refused() -> None:
