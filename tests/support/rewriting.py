@@ -39,11 +39,14 @@ def rewritten(module: fx.GraphModule, *passes: Callable[[fx.GraphModule], None])
     return result
 
 
-def check(module: fx.GraphModule) -> None:
-    """Check that every value has its declared dtype and shape, and its strides once they are inferred again."""
+def check(module: fx.GraphModule, *inputs: Tensor) -> None:
+    """Check that every value has its declared dtype and shape, and its strides once they are inferred again.
+
+    By default the inputs are zeros.
+    """
     module.graph.lint()
     values = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
-    inputs = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype).zero_() for v in values]
+    inputs = inputs or tuple(torch.empty_strided(v.shape, v.stride(), dtype=v.dtype).zero_() for v in values)
     _Checker(module, strides=False).run(*inputs)
     inferred = fx.GraphModule(module, module.graph.__deepcopy__())
     Rewriter(inferred).propagate()
