@@ -56,7 +56,7 @@ def _git(*arguments: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def gpu(described: Mapping[str, Any]) -> str:
+def gpu_name(described: Mapping[str, Any]) -> str:
     """The GPU of an environment, such as NVIDIA H200; none where it has none."""
     name: str = described["gpu"]
     return name.split(",", maxsplit=1)[0]

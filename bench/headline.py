@@ -37,7 +37,7 @@ def scheduling(results: Mapping[str, Any]) -> tuple[float, int]:
 
 def gpu(results: Mapping[str, Any]) -> str:
     """The GPU that figures were taken on, such as H200."""
-    return environment.gpu(results["environment"]).removeprefix("NVIDIA ").split()[0]
+    return environment.gpu_name(results["environment"]).removeprefix("NVIDIA ").split()[0]
 
 
 def coverage(results: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
@@ -55,7 +55,8 @@ def markdown() -> str:
     gain, scheduled = scheduling(environment.read(peers.FOLDER / "schedules.json"))
     passed, cases = coverage(environment.read(onnx_coverage.RESULTS / onnx_coverage.RESULT_NAMES["aten"])["results"])
     return (
-        f"- **{faster:.2f}x** the speed of torch.compile: GPU time of all kernels at `-O2` and batch 1 on an H200,\n"
+        f"- **{faster:.2f}x** the speed of torch.compile: GPU time of all kernels at `-O2` and batch 1 on an "
+        f"{gpu(inference)},\n"
         f"  geometric mean over {networks} networks; {trained:.2f}x for calls of training steps of "
         f"{len(training.NETWORKS)} at batch 32{elsewhere}.\n"
         f"- **{gain:.2f}x** from scheduling alone: the framework's own kernels on several streams instead of one,\n"

@@ -74,7 +74,7 @@ class _File:
         self._jobs = options.jobs
         kept = json.loads(path.read_text())["models"] if options.add and path.exists() else {}
         described = environment.describe()
-        self._gpu = environment.gpu(described)
+        self._gpu = environment.gpu_name(described)
         self._content = {
             "environment": described,
             "settings": {"gpus": options.gpus, "jobs": options.jobs},

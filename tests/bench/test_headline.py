@@ -1,10 +1,11 @@
 """The figures of the README, from made-up results."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench import headline, training
+from bench import environment, headline, peers, training
 
 
 def timed(kernels_us: float, **others: float) -> dict[str, Any]:
@@ -43,5 +44,16 @@ def test_the_coverage_is_of_core_cases() -> None:
     assert headline.coverage(cases) == (1, 2)
 
 
-def test_figures_name_their_gpu() -> None:
-    assert headline.gpu({"environment": {"gpu": "NVIDIA H100 80GB HBM3, 580.1\nNVIDIA H100 80GB"}}) == "H100"
+def test_figures_name_the_gpu_of_their_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = environment.read
+
+    def elsewhere(path: Path) -> Any:
+        found = read(path)
+        if path.name == "peers.json":
+            found["environment"]["gpu"] = "NVIDIA A100 80GB, 580.1\nNVIDIA A100 80GB, 580.1"
+        return found
+
+    monkeypatch.setattr(environment, "read", elsewhere)
+    steps = headline.gpu(read(peers.FOLDER / "training.json"))
+    assert "batch 1 on an A100,\n" in headline.markdown()
+    assert f"at batch 32 on an {steps}.\n" in headline.markdown()
