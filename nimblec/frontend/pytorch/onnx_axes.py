@@ -16,7 +16,7 @@ from onnx import numpy_helper
 from onnxscript import opset18 as op
 from onnxscript.function_libs.torch_lib.ops import core
 
-from nimblec.frontend.pytorch.onnx_constants import described, ints, like, size
+from nimblec.frontend.pytorch.onnx_constants import described, ints, like, size, unsqueezed
 
 aten = torch.ops.aten
 
@@ -161,8 +161,7 @@ def _transposed(x: Any) -> Any:
 
 def stacked(axis: int, missing: Callable[[int], Sequence[int]], tensors: Sequence[Any]) -> Any:
     """Tensors side by side, after axes of size one, which are ``missing`` at their rank, were put in."""
-    whole = [op.Unsqueeze(x, ints(axes)) if (axes := missing(len(x.shape))) else x for x in tensors]
-    return op.Concat(*whole, axis=axis)
+    return op.Concat(*(unsqueezed(x, missing(len(x.shape))) for x in tensors), axis=axis)
 
 
 def horizontally(tensors: Sequence[Any]) -> Any:

@@ -22,6 +22,18 @@ def ints(values: Sequence[int]) -> Any:
     return op.Constant(value_ints=list(values))
 
 
+def numbers_below(count: Any) -> Any:
+    """From 0, of a size (1,)."""
+    zero, one = (op.Squeeze(ints([number])) for number in (0, 1))
+    made: Any = op.Range(zero, op.Squeeze(count), one)
+    return made
+
+
+def unsqueezed(value: Any, axes: Sequence[int]) -> Any:
+    """A value with these axes of size one, if any."""
+    return op.Unsqueeze(value, ints(axes)) if axes else value
+
+
 def described(value: Any, shape: Sequence[Any], other: Any) -> Any:
     """A value with its shape and another's dtype, which torch.onnx does not infer."""
     value.shape, value.dtype = onnx_ir.Shape(shape), other.dtype

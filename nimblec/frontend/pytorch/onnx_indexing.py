@@ -19,7 +19,7 @@ from onnx import numpy_helper
 from onnxscript import opset18 as op
 from onnxscript.function_libs.torch_lib.ops import core
 
-from nimblec.frontend.pytorch.onnx_constants import described, ints, like, sizes
+from nimblec.frontend.pytorch.onnx_constants import described, ints, like, sizes, unsqueezed
 
 aten = torch.ops.aten
 
@@ -38,14 +38,12 @@ def index_put(self: Any, indices: Sequence[Any], values: Any, accumulate: bool =
     given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
     if len(given) == 1 and given[0][1].dtype == onnx_ir.DataType.BOOL:
         ((dim, mask),) = given
-        behind = len(self.shape) - dim - len(mask.shape)
-        value = _without_chosen(values, behind, len(mask.shape))
+        rank = len(mask.shape)
+        behind = len(self.shape) - dim - rank
+        value = _without_chosen(values, behind, rank)
         if value is not None:
-            return op.Where(
-                op.Unsqueeze(mask, ints([len(mask.shape) + axis for axis in range(behind)])) if behind else mask,
-                op.Add(self, value) if accumulate else value,
-                self,
-            )
+            is_chosen = unsqueezed(mask, range(rank, rank + behind))
+            return op.Where(is_chosen, op.Add(self, value) if accumulate else value, self)
     return core.aten_index_put(self, [*map(_in_64_bits, indices)], values, accumulate)
 
 
@@ -64,10 +62,10 @@ def _without_chosen(values: Any, behind: int, mask_rank: int) -> Any:
     ``behind`` are the axes after those of the mask.
     """
     shape = list(values.shape)
-    before, after = shape[: len(shape) - behind], shape[len(shape) - behind :]
     if len(shape) <= behind:
         return values
-    *before, chosen = before
+    *before, chosen = shape[: len(shape) - behind]
+    after = shape[len(shape) - behind :]
     if chosen != 1 or not all(isinstance(size, int) for size in shape):
         return None
     return op.Reshape(values, ints([*before, *[1] * mask_rank, *after]))

@@ -9,7 +9,7 @@ import torch
 from onnxscript import opset18 as op
 from onnxscript.function_libs.torch_lib.ops import nn
 
-from nimblec.frontend.pytorch.onnx_constants import described, ints, like
+from nimblec.frontend.pytorch.onnx_constants import described, ints, like, numbers_below, unsqueezed
 
 _NONE, _MEAN, _SUM = range(3)
 """ATen's enum of reductions."""
@@ -55,16 +55,14 @@ def _entropies(scores: Any, probabilities: Any, weight: Any, label_smoothing: fl
 
 
 def _one_hot(target: Any, scores: Any) -> Any:
-    zero, one, count = ints([0]), ints([1]), op.Shape(scores, start=1, end=2)
-    numbers: Any = op.Range(*(op.Squeeze(bound) for bound in (zero, count, one)))
-    is_chosen = op.Equal(op.Unsqueeze(target, one), _along_classes(numbers, scores))
+    numbers = numbers_below(op.Shape(scores, start=1, end=2))
+    is_chosen = op.Equal(op.Unsqueeze(target, ints([1])), _along_classes(numbers, scores))
     return op.CastLike(is_chosen, scores)
 
 
 def _along_classes(values: Any, scores: Any) -> Any:
     """A value for each class, to be broadcast to the scores."""
-    behind = range(1, len(scores.shape) - 1)
-    return op.Unsqueeze(values, ints(behind)) if behind else values
+    return unsqueezed(values, range(1, len(scores.shape) - 1))
 
 
 def _summed(values: Any) -> Any:

@@ -15,7 +15,7 @@ from onnxscript import opset18 as op
 from onnxscript.function_libs.torch_lib.ops import nn
 
 from nimblec.errors import UnsupportedModelError
-from nimblec.frontend.pytorch.onnx_constants import ints, like
+from nimblec.frontend.pytorch.onnx_constants import ints, like, numbers_below
 
 aten = torch.ops.aten
 
@@ -63,8 +63,8 @@ def embedding_bag(
 def _bags(indices: Any, offsets: Any) -> Any:
     """Of each index the number of its bag (L,): how many bags begin there or before, less one."""
     zero, one = ints([0]), ints([1])
-    places: Any = op.Range(*(op.Squeeze(bound) for bound in (zero, op.Shape(indices), one)))
-    begun = op.GreaterOrEqual(op.Unsqueeze(op.CastLike(places, offsets), one), op.Unsqueeze(offsets, zero))
+    places = op.CastLike(numbers_below(op.Shape(indices)), offsets)
+    begun = op.GreaterOrEqual(op.Unsqueeze(places, one), op.Unsqueeze(offsets, zero))
     counts: Any = op.Cast(begun, to=onnx_ir.DataType.INT64)
     return op.Sub(op.ReduceSum(counts, one, keepdims=0), one)
 

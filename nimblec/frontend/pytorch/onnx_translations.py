@@ -15,7 +15,7 @@ from onnxscript.function_libs.torch_lib.ops import core, nn
 from nimblec.errors import UnsupportedModelError
 from nimblec.frontend.pytorch.onnx_arithmetic import ARITHMETIC
 from nimblec.frontend.pytorch.onnx_axes import ALONG_AXES
-from nimblec.frontend.pytorch.onnx_constants import described, ints, sizes
+from nimblec.frontend.pytorch.onnx_constants import described, ints, like, sizes
 from nimblec.frontend.pytorch.onnx_indexing import INDEXING, ROWS
 from nimblec.frontend.pytorch.onnx_losses import LOSSES
 from nimblec.frontend.pytorch.onnx_pooling import POOLING
@@ -47,7 +47,7 @@ def batch_norm(
     mean = op.ReduceMean(x, ints(others))
     centred = op.Sub(x, mean)
     var = op.ReduceMean(op.Mul(centred, centred), ints(others))
-    scale = op.Reciprocal(op.Sqrt(op.Add(var, _number(eps, var))))
+    scale = op.Reciprocal(op.Sqrt(op.Add(var, like(eps, x))))
     y = op.Mul(centred, scale)
     if weight is not None:
         y = op.Mul(y, op.Reshape(weight, along))
@@ -56,9 +56,9 @@ def batch_norm(
     flat = ints([shape[1]])
     mean, var, scale = (op.Reshape(value, flat) for value in (mean, var, scale))
     count = prod(shape[axis] for axis in others)
-    unbiased = op.Mul(var, _number(count / max(count - 1, 1), var))
+    unbiased = op.Mul(var, like(count / max(count - 1, 1), x))
     moved = (
-        op.Add(op.Mul(old, _number(1 - momentum, old)), op.Mul(new, _number(momentum, new)))
+        op.Add(op.Mul(old, like(1 - momentum, old)), op.Mul(new, like(momentum, x)))
         for old, new in ((running_mean, mean), (running_var, unbiased))
     )
     return y, mean, scale, *moved
@@ -133,8 +133,3 @@ def _folded(value: Any) -> Any:
     shape = sizes(value)
     folded = [prod(shape[:-3]), *shape[-3:]]
     return described(op.Reshape(value, ints(folded)), folded, value)
-
-
-def _number(value: float, other: Any) -> Any:
-    constant: Any = op.Constant(value_float=value)
-    return op.CastLike(constant, other)
