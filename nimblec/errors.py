@@ -95,6 +95,19 @@ def root_cause(exc: BaseException) -> BaseException:
     return exc
 
 
+def forget_locals(exc: BaseException) -> None:
+    """Free what the local variables in the tracebacks of an error and its causes keep alive; the tracebacks stay."""
+    for each in _chain(exc):
+        traceback.clear_frames(each.__traceback__)
+
+
+def _chain(exc: BaseException | None) -> Iterator[BaseException]:
+    """An error, and those that it was raised from or while handling."""
+    while exc is not None:
+        yield exc
+        exc = exc.__cause__ or exc.__context__
+
+
 def first_line(exc: BaseException) -> str:
     """The first line of an error's message: frameworks append advice and stacks."""
     return str(exc).strip().split("\n", 1)[0]

@@ -10,7 +10,7 @@ from nimblec.cache.timing_cache import CachedTimer, TimingCache
 from nimblec.cuda.reports import Reports
 from nimblec.cuda.request import CompileRequest
 from nimblec.cuda.timing import CudaTimer
-from nimblec.errors import TraceError, UnsupportedModelError, unforeseen
+from nimblec.errors import TraceError, UnsupportedModelError, forget_locals, unforeseen
 from nimblec.ir import Graph, Part
 from nimblec.planning import choose_schedule
 from nimblert.cuda import driver
@@ -60,24 +60,29 @@ class Selector:
         from nimblec.levels.variants import as_it_runs
 
         level, dtype = self._request.level, half(self._request.precision)
-        recorded: list[Recorded] = []
+        best: Recorded | None = None
+        times: list[str] = []
         failures: dict[str, NimbleError] = {}
         for variant in tried:
             try:
                 with nullcontext() if variant.is_original else unforeseen():
-                    recorded.append(self._record(variant))
+                    recorded = self._record(variant)
+                times.append(f"{recorded.name} {recorded.duration_ns / 1e3:.0f} us")
+                if best is None or recorded.duration_ns < best.duration_ns:
+                    best = recorded
+                del recorded  # nothing is to keep the memory of the slower one
             except (TraceError, UnsupportedModelError) as exc:
+                forget_locals(exc)
                 failures[variant.name] = exc
-        if not recorded:
+        if best is None:
             if level == 0 or dtype is not None:
                 raise next(iter(failures.values()))
-            recorded.append(self._record(as_it_runs(original)))
+            best = self._record(as_it_runs(original))
             self._reports.note([f"-O{level} is not possible for this model, which is compiled as by -O0"])
         self._reports.note(f"not possible for this model: {name}: {exc}" for name, exc in failures.items())
-        if len(recorded) > 1:
-            times = ", ".join(f"{each.name} {each.duration_ns / 1e3:.0f} us" for each in recorded)
-            self._reports.note([f"tried {times}: kept the fastest"])
-        return min(recorded, key=lambda each: each.duration_ns)
+        if len(times) > 1:
+            self._reports.note([f"tried {', '.join(times)}: kept the fastest"])
+        return best
 
     def _record(self, variant: "Variant") -> Recorded:
         """Record a variant, and schedule it."""

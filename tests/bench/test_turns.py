@@ -85,8 +85,10 @@ print(json.dumps({{"times": times}}))
     assert results["busy"]["stopped_s"] >= 0.3
 
 
-def test_a_failure_is_recorded_with_its_last_line_and_the_rest_goes_on() -> None:
+def test_a_failure_is_recorded_with_its_reason_and_the_rest_goes_on() -> None:
     results = run(
+        job("advises", r"raise OSError('out of memory\nSearch for it.\n\nCompile with this')"),
+        job("says", "import sys; sys.exit('no such file\\nor another')"),
         job("raises", "raise ValueError('no such model')"),
         job("exits", "raise SystemExit(3)"),
         job("babbles", "print('hello')"),
@@ -95,6 +97,8 @@ def test_a_failure_is_recorded_with_its_last_line_and_the_rest_goes_on() -> None
         job("well", measuring(0)),
     )
     assert results["raises"]["failed"] == "ValueError: no such model"
+    assert results["advises"]["failed"] == "OSError: out of memory"
+    assert results["says"]["failed"] == "or another"
     assert results["exits"]["failed"] == "ended with status 3"
     assert results["babbles"]["failed"].startswith("printed a line that is no JSON object: Expecting value")
     assert results["counts"]["failed"] == "printed a line that is no JSON object: 5: expected a JSON object"

@@ -214,7 +214,8 @@ class Recorder(record.ModelRecorder):
 
     def __init__(self, module: Drawing) -> None:
         model = TorchModel(module=module, args=(), kwargs={}, inputs=())
-        shared = SimpleNamespace(code=None, allocator=None, loaded=frozenset())
+        allocator = SimpleNamespace(release=lambda: self.calls.append(("release", False)))
+        shared = SimpleNamespace(code=None, allocator=allocator, loaded=frozenset())
         super().__init__(model, shared, ())  # type: ignore[arg-type]
         self.calls: list[tuple[str, bool]] = []
         self.fails = False
@@ -237,12 +238,13 @@ def test_where_it_is_not_found_the_numbers_are_computed(monkeypatch: pytest.Monk
     note = "random numbers are not those that PyTorch draws: it is elsewhere"
     recorder.warm_up()
     assert recorder.record() == [note]  # type: ignore[comparison-overlap]
-    assert recorder.calls == [("warm up", True), ("record", True), ("warm up", False), ("record", False)]
+    recorded = [("warm up", False), ("record", False), ("release", False)]
+    assert recorder.calls == [("warm up", True), ("record", True), *recorded]
     recorder = Recorder(Drawing())
     recorder.fails = True
     recorder.warm_up()
     assert recorder.record() == [note]  # type: ignore[comparison-overlap]
-    assert recorder.calls == [("warm up", True), ("warm up", False), ("record", False)]
+    assert recorder.calls == [("warm up", True), *recorded]
 
 
 @pytest.mark.parametrize(

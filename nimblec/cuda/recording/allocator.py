@@ -8,15 +8,16 @@ distance for each i: so the difference of a pointer between captures identifies 
 import ctypes
 import enum
 from bisect import bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from nimblert.cuda.driver import Handle, bindings, call
 
 _ALIGNMENT = 512
-_CHUNK_NBYTES = 256 << 20
+_CHUNK_NBYTES = 32 << 20
 _RESERVED_NBYTES = 512 << 30
 _RECYCLED_NBYTES = 1 << 20
 
@@ -42,7 +43,7 @@ class Target:
 
 
 class Zone:
-    """A range of addresses that is backed with memory as it is allocated.
+    """A range of addresses that is backed with memory, chunk by chunk, as it is allocated.
 
     ``addresses`` and ``sizes`` list the allocations in order; ``live`` are those not yet freed. With
     ``recycles``, for a zone that is not recorded, large freed allocations are reused.
@@ -56,7 +57,8 @@ class Zone:
         self._recycles = recycles
         self._freed: defaultdict[int, list[int]] = defaultdict(list)  # addresses by size
         self._reserved = int(call("cuMemAddressReserve", _RESERVED_NBYTES, 0, 0, 0))
-        self._mapped_end = self._reserved
+        self._backed: set[int] = set()  # numbers of chunks
+        self._live_in: Counter[int] = Counter()  # live allocations by chunk
         self.base = self._cursor = self._reserved + first_offset
 
     @property
@@ -66,26 +68,29 @@ class Zone:
 
     def allocate(self, nbytes: int) -> int:
         """The address of ``nbytes`` new bytes. Torch may ask for 0, and frees that address too."""
-        if self._freed[nbytes]:
-            address = self._freed[nbytes].pop()
-            self.live.add(address)
-            return address
-        address = self._cursor
-        self._cursor += -(-max(nbytes, 1) // _ALIGNMENT) * _ALIGNMENT + self._gap_nbytes
-        self._map_up_to(self._cursor)
-        self.addresses.append(address)
-        self.sizes.append(nbytes)
+        freed = self._freed[nbytes]
+        address = freed[-1] if freed else self._cursor
+        self._back(address, nbytes)
+        if freed:
+            freed.pop()
+        else:
+            self._cursor += -(-max(nbytes, 1) // _ALIGNMENT) * _ALIGNMENT + self._gap_nbytes
+            self.addresses.append(address)
+            self.sizes.append(nbytes)
         self.live.add(address)
+        self._live_in.update(self._chunks(address, nbytes))
         return address
 
     def free(self, address: int) -> None:
-        """Mark the allocation at ``address`` as freed."""
+        """Mark the allocation at ``address`` as freed; its memory stays until `release`."""
         index = self.find(address)
         if index is None or address not in self.live:
             return
+        nbytes = self.sizes[index]
         self.live.discard(address)
-        if self._recycles and self.sizes[index] >= _RECYCLED_NBYTES:
-            self._freed[self.sizes[index]].append(address)
+        self._live_in.subtract(self._chunks(address, nbytes))
+        if self._recycles and nbytes >= _RECYCLED_NBYTES:
+            self._freed[nbytes].append(address)
 
     def find(self, address: int) -> int | None:
         """The index of the allocation that holds ``address``."""
@@ -94,11 +99,28 @@ class Zone:
             return None
         return index
 
-    def _map_up_to(self, address: int) -> None:
-        while self._mapped_end < address:
-            nbytes = -(-max(address - self._mapped_end, _CHUNK_NBYTES) // _CHUNK_NBYTES) * _CHUNK_NBYTES
-            _map(self._mapped_end, nbytes)
-            self._mapped_end += nbytes
+    def release(self) -> None:
+        """Return the memory of all chunks in which nothing is live to the driver. Nothing on the GPU may use it now."""
+        for chunk in [chunk for chunk in self._backed if not self._live_in[chunk]]:
+            call("cuMemUnmap", self._reserved + chunk * _CHUNK_NBYTES, _CHUNK_NBYTES)
+            self._backed.discard(chunk)
+
+    def restore(self) -> None:
+        """Back all allocations with memory again, freed ones too; that of released chunks has no known contents."""
+        for address, nbytes in zip(self.addresses, self.sizes, strict=True):
+            self._back(address, nbytes)
+
+    def _back(self, address: int, nbytes: int) -> None:
+        """Back ``nbytes`` from ``address`` on with memory, where they have none."""
+        for chunk in self._chunks(address, nbytes):
+            if chunk not in self._backed:
+                _map(self._reserved + chunk * _CHUNK_NBYTES, _CHUNK_NBYTES)
+                self._backed.add(chunk)
+
+    def _chunks(self, address: int, nbytes: int) -> range:
+        """The chunks that ``nbytes`` from ``address`` on lie in."""
+        first = (address - self._reserved) // _CHUNK_NBYTES
+        return range(first, (address + max(nbytes, 1) - 1 - self._reserved) // _CHUNK_NBYTES + 1)
 
 
 def _map(address: int, nbytes: int) -> None:
@@ -121,13 +143,14 @@ def _map(address: int, nbytes: int) -> None:
 
 _Malloc = ctypes.CFUNCTYPE(ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
 _Free = ctypes.CFUNCTYPE(None, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
+_Reset = ctypes.CFUNCTYPE(None)
 
 
 class BumpAllocator:
     """Torch's device allocator for this process, from `install` on.
 
     ``resident`` serves all allocations outside a recording. ``error`` is an exception that a callback
-    could not raise through torch's C++ frames.
+    could not raise through torch's C++ frames. ``torch.cuda.empty_cache`` calls `release`.
     """
 
     def __init__(self) -> None:
@@ -135,14 +158,17 @@ class BumpAllocator:
         self._zones: list[Zone] = []
         self._current: Zone
         self.error: BaseException | None = None
-        self._callbacks = (_Malloc(self._malloc), _Free(self._free))
+        self._recording = False
+        self._callbacks = (_Malloc(self._malloc), _Free(self._free), _Reset(self._reset))
 
     def install(self) -> None:
         """Make torch allocate here; must come before torch initialises CUDA."""
         import torch
 
-        malloc, free = (ctypes.cast(c, ctypes.c_void_p).value or 0 for c in self._callbacks)
-        torch._C._cuda_changeCurrentAllocator(torch._C._cuda_customAllocator(malloc, free))
+        malloc, free, reset = (ctypes.cast(c, ctypes.c_void_p).value or 0 for c in self._callbacks)
+        allocator: Any = torch._C._cuda_customAllocator(malloc, free)
+        allocator.set_reset_fn(reset)
+        torch._C._cuda_changeCurrentAllocator(allocator)
         torch.cuda.init()
         call("cuCtxSetCurrent", call("cuDevicePrimaryCtxRetain", call("cuDeviceGet", 0)))
         self.resident = self._current = Zone(recycles=True)
@@ -166,12 +192,24 @@ class BumpAllocator:
 
     @contextmanager
     def allocating_in(self, zone: Zone) -> Iterator[None]:
-        """Serve allocations from ``zone`` inside the block."""
-        before, self._current = self._current, zone
+        """Serve allocations from ``zone`` inside the block, which records: no memory is released there."""
+        before = self._current, self._recording
+        self._current, self._recording = zone, True
         try:
             yield
         finally:
-            self._current = before
+            self._current, self._recording = before
+
+    def release(self) -> None:
+        """Return memory in which nothing is live to the driver, unless a recording is being made.
+
+        Captured graphs that use such memory cannot be replayed from then on: see `Zone.restore`.
+        """
+        if self._recording:
+            return
+        call("cuCtxSynchronize")
+        for zone in self._zones:
+            zone.release()
 
     def _malloc(self, nbytes: int, _device: int, _stream: int) -> int:
         try:
@@ -184,6 +222,12 @@ class BumpAllocator:
         for zone in self._zones:
             if zone.base <= address < zone.end:
                 zone.free(address)
+
+    def _reset(self) -> None:
+        try:
+            self.release()
+        except BaseException as exc:  # noqa: BLE001 - as above
+            self.error = self.error or exc
 
     def check(self) -> None:
         """Raise the error of a callback, if there was one."""

@@ -62,6 +62,7 @@ class Recording:
 
     def replay(self, inputs: Mapping[str, np.ndarray]) -> None:
         """Replay the captured graph on these inputs, by name, with all else as before any run."""
+        self.capture.zone.restore()
         given = {name: _like(tensor, inputs[name]) for name, tensor in self.inputs}
         for index, resident in enumerate(self.residents):
             source = given[resident.name] if resident.is_input else resident.pristine
@@ -166,10 +167,15 @@ class ModelRecorder:
                 )
 
     def record(self) -> Recording:
-        """Capture twice and compare.
+        """Capture twice and compare; the memory of the captures is returned to the driver.
 
         If torch's generator is not found in its known form, the model computes its random numbers instead.
         """
+        recording = self._with_its_generator()
+        self._allocator.release()
+        return recording
+
+    def _with_its_generator(self) -> Recording:
         try:
             return self._record()
         except GeneratorError as exc:
@@ -235,6 +241,7 @@ class ModelRecorder:
                 tensor.copy_(as_tensor(inputs[name]))
         outputs = [as_array(t) for _, t in name_outputs(self._run(model or self._model))]
         self._restore()
+        self._allocator.release()
         return outputs
 
     def _run(self, model: TorchModel) -> Any:

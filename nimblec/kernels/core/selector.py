@@ -210,6 +210,7 @@ class Selector(Generic[Request, Tiling]):
         choice = choose(sides, self._timer, screen=self._screen)
         for side, microseconds in choice.microseconds.items():
             self._times[self._side(key, side)] = round(1000 * microseconds)
+        torch.cuda.empty_cache()  # the capture process keeps all memory that was freed until then
         return choice
 
     def _side(self, key: str, side: str) -> str:
