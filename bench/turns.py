@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import json
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -28,6 +29,7 @@ from bench.process_tree import Tree
 Result: TypeAlias = dict[str, Any]
 
 _LONGEST_LINE = 1 << 20
+_ERROR = re.compile(r"[\w.]*(Error|Exception|Exit|Interrupt)\b")
 _SETTLE_S = 0.2
 """Enough for the kernels that stopped processes have queued: those that time kernels synchronise at least every 125 ms
 (warm-up and repeats of Triton's do_bench), those that run models after each run."""
@@ -174,7 +176,7 @@ class _Scheduler:
             async with asyncio.timeout_at(self._end), clock:
                 await self._follow(child)
             if process.returncode:
-                failed = _last_line(errors) or f"ended with status {process.returncode}"
+                failed = _reason(errors) or f"ended with status {process.returncode}"
         except TimeoutError:
             failed = (
                 f"took longer than {job.limit_s:.0f} s" if clock.expired() else "had not ended when the time was over"
@@ -233,9 +235,11 @@ def _own_folder(folder: Path) -> dict[str, str]:
     }
 
 
-def _last_line(path: Path) -> str:
-    lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1].strip() if lines else ""
+def _reason(path: Path) -> str:
+    """The last line that names an error, as a traceback's last part begins; else the last line."""
+    lines = [line.rstrip() for line in path.read_text(errors="replace").splitlines() if line.strip()]
+    named = [line for line in lines if _ERROR.match(line)]
+    return (named or lines or [""])[-1].strip()
 
 
 def take_turns(
