@@ -50,7 +50,7 @@ class CudaTimer:
             for position, event in enumerate(events[1:]):
                 if position < len(work):
                     node = graph.add_node(chain, work[position], self._functions, memory)
-                    graph.add_edge(chain, last, node)
+                    graph.add_edges(chain, [last], [node])
                     last = node
                 last = call("cuGraphAddEventRecordNode", chain, [last], 1, event)
             executable = scope.acquire(call("cuGraphInstantiate", chain, 0), "cuGraphExecDestroy")

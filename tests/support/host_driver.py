@@ -38,11 +38,6 @@ _GATHER = struct.Struct(f"<QQII{MOST_AXES}I{MOST_AXES}q")
 
 
 @dataclass(eq=False)
-class _Graph:
-    work: list[Callable[[], object]] = field(default_factory=list)
-
-
-@dataclass(eq=False)
 class _Handle:
     """An object of the driver. ``number`` is what ``int`` gives."""
 
@@ -50,6 +45,28 @@ class _Handle:
 
     def __int__(self) -> int:
         return self.number
+
+
+@dataclass(eq=False)
+class _Graph:
+    """``nodes`` with their work, and for each the nodes ``before`` it."""
+
+    nodes: dict[_Handle, list[Callable[[], object]]] = field(default_factory=dict)
+    before: dict[_Handle, set[_Handle]] = field(default_factory=dict)
+
+    def work(self) -> list[Callable[[], object]]:
+        """The work in an order that the edges allow, of which nodes added last come first where they can."""
+        left, done = list(self.nodes), list[_Handle]()
+        while left:
+            node = next(node for node in reversed(left) if self.before.get(node, set()) <= set(done))
+            left.remove(node)
+            done.append(node)
+        return [work for node in done for work in self.nodes[node]]
+
+
+@dataclass(eq=False)
+class _Executable:
+    work: list[Callable[[], object]]
 
 
 class HostDriver:
@@ -265,41 +282,44 @@ class HostDriver:
         nbytes, to_pitch, source_pitch = params.WidthInBytes, params.dstPitch, params.srcPitch
         assert params.Depth == 1
         rows = [(to + row * to_pitch, source + row * source_pitch) for row in range(params.Height)]
-        graph.work.extend(partial(ctypes.memmove, *row, nbytes) for row in rows)
-        return self._handle()
+        return self._node(graph, *(partial(ctypes.memmove, *row, nbytes) for row in rows))
 
     def _cuGraphAddKernelNode(self, graph: _Graph, before: Any, count: int, params: Any) -> _Handle:
         del before, count
-        work = self._gather(int(params.func), params.extra)
-        graph.work.append(work)
-        return self._handle()
-
-    def _cuGraphAddChildGraphNode(self, graph: _Graph, before: Any, count: int, child: _Graph) -> _Handle:
-        del before, count
-        graph.work.extend(child.work)
-        return self._handle()
+        return self._node(graph, self._gather(int(params.func), params.extra))
 
     def _cuGraphAddMemsetNode(self, graph: _Graph, before: Any, count: int, params: Any, context: Any) -> _Handle:
         del before, count, context
         pattern = params.value, params.width, params.height, params.elementSize
-        graph.work.append(partial(self._fill_rows, int(params.dst), params.pitch, *pattern))
-        return self._handle()
+        return self._node(graph, partial(self._fill_rows, int(params.dst), params.pitch, *pattern))
 
     def _cuGraphAddEventRecordNode(self, graph: _Graph, before: Any, count: int, event: _Handle) -> _Handle:
-        del graph, before, count, event
-        return self._handle()
+        del event
+        node = self._node(graph)
+        graph.before[node] = set(before[:count] if before else ())
+        return node
 
-    def _cuGraphAddDependencies(self, graph: _Graph, *edges: Sequence[Any]) -> None: ...
+    def _node(self, graph: _Graph, *work: Callable[[], object]) -> _Handle:
+        node = self._handle()
+        graph.nodes[node] = list(work)
+        return node
 
-    def _cuGraphInstantiate(self, graph: _Graph, flags: int) -> _Graph:
+    def _cuGraphAddDependencies(
+        self, graph: _Graph, before: Sequence[_Handle], after: Sequence[_Handle], data: Sequence[Any], count: int
+    ) -> None:
+        assert len(before) == len(after) == len(data) == count
+        for source, node in zip(before, after, strict=True):
+            graph.before.setdefault(node, set()).add(source)
+
+    def _cuGraphInstantiate(self, graph: _Graph, flags: int) -> _Executable:
         del flags
-        return _Graph(list(graph.work))
+        return _Executable(graph.work())
 
-    def _cuGraphExecDestroy(self, graph: _Graph) -> None: ...
+    def _cuGraphExecDestroy(self, graph: _Executable) -> None: ...
 
-    def _cuGraphUpload(self, graph: _Graph, stream: Any) -> None: ...
+    def _cuGraphUpload(self, graph: _Executable, stream: Any) -> None: ...
 
-    def _cuGraphLaunch(self, graph: _Graph, stream: Any) -> None:
+    def _cuGraphLaunch(self, graph: _Executable, stream: Any) -> None:
         del stream
         for work in graph.work:
             work()

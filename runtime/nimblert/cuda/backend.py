@@ -125,8 +125,7 @@ class CudaBackend:
             executable = context.acquire(call("cuGraphInstantiate", built, 0), "cuGraphExecDestroy")
             call("cuGraphUpload", executable, self._stream)
             call("cuStreamSynchronize", self._stream)
-            code = self._program, built, self.functions
-            self._calls = WholeCalls(*code, memory, self._inlet, self._outlet, self._device)
+            self._calls = WholeCalls(self._program, self.functions, memory, self._inlet, self._outlet)
             scope.callback(self._calls.close)
             self._scope.close()
             self._scope, self.graph, self._executable = scope.pop_all(), built, executable
@@ -350,7 +349,7 @@ class CudaBackend:
         with self._run_once() as single:
             first = call("cuGraphAddEventRecordNode", single, None, 0, begin)
             node = graph.add_node(single, command, self.functions, self.memory)
-            graph.add_edge(single, first, node)
+            graph.add_edges(single, [first], [node])
             call("cuGraphAddEventRecordNode", single, [node], 1, end)
         return round(float(call("cuEventElapsedTime", begin, end)) * 1e6)
 

@@ -36,34 +36,34 @@ class Arrival:
         """Add it to a graph, and return its last node."""
         nodes = [step(built) for step in self.steps]
         for before, after in pairwise(nodes):
-            graph.add_edge(built, before, after)
+            graph.add_edges(built, [before], [after])
         return nodes[-1]
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """The parts of the graph of a call: ``arrivals``, then ``program``, itself a graph, then ``departures``.
+    """The parts of the graph of a call: ``arrivals``, then what ``program`` adds, then ``departures``.
 
-    Steps ``beside`` run concurrently, and only the end of the call waits for them.
+    Steps ``beside`` run concurrently, and only the end of the call waits for them. The nodes of the program lie in the
+    graph itself, so that they run as they do in the graph of a replay; a child graph may run otherwise.
     """
 
-    program: Handle
-    arrivals: Sequence[Arrival]
+    program: Callable[[Handle], graph.Ends]
+    arrivals: Sequence[Arrival] = ()
     departures: Sequence[Step] = ()
     beside: Sequence[Step] = ()
 
     def instantiated(self) -> Handle:
         """The executable graph. Raises CudaError."""
-        if not (self.arrivals or self.departures or self.beside):
-            return call("cuGraphInstantiate", self.program, 0)
         built = call("cuGraphCreate", 0)
         try:
             before = [arrival.add(built) for arrival in self.arrivals]
-            middle = call("cuGraphAddChildGraphNode", built, before, len(before), self.program)
             for step in self.beside:
                 step(built)
-            for step in self.departures:
-                graph.add_edge(built, middle, step(built))
+            ends = self.program(built)
+            graph.add_edges(built, before, ends.first)
+            after = [step(built) for step in self.departures]
+            graph.add_edges(built, ends.last or before, after)
             return call("cuGraphInstantiate", built, 0)
         finally:
             call("cuGraphDestroy", built)

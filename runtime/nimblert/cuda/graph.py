@@ -33,6 +33,13 @@ class Filling(NamedTuple):
     pitch: int = 0
 
 
+class Ends(NamedTuple):
+    """The nodes of a program that follow no other of it, and those on which all of it has ended once they have."""
+
+    first: Sequence[Handle]
+    last: Sequence[Handle]
+
+
 def load_functions(context: Context, modules: Sequence[Module], kernels: Sequence[Kernel]) -> list[Handle]:
     """Load the cubins, set the attributes of their kernels, and return a CUfunction for each kernel.
 
@@ -66,12 +73,23 @@ def relocate(launch: Launch, memory: DeviceMemory) -> bytearray:
 def build(context: Context, program: Program, functions: Sequence[Handle], memory: DeviceMemory) -> Handle:
     """The CUgraph of a program: one node for each launch, copy and fill."""
     graph = context.acquire(call("cuGraphCreate", 0), "cuGraphDestroy")
+    add_program(graph, program, functions, memory)
+    return graph
+
+
+def add_program(graph: Handle, program: Program, functions: Sequence[Handle], memory: DeviceMemory) -> Ends:
+    """Add a node for each launch, copy and fill of a program to a graph, with the edges between them."""
     nodes: list[Handle] = []
+    first: list[Handle] = []
+    awaited: set[int] = set()
     for (_, command), before in zip(program.work, edges(program.commands), strict=True):
         node = add_node(graph, command, functions, memory)
         _add_edges(graph, nodes, node, before)
+        awaited.update(edge.source for edge in before if not edge.programmatic)
         nodes.append(node)
-    return graph
+        if not before:
+            first.append(node)
+    return Ends(first, [node for number, node in enumerate(nodes) if number not in awaited])
 
 
 def add_node(graph: Handle, command: Work, functions: Sequence[Handle], memory: DeviceMemory) -> Handle:
@@ -184,9 +202,13 @@ def _add_edges(graph: Handle, nodes: Sequence[Handle], node: Handle, before: Seq
         call("cuGraphAddDependencies", graph, sources, [node] * len(sources), data, len(sources))
 
 
-def add_edge(graph: Handle, before: Handle, after: Handle) -> None:
-    """Make ``after`` start once ``before`` has ended."""
-    call("cuGraphAddDependencies", graph, [before], [after], [_edge_data(programmatic=False)], 1)
+def add_edges(graph: Handle, before: Sequence[Handle], after: Sequence[Handle]) -> None:
+    """Make each node of ``after`` start once all of ``before`` have ended."""
+    pairs = [(source, node) for node in after for source in before]
+    if pairs:
+        sources, nodes = zip(*pairs, strict=True)
+        data = [_edge_data(programmatic=False) for _ in pairs]
+        call("cuGraphAddDependencies", graph, list(sources), list(nodes), data, len(pairs))
 
 
 def _edge_data(*, programmatic: bool) -> Handle:

@@ -150,13 +150,9 @@ class _Prepared:
                 [_Place(tensor, memory) for tensor in program.inputs]
                 for program, memory in zip(programs, memories, strict=True)
             ]
-            built = [
-                graph.build(context, program, functions, memory)
-                for program, memory in zip(programs, memories, strict=True)
-                if program.commands
-            ]
-            if built:
-                self.executable = context.acquire(_beside_each_other(built), "cuGraphExecDestroy")
+            if any(program.commands for program in programs):
+                made = _beside_each_other(programs, memories, functions)
+                self.executable = context.acquire(made, "cuGraphExecDestroy")
                 call("cuGraphUpload", self.executable, _STREAM)
             self.close = owned.pop_all().close
 
@@ -171,12 +167,14 @@ def _memory(context: Context, program: Program, weights: Bases) -> DeviceMemory:
     return DeviceMemory(context, program, {**weights, (Region.ARENA, 0): arena})
 
 
-def _beside_each_other(graphs: Sequence[Handle]) -> Handle:
-    """An executable graph of independent graphs: no refit needs what another makes."""
+def _beside_each_other(
+    programs: Sequence[Program], memories: Sequence[DeviceMemory], functions: Sequence[Handle]
+) -> Handle:
+    """An executable graph of independent programs: no refit needs what another makes."""
     built = call("cuGraphCreate", 0)
     try:
-        for each in graphs:
-            call("cuGraphAddChildGraphNode", built, None, 0, each)
+        for program, memory in zip(programs, memories, strict=True):
+            graph.add_program(built, program, functions, memory)
         return call("cuGraphInstantiate", built, 0)
     finally:
         call("cuGraphDestroy", built)

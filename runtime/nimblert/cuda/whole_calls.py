@@ -1,8 +1,7 @@
 """Repeated calls with inputs of the same layout: the graphs that run each in one launch."""
 
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 
 import numpy as np
@@ -10,7 +9,7 @@ import numpy as np
 from nimblert.calls.binding import VECTOR_NBYTES, fills_memory
 from nimblert.cuda import graph
 from nimblert.cuda.call_graphs import Arrival, CallGraph, CallGraphs, Recipe, Step
-from nimblert.cuda.driver import Context, Handle
+from nimblert.cuda.driver import Handle
 from nimblert.cuda.memory import DeviceMemory
 from nimblert.cuda.pools import Lent
 from nimblert.cuda.transfers import Given, Inlet, Outlet
@@ -25,20 +24,18 @@ one call."""
 
 
 class WholeCalls:
-    """The graphs of calls of a ``program``, which is the graph ``built`` over ``memory``."""
+    """The graphs of calls of a ``program`` over ``memory``."""
 
     def __init__(
         self,
         program: Program,
-        built: Handle,
         functions: Sequence[Handle],
         memory: DeviceMemory,
         inlet: Inlet,
         outlet: Outlet,
-        device: int,
     ) -> None:
-        self._program, self._built, self._functions, self._memory = program, built, functions, memory
-        self._inlet, self._outlet, self._device = inlet, outlet, device
+        self._program, self._functions, self._memory = program, functions, memory
+        self._inlet, self._outlet = inlet, outlet
         self._arriving, self._whole = CallGraphs(), CallGraphs()
 
     def from_host(
@@ -56,7 +53,8 @@ class WholeCalls:
 
     def _made_for_host(self, arrays: Sequence[np.ndarray], lent: Sequence[Lent | None]) -> CallGraph:
         arrivals = self._inlet.uploads(arrays)
-        made = Recipe(self._built, arrivals, self._outlet.downloads(lent) if lent else ()).instantiated()
+        departures = self._outlet.downloads(lent) if lent else ()
+        made = Recipe(self._adding(self._memory), arrivals, departures).instantiated()
         return CallGraph(made, [arrival.staged for arrival in arrivals if arrival.staged is not None])
 
     def from_device(
@@ -71,7 +69,7 @@ class WholeCalls:
         return self._arriving.find(given, _ENOUGH_ON_DEVICE, partial(self._made_for_device, arrays)), False
 
     def _made_for_device(self, arrays: Given) -> CallGraph:
-        return CallGraph(Recipe(self._built, self._inlet.moves(arrays)).instantiated())
+        return CallGraph(Recipe(self._adding(self._memory), self._inlet.moves(arrays)).instantiated())
 
     def _made_in_place(self, arrays: Given, lent: Sequence[Lent | None], outlet: Outlet) -> CallGraph:
         """The program over these arrays, where its kernels may use them, and over the new memory for its outputs.
@@ -98,9 +96,11 @@ class WholeCalls:
                 elsewhere[Region.OUTPUT, tensor.pointer.index] = memory.address
         copied = [None if may_move else memory for may_move, memory in zip(outputs, lent, strict=True)]
         departures = outlet.copies(copied)
-        with closing(Context(self._device)) as context:
-            built = graph.build(context, self._program, self._functions, self._memory.rebased(elsewhere))
-            return CallGraph(Recipe(built, arrivals, departures, beside).instantiated())
+        adding = self._adding(self._memory.rebased(elsewhere))
+        return CallGraph(Recipe(adding, arrivals, departures, beside).instantiated())
+
+    def _adding(self, memory: DeviceMemory) -> Callable[[Handle], graph.Ends]:
+        return partial(graph.add_program, program=self._program, functions=self._functions, memory=memory)
 
     @cached_property
     def _movable(self) -> tuple[list[bool], list[bool]]:
