@@ -21,6 +21,12 @@ EXTRAS = {
 """Packages that a plain installation lacks, and the extra that installs each."""
 
 
+DATA_DEPENDENT = (
+    "its result decides what runs next, and a plan is static: take data-dependent sizes and .item() out of the model"
+)
+"""Why an operator that is named before cannot be recorded."""
+
+
 class ArgumentError(InputError, TypeError):
     """An argument of `nimblec.compile` or an option of the command line is invalid."""
 

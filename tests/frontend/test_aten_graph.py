@@ -180,9 +180,19 @@ def test_a_value_that_decides_is_named_with_its_place() -> None:
             return self.picker(x, row)
 
     is_exported = not torch.__version__.startswith("2.11.")  # that one refuses; later it shows when the calls are run
-    found = "aten.item.default in picker: " if is_exported else r"Model: line \d+ of .* makes control flow "
+    run, exported = r"aten.item.default in picker: its result decides", r"Model: line \d+ of .* makes control flow "
+    found = run if is_exported else exported
     with pytest.raises(TraceError, match=rf"^{found}.*$"):
         trace(Model(), (torch.randn(3), torch.tensor(1)))
+
+
+def test_a_size_that_depends_on_values_is_named_with_its_place() -> None:
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.argwhere(x > 0).float()
+
+    with pytest.raises(TraceError, match=r"^aten.argwhere.default in the model: its result decides what runs next, "):
+        trace(Model(), (torch.randn(3, 4),))
 
 
 def test_blocks_without_gradient_or_autocast_are_their_calls() -> None:

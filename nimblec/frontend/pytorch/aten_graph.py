@@ -16,8 +16,8 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch.export.graph_signature import ConstantArgument, InputKind, InputSpec, TensorArgument
 from torch.utils import _pytree as pytree
 
-from nimblec.errors import CompileError, TraceError, UnsupportedModelError, first_line
-from nimblec.frontend.pytorch.export_errors import exporting
+from nimblec.errors import DATA_DEPENDENT, CompileError, TraceError, UnsupportedModelError, first_line
+from nimblec.frontend.pytorch.export_errors import BY_VALUE, exporting
 from nimblec.frontend.pytorch.model import state_written
 from nimblec.frontend.pytorch.source_tracker import source_of
 from nimblec.frontend.recorder import InPlaceError, Recorder, is_decomposed, on_device
@@ -240,7 +240,8 @@ class _Tracer(fx.Interpreter):
             if isinstance(exc, InPlaceError):
                 composite = n.target if isinstance(n.target, OpOverload) and is_decomposed(n.target) else None
                 raise InPlaceError(f"{where}: {exc}", composite) from exc
-            raise TraceError(f"{where}: {first_line(exc)}") from exc
+            why = DATA_DEPENDENT if isinstance(exc, BY_VALUE) else first_line(exc)
+            raise TraceError(f"{where}: {why}") from exc
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target in CHECKS:

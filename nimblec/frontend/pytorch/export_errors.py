@@ -4,11 +4,15 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from nimblec.errors import TraceError, first_line, root_cause, users_line
 from nimblec.frontend.pytorch.log import quiet_torch
 from nimblert.errors import NimbleError
+
+BY_VALUE = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
+"""Errors of calls whose result or its size depends on the values of tensors that only have a shape."""
 
 
 @contextmanager
@@ -25,7 +29,7 @@ def exporting(name: str, exporter: str) -> Iterator[None]:
     except Exception as exc:  # the user's code may raise anything, and the user needs to see it
         first = root_cause(exc)
         line = users_line(first)
-        if isinstance(first, GuardOnDataDependentSymNode):
+        if isinstance(first, BY_VALUE):
             raise TraceError(
                 f"{name}: {line or 'its code'} makes control flow or a size depend on the value of a tensor, and a "
                 "plan is static: use torch.where or torch.cond there, or move it out of the model"
