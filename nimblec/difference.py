@@ -4,13 +4,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
+_LEAST = float(np.finfo(np.float32).tiny)
+"""The magnitude below which float32 loses its digits, and hardware may round to zero."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
     """The largest difference of two arrays: absolute, and relative to the largest magnitude expected.
 
-    Infinite where only one of them has a NaN or an infinity. ``exact``: the numbers are integers or
-    bools, which must be equal.
+    That is taken for 2**-126 where it is smaller. Infinite where only one of them has a NaN or an infinity. ``exact``:
+    the numbers are integers or bools, which must be equal.
     """
 
     absolute: float
@@ -45,7 +48,7 @@ def difference(expected: np.ndarray, found: np.ndarray) -> Difference:
             gaps = np.abs(a[differ] - b[differ])
         gap = float(gaps.max(initial=0.0)) if np.isfinite(gaps).all() else float("inf")
         scale = float(np.abs(a[np.isfinite(a)]).max(initial=0.0))
-    relative = 0.0 if gap == 0 else gap / scale if scale > 0 else float("inf")
+    relative = gap / max(scale, _LEAST) if scale > 0 or gap < _LEAST else float("inf")
     return Difference(absolute=gap, relative=relative, exact=exact)
 
 

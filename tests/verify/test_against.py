@@ -273,6 +273,8 @@ def test_options_of_the_comparison_need_a_model(nimblec: CommandLine, plan: Path
         ("float32", [np.nan, 1], [0, 1], np.inf, np.inf),
         ("float32", [np.inf, 1], [-np.inf, 1], np.inf, np.inf),
         ("float32", [0, 0], [0, 1e-9], 1e-9, np.inf),
+        ("float32", [2**-130], [0], 2**-130, 1 / 16),
+        ("float32", [0], [2**-130], 2**-130, 1 / 16),
         ("complex64", [3 + 4j], [3 + 2j], 2, 0.5),
         ("float16", [], [], 0, 0),
         ("bool", [True, False], [True, True], 1, 1),
@@ -283,7 +285,7 @@ def test_options_of_the_comparison_need_a_model(nimblec: CommandLine, plan: Path
 )
 def test_difference(dtype: str, expected: list[object], found: list[object], absolute: float, relative: float) -> None:
     made = difference(np.array(expected, dtype), np.array(found, dtype))
-    assert made.absolute == pytest.approx(absolute)
+    assert made.absolute == pytest.approx(absolute, rel=1e-6, abs=0)
     assert made.relative == pytest.approx(relative)
     assert made.within(np.inf if not made.exact else 0) == (not made.exact or not absolute)
 
