@@ -14,6 +14,7 @@ from nimblec.fits import find_fits
 from nimblec.ir import ProgramKey
 from nimblec.lean import DifferingOutput, LeanProcess, run_seconds
 from nimblert import golden
+from nimblert.errors import CudaError
 from nimblert.files import container
 from nimblert.plan import Plan, Program, Target
 
@@ -77,4 +78,8 @@ def _diagnosis(plan: Plan, problem: DifferingOutput, recorded: Mapping[ProgramKe
     program = next(p for p in plan.programs if p.name == problem.program)
     assert program.golden is not None
     inputs = golden.draw_inputs(program, _SEED)
-    return first_difference(recorded[program.entry, program.profile].recording, plan.device, inputs, program.golden)
+    recording = recorded[program.entry, program.profile].recording
+    try:
+        return first_difference(recording, plan.device, inputs, program.golden)
+    except CudaError as exc:
+        return f"the first op whose result differs could not be found: {exc}"

@@ -24,6 +24,7 @@ from nimblec.ir import Access, Buffer, BufferKind, CopyWork, Graph, Op, ProgramK
 from nimblec.lean import DifferingOutput
 from nimblec.source import Source
 from nimblert.cuda import driver
+from nimblert.errors import CudaError
 from nimblert.files import container
 from nimblert.plan import Device, Plan
 
@@ -242,6 +243,13 @@ def test_a_replay_that_differs_is_told_before_it_is_looked_into(
     problem = "output 'y': the replay differs"
     failed = {"error": "CompileError", "message": f"{problem}; of 3 models are known"}
     assert (told[-2:], status) == ([{"problem": problem}, failed], 2)
+
+    def no_memory(*_: object) -> str:
+        raise CudaError("cuMemCreate", "CUDA_ERROR_OUT_OF_MEMORY")
+
+    monkeypatch.setattr("nimblec.cuda.diagnosis.first_difference", no_memory)
+    told, _ = compiled(monkeypatch, tmp_path, "first", "second")
+    assert told[-1]["message"].startswith(f"{problem}; the first op whose result differs could not be found: cuMem")
 
 
 def test_a_note_is_told_once() -> None:

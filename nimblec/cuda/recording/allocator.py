@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nimblert.cuda.driver import Handle, bindings, call
+from nimblert.errors import CudaError
 
 _ALIGNMENT = 512
 _CHUNK_NBYTES = 32 << 20
@@ -68,17 +69,25 @@ class Zone:
 
     def allocate(self, nbytes: int) -> int:
         """The address of ``nbytes`` new bytes. Torch may ask for 0, and frees that address too."""
-        freed = self._freed[nbytes]
-        address = freed[-1] if freed else self._cursor
-        self._back(address, nbytes)
-        if freed:
-            freed.pop()
+        address = self._take(nbytes)  # before memory is mapped, while which other tensors may be freed
+        self._live_in.update(self._chunks(address, nbytes))
+        try:
+            self._back(address, nbytes)
+        except BaseException:
+            self.free(address)
+            raise
+        return address
+
+    def _take(self, nbytes: int) -> int:
+        """An address that was freed, or a new one; it is live."""
+        if self._freed[nbytes]:
+            address = self._freed[nbytes].pop()
         else:
+            address = self._cursor
             self._cursor += -(-max(nbytes, 1) // _ALIGNMENT) * _ALIGNMENT + self._gap_nbytes
             self.addresses.append(address)
             self.sizes.append(nbytes)
         self.live.add(address)
-        self._live_in.update(self._chunks(address, nbytes))
         return address
 
     def free(self, address: int) -> None:
@@ -132,13 +141,19 @@ def _map(address: int, nbytes: int) -> None:
     properties = driver.CUmemAllocationProp()
     properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
     properties.location = location
-    memory: Handle = call("cuMemCreate", nbytes, properties, 0)
-    call("cuMemMap", address, nbytes, 0, memory, 0)
-    call("cuMemRelease", memory)  # the mapping keeps it
     access = driver.CUmemAccessDesc()
     access.location = location
     access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-    call("cuMemSetAccess", address, nbytes, [access], 1)
+    memory: Handle = call("cuMemCreate", nbytes, properties, 0)
+    try:
+        call("cuMemMap", address, nbytes, 0, memory, 0)
+    finally:
+        call("cuMemRelease", memory)  # a mapping keeps it
+    try:
+        call("cuMemSetAccess", address, nbytes, [access], 1)
+    except CudaError:
+        call("cuMemUnmap", address, nbytes)
+        raise
 
 
 _Malloc = ctypes.CFUNCTYPE(ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)

@@ -131,6 +131,11 @@ def _read_kernel(node: Handle) -> KernelNode:
     )
 
 
+def forget_functions() -> None:
+    """Describe functions anew: the driver gives the handles of unloaded ones to others."""
+    _describe.cache_clear()
+
+
 @cache
 def _describe(func: int, kern: int) -> Function:
     """A node names its code by ``func``, ``kern`` or both."""
