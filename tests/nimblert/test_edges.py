@@ -1,14 +1,19 @@
 """The edges of the graph are what streams and events say, no more and no less."""
 
+from typing import Any
+
+import pytest
 from graphs import graphs, schedules
 from hypothesis import given
 from hypothesis import strategies as st
+from programs import planned
 
 from nimblec.ir import Graph
 from nimblec.lower import lower
 from nimblec.schedule.dag import scheduled_ancestors, task_set
 from nimblec.schedule.dependencies import dependencies, rename_workspaces
 from nimblec.schedule.memory import layout
+from nimblert.cuda import graph
 from nimblert.cuda.edges import Edge, edges
 from nimblert.plan import Command, Launch, Memset, Pointer, Record, Region, Wait
 
@@ -80,6 +85,25 @@ def test_only_the_edge_along_the_stream_is_programmatic() -> None:
     assert edges(commands)[2] == (Edge(source=0, programmatic=True), Edge(source=1))
     alone = (launch(1), record(1, 0), wait(0, 0), launch(0, programmatic=True))
     assert edges(alone)[1] == (Edge(source=0),)
+
+
+def test_what_comes_before_and_after_a_program_joins_its_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph, "add_node", lambda _graph, command, *_: command)
+    monkeypatch.setattr(graph, "_add_edges", lambda *_: None)
+    memory: Any = None
+
+    def ends(*commands: Command) -> tuple[list[int], list[int]]:
+        """Their places among the work."""
+        found = graph.add_program(None, planned(*commands), (), memory)
+        nodes = [command for command in commands if not isinstance(command, Record | Wait)]
+        first, last = ([next(n for n, each in enumerate(nodes) if each is node) for node in part] for part in found)
+        return first, last
+
+    early = [launch(0, programmatic=True) for _ in range(3)]
+    assert ends(launch(0), *early) == ([0], [3])
+    assert ends(launch(0), record(0, 0), *early[:1], wait(1, 0), fill(1), launch(2)) == ([0, 3], [1, 2, 3])
+    assert ends(launch(1), record(1, 0), wait(0, 0), *early[:1]) == ([0], [1])
+    assert ends() == ([], [])
 
 
 @given(graphs(), st.integers(0, 1000))

@@ -128,7 +128,7 @@ class CudaBackend:
             self._calls = WholeCalls(self._program, self.functions, memory, self._inlet, self._outlet)
             scope.callback(self._calls.close)
             self._scope.close()
-            self._scope, self.graph, self._executable = scope.pop_all(), built, executable
+            self._scope, self._executable = scope.pop_all(), executable
 
     def direct(self, turn: Turn, shapes: tuple[Shapes, Shapes] | None) -> DeviceDirect:
         """The usual call as one function, in the turn of a context; see `nimblert.calls.backend.Backend`."""

@@ -58,10 +58,10 @@ class Recipe:
         built = call("cuGraphCreate", 0)
         try:
             before = [arrival.add(built) for arrival in self.arrivals]
-            for step in self.beside:
-                step(built)
             ends = self.program(built)
             graph.add_edges(built, before, ends.first)
+            for step in self.beside:
+                step(built)
             after = [step(built) for step in self.departures]
             graph.add_edges(built, ends.last or before, after)
             return call("cuGraphInstantiate", built, 0)

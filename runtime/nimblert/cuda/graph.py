@@ -34,7 +34,10 @@ class Filling(NamedTuple):
 
 
 class Ends(NamedTuple):
-    """The nodes of a program that follow no other of it, and those on which all of it has ended once they have."""
+    """The nodes of a program that follow no other of it, and those that no other follows.
+
+    Once the last have ended, all have: a kernel that starts early ends after the one before it (see `edges`).
+    """
 
     first: Sequence[Handle]
     last: Sequence[Handle]
@@ -81,15 +84,15 @@ def add_program(graph: Handle, program: Program, functions: Sequence[Handle], me
     """Add a node for each launch, copy and fill of a program to a graph, with the edges between them."""
     nodes: list[Handle] = []
     first: list[Handle] = []
-    awaited: set[int] = set()
+    followed: set[int] = set()
     for (_, command), before in zip(program.work, edges(program.commands), strict=True):
         node = add_node(graph, command, functions, memory)
         _add_edges(graph, nodes, node, before)
-        awaited.update(edge.source for edge in before if not edge.programmatic)
+        followed.update(edge.source for edge in before)
         nodes.append(node)
         if not before:
             first.append(node)
-    return Ends(first, [node for number, node in enumerate(nodes) if number not in awaited])
+    return Ends(first, [node for number, node in enumerate(nodes) if number not in followed])
 
 
 def add_node(graph: Handle, command: Work, functions: Sequence[Handle], memory: DeviceMemory) -> Handle:
