@@ -188,3 +188,14 @@ def test_an_average_pool_with_a_divisor_of_its_own() -> None:
         lambda x: functional.avg_pool3d(x, 2, stride=1, divisor_override=7),
     ]
     agree(each(pools), (torch.rand(2, 3, 6, 7),))
+
+
+def test_values_are_clamped_to_several_constant_bounds() -> None:
+    """Of which onnxscript's optimizer registers one alone."""
+    bounds = [(torch.tensor(-1.0 - n), torch.tensor(0.5 + n)) for n in range(3)]
+
+    def model(x: Tensor) -> Tensor:
+        doubled = x * 2
+        return torch.stack([doubled.clamp(low, high) for low, high in bounds])
+
+    agree(model, (torch.randn(2, 8),), (2 * torch.randn(2, 8),))

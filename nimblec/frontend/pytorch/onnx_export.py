@@ -22,7 +22,7 @@ from nimblec.frontend.pytorch.onnx_exporting import exporting_onnx
 from nimblec.frontend.pytorch.onnx_sources import keep_sources
 from nimblec.frontend.pytorch.onnx_stateless import StateFoundError, stateless
 from nimblec.frontend.pytorch.onnx_translations import COMMON, TRANSLATIONS
-from nimblec.frontend.pytorch.onnx_weights import kept_weights, optimize_around_weights
+from nimblec.frontend.pytorch.onnx_weights import kept_weights, optimize_around_weights, register_constants
 from nimblec.frontend.pytorch.outputs import missing_outputs, name_outputs
 from nimblec.frontend.pytorch.repeatable import HOW_STATE_IS_KEPT, compared, run_twice
 from nimblec.frontend.pytorch.state import (
@@ -214,6 +214,7 @@ def _onnx_program(
             assert program is not None
             if refittable:
                 optimize_around_weights(program)
+            register_constants(program)
             keep_sources(program)
         return program
 

@@ -1,6 +1,7 @@
 """The parameters and buffers of a module in the ONNX program that torch.onnx.export made of it."""
 
 from collections.abc import Iterator
+from itertools import count
 from typing import Any
 
 from nimblec.frontend.pytorch.tensors import as_array
@@ -33,3 +34,23 @@ def kept_weights(program: Any) -> Iterator[str]:
             continue
         if value.const_value.numpy().tobytes() == as_array(tensor).tobytes():
             yield name
+
+
+def register_constants(program: Any) -> None:
+    """Make all constants that nodes read initializers of the graph.
+
+    Of several calls that clamp one value to constant tensors, onnxscript's optimizer registers the last one's bounds.
+    """
+    graph = program.model.graph
+    for node in graph.all_nodes():
+        for value in node.inputs:
+            if value is None or value.const_value is None or value.producer() is not None or value.is_initializer():
+                continue
+            value.name = next(name for name in _names(value.name) if name not in graph.initializers)
+            graph.register_initializer(value)
+
+
+def _names(name: str) -> Iterator[str]:
+    """A name, and others that begin with it."""
+    yield name
+    yield from (f"{name}_{number}" for number in count(1))
