@@ -199,3 +199,9 @@ def test_values_are_clamped_to_several_constant_bounds() -> None:
         return torch.stack([doubled.clamp(low, high) for low, high in bounds])
 
     agree(model, (torch.randn(2, 8),), (2 * torch.randn(2, 8),))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.float32])
+def test_integers_are_rounded_already(dtype: torch.dtype) -> None:
+    x = torch.tensor([-3.5, -1, 0, 2.5, 7]).to(dtype)
+    agree(each([torch.floor, torch.ceil, torch.round, torch.trunc, torch.relu]), (x,), (-x,))

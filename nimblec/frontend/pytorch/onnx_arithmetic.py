@@ -3,7 +3,7 @@
 It shifts unsigned numbers as if they were signed; a right shift, which random numbers need often, is three nodes here
 and seven there. An integer to a fractional power becomes an integer. Integers are divided in float32, and a quotient is
 rounded to a number before it is rounded down: 6 // 0.1 is 60, and 59 in PyTorch. The logarithm of a small sigmoid is
-that of zero, and -0 has no sign.
+that of zero, and -0 has no sign. Integers, which are rounded already, go to operators of ONNX that take none.
 """
 
 from collections.abc import Callable
@@ -121,6 +121,16 @@ def hypot(self: Any, other: Any) -> Any:
     return op.Where(has_no_ratio, longer, length)
 
 
+def relu(self: Any) -> Any:
+    """aten.relu: of int64, for which ONNX Runtime has no kernel, a maximum."""
+    return op.Max(self, like(0, self)) if self.dtype == onnx_ir.DataType.INT64 else op.Relu(self)
+
+
+def _of_floats(rounded: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """aten.floor and its like, of which integers are their own results."""
+    return lambda self: op.Identity(self) if self.dtype.is_integer() else rounded(self)
+
+
 def _but_nan(better: Callable[..., Any]) -> Callable[..., Any]:
     """prims.fmax or fmin: the better of two numbers, or the one that is a number."""
 
@@ -163,6 +173,11 @@ ARITHMETIC: dict[Any, Any] = {
     aten.floor_divide.default: floor_divide,
     aten.div.Tensor_mode: divide,
     aten.div.Scalar_mode: divide,
+    aten.floor.default: _of_floats(op.Floor),
+    aten.ceil.default: _of_floats(op.Ceil),
+    aten.round.default: _of_floats(op.Round),
+    aten.trunc.default: _of_floats(core.aten_trunc),
+    aten.relu.default: relu,
     aten.signbit.default: signbit,
     prims.signbit.default: signbit,
     prims.hypot.default: hypot,
