@@ -21,6 +21,30 @@ def _scattered(reduce: str, *, include_self: bool) -> Callable[[Tensor, Tensor, 
     return lambda x, index, source: x.scatter_reduce(0, index, source, reduce, include_self=include_self)
 
 
+@pytest.mark.filterwarnings("ignore:The reduce argument of torch.scatter", "ignore:index_reduce")
+def test_values_are_scattered_with_a_reduction() -> None:
+    """Also at places that come twice, unlike those of the example, and more values than places."""
+    x, index = torch.arange(12.0).reshape(4, 3), APART[:, :2]
+    writes = [
+        lambda x, index, source: x.scatter(0, index, source, reduce="add"),
+        lambda x, index, source: x.scatter(-1, index % 3, source, reduce="multiply"),
+        lambda x, index, _: x.scatter(0, index, 2.5, reduce="add"),
+        lambda x, index, source: x.index_reduce(0, index[0], source[:2], "amax"),
+        lambda x, index, source: x.index_reduce(-1, index[1] % 3, source.T.repeat(2, 1)[:4, :2], "mean"),
+        lambda x, index, source: x.put(index, source[:2, :2]),
+        lambda x, index, source: x.put(index, source[:2, :2], accumulate=True),
+    ]
+    agree(each(writes), (x, index, ROWS), (x, TOGETHER[:, 1:] % 3, -ROWS))
+
+
+def test_what_a_mask_chooses_gets_values_in_their_order() -> None:
+    def model(x: Tensor, values: Tensor) -> Tensor:
+        return x.masked_scatter(x > 0, values) + x.masked_scatter(x[:, :1] < 0, values)
+
+    values = torch.arange(16.0)
+    agree(model, (ROWS, values), (-ROWS, -values), (ROWS.abs(), values), (torch.zeros(3, 3), values))
+
+
 @pytest.mark.parametrize("include_self", [True, False])
 def test_a_reduction_that_is_scattered(include_self: bool) -> None:
     """Below zero without a bound, and at places that come twice, unlike those of the example."""
@@ -205,3 +229,7 @@ def test_values_are_clamped_to_several_constant_bounds() -> None:
 def test_integers_are_rounded_already(dtype: torch.dtype) -> None:
     x = torch.tensor([-3.5, -1, 0, 2.5, 7]).to(dtype)
     agree(each([torch.floor, torch.ceil, torch.round, torch.trunc, torch.relu]), (x,), (-x,))
+
+
+def test_a_random_slope_is_its_mean_in_evaluation_mode() -> None:
+    agree(torch.nn.RReLU(0.1, 0.3).eval(), (ROWS,), (-ROWS,))

@@ -14,6 +14,7 @@ import torch
 from onnxscript import opset18 as op
 from onnxscript.function_libs.torch_lib.ops import core
 
+from nimblec.errors import UnsupportedModelError
 from nimblec.frontend.pytorch.onnx_constants import described, like
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -126,6 +127,15 @@ def relu(self: Any) -> Any:
     return op.Max(self, like(0, self)) if self.dtype == onnx_ir.DataType.INT64 else op.Relu(self)
 
 
+def rrelu(
+    self: Any, noise: Any, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, **_generator: object
+) -> tuple[Any, Any]:
+    """aten.rrelu_with_noise_functional in evaluation mode, where the slope below zero is the mean of its bounds."""
+    if training:
+        raise UnsupportedModelError("rrelu draws random numbers in training mode: call .eval() first")
+    return op.LeakyRelu(self, alpha=(lower + upper) / 2), op.Identity(noise)
+
+
 def _of_floats(rounded: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """aten.floor and its like, of which integers are their own results."""
     return lambda self: op.Identity(self) if self.dtype.is_integer() else rounded(self)
@@ -178,6 +188,7 @@ ARITHMETIC: dict[Any, Any] = {
     aten.round.default: _of_floats(op.Round),
     aten.trunc.default: _of_floats(core.aten_trunc),
     aten.relu.default: relu,
+    aten.rrelu_with_noise_functional.default: rrelu,
     aten.signbit.default: signbit,
     prims.signbit.default: signbit,
     prims.hypot.default: hypot,

@@ -5,7 +5,7 @@ after where the rows are not of its first dimension: two copies of a whole cache
 indexed instead, and each row is one contiguous copy.
 
 What a mask chooses torch.onnx counts, also where one value replaces all of it, and a plan's sizes are fixed. Of values
-that are scattered as a mean it keeps the last one.
+that are scattered as a mean it keeps the last one; with other reductions it scatters them by one of several operators.
 """
 
 from collections.abc import Callable, Sequence
@@ -91,6 +91,43 @@ def scatter_reduce(self: Any, dim: int, index: Any, src: Any, reduce: str, inclu
     return op.Div(total, counts) if self.dtype.is_floating_point() else core.aten_floor_divide(total, counts)
 
 
+def scatter(self: Any, dim: int, index: Any, src: Any, *, reduce: str) -> Any:
+    """aten.scatter.reduce, which reads as much of ``src`` as the index has places; and value_reduce, of a number."""
+    if isinstance(src, int | float):
+        src = described(op.Expand(like(src, self), op.Shape(index)), index.shape, self)
+    elif (rank := len(index.shape)) > 0:
+        src = described(op.Slice(src, ints([0] * rank), op.Shape(index), ints(range(rank))), index.shape, src)
+    return scatter_reduce(self, dim, index, src, {"add": "sum", "multiply": "prod"}[reduce])
+
+
+def index_reduce(self: Any, dim: int, index: Any, source: Any, reduce: str, *, include_self: bool = True) -> Any:
+    """aten.index_reduce: each place of the index stands for a row."""
+    rank = max(len(source.shape), 1)
+    dim %= rank
+    places = op.Reshape(index, ints([*[1] * dim, -1, *[1] * (rank - 1 - dim)]))
+    places = described(op.Expand(places, op.Shape(source)), source.shape, index)
+    return scatter_reduce(self, dim, places, source, reduce, include_self)
+
+
+def put(self: Any, index: Any, source: Any, accumulate: bool = False) -> Any:
+    """aten.put: into a tensor as if it were flat."""
+    flat = ints([-1])
+    places, values = (op.Reshape(each, flat) for each in (index, source))
+    reduction = "add" if accumulate else "none"
+    written = op.ScatterElements(op.Reshape(self, flat), places, values, axis=0, reduction=reduction)
+    return op.Reshape(written, op.Shape(self))
+
+
+def masked_scatter(self: Any, mask: Any, source: Any) -> Any:
+    """aten.masked_scatter: the n-th place that the mask chooses gets the n-th value."""
+    flat, shape = ints([-1]), op.Shape(self)
+    chosen: Any = op.Cast(op.Reshape(op.Expand(mask, shape), flat), to=onnx_ir.DataType.INT64)
+    first: Any = op.Constant(value_int=0)
+    numbers = op.Sub(op.CumSum(chosen, first), ints([1]))
+    values = op.Reshape(op.Gather(op.Reshape(source, flat), numbers), shape)
+    return op.Where(mask, values, self)
+
+
 def index_copy(self: Any, dim: int, index: Any, source: Any) -> Any:
     """aten.index_copy: rows of ``source`` to the positions ``index`` of a dimension."""
     dim %= max(len(self.shape), 1)
@@ -149,6 +186,11 @@ INDEXING: dict[Any, Any] = {
     aten.index_put.default: index_put,
     aten._unsafe_index_put.default: index_put,
     aten.scatter_reduce.two: scatter_reduce,
+    aten.scatter.reduce: scatter,
+    aten.scatter.value_reduce: scatter,
+    aten.index_reduce.default: index_reduce,
+    aten.put.default: put,
+    aten.masked_scatter.default: masked_scatter,
 }
 """Translations for torch.onnx.export of any model."""
 
