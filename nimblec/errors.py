@@ -21,12 +21,6 @@ EXTRAS = {
 """Packages that a plain installation lacks, and the extra that installs each."""
 
 
-DATA_DEPENDENT = (
-    "its result decides what runs next, and a plan is static: take data-dependent sizes and .item() out of the model"
-)
-"""Why an operator that is named before cannot be recorded."""
-
-
 class ArgumentError(InputError, TypeError):
     """An argument of `nimblec.compile` or an option of the command line is invalid."""
 
@@ -112,6 +106,14 @@ def _chain(exc: BaseException | None) -> Iterator[BaseException]:
     while exc is not None:
         yield exc
         exc = exc.__cause__ or exc.__context__
+
+
+def data_dependent(operator: str) -> str:
+    """The refusal of an operator whose result, or its size, decides what runs next."""
+    return (
+        f"{operator}: its result decides what runs next, and a plan is static: "
+        "take data-dependent sizes and .item() out of the model"
+    )
 
 
 def first_line(exc: BaseException) -> str:

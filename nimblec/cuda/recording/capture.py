@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from nimblec.cuda.recording.allocator import Zone
 from nimblec.cuda.recording.inductor import seeing_compiled_code
-from nimblec.errors import DATA_DEPENDENT, TraceError, first_line
+from nimblec.errors import TraceError, data_dependent, first_line
 from nimblec.frontend.pytorch.fx_graph import SetSource
 from nimblec.frontend.pytorch.generator import CudaGenerator
 from nimblec.frontend.pytorch.source_tracker import SourceTracker
@@ -151,7 +151,7 @@ class _OpRecorder(TorchDispatchMode):
     def _call(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], source: str) -> Any:
         where = f"{func} in {source or 'the model'}"
         if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default):
-            raise ValueDependentError(f"{where}: {DATA_DEPENDENT}")
+            raise ValueDependentError(data_dependent(where))
         try:
             return func(*args, **kwargs)
         except (RuntimeError, NotImplementedError) as exc:

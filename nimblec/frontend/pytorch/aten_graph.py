@@ -16,7 +16,7 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch.export.graph_signature import ConstantArgument, InputKind, InputSpec, TensorArgument
 from torch.utils import _pytree as pytree
 
-from nimblec.errors import DATA_DEPENDENT, CompileError, TraceError, UnsupportedModelError, first_line
+from nimblec.errors import CompileError, TraceError, UnsupportedModelError, data_dependent, first_line
 from nimblec.frontend.pytorch.export_errors import BY_VALUE, exporting
 from nimblec.frontend.pytorch.model import state_written
 from nimblec.frontend.pytorch.source_tracker import source_of
@@ -240,8 +240,8 @@ class _Tracer(fx.Interpreter):
             if isinstance(exc, InPlaceError):
                 composite = n.target if isinstance(n.target, OpOverload) and is_decomposed(n.target) else None
                 raise InPlaceError(f"{where}: {exc}", composite) from exc
-            why = DATA_DEPENDENT if isinstance(exc, BY_VALUE) else first_line(exc)
-            raise TraceError(f"{where}: {why}") from exc
+            depends = isinstance(exc, BY_VALUE)
+            raise TraceError(data_dependent(where) if depends else f"{where}: {first_line(exc)}") from exc
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target in CHECKS:
