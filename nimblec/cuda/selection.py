@@ -64,6 +64,8 @@ class Selector:
         times: list[str] = []
         failures: dict[str, NimbleError] = {}
         for variant in tried:
+            if variant.is_fallback and best is not None:
+                continue
             try:
                 with nullcontext() if variant.is_original else unforeseen():
                     recorded = self._record(variant)

@@ -22,12 +22,14 @@ from nimblec.optimize.rewrites import REWRITES
 class Variant:
     """One way to run a model.
 
-    ``make`` takes seconds, and raises TraceError or UnsupportedModelError where the model cannot run that way.
+    ``make`` takes seconds, and raises TraceError or UnsupportedModelError where the model cannot run that way. A
+    fallback is tried where none before it was possible.
     """
 
     name: str
     make: Callable[[], TorchModel]
     is_original: bool = False
+    is_fallback: bool = False
 
 
 def variants(
@@ -36,10 +38,11 @@ def variants(
     """The variants worth trying at ``level``: one at 0 and at 1, several at 2.
 
     torch.compile is tried where no Triton kernel applies: where one does, it was always slower. It is not tried for a
-    model whose state another entry writes: it takes that state for constant. ``dtype`` is the half precision to
-    compute in instead of float32, ``times`` keeps the times of Triton kernels, and ``report`` is called for each pass
-    that has run. A model that the user compiled with torch.compile stays as it is at every level; with ``dtype`` it
-    is refused by a CompileError.
+    model whose state another entry writes: it takes that state for constant. Of such a model, as the entries of a
+    training step are, fused regions alone were always slower than with Triton kernels, too. ``dtype`` is the half
+    precision to compute in instead of float32, ``times`` keeps the times of Triton kernels, and ``report`` is called
+    for each pass that has run. A model that the user compiled with torch.compile stays as it is at every level; with
+    ``dtype`` it is refused by a CompileError.
     """
     if model.is_compiled:
         if dtype is not None:
@@ -78,10 +81,10 @@ def _of_level_2(
     if runs.has_run(*kernels) and (preferred := timed.in_context(runs(*kernels).module)):
         again = runs.with_setting(replace(setting, use=o2.Timed(times, preferred)), kept=(REWRITES,))
         yield Variant(name=f"{most.name}, chosen in context", make=partial(again, *most.pipelines))
-    yield _variant(FUSED_REGIONS, partial(runs, *FUSED_REGIONS.pipelines))
-    if dtype is not None or model.written_elsewhere:
-        return
-    if not (runs.has_run(*products) and o2.has_triton_kernels(runs(*products).module)):
+    has_kernels = runs.has_run(*products) and o2.has_triton_kernels(runs(*products).module)
+    fused = _variant(FUSED_REGIONS, partial(runs, *FUSED_REGIONS.pipelines))
+    yield replace(fused, is_fallback=has_kernels and bool(model.written_elsewhere))
+    if not (has_kernels or dtype is not None or model.written_elsewhere):
         yield Variant(name="torch.compile", make=partial(compiled, model))
 
 

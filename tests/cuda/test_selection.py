@@ -1,6 +1,7 @@
 """Which variant is kept, and that nothing of the others is, over recordings that take no GPU."""
 
 import weakref
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -72,6 +73,18 @@ def test_the_first_of_the_fastest_is_kept_and_nothing_of_the_others() -> None:
     assert failed.startswith("not possible for this model: fails: fails fails: ")
     assert other.startswith("not possible for this model: other: other fails: ")
     assert times == "tried 9000 9 us, 5000 5 us, 7000 7 us, 5000 5 us: kept the fastest"
+
+
+def test_a_fallback_is_tried_where_nothing_before_it_was_possible() -> None:
+    def last(*names: str) -> list[Variant]:
+        *others, fallback = tried(*names)
+        return [*others, replace(fallback, is_fallback=True)]
+
+    original: Any = None
+    selector = Quick(Notes(), 2)
+    assert selector.fastest(original, last("9000", "5000")).duration_ns == 9000
+    assert len(selector.alive) == 1
+    assert Quick(Notes(), 2).fastest(original, last("fails", "5000")).duration_ns == 5000
 
 
 def test_a_model_of_which_no_variant_is_possible_is_compiled_as_it_runs() -> None:

@@ -22,7 +22,7 @@ from nimblec.kernels.gemm.rewrite import GEMM
 from nimblec.levels import o2
 from nimblec.levels.o1 import FUSED_REGIONS
 from nimblec.levels.recipe import Recipe
-from nimblec.levels.variants import variants
+from nimblec.levels.variants import Variant, variants
 from nimblec.optimize.pipeline import Phase, Pipeline, Report, Setting
 from nimblec.optimize.rewrites import LAYOUT, REGIONS, REWRITES
 
@@ -168,6 +168,23 @@ def test_the_compiler_and_the_model_zoo_call_the_same_pipelines(
     in_context = f"{o2.TRITON_NORMS.name}, chosen in context"
     assert names == [o2.TRITON.name, o2.TRITON_NORMS.name, in_context, FUSED_REGIONS.name]
     assert Untimed.given == [{}, {"a": "1x2"}]
+
+
+@pytest.mark.usefixtures("called")
+def test_entries_that_share_state_fall_back_on_fused_regions(
+    times: TimingCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(o2, "Timed", Untimed)
+    module = Small().eval()
+    written = frozenset({module.linear.weight.untyped_storage()._cdata})
+    alone = place(module, (torch.randn(1, 8, 6, 6),), device="cpu")
+    for model, is_fallback in ((alone, False), (replace(alone, written_elsewhere=written), True)):
+        found: list[Variant] = []
+        for variant in variants(model, 2, None, times):
+            variant.make()
+            found.append(variant)
+        assert [variant.is_fallback for variant in found] == [*[False] * (len(found) - 1), is_fallback]
+        assert found[-1].name == FUSED_REGIONS.name
 
 
 def test_without_memory_for_all_kernels_at_once_the_tilings_stay(
