@@ -52,7 +52,9 @@ def test_pooling_at_once_is_onnxs_window_after_window(kind: str, kernel: tuple[i
     options = {"p": 3} if kind == "LPPOOL" else {}
     wanted = op_pool_common.pool(*given, **options)
     with made_quickly():
-        assert np.array_equal(op_pool_common.pool(*given, **options), wanted)
+        found = op_pool_common.pool(*given, **options)
+    # numpy rounds powers otherwise where it computes several at once, as with AVX-512.
+    np.testing.assert_allclose(found, wanted, rtol=1e-6 if kind == "LPPOOL" else 0)
 
 
 @BY_LIST
