@@ -167,6 +167,38 @@ class Recurrent(nn.Module):
         return self.rest(self.steps(x[:, 0, :2])[0][:, -1])
 
 
+class ImagesOfChannelsLast(nn.Module):
+    """A convolution whose weight has gradients in the layout of its images, as those of ConvNeXt have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(4, 5, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scores of images of four channels, their last axis."""
+        return self.convolution(x.permute(0, 3, 1, 2)).mean((2, 3))
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "RMSprop"])
+@pytest.mark.parametrize("clip_norm", [None, 0.01])
+def test_gradients_in_another_layout_are_those_of_pytorch(name: str, clip_norm: float | None) -> None:
+    torch.manual_seed(0)
+    model = ImagesOfChannelsLast()
+    eager = copy.deepcopy(model)
+    images, labels = torch.randn(2, 8, 8, 4), torch.arange(2)
+    optimizer = OPTIMIZERS[name](eager)
+    entries = nimblec.training_step(model, loss, OPTIMIZERS[name](model), (images, labels), clip_norm=clip_norm)
+    step, _ = entries["train"]
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss(eager(images), labels).backward()
+        if clip_norm is not None:
+            nn.utils.clip_grad_norm_(eager.parameters(), clip_norm)
+        optimizer.step()
+        step(images, labels)
+    torch.testing.assert_close(model.state_dict(), eager.state_dict())
+
+
 def test_a_recurrent_network_trains_by_a_rate_that_is_a_factor(tmp_path: Path) -> None:
     """RMSprop without momentum reads its rate as a number where others multiply by it."""
 

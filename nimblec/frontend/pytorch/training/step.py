@@ -170,6 +170,8 @@ def _update(
 ) -> None:
     """The optimizer's step by these gradients, which it may change; only if it ``is_due``, and they are finite."""
     takes, scale = is_due, left.own.get(SCALE)
+    if itself:
+        gradients = {name: _laid_out(gradient, left.parameters[name]) for name, gradient in gradients.items()}
     if scale is not None or recipe.clip_norm is not None:  # which write into them
         gradients = _apart(gradients)
     parameters = {name: value.detach() for name, value in left.parameters.items()}
@@ -186,6 +188,19 @@ def _update(
         tracker = left.own[TRACKER]
         with _only_if(is_due, [scale, tracker]):
             update_scale(scale, tracker, overflow, itself=itself)
+
+
+def _laid_out(gradient: Tensor | None, parameter: Tensor) -> Tensor | None:
+    """A gradient in its parameter's memory layout, as `backward` leaves it: fused optimizers take no other.
+
+    The rule is that of torch/csrc/autograd/functions/accumulate_grad.h: the strides of axes of one element are free.
+    """
+    if gradient is None:
+        return None
+    pairs = zip(gradient.shape, gradient.stride(), parameter.stride(), strict=True)
+    if all(stride != 0 if size == 1 else stride == wanted for size, stride, wanted in pairs):
+        return gradient
+    return torch.empty_like(parameter).copy_(gradient)
 
 
 def _apart(gradients: _Gradients) -> _Gradients:
