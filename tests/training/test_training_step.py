@@ -179,6 +179,30 @@ class ImagesOfChannelsLast(nn.Module):
         return self.convolution(x.permute(0, 3, 1, 2)).mean((2, 3))
 
 
+def test_channels_last_images_are_pooled_to_one_pixel() -> None:
+    """For them PyTorch's pooling sets strides, of which ONNX has no gradient."""
+
+    class Pooled(ImagesOfChannelsLast):
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.relu(self.convolution(x.permute(0, 3, 1, 2)))
+            return functional.adaptive_avg_pool2d(input=x, output_size=1).flatten(1)
+
+    torch.manual_seed(0)
+    model = Pooled()
+    images, labels = torch.randn(2, 8, 8, 4), torch.arange(2)
+    eager = copy.deepcopy(model)
+    optimizer = OPTIMIZERS["SGD"](eager)
+    step = nimblec.training_step(model, loss, OPTIMIZERS["SGD"](model), (images, labels))
+    with nimblert.load(nimblec.compile(step, target="cpu", streams=1)) as exe:
+        for _ in range(2):
+            optimizer.zero_grad()
+            wanted = loss(eager(images), labels)
+            wanted.backward()
+            optimizer.step()
+            found = np.asarray(exe(images.numpy(), labels.numpy(), entry="train"))
+            np.testing.assert_allclose(found, wanted.detach().numpy(), rtol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["SGD", "Adam", "RMSprop"])
 @pytest.mark.parametrize("clip_norm", [None, 0.01])
 def test_gradients_in_another_layout_are_those_of_pytorch(name: str, clip_norm: float | None) -> None:

@@ -14,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 
 from nimblec.errors import UnsupportedModelError, user_code
 from nimblec.frontend.pytorch.generator import StepGenerator
@@ -72,7 +73,7 @@ def trace(
     flat = (*state.tensors(), *inputs, *targets)
     table = decompositions(exported=exported)
     plainly = _plain_operators() if exported else nullcontext()
-    with user_code("training_step: the step cannot be traced"), plainly, preserve_node_meta():
+    with user_code("training_step: the step cannot be traced"), plainly, _MeanPooling(), preserve_node_meta():
         traced = make_fx(step, decomposition_table=table, tracing_mode="fake", _allow_non_fake_inputs=True)(*flat)
     for node in reversed(traced.graph.nodes):
         if str(node.target).startswith("profiler."):  # of Optimizer.step
@@ -94,6 +95,25 @@ def _refuse_held(model: nn.Module, traced: Any) -> None:
                 f"training_step: model or loss reads a parameter or buffer of shape {tuple(value.shape)} that is not "
                 "the model's own at this place: have the model return what the loss reads of it"
             )
+
+
+class _MeanPooling(TorchFunctionMode):
+    """Average pooling to one pixel as the mean that it is.
+
+    PyTorch's marks its result for channels-last images by strides, and so its gradient is written by strides.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        pooled = _pooled if func is nn.functional.adaptive_avg_pool2d else func
+        return pooled(*args, **(kwargs or {}))
+
+
+def _pooled(input: Tensor, output_size: Any) -> Tensor:  # noqa: A002 - PyTorch's name of the argument
+    if output_size in (1, (1, 1), [1, 1]):
+        return input.mean((-2, -1), keepdim=True)
+    return nn.functional.adaptive_avg_pool2d(input, output_size)
 
 
 @contextmanager
