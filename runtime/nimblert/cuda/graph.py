@@ -196,21 +196,20 @@ def add_fill(graph: Handle, dst: int, filling: Filling) -> Handle:
 
 
 def _add_edges(graph: Handle, nodes: Sequence[Handle], node: Handle, before: Sequence[Edge]) -> None:
-    # The driver (580) applies the data of a call's first edge to all its edges, so each kind has a call of its own.
     for programmatic in (False, True):
         sources = [nodes[e.source] for e in before if e.programmatic is programmatic]
-        if not sources:
-            continue
-        data = [_edge_data(programmatic=programmatic) for _ in sources]
-        call("cuGraphAddDependencies", graph, sources, [node] * len(sources), data, len(sources))
+        add_edges(graph, sources, [node], programmatic=programmatic)
 
 
-def add_edges(graph: Handle, before: Sequence[Handle], after: Sequence[Handle]) -> None:
-    """Make each node of ``after`` start once all of ``before`` have ended."""
+def add_edges(
+    graph: Handle, before: Sequence[Handle], after: Sequence[Handle], *, programmatic: bool = False
+) -> None:
+    """Make each node of ``after`` start once all of ``before`` have ended, or wait for that itself."""
     pairs = [(source, node) for node in after for source in before]
     if pairs:
         sources, nodes = zip(*pairs, strict=True)
-        data = [_edge_data(programmatic=False) for _ in pairs]
+        # The driver (580) applies the data of a call's first edge to all its edges, so each kind has a call of its own.
+        data = [_edge_data(programmatic=programmatic) for _ in pairs]
         call("cuGraphAddDependencies", graph, list(sources), list(nodes), data, len(pairs))
 
 
