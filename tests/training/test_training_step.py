@@ -18,6 +18,7 @@ from torch.nn import functional
 import nimblec
 import nimblert
 from nimblec.errors import ArgumentError, TraceError, UnsupportedModelError
+from nimblec.frontend.pytorch.training.step import _MeanPooling
 from nimblert import Executable
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
@@ -179,13 +180,24 @@ class ImagesOfChannelsLast(nn.Module):
         return self.convolution(x.permute(0, 3, 1, 2)).mean((2, 3))
 
 
-def test_channels_last_images_are_pooled_to_one_pixel() -> None:
+@pytest.mark.parametrize("size", [1, 2, [1, 1], (1, None), (None, 1), (3, 1)])
+def test_pooling_is_pytorchs_to_any_size(size: Any) -> None:
+    x = torch.randn(2, 3, 6, 6)
+    with _MeanPooling():
+        found = functional.adaptive_avg_pool2d(x, size)
+    torch.testing.assert_close(found, functional.adaptive_avg_pool2d(x, size))
+
+
+@pytest.mark.parametrize("is_image", [True, False], ids=["images", "sequences"])
+def test_channels_last_images_are_pooled_to_one_pixel(*, is_image: bool) -> None:
     """For them PyTorch's pooling sets strides, of which ONNX has no gradient."""
 
     class Pooled(ImagesOfChannelsLast):
         def forward(self, x: Tensor) -> Tensor:
             x = torch.relu(self.convolution(x.permute(0, 3, 1, 2)))
-            return functional.adaptive_avg_pool2d(input=x, output_size=1).flatten(1)
+            if is_image:
+                return functional.adaptive_avg_pool2d(input=x, output_size=1).flatten(1)
+            return functional.adaptive_avg_pool1d(x.flatten(2), (1,)).flatten(1)
 
     torch.manual_seed(0)
     model = Pooled()

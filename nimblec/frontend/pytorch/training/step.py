@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -97,6 +98,14 @@ def _refuse_held(model: nn.Module, traced: Any) -> None:
             )
 
 
+_AVERAGES: Mapping[Any, int] = {
+    nn.functional.adaptive_avg_pool1d: 1,
+    nn.functional.adaptive_avg_pool2d: 2,
+    nn.functional.adaptive_avg_pool3d: 3,
+}
+"""Pooling functions, and the number of axes that each pools."""
+
+
 class _MeanPooling(TorchFunctionMode):
     """Average pooling to one pixel as the mean that it is.
 
@@ -106,14 +115,16 @@ class _MeanPooling(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        pooled = _pooled if func is nn.functional.adaptive_avg_pool2d else func
-        return pooled(*args, **(kwargs or {}))
+        called = partial(_pooled, func) if func in _AVERAGES else func
+        return called(*args, **(kwargs or {}))
 
 
-def _pooled(input: Tensor, output_size: Any) -> Tensor:  # noqa: A002 - PyTorch's name of the argument
-    if output_size in (1, (1, 1), [1, 1]):
-        return input.mean((-2, -1), keepdim=True)
-    return nn.functional.adaptive_avg_pool2d(input, output_size)
+def _pooled(pool: Any, input: Tensor, output_size: Any) -> Tensor:  # noqa: A002 - PyTorch's name of the argument
+    axes = _AVERAGES[pool]
+    if output_size in (1, (1,) * axes, [1] * axes):
+        return input.mean(tuple(range(-axes, 0)), keepdim=True)
+    found: Tensor = pool(input, output_size)
+    return found
 
 
 @contextmanager
