@@ -49,6 +49,6 @@ def test_torchs_profiler_sees_the_kernels_of_each_call() -> None:
         torch.cuda.synchronize()
 
     call()
-    found = figures(peer_calls.by_torch(call))
-    assert found["kernels"] == 2
-    assert 0 < found["busy_us"]["median"] <= found["kernels_us"]["median"] < 1000
+    spans = peer_calls.by_torch(call)  # how far apart depends on what else the GPU does
+    assert len(spans) == 2 * CALLS
+    assert all(begin < end for begin, end in spans)
