@@ -203,8 +203,10 @@ def training_step(
     gradient is not finite, parameters and optimizer state stay as they are, and the scale is reduced. `compile`
     takes such a step only by name and for the CUDA target; otherwise it raises UnsupportedModelError.
 
-    The step starts from the current state of model and optimizer. Neither is modified, except that the model is put
-    into training mode. On the CUDA target, give `compile` the name of a function that returns the entries.
+    Parameters that require no gradient stay as they are. The step starts from the current state of model and optimizer.
+    Neither is modified, except that a model in evaluation mode is put into training mode; parts of a model in training
+    mode may be in evaluation mode, and are run so. On the CUDA target, give `compile` the name of a function that
+    returns the entries.
 
     Raises ArgumentError for an argument of the wrong kind, TraceError if the step cannot be traced to a graph (Python
     code reads values of tensors, or the model has a generator of its own), UnsupportedModelError if the graph does
@@ -227,8 +229,8 @@ def load_state(
 
     It is also loaded into the ``optimizer``, and into the torch.amp.GradScaler of a step in float16, if they are
     given. Raises ArgumentError for a state of another model or kind of optimizer, for one that lacks tensors, and,
-    with a ``scaler``, for one without a scale; nothing is changed then. The state of a plan for a GPU leaves out
-    tensors of the model that no call writes: these stay as they are.
+    with a ``scaler``, for one without a scale; nothing is changed then. The state of a plan leaves out tensors of the
+    model that no call writes: these stay as they are.
     """
     from nimblec.frontend.pytorch.training.load import load_state as load  # brings in torch
 

@@ -21,6 +21,7 @@ from nimblec.graph.rewriter import Rewriter, argument, bound, fake, is_call, own
 from nimblec.graph.state import WRITES_STATE, StateSlot, slots
 from nimblec.graph.views import lies_as
 from nimblec.graph.vocabulary import is_like
+from nimblec.graph.writes import written_nodes
 
 aten = torch.ops.aten
 
@@ -196,16 +197,7 @@ def _earlier(state: fx.Node, writers: list[fx.Node]) -> Iterator[tuple[fx.Node, 
 def _kept(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
     """(earlier, later) of each call that writes memory and each that touches it, in their present order."""
     for writer in graph.nodes:
-        for written in _written(writer):
+        for written in written_nodes(writer):
             for other in readers(owner(written)):
                 if other is not writer:
                     yield (other, writer) if other < writer else (writer, other)  # by place in the graph
-
-
-def _written(node: fx.Node) -> Iterator[fx.Node]:
-    """The arguments that a call writes."""
-    if node.op == "call_function" and isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
-        given = bound(node)
-        for formal in node.target._schema.arguments:
-            if formal.alias_info is not None and formal.alias_info.is_write:
-                yield from (leaf for leaf in tree_leaves(given[formal.name]) if isinstance(leaf, fx.Node))

@@ -18,13 +18,8 @@ from nimblec.errors import TraceError, data_dependent, first_line
 from nimblec.frontend.pytorch.fx_graph import SetSource
 from nimblec.frontend.pytorch.generator import CudaGenerator
 from nimblec.frontend.pytorch.source_tracker import SourceTracker
+from nimblec.graph.writes import written_positions
 from nimblert.cuda.driver import call
-
-_WRITES_RUNNING_STATISTICS = {
-    "aten.native_batch_norm.default": (3, 4, 5),
-    "aten.cudnn_batch_norm.default": (3, 4, 5),
-}
-"""Ops whose schemas do not declare that they write running statistics: positions of (mean, var, training)."""
 
 _MOST_PIECES = 2048
 """Pieces of a tensor with gaps. Some of the channels of 45 x 45 pixels are 2025."""
@@ -167,13 +162,10 @@ def _accesses(
 ) -> tuple[tuple[ByteRange, ...], tuple[ByteRange, ...]]:
     reads: list[ByteRange] = []
     writes: list[ByteRange] = []
-    statistics = _WRITES_RUNNING_STATISTICS.get(str(func))
+    written = written_positions(func, args)
     for position, argument in enumerate(func._schema.arguments):
         value = args[position] if position < len(args) else kwargs.get(argument.name)
-        written = argument.alias_info is not None and argument.alias_info.is_write
-        if statistics and position in statistics[:2]:
-            written = bool(args[statistics[2]])
-        (writes if written else reads).extend(_ranges(value))
+        (writes if position in written else reads).extend(_ranges(value))
     writes.extend(_ranges(result))
     return tuple(reads), tuple(writes)
 

@@ -21,6 +21,7 @@ from nimblec.frontend.pytorch.training.state import (
     TrainingState,
     initial_state,
     named_tensors,
+    trained,
 )
 from nimblec.frontend.pytorch.training.step import Step, trace
 
@@ -158,7 +159,7 @@ def _slots(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     """The tensors that the optimizer keeps for parameters, as `TrainingState` names them."""
     return {
         f"{name}.{slot}": value.detach()
-        for name, parameter in model.named_parameters()
+        for name, parameter in trained(model).items()
         for slot, value in optimizer.state.get(parameter, {}).items()
         if isinstance(value, Tensor)
     }

@@ -10,13 +10,15 @@ from torch.fx import Interpreter
 from torch.fx.traceback import preserve_node_meta
 from torch.optim import Optimizer
 
-from nimblec.errors import ArgumentError, UnsupportedModelError
+from nimblec.errors import ArgumentError
 from nimblec.frontend.pytorch.generator import GeneratorState, StepGenerator
 from nimblec.frontend.pytorch.source_tracker import within
-from nimblec.frontend.pytorch.state import Writing, named_tensors
+from nimblec.frontend.pytorch.state import Writing
 from nimblec.frontend.pytorch.training.check import refuse_another_step
 from nimblec.frontend.pytorch.training.state import (
+    MODEL,
     OFFSET,
+    OPTIMIZER,
     SEED,
     Recipe,
     TrainingState,
@@ -49,8 +51,8 @@ class Train(Writing):
         self._recipe = recipe
         self._state = state
         self._batch = [tensor.to("meta") for tensor in batch]
-        self.writes = tuple(named_tensors(self))
-        self.settable = (*(f"optimizer.{rate}" for rate in state.rates), *(name for name in state.own if name == SEED))
+        self.settable = (*(f"{OPTIMIZER}.{rate}" for rate in state.rates), *({SEED} & state.own.keys()))
+        self.writes = self.settable
         self._graphs: dict[str, Any] = {}  # not submodules: they take the same tensors as inputs
         self._trace()
 
@@ -64,8 +66,9 @@ class Train(Writing):
         with preserve_node_meta():
             loss, *after = Interpreter(self._graphs[batch[0].device.type]).run(*tensors, *batch)
             with within(Phase.UPDATE):
-                for tensor, value in zip(tensors, after, strict=True):
-                    tensor.copy_(value)
+                for name, tensor, value in zip(self._names(), tensors, after, strict=True):
+                    if name in self.writes:
+                        tensor.copy_(value)
         return {"loss": loss}
 
     def let_torch_draw(self) -> None:
@@ -85,7 +88,10 @@ class Train(Writing):
         if device.type not in self._graphs:
             batch = [torch.zeros_like(tensor, device=device) for tensor in self._batch]
             parts = batch[:count], batch[count:]
-            self._graphs[device.type] = trace(self._recipe, state, *parts, exported=device.type == "cpu").graph
+            step = trace(self._recipe, state, *parts, exported=device.type == "cpu")
+            self._graphs[device.type] = step.graph
+            names = zip(self._names(), step.changes, strict=True)
+            self.writes = tuple(name for name, changes in names if changes or name in self.writes)
 
     def _found(self) -> TrainingState:
         """The state, as a call finds it."""
@@ -93,10 +99,13 @@ class Train(Writing):
 
     def _tensors(self) -> list[Tensor]:
         """All of the state, as a call finds it."""
+        return [_find(self, name) for name in self._names()]
+
+    def _names(self) -> list[str]:
+        """The names of all of the state in this module."""
         state = self._state
-        model = [_find(self.model, name) for name in (*state.parameters, *state.buffers)]
-        optimizer = [_find(self.optimizer, name) for name in (*state.slots, *state.rates)]
-        return [*model, *optimizer, *(_find(self, name) for name in state.own)]
+        model = [f"{MODEL}.{name}" for name in (*state.parameters, *state.buffers)]
+        return [*model, *(f"{OPTIMIZER}.{name}" for name in (*state.slots, *state.rates)), *state.own]
 
 
 class Evaluate(nn.Module):
@@ -151,9 +160,8 @@ def entries(
         accumulate=accumulate,
         autocast=_half(autocast),
     )
-    if not all(isinstance(parameter, nn.Parameter) and parameter.requires_grad for parameter in model.parameters()):
-        raise UnsupportedModelError("training_step: a parameter does not require a gradient: make it a buffer")
-    model.train()
+    if not model.training:  # else parts in evaluation mode are meant to be
+        model.train()
     checked = refuse_another_step(recipe, inputs, targets)
     state = initial_state(recipe, draws=checked.draws)
     module = Train(recipe, state, (*inputs, *targets))

@@ -14,7 +14,9 @@ from nimblec.frontend.pytorch.tensors import as_tensor
 from nimblec.frontend.pytorch.training.scaler import SCALE, TRACKER
 from nimblec.frontend.pytorch.training.state import (
     CALLS,
+    MODEL,
     OFFSET,
+    OPTIMIZER,
     RATE,
     SEED,
     SUM,
@@ -26,7 +28,6 @@ from nimblec.frontend.pytorch.training.state import (
 from nimblec.ir import LIBRARY_MEMORY
 
 _OWN = frozenset({CALLS, SEED, OFFSET, SCALE, TRACKER})
-_OPTIMIZER = "optimizer"
 _LIKE = "give one like that of the step"
 _ALL = "give all that a plan's state has"
 
@@ -39,7 +40,7 @@ def load_state(
 ) -> None:
     """See `nimblec.load_state`."""
     values = {name: _tensor(name, value) for name, value in state.items() if not name.startswith(LIBRARY_MEMORY)}
-    tensors = {f"model.{name}": tensor for name, tensor in named_tensors(model).items()}
+    tensors = {f"{MODEL}.{name}": tensor for name, tensor in named_tensors(model).items()}
     sums = {f"{SUM}.{name}": parameter for name, parameter in model.named_parameters()}
     _refuse_another(values, {**tensors, **sums})
     _refuse_without_tensors(values, tensors)
@@ -73,7 +74,7 @@ def _refuse_another(values: Named, known: Named) -> None:
     for name, value in values.items():
         if name in known:
             _check_shape(name, value, known[name])
-        elif not name.startswith(f"{_OPTIMIZER}.") and name not in _OWN:
+        elif not name.startswith(f"{OPTIMIZER}.") and name not in _OWN:
             raise ArgumentError(
                 f"load_state: {name!r} is not a parameter or buffer of the model: give the model that was compiled"
             )
@@ -85,15 +86,15 @@ def _refuse_another(values: Named, known: Named) -> None:
 def _refuse_without_tensors(values: Named, tensors: Named) -> None:
     """Raise ArgumentError where a state lacks tensors that the state of a plan has.
 
-    A plan for a GPU leaves out tensors of the model that no call writes. So a state has some of the model's, and each
+    A plan leaves out tensors of the model that no call writes. So a state has some of the model's, and each
     of those for which it has a sum of gradients, or state of the optimizer.
     """
     parts = [(part, path) for part, _, path in (name.partition(".") for name in values)]
-    kept = {path.rpartition(".")[0] for part, path in parts if part == _OPTIMIZER}
+    kept = {path.rpartition(".")[0] for part, path in parts if part == OPTIMIZER}
     kept |= {path for part, path in parts if part == SUM}
     is_bare = values.keys().isdisjoint(tensors)
     for name in tensors:
-        if name not in values and (is_bare or name.removeprefix("model.") in kept):
+        if name not in values and (is_bare or name.removeprefix(f"{MODEL}.") in kept):
             raise ArgumentError(f"load_state: the state has no {name!r}: {_ALL}")
 
 
@@ -115,7 +116,7 @@ def _scale(values: Named) -> dict[str, float]:
 def _load_optimizer(values: Named, parameters: Mapping[str, nn.Parameter], optimizer: Optimizer) -> None:
     kept = optimizer.state_dict()
     groups = kept["param_groups"]
-    rates = {f"{_OPTIMIZER}.{name}": group for name, group in zip(rate_names(len(groups)), groups, strict=True)}
+    rates = {f"{OPTIMIZER}.{name}": group for name, group in zip(rate_names(len(groups)), groups, strict=True)}
     slots: dict[str, Named] = defaultdict(dict)
     for name, value in values.items():
         part, _, path = name.partition(".")
@@ -123,7 +124,7 @@ def _load_optimizer(values: Named, parameters: Mapping[str, nn.Parameter], optim
             rate = torch.as_tensor(rates[name][RATE])
             _check_shape(name, value, rate)
             rates[name][RATE] = value.to(rate) if isinstance(rates[name][RATE], Tensor) else float(value)
-        elif part == _OPTIMIZER:
+        elif part == OPTIMIZER:
             path, _, slot = path.rpartition(".")
             slots[path][slot] = value
     expected = kept_by(optimizer)
@@ -131,13 +132,13 @@ def _load_optimizer(values: Named, parameters: Mapping[str, nn.Parameter], optim
         raise ArgumentError(f"load_state: the state has nothing that {type(optimizer).__name__} keeps: {_LIKE}")
     for path, parameter in parameters.items():
         wanted = _tensors(expected.get(parameter, {}))
-        if wanted and path not in slots and f"model.{path}" in values:
-            raise ArgumentError(f"load_state: the state has no '{_OPTIMIZER}.{path}.{next(iter(wanted))}': {_ALL}")
+        if wanted and path not in slots and f"{MODEL}.{path}" in values:
+            raise ArgumentError(f"load_state: the state has no '{OPTIMIZER}.{path}.{next(iter(wanted))}': {_ALL}")
     numbers = {p: n for n, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
     for path, found in slots.items():
         owner = parameters.get(path)
         if owner is None or owner not in numbers:
-            name = ".".join(filter(None, (_OPTIMIZER, path, next(iter(found)))))
+            name = ".".join(filter(None, (OPTIMIZER, path, next(iter(found)))))
             part = "parameter: give the model's own" if path else f"group of parameters: {_LIKE}"
             raise ArgumentError(f"load_state: {name!r}: the optimizer has no such {part}")
         own = expected.get(owner, found)
@@ -158,4 +159,4 @@ def _refuse_other_slots(path: str, found: Named, own: Mapping[str, Any]) -> None
             f"load_state: for {path!r} the state has {sorted(found)}, the optimizer keeps {sorted(wanted)}: {_LIKE}"
         )
     for slot, value in wanted.items():
-        _check_shape(f"{_OPTIMIZER}.{path}.{slot}", found[slot], value)
+        _check_shape(f"{OPTIMIZER}.{path}.{slot}", found[slot], value)

@@ -15,8 +15,8 @@ from nimblec.frontend.pytorch.training.scaler import initial_scaler
 
 Named: TypeAlias = dict[str, Tensor]
 
-MODEL = "model"
-"""The step's name for the model."""
+MODEL, OPTIMIZER = "model", "optimizer"
+"""The step's names for the model and for what the optimizer keeps."""
 RATE = "lr"
 CALLS, SUM = "accumulated_calls", "accumulated"
 SEED, OFFSET = "generator.seed", "generator.offset"
@@ -46,10 +46,10 @@ class Recipe:
 class TrainingState:
     """All that a step reads and writes, by name.
 
-    ``parameters`` and ``buffers`` are the model's; ``slots`` those of the optimizer for a parameter, by
-    "parameter.slot"; ``rates`` the learning rate of each group of parameters; ``own`` what the step keeps besides:
-    the sum of gradients for each parameter and how many calls have added to it, seed and offset of its generator,
-    the scale of its loss.
+    ``parameters`` are those of the model that are trained, ``buffers`` its other tensors; ``slots`` those of the
+    optimizer for a parameter, by "parameter.slot"; ``rates`` the learning rate of each group of parameters; ``own``
+    what the step keeps besides: the sum of gradients for each parameter and how many calls have added to it, seed and
+    offset of its generator, the scale of its loss.
     """
 
     parameters: Named
@@ -75,7 +75,7 @@ class TrainingState:
 
 def initial_state(recipe: Recipe, *, draws: bool) -> TrainingState:
     """The state that the next step of the optimizer would find; ``draws`` for a step that draws random numbers."""
-    parameters: Named = dict(recipe.model.named_parameters())
+    parameters = trained(recipe.model)
     names = {parameter: name for name, parameter in parameters.items()}
     slots: Named = {}
     for parameter, kept in kept_by(recipe.optimizer).items():
@@ -99,7 +99,7 @@ def initial_state(recipe: Recipe, *, draws: bool) -> TrainingState:
     if draws:
         seed = torch.initial_seed()
         own |= {SEED: torch.tensor(seed - (seed >> 63 << 64)), OFFSET: torch.tensor(0)}
-    buffers = dict(recipe.model.named_buffers())
+    buffers = {**frozen(recipe.model), **dict(recipe.model.named_buffers())}
     return TrainingState(parameters=parameters, buffers=buffers, slots=slots, rates=rates, own=own)
 
 
@@ -114,41 +114,49 @@ def rate_names(groups: int) -> list[str]:
 
 
 def group_names(model: nn.Module, optimizer: Optimizer) -> tuple[tuple[str, ...], ...]:
-    """The names of the parameters in each group of an optimizer.
+    """The names of the trained parameters in each group of an optimizer.
 
-    Raises UnsupportedModelError if it updates one that is not the model's, or if one of the model's has two names.
+    Raises UnsupportedModelError if it updates one that is not the model's, or none of the model's is trained.
     """
+    if not trained(model):
+        raise UnsupportedModelError("training_step: no parameter of the model requires a gradient: let some train")
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if names[parameter] != name:
-            raise UnsupportedModelError(
-                f"training_step: {names[parameter]!r} and {name!r} are one parameter, which torch.export cannot "
-                f"handle in a step: keep it in one module, and let the other one's forward read it there"
-            )
     for group in optimizer.param_groups:
         if not names.keys() >= {*group["params"]}:
             raise UnsupportedModelError(
                 "training_step: the optimizer updates a parameter that the model does not have: give it "
                 "model.parameters()"
             )
-    return tuple(tuple(names[parameter] for parameter in group["params"]) for group in optimizer.param_groups)
+    groups = ([p for p in group["params"] if p.requires_grad] for group in optimizer.param_groups)
+    return tuple(tuple(names[parameter] for parameter in group) for group in groups)
+
+
+def trained(model: nn.Module) -> Named:
+    """The parameters that require a gradient, by the first of their names."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def frozen(model: nn.Module) -> Named:
+    """The parameters that require no gradient, by the first of their names."""
+    return {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
 
 
 def kept_by(optimizer: Optimizer) -> dict[Tensor, dict[str, Any]]:
-    """The optimizer's state for each parameter; zeros before its first step."""
+    """The optimizer's state for each parameter that is trained; zeros before its first step."""
     if optimizer.state:
-        return {parameter: dict(kept) for parameter, kept in optimizer.state.items()}
+        return {parameter: dict(kept) for parameter, kept in optimizer.state.items() if parameter.requires_grad}
     trial = copy.deepcopy(optimizer)  # with parameters of its own
     for group in trial.param_groups:
         for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     with user_code("training_step: the optimizer cannot take a step"):
         trial.step()
     found = {}
     for group, copied in zip(optimizer.param_groups, trial.param_groups, strict=True):
         for parameter, other in zip(group["params"], copied["params"], strict=True):
-            kept = trial.state[other]
-            found[parameter] = {k: torch.zeros_like(v) if isinstance(v, Tensor) else v for k, v in kept.items()}
+            if parameter.requires_grad:
+                kept = trial.state[other]
+                found[parameter] = {k: torch.zeros_like(v) if isinstance(v, Tensor) else v for k, v in kept.items()}
     return found
 
 

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
@@ -36,6 +36,7 @@ from nimblec.frontend.pytorch.training.state import (
     TrainingState,
     autocasting,
 )
+from nimblec.graph.writes import is_written
 from nimblec.places import LOSS, Phase, Place
 
 _Gradients: TypeAlias = Mapping[str, Tensor | None]
@@ -48,6 +49,8 @@ class Step:
     graph: Any
     draws: bool
     """Whether it draws random numbers."""
+    changes: tuple[bool, ...]
+    """Whether it may change each tensor of the state."""
 
 
 def trace(
@@ -83,7 +86,20 @@ def trace(
     _refuse_held(recipe.model, traced)
     traced.recompile()
     name_updates(traced.graph, state)
-    return Step(graph=traced, draws=draws)
+    return Step(graph=traced, draws=draws, changes=_changes(traced.graph, count))
+
+
+def _changes(graph: fx.Graph, count: int) -> tuple[bool, ...]:
+    """Whether each of the first ``count`` arguments may change: not if what is returned for it is an unwritten copy."""
+    arguments = [node for node in graph.nodes if node.op == "placeholder"]
+    (results,) = graph.output_node().args
+    _, *after = cast("tuple[fx.Node, ...]", results)
+    return tuple(
+        value.target is not torch.ops.aten.clone.default
+        or value.args[0] is not before
+        or is_written(value)
+        for before, value in zip(arguments[:count], after, strict=True)
+    )
 
 
 def _refuse_held(model: nn.Module, traced: Any) -> None:

@@ -1,0 +1,46 @@
+"""The arguments that calls of ATen write."""
+
+import operator
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+from torch import fx
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves
+
+from nimblec.graph.rewriter import readers
+
+_RUNNING_STATISTICS = {
+    "aten.native_batch_norm.default": (3, 4, 5),
+    "aten.cudnn_batch_norm.default": (3, 4, 5),
+}
+"""Operators whose schemas do not declare that they write running statistics: positions of (mean, var, training)."""
+
+
+def written_positions(func: OpOverload, args: Sequence[Any]) -> Collection[int]:
+    """The positions of the arguments that a call with these positional ``args`` writes."""
+    formals = enumerate(func._schema.arguments)
+    declared = [at for at, formal in formals if formal.alias_info is not None and formal.alias_info.is_write]
+    mean, var, training = _RUNNING_STATISTICS.get(str(func), (0, 0, 0))
+    return [*declared, mean, var] if training and args[training] else declared
+
+
+def written_nodes(node: fx.Node) -> Iterator[fx.Node]:
+    """The arguments that a node writes."""
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
+        return
+    formals = node.target._schema.arguments
+    for at in written_positions(node.target, node.args):
+        given = node.args[at] if at < len(node.args) else node.kwargs.get(formals[at].name)
+        yield from (leaf for leaf in tree_leaves(given) if isinstance(leaf, fx.Node))
+
+
+def is_written(value: fx.Node) -> bool:
+    """Whether a call writes a value or one of its views, or may: a call of something other than ATen."""
+    found = list(readers(value))
+    memory = {value, *found}
+    return any(_is_foreign(node) or not memory.isdisjoint(written_nodes(node)) for node in found)
+
+
+def _is_foreign(node: fx.Node) -> bool:
+    return node.op != "output" and node.target is not operator.getitem and not isinstance(node.target, OpOverload)

@@ -1,0 +1,164 @@
+"""Training steps of models of which a part is frozen, in evaluation mode, or used at two places."""
+
+import copy
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import nimblec
+import nimblert
+from nimblec.errors import UnsupportedModelError
+from nimblec.frontend.pytorch.flat import flattened
+from nimblec.frontend.pytorch.model import place
+from nimblec.graph.state import slots
+
+STEPS = 4
+Make = Callable[[nn.Module], torch.optim.Optimizer]
+loss = functional.cross_entropy
+
+OPTIMIZERS: dict[str, Make] = {
+    "of what trains": lambda model: torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1),
+    "with weight decay": lambda model: torch.optim.AdamW(model.parameters(), 1e-2, eps=1e-3, weight_decay=0.1),
+    "a group for each": lambda model: torch.optim.SGD([{"params": [p]} for p in model.parameters()], 0.1, momentum=0.9),
+}
+
+
+def classifier() -> nn.Sequential:
+    torch.manual_seed(0)
+    body = (nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU())
+    return nn.Sequential(*body, nn.Linear(8, 5))
+
+
+def head_alone() -> nn.Module:
+    """The rest is frozen, and its norms use the statistics that they have."""
+    model = classifier()
+    model[:-1].requires_grad_(False).eval()
+    return model
+
+
+def middle_frozen() -> nn.Module:
+    """Gradients pass through what is frozen; a norm in training mode goes on with its statistics."""
+    model = classifier()
+    model[3].requires_grad_(False)
+    model[1].weight.requires_grad_(False)
+    return model
+
+
+class Tied(nn.Module):
+    """Scores of words by the embedding that reads them, as in most language models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.layer, self.scores = nn.Embedding(11, 6), nn.Linear(6, 6), nn.Linear(6, 11, bias=False)
+        self.scores.weight = self.words.weight
+
+    def forward(self, words: Tensor) -> Tensor:
+        """Scores for each word, as a loss takes them."""
+        scores: Tensor = self.scores(torch.tanh(self.layer(self.words(words))))
+        return scores.flatten(0, 1)
+
+
+def numbers(seed: int) -> tuple[Tensor, Tensor]:
+    drawn = torch.Generator().manual_seed(seed)
+    return torch.randn(9, 6, generator=drawn), torch.randint(0, 5, (9,), generator=drawn)
+
+
+def words(seed: int) -> tuple[Tensor, Tensor]:
+    drawn = torch.randint(0, 11, (3, 4, 2), generator=torch.Generator().manual_seed(seed))
+    return drawn[..., 0], drawn[..., 1].flatten()
+
+
+MODELS = {
+    "head alone": (head_alone, numbers),
+    "middle frozen": (middle_frozen, numbers),
+    "tied": (Tied, words),
+}
+
+
+def eager_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> float:
+    optimizer.zero_grad()
+    value = loss(model(x), y)
+    value.backward()
+    optimizer.step()
+    return float(value.detach())
+
+
+def held(model: nn.Module) -> dict[str, np.ndarray]:
+    return {f"model.{name}": t.detach().numpy() for name, t in (*model.named_parameters(), *model.named_buffers())}
+
+
+@pytest.mark.parametrize("make_optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize(("make", "batch"), MODELS.values(), ids=MODELS)
+def test_a_plan_trains_what_eager_trains(
+    make: Callable[[], nn.Module], batch: Callable[[int], tuple[Tensor, Tensor]], make_optimizer: Make
+) -> None:
+    model = make()
+    optimizer = make_optimizer(model)
+    begun = copy.deepcopy(held(model))
+    step = nimblec.training_step(model, loss, optimizer, batch(0))
+    with nimblert.load(nimblec.compile(step, target="cpu")) as exe:
+        for seed in range(STEPS):
+            x, y = batch(seed)
+            found = exe(x.numpy(), y.numpy(), entry="train")
+            assert np.allclose(found, eager_step(model, optimizer, x, y), rtol=1e-4)
+        for name, wanted in held(model).items():
+            value = exe.state[name] if name in exe.state else begun[name]
+            assert np.allclose(value, wanted, rtol=1e-3, atol=1e-5), name
+        continued, other = make(), batch(STEPS)
+        goes_on = make_optimizer(continued)
+        nimblec.load_state(continued, exe.state, goes_on)
+        assert np.allclose(exe(other[0].numpy(), entry="evaluate"), continued.eval()(other[0]).detach(), atol=1e-4)
+    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    assert all(np.array_equal(held(continued)[f"model.{name}"], begun[f"model.{name}"]) for name in frozen)
+
+
+@pytest.mark.parametrize(("make", "batch"), MODELS.values(), ids=MODELS)
+def test_the_graph_for_a_gpu_has_each_tensor_that_changes_once(
+    make: Callable[[], nn.Module], batch: Callable[[int], tuple[Tensor, Tensor]]
+) -> None:
+    model = make()
+    step = nimblec.training_step(model, loss, torch.optim.SGD(model.parameters(), 0.1), batch(0))
+    flat = flattened(place(*step["train"], device="cpu"))
+    state = slots(flat.module).values()
+    before = copy.deepcopy(held(model))
+    eager_step(model, torch.optim.SGD(model.parameters(), 0.1), *batch(0))
+    changed = {name for name, value in held(model).items() if not np.array_equal(value, before[name])}
+    trains = {f"model.{name}" for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert all(slot.output is not None for slot in state)
+    assert changed <= {slot.name for slot in state} <= changed | trains | {"optimizer.lr"}
+
+
+
+def test_a_model_in_evaluation_mode_is_trained_all_the_same() -> None:
+    model = classifier().eval()
+    nimblec.training_step(model, loss, torch.optim.SGD(model.parameters(), 0.1), numbers(0))
+    assert all(module.training for module in model.modules())
+
+
+def test_state_that_the_optimizer_kept_for_what_is_now_frozen_stays() -> None:
+    model = classifier()
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    eager_step(model, optimizer, *numbers(0))
+    model[:-1].requires_grad_(False)
+    model.zero_grad()
+    frozen = next(model.parameters())
+    kept = copy.deepcopy(optimizer.state[frozen]["exp_avg"])
+    plan = nimblec.compile(nimblec.training_step(model, loss, optimizer, numbers(0)), target="cpu")
+    with nimblert.load(plan) as exe:
+        run = partial(exe, *(tensor.numpy() for tensor in numbers(1)), entry="train")
+        assert np.allclose(run(), eager_step(model, optimizer, *numbers(1)), rtol=1e-4)
+        assert not [name for name in exe.state if name.startswith("optimizer.0.")]
+        nimblec.load_state(model, exe.state, optimizer)
+    assert torch.equal(optimizer.state[frozen]["exp_avg"], kept)
+
+
+def test_a_model_of_which_nothing_trains_is_refused() -> None:
+    model = classifier().requires_grad_(False)
+    with pytest.raises(UnsupportedModelError, match="no parameter of the model requires a gradient"):
+        nimblec.training_step(model, loss, torch.optim.SGD(model.parameters(), 0.1), numbers(0))
