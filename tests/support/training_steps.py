@@ -70,6 +70,29 @@ def dropping() -> Entries:
     return _step("sgd", dropout=0.5, accumulate=2)
 
 
+class Tuned(nn.Module):
+    """A frozen body in evaluation mode, before two layers that share their weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = images().requires_grad_(requires_grad=False).eval()
+        self.first, self.second = nn.Linear(10, 10), nn.Linear(10, 10)
+        self.second.weight = self.first.weight
+
+    def forward(self, image: Tensor) -> Tensor:
+        """Scores of each image."""
+        scores: Tensor = self.second(torch.tanh(self.first(self.body(image))))
+        return scores
+
+
+def fine_tuned() -> Entries:
+    """By SGD, of what is not frozen."""
+    deterministic()
+    set_arithmetic("fp32")
+    model = Tuned()
+    return nimblec.training_step(model, nn.functional.cross_entropy, OPTIMIZERS["sgd"](model), batch(0))
+
+
 class Networks(nn.Module):
     """Thirty random small networks on one input, so that one plan has the gradients of all."""
 

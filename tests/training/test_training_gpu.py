@@ -31,7 +31,7 @@ OF_CHANGE = {"sgd": 1e-4, "adam": 5e-4}
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiling(gpu_compiler: "GpuCompiler") -> None:
-    for name in ("networks", "sgd", "adam", "dropping"):  # the longest first
+    for name in ("networks", "sgd", "adam", "dropping", "fine_tuned"):  # the longest first
         for level in reversed(LEVELS):
             gpu_compiler.start(f"training_steps:{name}", level=level)
 
@@ -43,8 +43,8 @@ def run(exe: nimblert.Executable, seed: int) -> np.ndarray:
 class Eager:
     """The same model and optimizer in PyTorch."""
 
-    def __init__(self, name: str, dtype: torch.dtype) -> None:
-        self.model = training_steps.images().to("cuda", dtype).train()
+    def __init__(self, name: str, dtype: torch.dtype, model: nn.Module | None = None) -> None:
+        self.model = (training_steps.images().train() if model is None else model).to("cuda", dtype)
         self.optimizer = training_steps.OPTIMIZERS[name](self.model)
         self.dtype = dtype
 
@@ -72,6 +72,20 @@ def test_steps_are_eagers(gpu_compiler: "GpuCompiler", name: str) -> None:
             assert run(exe, seed).tobytes() == eager.step(seed).tobytes(), seed
         for key, wanted in eager.state().items():
             assert exe.state[key].tobytes() == wanted.tobytes(), key
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("level", LEVELS)
+def test_what_is_frozen_is_no_state(gpu_compiler: "GpuCompiler", level: int) -> None:
+    eager = Eager("sgd", torch.float32, training_steps.Tuned())
+    with nimblert.load(gpu_compiler.plan("training_steps:fine_tuned", level=level), poison=True) as exe:
+        for seed in range(STEPS):
+            found, wanted = run(exe, seed), eager.step(seed)
+            assert found.tobytes() == wanted.tobytes() if level == 0 else np.allclose(found, wanted, rtol=1e-4)
+        trained = {"model.first.weight", "model.first.bias", "model.second.bias"}
+        assert {name for name in exe.state if name.startswith("model.")} == trained
+        for key in trained:
+            assert np.allclose(exe.state[key], eager.state()[key], rtol=0, atol=1e-4 if level else 0), key
 
 
 @pytest.mark.parametrize("level", [1, 2])
