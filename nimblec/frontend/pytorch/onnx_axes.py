@@ -20,7 +20,7 @@ from nimblec.frontend.pytorch.onnx_constants import described, ints, like, size,
 
 aten = torch.ops.aten
 
-_INT32, _INT64 = onnx_ir.DataType.INT32, onnx_ir.DataType.INT64
+_BOOL, _INT32, _INT64 = onnx_ir.DataType.BOOL, onnx_ir.DataType.INT32, onnx_ir.DataType.INT64
 _FEW = 25
 """Rows of which PyTorch computes Euclidean distances without a matrix product."""
 _EUCLIDEAN, _ALWAYS, _NEVER = 2, 1, 2
@@ -34,6 +34,16 @@ Combine = Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
 def extreme(plain: Callable[..., Any], self: Any, dim: Sequence[int] = (), keepdim: bool = False) -> Any:
     """aten.amax or aten.amin, by default of all elements."""
     return plain(self, ints(dim), keepdim) if len(self.shape) else op.Identity(self)
+
+
+def extreme_along(plain: Callable[..., Any], self: Any, dim: int, keepdim: bool = False) -> Any:
+    """aten.max.dim or aten.min.dim, which ONNX lacks for truth values."""
+    if self.dtype != _BOOL:
+        return plain(self, dim, keepdim)
+    numbers: Any = op.Cast(self, to=_INT32)
+    numbers.shape, numbers.dtype = self.shape, _INT32
+    value, place = plain(numbers, dim, keepdim)
+    return op.Cast(value, to=_BOOL), place
 
 
 def stable_sort(self: Any, dim: int = -1, descending: bool = False, **_stable: Any) -> Any:
@@ -173,6 +183,8 @@ def horizontally(tensors: Sequence[Any]) -> Any:
 ALONG_AXES: dict[Any, Any] = {
     aten.amax.default: partial(extreme, core.aten_amax),
     aten.amin.default: partial(extreme, core.aten_amin),
+    aten.max.dim: partial(extreme_along, core.aten_max_dim),
+    aten.min.dim: partial(extreme_along, core.aten_min_dim),
     aten.sort.stable: stable_sort,
     aten.kthvalue.default: kth_value,
     aten.median.default: median,

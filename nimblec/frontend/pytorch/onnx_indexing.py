@@ -128,6 +128,15 @@ def masked_scatter(self: Any, mask: Any, source: Any) -> Any:
     return op.Where(mask, values, self)
 
 
+def diagonal_scatter(self: Any, src: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
+    """aten.diagonal_scatter: a diagonal at known positions."""
+    shape = sizes(self)
+    places = np.arange(prod(shape)).reshape(shape).diagonal(offset, dim1, dim2).flatten()
+    flat = ints([-1])
+    written = op.ScatterElements(op.Reshape(self, flat), ints(places.tolist()), op.Reshape(src, flat), axis=0)
+    return op.Reshape(written, ints(shape))
+
+
 def index_copy(self: Any, dim: int, index: Any, source: Any) -> Any:
     """aten.index_copy: rows of ``source`` to the positions ``index`` of a dimension."""
     dim %= max(len(self.shape), 1)
@@ -191,6 +200,7 @@ INDEXING: dict[Any, Any] = {
     aten.index_reduce.default: index_reduce,
     aten.put.default: put,
     aten.masked_scatter.default: masked_scatter,
+    aten.diagonal_scatter.default: diagonal_scatter,
 }
 """Translations for torch.onnx.export of any model."""
 

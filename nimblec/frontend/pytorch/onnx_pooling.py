@@ -1,21 +1,23 @@
-"""Pooling that torch.onnx exports wrongly, or into what a plan cannot hold.
+"""Pooling that torch.onnx exports wrongly, into what a plan cannot hold, or not at all.
 
-It ignores the divisor of an average pool. Bags of embeddings become a loop over a sequence of tensors; here their rows
-are scattered into sums, means or maxima.
+It ignores the divisor of an average pool, and has no adaptive maxima. Bags of embeddings become a loop over a sequence
+of tensors; here their rows are scattered into sums, means or maxima.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
 import numpy as np
 import onnx_ir
 import torch
+from onnx import numpy_helper
 from onnxscript import opset18 as op
 from onnxscript.function_libs.torch_lib.ops import nn
 
 from nimblec.errors import UnsupportedModelError
-from nimblec.frontend.pytorch.onnx_constants import ints, like, numbers_below
+from nimblec.frontend.pytorch.onnx_constants import ints, like, numbers_below, size
 
 aten = torch.ops.aten
 
@@ -91,6 +93,50 @@ def _average(plain: Callable[..., Any]) -> Callable[..., Any]:
     return translated
 
 
+def adaptive_maximum(axes: int, self: Any, output_size: Sequence[int]) -> tuple[Any, Any]:
+    """aten.adaptive_max_pool of the last ``axes``: maxima, and the elements that they are."""
+    elements, _ = _adaptive_windows([size(self, axis) for axis in range(-axes, 0)], output_size)
+    windows = _gathered(axes, self, elements)
+    count, most = elements.shape
+    chosen: Any = op.Add(op.ArgMax(windows, axis=-1, keepdims=0), ints(range(0, count * most, most)))
+    numbers: Any = ints(elements.flatten().tolist())
+    places = op.Gather(numbers, chosen)
+    shape = ints([*[0] * (len(self.shape) - axes), *output_size])  # 0: as it is
+    return op.Reshape(op.ReduceMax(windows, ints([-1]), keepdims=0), shape), op.Reshape(places, shape)
+
+
+def adaptive_mean(axes: int, self: Any, output_size: Sequence[int]) -> Any:
+    """aten._adaptive_avg_pool of the last ``axes``."""
+    elements, shares = _adaptive_windows([size(self, axis) for axis in range(-axes, 0)], output_size)
+    sums = op.ReduceSum(op.Mul(_gathered(axes, self, elements), like(shares, self)), ints([-1]), keepdims=0)
+    return op.Reshape(sums, ints([*[0] * (len(self.shape) - axes), *output_size]))
+
+
+def _gathered(axes: int, self: Any, elements: np.ndarray) -> Any:
+    """The elements of each window (..., windows, elements), the last ``axes`` counted as one."""
+    flat = op.Reshape(self, ints([*[0] * (len(self.shape) - axes), -1]))
+    places: Any = op.Constant(value=numpy_helper.from_array(elements))
+    return op.Gather(flat, places, axis=-1)
+
+
+def _adaptive_windows(sizes: Sequence[int], counts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """The elements of each window, and their shares of its mean (windows, elements).
+
+    Shorter windows repeat their last element, with a share of 0.
+    """
+    elements, shares = np.zeros((1, 1), np.int64), np.ones((1, 1))
+    for length, count in zip(sizes, counts, strict=True):
+        starts = np.arange(count) * length // count
+        ends = -(-np.arange(1, count + 1) * length // count)
+        lengths = (ends - starts)[:, None]
+        offsets = np.arange(lengths.max())
+        along = starts[:, None] + np.minimum(offsets, lengths - 1)
+        joined = len(elements) * count, -1
+        elements = (elements[:, None, :, None] * length + along[None, :, None, :]).reshape(joined)
+        shares = (shares[:, None, :, None] * ((offsets < lengths) / lengths)[None, :, None, :]).reshape(joined)
+    return elements, shares
+
+
 POOLING: dict[Any, Any] = {
     aten._embedding_bag.default: embedding_bag,
     aten._embedding_bag_forward_only.default: embedding_bag,
@@ -98,5 +144,8 @@ POOLING: dict[Any, Any] = {
     aten.embedding_bag.padding_idx: embedding_bag,
     aten.avg_pool2d.default: _average(nn.aten_avg_pool2d),
     aten.avg_pool3d.default: _average(nn.aten_avg_pool3d),
+    aten._adaptive_avg_pool3d.default: partial(adaptive_mean, 3),
+    aten.adaptive_max_pool2d.default: partial(adaptive_maximum, 2),
+    aten.adaptive_max_pool3d.default: partial(adaptive_maximum, 3),
 }
 """Translations for torch.onnx.export of any model."""

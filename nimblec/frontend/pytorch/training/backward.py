@@ -2,12 +2,15 @@
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._decomp import core_aten_decompositions
+
+from nimblec.frontend.pytorch.training.gradients import GRADIENTS
+from nimblec.frontend.pytorch.training.resampling import RESAMPLING
+from nimblec.frontend.pytorch.training.windows import Window, convolution, spread
 
 aten = torch.ops.aten
 
@@ -21,10 +24,10 @@ def decompositions(*, exported: bool) -> dict[Any, Callable[..., Any]]:
     if exported:
         found |= {
             aten.convolution_backward.default: convolution_backward,
-            aten.max_pool2d_with_indices_backward.default: max_pool_backward,
-            aten.avg_pool2d_backward.default: avg_pool_backward,
             aten.addcdiv_.default: add_quotient,
             aten.addcmul_.default: add_product,
+            **GRADIENTS,
+            **RESAMPLING,
         }
     return found
 
@@ -54,13 +57,6 @@ def _is_of_training(op: Any) -> bool:
     return any(part in op.name() for part in ("backward", "batch_norm", "nll_loss"))
 
 
-class _Window(NamedTuple):
-    stride: Sequence[int]
-    padding: Sequence[int]
-    dilation: Sequence[int]
-    groups: int = 1
-
-
 def convolution_backward(
     grad: Tensor,
     x: Tensor,
@@ -81,12 +77,12 @@ def convolution_backward(
     """
     del bias_sizes, output_padding  # no gradient flows back from output padding
     sizes = tuple(weight.shape[2:])
-    window = _Window(stride, padding, dilation, groups)
+    window = Window(stride, padding, dilation, groups)
     grad_x = grad_weight = grad_bias = None
     if output_mask[0] and transposed:
-        grad_x = _narrowed(_convolution(grad, weight, window), x.shape[2:])
+        grad_x = _narrowed(convolution(grad, weight, window), x.shape[2:])
     elif output_mask[0]:
-        grad_x = _spread(grad, weight, window, x.shape[2:])
+        grad_x = spread(grad, weight, window, x.shape[2:])
     if output_mask[1]:
         # In a transposed convolution, the gradient and the input change places.
         near, far = (grad, x) if transposed else (x, grad)
@@ -96,23 +92,11 @@ def convolution_backward(
     return grad_x, grad_weight, grad_bias
 
 
-def _spread(grad: Tensor, weight: Tensor, window: _Window, image: Sequence[int]) -> Tensor:
-    """A gradient back through the windows of a convolution, to an image of these sizes."""
-    reached = [
-        (n - 1) * s - 2 * p + d * (k - 1) + 1
-        for n, s, p, d, k in zip(
-            grad.shape[2:], window.stride, window.padding, window.dilation, weight.shape[2:], strict=True
-        )
-    ]
-    rest = [n - r for n, r in zip(image, reached, strict=True)]
-    return _convolution(grad, weight, window, transposed=True, output_padding=rest)
-
-
-def _weight_gradient(x: Tensor, grad: Tensor, sizes: Sequence[int], window: _Window) -> Tensor:
+def _weight_gradient(x: Tensor, grad: Tensor, sizes: Sequence[int], window: Window) -> Tensor:
     """(channels of ``grad``, channels of ``x`` / groups, *sizes)."""
     exchanged = window._replace(stride=window.dilation, dilation=window.stride, groups=1)
     if window.groups == 1:
-        found = _convolution(x.transpose(0, 1), grad.transpose(0, 1), exchanged).transpose(0, 1)
+        found = convolution(x.transpose(0, 1), grad.transpose(0, 1), exchanged).transpose(0, 1)
     else:
         batch, channels, *image = x.shape
         groups, outs = window.groups, grad.shape[1] // window.groups
@@ -120,7 +104,7 @@ def _weight_gradient(x: Tensor, grad: Tensor, sizes: Sequence[int], window: _Win
         # In each image and group, each channel of ``grad`` is paired with each channel of ``x``.
         shape = (batch, groups, channels // groups, outs, *grad.shape[2:])
         kernels = grad.reshape(batch, groups, 1, outs, *grad.shape[2:]).expand(shape).reshape(-1, 1, *grad.shape[2:])
-        found = _convolution(flat, kernels, exchanged._replace(groups=batch * channels))
+        found = convolution(flat, kernels, exchanged._replace(groups=batch * channels))
         found = found.reshape(*shape[:4], *found.shape[2:]).sum(0)
         found = found.transpose(1, 2).reshape(groups * outs, channels // groups, *found.shape[3:])
     return _narrowed(found, sizes)  # a stride that leaves pixels over makes it larger
@@ -131,65 +115,3 @@ def _narrowed(tensor: Tensor, sizes: Sequence[int]) -> Tensor:
         if tensor.shape[axis] != size:
             tensor = tensor.narrow(axis, 0, size)
     return tensor
-
-
-def _convolution(
-    x: Tensor,
-    weight: Tensor,
-    window: _Window,
-    *,
-    transposed: bool = False,
-    output_padding: Sequence[int] | None = None,
-) -> Tensor:
-    added = list(output_padding or [0] * len(window.stride))
-    lists = [list(window.stride), list(window.padding), list(window.dilation)]
-    found: Tensor = aten.convolution.default(x, weight, None, *lists, transposed, added, window.groups)
-    return found
-
-
-def max_pool_backward(
-    grad: Tensor,
-    x: Tensor,
-    kernel_size: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    ceil_mode: bool,
-    indices: Tensor,
-) -> Tensor:
-    """The gradient of a maximum over windows: what each window gives goes to the element that it took."""
-    del kernel_size, stride, padding, dilation, ceil_mode
-    *outer, height, width = x.shape
-    flat = grad.new_zeros((*outer, height * width))
-    places, values = (t.reshape(*outer, prod(t.shape[-2:])) for t in (indices, grad))
-    return flat.scatter_add(-1, places, values).reshape(x.shape)
-
-
-def avg_pool_backward(
-    grad: Tensor,
-    x: Tensor,
-    kernel_size: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    ceil_mode: bool,
-    count_include_pad: bool,
-    divisor_override: int | None,
-) -> Tensor:
-    """The gradient of a mean over windows: a transposed convolution of each channel with a window of ones.
-
-    Windows that reach over the border (``ceil_mode``) are left to ATen.
-    """
-    if ceil_mode:
-        left: Tensor = NotImplemented
-        return left
-    kernel, steps, pads = (list(s) * 2 if len(s) == 1 else list(s) for s in (kernel_size, stride, padding))
-    *_, channels, height, width = x.shape
-    ones = grad.new_ones((channels, 1, *kernel))
-    window = _Window(steps or kernel, pads, [1, 1], channels)
-    if divisor_override is not None or count_include_pad:
-        shares = grad / (divisor_override or prod(kernel))
-    else:  # a window at the border counts its elements inside
-        counts = _convolution(x.new_ones((1, channels, height, width)), ones, window)
-        shares = grad / counts.reshape(grad.shape[-3:])
-    images = shares if shares.dim() == 4 else shares.unsqueeze(0)
-    return _spread(images, ones, window, (height, width)).reshape(x.shape)

@@ -5,7 +5,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -15,12 +14,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode
 
 from nimblec.errors import UnsupportedModelError, user_code
 from nimblec.frontend.pytorch.generator import StepGenerator
 from nimblec.frontend.pytorch.source_tracker import SourceNotes, SourceTracker, within
 from nimblec.frontend.pytorch.training.backward import decompositions
+from nimblec.frontend.pytorch.training.functions import OtherFunctions
 from nimblec.frontend.pytorch.training.random import Draws, refuse_other_draws
 from nimblec.frontend.pytorch.training.scaler import SCALE, TRACKER, unscale, update_scale
 from nimblec.frontend.pytorch.training.sources import name_updates
@@ -76,8 +75,8 @@ def trace(
 
     flat = (*state.tensors(), *inputs, *targets)
     table = decompositions(exported=exported)
-    plainly = _plain_operators() if exported else nullcontext()
-    with user_code("training_step: the step cannot be traced"), plainly, _MeanPooling(), preserve_node_meta():
+    plainly, functions = _plain_operators() if exported else nullcontext(), OtherFunctions(exported=exported)
+    with user_code("training_step: the step cannot be traced"), plainly, functions, preserve_node_meta():
         traced = make_fx(step, decomposition_table=table, tracing_mode="fake", _allow_non_fake_inputs=True)(*flat)
     for node in reversed(traced.graph.nodes):
         if str(node.target).startswith("profiler."):  # of Optimizer.step
@@ -112,35 +111,6 @@ def _refuse_held(model: nn.Module, traced: Any) -> None:
                 f"training_step: model or loss reads a parameter or buffer of shape {tuple(value.shape)} that is not "
                 "the model's own at this place: have the model return what the loss reads of it"
             )
-
-
-_AVERAGES: Mapping[Any, int] = {
-    nn.functional.adaptive_avg_pool1d: 1,
-    nn.functional.adaptive_avg_pool2d: 2,
-    nn.functional.adaptive_avg_pool3d: 3,
-}
-"""Pooling functions, and the number of axes that each pools."""
-
-
-class _MeanPooling(TorchFunctionMode):
-    """Average pooling to one pixel as the mean that it is.
-
-    PyTorch's marks its result for channels-last images by strides, and so its gradient is written by strides.
-    """
-
-    def __torch_function__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        called = partial(_pooled, func) if func in _AVERAGES else func
-        return called(*args, **(kwargs or {}))
-
-
-def _pooled(pool: Any, input: Tensor, output_size: Any) -> Tensor:  # noqa: A002 - PyTorch's name of the argument
-    axes = _AVERAGES[pool]
-    if output_size in (1, (1,) * axes, [1] * axes):
-        return input.mean(tuple(range(-axes, 0)), keepdim=True)
-    found: Tensor = pool(input, output_size)
-    return found
 
 
 @contextmanager

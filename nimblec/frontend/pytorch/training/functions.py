@@ -1,0 +1,65 @@
+"""Functions of torch that a step computes by others, whose gradients can be captured or exported."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._decomp.decompositions import grid_sampler_2d
+from torch.overrides import TorchFunctionMode
+
+_MODES = {"bilinear": 0, "nearest": 1, "bicubic": 2}
+_PADDINGS = {"zeros": 0, "border": 1, "reflection": 2}
+"""The numbers that ATen's grid_sampler has for what grid_sample names."""
+_IMAGE_AXES = 4
+
+
+class OtherFunctions(TorchFunctionMode):
+    """Replaces functions while a step is traced, some of them only for a graph that is ``exported``."""
+
+    def __init__(self, *, exported: bool) -> None:
+        super().__init__()
+        self._table = _ALWAYS | (_EXPORTED if exported else {})
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return self._table.get(func, func)(*args, **(kwargs or {}))
+
+
+def _mean(pool: Any, axes: int, input: Tensor, output_size: Any) -> Tensor:  # noqa: A002 - PyTorch's name
+    """Average pooling; to one pixel as the mean that it is.
+
+    PyTorch's marks its result for channels-last images by strides, and so its gradient is written by strides.
+    """
+    if output_size in (1, (1,) * axes, [1] * axes):
+        return input.mean(tuple(range(-axes, 0)), keepdim=True)
+    found: Tensor = pool(input, output_size)
+    return found
+
+
+def _grid_sample(
+    input: Tensor,  # noqa: A002 - PyTorch's name
+    grid: Tensor,
+    mode: str = "bilinear",
+    padding_mode: str = "zeros",
+    align_corners: bool | None = None,
+) -> Tensor:
+    """Of images by gathering pixels, whose gradient scatters them; of volumes by the framework."""
+    if input.dim() != _IMAGE_AXES or mode not in _MODES or padding_mode not in _PADDINGS:
+        return nn.functional.grid_sample(input, grid, mode, padding_mode, align_corners)
+    found: Tensor = grid_sampler_2d(input, grid, _MODES[mode], _PADDINGS[padding_mode], bool(align_corners))
+    return found
+
+
+_ALWAYS: dict[Any, Callable[..., Any]] = {
+    pool: partial(_mean, pool, axes)
+    for axes, pool in enumerate(
+        (nn.functional.adaptive_avg_pool1d, nn.functional.adaptive_avg_pool2d, nn.functional.adaptive_avg_pool3d), 1
+    )
+}
+_EXPORTED: dict[Any, Callable[..., Any]] = {
+    nn.functional.grid_sample: _grid_sample,
+    torch.grid_sampler: grid_sampler_2d,
+}
