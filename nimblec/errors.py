@@ -43,9 +43,14 @@ class MissingPackageError(CompileError):
 
 @contextmanager
 def user_code(what: str) -> Iterator[None]:
-    """Turn whatever the user's code raises inside the block into a TraceError that begins with ``what``."""
+    """Turn whatever the user's code raises inside the block into a TraceError that begins with ``what``.
+
+    An UnsupportedModelError is of our own code.
+    """
     try:
         yield
+    except UnsupportedModelError:
+        raise
     except Exception as exc:  # it may raise anything, and the user needs to see it
         first = root_cause(exc)
         where = f"{line} raised " if (line := users_line(first)) else ""

@@ -68,6 +68,8 @@ FUNCTIONS: dict[str, tuple[tuple[int, ...], Function]] = {
     "sums of bags": (ROWS, lambda x: functional.embedding_bag(WORDS, x, BAGS, mode="sum", per_sample_weights=x[:4, 0])),
     "means of bags": (ROWS, lambda x: functional.embedding_bag(WORDS, x, BAGS, padding_idx=2)),
     "products of rows": (ROWS, lambda x: functional.bilinear(x, x.sin(), x[:2, :, None].expand(2, 6, 6))),
+    "norm of weights": (ROWS, lambda x: torch._weight_norm(x, x[:, :1].exp(), 0)),
+    "norm of columns": (IMAGE, lambda x: torch._weight_norm(x, x[:1, :, :1, :1].exp(), 1)),
     "running product": (ROWS, lambda x: x.cumprod(0)),
     "shrunk, hard": (ROWS, lambda x: functional.hardshrink(x, 0.3)),
     "shrunk, soft": (ROWS, lambda x: functional.softshrink(x, 0.3)),

@@ -370,6 +370,13 @@ def test_what_cannot_be_a_step_is_a_sentence() -> None:
         nimblec.training_step(reading, loss, torch.optim.SGD(reading.parameters(), 0.1), (x, y))
     with pytest.raises(UnsupportedModelError, match="the optimizer updates a parameter that the model does not have"):
         nimblec.training_step(nn.Linear(3, 2), loss, sgd, (x, y))
+    words = nn.Sequential(nn.Embedding(5, 2, sparse=True), nn.Flatten())
+    with pytest.raises(UnsupportedModelError, match=r"the gradient of '0\.weight' is sparse: make its embedding with"):
+        nimblec.training_step(words, loss, torch.optim.SGD(words.parameters(), 0.1), (y[:, None], y * 0))
+    holding = nn.Linear(3, 2)
+    holding.doubled = 2 * holding.weight  # computed once, before the step
+    with pytest.raises(TraceError, match="model and optimizer cannot be copied"):
+        nimblec.training_step(holding, loss, torch.optim.SGD(holding.parameters(), 0.1), (x, y))
     nadam = torch.optim.NAdam(model.parameters(), 0.1)
     with pytest.raises(UnsupportedModelError, match="NAdam keeps something that is not zero before the first step"):
         nimblec.training_step(model, loss, nadam, (x, y))

@@ -89,7 +89,8 @@ def refuse_another_step(recipe: Recipe, inputs: Sequence[Tensor], targets: Seque
 
 def _widened(recipe: Recipe) -> Recipe:
     """A copy in float64, without autocast, which would leave float64 as it is and needs no scale there."""
-    model, optimizer = copy.deepcopy((recipe.model, recipe.optimizer))
+    with user_code("training_step: model and optimizer cannot be copied"):
+        model, optimizer = copy.deepcopy((recipe.model, recipe.optimizer))
     model.double()
     loss = copy.deepcopy(recipe.loss).double() if isinstance(recipe.loss, nn.Module) else recipe.loss
     for kept in optimizer.state.values():

@@ -47,6 +47,15 @@ def shrink_backward(grad: Tensor, x: Tensor, lambd: float) -> Tensor:
     return torch.where(x.abs() <= lambd, 0, grad)
 
 
+def weight_norm_backward(
+    grad: Tensor, direction: Tensor, length: Tensor, norms: Tensor, dim: int
+) -> tuple[Tensor, Tensor]:
+    """The gradients of ``direction * (length / norms)``, a weight with a norm along all axes but ``dim``."""
+    others = [axis for axis in range(grad.dim()) if axis != dim]
+    along = (grad * direction).sum(others, keepdim=True) / norms
+    return (grad - direction * (along / norms)) * (length / norms), along
+
+
 def sum_of_products(
     x: Tensor,
     y: Tensor,
@@ -120,6 +129,7 @@ GRADIENTS: dict[Any, Callable[..., Any]] = {
     aten._cdist_backward.default: distances_backward,
     aten._embedding_bag_backward.default: bags_backward,
     aten._embedding_bag_per_sample_weights_backward.default: bag_weights_backward,
+    aten._weight_norm_interface_backward.default: weight_norm_backward,
     aten._trilinear.default: sum_of_products,
     aten.hardshrink_backward.default: shrink_backward,
     aten.masked_scatter_backward.default: masked_scatter_backward,

@@ -156,10 +156,15 @@ def take_step(
             gradients = torch.autograd.grad(scaled, list(parameters.values()), allow_unused=True)
     if draws and draws.used > used:
         raise UnsupportedModelError(
-            "the backward pass draws random numbers, as activation checkpointing of dropout does: keep "
+            "training_step: the backward pass draws random numbers, as activation checkpointing of dropout does: keep "
             "dropout out of the parts that are checkpointed"
         )
     named = dict(zip(parameters, gradients, strict=True))
+    for name, gradient in named.items():
+        if gradient is not None and gradient.layout is not torch.strided:
+            raise UnsupportedModelError(
+                f"training_step: the gradient of {name!r} is sparse: make its embedding with sparse=False"
+            )
     with torch.no_grad(), within(Phase.UPDATE):
         if used:
             left.own[OFFSET].add_(used)
