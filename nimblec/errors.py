@@ -45,11 +45,11 @@ class MissingPackageError(CompileError):
 def user_code(what: str) -> Iterator[None]:
     """Turn whatever the user's code raises inside the block into a TraceError that begins with ``what``.
 
-    An UnsupportedModelError is of our own code.
+    A CompileError is of our own code, and stays.
     """
     try:
         yield
-    except UnsupportedModelError:
+    except CompileError:
         raise
     except Exception as exc:  # it may raise anything, and the user needs to see it
         first = root_cause(exc)

@@ -15,7 +15,8 @@ from torch.fx.traceback import preserve_node_meta
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 
-from nimblec.errors import UnsupportedModelError, user_code
+from nimblec.errors import TraceError, UnsupportedModelError, data_dependent, user_code, users_line
+from nimblec.frontend.pytorch.export_errors import BY_VALUE
 from nimblec.frontend.pytorch.generator import StepGenerator
 from nimblec.frontend.pytorch.source_tracker import SourceNotes, SourceTracker, within
 from nimblec.frontend.pytorch.training.backward import decompositions
@@ -76,7 +77,8 @@ def trace(
     flat = (*state.tensors(), *inputs, *targets)
     table = decompositions(exported=exported)
     plainly, functions = _plain_operators() if exported else nullcontext(), OtherFunctions(exported=exported)
-    with user_code("training_step: the step cannot be traced"), plainly, functions, preserve_node_meta():
+    refusing = user_code("training_step: the step cannot be traced")
+    with refusing, _refusing_to_read_values(), plainly, functions, preserve_node_meta():
         traced = make_fx(step, decomposition_table=table, tracing_mode="fake", _allow_non_fake_inputs=True)(*flat)
     for node in reversed(traced.graph.nodes):
         if str(node.target).startswith("profiler."):  # of Optimizer.step
@@ -99,6 +101,15 @@ def _changes(graph: fx.Graph, count: int) -> tuple[bool, ...]:
         or is_written(value)
         for before, value in zip(arguments[:count], after, strict=True)
     )
+
+
+@contextmanager
+def _refusing_to_read_values() -> Iterator[None]:
+    """Raise TraceError for code that reads values of tensors."""
+    try:
+        yield
+    except BY_VALUE as exc:
+        raise TraceError(f"training_step: {data_dependent(users_line(exc) or 'the step')}") from exc
 
 
 def _refuse_held(model: nn.Module, traced: Any) -> None:
