@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,13 +10,12 @@ from torch._decomp import core_aten_decompositions
 
 from nimblec.frontend.pytorch.training.gradients import GRADIENTS
 from nimblec.frontend.pytorch.training.resampling import RESAMPLING
-from nimblec.frontend.pytorch.training.windows import Window, convolution, spread
 
 aten = torch.ops.aten
 
 
 def decompositions(*, exported: bool) -> dict[Any, Callable[..., Any]]:
-    """Core ATen's decompositions of operators of training, and, for a graph to be ``exported``, those of this module.
+    """Core ATen's decompositions of operators of training, and, for a graph to be ``exported``, those of this package.
 
     For the latter operators the framework has kernels, which a plan for a GPU can hold.
     """
@@ -57,6 +56,13 @@ def _is_of_training(op: Any) -> bool:
     return any(part in op.name() for part in ("backward", "batch_norm", "nll_loss"))
 
 
+class _Window(NamedTuple):
+    stride: Sequence[int]
+    padding: Sequence[int]
+    dilation: Sequence[int]
+    groups: int = 1
+
+
 def convolution_backward(
     grad: Tensor,
     x: Tensor,
@@ -77,12 +83,12 @@ def convolution_backward(
     """
     del bias_sizes, output_padding  # no gradient flows back from output padding
     sizes = tuple(weight.shape[2:])
-    window = Window(stride, padding, dilation, groups)
+    window = _Window(stride, padding, dilation, groups)
     grad_x = grad_weight = grad_bias = None
     if output_mask[0] and transposed:
-        grad_x = _narrowed(convolution(grad, weight, window), x.shape[2:])
+        grad_x = _narrowed(_convolution(grad, weight, window), x.shape[2:])
     elif output_mask[0]:
-        grad_x = spread(grad, weight, window, x.shape[2:])
+        grad_x = _spread(grad, weight, window, x.shape[2:])
     if output_mask[1]:
         # In a transposed convolution, the gradient and the input change places.
         near, far = (grad, x) if transposed else (x, grad)
@@ -92,11 +98,23 @@ def convolution_backward(
     return grad_x, grad_weight, grad_bias
 
 
-def _weight_gradient(x: Tensor, grad: Tensor, sizes: Sequence[int], window: Window) -> Tensor:
+def _spread(grad: Tensor, weight: Tensor, window: _Window, image: Sequence[int]) -> Tensor:
+    """A gradient back through the windows of a convolution, to an image of these sizes."""
+    reached = [
+        (n - 1) * s - 2 * p + d * (k - 1) + 1
+        for n, s, p, d, k in zip(
+            grad.shape[2:], window.stride, window.padding, window.dilation, weight.shape[2:], strict=True
+        )
+    ]
+    rest = [n - r for n, r in zip(image, reached, strict=True)]
+    return _convolution(grad, weight, window, transposed=True, output_padding=rest)
+
+
+def _weight_gradient(x: Tensor, grad: Tensor, sizes: Sequence[int], window: _Window) -> Tensor:
     """(channels of ``grad``, channels of ``x`` / groups, *sizes)."""
     exchanged = window._replace(stride=window.dilation, dilation=window.stride, groups=1)
     if window.groups == 1:
-        found = convolution(x.transpose(0, 1), grad.transpose(0, 1), exchanged).transpose(0, 1)
+        found = _convolution(x.transpose(0, 1), grad.transpose(0, 1), exchanged).transpose(0, 1)
     else:
         batch, channels, *image = x.shape
         groups, outs = window.groups, grad.shape[1] // window.groups
@@ -104,7 +122,7 @@ def _weight_gradient(x: Tensor, grad: Tensor, sizes: Sequence[int], window: Wind
         # In each image and group, each channel of ``grad`` is paired with each channel of ``x``.
         shape = (batch, groups, channels // groups, outs, *grad.shape[2:])
         kernels = grad.reshape(batch, groups, 1, outs, *grad.shape[2:]).expand(shape).reshape(-1, 1, *grad.shape[2:])
-        found = convolution(flat, kernels, exchanged._replace(groups=batch * channels))
+        found = _convolution(flat, kernels, exchanged._replace(groups=batch * channels))
         found = found.reshape(*shape[:4], *found.shape[2:]).sum(0)
         found = found.transpose(1, 2).reshape(groups * outs, channels // groups, *found.shape[3:])
     return _narrowed(found, sizes)  # a stride that leaves pixels over makes it larger
@@ -115,3 +133,17 @@ def _narrowed(tensor: Tensor, sizes: Sequence[int]) -> Tensor:
         if tensor.shape[axis] != size:
             tensor = tensor.narrow(axis, 0, size)
     return tensor
+
+
+def _convolution(
+    x: Tensor,
+    weight: Tensor,
+    window: _Window,
+    *,
+    transposed: bool = False,
+    output_padding: Sequence[int] | None = None,
+) -> Tensor:
+    added = list(output_padding or [0] * len(window.stride))
+    lists = [list(window.stride), list(window.padding), list(window.dilation)]
+    found: Tensor = aten.convolution.default(x, weight, None, *lists, transposed, added, window.groups)
+    return found
