@@ -35,11 +35,16 @@ def written_nodes(node: fx.Node) -> Iterator[fx.Node]:
         yield from (leaf for leaf in tree_leaves(given) if isinstance(leaf, fx.Node))
 
 
-def is_written(value: fx.Node) -> bool:
-    """Whether a call writes a value or one of its views, or may: a call of something other than ATen."""
+def writers(value: fx.Node) -> list[fx.Node]:
+    """The calls that write a value or one of its views."""
     found = list(readers(value))
     memory = {value, *found}
-    return any(_is_foreign(node) or not memory.isdisjoint(written_nodes(node)) for node in found)
+    return [node for node in found if not memory.isdisjoint(written_nodes(node))]
+
+
+def may_be_written(value: fx.Node) -> bool:
+    """Whether a call writes a value or one of its views, or may: a call of something other than ATen."""
+    return bool(writers(value)) or any(map(_is_foreign, readers(value)))
 
 
 def _is_foreign(node: fx.Node) -> bool:

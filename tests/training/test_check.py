@@ -90,14 +90,13 @@ def test_of_complex_numbers_both_parts_are_compared(monkeypatch: pytest.MonkeyPa
         _masked_step(torch.optim.SGD(model.parameters(), 0.1), model)
 
 
-def test_an_optimizer_that_knows_some_parameters_alone_is_refused() -> None:
+def test_an_optimizer_may_know_some_parameters_alone() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     model[1](torch.randn(2, 4)).sum().backward()  # the first layer has no gradient, so no momentum
     optimizer.step()
     optimizer.zero_grad()
-    with pytest.raises(UnsupportedModelError, match=r"'0\.weight\.momentum_buffer' after call 1 is not what"):
-        _masked_step(optimizer, model)
+    _masked_step(optimizer, model)
 
 
 class _Shift(nn.Module):

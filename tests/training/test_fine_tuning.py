@@ -162,3 +162,104 @@ def test_a_model_of_which_nothing_trains_is_refused() -> None:
     model = classifier().requires_grad_(False)
     with pytest.raises(UnsupportedModelError, match="no parameter of the model requires a gradient"):
         nimblec.training_step(model, loss, torch.optim.SGD(model.parameters(), 0.1), numbers(0))
+
+
+def test_what_is_unfrozen_later_begins_with_zeros() -> None:
+    model, optimizer = head_alone(), torch.optim.Adam
+    trained = optimizer(model.parameters(), 1e-2, eps=1e-3)
+    eager_step(model, trained, *numbers(0))
+    model.requires_grad_()
+    step = nimblec.training_step(model, loss, trained, numbers(0))
+    with nimblert.load(nimblec.compile(step, target="cpu")) as exe:
+        for seed in range(STEPS):
+            x, y = numbers(seed)
+            found = exe(x.numpy(), y.numpy(), entry="train")
+            assert np.allclose(found, eager_step(model, trained, x, y), rtol=1e-4)
+        assert exe.state["optimizer.6.bias.step"] == 1 + STEPS == 1 + exe.state["optimizer.0.bias.step"]
+
+
+class Aliased(nn.Module):
+    """One layer by two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(6, 6)
+        self.second, self.head = self.first, nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scores, by the layer twice."""
+        scores: Tensor = self.head(torch.tanh(self.second(torch.tanh(self.first(x)))))
+        return scores
+
+
+def test_a_layer_with_two_names_trains_and_is_left_as_it_was() -> None:
+    model, eager = Aliased(), Aliased()
+    step = nimblec.training_step(model, loss, torch.optim.SGD(model.parameters(), 0.1), numbers(0))
+    assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
+    optimizer = torch.optim.SGD(eager.parameters(), 0.1)
+    with nimblert.load(nimblec.compile(step, target="cpu")) as exe:
+        for seed in range(STEPS):
+            x, y = numbers(seed)
+            found = exe(x.numpy(), y.numpy(), entry="train")
+            assert np.allclose(found, eager_step(eager, optimizer, x, y), rtol=1e-4)
+
+
+class Changing(nn.Linear):
+    """Scores, and in each call a change of its own that a test chooses."""
+
+    def __init__(self, change: Callable[["Changing"], object]) -> None:
+        super().__init__(6, 5)
+        self.mean: Tensor
+        self.register_buffer("mean", torch.zeros(6))
+        self.change = change
+        self.other = nn.Linear(6, 5).requires_grad_(requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scores that depend on what is changed."""
+        with torch.no_grad():
+            self.change(self)
+        scores: Tensor = super().forward(x + self.mean) + self.other(x)
+        return scores
+
+
+def _assign_mean(model: Changing) -> None:
+    model.mean = model.mean * 0.99999
+
+
+def _assign_memory(model: Changing) -> None:
+    model.other.weight.data = model.other.weight.data * 0.9999 + model.weight.data * 0.0001
+
+
+CHANGES: dict[str, tuple[Callable[[Changing], object], str]] = {
+    "clamped": (lambda model: model.weight.clamp_(-9, 9), "writes into parameter 'weight', which the step trains"),
+    "clamped memory": (lambda model: model.weight.data.clamp_(-9, 9), "writes into parameter 'weight'"),
+    "assigned": (_assign_mean, r"forward assigns 'mean', .*: write into it, mean\.copy_"),
+    "assigned memory": (_assign_memory, r"forward assigns 'other\.weight'"),
+}
+
+
+@pytest.mark.parametrize(("change", "sentence"), CHANGES.values(), ids=CHANGES)
+def test_changes_that_a_plan_would_lose_are_refused_however_small(
+    change: Callable[[Changing], object], sentence: str
+) -> None:
+    model = Changing(change)
+    with pytest.raises(UnsupportedModelError, match=sentence):
+        nimblec.training_step(model, loss, torch.optim.SGD(model.parameters(), 1e-3), numbers(0))
+
+
+def test_hooks_are_refused() -> None:
+    model = nn.Linear(6, 5)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    handle = optimizer.register_step_post_hook(lambda *_: None)
+    with pytest.raises(UnsupportedModelError, match="the optimizer has a hook"):
+        nimblec.training_step(model, loss, optimizer, numbers(0))
+    handle.remove()
+    for register in (model.bias.register_hook, model.bias.register_post_accumulate_grad_hook):
+        handle = register(lambda _: None)  # type: ignore[no-untyped-call]
+        with pytest.raises(UnsupportedModelError, match="parameter 'bias' has a hook"):
+            nimblec.training_step(model, loss, optimizer, numbers(0))
+        handle.remove()
+    lazy = nn.LazyLinear(5)
+    with pytest.raises(UnsupportedModelError, match="parameter 'weight' has no shape yet: run the model once"):
+        nimblec.training_step(lazy, loss, torch.optim.SGD(lazy.parameters(), 0.1), numbers(0))

@@ -1,6 +1,6 @@
 """The state of a module: the buffers and parameters that its runs write, and the module as a function of them."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,6 +116,26 @@ def named_tensors(module: Any) -> dict[str, torch.Tensor]:
     }
 
 
+def call_with(module: torch.nn.Module, given: Mapping[str, torch.Tensor], *call: Any) -> Any:
+    """The result of a module on ``call`` (args, kwargs) with the tensors ``given``, by any name of those they replace.
+
+    Each stands at all places of its tensor. They are named here, once for each module: with tied weights of its own,
+    torch (2.13) does not restore a module that has two names itself.
+    """
+    tensors = named_tensors(module)
+    names = {id(tensors[name]): name for name in given}
+    everywhere = {place: given[names[id(tensor)]] for place, tensor in places(module) if id(tensor) in names}
+    return functional_call(module, everywhere, *call, tie_weights=False)
+
+
+def places(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each parameter and buffer of each module, by one name for each module that has it."""
+    for path, part in module.named_modules():
+        for name, tensor in (*part._parameters.items(), *part._buffers.items()):
+            if tensor is not None:
+                yield f"{path}.{name}" if path else name, tensor
+
+
 def share(modules: Mapping[str, torch.nn.Module], shared: Mapping[str, Sequence[tuple[str, int]]]) -> None:
     """Make modules share tensors: names with the same number, as ``shared`` gives them by entry, become one tensor."""
     first: dict[int, torch.Tensor] = {}
@@ -152,5 +172,5 @@ class WithState(torch.nn.Module):
         """Run the module on (args, kwargs) and copies of the ``state``, which it may write or assign."""
         args, kwargs = call
         tensors = {tensor.name: value.clone() for tensor, value in zip(self._state, state, strict=True)}
-        result = functional_call(self.module, tensors, args, kwargs)
+        result = call_with(self.module, tensors, args, kwargs)
         return result, tuple(tensors[tensor.name] for tensor in self._state if tensor.is_written)

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from nimblec.errors import UnsupportedModelError, user_code
@@ -116,8 +117,10 @@ def rate_names(groups: int) -> list[str]:
 def group_names(model: nn.Module, optimizer: Optimizer) -> tuple[tuple[str, ...], ...]:
     """The names of the trained parameters in each group of an optimizer.
 
-    Raises UnsupportedModelError if it updates one that is not the model's, or none of the model's is trained.
+    Raises UnsupportedModelError if it updates one that is not the model's, if none of the model's is trained, and for
+    hooks and lazy parameters.
     """
+    _refuse_uncopied(model, optimizer)
     if not trained(model):
         raise UnsupportedModelError("training_step: no parameter of the model requires a gradient: let some train")
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
@@ -131,6 +134,21 @@ def group_names(model: nn.Module, optimizer: Optimizer) -> tuple[tuple[str, ...]
     return tuple(tuple(names[parameter] for parameter in group) for group in groups)
 
 
+def _refuse_uncopied(model: nn.Module, optimizer: Optimizer) -> None:
+    """Raise UnsupportedModelError for hooks, which copies of tensors and optimizers lose, and for lazy parameters."""
+    for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise UnsupportedModelError(f"training_step: parameter {name!r} has no shape yet: run the model once")
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise UnsupportedModelError(
+                f"training_step: parameter {name!r} has a hook, which a plan cannot run: compute it in forward or loss"
+            )
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        raise UnsupportedModelError(
+            "training_step: the optimizer has a hook, which a plan cannot run: do its work between steps"
+        )
+
+
 def trained(model: nn.Module) -> Named:
     """The parameters that require a gradient, by the first of their names."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -142,21 +160,23 @@ def frozen(model: nn.Module) -> Named:
 
 
 def kept_by(optimizer: Optimizer) -> dict[Tensor, dict[str, Any]]:
-    """The optimizer's state for each parameter that is trained; zeros before its first step."""
-    if optimizer.state:
-        return {parameter: dict(kept) for parameter, kept in optimizer.state.items() if parameter.requires_grad}
+    """The optimizer's state for each parameter that is trained; zeros before the first step with it."""
+    found = {parameter: dict(kept) for parameter, kept in optimizer.state.items() if parameter.requires_grad}
     trial = copy.deepcopy(optimizer)  # with parameters of its own
-    for group in trial.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    pairs = [
+        (parameter, other)
+        for group, copied in zip(optimizer.param_groups, trial.param_groups, strict=True)
+        for parameter, other in zip(group["params"], copied["params"], strict=True)
+    ]
+    for parameter, other in pairs:
+        is_new = parameter.requires_grad and parameter not in found
+        other.grad = torch.zeros_like(other) if is_new else None
     with user_code("training_step: the optimizer cannot take a step"):
         trial.step()
-    found = {}
-    for group, copied in zip(optimizer.param_groups, trial.param_groups, strict=True):
-        for parameter, other in zip(group["params"], copied["params"], strict=True):
-            if parameter.requires_grad:
-                kept = trial.state[other]
-                found[parameter] = {k: torch.zeros_like(v) if isinstance(v, Tensor) else v for k, v in kept.items()}
+    for parameter, other in pairs:
+        if other.grad is not None:
+            kept = trial.state[other]
+            found[parameter] = {k: torch.zeros_like(v) if isinstance(v, Tensor) else v for k, v in kept.items()}
     return found
 
 

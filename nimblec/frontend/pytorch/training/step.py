@@ -9,7 +9,6 @@ from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, fx, nn
-from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -20,6 +19,7 @@ from nimblec.frontend.pytorch.export_errors import BY_VALUE
 from nimblec.frontend.pytorch.generator import StepGenerator
 from nimblec.frontend.pytorch.source_tracker import SourceNotes, SourceTracker, within
 from nimblec.frontend.pytorch.training.backward import decompositions
+from nimblec.frontend.pytorch.training.calling import result_with
 from nimblec.frontend.pytorch.training.functions import OtherFunctions
 from nimblec.frontend.pytorch.training.random import Draws, refuse_other_draws
 from nimblec.frontend.pytorch.training.scaler import SCALE, TRACKER, unscale, update_scale
@@ -36,7 +36,7 @@ from nimblec.frontend.pytorch.training.state import (
     TrainingState,
     autocasting,
 )
-from nimblec.graph.writes import is_written
+from nimblec.graph.writes import may_be_written, writers
 from nimblec.places import LOSS, Phase, Place
 
 _Gradients: TypeAlias = Mapping[str, Tensor | None]
@@ -85,9 +85,21 @@ def trace(
             traced.graph.erase_node(node)
         refuse_other_draws(node.target, node.args, node.kwargs)
     _refuse_held(recipe.model, traced)
+    _refuse_written(list(state.parameters), traced.graph)
     traced.recompile()
     name_updates(traced.graph, state)
     return Step(graph=traced, draws=draws, changes=_changes(traced.graph, count))
+
+
+def _refuse_written(parameters: Sequence[str], graph: fx.Graph) -> None:
+    """Raise UnsupportedModelError where something other than the optimizer writes a parameter that it trains."""
+    arguments = (node for node in graph.nodes if node.op == "placeholder")
+    for name, node in zip(parameters, arguments, strict=False):
+        if writers(node):
+            raise UnsupportedModelError(
+                f"training_step: model or loss writes into parameter {name!r}, which the step trains: "
+                "do so between steps, through the state"
+            )
 
 
 def _changes(graph: fx.Graph, count: int) -> tuple[bool, ...]:
@@ -98,7 +110,7 @@ def _changes(graph: fx.Graph, count: int) -> tuple[bool, ...]:
     return tuple(
         value.target is not torch.ops.aten.clone.default
         or value.args[0] is not before
-        or is_written(value)
+        or may_be_written(value)
         for before, value in zip(arguments[:count], after, strict=True)
     )
 
@@ -156,7 +168,7 @@ def take_step(
     device = next(iter(parameters.values())).device
     with torch.enable_grad(), draws or nullcontext():
         with autocasting(recipe.autocast, device):
-            result = functional_call(recipe.model, {**parameters, **left.buffers}, tuple(inputs))
+            result = result_with(recipe.model, {**parameters, **left.buffers}, inputs)
             with within(LOSS):
                 loss = recipe.loss(result, *targets)
         used = draws.used if draws else 0
