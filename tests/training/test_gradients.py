@@ -67,6 +67,10 @@ FUNCTIONS: dict[str, tuple[tuple[int, ...], Function]] = {
     "grid, nearest": (IMAGE, lambda x: sampled(x, x.detach(), mode="nearest", padding_mode="reflection")),
     "sums of bags": (ROWS, lambda x: functional.embedding_bag(WORDS, x, BAGS, mode="sum", per_sample_weights=x[:4, 0])),
     "means of bags": (ROWS, lambda x: functional.embedding_bag(WORDS, x, BAGS, padding_idx=2)),
+    "bags with an end": (
+        ROWS,
+        lambda x: functional.embedding_bag(WORDS, x, torch.tensor([0, 2, 4]), include_last_offset=True),
+    ),
     "products of rows": (ROWS, lambda x: functional.bilinear(x, x.sin(), x[:2, :, None].expand(2, 6, 6))),
     "norm of weights": (ROWS, lambda x: torch._weight_norm(x, x[:, :1].exp(), 0)),
     "norm of columns": (IMAGE, lambda x: torch._weight_norm(x, x[:1, :, :1, :1].exp(), 1)),

@@ -36,16 +36,19 @@ def embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Any:
-    """aten._embedding_bag of indices (L,) and the offsets of its bags (B,),."""
+    """aten._embedding_bag of indices (L,) and the offsets of its bags (B,), or (B + 1,) with the end of the last."""
     zero, one, axis = like(0, weight), like(1, weight), ints([1])
-    if include_last_offset:
-        offsets = op.Slice(offsets, ints([0]), ints([-1]), ints([0]))
     bags = op.Unsqueeze(_bags(indices, offsets), axis)
     rows = op.Gather(weight, indices)
     if per_sample_weights is not None:
         rows = op.Mul(rows, op.Unsqueeze(per_sample_weights, axis))
     padding = -1 if padding_idx is None else padding_idx
     is_counted = op.Unsqueeze(op.Not(op.Equal(indices, like(padding, indices))), axis)
+    if include_last_offset:
+        offsets = op.Slice(offsets, ints([0]), ints([-1]), ints([0]))
+        count = op.Shape(offsets)
+        is_counted = op.And(is_counted, op.Less(bags, count))
+        bags = op.Min(bags, op.Sub(count, ints([1])))
     nothing = like(-np.inf, weight) if mode == _MAX else zero
     shape = op.Concat(op.Shape(offsets), op.Shape(weight, start=1, end=2), axis=0)
     made = op.ScatterElements(

@@ -93,8 +93,7 @@ def bags_backward(
     if mode == _MAX or scale_grad_by_freq:
         left: Tensor = NotImplemented
         return left
-    bags = _bags(indices, offsets)
-    counted = indices != padding_idx
+    bags, counted = _bags(indices, offsets, len(grad), padding_idx)
     rows = grad[bags] * counted[:, None]
     if mode == _MEAN:
         counts = grad.new_zeros(len(grad)).index_add(0, bags, counted.to(grad.dtype))
@@ -115,14 +114,15 @@ def bag_weights_backward(
 ) -> Tensor:
     """The gradient of sums of bags of embeddings, for the weight of each."""
     del offset2bag, mode
-    found = (grad[_bags(indices, offsets)] * table[indices]).sum(1)
-    return found * (indices != padding_idx)
+    bags, counted = _bags(indices, offsets, len(grad), padding_idx)
+    return (grad[bags] * table[indices]).sum(1) * counted
 
 
-def _bags(indices: Tensor, offsets: Tensor) -> Tensor:
-    """Of each index the number of its bag: how many bags begin there or before, less one."""
+def _bags(indices: Tensor, offsets: Tensor, count: int, padding_idx: int) -> tuple[Tensor, Tensor]:
+    """Of each index the number of its bag, how many begin there or before, less one; and whether it is in a bag."""
     places = torch.arange(len(indices), device=indices.device)
-    return (places[:, None] >= offsets).sum(1) - 1
+    bags = (places[:, None] >= offsets).sum(1) - 1
+    return bags.clamp(max=count - 1), (indices != padding_idx) & (bags < count)
 
 
 GRADIENTS: dict[Any, Callable[..., Any]] = {
