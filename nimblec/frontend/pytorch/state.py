@@ -116,19 +116,24 @@ def named_tensors(module: Any) -> dict[str, torch.Tensor]:
     }
 
 
-def call_with(module: torch.nn.Module, given: Mapping[str, torch.Tensor], *call: Any) -> Any:
+def call_with(module: torch.nn.Module, given: dict[str, torch.Tensor], *call: Any) -> Any:
     """The result of a module on ``call`` (args, kwargs) with the tensors ``given``, by any name of those they replace.
 
-    Each stands at all places of its tensor. They are named here, once for each module: with tied weights of its own,
-    torch (2.13) does not restore a module that has two names itself.
+    What the module assigns in place of one of them is in ``given`` then. Each stands at all places of its tensor. They
+    are named here, once for each module: with tied weights of its own, torch (2.13) does not restore a module that has
+    two names itself.
     """
     tensors = named_tensors(module)
     names = {id(tensors[name]): name for name in given}
-    everywhere = {place: given[names[id(tensor)]] for place, tensor in places(module) if id(tensor) in names}
-    return functional_call(module, everywhere, *call, tie_weights=False)
+    replaced = {place: names[id(tensor)] for place, tensor in _places(module) if id(tensor) in names}
+    everywhere = {place: given[name] for place, name in replaced.items()}
+    before = dict(everywhere)
+    result = functional_call(module, everywhere, *call, tie_weights=False)  # which updates the dict
+    given |= {name: everywhere[at] for at, name in replaced.items() if everywhere[at] is not before[at]}
+    return result
 
 
-def places(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _places(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Each parameter and buffer of each module, by one name for each module that has it."""
     for path, part in module.named_modules():
         for name, tensor in (*part._parameters.items(), *part._buffers.items()):

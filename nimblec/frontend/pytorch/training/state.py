@@ -118,7 +118,7 @@ def group_names(model: nn.Module, optimizer: Optimizer) -> tuple[tuple[str, ...]
     """The names of the trained parameters in each group of an optimizer.
 
     Raises UnsupportedModelError if it updates one that is not the model's, if none of the model's is trained, and for
-    hooks and lazy parameters.
+    what a step cannot have.
     """
     _refuse_uncopied(model, optimizer)
     if not trained(model):
@@ -135,13 +135,20 @@ def group_names(model: nn.Module, optimizer: Optimizer) -> tuple[tuple[str, ...]
 
 
 def _refuse_uncopied(model: nn.Module, optimizer: Optimizer) -> None:
-    """Raise UnsupportedModelError for hooks, which copies of tensors and optimizers lose, and for lazy parameters."""
+    """Raise UnsupportedModelError for hooks, which copies lose, lazy parameters, and modules that have two names."""
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
             raise UnsupportedModelError(f"training_step: parameter {name!r} has no shape yet: run the model once")
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise UnsupportedModelError(
                 f"training_step: parameter {name!r} has a hook, which a plan cannot run: compute it in forward or loss"
+            )
+    first: dict[nn.Module, str] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if first.setdefault(module, name) != name and any(True for _ in (*module.parameters(), *module.buffers())):
+            raise UnsupportedModelError(
+                f"training_step: {first[module]!r} and {name!r} are one module, which torch.export does not tell apart "
+                "from two: keep it by one name, and call it by that"
             )
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         raise UnsupportedModelError(
