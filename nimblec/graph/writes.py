@@ -8,7 +8,7 @@ from torch import fx
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
-from nimblec.graph.rewriter import readers
+from nimblec.graph.rewriter import owner, readers
 
 _RUNNING_STATISTICS = {
     "aten.native_batch_norm.default": (3, 4, 5),
@@ -36,10 +36,8 @@ def written_nodes(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def writers(value: fx.Node) -> list[fx.Node]:
-    """The calls that write a value or one of its views."""
-    found = list(readers(value))
-    memory = {value, *found}
-    return [node for node in found if not memory.isdisjoint(written_nodes(node))]
+    """The calls that write a value, itself no view, or one of its views."""
+    return [node for node in readers(value) if any(owner(written) is value for written in written_nodes(node))]
 
 
 def may_be_written(value: fx.Node) -> bool:
