@@ -89,6 +89,19 @@ def eager_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y:
     return float(value.detach())
 
 
+def assert_trains_as(
+    exe: nimblert.Executable,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Callable[[int], tuple[Tensor, Tensor]],
+) -> None:
+    """The same losses as eager, step after step."""
+    for seed in range(STEPS):
+        x, y = batch(seed)
+        found = exe(x.numpy(), y.numpy(), entry="train")
+        assert np.allclose(found, eager_step(model, optimizer, x, y), rtol=1e-4)
+
+
 def held(model: nn.Module) -> dict[str, np.ndarray]:
     return {f"model.{name}": t.detach().numpy() for name, t in (*model.named_parameters(), *model.named_buffers())}
 
@@ -103,10 +116,7 @@ def test_a_plan_trains_what_eager_trains(
     begun = copy.deepcopy(held(model))
     step = nimblec.training_step(model, loss, optimizer, batch(0))
     with nimblert.load(nimblec.compile(step, target="cpu")) as exe:
-        for seed in range(STEPS):
-            x, y = batch(seed)
-            found = exe(x.numpy(), y.numpy(), entry="train")
-            assert np.allclose(found, eager_step(model, optimizer, x, y), rtol=1e-4)
+        assert_trains_as(exe, model, optimizer, batch)
         for name, wanted in held(model).items():
             value = exe.state[name] if name in exe.state else begun[name]
             assert np.allclose(value, wanted, rtol=1e-3, atol=1e-5), name
@@ -132,7 +142,6 @@ def test_the_graph_for_a_gpu_has_each_tensor_that_changes_once(
     trains = {f"model.{name}" for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert all(slot.output is not None for slot in state)
     assert changed <= {slot.name for slot in state} <= changed | trains | {"optimizer.lr"}
-
 
 
 def test_a_model_in_evaluation_mode_is_trained_all_the_same() -> None:
@@ -171,10 +180,7 @@ def test_what_is_unfrozen_later_begins_with_zeros() -> None:
     model.requires_grad_()
     step = nimblec.training_step(model, loss, trained, numbers(0))
     with nimblert.load(nimblec.compile(step, target="cpu")) as exe:
-        for seed in range(STEPS):
-            x, y = numbers(seed)
-            found = exe(x.numpy(), y.numpy(), entry="train")
-            assert np.allclose(found, eager_step(model, trained, x, y), rtol=1e-4)
+        assert_trains_as(exe, model, trained, numbers)
         assert exe.state["optimizer.6.bias.step"] == 1 + STEPS == 1 + exe.state["optimizer.0.bias.step"]
 
 
@@ -241,6 +247,21 @@ def test_changes_that_a_plan_would_lose_are_refused_however_small(
     model = Changing(change)
     with pytest.raises(UnsupportedModelError, match=sentence):
         nimblec.training_step(model, loss, torch.optim.SGD(model.parameters(), 1e-3), numbers(0))
+
+
+class Doubled(nn.Linear):
+    """Writes into a result that it reads its weight for, too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scores by three times the weight."""
+        weight = self.weight * 2
+        weight += self.weight
+        return functional.linear(x, weight, self.bias)
+
+
+def test_what_is_made_of_a_parameter_may_be_written() -> None:
+    model = Doubled(6, 5)
+    nimblec.training_step(model, loss, torch.optim.SGD(model.parameters(), 0.1), numbers(0))
 
 
 def test_hooks_are_refused() -> None:

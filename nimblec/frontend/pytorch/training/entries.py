@@ -66,8 +66,9 @@ class Train(Writing):
         with preserve_node_meta():
             loss, *after = Interpreter(self._graphs[batch[0].device.type]).run(*tensors, *batch)
             with within(Phase.UPDATE):
+                written = {*self.writes}
                 for name, tensor, value in zip(self._names(), tensors, after, strict=True):
-                    if name in self.writes:
+                    if name in written:
                         tensor.copy_(value)
         return {"loss": loss}
 

@@ -20,7 +20,6 @@ aten = torch.ops.aten
 _Along: TypeAlias = Callable[[Tensor], Tensor]
 """An operator along the last axis but one of images, which leaves the last one as it is."""
 
-
 _WIDTH = 2
 """Of images that an operator is tried on; of one pixel, the CPU resizes smoothly by other weights (torch 2.13)."""
 
@@ -102,9 +101,7 @@ def replication_backward(axes: int, grad: Tensor, x: Tensor, padding: Sequence[i
 def _back(grad: Tensor, sizes: Sequence[int], operators: Sequence[_Along]) -> Tensor:
     """The gradient back through linear operators along the last axes, whose ``sizes`` before them are given."""
     for axis, size, along in zip(range(-len(sizes), 0), sizes, operators, strict=True):
-        with _real_tensors():
-            matrix = _matrix(along, size, grad).T.contiguous()
-        grad = _product(grad, axis, matrix)
+        grad = _product(grad, axis, _transposed(along, size, grad))
     return grad
 
 
@@ -115,10 +112,11 @@ def _real_tensors() -> Iterator[None]:
         yield
 
 
-def _matrix(along: _Along, size: int, like: Tensor) -> Tensor:
-    """What an operator makes of an axis: (size before, size after)."""
+def _transposed(along: _Along, size: int, like: Tensor) -> Tensor:
+    """The matrix of an operator along an axis, transposed: (size after it, size before it)."""
     with _real_tensors():
-        return along(torch.eye(size)[None, ..., None].repeat(1, 1, 1, _WIDTH))[0, ..., 0].to(like.dtype)
+        made = along(torch.eye(size)[None, ..., None].repeat(1, 1, 1, _WIDTH))
+        return made[0, ..., 0].T.contiguous().to(like.dtype)
 
 
 def _product(x: Tensor, axis: int, matrix: Tensor) -> Tensor:

@@ -120,7 +120,7 @@ def group_names(model: nn.Module, optimizer: Optimizer) -> tuple[tuple[str, ...]
     Raises UnsupportedModelError if it updates one that is not the model's, if none of the model's is trained, and for
     what a step cannot have.
     """
-    _refuse_uncopied(model, optimizer)
+    _refuse_unsuitable(model, optimizer)
     if not trained(model):
         raise UnsupportedModelError("training_step: no parameter of the model requires a gradient: let some train")
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
@@ -134,7 +134,7 @@ def group_names(model: nn.Module, optimizer: Optimizer) -> tuple[tuple[str, ...]
     return tuple(tuple(names[parameter] for parameter in group) for group in groups)
 
 
-def _refuse_uncopied(model: nn.Module, optimizer: Optimizer) -> None:
+def _refuse_unsuitable(model: nn.Module, optimizer: Optimizer) -> None:
     """Raise UnsupportedModelError for hooks, which copies lose, lazy parameters, and modules that have two names."""
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
@@ -169,6 +169,8 @@ def frozen(model: nn.Module) -> Named:
 def kept_by(optimizer: Optimizer) -> dict[Tensor, dict[str, Any]]:
     """The optimizer's state for each parameter that is trained; zeros before the first step with it."""
     found = {parameter: dict(kept) for parameter, kept in optimizer.state.items() if parameter.requires_grad}
+    if found.keys() >= {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}:
+        return found
     trial = copy.deepcopy(optimizer)  # with parameters of its own
     pairs = [
         (parameter, other)
