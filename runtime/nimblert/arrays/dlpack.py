@@ -130,11 +130,11 @@ class Exchange:
 
     def stream_reader(self, device: int) -> Callable[[], int]:
         """A function that does what `stream` does in half the time, for one thread at a time."""
-        stream = ctypes.c_void_p()
-        address, ask = ctypes.addressof(stream), self._stream
+        stream, ask = ctypes.c_void_p(), self._stream
+        arguments = ctypes.c_int32(CUDA), ctypes.c_int32(device), ctypes.c_void_p(ctypes.addressof(stream))
 
         def current() -> int:
-            ask(CUDA, device, address)
+            ask(*arguments)
             return stream.value or 0
 
         return current
@@ -146,17 +146,18 @@ class Exchange:
         """
         buffer = ctypes.create_string_buffer(_TENSOR.size)
         address, read, unpack = ctypes.addressof(buffer), self._read, _RAW_TENSOR.unpack_from
-        known, views = (0, 0, 0), (memoryview(b""), memoryview(b""))
+        known = 0, 0, 0
+        shape = strides = memoryview(b"")
 
         def raw(value: Any) -> Raw:
-            nonlocal known, views
+            nonlocal known, shape, strides
             read(value, address)
             data, header, shape_at, strides_at, offset = unpack(buffer)
             place = shape_at, strides_at, header[_RANK_AT]
             if place != known:  # else the views are still over shape and strides
-                views = _view(shape_at, header[_RANK_AT]), _view(strides_at, header[_RANK_AT])
+                shape, strides = _view(shape_at, header[_RANK_AT]), _view(strides_at, header[_RANK_AT])
                 known = place
-            return data + offset, header, bytes(views[0]), bytes(views[1])
+            return data + offset, header, bytes(shape), bytes(strides)
 
         return raw
 

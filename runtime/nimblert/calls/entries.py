@@ -31,13 +31,16 @@ class Signature:
         self.name = name
         self.programs = tuple(programs)
         self._inputs = {tensor.name: tensor for tensor in self.programs[0].inputs}
+        self._names = tuple(self._inputs)
         self._by_shapes = {shapes_of(program.inputs): program for program in self.programs}
 
     def by_name(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """All arrays by name, given those in the plan's order and those by name. InputError where they are too many."""
-        names = list(self._inputs)
+        names = self._names
+        if len(args) == len(names) and not kwargs:
+            return dict(zip(names, args, strict=False))
         if len(args) > len(names):
-            raise InputError(f"inputs: {len(args)} arrays were given, the plan takes {len(names)}: {names}")
+            raise InputError(f"inputs: {len(args)} arrays were given, the plan takes {len(names)}: {list(names)}")
         given = dict(zip(names, args, strict=False))
         if twice := given.keys() & kwargs.keys():
             raise InputError(f"input {min(twice)!r} was given by position and by name: give it once")

@@ -85,8 +85,8 @@ class CallGraphs:
         self._seen: dict[Hashable, int] = {}
         self._patience = 1
 
-    def find(self, key: Hashable, enough: int, make: Callable[[], CallGraph]) -> CallGraph | None:
-        """The graph for calls with this ``key``; None until they were made ``enough`` times.
+    def find(self, key: Hashable, enough: int, make: Callable[..., CallGraph], *args: object) -> CallGraph | None:
+        """The graph for calls with this ``key``, which ``make`` makes of ``args``; None until ``enough`` of them.
 
         Where callers use more keys than are kept, or the driver refuses a graph, later graphs take ever more calls.
         """
@@ -104,7 +104,7 @@ class CallGraphs:
             self._patience *= 4
             _destroy(self._made.pop(next(iter(self._made))))
         try:
-            made = self._made[key] = make()
+            made = self._made[key] = make(*args)
         except CudaError:  # without memory for it the call runs as before; after any other error it fails
             self._patience *= 4
             return None

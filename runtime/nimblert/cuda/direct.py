@@ -5,7 +5,7 @@ The time of Python before the launch is the overhead of a call over a replay.
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -13,13 +13,16 @@ from nimblert.arrays import dlpack, padding
 from nimblert.arrays.device_arrays import is_negated
 from nimblert.arrays.dtypes import numpy_dtype
 from nimblert.calls.turn import Turn
+from nimblert.cuda.transfers import Given, Outlet, remembered
 from nimblert.plan import ITEM_NBYTES, Program, Tensor
 
 if TYPE_CHECKING:
     from nimblert.arrays.device_arrays import DeviceOutput
     from nimblert.cuda.movers import Mover
-    from nimblert.cuda.transfers import Outlet
     from nimblert.dimensions import Shapes
+
+_Library: TypeAlias = tuple[list[tuple[str, Callable[[Any], dlpack.Raw]]], Callable[[], int]]
+"""A reader for each input by name, as each is fastest on one layout, and one of the stream that the library uses."""
 
 
 class Loaded(Protocol):
@@ -33,12 +36,9 @@ class Loaded(Protocol):
         """Run on inputs on the host, and return new outputs there, by name."""
 
     def call_from_device(
-        self, arrays: "Sequence[tuple[Mover, int]]", stream: int, outlet: "Outlet"
+        self, arrays: Given, stream: int, outlet: Outlet
     ) -> "dict[str, np.ndarray | DeviceOutput]":
-        """Run on inputs on the device, each one of `movers` and an address, and return new outputs there, by name.
-
-        ``outlet`` crops the outputs where movers pad.
-        """
+        """Run on inputs on the device, and return new outputs there, by name; ``outlet`` crops where movers pad."""
 
 
 class DeviceDirect:
@@ -54,7 +54,7 @@ class DeviceDirect:
         backend: Loaded,
         device: int,
         shapes: "Shapes | None",
-        outlet: "Outlet",
+        outlet: Outlet,
     ) -> None:
         self._turn, self._state, self._program, self._backend, self._device = turn, turn.state, program, backend, device
         self._outlet = outlet
@@ -65,7 +65,8 @@ class DeviceDirect:
         self._count = len(tensors) if usual else -1
         self._host = [(t.name, _numpy_dtype(t), t.shape) for t in tensors]
         self._lying = [_lying(t, device) for t in tensors]
-        self._libraries: dict[type, tuple[list[Callable[[Any], dlpack.Raw]], Callable[[], int]] | None] = {}
+        self._libraries: dict[type, _Library | None] = {}
+        self._given: dict[tuple[dlpack.Raw, ...], Given] = {}
 
     def __call__(self, arrays: Mapping[str, Any]) -> "dict[str, np.ndarray | DeviceOutput] | None":
         """The outputs by name; None, having done nothing, for any other call. Raises CudaError."""
@@ -97,35 +98,45 @@ class DeviceDirect:
     def _from_device(self, arrays: dict[str, Any], first: Any) -> "dict[str, np.ndarray | DeviceOutput] | None":
         kind = type(first)
         if kind not in self._libraries:
-            self._libraries[kind] = self._readers(first)
+            self._libraries[kind] = self._library(first)
         library = self._libraries[kind]
         if library is None:
             return None
         readers, stream = library
-        given = []
-        for (name, itemsize, header, shape), read, movers in zip(
-            self._lying, readers, self._backend.movers, strict=True
-        ):
-            array = arrays.get(name)
-            if type(array) is not kind or getattr(array, "requires_grad", False) or is_negated(array):
-                return None
-            try:
-                address, lying, sizes, strides = read(array)
-            except (BufferError, RuntimeError, TypeError, ValueError):
-                return None  # the full check says why
-            mover = movers.get(sizes + strides)
-            if mover is None or lying != header or sizes != shape:
-                return None
-            if not address or address % itemsize:
-                return None
-            given.append((mover, address))
+        found = []
+        try:
+            for name, read in readers:
+                array = arrays.get(name)
+                if type(array) is not kind or getattr(array, "requires_grad", False) or is_negated(array):
+                    return None
+                found.append(read(array))
+        except (BufferError, RuntimeError, TypeError, ValueError):
+            return None  # the full check says why
+        raw = tuple(found)
+        given = self._given.get(raw) or self._moved(raw)
+        if given is None:
+            return None
         self._turn.program, self._turn.parts = self._program, 1
         return self._backend.call_from_device(given, stream(), self._outlet)
 
-    def _readers(self, array: Any) -> "tuple[list[Callable[[Any], dlpack.Raw]], Callable[[], int]] | None":
-        """For an array's library: a reader for each input, as each is fastest on one layout, and one of its stream."""
+    def _moved(self, arrays: "tuple[dlpack.Raw, ...]") -> Given | None:
+        """The movers of these arrays, which are remembered; None where the program does not take them as they are."""
+        given = []
+        for (address, lying, sizes, strides), (itemsize, header, shape), movers in zip(
+            arrays, self._lying, self._backend.movers, strict=True
+        ):
+            mover = movers.get(sizes + strides)
+            if mover is None or lying != header or sizes != shape or not address or address % itemsize:
+                return None
+            given.append((mover, address))
+        return remembered(self._given, arrays, tuple(given))
+
+    def _library(self, array: Any) -> "_Library | None":
+        """The functions of an array's library, if it has them."""
         found = dlpack.exchange(array)
-        return None if found is None else ([found.reader() for _ in self._lying], found.stream_reader(self._device))
+        if found is None:
+            return None
+        return [(name, found.reader()) for name, *_ in self._host], found.stream_reader(self._device)
 
 
 def _numpy_dtype(tensor: Tensor) -> np.dtype | None:
@@ -133,7 +144,7 @@ def _numpy_dtype(tensor: Tensor) -> np.dtype | None:
     return None if tensor.dtype == "bfloat16" else numpy_dtype(tensor.dtype)
 
 
-def _lying(tensor: Tensor, device: int) -> tuple[str, int, bytes, bytes]:
-    """The name, the bytes of an element, and the DLPack header and shape of device arrays for a tensor."""
+def _lying(tensor: Tensor, device: int) -> tuple[int, bytes, bytes]:
+    """The bytes of an element, and the DLPack header and shape of device arrays for a tensor."""
     header = dlpack.raw_header(tensor.dtype, len(tensor.shape), device)
-    return tensor.name, ITEM_NBYTES[tensor.dtype], header, dlpack.raw_numbers(tensor.shape)
+    return ITEM_NBYTES[tensor.dtype], header, dlpack.raw_numbers(tensor.shape)

@@ -56,7 +56,7 @@ class _Way:
     mover: Mover | None
 
 
-Given: TypeAlias = Sequence[tuple[Mover, int]]
+Given: TypeAlias = tuple[tuple[Mover, int], ...]
 """Arrays on the device, one for each input: one of `Inlet.movers` and an address."""
 
 

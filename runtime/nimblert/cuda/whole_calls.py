@@ -46,10 +46,10 @@ class WholeCalls:
             return None, False
         lying = tuple([array.strides for array in arrays])
         key = lying, tuple([memory and memory.address for memory in lent])
-        found = self._whole.find(key, _ENOUGH_ON_HOST, partial(self._made_for_host, arrays, lent))
+        found = self._whole.find(key, _ENOUGH_ON_HOST, self._made_for_host, arrays, lent)
         if found is not None:
             return found, True
-        return self._arriving.find(lying, _ENOUGH_ON_HOST, partial(self._made_for_host, arrays, ())), False
+        return self._arriving.find(lying, _ENOUGH_ON_HOST, self._made_for_host, arrays, ()), False
 
     def _made_for_host(self, arrays: Sequence[np.ndarray], lent: Sequence[Lent | None]) -> CallGraph:
         arrivals = self._inlet.uploads(arrays)
@@ -61,12 +61,11 @@ class WholeCalls:
         self, arrays: Given, lent: Sequence[Lent | None], outlet: Outlet
     ) -> tuple[CallGraph | None, bool]:
         """As `from_host`, for device arrays; ``outlet`` is cropped where their movers pad."""
-        given = tuple(arrays)
-        key = given, tuple([memory and memory.address for memory in lent])
-        found = self._whole.find(key, _ENOUGH_ON_DEVICE, partial(self._made_in_place, arrays, lent, outlet))
+        key = arrays, tuple([memory and memory.address for memory in lent])
+        found = self._whole.find(key, _ENOUGH_ON_DEVICE, self._made_in_place, arrays, lent, outlet)
         if found is not None:
             return found, True
-        return self._arriving.find(given, _ENOUGH_ON_DEVICE, partial(self._made_for_device, arrays)), False
+        return self._arriving.find(arrays, _ENOUGH_ON_DEVICE, self._made_for_device, arrays), False
 
     def _made_for_device(self, arrays: Given) -> CallGraph:
         return CallGraph(Recipe(self._adding(self._memory), self._inlet.moves(arrays)).instantiated())
