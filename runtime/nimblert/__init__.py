@@ -10,6 +10,7 @@ from nimblert.arrays.device_arrays import DeviceOutput
 from nimblert.context import Context
 from nimblert.errors import (
     CudaError,
+    DeviceLostError,
     DeviceMismatchError,
     InputError,
     NimbleError,
@@ -21,6 +22,7 @@ from nimblert.executable import Executable, load
 from nimblert.executable_pool import ExecutablePool, load_pool
 from nimblert.limits import Limits
 from nimblert.plan import Plan
+from nimblert.processes.pool import ProcessPool
 from nimblert.timing import CommandTime
 
 __version__ = "0.1.0"
@@ -30,6 +32,7 @@ __all__ = [
     "CommandTime",
     "Context",
     "CudaError",
+    "DeviceLostError",
     "DeviceMismatchError",
     "DeviceOutput",
     "Executable",
@@ -41,6 +44,7 @@ __all__ = [
     "PlanError",
     "PlanFormatError",
     "PlanInvalidError",
+    "ProcessPool",
     "load",
     "load_pool",
 ]

@@ -50,6 +50,18 @@ class CudaError(NimbleError):
         self.result = result
         super().__init__(f"{api}: {result}{_what_next(result)}")
 
+    @property
+    def is_final(self) -> bool:
+        """Whether CUDA refuses every later call of the process."""
+        return self.result in _FATAL
+
+
+class DeviceLostError(NimbleError):
+    """A process of a pool has ended: by a failed kernel, a signal, an exit.
+
+    The calls that it had begun have no answer and may be repeated; later ones go to the other devices.
+    """
+
 
 def _what_next(result: str) -> str:
     if result == "CUDA_ERROR_OUT_OF_MEMORY":

@@ -218,25 +218,24 @@ def load(
     Raises PlanError for a plan that is damaged or contradicts itself, DeviceMismatchError where this
     machine cannot run it, and InputError for an invalid ``plan``, ``program``, ``limits`` or ``arena``.
     """
-    if not isinstance(limits, Limits):
-        raise InputError(f"limits: got {type(limits).__name__}, expected a nimblert.Limits")
+    _check_limits(limits)
     if os.environ.get("NIMBLERT_NVTX") == "1":
         from nimblert import telemetry  # which other processes need not import
 
         telemetry.observe_by_environment()
     make = partial(_loaded, device=device, arena=arena, threads=threads, poison=poison, warm=warm)
     if isinstance(plan, Plan):
-        return make(_checked(plan, program, limits))
+        return make(checked(plan, program, limits))
     image, path = container.open_image(plan, copy=copy), container.name(plan)
     decoded = container.decoded(image, path)
     if decoded.target is Target.CPU:
         container.verify_digest(image, path)
-        return make(_checked(decoded, program, limits))
+        return make(checked(decoded, program, limits))
     with ThreadPoolExecutor(3) as pool, ExitStack() as started:
         # Starting the GPU takes longer than all checks, which begin here; no code is loaded before both are done.
         # A future in a variable would form a cycle with its error, and keep a refused file mapped.
         checks = pool.map(
-            call, (partial(container.verify_digest, image, path), partial(_checked, decoded, program, limits))
+            call, (partial(container.verify_digest, image, path), partial(checked, decoded, program, limits))
         )
         pool.submit(import_module, "nimblert.cuda.backend")  # `_resident` needs it next
         try:
@@ -248,14 +247,20 @@ def load(
         return make(selected)
 
 
-def _checked(plan: Plan, program: str | None, limits: Limits) -> Plan:
-    """The plan with the program to load, or all; raises PlanInvalidError unless it is valid."""
+def checked(plan: Plan, program: str | None, limits: Limits) -> Plan:
+    """The plan with the program to load, or all. Raises PlanInvalidError unless it is valid, InputError."""
+    _check_limits(limits)
     verify.check(plan, limits)
     selected = _select(plan, program)
     for loaded in (*selected.programs, *selected.refits):
         if unordered := tuple(hazards(loaded, limits)):
             raise PlanInvalidError(unordered)
     return selected
+
+
+def _check_limits(limits: Limits) -> None:
+    if not isinstance(limits, Limits):
+        raise InputError(f"limits: got {type(limits).__name__}, expected a nimblert.Limits")
 
 
 def _check_arena(arena: Arena | None, plan: Plan, device: int) -> None:

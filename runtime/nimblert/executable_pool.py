@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial, reduce
-from typing import Any, Self
+from typing import Any, Literal, overload
 
 import numpy as np
 
@@ -16,8 +16,10 @@ from nimblert.errors import DeviceMismatchError, InputError
 from nimblert.executable import Executable, load
 from nimblert.files import container
 from nimblert.limits import DEFAULT_LIMITS, Limits
-from nimblert.plan import Plan, Target, Tensor
-from nimblert.rules.state_rules import writes_state
+from nimblert.plan import Plan, Target
+from nimblert.pool import Pool, ordinals
+from nimblert.processes import loading
+from nimblert.processes.pool import ProcessPool
 
 
 @dataclass(slots=True, eq=False)
@@ -34,21 +36,20 @@ class _Member:
         return tuple(self.executable._contexts)  # noqa: SLF001 - of the same package
 
 
-class ExecutablePool:
-    """A plan on several devices. Threads and tasks may share it.
+class ExecutablePool(Pool):
+    """A plan on several devices, in this process. Threads and tasks may share it.
 
-    A kernel that fails ends the use of CUDA in this process: every later call, on any GPU, raises CudaError. For
-    GPUs that fail independently, use a process for each.
+    A kernel that fails ends the use of CUDA in this process: every later call, on any GPU, raises CudaError. With
+    ``load_pool(..., processes=True)`` GPUs fail independently.
     """
 
     def __init__(self, executables: Sequence[Executable]) -> None:
         """``executables`` are of one plan, and closed with the pool; see `load_pool`."""
-        self.plan: Plan = executables[0].plan
+        super().__init__(executables[0].plan)
         self._members = [_Member(executable) for executable in executables]
         self._state = threading.Condition()
         self._closed = False
         self._exclusive = False
-        self._keeps = any(map(writes_state, self.plan.programs))
 
     def __repr__(self) -> str:
         return f"ExecutablePool({self._members[0].executable!r}, devices={list(self.devices)})"
@@ -57,26 +58,6 @@ class ExecutablePool:
     def devices(self) -> tuple[int, ...]:
         """The devices that calls go to."""
         return tuple(member.executable.device for member in self._members)
-
-    @property
-    def entries(self) -> tuple[str, ...]:
-        """As `Context.entries`."""
-        return self._members[0].executable.entries
-
-    @property
-    def inputs(self) -> tuple[Tensor, ...]:
-        """As `Context.inputs`."""
-        return self._members[0].executable.inputs
-
-    @property
-    def outputs(self) -> tuple[Tensor, ...]:
-        """As `Context.outputs`."""
-        return self._members[0].executable.outputs
-
-    @property
-    def weights(self) -> dict[str, Tensor]:
-        """As `Executable.weights`."""
-        return self._members[0].executable.weights
 
     def __call__(
         self, *args: Any, entry: str | None = None, **kwargs: Any
@@ -94,12 +75,6 @@ class ExecutablePool:
         """
         with self._turn() as executable:
             return executable.run(arrays, entry=entry, out=out)
-
-    async def arun(self, arrays: Mapping[str, Any], *, entry: str | None = None) -> dict[str, np.ndarray]:
-        """As `run`, without blocking the event loop; a run is completed even if its task is cancelled."""
-        import asyncio  # the caller's event loop has imported it
-
-        return await asyncio.to_thread(self.run, arrays, entry=entry)
 
     def context(self) -> Context:
         """A new context, with a state of its own, on the device with the fewest calls in flight and contexts.
@@ -140,12 +115,6 @@ class ExecutablePool:
         for member in self._members:
             member.executable.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     @contextmanager
     def _turn(self) -> Iterator[Executable]:
         """The executable for a call, which counts as in flight until the block ends."""
@@ -185,28 +154,68 @@ class ExecutablePool:
             raise InputError("this pool is closed: load the plan again")
 
 
+@overload
 def load_pool(
     plan: Plan | container.Source,
     *,
     devices: Sequence[int] | None = None,
+    processes: Literal[False] = False,
     program: str | None = None,
     poison: bool = False,
     copy: bool = False,
     warm: bool = False,
     limits: Limits = DEFAULT_LIMITS,
-) -> ExecutablePool:
+) -> ExecutablePool: ...
+
+
+@overload
+def load_pool(
+    plan: Plan | container.Source,
+    *,
+    devices: Sequence[int] | None = None,
+    processes: Literal[True],
+    contexts: int = 8,
+    program: str | None = None,
+    poison: bool = False,
+    copy: bool = False,
+    warm: bool = False,
+    limits: Limits = DEFAULT_LIMITS,
+) -> ProcessPool: ...
+
+
+def load_pool(
+    plan: Plan | container.Source,
+    *,
+    devices: Sequence[int] | None = None,
+    processes: bool = False,
+    contexts: int = 8,
+    program: str | None = None,
+    poison: bool = False,
+    copy: bool = False,
+    warm: bool = False,
+    limits: Limits = DEFAULT_LIMITS,
+) -> ExecutablePool | ProcessPool:
     """Load a plan on several GPUs: those with the ordinals ``devices``, or all of this machine that can run it.
 
+    - ``processes``: load it in a process for each GPU, so that short calls of many threads are not limited by one
+      interpreter, and GPUs fail independently. Inputs and outputs are then on the host, and the plan has no state.
+    - ``contexts``: with ``processes``, the number of calls that run at the same time on each GPU.
+
     The other arguments are those of `load`. A plan for the CPU, which uses all cores by itself, is loaded once.
-    Raises what `load` raises if one of the given ``devices`` cannot run the plan, or no device at all can.
+    Raises what `load` raises if one of the given ``devices`` cannot run the plan, or no device at all can;
+    DeviceLostError where a process ends meanwhile.
     """
     if devices is not None and (not devices or len(set(devices)) < len(devices)):
         raise InputError(f"devices: got {list(devices)}, expected ordinals of GPUs, each once")
+    if processes:
+        return loading.load(
+            plan, devices, contexts=contexts, program=program, poison=poison, copy=copy, warm=warm, limits=limits
+        )
     make = partial(load, program=program, poison=poison, copy=copy, warm=warm, limits=limits)
     mismatch: DeviceMismatchError | None = None
     with ExitStack() as loaded:
         found = []
-        for device in _ordinals(devices):
+        for device in ordinals(devices):
             try:
                 found.append(loaded.enter_context(make(plan, device=device)))
             except DeviceMismatchError as exc:
@@ -220,15 +229,3 @@ def load_pool(
             raise mismatch
         loaded.pop_all()
     return ExecutablePool(found)
-
-
-def _ordinals(devices: Sequence[int] | None) -> Iterator[int]:
-    """The devices to try: those given, or else the first and, once CUDA is initialised, all others."""
-    if devices is not None:
-        yield from devices
-        return
-    yield 0
-    from nimblert.cuda import driver  # which a plan for the CPU does without
-
-    driver.initialise()
-    yield from range(1, driver.count())

@@ -13,7 +13,7 @@ from nimblert.arrays import device_arrays
 from nimblert.arrays.device_arrays import DeviceArray
 from nimblert.arrays.dtypes import numpy_dtype
 from nimblert.calls.sizes import Served, Sizes
-from nimblert.dimensions import profile_text, shapes_of
+from nimblert.dimensions import Shapes, profile_text, shapes_of
 from nimblert.errors import InputError
 from nimblert.plan import ITEM_NBYTES, Plan, Program, Tensor
 
@@ -87,9 +87,17 @@ class Signature:
 
     def serve(self, arrays: Sequence[np.ndarray | DeviceArray]) -> Served:
         """The runs that serve arrays of sizes without a program. Raises InputError where there are none."""
-        served = self._sizes.serve(tuple(tuple(array.shape) for array in arrays))
+        return self._serve(tuple(tuple(array.shape) for array in arrays))
+
+    def outputs(self, shapes: Shapes) -> tuple[Tensor, ...]:
+        """The outputs of a call with inputs of these shapes. Raises InputError where no program serves them."""
+        program = self._by_shapes.get(shapes)
+        return self._serve(shapes).outputs if program is None else program.outputs
+
+    def _serve(self, shapes: Shapes) -> Served:
+        served = self._sizes.serve(shapes)
         if served is None:
-            raise InputError(self._no_program(arrays))
+            raise InputError(self._no_program(shapes))
         return served
 
     def choose(self, arrays: Mapping[str, Any], take: Take) -> tuple[Program, list[np.ndarray | DeviceArray]]:
@@ -102,7 +110,8 @@ class Signature:
         if program is None:
             parts = self.serve(checked).parts
             if len(parts) > 1:
-                raise InputError(f"{self._no_program(checked)}; a call would be {len(parts)} runs of them")
+                shapes = tuple(tuple(array.shape) for array in checked)
+                raise InputError(f"{self._no_program(shapes)}; a call would be {len(parts)} runs of them")
             program = parts[0].program
         return program, checked
 
@@ -110,13 +119,13 @@ class Signature:
     def _sizes(self) -> Sizes:
         return Sizes(self.programs)
 
-    def _no_program(self, arrays: Sequence[np.ndarray | DeviceArray]) -> str:
-        """Why no program takes the shapes of ``arrays``."""
+    def _no_program(self, shapes: Shapes) -> str:
+        """Why no program takes inputs of these shapes."""
         if len(self.programs) == 1:
-            given = zip(self._inputs.values(), arrays, strict=True)
-            tensor, array = next((t, a) for t, a in given if t.shape != a.shape)
-            return f"input {tensor.name!r}: shape {array.shape}, expected {tensor.shape}"
-        found = ", ".join(f"{name!r}: {array.shape}" for name, array in zip(self._inputs, arrays, strict=True))
+            given = zip(self._inputs.values(), shapes, strict=True)
+            tensor, shape = next((t, s) for t, s in given if t.shape != s)
+            return f"input {tensor.name!r}: shape {shape}, expected {tensor.shape}"
+        found = ", ".join(f"{name!r}: {shape}" for name, shape in zip(self._inputs, shapes, strict=True))
         return f"inputs of the shapes {found}: {self.name!r} has programs for {self._listed()}"
 
     def _listed(self) -> str:

@@ -1,0 +1,1 @@
+"""Pools of processes: one for each device, called through shared memory."""

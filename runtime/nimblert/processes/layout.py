@@ -1,0 +1,70 @@
+"""Where the arrays of a call lie in shared memory, and the message that tells the other process of the call."""
+
+from collections.abc import Sequence
+from struct import Struct, unpack_from
+
+from nimblert.arrays.dtypes import numpy_dtype
+from nimblert.calls.entries import Entries, Signature
+from nimblert.dimensions import Shapes
+from nimblert.plan import Tensor
+from nimblert.processes.channel import Place
+
+_MOST = 256
+"""The most layouts that are remembered."""
+
+_NUMBER, _SIZE = Struct("<H"), Struct("<q")
+
+
+class Layout:
+    """Both processes have the plan, so that the entry's number and the shapes of the inputs tell everything."""
+
+    __slots__ = ("entry", "inputs", "message", "output_tensors", "outputs")
+
+    def __init__(self, number: int, signature: Signature, shapes: Shapes) -> None:
+        """Raises InputError for ``shapes`` that no program of the entry serves."""
+        self.entry = signature.name
+        self.output_tensors = signature.outputs(shapes)
+        self.inputs = _placed(signature.programs[0].inputs, shapes, 0)
+        end = self.inputs[-1].end if self.inputs else 0
+        self.outputs = _placed(self.output_tensors, [tensor.shape for tensor in self.output_tensors], end)
+        sizes = [size for shape in shapes for size in shape]
+        self.message = _NUMBER.pack(number) + b"".join(map(_SIZE.pack, sizes))
+
+
+class Layouts:
+    """The layouts of the calls of a plan."""
+
+    def __init__(self, signatures: Entries) -> None:
+        self._signatures = [signatures[name] for name in signatures.names]
+        self._numbers = {name: number for number, name in enumerate(signatures.names)}
+        self._known: dict[tuple[str, Shapes], Layout] = {}
+
+    def of(self, signature: Signature, shapes: Shapes) -> Layout:
+        """The layout of a call of an entry. Raises InputError for shapes that no program of it serves."""
+        key = signature.name, shapes
+        found = self._known.get(key)
+        if found is None:
+            found = Layout(self._numbers[signature.name], signature, shapes)
+            if len(self._known) >= _MOST:
+                self._known.clear()
+            self._known[key] = found
+        return found
+
+    def read(self, message: bytes) -> Layout:
+        """The layout whose message this is."""
+        (number,) = _NUMBER.unpack_from(message)
+        signature = self._signatures[number]
+        position, shapes = _NUMBER.size, []
+        for tensor in signature.programs[0].inputs:
+            shapes.append(unpack_from(f"<{len(tensor.shape)}q", message, position))
+            position += _SIZE.size * len(tensor.shape)
+        return self.of(signature, tuple(shapes))
+
+
+def _placed(tensors: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], after: int) -> list[Place]:
+    """Places for arrays of these dtypes and shapes, one behind the other."""
+    places = []
+    for tensor, shape in zip(tensors, shapes, strict=True):
+        places.append(Place(tensor.name, numpy_dtype(tensor.dtype), shape, after))
+        after = places[-1].end
+    return places

@@ -1,0 +1,94 @@
+"""Loading a plan in several processes at the same time."""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from typing import Any
+
+from nimblert.errors import DeviceLostError, DeviceMismatchError, InputError
+from nimblert.executable import checked
+from nimblert.files import container
+from nimblert.limits import Limits
+from nimblert.plan import Plan, Target
+from nimblert.pool import keeps_state, ordinals
+from nimblert.processes.channel import READY, Memory
+from nimblert.processes.pool import ProcessPool
+from nimblert.processes.process import Process, end
+
+
+def load(
+    plan: Plan | container.Source,
+    devices: Sequence[int] | None,
+    *,
+    contexts: int,
+    program: str | None,
+    copy: bool,
+    limits: Limits,
+    **options: bool,
+) -> ProcessPool:
+    """As `nimblert.load_pool` with processes; here a device may repeat. ``options`` are further ones of `load`."""
+    if contexts < 1:
+        raise InputError(f"contexts: got {contexts}, expected at least one")
+    image = container.open_image(container.encode_file(plan) if isinstance(plan, Plan) else plan, copy=copy)
+    path = "plan" if isinstance(plan, Plan) else container.name(plan)
+    container.verify_digest(image, path)
+    selected = checked(container.decoded(image, path), program, limits)
+    if keeps_state(selected):
+        raise InputError("the plan has state, which is each context's own: load it without processes=True")
+    found = [0] if selected.target is Target.CPU and devices is None else list(ordinals(devices))
+    with ExitStack() as stack:
+        weights = Memory()
+        stack.callback(weights.close)
+        given = {
+            **options,
+            "program": program,
+            "copy": copy,
+            "limits": asdict(limits),
+            "digest": container.recorded_digest(image).hex(),
+            "weights": weights.file,
+        }
+        with _file(plan, image) as (given["plan"], files):
+            processes = _started(found, contexts, given, (weights.file, *files), skip=devices is None)
+        stack.pop_all()
+    return ProcessPool(selected, processes, weights)
+
+
+@contextmanager
+def _file(plan: Plan | container.Source, image: memoryview) -> Iterator[tuple[str, Sequence[int]]]:
+    """The path of the plan's file for other processes, and the files that are to be open in them."""
+    if isinstance(plan, str | os.PathLike):
+        yield os.fsdecode(plan), ()
+        return
+    shared = Memory()
+    try:
+        with open(shared.file, "wb", closefd=False) as file:
+            file.write(image)
+        yield f"/proc/self/fd/{shared.file}", (shared.file,)
+    finally:
+        shared.close()
+
+
+def _started(
+    devices: Sequence[int], contexts: int, options: Mapping[str, Any], files: Sequence[int], *, skip: bool
+) -> list[Process]:
+    """Processes that have loaded the plan; with ``skip`` without those whose devices cannot run it, if some can."""
+    with ExitStack() as stack:
+        started: list[Process] = []
+        stack.callback(end, started)
+        for device in devices:
+            started.append(Process(device, contexts, options, files))  # noqa: PERF401 - all that started end on an error
+        refused: list[tuple[Process, DeviceMismatchError]] = []
+        for process in started:
+            try:
+                process.answer(READY)
+            except DeviceMismatchError as exc:
+                refused.append((process, exc))
+            except DeviceLostError as exc:
+                raise DeviceLostError(f"{exc} while it loaded the plan") from None
+        if refused and (not skip or len(refused) == len(started)):
+            raise refused[0][1]
+        end([process for process, _ in refused])
+        stack.pop_all()
+    unusable = {id(process) for process, _ in refused}
+    return [process for process in started if id(process) not in unusable]

@@ -1,0 +1,201 @@
+"""Process pools: a process for each device; a call goes to the one with the fewest calls in flight."""
+
+import os
+import weakref
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Never
+
+import numpy as np
+
+from nimblert import interpreter
+from nimblert.calls import refitting
+from nimblert.calls.outputs import checked_out
+from nimblert.calls.refitting import NewWeights
+from nimblert.errors import DeviceLostError, InputError, NimbleError
+from nimblert.plan import Plan, listed
+from nimblert.pool import Pool
+from nimblert.processes import weights as new_weights
+from nimblert.processes.channel import Memory
+from nimblert.processes.layout import Layouts
+from nimblert.processes.process import Process, end
+from nimblert.processes.slots import Slots
+
+
+class ProcessPool(Pool):
+    """A plan on several devices, with a process for each. Threads and tasks may share it.
+
+    The arrays of a call go through shared memory, so they are on the host. Devices fail independently: after a failed
+    kernel, or if its process is killed, calls in flight on that device raise DeviceLostError, and later ones go to the
+    others. ``devices`` are those in service.
+    """
+
+    def __init__(self, plan: Plan, processes: Sequence[Process], weights: Memory) -> None:
+        """``processes`` have loaded the plan, and end with the pool; see `nimblert.load_pool`."""
+        super().__init__(plan)
+        self._process = os.getpid()
+        self._slots = Slots(processes)
+        self._layouts = Layouts(self._signatures)
+        self._all = tuple(processes)
+        self._weights = weights
+        self._end = weakref.finalize(self, _ended, self._all, weights, self._process)
+        self._end.atexit = False  # `hold` comes first
+        interpreter.live.add(self)
+        _pools.add(self)
+
+    def __repr__(self) -> str:
+        programs = listed([repr(program) for program in self.plan.programs])
+        return f"ProcessPool({programs}, devices={list(self.devices)})"
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """The devices that calls go to: those in service."""
+        return tuple(process.device for process in self._slots.processes)
+
+    def __call__(
+        self, *args: Any, entry: str | None = None, **kwargs: Any
+    ) -> np.ndarray | tuple[np.ndarray, ...]:
+        """As a call of an executable, on the device with the fewest calls in flight."""
+        signature = self._signatures[entry]
+        results = tuple(self.run(signature.by_name(args, kwargs), entry=signature.name).values())
+        return results[0] if len(results) == 1 else results
+
+    def run(
+        self, arrays: Mapping[str, Any], *, entry: str | None = None, out: Mapping[str, Any] | None = None
+    ) -> dict[str, np.ndarray]:
+        """As `Context.run`, on the device with the fewest calls in flight; arrays are on the host.
+
+        Raises InputError, CudaError; DeviceLostError where the device's process ended during the call, or none is left.
+        """
+        self._check_process()
+        signature = self._signatures[entry]
+        given = signature.plain(arrays) or signature.check(arrays, _refused)
+        layout = self._layouts.of(signature, tuple([array.shape for array in given]))
+        if out is not None and not isinstance(out, Mapping):
+            raise InputError(f"out: got {type(out).__name__}, expected a dict of arrays by output name")
+        taken = checked_out(layout.output_tensors, out, _refused) if out else {}
+        while True:
+            slot = self._slots.take()
+            try:
+                if slot.begin(layout, given):
+                    results = slot.finish(layout, taken)
+                    if results is None:
+                        raise self._lost_during_call(slot.process)
+                    break
+                self._slots.lose(slot.process)
+            finally:
+                self._slots.give(slot)
+        return {place.name: {**results, **out}[place.name] for place in layout.outputs} if out else results
+
+    def context(self) -> Never:
+        """Raises InputError: a context cannot be in another process."""
+        raise InputError("a pool of processes has no contexts of this one: load the plan without processes=True")
+
+    def refit(self, weights: NewWeights) -> None:
+        """Replace weights on all devices, as `Executable.refit` does on one.
+
+        Calls in flight end before the change, and others begin after it. The arrays are on the host. No device
+        changes before all are prepared; where one cannot be, none changes. A device whose process ends meanwhile is
+        out of service, and the others change. Raises InputError, CudaError, DeviceLostError.
+        """
+        self._check_process()
+        refits = refitting.checked(self.plan, weights, _refused)
+        with ThreadPoolExecutor(1) as thread:  # Ctrl-C does not end it half way
+            thread.submit(self._refit, refits).result()
+
+    def _refit(self, refits: Sequence[refitting.Refit]) -> None:
+        with self._slots.alone():
+            try:
+                message = new_weights.write(self.plan, refits, self._weights)
+                self._replace(message)
+            finally:
+                self._weights.clear()
+        self._slots.check()
+
+    def _replace(self, message: bytes) -> None:
+        """Tell all processes to prepare, then to change; or not to, where one cannot."""
+        ready, failed = self._answers(self._slots.processes, message, new_weights.PREPARED)
+        if not failed:
+            self._answers(ready, new_weights.COMMIT, new_weights.REPLACED)
+        else:
+            self._answers(ready, new_weights.ABORT, new_weights.KEPT)
+            raise failed[0]
+
+    def _answers(
+        self, processes: Sequence[Process], message: bytes, expected: bytes
+    ) -> tuple[list[Process], list[Exception]]:
+        """Send a message to these processes: those that give the expected answer, and the errors of others."""
+        for process in processes:
+            process.control.send(message)
+        ready: list[Process] = []
+        failed: list[Exception] = []
+        for process in processes:
+            try:
+                process.answer(expected)
+                ready.append(process)
+            except DeviceLostError:
+                self._slots.lose(process)
+            except (NimbleError, MemoryError) as exc:
+                failed.append(exc)
+        return ready, failed
+
+    def close(self) -> None:
+        """End every process once the calls in flight have ended; calling it twice is harmless.
+
+        Does nothing in a forked process.
+        """
+        if os.getpid() == self._process:
+            self._slots.close()
+            self._end()
+
+    def hold(self, timeout_s: float) -> None:
+        """Wait for the calls in flight, let none begin, and end the processes: the interpreter is shutting down."""
+        if os.getpid() == self._process:
+            self._slots.hold(timeout_s)
+            self._end()
+
+    def holdings(self) -> tuple[object, ...]:
+        """The processes, which are the parent's in a forked process."""
+        return (self._all,)
+
+    def forget(self) -> None:
+        """Close the files of this pool in a forked process: they would keep its processes alive."""
+        if self._end.detach() is not None:
+            for process in self._all:
+                process.close()
+            self._weights.close()
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._process:
+            raise InputError(f"this pool was loaded in process {self._process}: load the plan again in this one")
+
+    def _lost_during_call(self, process: Process) -> DeviceLostError:
+        self._slots.lose(process)
+        then = "later calls go to the other devices" if self._slots.processes else "load the plan again"
+        return DeviceLostError(f"device {process.device}: {process.how()} during this call: {then}")
+
+
+def _refused(value: Any, ordinal: int) -> Never:
+    del value, ordinal
+    raise InputError(
+        "it is on a GPU, and the arrays of a call go to another process: give a numpy array, or load the pool without "
+        "processes=True"
+    )
+
+
+def _ended(processes: Sequence[Process], weights: Memory, owner: int) -> None:
+    """End the processes of a pool, but not in a forked process."""
+    if os.getpid() == owner:
+        end(processes)
+        weights.close()
+
+
+_pools: weakref.WeakSet[ProcessPool] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for pool in tuple(_pools):
+        pool.forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)

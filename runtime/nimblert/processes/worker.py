@@ -1,0 +1,146 @@
+"""What runs in a process of a pool: the plan on one device, and a thread for each context."""
+
+import json
+import os
+import select
+import signal
+import socket
+import threading
+from collections.abc import Mapping
+from typing import Any, Never
+
+from nimblert.calls import refitting
+from nimblert.calls.entries import Entries
+from nimblert.context import Context
+from nimblert.errors import CudaError, PlanError
+from nimblert.executable import Executable, load
+from nimblert.files import container
+from nimblert.limits import Limits
+from nimblert.processes import weights
+from nimblert.processes.channel import DONE, PING, READY, Channel, Memory, error_message
+from nimblert.processes.layout import Layouts
+
+
+def main(text: str) -> None:
+    """Serve one device, as ``text`` says in JSON, until the other end of the control socket is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the pool decides when to end
+    given = json.loads(text)
+    control, *sockets = (Channel(socket.socket(fileno=file)) for file in given["sockets"])
+    threading.Thread(target=_end_with, args=(control,), daemon=True).start()
+    try:
+        executable = _loaded(given)
+        contexts = [executable, *(executable.context() for _ in sockets[1:])]
+        if given["warm"]:
+            for context in contexts:
+                context.warm()
+    except Exception as exc:  # noqa: BLE001 - the pool raises it
+        control.send(error_message(exc))
+        return
+    for context, channel, file in zip(contexts, sockets, given["memories"], strict=True):
+        threading.Thread(target=_serve, args=(context, channel, Memory(file), control), daemon=True).start()
+    control.send(READY)
+    while message := control.receive():
+        _refit(executable, message, Memory(given["weights"]), control)
+    os._exit(0)
+
+
+def _end_with(control: Channel) -> None:
+    """End this process when the pool's is gone or wants it to, whatever other threads do."""
+    gone = select.poll()
+    gone.register(control.socket, 0)
+    gone.poll()
+    os._exit(0)
+
+
+def _loaded(given: Mapping[str, Any]) -> Executable:
+    """The plan. Raises PlanError where it is not the one that the pool has read."""
+    path = given["plan"]
+    if container.recorded_digest(container.open_image(path)).hex() != given["digest"]:
+        raise PlanError(f"{path}: was replaced while it was loaded: load it again")
+    return load(
+        path,
+        device=given["device"],
+        program=given["program"],
+        poison=given["poison"],
+        copy=given["copy"],
+        limits=Limits(**given["limits"]),
+    )
+
+
+def _serve(context: Context, channel: Channel, memory: Memory, control: Channel) -> None:
+    """Answer the calls of one slot."""
+    layouts = Layouts(Entries(context.plan))
+    known: dict[bytes, _Call] = {}
+    try:
+        while message := channel.receive():
+            if message == PING:
+                channel.send(PING)
+                continue
+            try:
+                call = known.get(message)
+                if call is None:
+                    if len(known) >= _MOST:
+                        known.clear()
+                    call = known[message] = _Call(layouts, message, memory)
+                call.run(context)
+                answer = DONE
+            except Exception as exc:  # noqa: BLE001 - the caller gets it
+                answer = _answer(exc, control)
+            channel.send(answer)
+    finally:
+        channel.end()  # so that no caller waits for a thread that has failed
+
+
+_MOST = 64
+"""The most layouts whose views a thread remembers."""
+
+
+class _Call:
+    """A call of some sizes, with its views of shared memory."""
+
+    def __init__(self, layouts: Layouts, message: bytes, memory: Memory) -> None:
+        layout = layouts.read(message)
+        views = memory.arrays([*layout.inputs, *layout.outputs])
+        self._entry = layout.entry
+        self._inputs = {place.name: view for place, view in zip(layout.inputs, views, strict=False)}
+        self._outputs = views[len(layout.inputs) :]
+
+    def run(self, context: Context) -> None:
+        results = context.run(self._inputs, entry=self._entry)
+        for view, result in zip(self._outputs, results.values(), strict=True):
+            view[...] = result
+
+
+def _answer(exc: Exception, control: Channel) -> bytes:
+    """The message of an error; one that ends the use of CUDA ends the process, as other threads' calls would fail."""
+    message = error_message(exc)
+    if isinstance(exc, CudaError) and exc.is_final:
+        control.send(message)
+        os._exit(1)
+    return message
+
+
+def _refit(executable: Executable, message: bytes, memory: Memory, control: Channel) -> None:
+    """Replace weights once the pool says that every device can."""
+
+    def ready() -> None:
+        control.send(weights.PREPARED)
+        if control.receive() != weights.COMMIT:
+            raise _NotReadyError
+
+    try:
+        arrays = weights.read(executable.plan, message, memory)
+        executable._refit(refitting.checked(executable.plan, arrays, _on_host), ready)  # noqa: SLF001 - of the same package
+        control.send(weights.REPLACED)
+    except _NotReadyError:
+        control.send(weights.KEPT)
+    except Exception as exc:  # noqa: BLE001 - the pool raises it
+        control.send(_answer(exc, control))
+
+
+class _NotReadyError(Exception):
+    """Another device cannot replace the weights."""
+
+
+def _on_host(value: Any, ordinal: int) -> Never:
+    raise AssertionError((value, ordinal))
