@@ -146,13 +146,17 @@ class ProcessPool(Pool):
         """
         if os.getpid() == self._process:
             self._slots.close()
-            self._end()
+            self._finish()
 
     def hold(self, timeout_s: float) -> None:
         """Wait for the calls in flight, let none begin, and end the processes: the interpreter is shutting down."""
         if os.getpid() == self._process:
             self._slots.hold(timeout_s)
-            self._end()
+            self._finish()
+
+    def _finish(self) -> None:
+        if self._end.detach() is not None:  # calling it does nothing while the interpreter shuts down
+            _ended(self._all, self._weights, self._process)
 
     def holdings(self) -> tuple[object, ...]:
         """The processes, which are the parent's in a forked process."""

@@ -1,0 +1,602 @@
+"""A process for each device: results and errors are those of `load`, and a lost process is one device less."""
+
+import asyncio
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from concurrency import at_once
+from cpu_plans import bent_sum, floats, plan_file, write_model
+from memory_use import current
+from onnx import TensorProto, helper
+from plans import cpu_plan, cuda_plan
+from programs import bare
+from sized_plans import sized
+from subprocesses import ROOT, SOURCES
+
+from nimblec.refit.programs import refits_in_place
+from nimblert import (
+    CudaError,
+    DeviceLostError,
+    DeviceMismatchError,
+    Executable,
+    InputError,
+    NimbleError,
+    PlanFormatError,
+    PlanInvalidError,
+    ProcessPool,
+    golden,
+    load,
+    load_pool,
+)
+from nimblert.limits import DEFAULT_LIMITS
+from nimblert.plan import ITEM_NBYTES, Memcpy, Op, Plan, Pointer, Program, Region, Tensor, Weight
+from nimblert.processes import loading
+from nimblert.processes.channel import LONGEST_NBYTES, Channel, ends, error_message, error_of
+
+node = helper.make_node
+
+
+def pool_of(plan: Any, devices: int = 2, contexts: int = 2, **options: Any) -> ProcessPool:
+    """A pool with so many processes on device 0."""
+    given = {"program": None, "poison": False, "copy": False, "warm": False, "limits": DEFAULT_LIMITS, **options}
+    return loading.load(plan, [0] * devices, contexts=contexts, **given)
+
+
+def numbers(seed: int = 1) -> dict[str, np.ndarray]:
+    """Inputs of `cpu_plan`."""
+    return {"x": np.random.default_rng(seed).standard_normal((4, 4)).astype(np.float32), "index": np.arange(4)}
+
+
+def rows(count: int) -> dict[str, np.ndarray]:
+    """Inputs of `sized`."""
+    x = np.arange(3 * count, dtype=np.int32)
+    return {"x": x.reshape(count, 3), "w": x[: 2 * count].reshape(2, count) + 7}
+
+
+def pids(pool: ProcessPool) -> list[int]:
+    return [process._popen.pid for process in pool._all]
+
+
+def gone(pid: int) -> bool:
+    """Whether no process has this number, other than one that waits for its parent to look."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def file_count() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@contextmanager
+def stopped(pool: ProcessPool) -> Iterator[None]:
+    """The processes do nothing until the block ends."""
+    for pid in pids(pool):
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids(pool):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[ProcessPool]:
+    """Of `sized`; tests leave it as it was."""
+    with pool_of(sized(2, 4, 8)) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[Executable]:
+    with load(sized(2, 4, 8)) as made:
+        yield made
+
+
+DTYPES = ("float16", "bfloat16", "float64", "int8", "uint16", "int64", "bool", "complex64")
+SHAPES = ((2, 3, 5), (0, 4), (), (7,))
+
+
+def copying(name: str, dtype: str, shape: tuple[int, ...], source: Region = Region.INPUT) -> Program:
+    """Copies x, or weights, to y."""
+    nbytes = int(np.prod(shape, dtype=int)) * ITEM_NBYTES[dtype]
+
+    def tensor(name: str, region: Region) -> Tensor:
+        strides = tuple(int(np.prod(shape[axis + 1 :], dtype=int)) for axis in range(len(shape)))
+        return Tensor(name=name, dtype=dtype, shape=shape, strides=strides, pointer=Pointer(region=region))
+
+    copy = Memcpy(dst=Pointer(region=Region.OUTPUT), src=Pointer(region=source), nbytes=nbytes, stream=0, op=0)
+    return Program(
+        name=name,
+        inputs=(tensor("x", Region.INPUT),),
+        outputs=(tensor("y", Region.OUTPUT),),
+        input_nbytes=(nbytes,),
+        output_nbytes=(nbytes,),
+        arena_nbytes=0,
+        stream_count=1,
+        event_count=0,
+        ops=(Op(name="copy", source=""),),
+        commands=(copy,) if nbytes else (),
+    )
+
+
+def weighted() -> Plan:
+    """Its output is the weight "w", zeros, whatever x is."""
+    program = copying("main", "float32", (64,), Region.WEIGHTS)
+    weight = Weight(name="w", dtype="float32", shape=(64,), offset=0, data=memoryview(bytes(256)))
+    refits = refits_in_place([replace(program.inputs[0], name="w", pointer=Pointer(region=Region.WEIGHTS))])
+    return bare(program, weights=(weight,), weights_nbytes=256, refits=refits)
+
+
+def same(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> bool:
+    return list(found) == list(expected) and all(
+        found[name].dtype == array.dtype and found[name].shape == array.shape and np.array_equal(found[name], array)
+        for name, array in expected.items()
+    )
+
+
+@pytest.mark.parametrize("count", [2, 3, 8, 21, 1000])
+def test_calls_of_any_size_are_those_of_a_loaded_plan(pool: ProcessPool, model: Executable, count: int) -> None:
+    arrays = rows(count)
+    for _ in range(3):
+        assert same(pool.run(arrays), model.run(arrays))
+    assert np.array_equal(pool(arrays["x"], w=arrays["w"])[1], arrays["w"])
+
+
+def test_entries_dtypes_and_shapes(tmp_path: Path) -> None:
+    plan = bare(*(copying(f"{dtype} {shape}", dtype, shape) for dtype in DTYPES for shape in SHAPES))
+    plan.save(tmp_path / "m.plan")
+    with pool_of(tmp_path / "m.plan", 1) as pool, load(plan) as model:
+        assert pool.entries == model.entries
+        for entry, program in zip(pool.entries, plan.programs, strict=True):
+            x = golden.draw_inputs(program, 3)
+            assert same(pool.run(x, entry=entry), model.run(x, entry=entry))
+
+
+def test_arrays_in_any_layout_and_of_other_libraries(pool: ProcessPool) -> None:
+    wide = np.arange(4 * 6, dtype=np.int32).reshape(4, 6)
+    w = rows(4)["w"]
+    for x in (wide[:, ::2], wide[:, 2::-1], np.asfortranarray(wide[:, :3]), torch.from_numpy(wide)[:, :3]):
+        assert np.array_equal(pool.run({"x": x, "w": w})["y"], x)
+
+
+def test_results_are_new_arrays_or_those_given(pool: ProcessPool) -> None:
+    arrays = rows(4)
+    first = pool.run(arrays)
+    kept = {name: array.copy() for name, array in first.items()}
+    given = np.zeros((4, 6), np.int32)[:, ::2]
+    found = pool.run(rows(4) | {"x": arrays["x"] + 1}, out={"y": given})
+    assert found["y"] is given
+    assert np.array_equal(given, arrays["x"] + 1)
+    assert list(found) == ["y", "z"]
+    assert same(first, kept)
+    assert all(array.flags.writeable for array in first.values())
+
+
+BAD: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
+    ({"x": rows(4)["x"]}, {}),
+    (rows(4) | {"x": np.zeros((4, 3))}, {}),
+    (rows(4) | {"x": rows(5)["x"]}, {}),
+    (rows(4) | {"x": "?"}, {}),
+    (rows(0), {}),
+    (rows(4), {"entry": "other"}),
+    (rows(4), {"out": {"y": np.zeros((4, 4), np.int32)}}),
+    (rows(4), {"out": []}),
+)
+
+
+@pytest.mark.parametrize("number", range(len(BAD)))
+def test_errors_are_those_of_a_loaded_plan(pool: ProcessPool, model: Executable, number: int) -> None:
+    arrays, options = BAD[number]
+    errors = []
+    for one in (pool, model):
+        with pytest.raises(InputError) as caught:
+            one.run(arrays, **options)
+        errors.append(str(caught.value))
+    assert errors[0] == errors[1]
+
+
+def test_an_error_in_the_process_is_raised_here(tmp_path: Path) -> None:
+    nodes = [node("Gather", ["table", "rows"], ["y"])]
+    table = {"table": np.eye(3, dtype=np.float32)}
+    outputs = [floats("y", 2, 3)]
+    path = write_model(tmp_path / "m.onnx", nodes, [("rows", TensorProto.INT64, [2])], outputs, constants=table)
+    plan = plan_file(path)
+    with pool_of(plan, 1) as pool, load(plan) as model:
+        for one in (pool, model):
+            with pytest.raises(InputError, match="Gather"):
+                one(np.array([0, 99]))
+        assert np.array_equal(pool(np.array([2, 0])), table["table"][[2, 0]])
+
+
+class OnGpu:
+    """An array on a GPU, as far as it tells."""
+
+    __cuda_array_interface__: ClassVar = {
+        "version": 3, "shape": (4, 3), "typestr": "<i4", "data": (64, False), "strides": None, "stream": None
+    }  # fmt: skip
+
+
+def test_arrays_on_a_gpu_are_refused(pool: ProcessPool) -> None:
+    sentence = "it is on a GPU, and the arrays of a call go to another process: give a numpy array, or load the pool"
+    with pytest.raises(InputError, match=f"^input 'x': {sentence}"):
+        pool.run(rows(4) | {"x": OnGpu()})
+    with pytest.raises(InputError, match=f"^out 'y': {sentence}"):
+        pool.run(rows(4), out={"y": OnGpu()})
+
+
+def test_threads_and_tasks_get_their_own_answers(pool: ProcessPool) -> None:
+    def calls(thread: int) -> None:
+        for step in range(60):
+            arrays = rows(1 + (thread + step) % 11)
+            arrays["x"] = arrays["x"] + thread
+            assert np.array_equal(pool.run(arrays)["y"], arrays["x"])
+
+    at_once(16, calls)
+
+    async def every() -> list[dict[str, np.ndarray]]:
+        return await asyncio.gather(*(pool.arun(rows(count)) for count in range(1, 30)))
+
+    assert all(same(found, {"y": rows(n)["x"], "z": rows(n)["w"]}) for n, found in enumerate(asyncio.run(every()), 1))
+
+
+def test_a_call_takes_the_process_with_the_fewest_in_flight(pool: ProcessPool) -> None:
+    with ThreadPoolExecutor(8) as threads:
+        with stopped(pool):
+            calls = [threads.submit(pool.run, rows(2)) for _ in range(3)]
+            until(lambda: sum(process.in_flight for process in pool._all) == 3)
+            assert sorted(process.in_flight for process in pool._all) == [1, 2]
+            calls += [threads.submit(pool.run, rows(2)) for _ in range(5)]
+            until(lambda: len(pool._slots._waiting) == 4)
+            assert [process.in_flight for process in pool._all] == [2, 2]
+        assert all(np.array_equal(call.result(20)["y"], rows(2)["x"]) for call in calls)
+
+
+def test_a_killed_process_costs_its_calls_and_no_others() -> None:
+    arrays = [numbers(seed) for seed in range(8)]
+    with pool_of(cpu_plan()) as pool:
+        expected = [pool.run(given) for given in arrays]
+        ended = threading.Event()
+        lost: list[str] = []
+        right = [0] * 8
+
+        def calls(thread: int) -> None:
+            while not ended.is_set():
+                try:
+                    assert same(pool.run(arrays[thread]), expected[thread])
+                    right[thread] += 1
+                except DeviceLostError as exc:
+                    lost.append(str(exc))
+
+        with ThreadPoolExecutor(8) as threads:
+            running = [threads.submit(calls, thread) for thread in range(8)]
+            until(lambda: min(right) > 20)
+            os.kill(pids(pool)[1], signal.SIGKILL)
+            until(lambda: pool.devices == (0,))
+            before = list(right)
+            until(lambda: all(now > then + 20 for now, then in zip(right, before, strict=True)))
+            ended.set()
+            for one in running:
+                one.result(20)
+        sentence = "device 0: its process was ended by SIGKILL during this call: later calls go to the other devices"
+        assert set(lost) <= {sentence}
+        assert len(lost) <= 2
+        os.kill(pids(pool)[0], signal.SIGTERM)
+        until(lambda: pool._all[0]._popen.poll() is not None)
+        sentence = r"^no device of this pool is in service \(.*\): load the plan again"
+        for _ in range(3):
+            with pytest.raises(DeviceLostError, match=sentence):
+                pool.run(arrays[0])
+        with pytest.raises(DeviceLostError, match="no device"):
+            pool.refit({})
+
+
+def test_calls_of_a_lost_process_end_and_those_that_wait_for_it_do_too() -> None:
+    with pool_of(cpu_plan(), 1) as pool, ThreadPoolExecutor(5) as threads:
+        with stopped(pool):
+            calls = [threads.submit(pool.run, numbers()) for _ in range(5)]
+            until(lambda: len(pool._slots._waiting) == 3)
+            os.kill(pids(pool)[0], signal.SIGKILL)
+            texts = sorted(str(call.exception(20)) for call in calls)
+        assert texts[:2] == ["device 0: its process was ended by SIGKILL during this call: load the plan again"] * 2
+        assert all(text.startswith("no device of this pool is in service") for text in texts[2:])
+        assert all(isinstance(call.exception(), DeviceLostError) for call in calls)
+
+
+def test_a_final_cuda_error_takes_the_device_out_of_service() -> None:
+    control, ours = (Channel(end) for end in ends())
+    code = (
+        "import socket, sys; from nimblert import CudaError; from nimblert.processes import channel, worker;"
+        "control = channel.Channel(socket.socket(fileno=int(sys.argv[1])));"
+        "worker._answer(CudaError('cuEventSynchronize', sys.argv[2]), control)"
+    )
+    for result, status in (("CUDA_ERROR_ILLEGAL_ADDRESS", 1), ("CUDA_ERROR_OUT_OF_MEMORY", 0)):
+        file = ours.socket.fileno()
+        done = subprocess.run([sys.executable, "-c", code, str(file), result], pass_fds=[file], check=False, timeout=60)
+        assert done.returncode == status
+    ours.end()
+    error = error_of(control.receive())
+    assert isinstance(error, CudaError)
+    assert (error.api, error.result) == ("cuEventSynchronize", "CUDA_ERROR_ILLEGAL_ADDRESS")
+    assert control.receive() == b""
+    control.end()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        InputError("input 'x': ä"), CudaError("cuMemAlloc", "CUDA_ERROR_OUT_OF_MEMORY"), MemoryError("full"),
+        PlanInvalidError(["a", "b", "c", "d"]), DeviceMismatchError("no GPU"), PlanFormatError("cut"),
+    ],
+)  # fmt: skip
+def test_errors_keep_class_and_text(error: Exception) -> None:
+    found = error_of(error_message(error))
+    assert (type(found), str(found)) == (type(error), str(error))
+    assert str(error_of(error_message(ZeroDivisionError("x" * 10**6)))).startswith("ZeroDivisionError: xxx")
+    assert len(error_message(InputError("\U0001f600" * 10**6))) < LONGEST_NBYTES
+
+
+SHARED = Path("/dev/shm")  # noqa: S108 - where shared memory with a name is
+
+CHILD = """
+import os, signal, sys, threading, time, numpy as np, nimblert
+from nimblert.processes import loading
+from nimblert.limits import DEFAULT_LIMITS
+options = dict(program=None, poison=False, copy=False, warm=True, limits=DEFAULT_LIMITS)
+pool = loading.load(sys.argv[1], [0, 0], contexts=2, **options)
+x = np.ones(4, np.float32)
+expected = pool(x)
+print(*(process._popen.pid for process in pool._all), flush=True)
+"""
+
+
+def child(folder: Path, code: str, **options: Any) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-W", "error::ResourceWarning", "-c", CHILD + code, str(bent_sum(folder))]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, SOURCES))}
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options
+    )
+
+
+def test_where_the_caller_is_killed_nothing_is_left(tmp_path: Path) -> None:
+    before = set(SHARED.iterdir())
+    with child(tmp_path, "time.sleep(60)") as process:
+        assert process.stdout is not None
+        workers = [int(text) for text in process.stdout.readline().split()]
+        assert not any(map(gone, workers))
+        process.kill()
+        process.communicate(timeout=20)
+    assert len(workers) == 2
+    until(lambda: all(map(gone, workers)))
+    assert set(SHARED.iterdir()) <= before
+
+
+CALLING = """
+for _ in range(3):
+    threading.Thread(target=lambda: [pool(x) for _ in iter(int, 1)], daemon=True).start()
+time.sleep(0.2)
+"""
+
+
+@pytest.mark.parametrize("code", ["", CALLING], ids=["idle", "daemon threads"])
+def test_a_process_ends_in_order_with_an_open_pool(tmp_path: Path, code: str) -> None:
+    with child(tmp_path, code) as process:
+        out, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (0, "")
+    assert all(gone(int(text)) for text in out.split())
+
+
+FORKS = """
+import gc, warnings
+warnings.simplefilter("ignore")
+child = os.fork()
+if child == 0:
+    try:
+        pool(x)
+    except nimblert.InputError as exc:
+        print(str(exc).replace(str(os.getppid()), "N"))
+    pool.close()
+    del pool
+    gc.collect()
+    sys.exit(0)
+print(os.waitpid(child, 0)[1], np.array_equal(pool(x), expected), flush=True)
+if os.fork() == 0:
+    time.sleep(60)
+os._exit(0)
+"""
+
+
+def test_a_forked_process_is_refused_and_keeps_no_process_alive(tmp_path: Path) -> None:
+    with child(tmp_path, FORKS, start_new_session=True) as process:
+        assert process.stdout is not None
+        workers, *lines = (process.stdout.readline().strip() for _ in range(3))
+        until(lambda: all(gone(int(text)) for text in workers.split()))
+        os.killpg(process.pid, signal.SIGKILL)
+    assert lines == ["this pool was loaded in process N: load the plan again in this one", "0 True"]
+
+
+INTERRUPTED = """
+import contextlib
+for process in pool._all:
+    os.kill(process._popen.pid, signal.SIGINT)
+    os.kill(process._popen.pid, signal.SIGSTOP)
+for count in range(6):  # four in flight, then two that wait for a slot
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+    try:
+        pool(x + 100 + count)
+        print("not interrupted")
+    except KeyboardInterrupt:
+        pass
+for process in pool._all:
+    os.kill(process._popen.pid, signal.SIGCONT)
+for count in range(20):
+    assert np.array_equal(pool(x), expected)
+print(sum(process.in_flight for process in pool._all), len(pool._slots._waiting))
+pool.close()
+"""
+
+
+def test_an_interrupted_call_leaves_no_answer_for_a_later_one(tmp_path: Path) -> None:
+    with child(tmp_path, INTERRUPTED) as process:
+        out, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (0, "")
+    assert out.splitlines()[1:] == ["0 0"]
+
+
+def test_closing_waits_for_calls_and_refuses_those_that_wait_for_a_slot() -> None:
+    pool = pool_of(sized(2, 4), 1)
+    with ThreadPoolExecutor(6) as threads:
+        with stopped(pool):
+            calls = [threads.submit(pool.run, rows(2)) for _ in range(4)]
+            until(lambda: len(pool._slots._waiting) == 2)
+            closing = threads.submit(pool.close)
+            until(lambda: pool._slots._closed)
+            assert not closing.done()
+        closing.result(20)
+        ends = [call.exception(20) for call in calls]
+    assert sum(end is None for end in ends) == 2
+    assert sum(str(end) == "this pool is closed: load the plan again" for end in ends) == 2
+    assert all(map(gone, pids(pool)))
+    pool.close()
+    for use in (lambda: pool.run(rows(2)), lambda: pool.refit({})):
+        with pytest.raises(InputError, match="this pool is closed: load the plan again"):
+            use()
+
+
+def test_a_dropped_pool_ends_its_processes() -> None:
+    pool = pool_of(sized(2, 4), 1)
+    (pid,) = pids(pool)
+    files = file_count()
+    del pool
+    gc.collect()
+    assert gone(pid)
+    assert file_count() < files
+
+
+def test_weights_are_replaced_in_all_processes_between_calls() -> None:
+    x, w = np.zeros(64, np.float32), np.arange(64, dtype=np.float32)
+    with pool_of(weighted()) as pool, ThreadPoolExecutor(4) as threads:
+        assert set(pool.weights) == {"w"}
+        with pytest.raises(InputError, match=r"weight 'w': shape \(63,\), expected \(64,\)"):
+            pool.refit({"w": w[1:]})
+        ended = threading.Event()
+
+        def seen() -> list[float]:
+            found = [0.0]
+            while not ended.is_set():
+                (value,) = set(pool(x).tolist())  # old and new weights are never mixed
+                found.append(value)
+            return found
+
+        watching = [threads.submit(seen) for _ in range(4)]
+        for value in range(1, 8):
+            pool.refit({"w": np.full(128, value, np.float32)[::2]})
+            assert [set(pool(x).tolist()) for _ in range(4)] == [{value}] * 4
+        ended.set()
+        for one in watching:
+            assert one.result(20) == sorted(one.result())
+        pool.refit({"w": w})
+        assert all(np.array_equal(pool(x), w) for _ in range(4))
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+def test_where_one_process_cannot_change_none_does(broken: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w = np.zeros(64, np.float32), np.arange(64, dtype=np.float32)
+    with pool_of(weighted()) as pool:
+        control = pool._all[broken].control
+        send = control.send
+        with monkeypatch.context() as patch:
+            patch.setattr(control, "send", lambda message: send(message if len(message) == 1 else b"damaged"))
+            with pytest.raises(NimbleError, match=r"^error: unpack requires a buffer of 8 bytes"):
+                pool.refit({"w": w})
+        assert not any(pool(x).any() for _ in range(4))
+        pool.refit({"w": w})
+        assert all(np.array_equal(pool(x), w) for _ in range(4))
+        os.kill(pids(pool)[broken], signal.SIGKILL)
+        pool.refit({"w": w + 1})
+        assert all(np.array_equal(pool(x), w + 1) for _ in range(4))
+        assert pool.devices == (0,)
+
+
+def test_memory_does_not_grow(pool: ProcessPool) -> None:
+    def calls(seed: int) -> None:
+        for step in range(500):
+            pool.run(rows(1 + (step * 37 + seed) % 400))
+
+    at_once(2, calls)
+    before = current().anonymous, file_count(), threading.active_count()
+    at_once(2, calls)
+    after = current().anonymous, file_count(), threading.active_count()
+    assert after[0] - before[0] < 4 << 20
+    assert after[1:] == before[1:]
+
+
+def test_load_pool_with_processes(tmp_path: Path) -> None:
+    path = bent_sum(tmp_path)
+    x = np.linspace(-1, 1, 4, dtype=np.float32)
+    with load(path) as model:
+        expected = model(x)
+    for plan in (path, path.read_bytes(), model.plan):
+        with load_pool(plan, processes=True, contexts=1, warm=True, copy=True) as pool:
+            assert pool.devices == (0,)
+            assert repr(pool).startswith("ProcessPool(Program('main'")
+            assert np.array_equal(pool(x), expected)
+            assert [tensor.name for tensor in (*pool.inputs, *pool.outputs)] == ["x", "y"]
+            with pytest.raises(InputError, match="a pool of processes has no contexts of this one"):
+                pool.context()
+
+
+def test_what_cannot_be_loaded_is_refused_as_by_load(tmp_path: Path) -> None:
+    path = bent_sum(tmp_path)
+    damaged = tmp_path / "damaged.plan"
+    damaged.write_bytes(path.read_bytes()[:-1] + b"?")
+    cases: tuple[tuple[Any, dict[str, Any]], ...] = (
+        (tmp_path / "none.plan", {}),
+        (damaged, {}),
+        (path, {"program": "other"}),
+        (path, {"limits": 3}),
+        (cuda_plan(), {"device": 0}),
+        (path, {"device": 1}),
+    )
+    for plan, options in cases:
+        with pytest.raises(NimbleError) as plain:
+            load(plan, **options)
+        given = {"devices": [options.pop("device")]} if "device" in options else {}
+        with pytest.raises(type(plain.value)) as pooled:
+            load_pool(plan, processes=True, contexts=1, **given, **options)
+        assert str(pooled.value) == str(plain.value)
+    with pytest.raises(InputError, match="contexts: got 0, expected at least one"):
+        load_pool(path, processes=True, contexts=0)
+    with pytest.raises(InputError, match="the plan has state, which is each context's own: load it without processes"):
+        load_pool(stateful(), processes=True)
+
+
+def stateful() -> Plan:
+    """A run leaves x in the state."""
+    program = copying("main", "float32", (4,))
+    kept = replace(program.commands[0], dst=Pointer(region=Region.STATE))
+    state = Weight(name="last", dtype="float32", shape=(4,), offset=0, data=memoryview(bytes(16)))
+    return bare(replace(program, commands=(*program.commands, kept)), state=(state,), state_nbytes=16)
