@@ -600,3 +600,20 @@ def stateful() -> Plan:
     kept = replace(program.commands[0], dst=Pointer(region=Region.STATE))
     state = Weight(name="last", dtype="float32", shape=(4,), offset=0, data=memoryview(bytes(16)))
     return bare(replace(program, commands=(*program.commands, kept)), state=(state,), state_nbytes=16)
+
+
+LOADING = """
+import json, sys, time
+from nimblert.processes import worker
+worker._loaded = lambda given: time.sleep(60)
+worker.main(json.dumps({"sockets": [int(sys.argv[1])]}))
+"""
+
+
+def test_a_process_whose_pool_is_gone_does_not_load_to_the_end() -> None:
+    ours, theirs = ends()
+    file = theirs.fileno()
+    with subprocess.Popen([sys.executable, "-c", LOADING, str(file)], pass_fds=[file]) as process:
+        theirs.close()
+        ours.close()
+        assert process.wait(20) == 0
