@@ -8,8 +8,8 @@ sampled every second; it may grow by the recorded latencies. The other measureme
 4 and 8 processes (``--processes``) of one thread each, alone on the machine, the best of which the contexts are
 compared with; and with ``--devices``, threads and contexts on the first device and on all of them, whose throughputs
 are compared: all in one process, the threads with the contexts of each device in a process of their own, and so many
-threads for each device in this process, which call the devices' processes through a `nimblert.ProcessPool`. The exit
-status is 1 if any output was wrong, or if memory grew.
+threads for each device in this process, which call the devices' processes through a `ProcessPool`. The exit status is 1
+if any output was wrong, or if memory grew.
 
 The expected total is 1.7 times the seconds plus a minute (with two devices, 2.7 times plus three minutes), and the
 compilation: on H200s, ``python -m bench.contexts bench.models.resnet50:fp16 --devices 0,1 --json
@@ -38,6 +38,7 @@ from nimblec.measure import Measurement, measure, taking_turns
 from nimblert import golden
 from nimblert.context import Context
 from nimblert.files import container
+from nimblert.processes import ProcessPool
 
 INPUTS = 8
 WARM_UP_S = 1.0
@@ -59,7 +60,7 @@ class Checked:
         self._next = 0
         self.wrong = 0
 
-    def call(self, context: Context | nimblert.ProcessPool) -> None:
+    def call(self, context: Context | ProcessPool) -> None:
         """One call on the next input."""
         self._next = index = (self._next + 1) % INPUTS  # whichever it is where threads meet
         found = context.run(self._inputs[index])

@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pdoc
 
-MODULES = ("nimblec", "!nimblec[.].*", "nimblert", "!nimblert[.].*", "nimblert.commands", "nimblert.plan")
+MODULES = (
+    *("nimblec", "!nimblec[.].*", "nimblert", "!nimblert[.].*"),
+    *("nimblert.commands", "nimblert.plan", "nimblert.processes", "!nimblert[.]processes[.].*"),
+)
 """The public modules. All others are internal and change without notice."""
 
 

@@ -22,7 +22,6 @@ from nimblert.executable import Executable, load
 from nimblert.executable_pool import ExecutablePool, load_pool
 from nimblert.limits import Limits
 from nimblert.plan import Plan
-from nimblert.processes.pool import ProcessPool
 from nimblert.timing import CommandTime
 
 __version__ = "0.1.0"
@@ -44,7 +43,6 @@ __all__ = [
     "PlanError",
     "PlanFormatError",
     "PlanInvalidError",
-    "ProcessPool",
     "load",
     "load_pool",
 ]

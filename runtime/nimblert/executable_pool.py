@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial, reduce
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
@@ -18,8 +18,9 @@ from nimblert.files import container
 from nimblert.limits import DEFAULT_LIMITS, Limits
 from nimblert.plan import Plan, Target
 from nimblert.pool import Pool, ordinals
-from nimblert.processes import loading
-from nimblert.processes.pool import ProcessPool
+
+if TYPE_CHECKING:
+    from nimblert.processes import ProcessPool
 
 
 @dataclass(slots=True, eq=False)
@@ -180,7 +181,7 @@ def load_pool(
     copy: bool = False,
     warm: bool = False,
     limits: Limits = DEFAULT_LIMITS,
-) -> ProcessPool: ...
+) -> "ProcessPool": ...
 
 
 def load_pool(
@@ -194,7 +195,7 @@ def load_pool(
     copy: bool = False,
     warm: bool = False,
     limits: Limits = DEFAULT_LIMITS,
-) -> ExecutablePool | ProcessPool:
+) -> "ExecutablePool | ProcessPool":
     """Load a plan on several GPUs: those with the ordinals ``devices``, or all of this machine that can run it.
 
     - ``processes``: load it in a process for each GPU, so that short calls of many threads are not limited by one
@@ -208,6 +209,8 @@ def load_pool(
     if devices is not None and (not devices or len(set(devices)) < len(devices)):
         raise InputError(f"devices: got {list(devices)}, expected ordinals of GPUs, each once")
     if processes:
+        from nimblert.processes import loading  # which other programs need not import
+
         return loading.load(
             plan, devices, contexts=contexts, program=program, poison=poison, copy=copy, warm=warm, limits=limits
         )

@@ -37,14 +37,13 @@ from nimblert import (
     NimbleError,
     PlanFormatError,
     PlanInvalidError,
-    ProcessPool,
     golden,
     load,
     load_pool,
 )
 from nimblert.limits import DEFAULT_LIMITS
 from nimblert.plan import ITEM_NBYTES, Memcpy, Op, Plan, Pointer, Program, Region, Tensor, Weight
-from nimblert.processes import loading
+from nimblert.processes import ProcessPool, loading
 from nimblert.processes.channel import LONGEST_NBYTES, Channel, ends, error_message, error_of
 
 node = helper.make_node
@@ -363,7 +362,7 @@ SHARED = Path("/dev/shm")  # noqa: S108 - where shared memory with a name is
 
 CHILD = """
 import os, signal, sys, threading, time, numpy as np, nimblert
-from nimblert.processes import loading
+from nimblert.processes import ProcessPool, loading
 from nimblert.limits import DEFAULT_LIMITS
 options = dict(program=None, poison=False, copy=False, warm=True, limits=DEFAULT_LIMITS)
 pool = loading.load(sys.argv[1], [0, 0], contexts=2, **options)
@@ -454,6 +453,9 @@ for process in pool._all:
     os.kill(process._popen.pid, signal.SIGCONT)
 for count in range(20):
     assert np.array_equal(pool(x), expected)
+end = time.monotonic() + 10
+while any(process.in_flight for process in pool._all) and time.monotonic() < end:
+    time.sleep(0.01)  # until the slots of the interrupted calls are free
 print(sum(process.in_flight for process in pool._all), len(pool._slots._waiting))
 pool.close()
 """
