@@ -220,7 +220,11 @@ def _tensor(role: str, value: ValueInfoProto) -> ModelTensor:
     kind = value.type.WhichOneof("value")
     if kind != "tensor_type":
         what = kind.removesuffix("_type").replace("_", " ") if kind else "value without a type"
-        raise UnsupportedModelError(f"{role} {value.name!r} is a {what}, expected a tensor")
+        found = f"{role} {value.name!r} is {'an' if what == 'optional' else 'a'} {what}"
+        if value.type.sequence_type.elem_type.HasField("map_type"):
+            hint = "export it without ZipMap (skl2onnx: options={'zipmap': False})"
+            raise UnsupportedModelError(f"{found} of maps, expected a tensor: {hint}")
+        raise UnsupportedModelError(f"{found}, expected a tensor")
     tensor = value.type.tensor_type
     dtype = dtype_name(tensor.elem_type)
     if dtype is None:
