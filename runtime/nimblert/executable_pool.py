@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial, reduce
+from operator import index
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
@@ -206,8 +207,14 @@ def load_pool(
     Raises what `load` raises if one of the given ``devices`` cannot run the plan, or no device at all can;
     DeviceLostError where a process ends meanwhile.
     """
-    if devices is not None and (not devices or len(set(devices)) < len(devices)):
-        raise InputError(f"devices: got {list(devices)}, expected ordinals of GPUs, each once")
+    if devices is not None:
+        try:
+            ordinals_given = [index(device) for device in devices]
+        except TypeError:
+            ordinals_given = []
+        if not ordinals_given or len(set(ordinals_given)) < len(ordinals_given):
+            raise InputError(f"devices: got {devices!r}, expected ordinals of GPUs, each once")
+        devices = ordinals_given
     if processes:
         from nimblert.processes import loading  # which other programs need not import
 

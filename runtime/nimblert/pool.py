@@ -2,12 +2,13 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Never, Self
 
 import numpy as np
 
 from nimblert.calls import refitting
 from nimblert.calls.entries import Entries
+from nimblert.errors import InputError
 from nimblert.plan import Plan, Tensor
 from nimblert.rules.state_rules import writes_state
 
@@ -19,6 +20,9 @@ class Pool(ABC):
         self.plan = plan
         self._signatures = Entries(plan)
         self._keeps = keeps_state(plan)
+
+    def __reduce__(self) -> Never:
+        raise InputError("a copy of this pool cannot be made, nor a pickle: load the plan where it is to run")
 
     @property
     @abstractmethod

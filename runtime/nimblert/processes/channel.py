@@ -2,11 +2,18 @@
 
 import builtins
 import ctypes
+import errno
+import fcntl
 import json
 import mmap
 import os
 import socket
-from collections.abc import Sequence
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from struct import Struct
+from typing import Any
 
 import numpy as np
 
@@ -19,8 +26,8 @@ LONGEST_NBYTES = 1 << 17
 DONE = b"\0"
 """The answer to a call whose outputs are in memory. Any other is an error."""
 
-PING = b"\1"
-"""A message that is sent back as it is."""
+PING = Struct("<cq")
+"""A message that is sent back as it is: b"p" and a number. No call's message has this length."""
 
 READY = b"\2"
 """What a process says once it has loaded the plan."""
@@ -28,10 +35,16 @@ READY = b"\2"
 _LONGEST_TEXT = 8_000
 """The most characters of an error's text, so that its message is not too long."""
 
+_LEAST_NBYTES = 1 << 16
+"""The least memory that is mapped."""
+
 _FLAGS = socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT
 
+_GONE = {errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN}
+"""The errors of a socket whose other end is closed."""
+
 # Keeps the GIL: to get it back from other threads would take longer than the call.
-_send = ctypes.PyDLL(None).send
+_send = ctypes.PyDLL(None, use_errno=True).send
 _send.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_int)
 _send.restype = ctypes.c_ssize_t
 
@@ -46,14 +59,28 @@ class Channel:
 
     def send(self, message: bytes) -> bool:
         """Send a message after the last one was read; False where the other process has ended."""
-        return bool(_send(self._file, message, len(message), _FLAGS) == len(message))
+        if _send(self._file, message, len(message), _FLAGS) == len(message):
+            return True
+        number = ctypes.get_errno()
+        if self._file < 0 or number in _GONE:
+            return False
+        raise OSError(number, os.strerror(number))
 
     def receive(self) -> bytes:
-        """The next message; empty where the other process has ended. Waits without the GIL."""
+        """The next message; empty where the other process, or this end, has ended. Waits without the GIL."""
         try:
             return bytes(self._buffer[: self.socket.recv_into(self._buffer)])
         except ConnectionResetError:  # it ended with a message unread
             return b""
+        except OSError:
+            if self._file < 0:  # a signal handler has closed the pool
+                return b""
+            raise
+
+    def finish(self) -> None:
+        """Send nothing more: the other process reads to the end, and what it has sent can still be read."""
+        with suppress(OSError):  # it has ended
+            self.socket.shutdown(socket.SHUT_WR)
 
     def end(self) -> None:
         """Close this end, and so tell the other process that this one has ended."""
@@ -61,9 +88,45 @@ class Channel:
         self.socket.close()
 
 
+_forking = threading.RLock()
+_shared: "weakref.WeakSet[socket.socket | Memory]" = weakref.WeakSet()
+"""What a forked process must not keep open: the other processes would not see that this one has ended."""
+
+
 def ends() -> tuple[socket.socket, socket.socket]:
-    """The two ends of a new socket."""
-    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    """The two ends of a new socket. Raises InputError where this process may not have so many files."""
+    with _forking:
+        one, other = map(_blocking, _opened(socket.socketpair, socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        _shared.update((one, other))
+    return one, other
+
+
+def _blocking(made: socket.socket) -> socket.socket:
+    """That socket, whatever `socket.setdefaulttimeout` says, and with a number that no standard stream has."""
+    moved = socket.socket(fileno=_moved(made.detach()))
+    moved.setblocking(True)
+    return moved
+
+
+def _moved(file: int) -> int:
+    """The same file by a number above those of the standard streams, which a new process replaces."""
+    if file > 2:
+        return file
+    moved = fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, 3)
+    os.close(file)
+    return moved
+
+
+def _opened(opening: Callable[..., Any], *args: object) -> Any:
+    try:
+        return opening(*args)
+    except OSError as exc:
+        if exc.errno not in {errno.EMFILE, errno.ENFILE}:
+            raise
+        raise InputError(
+            f"processes: this process has no file left to open ({exc.strerror}), and needs two for each context of "
+            "each device: give fewer contexts, or raise the limit (ulimit -n)"
+        ) from exc
 
 
 class Place:
@@ -82,36 +145,58 @@ class Memory:
     """Shared memory without a name: it is freed with the last process that has it, however that ends."""
 
     def __init__(self, file: int | None = None) -> None:
-        """That of another process, given by its ``file``, or new."""
-        self.file = os.memfd_create("nimblert") if file is None else file
+        """That of another process, given by its ``file``, or new. Raises InputError as `ends` does."""
+        with _forking:
+            self.file = _moved(_opened(os.memfd_create, "nimblert") if file is None else file)
+            self.close = weakref.finalize(self, os.close, self.file)
+            """Close the file; views keep the memory."""
+            self.close.atexit = False
+            _shared.add(self)
         self._pages: mmap.mmap | None = None
+        self._had = 0
+
+    def holds(self, places: Sequence[Place]) -> bool:
+        """Whether its map does: else `arrays` makes another one, and views of this one keep both."""
+        return self._pages is not None and _end(places) <= len(self._pages)
 
     def arrays(self, places: Sequence[Place]) -> list[np.ndarray]:
         """Views of it as arrays. Raises InputError where the system has too little memory."""
-        pages = self._holding(max((place.end for place in places), default=0))
-        return [np.ndarray(place.shape, place.dtype, pages, place.offset) for place in places]
-
-    def _holding(self, nbytes: int) -> mmap.mmap:
-        """A map of so many bytes, or more; it shares those of earlier maps."""
-        if self._pages is None or len(self._pages) < nbytes:
-            if os.fstat(self.file).st_size < max(nbytes, 1):
-                try:
-                    os.posix_fallocate(self.file, 0, max(nbytes, 1))
-                except OSError as exc:
-                    raise InputError(
-                        f"arrays: {nbytes:,} bytes of shared memory cannot be had: {exc.strerror}: give fewer at once"
-                    ) from exc
-            self._pages = mmap.mmap(self.file, 0)
-        return self._pages
+        nbytes = max(_end(places), 1)
+        try:
+            if nbytes > self._had:
+                os.posix_fallocate(self.file, 0, nbytes)
+                self._had = nbytes
+            if self._pages is None or not self.holds(places):
+                mapped = max(_LEAST_NBYTES, 1 << (nbytes - 1).bit_length())  # so that few maps are made
+                if os.fstat(self.file).st_size < mapped:
+                    os.ftruncate(self.file, mapped)
+                self._pages = mmap.mmap(self.file, mapped)
+        except OSError as exc:
+            if exc.errno is None:  # a signal handler's TimeoutError
+                raise
+            raise InputError(
+                f"arrays: {nbytes:,} bytes of shared memory cannot be had: {exc.strerror}: give fewer at once"
+            ) from exc
+        return [np.ndarray(place.shape, place.dtype, self._pages, place.offset) for place in places]
 
     def clear(self) -> None:
         """Give the memory back. No process may read its views any more."""
-        self._pages = None
+        self._pages, self._had = None, 0
         os.ftruncate(self.file, 0)
 
-    def close(self) -> None:
-        """Close the file; views keep the memory."""
-        os.close(self.file)
+
+def _end(places: Sequence[Place]) -> int:
+    return max((place.end for place in places), default=0)
+
+
+def _forget() -> None:
+    """Close everything in a forked process."""
+    for one in tuple(_shared):
+        one.close()
+    _forking.release()
+
+
+os.register_at_fork(before=_forking.acquire, after_in_parent=_forking.release, after_in_child=_forget)
 
 
 def error_message(exc: Exception) -> bytes:

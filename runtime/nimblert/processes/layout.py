@@ -6,8 +6,9 @@ from struct import Struct, unpack_from
 from nimblert.arrays.dtypes import numpy_dtype
 from nimblert.calls.entries import Entries, Signature
 from nimblert.dimensions import Shapes
+from nimblert.errors import InputError
 from nimblert.plan import Tensor
-from nimblert.processes.channel import Place
+from nimblert.processes.channel import LONGEST_NBYTES, Place
 
 _MOST = 256
 """The most layouts that are remembered."""
@@ -18,7 +19,7 @@ _NUMBER, _SIZE = Struct("<H"), Struct("<q")
 class Layout:
     """Both processes have the plan, so that the entry's number and the shapes of the inputs tell everything."""
 
-    __slots__ = ("entry", "inputs", "message", "output_tensors", "outputs")
+    __slots__ = ("entry", "inputs", "message", "output_tensors", "outputs", "places")
 
     def __init__(self, number: int, signature: Signature, shapes: Shapes) -> None:
         """Raises InputError for ``shapes`` that no program of the entry serves."""
@@ -27,6 +28,7 @@ class Layout:
         self.inputs = _placed(signature.programs[0].inputs, shapes, 0)
         end = self.inputs[-1].end if self.inputs else 0
         self.outputs = _placed(self.output_tensors, [tensor.shape for tensor in self.output_tensors], end)
+        self.places = [*self.inputs, *self.outputs]
         sizes = [size for shape in shapes for size in shape]
         self.message = _NUMBER.pack(number) + b"".join(map(_SIZE.pack, sizes))
 
@@ -35,6 +37,15 @@ class Layouts:
     """The layouts of the calls of a plan."""
 
     def __init__(self, signatures: Entries) -> None:
+        """Raises InputError for an entry whose inputs have more axes than a message can tell the sizes of."""
+        most = (LONGEST_NBYTES - _NUMBER.size) // _SIZE.size
+        for name in signatures.names:
+            axes = sum(len(tensor.shape) for tensor in signatures[name].programs[0].inputs)
+            if axes > most:
+                raise InputError(
+                    f"entry {name!r}: its inputs have {axes:,} axes, pools of processes take {most:,}: load it without "
+                    "processes=True"
+                )
         self._signatures = [signatures[name] for name in signatures.names]
         self._numbers = {name: number for number, name in enumerate(signatures.names)}
         self._known: dict[tuple[str, Shapes], Layout] = {}

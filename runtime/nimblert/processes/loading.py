@@ -4,15 +4,18 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
-from nimblert.errors import DeviceLostError, DeviceMismatchError, InputError
+from nimblert.calls.entries import Entries
+from nimblert.errors import DeviceLostError, DeviceMismatchError, InputError, PlanError
 from nimblert.executable import checked
 from nimblert.files import container
 from nimblert.limits import Limits
 from nimblert.plan import Plan, Target
 from nimblert.pool import keeps_state, ordinals
 from nimblert.processes.channel import READY, Memory
+from nimblert.processes.layout import Layouts
 from nimblert.processes.pool import ProcessPool
 from nimblert.processes.process import Process, end
 
@@ -28,24 +31,24 @@ def load(
     **options: bool,
 ) -> ProcessPool:
     """As `nimblert.load_pool` with processes; here a device may repeat. ``options`` are further ones of `load`."""
-    if contexts < 1:
-        raise InputError(f"contexts: got {contexts}, expected at least one")
+    if not isinstance(contexts, int) or isinstance(contexts, bool) or contexts < 1:
+        raise InputError(f"contexts: got {contexts!r}, expected a number of at least 1")
     image = container.open_image(container.encode_file(plan) if isinstance(plan, Plan) else plan, copy=copy)
     path = "plan" if isinstance(plan, Plan) else container.name(plan)
     container.verify_digest(image, path)
     selected = checked(container.decoded(image, path), program, limits)
     if keeps_state(selected):
         raise InputError("the plan has state, which is each context's own: load it without processes=True")
+    Layouts(Entries(selected))  # which refuses what no message can tell
     found = [0] if selected.target is Target.CPU and devices is None else list(ordinals(devices))
     with ExitStack() as stack:
         weights = Memory()
         stack.callback(weights.close)
         given = {
-            **options,
+            **{name: bool(value) for name, value in options.items()},
             "program": program,
-            "copy": copy,
+            "copy": bool(copy),
             "limits": asdict(limits),
-            "digest": container.recorded_digest(image).hex(),
             "weights": weights.file,
         }
         with _file(plan, image) as (given["plan"], files):
@@ -56,15 +59,19 @@ def load(
 
 @contextmanager
 def _file(plan: Plan | container.Source, image: memoryview) -> Iterator[tuple[str, Sequence[int]]]:
-    """The path of the plan's file for other processes, and the files that are to be open in them."""
-    if isinstance(plan, str | os.PathLike):
-        yield os.fsdecode(plan), ()
-        return
-    shared = Memory()
+    """The path of the plan's file for other processes, and the files that are to be open in them.
+
+    Raises PlanError where the file is no longer the one of this ``image``.
+    """
+    given = plan if isinstance(plan, str | os.PathLike) else None
+    shared = Memory() if given is None else Memory(os.open(given, os.O_RDONLY))
+    path = f"/proc/self/fd/{shared.file}"
     try:
-        with open(shared.file, "wb", closefd=False) as file:
-            file.write(image)
-        yield f"/proc/self/fd/{shared.file}", (shared.file,)
+        if given is None:
+            Path(path).write_bytes(image)
+        elif container.recorded_digest(container.open_image(path)) != container.recorded_digest(image):
+            raise PlanError(f"{os.fsdecode(given)}: was replaced while it was loaded: load it again")
+        yield path, (shared.file,)
     finally:
         shared.close()
 

@@ -1,6 +1,7 @@
 """Process pools: a process for each device; a call goes to the one with the fewest calls in flight."""
 
 import os
+import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,7 @@ from nimblert.plan import Plan, listed
 from nimblert.pool import Pool
 from nimblert.processes import weights as new_weights
 from nimblert.processes.channel import Memory
-from nimblert.processes.layout import Layouts
+from nimblert.processes.layout import Layout, Layouts
 from nimblert.processes.process import Process, end
 from nimblert.processes.slots import Slots
 
@@ -41,7 +42,6 @@ class ProcessPool(Pool):
         self._end = weakref.finalize(self, _ended, self._all, weights, self._process)
         self._end.atexit = False  # `hold` comes first
         interpreter.live.add(self)
-        _pools.add(self)
 
     def __repr__(self) -> str:
         programs = listed([repr(program) for program in self.plan.programs])
@@ -74,18 +74,35 @@ class ProcessPool(Pool):
         if out is not None and not isinstance(out, Mapping):
             raise InputError(f"out: got {type(out).__name__}, expected a dict of arrays by output name")
         taken = checked_out(layout.output_tensors, out, _refused) if out else {}
-        while True:
-            slot = self._slots.take()
-            try:
-                if slot.begin(layout, given):
-                    results = slot.finish(layout, taken)
-                    if results is None:
-                        raise self._lost_during_call(slot.process)
-                    break
-                self._slots.lose(slot.process)
-            finally:
-                self._slots.give(slot)
+        results = None
+        while results is None:
+            results = self._called(layout, given, taken)
         return {place.name: {**results, **out}[place.name] for place in layout.outputs} if out else results
+
+    def _called(
+        self, layout: Layout, given: Sequence[Any], out: Mapping[str, Any]
+    ) -> dict[str, np.ndarray] | None:
+        """The outputs of a call that are not in ``out``; None where the process had ended before it."""
+        lease = self._slots.take()
+        try:
+            slot = lease.slot
+            assert slot is not None
+            begun = slot.begin(layout, given)
+            results = slot.finish(layout, out) if begun else None
+        finally:
+            self._slots.give(lease)
+        if results is None:
+            self._lose(slot.process)
+            if begun:
+                then = "later calls go to the other devices" if self._slots.processes else "load the plan again"
+                how = f"{slot.process.how()} during this call"
+                raise DeviceLostError(f"device {slot.process.device}: {how}: {then}")
+        return results
+
+    def _lose(self, process: Process) -> None:
+        """Give a process no more calls; it ends if it has not."""
+        self._slots.lose(process)
+        process.how()
 
     def context(self) -> Never:
         """Raises InputError: a context cannot be in another process."""
@@ -101,10 +118,10 @@ class ProcessPool(Pool):
         self._check_process()
         refits = refitting.checked(self.plan, weights, _refused)
         with ThreadPoolExecutor(1) as thread:  # Ctrl-C does not end it half way
-            thread.submit(self._refit, refits).result()
+            thread.submit(self._refit, refits, threading.get_ident()).result()
 
-    def _refit(self, refits: Sequence[refitting.Refit]) -> None:
-        with self._slots.alone():
+    def _refit(self, refits: Sequence[refitting.Refit], caller: int) -> None:
+        with self._slots.alone(caller):
             try:
                 message = new_weights.write(self.plan, refits, self._weights)
                 self._replace(message)
@@ -115,28 +132,30 @@ class ProcessPool(Pool):
     def _replace(self, message: bytes) -> None:
         """Tell all processes to prepare, then to change; or not to, where one cannot."""
         ready, failed = self._answers(self._slots.processes, message, new_weights.PREPARED)
-        if not failed:
-            self._answers(ready, new_weights.COMMIT, new_weights.REPLACED)
-        else:
+        if failed:
             self._answers(ready, new_weights.ABORT, new_weights.KEPT)
-            raise failed[0]
+            raise failed[0][1]
+        _, failed = self._answers(ready, new_weights.COMMIT, new_weights.REPLACED)
+        for process, exc in failed:  # whose weights may be half new
+            process.ended = f"its weights could not be replaced ({exc})"
+            self._lose(process)
 
     def _answers(
         self, processes: Sequence[Process], message: bytes, expected: bytes
-    ) -> tuple[list[Process], list[Exception]]:
+    ) -> tuple[list[Process], list[tuple[Process, Exception]]]:
         """Send a message to these processes: those that give the expected answer, and the errors of others."""
         for process in processes:
             process.control.send(message)
         ready: list[Process] = []
-        failed: list[Exception] = []
+        failed: list[tuple[Process, Exception]] = []
         for process in processes:
             try:
                 process.answer(expected)
                 ready.append(process)
             except DeviceLostError:
-                self._slots.lose(process)
+                self._lose(process)
             except (NimbleError, MemoryError) as exc:
-                failed.append(exc)
+                failed.append((process, exc))
         return ready, failed
 
     def close(self) -> None:
@@ -162,21 +181,9 @@ class ProcessPool(Pool):
         """The processes, which are the parent's in a forked process."""
         return (self._all,)
 
-    def forget(self) -> None:
-        """Close the files of this pool in a forked process: they would keep its processes alive."""
-        if self._end.detach() is not None:
-            for process in self._all:
-                process.close()
-            self._weights.close()
-
     def _check_process(self) -> None:
         if os.getpid() != self._process:
             raise InputError(f"this pool was loaded in process {self._process}: load the plan again in this one")
-
-    def _lost_during_call(self, process: Process) -> DeviceLostError:
-        self._slots.lose(process)
-        then = "later calls go to the other devices" if self._slots.processes else "load the plan again"
-        return DeviceLostError(f"device {process.device}: {process.how()} during this call: {then}")
 
 
 def _refused(value: Any, ordinal: int) -> Never:
@@ -193,13 +200,3 @@ def _ended(processes: Sequence[Process], weights: Memory, owner: int) -> None:
         end(processes)
         weights.close()
 
-
-_pools: weakref.WeakSet[ProcessPool] = weakref.WeakSet()
-
-
-def _forget_all() -> None:
-    for pool in tuple(_pools):
-        pool.forget()
-
-
-os.register_at_fork(after_in_child=_forget_all)

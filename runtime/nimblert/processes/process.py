@@ -1,27 +1,33 @@
 """A process of a pool, as the pool sees it: started, called, refitted, ended."""
 
 import json
+import os
 import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from operator import index
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nimblert.errors import CudaError, DeviceLostError
+from nimblert.errors import CudaError, DeviceLostError, InputError
 from nimblert.processes.channel import DONE, PING, Channel, Memory, ends, error_of
 from nimblert.processes.layout import Layout
 
 if TYPE_CHECKING:
+    import weakref
     from subprocess import Popen
 
 _MAIN = "import sys; sys.path[:] = {path!r}; from nimblert.processes.worker import main; main(sys.argv[1])"
 """What a process runs. It imports what this one would; a script of the user is not imported again."""
 
 _END_S = 10.0
-"""How long a process may take to end before it is killed: a driver may have much memory to free."""
+"""How long processes may take to end before they are killed: a driver may have much memory to free."""
 
 _MOST = 64
 """The most layouts whose views a slot remembers."""
@@ -32,28 +38,40 @@ _Views = tuple[list[np.ndarray], list[tuple[str, np.ndarray]]]
 class Process:
     """A process with the plan on one device, and its slots, one for each context.
 
-    ``free`` are the slots without a call. ``ended`` tells how the process ended, once that is known.
+    ``ended`` tells how the process ended, once that is known.
     """
 
     def __init__(self, device: int, contexts: int, options: Mapping[str, Any], files: Sequence[int]) -> None:
-        """Start it with these ``options`` and open ``files``. `answer` waits until it is ready."""
+        """Start it with these ``options`` and open ``files``. `answer` waits until it is ready.
+
+        Raises InputError where this process may not have so many files, or cannot start another.
+        """
         self.device = device
-        self.in_flight = self.given = 0
+        self.given = 0
         self.ended: str | None = None
         self._ending = threading.Lock()
-        pairs = [ends() for _ in range(contexts + 1)]
-        memories = [Memory() for _ in range(contexts)]
-        self.control = Channel(pairs[0][0])
-        self.slots = [Slot(self, Channel(mine), m) for (mine, _), m in zip(pairs[1:], memories, strict=True)]
-        self.free = list(self.slots)
-        try:
-            self._popen = _popen({**options, "device": device}, [theirs for _, theirs in pairs], memories, files)
-        except BaseException:
-            self.close()
-            raise
-        finally:
-            for _, theirs in pairs:
-                theirs.close()
+        with ExitStack() as ours, ExitStack() as theirs:
+            given = []
+            for _ in range(contexts + 1):
+                mine, other = ends()
+                ours.callback(mine.close)
+                theirs.callback(other.close)
+                given.append((mine, other))
+            (control, _), *pairs = given
+            self.control = Channel(control)
+            memories = [Memory() for _ in pairs]
+            for memory in memories:
+                ours.callback(memory.close)
+            self.slots = [Slot(self, Channel(mine), m) for (mine, _), m in zip(pairs, memories, strict=True)]
+            self._popen = _popen({**options, "device": device}, [other for _, other in given], memories, files)
+            self.free = list(self.slots)
+            """The slots without a call; the last is the next to take one."""
+            ours.pop_all()
+
+    @property
+    def in_flight(self) -> int:
+        """The number of its slots that are in use."""
+        return len(self.slots) - len(self.free)
 
     def answer(self, expected: bytes) -> None:
         """Wait for a message of the process. Raises the error that came instead, DeviceLostError where it ended."""
@@ -64,38 +82,34 @@ class Process:
             raise error_of(message)
 
     def how(self) -> str:
-        """How the process, which has ended or is about to, ended."""
+        """How the process ended; one that can no longer be used ends now."""
         with self._ending:
             if self.ended is None:
-                status = self._wait()
+                self.control.finish()
+                status = self._wait(_END_S)
                 message = self.control.receive()
                 error = error_of(message) if message[:1] == b"[" else None
                 if isinstance(error, CudaError):
                     self.ended = f"{error.api}: {error.result} ended its process"
                 elif status < 0:
-                    self.ended = f"its process was ended by {signal.Signals(-status).name}"
+                    self.ended = f"its process was ended by {_signal_name(-status)}"
                 else:
                     self.ended = f"its process ended with status {status}"
             return self.ended
 
-    def _wait(self) -> int:
+    def _wait(self, timeout_s: float) -> int:
         """Its exit status, negative for a signal; one that does not end is killed."""
         from subprocess import TimeoutExpired
 
         try:
-            return self._popen.wait(_END_S)
+            return self._popen.wait(timeout_s)
         except TimeoutExpired:
             self._popen.kill()
             return self._popen.wait()
 
-    def join(self) -> None:
+    def join(self, end_at: float) -> None:
         """Wait until it has ended, which it does once ``control`` is closed, and close what was shared with it."""
-        self._wait()
-        self.close()
-
-    def close(self) -> None:
-        """Close what is shared with it: in a forked process, too, which would keep it alive."""
-        self.control.end()
+        self._wait(max(0.0, end_at - time.monotonic()))
         for slot in self.slots:
             slot.close()
 
@@ -105,13 +119,18 @@ class Slot:
 
     def __init__(self, process: Process, channel: Channel, memory: Memory) -> None:
         self.process = process
+        self.lease: weakref.ref[Any] | None = None
+        """The use of the slot."""
         self.is_open = False
         """Whether a call was sent, or was about to be, whose answer was not read."""
         self._channel, self._memory = channel, memory
         self._views: dict[Layout, _Views] = {}
+        self._pings = 0
 
     def begin(self, layout: Layout, arrays: Sequence[Any]) -> bool:
         """Give the process a call; False where it has ended."""
+        if self.is_open:
+            self._drain()
         views = (self._views.get(layout) or self._made(layout))[0]
         for view, array in zip(views, arrays, strict=True):
             view[...] = array
@@ -138,10 +157,12 @@ class Slot:
                 results[name] = view.copy()
         return results
 
-    def drain(self) -> None:
-        """Wait until the process has nothing more to do with an interrupted call."""
-        if self._channel.send(PING):
-            while self._channel.receive() not in {PING, b""}:
+    def _drain(self) -> None:
+        """Wait until the process has nothing more to do with a call that was interrupted."""
+        self._pings += 1
+        ping = PING.pack(b"p", self._pings)  # of an interrupted wait, the answer is still to come
+        if self._channel.send(ping):
+            while self._channel.receive() not in {ping, b""}:
                 pass
         self.is_open = False
 
@@ -151,9 +172,9 @@ class Slot:
         self._memory.close()
 
     def _made(self, layout: Layout) -> _Views:
-        if len(self._views) >= _MOST:
-            self._views.clear()
-        arrays = self._memory.arrays([*layout.inputs, *layout.outputs])
+        if len(self._views) >= _MOST or not self._memory.holds(layout.places):
+            self._views.clear()  # else they would keep another map of the memory
+        arrays = self._memory.arrays(layout.places)
         count = len(layout.inputs)
         names = [place.name for place in layout.outputs]
         made = self._views[layout] = arrays[:count], list(zip(names, arrays[count:], strict=True))
@@ -164,18 +185,45 @@ def end(processes: Sequence[Process]) -> None:
     """End processes, whatever they do."""
     for process in processes:
         process.control.end()
+    end_at = time.monotonic() + _END_S
     for process in processes:
-        process.join()
+        process.join(end_at)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
 
 
 def _popen(
     given: Mapping[str, Any], sockets: Sequence[socket.socket], memories: Sequence[Memory], files: Sequence[int]
 ) -> "Popen[bytes]":
+    import subprocess
     from multiprocessing import spawn
-    from subprocess import DEVNULL, Popen
 
     ours, shared = [one.fileno() for one in sockets], [memory.file for memory in memories]
-    text = json.dumps({**given, "sockets": ours, "memories": shared})
-    command = [spawn.get_executable(), "-c", _MAIN.format(path=sys.path), text]
-    # In a session of its own, where Ctrl-C in the terminal does not reach it.
-    return Popen(command, stdin=DEVNULL, pass_fds=(*ours, *shared, *files), start_new_session=True)
+    text = json.dumps({**given, "sockets": ours, "memories": shared}, default=index)
+    python = spawn.get_executable()
+    hint = "name one by multiprocessing.set_executable, or load the pool without processes=True"
+    if not python or (getattr(sys, "frozen", False) and os.fsdecode(python) == sys.executable):
+        raise InputError(f"processes: this program has no Python interpreter to start: {hint}")
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # noqa: SLF001 - as multiprocessing does
+    command = [python, *flags, "-c", _MAIN.format(path=_import_path()), text]
+    try:
+        # In a session of its own, where Ctrl-C in the terminal does not reach it.
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, pass_fds=(*ours, *shared, *files), start_new_session=True
+        )
+    except OSError as exc:
+        if exc.errno is None:  # a signal handler's TimeoutError
+            raise
+        raise InputError(f"processes: {os.fsdecode(python)} cannot be started: {exc.strerror}: {hint}") from exc
+
+
+def _import_path() -> list[str]:
+    """Where a process finds what this one would. Relative folders may be others by now: only this package's is kept."""
+    own = str(Path(__file__).resolve().parents[2])
+    found = [entry for entry in sys.path if isinstance(entry, str) and Path(entry).is_absolute()]
+    return found if own in map(os.path.realpath, found) else [own, *found]

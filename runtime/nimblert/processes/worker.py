@@ -12,18 +12,18 @@ from typing import Any, Never
 from nimblert.calls import refitting
 from nimblert.calls.entries import Entries
 from nimblert.context import Context
-from nimblert.errors import CudaError, PlanError
+from nimblert.errors import CudaError
 from nimblert.executable import Executable, load
-from nimblert.files import container
 from nimblert.limits import Limits
 from nimblert.processes import weights
 from nimblert.processes.channel import DONE, PING, READY, Channel, Memory, error_message
-from nimblert.processes.layout import Layouts
+from nimblert.processes.layout import Layout, Layouts
 
 
 def main(text: str) -> None:
     """Serve one device, as ``text`` says in JSON, until the other end of the control socket is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the pool decides when to end
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a service manager's go to every process
+        signal.signal(number, signal.SIG_IGN)  # the pool decides when to end
     given = json.loads(text)
     control, *sockets = (Channel(socket.socket(fileno=file)) for file in given["sockets"])
     threading.Thread(target=_end_with, args=(control,), daemon=True).start()
@@ -39,8 +39,9 @@ def main(text: str) -> None:
     for context, channel, file in zip(contexts, sockets, given["memories"], strict=True):
         threading.Thread(target=_serve, args=(context, channel, Memory(file), control), daemon=True).start()
     control.send(READY)
+    new_weights = Memory(given["weights"])
     while message := control.receive():
-        _refit(executable, message, Memory(given["weights"]), control)
+        _refit(executable, message, new_weights, control)
     os._exit(0)
 
 
@@ -53,12 +54,8 @@ def _end_with(control: Channel) -> None:
 
 
 def _loaded(given: Mapping[str, Any]) -> Executable:
-    """The plan. Raises PlanError where it is not the one that the pool has read."""
-    path = given["plan"]
-    if container.recorded_digest(container.open_image(path)).hex() != given["digest"]:
-        raise PlanError(f"{path}: was replaced while it was loaded: load it again")
     return load(
-        path,
+        given["plan"],
         device=given["device"],
         program=given["program"],
         poison=given["poison"],
@@ -73,15 +70,16 @@ def _serve(context: Context, channel: Channel, memory: Memory, control: Channel)
     known: dict[bytes, _Call] = {}
     try:
         while message := channel.receive():
-            if message == PING:
-                channel.send(PING)
+            if len(message) == PING.size:
+                channel.send(message)
                 continue
             try:
                 call = known.get(message)
                 if call is None:
-                    if len(known) >= _MOST:
-                        known.clear()
-                    call = known[message] = _Call(layouts, message, memory)
+                    layout = layouts.read(message)
+                    if len(known) >= _MOST or not memory.holds(layout.places):
+                        known.clear()  # else their views would keep another map of the memory
+                    call = known[message] = _Call(layout, memory)
                 call.run(context)
                 answer = DONE
             except Exception as exc:  # noqa: BLE001 - the caller gets it
@@ -98,9 +96,8 @@ _MOST = 64
 class _Call:
     """A call of some sizes, with its views of shared memory."""
 
-    def __init__(self, layouts: Layouts, message: bytes, memory: Memory) -> None:
-        layout = layouts.read(message)
-        views = memory.arrays([*layout.inputs, *layout.outputs])
+    def __init__(self, layout: Layout, memory: Memory) -> None:
+        views = memory.arrays(layout.places)
         self._entry = layout.entry
         self._inputs = {place.name: view for place, view in zip(layout.inputs, views, strict=False)}
         self._outputs = views[len(layout.inputs) :]

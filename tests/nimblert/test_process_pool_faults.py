@@ -1,0 +1,323 @@
+"""What happens to a pool of processes in programs that interrupt it, fork, run out of files, or end."""
+
+import os
+import pickle
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cpu_plans import bent_sum
+from process_pools import child, file_count, hung_up, pids, pool_of, stopped, until, weighted
+from sized_plans import sized
+from subprocesses import SOURCES
+
+from nimblert import CudaError, DeviceLostError, InputError, load_pool
+from nimblert.processes import layout, process, slots
+from nimblert.processes.channel import Channel, error_message
+
+X = np.ones(4, np.float32)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return bent_sum(tmp_path)
+
+
+def answered(done: "subprocess.Popen[str]") -> list[str]:
+    """The lines that a program prints after those of `child`; nothing may be on its standard error."""
+    out, err = done.communicate(timeout=40)
+    assert (done.returncode, err) == (0, "")
+    return out.splitlines()[1:]
+
+
+CLOSING = """
+import atexit
+class Server:
+    def __init__(self):
+        self.pool = pool
+    def __del__(self):
+        self.pool.close()
+server = Server()
+del pool
+try:
+    server.pool.hold(1)
+    server.pool(x)
+except nimblert.InputError as exc:
+    print(exc)
+"""
+
+
+def test_a_pool_may_be_closed_while_the_interpreter_ends(path: Path) -> None:
+    with child(path, CLOSING) as done:
+        assert answered(done) == ["this pool can no longer be used: the interpreter is shutting down"]
+
+
+ALARMS = """
+import random
+def alarm(*_):
+    raise TimeoutError
+signal.signal(signal.SIGALRM, alarm)
+pool.close()
+pool = loading.load(sys.argv[1], [0], contexts=2, **options)
+interrupted, last, wanted = 0, None, expected.tolist()
+end = time.monotonic() + 4
+while time.monotonic() < end:
+    try:
+        signal.setitimer(signal.ITIMER_REAL, random.random() * 4e-4 + 2e-5)
+        try:
+            for _ in range(5):
+                assert pool(x).tolist() == wanted  # numpy's array_equal drops exceptions
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    except TimeoutError as exc:
+        interrupted, last = interrupted + 1, exc
+assert interrupted > 20, interrupted
+for _ in range(4):
+    threading.Thread(target=lambda: [pool(x) for _ in range(50)]).start()
+assert np.array_equal(pool(x), expected)
+while threading.active_count() > 1:
+    time.sleep(0.01)
+pool.close()
+print("closed")
+"""
+
+
+def test_no_exception_of_a_signal_handler_loses_a_slot(path: Path) -> None:
+    with child(path, ALARMS) as done:
+        assert answered(done) == ["closed"]
+
+
+WITHIN = """
+from pathlib import Path
+def interrupting(frame, event, _):
+    if frame.f_code.co_name == "give" and event == "call":
+        sys.settrace(None)
+        raise KeyboardInterrupt
+    return interrupting
+try:
+    with pool:
+        sys.settrace(interrupting)
+        pool(x)
+except KeyboardInterrupt:
+    print("closed")
+pool = loading.load(sys.argv[1], [0], contexts=1, **options)
+def handler(*_):
+    pool.refit({name: np.zeros(t.shape, np.float32) for name, t in pool.weights.items()})
+    pool.close()
+signal.signal(signal.SIGALRM, handler)
+worker = pool._all[0]._popen.pid
+os.kill(worker, signal.SIGSTOP)
+while " T " not in Path(f"/proc/{worker}/stat").read_text():
+    time.sleep(0.001)
+threading.Timer(0.5, os.kill, (worker, signal.SIGCONT)).start()
+signal.setitimer(signal.ITIMER_REAL, 0.2)
+try:
+    pool(x)
+except nimblert.DeviceLostError as exc:
+    print(exc)
+"""
+
+
+def test_who_closes_a_pool_does_not_wait_for_itself(path: Path) -> None:
+    """Neither while the exception that interrupted its call is there, nor in a signal handler."""
+    with child(path, WITHIN) as done:
+        first, second = answered(done)
+    assert first == "closed"
+    assert second.startswith("device 0: its process ended with status 0 during this call")
+
+
+def test_a_lease_that_nobody_holds_any_more_is_over(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pool_of(path, 1, 1) as pool:
+        lease = pool._slots.take()
+        waiting = threading.Thread(target=pool, args=(X,))
+        waiting.start()
+        until(lambda: len(pool._slots._waiting) == 1)
+        del lease
+        waiting.join(20)
+        assert not waiting.is_alive()
+        assert pool._all[0].in_flight == 0
+        monkeypatch.setattr(slots, "_LOOK_S", 0.05)
+        monkeypatch.setattr(slots.Slots, "_collected", lambda *_: None)  # as while another thread has the lock
+        lease = pool._slots.take()
+        waiting = threading.Thread(target=pool, args=(X,))
+        waiting.start()
+        del lease
+        waiting.join(20)
+        assert not waiting.is_alive()
+
+
+def test_a_timeout_of_all_sockets_is_not_the_pools(path: Path) -> None:
+    code = "import socket; socket.setdefaulttimeout(0.2); pool.close();"
+    code += "pool = loading.load(sys.argv[1], [0], contexts=2, **options); time.sleep(0.5); print(*pool(x) == expected)"
+    with child(path, code) as done:
+        assert answered(done) == ["True True True True"]
+
+
+def test_a_device_that_could_not_change_its_weights_is_out_of_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w = np.zeros(64, np.float32), np.arange(64, dtype=np.float32)
+    with pool_of(weighted()) as pool:
+        answers = pool._all[1].control.receive
+        count = 0
+
+        def receive() -> bytes:
+            nonlocal count
+            count += 1
+            message = answers()
+            return error_message(CudaError("cuGraphLaunch", "CUDA_ERROR_OUT_OF_MEMORY")) if count == 2 else message
+
+        monkeypatch.setattr(pool._all[1].control, "receive", receive)
+        pool.refit({"w": w})
+        assert pool.devices == (0,)
+        refused = CudaError("cuGraphLaunch", "CUDA_ERROR_OUT_OF_MEMORY")
+        assert pool._all[1].ended == f"its weights could not be replaced ({refused})"
+        assert all(np.array_equal(pool(x), w) for _ in range(4))
+
+
+def test_calls_of_ever_more_sizes_open_few_files() -> None:
+    def files(pid: int) -> int:
+        return len(list(Path(f"/proc/{pid}/fd").iterdir()))
+
+    with pool_of(sized(2, 4, 8), 1, 1) as pool:
+        (worker,) = pids(pool)
+        before = file_count(), files(worker)
+        for count in range(1, 60):
+            x = np.arange(300 * count, dtype=np.int32)
+            pool.run({"x": x.reshape(100 * count, 3), "w": x[: 200 * count].reshape(2, 100 * count)})
+        assert (file_count(), files(worker)) <= (before[0] + 2, before[1] + 2)
+
+
+def test_a_fork_during_the_load_keeps_no_end_open(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = process._popen
+    forked: list[int] = []
+
+    def starting(*args: Any) -> Any:
+        made = started(*args)
+        pid = os.fork()
+        if not pid:
+            signal.pause()
+            os._exit(0)
+        forked.append(pid)
+        return made
+
+    monkeypatch.setattr(process, "_popen", starting)
+    monkeypatch.setattr("warnings.warn", lambda *_, **__: None)  # of forks of programs with threads
+    try:
+        with pool_of(path, 1, 1) as pool, ThreadPoolExecutor(1) as threads, stopped(pool):
+            call = threads.submit(pool, X)
+            until(lambda: pool._all[0].in_flight == 1)
+            os.kill(pids(pool)[0], signal.SIGKILL)
+            assert isinstance(call.exception(20), DeviceLostError)
+    finally:
+        for pid in forked:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def test_too_many_contexts_are_refused_and_leave_no_file_open(path: Path) -> None:
+    before, (soft, hard) = file_count(), resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before + 100, hard))
+    try:
+        with pytest.raises(InputError, match=r"no file left to open .*: give fewer contexts, or raise the limit"):
+            load_pool(path, processes=True, contexts=400)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert file_count() <= before
+
+
+@pytest.mark.parametrize("contexts", [0, -1, 1.5, "8", None, True])
+def test_a_number_of_contexts_that_is_none_is_refused(path: Path, contexts: Any) -> None:
+    with pytest.raises(InputError, match=r"^contexts: got .*, expected a number of at least 1"):
+        load_pool(path, processes=True, contexts=contexts)
+
+
+@pytest.mark.parametrize("devices", [0, [], [0, 0], ["0"]])
+def test_devices_that_are_none_are_refused(path: Path, devices: Any) -> None:
+    with pytest.raises(InputError, match=r"^devices: got .*, expected ordinals of GPUs, each once"):
+        load_pool(path, processes=True, devices=devices)
+
+
+def test_numbers_of_numpy_are_numbers(path: Path) -> None:
+    with load_pool(path, processes=True, devices=[np.int64(0)], contexts=1, warm=np.bool_(True)) as pool:
+        assert pool(X).shape == (4,)
+
+
+IMPORTS = """
+import json, os, pathlib, sys
+import numpy as np, nimblert, nimblert.processes.loading, subprocess, multiprocessing.spawn
+os.chdir(sys.argv[2])
+sys.path.append(pathlib.Path("/"))
+print(nimblert.load_pool(sys.argv[1], processes=True, contexts=1)(np.ones(4, np.float32)).shape)
+"""
+
+
+@pytest.mark.parametrize("flags", [(), ("-I",), ("-P",)])
+def test_processes_import_what_this_one_does(path: Path, tmp_path: Path, flags: tuple[str, ...]) -> None:
+    """Not what lies in the folder that is current by then, nor by PYTHONPATH where this one ignores it."""
+    evil, runtime = tmp_path / "evil", str(SOURCES[-1])
+    evil.mkdir()
+    for name in ("json", "sitecustomize"):
+        (evil / f"{name}.py").write_text("import sys; print('evil', file=sys.stderr); sys.exit(7)")
+    first = f"import sys; sys.path[:0] = [{os.path.relpath(runtime)!r}]; "
+    environment = os.environ | ({"PYTHONPATH": str(evil)} if "-I" in flags else {})
+    command = [sys.executable, *flags, "-c", first + IMPORTS, str(path), str(evil)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout, done.stderr, done.returncode) == ("(4,)\n", "", 0)
+
+
+@pytest.mark.parametrize("python", ["", "/no/python"])
+def test_a_program_without_an_interpreter_is_told(path: Path, python: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("multiprocessing.spawn._python_exe", os.fsencode(python))
+    before = file_count()
+    with pytest.raises(InputError, match=r"^processes: .*: name one by multiprocessing.set_executable, or load"):
+        load_pool(path, processes=True)
+    assert file_count() <= before
+
+
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGKILL, "SIGKILL"), (signal.SIGRTMIN + 6, "signal 40")])
+def test_a_process_that_ended_between_calls_is_reaped_and_told(path: Path, number: int, name: str) -> None:
+    with pool_of(path, 2) as pool:
+        (first, second) = pids(pool)
+        os.kill(first, number)
+        until(lambda: hung_up(pool._all[0]))
+        for _ in range(4):
+            assert pool(X).shape == (4,)
+        assert not Path(f"/proc/{first}").exists()
+        os.kill(second, signal.SIGSEGV)
+        until(lambda: hung_up(pool._all[1]))
+        with pytest.raises(DeviceLostError, match=rf"was ended by {name}; .* by SIGSEGV\): load the plan again"):
+            pool(X)
+
+
+def test_an_entry_of_more_axes_than_a_message_tells_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "LONGEST_NBYTES", 8)
+    with pytest.raises(InputError, match=r"^entry 'main': its inputs have 1 axes, pools of processes take 0"):
+        load_pool(path, processes=True)
+
+
+def test_a_message_that_cannot_be_sent_is_no_lost_device(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    send = Channel.send
+    with pool_of(path, 1, 1) as pool:
+        monkeypatch.setattr(Channel, "send", lambda channel, _: send(channel, bytes(1 << 22)))
+        with pytest.raises(OSError, match="Message too long"):
+            pool(X)
+        monkeypatch.undo()
+        assert pool(X).shape == (4,)
+
+
+def test_standard_streams_may_be_closed(path: Path) -> None:
+    code = "pool.refit({name: np.zeros(t.shape, np.float32) for name, t in pool.weights.items()}); pool(x)"
+    with child(path, code, preexec_fn=partial(os.close, 0)) as done:
+        assert answered(done) == []
+
+
+def test_a_pool_is_not_pickled(path: Path) -> None:
+    with pool_of(path, 1, 1) as pool, pytest.raises(InputError, match="load the plan where it is to run"):
+        pickle.dumps(pool)
