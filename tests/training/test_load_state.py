@@ -78,6 +78,9 @@ def test_a_state_that_is_refused_changes_nothing(case: str) -> None:
 )
 def test_a_state_that_lacks_tensors_is_refused(lacking: list[str], first: str) -> None:
     model = small()
+    for other in (5, None, {1: np.zeros(2)}):
+        with pytest.raises(ArgumentError, match=r"load_state: state: got \w+, expected arrays by name"):
+            nimblec.load_state(model, other)  # type: ignore[arg-type]
     left = {name: value for name, value in kept_by_adam().items() if name not in lacking}
     with pytest.raises(ArgumentError, match=rf"load_state: the state has no '{first}': give all that a plan"):
         nimblec.load_state(model, left, adam(model))

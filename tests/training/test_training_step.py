@@ -2,6 +2,7 @@
 
 import copy
 import re
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -373,13 +374,56 @@ def test_what_cannot_be_a_step_is_a_sentence() -> None:
     words = nn.Sequential(nn.Embedding(5, 2, sparse=True), nn.Flatten())
     with pytest.raises(UnsupportedModelError, match=r"the gradient of '0\.weight' is sparse: make its embedding with"):
         nimblec.training_step(words, loss, torch.optim.SGD(words.parameters(), 0.1), (y[:, None], y * 0))
+    keeping = Keeping(3, 2)
+    keeping(x)
+    with pytest.raises(UnsupportedModelError, match="what it keeps from one to the next has to be a buffer"):
+        nimblec.training_step(keeping, loss, torch.optim.SGD(keeping.parameters(), 0.1), (x, y))
     holding = nn.Linear(3, 2)
-    holding.doubled = 2 * holding.weight  # computed once, before the step
+    holding.lock = threading.Lock()  # of which no copy can be made
     with pytest.raises(TraceError, match="model and optimizer cannot be copied"):
         nimblec.training_step(holding, loss, torch.optim.SGD(holding.parameters(), 0.1), (x, y))
+    clipped = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    with pytest.raises(ArgumentError, match=r"clip_norm: '0\.bias' has a gradient, which counts in the norm, and the"):
+        nimblec.training_step(clipped, loss, torch.optim.SGD(clipped[1].parameters(), 0.1), (x, y), clip_norm=1.0)
     nadam = torch.optim.NAdam(model.parameters(), 0.1)
     with pytest.raises(UnsupportedModelError, match="NAdam keeps something that is not zero before the first step"):
         nimblec.training_step(model, loss, nadam, (x, y))
+
+
+class Keeping(nn.Linear):
+    """Adds its result of the call before."""
+
+    last: Tensor | float = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The sum."""
+        last, self.last = self.last, super().forward(x)
+        return self.last + (last.detach() if isinstance(last, Tensor) else last)
+
+
+def test_what_a_model_keeps_for_others_to_see_stays_its_own() -> None:
+    """Results in attributes: before the step they are copied, after it they are no fake tensors."""
+    x, y = torch.randn(4, 3), torch.randn(4, 2)
+    for called in (False, True):
+        model = Seen(3, 2)
+        kept = model(x) if called else None
+        training = nimblec.training_step(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), 0.1), (x, y))
+        assert model.seen is kept
+        plan = nimblec.compile(training, target="cpu", plan_cache=None)
+        with nimblert.load(plan) as exe:
+            expected = nn.functional.mse_loss(model(x), y).item()
+            assert exe(x.numpy(), y.numpy(), entry="train") == pytest.approx(expected, rel=1e-5)
+
+
+class Seen(nn.Linear):
+    """Keeps its last result."""
+
+    seen: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The result."""
+        self.seen = super().forward(x)
+        return self.seen
 
 
 class FromZeros(nn.Module):

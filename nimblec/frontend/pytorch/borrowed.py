@@ -32,12 +32,23 @@ def _restored(model: Any) -> Iterator[None]:
     if not isinstance(model, torch.nn.Module):
         yield
         return
+    data = {id(tensor): (tensor, tensor.data) for tensor in chain(model.parameters(), model.buffers())}
+    with attributes_kept(model):
+        try:
+            for tensor, its_data in data.values():
+                tensor.data = its_data.to("cpu", copy=True)
+            yield
+        finally:
+            for tensor, its_data in data.values():
+                tensor.data = its_data
+
+
+@contextmanager
+def attributes_kept(model: torch.nn.Module) -> Iterator[None]:
+    """Restore every attribute of every submodule after the block, which may run the model on fake tensors."""
     attributes = [(module, dict(module.__dict__)) for module in model.modules()]
     contents = [(kept, dict(kept)) for _, found in attributes for kept in found.values() if isinstance(kept, dict)]
-    data = {id(tensor): (tensor, tensor.data) for tensor in chain(model.parameters(), model.buffers())}
     try:
-        for tensor, its_data in data.values():
-            tensor.data = its_data.to("cpu", copy=True)
         yield
     finally:
         for module, found in attributes:
@@ -46,5 +57,3 @@ def _restored(model: Any) -> Iterator[None]:
         for kept, items in contents:
             kept.clear()
             kept.update(items)
-        for tensor, its_data in data.values():
-            tensor.data = its_data

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 
 from nimblec.errors import UnsupportedModelError, user_code
 from nimblec.frontend.pytorch.training.random import Draws
@@ -81,7 +82,8 @@ def refuse_another_step(recipe: Recipe, inputs: Sequence[Tensor], targets: Seque
             raise UnsupportedModelError(
                 f"training_step: {wrong!r} after call {number} is not what the optimizer makes of it: "
                 f"{type(wide.optimizer).__name__} keeps something that is not zero before the first step (give one "
-                "that has taken a step), or the model computes something else in each call"
+                "that has taken a step), or the model computes something else in each call (what it keeps from one to "
+                "the next has to be a buffer that it writes in place)"
             )
         state = _continued(after, wanted)
     return step
@@ -90,13 +92,19 @@ def refuse_another_step(recipe: Recipe, inputs: Sequence[Tensor], targets: Seque
 def _widened(recipe: Recipe) -> Recipe:
     """A copy in float64, without autocast, which would leave float64 as it is and needs no scale there."""
     with user_code("training_step: model and optimizer cannot be copied"):
-        model, optimizer = copy.deepcopy((recipe.model, recipe.optimizer))
+        model, optimizer = copy.deepcopy((recipe.model, recipe.optimizer), _kept_results(recipe.model))
     model.double()
     loss = copy.deepcopy(recipe.loss).double() if isinstance(recipe.loss, nn.Module) else recipe.loss
     for kept in optimizer.state.values():
         kept |= {name: _wide(value) for name, value in kept.items()}
     few = min(recipe.accumulate, _FEW)
     return replace(recipe, model=model, loss=loss, optimizer=optimizer, accumulate=few, autocast=None, constants={})
+
+
+def _kept_results(model: nn.Module) -> dict[int, Any]:
+    """Copies of the results that a model has kept as attributes since an earlier call, which deepcopy refuses."""
+    leaves = (leaf for module in model.modules() for leaf in pytree.tree_leaves(vars(module)))
+    return {id(leaf): leaf.detach() for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_leaf}
 
 
 def _wide(value: Any) -> Any:

@@ -25,6 +25,7 @@ from nimblec.frontend.pytorch.training.state import (
     autocasting,
     group_names,
     initial_state,
+    trained,
 )
 from nimblec.frontend.pytorch.training.step import take_step, trace
 from nimblec.places import Phase
@@ -151,12 +152,19 @@ def entries(
         raise ArgumentError(f"training_step: accumulate: {accumulate!r}, expected a whole number from 1")
     if clip_norm is not None and not (_is_number(clip_norm) and clip_norm > 0):
         raise ArgumentError(f"training_step: clip_norm: {clip_norm!r}, expected a number above 0, or None")
+    groups = group_names(model, optimizer)
+    idle = trained(model).keys() - {name for group in groups for name in group}
+    if clip_norm is not None and idle:
+        raise ArgumentError(
+            f"training_step: clip_norm: {min(idle)!r} has a gradient, which counts in the norm, and the optimizer does "
+            "not update it: freeze it (requires_grad_(False)), or give it to the optimizer"
+        )
     recipe = Recipe(
         model=model,
         loss=loss,
         optimizer=optimizer,
         inputs=len(inputs),
-        groups=group_names(model, optimizer),
+        groups=groups,
         clip_norm=clip_norm,
         accumulate=accumulate,
         autocast=_half(autocast),

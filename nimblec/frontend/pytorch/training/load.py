@@ -39,6 +39,11 @@ def load_state(
     scaler: torch.amp.GradScaler | None = None,
 ) -> None:
     """See `nimblec.load_state`."""
+    if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
+        raise ArgumentError(
+            f"load_state: state: got {type(state).__name__}, expected arrays by name, as a plan's state is: exe.state, "
+            "or what safetensors loads"
+        )
     values = {name: _tensor(name, value) for name, value in state.items() if not name.startswith(LIBRARY_MEMORY)}
     tensors = {f"{MODEL}.{name}": tensor for name, tensor in named_tensors(model).items()}
     sums = {f"{SUM}.{name}": parameter for name, parameter in model.named_parameters()}

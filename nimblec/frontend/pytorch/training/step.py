@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 
 from nimblec.errors import TraceError, UnsupportedModelError, data_dependent, user_code, users_line
+from nimblec.frontend.pytorch.borrowed import attributes_kept
 from nimblec.frontend.pytorch.export_errors import BY_VALUE
 from nimblec.frontend.pytorch.generator import StepGenerator
 from nimblec.frontend.pytorch.source_tracker import SourceNotes, SourceTracker, within
@@ -78,7 +79,8 @@ def trace(
     table = decompositions(exported=exported)
     plainly, functions = _plain_operators() if exported else nullcontext(), OtherFunctions(exported=exported)
     refusing = user_code("training_step: the step cannot be traced")
-    with refusing, _refusing_to_read_values(), plainly, functions, preserve_node_meta():
+    unchanged = attributes_kept(recipe.model)
+    with refusing, unchanged, _refusing_to_read_values(), plainly, functions, preserve_node_meta():
         traced = make_fx(step, decomposition_table=table, tracing_mode="fake", _allow_non_fake_inputs=True)(*flat)
     for node in reversed(traced.graph.nodes):
         if str(node.target).startswith("profiler."):  # of Optimizer.step
