@@ -1,6 +1,7 @@
 """Files beside a model are not run: neither by the command line nor by the processes it starts."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -69,6 +70,6 @@ def test_every_process_of_ours_starts_without_the_current_folder() -> None:
         for folder in (ROOT / "nimblec", ROOT / "runtime")
         for path in folder.rglob("*.py")
         for number, line in enumerate(path.read_text().splitlines(), 1)
-        if "sys.executable" in line and not any(flag in line for flag in ('"-P"', '"-I"'))
+        if re.search(r"\[(sys\.executable|python)\b", line) and not any(flag in line for flag in ('"-P"', '"-I"'))
     ]
     assert starts == []

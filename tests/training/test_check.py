@@ -155,7 +155,7 @@ class _Counting(nn.Module):
 def test_amplified_rounding_hides_no_other_computation() -> None:
     model = _Counting()
     batch = 1e-10 * torch.randn(8, 16), torch.randint(0, 3, (8,))
-    with pytest.raises(UnsupportedModelError, match="'loss' after call 1 is not what"):
+    with pytest.raises(UnsupportedModelError, match="'loss' after call 2 is not what"):
         nimblec.training_step(model, nn.functional.cross_entropy, torch.optim.SGD(model.parameters(), 2**-4), batch)
 
 

@@ -210,7 +210,7 @@ def _popen(
     if not python or (getattr(sys, "frozen", False) and os.fsdecode(python) == sys.executable):
         raise InputError(f"processes: this program has no Python interpreter to start: {hint}")
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # noqa: SLF001 - as multiprocessing does
-    command = [python, *flags, "-c", _MAIN.format(path=_import_path()), text]
+    command = [python, "-P", *flags, "-c", _MAIN.format(path=_import_path()), text]
     try:
         # In a session of its own, where Ctrl-C in the terminal does not reach it.
         return subprocess.Popen(
