@@ -134,6 +134,14 @@ def test_who_closes_a_pool_does_not_wait_for_itself(path: Path) -> None:
     assert second.startswith("device 0: its process ended with status 0 during this call")
 
 
+def test_a_handler_that_interrupts_the_pool_itself_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slots, "_STUCK_S", 0.05)
+    with pool_of(path, 1, 1) as pool:
+        with pool._slots._lock, pytest.raises(InputError, match="by a signal handler in the midst of a call: close it"):
+            pool.close()
+        assert pool(X).shape == (4,)
+
+
 def test_a_lease_that_nobody_holds_any_more_is_over(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pool_of(path, 1, 1) as pool:
         lease = pool._slots.take()

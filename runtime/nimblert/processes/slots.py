@@ -17,6 +17,10 @@ _LOOK_S = 1.0
 """How often a waiting thread looks for itself: a thread that was interrupted may not have told it."""
 
 
+_STUCK_S = 5.0
+"""For longer, no other thread has the lock."""
+
+
 class Lease:
     """The use of a slot, until `Slots.give`, or until this object is collected."""
 
@@ -113,14 +117,19 @@ class Slots:
     def close(self) -> None:
         """Wait for the calls in flight; later ones raise InputError, and so do those that wait for a slot.
 
-        A call of this thread is not waited for: it was interrupted, or this is called by a signal handler.
+        A call of this thread is not waited for: it was interrupted, or this is called by a signal handler. Raises
+        InputError where the handler has interrupted code that has the lock.
         """
         thread = threading.get_ident()
-        with self._lock:
+        if not self._lock.acquire(timeout=_STUCK_S):
+            raise InputError("this pool is closed by a signal handler in the midst of a call: close it after the call")
+        try:
             self._closed = True
             self._serve()
             if self._holder is None:
                 self._wait_for(lambda: self._are_idle(thread) and not self._exclusive)
+        finally:
+            self._lock.release()
 
     def hold(self, timeout_s: float) -> None:
         """Wait for the calls in flight, and let none begin any more: other threads wait for ever.
