@@ -1,5 +1,6 @@
 """Executable pools: one executable on each GPU; a call goes to the one with the fewest calls in flight."""
 
+import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -208,14 +209,10 @@ def load_pool(
     DeviceLostError where a process ends meanwhile.
     """
     if devices is not None:
-        try:
-            ordinals_given = [index(device) for device in devices]
-        except TypeError:
-            ordinals_given = []
-        if not ordinals_given or len(set(ordinals_given)) < len(ordinals_given):
-            raise InputError(f"devices: got {devices!r}, expected ordinals of GPUs, each once")
-        devices = ordinals_given
+        devices = _once_each(devices)
     if processes:
+        if not hasattr(os, "memfd_create"):
+            raise InputError("processes: a pool of processes needs Linux: load it without processes=True")
         from nimblert.processes import loading  # which other programs need not import
 
         return loading.load(
@@ -239,3 +236,13 @@ def load_pool(
             raise mismatch
         loaded.pop_all()
     return ExecutablePool(found)
+
+
+def _once_each(devices: Sequence[int]) -> list[int]:
+    try:
+        given = [index(device) for device in devices]
+    except TypeError:
+        given = []
+    if not given or len(set(given)) < len(given):
+        raise InputError(f"devices: got {devices!r}, expected ordinals of GPUs, each once")
+    return given

@@ -326,6 +326,12 @@ def test_standard_streams_may_be_closed(path: Path) -> None:
         assert answered(done) == []
 
 
+def test_elsewhere_than_on_linux_it_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    with pytest.raises(InputError, match="a pool of processes needs Linux"):
+        load_pool(path, processes=True)
+
+
 def test_a_pool_is_not_pickled(path: Path) -> None:
     with pool_of(path, 1, 1) as pool, pytest.raises(InputError, match="load the plan where it is to run"):
         pickle.dumps(pool)
