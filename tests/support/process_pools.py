@@ -66,10 +66,16 @@ def pids(pool: ProcessPool) -> list[int]:
 
 def gone(pid: int) -> bool:
     """Whether no process has this number, other than one that waits for its parent to look."""
+    return _states(pid) <= {"Z"}
+
+
+def _states(pid: int) -> set[str]:
+    """The states of the threads of a process, as ``ps`` shows them."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
     except OSError:
-        return True
+        return set()
+    return {text.rpartition(")")[2].split()[0] for text in stats}
 
 
 def hung_up(process: Process) -> bool:
@@ -95,6 +101,7 @@ def stopped(pool: ProcessPool) -> Iterator[None]:
     """The processes do nothing until the block ends."""
     for pid in pids(pool):
         os.kill(pid, signal.SIGSTOP)
+        until(lambda pid=pid: _states(pid) == {"T"})  # type: ignore[misc]
     try:
         yield
     finally:

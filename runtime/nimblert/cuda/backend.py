@@ -175,8 +175,9 @@ class CudaBackend:
     def call_from_host(self, arrays: Sequence[np.ndarray]) -> dict[str, np.ndarray | DeviceOutput]:
         """Run on inputs on the host, and return new outputs there, by name."""
         stream = self._stream
-        self._context.make_current()
-        self._in_flight.wait()  # page-locked memory may still be read by the run before
+        call("cuCtxSetCurrent", self._context.handle)
+        if self._in_flight.stream is not None:
+            self._in_flight.wait()  # page-locked memory may still be read by the run before
         lent = self._outlet.lend_host()
         try:
             try:
@@ -199,7 +200,9 @@ class CudaBackend:
 
     def call_from_device(self, arrays: Given, stream: int, outlet: Outlet) -> dict[str, np.ndarray | DeviceOutput]:
         """Run on inputs on the device, and return new outputs there, by name; ``outlet`` crops where movers pad."""
-        self._begin(stream)
+        call("cuCtxSetCurrent", self._context.handle)
+        if self._in_flight.stream is not None:
+            self._in_flight.precede(stream)
         lent = outlet.lend_device(stream)
         try:
             try:
@@ -218,11 +221,13 @@ class CudaBackend:
 
     def _end(self, stream: int) -> None:
         call("cuStreamSynchronize", stream)
-        self._in_flight.ended()
+        if self._in_flight.stream is not None:
+            self._in_flight.ended()
 
     def _begin(self, stream: int) -> None:
-        self._context.make_current()
-        self._in_flight.precede(stream)
+        call("cuCtxSetCurrent", self._context.handle)
+        if self._in_flight.stream is not None:
+            self._in_flight.precede(stream)
 
     def _put(self, arrays: Sequence[np.ndarray | DeviceArray], stream: int) -> bool:
         """Enqueue the copies of the inputs; whether any is on the device."""
@@ -309,7 +314,9 @@ class CudaBackend:
     def launch(self, stream: int | None) -> None:
         """Replay the graph on the inputs on the device, on ``stream`` or the context's, without waiting."""
         used = self._stream if stream is None else stream
-        self._begin(used)
+        call("cuCtxSetCurrent", self._context.handle)
+        if self._in_flight.stream is not None:
+            self._in_flight.precede(used)
         call("cuGraphLaunch", self._executable, used)
         self._in_flight.enqueued(used)
 

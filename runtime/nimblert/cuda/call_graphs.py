@@ -77,11 +77,11 @@ class CallGraph:
     staged: Sequence[np.ndarray] = field(default=())
 
 
-class CallGraphs:
-    """Graphs of calls that were made several times."""
+class CallGraphs(dict[Hashable, CallGraph]):
+    """Graphs of calls that were made several times, by key."""
 
     def __init__(self) -> None:
-        self._made: dict[Hashable, CallGraph] = {}
+        super().__init__()
         self._seen: dict[Hashable, int] = {}
         self._patience = 1
 
@@ -90,7 +90,7 @@ class CallGraphs:
 
         Where callers use more keys than are kept, or the driver refuses a graph, later graphs take ever more calls.
         """
-        found = self._made.get(key)
+        found = self.get(key)
         if found is not None:
             return found
         count = self._seen.get(key, 0) + 1
@@ -100,11 +100,11 @@ class CallGraphs:
             self._seen[key] = count
             return None
         self._seen.pop(key, None)
-        if len(self._made) >= _MOST_GRAPHS:
+        if len(self) >= _MOST_GRAPHS:
             self._patience *= 4
-            _destroy(self._made.pop(next(iter(self._made))))
+            _destroy(self.pop(next(iter(self))))
         try:
-            made = self._made[key] = make(*args)
+            made = self[key] = make(*args)
         except CudaError:  # without memory for it the call runs as before; after any other error it fails
             self._patience *= 4
             return None
@@ -112,8 +112,8 @@ class CallGraphs:
 
     def close(self) -> None:
         """Free all graphs."""
-        while self._made:
-            _destroy(self._made.popitem()[1])
+        while self:
+            _destroy(self.popitem()[1])
 
 
 def _destroy(made: CallGraph) -> None:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import numpy as np
 
 from nimblert.arrays import dlpack, padding
-from nimblert.arrays.device_arrays import is_negated
 from nimblert.arrays.dtypes import numpy_dtype
 from nimblert.calls.turn import Turn
 from nimblert.cuda.transfers import Given, Outlet, remembered
@@ -21,8 +20,11 @@ if TYPE_CHECKING:
     from nimblert.cuda.movers import Mover
     from nimblert.dimensions import Shapes
 
-_Library: TypeAlias = tuple[list[tuple[str, Callable[[Any], dlpack.Raw]]], Callable[[], int]]
-"""A reader for each input by name, as each is fastest on one layout, and one of the stream that the library uses."""
+_Library: TypeAlias = tuple[
+    list[tuple[str, Callable[[Any], dlpack.Raw]]], Callable[[], int], Callable[[Any], bool] | None
+]
+"""A reader for each input by name, as each is fastest on one layout; one of the stream that the library uses; and what
+tells whether an array is a negated view, see `device_arrays.is_negated`."""
 
 
 class Loaded(Protocol):
@@ -102,12 +104,14 @@ class DeviceDirect:
         library = self._libraries[kind]
         if library is None:
             return None
-        readers, stream = library
+        readers, stream, is_negated = library
         found = []
         try:
             for name, read in readers:
                 array = arrays.get(name)
-                if type(array) is not kind or getattr(array, "requires_grad", False) or is_negated(array):
+                if type(array) is not kind or getattr(array, "requires_grad", False):
+                    return None
+                if is_negated is not None and is_negated(array):
                     return None
                 found.append(read(array))
         except (BufferError, RuntimeError, TypeError, ValueError):
@@ -136,7 +140,8 @@ class DeviceDirect:
         found = dlpack.exchange(array)
         if found is None:
             return None
-        return [(name, found.reader()) for name, *_ in self._host], found.stream_reader(self._device)
+        readers = [(name, found.reader()) for name, *_ in self._host]
+        return readers, found.stream_reader(self._device), getattr(type(array), "is_neg", None)
 
 
 def _numpy_dtype(tensor: Tensor) -> np.dtype | None:

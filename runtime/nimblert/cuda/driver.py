@@ -116,20 +116,16 @@ class Context:
 
     def __init__(self, ordinal: int = 0) -> None:
         device = call("cuDeviceGet", ordinal)
-        self._handle = call("cuDevicePrimaryCtxRetain", device)
+        self.handle: Handle = call("cuDevicePrimaryCtxRetain", device)
+        """The CUcontext."""
         with ExitStack() as stack:
             stack.callback(_release, "cuDevicePrimaryCtxRelease", device)
             self.make_current()
             self._stack = stack.pop_all()
 
-    @property
-    def handle(self) -> Handle:
-        """The CUcontext."""
-        return self._handle
-
     def make_current(self) -> None:
         """Make this the calling thread's context."""
-        call("cuCtxSetCurrent", self._handle)
+        call("cuCtxSetCurrent", self.handle)
 
     def acquire(self, handle: Handle, release: str) -> Handle:
         """Own a ``handle``: the driver function ``release`` is called with it when the context closes."""
@@ -138,7 +134,7 @@ class Context:
 
     def close(self) -> None:
         """Release everything."""
-        _release("cuCtxSetCurrent", self._handle)
+        _release("cuCtxSetCurrent", self.handle)
         self._stack.close()
 
 

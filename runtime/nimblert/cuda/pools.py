@@ -25,15 +25,8 @@ class _Pool:
         self._lock = threading.RLock()  # a finalizer may run while this thread holds it
         self._closed = False
 
-    def _take(self, nbytes: int) -> tuple[Any, bool]:
-        """A free block of this size, which is in use from now on, and whether it was shared; else a new one."""
-        with self._lock:
-            self._out += 1
-            if free := self._free.get(nbytes):
-                return free.pop()
-        return self._made(nbytes), False
-
     def _made(self, nbytes: int) -> Any:
+        """A new block, in use from now on."""
         try:
             return self._new(nbytes)
         except BaseException:
@@ -127,7 +120,12 @@ class PageLockedPool(_Pool):
 
     def take(self, nbytes: int) -> Lent:
         """A block of ``nbytes``; every download is waited for."""
-        address, _ = self._take(nbytes)
+        with self._lock:
+            self._out += 1
+            free = self._free.get(nbytes)
+            address = free.pop()[0] if free else None
+        if address is None:
+            address = self._made(nbytes)
         return Lent(self, address, nbytes, address, is_shared=False)
 
     def _new(self, nbytes: int) -> int:
@@ -142,7 +140,12 @@ class DevicePool(_Pool):
 
     def take(self, nbytes: int, stream: Handle, *, is_shared: bool = True) -> Lent:
         """A block of ``nbytes``, for work on ``stream``; not ``is_shared`` where that is waited for."""
-        block, was_shared = self._take(nbytes)
+        with self._lock:
+            self._out += 1
+            free = self._free.get(nbytes)
+            block, was_shared = free.pop() if free else (None, False)
+        if block is None:
+            block = self._made(nbytes)
         address, event = block
         lent = Lent(self, block, nbytes, address, is_shared=True)  # until the wait below is enqueued
         if was_shared:

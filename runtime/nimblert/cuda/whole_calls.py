@@ -46,7 +46,9 @@ class WholeCalls:
             return None, False
         lying = tuple([array.strides for array in arrays])
         key = lying, tuple([memory and memory.address for memory in lent])
-        found = self._whole.find(key, _ENOUGH_ON_HOST, self._made_for_host, arrays, lent)
+        found = self._whole.get(key)
+        if found is None:
+            found = self._whole.find(key, _ENOUGH_ON_HOST, self._made_for_host, arrays, lent)
         if found is not None:
             return found, True
         return self._arriving.find(lying, _ENOUGH_ON_HOST, self._made_for_host, arrays, ()), False
@@ -62,7 +64,9 @@ class WholeCalls:
     ) -> tuple[CallGraph | None, bool]:
         """As `from_host`, for device arrays; ``outlet`` is cropped where their movers pad."""
         key = arrays, tuple([memory and memory.address for memory in lent])
-        found = self._whole.find(key, _ENOUGH_ON_DEVICE, self._made_in_place, arrays, lent, outlet)
+        found = self._whole.get(key)
+        if found is None:
+            found = self._whole.find(key, _ENOUGH_ON_DEVICE, self._made_in_place, arrays, lent, outlet)
         if found is not None:
             return found, True
         return self._arriving.find(arrays, _ENOUGH_ON_DEVICE, self._made_for_device, arrays), False

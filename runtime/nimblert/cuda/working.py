@@ -24,12 +24,13 @@ class InFlight:
 
     def __init__(self, context: Context) -> None:
         self._event: Handle = context.acquire(call("cuEventCreate", NO_TIMING), "cuEventDestroy")
-        self._stream: int | None = None
+        self.stream: int | None = None
+        """The stream of the work; None where there is none."""
         self._kept: list[object] = []
 
     def precede(self, stream: int) -> None:
         """Make later work on ``stream`` wait for it."""
-        if self._stream is not None and self._stream != stream:
+        if self.stream is not None and self.stream != stream:
             call("cuStreamWaitEvent", stream, self._event, 0)
 
     def enqueued(self, stream: int, arrays: object = None) -> None:
@@ -38,24 +39,24 @@ class InFlight:
             call("cuEventSynchronize", self._event)
             self._kept.clear()
         call("cuEventRecord", self._event, stream)
-        self._stream = stream
+        self.stream = stream
         if arrays is not None:
             self._kept.append(arrays)
 
     def wait(self) -> None:
         """Wait until it has ended."""
-        if self._stream is not None:
+        if self.stream is not None:
             call("cuEventSynchronize", self._event)
             self.ended()
 
     def ended(self) -> None:
         """Note that it has ended."""
-        self._stream = None
+        self.stream = None
         self._kept.clear()
 
     def close(self) -> None:
         """Wait for it, ignoring errors: after a kernel has failed, the driver refuses every call."""
-        if self._stream is not None:
+        if self.stream is not None:
             driver.bindings().cuEventSynchronize(self._event)
             self.ended()
 
