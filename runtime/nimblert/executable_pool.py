@@ -201,7 +201,8 @@ def load_pool(
     """Load a plan on several GPUs: those with the ordinals ``devices``, or all of this machine that can run it.
 
     - ``processes``: load it in a process for each GPU, so that short calls of many threads are not limited by one
-      interpreter, and GPUs fail independently. Inputs and outputs are then on the host, and the plan has no state.
+      interpreter, and GPUs fail independently; a GPU that is named twice has two. Inputs and outputs are then on the
+      host, and the plan has no state.
     - ``contexts``: with ``processes``, the number of calls that run at the same time on each GPU.
 
     The other arguments are those of `load`. A plan for the CPU, which uses all cores by itself, is loaded once.
@@ -209,7 +210,7 @@ def load_pool(
     DeviceLostError where a process ends meanwhile.
     """
     if devices is not None:
-        devices = _once_each(devices)
+        devices = _checked(devices, may_repeat=processes)
     if processes:
         if not hasattr(os, "memfd_create"):
             raise InputError("processes: a pool of processes needs Linux: load it without processes=True")
@@ -238,11 +239,11 @@ def load_pool(
     return ExecutablePool(found)
 
 
-def _once_each(devices: Sequence[int]) -> list[int]:
+def _checked(devices: Sequence[int], *, may_repeat: bool) -> list[int]:
     try:
         given = [index(device) for device in devices]
     except TypeError:
         given = []
-    if not given or len(set(given)) < len(given):
-        raise InputError(f"devices: got {devices!r}, expected ordinals of GPUs, each once")
+    if not given or (len(set(given)) < len(given) and not may_repeat):
+        raise InputError(f"devices: got {devices!r}, expected ordinals of GPUs{'' if may_repeat else ', each once'}")
     return given

@@ -66,7 +66,7 @@ def alarm(*_):
     raise TimeoutError
 signal.signal(signal.SIGALRM, alarm)
 pool.close()
-pool = loading.load(sys.argv[1], [0], contexts=2, **options)
+pool = nimblert.load_pool(sys.argv[1], devices=[0], contexts=2, **options)
 interrupted, last, wanted = 0, None, expected.tolist()
 end = time.monotonic() + 4
 while time.monotonic() < end:
@@ -108,7 +108,7 @@ try:
         pool(x)
 except KeyboardInterrupt:
     print("closed")
-pool = loading.load(sys.argv[1], [0], contexts=1, **options)
+pool = nimblert.load_pool(sys.argv[1], devices=[0], contexts=1, **options)
 def handler(*_):
     pool.refit({name: np.zeros(t.shape, np.float32) for name, t in pool.weights.items()})
     pool.close()
@@ -163,8 +163,9 @@ def test_a_lease_that_nobody_holds_any_more_is_over(path: Path, monkeypatch: pyt
 
 
 def test_a_timeout_of_all_sockets_is_not_the_pools(path: Path) -> None:
-    code = "import socket; socket.setdefaulttimeout(0.2); pool.close();"
-    code += "pool = loading.load(sys.argv[1], [0], contexts=2, **options); time.sleep(0.5); print(*pool(x) == expected)"
+    code = "import socket; socket.setdefaulttimeout(0.2); pool.close(); time.sleep(0.5)\n"
+    code += "pool = nimblert.load_pool(sys.argv[1], devices=[0], contexts=2, **options)\n"
+    code += "time.sleep(0.5); print(*pool(x) == expected)"
     with child(path, code) as done:
         assert answered(done) == ["True True True True"]
 
@@ -246,9 +247,9 @@ def test_a_number_of_contexts_that_is_none_is_refused(path: Path, contexts: Any)
         load_pool(path, processes=True, contexts=contexts)
 
 
-@pytest.mark.parametrize("devices", [0, [], [0, 0], ["0"]])
+@pytest.mark.parametrize("devices", [0, [], ["0"]])
 def test_devices_that_are_none_are_refused(path: Path, devices: Any) -> None:
-    with pytest.raises(InputError, match=r"^devices: got .*, expected ordinals of GPUs, each once"):
+    with pytest.raises(InputError, match=r"^devices: got .*, expected ordinals of GPUs$"):
         load_pool(path, processes=True, devices=devices)
 
 

@@ -17,16 +17,15 @@ from programs import bare
 from subprocesses import ROOT, SOURCES
 
 from nimblec.refit.programs import refits_in_place
-from nimblert.limits import DEFAULT_LIMITS
+from nimblert import load_pool
 from nimblert.plan import ITEM_NBYTES, Memcpy, Op, Plan, Pointer, Program, Region, Tensor, Weight
-from nimblert.processes import ProcessPool, loading
+from nimblert.processes import ProcessPool
 from nimblert.processes.process import Process
 
 
 def pool_of(plan: Any, devices: int = 2, contexts: int = 2, **options: Any) -> ProcessPool:
     """A pool with so many processes on device 0."""
-    given = {"program": None, "poison": False, "copy": False, "warm": False, "limits": DEFAULT_LIMITS, **options}
-    return loading.load(plan, [0] * devices, contexts=contexts, **given)
+    return load_pool(plan, devices=[0] * devices, processes=True, contexts=contexts, **options)
 
 
 def copying(name: str, dtype: str, shape: tuple[int, ...], source: Region = Region.INPUT) -> Program:
@@ -112,12 +111,8 @@ def stopped(pool: ProcessPool) -> Iterator[None]:
 
 CHILD = """
 import os, signal, sys, threading, time, numpy as np, nimblert
-from nimblert.plan import ITEM_NBYTES, Memcpy, Op, Plan, Pointer, Program, Region, Tensor, Weight
-from nimblert.processes import ProcessPool, loading
-from nimblert.processes.process import Process
-from nimblert.limits import DEFAULT_LIMITS
-options = dict(program=None, poison=False, copy=False, warm=True, limits=DEFAULT_LIMITS)
-pool = loading.load(sys.argv[1], [0, 0], contexts=2, **options)
+options = dict(processes=True, warm=True)
+pool = nimblert.load_pool(sys.argv[1], devices=[0, 0], contexts=2, **options)
 x = np.ones(4, np.float32)
 expected = pool(x)
 print(*(process._popen.pid for process in pool._all), flush=True)

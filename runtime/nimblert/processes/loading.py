@@ -30,7 +30,7 @@ def load(
     limits: Limits,
     **options: bool,
 ) -> ProcessPool:
-    """As `nimblert.load_pool` with processes; here a device may repeat. ``options`` are further ones of `load`."""
+    """As `nimblert.load_pool` with processes. ``options`` are further ones of `load`."""
     if not isinstance(contexts, int) or isinstance(contexts, bool) or contexts < 1:
         raise InputError(f"contexts: got {contexts!r}, expected a number of at least 1")
     image = container.open_image(container.encode_file(plan) if isinstance(plan, Plan) else plan, copy=copy)
