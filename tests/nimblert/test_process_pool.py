@@ -343,10 +343,12 @@ def test_a_forked_process_is_refused_and_keeps_no_process_alive(tmp_path: Path) 
 
 
 INTERRUPTED = """
-import contextlib
+from pathlib import Path
 for process in pool._all:
     os.kill(process._popen.pid, signal.SIGINT)
     os.kill(process._popen.pid, signal.SIGSTOP)
+    while " T " not in Path(f"/proc/{process._popen.pid}/stat").read_text():
+        time.sleep(0.001)
 for count in range(6):  # four in flight, then two that wait for one of them to end
     threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
     try:

@@ -195,6 +195,7 @@ class CudaBackend:
             finally:
                 self._end(stream)
         except BaseException:
+            driver.bindings().cuStreamSynchronize(stream)  # a signal handler's exception may have come before it
             lent.clear()  # now: the traceback may keep it for long
             raise
 
@@ -216,6 +217,7 @@ class CudaBackend:
             finally:
                 self._end(stream)
         except BaseException:
+            driver.bindings().cuStreamSynchronize(stream)
             lent.clear()
             raise
 

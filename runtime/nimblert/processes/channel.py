@@ -124,7 +124,7 @@ def _opened(opening: Callable[..., Any], *args: object) -> Any:
         if exc.errno not in {errno.EMFILE, errno.ENFILE}:
             raise
         raise InputError(
-            f"processes: this process has no file left to open ({exc.strerror}), and needs two for each context of "
+            f"processes: this process has no file left to open ({exc.strerror}), and needs three for each context of "
             "each device: give fewer contexts, or raise the limit (ulimit -n)"
         ) from exc
 
@@ -162,6 +162,8 @@ class Memory:
     def arrays(self, places: Sequence[Place]) -> list[np.ndarray]:
         """Views of it as arrays. Raises InputError where the system has too little memory."""
         nbytes = max(_end(places), 1)
+        if not self.close.alive:
+            raise InputError("this pool is closed: load the plan again")
         try:
             if nbytes > self._had:
                 os.posix_fallocate(self.file, 0, nbytes)
@@ -192,7 +194,8 @@ def _end(places: Sequence[Place]) -> int:
 def _forget() -> None:
     """Close everything in a forked process."""
     for one in tuple(_shared):
-        one.close()
+        with suppress(OSError):
+            one.close()
     _forking.release()
 
 

@@ -13,13 +13,13 @@ from nimblert import interpreter
 from nimblert.calls import refitting
 from nimblert.calls.outputs import checked_out
 from nimblert.calls.refitting import NewWeights
-from nimblert.errors import DeviceLostError, InputError, NimbleError
+from nimblert.errors import CudaError, DeviceLostError, InputError, NimbleError
 from nimblert.plan import Plan, listed
 from nimblert.pool import Pool
 from nimblert.processes import weights as new_weights
 from nimblert.processes.channel import Memory
 from nimblert.processes.layout import Layout, Layouts
-from nimblert.processes.process import Process, end
+from nimblert.processes.process import Process, end, ended_by
 from nimblert.processes.slots import Slots
 
 
@@ -89,10 +89,12 @@ class ProcessPool(Pool):
             assert slot is not None
             begun = slot.begin(layout, given)
             results = slot.finish(layout, out) if begun else None
+            if results is None:
+                self._slots.lose(slot.process)
         finally:
             self._slots.give(lease)
         if results is None:
-            self._lose(slot.process)
+            slot.process.how()
             if begun:
                 then = "later calls go to the other devices" if self._slots.processes else "load the plan again"
                 how = f"{slot.process.how()} during this call"
@@ -116,6 +118,7 @@ class ProcessPool(Pool):
         out of service, and the others change. Raises InputError, CudaError, DeviceLostError.
         """
         self._check_process()
+        self._slots.refuse_within()
         refits = refitting.checked(self.plan, weights, _refused)
         with ThreadPoolExecutor(1) as thread:  # Ctrl-C does not end it half way
             thread.submit(self._refit, refits, threading.get_ident()).result()
@@ -154,6 +157,12 @@ class ProcessPool(Pool):
                 ready.append(process)
             except DeviceLostError:
                 self._lose(process)
+            except CudaError as exc:
+                if exc.is_final:
+                    process.ended = ended_by(exc)
+                    self._lose(process)
+                else:
+                    failed.append((process, exc))
             except (NimbleError, MemoryError) as exc:
                 failed.append((process, exc))
         return ready, failed
@@ -174,8 +183,8 @@ class ProcessPool(Pool):
             self._finish()
 
     def _finish(self) -> None:
-        if self._end.detach() is not None:  # calling it does nothing while the interpreter shuts down
-            _ended(self._all, self._weights, self._process)
+        _ended(self._all, self._weights, self._process)  # also where another thread does, or was interrupted
+        self._end.detach()
 
     def holdings(self) -> tuple[object, ...]:
         """The processes, which are the parent's in a forked process."""

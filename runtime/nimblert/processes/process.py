@@ -49,6 +49,8 @@ class Process:
         self.device = device
         self.given = 0
         self.ended: str | None = None
+        self.is_over = False
+        """Whether what is shared with it is closed, but for slots that are in use."""
         self._ending = threading.Lock()
         with ExitStack() as ours, ExitStack() as theirs:
             given = []
@@ -84,13 +86,13 @@ class Process:
     def how(self) -> str:
         """How the process ended; one that can no longer be used ends now."""
         with self._ending:
+            self.control.finish()
+            status = self._wait(_END_S)
             if self.ended is None:
-                self.control.finish()
-                status = self._wait(_END_S)
                 message = self.control.receive()
                 error = error_of(message) if message[:1] == b"[" else None
                 if isinstance(error, CudaError):
-                    self.ended = f"{error.api}: {error.result} ended its process"
+                    self.ended = ended_by(error)
                 elif status < 0:
                     self.ended = f"its process was ended by {_signal_name(-status)}"
                 else:
@@ -110,8 +112,10 @@ class Process:
     def join(self, end_at: float) -> None:
         """Wait until it has ended, which it does once ``control`` is closed, and close what was shared with it."""
         self._wait(max(0.0, end_at - time.monotonic()))
+        self.is_over = True
         for slot in self.slots:
-            slot.close()
+            if slot.lease is None or slot.lease() is None:
+                slot.close()  # others when their calls end: files that are opened meanwhile may get the same numbers
 
 
 class Slot:
@@ -183,11 +187,17 @@ class Slot:
 
 def end(processes: Sequence[Process]) -> None:
     """End processes, whatever they do."""
-    for process in processes:
+    left = [process for process in processes if not process.is_over]
+    for process in left:
         process.control.end()
     end_at = time.monotonic() + _END_S
-    for process in processes:
+    for process in left:
         process.join(end_at)
+
+
+def ended_by(error: CudaError) -> str:
+    """How a process ended whose use of CUDA an error has ended."""
+    return f"{error.api}: {error.result} ended its process"
 
 
 def _signal_name(number: int) -> str:

@@ -17,17 +17,14 @@ _LOOK_S = 1.0
 """How often a waiting thread looks for itself: a thread that was interrupted may not have told it."""
 
 
-_STUCK_S = 5.0
-"""For longer, no other thread has the lock."""
-
-
 class Lease:
     """The use of a slot, until `Slots.give`, or until this object is collected."""
 
-    __slots__ = ("__weakref__", "ready", "slot", "thread")
+    __slots__ = ("__weakref__", "is_over", "ready", "slot", "thread")
 
     def __init__(self) -> None:
         self.slot: Slot | None = None
+        self.is_over = False
         self.thread = threading.get_ident()
         self.ready = threading.Lock()
         """Released once there is a slot, or never will be."""
@@ -43,12 +40,14 @@ class Slots:
         self._closed = False
         self._exclusive = False
         self._holder: int | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        """Always taken by ``with``: then no exception of a signal handler can leave it locked."""
         self._changed = threading.Condition(self._lock)
         self._waiting: deque[weakref.ref[Lease]] = deque()
 
     def take(self) -> Lease:
         """A slot for a call. Raises InputError where the pool is closed, DeviceLostError where no device is left."""
+        self.refuse_within()
         lease = Lease()
         try:
             with self._lock:
@@ -57,8 +56,7 @@ class Slots:
                 self._serve()
             while not lease.ready.acquire(timeout=_LOOK_S):
                 with self._lock:
-                    self._reclaim()
-                    self._serve()
+                    self._look()
             if lease.slot is None:
                 with self._lock:
                     self.check()
@@ -70,6 +68,7 @@ class Slots:
     def give(self, lease: Lease) -> None:
         """End a lease."""
         with self._lock:
+            lease.is_over = True
             slot, lease.slot = lease.slot, None
             if slot is not None:
                 _free(slot)
@@ -77,19 +76,23 @@ class Slots:
 
     def _collected(self, _: "weakref.ref[Lease]") -> None:
         """Serve those that wait after a lease has ended without `give`, unless a thread does so, maybe this one."""
-        if self._lock.acquire(blocking=False):
-            try:
-                self._reclaim()
-                self._serve()
-            finally:
+        if self._is_within():
+            return
+        try:
+            if self._lock.acquire(blocking=False):
+                self._look()
+        finally:
+            if self._is_within():
                 self._lock.release()
 
-    def _reclaim(self) -> None:
-        """Free the slots that are nobody's: of a lease that was collected, or lost where it was given or taken."""
+    def _look(self) -> None:
+        """Free the slots that are nobody's, since code was interrupted that gave or took them, and serve."""
         for process in self._all:
             for slot in process.slots:
-                if slot not in process.free and (slot.lease is None or slot.lease() is None):
+                lease = None if slot.lease is None else slot.lease()
+                if slot not in process.free and (lease is None or lease.slot is not slot):
                     _free(slot)
+        self._serve()
 
     def lose(self, process: Process) -> None:
         """Give a process that has ended no more calls."""
@@ -117,19 +120,15 @@ class Slots:
     def close(self) -> None:
         """Wait for the calls in flight; later ones raise InputError, and so do those that wait for a slot.
 
-        A call of this thread is not waited for: it was interrupted, or this is called by a signal handler. Raises
-        InputError where the handler has interrupted code that has the lock.
+        A call of this thread is not waited for: it was interrupted, or this is called by a signal handler.
         """
+        self.refuse_within()
         thread = threading.get_ident()
-        if not self._lock.acquire(timeout=_STUCK_S):
-            raise InputError("this pool is closed by a signal handler in the midst of a call: close it after the call")
-        try:
+        with self._lock:
             self._closed = True
             self._serve()
             if self._holder is None:
                 self._wait_for(lambda: self._are_idle(thread) and not self._exclusive)
-        finally:
-            self._lock.release()
 
     def hold(self, timeout_s: float) -> None:
         """Wait for the calls in flight, and let none begin any more: other threads wait for ever.
@@ -140,6 +139,15 @@ class Slots:
         with self._lock:
             self._holder = thread
             self._changed.wait_for(lambda: self._are_idle(thread), timeout_s)
+
+    def refuse_within(self) -> None:
+        """Raise InputError in a signal handler that has interrupted code with the lock."""
+        if self._is_within():
+            raise InputError("a signal handler has interrupted this pool's own code: use the pool after that")
+
+    def _is_within(self) -> bool:
+        """Whether this thread has the lock."""
+        return bool(self._lock._is_owned())  # type: ignore[attr-defined]  # noqa: SLF001 - as threading.Condition asks it
 
     def check(self) -> None:
         """Raise InputError where the pool is closed, DeviceLostError where no device is left."""
@@ -153,7 +161,7 @@ class Slots:
 
     def _wait_for(self, predicate: Callable[[], bool]) -> None:
         while not self._changed.wait_for(predicate, _LOOK_S):
-            self._reclaim()
+            self._look()
 
     def _are_idle(self, but: int) -> bool:
         """Whether no call is in flight, other than of that thread."""
@@ -166,10 +174,11 @@ class Slots:
         while self._waiting:
             turn = self._waiting[0]
             lease = turn()
-            if not ended and lease is not None and lease.slot is None and not self._give_to(lease, turn):
-                break
-            if lease is not None and lease.ready.locked():
-                lease.ready.release()
+            if lease is not None:
+                if not (ended or lease.is_over or lease.slot is not None or self._give_to(lease, turn)):
+                    break
+                if lease.ready.locked():
+                    lease.ready.release()
             self._waiting.popleft()
         if ended or self._exclusive or self._holder is not None:
             self._changed.notify_all()
@@ -201,4 +210,6 @@ class Slots:
 def _free(slot: Slot) -> None:
     """Note that a slot has no call; one whose answer was not read is taken last, as it may have to wait for it."""
     slot.lease = None
+    if slot.process.is_over:
+        slot.close()
     slot.process.free.insert(0 if slot.is_open else len(slot.process.free), slot)
