@@ -41,7 +41,7 @@ class Slots:
         self._exclusive = False
         self._holder: int | None = None
         self._lock = threading.RLock()
-        """Always taken by ``with``: then no exception of a signal handler can leave it locked."""
+        """Taken by ``with`` where it is waited for: then no exception of a signal handler leaves it locked."""
         self._changed = threading.Condition(self._lock)
         self._waiting: deque[weakref.ref[Lease]] = deque()
 
