@@ -4,10 +4,8 @@ from collections.abc import Hashable, Mapping
 from typing import Any
 
 from nimblert.calls.entries import Signature
+from nimblert.calls.remembering import remembered
 from nimblert.calls.turn import DirectCall
-
-_MOST_SIZES = 256
-"""The most sizes of an entry with a direct call."""
 
 
 class DirectCalls(dict[str, DirectCall]):
@@ -31,9 +29,7 @@ class _BySize:
         self._known: dict[Hashable, DirectCall] = {}
 
     def add(self, arrays: Mapping[str, Any], direct: DirectCall) -> None:
-        if len(self._known) >= _MOST_SIZES:
-            self._known.clear()
-        self._known[_first_shape(arrays)] = direct
+        remembered(self._known, _first_shape(arrays), direct)
 
     def __call__(self, arrays: Mapping[str, Any]) -> dict[str, Any] | None:
         direct = self._known.get(_first_shape(arrays))

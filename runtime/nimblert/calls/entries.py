@@ -87,7 +87,7 @@ class Signature:
 
     def serve(self, arrays: Sequence[np.ndarray | DeviceArray]) -> Served:
         """The runs that serve arrays of sizes without a program. Raises InputError where there are none."""
-        return self._serve(tuple(tuple(array.shape) for array in arrays))
+        return self._serve(tuple(array.shape for array in arrays))
 
     def outputs(self, shapes: Shapes) -> tuple[Tensor, ...]:
         """The outputs of a call with inputs of these shapes. Raises InputError where no program serves them."""
@@ -106,11 +106,11 @@ class Signature:
         Raises InputError for shapes without such a program.
         """
         checked = self.check(arrays, take)
-        program = self.exact(checked)
+        shapes = tuple(array.shape for array in checked)
+        program = self._by_shapes.get(shapes)
         if program is None:
-            parts = self.serve(checked).parts
+            parts = self._serve(shapes).parts
             if len(parts) > 1:
-                shapes = tuple(tuple(array.shape) for array in checked)
                 raise InputError(f"{self._no_program(shapes)}; a call would be {len(parts)} runs of them")
             program = parts[0].program
         return program, checked

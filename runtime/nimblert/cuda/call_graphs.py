@@ -85,14 +85,11 @@ class CallGraphs(dict[Hashable, CallGraph]):
         self._seen: dict[Hashable, int] = {}
         self._patience = 1
 
-    def find(self, key: Hashable, enough: int, make: Callable[..., CallGraph], *args: object) -> CallGraph | None:
-        """The graph for calls with this ``key``, which ``make`` makes of ``args``; None until ``enough`` of them.
+    def missed(self, key: Hashable, enough: int, make: Callable[..., CallGraph], *args: object) -> CallGraph | None:
+        """Count a call with this ``key``, which has no graph: the one that ``make`` makes of ``args`` after ``enough``.
 
         Where callers use more keys than are kept, or the driver refuses a graph, later graphs take ever more calls.
         """
-        found = self.get(key)
-        if found is not None:
-            return found
         count = self._seen.get(key, 0) + 1
         if count < enough * self._patience:
             if len(self._seen) >= _MOST_SEEN:

@@ -11,8 +11,9 @@ import numpy as np
 
 from nimblert.arrays import dlpack, padding
 from nimblert.arrays.dtypes import numpy_dtype
+from nimblert.calls.remembering import remembered
 from nimblert.calls.turn import Turn
-from nimblert.cuda.transfers import Given, Outlet, remembered
+from nimblert.cuda.transfers import Given, Outlet
 from nimblert.plan import ITEM_NBYTES, Program, Tensor
 
 if TYPE_CHECKING:

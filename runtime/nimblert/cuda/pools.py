@@ -16,7 +16,10 @@ from nimblert.plan import Tensor
 
 
 class _Pool:
-    """Blocks by size. The pool owns ``context``, and closes it with the last block, which may outlive the pool."""
+    """Blocks by size: each an address, and an event where it may be shared.
+
+    The pool owns ``context``, and closes it with the last block, which may outlive the pool.
+    """
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -24,6 +27,21 @@ class _Pool:
         self._out = 0
         self._lock = threading.RLock()  # a finalizer may run while this thread holds it
         self._closed = False
+
+    def take(self, nbytes: int, stream: Handle, *, is_shared: bool) -> "Lent":
+        """A block of ``nbytes``, for work on ``stream``; ``is_shared`` where nobody waits for that."""
+        with self._lock:
+            self._out += 1
+            free = self._free.get(nbytes)
+            block, was_shared = free.pop() if free else (None, False)
+        if block is None:
+            block = self._made(nbytes)
+        address, event = block
+        lent = Lent(self, block, nbytes, address, is_shared=was_shared)  # until the wait below is enqueued
+        if was_shared:
+            call("cuStreamWaitEvent", stream, event, 0)
+        lent.is_shared = is_shared
+        return lent
 
     def _made(self, nbytes: int) -> Any:
         """A new block, in use from now on."""
@@ -116,42 +134,17 @@ class HostLayout:
 
 
 class PageLockedPool(_Pool):
-    """Page-locked host memory: a download needs no second copy."""
+    """Page-locked host memory: a download needs no second copy, and is waited for, so that no block is shared."""
 
-    def take(self, nbytes: int) -> Lent:
-        """A block of ``nbytes``; every download is waited for."""
-        with self._lock:
-            self._out += 1
-            free = self._free.get(nbytes)
-            address = free.pop()[0] if free else None
-        if address is None:
-            address = self._made(nbytes)
-        return Lent(self, address, nbytes, address, is_shared=False)
-
-    def _new(self, nbytes: int) -> int:
-        return int(call("cuMemHostAlloc", max(nbytes, 1), 0))
+    def _new(self, nbytes: int) -> tuple[int, None]:
+        return int(call("cuMemHostAlloc", max(nbytes, 1), 0)), None
 
     def _release(self, block: Any) -> None:
-        driver.bindings().cuMemFreeHost(block)
+        driver.bindings().cuMemFreeHost(block[0])
 
 
 class DevicePool(_Pool):
     """Device memory. A released block may still be used by work of the caller, which its next use waits for."""
-
-    def take(self, nbytes: int, stream: Handle, *, is_shared: bool = True) -> Lent:
-        """A block of ``nbytes``, for work on ``stream``; not ``is_shared`` where that is waited for."""
-        with self._lock:
-            self._out += 1
-            free = self._free.get(nbytes)
-            block, was_shared = free.pop() if free else (None, False)
-        if block is None:
-            block = self._made(nbytes)
-        address, event = block
-        lent = Lent(self, block, nbytes, address, is_shared=True)  # until the wait below is enqueued
-        if was_shared:
-            call("cuStreamWaitEvent", stream, event, 0)
-        lent.is_shared = is_shared
-        return lent
 
     def _is_idle_after(self, block: Any) -> bool:
         (status,) = driver.bindings().cuCtxRecordEvent(self._context.handle, block[1])

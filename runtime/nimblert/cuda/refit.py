@@ -10,11 +10,11 @@ import numpy as np
 from nimblert.arrays import layouts
 from nimblert.arrays.device_arrays import DeviceArray
 from nimblert.calls.refitting import Refit
+from nimblert.calls.remembering import remembered
 from nimblert.cuda import graph
 from nimblert.cuda.driver import Context, Handle, call
 from nimblert.cuda.memory import Bases, DeviceMemory, allocate
 from nimblert.cuda.movers import GatherKernels, Mover
-from nimblert.cuda.transfers import remembered
 from nimblert.cuda.uploads import Upload, Uploader
 from nimblert.plan import Program, Region, Tensor
 

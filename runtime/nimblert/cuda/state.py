@@ -40,7 +40,7 @@ class DeviceState:
 
     def copy(self, tensor: Tensor) -> DeviceOutput:
         """A copy of a tensor in device memory."""
-        lent = self._pool.take(tensor.span_nbytes, 0)
+        lent = self._pool.take(tensor.span_nbytes, 0, is_shared=True)
         if tensor.span_nbytes:
             call("cuMemcpyDtoD", lent.address, self._base + tensor.pointer.offset, tensor.span_nbytes)
             call("cuStreamSynchronize", 0)

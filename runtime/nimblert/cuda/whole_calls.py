@@ -46,12 +46,11 @@ class WholeCalls:
             return None, False
         lying = tuple([array.strides for array in arrays])
         key = lying, tuple([memory and memory.address for memory in lent])
-        found = self._whole.get(key)
-        if found is None:
-            found = self._whole.find(key, _ENOUGH_ON_HOST, self._made_for_host, arrays, lent)
+        found = self._whole.get(key) or self._whole.missed(key, _ENOUGH_ON_HOST, self._made_for_host, arrays, lent)
         if found is not None:
             return found, True
-        return self._arriving.find(lying, _ENOUGH_ON_HOST, self._made_for_host, arrays, ()), False
+        found = self._arriving.get(lying)
+        return found or self._arriving.missed(lying, _ENOUGH_ON_HOST, self._made_for_host, arrays, ()), False
 
     def _made_for_host(self, arrays: Sequence[np.ndarray], lent: Sequence[Lent | None]) -> CallGraph:
         arrivals = self._inlet.uploads(arrays)
@@ -64,12 +63,12 @@ class WholeCalls:
     ) -> tuple[CallGraph | None, bool]:
         """As `from_host`, for device arrays; ``outlet`` is cropped where their movers pad."""
         key = arrays, tuple([memory and memory.address for memory in lent])
-        found = self._whole.get(key)
-        if found is None:
-            found = self._whole.find(key, _ENOUGH_ON_DEVICE, self._made_in_place, arrays, lent, outlet)
+        make = self._made_in_place
+        found = self._whole.get(key) or self._whole.missed(key, _ENOUGH_ON_DEVICE, make, arrays, lent, outlet)
         if found is not None:
             return found, True
-        return self._arriving.find(arrays, _ENOUGH_ON_DEVICE, self._made_for_device, arrays), False
+        found = self._arriving.get(arrays)
+        return found or self._arriving.missed(arrays, _ENOUGH_ON_DEVICE, self._made_for_device, arrays), False
 
     def _made_for_device(self, arrays: Given) -> CallGraph:
         return CallGraph(Recipe(self._adding(self._memory), self._inlet.moves(arrays)).instantiated())
