@@ -3,15 +3,18 @@
 from collections.abc import Sequence
 from struct import Struct, unpack_from
 
+import numpy as np
+
 from nimblert.arrays.dtypes import numpy_dtype
 from nimblert.calls.entries import Entries, Signature
+from nimblert.calls.remembering import remembered
 from nimblert.dimensions import Shapes
 from nimblert.errors import InputError
 from nimblert.plan import Tensor
-from nimblert.processes.channel import LONGEST_NBYTES, Place
+from nimblert.processes.channel import LONGEST_NBYTES, Memory, Place
 
-_MOST = 256
-"""The most layouts that are remembered."""
+_MOST_VIEWS = 64
+"""The most calls whose views of a slot's memory are remembered."""
 
 _NUMBER, _SIZE = Struct("<H"), Struct("<q")
 
@@ -49,20 +52,20 @@ class Layouts:
         self._signatures = [signatures[name] for name in signatures.names]
         self._numbers = {name: number for number, name in enumerate(signatures.names)}
         self._known: dict[tuple[str, Shapes], Layout] = {}
+        self._read: dict[bytes, Layout] = {}
 
     def of(self, signature: Signature, shapes: Shapes) -> Layout:
         """The layout of a call of an entry. Raises InputError for shapes that no program of it serves."""
         key = signature.name, shapes
         found = self._known.get(key)
-        if found is None:
-            found = Layout(self._numbers[signature.name], signature, shapes)
-            if len(self._known) >= _MOST:
-                self._known.clear()
-            self._known[key] = found
-        return found
+        return found or remembered(self._known, key, Layout(self._numbers[signature.name], signature, shapes))
 
     def read(self, message: bytes) -> Layout:
         """The layout whose message this is."""
+        found = self._read.get(message)
+        return found or remembered(self._read, message, self._unpacked(message))
+
+    def _unpacked(self, message: bytes) -> Layout:
         (number,) = _NUMBER.unpack_from(message)
         signature = self._signatures[number]
         position, shapes = _NUMBER.size, []
@@ -70,6 +73,24 @@ class Layouts:
             shapes.append(unpack_from(f"<{len(tensor.shape)}q", message, position))
             position += _SIZE.size * len(tensor.shape)
         return self.of(signature, tuple(shapes))
+
+
+class Views:
+    """The arrays of calls in the memory of a slot: its inputs, and its outputs."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self._known: dict[Layout, tuple[list[np.ndarray], list[np.ndarray]]] = {}
+
+    def of(self, layout: Layout) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Those of a call. Raises InputError where the system has too little memory."""
+        found = self._known.get(layout)
+        if found is None:
+            if len(self._known) >= _MOST_VIEWS or not self._memory.holds(layout.places):
+                self._known.clear()  # else they would keep another map of the memory
+            arrays, count = self._memory.arrays(layout.places), len(layout.inputs)
+            found = self._known[layout] = arrays[:count], arrays[count:]
+        return found
 
 
 def _placed(tensors: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], after: int) -> list[Place]:

@@ -39,7 +39,7 @@ def load(
     selected = checked(container.decoded(image, path), program, limits)
     if keeps_state(selected):
         raise InputError("the plan has state, which is each context's own: load it without processes=True")
-    Layouts(Entries(selected))  # which refuses what no message can tell
+    layouts = Layouts(Entries(selected))
     found = [0] if selected.target is Target.CPU and devices is None else list(ordinals(devices))
     with ExitStack() as stack:
         weights = Memory()
@@ -54,7 +54,7 @@ def load(
         with _file(plan, image) as (given["plan"], files):
             processes = _started(found, contexts, given, (weights.file, *files), skip=devices is None)
         stack.pop_all()
-    return ProcessPool(selected, processes, weights)
+    return ProcessPool(selected, layouts, processes, weights)
 
 
 @contextmanager

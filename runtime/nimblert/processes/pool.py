@@ -31,12 +31,12 @@ class ProcessPool(Pool):
     others. ``devices`` are those in service.
     """
 
-    def __init__(self, plan: Plan, processes: Sequence[Process], weights: Memory) -> None:
+    def __init__(self, plan: Plan, layouts: Layouts, processes: Sequence[Process], weights: Memory) -> None:
         """``processes`` have loaded the plan, and end with the pool; see `nimblert.load_pool`."""
         super().__init__(plan)
         self._process = os.getpid()
         self._slots = Slots(processes)
-        self._layouts = Layouts(self._signatures)
+        self._layouts = layouts
         self._all = tuple(processes)
         self._weights = weights
         self._end = weakref.finalize(self, _ended, self._all, weights, self._process)
@@ -157,14 +157,12 @@ class ProcessPool(Pool):
                 ready.append(process)
             except DeviceLostError:
                 self._lose(process)
-            except CudaError as exc:
-                if exc.is_final:
+            except (NimbleError, MemoryError) as exc:
+                if isinstance(exc, CudaError) and exc.is_final:
                     process.ended = ended_by(exc)
                     self._lose(process)
                 else:
                     failed.append((process, exc))
-            except (NimbleError, MemoryError) as exc:
-                failed.append((process, exc))
         return ready, failed
 
     def close(self) -> None:

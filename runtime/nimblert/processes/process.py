@@ -17,7 +17,7 @@ import numpy as np
 
 from nimblert.errors import CudaError, DeviceLostError, InputError
 from nimblert.processes.channel import DONE, PING, Channel, Memory, ends, error_of
-from nimblert.processes.layout import Layout
+from nimblert.processes.layout import Layout, Views
 
 if TYPE_CHECKING:
     import weakref
@@ -28,11 +28,6 @@ _MAIN = "import sys; sys.path[:] = {path!r}; from nimblert.processes.worker impo
 
 _END_S = 10.0
 """How long processes may take to end before they are killed: a driver may have much memory to free."""
-
-_MOST = 64
-"""The most layouts whose views a slot remembers."""
-
-_Views = tuple[list[np.ndarray], list[tuple[str, np.ndarray]]]
 
 
 class Process:
@@ -127,16 +122,14 @@ class Slot:
         """The use of the slot."""
         self.is_open = False
         """Whether a call was sent, or was about to be, whose answer was not read."""
-        self._channel, self._memory = channel, memory
-        self._views: dict[Layout, _Views] = {}
+        self._channel, self._memory, self._views = channel, memory, Views(memory)
         self._pings = 0
 
     def begin(self, layout: Layout, arrays: Sequence[Any]) -> bool:
         """Give the process a call; False where it has ended."""
         if self.is_open:
             self._drain()
-        views = (self._views.get(layout) or self._made(layout))[0]
-        for view, array in zip(views, arrays, strict=True):
+        for view, array in zip(self._views.of(layout)[0], arrays, strict=True):
             view[...] = array
         self.is_open = True
         self.is_open = self._channel.send(layout.message)
@@ -154,11 +147,11 @@ class Slot:
                 raise error_of(answer)
             return None
         results = {}
-        for name, view in self._views[layout][1]:
-            if name in out:
-                out[name][...] = view
+        for place, view in zip(layout.outputs, self._views.of(layout)[1], strict=True):
+            if place.name in out:
+                out[place.name][...] = view
             else:
-                results[name] = view.copy()
+                results[place.name] = view.copy()
         return results
 
     def _drain(self) -> None:
@@ -174,15 +167,6 @@ class Slot:
         """Close socket and memory."""
         self._channel.end()
         self._memory.close()
-
-    def _made(self, layout: Layout) -> _Views:
-        if len(self._views) >= _MOST or not self._memory.holds(layout.places):
-            self._views.clear()  # else they would keep another map of the memory
-        arrays = self._memory.arrays(layout.places)
-        count = len(layout.inputs)
-        names = [place.name for place in layout.outputs]
-        made = self._views[layout] = arrays[:count], list(zip(names, arrays[count:], strict=True))
-        return made
 
 
 def end(processes: Sequence[Process]) -> None:

@@ -17,7 +17,7 @@ from nimblert.executable import Executable, load
 from nimblert.limits import Limits
 from nimblert.processes import weights
 from nimblert.processes.channel import DONE, PING, READY, Channel, Memory, error_message
-from nimblert.processes.layout import Layout, Layouts
+from nimblert.processes.layout import Layout, Layouts, Views
 
 
 def main(text: str) -> None:
@@ -66,21 +66,14 @@ def _loaded(given: Mapping[str, Any]) -> Executable:
 
 def _serve(context: Context, channel: Channel, memory: Memory, control: Channel) -> None:
     """Answer the calls of one slot."""
-    layouts = Layouts(Entries(context.plan))
-    known: dict[bytes, _Call] = {}
+    layouts, views = Layouts(Entries(context.plan)), Views(memory)
     try:
         while message := channel.receive():
             if len(message) == PING.size:
                 channel.send(message)
                 continue
             try:
-                call = known.get(message)
-                if call is None:
-                    layout = layouts.read(message)
-                    if len(known) >= _MOST or not memory.holds(layout.places):
-                        known.clear()  # else their views would keep another map of the memory
-                    call = known[message] = _Call(layout, memory)
-                call.run(context)
+                _run(context, layouts.read(message), views)
                 answer = DONE
             except Exception as exc:  # noqa: BLE001 - the caller gets it
                 answer = _answer(exc, control)
@@ -89,23 +82,11 @@ def _serve(context: Context, channel: Channel, memory: Memory, control: Channel)
         channel.end()  # so that no caller waits for a thread that has failed
 
 
-_MOST = 64
-"""The most layouts whose views a thread remembers."""
-
-
-class _Call:
-    """A call of some sizes, with its views of shared memory."""
-
-    def __init__(self, layout: Layout, memory: Memory) -> None:
-        views = memory.arrays(layout.places)
-        self._entry = layout.entry
-        self._inputs = {place.name: view for place, view in zip(layout.inputs, views, strict=False)}
-        self._outputs = views[len(layout.inputs) :]
-
-    def run(self, context: Context) -> None:
-        results = context.run(self._inputs, entry=self._entry)
-        for view, result in zip(self._outputs, results.values(), strict=True):
-            view[...] = result
+def _run(context: Context, layout: Layout, views: Views) -> None:
+    inputs, outputs = views.of(layout)
+    arrays = {place.name: view for place, view in zip(layout.inputs, inputs, strict=True)}
+    for view, result in zip(outputs, context.run(arrays, entry=layout.entry).values(), strict=True):
+        view[...] = result
 
 
 def _answer(exc: Exception, control: Channel) -> bytes:
