@@ -200,9 +200,9 @@ def load_pool(
 ) -> "ExecutablePool | ProcessPool":
     """Load a plan on several GPUs: those with the ordinals ``devices``, or all of this machine that can run it.
 
-    - ``processes``: load it in a process for each GPU, so that short calls of many threads are not limited by one
-      interpreter, and GPUs fail independently; a GPU that is named twice has two. Inputs and outputs are then on the
-      host, and the plan has no state.
+    - ``processes``: load it in a process for each GPU, whose interpreter runs the calls, so that GPUs fail
+      independently; a GPU that is named twice has two. Inputs and outputs are then on the host, and the plan has no
+      state.
     - ``contexts``: with ``processes``, the number of calls that run at the same time on each GPU.
 
     The other arguments are those of `load`. A plan for the CPU, which uses all cores by itself, is loaded once.
