@@ -4,12 +4,14 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 from cpu_plans import floats, plan_file, write_model
 from onnx import helper
+from subprocesses import python
 
 from bench import contexts, memory, soak
 from nimblert.context import Context
@@ -26,14 +28,18 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "m.plan"
 
 
+def measured(benchmark: ModuleType, path: Path, file: Path, *arguments: str) -> dict[str, Any]:
+    """What a benchmark that must end with 0 finds, in a process where no other test's memory comes or goes."""
+    code = f"import sys; from {benchmark.__name__} import main; sys.exit(main(sys.argv[1:]))"
+    printed = python(code, path, "--json", file, *arguments)
+    facts: dict[str, Any] = json.loads(file.read_text())
+    assert json.loads(printed) == facts
+    return facts
+
+
 @pytest.mark.parametrize(("mode", "arguments"), [("call", []), ("replay", ["--replay"])])
-def test_nothing_changes_while_a_plan_runs_on(
-    path: Path, tmp_path: Path, mode: str, arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "soak.json"
-    assert soak.main([str(path), "--count", "2000", "--json", str(file), *arguments]) == 0
-    facts = json.loads(file.read_text())
-    assert json.loads(capsys.readouterr().out) == facts
+def test_nothing_changes_while_a_plan_runs_on(path: Path, tmp_path: Path, mode: str, arguments: list[str]) -> None:
+    facts = measured(soak, path, tmp_path / "soak.json", "--count", "2000", *arguments)
     assert (facts["mode"], facts["count"], facts["wrong"], facts["target"]) == (mode, 2000, 0, "cpu")
     assert facts["grown"].keys() == {"anonymous", "threads", "files"}
 
@@ -74,10 +80,8 @@ def test_threads_on_a_pool_of_processes(path: Path) -> None:
 
 
 def test_threads_on_contexts_beside_processes(path: Path, tmp_path: Path) -> None:
-    file = tmp_path / "contexts.json"
-    arguments = [str(path), "--threads", "6", "--contexts", "2", "--seconds", "1.2", "--processes", "1,2"]
-    assert contexts.main([*arguments, "--json", str(file)]) == 0
-    facts = json.loads(file.read_text())
+    arguments = ["--threads", "6", "--contexts", "2", "--seconds", "1.2", "--processes", "1,2"]
+    facts = measured(contexts, path, tmp_path / "contexts.json", *arguments)
     one = facts["contexts"]
     assert (one["threads"], one["contexts"], one["wrong"]) == (6, 2, 0)
     assert one["runs"] > 100
@@ -131,10 +135,8 @@ def test_a_process_that_cannot_load_the_plan_keeps_nobody_waiting(tmp_path: Path
 
 @pytest.mark.slow
 def test_devices_in_one_process_and_in_one_each(path: Path, tmp_path: Path) -> None:
-    file = tmp_path / "contexts.json"
     arguments = ["--threads", "3", "--contexts", "2", "--seconds", "0.6", "--processes", "0", "--devices", "0,0"]
-    assert contexts.main([str(path), *arguments, "--json", str(file)]) == 0
-    for way in json.loads(file.read_text())["devices"].values():
+    for way in measured(contexts, path, tmp_path / "contexts.json", *arguments)["devices"].values():
         one, both = way["runs"]
         assert [one["devices"], both["devices"]] == [[0], [0, 0]]
         assert (both["threads"], both["contexts"], both["wrong"]) == (3, 2, 0)

@@ -455,12 +455,16 @@ def test_memory_does_not_grow(pool: ProcessPool) -> None:
         for step in range(500):
             pool.run(rows(1 + (step * 37 + seed) % 400))
 
+    def grown() -> int:
+        before = current().anonymous
+        at_once(2, calls)
+        return current().anonymous - before
+
     at_once(2, calls)
-    before = current().anonymous, file_count(), threading.active_count()
-    at_once(2, calls)
-    after = current().anonymous, file_count(), threading.active_count()
-    assert after[0] - before[0] < 4 << 20
-    assert after[1:] == before[1:]
+    before = file_count(), threading.active_count()
+    # What other tests left may come or go meanwhile in some rounds, what is not given back in all.
+    assert any(grown() < 4 << 20 for _ in range(3))
+    assert (file_count(), threading.active_count()) == before
 
 
 def test_load_pool_with_processes(tmp_path: Path) -> None:
